@@ -54,7 +54,8 @@ def plan(dataset: Dataset, settings: QuantileStatsSettings, episodes: Sequence[i
     for name in chosen:
         if not (dataset.feature(name).is_number or dataset.feature(name).is_visual):
             raise ConfigurationError(
-                f"feature {name!r} is {dataset.feature(name).dtype}, neither a number nor an image"
+                f"feature {name!r} is {dataset.feature(name).dtype}, neither a number nor an image",
+                code="feature_not_measurable",
             )
     images = tuple(name for name in chosen if dataset.feature(name).is_visual)
     numbers = tuple(name for name in chosen if name not in images)

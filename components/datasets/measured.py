@@ -45,12 +45,16 @@ def merge(parts: Sequence[Measured]) -> Measured:
     images = [name for name in parts[0].histograms if all(name in part.histograms for part in parts)]
     if not values and not images:
         raise DataError(
-            "they have no feature in common", where="datasets of the same tag", remedy="give them different tags"
+            "they have no feature in common",
+            code="no_common_feature",
+            where="datasets of the same tag",
+            remedy="give them different tags",
         )
     for name in values:
         if len(widths := {len(part.values[name].mean) for part in parts}) > 1:
             raise DataError(
                 f"feature {name!r} has {sorted(widths)} values a frame",
+                code="feature_widths_differ",
                 where="datasets of the same tag",
                 remedy="give datasets of different robots different tags",
             )

@@ -58,11 +58,13 @@ class Mixture:
             ConfigurationError: no sources, or one without the feature that it calls its action.
         """
         if not sources:
-            raise ConfigurationError("a mixture needs at least one dataset")
+            raise ConfigurationError("a mixture needs at least one dataset", code="no_datasets")
         for source in sources:
             if not source.dataset.feature(source.action).is_number:
                 raise ConfigurationError(
-                    f"the action {source.action!r} is not numeric", where=str(source.dataset.files)
+                    f"the action {source.action!r} is not numeric",
+                    code="feature_not_numeric",
+                    where=str(source.dataset.files),
                 )
         self.sources = tuple(sources)
         self.horizons = tuple(source.horizon or horizon for source in sources)

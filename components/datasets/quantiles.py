@@ -120,17 +120,31 @@ def _order(values: Array) -> Array:
 
 def _check(rows: Array, lengths: Sequence[int] | Array, feature: str, first_episode: int) -> None:
     if rows.ndim != 2 or rows.dtype.kind not in "fiub":
-        raise DataError(f"{rows.dtype} of shape {rows.shape} are not rows of numbers", where=f"feature {feature!r}")
+        raise DataError(
+            f"{rows.dtype} of shape {rows.shape} are not rows of numbers",
+            code="rows_not_numeric",
+            where=f"feature {feature!r}",
+        )
     for number, length in enumerate(lengths, first_episode):
         if length <= 0:
-            raise DataError("the episode is empty", where=f"episode {number}", remedy="remove it from the dataset")
+            raise DataError(
+                "the episode is empty",
+                code="episode_empty",
+                where=f"episode {number}",
+                remedy="remove it from the dataset",
+            )
     if not len(lengths) or sum(lengths) != len(rows):
-        raise DataError(f"{len(rows)} frames for episodes of {sum(lengths)}", where=f"feature {feature!r}")
+        raise DataError(
+            f"{len(rows)} frames for episodes of {sum(lengths)}",
+            code="frame_count_mismatch",
+            where=f"feature {feature!r}",
+        )
     if rows.dtype.kind == "f" and not (finite := np.isfinite(rows)).all():
         row, column = np.argwhere(~finite)[0]
         episode = int(np.searchsorted(np.cumsum(lengths), row, side="right"))
         raise DataError(
             f"value {column} of feature {feature!r} is {rows[row, column]}",
+            code="feature_not_finite",
             where=f"episode {first_episode + episode}, frame {row - sum(lengths[:episode])}",
             remedy="fix or remove the episode; statistics of such values would make every normalized value NaN",
         )

@@ -111,10 +111,16 @@ class RemoteFiles:
         try:
             file = filesystem.open(f"{base}/{name}", "rb", **(BLOCKS if whole else {"cache_type": "none"}))
         except Exception as error:  # each kind of filesystem has errors of its own
-            raise DataError(f"{str(name)!r} cannot be read: {error!r:.300}", where=self.url) from error
+            raise DataError(
+                f"{str(name)!r} cannot be read: {error!r:.300}", code="remote_file_unreadable", where=self.url
+            ) from error
         with file:
             if (size := file.seek(0, os.SEEK_END)) != entry.size:
-                raise DataError(f"{str(name)!r} has {size} bytes, not {entry.size}", where=self.url)
+                raise DataError(
+                    f"{str(name)!r} has {size} bytes, not {entry.size}",
+                    code="remote_file_size_mismatch",
+                    where=self.url,
+                )
             file.seek(0)
             yield file
 
@@ -124,7 +130,7 @@ class RemoteFiles:
     def _entry(self, name: str | PurePosixPath) -> RemoteFile:
         entry = self.listing.files.get(str(name))
         if entry is None:
-            raise DataError(f"the dataset has no file {str(name)!r}", where=self.url)
+            raise DataError(f"the dataset has no file {str(name)!r}", code="remote_file_missing", where=self.url)
         return entry
 
     @cached_property
@@ -153,6 +159,7 @@ class RemoteFiles:
                     raise DataError(
                         f"{name!r} has {entry.size / 1e9:.3g} GB: with the {fetched / 1e9:.3g} GB fetched before, "
                         f"more than the {self.limit_bytes / 1e9:.3g} GB that one dataset may take",
+                        code="fetch_limit_exceeded",
                         where=self.url,
                         remedy="choose fewer episodes or cameras, raise ARMATURE_FETCH_LIMIT_GB, or read the files "
                         "where they lie: ARMATURE_FETCH=ranges",
@@ -166,9 +173,15 @@ class RemoteFiles:
         try:
             filesystem.get_file(f"{base}/{name}", str(target), callback=_AtMost(entry.size, callback))
         except Exception as error:  # each kind of filesystem has errors of its own
-            raise DataError(f"{name!r} cannot be fetched: {error!r:.300}", where=self.url) from error
+            raise DataError(
+                f"{name!r} cannot be fetched: {error!r:.300}", code="remote_file_not_fetched", where=self.url
+            ) from error
         if (size := target.stat().st_size) != entry.size:
-            raise DataError(f"{name!r} arrived with {size} bytes, not {entry.size}", where=self.url)
+            raise DataError(
+                f"{name!r} arrived with {size} bytes, not {entry.size}",
+                code="remote_file_size_mismatch",
+                where=self.url,
+            )
 
 
 class _AtMost(fsspec.Callback):
@@ -231,6 +244,7 @@ def open_files(path: str, revision: str | None, cache: DownloadCache) -> Dataset
     if revision is None:
         raise ConfigurationError(
             "a hub name needs a revision",
+            code="revision_missing",
             where=f"dataset {path!r}, which is not a folder",
             remedy="set revision to the commit that the dataset's page shows under its history",
         )
@@ -251,6 +265,7 @@ def same_files(where: str, quick_digest: str, cache: DownloadCache) -> DatasetFi
     if (found := files.quick_digest()) != quick_digest:
         raise DataError(
             f"the dataset's names, sizes or times differ here: {found}, not {quick_digest}",
+            code="node_files_differ",
             where=f"{where} on {platform.node()}",
             remedy="all nodes need the same files under the same path or URL",
         )
@@ -268,14 +283,16 @@ def _filesystem(url: str) -> tuple[Any, str]:
         filesystem, base = fsspec.core.url_to_fs(url)
     except (ImportError, ValueError) as error:
         remedy = f"{install_command('s3')} for s3://, or what fsspec names for another protocol"
-        raise ConfigurationError(f"the URL cannot be opened: {error}", where=url, remedy=remedy) from error
+        raise ConfigurationError(
+            f"the URL cannot be opened: {error}", code="url_not_supported", where=url, remedy=remedy
+        ) from error
     return filesystem, base.rstrip("/")
 
 
 def _list(url: str) -> FileListing:
     listing = list_files(url, lambda name: belongs(name) or name == STATS)
     if INFO not in listing.files:
-        raise DataError("not a LeRobot dataset: it has no meta/info.json", where=url)
+        raise DataError("not a LeRobot dataset: it has no meta/info.json", code="not_a_lerobot_dataset", where=url)
     return listing
 
 
@@ -292,6 +309,7 @@ def list_files(url: str, wanted: Callable[[str], bool]) -> FileListing:
     except Exception as error:  # each kind of filesystem has errors of its own
         raise DataError(
             f"the dataset cannot be reached: {str(error).splitlines()[0] if str(error) else repr(error)}",
+            code="dataset_unreachable",
             where=url,
             remedy="check the name, the revision and the network, log in for a gated dataset, or give a folder",
         ) from error
@@ -319,6 +337,7 @@ def _remote_file(facts: Mapping[str, Any], where: str) -> RemoteFile:
     if version is None or facts.get("size") is None:
         raise DataError(
             "the filesystem says neither version nor time of this file, so a changed one would not be noticed",
+            code="remote_file_without_version",
             where=where,
             remedy="copy the files into a folder or a bucket",
         )
@@ -338,4 +357,6 @@ def remote_folder(url: str, listing: FileListing, cache: DownloadCache) -> Remot
 
 def _no_revision(path: str, revision: str | None) -> None:
     if revision is not None:
-        raise ConfigurationError(f"only a hub name has a revision, given {revision!r}", where=path)
+        raise ConfigurationError(
+            f"only a hub name has a revision, given {revision!r}", code="revision_unused", where=path
+        )

@@ -101,6 +101,7 @@ def local_folder(settings: DatasetSettings) -> Path:
     if settings.path is None or not (project_path(settings.path) / INFO).is_file():
         raise ConfigurationError(
             "statistics can be put into one dataset in a folder alone",
+            code="dataset_not_in_folder",
             where="augment.in_place",
             remedy="set it to false, or give dataset.path a folder",
         )
@@ -138,7 +139,9 @@ def open_sources(artifact: Path) -> tuple[DatasetSource, ...]:
     try:
         reference = DatasetReference.model_validate_json(read_bytes(Path(path)))
     except FileNotFoundError as error:
-        raise DataError("not an artifact of a stage that gives a dataset", where=path) from error
+        raise DataError(
+            "not an artifact of a stage that gives a dataset", code="not_a_dataset_artifact", where=path
+        ) from error
     cache = DownloadCache.standard()
     return tuple(_source(_opened(source, path, cache), source) for source in reference.sources)
 
@@ -186,6 +189,7 @@ def _pinned(source: SourceSettings) -> SourceSettings:
     if source.digest not in (None, QUICK, digest):
         raise ConfigurationError(
             f"the dataset has the digest {digest}, the settings say {source.digest!r}",
+            code="dataset_digest_mismatch",
             where=f"{source.path} at {commit}" if commit else source.path,
             remedy="give the right one, or set digest to the actual value if this is the dataset that you mean",
         )
@@ -212,6 +216,7 @@ def _opened(source: SourceSettings, reference: str, cache: DownloadCache) -> Dat
     if digest != source.digest:
         raise DataError(
             f"the dataset has changed: its digest is {digest}, not {source.digest}",
+            code="dataset_changed",
             where=f"{source.path}, referred to by {reference}",
             remedy=f"put the old files back, or set dataset.digest to {digest} to take the new ones",
         )
@@ -226,14 +231,22 @@ def _source(dataset: Dataset, settings: SourceSettings) -> DatasetSource:
     cameras = images if settings.cameras is None else settings.cameras
     for name in cameras.values():
         if not dataset.feature(name).is_visual:
-            raise ConfigurationError(f"feature {name!r} is not a camera", where=str(dataset.files))
+            raise ConfigurationError(
+                f"feature {name!r} is not a camera", code="feature_not_a_camera", where=str(dataset.files)
+            )
     episodes: Sequence[int] = range(count) if settings.episodes is None else sorted(set(settings.episodes))
     if not episodes or episodes[-1] >= count:
         chosen = episodes[-1] if episodes else "no episode"
-        raise ConfigurationError(f"{chosen} is chosen of {count} episodes", where=str(dataset.files))
+        raise ConfigurationError(
+            f"{chosen} is chosen of {count} episodes", code="unknown_episode", where=str(dataset.files)
+        )
     for name in filter(None, (state, settings.action)):  # a dataset without the usual names can still be measured
         if not dataset.feature(name).is_number:
-            raise ConfigurationError(f"feature {name!r} is {dataset.feature(name).dtype}", where=str(dataset.files))
+            raise ConfigurationError(
+                f"feature {name!r} is {dataset.feature(name).dtype}",
+                code="feature_not_numeric",
+                where=str(dataset.files),
+            )
     return DatasetSource(
         dataset, settings.tag, settings.weight, settings.horizon, state, action, cameras, selection(episodes)
     )

@@ -74,6 +74,7 @@ def read_statistics(artifact: Path, tags: Sequence[str]) -> dict[str, dict[str, 
         except FileNotFoundError as error:
             raise DataError(
                 f"there are no statistics for {tag!r}",
+                code="statistics_missing",
                 where=str(home),
                 remedy="compute them of the same dataset artifact that is trained on",
             ) from error

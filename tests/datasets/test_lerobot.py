@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from components.artifacts.cache import DownloadCache
-from components.contracts.errors import ConfigurationError, DataError
+from components.contracts.errors import DataError
 from components.datasets.lerobot import frames as frames_module
 from components.datasets.lerobot.columns import to_numpy
 from components.datasets.lerobot.frames import FrameReader
@@ -24,10 +24,11 @@ from components.datasets.lerobot.reader import open_dataset
 from components.datasets.lerobot.sampling import sampled
 from components.datasets.lerobot.writer import create_dataset
 from tests.images import encoded, exif, scene
+from tests.refusals import refused
 
 from .conftest import FEATURES, LENGTHS, frames_of, layout, write
 
-WRIST = "observation.images.wrist"
+FRONT, WRIST = "observation.images.front", "observation.images.wrist"
 
 
 @pytest.fixture
@@ -126,7 +127,7 @@ def test_an_item_has_windows_both_ways_and_its_task(written):
     np.testing.assert_array_equal(item["action"], episodes[2]["action"][:3])
     np.testing.assert_array_equal(item["observation.images.front"], episodes[2]["observation.images.front"][[0, 0]])
     assert item["observation.images.wrist"].shape == (32, 32, 3)
-    with pytest.raises(ConfigurationError, match="not a whole number of frames"):
+    with refused("time_between_frames", 0.05):
         frames.item(8, {"action": [0.0, 0.05]})
     with pytest.raises(IndexError):
         frames.item(20, {})
@@ -155,28 +156,28 @@ def test_images_are_sampled_as_lerobot_does(length, count):
 def test_paths_that_leave_the_dataset_are_refused(copied, template):
     change(copied, "meta/info.json", lambda info: info.update(data_path=template))
     dataset = open_dataset(copied)
-    with pytest.raises(DataError, match="does not stay in"):
+    with refused("unsafe_file_name"):
         dataset.columns(["action"], dataset.episodes[0])
 
 
 def test_a_camera_whose_name_is_a_path_is_refused(written):
     info = open_dataset(written[0]).info
-    with pytest.raises(DataError, match="does not stay in"):
+    with refused("unsafe_file_name"):
         info.video_file("../../secrets", 0, 0)
 
 
 @pytest.mark.parametrize(
-    ("edit", "message"),
+    ("edit", "code", "value"),
     [
-        (lambda info: info.update(codebase_version="v2.1"), "version 'v2.1'"),
-        (lambda info: info.update(fps=0), "fps"),
-        (lambda info: info["features"]["action"].update(shape=[-7]), r"features\.action\.shape"),
-        (lambda info: info.update(total_frames=21), "20 frames are listed"),
+        (lambda info: info.update(codebase_version="v2.1"), "dataset_version_unsupported", "v2.1"),
+        (lambda info: info.update(fps=0), "invalid_dataset_info", "fps"),
+        (lambda info: info["features"]["action"].update(shape=[-7]), "invalid_dataset_info", "features.action.shape"),
+        (lambda info: info.update(total_frames=21), "episode_count_mismatch", 20),
     ],
 )
-def test_a_description_that_cannot_be_is_refused(copied, edit, message):
+def test_a_description_that_cannot_be_is_refused(copied, edit, code, value):
     change(copied, "meta/info.json", edit)
-    with pytest.raises(DataError, match=message):
+    with refused(code, value):
         open_dataset(copied)
 
 
@@ -202,9 +203,8 @@ def move_a_value(columns):
 
 def test_ragged_rows_are_refused_not_shifted(copied):
     dataset = rewrite(copied, move_a_value)
-    with pytest.raises(DataError, match="lists of 7 and of 6 values") as caught:
+    with refused("feature_ragged", "row 3"):
         dataset.columns(["action"], dataset.episodes[0])
-    assert "row 3" in caught.value.where
 
 
 @given(lengths=st.lists(st.integers(0, 4), min_size=1, max_size=6), inner=st.integers(1, 3))
@@ -233,9 +233,8 @@ def test_a_task_that_is_not_listed_is_refused(copied, number):
     dataset = rewrite(copied, lambda columns: columns["task_index"].__setitem__(9, number))
     frames = FrameReader(dataset, DownloadCache.standard())
     assert frames.task(dataset.episodes[2], 0) == "task 0"
-    with pytest.raises(DataError, match=f"task_index {number}") as caught:
+    with refused("unknown_task_index", number, "episode 2, frame 1"):
         frames.task(dataset.episodes[2], 1)
-    assert "episode 2, frame 1" in caught.value.where
 
 
 @pytest.mark.parametrize("value", [None, -1, 0.5, "0"])
@@ -245,14 +244,14 @@ def test_a_list_of_episodes_with_numbers_that_are_none_is_refused(copied, column
     table = pd.read_parquet(path)
     table[column] = [value] * len(table)
     table.to_parquet(path)
-    with pytest.raises(DataError, match="episode"):
+    with refused("invalid_episode_number", path, column):
         open_dataset(copied)
 
 
 def test_a_shape_that_is_not_the_datas_is_named(copied):
     change(copied, "meta/info.json", lambda info: info["features"]["action"].update(shape=[6]))
     dataset = open_dataset(copied)
-    with pytest.raises(DataError, match=r"frames of \[7\] values of float, .* says \[6\]"):
+    with refused("frame_shape_mismatch", "action", [7], [6]):
         dataset.columns(["action"], dataset.episodes[0])
 
 
@@ -261,7 +260,7 @@ def test_episodes_that_leave_a_gap_or_are_empty_are_refused(copied):
     table = pd.read_parquet(path)
     table.loc[1, "dataset_to_index"] = 7
     table.to_parquet(path)
-    with pytest.raises(DataError, match="episode 1 has the frames 7 to 7"):
+    with refused("episodes_not_contiguous", "episode 1", 7):
         open_dataset(copied)
 
 
@@ -271,9 +270,8 @@ def test_a_damaged_image_is_named_by_episode_and_frame(copied):
     table.at[10, "observation.images.front"] = {"bytes": b"\x89PNG no", "path": None}
     table.to_parquet(path)
     dataset = open_dataset(copied)
-    with pytest.raises(DataError, match="not a readable image") as caught:
+    with refused("image_unreadable", "episode 2, frame 2"):
         list(dataset.images("observation.images.front", dataset.episodes[2], range(12)))
-    assert "episode 2, frame 2" in caught.value.where
 
 
 def test_images_of_a_data_file_are_upright_and_on_white(copied):
@@ -302,11 +300,10 @@ def test_a_video_that_is_cut_short_is_named(copied):
     table.loc[2, [f"videos/{WRIST}/from_timestamp", f"videos/{WRIST}/to_timestamp"]] += 0.5
     table.to_parquet(meta)
     dataset = open_dataset(copied)
-    with pytest.raises(DataError, match="no frame at") as caught:
+    with refused("video_frame_missing", path, "episode 2"):
         list(dataset.images("observation.images.wrist", dataset.episodes[2], range(12)))
-    assert str(path) in caught.value.where and "episode 2" in caught.value.where
     path.write_bytes(path.read_bytes()[:200])
-    with pytest.raises(DataError, match="cannot be decoded"):
+    with refused("foreign_file_unreadable", path):
         list(dataset.images("observation.images.wrist", dataset.episodes[2], [0]))
 
 
@@ -350,7 +347,7 @@ def test_a_dataset_appears_whole_or_not_at_all(tmp_path):
     bad = frames_of(5, 0)
     bad["action"][3, 2] = np.nan
     with (
-        pytest.raises(DataError, match="feature 'action' is nan") as caught,
+        refused("feature_not_finite", "action") as caught,
         create_dataset(tmp_path / "new", fps=10, robot_type=None, features=FEATURES, layout=layout()) as writer,
     ):
         writer.add_episode(frames_of(7, 1), "task")
@@ -360,19 +357,19 @@ def test_a_dataset_appears_whole_or_not_at_all(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("edit", "message"),
+    ("edit", "code", "value"),
     [
-        (lambda frames: frames.pop("action"), "are given, not"),
-        (lambda frames: frames.update(action=frames["action"][:, :6]), "'action' has the shape"),
-        (lambda frames: frames.update(action=frames["action"][:3]), r"\[3, 5\] frames"),
-        (lambda frames: frames.update({"observation.images.front": np.zeros((5, 32, 32, 3))}), "not uint8"),
+        (lambda frames: frames.pop("action"), "features_mismatch", "action"),
+        (lambda frames: frames.update(action=frames["action"][:, :6]), "frame_shape_mismatch", "action"),
+        (lambda frames: frames.update(action=frames["action"][:3]), "frame_counts_differ", [3, 5]),
+        (lambda frames: frames.update({FRONT: np.zeros((5, 32, 32, 3))}), "image_not_uint8", FRONT),
     ],
 )
-def test_frames_that_do_not_fit_are_refused(tmp_path, edit, message):
+def test_frames_that_do_not_fit_are_refused(tmp_path, edit, code, value):
     frames = frames_of(5, 0)
     edit(frames)
     with (
-        pytest.raises(DataError, match=message),
+        refused(code, value),
         create_dataset(tmp_path / "new", fps=10, robot_type=None, features=FEATURES, layout=layout()) as writer,
     ):
         writer.add_episode(frames, "task")

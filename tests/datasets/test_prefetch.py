@@ -17,7 +17,6 @@ from fsspec.implementations.local import LocalFileSystem
 
 from benchmarks.large_dataset import CAMERAS, write_dataset
 from components.artifacts.cache import DownloadCache
-from components.contracts.errors import DataError
 from components.datasets import prefetch
 from components.datasets.lerobot import frames
 from components.datasets.lerobot.files import LocalFiles
@@ -27,6 +26,7 @@ from components.datasets.prefetch import FilePrefetch
 from components.datasets.remote import open_files
 from components.datasets.settings import FileShuffleSettings, SourceSettings
 from components.datasets.source import _source
+from tests.refusals import refused
 
 EPISODES, VIDEO_FILES = 12, 24
 ORDER = FileShuffleSettings(lanes=2, window=2)
@@ -182,7 +182,7 @@ def test_a_file_of_the_next_window_that_fails_is_raised_where_it_is_read(
             np.testing.assert_array_equal(remote[position].actions, local[position].actions)
         wait(lambda: lost in caplog.text)
         files.reach([later])
-        with pytest.raises(DataError, match=f"{lost}.*cannot be fetched.*the store is away"):
+        with refused("remote_file_not_fetched", lost, "the store is away"):
             remote[later]
         store.part = staticmethod(lambda name: None)
         np.testing.assert_array_equal(remote[later].actions, local[later].actions)

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from PIL import Image
 
-from components.contracts.errors import DataError
 from components.datasets import histograms
 from components.datasets.histograms import Histogram
 from components.datasets.quantiles import measure, merge
 from components.datasets.statistics import LEVELS, QUANTILES
+from tests.refusals import refused
 
 FINITE = st.floats(-(2.0**50), 2.0**50, width=32) | st.sampled_from([0.0, -1.0, 1.0])
 ROWS = hnp.arrays(np.float32, st.tuples(st.integers(1, 60), st.integers(1, 3)), elements=FINITE)
@@ -116,23 +116,23 @@ def test_the_documents_are_lerobots():
 def test_a_value_that_is_not_finite_is_named_by_episode_and_frame(bad):
     rows = np.zeros((10, 2), np.float32)
     rows[7, 1] = bad
-    with pytest.raises(DataError, match=r"value 1 of feature 'state'") as caught:
+    with refused("feature_not_finite", "state", 1) as caught:
         measure(rows, [4, 6], "state", first_episode=20)
     assert caught.value.where == "episode 21, frame 3"
 
 
 @pytest.mark.parametrize(
-    ("rows", "lengths", "message"),
+    ("rows", "lengths", "code", "values"),
     [
-        (np.zeros((3, 1)), [3, 0], "episode is empty"),
-        (np.zeros((3, 1)), [], "3 frames for episodes of 0"),
-        (np.zeros((3, 1)), [2], "3 frames for episodes of 2"),
-        (np.zeros((3, 1, 2)), [3], "not rows of numbers"),
-        (np.array([["a"]]), [1], "not rows of numbers"),
+        (np.zeros((3, 1)), [3, 0], "episode_empty", ["episode 1"]),
+        (np.zeros((3, 1)), [], "frame_count_mismatch", [3, 0]),
+        (np.zeros((3, 1)), [2], "frame_count_mismatch", [3, 2]),
+        (np.zeros((3, 1, 2)), [3], "rows_not_numeric", ["state"]),
+        (np.array([["a"]]), [1], "rows_not_numeric", ["state"]),
     ],
 )
-def test_what_is_no_data_is_refused(rows, lengths, message):
-    with pytest.raises(DataError, match=message):
+def test_what_is_no_data_is_refused(rows, lengths, code, values):
+    with refused(code, *values):
         measure(rows, lengths, "state")
 
 

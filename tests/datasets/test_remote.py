@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 
 from components.artifacts.cache import DownloadCache
-from components.contracts.errors import ConfigurationError, DataError
 from components.contracts.machine import Machine
 from components.datasets.lerobot.files import LocalFiles
 from components.datasets.lerobot.reader import open_dataset
@@ -26,6 +25,7 @@ from components.datasets.remote import open_files
 from components.datasets.settings import DatasetSettings, QuantileStatsSettings
 from components.datasets.source import open_sources, pinned
 from components.stages import run_stage
+from tests.refusals import refused
 
 from .conftest import write
 
@@ -96,7 +96,7 @@ def test_a_bucket_that_changed_is_refused_and_taken_again(bucket, many, tmp_path
     info = json.loads((many / "meta/info.json").read_text()) | {"robot_type": "other"}
     with fsspec.open(f"{bucket}/meta/info.json", "w") as file:
         json.dump(info, file)
-    with pytest.raises(DataError, match="the dataset has changed"):
+    with refused("dataset_changed", bucket):
         open_sources(source.path)
     again = run_stage("dataset", pinned(DatasetSettings(path=bucket)), {}, facts)
     assert open_sources(again.path)[0].dataset.info.robot_type == "other"
@@ -105,9 +105,8 @@ def test_a_bucket_that_changed_is_refused_and_taken_again(bucket, many, tmp_path
 def test_a_dataset_fetches_no_more_than_it_may(bucket, many, tmp_path):
     meta = sum((many / name).stat().st_size for name in LocalFiles(many).names() if name.startswith("meta/"))
     dataset = open_dataset(open_files(bucket, None, DownloadCache(tmp_path, meta + 1000)))
-    with pytest.raises(DataError, match="more than") as caught:
+    with refused("fetch_limit_exceeded", "ARMATURE_FETCH_LIMIT_GB"):
         list(dataset.images("observation.images.front", dataset.episodes[0], [0]))
-    assert "ARMATURE_FETCH_LIMIT_GB" in caught.value.remedy
     assert not list(dataset.root.rglob("data/*/*.parquet"))
 
 
@@ -121,7 +120,7 @@ def test_files_are_read_where_they_lie(bucket, many, tmp_path):
     assert fetched(dataset.root) == LocalFiles(many).names("meta")
     with fsspec.open(f"{bucket}/videos/observation.images.wrist/chunk-000/file-001.mp4", "wb") as file:
         file.write(b"short")
-    with pytest.raises(DataError, match="has 5 bytes, not"):
+    with refused("remote_file_size_mismatch", "file-001.mp4", 5):
         list(dataset.images("observation.images.wrist", dataset.episodes[1], [0]))
 
 
@@ -142,23 +141,23 @@ def test_samples_of_a_hub_are_read_where_they_lie(hub, many, tmp_path, monkeypat
             np.testing.assert_array_equal(sample.observation.images[camera], image)
     assert fetched(mixture.sources[0].dataset.root) == LocalFiles(many).names("meta")
     monkeypatch.setenv("ARMATURE_FETCH", "all")
-    with pytest.raises(ConfigurationError, match="neither files nor ranges"):
+    with refused("invalid_fetch_mode", "ARMATURE_FETCH"):
         DownloadCache.standard()
 
 
 def test_a_file_that_arrives_short_is_not_kept(bucket, cache):
-    dataset = open_dataset(open_files(bucket, None, cache))
-    with fsspec.open(f"{bucket}/data/chunk-000/file-000.parquet", "wb") as file:
+    dataset, name = open_dataset(open_files(bucket, None, cache)), "data/chunk-000/file-000.parquet"
+    with fsspec.open(f"{bucket}/{name}", "wb") as file:
         file.write(b"short")
-    with pytest.raises(DataError, match="arrived with 5 bytes, not"):
+    with refused("remote_file_size_mismatch", name, 5):
         list(dataset.images("observation.images.front", dataset.episodes[0], [0]))
-    with pytest.raises(DataError, match="has 5 bytes, not"):
+    with refused("remote_file_size_mismatch", name, 5):
         dataset.columns(["action"], dataset.episodes[0])
     assert not list(dataset.root.rglob("data/*/*.parquet"))
-    fsspec.filesystem("memory").rm(f"{bucket}/data/chunk-000/file-000.parquet")
-    with pytest.raises(DataError, match="cannot be fetched"):
+    fsspec.filesystem("memory").rm(f"{bucket}/{name}")
+    with refused("remote_file_not_fetched", name):
         list(dataset.images("observation.images.front", dataset.episodes[0], [0]))
-    with pytest.raises(DataError, match="cannot be read"):
+    with refused("remote_file_unreadable", name):
         dataset.columns(["action"], dataset.episodes[0])
 
 
@@ -169,20 +168,23 @@ def test_a_file_that_grows_is_fetched_no_further_than_its_listed_size(bucket, ca
         file.write(bytes(2**26))
     arrived = []
     callback = fsspec.Callback(hooks={"count": lambda size, value: arrived.append(value)})
-    with pytest.raises(DataError, match="cannot be fetched"):
+    with refused("remote_file_not_fetched", name):
         dataset.files.fetch(name, callback)
     assert max(arrived, default=0) < 2**26 and not list(dataset.root.rglob("data/*/*.parquet"))
 
 
-def test_what_is_no_dataset_or_no_url_is_named(cache):
-    with pytest.raises(DataError, match=r"no meta/info\.json"):
-        open_files("memory://empty", None, cache)
-    with pytest.raises(ConfigurationError, match="the URL cannot be opened"):
-        open_files("nowhere://bucket/dataset", None, cache)
-    with pytest.raises(ConfigurationError, match="only a hub name has a revision"):
-        open_files("memory://empty", "main", cache)
-    with pytest.raises(ConfigurationError, match="a hub name needs a revision"):
-        open_files("someone/dataset", None, cache)
+@pytest.mark.parametrize(
+    ("path", "revision", "code"),
+    [
+        ("memory://empty", None, "not_a_lerobot_dataset"),
+        ("nowhere://bucket/dataset", None, "url_not_supported"),
+        ("memory://empty", "main", "revision_unused"),
+        ("someone/dataset", None, "revision_missing"),
+    ],
+)
+def test_what_is_no_dataset_or_no_url_is_named(cache, path, revision, code):
+    with refused(code, path):
+        open_files(path, revision, cache)
 
 
 class Hub(BaseHTTPRequestHandler):
@@ -266,7 +268,7 @@ def test_a_hub_name_is_read_at_its_commit(hub, many, tmp_path, monkeypatch):
     hub.clear()
     assert open_sources(artifact.path)[0].dataset.episodes == source.dataset.episodes
     assert hub == []  # a commit never changes: what was fetched needs no network
-    with pytest.raises(DataError, match="cannot be reached"):
+    with refused("repository_unavailable", "someone/small", "v2"):
         pinned(DatasetSettings(path="someone/small", revision="v2"))
 
 

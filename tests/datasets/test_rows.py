@@ -26,6 +26,7 @@ from components.datasets.lerobot.frames import FrameReader
 from components.datasets.lerobot.layout import Feature
 from components.datasets.lerobot.reader import open_dataset
 from components.datasets.lerobot.writer import create_dataset
+from tests.refusals import refused
 
 from .conftest import layout
 
@@ -214,10 +215,16 @@ def test_other_fps_than_the_rows_have_is_refused(copied, fps):
     assert all(isinstance(each, str) for each in shown(copied))
 
 
-@pytest.mark.parametrize("fps", [float("inf"), float("-inf"), float("nan"), 0, -1, None, "fast", 1e400])
-def test_fps_that_is_not_a_positive_number_is_refused(copied, fps):
+@pytest.mark.parametrize(
+    ("fps", "code"),
+    [
+        *((fps, "invalid_json") for fps in (float("inf"), float("-inf"), float("nan"), 1e400)),
+        *((fps, "invalid_dataset_info") for fps in (0, -1, None, "fast")),
+    ],
+)
+def test_fps_that_is_not_a_positive_number_is_refused(copied, fps, code):
     edit_info(copied, fps=fps)
-    with pytest.raises(DataError, match="fps"):
+    with refused(code, "fps"):
         open_dataset(copied)
 
 
@@ -228,7 +235,7 @@ def test_description_without_a_column_of_every_dataset_is_refused(copied, column
         edit_info(
             copied, features={**features, column: value} if value else {k: features[k] for k in features if k != column}
         )
-        with pytest.raises(DataError, match=column):
+        with refused("feature_missing", column):
             open_dataset(copied)
 
 

@@ -56,19 +56,21 @@ def to_numpy(column: pa.ChunkedArray, name: str, feature: Feature, where: str) -
             row = int(ragged[0]) // math.prod(sizes)
             raise DataError(
                 f"feature {name!r} has lists of {lengths[0]} and of {lengths[ragged[0]]} values",
+                code="feature_ragged",
                 where=f"{where}, row {row}",
                 remedy="every frame needs the same shape; record or convert the dataset again",
             )
         sizes.append(int(lengths[0]) if len(lengths) else 0)
         array = array.flatten()
     if array.null_count:
-        raise DataError(f"feature {name!r} has missing values", where=where)
+        raise DataError(f"feature {name!r} has missing values", code="feature_value_missing", where=where)
     width = math.prod(feature.shape)
     shaped = tuple(sizes) in (feature.shape, (width,)) or (width == 1 and not sizes) or not len(column)
     if not shaped or not _holds(feature, array.type):
         raise DataError(
             f"feature {name!r} has frames of {sizes or [1]} values of {array.type}, "
             f"meta/info.json says {list(feature.shape)} of {feature.dtype}",
+            code="frame_shape_mismatch",
             where=where,
         )
     values: Array = array.to_numpy(zero_copy_only=False).reshape(len(column), width)

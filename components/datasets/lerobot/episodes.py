@@ -166,7 +166,9 @@ class EpisodeIndex(MappedFile, Sequence[EpisodeRange]):
             for batch in bounded_batches(path, AT_ONCE, columns=columns):
                 yield pa.Table.from_batches([batch]).select(columns)
         except (OSError, KeyError, pa.ArrowException) as error:
-            raise DataError(f"the list of episodes cannot be read: {error}", where=str(path)) from error
+            raise DataError(
+                f"the list of episodes cannot be read: {error}", code="episodes_unreadable", where=str(path)
+            ) from error
 
     def _write(self, target: Path) -> None:
         parts = [f"videos/{key}/{each}" for key in self._videos for each in _COLUMNS_OF_CLIP]
@@ -234,12 +236,14 @@ def _checked(table: pa.Table, count: int, stop: int, where: str) -> dict[str, Ar
     if wrong := [name for name in table.column_names if by_column[name][row]]:
         raise DataError(
             f"{wrong[0]} of episode {cells['episode_index']!r:.80} is {cells[wrong[0]]!r:.80}",
+            code="invalid_episode_number",
             where=where,
             remedy="it should be a number from 0 on; fetch the dataset again",
         )
     raise DataError(
         f"episode {cells['episode_index']} has the frames {begin[row]} to {end[row]}; "
         f"episode {expected[row]} should come here and begin at {before[row]}",
+        code="episodes_not_contiguous",
         where=where,
         remedy="an episode is empty, missing or listed twice; remove or record it again with lerobot",
     )

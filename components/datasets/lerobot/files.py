@@ -105,7 +105,10 @@ class LocalFiles:
             return f"{path}\0{file_state(path)}"
         except OSError as error:
             raise DataError(
-                f"the file cannot be read: {error.strerror}", where=str(self.root / name), remedy="fetch it again"
+                f"the file cannot be read: {error.strerror}",
+                code="data_file_unreadable",
+                where=str(self.root / name),
+                remedy="fetch it again",
             ) from error
 
     def digest(self) -> str:
@@ -131,7 +134,9 @@ class LocalFiles:
     def _digest(self, of: Callable[[str], str]) -> str:
         names = self.names()
         if INFO not in names:
-            raise DataError("not a LeRobot dataset: it has no meta/info.json", where=str(self.root))
+            raise DataError(
+                "not a LeRobot dataset: it has no meta/info.json", code="not_a_lerobot_dataset", where=str(self.root)
+            )
         with ThreadPoolExecutor() as executor:
             digests = executor.map(of, names)
             return listing_digest(dict(zip(names, digests, strict=True)))

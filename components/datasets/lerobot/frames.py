@@ -121,6 +121,7 @@ class FrameReader:
         if number not in self.dataset.tasks:
             raise DataError(
                 f"task_index {number} is not one of the {len(self.dataset.tasks)} tasks in meta/tasks.parquet",
+                code="unknown_task_index",
                 where=f"{self.dataset.files}, episode {episode.index}, frame {frame}",
                 remedy="meta/tasks.parquet and the data files do not belong together; fetch the dataset again",
             )
@@ -154,7 +155,11 @@ class FrameReader:
         frames = np.empty((episode.length, *shape), np.uint8)
         for number, image in enumerate(self.dataset.images(name, episode, range(episode.length), timestamps)):
             if (found := np.asarray(image)).shape != shape:
-                raise DataError(f"an image {found.shape} where {shape} is described", where=f"{name}, frame {number}")
+                raise DataError(
+                    f"an image {found.shape} where {shape} is described",
+                    code="frame_shape_mismatch",
+                    where=f"{name}, frame {number}",
+                )
             frames[number] = found
         with target.open("wb") as file:
             np.save(file, frames)

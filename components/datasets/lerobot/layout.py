@@ -68,7 +68,9 @@ class DatasetInfo(BaseModel):
 
     def video_file(self, key: str, chunk: int, file: int) -> PurePosixPath:
         if self.video_path is None:
-            raise DataError(f"feature {key!r} is a video and there is no video_path", where=INFO)
+            raise DataError(
+                f"feature {key!r} is a video and there is no video_path", code="video_path_missing", where=INFO
+            )
         return place(self.video_path, video_key=key, chunk_index=chunk, file_index=file)
 
 
@@ -83,14 +85,18 @@ def read_info(path: Path) -> DatasetInfo:
     except FileNotFoundError as error:
         raise DataError(
             "not a LeRobot dataset: it has no meta/info.json",
+            code="not_a_lerobot_dataset",
             where=str(path.parents[1]),
             remedy="give the dataset's own folder",
         ) from error
     except (ValueError, AttributeError, RecursionError) as error:
-        raise DataError(f"not a JSON object of finite numbers: {error}", where=str(path)) from error
+        raise DataError(
+            f"not a JSON object of finite numbers: {error}", code="invalid_json", where=str(path)
+        ) from error
     if version != VERSION:
         raise DataError(
             f"the dataset is of version {version!r}, not {VERSION!r}",
+            code="dataset_version_unsupported",
             where=str(path),
             remedy="convert it with lerobot's convert_dataset_v21_to_v30",
         )
@@ -99,11 +105,14 @@ def read_info(path: Path) -> DatasetInfo:
     except ValidationError as error:
         problem = error.errors()[0]
         key = ".".join(str(part) for part in problem["loc"])
-        raise DataError(f"{key}: {problem['msg']} (given {problem['input']!r:.80})", where=str(path)) from error
+        raise DataError(
+            f"{key}: {problem['msg']} (given {problem['input']!r:.80})", code="invalid_dataset_info", where=str(path)
+        ) from error
     for name in OWN_FEATURES:
         if name not in info.features or not info.features[name].is_number:
             raise DataError(
                 f"features.{name} is missing, or is not a number",
+                code="feature_missing",
                 where=str(path),
                 remedy="every LeRobot dataset has this column; describe it, or record or convert the dataset again",
             )
@@ -121,6 +130,7 @@ def read_stats(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, TypeError, RecursionError) as error:
         raise DataError(
             f"not a JSON object of finite numbers: {error}",
+            code="invalid_json",
             where=str(path),
             remedy="remove the file, or compute it again with quantile-stats",
         ) from error
@@ -140,11 +150,15 @@ def place(template: str, **values: str | int) -> PurePosixPath:
     def fill(match: re.Match[str]) -> str:
         name, width = match.groups()
         if name not in values:
-            raise DataError(f"{template!r} has a place for {name}", where=INFO)
+            raise DataError(f"{template!r} has a place for {name}", code="unknown_path_place", where=INFO)
         return str(values[name]).zfill(int(width or 0))
 
     text = _PLACE.sub(fill, template)
     where = f"{INFO}: {template!r}"
     if "{" in text:
-        raise DataError(f"the path {text!r} does not stay in the dataset: it has another place", where=where)
+        raise DataError(
+            f"the path {text!r} does not stay in the dataset: it has another place",
+            code="unsafe_file_name",
+            where=where,
+        )
     return confined(text, where)

@@ -67,7 +67,12 @@ class Dataset:
         """
         if name not in self.info.features:
             known = ", ".join(self.info.features)
-            raise ConfigurationError(f"no feature is called {name!r}", where=str(self.files), remedy=f"known: {known}")
+            raise ConfigurationError(
+                f"no feature is called {name!r}",
+                code="unknown_feature",
+                where=str(self.files),
+                remedy=f"known: {known}",
+            )
         return self.info.features[name]
 
     def table(self, episode: EpisodeRange, names: Sequence[str], last: EpisodeRange | None = None) -> pa.Table:
@@ -87,10 +92,12 @@ class Dataset:
                 skipped, whole = _rows(file, columns, episode.row, last.stop - episode.start)
         except (OSError, pa.ArrowException) as error:
             raise DataError(
-                f"the data file cannot be read: {error}", where=f"{path}, episode {episode.index}"
+                f"the data file cannot be read: {error}",
+                code="data_file_unreadable",
+                where=f"{path}, episode {episode.index}",
             ) from error
         if missing := sorted({*names} - set(whole.column_names)):
-            raise DataError(f"the data file has no column {missing[0]!r}", where=str(path))
+            raise DataError(f"the data file has no column {missing[0]!r}", code="column_missing", where=str(path))
         table = whole.slice(episode.row - skipped, last.stop - episode.start)
         lengths = self.episodes.lengths(episode.index, last.index)
         ExpectedRows(episode.index, episode.start, lengths, self.info.fps).check(table, path, episode.row)
@@ -121,6 +128,7 @@ class Dataset:
             at = int(np.argmax(late))
             raise DataError(
                 f"the row has the time {timestamps[at]:.9g} s, and its video only {clip.stop - clip.start:.9g} s",
+                code="row_after_video",
                 where=f"{self.video(name, episode).name}, episode {episode.index}, row {episode.row + frames[at]}",
                 remedy="correct from_timestamp and to_timestamp in meta/episodes, or the rows' timestamp",
             )
@@ -158,7 +166,7 @@ class Dataset:
             return decode(EncodedImage(data, media_type(data)))
         except (DataError, KeyError, TypeError) as error:
             where = f"{self.files}, episode {episode.index}, frame {frame}, {name!r}"
-            raise DataError(f"not a readable image: {error}", where=where) from error
+            raise DataError(f"not a readable image: {error}", code="image_unreadable", where=where) from error
 
     def windows(self, name: str, episode: EpisodeRange, offsets: Sequence[int]) -> tuple[Array, Array]:
         """For each frame the feature at `offsets` frames from it: (frames, offsets, width), and which are padding.
@@ -178,7 +186,10 @@ class Dataset:
         frames = [round(time * self.info.fps) for time in times]
         for time, number in zip(times, frames, strict=True):
             if abs(time - number / self.info.fps) > TOLERANCE:
-                raise ConfigurationError(f"{time} s is not a whole number of frames at {self.info.fps} per second")
+                raise ConfigurationError(
+                    f"{time} s is not a whole number of frames at {self.info.fps} per second",
+                    code="time_between_frames",
+                )
         return frames
 
 
@@ -205,6 +216,7 @@ def open_dataset(files: DatasetFiles | Path) -> Dataset:
         raise DataError(
             f"{len(episodes)} episodes of {frames} frames are listed, "
             f"meta/info.json says {info.total_episodes} of {info.total_frames}",
+            code="episode_count_mismatch",
             where=f"{files}/meta/episodes",
         )
     return Dataset(files, info, episodes, TaskList(files))

@@ -43,6 +43,7 @@ class ExpectedRows:
             at = int(np.argmax(wrong)) if wrong.any() else len(episodes)
             raise DataError(
                 f"{len(episodes)} of {len(numbers)} frames are there, and this row is not the episode's",
+                code="episode_rows_mismatch",
                 where=f"{path}, episode {numbers[min(at, len(numbers) - 1)]}, row {row + at}",
                 remedy="meta/episodes and the data files do not belong together; fetch the dataset again",
             )
@@ -67,6 +68,7 @@ class ExpectedRows:
                 raise DataError(
                     f"{name} is {values[at]:.9g}, not {expected[at]:.9g}: rows follow one another, "
                     f"{self.fps:g} a second",
+                    code="row_out_of_order",
                     where=f"{path}, episode {numbers[at]}, row {row + at}",
                     remedy="rows are missing or out of order, or fps in meta/info.json is not the rows'; "
                     "split the episode there, or record it again",
@@ -74,12 +76,14 @@ class ExpectedRows:
 
     def _numbers(self, table: pa.Table, name: str, path: str, row: int) -> Array:
         if name not in table.column_names:
-            raise DataError(f"the data file has no column {name!r}", where=path)
+            raise DataError(f"the data file has no column {name!r}", code="column_missing", where=path)
         column = table[name]
         if column.null_count:
             at = int(np.argmax(column.is_null().to_numpy()))
             ends = np.cumsum(self.lengths)
             episode = self.episode + min(int(np.searchsorted(ends, at, side="right")), len(ends) - 1)
-            raise DataError(f"{name} is missing", where=f"{path}, episode {episode}, row {row + at}")
+            raise DataError(
+                f"{name} is missing", code="feature_value_missing", where=f"{path}, episode {episode}, row {row + at}"
+            )
         values: Array = to_numpy(column, name, OWN_FEATURES[name], f"{path}, from episode {self.episode}")[:, 0]
         return values

@@ -57,7 +57,9 @@ class TaskList(MappedFile, Mapping[int, str]):
             numbers = frame["task_index"].tolist() if "task_index" in frame.columns else None
             texts = list(frame["task"] if "task" in frame.columns else frame.index)
         if numbers is None:
-            raise DataError("the tasks have no column 'task_index'", where=str(self._path), remedy=remedy)
+            raise DataError(
+                "the tasks have no column 'task_index'", code="column_missing", where=str(self._path), remedy=remedy
+            )
         listed: dict[int, str] = {}
         for row, (number, text) in enumerate(zip(numbers, texts, strict=True)):
             problem = ""
@@ -68,7 +70,7 @@ class TaskList(MappedFile, Mapping[int, str]):
             elif not isinstance(text, str):
                 problem = f"the text of task {number} is {text!r:.80}"
             if problem:
-                raise DataError(problem, where=f"{self._path}, row {row}", remedy=remedy)
+                raise DataError(problem, code="invalid_task", where=f"{self._path}, row {row}", remedy=remedy)
             listed[number] = text
         order = sorted(listed)
         columns = {

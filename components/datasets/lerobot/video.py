@@ -32,7 +32,9 @@ def pyav() -> ModuleType:
     try:
         import av
     except ImportError as error:
-        raise ConfigurationError("videos need PyAV", remedy=install_command("datasets")) from error
+        raise ConfigurationError(
+            "videos need PyAV", code="package_missing", remedy=install_command("datasets")
+        ) from error
     return av
 
 
@@ -46,7 +48,7 @@ def codec_name(encoder: str) -> str:
     try:
         return str(av.Codec(encoder, "w").canonical_name)
     except (av.FFmpegError, ValueError) as error:
-        raise ConfigurationError(f"PyAV cannot encode {encoder!r}: {error}") from error
+        raise ConfigurationError(f"PyAV cannot encode {encoder!r}: {error}", code="encoder_unavailable") from error
 
 
 class VideoFile(NamedTuple):
@@ -102,6 +104,7 @@ class VideoReader:
                 if frame.rotation:
                     raise DataError(
                         f"the video is to be shown turned by {frame.rotation} degrees, which is not supported",
+                        code="video_rotated",
                         where=f"{self._file.name}, {where}",
                         remedy="encode its frames upright",
                     )
@@ -114,6 +117,7 @@ class VideoReader:
                     break
         raise DataError(
             f"the video has no frame at {wanted[0]:.4f} s",
+            code="video_frame_missing",
             where=f"{self._file.name}, {where}, frame {len(times) - len(wanted)} of the {len(times)} asked for",
             remedy="the video is cut short, its frames are not at the rows' times, or from_timestamp is wrong",
         )

@@ -68,11 +68,17 @@ class DatasetWriter:
     ) -> None:
         for name, feature in features.items():
             if name in OWN_FEATURES or not (feature.is_number or feature.is_visual or feature.dtype == "string"):
-                raise ConfigurationError(f"feature {name!r} of type {feature.dtype!r} cannot be written")
+                raise ConfigurationError(
+                    f"feature {name!r} of type {feature.dtype!r} cannot be written", code="feature_not_writable"
+                )
             if feature.is_visual and (len(feature.shape) != 3 or feature.shape[2] != 3):
-                raise ConfigurationError(f"{name!r} has the shape {feature.shape}, not (height, width, 3)")
+                raise ConfigurationError(
+                    f"{name!r} has the shape {feature.shape}, not (height, width, 3)", code="invalid_image_shape"
+                )
             if feature.dtype == VIDEO and layout.video is None:
-                raise ConfigurationError(f"feature {name!r} is a video and layout.video is not set")
+                raise ConfigurationError(
+                    f"feature {name!r} is a video and layout.video is not set", code="video_layout_missing"
+                )
         self.features = {**features, **OWN_FEATURES}
         self._root, self._fps, self._robot_type, self._layout = root, fps, robot_type, layout
         stored = {name: each for name, each in self.features.items() if each.dtype != VIDEO}
@@ -131,7 +137,7 @@ class DatasetWriter:
             DataError: there is no episode.
         """
         if not self._episodes:
-            raise DataError("a dataset needs at least one episode", where=str(self._root))
+            raise DataError("a dataset needs at least one episode", code="no_episodes", where=str(self._root))
         self.close()
         whole: dict[str, FeatureStatistics] = {}
         for name, feature in self.features.items():
@@ -194,22 +200,34 @@ class DatasetWriter:
     def _checked(self, frames: Mapping[str, Any], index: int) -> dict[str, Array]:
         given = set(self.features) - set(OWN_FEATURES)
         if set(frames) != given:
-            raise DataError(f"features {sorted(frames)} are given, not {sorted(given)}", where=f"episode {index}")
+            raise DataError(
+                f"features {sorted(frames)} are given, not {sorted(given)}",
+                code="features_mismatch",
+                where=f"episode {index}",
+            )
         arrays, lengths = {}, set()
         for name, values in frames.items():
             feature = self.features[name]
             dtype = {"string": object}.get(feature.dtype, np.uint8 if feature.is_visual else feature.dtype)
             array = np.asarray(values)
             if feature.is_visual and array.dtype != np.uint8:
-                raise DataError(f"images {name!r} are {array.dtype}, not uint8", where=f"episode {index}")
+                raise DataError(
+                    f"images {name!r} are {array.dtype}, not uint8", code="image_not_uint8", where=f"episode {index}"
+                )
             shape = array.shape[1:] or (1,)
             if shape != feature.shape or not len(array):
                 where = f"episode {index}"
-                raise DataError(f"{name!r} has the shape {array.shape}, not (frames, *{feature.shape})", where=where)
+                raise DataError(
+                    f"{name!r} has the shape {array.shape}, not (frames, *{feature.shape})",
+                    code="frame_shape_mismatch",
+                    where=where,
+                )
             arrays[name] = array.astype(dtype, copy=False)
             lengths.add(len(array))
         if len(lengths) != 1:
-            raise DataError(f"the features have {sorted(lengths)} frames", where=f"episode {index}")
+            raise DataError(
+                f"the features have {sorted(lengths)} frames", code="frame_counts_differ", where=f"episode {index}"
+            )
         return arrays
 
     def _own(self, index: int, length: int, task: int) -> dict[str, Array]:
@@ -290,7 +308,9 @@ def create_dataset(
     """
     root = root.absolute()  # Arrow and FFmpeg take a relative path that begins with "name:" for a URL
     if root.exists():
-        raise DataError("there is a folder already", where=str(root), remedy="give a new one, or remove it")
+        raise DataError(
+            "there is a folder already", code="dataset_exists", where=str(root), remedy="give a new one, or remove it"
+        )
     root.parent.mkdir(parents=True, exist_ok=True)
     with whole_folder(root) as folder:
         writer = DatasetWriter(folder, fps, robot_type, features, layout)
