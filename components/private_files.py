@@ -22,7 +22,10 @@ def _writing(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise DataError(
-            f"cannot be written: {error.strerror}", where=str(path), remedy="free space, or see to its folder"
+            f"cannot be written: {error.strerror}",
+            code="file_not_written",
+            where=str(path),
+            remedy="free space, or see to its folder",
         ) from error
 
 

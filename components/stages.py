@@ -107,6 +107,7 @@ def _fingerprint_and_sources(
     if set(inputs) != set(stage.inputs):
         raise ConfigurationError(
             f"stage {stage.name!r} takes the inputs {sorted(stage.inputs)}, given {sorted(inputs)}",
+            code="stage_inputs_mismatch",
             remedy="name each input once: --input NAME=FOLDER",
         )
     refuse_non_finite(settings.model_dump())  # JSON would have null in its place
@@ -133,7 +134,10 @@ def refuse_unknown(stages: Iterable[str]) -> None:
     for name in stages:
         if name not in STAGES:
             raise ConfigurationError(
-                f"no stage is called {name!r}", where="machine.force, --force", remedy=suggestion(name, STAGES)
+                f"no stage is called {name!r}",
+                code="unknown_stage",
+                where="machine.force, --force",
+                remedy=suggestion(name, STAGES),
             )
 
 

@@ -145,6 +145,7 @@ def environment_info(environment: Environment) -> EnvironmentInfo:
     except (Exception, SystemExit) as error:
         raise ConfigurationError(
             f"the environment lacks a required attribute: {said(error)}",
+            code="environment_attribute_missing",
             where=f"{type(environment).__module__}.{type(environment).__qualname__}",
             remedy="give it the attributes of `components.contracts.episodes.Environment`",
         ) from error

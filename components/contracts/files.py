@@ -50,7 +50,7 @@ def read_bytes(path: Path, limit: int = LARGEST_DOCUMENT, remedy: str = "give a 
     with regular(path).open("rb") as file:
         content = file.read(limit + 1)
     if len(content) > limit:
-        raise DataError(f"the file has more than {limit} bytes", where=str(path), remedy=remedy)
+        raise DataError(f"the file has more than {limit} bytes", code="file_too_large", where=str(path), remedy=remedy)
     return content
 
 

@@ -122,6 +122,7 @@ def resolve(environment: Variables, where: str) -> dict[str, str]:
             if value.prefect_secret not in BLOCKS:
                 raise ConfigurationError(
                     f"Prefect's block {value.prefect_secret!r} was not read: only flows read blocks",
+                    code="secret_block_not_read",
                     where=f"{where}.{name}",
                     remedy="run the recipe as a flow, or name a variable of the environment",
                 )
@@ -131,6 +132,7 @@ def resolve(environment: Variables, where: str) -> dict[str, str]:
             if value.env not in os.environ:
                 raise ConfigurationError(
                     f"the environment has no variable {value.env}",
+                    code="environment_variable_missing",
                     where=f'{where}.{name} = {{ env = "{value.env}" }}',
                     remedy=f"set {value.env} where the flow runs: with `armature up`, before it is started",
                 )

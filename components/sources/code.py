@@ -67,7 +67,11 @@ def _files(module: str) -> dict[str, Path]:
         spec = _spec(name)
         if not has_code(name) or spec is None or spec.origin is None:
             if name == module:
-                raise ConfigurationError(f"the code of module {name!r} cannot be found", remedy="keep it in a file")
+                raise ConfigurationError(
+                    f"the code of module {name!r} cannot be found",
+                    code="module_code_missing",
+                    remedy="keep it in a file",
+                )
             continue
         path = Path(spec.origin)
         files[name] = path

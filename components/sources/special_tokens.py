@@ -41,6 +41,7 @@ def added_tokens(folder: Path) -> list[AddedToken]:
             except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OSError) as error:
                 raise DataError(
                     f"not a tokenizer's file: {type(error).__name__}: {str(error)[:200]}",
+                    code="tokenizer_unreadable",
                     where=str(folder / name),
                     remedy="save the tokenizer again",
                 ) from error

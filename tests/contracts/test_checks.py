@@ -10,6 +10,7 @@ from components.contracts.checks import checked_observation
 from components.contracts.episodes import EarlierMessage, Observation
 from components.contracts.failures import RolloutFailed
 from components.contracts.images import EncodedImage
+from tests.refusals import refused
 
 IMAGE = EncodedImage(b"x", "image/png")
 
@@ -37,6 +38,5 @@ def test_messages_that_are_in_order_are_copied() -> None:
     ],
 )
 def test_other_messages_fail_the_rollout(earlier: Any, reason: str) -> None:
-    with pytest.raises(RolloutFailed) as failed:
+    with refused(reason, kind=RolloutFailed):
         checked_observation(Observation(("a",), earlier=earlier))
-    assert failed.value.reason == reason

@@ -18,7 +18,6 @@ from pydantic import BaseModel
 import components
 from components.artifacts.manifest import read_manifest, write_manifest
 from components.configuration import load_recipe
-from components.contracts.errors import ArmatureError
 from components.contracts.numbers import read_finite
 from components.contracts.settings import Settings
 from components.datasets.lerobot.layout import DatasetInfo, read_info, read_stats
@@ -28,6 +27,7 @@ from components.policies.molmoact2.configuration import MolmoAct2Config
 from components.policies.molmoact2.processing.action_tokens import ActionTokens
 from components.policies.molmoact2.processing.norm_stats import NormStats
 from tests.policies.molmoact2 import released
+from tests.refusals import refused
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 HOSTILE = {"inf": "Infinity", "minus_inf": "-Infinity", "nan": "NaN", "overflow": "1e999"}
@@ -92,9 +92,8 @@ def test_document_with_a_number_that_is_not_finite_is_refused(tmp_path: Path, na
     path = make(tmp_path)
     read(path)
     spoil(path, keys, HOSTILE[number])
-    with pytest.raises(ArmatureError) as caught:
+    with refused("manifest_unreadable" if name == "manifest" else "invalid_json", keys.split(".")[0], path):
         read(path)
-    assert keys.split(".")[0] in str(caught.value) and (caught.value.where or "").startswith(str(path))
 
 
 CHECKPOINT_FILES = {
@@ -116,10 +115,8 @@ def test_policy_with_a_number_that_is_not_finite_is_refused(
     file, keys = CHECKPOINT_FILES[name]
     copy = shutil.copytree(checkpoint, tmp_path / "copy")
     spoil(copy / file, keys, HOSTILE[number])
-    with pytest.raises(ArmatureError) as caught:
+    with refused("invalid_json", file, *(key for key in keys.split(".") if not key.isdigit())):
         load_parts(copy, released.SETTINGS.model_copy(update={"norm_tag": "kitchen"}))
-    assert file in (caught.value.where or "")
-    assert all(key in str(caught.value) for key in keys.split(".") if not key.isdigit())
 
 
 @pytest.mark.parametrize("scale", ["Infinity", "NaN", "1e999", "0", "-10"])
@@ -129,17 +126,15 @@ def test_action_tokenizer_with_a_scale_that_cannot_be_is_refused(tmp_path: Path,
     ActionTokens.fit([np.zeros((2, 2), np.float32)], 300, 10.0).save(tmp_path)
     assert ActionTokens.load(tmp_path).scale == 10
     spoil(tmp_path / "processor_config.json", "scale", scale)
-    with pytest.raises(ArmatureError) as caught:
+    with refused("invalid_action_tokenizer", "scale"):
         ActionTokens.load(tmp_path)
-    assert "scale" in str(caught.value)
 
 
 @pytest.mark.parametrize("value", ["inf", "-inf", "nan", "+inf", "1e999"])
-@pytest.mark.parametrize("key", ["trainer.learning_rate", "machine.request_timeout", "environment.args.noise"])
+@pytest.mark.parametrize("key", ["trainer.learning_rate", "machine.generation_timeout", "environment.args.noise"])
 def test_recipe_with_a_number_that_is_not_finite_is_refused(key: str, value: str) -> None:
-    with pytest.raises(ArmatureError) as caught:
+    with refused("finite_number", key):
         load_recipe(CONFIGS / "train-vlm/colors.toml", [f"{key}={value}"])
-    assert key.rpartition(".")[2] in str(caught.value)
 
 
 def models() -> Iterator[type[BaseModel]]:
@@ -175,7 +170,8 @@ def test_finite_documents_are_read_as_they_are(value: Any) -> None:
     try:
         strict = json.dumps(value, allow_nan=False)
     except ValueError:
-        with pytest.raises(ValueError, match="finite"):
+        with pytest.raises(ValueError) as caught:
             read_finite(text)
+        assert caught.type is ValueError  # not json's own error: the text is JSON
     else:
         assert read_finite(text) == json.loads(strict)
