@@ -38,17 +38,20 @@ def load_object(name: str, noun: str) -> Any:
             wanted = f"{top}/__init__.py" if (folder / top).is_dir() else f"{module.replace('.', '/')}.py"
             raise ConfigurationError(
                 f"{noun} {name!r}: there is no module {module!r}",
+                code="module_missing",
                 where=str(folder),
                 remedy=f"write {wanted} beside the recipe, or install the package that has it",
             ) from error
         raise ConfigurationError(
             f"{noun} {name!r} cannot be loaded: {type(error).__name__}: {error}",
+            code="name_not_loadable",
             where=_place(error) or name,
             remedy="correct the module, or install what it imports",
         ) from error
     if not attribute or not hasattr(found, attribute):
         raise ConfigurationError(
             f"{noun} {name!r}: module {module!r} has no {attribute or 'name after the colon'!r}",
+            code="name_not_in_module",
             where=str(found.__file__),
             remedy="write MODULE:NAME with a name that the module defines",
         )
@@ -146,6 +149,7 @@ def _refuse_collision(name: str, path: Path) -> None:
     if other:
         raise ConfigurationError(
             f"module {name!r} beside the recipe has the name of another module, which is {other}",
+            code="module_name_taken",
             where=str(path),
             remedy=f"rename it, for example to my_{name}{path.suffix if path.stem == name else ''}",
         )

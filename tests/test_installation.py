@@ -14,9 +14,9 @@ import pytest
 from armature import setup
 from armature.version import package_version
 from components import installation
-from components.contracts.errors import ConfigurationError
 from components.contracts.machine import Machine
 from components.installation import DISTRIBUTION, install_command, installed_version
+from tests.refusals import refused
 
 HERE = Path(__file__)
 ROOT = HERE.resolve().parents[1]
@@ -101,7 +101,7 @@ def test_setup_leaves_a_folder_alone_that_is_not_an_environment(tmp_path):
     from armature.setup.command import make_server_environment
 
     (tmp_path / "thesis.txt").write_text("ten years of work")
-    with pytest.raises(ConfigurationError, match="not a Python environment"):
+    with refused("folder_not_empty", tmp_path):
         make_server_environment(tmp_path)
     assert [each.name for each in tmp_path.iterdir()] == ["thesis.txt"]
 
@@ -110,7 +110,7 @@ def test_an_installation_without_recipes_is_an_error(tmp_path, monkeypatch):
     from components import configuration
 
     monkeypatch.setattr(configuration, "CONFIGS", tmp_path)
-    with pytest.raises(ConfigurationError, match=r"no recipes are installed(.|\n)*--force-reinstall armature-vla"):
+    with refused("recipes_missing", tmp_path, "armature-vla"):
         configuration.recipe_names()
 
 
@@ -120,8 +120,9 @@ def test_another_python_is_refused_before_anything_is_made(tmp_path: Path, monke
     needed = SpecifierSet(PROJECT["requires-python"])
     assert {(3, minor) for minor in range(30) if f"3.{minor}" in needed} == set(setup.PYTHONS)
     monkeypatch.setattr(sys, "version_info", (3, 13, 0, "final", 0))
-    with pytest.raises(SystemExit, match=r"3\.11 or 3\.12 is needed, .* is 3\.13\.0: make PYTHON=python3\.12"):
+    with pytest.raises(SystemExit) as caught:
         setup.set_up("project", tmp_path / "made")
+    assert {"3.11", "3.12", "3.13.0"} <= set(re.findall(r"3[.\d]+\d", caught.value.args[0]))
     assert not (tmp_path / "made").exists()
 
 

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from components.contracts.errors import ConfigurationError
 from components.project import project, project_folder, project_path, project_source
 from components.project_modules import load_object
 from components.sources.code import code_digest
+from tests.refusals import refused
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 
@@ -58,11 +58,11 @@ def test_a_child_process_finds_it_too(beside):
 def test_a_module_with_the_name_of_another_is_refused_and_the_other_one_stays(beside, name):
     before = sys.modules.get(name)
     (beside / f"{name}.py").write_text("raise AssertionError('imported')\n")
-    with pytest.raises(ConfigurationError, match=f"module '{name}' beside the recipe has the name of another") as said:
+    with refused("module_name_taken", beside / f"{name}.py", f"my_{name}.py"):
         load_object(f"{name}:short", "reward")
-    assert f"my_{name}.py" in said.value.remedy and sys.modules.get(name) is before
+    assert sys.modules.get(name) is before
     (beside / "own_helper.py").write_text(f"import {name}\n")
-    with pytest.raises(ConfigurationError, match=f"module '{name}' beside the recipe"):
+    with refused("module_name_taken", beside / f"{name}.py"):
         load_object("own_reward:short", "reward")
 
 
@@ -105,23 +105,23 @@ def test_an_edit_counts_from_the_next_time_that_the_recipe_is_loaded(beside, nam
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "said"),
+    ("name", "text", "code", "values"),
     [
-        ("own_missing:short", "", "there is no module 'own_missing'"),
-        ("own_folder.words:short", "", "own_folder/__init__.py"),
-        ("own_bad:short", "def short(:\n", r"SyntaxError.*own_bad.py, line 1"),
-        ("own_bad:short", "import sys\nsys.exit(3)\n", r"SystemExit: 3.*own_bad.py, line 2"),
-        ("own_bad:short", "import own_missing\n", "No module named 'own_missing'"),
-        ("own_bad:short", "\nlong = 1\n", "has no 'short'"),
-        ("own_bad:", "", "has no 'name after the colon'"),
-        ("os.path:nothing", "", "has no 'nothing'"),
-        ("..:a", "", "cannot be loaded"),
+        ("own_missing:short", "", "module_missing", ["own_missing.py"]),
+        ("own_folder.words:short", "", "module_missing", ["own_folder/__init__.py"]),
+        ("own_bad:short", "def short(:\n", "name_not_loadable", ["SyntaxError", "own_bad.py, line 1"]),
+        ("own_bad:short", "import sys\nsys.exit(3)\n", "name_not_loadable", ["SystemExit: 3", "own_bad.py, line 2"]),
+        ("own_bad:short", "import own_missing\n", "name_not_loadable", ["own_missing", "own_bad.py, line 1"]),
+        ("own_bad:short", "\nlong = 1\n", "name_not_in_module", ["short", "own_bad.py"]),
+        ("own_bad:", "", "name_not_in_module", ["own_bad.py"]),
+        ("os.path:nothing", "", "name_not_in_module", ["nothing"]),
+        ("..:a", "", "name_not_loadable", []),
     ],
 )
-def test_what_cannot_be_loaded_is_said(beside, name, text, said):
+def test_what_cannot_be_loaded_is_said(beside, name, text, code, values):
     (beside / "own_folder").mkdir()
     (beside / "own_bad.py").write_text(text)
-    with pytest.raises(ConfigurationError, match=f"(?s){said}"):
+    with refused(code, *values):
         load_object(name, "reward")
 
 
