@@ -58,6 +58,7 @@ def refusal(what: str, where: str, row: int, sample: Sample) -> DataError:
     """The error that a sample cannot be trained on."""
     return DataError(
         what,
+        code="sample_not_trainable",
         where=f"{where}, row {row}, sample {sample.sample_id}",
         remedy="find out who wrote it; a run continues without the batch of step N with machine.skip_batches = [N]",
     )

@@ -24,6 +24,7 @@ def gigpo(groups: Sequence[Group], settings: GiGPO) -> tuple[list[Values], dict[
     if groups and not any(turn.anchor_key for group in groups for turn in group.turns):
         raise ConfigurationError(
             "GiGPO compares turns that began at the same state, and no observation names its state",
+            code="anchor_key_missing",
             where="batches.advantage",
             remedy="use an environment whose observations have an anchor_key, or the advantage group_mean",
         )

@@ -60,6 +60,7 @@ def groups_of(trajectories: Sequence[Trajectory], penalty: PenaltySettings) -> l
         if trajectory.trajectory_id in seen:
             raise DataError(
                 "a trajectory comes twice: it would weigh double in its group",
+                code="trajectory_repeated",
                 where=trajectory.trajectory_id,
                 remedy="give every rollout once",
             )

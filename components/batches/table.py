@@ -68,7 +68,10 @@ def read_batch(folder: Path, group_id: str | None = None) -> list[Sample]:
         lists = table.column(name).combine_chunks()
         if lists.null_count or lists.flatten().null_count:
             raise DataError(
-                f"{name} has values that are missing", where=str(folder / BATCH_FILE), remedy="skip the batch"
+                f"{name} has values that are missing",
+                code="batch_values_missing",
+                where=str(folder / BATCH_FILE),
+                remedy="skip the batch",
             )
         flat = lists.flatten().to_numpy(zero_copy_only=False)
         columns[name] = np.split(flat, np.cumsum(lists.value_lengths().to_numpy(zero_copy_only=False))[:-1])

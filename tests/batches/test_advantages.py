@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from components.batches.advantages import turn_advantages
-from components.contracts.errors import DataError
 from components.contracts.rollouts import Trajectory
+from tests.refusals import refused
 
 from .conftest import batch_settings, played, trajectory, turn, walk
 
@@ -81,7 +81,7 @@ def test_each_deviation_is_numpy_s(members: list[tuple[int, float]], scale: str,
 
 
 def test_a_deviation_that_nothing_is_divided_by_is_refused() -> None:
-    with pytest.raises(ValueError, match="deviation"):
+    with refused("value_error", "deviation"):
         batch_settings(group_mean("none", deviation="population"))
 
 
@@ -131,7 +131,7 @@ def test_leave_one_out_is_the_group_mean_stretched(rewards: list[float]) -> None
 
 
 def test_a_trajectory_that_comes_twice_is_refused() -> None:
-    with pytest.raises(DataError, match="comes twice"):
+    with refused("trajectory_repeated", GROUPS[0].trajectory_id):
         turn_advantages([GROUPS[0], GROUPS[1], GROUPS[0]], batch_settings(group_mean("none")))
 
 

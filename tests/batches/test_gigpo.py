@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from components.batches.advantages import turn_advantages
-from components.contracts.errors import ConfigurationError
 from components.contracts.rollouts import Trajectory
+from tests.refusals import refused
 
 from .conftest import batch_settings, trajectory, walk
 
@@ -131,7 +131,7 @@ def test_groups_share_no_state() -> None:
 
 
 def test_an_environment_without_states_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="anchor_key"):
+    with refused("anchor_key_missing", "batches.advantage"):
         of([trajectory("a", "g", 1.0), trajectory("b", "g", 0.0)], gigpo(MEAN))
     assert of([], gigpo(MEAN)) == []
 
