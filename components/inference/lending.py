@@ -47,6 +47,7 @@ def lend(replica: Replica) -> LentServer:
     if not replica.says_weights:
         raise ConfigurationError(
             "this server does not say which weights its answers are of, so no other process may ask it",
+            code="weights_mark_missing",
             where=f"machine.rollout_workers, {replica.name}",
             remedy="start it by `armature serve`, or with --middleware armature_served.require_key.RequireKey",
         )

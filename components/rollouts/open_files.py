@@ -28,6 +28,7 @@ def allow_open_files(count: int) -> None:
     if hard != resource.RLIM_INFINITY and hard < count:
         raise ConfigurationError(
             f"a process of this user may open {hard} files, and {count} are needed",
+            code="too_few_open_files",
             where="machine.max_concurrent",
             remedy="lower machine.max_concurrent, or raise the limit (ulimit -n)",
         )

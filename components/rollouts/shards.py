@@ -231,11 +231,12 @@ class RolloutWorkers:
         if not reply.made:
             await asyncio.sleep(PAUSE)
             suspects = ", ".join(each.name for each in reply.suspects)
-            raise WorkerError("no server that it had answers any more", where=suspects)
+            raise WorkerError("no server that it had answers any more", code="lent_servers_lost", where=suspects)
         artifact = await asyncio.to_thread(self._store.find, SHARDS, key)
         if artifact is None:
             raise ConfigurationError(
                 "a worker has written its rollouts to a store that this machine does not see",
+                code="store_not_shared",
                 where=f"machine.store = {str(self._store.root)!r} there",
                 remedy="set machine.remote_store, or give all nodes one store under the same path",
             )

@@ -32,8 +32,9 @@ def test_groups_are_read_with_the_rewards_of_whole_episodes(tmp_path: Path) -> N
     assert groups[1] == PlayedGroup(7, "colors/other", 0.3, 0.3)
     assert [group.differs for group in groups] == [True, False]
     assert not PlayedGroup(1, "t", 0.1 + 0.2, 0.3).differs  # an ulp is no signal
-    with pytest.raises(DataError, match="cannot be read"):
+    with pytest.raises(DataError) as caught:
         played_groups(7, tmp_path / "none")
+    assert caught.value.where == str(tmp_path / "none/rollouts.parquet")
 
 
 def test_tasks_are_counted_by_how_their_groups_ended(tmp_path: Path) -> None:

@@ -451,8 +451,9 @@ def test_an_environment_that_does_not_say_what_it_is_ends_the_call(
 ) -> None:
     environment = Counting()
     setattr(environment, name, value)
-    with pytest.raises(ConfigurationError, match="lacks a required attribute"):
+    with pytest.raises(ConfigurationError) as caught:
         play(environment, says("yes"), store, events)
+    assert caught.value.where == f"{Counting.__module__}.Counting"
 
 
 @pytest.mark.parametrize("weights", [None, 7, {"yes": "1"}, {"yes": float("nan")}, Endless(), {7: 1.0}, {}])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import string
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -118,29 +119,24 @@ def test_pandas_reads_it(folder: Path) -> None:
     assert pd.read_parquet(folder / "failures.parquet")["reason"].tolist() == ["bad_image"]
 
 
-def test_a_table_of_another_version_is_refused(folder: Path) -> None:
-    table = pq.read_table(folder / "rollouts.parquet")
-    write_table(folder / "rollouts.parquet", table, TableSchema("rollouts", ROLLOUTS.version + 1, ROLLOUTS.schema))
-    with pytest.raises(
-        DataError, match=f"version {ROLLOUTS.version}, found 'rollouts' of version {ROLLOUTS.version + 1}"
-    ):
-        read_rollouts(folder)
+NEXT = TableSchema("rollouts", ROLLOUTS.version + 1, ROLLOUTS.schema)
+REFUSED: dict[str, tuple[str, Callable[[Path], object]]] = {
+    "another version": ("rollouts", lambda path: write_table(path, pq.read_table(path), NEXT)),
+    "another table": ("failures", lambda path: path.write_bytes((path.parent / "rollouts.parquet").read_bytes())),
+    "no name": ("rollouts", lambda path: pq.write_table(pa.table({"turn": [1]}), path)),
+    "damaged": ("rollouts", lambda path: path.write_bytes(path.read_bytes()[:500])),
+    "missing": ("rollouts", lambda path: path.unlink()),
+}
 
 
-def test_other_and_damaged_files_are_refused(folder: Path) -> None:
-    whole = (folder / "rollouts.parquet").read_bytes()
-    (folder / "failures.parquet").write_bytes(whole)
-    with pytest.raises(DataError, match="expected table 'rollout-failures'"):
+@pytest.mark.parametrize("name", REFUSED)
+def test_other_and_damaged_files_are_refused(name: str, folder: Path) -> None:
+    table, damage = REFUSED[name]
+    path = folder / f"{table}.parquet"
+    damage(path)
+    with pytest.raises(DataError) as caught:
         read_rollouts(folder)
-    pq.write_table(pa.table({"turn": [1]}), folder / "rollouts.parquet")
-    with pytest.raises(DataError, match="no name"):
-        read_rollouts(folder)
-    (folder / "rollouts.parquet").write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(DataError, match="cannot be read"):
-        read_rollouts(folder)
-    (folder / "rollouts.parquet").unlink()
-    with pytest.raises(DataError, match="cannot be read"):
-        read_rollouts(folder)
+    assert caught.value.where == str(path)
 
 
 def test_every_column_of_a_turn_is_in_the_schema() -> None:
