@@ -35,6 +35,7 @@ def visible_devices(gpus: Sequence[int]) -> str:
     if missing := [gpu for gpu in gpus if gpu >= len(left)]:
         raise ConfigurationError(
             f"GPU {missing[0]} is named, but {VISIBLE} leaves {len(left)} GPUs, counted from 0",
+            code="gpu_not_visible",
             where="machine.server_gpus, machine.trainer_gpus",
             remedy="name devices that are left, or leave the variable out",
         )

@@ -10,11 +10,11 @@ import pytest
 
 from armature.train_multimodal import MultimodalFile, divide_gpus
 from components.contracts.cluster import ClusterSettings
-from components.contracts.errors import ConfigurationError
 from components.contracts.machine import Machine
 from components.gpus import gpu_count, visible_devices
 from components.inference.command import server_environment
 from components.training.processes import TrainerProcesses
+from tests.refusals import refused
 
 LISTED = "GPU 0: A\n  MIG 1g.10gb Device 0: (UUID: MIG-x)\nGPU 1: B\nGPU 2: C\nGPU 3: D\n"
 Driver = Callable[[str], None]
@@ -61,9 +61,9 @@ def test_programs_get_devices_of_those_that_are_left(
 )
 def test_a_device_that_is_not_left_is_refused(given: str, gpu: int, left: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
-    with pytest.raises(ConfigurationError, match=f"GPU {gpu} is named.* leaves {left} GPUs") as error:
+    with refused("gpu_not_visible", gpu, left) as caught:
         visible_devices((gpu,))
-    assert not given or given not in str(error.value)
+    assert not given or given not in caught.value.what
 
 
 def test_the_driver_s_devices_are_counted_as_far_as_they_are_left(
@@ -99,11 +99,11 @@ def test_a_file_s_server_comes_behind_its_trainer(driver: Driver, monkeypatch: p
     driver(LISTED)
     tables = {"model": "m", "env": {"id": "e"}, "inference": {"gpus": 2}}
     assert divide_gpus(MultimodalFile.model_validate(tables)) == (1, 2)
-    with pytest.raises(ConfigurationError, match=r"inference\.gpus = 3 and trainer\.gpus = 1, but there are 3 GPUs"):
+    with refused("too_few_gpus", "inference.gpus = 3", "trainer.gpus = 1"):
         divide_gpus(MultimodalFile.model_validate(tables | {"inference": {"gpus": 3}}))
 
 
 @pytest.mark.parametrize("named", [{"trainer_gpus": (-1,)}, {"server_gpus": ((0, -1),)}])
 def test_a_device_has_no_negative_number(named: dict[str, object]) -> None:
-    with pytest.raises(ValueError, match="greater than or equal to 0"):
+    with refused("greater_than_equal"):
         Machine.model_validate(named)

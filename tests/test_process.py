@@ -156,7 +156,7 @@ def test_log_environment_and_folder(tmp_path: Path) -> None:
 
 
 def test_program_that_does_not_exist() -> None:
-    with pytest.raises(FileNotFoundError, match="no-such-program"):
+    with pytest.raises(FileNotFoundError):
         Program(["no-such-program"])
 
 
