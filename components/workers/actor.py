@@ -105,11 +105,13 @@ class WorkerActor:
                 where = f"{self._module} on node {self.node}, {method}{reprlib.repr(arguments)}"
                 self._end()
                 if isinstance(error, ValueError | EOFError):
-                    raise WorkerError(f"the worker's answer cannot be read: {error!s:.500}", where=where) from error
+                    what = f"the worker's answer cannot be read: {error!s:.500}"
+                    raise WorkerError(what, code="worker_reply_invalid", where=where) from error
                 if not isinstance(error, ray.exceptions.RayError):
                     raise
                 cause = None if isinstance(error, TimeoutError) else error
-                raise WorkerError("the worker's actor or its node is gone", where=where) from cause
+                what = "the worker's actor or its node is gone"
+                raise WorkerError(what, code="worker_node_lost", where=where) from cause
             self.pid = answer.pid
             self.starts = self._before + answer.starts
         if answer.error is None:
@@ -150,6 +152,7 @@ class WorkerActor:
             raise ConfigurationError(
                 f"no node of the cluster had room for a worker within {self._cluster.start_timeout:g} s: it takes "
                 f"{wanted}, free on all nodes together: {free}",
+                code="no_room_in_cluster",
                 where="machine.cluster",
                 remedy="add nodes, or let fewer environment_processes, rollout_workers or statistics_workers take less",
             ) from error
@@ -158,6 +161,7 @@ class WorkerActor:
                 raise
             raise ConfigurationError(
                 f"the cluster cannot start workers: {error}",
+                code="cluster_start_failed",
                 where=f"machine.cluster.address = {self._cluster.address!r}",
                 remedy="install the same release of Armature on each node, or start them from the same image",
             ) from error
@@ -196,7 +200,7 @@ class HostAnswer(ReplyForm):
 
     parts: list[Any] | None = None
     value: Any = None
-    error: Annotated[list[str], Field(min_length=4, max_length=4)] | None = None
+    error: Annotated[list[str], Field(min_length=5, max_length=5)] | None = None
     in_time: bool = True
     pid: PositiveInt | None
     starts: NonNegativeInt
@@ -245,7 +249,7 @@ def joined(address: str) -> Any:
             import ray
         except ImportError as error:
             raise ConfigurationError(
-                "Ray is not installed", where="machine.cluster", remedy=install_command("cluster")
+                "Ray is not installed", code="ray_missing", where="machine.cluster", remedy=install_command("cluster")
             ) from error
         finally:
             if threading.current_thread() is threading.main_thread():
@@ -258,6 +262,7 @@ def joined(address: str) -> Any:
             except (OSError, RuntimeError, ValueError) as error:
                 raise ConfigurationError(
                     f"the Ray cluster cannot be joined: {error}",
+                    code="cluster_not_joined",
                     where=f"machine.cluster.address = {address!r}",
                     remedy="`ray status --address HOST:PORT` says whether it runs; `ray start --head` starts one here",
                 ) from error
@@ -265,6 +270,7 @@ def joined(address: str) -> Any:
         if _joined and _joined != [address]:
             raise ConfigurationError(
                 f"this process has joined the cluster {_joined[0]!r} before, and cannot join another",
+                code="other_cluster_joined",
                 where=f"machine.cluster.address = {address!r}",
             )
         return ray
@@ -321,6 +327,7 @@ def refuse_other(about: Mapping[str, Any], where: str) -> None:
     if different:
         raise ConfigurationError(
             f"the node has {'; '.join(different[:3])}",
+            code="node_differs",
             where=f"{where}, node {about['node']}",
             remedy="install the same on each node, or start them from the same image",
         )

@@ -197,6 +197,7 @@ class PlacedProgram:
                 if error.actor_init_failed:
                     raise ConfigurationError(
                         f"the cluster cannot start {self._places.bundle.WHAT}: {error}",
+                        code="cluster_start_failed",
                         where=f"machine.cluster.address = {self._places.cluster.address!r}",
                         remedy="install the same release of Armature on each node, or start them from the same image",
                     ) from error
@@ -217,6 +218,7 @@ class PlacedProgram:
                 f"the cluster had no room for {bundle.WHAT} within {self._places.cluster.start_timeout:g} s: that "
                 f"takes {self._places.wanted(self._index)}; {large_enough(alive, bundle)} of {len(alive)} nodes have "
                 f"so much while nothing runs on them, free on all nodes together: {free}",
+                code="no_room_in_cluster",
                 where=bundle.SETTING,
                 remedy="add nodes, start fewer, let it take less, or choose another strategy",
             )

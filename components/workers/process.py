@@ -97,11 +97,10 @@ class WorkerProcess:
                 raise
             except BaseException as error:
                 who = f"process {self.pid}" if self.pid else f"start of {self._module}"
-                where = f"{who}, {method}{reprlib.repr(arguments)}"
-                what = self._lost(error, timeout)
-                if what is None:
+                lost = self._lost(error, timeout, f"{who}, {method}{reprlib.repr(arguments)}")
+                if lost is None:
                     raise
-                raise WorkerError(what, where=where) from error
+                raise lost from error
 
     def close(self) -> None:
         """See `Worker.close`."""
@@ -144,19 +143,20 @@ class WorkerProcess:
         what = "the process answered without a request" if byte else f"the process ended with code {code}"
         raise IdleWorkerLost(what, where=where)
 
-    def _lost(self, error: BaseException, timeout: float) -> str | None:
-        """End the process after `error`. What became of it; None where the error says that."""
+    def _lost(self, error: BaseException, timeout: float, where: str) -> WorkerError | None:
+        """End the process after `error`. Return what became of it; None if `error` is not the worker's."""
         running = self._program is not None
         code = self._end(GRACE if isinstance(error, EOFError | ConnectionError) else 0.0)
         match error:
             case TimeoutError():
-                return f"no answer within {timeout:g} s"
+                return WorkerError(f"no answer within {timeout:g} s", code="worker_timeout", where=where)
             case EOFError() | OSError() if running:
-                return f"the process ended with code {code}"
+                return WorkerError(f"the process ended with code {code}", code="worker_ended", where=where)
             case HandlerFailed():
-                return f"the worker failed: {error}"
+                return WorkerError(f"the worker failed: {error}", where=where)
             case ValueError():
-                return f"the worker's answer cannot be read: {error!s:.500}"
+                what = f"the worker's answer cannot be read: {error!s:.500}"
+                return WorkerError(what, code="worker_reply_invalid", where=where)
         return None
 
     def _end(self, patience: float = 0.0) -> int | None:

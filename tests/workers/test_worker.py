@@ -26,6 +26,7 @@ from components.workers.channel import MOST_BYTES, encoded
 from components.workers.errors import IdleWorkerLost, WorkerError
 from components.workers.requests import ANYTHING, NOTHING
 from components.workers.worker import Worker, make_worker, workers_on
+from tests.refusals import refused
 
 from .calls import call, parts
 
@@ -92,9 +93,9 @@ def test_data_arrives_as_it_was(worker: Worker) -> None:
 def test_what_is_no_data_is_not_sent(worker: Worker) -> None:
     call(worker, "echo", 1)
     for value in (Path("a"), np.float32(1), {1, 2}, object()):
-        with pytest.raises(TypeError, match="does not travel"):
+        with pytest.raises(TypeError):
             call(worker, "echo", value)
-    with pytest.raises(TypeError, match="arrays"):
+    with pytest.raises(TypeError):
         encoded(b"bytes")
     assert worker.starts == 1 and call(worker, "echo", 2) == 2
 
@@ -115,7 +116,7 @@ def test_one_that_is_closed_may_clean_up_and_one_that_is_killed_does_not(
         with misbehaving(5.0, farewell=str(tmp_path / "closed")) as worker:
             call(worker, "echo", 1)
             if killed:
-                with pytest.raises(WorkerError, match="no answer"):
+                with refused("worker_timeout"):
                     call(worker, "sleep", 600)
         assert (tmp_path / "closed").exists() is not killed
 
@@ -148,7 +149,7 @@ def test_an_error_of_ours_is_the_caller_s_and_changes_nothing(worker: Worker) ->
 def test_after_any_other_error_the_process_is_another(worker: Worker, method: str) -> None:
     call(worker, "add", 5)
     starts = worker.starts
-    with pytest.raises(WorkerError, match="LookupError: lost"):
+    with refused("worker_failed", "LookupError: lost"):
         parts(worker, method, most=1)
     assert not worker.alive
     assert call(worker, "add", 1) == 1 and worker.starts == starts + 1
@@ -156,14 +157,15 @@ def test_after_any_other_error_the_process_is_another(worker: Worker, method: st
 
 def test_a_death_is_told_with_its_reason(worker: Worker) -> None:
     for request, code in [(("leave", 7), 7), (("leave", 0), 0), (("send_object",), 1)]:
-        with pytest.raises(WorkerError, match=f"ended with code {code}") as raised:
+        with refused("worker_ended", f"code {code}", request[0]):
             call(worker, *request)
-        assert request[0] in raised.value.where and not worker.alive
+        assert not worker.alive
     call(worker, "add", 1)
     assert worker.pid is not None
     os.kill(worker.pid, signal.SIGKILL)  # while nobody asks
-    with pytest.raises(WorkerError, match="ended with code -9"):
+    with pytest.raises(WorkerError) as raised:
         call(worker, "add", 1)
+    assert raised.value.code in ("idle_worker_lost", "worker_ended") and "-9" in raised.value.what
     assert call(worker, "add", 1) == 1
 
 
@@ -172,7 +174,7 @@ def test_a_death_in_a_call_is_noticed_at_once(worker: Worker) -> None:
     assert worker.pid is not None
     threading.Timer(0.5, os.kill, (worker.pid, signal.SIGKILL)).start()
     began = time.monotonic()
-    with pytest.raises(WorkerError, match="ended with code -9"):
+    with refused("worker_ended", -9):
         call(worker, "sleep", 50.0)
     assert time.monotonic() - began < 20
 
@@ -182,7 +184,7 @@ def test_one_that_hangs_is_ended_in_time_with_all_that_it_started(misbehaving: M
         child, pid = call(worker, "start_a_child"), worker.pid
         assert pid is not None
         began = time.monotonic()
-        with pytest.raises(WorkerError, match=r"no answer within 5 s\n.*sleep"):
+        with refused("worker_timeout", "5 s", "sleep"):
             call(worker, "sleep", 600)
         assert time.monotonic() - began < 20
         assert gone(pid) and gone(child)
@@ -190,12 +192,9 @@ def test_one_that_hangs_is_ended_in_time_with_all_that_it_started(misbehaving: M
 
 
 def test_one_that_never_comes_up_is_ended_in_time(misbehaving: MakeWorker) -> None:
-    with misbehaving(timeout=0.05) as worker, pytest.raises(WorkerError, match=r"within 0.05 s\n.*start of"):
+    with misbehaving(timeout=0.05) as worker, refused("worker_timeout", "0.05 s", MODULE):
         call(worker, "echo", 1)
-    with (
-        misbehaving(module="no.such.module") as missing,
-        pytest.raises(WorkerError, match="ended with code 1"),
-    ):
+    with misbehaving(module="no.such.module") as missing, refused("worker_ended", "code 1", "no.such.module"):
         call(missing, "echo", 1)
 
 
@@ -207,7 +206,7 @@ def document(text: bytes) -> bytes:
     "data", [b"\xff" * 8, document(b"\xff{"), document(b"[" * 100_000)], ids=["length", "text", "deep"]
 )
 def test_garbage_ends_the_process(worker: Worker, data: bytes) -> None:
-    with pytest.raises(WorkerError, match="cannot be read"):
+    with refused("worker_reply_invalid"):
         call(worker, "write", data.hex(), "stay")
     assert not worker.alive and call(worker, "add", 1) == 1
 
@@ -234,7 +233,7 @@ def test_forks_between_the_parts_of_an_answer_send_none(worker: Worker) -> None:
 @pytest.mark.parametrize("how", ["python", "c"])
 def test_child_that_outlives_the_worker_does_not_hide_its_end(worker: Worker, how: str) -> None:
     began = time.monotonic()
-    with pytest.raises(WorkerError, match="ended with code 7"):
+    with refused("worker_ended", "code 7"):
         call(worker, "fork_and_leave", how)
     assert time.monotonic() - began < 20
 
@@ -276,22 +275,22 @@ def test_answer_has_a_size_limit(misbehaving: MakeWorker) -> None:
     with misbehaving(most_bytes=2**16) as worker:
         assert call(worker, "echo", "x" * 2**15) == "x" * 2**15
         for request in (("echo", "x" * 2**16), ("write_endlessly", '[4294967297, "done", 1]')):
-            with pytest.raises(WorkerError, match="cannot be read: more than"):
+            with refused("worker_reply_invalid", 2**16):
                 call(worker, *request)
-        with pytest.raises(WorkerError, match="cannot be read: more than"):
+        with refused("worker_reply_invalid", 2**16):
             parts(worker, "spread", ["x" * 2**14] * 8, 0.0, most=8)
         assert call(worker, "add", 1) == 1
 
 
 def test_more_parts_than_expected_end_the_process(worker: Worker) -> None:
     for most in (0, 2):
-        with pytest.raises(WorkerError, match="cannot be read"):
+        with refused("worker_reply_invalid"):
             parts(worker, "spread", [1, 2, 3], 0.0, most=most)
 
 
 def test_answer_in_another_form_ends_the_process(worker: Worker) -> None:
     call(worker, "echo", 1)
-    with pytest.raises(WorkerError, match="cannot be read"):
+    with refused("worker_reply_invalid"):
         worker.call("echo", [1, None], reply=TypeAdapter(list[int]))
     assert not worker.alive
 
@@ -314,11 +313,11 @@ def test_a_pickle_is_nonsense_and_is_not_run(misbehaving: MakeWorker, tmp_path: 
 def test_an_answer_that_is_cut_off_is_a_death_or_a_hang(misbehaving: MakeWorker, data: bytes) -> None:
     with misbehaving(timeout=5.0) as worker:
         call(worker, "echo", 1)
-        with pytest.raises(WorkerError, match="ended with code 0"):
+        with refused("worker_ended", "code 0"):
             call(worker, "write", data.hex(), "leave")
         call(worker, "echo", 1)
         began = time.monotonic()
-        with pytest.raises(WorkerError, match="no answer within 5 s"):
+        with refused("worker_timeout", "5 s"):
             call(worker, "write", data.hex(), "stay")
         assert time.monotonic() - began < 20
 
@@ -335,8 +334,9 @@ def test_closing_it_fails_the_call_in_flight(misbehaving: MakeWorker) -> None:
     with misbehaving() as worker:
         call(worker, "echo", 1)
         threading.Timer(0.5, worker.close).start()
-        with pytest.raises(WorkerError, match=r"ended with code|its node is gone"):
+        with pytest.raises(WorkerError) as raised:
             call(worker, "sleep", 50.0)
+        assert raised.value.code in ("worker_ended", "worker_node_lost")
         assert call(worker, "add", 1) == 1
 
 
