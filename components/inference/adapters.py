@@ -34,6 +34,7 @@ class ServedAdapters:
         if room is None:
             raise ConfigurationError(
                 f"vLLM takes adapters of rank {_RANKS[-1]} at most, not {self.rank}",
+                code="adapter_rank_too_large",
                 where="model.lora.rank",
                 remedy='lower it, or set model.lora.served_as = "merged"',
             )
@@ -48,6 +49,7 @@ class ServedAdapters:
         if machine.weight_transfer != "file":
             raise ConfigurationError(
                 f"adapters reach the servers as files, and weight_transfer is {machine.weight_transfer!r}",
+                code="adapters_need_files",
                 where="machine.weight_transfer",
                 remedy='leave it out, or set model.lora.served_as = "merged"',
             )

@@ -28,11 +28,17 @@ def read_config(folder: Path) -> dict[str, object]:
     try:
         config = json.loads(read_bytes(path))
     except FileNotFoundError:
-        raise DataError("not a checkpoint: no config.json", where=str(folder), remedy="give its folder") from None
+        raise DataError(
+            "not a checkpoint: no config.json", code="not_a_checkpoint", where=str(folder), remedy="give its folder"
+        ) from None
     except (ValueError, RecursionError) as error:
-        raise DataError(f"config.json is not JSON: {error}", where=str(path), remedy="save it again") from error
+        raise DataError(
+            f"config.json is not JSON: {error}", code="model_config_invalid", where=str(path), remedy="save it again"
+        ) from error
     if not isinstance(config, dict):
-        raise DataError("config.json is not an object", where=str(path), remedy="save it again")
+        raise DataError(
+            "config.json is not an object", code="model_config_invalid", where=str(path), remedy="save it again"
+        )
     return config
 
 

@@ -190,6 +190,7 @@ async def ask(
     if status in (401, 403, 404):
         raise ServerError(
             f"the server answers {status}: {text}",
+            code="server_key_refused",
             where=url,
             remedy="give its key in VLLM_API_KEY, and start it by `armature serve`",
         )

@@ -108,6 +108,7 @@ def server_command(
         if name in _OURS:
             raise ConfigurationError(
                 f"server_arguments may not set {key!r}: it comes from {_OURS[name]}",
+                code="server_argument_reserved",
                 where=f"machine.server_arguments.{key}",
                 remedy="take it out",
             )
@@ -128,7 +129,8 @@ def _refuse_quantization(machine: Machine, gpus: tuple[int, ...], adapters: Serv
     elif machine.weight_transfer == "delta":
         why, remedy = "changes are of weights of 16 bits", "choose another machine.weight_transfer"
     if why:
-        raise ConfigurationError(why, where="inference.quantization", remedy=f"{remedy}, or leave it out")
+        remedy += ", or leave it out"
+        raise ConfigurationError(why, code="quantization_impossible", where="inference.quantization", remedy=remedy)
 
 
 def _prefix_backend(model: Path, machine: Machine, gpus: tuple[int, ...]) -> str:
@@ -137,6 +139,7 @@ def _prefix_backend(model: Path, machine: Machine, gpus: tuple[int, ...]) -> str
         raise ConfigurationError(
             "the tokens of an image attend to each other bidirectionally in this checkpoint, but vLLM's attention on "
             "CPU is causal: its log-probs would not be the trainer's",
+            code="image_attention_on_cpu",
             where=str(model / "config.json"),
             remedy='train and serve it causal (model.image_attention = "causal"), serve it on a GPU '
             "(machine.server_gpus), or send no images (inference.max_images_per_prompt = 0)",
@@ -147,6 +150,7 @@ def _prefix_backend(model: Path, machine: Machine, gpus: tuple[int, ...]) -> str
         raise ConfigurationError(
             "the tokens of an image attend to each other bidirectionally in this checkpoint, but not, or not as in the "
             f"trainer, with {backend}",
+            code="image_attention_backend",
             where="machine.server_arguments.attention_backend",
             remedy=f"leave it out: it is then {BOTH_WAYS}",
         )
@@ -175,6 +179,7 @@ def server_environment(
     if taken := sorted(_OUR_VARIABLES.keys() & machine.server_environment.keys()):
         raise ConfigurationError(
             f"server_environment may not set {taken[0]}: it comes from {_OUR_VARIABLES[taken[0]]}",
+            code="server_variable_reserved",
             where=f"machine.server_environment.{taken[0]}",
             remedy="take it out",
         )
@@ -229,6 +234,7 @@ def is_deterministic(settings: ServerSettings, machine: Machine) -> bool:
     if settings.deterministic and obstacle:
         raise ConfigurationError(
             f"the same seed would not give the same run: {obstacle}",
+            code="determinism_impossible",
             where="inference.deterministic = true",
             remedy="leave it out; it holds on CPU in float32",
         )

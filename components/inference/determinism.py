@@ -67,7 +67,9 @@ class _Request:
                 return tuple(map(float, logprobs["token_logprobs"]))
             return tuple(float(token["logprob"]) for token in logprobs["content"])
         except (KeyError, TypeError, ValueError) as error:
-            raise ServerError(f"no log-probs in its answer: {error!r}", where=replica.url) from error
+            raise ServerError(
+                f"no log-probs in its answer: {error!r}", code="server_logprobs_missing", where=replica.url
+            ) from error
 
 
 class Repeatability:
@@ -143,6 +145,7 @@ class Repeatability:
                 raise ServerError(
                     f"the same seed would not give the same run: after {request.name}, token {place} has the log-prob "
                     f"{one[place]!r} if the server is asked alone, and {other[place]!r} {company}",
+                    code="server_not_deterministic",
                     where=replica.name,
                     remedy="a joined server: start it on this kind of processor, in float32, with "
                     "VLLM_CPU_ATTN_SPLIT_KV=0 and with our plug-in of this version; else set "

@@ -20,12 +20,18 @@ def read_endpoints(file: Path) -> list[str]:
         lines = [line.partition("#")[0].strip().rstrip("/") for line in regular(file).read_text().splitlines()]
     except (OSError, UnicodeError) as error:
         raise ConfigurationError(
-            f"the list of servers cannot be read: {error}", where=_where(file), remedy="write a base URL in each line"
+            f"the list of servers cannot be read: {error}",
+            code="servers_file_unreadable",
+            where=_where(file),
+            remedy="write a base URL in each line",
         ) from error
     for number, line in enumerate(lines, 1):
         if line and not re.fullmatch(BASE_URL, line):
             raise ConfigurationError(
-                f"line {number} is not the base URL of a server", where=_where(file), remedy="http://10.0.0.7:8000"
+                f"line {number} is not the base URL of a server",
+                code="invalid_server_url",
+                where=_where(file),
+                remedy="http://10.0.0.7:8000",
             )
     urls = list(dict.fromkeys(line for line in lines if line))
     if not urls:

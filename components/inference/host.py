@@ -85,15 +85,23 @@ class LocalHost:
     def prepare(self, needs: ServerNeeds) -> tuple[str, int]:
         model = Path(needs.model)
         if shutil.which(needs.python) is None:
-            raise ServerError("the environment that has vLLM is missing", where=needs.python, remedy=_SETUP)
+            raise ServerError(
+                "the environment that has vLLM is missing", code="vllm_missing", where=needs.python, remedy=_SETUP
+            )
         if not (model / "config.json").is_file():
-            raise ServerError("no checkpoint to serve", where=needs.model, remedy="give a folder with config.json")
+            raise ServerError(
+                "no checkpoint to serve",
+                code="served_model_missing",
+                where=needs.model,
+                remedy="give a folder with config.json",
+            )
         if needs.cache_gib is not None:
             weights = sum(file.stat().st_size for file in model.glob("*.safetensors")) / GIB
             if needs.cache_gib + weights > (free := self.free_gib()):
                 raise ServerError(
                     f"no free memory: {needs.cache_gib:g} GiB of KV cache and {weights:.1f} GiB of weights are "
                     f"requested, {free:.1f} GiB are free",
+                    code="server_memory_missing",
                     where=needs.name,
                     remedy="lower machine.server_environment.VLLM_CPU_KVCACHE_SPACE, or free memory",
                 )
@@ -155,6 +163,7 @@ def free_port(wanted: int | None, address: str) -> int:
     owner = listener(wanted or 0)
     raise ServerError(
         f"port {wanted} is in use{f' by {owner}' if owner else ''} ({failure.strerror})",
+        code="port_in_use",
         where="machine.server_arguments.port",
         remedy="end that program, choose another port, or leave the port out to get a free one",
     ) from failure

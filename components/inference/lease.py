@@ -44,7 +44,7 @@ async def take(http: httpx.AsyncClient, endpoint: Endpoint, who: str, timeout: f
         if reply.status in (200, 404, 405):
             return reply.status == 200
         if reply.status != 409:
-            raise ServerError(f"{_PATH} answers {reply.status}: {reply.text}", where=endpoint.url)
+            raise ServerError(f"{_PATH} answers {reply.status}: {reply.text}", code="lease_refused", where=endpoint.url)
         held = reply.document
         sign = (held.get("since"), held.get("renewals"))
         if seen is None:
@@ -53,6 +53,7 @@ async def take(http: httpx.AsyncClient, endpoint: Endpoint, who: str, timeout: f
         if lives and time.monotonic() - began > timeout:
             raise ServerError(
                 f"another run has this server: {_holder(held)}",
+                code="server_in_use",
                 where=endpoint.url,
                 remedy="let it end, take another server, or wait: machine.lease_timeout",
             )
@@ -67,7 +68,7 @@ async def keep(http: httpx.AsyncClient, endpoint: Endpoint, who: str) -> None:
     """
     reply = await _send(http, "POST", endpoint, {"who": who, "seconds": SECONDS})
     if reply.status != 200:
-        raise ServerError(f"the lease is lost: {reply.status} {reply.text}", where=endpoint.url)
+        raise ServerError(f"the lease is lost: {reply.status} {reply.text}", code="lease_lost", where=endpoint.url)
 
 
 async def give_back(http: httpx.AsyncClient, endpoint: Endpoint) -> None:
@@ -87,7 +88,9 @@ async def weights_mark(http: httpx.AsyncClient, endpoint: Endpoint) -> str:
         return ""
     mark = reply.document.get("weights")
     if not isinstance(mark, str) or not mark:
-        raise ServerError(f"{_PATH} does not say which weights: {reply.text}", where=endpoint.url)
+        raise ServerError(
+            f"{_PATH} does not say which weights: {reply.text}", code="invalid_weights_mark", where=endpoint.url
+        )
     return mark
 
 

@@ -166,6 +166,7 @@ class ReplicaMonitor:
             raise ServerError(
                 f"{replica.name} was started {MAX_RESTARTS} times and never answered a request; its "
                 f"last lines:\n{replica.server.tail()}",
+                code="server_never_answered",
                 where=str(replica.server.log),
             )
         self.pool.statistics.restarts += replica.server.log is not None  # the first start of one that joins is none
@@ -191,7 +192,9 @@ class ReplicaMonitor:
                 await self._wait_for_sync()
         except httpx.TransportError as error:
             name, url = self.replica.name, self.replica.url
-            raise ServerError(f"{name} disconnected while joining: {error!r}", where=url) from error
+            raise ServerError(
+                f"{name} disconnected while joining: {error!r}", code="server_disconnected", where=url
+            ) from error
 
     async def _wait_for_sync(self) -> None:
         """Let requests through once the server was given weights. Return as well if it is lost before."""
@@ -231,6 +234,7 @@ class ReplicaMonitor:
             if waited > timeout:
                 raise ServerError(
                     f"no server answers within {timeout:g} s: {reason}",
+                    code="server_not_ready",
                     where=self.replica.url,
                     remedy="start it (`armature serve MODEL`), or correct machine.endpoints",
                 )
@@ -283,6 +287,8 @@ class ReplicaMonitor:
                     replica.ready = ready
             except TimeoutError as error:
                 raise ServerError(
-                    f"{replica.name} did not take the weights in {pool.machine.sync_timeout:g} s", where=replica.url
+                    f"{replica.name} did not take the weights in {pool.machine.sync_timeout:g} s",
+                    code="server_sync_timeout",
+                    where=replica.url,
                 ) from error
         await pool.notify()

@@ -90,6 +90,7 @@ async def ask_probe(http: httpx.AsyncClient, endpoint: Endpoint, probe: Probe, m
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
         raise WeightSyncError(
             f"no log-probs of a fixed prompt in its answer: {error!r}",
+            code="probe_logprobs_missing",
             where=endpoint.url,
             remedy="the server must be vLLM >= 0.26",
         ) from error

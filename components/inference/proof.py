@@ -48,18 +48,21 @@ class SyncProof:
         assert self._expected is not None
         _, expected, whose = self._expected
         if len(values) != len(expected.logprobs):
-            raise WeightSyncError(f"{len(values)} log-probs, {whose} gave {len(expected.logprobs)}", where=replica.name)
+            raise WeightSyncError(
+                f"{len(values)} log-probs, {whose} gave {len(expected.logprobs)}",
+                code="probe_length_mismatch",
+                where=replica.name,
+            )
         difference, tolerance = distance(values, expected.logprobs), self._tolerance(expected.dtype)
         if difference <= tolerance:
             return
         at = int(np.argmax(np.nan_to_num(np.abs(values - expected.logprobs), nan=np.inf)))
-        raise WeightSyncError(
+        what = (
             f"at version {version} it does not hold the weights of {whose}: its log-probs of a probe differ by "
             f"{difference:.3g} nats (root mean square; {tolerance:g} is allowed), most at number {at} of "
-            f"{len(values)}: {values[at]:.6g}, and {expected.logprobs[at]:.6g} of {whose}",
-            where=replica.name,
-            remedy=self._reason(values, expected.logprobs, tolerance),
+            f"{len(values)}: {values[at]:.6g}, and {expected.logprobs[at]:.6g} of {whose}"
         )
+        raise self._difference(what, values, expected.logprobs, tolerance, replica.name)
 
     def _tolerance(self, dtype: str) -> float:
         machine = self._machine
@@ -71,21 +74,39 @@ class SyncProof:
             return SIXTEEN_BITS
         return GPU_FLOAT32 if machine.joins_servers or machine.gpus_of_server(0) else CPU_FLOAT32
 
-    def _reason(self, values: LogProbs, expected: LogProbs, tolerance: float) -> str:
+    def _difference(
+        self, what: str, values: LogProbs, expected: LogProbs, tolerance: float, where: str
+    ) -> WeightSyncError:
         text = len(self.probe.tokens) - 1
         if not np.isfinite(values).all():
-            return "the weights are not finite: lower the learning rate and resume from an earlier checkpoint"
-        if self._before is not None and distance(values, self._before[1]) <= tolerance:
-            return f"it still holds version {self._before[0]}: read its log for why it loaded nothing"
-        if distance(values[:text], expected[:text]) <= tolerance:
-            return (
-                "text alone agrees, an image does not: its vision weights were not loaded, or it processes or attends "
-                "to images otherwise than the trainer; read its log for weights that were not loaded"
+            return WeightSyncError(
+                what,
+                code="served_weights_not_finite",
+                where=where,
+                remedy="the weights are not finite: lower the learning rate and resume from an earlier checkpoint",
             )
-        return (
-            "some of its weights were not loaded: read its log. A joined server on CPU keeps an old output head where "
-            f"embeddings are tied unless it has our plug-in: pip install --no-deps {SERVED}. "
-            "If it computes in other types than the trainer, say so in inference.dtype or raise machine.sync_tolerance"
+        if self._before is not None and distance(values, self._before[1]) <= tolerance:
+            return WeightSyncError(
+                what,
+                code="served_weights_old",
+                where=where,
+                remedy=f"it still holds version {self._before[0]}: read its log for why it loaded nothing",
+            )
+        if distance(values[:text], expected[:text]) <= tolerance:
+            return WeightSyncError(
+                what,
+                code="served_vision_weights_differ",
+                where=where,
+                remedy="text alone agrees, an image does not: its vision weights were not loaded, or it processes or "
+                "attends to images otherwise than the trainer; read its log for weights that were not loaded",
+            )
+        return WeightSyncError(
+            what,
+            code="served_weights_differ",
+            where=where,
+            remedy="some of its weights were not loaded: read its log. A joined server on CPU keeps an old output head "
+            f"where embeddings are tied unless it has our plug-in: pip install --no-deps {SERVED}. If it computes in "
+            "other types than the trainer, say so in inference.dtype or raise machine.sync_tolerance",
         )
 
 

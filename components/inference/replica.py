@@ -87,7 +87,9 @@ async def resume(http: httpx.AsyncClient, endpoint: Endpoint) -> None:
     """End `pause`, if it is paused; a server without the route never is. Raises as `pause`."""
     reply = await exchange(http, "POST", f"{endpoint.url}/resume", endpoint.headers)
     if reply.status not in (200, 404, 405):
-        raise WeightSyncError(f"/resume answered {reply.status}: {reply.text}", where=endpoint.url)
+        raise WeightSyncError(
+            f"/resume answered {reply.status}: {reply.text}", code="server_refuses_weights", where=endpoint.url
+        )
 
 
 async def reset_caches(http: httpx.AsyncClient, endpoint: Endpoint) -> None:
@@ -102,6 +104,8 @@ async def reset_caches(http: httpx.AsyncClient, endpoint: Endpoint) -> None:
         # Blocks of an aborted request are given back by the engine's next step.
         await asyncio.sleep(0.25)
     else:
-        raise WeightSyncError("its prefix cache could not be reset", where=endpoint.url, remedy="read its log")
+        raise WeightSyncError(
+            "its prefix cache could not be reset", code="cache_not_reset", where=endpoint.url, remedy="read its log"
+        )
     await post(http, endpoint, "/reset_mm_cache")
     await post(http, endpoint, "/reset_encoder_cache")

@@ -87,7 +87,7 @@ class Router:
                 answer = await attempt(replica)
             except TransientError as error:
                 if self.closed:
-                    raise ServerError("the pool was closed before a server answered") from error
+                    raise ServerError("the pool was closed before a server answered", code="pool_closed") from error
                 last = error
                 tried.add(replica.name)
                 replica.failures += 1
@@ -120,6 +120,7 @@ class Router:
                 if waiting and len(waiting) == len(self.replicas):
                     raise ServerError(
                         "no server is left that has the current weights: those that came up later get the next ones",
+                        code="no_current_server",
                         where=", ".join(waiting),
                         remedy="run the same command again: it resumes from the last checkpoint",
                     )
@@ -141,7 +142,7 @@ class Router:
         reasons = [replica.given_up for replica in self.replicas if replica.given_up]
         if reasons and len(reasons) == len(self.replicas):
             raise ServerError(
-                f"no server is left; the last one: {reasons[-1]}", where=str(self.log_folder)
+                f"no server is left; the last one: {reasons[-1]}", code="no_server_left", where=str(self.log_folder)
             ) from reasons[-1]
 
     async def _take(self, tried: set[str]) -> Replica:

@@ -121,17 +121,29 @@ class VllmServer:
             while reason := await fault(http, endpoint, model):
                 waited = time.monotonic() - began
                 if not self.alive:
-                    raise self._failure(f"the vLLM server ended {self._host.ending} before it was ready")
+                    raise ServerError(
+                        f"the vLLM server ended {self._host.ending} before it was ready; its last lines:\n"
+                        f"{self.tail()}",
+                        code="server_ended",
+                        where=str(self.log),
+                        remedy=self._remedy(),
+                    )
                 if waited > self.machine.ready_timeout:
-                    raise self._failure(f"the vLLM server was not ready after {waited:.0f} s ({reason})")
+                    raise ServerError(
+                        f"the vLLM server was not ready after {waited:.0f} s ({reason}); its last lines:\n"
+                        f"{self.tail()}",
+                        code="server_not_ready",
+                        where=str(self.log),
+                        remedy=self._remedy(),
+                    )
                 await asyncio.sleep(_POLL)
 
-    def _failure(self, what: str) -> ServerError:
+    def _remedy(self) -> str:
         text = self.tail(400)
         remedy = next((hint for pattern, hint in _HINTS if re.search(pattern, text)), "read the log")
         if "{memory}" in remedy:
             remedy = remedy.replace("{memory}", f"{self._host.free_gib():.1f} GiB are free")
-        return ServerError(f"{what}; its last lines:\n{self.tail()}", where=str(self.log), remedy=remedy)
+        return remedy
 
     def _needs(self, model: Path, environment: Mapping[str, str | None]) -> ServerNeeds:
         cache = None if self.gpus else float(environment["VLLM_CPU_KVCACHE_SPACE"] or 0)
@@ -163,6 +175,7 @@ async def fault(http: httpx.AsyncClient, endpoint: Endpoint, model: Path | None 
     if models.status in (401, 403):
         raise ServerError(
             f"the server refuses the key: /v1/models answers {models.status}",
+            code="server_key_refused",
             where=endpoint.url,
             remedy="put its key into VLLM_API_KEY of the run; on one machine: another program may have its port",
         )
@@ -175,6 +188,7 @@ async def fault(http: httpx.AsyncClient, endpoint: Endpoint, model: Path | None 
     if MODEL_NAME not in served and model is None:
         raise ServerError(
             f"it serves {', '.join(sorted(served)[:5])}, not {MODEL_NAME!r}: it was not started for a training",
+            code="server_not_for_training",
             where=endpoint.url,
             remedy=f"`armature serve {next(iter(served.values()), None) or 'MODEL'}`, or {_PLAIN}",
         )

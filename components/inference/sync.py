@@ -85,7 +85,10 @@ class ServedWeights:
         """
         if version <= self.version:
             raise WeightSyncError(
-                f"version {version} is not newer than {self.version}", where=str(weights), remedy="count upwards"
+                f"version {version} is not newer than {self.version}",
+                code="weights_version_not_newer",
+                where=str(weights),
+                remedy="count upwards",
             )
         if self.single:
             self.latest = weights.absolute()
@@ -99,13 +102,18 @@ class ServedWeights:
             await asyncio.gather(*(self._bring_up_to_date(http, replica) for replica in replicas if replica.ready))
             return
         if not (given := _up(replicas)):
-            raise WeightSyncError("no server is up", where=str(weights), remedy="resume from the last checkpoint")
+            raise WeightSyncError(
+                "no server is up", code="no_server_up", where=str(weights), remedy="resume from the last checkpoint"
+            )
         try:
             await self._load(http, given, weights, publish)
             await asyncio.gather(*(self._verify(http, replica) for replica in given))
         except httpx.TransportError as error:
             raise WeightSyncError(
-                f"a server disconnected: {error!r}", where=str(weights), remedy="resume from the last checkpoint"
+                f"a server disconnected: {error!r}",
+                code="sync_connection_lost",
+                where=str(weights),
+                remedy="resume from the last checkpoint",
             ) from error
         for replica in given:
             if replica.waits:
@@ -171,6 +179,7 @@ class ServedWeights:
         raise WeightSyncError(
             f"a checkpoint of another model: {name} is {shapes.get(name, 'missing')}, the servers have "
             f"{self._shapes.get(name, 'none')}",
+            code="served_shapes_differ",
             where=str(weights),
             remedy="publish with the names and shapes of the checkpoint that the servers started with",
         )
@@ -304,7 +313,10 @@ def sync_failure(error: BaseException, weights: Path, version: int, timeout: flo
     if isinstance(error, TimeoutError):
         return WeightSyncError(
             f"version {version} did not reach every server in {timeout:g} s",
+            code="sync_timeout",
             where=str(weights),
             remedy="raise machine.sync_timeout, or read the servers' logs",
         )
-    return WeightSyncError(f"version {version} may not be on every server: {error!r}", where=str(weights))
+    return WeightSyncError(
+        f"version {version} may not be on every server: {error!r}", code="sync_incomplete", where=str(weights)
+    )

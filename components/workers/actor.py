@@ -105,13 +105,15 @@ class WorkerActor:
                 where = f"{self._module} on node {self.node}, {method}{reprlib.repr(arguments)}"
                 self._end()
                 if isinstance(error, ValueError | EOFError):
-                    what = f"the worker's answer cannot be read: {error!s:.500}"
-                    raise WorkerError(what, code="worker_reply_invalid", where=where) from error
+                    raise WorkerError(
+                        f"the worker's answer cannot be read: {error!s:.500}", code="worker_reply_invalid", where=where
+                    ) from error
                 if not isinstance(error, ray.exceptions.RayError):
                     raise
                 cause = None if isinstance(error, TimeoutError) else error
-                what = "the worker's actor or its node is gone"
-                raise WorkerError(what, code="worker_node_lost", where=where) from cause
+                raise WorkerError(
+                    "the worker's actor or its node is gone", code="worker_node_lost", where=where
+                ) from cause
             self.pid = answer.pid
             self.starts = self._before + answer.starts
         if answer.error is None:

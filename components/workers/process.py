@@ -155,8 +155,9 @@ class WorkerProcess:
             case HandlerFailed():
                 return WorkerError(f"the worker failed: {error}", where=where)
             case ValueError():
-                what = f"the worker's answer cannot be read: {error!s:.500}"
-                return WorkerError(what, code="worker_reply_invalid", where=where)
+                return WorkerError(
+                    f"the worker's answer cannot be read: {error!s:.500}", code="worker_reply_invalid", where=where
+                )
         return None
 
     def _end(self, patience: float = 0.0) -> int | None:

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from components.contracts.errors import ConfigurationError, WeightSyncError
 from components.contracts.machine import Machine
 from components.inference.adapters import ServedAdapters
 from components.inference.command import server_command, server_environment
 from components.inference.pool import ServerPool
 from components.inference.settings import SamplingSettings, ServerSettings
+from tests.refusals import refused
 
 ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
@@ -40,12 +40,12 @@ def test_a_server_makes_room_for_the_rank_and_opens_the_routes_only_where_adapte
     assert "--enable-tower-connector-lora" in command
     variables = server_environment(machine, api_key="k", gpus=(), adapters=ServedAdapters(8))
     assert variables["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
-    with pytest.raises(ConfigurationError, match=r"rank 512 at most, not 513"):
+    with refused("adapter_rank_too_large", 512, 513):
         ServedAdapters(513).arguments()
 
 
 def test_adapters_are_files(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="adapters reach the servers as files, and weight_transfer is 'nccl'"):
+    with refused("adapters_need_files", "nccl"):
         ServerPool(checkpoint("w"), SETTINGS, Machine(weight_transfer="nccl"), tmp_path, adapters=ServedAdapters(8))
 
 
@@ -116,8 +116,7 @@ def test_a_server_that_takes_no_adapters_ends_the_sync_with_what_to_do(
 
     async def work() -> None:
         async with adapter_pool([server], checkpoint("base")) as pool:
-            with pytest.raises(WeightSyncError, match="load_lora_adapter answered 404") as caught:
+            with refused("server_refuses_weights", "load_lora_adapter", 404, "armature serve MODEL --max-lora-rank"):
                 await pool.sync(tmp_path / "000001", 1)
-            assert "armature serve MODEL --max-lora-rank" in caught.value.remedy
 
     asyncio.run(work())

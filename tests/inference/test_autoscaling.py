@@ -9,7 +9,6 @@ from typing import Any
 
 import psutil
 import pytest
-from pydantic import ValidationError
 
 from components.contracts.autoscaling import ServerAutoscaling
 from components.contracts.machine import Machine
@@ -17,6 +16,7 @@ from components.inference import members
 from components.inference.autoscaling import Autoscaler
 from components.inference.pool import ServerPool
 from components.inference.settings import SamplingSettings
+from tests.refusals import refused
 
 from .test_endpoints_file import MESSAGES, until
 from .test_pool_restarts import kill, local_pool
@@ -166,16 +166,16 @@ def test_all_end_with_the_pool(local_pool: LocalPool, checkpoint: Checkpoint, sa
 
 
 @pytest.mark.parametrize(
-    ("facts", "said"),
+    "facts",
     [
-        ({"endpoints": ["http://10.0.0.7:8000"]}, "of servers that a run starts"),
-        ({"weight_transfer": "nccl"}, "with nccl a server that is started gets no weights"),
-        ({"servers": 2}, r"max_servers = 2 has to be more than servers = 2"),
-        ({"server_gpus": [[0]]}, "server_gpus has to name the devices of all 2 servers"),
-        ({"max_concurrent": 4}, "never needed by max_concurrent = 4 requests, 4 for each"),
+        {"endpoints": ["http://10.0.0.7:8000"]},
+        {"weight_transfer": "nccl"},
+        {"servers": 2},
+        {"server_gpus": [[0]]},
+        {"max_concurrent": 4},
     ],
 )
-def test_what_it_cannot_be_set_with(facts: dict[str, Any], said: str) -> None:
+def test_what_it_cannot_be_set_with(facts: dict[str, Any]) -> None:
     Machine(server_autoscaling=PLAN)
-    with pytest.raises(ValidationError, match=said):
+    with refused("value_error", *facts):
         Machine.model_validate({"server_autoscaling": PLAN.model_dump(), **facts})

@@ -126,12 +126,11 @@ def series(tmp_path: Path) -> Callable[..., list[dict[str, Tensor]]]:
 def test_changes_of_other_weights_are_refused(series: Callable[..., Any], tmp_path: Path) -> None:
     series(2)
     held = HostWeights.read(tmp_path / "0")
-    with pytest.raises(ValueError, match="changes of other weights than are held"):
+    with pytest.raises(ValueError):
         deltas.apply_delta(tmp_path / "2", held)
-    with pytest.raises(ValueError, match="w is not a tensor of the version before"):
-        write_delta(tmp_path, held, "0", [("w", torch.zeros(3))])
-    with pytest.raises(ValueError, match="v of the version before is missing"):
-        write_delta(tmp_path, held, "0", [("w", held.tensors["w"].clone())])
+    for tensor in (torch.zeros(3), held.tensors["w"].clone()):  # of another shape; without v
+        with pytest.raises(ValueError):
+            write_delta(tmp_path, held, "0", [("w", tensor)])
 
 
 @pytest.mark.parametrize("part", ["values", "distances", "the version before"])
@@ -143,7 +142,7 @@ def test_a_damaged_bit_is_found(part: str, series: Callable[..., Any], tmp_path:
     damaged = tensors["w gaps" if part == "distances" else "w"].view(-1).view(torch.uint8)
     damaged[20] ^= 1
     save_file(tensors, file, metadata=facts)
-    with pytest.raises(ValueError, match=r"do not give the weights|changes of other weights"):
+    with pytest.raises(ValueError):
         bring_to(tmp_path / "1", None)
 
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from components.contracts.errors import ConfigurationError, ServerError
 from components.contracts.machine import Machine
 from components.inference.pool import ServerPool
 from components.inference.settings import SamplingSettings, ServerSettings
+from tests.refusals import refused
 
 
 def settings(**changes: Any) -> ServerSettings:
@@ -26,7 +26,7 @@ def settings(**changes: Any) -> ServerSettings:
 def test_it_is_refused_where_it_cannot_be_promised(
     checkpoint: Callable[..., Path], tmp_path: Path, changes: dict[str, Any], machine: dict[str, Any]
 ) -> None:
-    with pytest.raises(ConfigurationError, match="the same seed would not give the same run"):
+    with refused("determinism_impossible", "inference.deterministic"):
         ServerPool(checkpoint("w"), settings(deterministic=True, **changes), Machine(**machine), tmp_path)
     ServerPool(checkpoint("v"), settings(**changes), Machine(**machine), tmp_path)
 
@@ -49,9 +49,9 @@ def test_a_joined_server_has_to_prove_it(
     asyncio.run(join())
     assert not any(server.calls.count("/pause") for server in servers)
     if depends_on:
-        with pytest.raises(ServerError) as refusal:
+        with refused("server_not_deterministic") as caught:
             asyncio.run(join(deterministic=True))
-        assert refusal.value.where in (servers[0].url, servers[1].url)
+        assert caught.value.where in (servers[0].url, servers[1].url)
     else:
         asyncio.run(join(deterministic=True))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,11 @@ from typing import Any
 import httpx
 import pytest
 
-from components.contracts.errors import ServerError
 from components.inference.client import Completion
 from components.inference.lease import in_order
 from components.inference.pool import ServerPool
 from components.inference.settings import SamplingSettings
+from tests.refusals import codes, refused
 
 MESSAGES = [{"role": "user", "content": "?"}]
 KEY = {"Authorization": "Bearer a-key"}
@@ -109,7 +110,7 @@ def test_a_second_run_is_refused_and_hears_who_has_the_server(
 
     async def work() -> None:
         async with first:
-            with pytest.raises(ServerError, match=r"another run has this server: .*process \d+.*logs, since 20"):
+            with refused("server_in_use", server.url, f"process {os.getpid()}", "logs"):
                 async with second:
                     await second.sync(checkpoint("c"), 1)
             assert texts(await ask(first, sampling)) == {("a", 0)}
@@ -292,7 +293,7 @@ def test_without_the_plug_in_weights_of_another_run_end_the_use_of_the_server(
             assert await load(server, checkpoint("foreign")) == 200
             results = await asking + await ask(pool, sampling)
             assert not [result for result in results if isinstance(result, Completion)]
-            assert any("no server is left" in str(result) for result in results)
+            assert "no_server_left" in set().union(*map(codes, results))
 
     asyncio.run(work())
 

@@ -17,6 +17,7 @@ from components.inference.client import GenerationFailure
 from components.inference.pool import ServerPool
 from components.inference.settings import SamplingSettings
 from tasks.prometheus import RunCollector
+from tests.refusals import codes, refused
 
 MESSAGES = [{"role": "user", "content": "?"}]
 MakePool = Callable[..., ServerPool]
@@ -95,8 +96,7 @@ def test_a_request_in_flight_ends_with_the_pool_and_is_not_tried_again(
         return await asyncio.wait_for(waiting, 5)
 
     results = asyncio.run(inside())
-    assert [type(result) for result in results] == [ServerError] * 3
-    assert "closed" in str(results[0])
+    assert [result.code for result in results] == ["pool_closed"] * 3
     assert pool.statistics.retries == 0
     assert "attempt" not in caplog.text
 
@@ -150,7 +150,7 @@ def test_a_server_that_fails_for_ever_makes_typed_failures(
     results = run(pool, lambda pool: ask_many(pool, sampling, 3))
     assert [result.reason for result in results] == ["server_error"] * 3
     assert pool.statistics.failures == {"server_error": 3}
-    assert "EngineCore" in str(results[0])
+    assert "EngineCore" in results[0].what  # the server's own words
 
 
 @pytest.mark.parametrize(
@@ -241,7 +241,7 @@ def test_a_wrong_key_is_said_at_once(
 ) -> None:
     servers = stand_ins(1)
     monkeypatch.setenv("VLLM_API_KEY", "another")
-    with pytest.raises(ServerError, match="VLLM_API_KEY"):
+    with refused("server_key_refused", servers[0].url):
         run(make_pool(servers, checkpoint("a"), ready_timeout=1), lambda pool: pool.notify())
 
 
@@ -251,9 +251,8 @@ def test_images_are_never_fetched_by_the_server(
     (server,) = stand_ins(1)
     part = {"type": "image_url", "image_url": {"url": "http://example.org/a.png"}}
     pool = make_pool([server], checkpoint("a"))
-    with pytest.raises(GenerationFailure, match="by URL") as caught:
+    with refused("image_not_inline", "http://example.org/a.png"):
         run(pool, lambda pool: pool.complete([{"role": "user", "content": [part]}], sampling, 0))
-    assert caught.value.reason == "image_not_inline"
     assert server.seen == 0
 
 
@@ -367,14 +366,14 @@ def test_a_sync_that_fails_leaves_no_server_paused_and_ends_requests_in_flight(
         asked = asyncio.create_task(ask_many(pool, sampling, 6))
         await asyncio.sleep(0.1)
         servers[1].misbehave("sync refuse")
-        with pytest.raises(WeightSyncError, match="shape mismatch"):
+        with refused("server_refuses_weights", servers[1].url):
             await pool.sync(checkpoint("b"), 1)
         return await asked
 
     answers = run(pool, work)
-    refused = [answer for answer in answers if isinstance(answer, WeightSyncError)]
-    assert len(refused) == 3  # those of the server that has no new weights
-    assert {answer.text for answer in answers if answer not in refused} == {"b"}
+    failed = [answer for answer in answers if isinstance(answer, WeightSyncError)]
+    assert len(failed) == 3  # those of the server that has no new weights
+    assert {answer.text for answer in answers if answer not in failed} == {"b"}
     assert [server.paused for server in servers] == [False, False]
 
 
@@ -435,17 +434,17 @@ def test_caches_are_reset_between_requests(
 
 
 @pytest.mark.parametrize(
-    ("fault", "message"),
+    ("fault", "possible"),
     [
-        ("sync refuse", "shape mismatch"),
-        ("sync hang", "did not reach every server"),
-        ("sync nothing", "differ"),
-        ("sync cache busy", "prefix cache"),
+        ("sync refuse", ["server_refuses_weights"]),
+        ("sync hang", ["sync_timeout"]),
+        ("sync nothing", ["served_weights_old", "served_weights_differ"]),  # depends on which answers first
+        ("sync cache busy", ["cache_not_reset"]),
     ],
 )
 def test_a_failed_sync_stops_everything(
     fault: str,
-    message: str,
+    possible: list[str],
     stand_ins: StandIns,
     make_pool: MakePool,
     checkpoint: Checkpoint,
@@ -457,11 +456,12 @@ def test_a_failed_sync_stops_everything(
 
     async def work(pool: ServerPool) -> None:
         servers[1].misbehave(fault)
-        with pytest.raises(WeightSyncError, match=message):
+        with pytest.raises(WeightSyncError) as caught:
             await pool.sync(newer, 1)
-        with pytest.raises(WeightSyncError, match=message):
+        assert caught.value.code in possible
+        with refused(caught.value.code):
             await pool.complete(MESSAGES, sampling, 0)
-        with pytest.raises(WeightSyncError, match=message):
+        with refused(caught.value.code):
             await pool.sync(newer, 2)
 
     run(pool, work)
@@ -500,7 +500,7 @@ def test_a_sync_that_was_cancelled_half_way_leaves_no_weights_under_a_wrong_name
         sync.cancel()
         with pytest.raises(asyncio.CancelledError):
             await sync
-        with pytest.raises(WeightSyncError, match="may not be on every server"):
+        with refused("sync_incomplete"):
             await pool.complete(MESSAGES, sampling, 0)
 
     run(pool, work)
@@ -518,8 +518,9 @@ def test_garbage_from_the_list_of_models_takes_the_server_out_and_ends_the_wait(
         server.list_of_models = answer
         with pytest.raises((ServerError, GenerationFailure)):
             await asyncio.wait_for(pool.complete(MESSAGES, sampling, 0), 20)
-        with pytest.raises(ServerError, match=r"no server is left.*no list of models"):
+        with refused("no_server_left", server.url) as caught:
             await asyncio.wait_for(pool.complete(MESSAGES, sampling, 1), 20)
+        assert codes(caught.value.__cause__) == {"server_not_ready"}
 
     run(pool, work)
 
@@ -537,7 +538,7 @@ def test_a_checkpoint_of_another_model_is_refused(
     stand_ins: StandIns, make_pool: MakePool, checkpoint: Checkpoint
 ) -> None:
     pool = make_pool(stand_ins(1), checkpoint("a"))
-    with pytest.raises(WeightSyncError, match=r"another model: w is .*\(2, 5\).*\(2, 4\)"):
+    with refused("served_shapes_differ", "w", (2, 5), (2, 4)):
         run(pool, lambda pool: pool.sync(checkpoint("b", width=5), 1))
 
 
@@ -545,8 +546,9 @@ def test_a_half_written_checkpoint_is_refused(stand_ins: StandIns, make_pool: Ma
     pool = make_pool(stand_ins(1), checkpoint("a"))
     file = checkpoint("b") / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-1])
-    with pytest.raises(WeightSyncError, match="not a readable safetensors file"):
+    with pytest.raises(WeightSyncError) as caught:
         run(pool, lambda pool: pool.sync(file.parent, 1))
+    assert caught.value.where == str(file)
 
 
 def test_a_server_that_dies_during_a_sync_comes_back_with_the_new_weights(
@@ -593,7 +595,7 @@ def test_a_server_that_was_not_started_for_a_training_is_refused_at_once(
     servers[0].list_of_models = json.dumps({"data": [{"id": "llama", "root": "/models/llama"}]})
     pool = make_pool(servers, checkpoint("a"), ready_timeout=600.0)
     began = time.monotonic()
-    with pytest.raises(ServerError, match=r"it serves llama(?s:.*)armature serve /models/llama(?s:.*)DEV_MODE=1"):
+    with refused("server_not_for_training", "llama", "armature serve /models/llama", "VLLM_SERVER_DEV_MODE=1"):
         run(pool, lambda pool: pool.reset_caches())
     assert time.monotonic() - began < 10
 
@@ -608,7 +610,7 @@ def test_what_a_run_waits_for_is_said_long_before_it_gives_up(
     monkeypatch.setattr("components.inference.monitor.SAY_AFTER", 0.0)
     (server,) = stand_ins(1)
     server.list_of_models = "[]"
-    with pytest.raises(ServerError, match=r"no server answers within 1\.2 s: (?s:.*)armature serve MODEL"):
+    with refused("server_not_ready", 1.2, server.url, "armature serve MODEL"):
         run(make_pool([server], checkpoint("a"), ready_timeout=1.2), lambda pool: pool.notify())
     said = [record.getMessage() for record in caplog.records if "waiting for the server" in record.getMessage()]
     assert len(said) == 1 and server.url in said[0] and "armature serve MODEL" in said[0]

@@ -19,7 +19,6 @@ import pytest
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 from PIL import Image
 
-from components.contracts.errors import WeightSyncError
 from components.contracts.machine import Machine
 from components.inference.client import Completion
 from components.inference.kept import keep_servers, served_files
@@ -27,6 +26,7 @@ from components.inference.pool import ServerPool
 from components.inference.probe import ProbeAnswer, ask_probe
 from components.inference.proof import distance
 from components.inference.settings import EvaluationSamplingSettings, SamplingSettings, ServerSettings
+from tests.refusals import refused
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -280,7 +280,7 @@ def test_the_server_answers_a_probe_as_the_trainer_does(running: Running) -> Non
     answer = running.call(ask_probe, pool.http, pool.replicas[0].endpoint, pool.weights.probe)
     assert distance(answer, trainers_answer(pool, running.checkpoints[1]).logprobs) < 1e-5
     # Last: no sync is possible after one that failed.
-    with pytest.raises(WeightSyncError, match=r"not hold the weights of the trainer(?s:.*)tied unless it has our plug"):
+    with refused("served_weights_differ"):
         running.sync(running.checkpoints[2], pool.weights.version + 1, answers_of=running.checkpoints[0])
 
 
@@ -305,7 +305,7 @@ def test_a_kept_server_has_the_weights_of_the_next_pool_and_ends_with_a_failed_o
             expected = reference_logprobs(checkpoint, completion, image, forbidden, 1.0)
             np.testing.assert_allclose(completion.logprobs, expected, atol=2e-3)
         assert seen[0] is seen[1] and seen[0].alive
-        with pytest.raises(RuntimeError, match="the stage failed"):
+        with pytest.raises(RuntimeError):
             asyncio.run(complete(running.checkpoints[0], RuntimeError("the stage failed")))
         assert seen[2] is seen[0] and not seen[0].alive
     assert len(list((tmp_path / "logs").iterdir())) == 1

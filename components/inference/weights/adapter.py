@@ -53,5 +53,7 @@ async def _adapters(http: httpx.AsyncClient, endpoint: Endpoint) -> list[str]:
     try:
         names = [str(entry["id"]) for entry in reply.document["data"]]
     except (LookupError, TypeError) as error:
-        raise WeightSyncError(f"/v1/models answers with no list of models: {reply.text}", where=endpoint.url) from error
+        raise WeightSyncError(
+            f"/v1/models answers with no list of models: {reply.text}", code="model_list_invalid", where=endpoint.url
+        ) from error
     return [name for name in names if name != MODEL_NAME]

@@ -80,5 +80,10 @@ async def post(
     """
     reply = await exchange(http, "POST", f"{endpoint.url}{path}", endpoint.headers, body)
     if reply.status != 200:
-        raise WeightSyncError(f"{path} answered {reply.status}: {reply.text}", where=endpoint.url, remedy=remedy)
+        raise WeightSyncError(
+            f"{path} answered {reply.status}: {reply.text}",
+            code="server_refuses_weights",
+            where=endpoint.url,
+            remedy=remedy,
+        )
     return reply

@@ -46,7 +46,9 @@ class ServerControl:
             reply = self._exchange("GET", endpoint, "/get_world_size")
             size = reply.document.get("world_size")
             if type(size) is not int or size < 1:
-                raise WeightSyncError(f"/get_world_size answered {reply.text}", where=endpoint.url)
+                raise WeightSyncError(
+                    f"/get_world_size answered {reply.text}", code="invalid_world_size", where=endpoint.url
+                )
             sizes.append(size)
         return sizes
 
@@ -78,9 +80,14 @@ class ServerControl:
         try:
             reply = exchange_blocking(self._http, method, url, endpoint.headers, self._timeout, body)
         except (httpx.TransportError, BadReply) as error:
-            raise WeightSyncError(f"{path}: {error!r}", where=endpoint.url, remedy="read the server's log") from error
+            raise WeightSyncError(
+                f"{path}: {error!r}", code="sync_connection_lost", where=endpoint.url, remedy="read the server's log"
+            ) from error
         if reply.status != 200:
             raise WeightSyncError(
-                f"{path} answered {reply.status}: {reply.text}", where=endpoint.url, remedy="read the server's log"
+                f"{path} answered {reply.status}: {reply.text}",
+                code="server_refuses_weights",
+                where=endpoint.url,
+                remedy="read the server's log",
             )
         return reply

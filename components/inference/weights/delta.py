@@ -43,4 +43,6 @@ class DeltaTransfer:
         reply = await post(http, endpoint, "/collective_rpc", body, remedy=_REMEDY)
         results = reply.document.get("results")
         if not isinstance(results, list) or not results or any(result is not None for result in results):
-            raise WeightSyncError(f"load_version answered {reply.text}", where=endpoint.url, remedy=_REMEDY)
+            raise WeightSyncError(
+                f"load_version answered {reply.text}", code="server_refuses_weights", where=endpoint.url, remedy=_REMEDY
+            )

@@ -32,6 +32,7 @@ class DeviceTransfer:
         if publish is None:
             raise WeightSyncError(
                 "only the trainer can send weights from its GPUs",
+                code="trainer_needed",
                 where="machine.weight_transfer",
                 remedy='give sync(publish=...), or set machine.weight_transfer = "file"',
             )

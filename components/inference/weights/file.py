@@ -31,4 +31,9 @@ class FileTransfer:
         reply = await post(http, endpoint, "/collective_rpc", body)
         results = reply.document.get("results")
         if not isinstance(results, list) or not results or any(result is not None for result in results):
-            raise WeightSyncError(f"reload_weights answered {reply.text}", where=endpoint.url, remedy="read its log")
+            raise WeightSyncError(
+                f"reload_weights answered {reply.text}",
+                code="server_refuses_weights",
+                where=endpoint.url,
+                remedy="read its log",
+            )

@@ -193,12 +193,14 @@ class NcclSender:
             if call.done():
                 call.result()
         if time.monotonic() > deadline:
-            raise WeightSyncError(f"the servers did not receive the weights in {self._timeout:g} s")
+            raise WeightSyncError(
+                f"the servers did not receive the weights in {self._timeout:g} s", code="sync_timeout"
+            )
 
     def _check(self, code: int) -> None:
         if code != 0:
             self._nccl.ncclGetErrorString.restype = ctypes.c_char_p
-            raise WeightSyncError(f"NCCL: {self._nccl.ncclGetErrorString(code).decode()}")
+            raise WeightSyncError(f"NCCL: {self._nccl.ncclGetErrorString(code).decode()}", code="nccl_failed")
 
 
 def own_address(url: str) -> str:
