@@ -163,7 +163,7 @@ def free_port(wanted: int | None, address: str) -> int:
     owner = listener(wanted or 0)
     raise ServerError(
         f"port {wanted} is in use{f' by {owner}' if owner else ''} ({failure.strerror})",
-        code="port_in_use",
+        code="server_port_in_use",
         where="machine.server_arguments.port",
         remedy="end that program, choose another port, or leave the port out to get a free one",
     ) from failure

@@ -90,7 +90,7 @@ def test_a_port_in_use_names_its_owner(tmp_path: Path, checkpoint: Checkpoint) -
         taken.listen()
         port = taken.getsockname()[1]
         machine = Machine(server_python=script(tmp_path, "exit 1"), server_arguments={"port": port - 1})
-        with refused("port_in_use", port, f"process {os.getpid()}"):
+        with refused("server_port_in_use", port, f"process {os.getpid()}"):
             start(tmp_path, checkpoint("a"), machine, index=1)
 
 
