@@ -8,11 +8,16 @@ from contextlib import contextmanager
 import pytest
 from pydantic import ValidationError
 
+from components.contracts.settings import InvalidTable
+
 
 def codes(error: BaseException) -> set[str]:
     """Codes of an error: our own, the reason of a rollout or a row, or the types of pydantic's problems."""
+    if isinstance(error, InvalidTable):
+        return codes(error.error)
     if isinstance(error, ValidationError):
-        return {problem["type"] for problem in error.errors()}
+        problems = [(each["type"], each.get("ctx", {}).get("error")) for each in error.errors()]
+        return set().union(*(codes(cause) if isinstance(cause, InvalidTable) else {kind} for kind, cause in problems))
     return {str(getattr(error, "code", getattr(error, "reason", "")))}
 
 

@@ -64,6 +64,7 @@ class BadRows:
             counts = ", ".join(f"{count} {reason}" for reason, count in self._bad.most_common())
             raise DataError(
                 f"{self._bad.total()} of {rows} rows cannot be used: {counts}",
+                code="rows_unusable",
                 where="\n    ".join([self._where, *self._first]),
                 remedy='correct them, or set environment.args.on_bad_row = "skip" to leave them out, counted',
             )

@@ -117,6 +117,7 @@ class DatasetEnvironment:
         name, index = task.payload["file"], task.payload["row"]
         changed = DataError(
             f"row {index} of {name} is not the one that the task was made from",
+            code="row_changed",
             where=task.task_id,
             remedy="put the data back, or make the tasks again",
         )

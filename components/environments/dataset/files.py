@@ -90,6 +90,7 @@ class FolderFiles:
         if not self._inside[folder] or (is_link and not self._is_inside(path)):
             raise DataError(
                 f"{name[:200]!r} is a link that leads out of its folder",
+                code="link_leaves_folder",
                 where=str(self.root),
                 remedy="put the file itself there, or set environment.args.root to a folder that has both",
             )
@@ -156,7 +157,12 @@ def open_folder(place: str, links: bool = False) -> DataFiles:
     """
     if "://" not in place:
         if not Path(place).is_dir():
-            raise DataError("there is no such folder", where=place, remedy="correct environment.args.source or root")
+            raise DataError(
+                "there is no such folder",
+                code="data_folder_missing",
+                where=place,
+                remedy="correct environment.args.source or root",
+            )
         return FolderFiles(Path(place).absolute(), links)
     url = place.rstrip("/")
     return UrlFiles(remote_folder(url, list_files(url, lambda name: not _is_hidden(name)), DownloadCache.standard()))
@@ -183,6 +189,7 @@ def matches(pattern: str, names: Sequence[str]) -> list[str]:
     except (ValueError, re.error) as error:
         raise ConfigurationError(
             f"{pattern!r} is not a pattern: {error}",
+            code="invalid_pattern",
             where="environment.args",
             remedy="write ** as a folder of its own, as in data/**/*.csv, and [*] for the character itself",
         ) from error
@@ -197,7 +204,9 @@ def content_sha256(path: Path) -> str:
     try:
         return file_sha256(path)
     except OSError as error:
-        raise DataError(f"the file cannot be read: {error.strerror}", where=str(path)) from error
+        raise DataError(
+            f"the file cannot be read: {error.strerror}", code="data_file_unreadable", where=str(path)
+        ) from error
 
 
 def _sha256(path: Path) -> str:

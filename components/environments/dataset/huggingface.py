@@ -29,6 +29,7 @@ def dataset_commit(name: str, revision: str | None) -> str:
     if revision is None:
         raise ConfigurationError(
             "a hub name needs a revision",
+            code="revision_missing",
             where=f"environment.args.source = {name!r}, which is not a file or a folder here",
             remedy="set environment.args.revision to the commit that the dataset's page shows under its history",
         )
@@ -48,6 +49,7 @@ def hub_shards(name: str, commit: str, subset: str) -> list[Shard]:
     except Exception as error:  # the network's, the hub's, and those of whatever reads the files
         raise DataError(
             f"the dataset cannot be loaded: {type(error).__name__}: {str(error)[:500]}",
+            code="dataset_unreadable",
             where=f"{name} at {commit}",
             remedy="check its name and environment.args.subset; log in for a gated dataset",
         ) from error
@@ -69,6 +71,7 @@ def _refuse_large(name: str, commit: str) -> None:
     if size > limit:
         raise DataError(
             f"the dataset has {size / 1e9:.3g} GB, more than the {limit / 1e9:.3g} GB that one may take",
+            code="dataset_too_large",
             where=f"{name} at {commit}",
             remedy="raise ARMATURE_FETCH_LIMIT_GB, or take a smaller one",
         )
@@ -85,7 +88,9 @@ def saved_shards(folder: Path) -> list[Shard]:
         found = library.load_from_disk(str(folder))
     except Exception as error:  # those of whatever reads the files
         raise DataError(
-            f"the saved dataset cannot be read: {type(error).__name__}: {str(error)[:500]}", where=str(folder)
+            f"the saved dataset cannot be read: {type(error).__name__}: {str(error)[:500]}",
+            code="dataset_unreadable",
+            where=str(folder),
         ) from error
     return _shards(found)
 
@@ -93,7 +98,9 @@ def saved_shards(folder: Path) -> list[Shard]:
 def _library() -> Any:
     if find_spec("datasets") is None:
         raise ConfigurationError(
-            "a Hugging Face dataset needs the package datasets", remedy=install_command("huggingface")
+            "a Hugging Face dataset needs the package datasets",
+            code="package_missing",
+            remedy=install_command("huggingface"),
         )
     import datasets
 

@@ -29,7 +29,7 @@ class ClassFolder:
 
     def row(self, index: int) -> Row:
         if not 0 <= index < len(self._names):
-            raise DataError(f"there is no image {index} of {len(self._names)}", where=self.name)
+            raise DataError(f"there is no image {index} of {len(self._names)}", code="row_missing", where=self.name)
         return {IMAGE: self._names[index], LABEL: PurePosixPath(self.name).name}
 
 
@@ -78,7 +78,7 @@ def image_shards(files: DataFiles) -> list[Shard]:
             above = (str(folder) for folder in path.parents)
             found[next((folder for folder in above if folder in described), str(path.parent))].append(name)
     if not found:
-        raise DataError("the folder has no PNG, JPEG or WebP files", where=str(files))
+        raise DataError("the folder has no PNG, JPEG or WebP files", code="images_missing", where=str(files))
     shards: list[Shard] = []
     for folder in sorted(found.keys() | described.keys()):
         if folder in described:

@@ -113,6 +113,7 @@ def selected(
         if not chosen[split]:
             raise ConfigurationError(
                 f"no row is left for the split {split!r}: {rows} rows, left out {dict(bad.left_out)}",
+                code="split_empty",
                 where=f"environment.args, source {settings.source!r}",
                 remedy="look at split and filters, or at the rows that are left out",
             )
@@ -250,6 +251,7 @@ def _check_columns(settings: DatasetEnvironmentSettings, known: set[str]) -> Non
         if known.isdisjoint(names):
             raise ConfigurationError(
                 f"no column is called {names[0]!r}",
+                code="unknown_column",
                 where=f"environment.args, source {settings.source!r}",
                 remedy=suggestion(names[0], known),
             )

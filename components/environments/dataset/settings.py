@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, PositiveInt, field_validator, model_validator
+from pydantic_core import PydanticCustomError
 
 from components.contracts.secrets import refuse_plain_url
 from components.contracts.settings import Settings
@@ -169,12 +170,20 @@ class DatasetEnvironmentSettings(Settings):
     @model_validator(mode="after")
     def _something_is_asked(self) -> Self:
         if bool(self.prompt) == bool(self.conversation):
-            raise ValueError("give either prompt, a template, or conversation, a column")
+            raise PydanticCustomError(
+                "prompt_or_conversation", "give either prompt, a template, or conversation, a column"
+            )
         for key in ("system", "demonstration"):
             if parse_template(getattr(self, key)).places:
-                raise ValueError(f"{key} has a place for an image; only the prompt shows images")
+                raise PydanticCustomError(
+                    "image_place_unused", f"{key} has a place for an image; only the prompt shows images"
+                )
         if parse_template(self.prompt).places and not self.images:
-            raise ValueError("prompt has a place for an image: name the column with the images in images")
+            raise PydanticCustomError(
+                "image_columns_missing", "prompt has a place for an image: name the column with the images in images"
+            )
         if self.conversation and self.system:
-            raise ValueError("a conversation has its own system message: give one of conversation and system")
+            raise PydanticCustomError(
+                "two_system_messages", "a conversation has its own system message: give one of conversation and system"
+            )
         return self

@@ -157,10 +157,12 @@ def open_csv(path: Path, name: str) -> ArrowRows:
         with regular(path).open(encoding="utf-8-sig", newline="") as file:
             text = file.read(LONGEST_HEADER)
         if len(text) == LONGEST_HEADER and "\n" not in text:
-            raise DataError(f"the first line has more than {LONGEST_HEADER} characters", where=str(path))
+            raise DataError(
+                f"the first line has more than {LONGEST_HEADER} characters", code="header_too_long", where=str(path)
+            )
         header = next(csv.reader(io.StringIO(text, newline=""), delimiter=separator), [])
         if not header or len(set(header)) < len(header):
-            raise DataError("the first line does not name each column once", where=str(path))
+            raise DataError("the first line does not name each column once", code="column_repeated", where=str(path))
         reader = pa_csv.open_csv(
             path,
             parse_options=pa_csv.ParseOptions(delimiter=separator, newlines_in_values=True),
@@ -187,7 +189,7 @@ def open_parquet(path: Path, name: str) -> ArrowRows:
         try:
             schema = pq.read_schema(path)
             if len(set(schema.names)) < len(schema.names):
-                raise DataError("two columns have the same name", where=str(path))
+                raise DataError("two columns have the same name", code="column_repeated", where=str(path))
             with pa.OSFile(str(target), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
                 for batch in _whole(bounded_batches(path, BATCH)):
                     batch.validate(full=True)  # a damaged page may decode to what is not UTF-8
@@ -224,7 +226,10 @@ def _by_name(stored: Iterable[str], where: str) -> dict[str, str]:
     for each in stored:
         if (other := names.setdefault(column_name(each), each)) != each:
             raise DataError(
-                f"two columns have names that look the same: {other!a} and {each!a}", where=where, remedy="rename one"
+                f"two columns have names that look the same: {other!a} and {each!a}",
+                code="column_repeated",
+                where=where,
+                remedy="rename one",
             )
     return names
 
@@ -250,7 +255,10 @@ def _no_more(batches: Iterable[pa.RecordBatch], most: int, path: Path) -> Iterat
         size += batch.nbytes
         if size > most:
             raise DataError(
-                f"a CSV file of more than {most} bytes", where=str(path), remedy="write Parquet or JSON Lines"
+                f"a CSV file of more than {most} bytes",
+                code="table_too_large",
+                where=str(path),
+                remedy="write Parquet or JSON Lines",
             )
         yield batch
 
@@ -292,7 +300,9 @@ def _opened(path: Path) -> BinaryIO:
     try:
         return regular(path).open("rb")
     except OSError as error:
-        raise DataError(f"the file cannot be read: {error.strerror}", where=str(path)) from error
+        raise DataError(
+            f"the file cannot be read: {error.strerror}", code="data_file_unreadable", where=str(path)
+        ) from error
 
 
 def _lines(file: BinaryIO) -> Iterator[tuple[int, bytes, int]]:
@@ -325,11 +335,13 @@ def _parsed(line: bytes) -> Row:
 
 def _exists(index: int, length: int, name: str) -> None:
     if not 0 <= index < length:
-        raise DataError(f"there is no row {index} of {length}", where=name, remedy="make the tasks again")
+        raise DataError(
+            f"there is no row {index} of {length}", code="row_missing", where=name, remedy="make the tasks again"
+        )
 
 
 def _unreadable(path: Path, kind: str, error: Exception) -> DataError:
-    return DataError(f"the file cannot be read as {kind}: {str(error)[:500]}", where=str(path))
+    return DataError(f"the file cannot be read as {kind}: {str(error)[:500]}", code="table_unreadable", where=str(path))
 
 
 def _numbers(column: pa.ChunkedArray) -> pa.ChunkedArray:

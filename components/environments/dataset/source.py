@@ -61,6 +61,7 @@ class RowTable:
             if self.has_splits and len(self.shards) > 1 and split.by == "hash":
                 raise ConfigurationError(
                     f"the dataset has the splits {', '.join(self.shards)}",
+                    code="split_not_chosen",
                     where="environment.args.split",
                     remedy='choose: split = {by = "name", train = ["train"], heldout = ["test"]}, or '
                     '{by = "hash", of = ["train"]}',
@@ -72,7 +73,9 @@ class RowTable:
                 found = self._named(pattern, of)
                 if both := [name for name in found if belong.get(name, of) != of]:
                     raise ConfigurationError(
-                        f"{both[0]!r} is named for training and as held out", where="environment.args.split"
+                        f"{both[0]!r} is named for training and as held out",
+                        code="split_overlap",
+                        where="environment.args.split",
                     )
                 belong |= dict.fromkeys(found, of)
         return belong
@@ -82,6 +85,7 @@ class RowTable:
         if not found:
             raise ConfigurationError(
                 f"nothing in the source is called {pattern!r}",
+                code="split_missing",
                 where=f"environment.args.split.{key}",
                 remedy=f"there are {', '.join(list(self.shards)[:20])}",
             )
@@ -99,6 +103,7 @@ def open_table(settings: DatasetEnvironmentSettings) -> RowTable:
     if kind != "huggingface" and (settings.revision is not None or settings.subset):
         raise ConfigurationError(
             "only a dataset of the hub has a revision and subsets",
+            code="revision_unused",
             where=f"environment.args.source = {settings.source!r}",
         )
     if kind == "huggingface":
@@ -107,7 +112,9 @@ def open_table(settings: DatasetEnvironmentSettings) -> RowTable:
     root = open_folder(_place(settings.root) if settings.root else base)
     if kind == "images":
         if settings.root:
-            raise ConfigurationError("a folder of images is its own root", where="environment.args.root")
+            raise ConfigurationError(
+                "a folder of images is its own root", code="root_unused", where="environment.args.root"
+            )
         files, names = root, root.names()
         described = [name for name in names if Path(name).name in METADATA]
         return RowTable(files, document_digest([files.digest(described), names]), lambda: image_shards(files))
@@ -121,7 +128,9 @@ def _huggingface(settings: DatasetEnvironmentSettings) -> RowTable:
     place = Path(_place(settings.source))
     if not is_hub_name(settings):
         if settings.revision is not None or settings.subset:
-            raise ConfigurationError("only a dataset of the hub has a revision and subsets", where=str(place))
+            raise ConfigurationError(
+                "only a dataset of the hub has a revision and subsets", code="revision_unused", where=str(place)
+            )
         files = open_folder(str(place))
         root = open_folder(_place(settings.root)) if settings.root else files
         return RowTable(root, files.digest(files.names()), lambda: saved_shards(place), True)
@@ -160,6 +169,7 @@ def _told_format(settings: DatasetEnvironmentSettings) -> str:
     found = f"files of the formats {', '.join(kinds)}" if kinds else "no JSONL, JSON, CSV or Parquet files, nor images"
     raise ConfigurationError(
         f"the source has {found}",
+        code="format_unknown",
         where=f"environment.args.source = {settings.source!r}",
         remedy="name the files, as in data/*.parquet, or set environment.args.format",
     )
@@ -168,11 +178,21 @@ def _told_format(settings: DatasetEnvironmentSettings) -> str:
 def _tables(files: DataFiles, pattern: str, kind: str | None) -> list[str]:
     if pattern and (files.has(pattern) or not _has_magic(pattern)):
         if not files.has(pattern):
-            raise DataError(f"there is no file {pattern!r}", where=str(files), remedy="correct environment.args.source")
+            raise DataError(
+                f"there is no file {pattern!r}",
+                code="data_file_missing",
+                where=str(files),
+                remedy="correct environment.args.source",
+            )
         return [pattern]
     names = matches(pattern, files.names()) if pattern else [name for name in files.names() if _format(name)]
     if not names:
-        raise DataError(f"no file matches {pattern or kind!r}", where=str(files), remedy="correct the source")
+        raise DataError(
+            f"no file matches {pattern or kind!r}",
+            code="data_file_missing",
+            where=str(files),
+            remedy="correct the source",
+        )
     return names
 
 

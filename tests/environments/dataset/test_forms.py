@@ -11,7 +11,7 @@ import pytest
 
 from components.configuration import load_recipe
 from components.contracts.episodes import Task
-from components.contracts.errors import ConfigurationError, DataError
+from components.contracts.errors import ConfigurationError
 from components.contracts.images import EncodedImage
 from components.contracts.machine import Machine
 from components.environments.dataset.environment import DatasetEnvironment
@@ -21,6 +21,7 @@ from components.environments.stage import load_environment, load_tasks
 from components.rl.settings import TrainVLMSettings
 from components.stages import STAGES, run_stage
 from tests.hub_server import HubServer
+from tests.refusals import refused
 
 from .tables import (
     ANSWERS,
@@ -111,7 +112,7 @@ def test_a_folder_of_classes(tmp_path: Path) -> None:
 def test_images_of_a_folder_that_its_metadata_does_not_name_are_said(tmp_path: Path) -> None:
     where = written(tmp_path, "folder of images with metadata")
     (tmp_path / "images/extra.png").write_bytes(bars(1))
-    with pytest.raises(DataError, match="1 of 41 rows cannot be used: 1 no_metadata"):
+    with refused("rows_unusable", "1 of 41", "1 no_metadata"):
         list(environment_of(where).tasks("train"))
 
 
@@ -149,7 +150,7 @@ def test_class_labels_of_datasets_are_their_names(tmp_path: Path) -> None:
     )
     dataset.save_to_disk(str(tmp_path / "saved"))
     where, columns = {"source": str(tmp_path / "saved")}, {"prompt": "Which?", "answer": "label", "kind": ""}
-    with pytest.raises(ConfigurationError, match="has the splits a, b"):
+    with refused("split_not_chosen", "a, b"):
         list(environment_of(where, **columns).tasks("train"))
     split = {"by": "name", "train": "a", "heldout": "b"}
     environment = environment_of(where, split=split, **columns)
@@ -241,7 +242,7 @@ def test_a_row_that_changed_after_the_tasks_were_made_is_refused(tmp_path: Path)
     (task, *_) = environment_of(where).tasks("train")
     path = tmp_path / "rows.jsonl"
     path.write_text(path.read_text().replace("the highest", "the lowest "))
-    with pytest.raises(DataError, match="is not the one that the task was made from"):
+    with refused("row_changed", task.task_id):
         environment_of(where).episode(task)
 
 
@@ -291,23 +292,27 @@ def test_an_image_added_to_a_folder_of_classes_is_in_the_fingerprint(tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "code", "value"),
     [
-        pytest.param({"source": "nowhere/rows.jsonl"}, "no such folder|no file", id="absent"),
-        pytest.param({"source": "owner/name"}, "a hub name needs a revision", id="hub name"),
-        pytest.param({"answer": "anwser"}, "did you mean 'answer'", id="column"),
-        pytest.param({"prompt": "{image}{qestion}"}, "did you mean 'question'", id="column of the prompt"),
-        pytest.param({"source": "s3://bucket/rows.jsonl"}, "s3|cannot be", id="S3 without its package"),
-        pytest.param({"revision": "main"}, "only a dataset of the hub", id="revision of a file"),
+        pytest.param({"source": "nowhere/rows.jsonl"}, "data_folder_missing", "nowhere", id="absent"),
+        pytest.param({"source": "owner/name"}, "revision_missing", "owner/name", id="hub name"),
+        pytest.param({"answer": "anwser"}, "unknown_column", "'answer'", id="column"),
+        pytest.param({"prompt": "{image}{qestion}"}, "unknown_column", "'question'", id="column of the prompt"),
+        pytest.param({"revision": "main"}, "revision_unused", "rows.jsonl", id="revision of a file"),
     ],
 )
 def test_what_cannot_be_is_said_before_the_start(
-    changes: dict[str, Any], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    changes: dict[str, Any], code: str, value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     where = written(tmp_path, "jsonl") | changes
-    with pytest.raises((ConfigurationError, DataError), match=said):
+    with refused(code, value):
         list(environment_of(where, **changes).tasks("train"))
+
+
+def test_s3_without_its_package() -> None:
+    with pytest.raises(ConfigurationError):
+        environment_of({"source": "s3://bucket/rows.jsonl"})
 
 
 def test_numbers_of_a_csv_file_are_what_is_written(tmp_path: Path) -> None:
@@ -319,7 +324,7 @@ def test_numbers_of_a_csv_file_are_what_is_written(tmp_path: Path) -> None:
     )
     (task, *_) = environment.tasks("train")
     assert shown(environment, task) == ("007 7 0.5 1.50",)
-    with pytest.raises(DataError, match="29 no_text"):
+    with refused("rows_unusable", "29 no_text"):
         list(environment_of({"source": str(tmp_path / "rows.csv")}, prompt="{e}", images=[], kind="").tasks("train"))
 
 
