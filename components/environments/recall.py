@@ -7,6 +7,7 @@ from typing import Any, Literal, Self
 
 import numpy as np
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
+from pydantic_core import PydanticCustomError
 
 from components.contracts.episodes import Observation, Outcome, Task
 from components.contracts.images import EncodedImage
@@ -37,9 +38,13 @@ class RecallSettings(ColorImageSettings):
     @model_validator(mode="after")
     def _can_be_answered(self) -> Self:
         if self.images > len(self.colors):
-            raise ValueError(f"{self.images} images of different colors need more than {len(self.colors)} colors")
+            raise PydanticCustomError(
+                "too_few_colors", f"{self.images} images of different colors need more than {len(self.colors)} colors"
+            )
         if self.images > 1 and self.asked == "random" and NUMBER not in self.question:
-            raise ValueError(f"the question does not say which image it asks for: put {NUMBER} into it")
+            raise PydanticCustomError(
+                "number_place_missing", f"the question does not say which image it asks for: put {NUMBER} into it"
+            )
         return self
 
 

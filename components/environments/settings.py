@@ -74,6 +74,7 @@ def _checked(name: str, args: dict[str, Any]) -> Settings:
     if not (isinstance(model, type) and issubclass(model, Settings)):
         raise ConfigurationError(
             f"{name!r} is not an environment: it has no class Settings",
+            code="settings_class_missing",
             remedy="give it one, as docs/extending.md shows",
         )
     try:

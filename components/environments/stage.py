@@ -111,10 +111,11 @@ def read_environment(folder: Path) -> EnvironmentSettings:
     try:
         return EnvironmentSettings.model_validate_json(regular(path).read_bytes())
     except FileNotFoundError as error:
-        raise DataError("not an artifact of the tasks stage", where=str(path)) from error
+        raise DataError("not an artifact of the tasks stage", code="not_a_tasks_artifact", where=str(path)) from error
     except ValidationError as error:
         raise DataError(
             f"these are not settings of an environment: {error.errors()[0]['msg']}",
+            code="environment_settings_unreadable",
             where=str(path),
             remedy="make the tasks again with this version",
         ) from error
@@ -132,15 +133,21 @@ def _rows(environment: Environment, split: Split, most: int | None) -> list[dict
     except ArmatureError:
         raise
     except (Exception, SystemExit) as error:
-        raise ConfigurationError(f"the tasks cannot be listed: {said(error)}", where=where) from error
+        raise ConfigurationError(
+            f"the tasks cannot be listed: {said(error)}", code="tasks_not_listed", where=where
+        ) from error
     if not rows:
-        raise ConfigurationError("the environment lists no tasks", where=where)
+        raise ConfigurationError("the environment lists no tasks", code="no_tasks", where=where)
     if most is not None and len(rows) > most:
-        raise ConfigurationError(f"the environment lists more than {most} tasks, which are requested", where=where)
+        raise ConfigurationError(
+            f"the environment lists more than {most} tasks, which are requested", code="too_many_tasks", where=where
+        )
     names = Counter(row["task_id"] for row in rows)
     (name, times), *_ = names.most_common(1)
     if times > 1:
-        raise ConfigurationError(f"{times} tasks are called {name!r}", where=where, remedy="give each its own name")
+        raise ConfigurationError(
+            f"{times} tasks are called {name!r}", code="task_repeated", where=where, remedy="give each its own name"
+        )
     return rows
 
 
@@ -172,6 +179,6 @@ async def _first_observations(
             with suppress(RolloutFailed):
                 await episode.close()
             raise ConfigurationError(
-                f"an episode cannot be begun: {failed.detail}", where=f"task {task.task_id}"
+                f"an episode cannot be begun: {failed.detail}", code="episode_not_started", where=f"task {task.task_id}"
             ) from failed
     return first

@@ -13,9 +13,9 @@ from collections.abc import Iterator
 import pytest
 
 from components.contracts.episodes import Observation, Outcome, Split, Task
-from components.contracts.failures import RolloutFailed
 from components.environments.guarded import GuardedEpisode
 from components.environments.threads import LoopThread
+from tests.refusals import refused
 
 TASK = Task("blocks", "train", {})
 
@@ -65,7 +65,7 @@ def test_an_episode_stays_in_one_thread_that_is_not_the_loops() -> None:
         blocking = Blocking()
         episode = guarded(blocking)
         assert (await episode.reset()).content == ("start",)
-        with pytest.raises(RolloutFailed, match="invalid literal"):
+        with refused("environment_error", "ValueError"):
             await episode.step("raise")
         assert (await episode.step("0")).reward_parts == {"done": 1.0}
         await episode.close()
@@ -135,7 +135,7 @@ def test_a_step_given_up_is_closed_when_it_returns() -> None:
     async def play() -> None:
         episode = guarded(blocking, timeout=1.0)
         await episode.reset()
-        with pytest.raises(RolloutFailed, match=r"step took more than 1 s"):
+        with refused("environment_timeout", "step", "1 s"):
             await episode.step("wait")
         await episode.close()  # nobody waits for it
 

@@ -11,16 +11,14 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from pydantic import ValidationError
 
 from components.configuration import load_recipe
 from components.contracts.episodes import Outcome
-from components.contracts.failures import RolloutFailed
-from components.contracts.settings import InvalidTable
 from components.environments.make import make_environment
 from components.environments.openenv.messages import NoAction, action_of, shown
 from components.environments.openenv.settings import OpenEnvSettings
 from components.environments.settings import EnvironmentSettings
+from tests.refusals import refused
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/openenv.md"
 GOOD = {"type": "observation", "data": {"observation": {"board": "..."}, "done": False, "reward": None}}
@@ -96,31 +94,35 @@ def test_the_messages_are_those_of_the_protocol(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize(
-    ("answers", "failure"),
+    ("answers", "reason", "value"),
     [
-        ([None], "environment_error.*CLOSE"),
-        ([b"bytes"], "environment_error.*BINARY"),
-        (["{"], "environment_error.*not JSON"),
-        (["[" * 100_000], "environment_error.*not JSON"),
-        (["[]"], "environment_error.*no message"),
-        ([{"type": "state", "data": {}}], "environment_error.*no observation"),
-        ([said(observation="text")], "environment_error.*no observation"),
-        ([said(done="no")], "environment_error.*no observation"),
-        ([said(done=True)], "environment_error.*over before it began"),
-        ([{"type": "error", "data": {"code": "FACTORY_ERROR", "message": "no game"}}], "FACTORY_ERROR: no game"),
-        ([GOOD, said(reward="1")], "bad_reward"),
-        ([GOOD, said(reward=float("nan"))], "bad_reward"),
-        ([GOOD, said(done=True, reward=None)], "bad_reward.*no reward"),
-        ([GOOD, None], "environment_error.*CLOSE"),
+        ([None], "environment_error", "CLOSE"),
+        ([b"bytes"], "environment_error", "BINARY"),
+        (["{"], "environment_error", "JSON"),
+        (["[" * 100_000], "environment_error", "JSON"),
+        (["[]"], "environment_error", "'[]'"),
+        ([{"type": "state", "data": {}}], "environment_error", "'state'"),
+        ([said(observation="text")], "environment_error", "observation"),
+        ([said(done="no")], "environment_error", "done"),
+        ([said(done=True)], "environment_error", ""),
+        (
+            [{"type": "error", "data": {"code": "FACTORY_ERROR", "message": "no game"}}],
+            "environment_error",
+            "FACTORY_ERROR: no game",
+        ),
+        ([GOOD, said(reward="1")], "bad_reward", "'1'"),
+        ([GOOD, said(reward=float("nan"))], "bad_reward", "nan"),
+        ([GOOD, said(done=True, reward=None)], "bad_reward", ""),
+        ([GOOD, None], "environment_error", "CLOSE"),
     ],
 )
-def test_a_bad_answer_costs_the_rollout(answers: list[Any], failure: str) -> None:
-    with pytest.raises(RolloutFailed, match=failure):
+def test_a_bad_answer_costs_the_rollout(answers: list[Any], reason: str, value: str) -> None:
+    with refused(reason, value):
         play(*answers)
 
 
 def test_a_server_that_is_not_there_costs_the_rollout() -> None:
-    with pytest.raises(RolloutFailed, match=r"environment_error.*cannot be reached"):
+    with refused("environment_error", "127.0.0.1:9"):
         play(base_url="http://127.0.0.1:9/")
 
 
@@ -176,30 +178,29 @@ def test_the_last_object_of_a_text(text: str, action: dict[str, Any] | None) -> 
 @pytest.mark.parametrize("screen", ["iVBORw0KGgo=@", "http://169.254.169.254/x.png", [[300]], [[1.5]], [], 7, {}])
 def test_what_is_no_image_costs_the_rollout(screen: Any) -> None:
     settings = OpenEnvSettings(base_url="http://127.0.0.1:9", images=("screen",), max_turns=1)
-    with pytest.raises(RolloutFailed, match="bad_image"):
+    with refused("bad_image"):
         shown({"screen": screen}, settings)
     assert shown({"screen": None, "text": "é"}, settings).content == ('{"text": "é"}',)
 
 
 @pytest.mark.parametrize(
-    ("args", "what"),
+    ("args", "code", "value"),
     [
-        ({}, "exactly one of base_url and command"),
-        ({"base_url": "http://h:1", "command": ["serve", "{port}"]}, "exactly one of base_url and command"),
-        ({"command": ["serve"]}, "{port}"),
-        ({"base_url": "ftp://h"}, "base_url"),
-        ({"base_url": "http://me:secret@h"}, "password"),
-        ({"base_url": "http://h", "api_key": "sk-secret"}, "a key is not written here"),
-        ({"base_url": "http://h", "action": {"move": "left"}}, "{completion}"),
-        ({"base_url": "http://h", "reset": {"seed": 1}}, "environment.seed"),
-        ({"base_url": "http://h", "images": ["screen"], "prompt": "{text}"}, "belong together"),
-        ({"base_url": "http://h", "prompt": "{text"}, "brace"),
+        ({}, "base_url_or_command", ""),
+        ({"base_url": "http://h:1", "command": ["serve", "{port}"]}, "base_url_or_command", ""),
+        ({"command": ["serve"]}, "port_place_missing", "{port}"),
+        ({"base_url": "ftp://h"}, "string_pattern_mismatch", "base_url"),
+        ({"base_url": "http://me:secret@h"}, "plain_secret", "base_url"),
+        ({"base_url": "http://h", "api_key": "sk-secret"}, "plain_secret", "api_key"),
+        ({"base_url": "http://h", "action": {"move": "left"}}, "completion_place_missing", "{completion}"),
+        ({"base_url": "http://h", "reset": {"seed": 1}}, "seed_not_settable", "environment.seed"),
+        ({"base_url": "http://h", "images": ["screen"], "prompt": "{text}"}, "image_places_mismatch", "images"),
+        ({"base_url": "http://h", "prompt": "{text"}, "value_error", "prompt"),
     ],
 )
-def test_settings_that_cannot_be_meant_are_refused(args: dict[str, Any], what: str) -> None:
-    with pytest.raises((ValidationError, InvalidTable)) as error:
+def test_settings_that_cannot_be_meant_are_refused(args: dict[str, Any], code: str, value: str) -> None:
+    with refused(code, value):
         OpenEnvSettings(max_turns=1, **args)
-    assert what in str(error.value)
 
 
 def test_the_recipe_of_the_page_is_complete(tmp_path: Path) -> None:

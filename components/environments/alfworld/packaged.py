@@ -34,7 +34,9 @@ def folder() -> Path:
     for package in ("alfworld", "textworld", "fast_downward"):
         spec = find_spec(package)
         if spec is None or spec.origin is None:
-            raise ConfigurationError(f"ALFWorld needs the package {package}", remedy=install_command("alfworld"))
+            raise ConfigurationError(
+                f"ALFWorld needs the package {package}", code="package_missing", remedy=install_command("alfworld")
+            )
         if package == "alfworld":
             found = Path(spec.origin).parent
     return found
@@ -48,6 +50,7 @@ def _checked(name: str) -> str:
     if digest != DIGESTS[name]:
         raise ConfigurationError(
             f"the installed alfworld's {path.name} has SHA-256 {digest}, known is {DIGESTS[name]}",
+            code="alfworld_version_unsupported",
             where=str(path),
             remedy="pip install alfworld==0.4.2; other versions are not run, as a grammar is code",
         )

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal, Self
 
 from pydantic import Field, NonNegativeInt, model_validator
+from pydantic_core import PydanticCustomError
 
 from components.contracts.settings import Settings
 
@@ -92,12 +93,17 @@ First think about the next step, inside <think> </think>. Then give exactly one 
         known = {"first": _FIRST, "later": _LATER, "past": _PAST, "action": {"action"}, "answer": {"action"}}
         for name, places in known.items():
             if unknown := sorted(set(_PLACE.findall(getattr(self, name))) - places):
-                raise ValueError(f"{name} holds {{{unknown[0]}}}; known: {', '.join(sorted(places))}")
+                raise PydanticCustomError(
+                    "unknown_place", f"{name} holds {{{unknown[0]}}}; known: {', '.join(sorted(places))}"
+                )
         for name in ("action", "answer"):
             if "{action}" not in getattr(self, name):
-                raise ValueError(f"{name} does not hold {{action}}")
+                raise PydanticCustomError("action_place_missing", f"{name} does not hold {{action}}")
         if parse_action(self.demonstration("look"), self.thinking) != ParsedAction("look", None):
-            raise ValueError("answer is not read as its action: mark it with <action> (and <think> if thinking)")
+            raise PydanticCustomError(
+                "answer_template_unreadable",
+                "answer is not read as its action: mark it with <action> (and <think> if thinking)",
+            )
         return self
 
     def demonstration(self, command: str) -> str:

@@ -34,7 +34,9 @@ def write_games(
     """`train`, `valid_seen` and `valid_unseen`, and `digest.txt`, which a recipe gives for `source = "folder"`."""
     counts = {"train": settings.train, "valid_seen": settings.valid_seen, "valid_unseen": settings.valid_unseen}
     if not any(counts.values()):
-        raise ConfigurationError("no games are requested", where="train, valid_seen, valid_unseen")
+        raise ConfigurationError(
+            "no games are requested", code="no_games_requested", where="train, valid_seen, valid_unseen"
+        )
     with EngineHost(context.machine.playing_processes) as host:
         for number, source in enumerate(SOURCES):
             games = list(load_games(settings.games, source, count=counts[source], seed=settings.seed))
@@ -70,4 +72,4 @@ def win_by_plan(host: EngineHost, worker: Worker, game: Game) -> None:
 
 
 def _defect(game: Game, what: str) -> DataError:
-    return DataError(what, where=f"{game.source}/{game.name}", remedy="leave the game out")
+    return DataError(what, code="game_not_won", where=f"{game.source}/{game.name}", remedy="leave the game out")

@@ -55,6 +55,7 @@ class Cameras:
         if unknown := [name for name in self._names if name not in cameras]:
             raise ConfigurationError(
                 f"LIBERO has no camera {unknown[0]!r}",
+                code="unknown_camera",
                 where="simulator.camera_name_mapping",
                 remedy=f"known: {', '.join(cameras)}",
             )
@@ -111,12 +112,15 @@ def gl_context(side: int) -> Any:
     """
     kind = os.environ.get("MUJOCO_GL", "egl").lower()
     if kind not in ("egl", "osmesa", "glfw"):
-        raise ConfigurationError("not a way to render", where="MUJOCO_GL", remedy="set it to egl, osmesa or glfw")
+        raise ConfigurationError(
+            "not a way to render", code="unknown_renderer", where="MUJOCO_GL", remedy="set it to egl, osmesa or glfw"
+        )
     try:
         return import_module(f"mujoco.{kind}").GLContext(side, side)
     except (ImportError, RuntimeError, AttributeError) as error:
         raise ConfigurationError(
             f"rendering is unavailable: {error}",
+            code="rendering_unavailable",
             where=f"MUJOCO_GL={kind}",
             remedy="set it to egl, osmesa or glfw, and install that driver (libegl1 and libgl1-mesa-dri)",
         ) from error

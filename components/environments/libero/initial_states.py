@@ -51,11 +51,14 @@ def load_initial_states(task: LiberoTask, trusted: Collection[str] = ()) -> NDAr
     try:
         data = read_bytes(path, LARGEST)
     except OSError as error:
-        raise DataError(f"the initial states cannot be read: {error}", where=str(path)) from error
+        raise DataError(
+            f"the initial states cannot be read: {error}", code="initial_states_unreadable", where=str(path)
+        ) from error
     digest = hashlib.sha256(data).hexdigest()
     if digest not in (task.digest, *trusted):
         raise DataError(
             f"initial states with the digest {digest} are not the package's, which have {task.digest}",
+            code="unknown_initial_states",
             where=str(path),
             remedy="install hf-libero again, or name the digest in simulator.trusted_initial_states",
         )
@@ -70,14 +73,24 @@ def read_states(data: bytes, where: str) -> NDArray[np.float64]:
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             if archive.getinfo(_PICKLE).file_size > LARGEST:
-                raise DataError(f"initial states of more than {LARGEST} bytes", where=where)
+                raise DataError(
+                    f"initial states of more than {LARGEST} bytes", code="invalid_initial_states", where=where
+                )
             states = _ArraysOnly(io.BytesIO(archive.read(_PICKLE))).load()
     except (zipfile.BadZipFile, KeyError, pickle.UnpicklingError, EOFError, ValueError, TypeError) as error:
-        raise DataError(f"not an array of initial states: {error}", where=where) from error
+        raise DataError(
+            f"not an array of initial states: {error}", code="invalid_initial_states", where=where
+        ) from error
     if not isinstance(states, np.ndarray) or states.dtype != np.float64 or states.ndim != 2:
-        raise DataError("initial states are not one array (states, values) of float64", where=where)
+        raise DataError(
+            "initial states are not one array (states, values) of float64", code="invalid_initial_states", where=where
+        )
     if not np.isfinite(states).all():
-        raise DataError(f"initial state {np.argwhere(~np.isfinite(states))[0][0]} is not finite", where=where)
+        raise DataError(
+            f"initial state {np.argwhere(~np.isfinite(states))[0][0]} is not finite",
+            code="invalid_initial_states",
+            where=where,
+        )
     return states
 
 

@@ -30,7 +30,7 @@ def package_folder() -> Path:
     """
     found = find_spec("libero")
     if found is None or not found.submodule_search_locations:
-        raise ConfigurationError("LIBERO is not installed", remedy=install_command("libero"))
+        raise ConfigurationError("LIBERO is not installed", code="package_missing", remedy=install_command("libero"))
     return Path(found.submodule_search_locations[0]) / "libero"
 
 
@@ -77,6 +77,7 @@ def assets_folder(compact: bool) -> Path:
     if not (folder / "scenes").is_dir():
         raise ConfigurationError(
             "LIBERO's assets are not there",
+            code="assets_missing",
             where=ASSETS if given and not compact else str(folder),
             remedy=f"set {ASSETS} to a folder with scenes/, textures/ ..., let the package fetch them once, "
             "or set simulator.assets = 'compact'",

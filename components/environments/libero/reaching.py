@@ -22,6 +22,7 @@ def refuse_unreachable(tasks: Iterable[LiberoTask], simulator: SimulatorSettings
         first, thing = next(iter(unable.items()))
         raise ConfigurationError(
             f"{first.language!r} is about {thing}, which is not an object that the gripper could be near to",
+            code="object_missing",
             where=f"simulator.reach_distance; {first.suite}, task {first.index}",
             remedy="leave reach_distance out, or these tasks: "
             + ", ".join(f"{task.suite} {task.index}" for task in unable),

@@ -120,6 +120,7 @@ class LiberoSimulator:
         if np.shape(action) != (len(ACTION_NAMES),) or not np.isfinite(action).all():
             raise DataError(
                 f"the action {np.asarray(action).tolist()!r:.200} is not {len(ACTION_NAMES)} finite numbers",
+                code="invalid_action",
                 where=f"{self.task.suite}, task {self.task.index}",
             )
         success = self._advance(np.asarray(action, np.float64))

@@ -51,7 +51,9 @@ def suite_tasks(suite: str) -> tuple[LiberoTask, ...]:
     """
     names = _task_names()
     if suite not in MAX_STEPS:
-        raise ConfigurationError(f"no LIBERO suite is called {suite!r}", remedy=suggestion(suite, MAX_STEPS))
+        raise ConfigurationError(
+            f"no LIBERO suite is called {suite!r}", code="unknown_suite", remedy=suggestion(suite, MAX_STEPS)
+        )
     known = json.loads(KNOWN_STATES.read_text())
     return tuple(
         LiberoTask(suite, i, name, words(name), *known[f"{suite}/{name}"]) for i, name in enumerate(names[suite])

@@ -73,6 +73,7 @@ class SimulatorWorker:
         if slot not in self._simulators:
             raise WorkerError(
                 "the process was started again and the slot's simulator is gone",
+                code="simulator_lost",
                 where=f"slot {slot}",
                 remedy="reset comes first",
             )

@@ -70,6 +70,7 @@ class LocalServer:
         what = f"does not answer on /health after {self._timeout:g} s" if code is None else f"ended with code {code}"
         raise ConfigurationError(
             f"the server of OpenEnv {what}: {self._program.tail(10)}",
+            code="environment_server_failed",
             where="environment.args.command",
             remedy="it has to listen on 127.0.0.1 and the port that {port} is replaced by",
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt, field_validator, model_validator
+from pydantic_core import PydanticCustomError
 
 from components.contracts.secrets import (
     BlockReference,
@@ -83,15 +84,23 @@ class OpenEnvSettings(Settings):
     @model_validator(mode="after")
     def _one_server(self) -> Self:
         if (self.base_url is None) == (not self.command):
-            raise ValueError("exactly one of base_url and command is needed")
+            raise PydanticCustomError("base_url_or_command", "exactly one of base_url and command is needed")
         if self.command and not any(PORT in word for word in self.command):
-            raise ValueError(f"no argument of command has {PORT}, the port on which the server has to listen")
+            raise PydanticCustomError(
+                "port_place_missing", f"no argument of command has {PORT}, the port on which the server has to listen"
+            )
         if self.command and self.api_key is not None:
-            raise ValueError("api_key is for base_url: the server that command starts is on this machine")
+            raise PydanticCustomError(
+                "api_key_unused", "api_key is for base_url: the server that command starts is on this machine"
+            )
         if isinstance(self.action, dict) and COMPLETION not in str(self.action):
-            raise ValueError(f"no field of action has {COMPLETION}")
+            raise PydanticCustomError("completion_place_missing", f"no field of action has {COMPLETION}")
         if "seed" in self.reset:
-            raise ValueError("reset.seed is each task's own: environment.seed changes all of them")
+            raise PydanticCustomError(
+                "seed_not_settable", "reset.seed is each task's own: environment.seed changes all of them"
+            )
         if self.prompt and bool(self.images) != parse_template(self.prompt).places:
-            raise ValueError("images and the places {image} or {images} in prompt belong together")
+            raise PydanticCustomError(
+                "image_places_mismatch", "images and the places {image} or {images} in prompt belong together"
+            )
         return self

@@ -53,7 +53,9 @@ class VerifiersEnvironment:
         del processes  # its episodes are coroutines, all in one thread: they share clients and locks of one loop
         if find_spec("verifiers") is None:
             raise ConfigurationError(
-                "environment 'verifiers' needs the package verifiers", remedy=install_command("verifiers")
+                "environment 'verifiers' needs the package verifiers",
+                code="package_missing",
+                remedy=install_command("verifiers"),
             )
         self._source: VerifiersSource = _source(settings)
         self._counts = {"train": train_tasks, "heldout": heldout_tasks}
@@ -77,6 +79,7 @@ class VerifiersEnvironment:
             if rows is not None and len(rows) < need[split]:
                 raise ConfigurationError(
                     f"{need[split]} rows are requested and the environment has {len(rows)}",
+                    code="too_few_rows",
                     where=f"{split}_tasks",
                     remedy=f"lower train_tasks = {counts['train']} or heldout_tasks = {counts['heldout']}",
                 )
@@ -117,6 +120,7 @@ class VerifiersEnvironment:
         if number >= len(rows) or rows[number][1].identity != task.payload["identity"]:
             raise DataError(
                 f"row {task.payload['row']} of the environment is not the one that the task was made from",
+                code="row_changed",
                 where=task.task_id,
                 remedy="install the version of the environment that made the tasks, or make the tasks again",
             )

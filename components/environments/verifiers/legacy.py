@@ -26,6 +26,7 @@ class LegacySource:
         if load is None:
             raise ConfigurationError(
                 "the installed verifiers has no load_environment",
+                code="verifiers_version_unsupported",
                 remedy='pip install "verifiers<0.4", or use interface = "v1"',
             )
         with _signals_untouched():
@@ -86,7 +87,9 @@ def _rows(dataset: Iterable[Mapping[str, Any]]) -> list[Row]:
 def _row(value: dict[str, Any]) -> Row:
     prompt = value["prompt"]
     if not isinstance(prompt, list):
-        raise ConfigurationError("the environment completes text; the bridge plays environments that chat")
+        raise ConfigurationError(
+            "the environment completes text; the bridge plays environments that chat", code="environment_without_chat"
+        )
     system = "".join(str(part) for part in content(prompt[0])) if prompt[0]["role"] == "system" else None
     return Row(value, _digest(value), system)
 

@@ -13,7 +13,9 @@ from components.environments.verifiers.source import Row
 VERSION = version("verifiers")
 if tuple(int(part) for part in VERSION.split(".")[:2]) < (0, 4):
     raise ConfigurationError(
-        f"verifiers {VERSION} has no finished v1", remedy='pip install "verifiers>=0.4", or use interface = "legacy"'
+        f"verifiers {VERSION} has no finished v1",
+        code="verifiers_version_unsupported",
+        remedy='pip install "verifiers>=0.4", or use interface = "legacy"',
     )
 
 import verifiers.v1 as vf  # noqa: E402

@@ -7,7 +7,6 @@ import re
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pydantic import ValidationError
 
 from components.environments.alfworld.prompts import (
     ACTION_LIMIT,
@@ -16,6 +15,7 @@ from components.environments.alfworld.prompts import (
     PromptSettings,
     parse_action,
 )
+from tests.refusals import refused
 
 from .games_of import PROMPT
 
@@ -101,17 +101,17 @@ def test_an_invalid_action_is_a_step_or_leaves_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "code", "values"),
     [
-        ({"first": "{goal}"}, "first holds {goal}; known: actions"),
-        ({"later": "{room}"}, "later holds {room}"),
-        ({"action": "a"}, "action does not hold {action}"),
-        ({"answer": "{action}"}, "not read as its action"),
-        ({"thinking": True}, "not read as its action"),
+        ({"first": "{goal}"}, "unknown_place", ["first", "{goal}", "actions"]),
+        ({"later": "{room}"}, "unknown_place", ["later", "{room}"]),
+        ({"action": "a"}, "action_place_missing", ["{action}"]),
+        ({"answer": "{action}"}, "answer_template_unreadable", []),
+        ({"thinking": True}, "answer_template_unreadable", []),
     ],
 )
-def test_templates_that_cannot_work_are_refused(change: dict[str, object], message: str) -> None:
-    with pytest.raises(ValidationError, match=re.escape(message)):
+def test_templates_that_cannot_work_are_refused(change: dict[str, object], code: str, values: list[str]) -> None:
+    with refused(code, *values):
         PromptSettings.model_validate({**PROMPT, **change})
 
 
@@ -121,5 +121,5 @@ def test_a_demonstration_is_read_as_its_command() -> None:
 
 
 def test_a_first_observation_without_a_task_is_an_error() -> None:
-    with pytest.raises(ValueError, match="names no task"):
+    with pytest.raises(ValueError):
         EpisodePrompts(PromptSettings.model_validate(PROMPT), "You see a bed 1.")

@@ -18,9 +18,9 @@ def test_the_first_steps_are_taken_once(tmp_path, monkeypatch):
     def steps(failing):
         taken.append(failing)
         if failing:
-            raise OSError("no space left")
+            raise ZeroDivisionError
 
-    with pytest.raises(OSError, match="no space"):
+    with pytest.raises(ZeroDivisionError):
         compile_once(lambda: steps(failing=True))
     compile_once(lambda: steps(failing=False))
     compile_once(lambda: steps(failing=False))

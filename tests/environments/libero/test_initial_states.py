@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 import torch
 
-from components.contracts.errors import ConfigurationError, DataError
 from components.environments.libero.initial_states import load_initial_states, read_states
 from components.environments.libero.tasks import MAX_STEPS, suite_tasks
+from tests.refusals import refused
 
 from .simulated import needs_libero
 
@@ -63,13 +63,13 @@ def test_every_state_file_of_every_suite_is_known() -> None:
 def test_an_unknown_file_is_refused_until_it_is_named() -> None:
     task = suite_tasks("libero_goal")[0]
     other = replace(task, digest="0" * 64)
-    with pytest.raises(DataError, match=task.digest):
+    with refused("unknown_initial_states", task.digest):
         load_initial_states(other)
     assert len(load_initial_states(other, trusted=(task.digest,))) == 50
 
 
 def test_a_pickle_that_does_something_is_refused_and_does_nothing(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"mkdir"):
+    with refused("invalid_initial_states", "mkdir"):
         read_states(pickled(Touch(tmp_path / "made")), "here")
     assert not (tmp_path / "made").exists()
 
@@ -87,12 +87,12 @@ def test_a_pickle_that_does_something_is_refused_and_does_nothing(tmp_path: Path
     ],
 )
 def test_anything_but_an_array_of_numbers_is_refused(data: bytes) -> None:
-    with pytest.raises(DataError):
+    with refused("invalid_initial_states", "here"):
         read_states(data, "here")
 
 
 def test_an_unknown_suite_gets_the_nearest_known_one() -> None:
-    with pytest.raises(ConfigurationError, match="libero_spatial"):
+    with refused("unknown_suite", "libero_spatial"):
         suite_tasks("libero_spacial")
 
 

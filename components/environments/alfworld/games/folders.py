@@ -58,6 +58,7 @@ def read_games(settings: FolderGames, source: Source, *, count: int, seed: int) 
     if settings.digest != actual:
         raise ConfigurationError(
             f"the games have the digest {actual}, the settings say {settings.digest!r}",
+            code="games_digest_mismatch",
             where=str(root),
             remedy="give the right folder, or set digest to the actual value if these are the games that you mean",
         )
@@ -65,6 +66,7 @@ def read_games(settings: FolderGames, source: Source, *, count: int, seed: int) 
     if len(paths) < count:
         raise ConfigurationError(
             f"{count} games are requested and {source} has {len(paths)} that can be played",
+            code="too_few_games",
             where=str(root / source),
             remedy="ask for fewer tasks, or for more kinds",
         )
@@ -87,6 +89,7 @@ def games_digest(root: Path) -> str:
     if not found:
         raise ConfigurationError(
             "there are no games",
+            code="games_missing",
             where=str(root),
             remedy=f"path is the folder that holds {', '.join(SOURCES)}, each with <task>/<trial>/{GAME}",
         )
@@ -107,9 +110,11 @@ def read_game(path: Path, root: Path, source: Source, replaced: frozenset[str]) 
         grammar, problem, plan = document["grammar"], document["pddl_problem"], document.get("walkthrough") or []
         kind, scene = trajectory["task_type"], trajectory["scene"]["scene_num"]
     except (KeyError, TypeError) as error:
-        raise DataError(f"not a game of ALFWorld: {error!r}", where=str(path)) from error
+        raise DataError(f"not a game of ALFWorld: {error!r}", code="not_a_game", where=str(path)) from error
     if type(scene) is not int or kind not in KINDS or not isinstance(grammar, str):
-        raise DataError("not a game of ALFWorld: its scene, task type or grammar is unknown", where=str(path))
+        raise DataError(
+            "not a game of ALFWorld: its scene, task type or grammar is unknown", code="not_a_game", where=str(path)
+        )
     return Game(
         name=path.parent.relative_to(root / source).as_posix(),
         kind=kind,
@@ -133,6 +138,7 @@ def _goal(grammar: str, replaced: frozenset[str], path: Path) -> str:
     if said is None or digest not in replaced:
         raise DataError(
             f"the game's grammar is not the installed one; without its goal it has the SHA-256 {digest}",
+            code="unknown_grammar",
             where=str(path),
             remedy="list that value in replaced_grammars if such games are to be played with the installed grammar",
         )
@@ -141,10 +147,16 @@ def _goal(grammar: str, replaced: frozenset[str], path: Path) -> str:
 
 def _plan(plan: Any, path: Path) -> tuple[str, ...]:
     if not isinstance(plan, list) or len(plan) > LONGEST_PLAN:
-        raise DataError(f"the walkthrough is not a list of at most {LONGEST_PLAN} commands", where=str(path))
+        raise DataError(
+            f"the walkthrough is not a list of at most {LONGEST_PLAN} commands",
+            code="invalid_walkthrough",
+            where=str(path),
+        )
     for command in plan:
         if not isinstance(command, str) or len(command) > LONGEST_COMMAND or _COMMAND.fullmatch(command) is None:
-            raise DataError(f"the walkthrough holds {str(command)[:60]!r}, no command", where=str(path))
+            raise DataError(
+                f"the walkthrough holds {str(command)[:60]!r}, no command", code="invalid_walkthrough", where=str(path)
+            )
     return tuple(_OLD_PUT.sub(r"move \1 to \2", command) for command in plan)
 
 
@@ -168,7 +180,7 @@ def _json(path: Path) -> dict[str, Any]:
     try:
         document = json.loads(read_bytes(path, LARGEST_FILE))
     except (ValueError, RecursionError) as error:
-        raise DataError(f"not JSON: {error}", where=str(path)) from error
+        raise DataError(f"not JSON: {error}", code="invalid_json", where=str(path)) from error
     if not isinstance(document, dict):
-        raise DataError(f"a {type(document).__name__}, not a JSON object", where=str(path))
+        raise DataError(f"a {type(document).__name__}, not a JSON object", code="invalid_json", where=str(path))
     return document

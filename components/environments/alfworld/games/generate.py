@@ -58,6 +58,7 @@ def _generate(settings: GeneratedGames, source: Source, seed: int, index: int) -
         return _game(errand, scene, source, random, f"T{index:05d}_{seed:010d}")
     raise ConfigurationError(
         f"no room is found for a game of type {kind!r} in {', '.join(settings.rooms)}",
+        code="room_missing",
         remedy="add rooms (heating and cooling need Kitchen, a lamp LivingRoom or Bedroom), or raise density, "
         "most_receptacles or, for two objects, most_instances",
     )

@@ -26,7 +26,7 @@ def check_goal(goal: object, *, where: str) -> str:
         DataError: it is not.
     """
     if not isinstance(goal, str) or _GOAL.fullmatch(goal) is None:
-        raise DataError(f"not a goal sentence: {str(goal)[:80]!r}", where=where, remedy=_REMEDY)
+        raise DataError(f"not a goal sentence: {str(goal)[:80]!r}", code="invalid_goal", where=where, remedy=_REMEDY)
     return goal
 
 
@@ -38,7 +38,7 @@ def check_problem(problem: object, *, where: str) -> str:
     """
     reason = _defect(problem)
     if reason is not None:
-        raise DataError(f"not a PDDL problem of ALFRED: {reason}", where=where, remedy=_REMEDY)
+        raise DataError(f"not a PDDL problem of ALFRED: {reason}", code="invalid_problem", where=where, remedy=_REMEDY)
     assert isinstance(problem, str)
     return problem
 

@@ -35,7 +35,9 @@ class GameWorker:
     def step(self, game: int, command: str) -> dict[str, Any]:
         engine = self._playing.get(game)
         if engine is None:
-            raise WorkerError("the game is gone with the process that played it", remedy="reset comes first")
+            raise WorkerError(
+                "the game is gone with the process that played it", code="game_lost", remedy="reset comes first"
+            )
         return _reply(lambda: engine.step(command)[0])
 
     def end(self, game: int) -> None:
@@ -56,7 +58,9 @@ def _reply(play: Callable[[], Any]) -> dict[str, Any]:
     try:
         state = play()
     except BaseException as error:  # the translator ends the process over a problem that it cannot read
-        raise WorkerError(f"the text engine failed: {type(error).__name__}: {error}"[:2000]) from error
+        raise WorkerError(
+            f"the text engine failed: {type(error).__name__}: {error}"[:2000], code="game_engine_failed"
+        ) from error
     return {"feedback": state["feedback"], "commands": state["admissible_commands"], "won": bool(state["won"])}
 
 

@@ -95,7 +95,9 @@ def translate(action: Mapping[str, Any], release: Release) -> dict[str, Any]:
     forms, name = FORMS[release], action.get("action")
     if not isinstance(name, str) or name not in forms:
         raise PlayerError(
-            f"no action {str(name)[:80]!r} in AI2-THOR {release}", remedy=suggestion(str(name)[:80], forms)
+            f"no action {str(name)[:80]!r} in AI2-THOR {release}",
+            code="unknown_action",
+            remedy=suggestion(str(name)[:80], forms),
         )
     form = forms[name]
     said = {"action": name, **form.added}
@@ -105,11 +107,13 @@ def translate(action: Mapping[str, Any], release: Release) -> dict[str, Any]:
         if argument not in form.kept and argument not in form.renamed:
             known = form.kept | set(form.renamed) | form.left_out
             raise PlayerError(
-                f"{name} has no argument {str(argument)[:80]!r}", remedy=suggestion(str(argument)[:80], known)
+                f"{name} has no argument {str(argument)[:80]!r}",
+                code="unknown_action_argument",
+                remedy=suggestion(str(argument)[:80], known),
             )
         said[form.renamed.get(argument, argument)] = value
     try:
         json.dumps(said, allow_nan=False, default=lambda value: value.item())
     except (AttributeError, TypeError, ValueError, RecursionError) as error:
-        raise PlayerError(f"{name} has a value that is not JSON: {error}") from error
+        raise PlayerError(f"{name} has a value that is not JSON: {error}", code="action_not_json") from error
     return said

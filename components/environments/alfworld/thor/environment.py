@@ -93,6 +93,8 @@ class AlfworldThor:
             from components.environments.alfworld.thor.player import ThorPlayer
         except ImportError as error:
             raise ConfigurationError(
-                f"alfworld/thor needs packages that are not installed: {error}", remedy=install_command("thor")
+                f"alfworld/thor needs packages that are not installed: {error}",
+                code="package_missing",
+                remedy=install_command("thor"),
             ) from error
         return ThorPlayer(self.settings.player, width=self.settings.width, height=self.settings.height)

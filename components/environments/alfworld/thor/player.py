@@ -50,12 +50,15 @@ def place(
     served = {"server_class": WsgiServer} if release == "2.1" else {}
     if program:
         if not os.access(program, os.X_OK) or Path(program).is_dir():
-            raise ConfigurationError("AI2-THOR's player is not a program", where=f"{PLAYER_VARIABLE}={program}")
+            raise ConfigurationError(
+                "AI2-THOR's player is not a program", code="player_not_executable", where=f"{PLAYER_VARIABLE}={program}"
+            )
         # A player that draws off-screen looks at no display, but ai2thor searches for one unless it is told.
         return {"local_executable_path": program, "x_display": display or ":0", **served}
     if release == "2.1":
         raise ConfigurationError(
             "ai2thor's Python package cannot fetch the player of 2.1",
+            code="player_not_downloadable",
             where="player = '2.1'",
             remedy=f"set {PLAYER_VARIABLE} to its executable, or choose player = '5.0'",
         )
@@ -64,6 +67,7 @@ def place(
     if find_library("vulkan") is None:
         raise ConfigurationError(
             "AI2-THOR's player has nothing to draw on: there is no DISPLAY, and Vulkan is not installed",
+            code="display_missing",
             remedy="apt-get install libvulkan1 (and a GPU with its driver), or start an X server and set DISPLAY",
         )
     return {"platform": CloudRendering, **served}
@@ -138,6 +142,7 @@ class ThorPlayer(ThorEnv, _Translated):
                 raise
             raise ConfigurationError(
                 f"AI2-THOR's player cannot be started: {str(error)[:1000]}",
+                code="player_not_started",
                 where=log,
                 remedy="ai2thor fetches its player when it is first used, which needs the network once; "
                 f"without one set {PLAYER_VARIABLE} to the executable of an unpacked player",
@@ -154,7 +159,7 @@ class ThorPlayer(ThorEnv, _Translated):
         try:
             return Controller.reset(self, scene, **initial)
         except ValueError as error:
-            raise PlayerError(str(error).strip().partition("\n")[0]) from error
+            raise PlayerError(str(error).strip().partition("\n")[0], code="unknown_scene") from error
 
     def step(self, action: str | Mapping[str, Any] | None = None, smooth_nav: bool = False, **arguments: Any) -> Event:
         """One action, by its name and arguments or as a dict of both, with alfworld's bookkeeping."""
@@ -200,7 +205,8 @@ class ThorPlayer(ThorEnv, _Translated):
         if image is None or image.shape != (self.height, self.width, 3):
             got = "none" if image is None else f"{image.shape[1]}x{image.shape[0]}"
             self.failure = PlayerError(
-                f"the {what} should have {self.width}x{self.height} pixels, AI2-THOR's player sent {got}"
+                f"the {what} should have {self.width}x{self.height} pixels, AI2-THOR's player sent {got}",
+                code="frame_size_mismatch",
             )
             raise self.failure
         return image
@@ -267,5 +273,7 @@ class _Process:
 
 def _refused(action: Mapping[str, Any], why: object) -> PlayerError:
     return PlayerError(
-        f"AI2-THOR's player refuses {action['action']}: {str(why)[:500]}", where=json.dumps(action, default=str)[:300]
+        f"AI2-THOR's player refuses {action['action']}: {str(why)[:500]}",
+        code="action_refused",
+        where=json.dumps(action, default=str)[:300],
     )

@@ -49,7 +49,7 @@ class ThorPlayerPool:
                 self._lent.add(player)
                 return player
         self._discard(player)
-        raise PlayerError("the environment was closed")
+        raise PlayerError("the environment was closed", code="environment_closed")
 
     def give_back(self, player: ThorPlayer, usable: bool) -> None:
         """Lend it to the next, or end it and make room for another one."""
@@ -74,7 +74,7 @@ class ThorPlayerPool:
 
     def _refuse_when_closed(self) -> None:
         if self._closed:
-            raise PlayerError("the environment was closed")
+            raise PlayerError("the environment was closed", code="environment_closed")
 
     def _discard(self, player: ThorPlayer) -> None:
         player.end()

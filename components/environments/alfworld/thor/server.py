@@ -44,6 +44,7 @@ class PlayerServer(FifoServer):
         except Exception as error:  # the bytes are not ours, and ai2thor believes them
             raise PlayerError(
                 f"AI2-THOR's player answered what cannot be read: {type(error).__name__}: {str(error)[:500]}",
+                code="player_answer_unreadable",
                 remedy="is it a player of the release that the setting `player` names?",
             ) from error
 
@@ -58,7 +59,9 @@ class PlayerServer(FifoServer):
     def _read_with_timeout(self, server_pipe: FileIO, message_size: int, timeout: float | None) -> bytes:
         self._left -= message_size
         if self._left < 0:
-            raise PlayerError(f"AI2-THOR's player wants to send more than {MOST_BYTES} bytes at once")
+            raise PlayerError(
+                f"AI2-THOR's player wants to send more than {MOST_BYTES} bytes at once", code="player_answer_too_large"
+            )
         parts = []
         while message_size:
             self._wait(server_pipe.fileno(), select.POLLIN, "answer")
@@ -109,10 +112,10 @@ class PlayerServer(FifoServer):
             raise self._late(what)
 
     def _late(self, what: str) -> PlayerError:
-        return PlayerError(f"AI2-THOR's player did not {what} in time", where=self._doing())
+        return PlayerError(f"AI2-THOR's player did not {what} in time", code="player_timeout", where=self._doing())
 
     def _ended(self) -> PlayerError:
-        return PlayerError("AI2-THOR's player has ended", where=self._doing())
+        return PlayerError("AI2-THOR's player has ended", code="player_ended", where=self._doing())
 
     def _doing(self) -> str:
         last = self._last_action_message

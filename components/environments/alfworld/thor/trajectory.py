@@ -78,6 +78,7 @@ def thor_game(task: Task) -> ThorGame:
     except ValidationError as error:
         raise DataError(
             f"not a game of alfworld/thor: {str(error)[:1000]}",
+            code="not_a_thor_game",
             where=f"task {task.task_id}",
             remedy="list the tasks with the environment alfworld/thor, which keeps each game's scene",
         ) from error

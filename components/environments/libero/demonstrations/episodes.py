@@ -47,12 +47,14 @@ def jobs_of(settings: DemonstrationSettings) -> list[DemonstrationJob]:
     if unable := sorted(set(chosen) - set(able)):
         raise ConfigurationError(
             f"the scripted policy cannot do task {unable[0]} of {settings.suite}",
+            code="task_not_scripted",
             where="demonstrations.tasks",
             remedy=f"choose among {list(able)}" if able else f"choose a suite among {', '.join(SCRIPTED_TASKS)}",
         )
     if not chosen:
         raise ConfigurationError(
             f"the scripted policy can do no task of {settings.suite}",
+            code="task_not_scripted",
             where="demonstrations.suite",
             remedy=f"choose among {', '.join(SCRIPTED_TASKS)}",
         )

@@ -49,7 +49,9 @@ def record(
     failures = [_described(job, outcomes[job]) for job in jobs if not outcomes[job].success]
     (folder / "failures.json").write_text(json.dumps(failures, indent=1) + "\n")
     if not reached:
-        raise DataError(f"none of {len(jobs)} episodes reached its goal", where=f"the first: {failures[0]}")
+        raise DataError(
+            f"none of {len(jobs)} episodes reached its goal", code="no_goal_reached", where=f"the first: {failures[0]}"
+        )
     previews = _write(settings, reached, journal, folder)
     page = demonstrations_report(outcomes, previews, settings.model_dump(mode="json"))
     write_report(folder / "report.html", page)

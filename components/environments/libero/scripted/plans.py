@@ -62,6 +62,7 @@ def plan_for(simulator: LiberoSimulator) -> PickPlacePlan:
         known = "; ".join(f"{suite}: {', '.join(map(str, tasks))}" for suite, tasks in SCRIPTED_TASKS.items())
         raise ConfigurationError(
             f"the scripted policy cannot do {task.language!r}",
+            code="task_not_scripted",
             where=f"{task.suite}, task {task.index}",
             remedy=f"choose among {known}",
         )

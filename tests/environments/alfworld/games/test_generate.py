@@ -7,11 +7,11 @@ from itertools import islice
 
 import pytest
 
-from components.contracts.errors import ConfigurationError
 from components.environments.alfworld import packaged
 from components.environments.alfworld.games.game import KINDS, SOURCES
 from components.environments.alfworld.games.load import load_games
 from components.environments.alfworld.games.scenes import class_of, layout, position_of
+from tests.refusals import refused
 
 from ..games_of import generated
 
@@ -65,7 +65,7 @@ def test_the_size_of_a_game_can_be_chosen() -> None:
 
 
 def test_a_kind_without_a_room_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="pick_heat_then_place_in_recep"):
+    with refused("room_missing", "pick_heat_then_place_in_recep", "Bedroom"):
         list(
             load_games(generated(kinds=["pick_heat_then_place_in_recep"], rooms=["Bedroom"]), "train", count=1, seed=0)
         )
@@ -74,5 +74,5 @@ def test_a_kind_without_a_room_is_refused() -> None:
 def test_another_grammar_than_the_known_one_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     packaged._checked.cache_clear()
     monkeypatch.setitem(packaged.DIGESTS, "data/alfred.twl2", "0" * 64)
-    with pytest.raises(ConfigurationError, match="has SHA-256 c5b22f"):
+    with refused("alfworld_version_unsupported", "c5b22f"):
         packaged.grammar()

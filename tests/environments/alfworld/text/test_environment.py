@@ -11,13 +11,13 @@ import pytest
 
 from components.artifacts.images import decode
 from components.contracts.episodes import Observation, Outcome, Task
-from components.contracts.errors import ConfigurationError, DataError
 from components.contracts.images import EncodedImage
 from components.environments.alfworld import packaged
 from components.environments.alfworld.text.environment import AlfworldText
 from components.environments.alfworld.text.schematic import KnownState, draw, kinds
 from components.environments.make import make_environment
 from components.environments.settings import EnvironmentSettings
+from tests.refusals import refused
 
 from ..games_of import PROMPT, TEXT
 
@@ -171,14 +171,14 @@ def test_an_image_comes_first_and_is_made_once(environment: AlfworldText) -> Non
 
 def test_a_payload_that_is_no_game_is_refused_before_the_engine_sees_it(environment: AlfworldText) -> None:
     task = next(iter(environment.tasks("train")))
-    for change in ({"goal": "{open('x', 'w')}"}, {"problem": "(define"}):
-        with pytest.raises(DataError, match="not a"):
-            environment.episode(Task(task.task_id, task.split, {**task.payload, **change}))
+    for key, value in (("goal", "{open('x', 'w')}"), ("problem", "(define")):
+        with refused(f"invalid_{key}", task.task_id):
+            environment.episode(Task(task.task_id, task.split, {**task.payload, key: value}))
 
 
 def test_without_alfworld_its_install_command_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     packaged.folder.cache_clear()
     monkeypatch.setattr(packaged, "find_spec", lambda name: None if name == "textworld" else find_spec(name))
-    with pytest.raises(ConfigurationError, match=r"textworld\n.*pip install 'armature-vla\[alfworld\]'"):
+    with refused("package_missing", "textworld", "armature-vla[alfworld]"):
         made()
     packaged.folder.cache_clear()
