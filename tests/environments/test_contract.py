@@ -151,8 +151,8 @@ def test_args_that_are_left_out_are_recorded_with_their_defaults_or_refused_by_n
         less = {other: value for other, value in known.args.items() if other != key}
         try:
             settings = settings_of((name, Example(less, known.wins, known.loses, known.best)))
-        except ValidationError as error:
-            assert key in str(error)
+        except ValidationError as refusal:
+            assert key in str(refusal)
         else:
             assert key in settings.args
             make_environment(settings)

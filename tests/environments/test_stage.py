@@ -14,7 +14,6 @@ import pytest
 from PIL import Image
 
 from components.contracts.episodes import Split, Task
-from components.contracts.errors import DataError
 from components.contracts.machine import Machine
 from components.environments import ENVIRONMENTS
 from components.environments.colors import Colors
@@ -55,7 +54,7 @@ def test_two_stores_hold_the_same_digest(chosen: EnvironmentSettings, tmp_path: 
 
 
 def test_a_folder_that_is_no_tasks_artifact_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError):
+    with refused("table_unreadable", tmp_path):
         load_tasks(tmp_path, "train")
     with refused("not_a_tasks_artifact", tmp_path):
         load_environment(tmp_path)

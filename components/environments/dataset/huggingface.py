@@ -71,7 +71,7 @@ def _refuse_large(name: str, commit: str) -> None:
     if size > limit:
         raise DataError(
             f"the dataset has {size / 1e9:.3g} GB, more than the {limit / 1e9:.3g} GB that one may take",
-            code="dataset_too_large",
+            code="fetch_limit_exceeded",
             where=f"{name} at {commit}",
             remedy="raise ARMATURE_FETCH_LIMIT_GB, or take a smaller one",
         )

@@ -11,7 +11,6 @@ import pytest
 
 from components.configuration import load_recipe
 from components.contracts.episodes import Task
-from components.contracts.errors import ConfigurationError
 from components.contracts.images import EncodedImage
 from components.contracts.machine import Machine
 from components.environments.dataset.environment import DatasetEnvironment
@@ -298,6 +297,7 @@ def test_an_image_added_to_a_folder_of_classes_is_in_the_fingerprint(tmp_path: P
         pytest.param({"source": "owner/name"}, "revision_missing", "owner/name", id="hub name"),
         pytest.param({"answer": "anwser"}, "unknown_column", "'answer'", id="column"),
         pytest.param({"prompt": "{image}{qestion}"}, "unknown_column", "'question'", id="column of the prompt"),
+        pytest.param({"source": "s3://bucket/rows.jsonl"}, "url_not_supported", "s3:", id="S3 without its package"),
         pytest.param({"revision": "main"}, "revision_unused", "rows.jsonl", id="revision of a file"),
     ],
 )
@@ -308,11 +308,6 @@ def test_what_cannot_be_is_said_before_the_start(
     where = written(tmp_path, "jsonl") | changes
     with refused(code, value):
         list(environment_of(where, **changes).tasks("train"))
-
-
-def test_s3_without_its_package() -> None:
-    with pytest.raises(ConfigurationError):
-        environment_of({"source": "s3://bucket/rows.jsonl"})
 
 
 def test_numbers_of_a_csv_file_are_what_is_written(tmp_path: Path) -> None:

@@ -108,9 +108,16 @@ def test_each_rollout_has_its_own_failure_however_many_play(folder: Path) -> Non
     assert found == expected
 
 
-@pytest.mark.parametrize("function", ["my_rewards:colour", "my_reward:color", "my_rewards:other"])
-def test_a_function_that_cannot_be_called_is_said_before_the_start(folder: Path, function: str) -> None:
-    with pytest.raises(ConfigurationError):
+@pytest.mark.parametrize(
+    ("function", "code"),
+    [
+        ("my_rewards:colour", "name_not_in_module"),
+        ("my_reward:color", "module_missing"),
+        ("my_rewards:other", "unknown_reward_argument"),
+    ],
+)
+def test_a_function_that_cannot_be_called_is_said_before_the_start(folder: Path, function: str, code: str) -> None:
+    with refused(code, repr(function)):
         made(folder, [{"answer": "red"}], [{"name": "function", "function": function}])
 
 
