@@ -1,3 +1,6 @@
+ifeq ($(wildcard armature/components/__init__.py),)
+$(error armature/components should be a link to ../components. A ZIP download has text files in place of links: clone the repository with git, on Windows with core.symlinks=true)
+endif
 PYTHON ?= python3
 SETUP  := $(wildcard armature/setup/*.py)
 SERVED := $(wildcard components/inference/served/*.toml components/inference/served/*/*.py)

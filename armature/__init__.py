@@ -10,22 +10,22 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from armature.components.adapters import get_adapter, validate_batch
+    from armature.components.adapters.base import MultimodalAdapter
+    from armature.components.artifacts.images import encode_png
+    from armature.components.configuration import Recipe, load_recipe, recipe_names
+    from armature.components.contracts.batches import MultimodalBatch
+    from armature.components.contracts.episodes import EarlierMessage, Environment, Episode, Observation, Outcome, Task
+    from armature.components.contracts.errors import ArmatureError, ConfigurationError
+    from armature.components.contracts.images import EncodedImage
+    from armature.components.contracts.robots import RobotObservation, RobotPolicy
+    from armature.components.contracts.rollouts import GenerateOutputs
+    from armature.components.contracts.settings import Settings
+    from armature.components.environments.generated import GeneratedEnvironment
+    from armature.components.project import project_path
+    from armature.components.rl.config import MultimodalRLConfig
+    from armature.components.rl.trainer import MultimodalGRPOTrainer
     from armature.run import run_recipe
-    from components.adapters import get_adapter, validate_batch
-    from components.adapters.base import MultimodalAdapter
-    from components.artifacts.images import encode_png
-    from components.configuration import Recipe, load_recipe, recipe_names
-    from components.contracts.batches import MultimodalBatch
-    from components.contracts.episodes import EarlierMessage, Environment, Episode, Observation, Outcome, Task
-    from components.contracts.errors import ArmatureError, ConfigurationError
-    from components.contracts.images import EncodedImage
-    from components.contracts.robots import RobotObservation, RobotPolicy
-    from components.contracts.rollouts import GenerateOutputs
-    from components.contracts.settings import Settings
-    from components.environments.generated import GeneratedEnvironment
-    from components.project import project_path
-    from components.rl.config import MultimodalRLConfig
-    from components.rl.trainer import MultimodalGRPOTrainer
 
 # Before torch is loaded, here and in child programs: with threads that wait spinning, a training step took 15 s instead
 # of 2 s on two cores as soon as another process ran.
@@ -61,32 +61,32 @@ __all__ = [
 ]
 
 _MODULES = {
-    "ArmatureError": "components.contracts.errors",
-    "ConfigurationError": "components.contracts.errors",
-    "EarlierMessage": "components.contracts.episodes",
-    "EncodedImage": "components.contracts.images",
-    "Environment": "components.contracts.episodes",
-    "Episode": "components.contracts.episodes",
-    "GenerateOutputs": "components.contracts.rollouts",
-    "GeneratedEnvironment": "components.environments.generated",
-    "MultimodalAdapter": "components.adapters.base",
-    "MultimodalBatch": "components.contracts.batches",
-    "MultimodalGRPOTrainer": "components.rl.trainer",
-    "MultimodalRLConfig": "components.rl.config",
-    "Observation": "components.contracts.episodes",
-    "Outcome": "components.contracts.episodes",
-    "Recipe": "components.configuration",
-    "RobotObservation": "components.contracts.robots",
-    "RobotPolicy": "components.contracts.robots",
-    "Settings": "components.contracts.settings",
-    "Task": "components.contracts.episodes",
-    "encode_png": "components.artifacts.images",
-    "get_adapter": "components.adapters",
-    "load_recipe": "components.configuration",
-    "project_path": "components.project",
-    "recipe_names": "components.configuration",
+    "ArmatureError": "armature.components.contracts.errors",
+    "ConfigurationError": "armature.components.contracts.errors",
+    "EarlierMessage": "armature.components.contracts.episodes",
+    "EncodedImage": "armature.components.contracts.images",
+    "Environment": "armature.components.contracts.episodes",
+    "Episode": "armature.components.contracts.episodes",
+    "GenerateOutputs": "armature.components.contracts.rollouts",
+    "GeneratedEnvironment": "armature.components.environments.generated",
+    "MultimodalAdapter": "armature.components.adapters.base",
+    "MultimodalBatch": "armature.components.contracts.batches",
+    "MultimodalGRPOTrainer": "armature.components.rl.trainer",
+    "MultimodalRLConfig": "armature.components.rl.config",
+    "Observation": "armature.components.contracts.episodes",
+    "Outcome": "armature.components.contracts.episodes",
+    "Recipe": "armature.components.configuration",
+    "RobotObservation": "armature.components.contracts.robots",
+    "RobotPolicy": "armature.components.contracts.robots",
+    "Settings": "armature.components.contracts.settings",
+    "Task": "armature.components.contracts.episodes",
+    "encode_png": "armature.components.artifacts.images",
+    "get_adapter": "armature.components.adapters",
+    "load_recipe": "armature.components.configuration",
+    "project_path": "armature.components.project",
+    "recipe_names": "armature.components.configuration",
     "run_recipe": "armature.run",
-    "validate_batch": "components.adapters",
+    "validate_batch": "armature.components.adapters",
 }
 
 

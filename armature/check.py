@@ -11,20 +11,20 @@ from typing import Any
 from pydantic import BaseModel
 
 from armature import supervisor
+from armature.components.configuration import Recipe
+from armature.components.contracts.cluster import ClusterSettings
+from armature.components.contracts.errors import ConfigurationError
+from armature.components.contracts.machine import Machine
+from armature.components.contracts.stages import Stage, StageContext
+from armature.components.gpus import gpu_count
+from armature.components.models.settings import ModelSettings
+from armature.components.models.source import refuse_unnamed
+from armature.components.policies.settings import RobotPolicySettings
+from armature.components.policies.source import POLICY
+from armature.components.project import project, project_source
+from armature.components.stages import STAGES, TerminalEvents, ThreadUnits, fingerprint, open_store, run_stage
+from armature.components.vlm.settings import TrainerSettings
 from armature.deployments import pool_of
-from components.configuration import Recipe
-from components.contracts.cluster import ClusterSettings
-from components.contracts.errors import ConfigurationError
-from components.contracts.machine import Machine
-from components.contracts.stages import Stage, StageContext
-from components.gpus import gpu_count
-from components.models.settings import ModelSettings
-from components.models.source import refuse_unnamed
-from components.policies.settings import RobotPolicySettings
-from components.policies.source import POLICY
-from components.project import project, project_source
-from components.stages import STAGES, TerminalEvents, ThreadUnits, fingerprint, open_store, run_stage
-from components.vlm.settings import TrainerSettings
 
 FIRST_STAGES = {"train-vlm": ("tasks", "model"), "train-vla": ("policy",), "train-vla-rl": ("policy",)}
 """Stages of a flow that need nothing made before: they fail early where a model is not there."""
@@ -61,10 +61,10 @@ def _check(recipe: Recipe, configuration_only: bool) -> None:
         _check_robot(recipe.sections, machine)
     if recipe.flow != "train-vlm":
         return
-    from components.evaluation.planned import planned_tasks
-    from components.evaluation.settings import EvaluationSettings
-    from components.rl.check import check
-    from components.rl.settings import TrainVLMSettings
+    from armature.components.evaluation.planned import planned_tasks
+    from armature.components.evaluation.settings import EvaluationSettings
+    from armature.components.rl.check import check
+    from armature.components.rl.settings import TrainVLMSettings
 
     stage = STAGES["train-vlm"]
     settings = stage.resolve(recipe.settings_for(TrainVLMSettings), inputs, print)
@@ -79,8 +79,8 @@ def _check(recipe: Recipe, configuration_only: bool) -> None:
 
 def share_of_gpus(recipe: Recipe, machine: Machine) -> list[str]:
     """How the GPUs of the last run would best be divided between its servers and its trainer."""
-    from components.planning.balance import last_run, share_lines
-    from components.rl.settings import TrainVLMSettings
+    from armature.components.planning.balance import last_run, share_lines
+    from armature.components.rl.settings import TrainVLMSettings
 
     if set(machine.trainer_gpus) & set(machine.started_server_gpus):
         return ["share of GPUs: servers and trainer take turns on the same ones, so there is nothing to divide"]
@@ -124,11 +124,11 @@ def _check_episodes(sections: Mapping[str, BaseModel]) -> None:
     Raises:
         ConfigurationError: LIBERO lacks a task or an initial state, or a task cannot be made easier.
     """
-    from components.environments.libero.settings import SimulatorSettings
-    from components.evaluation.libero.schedule import refuse_episodes
-    from components.evaluation.libero.settings import LiberoEvaluationSettings
-    from components.vla_rl.schedule import refuse_groups
-    from components.vla_rl.settings import RobotRolloutSettings
+    from armature.components.environments.libero.settings import SimulatorSettings
+    from armature.components.evaluation.libero.schedule import refuse_episodes
+    from armature.components.evaluation.libero.settings import LiberoEvaluationSettings
+    from armature.components.vla_rl.schedule import refuse_groups
+    from armature.components.vla_rl.settings import RobotRolloutSettings
 
     simulator, rollouts, evaluation = (sections.get(name) for name in ("simulator", "rollouts", "evaluation"))
     if isinstance(simulator, SimulatorSettings) and isinstance(rollouts, RobotRolloutSettings):
@@ -152,10 +152,10 @@ def _check_robot(sections: Mapping[str, BaseModel], machine: Machine) -> None:
     Raises:
         ConfigurationError: the evaluation's simulator has another robot than the dataset.
     """
-    from components.datasets.settings import DatasetSettings
-    from components.datasets.source import open_sources
-    from components.environments.libero.settings import SimulatorSettings
-    from components.evaluation.libero.robot import refuse_other_robot
+    from armature.components.datasets.settings import DatasetSettings
+    from armature.components.datasets.source import open_sources
+    from armature.components.environments.libero.settings import SimulatorSettings
+    from armature.components.evaluation.libero.robot import refuse_other_robot
 
     dataset, simulator, policy = (sections.get(name) for name in ("dataset", "simulator", "policy"))
     if "evaluation" in sections and isinstance(dataset, DatasetSettings):
@@ -166,7 +166,7 @@ def _check_robot(sections: Mapping[str, BaseModel], machine: Machine) -> None:
 
 
 def _say_room(machine: Machine, cluster: ClusterSettings) -> None:
-    from components.workers.actor import room  # Ray is an extra
+    from armature.components.workers.actor import room  # Ray is an extra
 
     if machine.environment_processes or machine.rollout_workers or machine.statistics_workers:
         fits = room(cluster.address, cluster.resources_of_node())
@@ -200,7 +200,7 @@ def check_machine(machine: Machine, with_servers: bool) -> None:
     """
     machine.server_variables(), machine.trainer_variables()
     if machine.cluster:
-        from components.workers.actor import joined  # Ray is an extra
+        from armature.components.workers.actor import joined  # Ray is an extra
 
         joined(machine.cluster.address)
     named = {*machine.started_server_gpus, *machine.trainer_gpus}

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from armature.commands import models, platform, recipes, results, store
-from components.contracts.errors import ArmatureError, ConfigurationError
+from armature.components.contracts.errors import ArmatureError, ConfigurationError
 
 app = typer.Typer(
     help="Post-training of vision-language models as flows that can be repeated.",
@@ -25,7 +25,7 @@ for group in (recipes, results, models, platform, store):
 
 def _print_version(asked: bool) -> None:
     if asked:
-        from components.installation import DISTRIBUTION, installed_version
+        from armature.components.installation import DISTRIBUTION, installed_version
 
         print(f"armature {installed_version()} ({DISTRIBUTION}, Python {python_version()})")
         raise typer.Exit

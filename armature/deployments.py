@@ -11,24 +11,24 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
-from components.configuration import Recipe, load_recipe, recipe_names
-from components.contracts.errors import ConfigurationError
-from components.contracts.machine import Machine
+from armature.components.configuration import Recipe, load_recipe, recipe_names
+from armature.components.contracts.errors import ConfigurationError
+from armature.components.contracts.machine import Machine
 
 FILE = Path("prefect.yaml")
 POOLS = ("cpu", "vllm-gpu", "train-gpu")
 
 FLOWS = {
-    "alfworld-games": "flows.alfworld_games.alfworld_games",
-    "quantile-stats": "flows.quantile_stats.quantile_stats",
-    "train-vlm": "flows.train_vlm.train_vlm",
-    "evaluate": "flows.evaluate.evaluate",
-    "evaluate/sweep": "flows.sweep.sweep",
-    "demonstrations": "flows.demonstrations.demonstrations",
-    "train-vla": "flows.train_vla.train_vla",
-    "train-vla-rl": "flows.train_vla_rl.train_vla_rl",
-    "evaluate/libero": "flows.evaluate_libero.evaluate_libero",
-    "evaluate/libero-perturbed": "flows.evaluate_libero.evaluate_libero",
+    "alfworld-games": "armature.flows.alfworld_games.alfworld_games",
+    "quantile-stats": "armature.flows.quantile_stats.quantile_stats",
+    "train-vlm": "armature.flows.train_vlm.train_vlm",
+    "evaluate": "armature.flows.evaluate.evaluate",
+    "evaluate/sweep": "armature.flows.sweep.sweep",
+    "demonstrations": "armature.flows.demonstrations.demonstrations",
+    "train-vla": "armature.flows.train_vla.train_vla",
+    "train-vla-rl": "armature.flows.train_vla_rl.train_vla_rl",
+    "evaluate/libero": "armature.flows.evaluate_libero.evaluate_libero",
+    "evaluate/libero-perturbed": "armature.flows.evaluate_libero.evaluate_libero",
 }
 """The flow of each kind of recipe.
 
@@ -153,7 +153,9 @@ def _deployment(recipe: Recipe) -> dict[str, Any]:
     if recipe.folder is None:
         return described
     folder = Path(os.path.relpath(recipe.folder)).as_posix()  # from that of the runs, where prefect.yaml is written
-    return described | {"pull": [IN_THE_FOLDER_OF_RUNS, {"components.project.use_project": {"folder": folder}}]}
+    return described | {
+        "pull": [IN_THE_FOLDER_OF_RUNS, {"armature.components.project.use_project": {"folder": folder}}]
+    }
 
 
 def without_worker(pools: Iterable[str], file: Path = FILE) -> dict[str, int]:

@@ -11,13 +11,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from armature.components.artifacts.disk import replaced_folder
+from armature.components.contracts.errors import ConfigurationError, DataError
+from armature.components.contracts.machine import Machine
+from armature.components.models.source import ADAPTER, CHECKPOINT, locate
+from armature.components.policies.source import POLICY_FILE
 from armature.model_card import Form, model_card
 from armature.training_record import TrainingRecord, read_record
-from components.artifacts.disk import replaced_folder
-from components.contracts.errors import ConfigurationError, DataError
-from components.contracts.machine import Machine
-from components.models.source import ADAPTER, CHECKPOINT, locate
-from components.policies.source import POLICY_FILE
 
 CARD = "README.md"
 RELEASED = "allenai/MolmoAct2"
@@ -77,7 +77,7 @@ class Export:
         config.write_text(json.dumps(facts, indent=2, sort_keys=True) + "\n")
 
     def _write_policy(self, out: Path) -> None:
-        from components.policies.molmoact2.checkpoints.checkpoint import load_policy, save_lerobot
+        from armature.components.policies.molmoact2.checkpoints.checkpoint import load_policy, save_lerobot
 
         loaded = load_policy(self.source)
         save_lerobot(out, loaded.parts, loaded.model.state_dict(), self.base)
@@ -134,10 +134,10 @@ def find_checkpoint(source: str, store: Path) -> Path:
     if Path(source).is_dir():
         return Path(source)
     if source.startswith("models:/"):
-        from tasks.checkpoints import aliased_artifact
+        from armature.tasks.checkpoints import aliased_artifact
 
         return aliased_artifact(source, Machine(store=str(store))).path
-    from components.artifacts.store import ArtifactStore
+    from armature.components.artifacts.store import ArtifactStore
 
     found = ArtifactStore(store).find_digest(source) if store.is_dir() else None
     if found is None:

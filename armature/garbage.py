@@ -6,12 +6,12 @@ from datetime import timedelta
 
 from tqdm import tqdm
 
-from components.artifacts.garbage import delete_garbage, find_garbage
-from components.artifacts.remote import refuse_store_as_remote
-from components.artifacts.remote_folder import RemoteFolder
-from components.contracts.errors import ConfigurationError
-from components.contracts.machine import Machine
-from components.home import home_folder
+from armature.components.artifacts.garbage import delete_garbage, find_garbage
+from armature.components.artifacts.remote import refuse_store_as_remote
+from armature.components.artifacts.remote_folder import RemoteFolder
+from armature.components.contracts.errors import ConfigurationError
+from armature.components.contracts.machine import Machine
+from armature.components.home import home_folder
 
 
 def collect(machine: Machine, days: int, dry_run: bool) -> None:

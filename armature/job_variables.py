@@ -8,10 +8,10 @@ from typing import Any
 from jsonschema import Draft202012Validator
 from jsonschema.exceptions import best_match
 
-from components.configuration import merge, parse_override
-from components.configuration.tables import Written
-from components.contracts.errors import ConfigurationError
-from components.registry import suggestion
+from armature.components.configuration import merge, parse_override
+from armature.components.configuration.tables import Written
+from armature.components.contracts.errors import ConfigurationError
+from armature.components.registry import suggestion
 
 
 def parse_job_variables(texts: Sequence[str], template: Mapping[str, Any], pool: str) -> dict[str, Any]:

@@ -12,11 +12,11 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
+from armature.components.configuration import Recipe, load_recipe
+from armature.components.contracts.errors import ConfigurationError
 from armature.deployments import machine_that_resumes, pod_variables, pool_of
 from armature.job_variables import parse_job_variables
 from armature.submit import platform
-from components.configuration import Recipe, load_recipe
-from components.contracts.errors import ConfigurationError
 
 _PREFIX = "jobset.sigs.k8s.io"
 _RESTARTS = 20

@@ -12,10 +12,10 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData, hf_hub_downloa
 from huggingface_hub.errors import LocalEntryNotFoundError
 from yaml import YAMLError  # type: ignore[import-untyped]
 
+from armature.components.hub import HUB
+from armature.components.models.source import SourceReference
 from armature.recipe_text import toml_text
 from armature.training_record import CheckpointEvaluation, TrainingRecord
-from components.hub import HUB
-from components.models.source import SourceReference
 
 Form = Literal["merged", "adapter", "lerobot"]
 LIBRARIES: Mapping[Form, str] = {"merged": "transformers", "adapter": "peft", "lerobot": "lerobot"}

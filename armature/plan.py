@@ -9,6 +9,25 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from armature.components.configuration import Recipe, explain, read_toml
+from armature.components.contracts.errors import ConfigurationError
+from armature.components.contracts.machine import Machine
+from armature.components.environments import ENVIRONMENTS
+from armature.components.planning.costs import Costs, CostTables
+from armature.components.planning.fitting import MeasuredRuns, measured_runs
+from armature.components.planning.geometry import geometry, read_config
+from armature.components.planning.gpus import GIB, GPUS
+from armature.components.planning.layout import Planner
+from armature.components.planning.records import RunRecords, read_run, workload_of
+from armature.components.planning.robots.costs import RobotCosts
+from armature.components.planning.robots.geometry import policy_geometry, read_policy_config
+from armature.components.planning.robots.records import read_robot_run, robot_workload_of
+from armature.components.planning.walls import WALLS, first_wall
+from armature.components.planning.workload import Workload, WorkloadSettings, drawn
+from armature.components.project import project
+from armature.components.registry import suggestion
+from armature.components.rl.settings import TrainVLMSettings
+from armature.components.stages import open_store
 from armature.plan_robots import (
     RobotPlanner,
     described_robot_workload,
@@ -17,25 +36,6 @@ from armature.plan_robots import (
     robot_sections,
 )
 from armature.plan_table import beside, table
-from components.configuration import Recipe, explain, read_toml
-from components.contracts.errors import ConfigurationError
-from components.contracts.machine import Machine
-from components.environments import ENVIRONMENTS
-from components.planning.costs import Costs, CostTables
-from components.planning.fitting import MeasuredRuns, measured_runs
-from components.planning.geometry import geometry, read_config
-from components.planning.gpus import GIB, GPUS
-from components.planning.layout import Planner
-from components.planning.records import RunRecords, read_run, workload_of
-from components.planning.robots.costs import RobotCosts
-from components.planning.robots.geometry import policy_geometry, read_policy_config
-from components.planning.robots.records import read_robot_run, robot_workload_of
-from components.planning.walls import WALLS, first_wall
-from components.planning.workload import Workload, WorkloadSettings, drawn
-from components.project import project
-from components.registry import suggestion
-from components.rl.settings import TrainVLMSettings
-from components.stages import open_store
 
 SIZES = (8, 64, 512, 4096)
 HEAD = (

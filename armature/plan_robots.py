@@ -9,21 +9,21 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from armature.components.configuration import Recipe, explain
+from armature.components.contracts.errors import ConfigurationError
+from armature.components.contracts.machine import Machine
+from armature.components.evaluation.libero.settings import TrainLiberoEvaluationSettings
+from armature.components.planning.gpus import Gpu
+from armature.components.planning.robots.estimate import RobotAssumptions, estimated_robot_costs
+from armature.components.planning.robots.geometry import PolicyGeometry
+from armature.components.planning.robots.records import RobotRunRecords, measured_robot_runs
+from armature.components.planning.robots.simulate import SimulatedRobotRun
+from armature.components.planning.robots.walls import ROBOT_WALLS
+from armature.components.planning.robots.workload import RobotWorkload, RobotWorkloadSettings, drawn
+from armature.components.planning.walls import first_wall
+from armature.components.policies.settings import RobotPolicySettings
+from armature.components.vla_rl.settings import SuccessReward, TrainVLARLSettings
 from armature.plan_table import beside, table
-from components.configuration import Recipe, explain
-from components.contracts.errors import ConfigurationError
-from components.contracts.machine import Machine
-from components.evaluation.libero.settings import TrainLiberoEvaluationSettings
-from components.planning.gpus import Gpu
-from components.planning.robots.estimate import RobotAssumptions, estimated_robot_costs
-from components.planning.robots.geometry import PolicyGeometry
-from components.planning.robots.records import RobotRunRecords, measured_robot_runs
-from components.planning.robots.simulate import SimulatedRobotRun
-from components.planning.robots.walls import ROBOT_WALLS
-from components.planning.robots.workload import RobotWorkload, RobotWorkloadSettings, drawn
-from components.planning.walls import first_wall
-from components.policies.settings import RobotPolicySettings
-from components.vla_rl.settings import SuccessReward, TrainVLARLSettings
 
 ROBOT_SIZES = (1, 8)
 ROBOT_HEAD = (

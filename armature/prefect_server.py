@@ -10,7 +10,7 @@ import os
 
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 
-from components.contracts.errors import ConfigurationError
+from armature.components.contracts.errors import ConfigurationError
 
 ALLOWED_HOSTS = "ARMATURE_ALLOWED_HOSTS"
 

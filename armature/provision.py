@@ -25,12 +25,12 @@ from prefect.events.actions import ChangeFlowRunState
 from prefect.events.schemas.automations import AutomationCore, EventTrigger, Posture
 from prefect.events.schemas.events import ResourceSpecification
 
+from armature.components.contracts.files import regular
+from armature.components.gpus import gpu_count
+from armature.components.private_files import private_folder
 from armature.deployments import FILE, POOLS, write
 from armature.services import HEARTBEAT_SECONDS, STATE
 from armature.version import package_version
-from components.contracts.files import regular
-from components.gpus import gpu_count
-from components.private_files import private_folder
 
 JOB_TEMPLATE = {
     "variables": {"type": "object", "properties": {}, "additionalProperties": False},

@@ -16,11 +16,11 @@ from huggingface_hub.errors import (
 )
 from huggingface_hub.utils import validate_repo_id
 
+from armature.components.artifacts.manifest import MANIFEST
+from armature.components.contracts.errors import ArmatureError, ConfigurationError
+from armature.components.hub import HUB
+from armature.components.process import Scratch
 from armature.export import CARD, RELEASED, link, read_export
-from components.artifacts.manifest import MANIFEST
-from components.contracts.errors import ArmatureError, ConfigurationError
-from components.hub import HUB
-from components.process import Scratch
 
 STALE = ["*.safetensors", "*.safetensors.index.json"]
 """Files of an earlier upload that a loader would take for parts of this one."""

@@ -9,10 +9,10 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from components.configuration import SUFFIX, load_recipe, merge, parse_override, read_toml, recipe_path
-from components.environments import ENVIRONMENTS
-from components.environments.settings import EnvironmentSettings
-from components.project import project
+from armature.components.configuration import SUFFIX, load_recipe, merge, parse_override, read_toml, recipe_path
+from armature.components.environments import ENVIRONMENTS
+from armature.components.environments.settings import EnvironmentSettings
+from armature.components.project import project
 
 RECIPE, OVERRIDE = "recipe", "--set"
 BARE = re.compile(r"[A-Za-z0-9_-]+")

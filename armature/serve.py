@@ -12,17 +12,17 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from armature.components.contracts.errors import ServerError
+from armature.components.contracts.machine import Machine
+from armature.components.contracts.secret_values import keep_secret
+from armature.components.inference.adapters import ServedAdapters
+from armature.components.inference.checkpoint import longest_sequence, read_config
+from armature.components.inference.server import VllmServer
+from armature.components.inference.settings import ServerSettings
+from armature.components.models.families import family_of
+from armature.components.models.source import locate
+from armature.components.private_files import private_folder
 from armature.services import STATE
-from components.contracts.errors import ServerError
-from components.contracts.machine import Machine
-from components.contracts.secret_values import keep_secret
-from components.inference.adapters import ServedAdapters
-from components.inference.checkpoint import longest_sequence, read_config
-from components.inference.server import VllmServer
-from components.inference.settings import ServerSettings
-from components.models.families import family_of
-from components.models.source import locate
-from components.private_files import private_folder
 
 LOGS = STATE / "serve"
 POLL = 1.0

@@ -12,18 +12,18 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
+from armature.components.contracts.errors import ConfigurationError
+from armature.components.contracts.secret_values import keep_secret
+from armature.components.policies.molmoact2.policy import open_policy
+from armature.components.policy_server.events import EventFormatter, log
+from armature.components.policy_server.metrics import PolicyServerMetrics
+from armature.components.policy_server.observations import ObservationFormat
+from armature.components.policy_server.server import PolicyServer, refuse_open_address
+from armature.components.policy_server.settings import PolicyServerSettings
+from armature.components.private_files import write_private
+from armature.components.prometheus import metrics_server
 from armature.export import find_checkpoint
 from armature.services import STATE
-from components.contracts.errors import ConfigurationError
-from components.contracts.secret_values import keep_secret
-from components.policies.molmoact2.policy import open_policy
-from components.policy_server.events import EventFormatter, log
-from components.policy_server.metrics import PolicyServerMetrics
-from components.policy_server.observations import ObservationFormat
-from components.policy_server.server import PolicyServer, refuse_open_address
-from components.policy_server.settings import PolicyServerSettings
-from components.private_files import write_private
-from components.prometheus import metrics_server
 
 KEY = "ARMATURE_POLICY_KEY"
 KEY_FILE = STATE / "serve-policy.key"

@@ -14,13 +14,13 @@ from pathlib import Path
 
 import httpx
 
+from armature.components.contracts.errors import ConfigurationError, ServerError
+from armature.components.contracts.secret_values import keep_secret
+from armature.components.home import home_folder
+from armature.components.ports import listener
+from armature.components.private_files import private_folder, sqlite_url, write_private
+from armature.components.process import Program
 from armature.prefect_server import ALLOWED_HOSTS
-from components.contracts.errors import ConfigurationError, ServerError
-from components.contracts.secret_values import keep_secret
-from components.home import home_folder
-from components.ports import listener
-from components.private_files import private_folder, sqlite_url, write_private
-from components.process import Program
 
 STATE = home_folder() / ".armature"
 LOGS = STATE / "logs"

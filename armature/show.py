@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from armature.components.configuration import SUFFIX
+from armature.components.contracts.errors import ConfigurationError
 from armature.recipe_text import recipe_text
-from components.configuration import SUFFIX
-from components.contracts.errors import ConfigurationError
 
 SECONDS = 5.0
 """A person waits for the answer."""
@@ -27,28 +27,28 @@ def show(what: str | None, overrides: Sequence[str], most: int, *, describe: boo
             where=f"armature show --toml {what or ''}",
             remedy="armature list",
         )
-    from tasks.patience import patience
+    from armature.tasks.patience import patience
 
     with patience(SECONDS):
         if what is None:
             _latest_runs()
         else:
-            from tasks.lineage import lineage
+            from armature.tasks.lineage import lineage
 
             print("\n".join(lineage(_whole_digest(what)).lines(most=most)))
 
 
 def _whole_digest(what: str) -> str:
     """A digest may be shortened to its first characters if the local store has it."""
-    from components.contracts.machine import Machine
-    from components.stages import open_store
+    from armature.components.contracts.machine import Machine
+    from armature.components.stages import open_store
 
     found = open_store(Machine()).find_digest(what)
     return found.digest if found else what
 
 
 def _latest_runs() -> None:
-    from tasks.mlflow_client import FLOW_RUN_TAG, PARENT_TAG, client
+    from armature.tasks.mlflow_client import FLOW_RUN_TAG, PARENT_TAG, client
 
     experiments = [each.experiment_id for each in client().search_experiments()]
     runs = client().search_runs(experiments, max_results=200, order_by=["attributes.start_time DESC"])

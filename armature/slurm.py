@@ -10,10 +10,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from armature.components.configuration import load_recipe
+from armature.components.contracts.errors import ConfigurationError
+from armature.components.contracts.machine import Machine
 from armature.deployments import job_variables, machine_that_resumes
-from components.configuration import load_recipe
-from components.contracts.errors import ConfigurationError
-from components.contracts.machine import Machine
 
 _SCRIPT = """\
 #!/bin/bash

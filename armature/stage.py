@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from components.artifacts.disk import link_folder
-from components.artifacts.manifest import open_artifact
-from components.configuration import load_recipe
-from components.contracts.errors import ConfigurationError
-from components.contracts.machine import Machine
-from components.contracts.stages import Artifact, Stage
-from components.project import project
-from components.stages import STAGES, refuse_unknown, run_stage
+from armature.components.artifacts.disk import link_folder
+from armature.components.artifacts.manifest import open_artifact
+from armature.components.configuration import load_recipe
+from armature.components.contracts.errors import ConfigurationError
+from armature.components.contracts.machine import Machine
+from armature.components.contracts.stages import Artifact, Stage
+from armature.components.project import project
+from armature.components.stages import STAGES, refuse_unknown, run_stage
 
 
 def parse_inputs(pairs: Sequence[str]) -> dict[str, Artifact]:

@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from armature.components.configuration import SUFFIX, Recipe, build_recipe, load_recipe, merge, parse_override
+from armature.components.contracts.errors import ConfigurationError, ServerError
+from armature.components.project import project
+from armature.components.registry import suggestion
 from armature.deployments import FLOWS, pod_variables, pool_of
 from armature.job_variables import parse_job_variables
 from armature.run import joined_api
-from components.configuration import SUFFIX, Recipe, build_recipe, load_recipe, merge, parse_override
-from components.contracts.errors import ConfigurationError, ServerError
-from components.project import project
-from components.registry import suggestion
 
 if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient
@@ -158,7 +158,7 @@ def _job_variables(
 
 def _folder(deployment: DeploymentResponse) -> Path | None:
     """That of a recipe outside the installation, which relative paths of its values begin at."""
-    steps = [step.get("components.project.use_project") for step in deployment.pull_steps or ()]
+    steps = [step.get("armature.components.project.use_project") for step in deployment.pull_steps or ()]
     return next((Path(step["folder"]) for step in steps if step), None)
 
 

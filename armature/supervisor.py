@@ -22,6 +22,10 @@ from typing import TextIO
 
 from pydantic import TypeAdapter, ValidationError
 
+from armature.components.contracts.errors import ConfigurationError, DataError, ServerError
+from armature.components.gpus import gpu_count
+from armature.components.private_files import private_folder, write_private
+from armature.components.process import Program, program
 from armature.deployments import FILE, without_worker
 from armature.services import (
     AUTH_STRING,
@@ -36,10 +40,6 @@ from armature.services import (
     wait_until_ready,
     worker,
 )
-from components.contracts.errors import ConfigurationError, DataError, ServerError
-from components.gpus import gpu_count
-from components.private_files import private_folder, write_private
-from components.process import Program, program
 
 RECORD, LOCK = STATE / "platform.json", STATE / "platform.lock"
 READY_SECONDS, STOP_SECONDS = 180.0, 60.0

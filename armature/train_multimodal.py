@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, ValidationError
 
-from components.configuration import explain, read_toml
-from components.configuration.problems import code_of
-from components.contracts.errors import ConfigurationError
-from components.contracts.machine import Scalar
-from components.gpus import gpu_count
-from components.inference.settings import ServerSettings
-from components.rl.config import MultimodalRLConfig
+from armature.components.configuration import explain, read_toml
+from armature.components.configuration.problems import code_of
+from armature.components.contracts.errors import ConfigurationError
+from armature.components.contracts.machine import Scalar
+from armature.components.gpus import gpu_count
+from armature.components.inference.settings import ServerSettings
+from armature.components.rl.config import MultimodalRLConfig
 
 if TYPE_CHECKING:
-    from components.rl.trainer import MultimodalGRPOTrainer
+    from armature.components.rl.trainer import MultimodalGRPOTrainer
 
 USAGE = "Usage: armature train-multimodal @ path/to/file.toml"
 
@@ -97,8 +97,8 @@ def train(arguments: Sequence[str]) -> dict[str, float]:
     server_gpus = divide_gpus(layout)
     config = MultimodalRLConfig(env_id=layout.env.id, env_args=layout.env.args, **layout.trainer.args)
 
-    from components.models.source import locate
-    from components.rl.trainer import MultimodalGRPOTrainer
+    from armature.components.models.source import locate
+    from armature.components.rl.trainer import MultimodalGRPOTrainer
 
     trainer = MultimodalGRPOTrainer(locate(layout.model, layout.revision), config=config)
     if layout.inference is not None:

@@ -12,15 +12,15 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from components.artifacts.manifest import MANIFEST, Manifest, open_artifact, read_manifest
-from components.artifacts.store import ArtifactStore
-from components.configuration import merge, settings_in
-from components.contracts.errors import ArmatureError
-from components.contracts.stages import Artifact
-from components.evaluation.libero.settings import AFTER_TRAINING
-from components.models.source import REFERENCE, SourceReference
-from components.recipes import RECIPES
-from components.stages import STAGES
+from armature.components.artifacts.manifest import MANIFEST, Manifest, open_artifact, read_manifest
+from armature.components.artifacts.store import ArtifactStore
+from armature.components.configuration import merge, settings_in
+from armature.components.contracts.errors import ArmatureError
+from armature.components.contracts.stages import Artifact
+from armature.components.evaluation.libero.settings import AFTER_TRAINING
+from armature.components.models.source import REFERENCE, SourceReference
+from armature.components.recipes import RECIPES
+from armature.components.stages import STAGES
 
 START = ("model", "policy")
 """Names of the input that a training begins with, and kinds of what nobody has trained."""
@@ -153,8 +153,8 @@ def _sections(manifest: Manifest, flow: str) -> Iterator[tuple[str, Any]]:
 def _commit(digest: str) -> str:
     if "MLFLOW_TRACKING_URI" not in os.environ and not Path(".armature/mlflow.db").is_file():
         return ""
-    from tasks.lineage import code_commit
-    from tasks.patience import patience
+    from armature.tasks.lineage import code_commit
+    from armature.tasks.patience import patience
 
     with suppress(ArmatureError), patience(SECONDS):
         return code_commit(digest)

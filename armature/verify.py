@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from components.artifacts.store import ArtifactStore
-from components.contracts.errors import ConfigurationError, DataError
+from armature.components.artifacts.store import ArtifactStore
+from armature.components.contracts.errors import ConfigurationError, DataError
 
 
 def verify(root: Path) -> None:

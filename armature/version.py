@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from components.installation import installed_commit, installed_version
+from armature.components.installation import installed_commit, installed_version
 
 
 def package_version() -> str:

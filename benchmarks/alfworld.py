@@ -12,13 +12,13 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from armature.components.environments.alfworld import packaged
+from armature.components.environments.alfworld.games.folders import GAME, write_game
+from armature.components.environments.alfworld.games.game import KINDS, Game, GeneratedGames
+from armature.components.environments.alfworld.games.load import load_games
+from armature.components.environments.alfworld.text.host import EngineHost
+from armature.components.workers.requests import ANYTHING
 from benchmarks.table import Row
-from components.environments.alfworld import packaged
-from components.environments.alfworld.games.folders import GAME, write_game
-from components.environments.alfworld.games.game import KINDS, Game, GeneratedGames
-from components.environments.alfworld.games.load import load_games
-from components.environments.alfworld.text.host import EngineHost
-from components.workers.requests import ANYTHING
 
 GAMES, GROUP, STEPS = 6, 8, 20
 

@@ -26,17 +26,17 @@ import torch
 from PIL import Image
 from transformers import AutoModelForImageTextToText
 
+from armature.components.adapters import get_adapter, model_inputs
+from armature.components.artifacts.images import ImageStore, encode_png
+from armature.components.contracts.batches import Sample
+from armature.components.models.attention import follow_image_attention
+from armature.components.models.settings import TinySettings
+from armature.components.models.tiny.build import SMALL
+from armature.components.models.tiny.tokenizer import train_tokenizer
+from armature.components.models.tiny_families import TINY_FAMILIES
+from armature.components.models.varlen import choose_kernels
+from armature.components.vlm.logprobs import Policy, predicting
 from benchmarks.step_case import clean, need_gpu, sync
-from components.adapters import get_adapter, model_inputs
-from components.artifacts.images import ImageStore, encode_png
-from components.contracts.batches import Sample
-from components.models.attention import follow_image_attention
-from components.models.settings import TinySettings
-from components.models.tiny.build import SMALL
-from components.models.tiny.tokenizer import train_tokenizer
-from components.models.tiny_families import TINY_FAMILIES
-from components.models.varlen import choose_kernels
-from components.vlm.logprobs import Policy, predicting
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"

@@ -77,11 +77,11 @@ class Sizes:
 
 def make(folder: Path, sizes: Sizes) -> None:
     """The checkpoint, and the processor of the images."""
-    from components.models.load import load_processor
-    from components.models.settings import ModelSettings
-    from components.models.tiny.build import SMALL, make_tiny_checkpoint
-    from components.training.ranks import Ranks
-    from components.vlm.publish import Publisher
+    from armature.components.models.load import load_processor
+    from armature.components.models.settings import ModelSettings
+    from armature.components.models.tiny.build import SMALL, make_tiny_checkpoint
+    from armature.components.training.ranks import Ranks
+    from armature.components.vlm.publish import Publisher
 
     side = 112 if sizes.small else 448
     settings = SMALL.model_copy(update={"image_side": side, "max_positions": 32_768})
@@ -254,7 +254,7 @@ def attempt(name: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 
 def differences(mine: Any, theirs: Any) -> dict[str, float]:
-    """Of log-probs: see `components.rl.agreement` for the mismatch KL."""
+    """Of log-probs: see `armature.components.rl.agreement` for the mismatch KL."""
     both = np.stack([np.asarray(mine, np.float32), np.asarray(theirs, np.float32)])
     gap = both[0].astype(np.float64) - both[1]
     return {

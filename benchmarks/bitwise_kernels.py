@@ -375,7 +375,7 @@ def _vision_attention(
 ) -> Any:  # fmt: skip
     ends, longest = cu_seq_lens_q.int(), int(max_length_q)
     if "v_attention" not in _ON:
-        from components.models.varlen import attend_in_windows
+        from armature.components.models.varlen import attend_in_windows
 
         lengths = {"cu_seq_lens_q": ends, "max_length_q": longest}
         return attend_in_windows(module, q, k, v, attention_mask, **lengths, scaling=scaling)

@@ -18,10 +18,10 @@ MIB = 2**20
 
 
 def measure() -> list[Row]:
-    from components.contracts.machine import Machine
-    from components.models.settings import TinySettings
-    from components.models.tiny import make_tiny_checkpoint
-    from components.training.processes import TrainerProcesses, private_folder
+    from armature.components.contracts.machine import Machine
+    from armature.components.models.settings import TinySettings
+    from armature.components.models.tiny import make_tiny_checkpoint
+    from armature.components.training.processes import TrainerProcesses, private_folder
 
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
@@ -56,15 +56,15 @@ def _rank(checkpoint: Path, folder: Path) -> None:
     """What one rank needs, into rank-N.json."""
     import torch
 
-    from components.contracts.machine import Machine
-    from components.models.settings import ModelSettings
-    from components.training.checkpoints import Checkpoints
-    from components.training.engine import ParameterGroup, TrainingEngine
-    from components.training.launch import joined
-    from components.training.service_settings import service_settings
-    from components.vlm.client import TrainerPolicySettings
-    from components.vlm.settings import TrainerSettings
-    from components.vlm.worker import TrainerWorker
+    from armature.components.contracts.machine import Machine
+    from armature.components.models.settings import ModelSettings
+    from armature.components.training.checkpoints import Checkpoints
+    from armature.components.training.engine import ParameterGroup, TrainingEngine
+    from armature.components.training.launch import joined
+    from armature.components.training.service_settings import service_settings
+    from armature.components.vlm.client import TrainerPolicySettings
+    from armature.components.vlm.settings import TrainerSettings
+    from armature.components.vlm.worker import TrainerWorker
 
     policy = TrainerPolicySettings(
         model_path=checkpoint,

@@ -41,10 +41,10 @@ def measure() -> list[Row]:
 
 
 async def _measure(scratch: Path) -> dict[int, tuple[list[float], list[float]]]:
-    from components.contracts.machine import Machine
-    from components.inference.pool import ServerPool
-    from components.inference.settings import SamplingSettings, ServerSettings
-    from components.models.tiny import make_tiny_checkpoint
+    from armature.components.contracts.machine import Machine
+    from armature.components.inference.pool import ServerPool
+    from armature.components.inference.settings import SamplingSettings, ServerSettings
+    from armature.components.models.tiny import make_tiny_checkpoint
 
     checkpoint = make_tiny_checkpoint(FAMILY, scratch / "model", 0)
     sampling = SamplingSettings(max_tokens=TOKENS)

@@ -11,19 +11,19 @@ from pathlib import Path
 
 import torch
 
+from armature.components.environments.libero.processes import SimulatorProcess
+from armature.components.environments.libero.tasks import suite_tasks
+from armature.components.evaluation.libero.journal import EvaluationJournal
+from armature.components.evaluation.libero.run import Evaluation
+from armature.components.evaluation.libero.schedule import plan_episodes
+from armature.components.evaluation.libero.settings import LiberoEvaluationSettings
+from armature.components.policies.molmoact2.checkpoints.checkpoint import load_policy
+from armature.components.policies.molmoact2.checkpoints.tiny import make_tiny_policy
+from armature.components.policies.molmoact2.policy import MolmoAct2Policy
+from armature.components.policies.settings import RobotPolicySettings
 from benchmarks.libero import settings as simulator_settings
 from benchmarks.processor import CAMERAS, POLICY, ROBOT, TINY
 from benchmarks.table import Row, alternate
-from components.environments.libero.processes import SimulatorProcess
-from components.environments.libero.tasks import suite_tasks
-from components.evaluation.libero.journal import EvaluationJournal
-from components.evaluation.libero.run import Evaluation
-from components.evaluation.libero.schedule import plan_episodes
-from components.evaluation.libero.settings import LiberoEvaluationSettings
-from components.policies.molmoact2.checkpoints.checkpoint import load_policy
-from components.policies.molmoact2.checkpoints.tiny import make_tiny_policy
-from components.policies.molmoact2.policy import MolmoAct2Policy
-from components.policies.settings import RobotPolicySettings
 
 EPISODES, STEPS, BATCH, ROUNDS = 4, 40, 4, 3
 SUITE = "libero_spatial"

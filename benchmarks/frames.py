@@ -8,14 +8,14 @@ from pathlib import Path
 
 import numpy as np
 
+from armature.components.datasets.lerobot.layout import Feature
+from armature.components.datasets.lerobot.reader import Dataset, open_dataset
+from armature.components.datasets.lerobot.video import VideoSettings
+from armature.components.datasets.lerobot.writer import LayoutSettings, create_dataset
+from armature.components.datasets.mixture import Mixture
+from armature.components.datasets.settings import DatasetSettings
+from armature.components.datasets.source import DatasetSource
 from benchmarks.table import Row, alternate, seconds
-from components.datasets.lerobot.layout import Feature
-from components.datasets.lerobot.reader import Dataset, open_dataset
-from components.datasets.lerobot.video import VideoSettings
-from components.datasets.lerobot.writer import LayoutSettings, create_dataset
-from components.datasets.mixture import Mixture
-from components.datasets.settings import DatasetSettings
-from components.datasets.source import DatasetSource
 
 CAMERAS = ("observation.images.image", "observation.images.image2")
 KINDS = {"image": "PNG in Parquet", "video": "H.264, a key frame in 2"}

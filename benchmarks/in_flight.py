@@ -14,16 +14,16 @@ from unittest.mock import patch
 
 from anyio.from_thread import start_blocking_portal
 
+from armature.components.configuration import load_recipe
+from armature.components.contracts.episodes import Outcome, Task
+from armature.components.contracts.images import EncodedImage
+from armature.components.contracts.machine import Machine
+from armature.components.contracts.stages import Artifact
+from armature.components.environments.colors import Colors, ColorsEpisode, ColorsSettings
+from armature.components.inference.server import VllmServer
+from armature.components.inference.settings import ServerSettings
+from armature.components.stages import STAGES, run_stage
 from benchmarks.table import Row, pair
-from components.configuration import load_recipe
-from components.contracts.episodes import Outcome, Task
-from components.contracts.images import EncodedImage
-from components.contracts.machine import Machine
-from components.contracts.stages import Artifact
-from components.environments.colors import Colors, ColorsEpisode, ColorsSettings
-from components.inference.server import VllmServer
-from components.inference.settings import ServerSettings
-from components.stages import STAGES, run_stage
 
 STEPS, SETTLED, ROUNDS = 8, 3, 3
 SHORT, LONG, EVERY = 0.2, 6.0, 8

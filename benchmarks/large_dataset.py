@@ -18,10 +18,9 @@ import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from benchmarks.table import Row, seconds
-from components.contracts.machine import Machine
-from components.datasets.lerobot.columns import arrow_type, to_arrow
-from components.datasets.lerobot.layout import (
+from armature.components.contracts.machine import Machine
+from armature.components.datasets.lerobot.columns import arrow_type, to_arrow
+from armature.components.datasets.lerobot.layout import (
     DATA,
     EPISODES,
     INFO,
@@ -32,15 +31,16 @@ from components.datasets.lerobot.layout import (
     Feature,
     place,
 )
-from components.datasets.lerobot.reader import Dataset, open_dataset
-from components.datasets.lerobot.video import VideoSettings, VideoWriter
-from components.datasets.measure import measure_dataset, measure_unit, overall, plan
-from components.datasets.measured import Measured, as_data
-from components.datasets.mixture import Mixture
-from components.datasets.settings import ALONE, QuantileStatsSettings
-from components.datasets.source import DatasetSource
-from components.datasets.statistics import document
-from components.workers.channel import encoded
+from armature.components.datasets.lerobot.reader import Dataset, open_dataset
+from armature.components.datasets.lerobot.video import VideoSettings, VideoWriter
+from armature.components.datasets.measure import measure_dataset, measure_unit, overall, plan
+from armature.components.datasets.measured import Measured, as_data
+from armature.components.datasets.mixture import Mixture
+from armature.components.datasets.settings import ALONE, QuantileStatsSettings
+from armature.components.datasets.source import DatasetSource
+from armature.components.datasets.statistics import document
+from armature.components.workers.channel import encoded
+from benchmarks.table import Row, seconds
 
 CAMERAS = ("observation.images.front", "observation.images.wrist")
 SIDE, FPS, LENGTH, TASK_COUNT = 64, 10, 8, 1000

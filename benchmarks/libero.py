@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
+from armature.components.environments.libero.initial_states import load_initial_states
+from armature.components.environments.libero.processes import SimulatorProcess
+from armature.components.environments.libero.settings import SimulatorSettings
+from armature.components.environments.libero.simulator import LiberoSimulator
+from armature.components.environments.libero.tasks import suite_tasks
 from benchmarks.table import Row, alternate
-from components.environments.libero.initial_states import load_initial_states
-from components.environments.libero.processes import SimulatorProcess
-from components.environments.libero.settings import SimulatorSettings
-from components.environments.libero.simulator import LiberoSimulator
-from components.environments.libero.tasks import suite_tasks
 
 CHUNK, ROUNDS, DRAWN, STEPPED, RESETS = 10, 3, 4, 60, 4
 SIDES = (64, 128, 256)

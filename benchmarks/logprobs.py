@@ -18,8 +18,8 @@ import json, resource, sys, threading, time
 import torch
 from benchmarks.logprobs import CHUNK, batch_of
 from benchmarks.rollouts import model_settings
-from components.models.load import load_model
-from components.vlm.logprobs import Policy, predicting
+from armature.components.models.load import load_model
+from armature.components.vlm.logprobs import Policy, predicting
 from pathlib import Path
 
 folder, kind = Path(sys.argv[1]), sys.argv[2]
@@ -87,7 +87,7 @@ def batch_of():  # type: ignore[no-untyped-def]
 def measure() -> list[Row]:
     from transformers import AutoModelForImageTextToText, AutoProcessor
 
-    from components.models.tiny import make_tiny_checkpoint
+    from armature.components.models.tiny import make_tiny_checkpoint
 
     with tempfile.TemporaryDirectory() as scratch:
         folder = make_tiny_checkpoint(FAMILY, Path(scratch) / "tiny", 0)

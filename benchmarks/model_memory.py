@@ -7,10 +7,10 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
+from armature.components.models.settings import LoraSettings, ModelSettings
+from armature.components.vlm.memory import GIB, OVERHEAD, MemoryEstimate, estimate_memory
+from armature.components.vlm.settings import TrainerSettings
 from benchmarks.model_sizes import config_of
-from components.models.settings import LoraSettings, ModelSettings
-from components.vlm.memory import GIB, OVERHEAD, MemoryEstimate, estimate_memory
-from components.vlm.settings import TrainerSettings
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "models.md"
 BEGIN, END = "<!-- written by benchmarks/model_memory.py -->\n", "<!-- end -->\n"

@@ -6,9 +6,9 @@ from typing import Any
 
 from transformers import CONFIG_MAPPING, PretrainedConfig
 
+from armature.components.policies.molmoact2.configuration import MolmoAct2Config
 from benchmarks.policy_case import RELEASED
 from benchmarks.step_case import TEXT, TEXT_7B, VISION, VISION_7B
-from components.policies.molmoact2.configuration import MolmoAct2Config
 
 SMALL_TOWER = {
     "depth": 24,

@@ -56,8 +56,8 @@ class Silent:
 
 
 def measure() -> list[Row]:
-    from components.rl.loop import Ahead, run_loop
-    from components.stages import ThreadUnits
+    from armature.components.rl.loop import Ahead, run_loop
+    from armature.components.stages import ThreadUnits
 
     def bare() -> float:
         def work() -> None:
@@ -95,8 +95,8 @@ def _prefect() -> float:
     from prefect import flow, task
     from prefect.testing.utilities import prefect_test_harness
 
-    from components.rl.loop import Ahead, run_loop
-    from tasks.units import PrefectUnits
+    from armature.components.rl.loop import Ahead, run_loop
+    from armature.tasks.units import PrefectUnits
 
     @task
     def stage() -> float:

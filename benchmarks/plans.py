@@ -6,6 +6,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from armature.components.configuration import load_recipe, recipe_names
+from armature.components.contracts.errors import ConfigurationError
+from armature.components.contracts.machine import Machine
+from armature.components.planning.geometry import geometry
+from armature.components.planning.gpus import GPUS
+from armature.components.planning.layout import Planner
+from armature.components.planning.robots.geometry import policy_geometry, read_policy_config
+from armature.components.rl.settings import TrainVLMSettings
 from armature.plan import HEAD, SIZES, described_workload, plan_row
 from armature.plan_robots import (
     ROBOT_HEAD,
@@ -16,14 +24,6 @@ from armature.plan_robots import (
     robot_sections,
 )
 from benchmarks.model_sizes import config_of, policy_config_of
-from components.configuration import load_recipe, recipe_names
-from components.contracts.errors import ConfigurationError
-from components.contracts.machine import Machine
-from components.planning.geometry import geometry
-from components.planning.gpus import GPUS
-from components.planning.layout import Planner
-from components.planning.robots.geometry import policy_geometry, read_policy_config
-from components.rl.settings import TrainVLMSettings
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "planning-recipes.md"
 GPU = "h100"

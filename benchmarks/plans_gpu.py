@@ -18,13 +18,13 @@ from typing import Any
 
 import torch
 
+from armature.components.configuration import load_recipe
+from armature.components.contracts.machine import Machine
+from armature.components.planning.fitting import measured_runs
+from armature.components.planning.records import RunRecords, read_run
+from armature.components.rl.settings import TrainVLMSettings
+from armature.components.stages import STAGES, open_store, run_stage
 from armature.plan_table import beside, table
-from components.configuration import load_recipe
-from components.contracts.machine import Machine
-from components.planning.fitting import measured_runs
-from components.planning.records import RunRecords, read_run
-from components.rl.settings import TrainVLMSettings
-from components.stages import STAGES, open_store, run_stage
 
 STORE = Path(".armature/plans-gpu").absolute()
 PYTHON = Path(os.environ.get("ARMATURE_TEST_VLLM_PYTHON", ".venv-vllm/bin/python"))

@@ -9,6 +9,24 @@ from typing import Any
 import numpy as np
 import torch
 
+from armature.components.policies.molmoact2.checkpoints.weights import (
+    FREQUENCIES,
+    frequencies,
+    load_weights,
+    to_released,
+)
+from armature.components.policies.molmoact2.configuration import MolmoAct2Config
+from armature.components.policies.molmoact2.modeling.flow import FlowSamples
+from armature.components.policies.molmoact2.modeling.losses import LossPlan
+from armature.components.policies.molmoact2.modeling.model import MolmoAct2, Precision
+from armature.components.policies.molmoact2.processing.batch import Example, collate
+from armature.components.policies.molmoact2.sampling import InferencePlan, Sampler
+from armature.components.policies.settings import ActionMode
+from armature.components.training.ranks import Ranks
+from armature.components.vla.groups import prepare
+from armature.components.vla.learner import PolicyLearner
+from armature.components.vla.micro_batch import PolicyMicroBatch
+from armature.components.vla.settings import Mode, PolicyLoraSettings, VLATrainerSettings
 from benchmarks.policy_case import (
     ACTIONS,
     CHUNK,
@@ -24,19 +42,6 @@ from benchmarks.policy_case import (
     patches_of,
     serve,
 )
-from components.policies.molmoact2.checkpoints.weights import FREQUENCIES, frequencies, load_weights, to_released
-from components.policies.molmoact2.configuration import MolmoAct2Config
-from components.policies.molmoact2.modeling.flow import FlowSamples
-from components.policies.molmoact2.modeling.losses import LossPlan
-from components.policies.molmoact2.modeling.model import MolmoAct2, Precision
-from components.policies.molmoact2.processing.batch import Example, collate
-from components.policies.molmoact2.sampling import InferencePlan, Sampler
-from components.policies.settings import ActionMode
-from components.training.ranks import Ranks
-from components.vla.groups import prepare
-from components.vla.learner import PolicyLearner
-from components.vla.micro_batch import PolicyMicroBatch
-from components.vla.settings import Mode, PolicyLoraSettings, VLATrainerSettings
 
 
 class Drawn:

@@ -18,16 +18,16 @@ import numpy as np
 import torch
 from websockets.asyncio.client import connect
 
+from armature.components.contracts.robots import RobotObservation
+from armature.components.policies.molmoact2.policy import MolmoAct2Policy
+from armature.components.policy_server.metrics import PolicyServerMetrics
+from armature.components.policy_server.observations import ObservationFormat
+from armature.components.policy_server.server import PolicyServer
+from armature.components.policy_server.settings import PolicyServerSettings
+from armature.components.policy_server.wire import Message, pack
 from benchmarks.episodes import tiny_policy
 from benchmarks.processor import CAMERA, CAMERAS, STATES, TASK
 from benchmarks.table import Row, pair, seconds
-from components.contracts.robots import RobotObservation
-from components.policies.molmoact2.policy import MolmoAct2Policy
-from components.policy_server.metrics import PolicyServerMetrics
-from components.policy_server.observations import ObservationFormat
-from components.policy_server.server import PolicyServer
-from components.policy_server.settings import PolicyServerSettings
-from components.policy_server.wire import Message, pack
 
 CLIENTS, ANSWERS, ROUNDS, BATCH = 50, 4, 5, 8
 STATE = "observation.state"

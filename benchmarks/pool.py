@@ -33,11 +33,11 @@ def measure() -> list[Row]:
 
 async def _measure(scratch: Path) -> list[list[float]]:
     """The rates of each round: through the pool, over aiohttp, over httpx."""
-    from components.contracts.machine import Machine
-    from components.inference.client import open_session, request_body
-    from components.inference.pool import ServerPool
-    from components.inference.settings import SamplingSettings, ServerSettings
-    from components.models.tiny import make_tiny_checkpoint
+    from armature.components.contracts.machine import Machine
+    from armature.components.inference.client import open_session, request_body
+    from armature.components.inference.pool import ServerPool
+    from armature.components.inference.settings import SamplingSettings, ServerSettings
+    from armature.components.models.tiny import make_tiny_checkpoint
 
     checkpoint = make_tiny_checkpoint(FAMILY, scratch / "model", 0)
     sampling = SamplingSettings(max_tokens=TOKENS)
@@ -94,7 +94,7 @@ def _message(index: int) -> list[dict[str, Any]]:
 
     from PIL import Image
 
-    from components.artifacts.images import encode_png
+    from armature.components.artifacts.images import encode_png
 
     image = encode_png(Image.new("RGB", (56, 56), (index * 3 % 255, index * 7 % 255, 80)))
     url = f"data:{image.media_type};base64,{b64encode(image.data).decode()}"

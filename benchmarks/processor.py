@@ -10,14 +10,14 @@ import numpy as np
 import torch
 from torchvision.transforms import InterpolationMode, Resize
 
+from armature.components.contracts.robots import RobotObservation
+from armature.components.policies.molmoact2.checkpoints.parts import load_parts
+from armature.components.policies.molmoact2.checkpoints.tiny import make_tiny_policy
+from armature.components.policies.molmoact2.processing.batch import Floats, Ints
+from armature.components.policies.molmoact2.processing.norm_stats import FeatureNormStats, RobotMetadata
+from armature.components.policies.molmoact2.processing.processor import Processor, instruction, state_bins, wrap
+from armature.components.policies.settings import RobotPolicySettings
 from benchmarks.table import Row, alternate, seconds
-from components.contracts.robots import RobotObservation
-from components.policies.molmoact2.checkpoints.parts import load_parts
-from components.policies.molmoact2.checkpoints.tiny import make_tiny_policy
-from components.policies.molmoact2.processing.batch import Floats, Ints
-from components.policies.molmoact2.processing.norm_stats import FeatureNormStats, RobotMetadata
-from components.policies.molmoact2.processing.processor import Processor, instruction, state_bins, wrap
-from components.policies.settings import RobotPolicySettings
 
 EXAMPLES, ROUNDS = 20, 5
 CAMERA, SIDE, CHUNK, ACTIONS, STATES = 256, 378, 10, 7, 8

@@ -14,14 +14,14 @@ from pathlib import Path
 
 import numpy as np
 
+from armature.components.contracts.machine import Machine
+from armature.components.datasets import quantiles
+from armature.components.datasets.lerobot.reader import Dataset
+from armature.components.datasets.measure import measure_dataset, overall, plan
+from armature.components.datasets.settings import QuantileStatsSettings
+from armature.components.datasets.statistics import LEVELS, Array
 from benchmarks.frames import SIDE, example_dataset
 from benchmarks.table import Row, alternate, seconds
-from components.contracts.machine import Machine
-from components.datasets import quantiles
-from components.datasets.lerobot.reader import Dataset
-from components.datasets.measure import measure_dataset, overall, plan
-from components.datasets.settings import QuantileStatsSettings
-from components.datasets.statistics import LEVELS, Array
 
 ROOT = Path(__file__).resolve().parents[1]
 PYTHON, LEROBOT = ROOT / ".venv-lerobot/bin/python", ROOT / "tests/interop/lerobot/datasets_side.py"

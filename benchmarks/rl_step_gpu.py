@@ -31,6 +31,18 @@ import torch
 from transformers import AutoProcessor
 from transformers.conversion_mapping import get_model_conversion_mapping
 
+from armature.components.artifacts.images import encode_png
+from armature.components.configuration import build_recipe
+from armature.components.contracts.episodes import Observation, Outcome, Task
+from armature.components.contracts.images import EncodedImage
+from armature.components.contracts.machine import Machine
+from armature.components.contracts.settings import Settings
+from armature.components.contracts.stages import Artifact
+from armature.components.environments.generated import GeneratedEnvironment
+from armature.components.gpus import visible_devices
+from armature.components.models.load import save_checkpoint
+from armature.components.models.tiny.build import SMALL, make_tiny_checkpoint
+from armature.components.stages import STAGES, TerminalEvents, run_stage
 from benchmarks.rl_step_case import (
     LEARNING_RATE,
     MODEL_LENGTH,
@@ -41,18 +53,6 @@ from benchmarks.rl_step_case import (
     reward,
 )
 from benchmarks.step_case import GROUP_SIZE, GROUPS, Case, clean, make_model
-from components.artifacts.images import encode_png
-from components.configuration import build_recipe
-from components.contracts.episodes import Observation, Outcome, Task
-from components.contracts.images import EncodedImage
-from components.contracts.machine import Machine
-from components.contracts.settings import Settings
-from components.contracts.stages import Artifact
-from components.environments.generated import GeneratedEnvironment
-from components.gpus import visible_devices
-from components.models.load import save_checkpoint
-from components.models.tiny.build import SMALL, make_tiny_checkpoint
-from components.stages import STAGES, TerminalEvents, run_stage
 
 CUDA = torch.cuda.is_available()
 HERE = Path(__file__).parent

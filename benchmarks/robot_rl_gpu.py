@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from components.configuration import Recipe, load_recipe
-from components.contracts.machine import Machine
-from components.contracts.stages import Artifact
-from components.evaluation.libero.stage import METRICS_FILE
-from components.stages import STAGES, run_stage
+from armature.components.configuration import Recipe, load_recipe
+from armature.components.contracts.machine import Machine
+from armature.components.contracts.stages import Artifact
+from armature.components.evaluation.libero.stage import METRICS_FILE
+from armature.components.stages import STAGES, run_stage
 
 
 class Chain:

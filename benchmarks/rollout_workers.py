@@ -22,25 +22,25 @@ from typing import Any
 
 import psutil
 
+from armature.components.artifacts.images import ImageStore
+from armature.components.artifacts.store import ArtifactStore
+from armature.components.contracts.cluster import ClusterSettings
+from armature.components.contracts.machine import Machine
+from armature.components.contracts.rollouts import GenerateOutputs
+from armature.components.environments.libero.processes import SimulatorProcess
+from armature.components.environments.libero.tasks import suite_tasks
+from armature.components.environments.make import make_environment
+from armature.components.environments.settings import EnvironmentSettings
+from armature.components.inference.pool import ServerPool
+from armature.components.inference.settings import SamplingSettings, ServerSettings
+from armature.components.process import Program
+from armature.components.rollouts.collect import collect
+from armature.components.rollouts.settings import RolloutSettings
+from armature.components.rollouts.shards import RolloutWorkers
+from armature.components.stages import TerminalEvents
+from armature.components.workers.worker import workers_on
 from benchmarks.libero import settings as simulator_settings
 from benchmarks.table import Row
-from components.artifacts.images import ImageStore
-from components.artifacts.store import ArtifactStore
-from components.contracts.cluster import ClusterSettings
-from components.contracts.machine import Machine
-from components.contracts.rollouts import GenerateOutputs
-from components.environments.libero.processes import SimulatorProcess
-from components.environments.libero.tasks import suite_tasks
-from components.environments.make import make_environment
-from components.environments.settings import EnvironmentSettings
-from components.inference.pool import ServerPool
-from components.inference.settings import SamplingSettings, ServerSettings
-from components.process import Program
-from components.rollouts.collect import collect
-from components.rollouts.settings import RolloutSettings
-from components.rollouts.shards import RolloutWorkers
-from components.stages import TerminalEvents
-from components.workers.worker import workers_on
 
 ROOT = Path(__file__).parents[1]
 RAY = ROOT / ".venv-ray/bin/python"
@@ -106,13 +106,15 @@ def _is(process: psutil.Process, module: str) -> bool:
 
 def _hosts() -> dict[str, list[psutil.Process]]:
     """Each worker with the games' processes that it has started."""
-    every = [each for each in psutil.Process().children(recursive=True) if _is(each, "components.rollouts.worker")]
+    every = [
+        each for each in psutil.Process().children(recursive=True) if _is(each, "armature.components.rollouts.worker")
+    ]
     return {str(each.pid): [each, *_players(each)] for each in every}
 
 
 def _players(process: psutil.Process) -> list[psutil.Process]:
     children = process.children(recursive=True)
-    return [each for each in children if _is(each, "components.environments.alfworld.text.worker")]
+    return [each for each in children if _is(each, "armature.components.environments.alfworld.text.worker")]
 
 
 class Measured:

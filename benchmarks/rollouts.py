@@ -9,13 +9,13 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from components.adapters import get_adapter
-from components.adapters.family import FamilyAdapter
-from components.artifacts.images import ImageStore, encode_png
-from components.contracts.images import ImageRef
-from components.contracts.rollouts import GenerateOutputs, Trajectory, Turn
-from components.models.load import load_processor
-from components.models.settings import ModelSettings
+from armature.components.adapters import get_adapter
+from armature.components.adapters.family import FamilyAdapter
+from armature.components.artifacts.images import ImageStore, encode_png
+from armature.components.contracts.images import ImageRef
+from armature.components.contracts.rollouts import GenerateOutputs, Trajectory, Turn
+from armature.components.models.load import load_processor
+from armature.components.models.settings import ModelSettings
 
 Ids = npt.NDArray[Any]
 FAMILY = "qwen2-vl"

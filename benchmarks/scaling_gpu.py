@@ -26,22 +26,22 @@ import torch
 from accelerate import init_empty_weights
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
+from armature.components.adapters import get_adapter
+from armature.components.artifacts.images import ImageStore
+from armature.components.garbage import exempt_from_collection
+from armature.components.models.attention import follow_image_attention
+from armature.components.models.families import family_of
+from armature.components.models.load import RECOMPUTATION
+from armature.components.models.varlen import choose_kernels
+from armature.components.training.launch import joined
+from armature.components.training.processes import TrainerProcesses, private_folder
+from armature.components.training.ranks import Ranks
+from armature.components.training.sharding import blocks, sharder
+from armature.components.vlm.learner import Learner
+from armature.components.vlm.loader import MicroBatchLoader
 from benchmarks.step_case import Case, clean, make_model, model_config, need_gpu, sync
 from benchmarks.step_gpu import make_processor
 from benchmarks.step_ours import samples_of, settings_of
-from components.adapters import get_adapter
-from components.artifacts.images import ImageStore
-from components.garbage import exempt_from_collection
-from components.models.attention import follow_image_attention
-from components.models.families import family_of
-from components.models.load import RECOMPUTATION
-from components.models.varlen import choose_kernels
-from components.training.launch import joined
-from components.training.processes import TrainerProcesses, private_folder
-from components.training.ranks import Ranks
-from components.training.sharding import blocks, sharder
-from components.vlm.learner import Learner
-from components.vlm.loader import MicroBatchLoader
 
 CUDA = torch.cuda.is_available()
 SIDES = ("one", "full", "copies")

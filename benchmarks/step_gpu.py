@@ -25,8 +25,8 @@ from typing import Any
 
 import torch
 
+from armature.components.gpus import VISIBLE, visible_devices
 from benchmarks.step_case import PEAK_FLOPS, WORK, Case, need_gpu, needed_flops
-from components.gpus import VISIBLE, visible_devices
 
 HERE = Path(__file__).parent
 STEPS, ROUNDS = 3, 3
@@ -103,7 +103,7 @@ def sides(ours: Sequence[str], trl: Sequence[str], steps: int, *, small: bool = 
 
 def make_processor(family: str, folder: Path, *, small: bool) -> Path:
     """Write a checkpoint without weights, of which only the processor is wanted."""
-    from components.models.tiny.build import SMALL, make_tiny_checkpoint
+    from armature.components.models.tiny.build import SMALL, make_tiny_checkpoint
 
     settings = SMALL.model_copy(update={"image_side": 112 if small else 448, "max_positions": 32_768})
     make_tiny_checkpoint(family, folder, 0, settings)

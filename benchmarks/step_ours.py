@@ -23,27 +23,27 @@ import numpy as np
 import torch
 from transformers import AutoProcessor
 
+from armature.components.adapters import SampleCollator, get_adapter
+from armature.components.artifacts.images import ImageStore, encode_png
+from armature.components.batches.build import build_batch
+from armature.components.batches.settings import BatchSettings
+from armature.components.contracts.batches import Sample
+from armature.components.contracts.rollouts import GenerateOutputs
+from armature.components.garbage import exempt_from_collection
+from armature.components.models.attention import follow_image_attention
+from armature.components.models.families import family_of
+from armature.components.models.load import RECOMPUTATION, freeze
+from armature.components.models.lora import add_adapters
+from armature.components.models.nf4 import NF4Linear, quantize
+from armature.components.models.padded import pad_widths
+from armature.components.models.settings import LoraSettings
+from armature.components.models.varlen import choose_kernels
+from armature.components.training.ranks import Ranks
+from armature.components.vlm.learner import Learner
+from armature.components.vlm.loader import MicroBatchLoader
+from armature.components.vlm.settings import PPO, TrainerSettings
 from benchmarks.rollouts import one_turn
 from benchmarks.step_case import GROUP_SIZE, WORK, Case, clean, make_model, peak_gib, say, sync
-from components.adapters import SampleCollator, get_adapter
-from components.artifacts.images import ImageStore, encode_png
-from components.batches.build import build_batch
-from components.batches.settings import BatchSettings
-from components.contracts.batches import Sample
-from components.contracts.rollouts import GenerateOutputs
-from components.garbage import exempt_from_collection
-from components.models.attention import follow_image_attention
-from components.models.families import family_of
-from components.models.load import RECOMPUTATION, freeze
-from components.models.lora import add_adapters
-from components.models.nf4 import NF4Linear, quantize
-from components.models.padded import pad_widths
-from components.models.settings import LoraSettings
-from components.models.varlen import choose_kernels
-from components.training.ranks import Ranks
-from components.vlm.learner import Learner
-from components.vlm.loader import MicroBatchLoader
-from components.vlm.settings import PPO, TrainerSettings
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
@@ -94,7 +94,7 @@ def measure(
         model.gradient_checkpointing_enable(RECOMPUTATION)
     if "padded" in words:
         pad_widths(model)
-    with patch("components.vlm.learner.pad_widths") if "unpadded" in words else nullcontext():
+    with patch("armature.components.vlm.learner.pad_widths") if "unpadded" in words else nullcontext():
         learner = Learner(model, settings_of(int(tokens), set(words)), temperature=1.0, ranks=Ranks(device=DEVICE))
     loader = MicroBatchLoader(collator, store, workers=0)
     with loader.batch():

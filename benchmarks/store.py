@@ -17,13 +17,13 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
+from armature.components.artifacts.images import ImageStore, encode_png
+from armature.components.artifacts.manifest import write_manifest
+from armature.components.artifacts.store import ArtifactStore
+from armature.components.batches.table import write_batch
+from armature.components.contracts.batches import Sample
+from armature.components.contracts.images import ImageRef
 from benchmarks.table import Row, alternate, seconds
-from components.artifacts.images import ImageStore, encode_png
-from components.artifacts.manifest import write_manifest
-from components.artifacts.store import ArtifactStore
-from components.batches.table import write_batch
-from components.contracts.batches import Sample
-from components.contracts.images import ImageRef
 
 LARGE, SMALL, ROUNDS, SHOWN = 1_000_000, 1_000, 9, 32
 ROOT = Path(__file__).parents[1]

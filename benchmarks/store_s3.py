@@ -11,9 +11,9 @@ from pathlib import Path
 
 import fsspec
 
+from armature.components.artifacts.manifest import write_manifest
+from armature.components.artifacts.store import ArtifactStore
 from benchmarks.table import Row, seconds
-from components.artifacts.manifest import write_manifest
-from components.artifacts.store import ArtifactStore
 from tests.interop.cluster.s3_server import Server, client_of, running
 from tests.production.faulty_network import Faults, faulty
 

@@ -17,15 +17,15 @@ import numpy as np
 import torch
 from PIL import Image
 
+from armature.components.artifacts.images import ImageStore, encode_png
+from armature.components.contracts.batches import Sample
+from armature.components.contracts.images import ImageRef
+from armature.components.models.load import load_model
+from armature.components.vlm.learner import Learner
+from armature.components.vlm.loader import MicroBatchLoader
+from armature.components.vlm.settings import PPO, TrainerSettings
 from benchmarks.rollouts import FAMILY, adapter_of, model_settings
 from benchmarks.table import Row, pair
-from components.artifacts.images import ImageStore, encode_png
-from components.contracts.batches import Sample
-from components.contracts.images import ImageRef
-from components.models.load import load_model
-from components.vlm.learner import Learner
-from components.vlm.loader import MicroBatchLoader
-from components.vlm.settings import PPO, TrainerSettings
 
 ROWS, SIDE, TOKENS, STEPS, ROUNDS = 8, 112, 32, 6, 4
 ROOT = Path(__file__).parents[1]
@@ -34,7 +34,7 @@ PYTHON = ROOT / ".venv-trl/bin/python"
 
 def measure() -> list[Row]:
     make_environment()
-    from components.models.tiny import make_tiny_checkpoint
+    from armature.components.models.tiny import make_tiny_checkpoint
 
     taken: dict[str, list[float]] = {"theirs": []}
     with tempfile.TemporaryDirectory() as scratch:

@@ -12,10 +12,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.dataset as ds
 
+from armature.components.artifacts.tables import write_table
+from armature.components.rollouts.table import FAILURES, ROLLOUTS
+from armature.components.view.index import Query, RolloutIndex
 from benchmarks.table import Row, alternate, seconds
-from components.artifacts.tables import write_table
-from components.rollouts.table import FAILURES, ROLLOUTS
-from components.view.index import Query, RolloutIndex
 
 STEPS, GROUPS, SIZE, ROUNDS, TOKENS = 1000, 125, 8, 5, 20
 WORDS = np.array(["the", "red", "green", "blue", "cat", "sits", "on", "a", "mat", "because", "light", "falls"])

@@ -22,31 +22,31 @@ from typing import Any
 import numpy as np
 import torch
 
+from armature.components.artifacts.images import ImageStore
+from armature.components.contracts.robots import RobotObservation
+from armature.components.cpus import available_cpus
+from armature.components.environments.libero.processes import SimulatorProcess
+from armature.components.environments.libero.settings import SimulatorSettings, Suite
+from armature.components.environments.libero.tasks import suite_tasks
+from armature.components.policies.molmoact2.checkpoints.checkpoint import LoadedPolicy, load_policy
+from armature.components.policies.molmoact2.checkpoints.tiny import make_tiny_policy
+from armature.components.policies.molmoact2.configuration import MolmoAct2Config
+from armature.components.policies.molmoact2.modeling.model import MolmoAct2
+from armature.components.policies.molmoact2.policy import MolmoAct2Policy
+from armature.components.policies.molmoact2.processing.norm_stats import FeatureNormStats, RobotMetadata
+from armature.components.policies.molmoact2.sampling import InferencePlan
+from armature.components.policies.settings import RobotPolicySettings, TinyPolicySettings
+from armature.components.training.ranks import Ranks
+from armature.components.vla.groups import prepare
+from armature.components.vla_rl.collect import Collector
+from armature.components.vla_rl.learner import RobotRLLearner
+from armature.components.vla_rl.likelihood import FlowLikelihood
+from armature.components.vla_rl.loader import AnswerLoader
+from armature.components.vla_rl.schedule import plan_step
+from armature.components.vla_rl.settings import RobotRLTrainerSettings, RobotRolloutSettings
+from armature.components.vla_rl.table import AnswerSample, with_advantage
 from benchmarks.policy_case import RELEASED
 from benchmarks.step_case import need_gpu
-from components.artifacts.images import ImageStore
-from components.contracts.robots import RobotObservation
-from components.cpus import available_cpus
-from components.environments.libero.processes import SimulatorProcess
-from components.environments.libero.settings import SimulatorSettings, Suite
-from components.environments.libero.tasks import suite_tasks
-from components.policies.molmoact2.checkpoints.checkpoint import LoadedPolicy, load_policy
-from components.policies.molmoact2.checkpoints.tiny import make_tiny_policy
-from components.policies.molmoact2.configuration import MolmoAct2Config
-from components.policies.molmoact2.modeling.model import MolmoAct2
-from components.policies.molmoact2.policy import MolmoAct2Policy
-from components.policies.molmoact2.processing.norm_stats import FeatureNormStats, RobotMetadata
-from components.policies.molmoact2.sampling import InferencePlan
-from components.policies.settings import RobotPolicySettings, TinyPolicySettings
-from components.training.ranks import Ranks
-from components.vla.groups import prepare
-from components.vla_rl.collect import Collector
-from components.vla_rl.learner import RobotRLLearner
-from components.vla_rl.likelihood import FlowLikelihood
-from components.vla_rl.loader import AnswerLoader
-from components.vla_rl.schedule import plan_step
-from components.vla_rl.settings import RobotRLTrainerSettings, RobotRolloutSettings
-from components.vla_rl.table import AnswerSample, with_advantage
 
 ROWS = (1, 8, 32, 64)
 EPISODES, ACTIONS = 512, 120

@@ -8,7 +8,7 @@ import subprocess
 from collections.abc import Sequence
 from itertools import takewhile
 
-from components.contracts.errors import ConfigurationError
+from armature.components.contracts.errors import ConfigurationError
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 

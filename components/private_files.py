@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from components.contracts.errors import DataError
+from armature.components.contracts.errors import DataError
 
 MODE, FOLDER_MODE = 0o600, 0o700
 LONGEST_WRITE = 600.0

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from components.home import original
+from armature.components.home import original
 
 VARIABLE = "ARMATURE_PROJECT"
 

@@ -16,8 +16,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
-from components.contracts.errors import ConfigurationError
-from components.project import project_folder
+from armature.components.contracts.errors import ConfigurationError
+from armature.components.project import project_folder
 
 
 def load_object(name: str, noun: str) -> Any:

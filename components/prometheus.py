@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from prometheus_client import CollectorRegistry, start_http_server
 
-from components.contracts.errors import ConfigurationError
+from armature.components.contracts.errors import ConfigurationError
 
 
 @contextmanager

@@ -11,39 +11,39 @@ from typing import Annotated, ClassVar, Self
 from pydantic import BaseModel, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
-from components.batches.settings import BatchSettings
-from components.contracts.machine import Machine
-from components.contracts.settings import Settings
-from components.datasets.lerobot.settings import LayoutSettings
-from components.datasets.settings import AugmentStatsSettings, DatasetSettings, QuantileStatsSettings
-from components.environments.alfworld.stage import GamesStageSettings
-from components.environments.libero.demonstrations.settings import DemonstrationSettings
-from components.environments.libero.settings import SimulatorSettings
-from components.environments.settings import EnvironmentSettings
-from components.evaluation.libero.settings import (
+from armature.components.batches.settings import BatchSettings
+from armature.components.contracts.machine import Machine
+from armature.components.contracts.settings import Settings
+from armature.components.datasets.lerobot.settings import LayoutSettings
+from armature.components.datasets.settings import AugmentStatsSettings, DatasetSettings, QuantileStatsSettings
+from armature.components.environments.alfworld.stage import GamesStageSettings
+from armature.components.environments.libero.demonstrations.settings import DemonstrationSettings
+from armature.components.environments.libero.settings import SimulatorSettings
+from armature.components.environments.settings import EnvironmentSettings
+from armature.components.evaluation.libero.settings import (
     CompareLiberoSettings,
     EvaluateLiberoStageSettings,
     LiberoEvaluationSettings,
     TrainLiberoEvaluationSettings,
 )
-from components.evaluation.settings import EvaluationSettings, TrainEvaluationSettings
-from components.evaluation.subjects import SubjectSettings, SweepSettings
-from components.inference.settings import ServerSettings
-from components.models.settings import ModelSettings
-from components.policies.settings import RobotPolicySettings
-from components.rl.settings import PreflightSettings, TrainVLMSettings
-from components.rollouts.settings import RolloutSettings
-from components.sft.settings import WarmStartSettings
-from components.training.processes import TrainerProcesses
-from components.vla.settings import TrainVLASettings, VLATrainerSettings
-from components.vla_rl.settings import (
+from armature.components.evaluation.settings import EvaluationSettings, TrainEvaluationSettings
+from armature.components.evaluation.subjects import SubjectSettings, SweepSettings
+from armature.components.inference.settings import ServerSettings
+from armature.components.models.settings import ModelSettings
+from armature.components.policies.settings import RobotPolicySettings
+from armature.components.rl.settings import PreflightSettings, TrainVLMSettings
+from armature.components.rollouts.settings import RolloutSettings
+from armature.components.sft.settings import WarmStartSettings
+from armature.components.training.processes import TrainerProcesses
+from armature.components.vla.settings import TrainVLASettings, VLATrainerSettings
+from armature.components.vla_rl.settings import (
     RewardWeighted,
     RobotPreflightSettings,
     RobotRLTrainerSettings,
     RobotRolloutSettings,
     TrainVLARLSettings,
 )
-from components.vlm.settings import TrainerSettings
+from armature.components.vlm.settings import TrainerSettings
 
 MachineSection = Annotated[Machine, Field(description="Facts of this machine; none changes the result.")]
 ModelSection = Annotated[ModelSettings, Field(description="Where the weights come from and what of them is trained.")]

@@ -9,8 +9,8 @@ from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Any
 
-from components.contracts.errors import ConfigurationError
-from components.project_modules import load_object
+from armature.components.contracts.errors import ConfigurationError
+from armature.components.project_modules import load_object
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:

@@ -13,35 +13,35 @@ from typing import Any
 from pydantic import BaseModel
 from tqdm import tqdm
 
-from components.artifacts.digests import document_digest, refuse_non_finite
-from components.artifacts.manifest import write_manifest
-from components.artifacts.store import ArtifactStore
-from components.contracts.errors import ConfigurationError
-from components.contracts.machine import Machine
-from components.contracts.numbers import write_json
-from components.contracts.stages import Artifact, Events, ResultT, Stage, StageContext, Units
-from components.home import home_folder
-from components.registry import Registry, suggestion
-from components.workers.worker import workers_on
+from armature.components.artifacts.digests import document_digest, refuse_non_finite
+from armature.components.artifacts.manifest import write_manifest
+from armature.components.artifacts.store import ArtifactStore
+from armature.components.contracts.errors import ConfigurationError
+from armature.components.contracts.machine import Machine
+from armature.components.contracts.numbers import write_json
+from armature.components.contracts.stages import Artifact, Events, ResultT, Stage, StageContext, Units
+from armature.components.home import home_folder
+from armature.components.registry import Registry, suggestion
+from armature.components.workers.worker import workers_on
 
 STAGES = Registry(
     "stage",
     "armature.stages",
     {
-        "alfworld-games": "components.environments.alfworld.stage:GAMES_STAGE",
-        "dataset": "components.datasets.source:DATASET_STAGE",
-        "quantile-stats": "components.datasets.stage:QUANTILE_STATS_STAGE",
-        "tasks": "components.environments.stage:TASKS_STAGE",
-        "model": "components.models.stage:MODEL_STAGE",
-        "sft": "components.sft.stage:SFT_STAGE",
-        "train-vlm": "components.rl.stage:TRAIN_VLM_STAGE",
-        "evaluate": "components.evaluation.stage:EVALUATE_STAGE",
-        "demonstrations": "components.environments.libero.demonstrations.stage:DEMONSTRATIONS_STAGE",
-        "policy": "components.policies.stage:POLICY_STAGE",
-        "train-vla": "components.vla.stage:TRAIN_VLA_STAGE",
-        "train-vla-rl": "components.vla_rl.stage:TRAIN_VLA_RL_STAGE",
-        "evaluate-libero": "components.evaluation.libero.stage:EVALUATE_LIBERO_STAGE",
-        "compare-libero": "components.evaluation.libero.stage:COMPARE_LIBERO_STAGE",
+        "alfworld-games": "armature.components.environments.alfworld.stage:GAMES_STAGE",
+        "dataset": "armature.components.datasets.source:DATASET_STAGE",
+        "quantile-stats": "armature.components.datasets.stage:QUANTILE_STATS_STAGE",
+        "tasks": "armature.components.environments.stage:TASKS_STAGE",
+        "model": "armature.components.models.stage:MODEL_STAGE",
+        "sft": "armature.components.sft.stage:SFT_STAGE",
+        "train-vlm": "armature.components.rl.stage:TRAIN_VLM_STAGE",
+        "evaluate": "armature.components.evaluation.stage:EVALUATE_STAGE",
+        "demonstrations": "armature.components.environments.libero.demonstrations.stage:DEMONSTRATIONS_STAGE",
+        "policy": "armature.components.policies.stage:POLICY_STAGE",
+        "train-vla": "armature.components.vla.stage:TRAIN_VLA_STAGE",
+        "train-vla-rl": "armature.components.vla_rl.stage:TRAIN_VLA_RL_STAGE",
+        "evaluate-libero": "armature.components.evaluation.libero.stage:EVALUATE_LIBERO_STAGE",
+        "compare-libero": "armature.components.evaluation.libero.stage:COMPARE_LIBERO_STAGE",
     },
 )
 

@@ -19,14 +19,14 @@ from pathlib import Path
 from typing import Any
 
 import armature
-from components.artifacts.images import ImageStore
-from components.environments.make import make_environment
-from components.evaluation.results import EpisodeResult, accuracy, by_kind, collect_results, failures_said
-from components.inference.pool import ServerPool
-from components.models.source import locate
-from components.models.tiny import make_tiny_checkpoint
-from components.rollouts.collect import collect
-from components.stages import TerminalEvents
+from armature.components.artifacts.images import ImageStore
+from armature.components.environments.make import make_environment
+from armature.components.evaluation.results import EpisodeResult, accuracy, by_kind, collect_results, failures_said
+from armature.components.inference.pool import ServerPool
+from armature.components.models.source import locate
+from armature.components.models.tiny import make_tiny_checkpoint
+from armature.components.rollouts.collect import collect
+from armature.components.stages import TerminalEvents
 
 
 async def evaluate(checkpoint: Path, settings: dict[str, Any], work: Path) -> list[EpisodeResult]:

@@ -16,20 +16,20 @@ from pathlib import Path
 from typing import Any
 
 import armature
-from components.adapters import get_adapter
-from components.artifacts.images import ImageStore
-from components.batches.build import build_batch
-from components.batches.table import write_batch
-from components.environments.make import make_environment
-from components.evaluation.results import collect_results, metrics
-from components.inference.checkpoint import vocabulary
-from components.inference.pool import ServerPool
-from components.models.load import load_processor
-from components.models.tiny import make_tiny_checkpoint
-from components.rollouts.collect import collect
-from components.rollouts.schedule import tasks_of_step
-from components.stages import TerminalEvents
-from components.vlm.client import TrainerClient, TrainerPolicySettings
+from armature.components.adapters import get_adapter
+from armature.components.artifacts.images import ImageStore
+from armature.components.batches.build import build_batch
+from armature.components.batches.table import write_batch
+from armature.components.environments.make import make_environment
+from armature.components.evaluation.results import collect_results, metrics
+from armature.components.inference.checkpoint import vocabulary
+from armature.components.inference.pool import ServerPool
+from armature.components.models.load import load_processor
+from armature.components.models.tiny import make_tiny_checkpoint
+from armature.components.rollouts.collect import collect
+from armature.components.rollouts.schedule import tasks_of_step
+from armature.components.stages import TerminalEvents
+from armature.components.vlm.client import TrainerClient, TrainerPolicySettings
 
 
 async def train(work: Path, overrides: list[str]) -> float:

@@ -37,11 +37,11 @@ from armature import (
     Task,
     encode_png,
 )
-from components.contracts.machine import Machine
-from components.inference.server import VllmServer
-from components.inference.settings import ServerSettings
-from components.models.settings import FormatSettings, TinySettings, Transcript
-from components.models.tiny import make_tiny_checkpoint
+from armature.components.contracts.machine import Machine
+from armature.components.inference.server import VllmServer
+from armature.components.inference.settings import ServerSettings
+from armature.components.models.settings import FormatSettings, TinySettings, Transcript
+from armature.components.models.tiny import make_tiny_checkpoint
 
 QUESTION = "Is this light or dark?"
 LEVELS = {"light": 160, "dark": 96}

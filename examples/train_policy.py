@@ -15,25 +15,25 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from components.contracts.machine import Machine
-from components.datasets.lerobot.layout import Feature
-from components.datasets.lerobot.reader import open_dataset
-from components.datasets.lerobot.writer import LayoutSettings, create_dataset
-from components.datasets.measure import measure_dataset, overall, plan
-from components.datasets.mixture import Mixture
-from components.datasets.settings import ALONE, QuantileStatsSettings
-from components.datasets.source import ACTION, STATE, DatasetSource, split
-from components.datasets.statistics import document
-from components.policies.molmoact2.checkpoints.checkpoint import load_model, save_policy
-from components.policies.molmoact2.checkpoints.tiny import make_tiny_policy
-from components.policies.molmoact2.modeling.losses import LossPlan
-from components.policies.settings import RobotPolicySettings, TinyPolicySettings
-from components.vla.data import Encoder, UpdateDataset
-from components.vla.groups import prepare
-from components.vla.heldout import HeldoutEvaluator, evenly_spread
-from components.vla.learner import PolicyLearner
-from components.vla.robots import robots_of
-from components.vla.settings import HeldoutSettings, LearningRates, VLATrainerSettings
+from armature.components.contracts.machine import Machine
+from armature.components.datasets.lerobot.layout import Feature
+from armature.components.datasets.lerobot.reader import open_dataset
+from armature.components.datasets.lerobot.writer import LayoutSettings, create_dataset
+from armature.components.datasets.measure import measure_dataset, overall, plan
+from armature.components.datasets.mixture import Mixture
+from armature.components.datasets.settings import ALONE, QuantileStatsSettings
+from armature.components.datasets.source import ACTION, STATE, DatasetSource, split
+from armature.components.datasets.statistics import document
+from armature.components.policies.molmoact2.checkpoints.checkpoint import load_model, save_policy
+from armature.components.policies.molmoact2.checkpoints.tiny import make_tiny_policy
+from armature.components.policies.molmoact2.modeling.losses import LossPlan
+from armature.components.policies.settings import RobotPolicySettings, TinyPolicySettings
+from armature.components.vla.data import Encoder, UpdateDataset
+from armature.components.vla.groups import prepare
+from armature.components.vla.heldout import HeldoutEvaluator, evenly_spread
+from armature.components.vla.learner import PolicyLearner
+from armature.components.vla.robots import robots_of
+from armature.components.vla.settings import HeldoutSettings, LearningRates, VLATrainerSettings
 
 CAMERA, SIDE, TASK = "observation.images.front", 42, "move the arm to the block"
 POLICY = RobotPolicySettings(

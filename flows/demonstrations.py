@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from prefect import flow
 
-from components.recipes import Demonstrations
-from tasks.flow_run import tracked_flow
-from tasks.parameters import takes
-from tasks.reports import report
-from tasks.run_stage import run
+from armature.components.recipes import Demonstrations
+from armature.tasks.flow_run import tracked_flow
+from armature.tasks.parameters import takes
+from armature.tasks.reports import report
+from armature.tasks.run_stage import run
 
 
 @flow(name="demonstrations", validate_parameters=True)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from prefect import flow
 
-from components.recipes import Evaluate
-from tasks.checkpoints import checkpoint_artifact
-from tasks.flow_run import tracked_flow
-from tasks.parameters import takes
-from tasks.reports import CheckpointResult, report
-from tasks.run_stage import run
+from armature.components.recipes import Evaluate
+from armature.tasks.checkpoints import checkpoint_artifact
+from armature.tasks.flow_run import tracked_flow
+from armature.tasks.parameters import takes
+from armature.tasks.reports import CheckpointResult, report
+from armature.tasks.run_stage import run
 
 
 @flow(name="evaluate", validate_parameters=True)

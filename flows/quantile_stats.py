@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from prefect import flow
 
-from components.datasets.source import local_folder
-from components.datasets.stage import augment as put_into_dataset
-from components.recipes import QuantileStats
-from tasks.flow_run import tracked_flow
-from tasks.parameters import takes
-from tasks.reports import report
-from tasks.run_stage import run
+from armature.components.datasets.source import local_folder
+from armature.components.datasets.stage import augment as put_into_dataset
+from armature.components.recipes import QuantileStats
+from armature.tasks.flow_run import tracked_flow
+from armature.tasks.parameters import takes
+from armature.tasks.reports import report
+from armature.tasks.run_stage import run
 
 
 @flow(name="quantile-stats", validate_parameters=True)

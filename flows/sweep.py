@@ -5,12 +5,12 @@ from __future__ import annotations
 from prefect import flow
 from prefect.states import Failed, State
 
-from components.recipes import Sweep
-from tasks.cells import run_cells
-from tasks.flow_run import tracked_flow
-from tasks.parameters import takes
-from tasks.reports import report
-from tasks.run_stage import run
+from armature.components.recipes import Sweep
+from armature.tasks.cells import run_cells
+from armature.tasks.flow_run import tracked_flow
+from armature.tasks.parameters import takes
+from armature.tasks.reports import report
+from armature.tasks.run_stage import run
 
 
 @flow(name="evaluate", validate_parameters=True)

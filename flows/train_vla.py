@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from prefect import flow
 
-from components.datasets.source import open_sources
-from components.evaluation.libero.robot import refuse_other_robot
-from components.evaluation.libero.schedule import refuse_episodes
-from components.recipes import TrainVla
-from tasks.flow_run import deployment_name, tracked_flow
-from tasks.parameters import takes
-from tasks.reports import CheckpointResult, promote_candidate, report
-from tasks.run_stage import run
-from tasks.training_data import training_data
+from armature.components.datasets.source import open_sources
+from armature.components.evaluation.libero.robot import refuse_other_robot
+from armature.components.evaluation.libero.schedule import refuse_episodes
+from armature.components.recipes import TrainVla
+from armature.tasks.flow_run import deployment_name, tracked_flow
+from armature.tasks.parameters import takes
+from armature.tasks.reports import CheckpointResult, promote_candidate, report
+from armature.tasks.run_stage import run
+from armature.tasks.training_data import training_data
 
 
 @flow(name="train-vla", validate_parameters=True)

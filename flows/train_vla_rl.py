@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from prefect import flow
 
-from components.evaluation.libero.schedule import refuse_episodes
-from components.recipes import TrainVlaRl
-from components.vla_rl.schedule import refuse_groups
-from tasks.flow_run import deployment_name, tracked_flow
-from tasks.parameters import takes
-from tasks.reports import CheckpointResult, promote_candidate, report
-from tasks.run_stage import run
+from armature.components.evaluation.libero.schedule import refuse_episodes
+from armature.components.recipes import TrainVlaRl
+from armature.components.vla_rl.schedule import refuse_groups
+from armature.tasks.flow_run import deployment_name, tracked_flow
+from armature.tasks.parameters import takes
+from armature.tasks.reports import CheckpointResult, promote_candidate, report
+from armature.tasks.run_stage import run
 
 
 @flow(name="train-vla-rl", validate_parameters=True)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from prefect import flow
 
-from components.evaluation.planned import planned_tasks
-from components.recipes import TrainVlm
-from tasks.flow_run import deployment_name, tracked_flow
-from tasks.parameters import takes
-from tasks.reports import CheckpointResult, promote_candidate, report
-from tasks.run_stage import run
+from armature.components.evaluation.planned import planned_tasks
+from armature.components.recipes import TrainVlm
+from armature.tasks.flow_run import deployment_name, tracked_flow
+from armature.tasks.parameters import takes
+from armature.tasks.reports import CheckpointResult, promote_candidate, report
+from armature.tasks.run_stage import run
 
 
 @flow(name="train-vlm", validate_parameters=True)

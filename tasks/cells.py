@@ -9,14 +9,14 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 from pydantic import BaseModel
 
-from components.contracts.machine import Machine
-from components.contracts.stages import Artifact
-from components.evaluation.settings import EvaluationSettings
-from components.evaluation.subjects import SweepSettings
-from components.models.settings import ModelSettings
-from tasks.checkpoints import checkpoint_artifact
-from tasks.reports import CheckpointResult
-from tasks.run_stage import run
+from armature.components.contracts.machine import Machine
+from armature.components.contracts.stages import Artifact
+from armature.components.evaluation.settings import EvaluationSettings
+from armature.components.evaluation.subjects import SweepSettings
+from armature.components.models.settings import ModelSettings
+from armature.tasks.checkpoints import checkpoint_artifact
+from armature.tasks.reports import CheckpointResult
+from armature.tasks.run_stage import run
 
 
 @task(name="cell", task_run_name="{checkpoint}-seed{seed}", cache_policy=NO_CACHE, persist_result=False)

@@ -6,16 +6,16 @@ from pathlib import Path
 
 from mlflow.exceptions import MlflowException
 
-from components.artifacts.manifest import open_artifact
-from components.contracts.errors import DataError
-from components.contracts.machine import Machine
-from components.contracts.stages import Artifact
-from components.models.settings import ModelSettings
-from components.policies.settings import RobotPolicySettings
-from components.project import project_path
-from components.stages import open_store
-from tasks.mlflow_client import client
-from tasks.run_stage import run
+from armature.components.artifacts.manifest import open_artifact
+from armature.components.contracts.errors import DataError
+from armature.components.contracts.machine import Machine
+from armature.components.contracts.stages import Artifact
+from armature.components.models.settings import ModelSettings
+from armature.components.policies.settings import RobotPolicySettings
+from armature.components.project import project_path
+from armature.components.stages import open_store
+from armature.tasks.mlflow_client import client
+from armature.tasks.run_stage import run
 
 ALIAS_PREFIX = "models:/"
 

@@ -19,13 +19,13 @@ from prefect.artifacts import create_progress_artifact, update_progress_artifact
 from prefect.logging import get_run_logger
 from prefect.runtime import flow_run, task_run
 
-from components.contracts.errors import TrackingError
-from components.contracts.stages import Artifact
-from components.stages import TerminalEvents
-from tasks.patience import patience
-from tasks.prometheus import RUNS
-from tasks.resources import ResourceWatch, free_bytes
-from tasks.tracking import TrackedRun
+from armature.components.contracts.errors import TrackingError
+from armature.components.contracts.stages import Artifact
+from armature.components.stages import TerminalEvents
+from armature.tasks.patience import patience
+from armature.tasks.prometheus import RUNS
+from armature.tasks.resources import ResourceWatch, free_bytes
+from armature.tasks.tracking import TrackedRun
 
 FLUSH_SECONDS = 3.0
 LOG_LINE_SECONDS = 15.0

@@ -12,15 +12,15 @@ from prefect.context import TagsContext
 from prefect.runtime import deployment, flow_run
 from pydantic import BaseModel
 
-from components.contracts.errors import ConfigurationError
-from components.contracts.machine import Machine
-from components.contracts.secrets import BLOCKS, BlockReference
-from components.inference.kept import keep_servers
-from tasks import mlflow_client as names
-from tasks.logs import readable_errors
-from tasks.mlflow_client import client, experiment_id
-from tasks.prometheus import serve_metrics
-from tasks.tracking import TrackedRun, tracked
+from armature.components.contracts.errors import ConfigurationError
+from armature.components.contracts.machine import Machine
+from armature.components.contracts.secrets import BLOCKS, BlockReference
+from armature.components.inference.kept import keep_servers
+from armature.tasks import mlflow_client as names
+from armature.tasks.logs import readable_errors
+from armature.tasks.mlflow_client import client, experiment_id
+from armature.tasks.prometheus import serve_metrics
+from armature.tasks.tracking import TrackedRun, tracked
 
 DEPLOYMENT_TAG = "deployment:"
 

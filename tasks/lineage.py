@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from mlflow.entities import DatasetInput, Run
 from mlflow.exceptions import MlflowException
 
-from components.contracts.errors import DataError
-from tasks import mlflow_client as names
-from tasks.mlflow_client import client
+from armature.components.contracts.errors import DataError
+from armature.tasks import mlflow_client as names
+from armature.tasks.mlflow_client import client
 
 
 @dataclass

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from components.contracts.errors import ArmatureError
+from armature.components.contracts.errors import ArmatureError
 
 _LOGGERS = ("prefect.flow_runs", "prefect.task_runs")
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from tasks import mlflow_client as names
-from tasks.mlflow_client import client
-from tasks.tracking import TrackedRun
+from armature.tasks import mlflow_client as names
+from armature.tasks.mlflow_client import client
+from armature.tasks.tracking import TrackedRun
 
 
 def take_the_place_of_lost_runs(run: TrackedRun, parent: TrackedRun | None, fingerprint: str) -> None:

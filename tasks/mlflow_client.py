@@ -29,11 +29,11 @@ from mlflow.exceptions import MlflowException
 from sqlalchemy import make_url
 from sqlalchemy.exc import ArgumentError
 
-from components.contracts.errors import ConfigurationError
-from components.contracts.secrets import without_passwords
-from components.home import home_folder
-from components.private_files import sqlite_url
-from tasks.patience import patiently
+from armature.components.contracts.errors import ConfigurationError
+from armature.components.contracts.secrets import without_passwords
+from armature.components.home import home_folder
+from armature.components.private_files import sqlite_url
+from armature.tasks.patience import patiently
 
 STATE = home_folder() / ".armature"
 UI_URL = "http://127.0.0.1:5000"

@@ -14,12 +14,12 @@ from typing import Any
 
 from mlflow.entities import LoggedModel
 
-from components.artifacts.manifest import read_manifest
-from components.contracts.machine import Machine
-from components.contracts.metrics import metric_part, metrics_below
-from components.contracts.stages import Artifact
-from components.stages import open_store
-from tasks.tracking import TrackedRun
+from armature.components.artifacts.manifest import read_manifest
+from armature.components.contracts.machine import Machine
+from armature.components.contracts.metrics import metric_part, metrics_below
+from armature.components.contracts.stages import Artifact
+from armature.components.stages import open_store
+from armature.tasks.tracking import TrackedRun
 
 MODEL_KINDS = ("model", "policy")
 """Kinds of artifacts that are checkpoints, and names of the inputs that take one."""

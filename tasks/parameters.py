@@ -6,8 +6,8 @@ from collections.abc import Callable
 from inspect import Parameter, Signature, cleandoc
 from typing import Any, TypeVar
 
-from components.configuration import SectionsT, fitting
-from components.recipes import Sections
+from armature.components.configuration import SectionsT, fitting
+from armature.components.recipes import Sections
 
 Result = TypeVar("Result")
 

@@ -14,8 +14,8 @@ from mlflow.exceptions import MlflowException, RestException
 from requests import RequestException
 from sqlalchemy.exc import SQLAlchemyError
 
-from components.contracts.errors import TrackingError
-from components.contracts.secrets import without_passwords
+from armature.components.contracts.errors import TrackingError
+from armature.components.contracts.secrets import without_passwords
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -14,11 +14,11 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from components.home import home_folder
-from components.inference.pool import OPEN
-from components.inference.statistics import PoolStatistics
-from components.prometheus import metrics_server
-from tasks.resources import free_bytes
+from armature.components.home import home_folder
+from armature.components.inference.pool import OPEN
+from armature.components.inference.statistics import PoolStatistics
+from armature.components.prometheus import metrics_server
+from armature.tasks.resources import free_bytes
 
 COUNTS = tuple(PoolStatistics().counts())
 

@@ -10,13 +10,13 @@ import mlflow
 from mlflow.entities import LoggedModel
 from mlflow.exceptions import MlflowException
 
-from components.artifacts.disk import link_file
-from components.contracts.errors import TrackingError
-from components.contracts.stages import Artifact
-from components.models.source import CHECKPOINT
-from tasks import mlflow_client as names
-from tasks.mlflow_client import client
-from tasks.patience import patiently
+from armature.components.artifacts.disk import link_file
+from armature.components.contracts.errors import TrackingError
+from armature.components.contracts.stages import Artifact
+from armature.components.models.source import CHECKPOINT
+from armature.tasks import mlflow_client as names
+from armature.tasks.mlflow_client import client
+from armature.tasks.patience import patiently
 
 
 def promote(model: LoggedModel, registered_name: str, checkpoint: Artifact) -> str:

@@ -9,13 +9,13 @@ from prefect import task
 from prefect.artifacts import create_link_artifact, create_markdown_artifact, create_table_artifact
 from prefect.cache_policies import NO_CACHE
 
-from components.contracts.metrics import metric_part
-from components.contracts.stages import Artifact
-from tasks.flow_run import provenance
-from tasks.mlflow_client import served_by
-from tasks.outputs import numbers, pages
-from tasks.promotion import measure_of_candidate, promote
-from tasks.tracking import TrackedRun, find_model
+from armature.components.contracts.metrics import metric_part
+from armature.components.contracts.stages import Artifact
+from armature.tasks.flow_run import provenance
+from armature.tasks.mlflow_client import served_by
+from armature.tasks.outputs import numbers, pages
+from armature.tasks.promotion import measure_of_candidate, promote
+from armature.tasks.tracking import TrackedRun, find_model
 
 SHOWN = (
     *("accuracy", "accuracy_low", "accuracy_high", "success", "success_low", "success_high"),

@@ -17,21 +17,21 @@ from prefect.runtime import flow_run, task_run
 from prefect.states import Completed
 from pydantic import BaseModel
 
-from components.configuration import Recipe
-from components.contracts.errors import ServerError, TrainerError, WeightSyncError
-from components.contracts.machine import Machine
-from components.contracts.stages import Artifact, Stage
-from components.home import home_folder
-from components.stages import STAGES, find_made, fingerprint, refuse_unknown, run_stage
-from components.view.runs import STAGES as VIEWED
-from tasks import mlflow_client as names
-from tasks.events import PrefectEvents
-from tasks.flow_run import current_run, provenance
-from tasks.lost_runs import take_the_place_of_lost_runs
-from tasks.outputs import record_output
-from tasks.tracking import TrackedRun, tracked
-from tasks.units import PrefectUnits
-from tasks.viewer_link import link_viewer
+from armature.components.configuration import Recipe
+from armature.components.contracts.errors import ServerError, TrainerError, WeightSyncError
+from armature.components.contracts.machine import Machine
+from armature.components.contracts.stages import Artifact, Stage
+from armature.components.home import home_folder
+from armature.components.stages import STAGES, find_made, fingerprint, refuse_unknown, run_stage
+from armature.components.view.runs import STAGES as VIEWED
+from armature.tasks import mlflow_client as names
+from armature.tasks.events import PrefectEvents
+from armature.tasks.flow_run import current_run, provenance
+from armature.tasks.lost_runs import take_the_place_of_lost_runs
+from armature.tasks.outputs import record_output
+from armature.tasks.tracking import TrackedRun, tracked
+from armature.tasks.units import PrefectUnits
+from armature.tasks.viewer_link import link_viewer
 
 GPU_LIMIT = "gpu"
 REUSED = "Reused"

@@ -7,7 +7,7 @@ import os
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
-from components.contracts.errors import ConfigurationError
+from armature.components.contracts.errors import ConfigurationError
 
 
 def provider() -> TracerProvider:

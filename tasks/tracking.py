@@ -29,15 +29,15 @@ from mlflow.entities import (
 )
 from pydantic import BaseModel
 
-from components.artifacts.digests import document_digest
-from components.artifacts.manifest import read_manifest
-from components.contracts.errors import TrackingError
-from components.contracts.metrics import metric_part
-from components.contracts.stages import Artifact
-from components.installation import installed_commit
-from tasks import mlflow_client as names
-from tasks.mlflow_client import client, experiment_id, page
-from tasks.patience import patience, patiently
+from armature.components.artifacts.digests import document_digest
+from armature.components.artifacts.manifest import read_manifest
+from armature.components.contracts.errors import TrackingError
+from armature.components.contracts.metrics import metric_part
+from armature.components.contracts.stages import Artifact
+from armature.components.installation import installed_commit
+from armature.tasks import mlflow_client as names
+from armature.tasks.mlflow_client import client, experiment_id, page
+from armature.tasks.patience import patience, patiently
 
 MetricPoint = tuple[str, float, int, int]
 """Key, value, milliseconds since 1970, step."""

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 
 from pydantic import BaseModel
 
-from components.contracts.machine import Machine
-from components.contracts.stages import Artifact
-from tasks.run_stage import run
+from armature.components.contracts.machine import Machine
+from armature.components.contracts.stages import Artifact
+from armature.tasks.run_stage import run
 
 
 def training_data(sections: Mapping[str, BaseModel], machine: Machine) -> Artifact:

@@ -11,7 +11,7 @@ from typing import Any
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from components.contracts.stages import ResultT
+from armature.components.contracts.stages import ResultT
 
 
 class PrefectUnits:

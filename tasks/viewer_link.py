@@ -8,7 +8,7 @@ from pathlib import Path
 
 from prefect.artifacts import create_markdown_artifact
 
-from components.view.address import viewer_address
+from armature.components.view.address import viewer_address
 
 
 def link_viewer(label: str, fingerprint: str, store: Path) -> None:

@@ -15,7 +15,7 @@ import pytest
 from tests.hub_server import HubServer, serve_hub
 
 if TYPE_CHECKING:
-    from components.inference.server import VllmServer
+    from armature.components.inference.server import VllmServer
 
 hypothesis.settings.register_profile("armature", deadline=None)  # a busy machine is not a failure
 hypothesis.settings.load_profile("armature")
@@ -137,7 +137,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 @pytest.fixture(autouse=True)
 def secrets_of_one_test(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a test reads as a secret, such as "another", is not blanked in the errors of the next one."""
-    from components.contracts import secret_values
+    from armature.components.contracts import secret_values
 
     monkeypatch.setattr(secret_values, "_forms", set(secret_values._forms))
 
@@ -189,9 +189,9 @@ class SharedServer:
 
 def real_server(log_folder: Path, key: str) -> VllmServer:
     """One to join, not yet started, whose answers depend on nothing else that it is asked."""
-    from components.contracts.machine import Machine
-    from components.inference.server import VllmServer
-    from components.inference.settings import ServerSettings
+    from armature.components.contracts.machine import Machine
+    from armature.components.inference.server import VllmServer
+    from armature.components.inference.settings import ServerSettings
 
     python = Path(__file__).parents[1] / ".venv-vllm/bin/python"
     if not python.exists():
@@ -212,9 +212,9 @@ def shared_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedSe
     """
     from anyio.from_thread import start_blocking_portal
 
-    from components.configuration import load_recipe
-    from components.models.settings import ModelSettings
-    from components.models.tiny import make_tiny_checkpoint
+    from armature.components.configuration import load_recipe
+    from armature.components.models.settings import ModelSettings
+    from armature.components.models.tiny import make_tiny_checkpoint
 
     folder, model = tmp_path_factory.mktemp("shared-server"), load_recipe("train-vlm/colors").sections["model"]
     assert isinstance(model, ModelSettings) and model.tiny is not None and model.tiny.format is not None

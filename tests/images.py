@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from PIL import ExifTags, Image
 
-from components.contracts.images import EncodedImage
+from armature.components.contracts.images import EncodedImage
 
 MEDIA_TYPES = {"PNG": "image/png", "JPEG": "image/jpeg", "WEBP": "image/webp", "MPO": "image/jpeg"}
 WIDTH, HEIGHT = 72, 44

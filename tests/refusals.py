@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import pytest
 from pydantic import ValidationError
 
-from components.contracts.settings import InvalidTable
+from armature.components.contracts.settings import InvalidTable
 
 
 def codes(error: BaseException) -> set[str]:
@@ -31,7 +31,7 @@ def refused(code: str, *values: object, kind: type[BaseException] = Exception) -
         kind: class of the error, where the code does not tell it.
 
     Example:
-        >>> from components.contracts.errors import DataError
+        >>> from armature.components.contracts.errors import DataError
         >>> with refused("empty_file", "prompts.jsonl"):
         ...     raise DataError("the file is empty", code="empty_file", where="prompts.jsonl")
     """

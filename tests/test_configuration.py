@@ -9,7 +9,7 @@ from contextlib import nullcontext
 
 import pytest
 
-from components.configuration import (
+from armature.components.configuration import (
     build_recipe,
     load_recipe,
     merge,
@@ -18,11 +18,11 @@ from components.configuration import (
     recipe_names,
     recipe_path,
 )
-from components.contracts.errors import ConfigurationError
-from components.contracts.machine import Machine
-from components.datasets.settings import SourceSettings
-from components.environments.openenv.settings import OpenEnvSettings
-from components.training.processes import TrainerProcesses
+from armature.components.contracts.errors import ConfigurationError
+from armature.components.contracts.machine import Machine
+from armature.components.datasets.settings import SourceSettings
+from armature.components.environments.openenv.settings import OpenEnvSettings
+from armature.components.training.processes import TrainerProcesses
 from tests.refusals import refused
 
 
@@ -233,7 +233,7 @@ def test_every_committed_recipe_loads_and_its_dump_loads_again(name):
 
 def test_recipes_load_without_torch_and_prefect():
     code = (
-        "import sys; from components.configuration import load_recipe; load_recipe('train-vlm/colors');"
+        "import sys; from armature.components.configuration import load_recipe; load_recipe('train-vlm/colors');"
         "assert not {'torch', 'transformers', 'prefect', 'mlflow', 'dvc'} & set(sys.modules), sorted(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
@@ -335,8 +335,8 @@ def test_odd_values_in_free_tables_are_refused(value):
 def test_fingerprints_of_numbers_that_json_lacks_are_refused():
     from pydantic import BaseModel
 
-    from components.contracts.stages import Stage, StageReport
-    from components.stages import fingerprint
+    from armature.components.contracts.stages import Stage, StageReport
+    from armature.components.stages import fingerprint
 
     class Plain(BaseModel):
         rate: float | None

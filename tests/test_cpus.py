@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from components.cpus import available_cpus
+from armature.components.cpus import available_cpus
 
 
 def test_of_all_that_it_is_bound_to(tmp_path: Path) -> None:
     bound = f"import os; os.sched_setaffinity(0, [{min(os.sched_getaffinity(0))}])"
-    code = f"{bound}; from components.cpus import available_cpus; print(available_cpus())"
+    code = f"{bound}; from armature.components.cpus import available_cpus; print(available_cpus())"
     assert subprocess.check_output([sys.executable, "-c", code]) == b"1\n"
 
 

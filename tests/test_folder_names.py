@@ -16,24 +16,24 @@ from hypothesis import strategies as st
 from PIL import Image
 from sqlalchemy import create_engine, make_url, text
 
-from components.artifacts.cache import DownloadCache
-from components.artifacts.tables import read_table, write_table
-from components.configuration import load_recipe
-from components.contracts.episodes import Environment, Task
-from components.contracts.errors import ConfigurationError
-from components.contracts.machine import Machine
-from components.datasets.lerobot.frames import FrameReader
-from components.datasets.lerobot.layout import Feature
-from components.datasets.lerobot.reader import open_dataset
-from components.datasets.lerobot.settings import LayoutSettings
-from components.datasets.lerobot.video import VideoSettings
-from components.datasets.lerobot.writer import create_dataset
-from components.environments.dataset.files import matches
-from components.environments.make import make_environment
-from components.environments.settings import EnvironmentSettings
-from components.environments.stage import TASKS
-from components.private_files import sqlite_url
-from components.project import project
+from armature.components.artifacts.cache import DownloadCache
+from armature.components.artifacts.tables import read_table, write_table
+from armature.components.configuration import load_recipe
+from armature.components.contracts.episodes import Environment, Task
+from armature.components.contracts.errors import ConfigurationError
+from armature.components.contracts.machine import Machine
+from armature.components.datasets.lerobot.frames import FrameReader
+from armature.components.datasets.lerobot.layout import Feature
+from armature.components.datasets.lerobot.reader import open_dataset
+from armature.components.datasets.lerobot.settings import LayoutSettings
+from armature.components.datasets.lerobot.video import VideoSettings
+from armature.components.datasets.lerobot.writer import create_dataset
+from armature.components.environments.dataset.files import matches
+from armature.components.environments.make import make_environment
+from armature.components.environments.settings import EnvironmentSettings
+from armature.components.environments.stage import TASKS
+from armature.components.private_files import sqlite_url
+from armature.components.project import project
 from tests.hostile_names import EVERY_CHARACTER, HOSTILE_NAMES
 
 NAMES = (*HOSTILE_NAMES, EVERY_CHARACTER)

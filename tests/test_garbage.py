@@ -7,7 +7,7 @@ import sys
 
 PROGRAM = """
 import gc
-from components.garbage import exempt_from_collection
+from armature.components.garbage import exempt_from_collection
 
 class Cycle:
     def __init__(self):

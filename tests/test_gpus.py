@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from armature.components.contracts.cluster import ClusterSettings
+from armature.components.contracts.machine import Machine
+from armature.components.gpus import gpu_count, visible_devices
+from armature.components.inference.command import server_environment
+from armature.components.training.processes import TrainerProcesses
 from armature.train_multimodal import MultimodalFile, divide_gpus
-from components.contracts.cluster import ClusterSettings
-from components.contracts.machine import Machine
-from components.gpus import gpu_count, visible_devices
-from components.inference.command import server_environment
-from components.training.processes import TrainerProcesses
 from tests.refusals import refused
 
 LISTED = "GPU 0: A\n  MIG 1g.10gb Device 0: (UUID: MIG-x)\nGPU 1: B\nGPU 2: C\nGPU 3: D\n"

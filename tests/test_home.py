@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from armature.components.contracts.machine import Machine
+from armature.components.home import home_folder, original
+from armature.components.project import project, project_path
+from armature.components.stages import open_store
 from armature.init import write_project
-from components.contracts.machine import Machine
-from components.home import home_folder, original
-from components.project import project, project_path
-from components.stages import open_store
 
 
 @pytest.fixture

@@ -5,13 +5,20 @@ import-linter holds the order of the layers; this holds modules and packages tha
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import grimp
 import pytest
 
-PRODUCT = ("armature", "components", "examples", "flows", "tasks")
+from armature.components.contracts import errors
+from armature.components.workers.process import importable
+
+ROOT = Path(__file__).resolve().parents[1]
+PRODUCT = ("armature", "examples")
 
 
 def import_graph(*packages: str) -> grimp.ImportGraph:
@@ -39,11 +46,24 @@ def product() -> grimp.ImportGraph:
 
 
 def test_all_modules_of_the_product_are_read(product: grimp.ImportGraph) -> None:
-    root = Path(__file__).resolve().parents[1]
-    files = (path.relative_to(root) for name in PRODUCT for path in (root / name).rglob("*.py"))
-    outside = ("components", "inference", "served")  # installed beside vLLM, as a distribution of its own
+    linked = (f"armature/{name}" for name in ("components", "flows", "tasks"))  # rglob enters no links
+    files = (path.relative_to(ROOT) for name in (*PRODUCT, *linked) for path in (ROOT / name).rglob("*.py"))
     parts = [path.parent.parts if path.stem == "__init__" else path.with_suffix("").parts for path in files]
-    assert {".".join(one) for one in parts if one[:3] != outside} == product.modules - {"examples"}
+    assert {".".join(one) for one in parts} == product.modules - {"examples"}
+
+
+@pytest.mark.parametrize("name", ["components", "flows", "tasks"])
+def test_linked_folder_is_no_second_package(name: str) -> None:
+    done = subprocess.run([sys.executable, "-c", f"import {name}"], cwd=ROOT, capture_output=True, check=False)
+    assert done.returncode == 1 and b"ImportError" in done.stderr
+
+
+def test_child_process_imports_the_code_of_its_parent() -> None:
+    script = "import sys; from armature.components.contracts import errors; print(errors.__file__)"
+    script += "; print(sorted({'components', 'flows', 'tasks'} & set(sys.modules)))"
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, env=os.environ | importable(), cwd="/", capture_output=True, text=True, check=True)
+    assert done.stdout.split("\n") == [errors.__file__, "[]", ""]
 
 
 def test_modules_import_each_other_in_no_circle(product: grimp.ImportGraph) -> None:

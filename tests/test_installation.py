@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from armature import setup
+from armature.components import installation
+from armature.components.contracts.machine import Machine
+from armature.components.installation import DISTRIBUTION, install_command, installed_version
 from armature.version import package_version
-from components import installation
-from components.contracts.machine import Machine
-from components.installation import DISTRIBUTION, install_command, installed_version
 from tests.refusals import refused
 
 HERE = Path(__file__)
@@ -107,7 +107,7 @@ def test_setup_leaves_a_folder_alone_that_is_not_an_environment(tmp_path):
 
 
 def test_an_installation_without_recipes_is_an_error(tmp_path, monkeypatch):
-    from components import configuration
+    from armature.components import configuration
 
     monkeypatch.setattr(configuration, "CONFIGS", tmp_path)
     with refused("recipes_missing", tmp_path, "armature-vla"):

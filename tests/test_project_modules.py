@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from components.project import project, project_folder, project_path, project_source
-from components.project_modules import load_object
-from components.sources.code import code_digest
+from armature.components.project import project, project_folder, project_path, project_source
+from armature.components.project_modules import load_object
+from armature.components.sources.code import code_digest
 from tests.refusals import refused
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -47,14 +47,14 @@ def test_a_function_beside_the_recipe_is_found_with_what_it_imports_and_nothing_
 
 
 def test_a_child_process_finds_it_too(beside):
-    code = "from components.project_modules import load_object; print(load_object('own_reward:short', 'reward')('red'))"
+    code = "from armature.components import project_modules as p; print(p.load_object('own_reward:short', '')('red'))"
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
     done = subprocess.run([sys.executable, "-c", code], env=environment, cwd="/", capture_output=True, text=True)
     assert done.stdout == "1.0\n", done.stderr
     assert not list(beside.rglob("__pycache__/own_r*"))
 
 
-@pytest.mark.parametrize("name", ["json", "tomllib", "yaml", "components", "armature", "google"])
+@pytest.mark.parametrize("name", ["json", "tomllib", "yaml", "armature", "google"])
 def test_a_module_with_the_name_of_another_is_refused_and_the_other_one_stays(beside, name):
     before = sys.modules.get(name)
     (beside / f"{name}.py").write_text("raise AssertionError('imported')\n")

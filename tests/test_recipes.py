@@ -12,11 +12,11 @@ from typing import Any, get_args
 import pytest
 from pydantic import BaseModel
 
-from components.configuration import CONFIGS, load_recipe, recipe_from_file, recipe_names
-from components.contracts.errors import ConfigurationError
-from components.environments import ENVIRONMENTS
-from components.evaluation.settings import EvaluateStageSettings
-from components.recipes import RECIPES
+from armature.components.configuration import CONFIGS, load_recipe, recipe_from_file, recipe_names
+from armature.components.contracts.errors import ConfigurationError
+from armature.components.environments import ENVIRONMENTS
+from armature.components.evaluation.settings import EvaluateStageSettings
+from armature.components.recipes import RECIPES
 
 FILES = sorted(path.relative_to(CONFIGS) for path in CONFIGS.glob("*/*.toml"))
 FROZEN = Path(__file__).with_name("recipes.json")

@@ -12,26 +12,26 @@ from types import FrameType
 import pytest
 from pydantic import ValidationError
 
-from components.artifacts.images import ImageStore
-from components.artifacts.manifest import MANIFEST, read_manifest
-from components.artifacts.tables import read_table
-from components.artifacts.tensors import INDEX, open_tensors, shard_names
-from components.configuration import load_recipe
-from components.contracts.errors import ArmatureError
-from components.contracts.files import regular
-from components.contracts.images import ImageRef
-from components.datasets.lerobot.layout import read_info
-from components.environments.make import make_environment
-from components.environments.settings import EnvironmentSettings
-from components.environments.stage import ENVIRONMENT, TASKS, read_environment
-from components.inference.checkpoint import read_config
-from components.inference.endpoints_file import read_endpoints
-from components.policies.molmoact2.checkpoints.lerobot_layout import read_json
-from components.policies.molmoact2.processing.action_tokens import CONFIG, ActionTokens
-from components.policies.molmoact2.processing.norm_stats import NormStats
-from components.project import project
-from components.rewards.make import make_rewards
-from components.rewards.settings import RewardSettings
+from armature.components.artifacts.images import ImageStore
+from armature.components.artifacts.manifest import MANIFEST, read_manifest
+from armature.components.artifacts.tables import read_table
+from armature.components.artifacts.tensors import INDEX, open_tensors, shard_names
+from armature.components.configuration import load_recipe
+from armature.components.contracts.errors import ArmatureError
+from armature.components.contracts.files import regular
+from armature.components.contracts.images import ImageRef
+from armature.components.datasets.lerobot.layout import read_info
+from armature.components.environments.make import make_environment
+from armature.components.environments.settings import EnvironmentSettings
+from armature.components.environments.stage import ENVIRONMENT, TASKS, read_environment
+from armature.components.inference.checkpoint import read_config
+from armature.components.inference.endpoints_file import read_endpoints
+from armature.components.policies.molmoact2.checkpoints.lerobot_layout import read_json
+from armature.components.policies.molmoact2.processing.action_tokens import CONFIG, ActionTokens
+from armature.components.policies.molmoact2.processing.norm_stats import NormStats
+from armature.components.project import project
+from armature.components.rewards.make import make_rewards
+from armature.components.rewards.settings import RewardSettings
 
 
 def make_socket(path: Path) -> None:

@@ -10,7 +10,7 @@ import typer
 
 
 def _recipes(incomplete: str) -> list[str]:
-    from components.configuration import recipe_names
+    from armature.components.configuration import recipe_names
 
     return [name for name in recipe_names() if name.startswith(incomplete)]
 

@@ -70,10 +70,10 @@ def serve(
 
     It samples as trainings need it, and takes weights from whoever has its key.
     """
+    from armature.components.configuration import section_of
+    from armature.components.contracts.machine import Machine
+    from armature.components.inference.settings import ServerSettings
     from armature.serve import serve_model
-    from components.configuration import section_of
-    from components.contracts.machine import Machine
-    from components.inference.settings import ServerSettings
 
     devices = [int(each) for each in gpus.split(",") if each.strip()]
     values: dict[str, Any] = {
@@ -142,8 +142,8 @@ def serve_policy(
     Robots and simulators connect by the websocket protocol of openpi's clients. The key is ARMATURE_POLICY_KEY, or is
     made and kept in .armature/serve-policy.key. Ctrl-C ends it.
     """
-    from components.configuration import section_of
-    from components.policy_server.settings import PolicyServerSettings
+    from armature.components.configuration import section_of
+    from armature.components.policy_server.settings import PolicyServerSettings
 
     values = {
         "host": host,
@@ -199,7 +199,7 @@ def join(
 
     Ends when the training ends; with a folder, when the folder is removed.
     """
-    from components.training.join import join as take_part
+    from armature.components.training.join import join as take_part
 
     take_part(job)
 

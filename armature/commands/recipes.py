@@ -12,7 +12,7 @@ from typing import Annotated, Optional
 import typer
 
 from armature.commands.arguments import Force, JobVariables, MachineOverrides, Name, Names, Overrides, overrides
-from components.contracts.errors import ConfigurationError
+from armature.components.contracts.errors import ConfigurationError
 
 app = typer.Typer()
 
@@ -40,8 +40,8 @@ def init(
 @app.command("list")
 def list_(as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False) -> None:
     """List the recipes."""
+    from armature.components.configuration import load_recipe, recipe_names
     from armature.deployments import pool_of
-    from components.configuration import load_recipe, recipe_names
 
     rows = []
     for name in recipe_names():
@@ -70,7 +70,7 @@ def check(
     Its values, this machine, and whether server and trainer agree on log-probs.
     """
     from armature.check import check_recipe
-    from components.configuration import load_recipe
+    from armature.components.configuration import load_recipe
 
     check_recipe(load_recipe(name, overrides(set_, machine)), configuration_only)
 
@@ -111,8 +111,8 @@ def plan(
     The loop, the routing of requests and the schedule are run on a virtual clock. Nothing is started, and no weights
     are read. Every cost is printed with where it is from.
     """
+    from armature.components.configuration import load_recipe
     from armature.plan import plan_recipe
-    from components.configuration import load_recipe
 
     for line in plan_recipe(load_recipe(name, overrides(set_, machine)), gpus or [], gpu, from_ or [], costs, price):
         print(line)
@@ -124,8 +124,8 @@ def run(name: Name, set_: Overrides = None, machine: MachineOverrides = None, fo
 
     A Prefect server is started for it when none is up.
     """
+    from armature.components.configuration import load_recipe
     from armature.run import run_recipe
-    from components.configuration import load_recipe
 
     try:
         lines = run_recipe(load_recipe(name, overrides(set_, machine, force)))

@@ -53,7 +53,7 @@ def view(
     """
     import webbrowser
 
-    from components.view.serve import serve
+    from armature.components.view.serve import serve
 
     def ready(address: str) -> None:
         print(f"{address}\nCtrl-C ends it", flush=True)

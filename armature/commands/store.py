@@ -28,9 +28,9 @@ def gc(
     Artifacts that arrived in part, checkpoints of finished trainings, uploads that were not completed, and images that
     no artifact shows. Artifacts stay, and so does the newest checkpoint of a training that is not finished.
     """
+    from armature.components.configuration import load_recipe
+    from armature.components.contracts.machine import Machine
     from armature.garbage import collect
-    from components.configuration import load_recipe
-    from components.contracts.machine import Machine
 
     facts = load_recipe(name, overrides(None, machine)).sections["machine"]
     assert isinstance(facts, Machine)

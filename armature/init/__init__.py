@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from armature.components.contracts.errors import ConfigurationError
 from armature.init.samples import write_samples
-from components.contracts.errors import ConfigurationError
 
 TEMPLATE = Path(__file__).parent / "template"
 NAMES = {

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import sys
 
+from armature.components.installation import CHECKOUT
 from armature.setup import set_up
-from components.installation import CHECKOUT
 
 OTHERS = (
     *("vllm", "trl", "checkov", "cluster", "lerobot", "openenv", "ray", "skypilot"),

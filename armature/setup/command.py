@@ -5,9 +5,9 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
+from armature.components.contracts.errors import ArmatureError, ConfigurationError
+from armature.components.installation import server_environment
 from armature.setup import set_up
-from components.contracts.errors import ArmatureError, ConfigurationError
-from components.installation import server_environment
 
 
 def make_server_environment(folder: Path | None) -> None:

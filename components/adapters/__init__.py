@@ -5,15 +5,15 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from components.adapters.base import MultimodalAdapter
-from components.contracts.batches import MultimodalBatch
+from armature.components.adapters.base import MultimodalAdapter
+from armature.components.contracts.batches import MultimodalBatch
 
 if TYPE_CHECKING:
-    from components.adapters.collate import SampleCollator
-    from components.adapters.family import FamilyAdapter
-    from components.adapters.select import get_adapter, get_collator
-    from components.adapters.spec import FamilySpec
-    from components.adapters.validate import model_inputs, validate_batch
+    from armature.components.adapters.collate import SampleCollator
+    from armature.components.adapters.family import FamilyAdapter
+    from armature.components.adapters.select import get_adapter, get_collator
+    from armature.components.adapters.spec import FamilySpec
+    from armature.components.adapters.validate import model_inputs, validate_batch
 
 __all__ = [
     "FamilyAdapter",

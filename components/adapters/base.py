@@ -5,15 +5,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Any
 
-from components.contracts.batches import MultimodalBatch
-from components.contracts.rollouts import GenerateOutputs
+from armature.components.contracts.batches import MultimodalBatch
+from armature.components.contracts.rollouts import GenerateOutputs
 
 
 class MultimodalAdapter(ABC):
     """Turns rollouts into the inputs of one model family.
 
     Subclass this to bring your own: `build_batch` is all that the trainer calls, and what it returns is checked
-    with `components.adapters.validate_batch`. The families that Armature knows come from `get_adapter`.
+    with `armature.components.adapters.validate_batch`. The families that Armature knows come from `get_adapter`.
     """
 
     def __init__(self, tokenizer: Any) -> None:

@@ -11,14 +11,14 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from components.adapters.images import PLACEHOLDER_RUNS, ImageSource, image_features, process_one
-from components.adapters.joins import Features
-from components.adapters.sequences import runs_fit
-from components.adapters.spec import FamilySpec, known_token_ids, token_id
-from components.artifacts.pixels import to_rgb
-from components.contracts.batches import MultimodalBatch, Sample
-from components.contracts.errors import ConfigurationError, DataError
-from components.contracts.images import ImageRef
+from armature.components.adapters.images import PLACEHOLDER_RUNS, ImageSource, image_features, process_one
+from armature.components.adapters.joins import Features
+from armature.components.adapters.sequences import runs_fit
+from armature.components.adapters.spec import FamilySpec, known_token_ids, token_id
+from armature.components.artifacts.pixels import to_rgb
+from armature.components.contracts.batches import MultimodalBatch, Sample
+from armature.components.contracts.errors import ConfigurationError, DataError
+from armature.components.contracts.images import ImageRef
 
 
 def pad_rows(rows: Sequence[np.ndarray[Any, Any]], value: float, dtype: torch.dtype) -> Tensor:

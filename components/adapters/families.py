@@ -1,11 +1,11 @@
-"""How each family of `components.models.families` is adapted, under the same names."""
+"""How each family of `armature.components.models.families` is adapted, under the same names."""
 
 from __future__ import annotations
 
-from components.adapters.joins import OffsetCat, cat, pad_cat
-from components.adapters.spec import FamilySpec
-from components.models.families import FAMILIES
-from components.registry import Registry
+from armature.components.adapters.joins import OffsetCat, cat, pad_cat
+from armature.components.adapters.spec import FamilySpec
+from armature.components.models.families import FAMILIES
+from armature.components.registry import Registry
 
 QWEN_VL = FamilySpec(
     feature_token=".image_token",

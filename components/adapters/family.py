@@ -9,15 +9,15 @@ from dataclasses import replace
 import numpy as np
 from PIL import Image
 
-from components.adapters.base import MultimodalAdapter
-from components.adapters.collate import SampleCollator
-from components.adapters.images import PLACEHOLDER_RUNS, ImageSource, is_missing
-from components.adapters.sequences import merge_turns, runs_fit, sample_of, turn_defect
-from components.adapters.validate import validate_batch
-from components.contracts.batches import MultimodalBatch, Sample, TurnAdvantages
-from components.contracts.errors import ConfigurationError, DataError
-from components.contracts.images import ImageRef
-from components.contracts.rollouts import GenerateOutputs, Turn
+from armature.components.adapters.base import MultimodalAdapter
+from armature.components.adapters.collate import SampleCollator
+from armature.components.adapters.images import PLACEHOLDER_RUNS, ImageSource, is_missing
+from armature.components.adapters.sequences import merge_turns, runs_fit, sample_of, turn_defect
+from armature.components.adapters.validate import validate_batch
+from armature.components.contracts.batches import MultimodalBatch, Sample, TurnAdvantages
+from armature.components.contracts.errors import ConfigurationError, DataError
+from armature.components.contracts.images import ImageRef
+from armature.components.contracts.rollouts import GenerateOutputs, Turn
 
 log = logging.getLogger(__name__)
 

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from PIL import Image
 
-from components.adapters.images import PLACEHOLDER_RUNS, image_features, process_one
-from components.adapters.joins import Features, Join, cat, pad_cat
-from components.adapters.spec import FamilySpec
-from components.contracts.errors import ConfigurationError, DataError
+from armature.components.adapters.images import PLACEHOLDER_RUNS, image_features, process_one
+from armature.components.adapters.joins import Features, Join, cat, pad_cat
+from armature.components.adapters.spec import FamilySpec
+from armature.components.contracts.errors import ConfigurationError, DataError
 
 # Wide, tall, small and large, so that tiles, grids and padding differ.
 SIZES = ((100, 80), (64, 150), (500, 90), (700, 900))

@@ -8,15 +8,15 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from components.adapters.collate import SampleCollator
-from components.adapters.families import ENTRIES
-from components.adapters.family import FamilyAdapter
-from components.adapters.generic import infer_spec
-from components.adapters.images import ImageSource
-from components.adapters.spec import FamilySpec
-from components.contracts.errors import ConfigurationError
-from components.models.families import FAMILIES, family_of
-from components.models.source import locate
+from armature.components.adapters.collate import SampleCollator
+from armature.components.adapters.families import ENTRIES
+from armature.components.adapters.family import FamilyAdapter
+from armature.components.adapters.generic import infer_spec
+from armature.components.adapters.images import ImageSource
+from armature.components.adapters.spec import FamilySpec
+from armature.components.contracts.errors import ConfigurationError
+from armature.components.models.families import FAMILIES, family_of
+from armature.components.models.source import locate
 
 
 def get_adapter(

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from components.contracts.batches import Sample, TurnAdvantages
-from components.contracts.images import ImageRef
-from components.contracts.rollouts import TokenIds, Trajectory, Turn
+from armature.components.contracts.batches import Sample, TurnAdvantages
+from armature.components.contracts.images import ImageRef
+from armature.components.contracts.rollouts import TokenIds, Trajectory, Turn
 
 # A log-softmax in float32 may end this much above zero.
 POSITIVE_LOGPROB = 1e-5

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from components.adapters.joins import Join
-from components.contracts.errors import ConfigurationError
+from armature.components.adapters.joins import Join
+from armature.components.contracts.errors import ConfigurationError
 
 
 @dataclass(frozen=True)

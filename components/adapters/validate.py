@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from components.contracts.batches import MultimodalBatch
-from components.contracts.errors import DataError
+from armature.components.contracts.batches import MultimodalBatch
+from armature.components.contracts.errors import DataError
 
-REMEDY = "correct the adapter's build_batch; components.contracts.batches.MultimodalBatch names every shape"
+REMEDY = "correct the adapter's build_batch; armature.components.contracts.batches.MultimodalBatch names every shape"
 INTEGERS = (torch.int64, torch.int32)
 
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from components.artifacts.disk import CONTENT, collect, locked_sibling
-from components.contracts.errors import ConfigurationError
-from components.contracts.files import regular
+from armature.components.artifacts.disk import CONTENT, collect, locked_sibling
+from armature.components.contracts.errors import ConfigurationError
+from armature.components.contracts.files import regular
 
 TICK_S = 0.02
 """Longer than a tick of a local file system's clock."""

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from components.contracts.errors import ConfigurationError
+from armature.components.contracts.errors import ConfigurationError
 
 
 def file_digest(path: Path) -> str:

@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
-from components.contracts.errors import ConfigurationError, StoreError
+from armature.components.contracts.errors import ConfigurationError, StoreError
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 UNLOCKED_SECONDS = 7 * 86400.0

@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from components.artifacts.leases import LEASES
-from components.artifacts.manifest import MANIFEST
-from components.artifacts.packs import UNUSED, unused_packs
-from components.artifacts.remote import DIGESTS, IMAGES_FILE, NO_STAGES
-from components.artifacts.remote_checkpoints import WORKSPACES, RemoteCheckpoints
-from components.artifacts.remote_folder import FileDetails, RemoteFolder, Upload
-from components.contracts.errors import DataError
+from armature.components.artifacts.leases import LEASES
+from armature.components.artifacts.manifest import MANIFEST
+from armature.components.artifacts.packs import UNUSED, unused_packs
+from armature.components.artifacts.remote import DIGESTS, IMAGES_FILE, NO_STAGES
+from armature.components.artifacts.remote_checkpoints import WORKSPACES, RemoteCheckpoints
+from armature.components.artifacts.remote_folder import FileDetails, RemoteFolder, Upload
+from armature.components.contracts.errors import DataError
 
 _FINGERPRINT = r"[0-9a-f]{20}(-[\w.-]+)?"
 _OURS = re.compile(

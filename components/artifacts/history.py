@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from components.artifacts.json_lines import JsonLines
-from components.contracts.numbers import dump_json, read_floats
+from armature.components.artifacts.json_lines import JsonLines
+from armature.components.contracts.numbers import dump_json, read_floats
 
 
 class History:

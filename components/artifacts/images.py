@@ -10,11 +10,11 @@ from threading import Lock
 
 from PIL import Image, UnidentifiedImageError
 
-from components.artifacts.disk import write_files
-from components.artifacts.pixels import rgb_and_plain, to_rgb
-from components.contracts.errors import DataError
-from components.contracts.files import regular
-from components.contracts.images import EncodedImage, ImageRef
+from armature.components.artifacts.disk import write_files
+from armature.components.artifacts.pixels import rgb_and_plain, to_rgb
+from armature.components.contracts.errors import DataError
+from armature.components.contracts.files import regular
+from armature.components.contracts.images import EncodedImage, ImageRef
 
 FORMATS = {"image/png": "PNG", "image/jpeg": "JPEG", "image/webp": "WEBP"}
 MAX_BYTES = 32 * 2**20

@@ -8,7 +8,7 @@ import threading
 from pathlib import Path
 from typing import IO, Any
 
-from components.artifacts.disk import full_disk_said
+from armature.components.artifacts.disk import full_disk_said
 
 BLOCK = 4096
 

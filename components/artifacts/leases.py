@@ -19,9 +19,9 @@ from uuid import uuid4
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from components.artifacts.cache import make_once
-from components.artifacts.remote_folder import RemoteFolder
-from components.contracts.errors import StoreError
+from armature.components.artifacts.cache import make_once
+from armature.components.artifacts.remote_folder import RemoteFolder
+from armature.components.contracts.errors import StoreError
 
 LEASES = "leases"
 LEASE = 90.0

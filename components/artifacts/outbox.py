@@ -12,7 +12,7 @@ from threading import Event, Lock, Thread
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from components.artifacts.disk import write_file
+from armature.components.artifacts.disk import write_file
 
 AGAIN = 30.0
 """Seconds after which what could not be sent is tried again."""

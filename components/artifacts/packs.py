@@ -21,14 +21,14 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from components.artifacts.images import FORMATS, MAX_BYTES, ImageStore
-from components.artifacts.remote_folder import RemoteFolder
-from components.artifacts.tables import IMAGE_REF
-from components.contracts.errors import DataError
-from components.contracts.images import ImageRef
+from armature.components.artifacts.images import FORMATS, MAX_BYTES, ImageStore
+from armature.components.artifacts.remote_folder import RemoteFolder
+from armature.components.artifacts.tables import IMAGE_REF
+from armature.components.contracts.errors import DataError
+from armature.components.contracts.images import ImageRef
 
 UNUSED = "garbage/unused.json"
-"""Packs that are going to be deleted, and since when: see `components.artifacts.garbage`."""
+"""Packs that are going to be deleted, and since when: see `armature.components.artifacts.garbage`."""
 PACK_BYTES = 64 * 2**20
 _NAME = re.compile(r"([0-9a-f]{64})\.(png|jpeg|webp)")
 _PACK = re.compile(r"[0-9a-f]{64}")

@@ -10,8 +10,8 @@ from typing import IO, Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from components.contracts.errors import DataError
-from components.contracts.files import regular
+from armature.components.contracts.errors import DataError
+from armature.components.contracts.files import regular
 
 FREE = 3 * 2**26
 """Bytes that the smallest file may decode to."""

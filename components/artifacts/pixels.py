@@ -6,7 +6,7 @@ import numpy as np
 from PIL import ExifTags, Image
 from PIL.PngImagePlugin import PngImageFile
 
-from components.contracts.errors import DataError
+from armature.components.contracts.errors import DataError
 
 _TURNED: dict[object, Image.Transpose] = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,

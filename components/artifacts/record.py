@@ -13,9 +13,9 @@ from typing import Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from components.artifacts.digests import file_digest, listing_digest
-from components.artifacts.disk import full_disk_said, write_file
-from components.contracts.errors import DataError
+from armature.components.artifacts.digests import file_digest, listing_digest
+from armature.components.artifacts.disk import full_disk_said, write_file
+from armature.components.contracts.errors import DataError
 
 NAMED = 5
 """Files that an error names."""

@@ -1,11 +1,11 @@
 """A remote copy of the artifact store behind an fsspec URL, such as s3://bucket/prefix.
 
 <url>/<stage>/<fingerprint>/            an artifact; `.images.json` in it says which packs have the images of its tables
-<url>/images/                           packs of images: see `components.artifacts.packs`
+<url>/images/                           packs of images: see `armature.components.artifacts.packs`
 <url>/digests/<two digits>/<digest>     which artifact has this digest
-<url>/workspaces/<stage>-<fingerprint>/ the newest checkpoint: see `components.artifacts.remote_checkpoints`
-<url>/leases/<stage>-<fingerprint>/     which machine makes it: see `components.artifacts.leases`
-<url>/garbage/                          what is going to be deleted: see `components.artifacts.garbage`
+<url>/workspaces/<stage>-<fingerprint>/ the newest checkpoint: see `armature.components.artifacts.remote_checkpoints`
+<url>/leases/<stage>-<fingerprint>/     which machine makes it: see `armature.components.artifacts.leases`
+<url>/garbage/                          what is going to be deleted: see `armature.components.artifacts.garbage`
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
 
-from components.artifacts.leases import LEASES, RemoteLeases
-from components.artifacts.manifest import MANIFEST
-from components.artifacts.outbox import SCRATCH
-from components.artifacts.packs import ImagePacks
-from components.artifacts.remote_checkpoints import WORKSPACES, RemoteCheckpoints
-from components.artifacts.remote_folder import RemoteFolder
-from components.contracts.errors import ConfigurationError, DataError
+from armature.components.artifacts.leases import LEASES, RemoteLeases
+from armature.components.artifacts.manifest import MANIFEST
+from armature.components.artifacts.outbox import SCRATCH
+from armature.components.artifacts.packs import ImagePacks
+from armature.components.artifacts.remote_checkpoints import WORKSPACES, RemoteCheckpoints
+from armature.components.artifacts.remote_folder import RemoteFolder
+from armature.components.contracts.errors import ConfigurationError, DataError
 
 IMAGES_FILE = ".images.json"
 DIGESTS = "digests"

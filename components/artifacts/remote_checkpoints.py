@@ -13,10 +13,10 @@ from tempfile import TemporaryDirectory
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from components.artifacts.digests import file_digest
-from components.artifacts.disk import sync_tree
-from components.artifacts.remote_folder import RemoteFolder
-from components.contracts.errors import DataError
+from armature.components.artifacts.digests import file_digest
+from armature.components.artifacts.disk import sync_tree
+from armature.components.artifacts.remote_folder import RemoteFolder
+from armature.components.contracts.errors import DataError
 
 WORKSPACES = "workspaces"
 NEWEST = "newest.json"

@@ -15,9 +15,9 @@ from fsspec.asyn import AsyncFileSystem
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.spec import AbstractFileSystem
 
-from components.artifacts.disk import FULL, full_disk_said
-from components.contracts.errors import ArmatureError, ConfigurationError, StoreError
-from components.installation import install_command
+from armature.components.artifacts.disk import FULL, full_disk_said
+from armature.components.contracts.errors import ArmatureError, ConfigurationError, StoreError
+from armature.components.installation import install_command
 
 ResultT = TypeVar("ResultT")
 

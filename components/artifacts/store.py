@@ -25,14 +25,14 @@ from typing import IO
 
 from tqdm import tqdm
 
-from components.artifacts.disk import collect, full_disk_said, link_folder, try_lock, usable, whole_folder
-from components.artifacts.images import ImageStore
-from components.artifacts.manifest import MANIFEST, verified
-from components.artifacts.outbox import Entry, Outbox
-from components.artifacts.record import FileState, Record, read_record, record_path, write_record
-from components.artifacts.remote import RemoteStore
-from components.contracts.errors import DataError
-from components.contracts.stages import Artifact
+from armature.components.artifacts.disk import collect, full_disk_said, link_folder, try_lock, usable, whole_folder
+from armature.components.artifacts.images import ImageStore
+from armature.components.artifacts.manifest import MANIFEST, verified
+from armature.components.artifacts.outbox import Entry, Outbox
+from armature.components.artifacts.record import FileState, Record, read_record, record_path, write_record
+from armature.components.artifacts.remote import RemoteStore
+from armature.components.contracts.errors import DataError
+from armature.components.contracts.stages import Artifact
 
 NO_ARTIFACTS = frozenset({"images", "remote", "replaced", "workspaces"})
 INCOMPLETE_SECONDS = 3600.0

@@ -9,8 +9,8 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from components.contracts.errors import DataError
-from components.contracts.files import regular
+from armature.components.contracts.errors import DataError
+from armature.components.contracts.files import regular
 
 NAME_KEY, VERSION_KEY = b"armature.schema", b"armature.schema_version"
 

@@ -10,10 +10,10 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from components.artifacts.disk import full_disk_said
-from components.contracts.errors import DataError, StoreError
-from components.contracts.files import read_bytes, regular
-from components.contracts.names import bare_name
+from armature.components.artifacts.disk import full_disk_said
+from armature.components.contracts.errors import DataError, StoreError
+from armature.components.contracts.files import read_bytes, regular
+from armature.components.contracts.names import bare_name
 
 Tensors = dict[str, tuple[str, tuple[int, ...]]]
 INDEX = "model.safetensors.index.json"

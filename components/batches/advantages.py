@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from components.batches.gigpo import gigpo
-from components.batches.groups import Group, Values, deviation, groups_of
-from components.batches.settings import RLOO, BatchSettings, Deviation, GroupMean
-from components.contracts.batches import TurnAdvantages
-from components.contracts.metrics import merged
-from components.contracts.rollouts import Trajectory, all_equal
+from armature.components.batches.gigpo import gigpo
+from armature.components.batches.groups import Group, Values, deviation, groups_of
+from armature.components.batches.settings import RLOO, BatchSettings, Deviation, GroupMean
+from armature.components.contracts.batches import TurnAdvantages
+from armature.components.contracts.metrics import merged
+from armature.components.contracts.rollouts import Trajectory, all_equal
 
 EPSILON = 1e-4
 

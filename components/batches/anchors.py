@@ -8,8 +8,8 @@ from difflib import SequenceMatcher
 import numpy as np
 import numpy.typing as npt
 
-from components.batches.settings import AdmissibleAnchors, ExactAnchors, SimilarAnchors
-from components.contracts.rollouts import Turn
+from armature.components.batches.settings import AdmissibleAnchors, ExactAnchors, SimilarAnchors
+from armature.components.contracts.rollouts import Turn
 
 Labels = npt.NDArray[np.int64]
 

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from components.batches.advantages import turn_advantages
-from components.batches.check import MOST_TOKENS, Vocabulary, sample_defect
-from components.batches.settings import BatchSettings
-from components.contracts.batches import Sample, TurnAdvantages
-from components.contracts.metrics import merged
-from components.contracts.rollouts import GenerateOutputs
+from armature.components.batches.advantages import turn_advantages
+from armature.components.batches.check import MOST_TOKENS, Vocabulary, sample_defect
+from armature.components.batches.settings import BatchSettings
+from armature.components.contracts.batches import Sample, TurnAdvantages
+from armature.components.contracts.metrics import merged
+from armature.components.contracts.rollouts import GenerateOutputs
 
 log = logging.getLogger(__name__)
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from components.contracts.batches import Sample
-from components.contracts.errors import DataError
+from armature.components.contracts.batches import Sample
+from armature.components.contracts.errors import DataError
 
 Vocabulary = tuple[int, int]
 """How many token ids can be sampled, and how many can be in a sequence at all."""

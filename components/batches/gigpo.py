@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from components.batches.anchors import Labels, anchor_labels
-from components.batches.groups import Group, Values, deviation
-from components.batches.settings import GiGPO, MeanNorm, MeanStdNorm
-from components.contracts.errors import ConfigurationError
-from components.contracts.rollouts import all_equal
+from armature.components.batches.anchors import Labels, anchor_labels
+from armature.components.batches.groups import Group, Values, deviation
+from armature.components.batches.settings import GiGPO, MeanNorm, MeanStdNorm
+from armature.components.contracts.errors import ConfigurationError
+from armature.components.contracts.rollouts import all_equal
 
 EPSILON = 1e-6
 

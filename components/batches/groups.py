@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from components.batches.settings import Deviation, PenaltySettings
-from components.contracts.errors import DataError
-from components.contracts.rollouts import Trajectory, Turn
+from armature.components.batches.settings import Deviation, PenaltySettings
+from armature.components.contracts.errors import DataError
+from armature.components.contracts.rollouts import Trajectory, Turn
 
 Values = npt.NDArray[np.float64]
 

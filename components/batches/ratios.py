@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from components.artifacts.tables import TableSchema, read_table, write_table
-from components.contracts.batches import LogRatios, Sample
+from armature.components.artifacts.tables import TableSchema, read_table, write_table
+from armature.components.contracts.batches import LogRatios, Sample
 
 RATIOS_FOLDER = "log_ratios"
 LOG_RATIOS = TableSchema(

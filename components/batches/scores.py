@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from components.batches.ratios import read_log_ratios
-from components.batches.table import read_batch
-from components.contracts.batches import LogRatios
-from components.contracts.errors import DataError
-from components.contracts.rollouts import Trajectory
-from components.reports.records import TurnScores, turn_scores
+from armature.components.batches.ratios import read_log_ratios
+from armature.components.batches.table import read_batch
+from armature.components.contracts.batches import LogRatios
+from armature.components.contracts.errors import DataError
+from armature.components.contracts.rollouts import Trajectory
+from armature.components.reports.records import TurnScores, turn_scores
 
 
 def read_scores(

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field, NonNegativeFloat, PositiveInt, model_validator
 
-from components.contracts.settings import Settings
+from armature.components.contracts.settings import Settings
 
 Deviation = Literal["sample", "population"]
 DEVIATION = (

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from components.artifacts.tables import IMAGE_REF, TableSchema, read_table, write_table
-from components.contracts.batches import Sample
-from components.contracts.errors import DataError
-from components.contracts.images import ImageRef
+from armature.components.artifacts.tables import IMAGE_REF, TableSchema, read_table, write_table
+from armature.components.contracts.batches import Sample
+from armature.components.contracts.errors import DataError
+from armature.components.contracts.images import ImageRef
 
 BATCH_FILE = "batch.parquet"
 BATCH_SCHEMA = TableSchema(

@@ -15,15 +15,15 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from components.configuration.problems import SHORT, code_of, explain, place, settings_in
-from components.configuration.tables import SUFFIX, Written, merge, parse_override, read_toml
-from components.contracts.errors import ConfigurationError
-from components.environments.settings import EnvironmentSettings
-from components.installation import CONFIGS, DISTRIBUTION
-from components.models.settings import ModelSettings
-from components.project import project
-from components.recipes import RECIPES, Sections
-from components.registry import suggestion
+from armature.components.configuration.problems import SHORT, code_of, explain, place, settings_in
+from armature.components.configuration.tables import SUFFIX, Written, merge, parse_override, read_toml
+from armature.components.contracts.errors import ConfigurationError
+from armature.components.environments.settings import EnvironmentSettings
+from armature.components.installation import CONFIGS, DISTRIBUTION
+from armature.components.models.settings import ModelSettings
+from armature.components.project import project
+from armature.components.recipes import RECIPES, Sections
+from armature.components.registry import suggestion
 
 __all__ = [
     "CONFIGS",
@@ -90,7 +90,7 @@ def _with_reserved_tokens(environment: EnvironmentSettings, model: ModelSettings
     args = environment.args
     if "reserved_tokens" not in args:
         return environment
-    from components.models.reserved_tokens import reserved_tokens  # the hub's client takes long to import
+    from armature.components.models.reserved_tokens import reserved_tokens  # the hub's client takes long to import
 
     found = reserved_tokens(model, images_only=args.get("allow_special_tokens", False))
     listed = sorted({*args["reserved_tokens"], *found})

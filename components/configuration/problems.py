@@ -8,9 +8,9 @@ from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
-from components.contracts.secrets import PLAIN_SECRET
-from components.contracts.settings import InvalidTable
-from components.registry import suggestion
+from armature.components.contracts.secrets import PLAIN_SECRET
+from armature.components.contracts.settings import InvalidTable
+from armature.components.registry import suggestion
 
 SHORT = reprlib.Repr()
 SHORT.maxstring = SHORT.maxother = SHORT.maxlong = 200

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field, NonNegativeFloat, PositiveInt
 
-from components.contracts.settings import Settings
+from armature.components.contracts.settings import Settings
 
 
 class ServerAutoscaling(Settings):

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from components.contracts.images import ImageRef
-from components.contracts.rollouts import LogProbs, TokenIds
+from armature.components.contracts.images import ImageRef
+from armature.components.contracts.rollouts import LogProbs, TokenIds
 
 if TYPE_CHECKING:
     import torch

@@ -14,10 +14,10 @@ from typing import Any, TypeVar, get_args
 
 import numpy as np
 
-from components.contracts.episodes import ActionDefect, EarlierMessage, Environment, Observation, Outcome, Role
-from components.contracts.errors import ConfigurationError
-from components.contracts.failures import RolloutFailed, said
-from components.contracts.images import EncodedImage
+from armature.components.contracts.episodes import ActionDefect, EarlierMessage, Environment, Observation, Outcome, Role
+from armature.components.contracts.errors import ConfigurationError
+from armature.components.contracts.failures import RolloutFailed, said
+from armature.components.contracts.images import EncodedImage
 
 MOST_CHARACTERS = 2**22
 """Of the texts, actions and anchor of one observation, all together: no model reads as much."""
@@ -147,7 +147,7 @@ def environment_info(environment: Environment) -> EnvironmentInfo:
             f"the environment lacks a required attribute: {said(error)}",
             code="environment_attribute_missing",
             where=f"{type(environment).__module__}.{type(environment).__qualname__}",
-            remedy="give it the attributes of `components.contracts.episodes.Environment`",
+            remedy="give it the attributes of `armature.components.contracts.episodes.Environment`",
         ) from error
     return facts
 

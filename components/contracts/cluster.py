@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from components.contracts.settings import Settings
+from armature.components.contracts.settings import Settings
 
 LEAST_AMOUNT = 1e-4
 """In which Ray counts resources."""

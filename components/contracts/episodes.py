@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import Any, Literal, Protocol
 
-from components.contracts.images import EncodedImage
+from armature.components.contracts.images import EncodedImage
 
 Split = Literal["train", "heldout"]
 Role = Literal["system", "user", "assistant"]

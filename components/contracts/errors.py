@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from components.contracts.secret_values import blanked
+from armature.components.contracts.secret_values import blanked
 
 
 class ArmatureError(Exception):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from components.contracts.secret_values import blanked
+from armature.components.contracts.secret_values import blanked
 
 LONGEST_DETAIL = 2000
 
@@ -27,7 +27,7 @@ class RolloutFailed(Exception):
     judge_unreadable      there is no grade in a judge's reply
     bad_logprobs          log-probs are missing or not finite
     bad_value             of a robot policy: what its value head says is not finite
-    ...                   and the reasons of `components.inference.client.GenerationFailure`
+    ...                   and the reasons of `armature.components.inference.client.GenerationFailure`
 
     `detail` is kept readable and free of secrets: at most `LONGEST_DETAIL` characters, all of them valid Unicode.
     """

@@ -6,7 +6,7 @@ import os
 import stat
 from pathlib import Path
 
-from components.contracts.errors import DataError
+from armature.components.contracts.errors import DataError
 
 LARGEST_DOCUMENT = 2**26
 """Bytes of a document that people or programs write, such as JSON."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from components.contracts.errors import ArmatureError, DataError
+from armature.components.contracts.errors import ArmatureError, DataError
 
 
 @contextmanager

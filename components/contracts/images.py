@@ -8,7 +8,7 @@ from base64 import b64decode, b64encode
 from dataclasses import dataclass
 from hashlib import sha256
 
-from components.contracts.errors import DataError
+from armature.components.contracts.errors import DataError
 
 _DATA_URL = re.compile(r"data:(image/[a-z]+);base64,(.*)", re.DOTALL)
 
@@ -26,7 +26,7 @@ class EncodedImage:
             raise DataError(
                 f"an encoded image is bytes and a media type, not {given}",
                 code="invalid_encoded_image",
-                remedy="encode pixels with components.artifacts.images.encode_png",
+                remedy="encode pixels with armature.components.artifacts.images.encode_png",
             )
 
     @classmethod

@@ -8,12 +8,12 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BeforeValidator, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from components.contracts.autoscaling import ServerAutoscaling
-from components.contracts.cluster import ClusterSettings, ServerBundle, TrainerBundle
-from components.contracts.secrets import Environment, refuse_plain_arguments, refuse_plain_url, resolve
-from components.contracts.settings import Settings
-from components.cpus import available_cpus
-from components.installation import server_python
+from armature.components.contracts.autoscaling import ServerAutoscaling
+from armature.components.contracts.cluster import ClusterSettings, ServerBundle, TrainerBundle
+from armature.components.contracts.secrets import Environment, refuse_plain_arguments, refuse_plain_url, resolve
+from armature.components.contracts.settings import Settings
+from armature.components.cpus import available_cpus
+from armature.components.installation import server_python
 
 Scalar = bool | int | float | str
 ADDRESS = r"^(\[[0-9a-fA-F:]+\]|[^\s:/\[\]]+):[0-9]{1,5}$"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import PurePosixPath, PureWindowsPath
 
-from components.contracts.errors import DataError
+from armature.components.contracts.errors import DataError
 
 
 def confined(name: object, where: str) -> PurePosixPath:

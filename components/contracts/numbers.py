@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import TypeAdapter
 from pydantic_core import to_json, to_jsonable_python
 
-from components.contracts.settings import not_json
+from armature.components.contracts.settings import not_json
 
 _FLOATS = TypeAdapter(dict[str, float])
 

@@ -10,8 +10,8 @@ from math import isclose
 import numpy as np
 import numpy.typing as npt
 
-from components.contracts.episodes import ActionDefect
-from components.contracts.images import ImageRef
+from armature.components.contracts.episodes import ActionDefect
+from armature.components.contracts.images import ImageRef
 
 TokenIds = npt.NDArray[np.int32]
 LogProbs = npt.NDArray[np.float32]

@@ -10,9 +10,9 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
-from components.contracts.errors import ConfigurationError
-from components.contracts.secret_values import keep_secret
-from components.contracts.settings import Settings
+from armature.components.contracts.errors import ConfigurationError
+from armature.components.contracts.secret_values import keep_secret
+from armature.components.contracts.settings import Settings
 
 PLAIN_SECRET = "plain_secret"
 """Type of the validation error; its input is not to be shown."""

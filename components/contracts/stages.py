@@ -10,7 +10,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from pydantic import BaseModel, ConfigDict
 
-from components.contracts.machine import Machine
+from armature.components.contracts.machine import Machine
 
 
 class Artifact(BaseModel):

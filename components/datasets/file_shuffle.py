@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from components.datasets.order import MixtureSchedule, mixed, permuted
-from components.datasets.settings import FileShuffleSettings
-from components.datasets.statistics import Array
+from armature.components.datasets.order import MixtureSchedule, mixed, permuted
+from armature.components.datasets.settings import FileShuffleSettings
+from armature.components.datasets.statistics import Array
 
 SCHEDULE, FILES = 0, 1
 

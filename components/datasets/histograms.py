@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from PIL import Image
 
-from components.datasets.statistics import Array, FeatureStatistics, between, ranks
+from armature.components.datasets.statistics import Array, FeatureStatistics, between, ranks
 
 CHANNELS = 3
 

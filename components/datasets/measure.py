@@ -9,19 +9,19 @@ from functools import partial
 
 import numpy as np
 
-from components.contracts.errors import ConfigurationError
-from components.contracts.machine import Machine
-from components.cpus import available_cpus
-from components.datasets import histograms, quantiles
-from components.datasets.histograms import Histogram
-from components.datasets.lerobot.reader import Dataset
-from components.datasets.lerobot.sampling import sampled
-from components.datasets.measured import MEASURED, Measured, episodes_table, merge
-from components.datasets.selection import selection
-from components.datasets.settings import QuantileStatsSettings
-from components.datasets.statistics import Array, FeatureStatistics
-from components.workers.pool import WorkerPool
-from components.workers.worker import Worker, make_worker
+from armature.components.contracts.errors import ConfigurationError
+from armature.components.contracts.machine import Machine
+from armature.components.cpus import available_cpus
+from armature.components.datasets import histograms, quantiles
+from armature.components.datasets.histograms import Histogram
+from armature.components.datasets.lerobot.reader import Dataset
+from armature.components.datasets.lerobot.sampling import sampled
+from armature.components.datasets.measured import MEASURED, Measured, episodes_table, merge
+from armature.components.datasets.selection import selection
+from armature.components.datasets.settings import QuantileStatsSettings
+from armature.components.datasets.statistics import Array, FeatureStatistics
+from armature.components.workers.pool import WorkerPool
+from armature.components.workers.worker import Worker, make_worker
 
 Finished = Callable[[tuple[int, Measured]], None]
 
@@ -148,7 +148,8 @@ def _on_workers(dataset: Dataset, units: Sequence[MeasurementUnit], machine: Mac
     def measure(worker: Worker, job: tuple[int, MeasurementUnit]) -> tuple[int, Measured]:
         return job[0], worker.call("measure", *astuple(job[1]), reply=MEASURED)
 
-    with WorkerPool(
-        lambda: make_worker("components.datasets.worker", opened, timeout=UNIT_SECONDS), machine.statistics_workers
-    ) as workers:
+    def start() -> Worker:
+        return make_worker("armature.components.datasets.worker", opened, timeout=UNIT_SECONDS)
+
+    with WorkerPool(start, machine.statistics_workers) as workers:
         workers.run(enumerate(units), measure, lambda job: files[job[1].first].item(), finished, ATTEMPTS)

@@ -10,12 +10,12 @@ import numpy as np
 import pyarrow as pa
 from pydantic import NonNegativeInt, PlainValidator, TypeAdapter
 
-from components.contracts.errors import DataError
-from components.datasets import histograms, quantiles
-from components.datasets.histograms import Histogram
-from components.datasets.quantiles import FeatureValues
-from components.datasets.statistics import Array
-from components.workers.requests import ReplyForm, array_of
+from armature.components.contracts.errors import DataError
+from armature.components.datasets import histograms, quantiles
+from armature.components.datasets.histograms import Histogram
+from armature.components.datasets.quantiles import FeatureValues
+from armature.components.datasets.statistics import Array
+from armature.components.workers.requests import ReplyForm, array_of
 
 
 @dataclass(frozen=True)

@@ -9,20 +9,20 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from components.artifacts.cache import DownloadCache
-from components.contracts.errors import ConfigurationError
-from components.contracts.robots import RobotObservation
-from components.datasets.file_shuffle import FileShuffle
-from components.datasets.lerobot.episodes import EpisodeRange
-from components.datasets.lerobot.frames import FrameReader
-from components.datasets.lerobot.layout import IMAGE, VIDEO
-from components.datasets.lerobot.reader import window
-from components.datasets.order import MixtureSchedule, mixed, permuted
-from components.datasets.samples import RobotSample
-from components.datasets.selection import selection
-from components.datasets.settings import FileShuffleSettings
-from components.datasets.source import DatasetSource
-from components.datasets.statistics import Array
+from armature.components.artifacts.cache import DownloadCache
+from armature.components.contracts.errors import ConfigurationError
+from armature.components.contracts.robots import RobotObservation
+from armature.components.datasets.file_shuffle import FileShuffle
+from armature.components.datasets.lerobot.episodes import EpisodeRange
+from armature.components.datasets.lerobot.frames import FrameReader
+from armature.components.datasets.lerobot.layout import IMAGE, VIDEO
+from armature.components.datasets.lerobot.reader import window
+from armature.components.datasets.order import MixtureSchedule, mixed, permuted
+from armature.components.datasets.samples import RobotSample
+from armature.components.datasets.selection import selection
+from armature.components.datasets.settings import FileShuffleSettings
+from armature.components.datasets.source import DatasetSource
+from armature.components.datasets.statistics import Array
 
 
 class FrameIndex(NamedTuple):

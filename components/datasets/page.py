@@ -8,13 +8,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from components.contracts.images import data_url
-from components.datasets.histograms import Histogram
-from components.datasets.lerobot.reader import Dataset
-from components.datasets.measured import Measured
-from components.datasets.quantiles import FeatureValues
-from components.datasets.statistics import QUANTILES, Array, FeatureStatistics
-from components.reports.report import HtmlReport, ReportImage, Table
+from armature.components.contracts.images import data_url
+from armature.components.datasets.histograms import Histogram
+from armature.components.datasets.lerobot.reader import Dataset
+from armature.components.datasets.measured import Measured
+from armature.components.datasets.quantiles import FeatureValues
+from armature.components.datasets.statistics import QUANTILES, Array, FeatureStatistics
+from armature.components.reports.report import HtmlReport, ReportImage, Table
 
 COLUMNS, BINS = 4, 60
 SHOWN = 32

@@ -12,9 +12,9 @@ from typing import Any, Self
 
 import fsspec
 
-from components.datasets.file_shuffle import Window
-from components.datasets.mixture import Mixture
-from components.datasets.remote import RemoteFiles
+from armature.components.datasets.file_shuffle import Window
+from armature.components.datasets.mixture import Mixture
+from armature.components.datasets.remote import RemoteFiles
 
 AT_ONCE = 4
 """Files that are fetched at the same time."""

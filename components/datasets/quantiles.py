@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from components.contracts.errors import DataError
-from components.datasets.statistics import QUANTILES, Array, FeatureStatistics, between, ranks
+from armature.components.contracts.errors import DataError
+from armature.components.datasets.statistics import QUANTILES, Array, FeatureStatistics, between, ranks
 
 
 @dataclass(frozen=True)

@@ -18,14 +18,14 @@ import fsspec
 from fsspec.implementations.local import LocalFileSystem
 from pydantic import BaseModel, ConfigDict, NonNegativeInt
 
-from components.artifacts.cache import DownloadCache, make_once
-from components.artifacts.disk import try_lock
-from components.contracts.errors import ConfigurationError, DataError
-from components.contracts.names import confined
-from components.datasets.lerobot.files import DatasetFiles, LocalFiles, belongs, listing_digest
-from components.datasets.lerobot.layout import INFO, STATS
-from components.hub import HUB, hub_commit
-from components.installation import install_command
+from armature.components.artifacts.cache import DownloadCache, make_once
+from armature.components.artifacts.disk import try_lock
+from armature.components.contracts.errors import ConfigurationError, DataError
+from armature.components.contracts.names import confined
+from armature.components.datasets.lerobot.files import DatasetFiles, LocalFiles, belongs, listing_digest
+from armature.components.datasets.lerobot.layout import INFO, STATS
+from armature.components.hub import HUB, hub_commit
+from armature.components.installation import install_command
 
 RECORDED = "dataset"
 """The folder with the dataset itself in the artifact of a stage that records one."""

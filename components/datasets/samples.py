@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from components.contracts.robots import RobotObservation
+from armature.components.contracts.robots import RobotObservation
 
 
 @dataclass(frozen=True)

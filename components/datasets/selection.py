@@ -7,8 +7,8 @@ from typing import overload
 
 import numpy as np
 
-from components.datasets.lerobot.episodes import EpisodeIndex
-from components.datasets.statistics import Array
+from armature.components.datasets.lerobot.episodes import EpisodeIndex
+from armature.components.datasets.statistics import Array
 
 
 class EpisodeSelection(Sequence[int]):

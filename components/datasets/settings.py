@@ -6,7 +6,7 @@ from typing import Literal, Self
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from components.contracts.settings import Settings
+from armature.components.contracts.settings import Settings
 
 QUICK = "quick"
 """Asks for a digest that reads no data and no video, and begins it."""

@@ -11,19 +11,19 @@ from pathlib import Path
 import numpy as np
 from pydantic import BaseModel, ConfigDict
 
-from components.artifacts.cache import DownloadCache, make_once
-from components.contracts.errors import ConfigurationError, DataError
-from components.contracts.files import read_bytes
-from components.contracts.stages import Artifact, Stage, StageContext, StageReport
-from components.datasets.lerobot.files import DatasetFiles, LocalFiles
-from components.datasets.lerobot.layout import INFO
-from components.datasets.lerobot.reader import Dataset, open_dataset
-from components.datasets.remote import RECORDED, open_files
-from components.datasets.selection import EpisodeSelection, selection
-from components.datasets.settings import ALONE, QUICK, DatasetSettings, SourceSettings
-from components.home import original
-from components.hub import hub_commit
-from components.project import project_path, project_source
+from armature.components.artifacts.cache import DownloadCache, make_once
+from armature.components.contracts.errors import ConfigurationError, DataError
+from armature.components.contracts.files import read_bytes
+from armature.components.contracts.stages import Artifact, Stage, StageContext, StageReport
+from armature.components.datasets.lerobot.files import DatasetFiles, LocalFiles
+from armature.components.datasets.lerobot.layout import INFO
+from armature.components.datasets.lerobot.reader import Dataset, open_dataset
+from armature.components.datasets.remote import RECORDED, open_files
+from armature.components.datasets.selection import EpisodeSelection, selection
+from armature.components.datasets.settings import ALONE, QUICK, DatasetSettings, SourceSettings
+from armature.components.home import original
+from armature.components.hub import hub_commit
+from armature.components.project import project_path, project_source
 
 REFERENCE = "dataset.json"
 STATE, ACTION = "observation.state", "action"

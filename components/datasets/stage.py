@@ -13,19 +13,19 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from components.artifacts.disk import write_file
-from components.contracts.errors import DataError
-from components.contracts.stages import Artifact, Stage, StageContext, StageReport
-from components.datasets.lerobot.layout import STATS, read_stats
-from components.datasets.measure import cores, measure_dataset, overall, plan
-from components.datasets.measured import Measured, merge
-from components.datasets.page import statistics_report
-from components.datasets.selection import selection
-from components.datasets.settings import QuantileStatsSettings
-from components.datasets.source import DatasetSource, counted, open_sources
-from components.datasets.statistics import document
-from components.reports.report import HtmlReport as Page
-from components.reports.report import write_report
+from armature.components.artifacts.disk import write_file
+from armature.components.contracts.errors import DataError
+from armature.components.contracts.stages import Artifact, Stage, StageContext, StageReport
+from armature.components.datasets.lerobot.layout import STATS, read_stats
+from armature.components.datasets.measure import cores, measure_dataset, overall, plan
+from armature.components.datasets.measured import Measured, merge
+from armature.components.datasets.page import statistics_report
+from armature.components.datasets.selection import selection
+from armature.components.datasets.settings import QuantileStatsSettings
+from armature.components.datasets.source import DatasetSource, counted, open_sources
+from armature.components.datasets.statistics import document
+from armature.components.reports.report import HtmlReport as Page
+from armature.components.reports.report import write_report
 
 
 def write_statistics(

@@ -1,15 +1,15 @@
-"""The process that measures a dataset's episodes. It is started as `python -m components.datasets.worker`."""
+"""The process that measures a dataset's episodes. It is started as `python -m armature.components.datasets.worker`."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from components.artifacts.cache import DownloadCache
-from components.datasets.lerobot.reader import open_dataset
-from components.datasets.measure import MeasurementUnit, measure_unit
-from components.datasets.measured import as_data
-from components.datasets.remote import same_files
-from components.workers.serve import serve
+from armature.components.artifacts.cache import DownloadCache
+from armature.components.datasets.lerobot.reader import open_dataset
+from armature.components.datasets.measure import MeasurementUnit, measure_unit
+from armature.components.datasets.measured import as_data
+from armature.components.datasets.remote import same_files
+from armature.components.workers.serve import serve
 
 
 class MeasuringWorker:

@@ -5,20 +5,20 @@ A class in a file beside a recipe needs neither: it is called "module:Class".
 
 from __future__ import annotations
 
-from components.registry import Registry
+from armature.components.registry import Registry
 
 ENVIRONMENTS = Registry(
     "environment",
     "armature.environments",
     {
-        "alfworld/text": "components.environments.alfworld.text.environment:AlfworldText",
-        "alfworld/thor": "components.environments.alfworld.thor.environment:AlfworldThor",
-        "colors": "components.environments.colors:Colors",
-        "coordinates": "components.environments.coordinates:Coordinates",
-        "dataset": "components.environments.dataset.environment:DatasetEnvironment",
-        "openenv": "components.environments.openenv:OpenEnvEnvironment",
-        "recall": "components.environments.recall:Recall",
-        "verifiers": "components.environments.verifiers:VerifiersEnvironment",
+        "alfworld/text": "armature.components.environments.alfworld.text.environment:AlfworldText",
+        "alfworld/thor": "armature.components.environments.alfworld.thor.environment:AlfworldThor",
+        "colors": "armature.components.environments.colors:Colors",
+        "coordinates": "armature.components.environments.coordinates:Coordinates",
+        "dataset": "armature.components.environments.dataset.environment:DatasetEnvironment",
+        "openenv": "armature.components.environments.openenv:OpenEnvEnvironment",
+        "recall": "armature.components.environments.recall:Recall",
+        "verifiers": "armature.components.environments.verifiers:VerifiersEnvironment",
     },
     modules=True,
 )

@@ -12,9 +12,9 @@ import numpy as np
 from PIL import Image
 from pydantic import AfterValidator, Field
 
-from components.artifacts.images import encode_png
-from components.contracts.images import EncodedImage
-from components.contracts.settings import Settings
+from armature.components.artifacts.images import encode_png
+from armature.components.contracts.images import EncodedImage
+from armature.components.contracts.settings import Settings
 
 Channel = Annotated[int, Field(ge=0, le=255)]
 Palette = dict[str, tuple[Channel, Channel, Channel]]

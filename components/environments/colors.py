@@ -6,10 +6,10 @@ from typing import Any
 
 from pydantic import Field
 
-from components.contracts.episodes import Observation, Outcome, Task
-from components.contracts.images import EncodedImage
-from components.environments.color_images import ColorImageSettings, color_reward, painter
-from components.environments.generated import GeneratedEnvironment
+from armature.components.contracts.episodes import Observation, Outcome, Task
+from armature.components.contracts.images import EncodedImage
+from armature.components.environments.color_images import ColorImageSettings, color_reward, painter
+from armature.components.environments.generated import GeneratedEnvironment
 
 
 class ColorsSettings(ColorImageSettings):

@@ -10,11 +10,11 @@ import numpy as np
 from PIL import Image, ImageDraw
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
-from components.artifacts.images import encode_png
-from components.contracts.episodes import Observation, Outcome, Task
-from components.contracts.images import EncodedImage
-from components.contracts.settings import Settings
-from components.environments.generated import GeneratedEnvironment
+from armature.components.artifacts.images import encode_png
+from armature.components.contracts.episodes import Observation, Outcome, Task
+from armature.components.contracts.images import EncodedImage
+from armature.components.contracts.settings import Settings
+from armature.components.environments.generated import GeneratedEnvironment
 
 Point = tuple[float, float]
 

@@ -6,8 +6,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Generic, TypeVar
 
-from components.contracts.episodes import Episode, Split, Task
-from components.contracts.settings import Settings
+from armature.components.contracts.episodes import Episode, Split, Task
+from armature.components.contracts.settings import Settings
 
 SettingsT = TypeVar("SettingsT", bound=Settings)
 

@@ -7,10 +7,10 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import TypeVar
 
-from components.contracts.checks import checked_numbers, checked_observation, checked_outcome
-from components.contracts.episodes import Environment, Episode, Observation, Outcome, Task
-from components.contracts.failures import RolloutFailed
-from components.environments.threads import PATIENCE, LoopThread
+from armature.components.contracts.checks import checked_numbers, checked_observation, checked_outcome
+from armature.components.contracts.episodes import Environment, Episode, Observation, Outcome, Task
+from armature.components.contracts.failures import RolloutFailed
+from armature.components.environments.threads import PATIENCE, LoopThread
 
 ResultT = TypeVar("ResultT")
 

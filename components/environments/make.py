@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from components.contracts.episodes import Environment
-from components.cpus import available_cpus
-from components.environments import ENVIRONMENTS
-from components.environments.settings import EnvironmentSettings
+from armature.components.contracts.episodes import Environment
+from armature.components.cpus import available_cpus
+from armature.components.environments import ENVIRONMENTS
+from armature.components.environments.settings import EnvironmentSettings
 
 
 def make_environment(settings: EnvironmentSettings, processes: int = 0) -> Environment:

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 from PIL import Image, ImageDraw, ImageFont
 
-from components.artifacts.images import decode
-from components.contracts.episodes import Observation
-from components.contracts.errors import DataError
-from components.contracts.images import EncodedImage
+from armature.components.artifacts.images import decode
+from armature.components.contracts.episodes import Observation
+from armature.components.contracts.errors import DataError
+from armature.components.contracts.images import EncodedImage
 
 WIDTH, IMAGE, LINES, COLUMNS = 224, 192, 5, 4
 HEIGHT = IMAGE + 12 * LINES + 12

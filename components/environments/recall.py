@@ -9,10 +9,10 @@ import numpy as np
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 from pydantic_core import PydanticCustomError
 
-from components.contracts.episodes import Observation, Outcome, Task
-from components.contracts.images import EncodedImage
-from components.environments.color_images import ColorImageSettings, color_reward, painter
-from components.environments.generated import GeneratedEnvironment
+from armature.components.contracts.episodes import Observation, Outcome, Task
+from armature.components.contracts.images import EncodedImage
+from armature.components.environments.color_images import ColorImageSettings, color_reward, painter
+from armature.components.environments.generated import GeneratedEnvironment
 
 NUMBER = "{number}"
 

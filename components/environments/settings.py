@@ -14,9 +14,9 @@ from pydantic import (
     model_validator,
 )
 
-from components.contracts.errors import ConfigurationError
-from components.contracts.settings import InvalidTable, Settings
-from components.environments import ENVIRONMENTS
+from armature.components.contracts.errors import ConfigurationError
+from armature.components.contracts.settings import InvalidTable, Settings
+from armature.components.environments import ENVIRONMENTS
 
 
 class EnvironmentSettings(Settings):

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from components.environments import ENVIRONMENTS
-from components.environments.settings import EnvironmentSettings
-from components.sources.code import code_digest
-from components.sources.data import named_files
+from armature.components.environments import ENVIRONMENTS
+from armature.components.environments.settings import EnvironmentSettings
+from armature.components.sources.code import code_digest
+from armature.components.sources.data import named_files
 
 
 def environment_sources(settings: EnvironmentSettings) -> dict[str, str]:

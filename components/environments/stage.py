@@ -13,18 +13,18 @@ from pathlib import Path
 import pyarrow as pa
 from pydantic import ValidationError
 
-from components.artifacts.tables import TableSchema, read_table, write_table
-from components.contracts.checks import MOST_CHARACTERS, plain_text
-from components.contracts.episodes import Environment, Observation, Split, Task
-from components.contracts.errors import ArmatureError, ConfigurationError, DataError
-from components.contracts.failures import RolloutFailed, said
-from components.contracts.files import regular
-from components.contracts.stages import Artifact, Stage, StageContext, StageReport
-from components.environments.guarded import GuardedEpisode
-from components.environments.make import make_environment
-from components.environments.preview import image_grid
-from components.environments.settings import EnvironmentSettings
-from components.environments.sources import at_commit, environment_sources, evaluated_sources
+from armature.components.artifacts.tables import TableSchema, read_table, write_table
+from armature.components.contracts.checks import MOST_CHARACTERS, plain_text
+from armature.components.contracts.episodes import Environment, Observation, Split, Task
+from armature.components.contracts.errors import ArmatureError, ConfigurationError, DataError
+from armature.components.contracts.failures import RolloutFailed, said
+from armature.components.contracts.files import regular
+from armature.components.contracts.stages import Artifact, Stage, StageContext, StageReport
+from armature.components.environments.guarded import GuardedEpisode
+from armature.components.environments.make import make_environment
+from armature.components.environments.preview import image_grid
+from armature.components.environments.settings import EnvironmentSettings
+from armature.components.environments.sources import at_commit, environment_sources, evaluated_sources
 
 TASKS = TableSchema("tasks", 2, pa.schema([("task_id", pa.string()), ("split", pa.string()), ("payload", pa.string())]))
 SPLITS: tuple[Split, ...] = ("train", "heldout")

@@ -10,9 +10,9 @@ from selectors import PollSelector
 from threading import Thread
 from typing import Any, TypeVar
 
-from components.contracts.episodes import Episode, Observation, Outcome
-from components.contracts.failures import RolloutFailed, said
-from components.process import ForkGuard
+from armature.components.contracts.episodes import Episode, Observation, Outcome
+from armature.components.contracts.failures import RolloutFailed, said
+from armature.components.process import ForkGuard
 
 ResultT = TypeVar("ResultT")
 

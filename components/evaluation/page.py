@@ -7,9 +7,16 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from components.evaluation.results import EpisodeResult, accuracy, by_kind, mean_reward, of_split, split_metrics
-from components.evaluation.wilson import Interval
-from components.reports.report import HtmlReport, Table
+from armature.components.evaluation.results import (
+    EpisodeResult,
+    accuracy,
+    by_kind,
+    mean_reward,
+    of_split,
+    split_metrics,
+)
+from armature.components.evaluation.wilson import Interval
+from armature.components.reports.report import HtmlReport, Table
 
 COLUMNS = ("episodes", "failed", "accuracy", "95 % interval", "mean reward", "mean turns")
 PER_EPISODE = {

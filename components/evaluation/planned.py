@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from components.contracts.episodes import Task
-from components.environments.stage import load_tasks
-from components.evaluation.results import task_kind
-from components.evaluation.settings import EvaluationSettings
+from armature.components.contracts.episodes import Task
+from armature.components.environments.stage import load_tasks
+from armature.components.evaluation.results import task_kind
+from armature.components.evaluation.settings import EvaluationSettings
 
 
 def planned_tasks(plan: EvaluationSettings, folder: Path) -> list[Task]:

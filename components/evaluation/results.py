@@ -13,12 +13,12 @@ from typing import Any, TypeVar
 
 import pyarrow as pa
 
-from components.artifacts.tables import TableSchema, write_table
-from components.contracts.episodes import Task
-from components.contracts.errors import ConfigurationError, ServerError
-from components.contracts.rollouts import Failure, GenerateOutputs, Trajectory
-from components.contracts.value_text import value_text
-from components.evaluation.wilson import Interval, clustered_wilson_interval, mean_interval
+from armature.components.artifacts.tables import TableSchema, write_table
+from armature.components.contracts.episodes import Task
+from armature.components.contracts.errors import ConfigurationError, ServerError
+from armature.components.contracts.rollouts import Failure, GenerateOutputs, Trajectory
+from armature.components.contracts.value_text import value_text
+from armature.components.evaluation.wilson import Interval, clustered_wilson_interval, mean_interval
 
 ValueT = TypeVar("ValueT")
 

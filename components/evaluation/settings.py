@@ -6,9 +6,9 @@ from typing import Self
 
 from pydantic import ConfigDict, Field, NonNegativeInt, PositiveInt, field_validator, model_validator
 
-from components.contracts.episodes import Split
-from components.contracts.settings import Settings
-from components.inference.settings import EvaluationSamplingSettings, ServerSettings
+from armature.components.contracts.episodes import Split
+from armature.components.contracts.settings import Settings
+from armature.components.inference.settings import EvaluationSamplingSettings, ServerSettings
 
 
 class PlaySettings(Settings):

@@ -8,15 +8,15 @@ from collections.abc import Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 
-from components.artifacts.images import ImageStore
-from components.contracts.episodes import Task
-from components.contracts.errors import DataError
-from components.contracts.rollouts import GenerateOutputs
-from components.contracts.stages import Artifact, Stage, StageContext, StageReport
-from components.environments.stage import load_environment, sources_of_tasks
-from components.evaluation.page import evaluation_report
-from components.evaluation.planned import planned_tasks
-from components.evaluation.results import (
+from armature.components.artifacts.images import ImageStore
+from armature.components.contracts.episodes import Task
+from armature.components.contracts.errors import DataError
+from armature.components.contracts.rollouts import GenerateOutputs
+from armature.components.contracts.stages import Artifact, Stage, StageContext, StageReport
+from armature.components.environments.stage import load_environment, sources_of_tasks
+from armature.components.evaluation.page import evaluation_report
+from armature.components.evaluation.planned import planned_tasks
+from armature.components.evaluation.results import (
     collect_results,
     failures_said,
     metrics,
@@ -24,12 +24,12 @@ from components.evaluation.results import (
     refuse_unfinished,
     write_results,
 )
-from components.evaluation.settings import EvaluateStageSettings
-from components.reports.report import write_report
-from components.reports.tokens import token_decoder
-from components.reports.viewer import Rollouts, write_viewer
-from components.rollouts.collect import collect
-from components.rollouts.table import write_rollouts
+from armature.components.evaluation.settings import EvaluateStageSettings
+from armature.components.reports.report import write_report
+from armature.components.reports.tokens import token_decoder
+from armature.components.reports.viewer import Rollouts, write_viewer
+from armature.components.rollouts.collect import collect
+from armature.components.rollouts.table import write_rollouts
 
 METRICS_FILE = "metrics.json"
 VIEWER_FILE = "rollouts.html"
@@ -41,7 +41,7 @@ def checkpoint_folder(model: Artifact) -> Path:
     Raises:
         DataError: there is no checkpoint in it.
     """
-    from components.models.source import locate
+    from armature.components.models.source import locate
 
     folder = locate(model.path)
     if not (folder / "config.json").is_file():
@@ -96,7 +96,7 @@ async def play(
     context: StageContext,
 ) -> GenerateOutputs:
     """Every task `samples_per_task` times, on servers that are started for it or joined."""
-    from components.inference.pool import ServerPool
+    from armature.components.inference.pool import ServerPool
 
     plan = settings.evaluation
     pool = ServerPool(checkpoint, settings.inference, context.machine, log_folder=context.workspace / "logs")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import ConfigDict, Field, NonNegativeInt
 
-from components.contracts.settings import Settings
+from armature.components.contracts.settings import Settings
 
 CHECKPOINT = (
     "An artifact's folder or digest, models:/NAME@ALIAS of MLflow, a hub name, or tiny/FAMILY; the last two "

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from math import erfc, isnan, sqrt
 from statistics import NormalDist, fmean
 
-from components.contracts.rollouts import all_equal
+from armature.components.contracts.rollouts import all_equal
 
 CONFIDENCE = 0.95
 _NORMAL = NormalDist()

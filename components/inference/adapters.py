@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from components.contracts.errors import ConfigurationError
-from components.contracts.machine import Machine, Scalar
-from components.inference.client import MODEL_NAME
+from armature.components.contracts.errors import ConfigurationError
+from armature.components.contracts.machine import Machine, Scalar
+from armature.components.inference.client import MODEL_NAME
 
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """What vLLM (0.26 to 0.32) makes room for."""

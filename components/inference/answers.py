@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from components.contracts.rollouts import TokenIds
-from components.inference.client import Completion, GenerationFailure
+from armature.components.contracts.rollouts import TokenIds
+from armature.components.inference.client import Completion, GenerationFailure
 
 FINISHED = frozenset({"stop", "length"})
 """The finish reasons of a sample that is whole."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from components.contracts.autoscaling import ServerAutoscaling
+from armature.components.contracts.autoscaling import ServerAutoscaling
 
 
 class Autoscaler:

@@ -6,9 +6,9 @@ import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from components.artifacts.tensors import Tensors, read_tensors
-from components.contracts.errors import DataError
-from components.contracts.files import read_bytes
+from armature.components.artifacts.tensors import Tensors, read_tensors
+from armature.components.contracts.errors import DataError
+from armature.components.contracts.files import read_bytes
 
 _PLACEHOLDERS = (
     *(f"{kind}_token_{suffix}" for kind in ("image", "video", "audio") for suffix in ("id", "index")),

@@ -9,13 +9,13 @@ from typing import Any
 
 import aiohttp
 
-from components.contracts.errors import ServerError
-from components.contracts.rollouts import LogProbs, TokenIds
-from components.contracts.secret_values import blanked
-from components.inference.endpoint import Endpoint
-from components.inference.replies import PLAIN, WEIGHTS, BadReply, Reply, ReplyReader
-from components.inference.settings import EvaluationSamplingSettings, SamplingSettings
-from components.keepalive import socket_options
+from armature.components.contracts.errors import ServerError
+from armature.components.contracts.rollouts import LogProbs, TokenIds
+from armature.components.contracts.secret_values import blanked
+from armature.components.inference.endpoint import Endpoint
+from armature.components.inference.replies import PLAIN, WEIGHTS, BadReply, Reply, ReplyReader
+from armature.components.inference.settings import EvaluationSamplingSettings, SamplingSettings
+from armature.components.keepalive import socket_options
 
 MODEL_NAME = "policy"
 Sampling = SamplingSettings | EvaluationSamplingSettings

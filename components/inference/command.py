@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from components.contracts.errors import ConfigurationError
-from components.contracts.machine import Machine, Scalar
-from components.cpus import available_cpus
-from components.gpus import VISIBLE, visible_devices
-from components.inference.adapters import ServedAdapters
-from components.inference.checkpoint import attends_both_ways, read_config
-from components.inference.client import MODEL_NAME
-from components.inference.settings import ServerSettings
-from components.ports import loopback
+from armature.components.contracts.errors import ConfigurationError
+from armature.components.contracts.machine import Machine, Scalar
+from armature.components.cpus import available_cpus
+from armature.components.gpus import VISIBLE, visible_devices
+from armature.components.inference.adapters import ServedAdapters
+from armature.components.inference.checkpoint import attends_both_ways, read_config
+from armature.components.inference.client import MODEL_NAME
+from armature.components.inference.settings import ServerSettings
+from armature.components.ports import loopback
 
 BOTH_WAYS = "TRITON_ATTN"
 """The attention backend that lets the tokens of an image attend to each other bidirectionally, as trainers do.

@@ -22,14 +22,14 @@ from typing import Any
 import httpx
 import numpy as np
 
-from components.contracts.errors import ServerError
-from components.contracts.machine import Machine
-from components.inference.command import is_deterministic
-from components.inference.lease import weights_mark
-from components.inference.probe import random_image, user_message
-from components.inference.replica import Replica, pause, reset_caches, resume
-from components.inference.settings import ServerSettings
-from components.inference.weights.base import post
+from armature.components.contracts.errors import ServerError
+from armature.components.contracts.machine import Machine
+from armature.components.inference.command import is_deterministic
+from armature.components.inference.lease import weights_mark
+from armature.components.inference.probe import random_image, user_message
+from armature.components.inference.replica import Replica, pause, reset_caches, resume
+from armature.components.inference.settings import ServerSettings
+from armature.components.inference.weights.base import post
 
 log = logging.getLogger(__name__)
 

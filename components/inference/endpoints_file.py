@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from components.contracts.errors import ConfigurationError
-from components.contracts.files import regular
-from components.contracts.machine import BASE_URL
+from armature.components.contracts.errors import ConfigurationError
+from armature.components.contracts.files import regular
+from armature.components.contracts.machine import BASE_URL
 
 
 def read_endpoints(file: Path) -> list[str]:

@@ -12,9 +12,9 @@ from typing import Protocol
 
 import psutil
 
-from components.contracts.errors import ServerError
-from components.ports import listener
-from components.process import Program
+from armature.components.contracts.errors import ServerError
+from armature.components.ports import listener
+from armature.components.process import Program
 
 GIB = 2**30
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from components.contracts.machine import Machine
-from components.inference.server import VllmServer
-from components.inference.settings import ServerSettings
+from armature.components.contracts.machine import Machine
+from armature.components.inference.server import VllmServer
+from armature.components.inference.settings import ServerSettings
 
 _NOT_SERVED = frozenset({"manifest.json", "generation_config.json"})
 _PADDING = frozenset(

@@ -14,9 +14,9 @@ from typing import Any
 
 import httpx
 
-from components.contracts.errors import ServerError
-from components.inference.endpoint import Endpoint
-from components.inference.replies import Reply, exchange
+from armature.components.contracts.errors import ServerError
+from armature.components.inference.endpoint import Endpoint
+from armature.components.inference.replies import Reply, exchange
 
 log = logging.getLogger(__name__)
 

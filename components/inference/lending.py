@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from components.contracts.errors import ConfigurationError, ServerError
-from components.inference.answers import AnswerLimits
-from components.inference.client import OTHER_WEIGHTS, TransientError
-from components.inference.monitor import EJECT_AFTER
-from components.inference.replica import Replica
-from components.inference.requests import PoolRequests
-from components.inference.routing import Router
-from components.inference.statistics import PoolStatistics
+from armature.components.contracts.errors import ConfigurationError, ServerError
+from armature.components.inference.answers import AnswerLimits
+from armature.components.inference.client import OTHER_WEIGHTS, TransientError
+from armature.components.inference.monitor import EJECT_AFTER
+from armature.components.inference.replica import Replica
+from armature.components.inference.requests import PoolRequests
+from armature.components.inference.routing import Router
+from armature.components.inference.statistics import PoolStatistics
 
 
 @dataclass(frozen=True)

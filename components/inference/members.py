@@ -8,11 +8,11 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
 
-from components.contracts.errors import ConfigurationError
-from components.inference.autoscaling import Autoscaler
-from components.inference.endpoints_file import read_endpoints
-from components.inference.monitor import PoolContext, ReplicaMonitor
-from components.inference.replica import Replica
+from armature.components.contracts.errors import ConfigurationError
+from armature.components.inference.autoscaling import Autoscaler
+from armature.components.inference.endpoints_file import read_endpoints
+from armature.components.inference.monitor import PoolContext, ReplicaMonitor
+from armature.components.inference.replica import Replica
 
 log = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from components.inference.client import Completion, GenerationFailure, Message, Sampling
+from armature.components.inference.client import Completion, GenerationFailure, Message, Sampling
 
 WINDOW = 0.02
 """Seconds that a request waits for others with the same prompt."""

@@ -10,14 +10,14 @@ from functools import partial
 
 import httpx
 
-from components.contracts.errors import ArmatureError, ServerError
-from components.contracts.machine import Machine
-from components.inference import lease
-from components.inference.determinism import Repeatability
-from components.inference.replica import UNKNOWN, Replica
-from components.inference.server import fault
-from components.inference.statistics import PoolStatistics
-from components.inference.sync import ServedWeights
+from armature.components.contracts.errors import ArmatureError, ServerError
+from armature.components.contracts.machine import Machine
+from armature.components.inference import lease
+from armature.components.inference.determinism import Repeatability
+from armature.components.inference.replica import UNKNOWN, Replica
+from armature.components.inference.server import fault
+from armature.components.inference.statistics import PoolStatistics
+from armature.components.inference.sync import ServedWeights
 
 log = logging.getLogger(__name__)
 

@@ -6,16 +6,16 @@ import asyncio
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from components.contracts.machine import Machine
-from components.inference.adapters import ServedAdapters
-from components.inference.autoscaling import Autoscaler
-from components.inference.kept import kept_servers
-from components.inference.members import ServerScaling
-from components.inference.placed import PlacedHost
-from components.inference.replica import Replica
-from components.inference.server import VllmServer
-from components.inference.settings import ServerSettings
-from components.workers.placed import PlacementBundles
+from armature.components.contracts.machine import Machine
+from armature.components.inference.adapters import ServedAdapters
+from armature.components.inference.autoscaling import Autoscaler
+from armature.components.inference.kept import kept_servers
+from armature.components.inference.members import ServerScaling
+from armature.components.inference.placed import PlacedHost
+from armature.components.inference.replica import Replica
+from armature.components.inference.server import VllmServer
+from armature.components.inference.settings import ServerSettings
+from armature.components.workers.placed import PlacementBundles
 
 
 class OwnServers:

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import psutil
 
-from components.contracts.errors import ServerError
-from components.inference.host import LocalHost, ServerNeeds, free_port
-from components.workers.placed import NodeActor, PlacedProgram, PlacementBundles, absolute
+from armature.components.contracts.errors import ServerError
+from armature.components.inference.host import LocalHost, ServerNeeds, free_port
+from armature.components.workers.placed import NodeActor, PlacedProgram, PlacementBundles, absolute
 
 
 class PlacedHost:

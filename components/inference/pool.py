@@ -15,12 +15,12 @@ from weakref import WeakSet
 
 import httpx
 
-from components.contracts.machine import Machine
-from components.contracts.secret_values import keep_secret
-from components.inference.adapters import ServedAdapters
-from components.inference.answers import AnswerLimits
-from components.inference.checkpoint import placeholder_token_ids, sampled_token_ids, vocabulary
-from components.inference.client import (
+from armature.components.contracts.machine import Machine
+from armature.components.contracts.secret_values import keep_secret
+from armature.components.inference.adapters import ServedAdapters
+from armature.components.inference.answers import AnswerLimits
+from armature.components.inference.checkpoint import placeholder_token_ids, sampled_token_ids, vocabulary
+from armature.components.inference.client import (
     OTHER_WEIGHTS,
     Completion,
     GenerationFailure,
@@ -28,24 +28,24 @@ from components.inference.client import (
     Sampling,
     TransientError,
 )
-from components.inference.determinism import Repeatability
-from components.inference.endpoints_file import read_endpoints
-from components.inference.lease import describe_run
-from components.inference.lending import LentServer, SuspectServer, lend
-from components.inference.members import PoolMembers
-from components.inference.monitor import PoolContext
-from components.inference.own_servers import OwnServers
-from components.inference.probe import ProbeAnswer, make_probe
-from components.inference.proof import SyncProof
-from components.inference.replica import Replica, reset_caches
-from components.inference.requests import PoolRequests
-from components.inference.routing import Router
-from components.inference.settings import ServerSettings
-from components.inference.statistics import PoolStatistics
-from components.inference.sync import ServedWeights, sync_failure
-from components.inference.weights import Publish
-from components.keepalive import socket_options
-from components.sources.special_tokens import added_tokens
+from armature.components.inference.determinism import Repeatability
+from armature.components.inference.endpoints_file import read_endpoints
+from armature.components.inference.lease import describe_run
+from armature.components.inference.lending import LentServer, SuspectServer, lend
+from armature.components.inference.members import PoolMembers
+from armature.components.inference.monitor import PoolContext
+from armature.components.inference.own_servers import OwnServers
+from armature.components.inference.probe import ProbeAnswer, make_probe
+from armature.components.inference.proof import SyncProof
+from armature.components.inference.replica import Replica, reset_caches
+from armature.components.inference.requests import PoolRequests
+from armature.components.inference.routing import Router
+from armature.components.inference.settings import ServerSettings
+from armature.components.inference.statistics import PoolStatistics
+from armature.components.inference.sync import ServedWeights, sync_failure
+from armature.components.inference.weights import Publish
+from armature.components.keepalive import socket_options
+from armature.components.sources.special_tokens import added_tokens
 
 log = logging.getLogger(__name__)
 

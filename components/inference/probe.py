@@ -12,11 +12,11 @@ import httpx
 import numpy as np
 from PIL import Image
 
-from components.contracts.errors import WeightSyncError
-from components.contracts.rollouts import LogProbs
-from components.inference.client import MODEL_NAME
-from components.inference.endpoint import Endpoint
-from components.inference.weights.base import post
+from armature.components.contracts.errors import WeightSyncError
+from armature.components.contracts.rollouts import LogProbs
+from armature.components.inference.client import MODEL_NAME
+from armature.components.inference.endpoint import Endpoint
+from armature.components.inference.weights.base import post
 
 TOKENS = 128
 LIKELIEST = 20

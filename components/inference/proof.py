@@ -5,13 +5,13 @@ from __future__ import annotations
 import httpx
 import numpy as np
 
-from components.contracts.errors import WeightSyncError
-from components.contracts.machine import Machine
-from components.contracts.rollouts import LogProbs
-from components.inference.probe import Probe, ProbeAnswer, ask_probe
-from components.inference.replica import Replica
-from components.inference.settings import ServerSettings
-from components.installation import SERVED
+from armature.components.contracts.errors import WeightSyncError
+from armature.components.contracts.machine import Machine
+from armature.components.contracts.rollouts import LogProbs
+from armature.components.inference.probe import Probe, ProbeAnswer, ask_probe
+from armature.components.inference.replica import Replica
+from armature.components.inference.settings import ServerSettings
+from armature.components.installation import SERVED
 
 CPU_FLOAT32, GPU_FLOAT32, SIXTEEN_BITS, EIGHT_BITS = 1e-4, 5e-3, 0.1, 0.5
 """Tolerances in nats; GPUs multiply fp32 as tf32. Measured on tiny checkpoints: see docs/operations.md. In 8 bits,

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 
 import httpx
 
-from components.contracts.errors import ArmatureError, WeightSyncError
-from components.inference.client import MODEL_NAME
-from components.inference.endpoint import Endpoint
-from components.inference.replies import exchange
-from components.inference.server import VllmServer
-from components.inference.weights.base import post
+from armature.components.contracts.errors import ArmatureError, WeightSyncError
+from armature.components.inference.client import MODEL_NAME
+from armature.components.inference.endpoint import Endpoint
+from armature.components.inference.replies import exchange
+from armature.components.inference.server import VllmServer
+from armature.components.inference.weights.base import post
 
 UNKNOWN = -1
 """The version of weights that no pool of ours gave."""

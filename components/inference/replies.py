@@ -12,8 +12,8 @@ from typing import Any
 
 import httpx
 
-from components.contracts.errors import ServerError
-from components.contracts.secret_values import blanked
+from armature.components.contracts.errors import ServerError
+from armature.components.contracts.secret_values import blanked
 
 PLAIN = {"Accept-Encoding": "identity"}
 """For every request: vLLM compresses nothing, and what is not compressed cannot be a bomb."""

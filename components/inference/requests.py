@@ -6,8 +6,8 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 
-from components.inference.answers import AnswerLimits, read_completions
-from components.inference.client import (
+from armature.components.inference.answers import AnswerLimits, read_completions
+from armature.components.inference.client import (
     Completion,
     GenerationFailure,
     Message,
@@ -18,9 +18,9 @@ from components.inference.client import (
     refuse_placeholders,
     request_body,
 )
-from components.inference.merge import RequestMerger
-from components.inference.replica import Replica
-from components.inference.routing import Router
+from armature.components.inference.merge import RequestMerger
+from armature.components.inference.replica import Replica
+from armature.components.inference.routing import Router
 
 Prove = Callable[[Replica, str, str], Awaitable[None]]
 """See `ServedWeights.prove`: of a replica, its mark before the request was sent, and that of the answer."""

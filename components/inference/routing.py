@@ -9,10 +9,10 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TypeVar
 
-from components.contracts.errors import ServerError, WeightSyncError
-from components.inference.client import GenerationFailure, TransientError
-from components.inference.replica import Replica
-from components.inference.statistics import PoolStatistics
+from armature.components.contracts.errors import ServerError, WeightSyncError
+from armature.components.inference.client import GenerationFailure, TransientError
+from armature.components.inference.replica import Replica
+from armature.components.inference.statistics import PoolStatistics
 
 log = logging.getLogger(__name__)
 

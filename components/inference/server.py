@@ -11,16 +11,16 @@ from pathlib import Path
 import httpx
 import psutil
 
-from components.contracts.errors import ServerError
-from components.contracts.machine import Machine
-from components.inference.adapters import ServedAdapters
-from components.inference.client import MODEL_NAME
-from components.inference.command import is_deterministic, server_command, server_environment
-from components.inference.endpoint import Endpoint
-from components.inference.host import Host, LocalHost, ServerNeeds
-from components.inference.replies import BadReply, exchange
-from components.inference.settings import ServerSettings
-from components.installation import SERVED
+from armature.components.contracts.errors import ServerError
+from armature.components.contracts.machine import Machine
+from armature.components.inference.adapters import ServedAdapters
+from armature.components.inference.client import MODEL_NAME
+from armature.components.inference.command import is_deterministic, server_command, server_environment
+from armature.components.inference.endpoint import Endpoint
+from armature.components.inference.host import Host, LocalHost, ServerNeeds
+from armature.components.inference.replies import BadReply, exchange
+from armature.components.inference.settings import ServerSettings
+from armature.components.installation import SERVED
 
 _POLL = 0.25
 _HEALTH_TIMEOUT = 10.0

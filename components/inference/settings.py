@@ -6,7 +6,7 @@ from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from components.contracts.settings import Settings
+from armature.components.contracts.settings import Settings
 
 
 class SamplingSettings(Settings):

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from components.inference.client import Completion, GenerationFailure
+from armature.components.inference.client import Completion, GenerationFailure
 
 
 @dataclass

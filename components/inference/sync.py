@@ -10,17 +10,17 @@ from pathlib import Path
 
 import httpx
 
-from components.artifacts.tensors import read_tensors
-from components.contracts.errors import ArmatureError, ServerError, WeightSyncError
-from components.inference.adapters import served_name
-from components.inference.checkpoint import read_config
-from components.inference.client import MODEL_NAME, OTHER_WEIGHTS, TransientError
-from components.inference.lease import in_order, weights_mark
-from components.inference.probe import Probe, ProbeAnswer
-from components.inference.proof import SyncProof
-from components.inference.replica import Replica, pause, reset_caches, resume
-from components.inference.server import fault
-from components.inference.weights import WEIGHT_TRANSFERS, Publish, WeightTransfer
+from armature.components.artifacts.tensors import read_tensors
+from armature.components.contracts.errors import ArmatureError, ServerError, WeightSyncError
+from armature.components.inference.adapters import served_name
+from armature.components.inference.checkpoint import read_config
+from armature.components.inference.client import MODEL_NAME, OTHER_WEIGHTS, TransientError
+from armature.components.inference.lease import in_order, weights_mark
+from armature.components.inference.probe import Probe, ProbeAnswer
+from armature.components.inference.proof import SyncProof
+from armature.components.inference.replica import Replica, pause, reset_caches, resume
+from armature.components.inference.server import fault
+from armature.components.inference.weights import WEIGHT_TRANSFERS, Publish, WeightTransfer
 
 log = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ import subprocess
 from contextlib import suppress
 from pathlib import Path
 
-from components.home import home_folder
+from armature.components.home import home_folder
 
 DISTRIBUTION = "armature-vla"
 """What pip installs. `armature`, the name of the package and the command, is another project on PyPI."""

@@ -16,11 +16,11 @@ from transformers import Molmo2Model, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import create_causal_mask
 from transformers.models.gemma3.modeling_gemma3 import get_block_sequence_ids_for_mask
 
-from components.contracts.errors import ConfigurationError
-from components.models.families import FAMILIES, family_of
-from components.models.packed_attention import PACKED
-from components.models.remote import is_remote
-from components.models.settings import ImageAttention
+from armature.components.contracts.errors import ConfigurationError
+from armature.components.models.families import FAMILIES, family_of
+from armature.components.models.packed_attention import PACKED
+from armature.components.models.remote import is_remote
+from armature.components.models.settings import ImageAttention
 
 CAUSAL_LAYERS = frozenset({"full_attention", "sliding_attention"})
 _TYPE_IDS = ("mm_token_type_ids", "token_type_ids")

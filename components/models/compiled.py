@@ -14,9 +14,9 @@ from torch._inductor.compile_fx import compile_fx
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from components.contracts.errors import ConfigurationError
-from components.models.families import family_of
-from components.models.varlen import in_one_graph
+from armature.components.contracts.errors import ConfigurationError
+from armature.components.models.families import family_of
+from armature.components.models.varlen import in_one_graph
 
 VARIANTS = 64
 """How many variants of a layer's code are kept: with and without gradients, of the first layer and others, of few and

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-from components.contracts.errors import ConfigurationError
+from armature.components.contracts.errors import ConfigurationError
 
 Component = Literal["vision", "projector", "language"]
 COMPONENTS: tuple[Component, ...] = ("vision", "projector", "language")

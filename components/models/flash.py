@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from components.models.installed import is_installed
+from armature.components.models.installed import is_installed
 
 VERIFIED = {(64, 1), (128, 4), (128, 6), (128, 7), (128, 8)}
 """Head sizes and query heads per key head, in bf16, whose results were compared on a GPU with softmax written out."""

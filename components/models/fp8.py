@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from components.contracts.errors import ConfigurationError
+from armature.components.contracts.errors import ConfigurationError
 
 LARGEST = torch.finfo(torch.float8_e4m3fn).max
 TINY = torch.finfo(torch.float32).tiny

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 from importlib.util import find_spec
 
-from components.sources.data import versions
+from armature.components.sources.data import versions
 
 TRITON = find_spec("triton") is not None
 """Whether the kernels of this project can be compiled."""

@@ -19,21 +19,21 @@ from transformers import (
     ProcessorMixin,
 )
 
-from components.artifacts.disk import replaced_folder
-from components.artifacts.tensors import read_tensors, saving
-from components.contracts.errors import ConfigurationError, DataError
-from components.contracts.foreign import foreign
-from components.models.attention import check_image_attention, follow_image_attention
-from components.models.families import Family, family_of
-from components.models.installed import is_installed
-from components.models.lora import add_adapters, base_model, merged_weights
-from components.models.mapped import MappedWeights, hollow
-from components.models.molmo2 import has_second_layout, to_hub
-from components.models.nf4 import quantize
-from components.models.remote import complete_processor, is_remote, register_body
-from components.models.settings import ModelSettings
-from components.models.source import local_code_options, locate
-from components.models.varlen import choose_kernels
+from armature.components.artifacts.disk import replaced_folder
+from armature.components.artifacts.tensors import read_tensors, saving
+from armature.components.contracts.errors import ConfigurationError, DataError
+from armature.components.contracts.foreign import foreign
+from armature.components.models.attention import check_image_attention, follow_image_attention
+from armature.components.models.families import Family, family_of
+from armature.components.models.installed import is_installed
+from armature.components.models.lora import add_adapters, base_model, merged_weights
+from armature.components.models.mapped import MappedWeights, hollow
+from armature.components.models.molmo2 import has_second_layout, to_hub
+from armature.components.models.nf4 import quantize
+from armature.components.models.remote import complete_processor, is_remote, register_body
+from armature.components.models.settings import ModelSettings
+from armature.components.models.source import local_code_options, locate
+from armature.components.models.varlen import choose_kernels
 
 _DEPTH = re.compile(r"(n|num|num_hidden)_(hidden_)?layers|depth")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

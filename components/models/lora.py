@@ -15,10 +15,10 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import PreTrainedModel
 
-from components.contracts.errors import ConfigurationError
-from components.models.families import COMPONENTS, Family
-from components.models.nf4 import SCALES, NF4Linear
-from components.models.settings import LoraSettings
+from armature.components.contracts.errors import ConfigurationError
+from armature.components.models.families import COMPONENTS, Family
+from armature.components.models.nf4 import SCALES, NF4Linear
+from armature.components.models.settings import LoraSettings
 
 ALL_LINEARS = "all"
 

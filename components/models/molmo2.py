@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from components.contracts.errors import DataError
+from armature.components.contracts.errors import DataError
 
 EMBEDDING = "model.language_model.embed_tokens.weight"
 EMBEDDING_PARTS = ("model.transformer.wte.embedding", "model.transformer.wte.new_embedding")

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
-from components.models.blockwise import NF4
-from components.models.families import Family
-from components.models.installed import TRITON
+from armature.components.models.blockwise import NF4
+from armature.components.models.families import Family
+from armature.components.models.installed import TRITON
 
 SCALES = "scales"
 
@@ -72,7 +72,7 @@ class _Product(torch.autograd.Function):
 
 def _dequantized(packed: Tensor, scales: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
     if packed.is_cuda and TRITON:
-        from components.models.nf4_kernel import dequantize
+        from armature.components.models.nf4_kernel import dequantize
 
         return dequantize(packed, scales, dtype).view(shape)
     indices = torch.stack((packed >> 4, packed & 15), dim=-1)

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from components.models.blockwise import NF4
+from armature.components.models.blockwise import NF4
 
 BLOCK = 1024
 

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from components.contracts.errors import ConfigurationError, DataError
-from components.models.attention import CAUSAL_LAYERS, blocks_of
-from components.models.context_parallel import ContextParallel, FeatureExchange, encoded_by, feature_exchange
-from components.models.families import family_of
-from components.models.packed_attention import PACKED, REMEDY, Segments
-from components.models.transfer import to_device
-from components.models.vision import GRID, encoded_images, tower_inputs
+from armature.components.contracts.errors import ConfigurationError, DataError
+from armature.components.models.attention import CAUSAL_LAYERS, blocks_of
+from armature.components.models.context_parallel import ContextParallel, FeatureExchange, encoded_by, feature_exchange
+from armature.components.models.families import family_of
+from armature.components.models.packed_attention import PACKED, REMEDY, Segments
+from armature.components.models.transfer import to_device
+from armature.components.models.vision import GRID, encoded_images, tower_inputs
 
 Holder = TypeVar("Holder", "Packing", FeatureExchange)
 GRIDS = (GRID, "image_grids")
@@ -32,7 +32,7 @@ class Packing:
         rows, columns: (T,) int64: from which row, and where in it, a packed token is; others may begin alike.
         places: (B, L) int64: the packed token of each token of a row; 0 at padding.
         lengths: the tokens of each segment, in order.
-        keys, key_lengths: see `components.models.packed_attention.Segments`.
+        keys, key_lengths: see `armature.components.models.packed_attention.Segments`.
         images: the distinct images that the packed tokens show, in order.
         image_tokens: of each distinct image, how many tokens it has.
         encoders: which of the ranks that share the sequence encodes each distinct image.
@@ -40,7 +40,7 @@ class Packing:
         blocks: see `Segments`; from `laid_out`.
         exchange: how features reach the ranks that share the sequence; from `laid_out`.
         image_places: (I,) int64: which packed tokens, of this rank's, stand for images; from `laid_out`.
-        tower: see `components.models.vision.tower_inputs`; from `laid_out`.
+        tower: see `armature.components.models.vision.tower_inputs`; from `laid_out`.
     """
 
     rows: Tensor

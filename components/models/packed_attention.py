@@ -24,12 +24,12 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 
-from components.contracts.errors import ConfigurationError
-from components.models import flash
-from components.models.context_parallel import ContextParallel
-from components.models.installed import TRITON
-from components.models.transfer import to_device
-from components.models.varlen import has_kernel, under_autocast
+from armature.components.contracts.errors import ConfigurationError
+from armature.components.models import flash
+from armature.components.models.context_parallel import ContextParallel
+from armature.components.models.installed import TRITON
+from armature.components.models.transfer import to_device
+from armature.components.models.varlen import has_kernel, under_autocast
 
 PACKED = "packed"
 """Its name in transformers. Without segments it is `sdpa`."""
@@ -192,7 +192,7 @@ class _Gathered(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_q: Tensor, d_k: Tensor, d_v: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        from components.models.packed_kernel import sum_copies
+        from armature.components.models.packed_kernel import sum_copies
 
         copies, n_tokens = ctx.segments.copies, len(d_q)
         return (

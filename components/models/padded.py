@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.functional import linear, pad
 
-from components.models.varlen import under_autocast
+from armature.components.models.varlen import under_autocast
 
 _ALIGNED, _TILE = 8, 64
 _WIDENED, _NARROWED = ("gate_proj", "up_proj"), "down_proj"

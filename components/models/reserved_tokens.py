@@ -10,16 +10,16 @@ from typing import Any
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import LocalEntryNotFoundError
 
-from components.artifacts.cache import DownloadCache
-from components.contracts.errors import DataError
-from components.contracts.files import read_bytes
-from components.hub import hub_commit
-from components.models.families import FAMILIES
-from components.models.settings import ModelSettings
-from components.models.source import fetch_files, locate, refuse_unnamed
-from components.models.tiny_families import TINY_FAMILIES
-from components.project import project_source
-from components.sources.special_tokens import FILES, LARGEST_FILE, added_tokens
+from armature.components.artifacts.cache import DownloadCache
+from armature.components.contracts.errors import DataError
+from armature.components.contracts.files import read_bytes
+from armature.components.hub import hub_commit
+from armature.components.models.families import FAMILIES
+from armature.components.models.settings import ModelSettings
+from armature.components.models.source import fetch_files, locate, refuse_unnamed
+from armature.components.models.tiny_families import TINY_FAMILIES
+from armature.components.project import project_source
+from armature.components.sources.special_tokens import FILES, LARGEST_FILE, added_tokens
 
 CONFIG = "config.json"
 

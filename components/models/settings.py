@@ -7,10 +7,10 @@ from typing import Literal, Self
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, field_validator, model_validator
 
-from components.contracts.settings import Settings
-from components.models.families import Component
-from components.models.tiny_families import TINY_FAMILIES
-from components.registry import suggestion
+from armature.components.contracts.settings import Settings
+from armature.components.models.families import Component
+from armature.components.models.tiny_families import TINY_FAMILIES
+from armature.components.registry import suggestion
 
 TINY_PREFIX = "tiny/"
 ImageAttention = Literal["causal", "bidirectional"]

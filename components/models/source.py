@@ -13,10 +13,10 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 from pydantic import BaseModel, ConfigDict
 
-from components.artifacts.cache import file_sha256
-from components.artifacts.digests import document_digest
-from components.contracts.errors import ConfigurationError, DataError
-from components.project import project_source
+from armature.components.artifacts.cache import file_sha256
+from armature.components.artifacts.digests import document_digest
+from armature.components.contracts.errors import ConfigurationError, DataError
+from armature.components.project import project_source
 
 REFERENCE = "source.json"
 CHECKPOINT = "checkpoint"

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from components.contracts.stages import Artifact, Stage, StageContext, StageReport
-from components.hub import HUB, commit_of
-from components.models.settings import ModelSettings
-from components.project import project_source
+from armature.components.contracts.stages import Artifact, Stage, StageContext, StageReport
+from armature.components.hub import HUB, commit_of
+from armature.components.models.settings import ModelSettings
+from armature.components.project import project_source
 
 
 def run_model(settings: ModelSettings, inputs: Mapping[str, Artifact], out: Path, context: StageContext) -> StageReport:
@@ -21,13 +21,13 @@ def run_model(settings: ModelSettings, inputs: Mapping[str, Artifact], out: Path
         DataError: no such folder or repository, no safetensors, or no configuration.
     """
     if settings.tiny is not None and settings.tiny_family is not None:
-        from components.models.tiny import make_tiny_checkpoint
+        from armature.components.models.tiny import make_tiny_checkpoint
 
         make_tiny_checkpoint(settings.tiny_family, out, settings.tiny.seed, settings.tiny, settings.image_attention)
         context.events.message(f"model: made {settings.source} from seed {settings.tiny.seed}")
         return StageReport()
-    from components.models.load import load_config, refuse_other_sizes
-    from components.models.source import locate, make_reference
+    from armature.components.models.load import load_config, refuse_other_sizes
+    from armature.components.models.source import locate, make_reference
 
     reference = make_reference(project_source(settings.source), settings.revision)
     reference.write(out)
@@ -38,7 +38,7 @@ def run_model(settings: ModelSettings, inputs: Mapping[str, Artifact], out: Path
 
 
 def model_sources(settings: ModelSettings, inputs: Mapping[str, Artifact]) -> dict[str, str]:
-    from components.models.source import folder_sources
+    from armature.components.models.source import folder_sources
 
     return {} if settings.tiny is not None else folder_sources(settings.source)
 

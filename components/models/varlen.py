@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
 
-from components.models.remote import is_remote
+from armature.components.models.remote import is_remote
 
 WINDOWS = "flash_windows"
 """Its name in transformers, which passes lengths to names with "flash" in them, and else calls attention once for each

@@ -13,8 +13,8 @@ from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransforme
 from transformers.utils.generic import get_max_seqlen
 from transformers.vision_utils import get_vision_attention_seqlens, get_vision_position_ids, get_vision_window_index
 
-from components.contracts.errors import ConfigurationError
-from components.models.context_parallel import FeatureExchange
+from armature.components.contracts.errors import ConfigurationError
+from armature.components.models.context_parallel import FeatureExchange
 
 Features = Tensor | Sequence[Tensor]
 GRID = "image_grid_thw"

@@ -10,10 +10,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from components.artifacts.manifest import read_manifest
-from components.artifacts.store import ArtifactStore
-from components.planning.records import WARM_UP
-from components.rl.settings import TrainVLMSettings
+from armature.components.artifacts.manifest import read_manifest
+from armature.components.artifacts.store import ArtifactStore
+from armature.components.planning.records import WARM_UP
+from armature.components.rl.settings import TrainVLMSettings
 
 LEAST = 0.05
 """Of a step, that another share has to save to be worth it."""

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from components.contracts.stages import ResultT
+from armature.components.contracts.stages import ResultT
 
 T = TypeVar("T")
 

@@ -7,7 +7,7 @@ from typing import Any, Self
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
-from components.contracts.settings import Settings
+from armature.components.contracts.settings import Settings
 
 
 class ServerCosts(Settings):

@@ -6,12 +6,12 @@ from typing import Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 
-from components.contracts.settings import Settings
-from components.models.settings import ModelSettings
-from components.planning.costs import Costs, FlowCosts, ServerCosts, TrainerCosts
-from components.planning.geometry import ModelGeometry, key_value_bytes
-from components.planning.gpus import Gpu
-from components.vlm.settings import TrainerSettings
+from armature.components.contracts.settings import Settings
+from armature.components.models.settings import ModelSettings
+from armature.components.planning.costs import Costs, FlowCosts, ServerCosts, TrainerCosts
+from armature.components.planning.geometry import ModelGeometry, key_value_bytes
+from armature.components.planning.gpus import Gpu
+from armature.components.vlm.settings import TrainerSettings
 
 BENCHMARKS = "docs/benchmarks.md"
 STEP, SYNC, TWO = (

@@ -9,18 +9,18 @@ from statistics import fmean
 import numpy as np
 import numpy.typing as npt
 
-from components.contracts.errors import ConfigurationError
-from components.contracts.machine import Machine
-from components.contracts.rollouts import GenerateOutputs
-from components.inference.merge import WINDOW
-from components.planning.costs import Costs, FlowCosts, ServerCosts, TrainerCosts
-from components.planning.estimate import Assumptions
-from components.planning.lines import apart, line
-from components.planning.records import RunRecords, episode_of, workload_of
-from components.planning.simulate import SimulatedRun
-from components.planning.trainer import PlannedRollout, samples_of, training_seconds
-from components.rollouts.rounds import choose_groups, groups_that_differ
-from components.vlm.plan import updates
+from armature.components.contracts.errors import ConfigurationError
+from armature.components.contracts.machine import Machine
+from armature.components.contracts.rollouts import GenerateOutputs
+from armature.components.inference.merge import WINDOW
+from armature.components.planning.costs import Costs, FlowCosts, ServerCosts, TrainerCosts
+from armature.components.planning.estimate import Assumptions
+from armature.components.planning.lines import apart, line
+from armature.components.planning.records import RunRecords, episode_of, workload_of
+from armature.components.planning.simulate import SimulatedRun
+from armature.components.planning.trainer import PlannedRollout, samples_of, training_seconds
+from armature.components.rollouts.rounds import choose_groups, groups_that_differ
+from armature.components.vlm.plan import updates
 
 Seconds = npt.NDArray[np.float64]
 WAIT = "timing/wait_for_rollouts"

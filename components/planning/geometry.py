@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForImageTextToText
 
-from components.contracts.foreign import foreign
-from components.models.families import family_of
-from components.models.settings import ModelSettings
-from components.models.source import local_code_options
-from components.project import project_source
-from components.training.sharding import blocks, n_parameters
-from components.vlm.memory import MemoryEstimate, estimate_memory_of
-from components.vlm.settings import TrainerSettings
+from armature.components.contracts.foreign import foreign
+from armature.components.models.families import family_of
+from armature.components.models.settings import ModelSettings
+from armature.components.models.source import local_code_options
+from armature.components.project import project_source
+from armature.components.training.sharding import blocks, n_parameters
+from armature.components.vlm.memory import MemoryEstimate, estimate_memory_of
+from armature.components.vlm.settings import TrainerSettings
 
 Shape = tuple[int, ...]
 
@@ -59,8 +59,8 @@ def read_config(settings: ModelSettings) -> Any:
         DataError: there is none here, and the hub does not answer.
     """
     if settings.tiny is not None and settings.tiny_family is not None:
-        from components.models.tiny.tokenizer import train_tokenizer
-        from components.models.tiny_families import TINY_FAMILIES
+        from armature.components.models.tiny.tokenizer import train_tokenizer
+        from armature.components.models.tiny_families import TINY_FAMILIES
 
         recipe, tiny = TINY_FAMILIES[settings.tiny_family], settings.tiny
         tokenizer = train_tokenizer(

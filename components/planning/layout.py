@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from components.contracts.errors import ConfigurationError
-from components.contracts.machine import Machine
-from components.planning.costs import Costs
-from components.planning.estimate import Assumptions, estimated, mfu_of
-from components.planning.geometry import ModelGeometry, key_value_bytes, server_bytes, trainer_bytes
-from components.planning.gpus import GIB, Gpu
-from components.planning.simulate import Simulated, SimulatedRun
-from components.planning.workload import Workload
-from components.rl.settings import TrainVLMSettings
+from armature.components.contracts.errors import ConfigurationError
+from armature.components.contracts.machine import Machine
+from armature.components.planning.costs import Costs
+from armature.components.planning.estimate import Assumptions, estimated, mfu_of
+from armature.components.planning.geometry import ModelGeometry, key_value_bytes, server_bytes, trainer_bytes
+from armature.components.planning.gpus import GIB, Gpu
+from armature.components.planning.simulate import Simulated, SimulatedRun
+from armature.components.planning.workload import Workload
+from armature.components.rl.settings import TrainVLMSettings
 
 USABLE = 0.9
 """Of a GPU's memory; the rest is CUDA's context, NCCL and fragments."""

@@ -9,15 +9,15 @@ from pathlib import Path
 
 import numpy as np
 
-from components.inference.client import Completion, GenerationFailure, Message, Sampling, TransientError
-from components.inference.merge import RequestMerger
-from components.inference.replica import Replica
-from components.inference.routing import Router
-from components.inference.statistics import PoolStatistics
-from components.planning.clock import SerialResource, VirtualLoop
-from components.planning.costs import Costs
-from components.planning.server import SimulatedServer
-from components.planning.workload import PlannedTurn
+from armature.components.inference.client import Completion, GenerationFailure, Message, Sampling, TransientError
+from armature.components.inference.merge import RequestMerger
+from armature.components.inference.replica import Replica
+from armature.components.inference.routing import Router
+from armature.components.inference.statistics import PoolStatistics
+from armature.components.planning.clock import SerialResource, VirtualLoop
+from armature.components.planning.costs import Costs
+from armature.components.planning.server import SimulatedServer
+from armature.components.planning.workload import PlannedTurn
 
 _NOTHING = np.zeros(0, np.int32)
 _ANSWER = Completion(_NOTHING, _NOTHING, np.zeros(0, np.float32), "", "stop", 0, "", 0.0)

@@ -10,15 +10,15 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from components.artifacts.manifest import read_manifest
-from components.artifacts.store import ArtifactStore
-from components.contracts.errors import ConfigurationError, DataError
-from components.contracts.machine import Machine
-from components.contracts.rollouts import GenerateOutputs, Trajectory
-from components.planning.workload import PlannedEpisode, PlannedTurn, Workload
-from components.rl.settings import TrainVLMSettings
-from components.rollouts.rounds import groups_that_differ
-from components.rollouts.table import read_rollouts
+from armature.components.artifacts.manifest import read_manifest
+from armature.components.artifacts.store import ArtifactStore
+from armature.components.contracts.errors import ConfigurationError, DataError
+from armature.components.contracts.machine import Machine
+from armature.components.contracts.rollouts import GenerateOutputs, Trajectory
+from armature.components.planning.workload import PlannedEpisode, PlannedTurn, Workload
+from armature.components.rl.settings import TrainVLMSettings
+from armature.components.rollouts.rounds import groups_that_differ
+from armature.components.rollouts.table import read_rollouts
 
 WARM_UP = 2
 """Steps at the beginning that do not count: kernels are compiled, caches are filled."""

@@ -8,8 +8,8 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from components.inference.client import TransientError
-from components.planning.costs import ServerCosts
+from armature.components.inference.client import TransientError
+from armature.components.planning.costs import ServerCosts
 
 
 @dataclass(order=True)

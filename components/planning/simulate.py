@@ -16,25 +16,25 @@ from typing import Any, cast
 
 import numpy as np
 
-from components.batches.settings import BatchSettings
-from components.contracts.episodes import Task
-from components.contracts.rollouts import Failure, GenerateOutputs, Trajectory, Turn
-from components.contracts.stages import Artifact
-from components.inference.client import GenerationFailure
-from components.planning.clock import VirtualLoop, VirtualUnits
-from components.planning.costs import Costs
-from components.planning.pool import SimulatedPool
-from components.planning.trainer import PlannedRollout, SimulatedTrainer, samples_of, training_seconds
-from components.planning.workload import Workload
-from components.rl.loop import Ahead, run_loop
-from components.rollouts.collect import play_groups
-from components.rollouts.play import RolloutId
-from components.rollouts.rounds import choose_groups, groups_that_differ, play_rounds
-from components.rollouts.schedule import tasks_of_step
-from components.rollouts.settings import RolloutSettings
-from components.training.client import ServiceClient
-from components.training.restarts import with_restarts
-from components.vlm.settings import TrainerSettings
+from armature.components.batches.settings import BatchSettings
+from armature.components.contracts.episodes import Task
+from armature.components.contracts.rollouts import Failure, GenerateOutputs, Trajectory, Turn
+from armature.components.contracts.stages import Artifact
+from armature.components.inference.client import GenerationFailure
+from armature.components.planning.clock import VirtualLoop, VirtualUnits
+from armature.components.planning.costs import Costs
+from armature.components.planning.pool import SimulatedPool
+from armature.components.planning.trainer import PlannedRollout, SimulatedTrainer, samples_of, training_seconds
+from armature.components.planning.workload import Workload
+from armature.components.rl.loop import Ahead, run_loop
+from armature.components.rollouts.collect import play_groups
+from armature.components.rollouts.play import RolloutId
+from armature.components.rollouts.rounds import choose_groups, groups_that_differ, play_rounds
+from armature.components.rollouts.schedule import tasks_of_step
+from armature.components.rollouts.settings import RolloutSettings
+from armature.components.training.client import ServiceClient
+from armature.components.training.restarts import with_restarts
+from armature.components.vlm.settings import TrainerSettings
 
 _NOTHING = np.zeros(0, np.int32)
 
@@ -78,7 +78,7 @@ class SimulatedRun:
         Raises:
             TrainerError: the trainer fails so often that the run does not go on.
         """
-        loop, routing = VirtualLoop(), logging.getLogger("components.inference.routing")
+        loop, routing = VirtualLoop(), logging.getLogger("armature.components.inference.routing")
         before = routing.level
         routing.setLevel(logging.CRITICAL)  # it warns of every request of a server that died
         try:

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from components.contracts.batches import Sample
-from components.contracts.errors import TrainerError
-from components.planning.clock import VirtualLoop
-from components.planning.costs import Costs, TrainerCosts
-from components.planning.workload import PlannedEpisode
-from components.vlm.plan import MicroBatch, micro_batches, packed_micro_batches, updates
-from components.vlm.settings import TrainerSettings
+from armature.components.contracts.batches import Sample
+from armature.components.contracts.errors import TrainerError
+from armature.components.planning.clock import VirtualLoop
+from armature.components.planning.costs import Costs, TrainerCosts
+from armature.components.planning.workload import PlannedEpisode
+from armature.components.vlm.plan import MicroBatch, micro_batches, packed_micro_batches, updates
+from armature.components.vlm.settings import TrainerSettings
 
 IMAGE_TOKEN = -1
 """No token of a planned sample."""

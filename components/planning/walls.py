@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
-from components.planning.simulate import SimulatedRun
+from armature.components.planning.simulate import SimulatedRun
 
 LEAST = 0.1
 """Of the cost of a rollout, that a wall takes at least."""

@@ -10,8 +10,8 @@ from statistics import fmean
 import numpy as np
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from components.contracts.settings import Settings
-from components.rollouts.play import RolloutId
+from armature.components.contracts.settings import Settings
+from armature.components.rollouts.play import RolloutId
 
 
 class WorkloadSettings(Settings):

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
-from components.contracts.settings import Settings
+from armature.components.contracts.settings import Settings
 
 ActionMode = Literal["continuous", "discrete", "both"]
 Semantics = Literal["head", "0.6.1", "seed"]

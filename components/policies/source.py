@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from components.models.source import CheckpointKind
-from components.policies.settings import RobotPolicySettings
+from armature.components.models.source import CheckpointKind
+from armature.components.policies.settings import RobotPolicySettings
 
 POLICY_FILE = "policy.json"
 POLICY = CheckpointKind(

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from components.contracts.errors import ConfigurationError
-from components.contracts.stages import Artifact, Stage, StageContext, StageReport
-from components.hub import HUB, commit_of
-from components.policies.settings import RobotPolicySettings
-from components.project import project_source
+from armature.components.contracts.errors import ConfigurationError
+from armature.components.contracts.stages import Artifact, Stage, StageContext, StageReport
+from armature.components.hub import HUB, commit_of
+from armature.components.policies.settings import RobotPolicySettings
+from armature.components.project import project_source
 
 
 def run_policy(
@@ -26,14 +26,14 @@ def run_policy(
     """
     if settings.tiny is not None:
         _refuse_other_sources(settings)
-        from components.policies.molmoact2.checkpoints.tiny import make_tiny_policy
+        from armature.components.policies.molmoact2.checkpoints.tiny import make_tiny_policy
 
         make_tiny_policy(out / "checkpoint", settings)
         context.events.message(f"policy: made a tiny MolmoAct2 from seed {settings.tiny.seed}")
         return StageReport()
-    from components.models.source import make_reference
-    from components.policies.molmoact2.checkpoints.parts import load_parts
-    from components.policies.source import POLICY, write_settings
+    from armature.components.models.source import make_reference
+    from armature.components.policies.molmoact2.checkpoints.parts import load_parts
+    from armature.components.policies.source import POLICY, write_settings
 
     source = settings.path or settings.checkpoint_path
     if source is None:
@@ -63,8 +63,8 @@ def _refuse_other_sources(settings: RobotPolicySettings) -> None:
 
 
 def policy_sources(settings: RobotPolicySettings, inputs: Mapping[str, Artifact]) -> dict[str, str]:
-    from components.models.source import folder_sources
-    from components.policies.source import POLICY
+    from armature.components.models.source import folder_sources
+    from armature.components.policies.source import POLICY
 
     source = settings.path or settings.checkpoint_path
     return folder_sources(source, POLICY) if source and settings.tiny is None else {}

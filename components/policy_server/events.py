@@ -6,7 +6,7 @@ import json
 import logging
 from datetime import UTC, datetime
 
-log = logging.getLogger("components.policy_server")
+log = logging.getLogger("armature.components.policy_server")
 
 
 def tell(event: str, client: str, **facts: object) -> None:

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from components.contracts.errors import ConfigurationError, DataError
-from components.contracts.robots import PreviousActions, RobotObservation
-from components.policy_server.wire import kind, unpack, value_of
+from armature.components.contracts.errors import ConfigurationError, DataError
+from armature.components.contracts.robots import PreviousActions, RobotObservation
+from armature.components.policy_server.wire import kind, unpack, value_of
 
 PROMPT, SEED, PREVIOUS, DELAY = "prompt", "seed", "previous_actions", "inference_delay"
 LONGEST_SIDE, LONGEST_PROMPT, LARGEST_SEED = 4096, 2000, 2**63 - 1

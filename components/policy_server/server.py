@@ -20,15 +20,15 @@ from websockets.asyncio.server import Server, ServerConnection, serve
 from websockets.exceptions import ConnectionClosed
 from websockets.http11 import Request, Response
 
-from components.contracts.errors import ArmatureError, ConfigurationError, DataError
-from components.contracts.robots import RobotPolicy
-from components.policy_server.events import tell
-from components.policy_server.metrics import PolicyServerMetrics
-from components.policy_server.observations import ObservationFormat
-from components.policy_server.settings import PolicyServerSettings
-from components.policy_server.waiting import BusyError, ChunkAnswer, PolicyQueue
-from components.policy_server.wire import Message, pack
-from components.ports import listener
+from armature.components.contracts.errors import ArmatureError, ConfigurationError, DataError
+from armature.components.contracts.robots import RobotPolicy
+from armature.components.policy_server.events import tell
+from armature.components.policy_server.metrics import PolicyServerMetrics
+from armature.components.policy_server.observations import ObservationFormat
+from armature.components.policy_server.settings import PolicyServerSettings
+from armature.components.policy_server.waiting import BusyError, ChunkAnswer, PolicyQueue
+from armature.components.policy_server.wire import Message, pack
+from armature.components.ports import listener
 
 log = logging.getLogger(__name__)
 _WEBSOCKETS = logging.getLogger(f"{__name__}.websockets")

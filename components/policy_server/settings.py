@@ -7,9 +7,9 @@ from typing import Literal
 
 from pydantic import Field, PositiveInt
 
-from components.contracts.machine import ADDRESS
-from components.contracts.settings import Settings
-from components.policies.settings import Quantization
+from armature.components.contracts.machine import ADDRESS
+from armature.components.contracts.settings import Settings
+from armature.components.policies.settings import Quantization
 
 
 class PolicyServerSettings(Settings):

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from components.contracts.errors import ArmatureError, ServerError
-from components.contracts.robots import RobotObservation, RobotPolicy
+from armature.components.contracts.errors import ArmatureError, ServerError
+from armature.components.contracts.robots import RobotObservation, RobotPolicy
 
 log = logging.getLogger(__name__)
 Chunk = NDArray[np.float32]

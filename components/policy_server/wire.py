@@ -17,7 +17,7 @@ import msgpack
 import numpy as np
 from numpy.typing import NDArray
 
-from components.contracts.errors import DataError
+from armature.components.contracts.errors import DataError
 
 Message = dict[str, Any]
 """Field to value, as MessagePack has it; `value_of` reads arrays and numbers of numpy's."""

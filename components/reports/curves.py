@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from components.contracts.images import data_url
-from components.reports.report import ReportImage
+from armature.components.contracts.images import data_url
+from armature.components.reports.report import ReportImage
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

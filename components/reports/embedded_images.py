@@ -5,8 +5,8 @@ from __future__ import annotations
 from io import BytesIO
 from typing import Protocol
 
-from components.artifacts.images import decode
-from components.contracts.images import EncodedImage, ImageRef, data_url
+from armature.components.artifacts.images import decode
+from armature.components.contracts.images import EncodedImage, ImageRef, data_url
 
 
 class ImageReader(Protocol):

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from components.contracts.batches import LogRatios, Sample
-from components.contracts.images import ImageRef
-from components.contracts.rollouts import Trajectory, Turn
+from armature.components.contracts.batches import LogRatios, Sample
+from armature.components.contracts.images import ImageRef
+from armature.components.contracts.rollouts import Trajectory, Turn
 
 Decode = Callable[[int], str]
 ImageKey = Callable[[ImageRef], str]

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from components.contracts.errors import DataError
-from components.reports.pages import write_page
+from armature.components.contracts.errors import DataError
+from armature.components.reports.pages import write_page
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from components.contracts.errors import DataError
+from armature.components.contracts.errors import DataError
 
 
 def token_decoder(checkpoint: Path) -> Callable[[int], str]:

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from components.reports.curves import History, curve_images, curves_png
-from components.reports.report import HtmlReport, ReportImage, Table, write_report
+from armature.components.reports.curves import History, curve_images, curves_png
+from armature.components.reports.report import HtmlReport, ReportImage, Table, write_report
 
 REPORT_FILE = "report.html"
 CURVES_FILE = "curves.png"

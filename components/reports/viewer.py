@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
 
-from components.contracts.rollouts import Failure, Trajectory
-from components.reports.embedded_images import EmbeddedImages, ImageReader
-from components.reports.pages import inline_json, write_page
-from components.reports.records import Decode, TurnScores, rollout_record
+from armature.components.contracts.rollouts import Failure, Trajectory
+from armature.components.reports.embedded_images import EmbeddedImages, ImageReader
+from armature.components.reports.pages import inline_json, write_page
+from armature.components.reports.records import Decode, TurnScores, rollout_record
 
 
 @dataclass(frozen=True)

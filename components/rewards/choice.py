@@ -20,9 +20,9 @@ from typing import Any, ClassVar
 
 from pydantic import Field
 
-from components.contracts.value_text import plain_number
-from components.rewards.extract import ExtractingSettings, extracted, folded
-from components.rewards.reward import BadAnswer, Reward, RewardInput
+from armature.components.contracts.value_text import plain_number
+from armature.components.rewards.extract import ExtractingSettings, extracted, folded
+from armature.components.rewards.reward import BadAnswer, Reward, RewardInput
 
 
 def _words(spaced: str, unspaced: str = "") -> str:

@@ -14,10 +14,10 @@ from typing import ClassVar
 
 from pydantic import Field, PositiveFloat
 
-from components.contracts.errors import ConfigurationError
-from components.contracts.failures import RolloutFailed
-from components.rewards.reward import IsolatedSettings, Reward, RewardInput
-from components.sources.data import named_files
+from armature.components.contracts.errors import ConfigurationError
+from armature.components.contracts.failures import RolloutFailed
+from armature.components.rewards.reward import IsolatedSettings, Reward, RewardInput
+from armature.components.sources.data import named_files
 
 LONGEST_OUTPUT = 2**16
 """Bytes that a grade may take; more is not a number."""

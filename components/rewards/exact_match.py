@@ -7,10 +7,10 @@ from typing import Any, ClassVar
 
 from pydantic import Field, NonNegativeFloat
 
-from components.contracts.value_text import value_text
-from components.rewards.extract import ExtractingSettings, extracted
-from components.rewards.number import read_number
-from components.rewards.reward import BadAnswer, Reward, RewardInput
+from armature.components.contracts.value_text import value_text
+from armature.components.rewards.extract import ExtractingSettings, extracted
+from armature.components.rewards.number import read_number
+from armature.components.rewards.reward import BadAnswer, Reward, RewardInput
 
 KEPT = "%$€£¥+-#@&_"
 """Punctuation and signs at the ends of a text that mean something there."""

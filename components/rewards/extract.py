@@ -8,7 +8,7 @@ from collections import deque
 
 from pydantic import Field
 
-from components.rewards.settings import NamedReward
+from armature.components.rewards.settings import NamedReward
 
 EXTRACT = r"^(all|boxed|</?[A-Za-z_][\w.-]{0,63}>)$"
 """What `extracted` takes."""

@@ -6,9 +6,9 @@ from typing import ClassVar, Literal, Self
 
 from pydantic import Field, NonNegativeInt, model_validator
 
-from components.rewards.extract import ExtractingSettings, extracted
-from components.rewards.reward import Reward, RewardInput
-from components.rewards.settings import NamedReward
+from armature.components.rewards.extract import ExtractingSettings, extracted
+from armature.components.rewards.reward import Reward, RewardInput
+from armature.components.rewards.settings import NamedReward
 
 
 class LengthSettings(ExtractingSettings):

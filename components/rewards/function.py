@@ -10,10 +10,10 @@ from typing import Any, ClassVar
 
 from pydantic import Field
 
-from components.contracts.errors import ConfigurationError
-from components.project_modules import find_module, load_object
-from components.rewards.reward import IsolatedSettings, Reward, RewardInput
-from components.sources.code import code_digest
+from armature.components.contracts.errors import ConfigurationError
+from armature.components.project_modules import find_module, load_object
+from armature.components.rewards.reward import IsolatedSettings, Reward, RewardInput
+from armature.components.sources.code import code_digest
 
 GIVEN = ("completion", "answer", "row")
 

@@ -14,14 +14,14 @@ from weakref import finalize
 
 from pydantic import Field, StrictStr, TypeAdapter
 
-from components.contracts.errors import ConfigurationError
-from components.contracts.failures import RolloutFailed
-from components.project import VARIABLE as PROJECT
-from components.rewards.reward import IsolatedSettings, RewardInput
-from components.workers.errors import IdleWorkerLost, WorkerError
-from components.workers.worker import Worker, make_worker
+from armature.components.contracts.errors import ConfigurationError
+from armature.components.contracts.failures import RolloutFailed
+from armature.components.project import VARIABLE as PROJECT
+from armature.components.rewards.reward import IsolatedSettings, RewardInput
+from armature.components.workers.errors import IdleWorkerLost, WorkerError
+from armature.components.workers.worker import Worker, make_worker
 
-WORKER = "components.rewards.worker"
+WORKER = "armature.components.rewards.worker"
 START_SECONDS = 120.0
 """For a process to start and import what it needs, before its first grade."""
 MOST_BYTES = 2**20

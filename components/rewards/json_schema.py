@@ -16,12 +16,12 @@ from referencing import Registry, Resource
 from referencing.exceptions import Unresolvable
 from referencing.jsonschema import DRAFT202012
 
-from components.contracts.errors import ConfigurationError, DataError
-from components.contracts.files import read_bytes
-from components.contracts.names import confined
-from components.rewards.extract import ExtractingSettings, extracted
-from components.rewards.reward import CpuBoundSettings, Reward, RewardInput
-from components.sources.data import named_files, versions
+from armature.components.contracts.errors import ConfigurationError, DataError
+from armature.components.contracts.files import read_bytes
+from armature.components.contracts.names import confined
+from armature.components.rewards.extract import ExtractingSettings, extracted
+from armature.components.rewards.reward import CpuBoundSettings, Reward, RewardInput
+from armature.components.sources.data import named_files, versions
 
 
 class JsonSchemaSettings(ExtractingSettings, CpuBoundSettings):

@@ -9,13 +9,13 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Protocol
 
-from components.contracts.errors import ConfigurationError
-from components.contracts.failures import RolloutFailed
-from components.rewards import REWARDS
-from components.rewards.isolated import IsolatedReward
-from components.rewards.reward import Reward, RewardInput
-from components.rewards.settings import NamedReward, RewardSettings
-from components.rewards.sources import sources_of
+from armature.components.contracts.errors import ConfigurationError
+from armature.components.contracts.failures import RolloutFailed
+from armature.components.rewards import REWARDS
+from armature.components.rewards.isolated import IsolatedReward
+from armature.components.rewards.reward import Reward, RewardInput
+from armature.components.rewards.settings import NamedReward, RewardSettings
+from armature.components.rewards.sources import sources_of
 
 
 class Grader(Protocol):

@@ -10,12 +10,12 @@ from typing import Any, ClassVar
 
 from pydantic import Field, PositiveInt
 
-from components.contracts.errors import ConfigurationError
-from components.installation import DISTRIBUTION
-from components.rewards.exact_match import accepted_texts
-from components.rewards.extract import ExtractingSettings, extracted
-from components.rewards.reward import BadAnswer, CpuBoundSettings, Reward, RewardInput
-from components.sources.data import versions
+from armature.components.contracts.errors import ConfigurationError
+from armature.components.installation import DISTRIBUTION
+from armature.components.rewards.exact_match import accepted_texts
+from armature.components.rewards.extract import ExtractingSettings, extracted
+from armature.components.rewards.reward import BadAnswer, CpuBoundSettings, Reward, RewardInput
+from armature.components.sources.data import versions
 
 MEMORY = 4 * 2**30
 """Bytes of address space: towers of powers are evaluated for as long as there is memory."""

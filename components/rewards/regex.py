@@ -8,9 +8,9 @@ from typing import Any, ClassVar
 
 from pydantic import Field, field_validator
 
-from components.rewards.exact_match import accepted_texts, normalized
-from components.rewards.extract import ExtractingSettings, extracted, last_match
-from components.rewards.reward import CpuBoundSettings, Reward, RewardInput
+from armature.components.rewards.exact_match import accepted_texts, normalized
+from armature.components.rewards.extract import ExtractingSettings, extracted, last_match
+from armature.components.rewards.reward import CpuBoundSettings, Reward, RewardInput
 
 
 class RegexSettings(ExtractingSettings, CpuBoundSettings):

@@ -10,8 +10,8 @@ from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 from pydantic import Field, PositiveFloat
 
-from components.contracts.failures import RolloutFailed
-from components.rewards.settings import NamedReward
+from armature.components.contracts.failures import RolloutFailed
+from armature.components.rewards.settings import NamedReward
 
 
 @dataclass(frozen=True)

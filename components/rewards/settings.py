@@ -7,8 +7,8 @@ from typing import Any
 
 from pydantic import ConfigDict, Field, ValidationError, model_validator
 
-from components.contracts.settings import InvalidTable, Settings
-from components.rewards import REWARDS
+from armature.components.contracts.settings import InvalidTable, Settings
+from armature.components.rewards import REWARDS
 
 
 class NamedReward(Settings):

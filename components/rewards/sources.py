@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from components.rewards import REWARDS
-from components.rewards.reward import Reward
-from components.rewards.settings import NamedReward
-from components.sources.code import code_digest
+from armature.components.rewards import REWARDS
+from armature.components.rewards.reward import Reward
+from armature.components.rewards.settings import NamedReward
+from armature.components.sources.code import code_digest
 
 
 def sources_of(own: NamedReward) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""The process in which one reward grades. It is started as `python -m components.rewards.worker`."""
+"""The process in which one reward grades. It is started as `python -m armature.components.rewards.worker`."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from components.contracts.errors import ConfigurationError
-from components.contracts.failures import RolloutFailed, said
-from components.rewards import REWARDS
-from components.rewards.reward import CpuBoundSettings, Reward, RewardInput
-from components.rewards.settings import NamedReward, own_settings
-from components.rewards.sources import sources_of
-from components.workers.serve import serve
+from armature.components.contracts.errors import ConfigurationError
+from armature.components.contracts.failures import RolloutFailed, said
+from armature.components.rewards import REWARDS
+from armature.components.rewards.reward import CpuBoundSettings, Reward, RewardInput
+from armature.components.rewards.settings import NamedReward, own_settings
+from armature.components.rewards.sources import sources_of
+from armature.components.workers.serve import serve
 
 Answer = float | tuple[str, str]
 """What the reward gave, or reason and detail of its failure."""

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from components.contracts.batches import Sample
-from components.contracts.errors import MismatchError
-from components.contracts.rollouts import LogProbs
-from components.installation import SERVED
+from armature.components.contracts.batches import Sample
+from armature.components.contracts.errors import MismatchError
+from armature.components.contracts.rollouts import LogProbs
+from armature.components.installation import SERVED
 
 
 @dataclass(frozen=True)

@@ -7,15 +7,15 @@ from collections.abc import Mapping
 import psutil
 import torch
 
-from components.contracts.machine import Machine
-from components.contracts.stages import Artifact, StageContext
-from components.inference.command import server_environment
-from components.models.source import locate
-from components.rl.open import open_run
-from components.rl.settings import TrainVLMSettings
-from components.stages import open_store
-from components.training.processes import TrainerProcesses
-from components.vlm.memory import GIB, chosen_recomputation, estimate_memory, memory_of_rank
+from armature.components.contracts.machine import Machine
+from armature.components.contracts.stages import Artifact, StageContext
+from armature.components.inference.command import server_environment
+from armature.components.models.source import locate
+from armature.components.rl.open import open_run
+from armature.components.rl.settings import TrainVLMSettings
+from armature.components.stages import open_store
+from armature.components.training.processes import TrainerProcesses
+from armature.components.vlm.memory import GIB, chosen_recomputation, estimate_memory, memory_of_rank
 
 
 def check(settings: TrainVLMSettings, inputs: Mapping[str, Artifact], context: StageContext) -> None:

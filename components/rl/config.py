@@ -17,15 +17,15 @@ from pydantic import (
     ValidationError,
 )
 
-from components.batches.settings import BatchSettings, GroupMean
-from components.contracts.errors import ConfigurationError
-from components.contracts.machine import Machine
-from components.evaluation.settings import PanelSettings
-from components.inference.settings import EvaluationSamplingSettings, SamplingSettings
-from components.registry import suggestion
-from components.rl.settings import LoopSettings, PreflightSettings
-from components.rollouts.settings import RolloutSettings
-from components.vlm.settings import Aggregation, Logprobs, MaskRatio, TrainerSettings
+from armature.components.batches.settings import BatchSettings, GroupMean
+from armature.components.contracts.errors import ConfigurationError
+from armature.components.contracts.machine import Machine
+from armature.components.evaluation.settings import PanelSettings
+from armature.components.inference.settings import EvaluationSamplingSettings, SamplingSettings
+from armature.components.registry import suggestion
+from armature.components.rl.settings import LoopSettings, PreflightSettings
+from armature.components.rollouts.settings import RolloutSettings
+from armature.components.vlm.settings import Aggregation, Logprobs, MaskRatio, TrainerSettings
 
 DEFAULT_GROUP = 8
 WITHOUT_USE = {

@@ -9,13 +9,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
-from components.artifacts.history import History
-from components.artifacts.manifest import write_manifest
-from components.artifacts.store import ArtifactStore
-from components.contracts.errors import DataError
-from components.contracts.metrics import merged
-from components.contracts.numbers import write_json
-from components.contracts.stages import Artifact, StageContext
+from armature.components.artifacts.history import History
+from armature.components.artifacts.manifest import write_manifest
+from armature.components.artifacts.store import ArtifactStore
+from armature.components.contracts.errors import DataError
+from armature.components.contracts.metrics import merged
+from armature.components.contracts.numbers import write_json
+from armature.components.contracts.stages import Artifact, StageContext
 
 METRICS_FILE = "metrics.json"
 BEST = "best"

@@ -10,16 +10,16 @@ import torch
 from pydantic import TypeAdapter
 from torch import nn
 
-from components.contracts.machine import Machine
-from components.contracts.stages import not_sent
-from components.training.checkpoints import identity
-from components.training.client import ResultT
-from components.training.ranks import Ranks
-from components.training.service_settings import service_settings
-from components.vlm.client import TrainerClient, TrainerPolicySettings
-from components.vlm.learner import Learner
-from components.vlm.publish import Publisher
-from components.vlm.worker import Loader, TokenWorker
+from armature.components.contracts.machine import Machine
+from armature.components.contracts.stages import not_sent
+from armature.components.training.checkpoints import identity
+from armature.components.training.client import ResultT
+from armature.components.training.ranks import Ranks
+from armature.components.training.service_settings import service_settings
+from armature.components.vlm.client import TrainerClient, TrainerPolicySettings
+from armature.components.vlm.learner import Learner
+from armature.components.vlm.publish import Publisher
+from armature.components.vlm.worker import Loader, TokenWorker
 
 
 class InProcessTrainer(TrainerClient):

@@ -9,8 +9,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
 
-from components.contracts.metrics import merged
-from components.contracts.stages import Artifact, Events, Units
+from armature.components.contracts.metrics import merged
+from armature.components.contracts.stages import Artifact, Events, Units
 
 SHOWN = {
     "loss": "loss",

@@ -6,8 +6,8 @@ from collections import defaultdict
 
 import numpy as np
 
-from components.contracts.metrics import merged, metrics_below
-from components.contracts.rollouts import GenerateOutputs
+from armature.components.contracts.metrics import merged, metrics_below
+from armature.components.contracts.rollouts import GenerateOutputs
 
 
 def rollout_metrics(outputs: GenerateOutputs) -> dict[str, float]:

@@ -11,29 +11,29 @@ from pathlib import Path
 
 from anyio.from_thread import start_blocking_portal
 
-from components.adapters import get_adapter
-from components.artifacts.images import ImageStore
-from components.artifacts.store import ArtifactStore
-from components.contracts.episodes import Environment
-from components.contracts.errors import ConfigurationError, TrainerError
-from components.contracts.stages import Artifact, StageContext
-from components.environments.make import make_environment
-from components.environments.settings import EnvironmentSettings
-from components.environments.stage import load_tasks
-from components.evaluation.settings import PanelSettings
-from components.inference.adapters import ServedAdapters
-from components.inference.checkpoint import vocabulary
-from components.inference.pool import ServerPool
-from components.models.families import COMPONENTS, family_of
-from components.models.load import load_config, load_model, load_processor, save_checkpoint
-from components.models.settings import ModelSettings
-from components.models.source import locate
-from components.rl.evaluations import BEST
-from components.rl.panel import HeldoutPanel
-from components.rl.run import RLRun, RunParts
-from components.rl.settings import LoopSettings, TrainVLMSettings
-from components.rollouts.shards import RolloutWorkers
-from components.vlm.client import TrainerClient, TrainerPolicySettings
+from armature.components.adapters import get_adapter
+from armature.components.artifacts.images import ImageStore
+from armature.components.artifacts.store import ArtifactStore
+from armature.components.contracts.episodes import Environment
+from armature.components.contracts.errors import ConfigurationError, TrainerError
+from armature.components.contracts.stages import Artifact, StageContext
+from armature.components.environments.make import make_environment
+from armature.components.environments.settings import EnvironmentSettings
+from armature.components.environments.stage import load_tasks
+from armature.components.evaluation.settings import PanelSettings
+from armature.components.inference.adapters import ServedAdapters
+from armature.components.inference.checkpoint import vocabulary
+from armature.components.inference.pool import ServerPool
+from armature.components.models.families import COMPONENTS, family_of
+from armature.components.models.load import load_config, load_model, load_processor, save_checkpoint
+from armature.components.models.settings import ModelSettings
+from armature.components.models.source import locate
+from armature.components.rl.evaluations import BEST
+from armature.components.rl.panel import HeldoutPanel
+from armature.components.rl.run import RLRun, RunParts
+from armature.components.rl.settings import LoopSettings, TrainVLMSettings
+from armature.components.rollouts.shards import RolloutWorkers
+from armature.components.vlm.client import TrainerClient, TrainerPolicySettings
 
 QUANTIZED_BASE = "quantized-base"
 SKIPPED_BATCHES = "skipped-batches.json"

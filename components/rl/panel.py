@@ -7,25 +7,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from components.artifacts.images import ImageStore
-from components.artifacts.store import ArtifactStore
-from components.contracts.episodes import Environment, Task
-from components.contracts.errors import ServerError
-from components.contracts.rollouts import GenerateOutputs
-from components.contracts.stages import StageContext
-from components.evaluation.results import (
+from armature.components.artifacts.images import ImageStore
+from armature.components.artifacts.store import ArtifactStore
+from armature.components.contracts.episodes import Environment, Task
+from armature.components.contracts.errors import ServerError
+from armature.components.contracts.rollouts import GenerateOutputs
+from armature.components.contracts.stages import StageContext
+from armature.components.evaluation.results import (
     collect_results,
     failures_said,
     refuse_unfinished,
     split_metrics,
     write_results,
 )
-from components.evaluation.settings import PanelSettings
-from components.evaluation.wilson import Interval
-from components.inference.pool import ServerPool
-from components.rl.evaluations import Evaluations, Measure
-from components.rollouts.collect import collect
-from components.rollouts.table import write_rollouts
+from armature.components.evaluation.settings import PanelSettings
+from armature.components.evaluation.wilson import Interval
+from armature.components.inference.pool import ServerPool
+from armature.components.rl.evaluations import Evaluations, Measure
+from armature.components.rollouts.collect import collect
+from armature.components.rollouts.table import write_rollouts
 
 
 @dataclass(frozen=True)

@@ -6,17 +6,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from components.artifacts.images import ImageStore
-from components.batches.scores import read_scores
-from components.contracts.rollouts import Failure, Trajectory
-from components.evaluation.wilson import Interval
-from components.reports.records import TurnScores
-from components.reports.report import Table
-from components.reports.tokens import token_decoder
-from components.reports.training import write_training_report
-from components.reports.viewer import Rollouts, write_viewer
-from components.rl.settings import TrainVLMSettings
-from components.rollouts.table import read_rollouts
+from armature.components.artifacts.images import ImageStore
+from armature.components.batches.scores import read_scores
+from armature.components.contracts.rollouts import Failure, Trajectory
+from armature.components.evaluation.wilson import Interval
+from armature.components.reports.records import TurnScores
+from armature.components.reports.report import Table
+from armature.components.reports.tokens import token_decoder
+from armature.components.reports.training import write_training_report
+from armature.components.reports.viewer import Rollouts, write_viewer
+from armature.components.rl.settings import TrainVLMSettings
+from armature.components.rollouts.table import read_rollouts
 
 VIEWER_FILE = "rollouts.html"
 

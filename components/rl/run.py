@@ -13,41 +13,41 @@ from typing import Any, TypeVar
 
 from anyio.from_thread import BlockingPortal
 
-from components.artifacts.disk import link_folder
-from components.artifacts.history import History
-from components.artifacts.images import ImageStore
-from components.artifacts.manifest import write_manifest
-from components.artifacts.store import ArtifactStore
-from components.batches.build import BuiltBatch, SampleSource, build_batch
-from components.batches.check import Vocabulary
-from components.batches.ratios import ratios_file
-from components.batches.table import write_batch
-from components.contracts.episodes import Environment, Task
-from components.contracts.errors import TrainerError
-from components.contracts.metrics import merged, metrics_below
-from components.contracts.rollouts import GenerateOutputs
-from components.contracts.stages import Artifact, StageContext
-from components.inference.endpoint import Endpoint
-from components.inference.pool import ServerPool
-from components.rl.agreement import LogprobAgreement, compare, refuse_mismatch, step_mismatch
-from components.rl.cpu import CpuTimes
-from components.rl.loop import Ahead, run_loop
-from components.rl.metrics import rollout_metrics
-from components.rl.panel import HeldoutPanel, PanelEvaluations
-from components.rl.reporting import ShownStep
-from components.rl.settings import LoopSettings
-from components.rl.signal import no_signal
-from components.rl.texts import RecordingGenerator, refuse_other_texts
-from components.rollouts.collect import collect
-from components.rollouts.difficulty import PlayedGroup, played_groups
-from components.rollouts.generator import Generator
-from components.rollouts.rounds import choose_groups, play_rounds
-from components.rollouts.sampler import SignalSampler
-from components.rollouts.schedule import tasks_of_step
-from components.rollouts.shards import RolloutWorkers
-from components.rollouts.table import read_rollouts, write_rollouts
-from components.training.restarts import with_restarts
-from components.vlm.client import TrainerClient
+from armature.components.artifacts.disk import link_folder
+from armature.components.artifacts.history import History
+from armature.components.artifacts.images import ImageStore
+from armature.components.artifacts.manifest import write_manifest
+from armature.components.artifacts.store import ArtifactStore
+from armature.components.batches.build import BuiltBatch, SampleSource, build_batch
+from armature.components.batches.check import Vocabulary
+from armature.components.batches.ratios import ratios_file
+from armature.components.batches.table import write_batch
+from armature.components.contracts.episodes import Environment, Task
+from armature.components.contracts.errors import TrainerError
+from armature.components.contracts.metrics import merged, metrics_below
+from armature.components.contracts.rollouts import GenerateOutputs
+from armature.components.contracts.stages import Artifact, StageContext
+from armature.components.inference.endpoint import Endpoint
+from armature.components.inference.pool import ServerPool
+from armature.components.rl.agreement import LogprobAgreement, compare, refuse_mismatch, step_mismatch
+from armature.components.rl.cpu import CpuTimes
+from armature.components.rl.loop import Ahead, run_loop
+from armature.components.rl.metrics import rollout_metrics
+from armature.components.rl.panel import HeldoutPanel, PanelEvaluations
+from armature.components.rl.reporting import ShownStep
+from armature.components.rl.settings import LoopSettings
+from armature.components.rl.signal import no_signal
+from armature.components.rl.texts import RecordingGenerator, refuse_other_texts
+from armature.components.rollouts.collect import collect
+from armature.components.rollouts.difficulty import PlayedGroup, played_groups
+from armature.components.rollouts.generator import Generator
+from armature.components.rollouts.rounds import choose_groups, play_rounds
+from armature.components.rollouts.sampler import SignalSampler
+from armature.components.rollouts.schedule import tasks_of_step
+from armature.components.rollouts.shards import RolloutWorkers
+from armature.components.rollouts.table import read_rollouts, write_rollouts
+from armature.components.training.restarts import with_restarts
+from armature.components.vlm.client import TrainerClient
 
 BATCH_METRICS = "metrics.json"
 EVALUATION = "evaluation"

@@ -6,14 +6,14 @@ from typing import Any, Literal, Self
 
 from pydantic import ConfigDict, Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
-from components.batches.settings import BatchSettings
-from components.contracts.settings import Settings
-from components.environments.settings import EnvironmentSettings
-from components.evaluation.settings import PanelSettings, TrainEvaluationSettings
-from components.inference.settings import ServerSettings
-from components.models.settings import ModelSettings
-from components.rollouts.settings import RolloutSettings
-from components.vlm.settings import TrainerSettings
+from armature.components.batches.settings import BatchSettings
+from armature.components.contracts.settings import Settings
+from armature.components.environments.settings import EnvironmentSettings
+from armature.components.evaluation.settings import PanelSettings, TrainEvaluationSettings
+from armature.components.inference.settings import ServerSettings
+from armature.components.models.settings import ModelSettings
+from armature.components.rollouts.settings import RolloutSettings
+from armature.components.vlm.settings import TrainerSettings
 
 
 class PreflightSettings(Settings):

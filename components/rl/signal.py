@@ -5,9 +5,9 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Sequence
 
-from components.batches.advantages import turn_advantages
-from components.batches.settings import BatchSettings
-from components.contracts.rollouts import Trajectory
+from armature.components.batches.advantages import turn_advantages
+from armature.components.batches.settings import BatchSettings
+from armature.components.contracts.rollouts import Trajectory
 
 
 def no_signal(trajectories: Sequence[Trajectory], settings: BatchSettings) -> str | None:

@@ -7,14 +7,14 @@ from dataclasses import asdict
 from math import isnan
 from pathlib import Path
 
-from components.contracts.metrics import counted_reasons, merged
-from components.contracts.numbers import write_json
-from components.contracts.stages import Artifact, Stage, StageContext, StageReport
-from components.environments.sources import environment_sources, evaluated_sources
-from components.environments.stage import read_environment
-from components.hub import COMMIT
-from components.rl.agreement import FIRST_UPDATE
-from components.rl.settings import TrainVLMSettings
+from armature.components.contracts.metrics import counted_reasons, merged
+from armature.components.contracts.numbers import write_json
+from armature.components.contracts.stages import Artifact, Stage, StageContext, StageReport
+from armature.components.environments.sources import environment_sources, evaluated_sources
+from armature.components.environments.stage import read_environment
+from armature.components.hub import COMMIT
+from armature.components.rl.agreement import FIRST_UPDATE
+from armature.components.rl.settings import TrainVLMSettings
 
 
 def train_vlm(
@@ -25,12 +25,12 @@ def train_vlm(
 
     With evaluations during training the checkpoint has the weights of the best of them.
     """
-    from components.artifacts.tables import write_table
-    from components.models.source import CHECKPOINT
-    from components.rl.open import open_run
-    from components.rl.reporting import write_pages
-    from components.rollouts.difficulty import DIFFICULTY, difficulty, difficulty_counts
-    from components.stages import open_store
+    from armature.components.artifacts.tables import write_table
+    from armature.components.models.source import CHECKPOINT
+    from armature.components.rl.open import open_run
+    from armature.components.rl.reporting import write_pages
+    from armature.components.rollouts.difficulty import DIFFICULTY, difficulty, difficulty_counts
+    from armature.components.stages import open_store
 
     with open_run(settings, inputs, context, open_store(context.machine)) as (run, done):
         last = run.train_from(done)

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
-from components.contracts.errors import MismatchError
-from components.inference.client import Completion, Message, Sampling
-from components.rollouts.generator import Generator
+from armature.components.contracts.errors import MismatchError
+from armature.components.inference.client import Completion, Message, Sampling
+from armature.components.rollouts.generator import Generator
 
 
 class RecordingGenerator:

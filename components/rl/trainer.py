@@ -12,34 +12,34 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from components.adapters import FamilyAdapter, MultimodalAdapter, get_adapter
-from components.artifacts.digests import document_digest
-from components.artifacts.images import ImageStore
-from components.artifacts.store import ArtifactStore
-from components.contracts.episodes import Environment
-from components.contracts.errors import ConfigurationError
-from components.contracts.rollouts import GenerateOutputs, Trajectory
-from components.contracts.stages import StageContext
-from components.environments.make import make_environment
-from components.environments.settings import EnvironmentSettings
-from components.environments.sources import environment_sources
-from components.inference.checkpoint import placeholder_token_ids, vocabulary
-from components.inference.pool import ServerPool
-from components.inference.settings import ServerSettings
-from components.models.load import RECOMPUTATION, load_model, load_processor, save_checkpoint
-from components.models.settings import ModelSettings
-from components.models.source import locate
-from components.rl.config import MultimodalRLConfig
-from components.rl.in_process import InProcessTrainer
-from components.rl.open import open_parts
-from components.rl.panel import HeldoutPanel
-from components.rl.run import RunParts
-from components.rl.user_adapter import UserAdapter
-from components.rollouts.table import read_rollouts
-from components.stages import TerminalEvents, ThreadUnits
-from components.vlm.client import TrainerPolicySettings
-from components.vlm.loader import MicroBatchLoader
-from components.vlm.worker import Loader
+from armature.components.adapters import FamilyAdapter, MultimodalAdapter, get_adapter
+from armature.components.artifacts.digests import document_digest
+from armature.components.artifacts.images import ImageStore
+from armature.components.artifacts.store import ArtifactStore
+from armature.components.contracts.episodes import Environment
+from armature.components.contracts.errors import ConfigurationError
+from armature.components.contracts.rollouts import GenerateOutputs, Trajectory
+from armature.components.contracts.stages import StageContext
+from armature.components.environments.make import make_environment
+from armature.components.environments.settings import EnvironmentSettings
+from armature.components.environments.sources import environment_sources
+from armature.components.inference.checkpoint import placeholder_token_ids, vocabulary
+from armature.components.inference.pool import ServerPool
+from armature.components.inference.settings import ServerSettings
+from armature.components.models.load import RECOMPUTATION, load_model, load_processor, save_checkpoint
+from armature.components.models.settings import ModelSettings
+from armature.components.models.source import locate
+from armature.components.rl.config import MultimodalRLConfig
+from armature.components.rl.in_process import InProcessTrainer
+from armature.components.rl.open import open_parts
+from armature.components.rl.panel import HeldoutPanel
+from armature.components.rl.run import RunParts
+from armature.components.rl.user_adapter import UserAdapter
+from armature.components.rollouts.table import read_rollouts
+from armature.components.stages import TerminalEvents, ThreadUnits
+from armature.components.vlm.client import TrainerPolicySettings
+from armature.components.vlm.loader import MicroBatchLoader
+from armature.components.vlm.worker import Loader
 
 JOINED = ServerSettings(max_model_len=2**20, max_images_per_prompt=0, dtype="bfloat16")
 """What a server that somebody else started is at worst."""

@@ -10,11 +10,11 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from components.adapters import MultimodalAdapter
-from components.adapters.validate import validate_batch
-from components.contracts.batches import MultimodalBatch, Sample, TurnAdvantages
-from components.contracts.rollouts import GenerateOutputs, Trajectory
-from components.vlm.plan import MicroBatch
+from armature.components.adapters import MultimodalAdapter
+from armature.components.adapters.validate import validate_batch
+from armature.components.contracts.batches import MultimodalBatch, Sample, TurnAdvantages
+from armature.components.contracts.rollouts import GenerateOutputs, Trajectory
+from armature.components.vlm.plan import MicroBatch
 
 
 class UserAdapter:

@@ -6,18 +6,18 @@ import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 
-from components.artifacts.disk import full_disk_said
-from components.artifacts.images import ImageStore
-from components.contracts.episodes import Environment, Task
-from components.contracts.failures import RolloutFailed
-from components.contracts.machine import Machine
-from components.contracts.rollouts import Failure, GenerateOutputs, Trajectory
-from components.contracts.stages import Events
-from components.inference.client import Sampling
-from components.rollouts.conversation import SharedImages
-from components.rollouts.generator import Generator
-from components.rollouts.open_files import allow_episodes
-from components.rollouts.play import EpisodeRunner, RolloutId
+from armature.components.artifacts.disk import full_disk_said
+from armature.components.artifacts.images import ImageStore
+from armature.components.contracts.episodes import Environment, Task
+from armature.components.contracts.failures import RolloutFailed
+from armature.components.contracts.machine import Machine
+from armature.components.contracts.rollouts import Failure, GenerateOutputs, Trajectory
+from armature.components.contracts.stages import Events
+from armature.components.inference.client import Sampling
+from armature.components.rollouts.conversation import SharedImages
+from armature.components.rollouts.generator import Generator
+from armature.components.rollouts.open_files import allow_episodes
+from armature.components.rollouts.play import EpisodeRunner, RolloutId
 
 
 async def collect(

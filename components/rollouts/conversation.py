@@ -6,11 +6,11 @@ import asyncio
 import json
 from typing import Any
 
-from components.artifacts.images import ImageStore
-from components.contracts.episodes import Observation
-from components.contracts.errors import DataError
-from components.contracts.failures import RolloutFailed
-from components.contracts.images import EncodedImage, ImageRef
+from armature.components.artifacts.images import ImageStore
+from armature.components.contracts.episodes import Observation
+from armature.components.contracts.errors import DataError
+from armature.components.contracts.failures import RolloutFailed
+from armature.components.contracts.images import EncodedImage, ImageRef
 
 
 class SharedImages:

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from components.artifacts.tables import TableSchema, read_table
-from components.contracts.rollouts import all_equal
-from components.rollouts.table import ROLLOUTS
+from armature.components.artifacts.tables import TableSchema, read_table
+from armature.components.contracts.rollouts import all_equal
+from armature.components.rollouts.table import ROLLOUTS
 
 DIFFICULTY = TableSchema(
     "task-difficulty",

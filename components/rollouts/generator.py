@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from components.inference.client import Completion, Message, Sampling
+from armature.components.inference.client import Completion, Message, Sampling
 
 
 class Generator(Protocol):

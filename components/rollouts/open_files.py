@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import resource
 
-from components.contracts.errors import ConfigurationError
-from components.environments.threads import HANDLES
+from armature.components.contracts.errors import ConfigurationError
+from armature.components.environments.threads import HANDLES
 
 OTHER_FILES = 512
 """For what is neither an episode nor its request."""

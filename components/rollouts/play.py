@@ -12,14 +12,14 @@ from hashlib import sha256
 
 import numpy as np
 
-from components.contracts.checks import EnvironmentInfo, environment_info, plain_text
-from components.contracts.episodes import Environment, Outcome, Task
-from components.contracts.failures import RolloutFailed
-from components.contracts.rollouts import Trajectory, Turn
-from components.environments.guarded import GuardedEpisode
-from components.inference.client import Completion, GenerationFailure, ReservedToken, Sampling
-from components.rollouts.conversation import Conversation, SharedImages
-from components.rollouts.generator import Generator
+from armature.components.contracts.checks import EnvironmentInfo, environment_info, plain_text
+from armature.components.contracts.episodes import Environment, Outcome, Task
+from armature.components.contracts.failures import RolloutFailed
+from armature.components.contracts.rollouts import Trajectory, Turn
+from armature.components.environments.guarded import GuardedEpisode
+from armature.components.inference.client import Completion, GenerationFailure, ReservedToken, Sampling
+from armature.components.rollouts.conversation import Conversation, SharedImages
+from armature.components.rollouts.generator import Generator
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,8 @@ from collections import defaultdict
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 
-from components.contracts.rollouts import GenerateOutputs, all_equal
-from components.rollouts.settings import RolloutSettings
+from armature.components.contracts.rollouts import GenerateOutputs, all_equal
+from armature.components.rollouts.settings import RolloutSettings
 
 
 async def play_rounds(play: Callable[[int], Awaitable[GenerateOutputs]], plan: RolloutSettings) -> GenerateOutputs:

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
-from components.contracts.episodes import Task
-from components.rollouts.difficulty import PlayedGroup
-from components.rollouts.schedule import task_order
-from components.rollouts.settings import RolloutSettings
+from armature.components.contracts.episodes import Task
+from armature.components.rollouts.difficulty import PlayedGroup
+from armature.components.rollouts.schedule import task_order
+from armature.components.rollouts.settings import RolloutSettings
 
 Groups = Callable[[int], Iterable[PlayedGroup]]
 """The groups that a step has played."""

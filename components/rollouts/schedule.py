@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from components.contracts.episodes import Task
+from armature.components.contracts.episodes import Task
 
 
 def tasks_of_step(tasks: Sequence[Task], groups_per_step: int, step: int, seed: int, round: int = 0) -> list[Task]:

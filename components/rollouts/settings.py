@@ -6,8 +6,8 @@ from typing import Self
 
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
-from components.contracts.settings import Settings
-from components.inference.settings import SamplingSettings
+from armature.components.contracts.settings import Settings
+from armature.components.inference.settings import SamplingSettings
 
 
 class RolloutSettings(Settings):

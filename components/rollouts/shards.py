@@ -14,28 +14,28 @@ from itertools import chain
 
 from pydantic import TypeAdapter
 
-from components.artifacts.store import ArtifactStore
-from components.contracts.episodes import Task
-from components.contracts.errors import ConfigurationError
-from components.contracts.machine import Machine
-from components.contracts.rollouts import Failure, GenerateOutputs, Trajectory
-from components.contracts.stages import Events
-from components.environments.settings import EnvironmentSettings
-from components.inference.lending import SuspectServer
-from components.inference.pool import ServerPool
-from components.project import VARIABLE as PROJECT
-from components.project import project_folder
-from components.rollouts.collect import CollectionProgress, failures_said
-from components.rollouts.late import ShardQueue
-from components.rollouts.settings import RolloutSettings
-from components.rollouts.table import read_rollouts
-from components.rollouts.worker import ALIVE_EVERY, SHARDS, WorkerPlan
-from components.workers.errors import WorkerError
-from components.workers.pool import WorkerPool
-from components.workers.requests import NOTHING, ReplyForm
-from components.workers.worker import Worker, make_worker
+from armature.components.artifacts.store import ArtifactStore
+from armature.components.contracts.episodes import Task
+from armature.components.contracts.errors import ConfigurationError
+from armature.components.contracts.machine import Machine
+from armature.components.contracts.rollouts import Failure, GenerateOutputs, Trajectory
+from armature.components.contracts.stages import Events
+from armature.components.environments.settings import EnvironmentSettings
+from armature.components.inference.lending import SuspectServer
+from armature.components.inference.pool import ServerPool
+from armature.components.project import VARIABLE as PROJECT
+from armature.components.project import project_folder
+from armature.components.rollouts.collect import CollectionProgress, failures_said
+from armature.components.rollouts.late import ShardQueue
+from armature.components.rollouts.settings import RolloutSettings
+from armature.components.rollouts.table import read_rollouts
+from armature.components.rollouts.worker import ALIVE_EVERY, SHARDS, WorkerPlan
+from armature.components.workers.errors import WorkerError
+from armature.components.workers.pool import WorkerPool
+from armature.components.workers.requests import NOTHING, ReplyForm
+from armature.components.workers.worker import Worker, make_worker
 
-WORKER = "components.rollouts.worker"
+WORKER = "armature.components.rollouts.worker"
 SILENCE = 120.0
 """Seconds without a sign of life after which a worker is lost; it gives one every 5 s, once it has started."""
 
@@ -147,7 +147,7 @@ class RolloutWorkers:
     async def collect(
         self, tasks: Sequence[Task], events: Events, *, step: int, first_group: int, name: str
     ) -> GenerateOutputs:
-        """As `components.rollouts.collect.collect`, and with its results. Each worker has one shard at a time.
+        """As `armature.components.rollouts.collect.collect`, and with its results. Each worker has one shard at a time.
 
         A shard whose worker or node is lost is collected again by the next worker that is free. One that is late (see
         `machine.rollout_straggler_timeout`) is taken from its worker, which is ended, and so are its rollouts.

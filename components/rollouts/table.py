@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from components.artifacts.tables import IMAGE_REF, TableSchema, read_table, write_table
-from components.contracts.images import ImageRef
-from components.contracts.rollouts import Failure, GenerateOutputs, Trajectory, Turn
+from armature.components.artifacts.tables import IMAGE_REF, TableSchema, read_table, write_table
+from armature.components.contracts.images import ImageRef
+from armature.components.contracts.rollouts import Failure, GenerateOutputs, Trajectory, Turn
 
 ROLLOUTS = TableSchema(
     "rollouts",

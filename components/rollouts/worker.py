@@ -11,23 +11,23 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from components.artifacts.images import ImageStore
-from components.artifacts.manifest import write_manifest
-from components.artifacts.store import ArtifactStore
-from components.contracts.episodes import Environment, Task
-from components.contracts.errors import ServerError
-from components.contracts.machine import Machine
-from components.contracts.rollouts import GenerateOutputs
-from components.contracts.settings import Settings
-from components.contracts.stages import Artifact
-from components.environments.make import make_environment
-from components.environments.settings import EnvironmentSettings
-from components.inference.answers import AnswerLimits
-from components.inference.lending import BorrowedServers, LentServer
-from components.inference.settings import SamplingSettings
-from components.rollouts.collect import collect
-from components.rollouts.table import write_rollouts
-from components.workers.serve import serve
+from armature.components.artifacts.images import ImageStore
+from armature.components.artifacts.manifest import write_manifest
+from armature.components.artifacts.store import ArtifactStore
+from armature.components.contracts.episodes import Environment, Task
+from armature.components.contracts.errors import ServerError
+from armature.components.contracts.machine import Machine
+from armature.components.contracts.rollouts import GenerateOutputs
+from armature.components.contracts.settings import Settings
+from armature.components.contracts.stages import Artifact
+from armature.components.environments.make import make_environment
+from armature.components.environments.settings import EnvironmentSettings
+from armature.components.inference.answers import AnswerLimits
+from armature.components.inference.lending import BorrowedServers, LentServer
+from armature.components.inference.settings import SamplingSettings
+from armature.components.rollouts.collect import collect
+from armature.components.rollouts.table import write_rollouts
+from armature.components.workers.serve import serve
 
 SHARDS = "rollout-shards"
 ALIVE_EVERY = 5.0

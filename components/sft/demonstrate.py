@@ -8,18 +8,18 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from components.artifacts.images import ImageStore
-from components.contracts.episodes import DemonstrationEnvironment, Environment, Task
-from components.contracts.errors import ConfigurationError
-from components.contracts.failures import RolloutFailed
-from components.contracts.machine import Machine
-from components.contracts.rollouts import Failure, GenerateOutputs, Trajectory
-from components.inference.client import Completion, GenerationFailure, Message, Sampling
-from components.inference.settings import EvaluationSamplingSettings
-from components.rollouts.conversation import SharedImages
-from components.rollouts.open_files import allow_episodes
-from components.rollouts.play import EpisodeRunner, RolloutId
-from components.sft.prompts import PromptWriter
+from armature.components.artifacts.images import ImageStore
+from armature.components.contracts.episodes import DemonstrationEnvironment, Environment, Task
+from armature.components.contracts.errors import ConfigurationError
+from armature.components.contracts.failures import RolloutFailed
+from armature.components.contracts.machine import Machine
+from armature.components.contracts.rollouts import Failure, GenerateOutputs, Trajectory
+from armature.components.inference.client import Completion, GenerationFailure, Message, Sampling
+from armature.components.inference.settings import EvaluationSamplingSettings
+from armature.components.rollouts.conversation import SharedImages
+from armature.components.rollouts.open_files import allow_episodes
+from armature.components.rollouts.play import EpisodeRunner, RolloutId
+from armature.components.sft.prompts import PromptWriter
 
 _NOTHING_IS_SAMPLED = EvaluationSamplingSettings(temperature=0.0, max_tokens=1)
 

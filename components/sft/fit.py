@@ -8,13 +8,13 @@ from pathlib import Path
 
 import numpy as np
 
-from components.artifacts.history import History
-from components.batches.table import write_batch
-from components.contracts.batches import Sample
-from components.contracts.stages import Events
-from components.process import Scratch
-from components.training.restarts import run_steps
-from components.vlm.client import TrainerClient
+from armature.components.artifacts.history import History
+from armature.components.batches.table import write_batch
+from armature.components.contracts.batches import Sample
+from armature.components.contracts.stages import Events
+from armature.components.process import Scratch
+from armature.components.training.restarts import run_steps
+from armature.components.vlm.client import TrainerClient
 
 KEPT = {
     "loss": "loss",

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from components.artifacts.images import decode
-from components.contracts.images import EncodedImage
-from components.contracts.rollouts import TokenIds
+from armature.components.artifacts.images import decode
+from armature.components.contracts.images import EncodedImage
+from armature.components.contracts.rollouts import TokenIds
 
 
 @contextmanager

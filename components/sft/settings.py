@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pydantic import ConfigDict, Field, NonNegativeInt, PositiveInt
 
-from components.contracts.errors import ConfigurationError
-from components.contracts.settings import Settings
-from components.models.settings import ModelSettings
-from components.vlm.settings import Likelihood, TrainerSettings, UpdateSettings
+from armature.components.contracts.errors import ConfigurationError
+from armature.components.contracts.settings import Settings
+from armature.components.models.settings import ModelSettings
+from armature.components.vlm.settings import Likelihood, TrainerSettings, UpdateSettings
 
 
 class WarmStartSettings(UpdateSettings):

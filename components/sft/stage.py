@@ -9,12 +9,12 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from components.contracts.errors import DataError
-from components.contracts.numbers import write_json
-from components.contracts.rollouts import GenerateOutputs
-from components.contracts.stages import Artifact, Stage, StageContext, StageReport
-from components.environments.stage import sources_of_tasks
-from components.sft.settings import SFTSettings, WarmStartSettings
+from armature.components.contracts.errors import DataError
+from armature.components.contracts.numbers import write_json
+from armature.components.contracts.rollouts import GenerateOutputs
+from armature.components.contracts.stages import Artifact, Stage, StageContext, StageReport
+from armature.components.environments.stage import sources_of_tasks
+from armature.components.sft.settings import SFTSettings, WarmStartSettings
 
 VIEWER_FILE = "demonstrations.html"
 KIND = "demonstrations"
@@ -27,14 +27,14 @@ def warm_start(settings: SFTSettings, inputs: Mapping[str, Artifact], out: Path,
         ConfigurationError: the environment has no demonstrator.
         DataError: no demonstration can be trained on.
     """
-    from components.adapters import get_adapter
-    from components.artifacts.history import History
-    from components.artifacts.images import ImageStore
-    from components.models.load import load_processor
-    from components.models.source import CHECKPOINT, locate
-    from components.rollouts.table import read_rollouts
-    from components.sft.fit import EpochSampler, fit
-    from components.vlm.client import TrainerClient, TrainerPolicySettings
+    from armature.components.adapters import get_adapter
+    from armature.components.artifacts.history import History
+    from armature.components.artifacts.images import ImageStore
+    from armature.components.models.load import load_processor
+    from armature.components.models.source import CHECKPOINT, locate
+    from armature.components.rollouts.table import read_rollouts
+    from armature.components.sft.fit import EpochSampler, fit
+    from armature.components.vlm.client import TrainerClient, TrainerPolicySettings
 
     plan = settings.warm_start
     weights = locate(inputs["model"].path, settings.model.revision)
@@ -78,13 +78,13 @@ def demonstrations(
     plan: WarmStartSettings, processor: Any, inputs: Mapping[str, Artifact], context: StageContext
 ) -> Artifact:
     """The rollout tables of the demonstrator, found or played; training tasks first."""
-    from components.artifacts.images import ImageStore
-    from components.artifacts.manifest import write_manifest
-    from components.environments.stage import load_environment, load_tasks
-    from components.rollouts.table import write_rollouts
-    from components.sft.demonstrate import demonstrate, expert
-    from components.sft.prompts import PromptWriter, one_thread
-    from components.stages import open_store
+    from armature.components.artifacts.images import ImageStore
+    from armature.components.artifacts.manifest import write_manifest
+    from armature.components.environments.stage import load_environment, load_tasks
+    from armature.components.rollouts.table import write_rollouts
+    from armature.components.sft.demonstrate import demonstrate, expert
+    from armature.components.sft.prompts import PromptWriter, one_thread
+    from armature.components.stages import open_store
 
     store, key = open_store(context.machine), context.fingerprint
     if made := store.find(KIND, key):
@@ -135,7 +135,7 @@ def demonstrations(
 
 def summary(history: list[dict[str, float]]) -> dict[str, float]:
     """Losses in nats per token: of the last tenth of the steps, and held out before and after."""
-    from components.sft.fit import HELDOUT_LOSS
+    from armature.components.sft.fit import HELDOUT_LOSS
 
     trained = history[1:]
     tail = trained[-max(1, len(trained) // 10) :]
@@ -150,11 +150,11 @@ def write_pages(
     folder: Path, settings: SFTSettings, outputs: GenerateOutputs, history: list[dict[str, float]], images: Path
 ) -> None:
     """Writes `report.html`, `curves.png` and `demonstrations.html`."""
-    from components.artifacts.images import ImageStore
-    from components.models.source import CHECKPOINT
-    from components.reports.tokens import token_decoder
-    from components.reports.training import write_training_report
-    from components.reports.viewer import Rollouts, write_viewer
+    from armature.components.artifacts.images import ImageStore
+    from armature.components.models.source import CHECKPOINT
+    from armature.components.reports.tokens import token_decoder
+    from armature.components.reports.training import write_training_report
+    from armature.components.reports.viewer import Rollouts, write_viewer
 
     title = f"Warm start of {settings.model.source} on {outputs.trajectories[0].environment}"
     numbers = summary(history)

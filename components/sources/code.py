@@ -15,15 +15,13 @@ from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec, resolve_name
 from pathlib import Path
 
-from components.artifacts.cache import file_sha256
-from components.artifacts.digests import document_digest
-from components.contracts.errors import ConfigurationError
+from armature.components.artifacts.cache import file_sha256
+from armature.components.artifacts.digests import document_digest
+from armature.components.contracts.errors import ConfigurationError
 
-OURS = ("armature", "flows", "tasks", "components")
-"""Packages of this project: their versions are those of the stages. Environments and rewards in them count by what they
-import.
-"""
-ENVIRONMENTS_HERE, REWARDS_HERE = "components.environments", "components.rewards"
+OURS = "armature"
+"""The package of this project. Its environments and rewards count by what they import; the stages have versions."""
+ENVIRONMENTS_HERE, REWARDS_HERE = "armature.components.environments", "armature.components.rewards"
 INSTALLED = ("site-packages", "dist-packages")
 SMALL = 2**20
 
@@ -91,12 +89,12 @@ def _files(module: str) -> dict[str, Path]:
 
 def _of_one_environment(package: str) -> bool:
     """Whether all of the package belongs to the environments in it."""
-    return package.partition(".")[0] not in OURS or package.startswith(f"{ENVIRONMENTS_HERE}.")
+    return package.partition(".")[0] != OURS or package.startswith(f"{ENVIRONMENTS_HERE}.")
 
 
 def _counts(name: str, start: str) -> bool:
     top = name.partition(".")[0]
-    if top in OURS:
+    if top == OURS:
         return name.startswith((f"{ENVIRONMENTS_HERE}.", f"{REWARDS_HERE}.")) or name == start
     if top == start.partition(".")[0]:
         return True

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from components.artifacts.cache import file_sha256
-from components.artifacts.digests import document_digest
-from components.project import project_path
+from armature.components.artifacts.cache import file_sha256
+from armature.components.artifacts.digests import document_digest
+from armature.components.project import project_path
 
 LONGEST_PATH = 4096
 

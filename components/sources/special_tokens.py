@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from components.contracts.errors import DataError
-from components.contracts.files import read_bytes
+from armature.components.contracts.errors import DataError
+from armature.components.contracts.files import read_bytes
 
 LARGEST_FILE = 2**28
 TOKENIZER, CONFIG, SPECIAL, ADDED = FILES = (

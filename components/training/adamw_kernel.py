@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from components.models.transfer import to_device
+from armature.components.models.transfer import to_device
 
 BLOCK = 1024
 CHUNK = 32 * BLOCK
@@ -112,11 +112,11 @@ def update(
     step: int,
     clip: float = 1.0,
 ) -> None:
-    """As `components.training.optimizer.rounded_update` of each parameter, with one kernel for all of them: launching
-    hundreds takes the host longer than small parameters take the GPU.
+    """As `armature.components.training.optimizer.rounded_update` of each parameter, with one kernel for all:
+    launching hundreds takes the host longer than small parameters take the GPU.
 
     Each of the sequences has one dtype, and all tensors but the gradients are contiguous. `rests` are the residuals,
-    or in int16 what `components.training.master_weights.split` takes from the weights.
+    or in int16 what `armature.components.training.master_weights.split` takes from the weights.
     """
     gradients = [gradient.contiguous() for gradient in gradients]
     columns = weights, gradients, firsts, seconds, rests

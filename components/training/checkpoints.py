@@ -17,14 +17,21 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from components.artifacts.disk import sync, sync_tree
-from components.contracts.errors import DataError, TrainerError
-from components.contracts.numbers import dump_json
-from components.contracts.settings import Settings
-from components.training.optimizer_state import STATE, WEIGHT, empty_state, refusal, refuse_counts, state_tensors
-from components.training.ranks import Ranks
-from components.training.sharded_tensors import NotFiniteError, ShardedTensors, copied, write
-from components.training.skipped import SkippedUpdates
+from armature.components.artifacts.disk import sync, sync_tree
+from armature.components.contracts.errors import DataError, TrainerError
+from armature.components.contracts.numbers import dump_json
+from armature.components.contracts.settings import Settings
+from armature.components.training.optimizer_state import (
+    STATE,
+    WEIGHT,
+    empty_state,
+    refusal,
+    refuse_counts,
+    state_tensors,
+)
+from armature.components.training.ranks import Ranks
+from armature.components.training.sharded_tensors import NotFiniteError, ShardedTensors, copied, write
+from armature.components.training.skipped import SkippedUpdates
 
 FORMAT = 2
 STATE_FILE, TENSORS = "state.json", "tensors"

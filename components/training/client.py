@@ -16,21 +16,21 @@ from typing import Any, Self, TypeVar
 import httpx
 from pydantic import StrictInt, StrictStr, TypeAdapter, ValidationError
 
-from components.artifacts.disk import write_file
-from components.contracts.errors import ArmatureError, TrainerError
-from components.contracts.machine import Machine
-from components.contracts.stages import Events, not_sent
-from components.inference.replies import BadReply, exchange_blocking
-from components.keepalive import socket_options
-from components.process import Program
-from components.training.errors import read_error, rebuild
-from components.training.links import NodeLinks
-from components.training.nodes import Attempt, LostNode, announce, lost_node, members, start
-from components.training.placed import PlacedRanks
-from components.training.processes import error_file
-from components.training.service_settings import ServiceSettings, TrainingSettings, service_settings
-from components.workers.placed import PlacementBundles
-from components.workers.requests import ANYTHING
+from armature.components.artifacts.disk import write_file
+from armature.components.contracts.errors import ArmatureError, TrainerError
+from armature.components.contracts.machine import Machine
+from armature.components.contracts.stages import Events, not_sent
+from armature.components.inference.replies import BadReply, exchange_blocking
+from armature.components.keepalive import socket_options
+from armature.components.process import Program
+from armature.components.training.errors import read_error, rebuild
+from armature.components.training.links import NodeLinks
+from armature.components.training.nodes import Attempt, LostNode, announce, lost_node, members, start
+from armature.components.training.placed import PlacedRanks
+from armature.components.training.processes import error_file
+from armature.components.training.service_settings import ServiceSettings, TrainingSettings, service_settings
+from armature.components.workers.placed import PlacementBundles
+from armature.components.workers.requests import ANYTHING
 
 ResultT = TypeVar("ResultT")
 TOKEN = "ARMATURE_TRAINER_TOKEN"
@@ -163,7 +163,7 @@ class ServiceClient:
         return self._ask("resume", self.machine.ready_timeout, WHOLE)
 
     def save(self) -> Path:
-        """Begin to write a checkpoint; see `components.training.checkpoints`. It is found once it is complete."""
+        """Begin to write a checkpoint, found once it is complete; see `armature.components.training.checkpoints`."""
         checkpoint = Path(self._ask("save", self.machine.train_timeout, TEXT))
         self._saved(checkpoint)
         return checkpoint

@@ -10,13 +10,13 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
-from components.contracts.errors import ConfigurationError
-from components.training.gradient_sums import sum_in_fp32
-from components.training.moments import OptimizerStates
-from components.training.optimizer import CompensatedAdamW
-from components.training.overlap import OverlappedAllReduce
-from components.training.ranks import Ranks, total_norm
-from components.training.skipped import SkippedUpdates
+from armature.components.contracts.errors import ConfigurationError
+from armature.components.training.gradient_sums import sum_in_fp32
+from armature.components.training.moments import OptimizerStates
+from armature.components.training.optimizer import CompensatedAdamW
+from armature.components.training.overlap import OverlappedAllReduce
+from armature.components.training.ranks import Ranks, total_norm
+from armature.components.training.skipped import SkippedUpdates
 
 Model = TypeVar("Model", bound=nn.Module)
 _EPSILON = 1e-6
@@ -52,7 +52,7 @@ class TrainingEngine(Generic[Model]):
         groups: of parameters; empty ones are left out.
         max_grad_norm: largest norm of the gradients of all groups together, or of each with `clip_groups`.
         masters: of weights in bf16 the fp32 ones are kept and updated; see `CompensatedAdamW`.
-        states: where the optimizer's states are; see `components.training.moments`.
+        states: where the optimizer's states are; see `armature.components.training.moments`.
         ema_decay: of a moving average of the weights; None: no average.
 
     Raises:

@@ -7,8 +7,8 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from components.contracts import errors
-from components.contracts.errors import ArmatureError, TrainerError
+from armature.components.contracts import errors
+from armature.components.contracts.errors import ArmatureError, TrainerError
 
 
 class FatalServiceError(Exception):

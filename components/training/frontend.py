@@ -18,9 +18,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from components.contracts.errors import ArmatureError
-from components.contracts.numbers import dump_json
-from components.training.errors import FatalServiceError, describe
+from armature.components.contracts.errors import ArmatureError
+from armature.components.contracts.numbers import dump_json
+from armature.components.training.errors import FatalServiceError, describe
 
 Command = dict[str, Any]
 LARGEST = 2**20

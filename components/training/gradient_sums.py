@@ -9,7 +9,7 @@ from functools import cache
 import torch
 from torch import Tensor, nn
 
-from components.models.installed import TRITON
+from armature.components.models.installed import TRITON
 
 
 def sum_in_fp32(model: nn.Module) -> GradientSums:
@@ -27,7 +27,7 @@ def sum_in_fp32(model: nn.Module) -> GradientSums:
 
 @cache
 def _kernel() -> Callable[[Tensor, Tensor, bool], None]:
-    from components.training.gradient_kernel import add
+    from armature.components.training.gradient_kernel import add
 
     return add
 

@@ -7,10 +7,10 @@ import socket
 import time
 from pathlib import Path
 
-from components.contracts.errors import ConfigurationError, TrainerError
-from components.training.links import broken, connect, unreachable
-from components.training.nodes import POLL, Attempt, Member, announced, start
-from components.training.service_settings import ServiceSettings
+from armature.components.contracts.errors import ConfigurationError, TrainerError
+from armature.components.training.links import broken, connect, unreachable
+from armature.components.training.nodes import POLL, Attempt, Member, announced, start
+from armature.components.training.service_settings import ServiceSettings
 
 log = logging.getLogger(__name__)
 

@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _set_pg_timeout  # there is no public way to change it
 
-from components.contracts.errors import TrainerError
-from components.models.context_parallel import ContextParallel
-from components.training.processes import RENDEZVOUS, TrainerProcesses
-from components.training.ranks import Ranks
+from armature.components.contracts.errors import TrainerError
+from armature.components.models.context_parallel import ContextParallel
+from armature.components.training.processes import RENDEZVOUS, TrainerProcesses
+from armature.components.training.ranks import Ranks
 
 CONNECT = timedelta(minutes=2)
 """All ranks are there when they connect to each other, so this is short, unlike the time for a collective."""

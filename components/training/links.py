@@ -13,9 +13,9 @@ from typing import Self
 
 import psutil
 
-from components.contracts.errors import ConfigurationError
-from components.keepalive import socket_options
-from components.ports import loopback
+from armature.components.contracts.errors import ConfigurationError
+from armature.components.keepalive import socket_options
+from armature.components.ports import loopback
 
 Address = tuple[str, int]
 

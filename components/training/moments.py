@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from components.models.blockwise import SIGNED, UNSIGNED
-from components.training.sharded_tensors import TensorSpec
+from armature.components.models.blockwise import SIGNED, UNSIGNED
+from armature.components.training.sharded_tensors import TensorSpec
 
 OptimizerStates = Literal["device", "cpu", "8bit"]
 State = dict[str, Tensor]

@@ -2,7 +2,7 @@
 
 They speak over the workspace, which all of them see. The first node numbers the attempts, says where it can be reached
 and how the last attempt ended. A node that reaches it takes a place in the attempt, and only who has one can end it: by
-its connection (see `components.training.links`), or by saying why it cannot continue.
+its connection (see `armature.components.training.links`), or by saying why it cannot continue.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 
-from components.artifacts.disk import write_file
-from components.process import Program
-from components.training.links import Address, NodeLinks
-from components.training.processes import private_folder
-from components.training.service_settings import ServiceSettings
+from armature.components.artifacts.disk import write_file
+from armature.components.process import Program
+from armature.components.training.links import Address, NodeLinks
+from armature.components.training.processes import private_folder
+from armature.components.training.service_settings import ServiceSettings
 
 POLL = 0.5
 
@@ -144,7 +144,7 @@ def start(settings: ServiceSettings, attempt: Attempt, node: int, log: Path | No
         ConfigurationError: this node has no such network interface, or a variable that `environment` names is not set.
     """
     return settings.processes.start(
-        ["-m", "components.training.service", settings.file],
+        ["-m", "armature.components.training.service", settings.file],
         rendezvous=attempt.folder(settings.workspace),
         node=node,
         log=log,

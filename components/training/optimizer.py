@@ -14,13 +14,13 @@ from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from components.contracts.errors import DataError
-from components.models.installed import TRITON
-from components.models.transfer import to_device
-from components.training.master_weights import joined, split
-from components.training.moments import FIRST, LOW, RESIDUAL, SECOND, STORAGES, OptimizerStates, State
-from components.training.optimizer_state import miscount, misfit
-from components.training.sharded_tensors import TensorSpec
+from armature.components.contracts.errors import DataError
+from armature.components.models.installed import TRITON
+from armature.components.models.transfer import to_device
+from armature.components.training.master_weights import joined, split
+from armature.components.training.moments import FIRST, LOW, RESIDUAL, SECOND, STORAGES, OptimizerStates, State
+from armature.components.training.optimizer_state import miscount, misfit
+from armature.components.training.sharded_tensors import TensorSpec
 
 STEP, EMA = "step", "ema"
 COMPLETED = {RESIDUAL, LOW, EMA}
@@ -36,8 +36,8 @@ class CompensatedAdamW(torch.optim.Optimizer):
     Args:
         groups: each with `params` and `lr`, and a `weight_decay` of its own if it has one.
         masters: of one in bf16 the moments are fp32, and all that rounding takes from the weight is kept, so that the
-            update is the one of an fp32 weight, bit for bit; see `components.training.master_weights`.
-        states: where and how what is kept lies between updates; see `components.training.moments`.
+            update is the one of an fp32 weight, bit for bit; see `armature.components.training.master_weights`.
+        states: where and how what is kept lies between updates; see `armature.components.training.moments`.
         ema_decay: also keep e <- decay * e + (1 - decay) * weight in fp32, from the weights at the first update on;
             with states on the device alone.
     """
@@ -109,7 +109,7 @@ class CompensatedAdamW(torch.optim.Optimizer):
         self.state.update(states)
 
     def slots(self, parameter: nn.Parameter) -> dict[str, TensorSpec]:
-        """What is kept for a parameter that was updated; see `components.training.optimizer_state`."""
+        """What is kept for a parameter that was updated; see `armature.components.training.optimizer_state`."""
         shape, rounded = parameter.shape, parameter.dtype != torch.float32
         moment = TensorSpec(shape, torch.float32 if self.masters else parameter.dtype)
         slots = {STEP: TensorSpec(torch.Size(()), torch.float32), FIRST: moment, SECOND: moment}
@@ -307,7 +307,7 @@ def _on_gpu(weight: Tensor) -> bool:
 
 
 def _kernel() -> ModuleType:
-    from components.training import adamw_kernel
+    from armature.components.training import adamw_kernel
 
     return adamw_kernel
 

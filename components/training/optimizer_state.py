@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from components.contracts.errors import DataError
-from components.training.sharded_tensors import TensorSpec
+from armature.components.contracts.errors import DataError
+from armature.components.training.sharded_tensors import TensorSpec
 
 Optimizer = torch.optim.Optimizer
 Parameters = Mapping[str, nn.Parameter]

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
-from components.training.gradient_sums import GradientSums
-from components.training.peer_copies import peer_copies
-from components.training.ranks import ALONE_ELEMENTS, Ranks
+from armature.components.training.gradient_sums import GradientSums
+from armature.components.training.peer_copies import peer_copies
+from armature.components.training.ranks import ALONE_ELEMENTS, Ranks
 
 
 class OverlappedAllReduce:

@@ -11,8 +11,8 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
 from torch import Tensor
 
-from components.models.installed import is_installed
-from components.training.ranks import Ranks
+from armature.components.models.installed import is_installed
+from armature.components.training.ranks import Ranks
 
 PIECE = 2**24
 """Numbers of a tensor that are summed at a time. A lane holds four bytes for each, and for each that a rank adds up."""

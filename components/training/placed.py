@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from components.contracts.errors import TrainerError
-from components.training.nodes import Attempt, LostNode, start
-from components.training.service_settings import ServiceSettings
-from components.workers.placed import NodeActor, PlacedProgram, PlacementBundles
-from components.workers.process import importable
+from armature.components.contracts.errors import TrainerError
+from armature.components.training.nodes import Attempt, LostNode, start
+from armature.components.training.service_settings import ServiceSettings
+from armature.components.workers.placed import NodeActor, PlacedProgram, PlacementBundles
+from armature.components.workers.process import importable
 
 HOST = "ARMATURE_TRAINER_HOST"
 """The address on which rank 0 answers; without it, loopback."""

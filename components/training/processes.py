@@ -3,9 +3,9 @@
 They meet in a folder that only we can write to (torch's FileStore): no port is opened for it, and nothing that a
 stranger could send is read. Their collectives listen on one network interface, which is loopback on one node.
 
-As a program it is the parent of one node's ranks: `python -m components.training.processes COUNT FIRST ARGUMENTS...`
-starts `python ARGUMENTS...` as ranks FIRST, FIRST + 1, ... and ends as soon as one of them fails. The process guard
-ends the others.
+As a program it is the parent of one node's ranks: `python -m armature.components.training.processes COUNT FIRST
+ARGUMENTS...` starts `python ARGUMENTS...` as ranks FIRST, FIRST + 1, ... and ends as soon as one of them fails. The
+process guard ends the others.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt
 
-from components.contracts.machine import Machine
-from components.contracts.secrets import Environment, resolve
-from components.gpus import VISIBLE, visible_devices
-from components.ports import loopback
-from components.process import Program
-from components.training.links import network
+from armature.components.contracts.machine import Machine
+from armature.components.contracts.secrets import Environment, resolve
+from armature.components.gpus import VISIBLE, visible_devices
+from armature.components.ports import loopback
+from armature.components.process import Program
+from armature.components.training.links import network
 
 RENDEZVOUS = "ARMATURE_RENDEZVOUS"
 """Variable that names the file in which ranks meet."""

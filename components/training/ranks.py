@@ -18,8 +18,8 @@ from torch.distributed.distributed_c10d import _set_pg_timeout  # there is no pu
 from torch.distributed.tensor import DTensor, Partial, distribute_tensor
 from torch.nn.utils import get_total_norm
 
-from components.contracts.errors import TrainerError
-from components.models.context_parallel import ContextParallel
+from armature.components.contracts.errors import TrainerError
+from armature.components.models.context_parallel import ContextParallel
 
 TIMEOUT = timedelta(minutes=30)
 BUCKET_ELEMENTS = 16 * 2**20

@@ -7,9 +7,9 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from components.contracts.errors import TrainerError
-from components.contracts.stages import Events
-from components.training.client import ServiceClient
+from armature.components.contracts.errors import TrainerError
+from armature.components.contracts.stages import Events
+from armature.components.training.client import ServiceClient
 
 MAX_RESTARTS = 3
 T = TypeVar("T")

@@ -1,9 +1,9 @@
 """The trainer service: a long-lived process group that trains, scores, publishes and saves when asked over HTTP.
 
-Started by `components.training.client` as `python -m components.training.service settings.json`, once per rank. Rank 0
-answers on loopback, on a node of a cluster on its address; every command runs on all ranks, one at a time. A command
-that cannot be carried out is refused before anything changes; an error after that ends the service, for the weights may
-be half-way, and the next one starts from a checkpoint.
+Started by `armature.components.training.client` as `python -m armature.components.training.service settings.json`, once
+per rank. Rank 0 answers on loopback, on a node of a cluster on its address; every command runs on all ranks, one at a
+time. A command that cannot be carried out is refused before anything changes; an error after that ends the service, for
+the weights may be half-way, and the next one starts from a checkpoint.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from components.artifacts.disk import write_file
-from components.contracts.errors import ArmatureError
-from components.garbage import exempt_from_collection
-from components.training.errors import FatalServiceError, describe, rebuild
-from components.training.frontend import HttpFrontend
-from components.training.launch import joined
-from components.training.placed import HOST
-from components.training.processes import RENDEZVOUS, error_file
-from components.training.ranks import Ranks
-from components.training.service_settings import WORKERS, ServiceSettings
-from components.training.service_worker import Command, ServiceWorker
+from armature.components.artifacts.disk import write_file
+from armature.components.contracts.errors import ArmatureError
+from armature.components.garbage import exempt_from_collection
+from armature.components.training.errors import FatalServiceError, describe, rebuild
+from armature.components.training.frontend import HttpFrontend
+from armature.components.training.launch import joined
+from armature.components.training.placed import HOST
+from armature.components.training.processes import RENDEZVOUS, error_file
+from armature.components.training.ranks import Ranks
+from armature.components.training.service_settings import WORKERS, ServiceSettings
+from armature.components.training.service_worker import Command, ServiceWorker
 
 TOKEN = "ARMATURE_TRAINER_TOKEN"
 IDLE = 30.0

@@ -9,21 +9,21 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat
 
-from components.contracts.errors import ConfigurationError
-from components.contracts.machine import Machine
-from components.registry import Registry
-from components.training.processes import TrainerProcesses
+from armature.components.contracts.errors import ConfigurationError
+from armature.components.contracts.machine import Machine
+from armature.components.registry import Registry
+from armature.components.training.processes import TrainerProcesses
 
 WORKERS = Registry(
     "trainer",
     "armature.trainers",
     {
-        "tokens": "components.vlm.worker:TrainerWorker",
-        "policy": "components.vla.worker:PolicyWorker",
-        "policy-rl": "components.vla_rl.worker:RobotRLWorker",
+        "tokens": "armature.components.vlm.worker:TrainerWorker",
+        "policy": "armature.components.vla.worker:PolicyWorker",
+        "policy-rl": "armature.components.vla_rl.worker:RobotRLWorker",
     },
 )
-"""What each rank runs: a `components.training.service_worker.ServiceWorker`."""
+"""What each rank runs: a `armature.components.training.service_worker.ServiceWorker`."""
 
 
 class TrainingSettings(Protocol):

@@ -6,11 +6,11 @@ from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any
 
-from components.contracts.errors import ConfigurationError
-from components.contracts.numbers import read_floats
-from components.training.checkpoints import Checkpoints
-from components.training.engine import TrainingEngine
-from components.training.service_settings import ServiceSettings
+from armature.components.contracts.errors import ConfigurationError
+from armature.components.contracts.numbers import read_floats
+from armature.components.training.checkpoints import Checkpoints
+from armature.components.training.engine import TrainingEngine
+from armature.components.training.service_settings import ServiceSettings
 
 Command = dict[str, Any]
 
@@ -19,7 +19,7 @@ class ServiceWorker(ABC):
     """One rank: what it trains, its checkpoints, and the results of the steps that the weights contain.
 
     Args:
-        who: see `components.training.checkpoints.identity`.
+        who: see `armature.components.training.checkpoints.identity`.
         keep: newest checkpoints that stay.
         remembered: newest steps whose results can be asked for again.
     """

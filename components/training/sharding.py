@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from components.models.families import Family
-from components.training.ranks import Ranks
+from armature.components.models.families import Family
+from armature.components.training.ranks import Ranks
 
 Unit = tuple[nn.Module, torch.dtype | None]
 """What is gathered at once, and the dtype it computes in; None: that of its weights."""

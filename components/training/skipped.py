@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
-from components.contracts.errors import DivergedError
+from armature.components.contracts.errors import DivergedError
 
 MOST_IN_A_ROW = 10
 log = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from components.artifacts.disk import try_lock
+from armature.components.artifacts.disk import try_lock
 
 RECORD = "view.json"
 """In the store; locked as long as the viewer that wrote it lives."""

@@ -18,15 +18,15 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
-from components.artifacts.images import ImageStore
-from components.contracts.errors import ArmatureError, DataError
-from components.contracts.images import ImageRef
-from components.contracts.numbers import dump_json
-from components.reports.curves import panels_of
-from components.reports.pages import ASSETS
-from components.view.guard import Guard
-from components.view.index import LAST_STEP, Query, RolloutIndex, Side, Source
-from components.view.robots import (
+from armature.components.artifacts.images import ImageStore
+from armature.components.contracts.errors import ArmatureError, DataError
+from armature.components.contracts.images import ImageRef
+from armature.components.contracts.numbers import dump_json
+from armature.components.reports.curves import panels_of
+from armature.components.reports.pages import ASSETS
+from armature.components.view.guard import Guard
+from armature.components.view.index import LAST_STEP, Query, RolloutIndex, Side, Source
+from armature.components.view.robots import (
     EpisodeQuery,
     episode_counts,
     episode_document,
@@ -35,8 +35,8 @@ from components.view.robots import (
     find_videos,
     video_file,
 )
-from components.view.rollouts import MEDIA, group_document
-from components.view.runs import ROBOT_TRAINING, Run, evaluations_of, find_runs, thinned
+from armature.components.view.rollouts import MEDIA, group_document
+from armature.components.view.runs import ROBOT_TRAINING, Run, evaluations_of, find_runs, thinned
 
 log = logging.getLogger(__name__)
 ModelT = TypeVar("ModelT", bound=BaseModel)

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from components.view.tables import RolloutTables
+from armature.components.view.tables import RolloutTables
 
 TIMES, ANSWERS = 2000, 8
 """How often a task was played, and how many different answers of each time, are shown at most."""

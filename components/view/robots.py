@@ -16,15 +16,15 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from pydantic import BaseModel, ConfigDict, Field
 
-from components.contracts.errors import DataError
-from components.contracts.files import regular
-from components.evaluation.libero.eval_info import video_path
-from components.evaluation.libero.results import LiberoResult, read_results
-from components.evaluation.wilson import wilson_interval
-from components.rollouts.table import FAILURES_FILE, read_failures
-from components.view.index import Number, Query
-from components.view.rollouts import MEDIA
-from components.view.runs import ROBOT_EVALUATION, Run, evaluations_of
+from armature.components.contracts.errors import DataError
+from armature.components.contracts.files import regular
+from armature.components.evaluation.libero.eval_info import video_path
+from armature.components.evaluation.libero.results import LiberoResult, read_results
+from armature.components.evaluation.wilson import wilson_interval
+from armature.components.rollouts.table import FAILURES_FILE, read_failures
+from armature.components.view.index import Number, Query
+from armature.components.view.rollouts import MEDIA
+from armature.components.view.runs import ROBOT_EVALUATION, Run, evaluations_of
 
 Outcome = Literal["solved", "truncated"]
 _COLUMNS = ("episode_id", "group_id", "task", "language", "initial_state", "chunk", "executed", "reward", "truncated")

@@ -7,17 +7,17 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from components.artifacts.images import FORMATS
-from components.artifacts.tables import read_table
-from components.batches.scores import read_scores
-from components.contracts.errors import DataError
-from components.contracts.images import ImageRef
-from components.contracts.numbers import dump_json
-from components.environments.stage import TASKS
-from components.reports.records import rollout_record
-from components.reports.tokens import token_decoder
-from components.rollouts.table import read_rollouts
-from components.view.runs import Run
+from armature.components.artifacts.images import FORMATS
+from armature.components.artifacts.tables import read_table
+from armature.components.batches.scores import read_scores
+from armature.components.contracts.errors import DataError
+from armature.components.contracts.images import ImageRef
+from armature.components.contracts.numbers import dump_json
+from armature.components.environments.stage import TASKS
+from armature.components.reports.records import rollout_record
+from armature.components.reports.tokens import token_decoder
+from armature.components.rollouts.table import read_rollouts
+from armature.components.view.runs import Run
 
 MEDIA = {media: name.lower() for media, name in FORMATS.items()}
 """The suffix of an image's address by its media type."""

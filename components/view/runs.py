@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from components.artifacts.history import History
-from components.artifacts.manifest import MANIFEST
-from components.batches.ratios import ratios_file
-from components.contracts.errors import DataError
-from components.contracts.files import regular
-from components.contracts.numbers import dump_json, read_floats
-from components.models.source import CHECKPOINT, locate
-from components.stages import STARTED
+from armature.components.artifacts.history import History
+from armature.components.artifacts.manifest import MANIFEST
+from armature.components.batches.ratios import ratios_file
+from armature.components.contracts.errors import DataError
+from armature.components.contracts.files import regular
+from armature.components.contracts.numbers import dump_json, read_floats
+from armature.components.models.source import CHECKPOINT, locate
+from armature.components.stages import STARTED
 
 TRAINING, EVALUATION = "train-vlm", "evaluate"
 ROBOT_TRAINING, ROBOT_EVALUATION = "train-vla-rl", "evaluate-libero"

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import uvicorn
 
-from components.contracts.errors import ConfigurationError
-from components.ports import listener
-from components.view.address import announced
-from components.view.app import ViewServer, view_app
+from armature.components.contracts.errors import ConfigurationError
+from armature.components.ports import listener
+from armature.components.view.address import announced
+from armature.components.view.app import ViewServer, view_app
 
 
 def serve(store: Path, port: int, ready: Callable[[str], None]) -> None:

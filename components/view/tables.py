@@ -19,8 +19,8 @@ from typing import Any
 import duckdb
 import psutil
 
-from components.batches.ratios import RATIOS_FOLDER
-from components.contracts.files import regular
+from armature.components.batches.ratios import RATIOS_FOLDER
+from armature.components.contracts.files import regular
 
 FILES_AT_ONCE = 64
 MEMORY = "1GB"

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageEnhance, ImageFilter
 
-from components.vla.settings import ImageAugmentationSettings
+from armature.components.vla.settings import ImageAugmentationSettings
 
 Pixels = NDArray[np.uint8]
 

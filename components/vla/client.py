@@ -7,8 +7,8 @@ from typing import ClassVar
 
 from pydantic import BaseModel, ConfigDict
 
-from components.training.client import FLOATS, ServiceClient
-from components.vla.settings import TrainVLASettings
+from armature.components.training.client import FLOATS, ServiceClient
+from armature.components.vla.settings import TrainVLASettings
 
 
 class PolicyTraining(BaseModel):

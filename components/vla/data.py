@@ -10,19 +10,19 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from components.datasets.mixture import Mixture
-from components.datasets.prefetch import FilePrefetch
-from components.datasets.samples import RobotSample
-from components.policies.molmoact2.configuration import MolmoAct2Config
-from components.policies.molmoact2.modeling.flow import FlowSamples
-from components.policies.molmoact2.processing.batch import Example
-from components.policies.molmoact2.processing.processor import Processor
-from components.policies.molmoact2.semantics import SEMANTICS
-from components.policies.settings import RobotPolicySettings
-from components.vla.augmentation import augmented
-from components.vla.micro_batch import PolicyMicroBatch
-from components.vla.packing import arranged
-from components.vla.settings import VLATrainerSettings
+from armature.components.datasets.mixture import Mixture
+from armature.components.datasets.prefetch import FilePrefetch
+from armature.components.datasets.samples import RobotSample
+from armature.components.policies.molmoact2.configuration import MolmoAct2Config
+from armature.components.policies.molmoact2.modeling.flow import FlowSamples
+from armature.components.policies.molmoact2.processing.batch import Example
+from armature.components.policies.molmoact2.processing.processor import Processor
+from armature.components.policies.molmoact2.semantics import SEMANTICS
+from armature.components.policies.settings import RobotPolicySettings
+from armature.components.vla.augmentation import augmented
+from armature.components.vla.micro_batch import PolicyMicroBatch
+from armature.components.vla.packing import arranged
+from armature.components.vla.settings import VLATrainerSettings
 
 ROW_MULTIPLE = 8
 """Rows are padded to one more than a multiple of this."""

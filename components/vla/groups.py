@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 from torch import nn
 
-from components.policies.settings import Semantics
-from components.training.engine import ParameterGroup
-from components.training.schedule import warmup_cosine
-from components.vla.lora import add_adapters
-from components.vla.settings import PolicyUpdateSettings
+from armature.components.policies.settings import Semantics
+from armature.components.training.engine import ParameterGroup
+from armature.components.training.schedule import warmup_cosine
+from armature.components.vla.lora import add_adapters
+from armature.components.vla.settings import PolicyUpdateSettings
 
 EXPERT = "action_expert."
 VALUE_HEAD = "value_head."

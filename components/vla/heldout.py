@@ -7,15 +7,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from components.datasets.mixture import Mixture
-from components.datasets.samples import RobotSample
-from components.policies.molmoact2.modeling.model import MolmoAct2
-from components.policies.molmoact2.policy import InferenceMode, MolmoAct2Policy
-from components.policies.molmoact2.processing.norm_stats import RobotMetadata
-from components.policies.settings import RobotPolicySettings
-from components.vla.data import Encoder, draw_seed
-from components.vla.learner import PolicyLearner
-from components.vla.sharding import whole_expert
+from armature.components.datasets.mixture import Mixture
+from armature.components.datasets.samples import RobotSample
+from armature.components.policies.molmoact2.modeling.model import MolmoAct2
+from armature.components.policies.molmoact2.policy import InferenceMode, MolmoAct2Policy
+from armature.components.policies.molmoact2.processing.norm_stats import RobotMetadata
+from armature.components.policies.settings import RobotPolicySettings
+from armature.components.vla.data import Encoder, draw_seed
+from armature.components.vla.learner import PolicyLearner
+from armature.components.vla.sharding import whole_expert
 
 ACTION_ERROR, MEAN_ACTION_ERROR = "heldout/action_error", "heldout/mean_action_error"
 

@@ -10,14 +10,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from components.policies.molmoact2.modeling.losses import LossDenominators, LossPlan, PolicyLosses
-from components.policies.molmoact2.modeling.model import MolmoAct2
-from components.training.engine import AppliedUpdate, TrainingEngine
-from components.training.memory import peak_memory_gib
-from components.training.ranks import Ranks
-from components.vla.groups import parameter_groups
-from components.vla.micro_batch import PolicyMicroBatch
-from components.vla.settings import VLATrainerSettings
+from armature.components.policies.molmoact2.modeling.losses import LossDenominators, LossPlan, PolicyLosses
+from armature.components.policies.molmoact2.modeling.model import MolmoAct2
+from armature.components.training.engine import AppliedUpdate, TrainingEngine
+from armature.components.training.memory import peak_memory_gib
+from armature.components.training.ranks import Ranks
+from armature.components.vla.groups import parameter_groups
+from armature.components.vla.micro_batch import PolicyMicroBatch
+from armature.components.vla.settings import VLATrainerSettings
 
 LOSSES = {"loss": "total", "loss/flow": "flow", "loss/cross_entropy": "cross_entropy", "loss/z": "z"}
 """Names in the history, and attributes of the model's losses."""

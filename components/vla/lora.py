@@ -9,10 +9,10 @@ from peft import inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
 from torch import nn
 
-from components.contracts.errors import ConfigurationError
-from components.models.lora import lora_config
-from components.policies.molmoact2.modeling.model import MolmoAct2
-from components.vla.settings import PolicyLoraSettings
+from armature.components.contracts.errors import ConfigurationError
+from armature.components.models.lora import lora_config
+from armature.components.policies.molmoact2.modeling.model import MolmoAct2
+from armature.components.vla.settings import PolicyLoraSettings
 
 
 def add_adapters(model: nn.Module, chosen: Callable[[str], bool], settings: PolicyLoraSettings, seed: int) -> list[str]:

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from components.policies.molmoact2.modeling.flow import FlowSamples
-from components.policies.molmoact2.processing.batch import PolicyBatch
+from armature.components.policies.molmoact2.modeling.flow import FlowSamples
+from armature.components.policies.molmoact2.processing.batch import PolicyBatch
 
 
 @dataclass(frozen=True)

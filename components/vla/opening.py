@@ -10,16 +10,21 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from components.contracts.errors import ConfigurationError
-from components.models.lora import merged_weights
-from components.models.mapped import MappedWeights
-from components.policies.molmoact2.checkpoints.checkpoint import empty_model, load_model, read_model, save_policy
-from components.policies.molmoact2.checkpoints.parts import PolicyParts
-from components.policies.molmoact2.modeling.model import MolmoAct2
-from components.training.processes import TrainerProcesses
-from components.training.ranks import Ranks, whole
-from components.training.sharding import sharder
-from components.vla.sharding import units
+from armature.components.contracts.errors import ConfigurationError
+from armature.components.models.lora import merged_weights
+from armature.components.models.mapped import MappedWeights
+from armature.components.policies.molmoact2.checkpoints.checkpoint import (
+    empty_model,
+    load_model,
+    read_model,
+    save_policy,
+)
+from armature.components.policies.molmoact2.checkpoints.parts import PolicyParts
+from armature.components.policies.molmoact2.modeling.model import MolmoAct2
+from armature.components.training.processes import TrainerProcesses
+from armature.components.training.ranks import Ranks, whole
+from armature.components.training.sharding import sharder
+from armature.components.vla.sharding import units
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from components.policies.molmoact2.processing.batch import Example, PadSide, PolicyBatch, collate, pack
-from components.vla.settings import PackingSettings
+from armature.components.policies.molmoact2.processing.batch import Example, PadSide, PolicyBatch, collate, pack
+from armature.components.vla.settings import PackingSettings
 
 
 def arranged(

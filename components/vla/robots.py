@@ -7,12 +7,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from components.contracts.errors import ConfigurationError, DataError
-from components.datasets.source import ACTION, STATE, DatasetSource
-from components.policies.molmoact2.checkpoints.parts import PolicyParts, load_parts
-from components.policies.molmoact2.processing.norm_stats import NormStats, RobotMetadata, norm_stats, robot_metadata
-from components.policies.molmoact2.processing.processor import Processor
-from components.policies.settings import RobotPolicySettings
+from armature.components.contracts.errors import ConfigurationError, DataError
+from armature.components.datasets.source import ACTION, STATE, DatasetSource
+from armature.components.policies.molmoact2.checkpoints.parts import PolicyParts, load_parts
+from armature.components.policies.molmoact2.processing.norm_stats import (
+    NormStats,
+    RobotMetadata,
+    norm_stats,
+    robot_metadata,
+)
+from armature.components.policies.molmoact2.processing.processor import Processor
+from armature.components.policies.settings import RobotPolicySettings
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,9 @@ from typing import Literal, Self
 
 from pydantic import ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from components.contracts.settings import Settings
-from components.datasets.settings import FileShuffleSettings
-from components.policies.settings import RobotPolicySettings
+from armature.components.contracts.settings import Settings
+from armature.components.datasets.settings import FileShuffleSettings
+from armature.components.policies.settings import RobotPolicySettings
 
 Mode = Literal["full", "lora", "lora_expert", "expert"]
 

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 import torch
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 
-from components.policies.molmoact2.modeling.model import MolmoAct2
-from components.training.sharding import Unit
+from armature.components.policies.molmoact2.modeling.model import MolmoAct2
+from armature.components.training.sharding import Unit
 
 
 def units(model: MolmoAct2, precision: str) -> Iterator[Unit]:

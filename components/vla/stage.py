@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from components.contracts.numbers import write_json
-from components.contracts.stages import Artifact, Stage, StageContext, StageReport
-from components.vla.settings import TrainVLASettings
+from armature.components.contracts.numbers import write_json
+from armature.components.contracts.stages import Artifact, Stage, StageContext, StageReport
+from armature.components.vla.settings import TrainVLASettings
 
 INPUTS = ("policy", "dataset", "statistics")
 History = Sequence[Mapping[str, float]]
@@ -22,10 +22,10 @@ def train_vla(
         ConfigurationError, DataError: settings, datasets, statistics and policy do not fit each other.
         TrainerError: the training dies again and again.
     """
-    from components.artifacts.history import History as HistoryFile
-    from components.models.source import CHECKPOINT
-    from components.vla.client import PolicyTrainerClient, PolicyTraining
-    from components.vla.train import train
+    from armature.components.artifacts.history import History as HistoryFile
+    from armature.components.models.source import CHECKPOINT
+    from armature.components.vla.client import PolicyTrainerClient, PolicyTraining
+    from armature.components.vla.train import train
 
     artifacts = {name: inputs[name].path.resolve() for name in INPUTS}
     training = PolicyTraining(settings=settings, **artifacts, fingerprint=context.fingerprint)
@@ -73,7 +73,7 @@ def summary(history: History) -> dict[str, float]:
 
 def write_pages(folder: Path, settings: TrainVLASettings, history: History, numbers: Mapping[str, float]) -> None:
     """Writes `report.html` and `curves.png`."""
-    from components.reports.training import write_training_report
+    from armature.components.reports.training import write_training_report
 
     figures = {
         "samples per second": f"{numbers['samples_per_second']:.4g}",

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from components.artifacts.history import History
-from components.contracts.stages import Events
-from components.training.restarts import run_steps
-from components.vla.client import PolicyTrainerClient
-from components.vla.settings import VLATrainerSettings
+from armature.components.artifacts.history import History
+from armature.components.contracts.stages import Events
+from armature.components.training.restarts import run_steps
+from armature.components.vla.client import PolicyTrainerClient
+from armature.components.vla.settings import VLATrainerSettings
 
 SHOWN = {
     "loss": "loss",

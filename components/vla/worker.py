@@ -8,23 +8,23 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from components.contracts.errors import ConfigurationError
-from components.datasets.mixture import Mixture
-from components.datasets.source import open_sources, split
-from components.datasets.stage import read_statistics
-from components.policies.molmoact2.modeling.losses import LossPlan
-from components.training.ranks import Ranks
-from components.training.service_settings import ServiceSettings
-from components.training.service_worker import Command, ServiceWorker
-from components.vla.client import PolicyTraining
-from components.vla.data import Encoder, UpdateDataset, load
-from components.vla.groups import prepare
-from components.vla.heldout import HeldoutEvaluator, evenly_spread
-from components.vla.learner import PolicyLearner
-from components.vla.micro_batch import PolicyMicroBatch
-from components.vla.opening import open_model
-from components.vla.robots import robots_of
-from components.vla.settings import VLATrainerSettings
+from armature.components.contracts.errors import ConfigurationError
+from armature.components.datasets.mixture import Mixture
+from armature.components.datasets.source import open_sources, split
+from armature.components.datasets.stage import read_statistics
+from armature.components.policies.molmoact2.modeling.losses import LossPlan
+from armature.components.training.ranks import Ranks
+from armature.components.training.service_settings import ServiceSettings
+from armature.components.training.service_worker import Command, ServiceWorker
+from armature.components.vla.client import PolicyTraining
+from armature.components.vla.data import Encoder, UpdateDataset, load
+from armature.components.vla.groups import prepare
+from armature.components.vla.heldout import HeldoutEvaluator, evenly_spread
+from armature.components.vla.learner import PolicyLearner
+from armature.components.vla.micro_batch import PolicyMicroBatch
+from armature.components.vla.opening import open_model
+from armature.components.vla.robots import robots_of
+from armature.components.vla.settings import VLATrainerSettings
 
 REMEMBERED = 1000
 """Steps whose metrics a checkpoint has: the history is beside it."""

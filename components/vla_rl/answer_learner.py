@@ -14,16 +14,16 @@ from time import perf_counter
 import numpy as np
 from torch import Tensor
 
-from components.policies.molmoact2.modeling.model import MolmoAct2
-from components.training.engine import AppliedUpdate, ParameterGroup, TrainingEngine
-from components.training.memory import peak_memory_gib
-from components.training.ranks import Ranks
-from components.vla.groups import parameter_groups, scheduled
-from components.vla_rl.loader import Load, loaded_ahead
-from components.vla_rl.settings import GAE, RobotRLTrainerSettings
-from components.vla_rl.table import AnswerSample
-from components.vla_rl.tensors import AnswerBatch
-from components.vla_rl.updates import update_rows
+from armature.components.policies.molmoact2.modeling.model import MolmoAct2
+from armature.components.training.engine import AppliedUpdate, ParameterGroup, TrainingEngine
+from armature.components.training.memory import peak_memory_gib
+from armature.components.training.ranks import Ranks
+from armature.components.vla.groups import parameter_groups, scheduled
+from armature.components.vla_rl.loader import Load, loaded_ahead
+from armature.components.vla_rl.settings import GAE, RobotRLTrainerSettings
+from armature.components.vla_rl.table import AnswerSample
+from armature.components.vla_rl.tensors import AnswerBatch
+from armature.components.vla_rl.updates import update_rows
 
 RATIOS, ANSWERS, SLOTS = "ratios", "answers", "slots"
 """How many there were: what sums are divided by. Slots of rows have a token or padding."""

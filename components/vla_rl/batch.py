@@ -9,13 +9,13 @@ from math import exp
 
 import numpy as np
 
-from components.batches.advantages import EPSILON
-from components.batches.settings import Deviation
-from components.contracts.metrics import merged, metrics_below
-from components.contracts.rollouts import Failure
-from components.vla_rl.gae import answer_advantages
-from components.vla_rl.settings import GAE, EpisodeGroupMean, RewardWeighted
-from components.vla_rl.table import Answer, AnswerSample, with_advantage
+from armature.components.batches.advantages import EPSILON
+from armature.components.batches.settings import Deviation
+from armature.components.contracts.metrics import merged, metrics_below
+from armature.components.contracts.rollouts import Failure
+from armature.components.vla_rl.gae import answer_advantages
+from armature.components.vla_rl.settings import GAE, EpisodeGroupMean, RewardWeighted
+from armature.components.vla_rl.table import Answer, AnswerSample, with_advantage
 
 
 @dataclass(frozen=True)

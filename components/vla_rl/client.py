@@ -7,8 +7,8 @@ from typing import ClassVar
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter
 
-from components.training.client import ServiceClient
-from components.vla_rl.settings import RobotRLTrainerSettings, RobotRolloutSettings
+from armature.components.training.client import ServiceClient
+from armature.components.vla_rl.settings import RobotRLTrainerSettings, RobotRolloutSettings
 
 SCORES = TypeAdapter(list[float])
 

@@ -9,26 +9,26 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-from components.artifacts.images import ImageStore
-from components.contracts.robots import RobotObservation
-from components.contracts.rollouts import Failure
-from components.evaluation.libero.batching import InferenceQueue
-from components.evaluation.libero.episode import LostBesideError, SimulatorClient, play_episode
-from components.evaluation.libero.run import SimulatorSlot, simulator_slots, task_of
-from components.evaluation.libero.schedule import PlannedEpisode, TaskKey
-from components.policies.molmoact2.policy import ExploredAnswer, PlainAnswer, SpokenAnswer
-from components.rollouts.collect import failures_said
-from components.vla_rl.record import AnswerRecorder, PlayedAnswer, episode_defect
-from components.vla_rl.rewards import chunk_rewards
-from components.vla_rl.schedule import answer_seed, episode_ids
-from components.vla_rl.settings import RobotRolloutSettings, SuccessReward
-from components.vla_rl.table import Answer
-from components.vla_rl.timing import PlayTimes, TimedSimulators
-from components.workers.errors import WorkerError
-from components.workers.pool import StickyQueue
+from armature.components.artifacts.images import ImageStore
+from armature.components.contracts.robots import RobotObservation
+from armature.components.contracts.rollouts import Failure
+from armature.components.evaluation.libero.batching import InferenceQueue
+from armature.components.evaluation.libero.episode import LostBesideError, SimulatorClient, play_episode
+from armature.components.evaluation.libero.run import SimulatorSlot, simulator_slots, task_of
+from armature.components.evaluation.libero.schedule import PlannedEpisode, TaskKey
+from armature.components.policies.molmoact2.policy import ExploredAnswer, PlainAnswer, SpokenAnswer
+from armature.components.rollouts.collect import failures_said
+from armature.components.vla_rl.record import AnswerRecorder, PlayedAnswer, episode_defect
+from armature.components.vla_rl.rewards import chunk_rewards
+from armature.components.vla_rl.schedule import answer_seed, episode_ids
+from armature.components.vla_rl.settings import RobotRolloutSettings, SuccessReward
+from armature.components.vla_rl.table import Answer
+from armature.components.vla_rl.timing import PlayTimes, TimedSimulators
+from armature.components.workers.errors import WorkerError
+from armature.components.workers.pool import StickyQueue
 
 FAILED = "environment_error"
-"""The reason of an episode that failed in every attempt, as in `components.contracts.failures`."""
+"""The reason of an episode that failed in every attempt, as in `armature.components.contracts.failures`."""
 
 
 class ExploringPolicy(Protocol):

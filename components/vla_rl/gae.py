@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from components.batches.advantages import EPSILON
-from components.contracts.errors import DataError
-from components.vla_rl.settings import GAE
-from components.vla_rl.table import Answer
+from armature.components.batches.advantages import EPSILON
+from armature.components.contracts.errors import DataError
+from armature.components.vla_rl.settings import GAE
+from armature.components.vla_rl.table import Answer
 
 Values = NDArray[np.float64]
 

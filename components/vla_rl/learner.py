@@ -8,16 +8,16 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from components.policies.molmoact2.modeling.model import MolmoAct2
-from components.training.ranks import Ranks
-from components.vla_rl.answer_learner import ANSWERS, OF_ANSWERS, PADDING, RATIOS, SLOTS, AnswerLearner, Update
-from components.vla_rl.likelihood import ActionLikelihood
-from components.vla_rl.loader import Load, loaded_ahead
-from components.vla_rl.settings import GAE, RobotRLTrainerSettings
-from components.vla_rl.table import AnswerSample
-from components.vla_rl.tensors import AnswerBatch
-from components.vla_rl.value_loss import value_loss
-from components.vlm.objectives import MAX_LOG_RATIO, OBJECTIVES, Tokens
+from armature.components.policies.molmoact2.modeling.model import MolmoAct2
+from armature.components.training.ranks import Ranks
+from armature.components.vla_rl.answer_learner import ANSWERS, OF_ANSWERS, PADDING, RATIOS, SLOTS, AnswerLearner, Update
+from armature.components.vla_rl.likelihood import ActionLikelihood
+from armature.components.vla_rl.loader import Load, loaded_ahead
+from armature.components.vla_rl.settings import GAE, RobotRLTrainerSettings
+from armature.components.vla_rl.table import AnswerSample
+from armature.components.vla_rl.tensors import AnswerBatch
+from armature.components.vla_rl.value_loss import value_loss
+from armature.components.vlm.objectives import MAX_LOG_RATIO, OBJECTIVES, Tokens
 
 
 class RobotRLLearner(AnswerLearner):

@@ -9,14 +9,14 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from components.policies.molmoact2.modeling.expert import ActionExpert
-from components.policies.molmoact2.modeling.flow import FlowSamples, loss_logprobs, midpoints, noisy_actions
-from components.policies.molmoact2.modeling.flow_sde import noise_scales, step_divergences, step_logprobs
-from components.policies.molmoact2.modeling.model import MolmoAct2
-from components.policies.molmoact2.modeling.token_draws import token_logprobs
-from components.policies.molmoact2.sampling import InferencePlan
-from components.vla_rl.settings import RobotRolloutSettings
-from components.vla_rl.tensors import AnswerBatch, DrawnSteps, JudgedAnswers
+from armature.components.policies.molmoact2.modeling.expert import ActionExpert
+from armature.components.policies.molmoact2.modeling.flow import FlowSamples, loss_logprobs, midpoints, noisy_actions
+from armature.components.policies.molmoact2.modeling.flow_sde import noise_scales, step_divergences, step_logprobs
+from armature.components.policies.molmoact2.modeling.model import MolmoAct2
+from armature.components.policies.molmoact2.modeling.token_draws import token_logprobs
+from armature.components.policies.molmoact2.sampling import InferencePlan
+from armature.components.vla_rl.settings import RobotRolloutSettings
+from armature.components.vla_rl.tensors import AnswerBatch, DrawnSteps, JudgedAnswers
 
 
 class Prediction(NamedTuple):

@@ -15,19 +15,19 @@ from cachetools import LRUCache, cached
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from components.artifacts.images import ImageStore
-from components.contracts.errors import DataError
-from components.contracts.images import ImageRef
-from components.contracts.robots import RobotObservation
-from components.policies.molmoact2.policy import InferenceMode
-from components.policies.molmoact2.processing.batch import Example, PolicyBatch
-from components.policies.molmoact2.processing.processor import Processor
-from components.policies.molmoact2.processing.threads import in_threads
-from components.policies.molmoact2.sampling import InferencePlan
-from components.vla.packing import arranged
-from components.vla.settings import PackingSettings
-from components.vla_rl.table import AnswerSample, Floats
-from components.vla_rl.tensors import AnswerBatch, CarriedActions, DrawnSteps, JudgedAnswers
+from armature.components.artifacts.images import ImageStore
+from armature.components.contracts.errors import DataError
+from armature.components.contracts.images import ImageRef
+from armature.components.contracts.robots import RobotObservation
+from armature.components.policies.molmoact2.policy import InferenceMode
+from armature.components.policies.molmoact2.processing.batch import Example, PolicyBatch
+from armature.components.policies.molmoact2.processing.processor import Processor
+from armature.components.policies.molmoact2.processing.threads import in_threads
+from armature.components.policies.molmoact2.sampling import InferencePlan
+from armature.components.vla.packing import arranged
+from armature.components.vla.settings import PackingSettings
+from armature.components.vla_rl.table import AnswerSample, Floats
+from armature.components.vla_rl.tensors import AnswerBatch, CarriedActions, DrawnSteps, JudgedAnswers
 
 KEPT_BYTES = 4 * 2**30
 """Of encoded answers: some 100,000 with images of 84 pixels, 5,000 with the 378 of the released policies."""

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from components.evaluation.wilson import wilson_interval
-from components.reports.curves import Panel, panel_image
-from components.reports.report import ReportImage, Table
-from components.vla_rl.table import Answer
+from armature.components.evaluation.wilson import wilson_interval
+from armature.components.reports.curves import Panel, panel_image
+from armature.components.reports.report import ReportImage, Table
+from armature.components.vla_rl.table import Answer
 
 _COURSES = {"Mean value along an episode": "value", "Mean log-prob of what was drawn, along an episode": "logprobs"}
 

@@ -7,19 +7,19 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from components.artifacts.store import ArtifactStore
-from components.contracts.stages import StageContext
-from components.environments.libero.tasks import LiberoTask
-from components.evaluation.libero.compare import compare_results
-from components.evaluation.libero.episode import SimulatorClient
-from components.evaluation.libero.journal import EpisodeOutcome, EvaluationJournal
-from components.evaluation.libero.results import collect_results, metrics, read_results, write_results
-from components.evaluation.libero.run import Evaluation
-from components.evaluation.libero.schedule import plan_episodes
-from components.evaluation.libero.settings import TrainLiberoEvaluationSettings
-from components.evaluation.wilson import Interval
-from components.policies.molmoact2.policy import MolmoAct2Policy
-from components.rl.evaluations import Evaluations, Measure
+from armature.components.artifacts.store import ArtifactStore
+from armature.components.contracts.stages import StageContext
+from armature.components.environments.libero.tasks import LiberoTask
+from armature.components.evaluation.libero.compare import compare_results
+from armature.components.evaluation.libero.episode import SimulatorClient
+from armature.components.evaluation.libero.journal import EpisodeOutcome, EvaluationJournal
+from armature.components.evaluation.libero.results import collect_results, metrics, read_results, write_results
+from armature.components.evaluation.libero.run import Evaluation
+from armature.components.evaluation.libero.schedule import plan_episodes
+from armature.components.evaluation.libero.settings import TrainLiberoEvaluationSettings
+from armature.components.evaluation.wilson import Interval
+from armature.components.policies.molmoact2.policy import MolmoAct2Policy
+from armature.components.rl.evaluations import Evaluations, Measure
 
 SIGNIFICANT = 0.05
 """A smaller p-value of McNemar's exact test says that a policy has become better, or worse."""

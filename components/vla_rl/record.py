@@ -10,14 +10,14 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from components.artifacts.images import ImageStore, encode_png
-from components.contracts.images import ImageRef
-from components.contracts.robots import RobotObservation
-from components.evaluation.libero.episode import Actions, PlayedEpisode
-from components.evaluation.libero.schedule import PlannedEpisode
-from components.policies.molmoact2.policy import ExploredAnswer, PlainAnswer, SpokenAnswer
-from components.vla_rl.schedule import episode_ids
-from components.vla_rl.table import Answer
+from armature.components.artifacts.images import ImageStore, encode_png
+from armature.components.contracts.images import ImageRef
+from armature.components.contracts.robots import RobotObservation
+from armature.components.evaluation.libero.episode import Actions, PlayedEpisode
+from armature.components.evaluation.libero.schedule import PlannedEpisode
+from armature.components.policies.molmoact2.policy import ExploredAnswer, PlainAnswer, SpokenAnswer
+from armature.components.vla_rl.schedule import episode_ids
+from armature.components.vla_rl.table import Answer
 
 PlayedAnswer = PlainAnswer | ExploredAnswer | SpokenAnswer
 
@@ -106,7 +106,7 @@ def _encoded(pixels: NDArray[np.uint8]) -> tuple[ImageRef, bytes]:
 
 
 def episode_defect(rows: Sequence[Answer]) -> tuple[str, str] | None:
-    """Why an episode cannot be trained on: a reason of `components.contracts.failures`, and what was seen."""
+    """Why an episode cannot be trained on: a reason of `armature.components.contracts.failures`, and what was seen."""
     for each in rows:
         said = (each.value or 0.0, each.last_value)
         for reason, found in (("bad_logprobs", each.logprobs), ("bad_reward", [each.reward]), ("bad_value", said)):

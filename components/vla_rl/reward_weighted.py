@@ -8,16 +8,16 @@ from hashlib import sha256
 
 from torch import Tensor
 
-from components.policies.molmoact2.modeling.flow import FlowSamples, flow_errors, noisy_actions
-from components.policies.molmoact2.modeling.model import MolmoAct2
-from components.policies.molmoact2.sampling import InferencePlan
-from components.training.engine import AppliedUpdate
-from components.training.ranks import Ranks
-from components.vla_rl.answer_learner import ANSWERS, PADDING, SLOTS, AnswerLearner, Update
-from components.vla_rl.loader import Load
-from components.vla_rl.settings import RewardWeighted, RobotRLTrainerSettings
-from components.vla_rl.table import AnswerSample
-from components.vla_rl.tensors import AnswerBatch, CarriedActions
+from armature.components.policies.molmoact2.modeling.flow import FlowSamples, flow_errors, noisy_actions
+from armature.components.policies.molmoact2.modeling.model import MolmoAct2
+from armature.components.policies.molmoact2.sampling import InferencePlan
+from armature.components.training.engine import AppliedUpdate
+from armature.components.training.ranks import Ranks
+from armature.components.vla_rl.answer_learner import ANSWERS, PADDING, SLOTS, AnswerLearner, Update
+from armature.components.vla_rl.loader import Load
+from armature.components.vla_rl.settings import RewardWeighted, RobotRLTrainerSettings
+from armature.components.vla_rl.table import AnswerSample
+from armature.components.vla_rl.tensors import AnswerBatch, CarriedActions
 
 
 class RewardWeightedLearner(AnswerLearner):

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from math import tanh
 from statistics import fmean
 
-from components.environments.libero.progress import GoalProgress
-from components.vla_rl.settings import PotentialShaping, ProgressReward, SuccessReward
+from armature.components.environments.libero.progress import GoalProgress
+from armature.components.vla_rl.settings import PotentialShaping, ProgressReward, SuccessReward
 
 REACH, GRASP, PLACE, SHARPNESS = 0.3, 0.2, 0.3, 5.0
 """Shares of a predicate that does not hold yet, 0.8 in all; per meter, how fast nearness falls."""

@@ -11,28 +11,28 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from components.artifacts.disk import link_folder
-from components.artifacts.history import History
-from components.artifacts.manifest import write_manifest
-from components.artifacts.store import ArtifactStore
-from components.contracts.errors import MismatchError, TrainerError
-from components.contracts.metrics import merged, metrics_below
-from components.contracts.rollouts import Failure
-from components.contracts.stages import Artifact, StageContext
-from components.environments.libero.tasks import LiberoTask
-from components.policies.molmoact2.policy import MolmoAct2Policy
-from components.rl.cpu import CpuTimes
-from components.rl.loop import Ahead, run_loop
-from components.rollouts.collect import failures_said
-from components.rollouts.table import FAILURES_FILE, read_failures, write_failures
-from components.training.restarts import with_restarts
-from components.vla_rl.batch import build_batch, groups_that_differ
-from components.vla_rl.client import RobotRLTrainerClient
-from components.vla_rl.collect import Collector
-from components.vla_rl.panel import RobotEvaluations
-from components.vla_rl.schedule import plan_step
-from components.vla_rl.settings import GAE, RewardWeighted, TrainVLARLSettings
-from components.vla_rl.table import Answer, read_rollouts, with_advantage, write_batch, write_rollouts
+from armature.components.artifacts.disk import link_folder
+from armature.components.artifacts.history import History
+from armature.components.artifacts.manifest import write_manifest
+from armature.components.artifacts.store import ArtifactStore
+from armature.components.contracts.errors import MismatchError, TrainerError
+from armature.components.contracts.metrics import merged, metrics_below
+from armature.components.contracts.rollouts import Failure
+from armature.components.contracts.stages import Artifact, StageContext
+from armature.components.environments.libero.tasks import LiberoTask
+from armature.components.policies.molmoact2.policy import MolmoAct2Policy
+from armature.components.rl.cpu import CpuTimes
+from armature.components.rl.loop import Ahead, run_loop
+from armature.components.rollouts.collect import failures_said
+from armature.components.rollouts.table import FAILURES_FILE, read_failures, write_failures
+from armature.components.training.restarts import with_restarts
+from armature.components.vla_rl.batch import build_batch, groups_that_differ
+from armature.components.vla_rl.client import RobotRLTrainerClient
+from armature.components.vla_rl.collect import Collector
+from armature.components.vla_rl.panel import RobotEvaluations
+from armature.components.vla_rl.schedule import plan_step
+from armature.components.vla_rl.settings import GAE, RewardWeighted, TrainVLARLSettings
+from armature.components.vla_rl.table import Answer, read_rollouts, with_advantage, write_batch, write_rollouts
 
 BATCH_METRICS = "metrics.json"
 ROLLOUTS, BATCHES = "robot-rollouts", "robot-batches"
@@ -43,8 +43,8 @@ T = TypeVar("T")
 class RobotRLRun:
     """Units that can be asked again: rollouts and batches are artifacts, and step k is applied once.
 
-    As in `components.rl.run`, the batches are the write-ahead log: a trainer that comes back from its last checkpoint
-    is given those since then, and a run that is started again finds its rollouts and batches made.
+    As in `armature.components.rl.run`, the batches are the write-ahead log: a trainer that comes back from its last
+    checkpoint is given those since then, and a run that is started again finds its rollouts and batches made.
 
     Args:
         policy: has the weights that the run begins with.

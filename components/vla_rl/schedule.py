@@ -8,11 +8,11 @@ from hashlib import sha256
 
 import numpy as np
 
-from components.environments.libero.reaching import refuse_unreachable
-from components.environments.libero.settings import SimulatorSettings
-from components.environments.libero.tasks import LiberoTask, suite_tasks
-from components.evaluation.libero.schedule import PlannedEpisode, states_of, tasks_of
-from components.vla_rl.settings import RobotRolloutSettings
+from armature.components.environments.libero.reaching import refuse_unreachable
+from armature.components.environments.libero.settings import SimulatorSettings
+from armature.components.environments.libero.tasks import LiberoTask, suite_tasks
+from armature.components.evaluation.libero.schedule import PlannedEpisode, states_of, tasks_of
+from armature.components.vla_rl.settings import RobotRolloutSettings
 
 
 def plan_step(

@@ -15,13 +15,13 @@ from pydantic import (
     model_validator,
 )
 
-from components.batches.settings import DEVIATION, Deviation
-from components.contracts.settings import Settings
-from components.environments.libero.settings import SimulatorSettings, Suite
-from components.evaluation.libero.settings import TrainLiberoEvaluationSettings
-from components.policies.settings import Quantization
-from components.vla.settings import Mode, PackingSettings, PolicyUpdateSettings
-from components.vlm.settings import CISPO, GSPO, PPO
+from armature.components.batches.settings import DEVIATION, Deviation
+from armature.components.contracts.settings import Settings
+from armature.components.environments.libero.settings import SimulatorSettings, Suite
+from armature.components.evaluation.libero.settings import TrainLiberoEvaluationSettings
+from armature.components.policies.settings import Quantization
+from armature.components.vla.settings import Mode, PackingSettings, PolicyUpdateSettings
+from armature.components.vlm.settings import CISPO, GSPO, PPO
 
 NOISE_LEVEL, FLOW_SAMPLES = 0.5, 8
 

@@ -9,14 +9,14 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING
 
-from components.contracts.metrics import counted_reasons, merged
-from components.contracts.numbers import write_json
-from components.contracts.stages import Artifact, Stage, StageContext, StageReport
-from components.evaluation.wilson import Interval
-from components.vla_rl.settings import GAE, TrainVLARLSettings
+from armature.components.contracts.metrics import counted_reasons, merged
+from armature.components.contracts.numbers import write_json
+from armature.components.contracts.stages import Artifact, Stage, StageContext, StageReport
+from armature.components.evaluation.wilson import Interval
+from armature.components.vla_rl.settings import GAE, TrainVLARLSettings
 
 if TYPE_CHECKING:
-    from components.vla_rl.table import Answer
+    from armature.components.vla_rl.table import Answer
 
 History = Sequence[Mapping[str, float]]
 
@@ -36,22 +36,22 @@ def train_vla_rl(
         WorkerError: more episodes than may fail could not be played.
         TrainerError: the training dies again and again.
     """
-    from components.artifacts.images import ImageStore
-    from components.environments.libero.processes import SimulatorProcess
-    from components.environments.libero.tasks import suite_tasks
-    from components.evaluation.libero.robot import refuse_cameras
-    from components.evaluation.libero.schedule import refuse_episodes
-    from components.evaluation.libero.stage import limited_threads
-    from components.models.source import CHECKPOINT
-    from components.policies.molmoact2.policy import open_policy
-    from components.rl.evaluations import BEST
-    from components.stages import open_store
-    from components.vla_rl.client import RobotRLTrainerClient, RobotRLTraining
-    from components.vla_rl.collect import Collector
-    from components.vla_rl.panel import RobotEvaluations
-    from components.vla_rl.run import RobotRLRun
-    from components.vla_rl.schedule import refuse_groups
-    from components.vla_rl.table import read_rollouts
+    from armature.components.artifacts.images import ImageStore
+    from armature.components.environments.libero.processes import SimulatorProcess
+    from armature.components.environments.libero.tasks import suite_tasks
+    from armature.components.evaluation.libero.robot import refuse_cameras
+    from armature.components.evaluation.libero.schedule import refuse_episodes
+    from armature.components.evaluation.libero.stage import limited_threads
+    from armature.components.models.source import CHECKPOINT
+    from armature.components.policies.molmoact2.policy import open_policy
+    from armature.components.rl.evaluations import BEST
+    from armature.components.stages import open_store
+    from armature.components.vla_rl.client import RobotRLTrainerClient, RobotRLTraining
+    from armature.components.vla_rl.collect import Collector
+    from armature.components.vla_rl.panel import RobotEvaluations
+    from armature.components.vla_rl.run import RobotRLRun
+    from armature.components.vla_rl.schedule import refuse_groups
+    from armature.components.vla_rl.table import read_rollouts
 
     plan, machine = settings.rollouts, context.machine
     refuse_groups(plan, settings.simulator)
@@ -142,8 +142,8 @@ def write_pages(
         newest: the answers of the last step.
         best: see `RobotEvaluations.summary`; none: there were no evaluations.
     """
-    from components.reports.training import write_training_report
-    from components.vla_rl.page import course_images, outcome_table
+    from armature.components.reports.training import write_training_report
+    from armature.components.vla_rl.page import course_images, outcome_table
 
     write_training_report(
         folder,

@@ -11,8 +11,8 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from components.artifacts.tables import IMAGE_REF, TableSchema, read_table, write_table
-from components.contracts.images import ImageRef
+from armature.components.artifacts.tables import IMAGE_REF, TableSchema, read_table, write_table
+from armature.components.contracts.images import ImageRef
 
 ROLLOUTS_FILE, BATCH_FILE = "rollouts.parquet", "batch.parquet"
 _NUMBERS = pa.list_(pa.float32())

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from components.policies.molmoact2.processing.batch import PolicyBatch
+from armature.components.policies.molmoact2.processing.batch import PolicyBatch
 
 
 class DrawnSteps(NamedTuple):

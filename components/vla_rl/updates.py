@@ -6,7 +6,7 @@ from math import ceil
 
 import numpy as np
 
-from components.vla_rl.settings import RobotRLTrainerSettings
+from armature.components.vla_rl.settings import RobotRLTrainerSettings
 
 
 def update_rows(count: int, settings: RobotRLTrainerSettings, number: int) -> list[list[int]]:

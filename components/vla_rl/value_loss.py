@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import huber_loss
 
-from components.vla_rl.settings import GAE
+from armature.components.vla_rl.settings import GAE
 
 
 def value_loss(values: Tensor, before: Tensor, targets: Tensor, settings: GAE) -> tuple[Tensor, Tensor]:

@@ -5,25 +5,25 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from components.artifacts.images import ImageStore
-from components.contracts.errors import ConfigurationError
-from components.policies.molmoact2.checkpoints.parts import load_parts
-from components.policies.molmoact2.modeling.model import MolmoAct2
-from components.policies.molmoact2.sampling import InferencePlan
-from components.training.checkpoints import identity
-from components.training.ranks import Ranks
-from components.training.service_settings import ServiceSettings
-from components.training.service_worker import Command, ServiceWorker
-from components.vla.groups import prepare
-from components.vla.opening import open_model
-from components.vla_rl.answer_learner import AnswerLearner
-from components.vla_rl.client import RobotRLTraining
-from components.vla_rl.learner import RobotRLLearner
-from components.vla_rl.likelihood import likelihood_of
-from components.vla_rl.loader import KEPT_BYTES, AnswerLoader
-from components.vla_rl.reward_weighted import RewardWeightedLearner
-from components.vla_rl.settings import GAE, RewardWeighted
-from components.vla_rl.table import AnswerSample, read_batch
+from armature.components.artifacts.images import ImageStore
+from armature.components.contracts.errors import ConfigurationError
+from armature.components.policies.molmoact2.checkpoints.parts import load_parts
+from armature.components.policies.molmoact2.modeling.model import MolmoAct2
+from armature.components.policies.molmoact2.sampling import InferencePlan
+from armature.components.training.checkpoints import identity
+from armature.components.training.ranks import Ranks
+from armature.components.training.service_settings import ServiceSettings
+from armature.components.training.service_worker import Command, ServiceWorker
+from armature.components.vla.groups import prepare
+from armature.components.vla.opening import open_model
+from armature.components.vla_rl.answer_learner import AnswerLearner
+from armature.components.vla_rl.client import RobotRLTraining
+from armature.components.vla_rl.learner import RobotRLLearner
+from armature.components.vla_rl.likelihood import likelihood_of
+from armature.components.vla_rl.loader import KEPT_BYTES, AnswerLoader
+from armature.components.vla_rl.reward_weighted import RewardWeightedLearner
+from armature.components.vla_rl.settings import GAE, RewardWeighted
+from armature.components.vla_rl.table import AnswerSample, read_batch
 
 
 class RobotRLWorker(ServiceWorker):

@@ -11,12 +11,12 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, TypeAdapter
 
-from components.inference.endpoint import Endpoint
-from components.inference.probe import Probe, ProbeAnswer
-from components.models.settings import ModelSettings
-from components.training.client import ServiceClient
-from components.vlm.settings import TrainerSettings
-from components.workers.requests import ANYTHING
+from armature.components.inference.endpoint import Endpoint
+from armature.components.inference.probe import Probe, ProbeAnswer
+from armature.components.models.settings import ModelSettings
+from armature.components.training.client import ServiceClient
+from armature.components.vlm.settings import TrainerSettings
+from armature.components.workers.requests import ANYTHING
 
 
 class ProbeReply(BaseModel):
@@ -58,7 +58,7 @@ class TrainerClient(ServiceClient):
         A step is applied once: asking again returns the same metrics.
 
         Args:
-            log_ratios: a file to write, of the trained tokens; see `components.batches.ratios`.
+            log_ratios: a file to write, of the trained tokens; see `armature.components.batches.ratios`.
         """
         files = {"log_ratios": str(log_ratios.resolve())} if log_ratios is not None else {}
         return self._train(step, batch=str(batch.resolve()), **files)
@@ -85,7 +85,7 @@ class TrainerClient(ServiceClient):
         """Send the weights after step `version` from the trainer's GPUs to vLLM servers, all of them together.
 
         They are those that `publish` would write, under the same names. The servers must expect it: see
-        `components.inference.pool.ServerPool.sync`. Asking again sends again.
+        `armature.components.inference.pool.ServerPool.sync`. Asking again sends again.
 
         Raises:
             ConfigurationError: the weights are of another version, or `machine.weight_transfer` needs no sender.

@@ -16,29 +16,29 @@ import torch
 from peft import PeftModel
 from torch import Tensor, nn
 
-from components.adapters.validate import model_inputs
-from components.batches.check import check_samples
-from components.contracts.batches import MultimodalBatch, Sample
-from components.contracts.errors import ConfigurationError
-from components.contracts.metrics import merged
-from components.models.compiled import compile_layers
-from components.models.families import family_of
-from components.models.lora import base_model
-from components.models.packed import laid_out
-from components.models.padded import pad_widths
-from components.models.transfer import to_device
-from components.training.engine import ALL, ParameterGroup, TrainingEngine
-from components.training.memory import peak_memory_gib
-from components.training.ranks import Ranks
-from components.training.schedule import learning_rate
-from components.vlm.logprobs import Policy, check_head, predicting
-from components.vlm.metrics import Meter, batch_report
-from components.vlm.objectives import Tokens, loss_of, normalizer
-from components.vlm.offloading import offloaded_activations
-from components.vlm.packing import PackedBatch
-from components.vlm.plan import MicroBatch, micro_batches, packed_micro_batches, share, updates
-from components.vlm.settings import TrainerSettings
-from components.vlm.weights import prepare_weights
+from armature.components.adapters.validate import model_inputs
+from armature.components.batches.check import check_samples
+from armature.components.contracts.batches import MultimodalBatch, Sample
+from armature.components.contracts.errors import ConfigurationError
+from armature.components.contracts.metrics import merged
+from armature.components.models.compiled import compile_layers
+from armature.components.models.families import family_of
+from armature.components.models.lora import base_model
+from armature.components.models.packed import laid_out
+from armature.components.models.padded import pad_widths
+from armature.components.models.transfer import to_device
+from armature.components.training.engine import ALL, ParameterGroup, TrainingEngine
+from armature.components.training.memory import peak_memory_gib
+from armature.components.training.ranks import Ranks
+from armature.components.training.schedule import learning_rate
+from armature.components.vlm.logprobs import Policy, check_head, predicting
+from armature.components.vlm.metrics import Meter, batch_report
+from armature.components.vlm.objectives import Tokens, loss_of, normalizer
+from armature.components.vlm.offloading import offloaded_activations
+from armature.components.vlm.packing import PackedBatch
+from armature.components.vlm.plan import MicroBatch, micro_batches, packed_micro_batches, share, updates
+from armature.components.vlm.settings import TrainerSettings
+from armature.components.vlm.weights import prepare_weights
 
 Load = Callable[[Sequence[MicroBatch]], Iterator[tuple[MicroBatch, MultimodalBatch]]]
 """Gives each planned micro-batch its tensors, in order."""
@@ -128,7 +128,7 @@ class Learner(TrainingEngine[Any]):
         a trained token: weights and the optimizer's moments stay, the step counts in the schedule.
 
         Returns:
-            The metrics of the step, over all ranks; see `components.vlm.metrics`.
+            The metrics of the step, over all ranks; see `armature.components.vlm.metrics`.
 
         Raises:
             DataError: samples that cannot be trained on; see `check_samples`.

@@ -15,12 +15,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from components.adapters.collate import SampleCollator
-from components.artifacts.images import ImageStore
-from components.contracts.batches import MultimodalBatch
-from components.contracts.images import ImageRef
-from components.vlm.packing import packed_batch
-from components.vlm.plan import MicroBatch
+from armature.components.adapters.collate import SampleCollator
+from armature.components.artifacts.images import ImageStore
+from armature.components.contracts.batches import MultimodalBatch
+from armature.components.contracts.images import ImageRef
+from armature.components.vlm.packing import packed_batch
+from armature.components.vlm.plan import MicroBatch
 
 Job = tuple[MicroBatch, str]
 

@@ -11,20 +11,20 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from components.contracts.errors import ConfigurationError
-from components.models.attention import needs_no_mask
-from components.models.context_parallel import ContextParallel
-from components.models.lora import base_model
-from components.models.packed import Packing, attend_in_segments, packed_states
-from components.models.transfer import to_device
-from components.vlm.heads import HEADS, Backend, HeadSettings
+from armature.components.contracts.errors import ConfigurationError
+from armature.components.models.attention import needs_no_mask
+from armature.components.models.context_parallel import ContextParallel
+from armature.components.models.lora import base_model
+from armature.components.models.packed import Packing, attend_in_segments, packed_states
+from armature.components.models.transfer import to_device
+from armature.components.vlm.heads import HEADS, Backend, HeadSettings
 
 
 class Policy(nn.Module):
     """A vision-language model seen as a function from a batch to the log-probs of its trained tokens.
 
     The head is applied to the positions that predict a trained token only, in a way that is chosen by name; see
-    `components.vlm.heads`. All of it happens in `forward`, so FSDP's hooks see one call.
+    `armature.components.vlm.heads`. All of it happens in `forward`, so FSDP's hooks see one call.
 
     Args:
         model: a transformers model with a body `.model` and an output head, with or without adapters. It is
@@ -177,6 +177,6 @@ def check_head(policy: Policy) -> None:
         raise ConfigurationError(
             f"{name} changes its logits after the head: log-probs differ by {gap:.3g}",
             code="head_not_supported",
-            where="components.vlm.logprobs.Policy",
-            remedy="add that change to the backends in components.vlm.heads",
+            where="armature.components.vlm.logprobs.Policy",
+            remedy="add that change to the backends in armature.components.vlm.heads",
         )

@@ -10,15 +10,15 @@ import psutil
 import torch
 from transformers import AutoModelForImageTextToText, PreTrainedModel
 
-from components.models.blockwise import NF4, SIGNED
-from components.models.families import family_of
-from components.models.load import load_config
-from components.models.lora import target_modules
-from components.models.nf4 import quantized_layers
-from components.models.settings import ModelSettings
-from components.training.processes import TrainerProcesses
-from components.training.sharding import blocks, n_parameters
-from components.vlm.settings import ChunkedLogprobs, TrainerSettings
+from armature.components.models.blockwise import NF4, SIGNED
+from armature.components.models.families import family_of
+from armature.components.models.load import load_config
+from armature.components.models.lora import target_modules
+from armature.components.models.nf4 import quantized_layers
+from armature.components.models.settings import ModelSettings
+from armature.components.training.processes import TrainerProcesses
+from armature.components.training.sharding import blocks, n_parameters
+from armature.components.vlm.settings import ChunkedLogprobs, TrainerSettings
 
 GIB = 2**30
 OVERHEAD = 1.15
@@ -35,7 +35,7 @@ class MemoryEstimate:
     trainer.weights = "bfloat16", else an fp32 copy; `main_memory` has what of these trainer.optimizer_states = "cpu"
     keeps there. Of a model that is split over `shards` ranks, weights
     are fp32, and `gathered` is what a rank has whole besides its shards: what is in no block, and the two largest of
-    them; a whole vision tower is one, see `components.training.sharding.blocks`.
+    them; a whole vision tower is one, see `armature.components.training.sharding.blocks`.
     `activations` is what a transformer layer keeps for the backward pass (34 bytes per token and hidden unit in
     bf16, arXiv 2205.05198 without the attention scores), once per layer, or once with gradient checkpointing, or where
     they are offloaded;

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from components.registry import Registry
-from components.vlm.settings import (
+from armature.components.registry import Registry
+from armature.components.vlm.settings import (
     CISPO,
     GSPO,
     PPO,
@@ -141,7 +141,10 @@ def _clipped(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: floa
 OBJECTIVES = Registry(
     "objective",
     "armature.objectives",
-    {name: f"components.vlm.objectives:{name}" for name in ("mask_ratio", "ppo", "gspo", "cispo", "likelihood")},
+    {
+        name: f"armature.components.vlm.objectives:{name}"
+        for name in ("mask_ratio", "ppo", "gspo", "cispo", "likelihood")
+    },
 )
 
 

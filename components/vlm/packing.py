@@ -15,14 +15,14 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from components.adapters.collate import SampleCollator
-from components.adapters.images import PLACEHOLDER_RUNS
-from components.adapters.joins import Features
-from components.contracts.batches import MultimodalBatch, Sample
-from components.contracts.errors import DataError
-from components.contracts.images import ImageRef
-from components.models.context_parallel import encoded_by, encoders
-from components.models.packed import GRIDS, Packing
+from armature.components.adapters.collate import SampleCollator
+from armature.components.adapters.images import PLACEHOLDER_RUNS
+from armature.components.adapters.joins import Features
+from armature.components.contracts.batches import MultimodalBatch, Sample
+from armature.components.contracts.errors import DataError
+from armature.components.contracts.images import ImageRef
+from armature.components.models.context_parallel import encoded_by, encoders
+from armature.components.models.packed import GRIDS, Packing
 
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]

@@ -10,8 +10,8 @@ from typing import TypeVar
 
 import numpy as np
 
-from components.contracts.batches import Sample
-from components.vlm.packing import alike, estimated_content, in_order
+from armature.components.contracts.batches import Sample
+from armature.components.vlm.packing import alike, estimated_content, in_order
 
 Part = TypeVar("Part")
 

@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from components.contracts.rollouts import LogProbs
-from components.inference.probe import LIKELIEST, WORDS, Probe
-from components.vlm.logprobs import Policy, text_inputs
+from armature.components.contracts.rollouts import LogProbs
+from armature.components.inference.probe import LIKELIEST, WORDS, Probe
+from armature.components.vlm.logprobs import Policy, text_inputs
 
 
 @torch.no_grad()

@@ -14,15 +14,22 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers.core_model_loading import revert_weight_conversion
 
-from components.artifacts.disk import replaced_folder
-from components.artifacts.tensors import saving
-from components.contracts.errors import ConfigurationError
-from components.models.load import save_checkpoint
-from components.models.lora import adapter_weights, base_model, layer_of, merged_weights, weight_dtypes, write_adapter
-from components.models.molmo2 import has_second_layout, to_hub
-from components.models.source import ADAPTER
-from components.training.ranks import Ranks, whole
-from components.vlm.versions import DeltaSeries, remove_old_versions
+from armature.components.artifacts.disk import replaced_folder
+from armature.components.artifacts.tensors import saving
+from armature.components.contracts.errors import ConfigurationError
+from armature.components.models.load import save_checkpoint
+from armature.components.models.lora import (
+    adapter_weights,
+    base_model,
+    layer_of,
+    merged_weights,
+    weight_dtypes,
+    write_adapter,
+)
+from armature.components.models.molmo2 import has_second_layout, to_hub
+from armature.components.models.source import ADAPTER
+from armature.components.training.ranks import Ranks, whole
+from armature.components.vlm.versions import DeltaSeries, remove_old_versions
 
 
 class Publisher:

@@ -14,8 +14,8 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from components.contracts.settings import Settings
-from components.training.schedule import Scheduler
+from armature.components.contracts.settings import Settings
+from armature.components.training.schedule import Scheduler
 
 Aggregation = Literal["sum", "token", "sequence", "dr_grpo"]
 KLEstimator = Literal["k1", "k2", "k3"]

@@ -8,10 +8,10 @@ from pathlib import Path
 
 from torch import Tensor
 
-from components.artifacts.disk import replaced_folder
-from components.artifacts.tensors import saving
-from components.inference.served.armature_served.deltas import HostWeights, write_delta
-from components.training.ranks import Ranks
+from armature.components.artifacts.disk import replaced_folder
+from armature.components.artifacts.tensors import saving
+from armature.components.inference.served.armature_served.deltas import HostWeights, write_delta
+from armature.components.training.ranks import Ranks
 
 KEEP_VERSIONS = 2
 

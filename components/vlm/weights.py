@@ -8,8 +8,8 @@ import torch
 from peft import PeftModel
 from torch import nn
 
-from components.contracts.errors import ConfigurationError
-from components.vlm.settings import TrainerSettings
+from armature.components.contracts.errors import ConfigurationError
+from armature.components.vlm.settings import TrainerSettings
 
 
 def prepare_weights(model: nn.Module, settings: TrainerSettings) -> nn.Module:

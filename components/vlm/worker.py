@@ -12,40 +12,40 @@ from typing import Any, Protocol
 
 import torch
 
-from components.adapters import get_collator
-from components.artifacts.images import ImageStore
-from components.batches.check import check_samples, refusal
-from components.batches.ratios import write_log_ratios
-from components.batches.table import read_batch
-from components.contracts.batches import MultimodalBatch, Sample
-from components.contracts.errors import ConfigurationError, DataError
-from components.contracts.images import ImageRef
-from components.inference.checkpoint import vocabulary
-from components.inference.endpoint import Endpoint
-from components.inference.probe import Probe
-from components.inference.weights import WEIGHT_SENDERS, WeightSender
-from components.models.families import family_of
-from components.models.load import load_model, load_processor, read_model
-from components.models.lora import base_model
-from components.training.checkpoints import identity
-from components.training.ranks import Ranks
-from components.training.service_settings import ServiceSettings
-from components.training.service_worker import Command, ServiceWorker
-from components.training.sharding import blocks, sharder
-from components.vlm.client import TrainerPolicySettings
-from components.vlm.learner import Learner
-from components.vlm.loader import MicroBatchLoader
-from components.vlm.memory import chosen_recomputation, keeps_gathered, memory_of_rank
-from components.vlm.plan import MicroBatch
-from components.vlm.probe import answer_probe
-from components.vlm.publish import Publisher
+from armature.components.adapters import get_collator
+from armature.components.artifacts.images import ImageStore
+from armature.components.batches.check import check_samples, refusal
+from armature.components.batches.ratios import write_log_ratios
+from armature.components.batches.table import read_batch
+from armature.components.contracts.batches import MultimodalBatch, Sample
+from armature.components.contracts.errors import ConfigurationError, DataError
+from armature.components.contracts.images import ImageRef
+from armature.components.inference.checkpoint import vocabulary
+from armature.components.inference.endpoint import Endpoint
+from armature.components.inference.probe import Probe
+from armature.components.inference.weights import WEIGHT_SENDERS, WeightSender
+from armature.components.models.families import family_of
+from armature.components.models.load import load_model, load_processor, read_model
+from armature.components.models.lora import base_model
+from armature.components.training.checkpoints import identity
+from armature.components.training.ranks import Ranks
+from armature.components.training.service_settings import ServiceSettings
+from armature.components.training.service_worker import Command, ServiceWorker
+from armature.components.training.sharding import blocks, sharder
+from armature.components.vlm.client import TrainerPolicySettings
+from armature.components.vlm.learner import Learner
+from armature.components.vlm.loader import MicroBatchLoader
+from armature.components.vlm.memory import chosen_recomputation, keeps_gathered, memory_of_rank
+from armature.components.vlm.plan import MicroBatch
+from armature.components.vlm.probe import answer_probe
+from armature.components.vlm.publish import Publisher
 
 ALL_STEPS = sys.maxsize
 logger = logging.getLogger(__name__)
 
 
 class Loader(Protocol):
-    """Gives planned micro-batches their tensors, as `components.vlm.loader.MicroBatchLoader` does."""
+    """Gives planned micro-batches their tensors, as `armature.components.vlm.loader.MicroBatchLoader` does."""
 
     def batch(self) -> AbstractContextManager[None]: ...
 

@@ -20,14 +20,14 @@ from typing import Annotated, Any, Self
 
 from pydantic import Field, NonNegativeInt, PositiveInt, TypeAdapter
 
-from components.artifacts.digests import file_digest, listing_digest
-from components.contracts.cluster import LEAST_AMOUNT, ClusterSettings
-from components.contracts.errors import ArmatureError, ConfigurationError
-from components.installation import install_command
-from components.workers.channel import MOST_BYTES, decoded, encoded
-from components.workers.errors import WorkerError, described, restored
-from components.workers.process import GRACE, WorkerProcess
-from components.workers.requests import ANYTHING, PartT, ReplyForm, ReplyT, checked
+from armature.components.artifacts.digests import file_digest, listing_digest
+from armature.components.contracts.cluster import LEAST_AMOUNT, ClusterSettings
+from armature.components.contracts.errors import ArmatureError, ConfigurationError
+from armature.components.installation import install_command
+from armature.components.workers.channel import MOST_BYTES, decoded, encoded
+from armature.components.workers.errors import WorkerError, described, restored
+from armature.components.workers.process import GRACE, WorkerProcess
+from armature.components.workers.requests import ANYTHING, PartT, ReplyForm, ReplyT, checked
 
 PING_SECONDS = 30.0
 """For an actor to say that it is there, while a call takes its time."""

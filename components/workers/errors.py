@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from components.contracts.errors import ArmatureError, ConfigurationError, DataError
+from armature.components.contracts.errors import ArmatureError, ConfigurationError, DataError
 
 
 class WorkerError(ArmatureError):

@@ -10,10 +10,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
 
-from components.contracts.cluster import Bundle, ClusterSettings
-from components.contracts.errors import ArmatureError, ConfigurationError
-from components.process import GRACE, Program
-from components.workers.actor import installed, joined, refuse_other
+from armature.components.contracts.cluster import Bundle, ClusterSettings
+from armature.components.contracts.errors import ArmatureError, ConfigurationError
+from armature.components.process import GRACE, Program
+from armature.components.workers.actor import installed, joined, refuse_other
 
 ANSWER_SECONDS = 30.0
 """For an actor that is there to do what takes no time."""

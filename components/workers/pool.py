@@ -11,7 +11,7 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Generic, Protocol, Self, TypeVar
 
-from components.workers.errors import WorkerError
+from armature.components.workers.errors import WorkerError
 
 
 class Closable(Protocol):

@@ -15,16 +15,16 @@ from typing import Annotated, Any, Self
 
 from pydantic import Field, TypeAdapter
 
-from components.contracts.errors import ArmatureError
-from components.process import Program
-from components.workers.channel import MOST_BYTES, CallLimits, encoded
-from components.workers.errors import IdleWorkerLost, WorkerError
-from components.workers.requests import ANYTHING, HandlerFailed, PartT, ReplyT, Requests, new_number
+from armature.components.contracts.errors import ArmatureError
+from armature.components.process import Program
+from armature.components.workers.channel import MOST_BYTES, CallLimits, encoded
+from armature.components.workers.errors import IdleWorkerLost, WorkerError
+from armature.components.workers.requests import ANYTHING, HandlerFailed, PartT, ReplyT, Requests, new_number
 
 GRACE = 3.0
 """Seconds that an idle worker has to leave by itself."""
 
-_ROOT = Path(__file__).parents[2]
+_ROOT = Path(__file__).parents[3]
 _PID: TypeAdapter[int] = TypeAdapter(Annotated[int, Field(strict=True, gt=0)])
 
 

@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
-from components.workers.channel import CallLimits, Channel
-from components.workers.errors import restored
+from armature.components.workers.channel import CallLimits, Channel
+from armature.components.workers.errors import restored
 
 ReplyT = TypeVar("ReplyT")
 PartT = TypeVar("PartT")

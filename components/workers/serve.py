@@ -11,11 +11,11 @@ from functools import cache
 from types import GeneratorType
 from typing import Any, Protocol
 
-from components.contracts.errors import ArmatureError
-from components.contracts.failures import said
-from components.process import ForkGuard
-from components.workers.channel import Channel, encoded
-from components.workers.errors import described
+from armature.components.contracts.errors import ArmatureError
+from armature.components.contracts.failures import said
+from armature.components.process import ForkGuard
+from armature.components.workers.channel import Channel, encoded
+from armature.components.workers.errors import described
 
 
 class Handler(Protocol):

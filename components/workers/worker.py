@@ -9,10 +9,10 @@ from typing import Any, Protocol, Self
 
 from pydantic import TypeAdapter
 
-from components.contracts.cluster import ClusterSettings
-from components.workers.channel import MOST_BYTES
-from components.workers.process import WorkerProcess
-from components.workers.requests import PartT, ReplyT
+from armature.components.contracts.cluster import ClusterSettings
+from armature.components.workers.channel import MOST_BYTES
+from armature.components.workers.process import WorkerProcess
+from armature.components.workers.requests import PartT, ReplyT
 
 _CLUSTER: ContextVar[ClusterSettings | None] = ContextVar("cluster", default=None)
 
@@ -98,6 +98,6 @@ def make_worker(
     cluster = current_cluster()
     if cluster is None:
         return WorkerProcess(module, settings, timeout=timeout, env=env, most_bytes=most_bytes)
-    from components.workers.actor import WorkerActor  # Ray is an extra
+    from armature.components.workers.actor import WorkerActor  # Ray is an extra
 
     return WorkerActor(cluster, module, settings, timeout=timeout, env=env, most_bytes=most_bytes)

@@ -14,13 +14,13 @@ import pytest
 from PIL import Image
 from transformers import AutoProcessor
 
-from components.adapters import FamilyAdapter, SampleCollator, get_adapter
-from components.contracts.batches import MultimodalBatch, Sample
-from components.contracts.images import ImageRef
-from components.contracts.rollouts import GenerateOutputs, Trajectory, Turn
-from components.models.load import load_model
-from components.models.settings import ImageAttention, ModelSettings
-from components.models.tiny import make_tiny_checkpoint
+from armature.components.adapters import FamilyAdapter, SampleCollator, get_adapter
+from armature.components.contracts.batches import MultimodalBatch, Sample
+from armature.components.contracts.images import ImageRef
+from armature.components.contracts.rollouts import GenerateOutputs, Trajectory, Turn
+from armature.components.models.load import load_model
+from armature.components.models.settings import ImageAttention, ModelSettings
+from armature.components.models.tiny import make_tiny_checkpoint
 
 FAMILIES = (
     "qwen2-vl",

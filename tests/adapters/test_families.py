@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from components.adapters import model_inputs, validate_batch
+from armature.components.adapters import model_inputs, validate_batch
 from tests.refusals import refused
 
 SIZES = ((100, 80), (64, 150), (200, 60), (230, 230))

@@ -9,9 +9,9 @@ import pytest
 import torch
 from PIL import Image
 
-from components.adapters import get_adapter, model_inputs, validate_batch
-from components.models.families import FAMILIES
-from components.vlm.logprobs import Policy, predicting
+from armature.components.adapters import get_adapter, model_inputs, validate_batch
+from armature.components.models.families import FAMILIES
+from armature.components.vlm.logprobs import Policy, predicting
 from tests.refusals import refused
 
 MODES = ("bidirectional", "causal")

@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from components.adapters import get_adapter
-from components.adapters.sequences import merge_turns, runs_fit, sample_of
-from components.contracts.errors import DataError
-from components.contracts.images import ImageRef
-from components.contracts.rollouts import Trajectory
+from armature.components.adapters import get_adapter
+from armature.components.adapters.sequences import merge_turns, runs_fit, sample_of
+from armature.components.contracts.errors import DataError
+from armature.components.contracts.images import ImageRef
+from armature.components.contracts.rollouts import Trajectory
 from tests.refusals import refused
 
 PROMPT, ANSWER = [20, 21, 22, 23], [30, 31, 1]

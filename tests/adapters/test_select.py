@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-from components.adapters import SampleCollator, get_adapter, get_collator
-from components.adapters.families import ENTRIES
-from components.adapters.generic import infer_spec
-from components.adapters.joins import OffsetCat
-from components.models.source import make_reference
+from armature.components.adapters import SampleCollator, get_adapter, get_collator
+from armature.components.adapters.families import ENTRIES
+from armature.components.adapters.generic import infer_spec
+from armature.components.adapters.joins import OffsetCat
+from armature.components.models.source import make_reference
 from tests.refusals import refused
 
 
@@ -102,5 +102,5 @@ def test_a_model_that_is_no_folder_is_refused(qwen: Any, model: Any) -> None:
 
 
 def test_the_package_imports_without_torch() -> None:
-    code = "import components.adapters, sys; assert not {'torch', 'transformers'} & set(sys.modules)"
+    code = "import armature.components.adapters, sys; assert not {'torch', 'transformers'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from components.adapters import MultimodalAdapter, MultimodalBatch, model_inputs, validate_batch
+from armature.components.adapters import MultimodalAdapter, MultimodalBatch, model_inputs, validate_batch
 from tests.refusals import refused
 
 ROWS, LENGTH, WORDS = 2, 5, 11

@@ -188,7 +188,7 @@ def test_verify_reads_everything_and_names_what_is_damaged(tmp_path, armature):
 
 
 def test_a_recipe_that_cannot_be_used_does_not_hide_the_others(tmp_path, armature, monkeypatch):
-    from components import configuration
+    from armature.components import configuration
 
     shutil.copytree(REPOSITORY / "configs", tmp_path / "configs")
     broken = {

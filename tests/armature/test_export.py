@@ -18,26 +18,26 @@ from peft import PeftModel
 from transformers import AutoModelForImageTextToText
 
 from armature.cli import app
+from armature.components.artifacts.manifest import write_manifest
+from armature.components.artifacts.store import ArtifactStore
+from armature.components.configuration import Recipe, build_recipe, load_recipe
+from armature.components.contracts.machine import Machine
+from armature.components.contracts.stages import Artifact
+from armature.components.evaluation.libero.settings import EvaluateLiberoStageSettings
+from armature.components.evaluation.results import EpisodeResult, metrics
+from armature.components.evaluation.settings import EvaluateStageSettings
+from armature.components.models.load import load_model, load_processor
+from armature.components.models.settings import ModelSettings
+from armature.components.models.tiny import SMALL, make_tiny_checkpoint
+from armature.components.rl.settings import TrainVLMSettings
+from armature.components.stages import run_stage
+from armature.components.training.ranks import Ranks
+from armature.components.vla_rl.settings import TrainVLARLSettings
+from armature.components.vlm.publish import Publisher
 from armature.export import export
 from armature.model_card import model_card
 from armature.push import push
 from armature.training_record import CheckpointEvaluation, TrainingRecord, read_record
-from components.artifacts.manifest import write_manifest
-from components.artifacts.store import ArtifactStore
-from components.configuration import Recipe, build_recipe, load_recipe
-from components.contracts.machine import Machine
-from components.contracts.stages import Artifact
-from components.evaluation.libero.settings import EvaluateLiberoStageSettings
-from components.evaluation.results import EpisodeResult, metrics
-from components.evaluation.settings import EvaluateStageSettings
-from components.models.load import load_model, load_processor
-from components.models.settings import ModelSettings
-from components.models.tiny import SMALL, make_tiny_checkpoint
-from components.rl.settings import TrainVLMSettings
-from components.stages import run_stage
-from components.training.ranks import Ranks
-from components.vla_rl.settings import TrainVLARLSettings
-from components.vlm.publish import Publisher
 from tests.hub_server import TOKEN, HubServer, serve_hub
 from tests.refusals import refused
 

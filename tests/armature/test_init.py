@@ -16,11 +16,11 @@ import pytest
 import yaml
 from PIL import Image
 
+from armature.components.configuration import load_recipe
+from armature.components.project import project as in_project
+from armature.components.stages import STAGES, fingerprint
 from armature.init import write_project
 from armature.init.samples import COLORS
-from components.configuration import load_recipe
-from components.project import project as in_project
-from components.stages import STAGES, fingerprint
 from tests.browser import CHROMIUM
 from tests.refusals import refused
 

@@ -13,9 +13,9 @@ import pytest
 import yaml
 
 from armature.cli import main
+from armature.components.configuration import load_recipe, recipe_names
+from armature.components.recipes import RECIPES
 from armature.deployments import FLOWS, document
-from components.configuration import load_recipe, recipe_names
-from components.recipes import RECIPES
 
 RECIPE = """\
 flow = "train-vlm"
@@ -158,7 +158,9 @@ def test_a_deployment_goes_to_the_recipe_s_folder(project, armature):
     own, installed = yaml.safe_load(Path("prefect.yaml").read_text())["deployments"]
     assert (own["name"], own["entrypoint"]) == ("recipe", installed["entrypoint"])
     assert own["parameters"]["environment"]["name"] == "own_shapes:Shapes"
-    assert own["pull"][1] == {"components.project.use_project": {"folder": "first"}} and "pull" not in installed
+    assert (
+        own["pull"][1] == {"armature.components.project.use_project": {"folder": "first"}} and "pull" not in installed
+    )
     assert "fits the recipes" in armature("deployments", "check", "first/recipe.toml", "train-vlm/colors")
     assert "armature deployments write first/recipe.toml" in armature("deployments", "check", "first/recipe.toml")
 

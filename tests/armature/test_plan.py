@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from armature.components.configuration import load_recipe
+from armature.components.contracts.errors import ConfigurationError, DataError
 from armature.plan import plan_recipe
-from components.configuration import load_recipe
-from components.contracts.errors import ConfigurationError, DataError
 
 COSTS = """
 sync_seconds = 7.0

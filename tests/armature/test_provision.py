@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from armature.components.configuration import recipe_names
 from armature.deployments import FLOWS, flow_of
 from armature.provision import deployments_file
-from components.configuration import recipe_names
 
 
 def test_without_a_file_every_recipe_is_a_deployment(tmp_path, monkeypatch):

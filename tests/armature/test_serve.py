@@ -11,10 +11,10 @@ from typing import Any
 import httpx
 import pytest
 
-from components.contracts.machine import Machine
-from components.inference.pool import ServerPool
-from components.inference.settings import SamplingSettings, ServerSettings
-from components.models.tiny import SMALL, make_tiny_checkpoint
+from armature.components.contracts.machine import Machine
+from armature.components.inference.pool import ServerPool
+from armature.components.inference.settings import SamplingSettings, ServerSettings
+from armature.components.models.tiny import SMALL, make_tiny_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
 KEY = "the-key-of-the-test"

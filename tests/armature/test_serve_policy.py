@@ -20,10 +20,10 @@ from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
 
 from armature.cli import main
+from armature.components.contracts.robots import PreviousActions
+from armature.components.policies.molmoact2.checkpoints.checkpoint import LoadedPolicy, load_policy, save_policy
+from armature.components.policies.molmoact2.policy import open_policy
 from armature.serve_policy import KEY
-from components.contracts.robots import PreviousActions
-from components.policies.molmoact2.checkpoints.checkpoint import LoadedPolicy, load_policy, save_policy
-from components.policies.molmoact2.policy import open_policy
 from tests.policies.molmoact2 import released
 from tests.policy_server.by_hand import decode, encode
 from tests.policy_server.conftest import STATE, ask, message, observation

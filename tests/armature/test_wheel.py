@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import tomllib
 import zipfile
 from dataclasses import dataclass
@@ -16,8 +17,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = ("armature/", "components/", "flows/", "tasks/")
-LINKED = {"configs/": "components/installation/configs/", "requirements/": "components/installation/requirements/"}
+LINKED = {
+    "components/": "armature/components/",
+    "flows/": "armature/flows/",
+    "tasks/": "armature/tasks/",
+    "configs/": "armature/components/installation/configs/",
+    "requirements/": "armature/components/installation/requirements/",
+}
 
 
 @dataclass(frozen=True)
@@ -44,13 +50,23 @@ def tracked() -> list[str]:
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
-    """Built from the tracked files alone, without a network. Dependencies are those of this environment."""
+    """A wheel of a source distribution of the tracked files, built without a network.
+
+    Dependencies are those of this environment.
+    """
     home = tmp_path_factory.mktemp("wheel")
     for name in tracked():
         (home / "source" / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(ROOT / name, home / "source" / name, follow_symlinks=False)
-    build = f"from setuptools import build_meta; build_meta.build_wheel({str(home)!r})"
+    build = f"from setuptools import build_meta; build_meta.build_sdist({str(home)!r})"
     subprocess.run([sys.executable, "-c", build], cwd=home / "source", capture_output=True, check=True)
+    (sources,) = home.glob("*.tar.gz")
+    with tarfile.open(sources) as archive:
+        assert [member.name for member in archive if member.issym() or member.islnk()] == []
+        archive.extractall(home, filter="data")
+    build = f"from setuptools import build_meta; build_meta.build_wheel({str(home)!r})"
+    unpacked = home / sources.name.removesuffix(".tar.gz")
+    subprocess.run([sys.executable, "-c", build], cwd=unpacked, capture_output=True, check=True)
     (wheel,) = home.glob("*.whl")
     subprocess.run([sys.executable, "-m", "venv", home / "venv"], check=True)
     programs = home / "venv/bin"
@@ -67,10 +83,12 @@ def test_the_wheel_carries_every_file_of_the_product(installed):
     with zipfile.ZipFile(installed.wheel) as wheel:
         held = {name: wheel.read(name) for name in wheel.namelist() if ".dist-info/" not in name}
     expected = {
-        name: (ROOT / name).read_bytes() for name in tracked() if name.startswith(PACKAGES) and (ROOT / name).is_file()
+        name: (ROOT / name).read_bytes()
+        for name in tracked()
+        if name.startswith("armature/") and (ROOT / name).is_file()
     }
     for folder, place in LINKED.items():
-        found = [name for name in tracked() if name.startswith(folder)]
+        found = [name for name in tracked() if name.startswith(folder) and (ROOT / name).is_file()]
         expected |= {place + name.removeprefix(folder): (ROOT / name).read_bytes() for name in found}
     assert held.keys() == expected.keys()
     assert [name for name in held if held[name] != expected[name]] == []
@@ -101,7 +119,8 @@ def test_the_command_works_in_an_empty_folder(installed):
 @pytest.mark.slow
 def test_nothing_comes_from_the_checkout(installed):
     script = (
-        "import armature, components.installation as i, components, flows, tasks, sys\n"
+        "import armature, armature.components.installation as i, sys\n"
+        "from armature import components, flows, tasks\n"
         "print(i.CHECKOUT, *(str(each).startswith(sys.prefix) for each in (armature.__file__, components.__file__,\n"
         "    flows.__file__, tasks.__file__, i.CONFIGS, i.REQUIREMENTS, i.SERVED)))\n"
         "from armature.version import package_version; print(package_version() == i.installed_version())\n"
@@ -109,3 +128,12 @@ def test_nothing_comes_from_the_checkout(installed):
     )
     done = installed("python", "-c", script)
     assert done.stdout.split() == ["None", *["True"] * 8, "train-vlm/colors"], done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_code_has_one_digest_in_a_checkout_and_in_a_wheel(installed):
+    names = "environments.colors", "environments.alfworld.text.environment", "rewards.number"
+    modules = [f"armature.components.{name}" for name in names]
+    script = f"from armature.components.sources.code import code_digest; print(*map(code_digest, {modules}))"
+    here = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert len(set(here.split())) == 3 and installed("python", "-c", script).stdout == here

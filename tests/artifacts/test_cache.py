@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from components.artifacts.cache import file_sha256, file_state
+from armature.components.artifacts.cache import file_sha256, file_state
 
 
 def test_state_differs_after_every_change(tmp_path: Path) -> None:

@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from armature.components.artifacts.garbage import delete_garbage, find_garbage
+from armature.components.artifacts.images import ImageStore, encode_png
+from armature.components.artifacts.manifest import write_manifest
+from armature.components.artifacts.remote_folder import RemoteFolder
+from armature.components.artifacts.store import ArtifactStore
+from armature.components.batches.table import write_batch
+from armature.components.contracts.batches import Sample
+from armature.components.contracts.machine import Machine
 from armature.garbage import collect
-from components.artifacts.garbage import delete_garbage, find_garbage
-from components.artifacts.images import ImageStore, encode_png
-from components.artifacts.manifest import write_manifest
-from components.artifacts.remote_folder import RemoteFolder
-from components.artifacts.store import ArtifactStore
-from components.batches.table import write_batch
-from components.contracts.batches import Sample
-from components.contracts.machine import Machine
 from tests.refusals import refused
 
 WEEK = timedelta(days=7)

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from components.artifacts.images import ImageStore, encode_png
-from components.contracts.images import EncodedImage, ImageRef
+from armature.components.artifacts.images import ImageStore, encode_png
+from armature.components.contracts.images import EncodedImage, ImageRef
 from tests.refusals import refused
 
 

@@ -13,9 +13,9 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.spec import AbstractFileSystem
 
-from components.artifacts import leases
-from components.artifacts.leases import Holder
-from components.artifacts.store import ArtifactStore
+from armature.components.artifacts import leases
+from armature.components.artifacts.leases import Holder
+from armature.components.artifacts.store import ArtifactStore
 from tests.refusals import refused
 
 

@@ -17,22 +17,22 @@ from threading import Thread
 
 import pytest
 
-from components.artifacts.disk import replaced_folder
-from components.artifacts.store import ArtifactStore
-from components.private_files import write_private
+from armature.components.artifacts.disk import replaced_folder
+from armature.components.artifacts.store import ArtifactStore
+from armature.components.private_files import write_private
 from tests.refusals import refused
 
 WRITER = """
 import sys, time
 from pathlib import Path
-from components.artifacts.store import ArtifactStore
+from armature.components.artifacts.store import ArtifactStore
 store = ArtifactStore(Path(sys.argv[1]))
 
 def fill(folder):
     (folder / "half").write_text("half")
     print("writing", flush=True)
     sys.stdin.readline()
-    from components.artifacts.manifest import write_manifest
+    from armature.components.artifacts.manifest import write_manifest
     write_manifest(folder, kind=sys.argv[2], kind_version=1, rows={}, drops={}, inputs={}, settings={})
 
 with store.lock("outer", sys.argv[3]):
@@ -112,30 +112,30 @@ def test_a_disk_that_is_full_at_the_lock_is_an_error_of_ours(tmp_path):
 
 KILLED = {
     "cache": """
-from components.artifacts.cache import make_once
+from armature.components.artifacts.cache import make_once
 make_once(folder / "file", lambda path: (path.write_text("half"), kill()))
 """,
     "replaced folder": """
-from components.artifacts.disk import replaced_folder
+from armature.components.artifacts.disk import replaced_folder
 with replaced_folder(folder / "weights") as new:
     (new / "half").write_text("half")
     kill()
 """,
     "new folder": """
-from components.artifacts.disk import whole_folder
+from armature.components.artifacts.disk import whole_folder
 with whole_folder(folder / "dataset") as new:
     (new / "half").write_text("half")
     kill()
 """,
     "scratch": """
-from components.process import Scratch
+from armature.components.process import Scratch
 held = Scratch()
 (Path(held.name) / "half").write_text("half")
 kill()
 """,
     "reply of a judge": """
-import components.artifacts.disk as disk
-from components.rewards.judge.kept import KeptReplies
+import armature.components.artifacts.disk as disk
+from armature.components.rewards.judge.kept import KeptReplies
 replies = KeptReplies("http://127.0.0.1")
 disk._sync_all = lambda paths: kill()
 replies.keep("0" * 64, "paid for")

@@ -15,8 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from components.artifacts.images import ImageStore, decode, encode_png
-from components.contracts.images import EncodedImage
+from armature.components.artifacts.images import ImageStore, decode, encode_png
+from armature.components.contracts.images import EncodedImage
 from tests.images import (
     MEDIA_TYPES,
     encoded,

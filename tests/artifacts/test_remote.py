@@ -17,15 +17,15 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from PIL import Image
 
-from components.artifacts import packs, remote_folder
-from components.artifacts.images import ImageStore, encode_png
-from components.artifacts.manifest import write_manifest
-from components.artifacts.outbox import Outbox
-from components.artifacts.store import ArtifactStore
-from components.batches.table import read_batch, write_batch
-from components.contracts.batches import Sample
-from components.contracts.errors import StoreError
-from components.contracts.stages import Artifact
+from armature.components.artifacts import packs, remote_folder
+from armature.components.artifacts.images import ImageStore, encode_png
+from armature.components.artifacts.manifest import write_manifest
+from armature.components.artifacts.outbox import Outbox
+from armature.components.artifacts.store import ArtifactStore
+from armature.components.batches.table import read_batch, write_batch
+from armature.components.contracts.batches import Sample
+from armature.components.contracts.errors import StoreError
+from armature.components.contracts.stages import Artifact
 from tests.refusals import refused
 
 URL = "unsteady://bucket/prefix"

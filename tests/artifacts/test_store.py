@@ -14,10 +14,10 @@ from dvc_objects.fs.local import LocalFileSystem
 from hypothesis import given
 from hypothesis import strategies as st
 
-from components.artifacts.digests import folder_digest
-from components.artifacts.disk import link_folder, whole_folder
-from components.artifacts.manifest import open_artifact, read_manifest, write_manifest
-from components.artifacts.store import ArtifactStore
+from armature.components.artifacts.digests import folder_digest
+from armature.components.artifacts.disk import link_folder, whole_folder
+from armature.components.artifacts.manifest import open_artifact, read_manifest, write_manifest
+from armature.components.artifacts.store import ArtifactStore
 from tests.refusals import refused
 
 names = st.text("abcß.-_ 0", min_size=1, max_size=6).filter(lambda name: name.strip(". ") == name)
@@ -84,8 +84,8 @@ def test_the_first_of_two_writers_wins(tmp_path):
 FULL_DISK = """
 import resource, sys
 from pathlib import Path
-from components.artifacts.store import ArtifactStore
-from components.contracts.errors import DataError
+from armature.components.artifacts.store import ArtifactStore
+from armature.components.contracts.errors import DataError
 import signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
 try:

@@ -6,7 +6,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from components.artifacts.tables import TableSchema, read_table, write_table
+from armature.components.artifacts.tables import TableSchema, read_table, write_table
 from tests.refusals import refused
 
 SCHEMA = TableSchema("numbers", 2, pa.schema([("name", pa.string()), ("values", pa.list_(pa.int32()))]))

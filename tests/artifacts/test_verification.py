@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from components.artifacts.digests import folder_digest
-from components.artifacts.disk import link_folder
-from components.artifacts.manifest import write_manifest
-from components.artifacts.store import ArtifactStore
-from components.contracts.errors import DataError
+from armature.components.artifacts.digests import folder_digest
+from armature.components.artifacts.disk import link_folder
+from armature.components.artifacts.manifest import write_manifest
+from armature.components.artifacts.store import ArtifactStore
+from armature.components.contracts.errors import DataError
 from tests.refusals import refused
 
 
@@ -198,7 +198,7 @@ def test_a_record_of_a_folder_that_was_deleted_is_no_matter(store):
 
 
 FIND = """
-import sys; from pathlib import Path; from components.artifacts.store import ArtifactStore
+import sys; from pathlib import Path; from armature.components.artifacts.store import ArtifactStore
 sys.addaudithook(lambda event, arguments: print(arguments[0]) if event == "open" else None)
 ArtifactStore(Path(sys.argv[1])).find("stage", "f1")
 """
@@ -237,9 +237,9 @@ def test_one_damaged_artifact_does_not_hide_the_others(store):
 FULL_AT_THE_RECORD = """
 import errno, os, sys
 from pathlib import Path
-from components.artifacts import manifest
-from components.artifacts.store import ArtifactStore
-from components.contracts.errors import DataError
+from armature.components.artifacts import manifest
+from armature.components.artifacts.store import ArtifactStore
+from armature.components.contracts.errors import DataError
 home = Path(sys.argv[1]) / "stage" / "f1"
 
 def refuse(event, arguments):  # the disk takes nothing more once the artifact is in its place

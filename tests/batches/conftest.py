@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from components.batches.settings import BatchSettings
-from components.contracts.rollouts import Trajectory, Turn
+from armature.components.batches.settings import BatchSettings
+from armature.components.contracts.rollouts import Trajectory, Turn
 
 
 def turn(reward: float = 0.0, index: int = 0, **changes: Any) -> Turn:

@@ -7,10 +7,10 @@ from difflib import SequenceMatcher
 from hypothesis import given
 from hypothesis import strategies as st
 
-from components.batches.anchors import anchor_labels, similar
-from components.batches.settings import AdmissibleAnchors, ExactAnchors, SimilarAnchors
-from components.contracts.episodes import Observation
-from components.contracts.rollouts import Turn
+from armature.components.batches.anchors import anchor_labels, similar
+from armature.components.batches.settings import AdmissibleAnchors, ExactAnchors, SimilarAnchors
+from armature.components.contracts.episodes import Observation
+from armature.components.contracts.rollouts import Turn
 
 from .conftest import turn
 

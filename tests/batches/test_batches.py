@@ -7,11 +7,11 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from components.batches.build import build_batch
-from components.batches.table import read_batch, write_batch
-from components.contracts.batches import Sample
-from components.contracts.images import ImageRef
-from components.contracts.rollouts import GenerateOutputs, Trajectory
+from armature.components.batches.build import build_batch
+from armature.components.batches.table import read_batch, write_batch
+from armature.components.contracts.batches import Sample
+from armature.components.contracts.images import ImageRef
+from armature.components.contracts.rollouts import GenerateOutputs, Trajectory
 
 from .conftest import batch_settings, trajectory
 

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from components.batches.check import check_samples, sample_defect
-from components.contracts.batches import Sample
+from armature.components.batches.check import check_samples, sample_defect
+from armature.components.contracts.batches import Sample
 from tests.refusals import refused
 
 IDS = [5, 6, 7, 8]

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from components.batches.advantages import turn_advantages
-from components.contracts.rollouts import Trajectory
+from armature.components.batches.advantages import turn_advantages
+from armature.components.contracts.rollouts import Trajectory
 from tests.refusals import refused
 
 from .conftest import batch_settings, trajectory, walk

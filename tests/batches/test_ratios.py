@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from components.batches.ratios import read_log_ratios, write_log_ratios
-from components.contracts.batches import Sample
-from components.contracts.errors import DataError
+from armature.components.batches.ratios import read_log_ratios, write_log_ratios
+from armature.components.contracts.batches import Sample
+from armature.components.contracts.errors import DataError
 
 SAMPLE = Sample(
     sample_id="a",

@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from components.adapters.sequences import merge_turns, sample_of
-from components.batches.build import build_batch
-from components.batches.settings import BatchSettings
-from components.configuration import CONFIGS, Recipe, build_recipe, read_toml
-from components.contracts.batches import Sample, TurnAdvantages
-from components.contracts.rollouts import GenerateOutputs
-from components.rollouts.rounds import choose_groups
-from components.rollouts.settings import RolloutSettings
-from components.vlm.settings import TrainerSettings
+from armature.components.adapters.sequences import merge_turns, sample_of
+from armature.components.batches.build import build_batch
+from armature.components.batches.settings import BatchSettings
+from armature.components.configuration import CONFIGS, Recipe, build_recipe, read_toml
+from armature.components.contracts.batches import Sample, TurnAdvantages
+from armature.components.contracts.rollouts import GenerateOutputs
+from armature.components.rollouts.rounds import choose_groups
+from armature.components.rollouts.settings import RolloutSettings
+from armature.components.vlm.settings import TrainerSettings
 from tests.refusals import refused
 
 from .conftest import walk

@@ -15,10 +15,10 @@ from typing import Self
 import psutil
 from anyio.from_thread import start_blocking_portal
 
-from components.configuration import load_recipe
-from components.contracts.machine import Machine
-from components.inference.server import VllmServer
-from components.inference.settings import ServerSettings
+from armature.components.configuration import load_recipe
+from armature.components.contracts.machine import Machine
+from armature.components.inference.server import VllmServer
+from armature.components.inference.settings import ServerSettings
 from tests.chaos.faults import Fault, choose, inflict, small_disk
 from tests.chaos.proxy import Proxy, proxied
 from tests.chaos.training import OVERRIDES, RECIPE, Training, make_inputs

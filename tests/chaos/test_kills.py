@@ -16,15 +16,15 @@ import psutil
 import pytest
 from safetensors.torch import load_file
 
-from components.artifacts.store import ArtifactStore
-from components.batches.ratios import ratios_file, read_log_ratios
-from components.configuration import CONFIGS, load_recipe
-from components.contracts.machine import Machine
-from components.models.settings import ModelSettings
-from components.rollouts.table import read_rollouts
-from components.stages import STAGES, run_stage
-from components.vlm.client import TrainerClient, TrainerPolicySettings
-from components.vlm.settings import TrainerSettings
+from armature.components.artifacts.store import ArtifactStore
+from armature.components.batches.ratios import ratios_file, read_log_ratios
+from armature.components.configuration import CONFIGS, load_recipe
+from armature.components.contracts.machine import Machine
+from armature.components.models.settings import ModelSettings
+from armature.components.rollouts.table import read_rollouts
+from armature.components.stages import STAGES, run_stage
+from armature.components.vlm.client import TrainerClient, TrainerPolicySettings
+from armature.components.vlm.settings import TrainerSettings
 from tests.chaos.training import children, is_server, is_trainer
 from tests.conftest import SharedServer
 

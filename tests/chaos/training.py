@@ -13,9 +13,9 @@ from pathlib import Path
 
 import psutil
 
-from components.configuration import CONFIGS, load_recipe
-from components.contracts.machine import Machine
-from components.stages import STAGES, run_stage
+from armature.components.configuration import CONFIGS, load_recipe
+from armature.components.contracts.machine import Machine
+from armature.components.stages import STAGES, run_stage
 
 STEPS = 10
 RECIPE = "train-vlm/colors"
@@ -100,5 +100,5 @@ def is_server(command: str) -> bool:
 
 def is_trainer(command: str) -> bool:
     """A rank, not its guard or the parent of several."""
-    others = ("components/process.py", "components.training.processes")
-    return "components.training.service" in command and not any(other in command for other in others)
+    others = ("components/process.py", "armature.components.training.processes")
+    return "armature.components.training.service" in command and not any(other in command for other in others)

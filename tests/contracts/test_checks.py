@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from components.contracts.checks import checked_observation
-from components.contracts.episodes import EarlierMessage, Observation
-from components.contracts.failures import RolloutFailed
-from components.contracts.images import EncodedImage
+from armature.components.contracts.checks import checked_observation
+from armature.components.contracts.episodes import EarlierMessage, Observation
+from armature.components.contracts.failures import RolloutFailed
+from armature.components.contracts.images import EncodedImage
 from tests.refusals import refused
 
 IMAGE = EncodedImage(b"x", "image/png")

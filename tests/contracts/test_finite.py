@@ -15,17 +15,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-import components
-from components.artifacts.manifest import read_manifest, write_manifest
-from components.configuration import load_recipe
-from components.contracts.numbers import read_finite
-from components.contracts.settings import Settings
-from components.datasets.lerobot.layout import DatasetInfo, read_info, read_stats
-from components.datasets.stage import augment
-from components.policies.molmoact2.checkpoints.parts import load_parts
-from components.policies.molmoact2.configuration import MolmoAct2Config
-from components.policies.molmoact2.processing.action_tokens import ActionTokens
-from components.policies.molmoact2.processing.norm_stats import NormStats
+from armature import components
+from armature.components.artifacts.manifest import read_manifest, write_manifest
+from armature.components.configuration import load_recipe
+from armature.components.contracts.numbers import read_finite
+from armature.components.contracts.settings import Settings
+from armature.components.datasets.lerobot.layout import DatasetInfo, read_info, read_stats
+from armature.components.datasets.stage import augment
+from armature.components.policies.molmoact2.checkpoints.parts import load_parts
+from armature.components.policies.molmoact2.configuration import MolmoAct2Config
+from armature.components.policies.molmoact2.processing.action_tokens import ActionTokens
+from armature.components.policies.molmoact2.processing.norm_stats import NormStats
 from tests.policies.molmoact2 import released
 from tests.refusals import refused
 
@@ -138,7 +138,7 @@ def test_recipe_with_a_number_that_is_not_finite_is_refused(key: str, value: str
 
 
 def models() -> Iterator[type[BaseModel]]:
-    for module in pkgutil.walk_packages(components.__path__, "components."):
+    for module in pkgutil.walk_packages(components.__path__, "armature.components."):
         if module.name.rpartition(".")[2] in ("settings", "configuration", "layout", "norm_stats", "workload", "costs"):
             importlib.import_module(module.name)
     left = [Settings, NormStats, MolmoAct2Config, DatasetInfo]

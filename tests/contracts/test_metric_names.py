@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mlflow.utils.validation import MAX_ENTITY_KEY_LENGTH, _validate_metric_name
 
-from components.contracts import metrics
-from components.contracts.metrics import counted_reasons, merged, metric_part, metrics_below
+from armature.components.contracts import metrics
+from armature.components.contracts.metrics import counted_reasons, merged, metric_part, metrics_below
 
 HOSTILE = [
     "",

@@ -8,8 +8,8 @@ from pathlib import Path
 import jsonschema
 import pytest
 
-from components.configuration import load_recipe
-from components.contracts.machine import Machine
+from armature.components.configuration import load_recipe
+from armature.components.contracts.machine import Machine
 from tests.refusals import refused
 
 VALUE = "hf_AbCdEfGhIjKlMnOp"
@@ -63,7 +63,7 @@ def test_a_reference_that_is_none_is_refused(value: str, code: str) -> None:
 
 
 def test_a_child_gets_the_value_and_what_is_recorded_the_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    from components.inference.command import server_environment
+    from armature.components.inference.command import server_environment
 
     monkeypatch.setenv("MY_TOKEN", VALUE)
     recipe = load_recipe("train-vlm/colors", ['machine.server_environment={HF_TOKEN={env="MY_TOKEN"}, A="1"}'])
@@ -86,10 +86,10 @@ def test_a_variable_that_is_not_set_is_named(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_trainers_settings_on_disk_have_the_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from components.contracts.secrets import resolve
-    from components.training.service_settings import ServiceSettings, service_settings
-    from components.vla.client import PolicyTraining
-    from components.vla.settings import TrainVLASettings
+    from armature.components.contracts.secrets import resolve
+    from armature.components.training.service_settings import ServiceSettings, service_settings
+    from armature.components.vla.client import PolicyTraining
+    from armature.components.vla.settings import TrainVLASettings
 
     monkeypatch.setenv("MY_TOKEN", VALUE)
     recipe = load_recipe("train-vla/tiny", ['machine.trainer_environment={HF_TOKEN={env="MY_TOKEN"}}'])

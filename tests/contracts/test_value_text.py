@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from components.contracts.value_text import plain_number, value_text
+from armature.components.contracts.value_text import plain_number, value_text
 
 RFC_8785 = {
     "0000000000000000": "0",

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from components.datasets.lerobot.layout import Feature
-from components.datasets.lerobot.video import VideoSettings
-from components.datasets.lerobot.writer import LayoutSettings, create_dataset
+from armature.components.datasets.lerobot.layout import Feature
+from armature.components.datasets.lerobot.video import VideoSettings
+from armature.components.datasets.lerobot.writer import LayoutSettings, create_dataset
 
 LENGTHS = (7, 1, 12)
 SIDE = 32

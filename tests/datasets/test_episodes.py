@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from armature.components.datasets.lerobot.reader import open_dataset
+from armature.components.datasets.mixture import Mixture
+from armature.components.datasets.selection import EpisodeSelection, selection
+from armature.components.datasets.settings import SourceSettings
+from armature.components.datasets.source import _source, split
 from benchmarks.large_dataset import CAMERAS, LENGTH, write_dataset
-from components.datasets.lerobot.reader import open_dataset
-from components.datasets.mixture import Mixture
-from components.datasets.selection import EpisodeSelection, selection
-from components.datasets.settings import SourceSettings
-from components.datasets.source import _source, split
 
 EPISODES = 3000
 

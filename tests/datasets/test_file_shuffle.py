@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from armature.components.datasets.file_shuffle import FileShuffle, Window
+from armature.components.datasets.lerobot.reader import open_dataset
+from armature.components.datasets.mixture import Mixture
+from armature.components.datasets.settings import FileShuffleSettings, SourceSettings
+from armature.components.datasets.source import _source, split
 from benchmarks.large_dataset import CAMERAS, LENGTH, write_dataset
-from components.datasets.file_shuffle import FileShuffle, Window
-from components.datasets.lerobot.reader import open_dataset
-from components.datasets.mixture import Mixture
-from components.datasets.settings import FileShuffleSettings, SourceSettings
-from components.datasets.source import _source, split
 
 EPISODES, VIDEO_FILES = 300, 24
 
@@ -185,7 +185,7 @@ def test_the_files_of_the_camera_with_the_most_count(dataset):
 @pytest.mark.parametrize("at_once", [1, 7, 24, 25, 26])
 def test_a_block_of_the_list_may_end_anywhere(dataset, monkeypatch, at_once):
     whole = dataset.episodes.file_starts(CAMERAS).tolist()
-    monkeypatch.setattr("components.datasets.lerobot.episodes.AT_ONCE", at_once)
+    monkeypatch.setattr("armature.components.datasets.lerobot.episodes.AT_ONCE", at_once)
     assert dataset.episodes.file_starts(CAMERAS).tolist() == whole
 
 

@@ -14,15 +14,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from components.artifacts.cache import DownloadCache
-from components.contracts.errors import DataError
-from components.datasets.lerobot import frames as frames_module
-from components.datasets.lerobot.columns import to_numpy
-from components.datasets.lerobot.frames import FrameReader
-from components.datasets.lerobot.layout import Feature
-from components.datasets.lerobot.reader import open_dataset
-from components.datasets.lerobot.sampling import sampled
-from components.datasets.lerobot.writer import create_dataset
+from armature.components.artifacts.cache import DownloadCache
+from armature.components.contracts.errors import DataError
+from armature.components.datasets.lerobot import frames as frames_module
+from armature.components.datasets.lerobot.columns import to_numpy
+from armature.components.datasets.lerobot.frames import FrameReader
+from armature.components.datasets.lerobot.layout import Feature
+from armature.components.datasets.lerobot.reader import open_dataset
+from armature.components.datasets.lerobot.sampling import sampled
+from armature.components.datasets.lerobot.writer import create_dataset
 from tests.images import encoded, exif, scene
 from tests.refusals import refused
 

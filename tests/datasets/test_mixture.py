@@ -12,14 +12,14 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from components.contracts.machine import Machine
-from components.datasets.lerobot.layout import Feature
-from components.datasets.lerobot.writer import create_dataset
-from components.datasets.mixture import FrameIndex, Mixture
-from components.datasets.settings import DatasetSettings, QuantileStatsSettings
-from components.datasets.source import local_folder, open_sources, pinned, split
-from components.datasets.stage import read_statistics
-from components.stages import run_stage
+from armature.components.contracts.machine import Machine
+from armature.components.datasets.lerobot.layout import Feature
+from armature.components.datasets.lerobot.writer import create_dataset
+from armature.components.datasets.mixture import FrameIndex, Mixture
+from armature.components.datasets.settings import DatasetSettings, QuantileStatsSettings
+from armature.components.datasets.source import local_folder, open_sources, pinned, split
+from armature.components.datasets.stage import read_statistics
+from armature.components.stages import run_stage
 from tests.refusals import refused
 
 from .conftest import LENGTHS, layout

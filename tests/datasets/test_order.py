@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from components.datasets.order import BLOCK, MixtureSchedule, mixed, permuted
+from armature.components.datasets.order import BLOCK, MixtureSchedule, mixed, permuted
 
 
 @settings(max_examples=60)

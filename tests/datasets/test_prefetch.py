@@ -15,17 +15,17 @@ import numpy as np
 import pytest
 from fsspec.implementations.local import LocalFileSystem
 
+from armature.components.artifacts.cache import DownloadCache
+from armature.components.datasets import prefetch
+from armature.components.datasets.lerobot import frames
+from armature.components.datasets.lerobot.files import LocalFiles
+from armature.components.datasets.lerobot.reader import open_dataset
+from armature.components.datasets.mixture import Mixture
+from armature.components.datasets.prefetch import FilePrefetch
+from armature.components.datasets.remote import open_files
+from armature.components.datasets.settings import FileShuffleSettings, SourceSettings
+from armature.components.datasets.source import _source
 from benchmarks.large_dataset import CAMERAS, write_dataset
-from components.artifacts.cache import DownloadCache
-from components.datasets import prefetch
-from components.datasets.lerobot import frames
-from components.datasets.lerobot.files import LocalFiles
-from components.datasets.lerobot.reader import open_dataset
-from components.datasets.mixture import Mixture
-from components.datasets.prefetch import FilePrefetch
-from components.datasets.remote import open_files
-from components.datasets.settings import FileShuffleSettings, SourceSettings
-from components.datasets.source import _source
 from tests.refusals import refused
 
 EPISODES, VIDEO_FILES = 12, 24

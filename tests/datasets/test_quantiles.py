@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from PIL import Image
 
-from components.datasets import histograms
-from components.datasets.histograms import Histogram
-from components.datasets.quantiles import measure, merge
-from components.datasets.statistics import LEVELS, QUANTILES
+from armature.components.datasets import histograms
+from armature.components.datasets.histograms import Histogram
+from armature.components.datasets.quantiles import measure, merge
+from armature.components.datasets.statistics import LEVELS, QUANTILES
 from tests.refusals import refused
 
 FINITE = st.floats(-(2.0**50), 2.0**50, width=32) | st.sampled_from([0.0, -1.0, 1.0])

@@ -16,15 +16,15 @@ import fsspec
 import numpy as np
 import pytest
 
-from components.artifacts.cache import DownloadCache
-from components.contracts.machine import Machine
-from components.datasets.lerobot.files import LocalFiles
-from components.datasets.lerobot.reader import open_dataset
-from components.datasets.mixture import FrameIndex, Mixture
-from components.datasets.remote import open_files
-from components.datasets.settings import DatasetSettings, QuantileStatsSettings
-from components.datasets.source import open_sources, pinned
-from components.stages import run_stage
+from armature.components.artifacts.cache import DownloadCache
+from armature.components.contracts.machine import Machine
+from armature.components.datasets.lerobot.files import LocalFiles
+from armature.components.datasets.lerobot.reader import open_dataset
+from armature.components.datasets.mixture import FrameIndex, Mixture
+from armature.components.datasets.remote import open_files
+from armature.components.datasets.settings import DatasetSettings, QuantileStatsSettings
+from armature.components.datasets.source import open_sources, pinned
+from armature.components.stages import run_stage
 from tests.refusals import refused
 
 from .conftest import write

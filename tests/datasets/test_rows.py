@@ -20,12 +20,12 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from components.artifacts.cache import DownloadCache
-from components.contracts.errors import DataError
-from components.datasets.lerobot.frames import FrameReader
-from components.datasets.lerobot.layout import Feature
-from components.datasets.lerobot.reader import open_dataset
-from components.datasets.lerobot.writer import create_dataset
+from armature.components.artifacts.cache import DownloadCache
+from armature.components.contracts.errors import DataError
+from armature.components.datasets.lerobot.frames import FrameReader
+from armature.components.datasets.lerobot.layout import Feature
+from armature.components.datasets.lerobot.reader import open_dataset
+from armature.components.datasets.lerobot.writer import create_dataset
 from tests.refusals import refused
 
 from .conftest import layout

@@ -16,20 +16,20 @@ import pandas as pd
 import psutil
 import pytest
 
+from armature.components.artifacts.cache import DownloadCache
+from armature.components.configuration import load_recipe
+from armature.components.contracts.machine import Machine
+from armature.components.datasets.lerobot.files import LocalFiles
+from armature.components.datasets.lerobot.reader import open_dataset
+from armature.components.datasets.measure import measure_dataset, measure_unit, plan
+from armature.components.datasets.measured import as_data, from_data
+from armature.components.datasets.remote import same_files
+from armature.components.datasets.settings import DatasetSettings, QuantileStatsSettings
+from armature.components.datasets.source import open_sources, pinned
+from armature.components.datasets.stage import augment
+from armature.components.stages import run_stage
+from armature.components.workers.channel import decoded, encoded
 from benchmarks.large_dataset import write_dataset
-from components.artifacts.cache import DownloadCache
-from components.configuration import load_recipe
-from components.contracts.machine import Machine
-from components.datasets.lerobot.files import LocalFiles
-from components.datasets.lerobot.reader import open_dataset
-from components.datasets.measure import measure_dataset, measure_unit, plan
-from components.datasets.measured import as_data, from_data
-from components.datasets.remote import same_files
-from components.datasets.settings import DatasetSettings, QuantileStatsSettings
-from components.datasets.source import open_sources, pinned
-from components.datasets.stage import augment
-from components.stages import run_stage
-from components.workers.channel import decoded, encoded
 from tests.refusals import refused
 
 from .conftest import LENGTHS, write
@@ -176,7 +176,7 @@ def test_a_unit_whose_worker_is_killed_is_measured_again(tmp_path):
         progress.append(done)
         for each in psutil.Process().children(recursive=True) if done == 1 else ():
             with suppress(psutil.Error):  # its guard, or what it guarded, has ended by itself
-                if "components.datasets.worker" in each.cmdline():
+                if "armature.components.datasets.worker" in each.cmdline():
                     each.kill()
                     progress.append("killed")
 
@@ -223,7 +223,7 @@ def test_augmenting_keeps_what_was_not_measured(copied, tmp_path):
 _KILLED = """
 import os, signal, sys
 from pathlib import Path
-from components.datasets import stage
+from armature.components.datasets import stage
 
 step, root, statistics = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
 def die(*_):

@@ -61,7 +61,7 @@ def recipes_in(line: str) -> list[str]:
 
 @pytest.mark.parametrize(("page", "line"), [(p, c) for p, c in commands() if recipes_in(c)])
 def test_recipes_and_overrides_exist(page, line):
-    from components.configuration import load_recipe, recipe_names
+    from armature.components.configuration import load_recipe, recipe_names
 
     words = shlex.split(line)
     sets = [words[i + 1] for i, word in enumerate(words) if word == "--set"]
@@ -135,9 +135,9 @@ def test_the_benchmarks_page_is_what_the_template_makes_of_the_results():
 
 
 def test_the_file_for_train_multimodal_is_one(tmp_path):
+    from armature.components.environments.settings import EnvironmentSettings
+    from armature.components.rl.config import MultimodalRLConfig
     from armature.train_multimodal import parse
-    from components.environments.settings import EnvironmentSettings
-    from components.rl.config import MultimodalRLConfig
 
     (block,) = re.findall(r"^```toml\n(model = .*?)^```", (ROOT / "docs/trainer.md").read_text(), re.M | re.S)
     (tmp_path / "own.toml").write_text(block)

@@ -11,16 +11,16 @@ from typing import Any, get_args
 import pytest
 from pydantic import BaseModel
 
+from armature.components.batches import advantages
+from armature.components.batches.settings import Advantage
+from armature.components.configuration import load_recipe
+from armature.components.models.families import FAMILIES
+from armature.components.models.settings import LoraSettings
+from armature.components.stages import STAGES
+from armature.components.vlm import objectives
+from armature.components.vlm.objectives import OBJECTIVES
+from armature.components.vlm.settings import Aggregation, Objective
 from benchmarks import model_memory
-from components.batches import advantages
-from components.batches.settings import Advantage
-from components.configuration import load_recipe
-from components.models.families import FAMILIES
-from components.models.settings import LoraSettings
-from components.stages import STAGES
-from components.vlm import objectives
-from components.vlm.objectives import OBJECTIVES
-from components.vlm.settings import Aggregation, Objective
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -20,7 +20,7 @@ class Project:
         self.folder = folder
         for name in ("dvc.yaml", ".dvcignore", ".gitignore"):
             shutil.copy(ROOT / name, folder)
-        for name in ("armature", "components", "configs"):
+        for name in ("armature", "components", "configs", "flows", "tasks"):
             shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"), symlinks=True)
         ignored = shutil.ignore_patterns("cache", "tmp", "config.local")
         shutil.copytree(ROOT / ".dvc", folder / ".dvc", ignore=ignored)

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from components.configuration import load_recipe
-from components.contracts.machine import Machine
-from components.stages import STAGES, run_stage
+from armature.components.configuration import load_recipe
+from armature.components.contracts.machine import Machine
+from armature.components.stages import STAGES, run_stage
 from tests.end_to_end.conftest import ROOT, Project
 
 SHORT = ["model.tiny.format.steps=2", "environment.train_tasks=16", "environment.heldout_tasks=16"]

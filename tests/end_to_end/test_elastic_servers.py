@@ -14,13 +14,13 @@ from pathlib import Path
 
 import pytest
 
-from components.configuration import load_recipe
-from components.contracts.machine import Machine
-from components.contracts.stages import Artifact, Events
-from components.inference import members
-from components.inference.pool import OPEN
-from components.process import Program
-from components.stages import STAGES, run_stage
+from armature.components.configuration import load_recipe
+from armature.components.contracts.machine import Machine
+from armature.components.contracts.stages import Artifact, Events
+from armature.components.inference import members
+from armature.components.inference.pool import OPEN
+from armature.components.process import Program
+from armature.components.stages import STAGES, run_stage
 from tests.conftest import SharedServer, real_server
 
 STEPS = 6
@@ -104,7 +104,9 @@ def test_one_joins_and_one_leaves(
     tmp_path: Path, alone: Artifact, joined_url: str, second: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     def said() -> list[str]:
-        return [record.getMessage() for record in caplog.records if record.name == "components.inference.members"]
+        return [
+            record.getMessage() for record in caplog.records if record.name == "armature.components.inference.members"
+        ]
 
     file = tmp_path / "servers.txt"
     events = ChangesServers(file, joined_url, second, said)

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from armature.check import check_recipe
-from components.configuration import Recipe, build_recipe, load_recipe
-from components.contracts.errors import MismatchError
-from components.contracts.machine import Machine
-from components.inference.pool import ServerPool
-from components.inference.settings import ServerSettings
-from components.stages import STAGES, run_stage
+from armature.components.configuration import Recipe, build_recipe, load_recipe
+from armature.components.contracts.errors import MismatchError
+from armature.components.contracts.machine import Machine
+from armature.components.inference.pool import ServerPool
+from armature.components.inference.settings import ServerSettings
+from armature.components.stages import STAGES, run_stage
 
 NAME = "train-vlm/colors"
 

@@ -10,13 +10,13 @@ import torch
 from anyio.from_thread import start_blocking_portal
 from safetensors.torch import load_file
 
-from components.configuration import load_recipe
-from components.contracts.machine import Machine
-from components.contracts.stages import Artifact
-from components.inference.server import VllmServer
-from components.inference.settings import ServerSettings
-from components.models.source import CHECKPOINT
-from components.stages import STAGES, run_stage
+from armature.components.configuration import load_recipe
+from armature.components.contracts.machine import Machine
+from armature.components.contracts.stages import Artifact
+from armature.components.inference.server import VllmServer
+from armature.components.inference.settings import ServerSettings
+from armature.components.models.source import CHECKPOINT
+from armature.components.stages import STAGES, run_stage
 
 KEY = "a key for this test"
 KINDS = {"pick_and_place_simple", "look_at_obj_in_light", "pick_clean_then_place_in_recep"}

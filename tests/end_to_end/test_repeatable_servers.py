@@ -18,11 +18,11 @@ import pytest
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 from PIL import Image
 
-from components.contracts.machine import Machine
-from components.inference import determinism
-from components.inference.client import Completion
-from components.inference.pool import ServerPool
-from components.inference.settings import SamplingSettings, ServerSettings
+from armature.components.contracts.machine import Machine
+from armature.components.inference import determinism
+from armature.components.inference.client import Completion
+from armature.components.inference.pool import ServerPool
+from armature.components.inference.settings import SamplingSettings, ServerSettings
 
 ROOT = Path(__file__).parents[2]
 PYTHON, SERVED = ROOT / ".venv-vllm/bin/python", ROOT / "components/inference/served"
@@ -86,7 +86,7 @@ def image(seed: int) -> dict[str, Any]:
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if not PYTHON.exists():
         pytest.skip("needs .venv-vllm: make environments")
-    from components.models.tiny import SMALL, make_tiny_checkpoint
+    from armature.components.models.tiny import SMALL, make_tiny_checkpoint
 
     folder, size = tmp_path_factory.mktemp("model") / "0", SMALL.model_copy(update={"image_side": 28})
     return make_tiny_checkpoint("molmo2", folder, 0, size, image_attention="causal")

@@ -14,16 +14,16 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from components.contracts.robots import RobotObservation
-from components.contracts.stages import Artifact
-from components.environments.libero.perturbations.settings import PerturbationSettings
-from components.environments.libero.processes import SimulatorProcess
-from components.environments.libero.tasks import suite_tasks
-from components.evaluation.libero.results import read_perturbed, read_results
-from components.evaluation.libero.settings import EvaluateLiberoStageSettings
-from components.evaluation.libero.stage import evaluate_libero, evaluate_policy
-from components.policies.molmoact2.checkpoints.checkpoint import load_policy, save_policy
-from components.policies.molmoact2.policy import MolmoAct2Policy, open_policy
+from armature.components.contracts.robots import RobotObservation
+from armature.components.contracts.stages import Artifact
+from armature.components.environments.libero.perturbations.settings import PerturbationSettings
+from armature.components.environments.libero.processes import SimulatorProcess
+from armature.components.environments.libero.tasks import suite_tasks
+from armature.components.evaluation.libero.results import read_perturbed, read_results
+from armature.components.evaluation.libero.settings import EvaluateLiberoStageSettings
+from armature.components.evaluation.libero.stage import evaluate_libero, evaluate_policy
+from armature.components.policies.molmoact2.checkpoints.checkpoint import load_policy, save_policy
+from armature.components.policies.molmoact2.policy import MolmoAct2Policy, open_policy
 from tests.environments.libero.simulated import simulator
 from tests.evaluation.libero.playground import settings
 from tests.evaluation.libero.test_stage import Events, context

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from components.configuration import recipe_from_file
-from components.contracts.machine import Machine
-from components.contracts.stages import Artifact
-from components.stages import STAGES, run_stage
+from armature.components.configuration import recipe_from_file
+from armature.components.contracts.machine import Machine
+from armature.components.contracts.stages import Artifact
+from armature.components.stages import STAGES, run_stage
 from tests.end_to_end.conftest import Project
 
 SHORT = """

@@ -9,15 +9,15 @@ from typing import Literal
 
 import pytest
 
-from components.artifacts.images import ImageStore
-from components.environments.libero.processes import SimulatorProcess
-from components.environments.libero.tasks import suite_tasks
-from components.policies.molmoact2 import policy as policies
-from components.policies.molmoact2.checkpoints.checkpoint import save_policy
-from components.policies.molmoact2.policy import open_policy
-from components.vla_rl.collect import Collector
-from components.vla_rl.schedule import plan_step
-from components.vla_rl.table import ROLLOUTS_FILE, write_rollouts
+from armature.components.artifacts.images import ImageStore
+from armature.components.environments.libero.processes import SimulatorProcess
+from armature.components.environments.libero.tasks import suite_tasks
+from armature.components.policies.molmoact2 import policy as policies
+from armature.components.policies.molmoact2.checkpoints.checkpoint import save_policy
+from armature.components.policies.molmoact2.policy import open_policy
+from armature.components.vla_rl.collect import Collector
+from armature.components.vla_rl.schedule import plan_step
+from armature.components.vla_rl.table import ROLLOUTS_FILE, write_rollouts
 from tests.environments.libero.simulated import needs_libero, simulator
 from tests.vla_rl.kitchen import calm_policy, rollout_settings
 from tests.vla_rl.test_tokens import spoken

@@ -13,12 +13,12 @@ from anyio.from_thread import start_blocking_portal
 from peft import PeftModel
 from safetensors.torch import load_file
 
-from components.contracts.errors import WeightSyncError
-from components.contracts.machine import Machine
-from components.inference.adapters import ServedAdapters
-from components.inference.pool import ServerPool
-from components.inference.probe import ProbeAnswer
-from components.inference.settings import EvaluationSamplingSettings, ServerSettings
+from armature.components.contracts.errors import WeightSyncError
+from armature.components.contracts.machine import Machine
+from armature.components.inference.adapters import ServedAdapters
+from armature.components.inference.pool import ServerPool
+from armature.components.inference.probe import ProbeAnswer
+from armature.components.inference.settings import EvaluationSamplingSettings, ServerSettings
 
 PYTHON = Path(__file__).parents[2] / ".venv-vllm" / "bin" / "python"
 SETTINGS = ServerSettings(max_model_len=512, max_images_per_prompt=2, dtype="float32")
@@ -29,11 +29,11 @@ class Trained:
     """A tiny model with adapters that have moved, its published versions, and what it answers."""
 
     def __init__(self, folder: Path) -> None:
-        from components.models.load import load_model, load_processor
-        from components.models.settings import LoraSettings, ModelSettings
-        from components.models.tiny import SMALL, make_tiny_checkpoint
-        from components.vlm.logprobs import Policy
-        from components.vlm.publish import Publisher
+        from armature.components.models.load import load_model, load_processor
+        from armature.components.models.settings import LoraSettings, ModelSettings
+        from armature.components.models.tiny import SMALL, make_tiny_checkpoint
+        from armature.components.vlm.logprobs import Policy
+        from armature.components.vlm.publish import Publisher
 
         self.folder = folder
         sizes = SMALL.model_copy(update={"tie_embeddings": True})
@@ -47,7 +47,7 @@ class Trained:
         self.policy = Policy(self.model, logprobs="torch", temperature=1.0, chunk_tokens=64)
 
     def version(self, number: int) -> Path:
-        from components.training.ranks import Ranks
+        from armature.components.training.ranks import Ranks
 
         torch.manual_seed(number)
         for name, parameter in self.model.named_parameters():
@@ -57,7 +57,7 @@ class Trained:
         return self.folder / "weights" / f"{number:06d}"
 
     def answer(self, pool: ServerPool) -> ProbeAnswer:
-        from components.vlm.probe import answer_probe
+        from armature.components.vlm.probe import answer_probe
 
         return ProbeAnswer(answer_probe(self.policy, self.processor, pool.weights.probe), "float32")
 
@@ -75,7 +75,7 @@ def trained(tmp_path: Path) -> Trained:
 
 
 def test_what_is_published_is_what_peft_adds_to_the_layers(trained: Trained) -> None:
-    from components.models.lora import merged_weights
+    from armature.components.models.lora import merged_weights
 
     first, second = trained.version(1), trained.version(2)
     assert trained.version(3).exists() and second.exists() and not first.exists()

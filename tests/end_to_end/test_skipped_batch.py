@@ -9,15 +9,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from components.artifacts.manifest import write_manifest
-from components.artifacts.store import ArtifactStore
-from components.batches.table import write_batch
-from components.configuration import load_recipe
-from components.contracts.batches import Sample
-from components.contracts.errors import DataError
-from components.contracts.machine import Machine
-from components.contracts.stages import Artifact
-from components.stages import STAGES, fingerprint, run_stage
+from armature.components.artifacts.manifest import write_manifest
+from armature.components.artifacts.store import ArtifactStore
+from armature.components.batches.table import write_batch
+from armature.components.configuration import load_recipe
+from armature.components.contracts.batches import Sample
+from armature.components.contracts.errors import DataError
+from armature.components.contracts.machine import Machine
+from armature.components.contracts.stages import Artifact
+from armature.components.stages import STAGES, fingerprint, run_stage
 
 STEPS, POISONED = 3, 2
 OVERRIDES = (

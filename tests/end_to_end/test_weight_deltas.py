@@ -8,19 +8,19 @@ import pytest
 import torch
 from anyio.from_thread import start_blocking_portal
 
-from components.contracts.errors import WeightSyncError
-from components.contracts.machine import Machine
-from components.inference.pool import ServerPool
-from components.inference.probe import ProbeAnswer
-from components.inference.settings import EvaluationSamplingSettings, ServerSettings
-from components.inference.weights.delta import DELTA
-from components.models.load import load_model, load_processor
-from components.models.settings import ModelSettings
-from components.models.tiny import SMALL, make_tiny_checkpoint
-from components.training.ranks import Ranks
-from components.vlm.logprobs import Policy
-from components.vlm.probe import answer_probe
-from components.vlm.publish import Publisher
+from armature.components.contracts.errors import WeightSyncError
+from armature.components.contracts.machine import Machine
+from armature.components.inference.pool import ServerPool
+from armature.components.inference.probe import ProbeAnswer
+from armature.components.inference.settings import EvaluationSamplingSettings, ServerSettings
+from armature.components.inference.weights.delta import DELTA
+from armature.components.models.load import load_model, load_processor
+from armature.components.models.settings import ModelSettings
+from armature.components.models.tiny import SMALL, make_tiny_checkpoint
+from armature.components.training.ranks import Ranks
+from armature.components.vlm.logprobs import Policy
+from armature.components.vlm.probe import answer_probe
+from armature.components.vlm.publish import Publisher
 
 PYTHON = Path(__file__).parents[2] / ".venv-vllm" / "bin" / "python"
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from components.contracts.episodes import Task
-from components.environments.make import make_environment
-from components.environments.settings import EnvironmentSettings
+from armature.components.contracts.episodes import Task
+from armature.components.environments.make import make_environment
+from armature.components.environments.settings import EnvironmentSettings
 
 from .alfworld.games_of import TEXT
 from .dataset.tables import args_of, rows_of, write_images, write_jsonl

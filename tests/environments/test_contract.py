@@ -12,11 +12,11 @@ import pytest
 from PIL import Image
 from pydantic import ValidationError
 
-from components.contracts.episodes import Environment, Observation, Task
-from components.contracts.images import EncodedImage
-from components.environments import ENVIRONMENTS
-from components.environments.make import make_environment
-from components.environments.settings import EnvironmentSettings
+from armature.components.contracts.episodes import Environment, Observation, Task
+from armature.components.contracts.images import EncodedImage
+from armature.components.environments import ENVIRONMENTS
+from armature.components.environments.make import make_environment
+from armature.components.environments.settings import EnvironmentSettings
 from tests.refusals import refused
 
 from .conftest import EXAMPLES, Example

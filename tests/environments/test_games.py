@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from components.contracts.episodes import Task
-from components.contracts.images import EncodedImage
-from components.environments.color_images import ColorImageSettings, color_image, color_reward
-from components.environments.coordinates import Coordinates, CoordinatesSettings, parse_point
-from components.environments.recall import Recall, RecallSettings
+from armature.components.contracts.episodes import Task
+from armature.components.contracts.images import EncodedImage
+from armature.components.environments.color_images import ColorImageSettings, color_image, color_reward
+from armature.components.environments.coordinates import Coordinates, CoordinatesSettings, parse_point
+from armature.components.environments.recall import Recall, RecallSettings
 from tests.refusals import refused
 
 from .conftest import COLORS, EXAMPLES, IMAGE

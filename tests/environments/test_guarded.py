@@ -12,9 +12,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from components.contracts.episodes import Observation, Outcome, Split, Task
-from components.environments.guarded import GuardedEpisode
-from components.environments.threads import LoopThread
+from armature.components.contracts.episodes import Observation, Outcome, Split, Task
+from armature.components.environments.guarded import GuardedEpisode
+from armature.components.environments.threads import LoopThread
 from tests.refusals import refused
 
 TASK = Task("blocks", "train", {})

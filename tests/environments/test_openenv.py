@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from components.configuration import load_recipe
-from components.contracts.episodes import Outcome
-from components.environments.make import make_environment
-from components.environments.openenv.messages import NoAction, action_of, shown
-from components.environments.openenv.settings import OpenEnvSettings
-from components.environments.settings import EnvironmentSettings
+from armature.components.configuration import load_recipe
+from armature.components.contracts.episodes import Outcome
+from armature.components.environments.make import make_environment
+from armature.components.environments.openenv.messages import NoAction, action_of, shown
+from armature.components.environments.openenv.settings import OpenEnvSettings
+from armature.components.environments.settings import EnvironmentSettings
 from tests.refusals import refused
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/openenv.md"

@@ -22,9 +22,9 @@ PACKAGE = {
     "shapes_lab/envs/shapes.py": """
 from typing import Any
 from pydantic import Field
-from components.contracts.episodes import Observation, Outcome, Task
-from components.contracts.settings import Settings
-from components.environments.generated import GeneratedEnvironment
+from armature.components.contracts.episodes import Observation, Outcome, Task
+from armature.components.contracts.settings import Settings
+from armature.components.environments.generated import GeneratedEnvironment
 
 
 class ShapesSettings(Settings):
@@ -78,9 +78,9 @@ def reward(answer: str, shape: str) -> float:
 PRINT = """
 import json, sys
 from pathlib import Path
-from components.configuration import load_recipe
-from components.contracts.stages import Artifact
-from components.stages import STAGES, fingerprint
+from armature.components.configuration import load_recipe
+from armature.components.contracts.stages import Artifact
+from armature.components.stages import STAGES, fingerprint
 
 root, warm_start = Path(sys.argv[1]), sys.argv[2]
 args = '{words = "words/list.txt", weight = 1.0}'
@@ -89,7 +89,7 @@ recipe = load_recipe("train-vlm/colors", overrides)
 (root / "tasks").mkdir(exist_ok=True)
 (root / "tasks/environment.json").write_text(recipe.sections["environment"].model_dump_json())
 inputs = {name: Artifact(kind=name, path=root / name, digest=name) for name in ("tasks", "model")}
-from components.sft.settings import SFTSettings, WarmStartSettings
+from armature.components.sft.settings import SFTSettings, WarmStartSettings
 settings = {name: recipe.settings_for(STAGES[name].settings) for name in ("tasks", "train-vlm", "evaluate")}
 settings["sft"] = SFTSettings(
     model=recipe.sections["model"], warm_start=WarmStartSettings.model_validate(json.loads(warm_start))
@@ -161,7 +161,7 @@ def test_what_the_rewards_stand_on_changes_every_stage_that_plays_and_nothing_el
 
 
 def test_a_package_that_is_edited_while_it_is_loaded_counts_as_it_was_loaded(tmp_path, monkeypatch):
-    from components.sources.code import code_digest
+    from armature.components.sources.code import code_digest
 
     root = write(tmp_path / "package")
     monkeypatch.syspath_prepend(str(root))
@@ -175,9 +175,9 @@ def test_a_package_that_is_edited_while_it_is_loaded_counts_as_it_was_loaded(tmp
 
 
 def test_changed_games_are_refused_and_absent_ones_are_as_pinned(tmp_path):
-    from components.environments.alfworld.games.folders import games_digest
-    from components.environments.alfworld.games.game import FolderGames
-    from components.environments.alfworld.games.load import games_sources
+    from armature.components.environments.alfworld.games.folders import games_digest
+    from armature.components.environments.alfworld.games.game import FolderGames
+    from armature.components.environments.alfworld.games.load import games_sources
 
     games = tmp_path / "games/train/task/trial"
     games.mkdir(parents=True)
@@ -201,16 +201,16 @@ def test_changed_games_are_refused_and_absent_ones_are_as_pinned(tmp_path):
 
 @pytest.mark.parametrize("name", ["colors", "recall", "coordinates"])
 def test_the_project_s_own_environments_count_by_what_they_import(name):
-    from components.environments import ENVIRONMENTS
-    from components.sources.code import _files
+    from armature.components.environments import ENVIRONMENTS
+    from armature.components.sources.code import _files
 
     files = _files(ENVIRONMENTS[name].__module__)
-    assert f"components.environments.{name}" in files and "components.environments.generated" in files
+    assert f"armature.components.environments.{name}" in files and "armature.components.environments.generated" in files
     assert not any("alfworld" in file or "libero" in file for file in files)
 
 
 def test_packages_without_an_init_file_count_too(tmp_path, monkeypatch):
-    from components.sources.code import code_digest
+    from armature.components.sources.code import code_digest
 
     deep = tmp_path / "plain_lab/envs/deep"
     deep.mkdir(parents=True)
@@ -223,7 +223,7 @@ def test_packages_without_an_init_file_count_too(tmp_path, monkeypatch):
 
 
 def test_what_an_installer_put_into_a_folder_of_its_own_is_no_code_of_the_environment(tmp_path, monkeypatch):
-    from components.sources.code import code_digest
+    from armature.components.sources.code import code_digest
 
     target, mine = tmp_path / "target", tmp_path / "mine"
     (target / "bought-1.0.dist-info").mkdir(parents=True)

@@ -13,14 +13,14 @@ import pandas as pd
 import pytest
 from PIL import Image
 
-from components.contracts.episodes import Split, Task
-from components.contracts.machine import Machine
-from components.environments import ENVIRONMENTS
-from components.environments.colors import Colors
-from components.environments.make import make_environment
-from components.environments.settings import EnvironmentSettings
-from components.environments.stage import load_environment, load_tasks
-from components.stages import run_stage
+from armature.components.contracts.episodes import Split, Task
+from armature.components.contracts.machine import Machine
+from armature.components.environments import ENVIRONMENTS
+from armature.components.environments.colors import Colors
+from armature.components.environments.make import make_environment
+from armature.components.environments.settings import EnvironmentSettings
+from armature.components.environments.stage import load_environment, load_tasks
+from armature.components.stages import run_stage
 from tests.refusals import refused
 
 from .conftest import EXAMPLES, Example
@@ -66,7 +66,8 @@ def test_an_unknown_environment_suggests_a_known_one() -> None:
 
 
 def test_settings_import_quickly_and_without_torch() -> None:
-    code = "import components.environments.settings, sys; sys.exit(bool({'torch', 'verifiers'} & set(sys.modules)))"
+    imports = "import armature.components.environments.settings, sys"
+    code = f"{imports}; sys.exit(bool({{'torch', 'verifiers'}} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -10,11 +10,11 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from components.contracts.images import EncodedImage
-from components.environments.make import make_environment
-from components.environments.settings import EnvironmentSettings
-from components.environments.verifiers.endpoint import ChatEndpoint
-from components.environments.verifiers.episode import content
+from armature.components.contracts.images import EncodedImage
+from armature.components.environments.make import make_environment
+from armature.components.environments.settings import EnvironmentSettings
+from armature.components.environments.verifiers.endpoint import ChatEndpoint
+from armature.components.environments.verifiers.episode import content
 from tests.refusals import refused
 
 

@@ -12,19 +12,19 @@ import pytest
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from components.artifacts.tables import read_table
-from components.contracts.episodes import Task
-from components.contracts.machine import Machine
-from components.contracts.stages import Artifact
-from components.environments.alfworld.games.game import KINDS
-from components.environments.settings import EnvironmentSettings
-from components.environments.stage import load_tasks
-from components.evaluation.results import RESULTS, RESULTS_FILE
-from components.evaluation.settings import EvaluateStageSettings
-from components.evaluation.wilson import wilson_interval
-from components.inference.client import Completion
-from components.rollouts.play import RolloutId
-from components.stages import run_stage
+from armature.components.artifacts.tables import read_table
+from armature.components.contracts.episodes import Task
+from armature.components.contracts.machine import Machine
+from armature.components.contracts.stages import Artifact
+from armature.components.environments.alfworld.games.game import KINDS
+from armature.components.environments.settings import EnvironmentSettings
+from armature.components.environments.stage import load_tasks
+from armature.components.evaluation.results import RESULTS, RESULTS_FILE
+from armature.components.evaluation.settings import EvaluateStageSettings
+from armature.components.evaluation.wilson import wilson_interval
+from armature.components.inference.client import Completion
+from armature.components.rollouts.play import RolloutId
+from armature.components.stages import run_stage
 from tests.evaluation.test_results import VALUES
 from tests.rollouts.conftest import reply
 
@@ -104,7 +104,7 @@ def evaluated(tasks: Artifact, folder: Path, monkeypatch: pytest.MonkeyPatch) ->
     letters = {chr(code): code for code in range(256)} | {"<end>": 256}
     Tokenizer(WordLevel(letters, "<end>")).save(str(folder / "tokenizer.json"))
     ScriptedServers.tasks = [*load_tasks(tasks.path, "heldout"), *load_tasks(tasks.path, "train")]
-    monkeypatch.setattr("components.inference.pool.ServerPool", ScriptedServers)
+    monkeypatch.setattr("armature.components.inference.pool.ServerPool", ScriptedServers)
     evaluation = VALUES | {"splits": ["heldout", "train"], "kind_field": "kind", "success_reward": 10.0}
     inference = {"max_model_len": 512, "max_images_per_prompt": 1, "dtype": "float32"}
     settings = EvaluateStageSettings.model_validate({"evaluation": evaluation, "inference": inference})

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from components.artifacts.images import ImageStore
-from components.contracts.machine import Machine
-from components.contracts.stages import StageContext
-from components.environments.settings import EnvironmentSettings
-from components.environments.stage import load_tasks
-from components.evaluation.settings import EvaluateStageSettings
-from components.evaluation.stage import play
-from components.stages import TerminalEvents, ThreadUnits, run_stage
+from armature.components.artifacts.images import ImageStore
+from armature.components.contracts.machine import Machine
+from armature.components.contracts.stages import StageContext
+from armature.components.environments.settings import EnvironmentSettings
+from armature.components.environments.stage import load_tasks
+from armature.components.evaluation.settings import EvaluateStageSettings
+from armature.components.evaluation.stage import play
+from armature.components.stages import TerminalEvents, ThreadUnits, run_stage
 from tests.evaluation.test_results import VALUES
 from tests.inference.conftest import write_checkpoint
 from tests.inference.stand_in import run_stand_in

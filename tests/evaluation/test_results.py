@@ -7,13 +7,20 @@ import math
 
 import pytest
 
-from components.artifacts.tables import read_table
-from components.contracts.episodes import Task
-from components.contracts.rollouts import Failure, GenerateOutputs
-from components.evaluation.page import evaluation_report
-from components.evaluation.results import RESULTS, RESULTS_FILE, collect_results, failures_said, metrics, write_results
-from components.evaluation.settings import EvaluationSettings
-from components.evaluation.wilson import wilson_interval
+from armature.components.artifacts.tables import read_table
+from armature.components.contracts.episodes import Task
+from armature.components.contracts.rollouts import Failure, GenerateOutputs
+from armature.components.evaluation.page import evaluation_report
+from armature.components.evaluation.results import (
+    RESULTS,
+    RESULTS_FILE,
+    collect_results,
+    failures_said,
+    metrics,
+    write_results,
+)
+from armature.components.evaluation.settings import EvaluationSettings
+from armature.components.evaluation.wilson import wilson_interval
 from tests.refusals import refused
 from tests.reports.conftest import make_trajectory
 

@@ -6,16 +6,16 @@ import json
 
 import pytest
 
-from components.artifacts.manifest import open_artifact
-from components.artifacts.tables import read_table
-from components.contracts.machine import Machine
-from components.contracts.stages import Artifact
-from components.environments.settings import EnvironmentSettings
-from components.evaluation.results import RESULTS, RESULTS_FILE
-from components.evaluation.settings import EvaluateStageSettings
-from components.evaluation.stage import checkpoint_folder
-from components.rollouts.table import read_rollouts
-from components.stages import run_stage
+from armature.components.artifacts.manifest import open_artifact
+from armature.components.artifacts.tables import read_table
+from armature.components.contracts.machine import Machine
+from armature.components.contracts.stages import Artifact
+from armature.components.environments.settings import EnvironmentSettings
+from armature.components.evaluation.results import RESULTS, RESULTS_FILE
+from armature.components.evaluation.settings import EvaluateStageSettings
+from armature.components.evaluation.stage import checkpoint_folder
+from armature.components.rollouts.table import read_rollouts
+from armature.components.stages import run_stage
 from tests.evaluation.test_results import VALUES
 from tests.refusals import refused
 

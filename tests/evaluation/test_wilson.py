@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from components.evaluation.wilson import (
+from armature.components.evaluation.wilson import (
     clustered_wilson_interval,
     compare_proportions,
     mean_interval,

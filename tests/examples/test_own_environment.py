@@ -39,7 +39,7 @@ def test_a_recipe_finds_it_by_the_entry_point_that_the_page_gives(tmp_path: Path
     script = (
         "import json, sys\n"
         "from armature import load_recipe\n"
-        "from components.environments.make import make_environment\n"
+        "from armature.components.environments.make import make_environment\n"
         "sections = load_recipe(sys.argv[1], sys.argv[3::2]).sections\n"
         "environment, kind = make_environment(sections['environment']), sections['evaluation'].kind_field\n"
         "print(json.dumps([task.payload[kind] for task in environment.tasks('heldout')]))\n"

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
-from components.contracts.robots import RobotObservation
-from components.policies.molmoact2.policy import MolmoAct2Policy
+from armature.components.contracts.robots import RobotObservation
+from armature.components.policies.molmoact2.policy import MolmoAct2Policy
 from tests.policies.molmoact2 import released
 from tests.policy_server.conftest import KEY, policy, running
 

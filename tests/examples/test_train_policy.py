@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from components.contracts.machine import Machine
-from components.contracts.stages import Artifact
-from components.datasets.settings import DatasetSettings, QuantileStatsSettings
-from components.stages import run_stage
-from components.vla.settings import TrainVLASettings
+from armature.components.contracts.machine import Machine
+from armature.components.contracts.stages import Artifact
+from armature.components.datasets.settings import DatasetSettings, QuantileStatsSettings
+from armature.components.stages import run_stage
+from armature.components.vla.settings import TrainVLASettings
 
 EXAMPLE = runpy.run_path(str(Path(__file__).resolve().parents[2] / "examples/train_policy.py"))
 POLICY, TRAINING, record, train = (EXAMPLE[name] for name in ("POLICY", "TRAINING", "record", "train"))

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from components.configuration import Recipe, load_recipe
-from components.contracts.errors import DataError
-from components.contracts.stages import StageReport
-from components.stages import STAGES
+from armature.components.configuration import Recipe, load_recipe
+from armature.components.contracts.errors import DataError
+from armature.components.contracts.stages import StageReport
+from armature.components.stages import STAGES
 
 
 def small_model(settings, inputs, folder, context):

@@ -13,11 +13,11 @@ from prefect.exceptions import ParameterTypeError
 from prefect.settings import get_current_settings
 from pydantic import BaseModel, TypeAdapter
 
+from armature.components.configuration import settings_in
+from armature.components.recipes import RECIPES
+from armature.components.sft.settings import WarmStartSettings
+from armature.components.view.address import announced
 from armature.deployments import flow_of
-from components.configuration import settings_in
-from components.recipes import RECIPES
-from components.sft.settings import WarmStartSettings
-from components.view.address import announced
 from tests.refusals import refused
 from tests.sft.test_stage import VALUES as WARM_START
 
@@ -77,9 +77,9 @@ def test_prefect_s_form_says_of_every_setting_what_it_is_and_its_default(name):
 
 
 def test_training_ends_with_a_candidate_whose_evaluation_leads_back_to_everything(recipe):
-    from flows.train_vlm import train_vlm
-    from tasks.lineage import code_commit, lineage
-    from tasks.mlflow_client import client
+    from armature.flows.train_vlm import train_vlm
+    from armature.tasks.lineage import code_commit, lineage
+    from armature.tasks.mlflow_client import client
 
     loaded = recipe("train-vlm/colors")
     store = Path(loaded.sections["machine"].store)
@@ -118,8 +118,8 @@ def test_training_ends_with_a_candidate_whose_evaluation_leads_back_to_everythin
 
 
 def test_what_accuracy_cannot_be_broken_down_by_is_said_before_the_training(recipe):
-    from components.stages import open_store
-    from flows.train_vlm import train_vlm
+    from armature.components.stages import open_store
+    from armature.flows.train_vlm import train_vlm
 
     loaded = recipe("train-vlm/colors", "evaluation.kind_field=hue")
     state = train_vlm(**loaded.sections, return_state=True)
@@ -128,8 +128,8 @@ def test_what_accuracy_cannot_be_broken_down_by_is_said_before_the_training(reci
 
 
 def test_the_candidate_is_never_replaced_by_a_worse_checkpoint(recipe):
-    from flows.train_vlm import train_vlm
-    from tasks.mlflow_client import client
+    from armature.flows.train_vlm import train_vlm
+    from armature.tasks.mlflow_client import client
 
     def train(*overrides: str) -> str:
         lines = train_vlm(**recipe("train-vlm/colors", *overrides).sections, return_state=True).result()
@@ -151,9 +151,9 @@ def test_the_candidate_is_never_replaced_by_a_worse_checkpoint(recipe):
 
 
 def test_a_warm_start_comes_before_the_rewards_and_is_in_what_the_result_was_made_from(recipe):
-    from flows.train_vlm import train_vlm
-    from tasks.lineage import lineage
-    from tasks.mlflow_client import client
+    from armature.flows.train_vlm import train_vlm
+    from armature.tasks.lineage import lineage
+    from armature.tasks.mlflow_client import client
 
     loaded = recipe("train-vlm/colors")
     warm_start = WarmStartSettings.model_validate(WARM_START)
@@ -178,7 +178,7 @@ def test_a_warm_start_comes_before_the_rewards_and_is_in_what_the_result_was_mad
 
 
 def test_a_failing_cell_leaves_the_good_ones(recipe):
-    from flows.sweep import sweep
+    from armature.flows.sweep import sweep
 
     loaded = recipe("evaluate/sweep", 'sweep.checkpoints=["tiny/qwen2-vl", "tiny/llava"]', "sweep.seeds=[1, 13]")
     state = sweep(**loaded.sections, return_state=True)
@@ -191,9 +191,9 @@ def test_a_failing_cell_leaves_the_good_ones(recipe):
 
 
 def test_a_checkpoint_may_be_an_alias_a_digest_or_a_folder(recipe):
-    from components.stages import open_store
-    from flows.evaluate import evaluate
-    from flows.train_vlm import train_vlm
+    from armature.components.stages import open_store
+    from armature.flows.evaluate import evaluate
+    from armature.flows.train_vlm import train_vlm
 
     loaded = recipe("train-vlm/colors")
     train_vlm(**loaded.sections)
@@ -207,7 +207,7 @@ def test_a_checkpoint_may_be_an_alias_a_digest_or_a_folder(recipe):
 
 
 def test_a_half_given_section_is_refused_and_not_half_defaulted(recipe):
-    from flows.train_vlm import train_vlm
+    from armature.flows.train_vlm import train_vlm
 
     sections = dict(recipe("train-vlm/colors").sections)
     with pytest.raises(ParameterTypeError):
@@ -215,10 +215,10 @@ def test_a_half_given_section_is_refused_and_not_half_defaulted(recipe):
 
 
 def test_a_policy_is_trained_on_demonstrations_and_its_candidate_evaluated_against_another(recipe):
-    from flows.evaluate_libero import evaluate_libero
-    from flows.train_vla import train_vla
-    from tasks.lineage import lineage
-    from tasks.mlflow_client import client
+    from armature.flows.evaluate_libero import evaluate_libero
+    from armature.flows.train_vla import train_vla
+    from armature.tasks.lineage import lineage
+    from armature.tasks.mlflow_client import client
 
     comparison = "comparison={confidence = 0.95}"
     state = train_vla(**recipe("train-vla/tiny", comparison).sections, return_state=True)
@@ -251,9 +251,9 @@ def test_a_policy_is_trained_on_demonstrations_and_its_candidate_evaluated_again
 
 
 def test_a_policy_learns_by_trying_after_its_demonstrations(recipe):
-    from flows.train_vla_rl import train_vla_rl
-    from tasks.lineage import lineage
-    from tasks.mlflow_client import client
+    from armature.flows.train_vla_rl import train_vla_rl
+    from armature.tasks.lineage import lineage
+    from armature.tasks.mlflow_client import client
 
     sections = recipe("train-vla-rl/tiny").sections
     state = train_vla_rl(**sections, return_state=True)
@@ -276,7 +276,7 @@ def test_a_policy_learns_by_trying_after_its_demonstrations(recipe):
     [({"demonstrations": None, "layout": None}, "one_kind_of_data"), ({"layout": None}, "sections_incomplete")],
 )
 def test_a_policy_is_trained_on_one_kind_of_data(recipe, given, code):
-    from flows.train_vla import train_vla
+    from armature.flows.train_vla import train_vla
 
     with refused(code, "demonstrations" if code == "sections_incomplete" else ""):
         train_vla(**{**recipe("train-vla/tiny").sections, **given})

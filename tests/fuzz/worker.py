@@ -10,7 +10,7 @@ import tempfile
 import traceback
 from pathlib import Path
 
-from components.contracts.errors import ArmatureError
+from armature.components.contracts.errors import ArmatureError
 from tests.fuzz.doors import DOORS, Attempt, Silent
 
 GROWTH = 2**20

@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from components.contracts.machine import Machine
-from components.inference import determinism
-from components.inference.pool import ServerPool
-from components.inference.settings import SamplingSettings, ServerSettings
+from armature.components.contracts.machine import Machine
+from armature.components.inference import determinism
+from armature.components.inference.pool import ServerPool
+from armature.components.inference.settings import SamplingSettings, ServerSettings
 
 KEY = "a-key"
 

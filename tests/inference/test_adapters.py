@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from components.contracts.machine import Machine
-from components.inference.adapters import ServedAdapters
-from components.inference.command import server_command, server_environment
-from components.inference.pool import ServerPool
-from components.inference.settings import SamplingSettings, ServerSettings
+from armature.components.contracts.machine import Machine
+from armature.components.inference.adapters import ServedAdapters
+from armature.components.inference.command import server_command, server_environment
+from armature.components.inference.pool import ServerPool
+from armature.components.inference.settings import SamplingSettings, ServerSettings
 from tests.refusals import refused
 
 ROOT = Path(__file__).parents[2]

@@ -16,10 +16,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from starlette.responses import Response, StreamingResponse
 
-from components.contracts.machine import Machine
-from components.inference.client import Completion, GenerationFailure
-from components.inference.pool import ServerPool
-from components.inference.settings import SamplingSettings, ServerSettings
+from armature.components.contracts.machine import Machine
+from armature.components.inference.client import Completion, GenerationFailure
+from armature.components.inference.pool import ServerPool
+from armature.components.inference.settings import SamplingSettings, ServerSettings
 from tests.inference.conftest import KEY, make_sampling, stand_in, write_checkpoint
 
 MESSAGES = [{"role": "user", "content": "?"}]

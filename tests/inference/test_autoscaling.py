@@ -10,12 +10,12 @@ from typing import Any
 import psutil
 import pytest
 
-from components.contracts.autoscaling import ServerAutoscaling
-from components.contracts.machine import Machine
-from components.inference import members
-from components.inference.autoscaling import Autoscaler
-from components.inference.pool import ServerPool
-from components.inference.settings import SamplingSettings
+from armature.components.contracts.autoscaling import ServerAutoscaling
+from armature.components.contracts.machine import Machine
+from armature.components.inference import members
+from armature.components.inference.autoscaling import Autoscaler
+from armature.components.inference.pool import ServerPool
+from armature.components.inference.settings import SamplingSettings
 from tests.refusals import refused
 
 from .test_endpoints_file import MESSAGES, until

@@ -12,9 +12,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from components.inference.endpoint import Endpoint
-from components.inference.weights.control import ServerControl
-from components.inference.weights.parameters import aligned, buckets, describe, largest, pack, size
+from armature.components.inference.endpoint import Endpoint
+from armature.components.inference.weights.control import ServerControl
+from armature.components.inference.weights.parameters import aligned, buckets, describe, largest, pack, size
 
 VLLM = Path(__file__).parents[2] / ".venv-vllm/lib"
 DTYPES = (torch.bfloat16, torch.float32, torch.uint8)

@@ -15,14 +15,20 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from components.contracts.machine import Machine
-from components.inference.command import server_command
-from components.inference.served.armature_served import deltas
-from components.inference.served.armature_served.deltas import HostWeights, bring_to, decode, encode, write_delta
-from components.inference.settings import ServerSettings
-from components.inference.weights.delta import DELTA
-from components.training.ranks import Ranks
-from components.vlm.versions import DeltaSeries
+from armature.components.contracts.machine import Machine
+from armature.components.inference.command import server_command
+from armature.components.inference.served.armature_served import deltas
+from armature.components.inference.served.armature_served.deltas import (
+    HostWeights,
+    bring_to,
+    decode,
+    encode,
+    write_delta,
+)
+from armature.components.inference.settings import ServerSettings
+from armature.components.inference.weights.delta import DELTA
+from armature.components.training.ranks import Ranks
+from armature.components.vlm.versions import DeltaSeries
 
 PYTHON = Path(__file__).parents[2] / ".venv-vllm" / "bin" / "python"
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int64, torch.uint8, torch.bool)

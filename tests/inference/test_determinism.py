@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from components.contracts.machine import Machine
-from components.inference.pool import ServerPool
-from components.inference.settings import SamplingSettings, ServerSettings
+from armature.components.contracts.machine import Machine
+from armature.components.inference.pool import ServerPool
+from armature.components.inference.settings import SamplingSettings, ServerSettings
 from tests.refusals import refused
 
 

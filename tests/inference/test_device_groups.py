@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from components.contracts.errors import WeightSyncError
-from components.inference import members
-from components.inference.endpoint import Endpoint
-from components.inference.pool import ServerPool
-from components.inference.settings import SamplingSettings
-from components.inference.weights import Publish
+from armature.components.contracts.errors import WeightSyncError
+from armature.components.inference import members
+from armature.components.inference.endpoint import Endpoint
+from armature.components.inference.pool import ServerPool
+from armature.components.inference.settings import SamplingSettings
+from armature.components.inference.weights import Publish
 from tests.refusals import refused
 
 from .test_endpoints_file import MESSAGES, Asking, until, write

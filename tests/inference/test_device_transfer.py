@@ -19,25 +19,25 @@ from typing import Any
 import pytest
 import torch
 
-from components.contracts.machine import Machine
-from components.inference.endpoint import Endpoint
-from components.inference.pool import ServerPool
-from components.inference.probe import ProbeAnswer, ask_probe
-from components.inference.proof import distance
-from components.inference.settings import ServerSettings
-from components.inference.weights import WEIGHT_SENDERS, Publish
-from components.models.load import load_model, load_processor
-from components.models.settings import ModelSettings
-from components.models.tiny import SMALL, make_tiny_checkpoint
-from components.training.ranks import Ranks
-from components.vlm.logprobs import Policy
-from components.vlm.probe import answer_probe
-from components.vlm.publish import Publisher
+from armature.components.contracts.machine import Machine
+from armature.components.inference.endpoint import Endpoint
+from armature.components.inference.pool import ServerPool
+from armature.components.inference.probe import ProbeAnswer, ask_probe
+from armature.components.inference.proof import distance
+from armature.components.inference.settings import ServerSettings
+from armature.components.inference.weights import WEIGHT_SENDERS, Publish
+from armature.components.models.load import load_model, load_processor
+from armature.components.models.settings import ModelSettings
+from armature.components.models.tiny import SMALL, make_tiny_checkpoint
+from armature.components.training.ranks import Ranks
+from armature.components.vlm.logprobs import Policy
+from armature.components.vlm.probe import answer_probe
+from armature.components.vlm.publish import Publisher
 from tests.refusals import refused
 
 
 def test_the_unique_id_unpickles_as_the_workers_class(monkeypatch: pytest.MonkeyPatch) -> None:
-    from components.inference.weights.nccl import _pickled, _UniqueId
+    from armature.components.inference.weights.nccl import _pickled, _UniqueId
 
     path = ["vllm", "distributed", "device_communicators", "pynccl_wrapper"]
     for count in range(1, 5):
@@ -87,9 +87,9 @@ class NeverJoins(BaseHTTPRequestHandler):
 
 CONNECT = """
 import sys, time, torch
-from components.contracts.errors import WeightSyncError
-from components.inference.endpoint import Endpoint
-from components.inference.weights.nccl import NcclSender
+from armature.components.contracts.errors import WeightSyncError
+from armature.components.inference.endpoint import Endpoint
+from armature.components.inference.weights.nccl import NcclSender
 torch.cuda.init()
 began = time.monotonic()
 try:

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from components.contracts.machine import Machine
-from components.inference import members
-from components.inference.endpoints_file import read_endpoints
-from components.inference.pool import ServerPool
-from components.inference.settings import SamplingSettings
+from armature.components.contracts.machine import Machine
+from armature.components.inference import members
+from armature.components.inference.endpoints_file import read_endpoints
+from armature.components.inference.pool import ServerPool
+from armature.components.inference.settings import SamplingSettings
 from tests.refusals import refused
 
 MESSAGES = [{"role": "user", "content": "?"}]

@@ -16,17 +16,17 @@ import httpx
 import psutil
 import pytest
 
-from components.contracts.autoscaling import ServerAutoscaling
-from components.contracts.cluster import ClusterSettings, ServerBundle
-from components.contracts.errors import ServerError
-from components.contracts.machine import Machine
-from components.inference import members
-from components.inference.command import is_deterministic, server_command, server_environment
-from components.inference.host import Host, LocalHost, ServerNeeds
-from components.inference.placed import PlacedHost
-from components.inference.pool import ServerPool
-from components.inference.settings import SamplingSettings, ServerSettings
-from components.workers.placed import NodeActor, PlacedProgram, PlacementBundles
+from armature.components.contracts.autoscaling import ServerAutoscaling
+from armature.components.contracts.cluster import ClusterSettings, ServerBundle
+from armature.components.contracts.errors import ServerError
+from armature.components.contracts.machine import Machine
+from armature.components.inference import members
+from armature.components.inference.command import is_deterministic, server_command, server_environment
+from armature.components.inference.host import Host, LocalHost, ServerNeeds
+from armature.components.inference.placed import PlacedHost
+from armature.components.inference.pool import ServerPool
+from armature.components.inference.settings import SamplingSettings, ServerSettings
+from armature.components.workers.placed import NodeActor, PlacedProgram, PlacementBundles
 from tests.refusals import refused
 from tests.workers.conftest import cluster, ray_cluster
 

@@ -11,10 +11,10 @@ from typing import Any
 import httpx
 import pytest
 
-from components.inference.client import Completion
-from components.inference.lease import in_order
-from components.inference.pool import ServerPool
-from components.inference.settings import SamplingSettings
+from armature.components.inference.client import Completion
+from armature.components.inference.lease import in_order
+from armature.components.inference.pool import ServerPool
+from armature.components.inference.settings import SamplingSettings
 from tests.refusals import codes, refused
 
 MESSAGES = [{"role": "user", "content": "?"}]
@@ -149,7 +149,7 @@ def test_two_runs_that_wait_for_the_same_servers_take_turns(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Servers that come free one after the other must not be shared out to runs that then wait for each other."""
-    from components.inference import lease as ours
+    from armature.components.inference import lease as ours
 
     monkeypatch.setattr(ours, "ASK_EVERY", 0.2)
     servers = stand_ins(2)
@@ -194,7 +194,7 @@ def test_the_server_of_a_run_that_was_killed_can_be_had_when_its_lease_ends(
 def test_a_lease_is_kept_while_nothing_is_asked(
     stand_ins: StandIns, make_pool: MakePool, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from components.inference import lease as ours
+    from armature.components.inference import lease as ours
 
     monkeypatch.setattr(ours, "SECONDS", 1.0)
     monkeypatch.setattr(ours, "KEEP_EVERY", 0.2)

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from components.contracts.machine import Machine
-from components.installation import SERVED
+from armature.components.contracts.machine import Machine
+from armature.components.installation import SERVED
 from tests.hostile_names import EVERY_CHARACTER
 
 PROGRAM = """

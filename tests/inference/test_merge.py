@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from components.inference.client import Completion, GenerationFailure
-from components.inference.merge import RequestMerger
-from components.inference.settings import SamplingSettings
+from armature.components.inference.client import Completion, GenerationFailure
+from armature.components.inference.merge import RequestMerger
+from armature.components.inference.settings import SamplingSettings
 
 
 def completion(prompt: str, seed: int) -> Completion:

@@ -15,12 +15,12 @@ import pytest
 import torch
 from PIL import Image
 
-from components.contracts.machine import Machine
-from components.inference.client import Completion
-from components.inference.endpoint import Endpoint
-from components.inference.pool import ServerPool
-from components.inference.settings import EvaluationSamplingSettings, ServerSettings
-from components.models.settings import ModelSettings
+from armature.components.contracts.machine import Machine
+from armature.components.inference.client import Completion
+from armature.components.inference.endpoint import Endpoint
+from armature.components.inference.pool import ServerPool
+from armature.components.inference.settings import EvaluationSamplingSettings, ServerSettings
+from armature.components.models.settings import ModelSettings
 
 SAMPLING = EvaluationSamplingSettings(temperature=1.0, max_tokens=8, top_p=1.0, top_k=0)
 SETTINGS = ServerSettings(max_model_len=1024, max_images_per_prompt=2, dtype="float32")
@@ -67,7 +67,7 @@ ASKED = {
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Two policies that attend both ways, and the first of them again that attends causally."""
-    from components.models.tiny import make_tiny_checkpoint
+    from armature.components.models.tiny import make_tiny_checkpoint
 
     root = tmp_path_factory.mktemp("checkpoints")
     made = {"old": (0, "bidirectional"), "new": (1, "bidirectional"), "causal": (0, "causal")}
@@ -79,7 +79,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def differences(folder: Path, answers: dict[str, Completion]) -> dict[str, float]:
     """Largest |trainer's log-prob - server's|, on the ids that the server reported."""
-    from components.models.load import load_model, load_processor
+    from armature.components.models.load import load_model, load_processor
 
     model, processor = load_model(folder, MODEL), load_processor(folder, MODEL)
     found = {}
@@ -105,8 +105,8 @@ def differences(folder: Path, answers: dict[str, Completion]) -> dict[str, float
 @pytest.mark.timeout(600)
 def test_trainer_and_server_attend_to_each_image_both_ways(checkpoints: dict[str, Path], tmp_path: Path) -> None:
     """Before and after weights are sent over CUDA IPC, under the names that the trainer's model has."""
-    from components.inference.weights import WEIGHT_SENDERS
-    from components.models.load import load_model
+    from armature.components.inference.weights import WEIGHT_SENDERS
+    from armature.components.models.load import load_model
 
     machine = Machine(
         server_python=Path(os.environ.get("ARMATURE_TEST_VLLM_PYTHON", ".venv-vllm/bin/python")),

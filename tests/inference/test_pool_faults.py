@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from components.contracts.errors import ServerError, WeightSyncError
-from components.inference.client import GenerationFailure
-from components.inference.pool import ServerPool
-from components.inference.settings import SamplingSettings
-from tasks.prometheus import RunCollector
+from armature.components.contracts.errors import ServerError, WeightSyncError
+from armature.components.inference.client import GenerationFailure
+from armature.components.inference.pool import ServerPool
+from armature.components.inference.settings import SamplingSettings
+from armature.tasks.prometheus import RunCollector
 from tests.refusals import codes, refused
 
 MESSAGES = [{"role": "user", "content": "?"}]
@@ -607,7 +607,7 @@ def test_what_a_run_waits_for_is_said_long_before_it_gives_up(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("components.inference.monitor.SAY_AFTER", 0.0)
+    monkeypatch.setattr("armature.components.inference.monitor.SAY_AFTER", 0.0)
     (server,) = stand_ins(1)
     server.list_of_models = "[]"
     with refused("server_not_ready", 1.2, server.url, "armature serve MODEL"):

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from components.inference.monitor import EJECT_AFTER
-from components.inference.pool import ServerPool
-from components.inference.probe import LIKELIEST, ProbeAnswer, make_probe
+from armature.components.inference.monitor import EJECT_AFTER
+from armature.components.inference.pool import ServerPool
+from armature.components.inference.probe import LIKELIEST, ProbeAnswer, make_probe
 from tests.refusals import codes, refused
 
 MakePool = Callable[..., ServerPool]

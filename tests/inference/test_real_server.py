@@ -19,13 +19,13 @@ import pytest
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 from PIL import Image
 
-from components.contracts.machine import Machine
-from components.inference.client import Completion
-from components.inference.kept import keep_servers, served_files
-from components.inference.pool import ServerPool
-from components.inference.probe import ProbeAnswer, ask_probe
-from components.inference.proof import distance
-from components.inference.settings import EvaluationSamplingSettings, SamplingSettings, ServerSettings
+from armature.components.contracts.machine import Machine
+from armature.components.inference.client import Completion
+from armature.components.inference.kept import keep_servers, served_files
+from armature.components.inference.pool import ServerPool
+from armature.components.inference.probe import ProbeAnswer, ask_probe
+from armature.components.inference.proof import distance
+from armature.components.inference.settings import EvaluationSamplingSettings, SamplingSettings, ServerSettings
 from tests.refusals import refused
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -59,7 +59,7 @@ class Running:
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     if not PYTHON.exists():
         pytest.skip("needs .venv-vllm: make environments")
-    from components.models.tiny import SMALL, make_tiny_checkpoint
+    from armature.components.models.tiny import SMALL, make_tiny_checkpoint
 
     folder = tmp_path_factory.mktemp("real")
     tied = SMALL.model_copy(update={"tie_embeddings": True})
@@ -82,8 +82,8 @@ def new_pool(checkpoint: Path, folder: Path) -> ServerPool:
 def trainers_answer(pool: ServerPool, checkpoint: Path) -> ProbeAnswer:
     from transformers import AutoModelForImageTextToText, AutoProcessor
 
-    from components.vlm.logprobs import Policy
-    from components.vlm.probe import answer_probe
+    from armature.components.vlm.logprobs import Policy
+    from armature.components.vlm.probe import answer_probe
 
     model = AutoModelForImageTextToText.from_pretrained(checkpoint, dtype="float32")
     policy = Policy(model, logprobs="torch", temperature=0.7, chunk_tokens=16)

@@ -15,13 +15,13 @@ from typing import Any
 
 import pytest
 
-from components.contracts.machine import Machine
-from components.inference import host
-from components.inference.adapters import ServedAdapters
-from components.inference.command import server_command, server_environment
-from components.inference.host import free_port
-from components.inference.server import VllmServer
-from components.inference.settings import ServerSettings
+from armature.components.contracts.machine import Machine
+from armature.components.inference import host
+from armature.components.inference.adapters import ServedAdapters
+from armature.components.inference.command import server_command, server_environment
+from armature.components.inference.host import free_port
+from armature.components.inference.server import VllmServer
+from armature.components.inference.settings import ServerSettings
 from tests.refusals import refused
 
 SETTINGS = ServerSettings(max_model_len=512, max_images_per_prompt=2, dtype="float32")

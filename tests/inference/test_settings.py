@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 from pydantic import ValidationError
 
-from components.inference.settings import EvaluationSamplingSettings, SamplingSettings
+from armature.components.inference.settings import EvaluationSamplingSettings, SamplingSettings
 from tests.refusals import refused
 
 Factory = Callable[..., SamplingSettings]
@@ -36,6 +36,6 @@ def test_evaluation_may_be_greedy() -> None:
 
 
 def test_importing_settings_is_quick() -> None:
-    code = "import sys, components.inference.settings; print('torch' in sys.modules, 'httpx' in sys.modules)"
+    code = "import sys, armature.components.inference.settings; print('torch' in sys.modules, 'httpx' in sys.modules)"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.split() == ["False", "False"]

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from components.inference.checkpoint import vocabulary
-from components.models.load import load_model
-from components.models.settings import ModelSettings
-from components.models.tiny import make_tiny_checkpoint
+from armature.components.inference.checkpoint import vocabulary
+from armature.components.models.load import load_model
+from armature.components.models.settings import ModelSettings
+from armature.components.models.tiny import make_tiny_checkpoint
 
 
 @pytest.mark.parametrize("family", ["qwen2-vl", "gemma3", "molmo2"])

@@ -433,9 +433,9 @@ def test_a_server_without_a_checkpoint_says_so(tmp_path: Path):
 @pytest.mark.parametrize("transfer", ["file", "delta", "nccl"])
 def test_served_model_settings_are_the_pools(tmp_path: Path, transfer: str):
     """A joined server must be started as the pool starts its own, or importance ratios are biased."""
-    from components.contracts.machine import Machine
-    from components.inference.command import server_command
-    from components.inference.settings import ServerSettings
+    from armature.components.contracts.machine import Machine
+    from armature.components.inference.command import server_command
+    from armature.components.inference.settings import ServerSettings
 
     settings = ServerSettings(max_model_len=64, max_images_per_prompt=1, dtype="float32")
     (tmp_path / "config.json").write_text("{}")

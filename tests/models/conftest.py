@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from components.models.families import FAMILIES
-from components.models.tiny import make_tiny_checkpoint
+from armature.components.models.families import FAMILIES
+from armature.components.models.tiny import make_tiny_checkpoint
 
 EVERY_FAMILY = tuple(FAMILIES)
 

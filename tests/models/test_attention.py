@@ -12,11 +12,11 @@ import torch
 from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from components.models.attention import image_blocks
-from components.models.families import FAMILIES
-from components.models.load import load_config, load_model, load_processor, save_checkpoint
-from components.models.settings import ModelSettings
-from components.models.tiny import SMALL, make_tiny_checkpoint
+from armature.components.models.attention import image_blocks
+from armature.components.models.families import FAMILIES
+from armature.components.models.load import load_config, load_model, load_processor, save_checkpoint
+from armature.components.models.settings import ModelSettings
+from armature.components.models.tiny import SMALL, make_tiny_checkpoint
 from tests.refusals import refused
 
 SETTINGS = ModelSettings(

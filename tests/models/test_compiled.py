@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.exc import FailOnRecompileLimitHit
 
-from components.models.compiled import own_code
+from armature.components.models.compiled import own_code
 
 
 def _double(x: Tensor) -> Tensor:

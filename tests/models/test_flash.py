@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from components.models import flash
+from armature.components.models import flash
 
 QUERIES, KEYS, GROUPS = (300, 1, 129, 64), (300, 301, 459, 364), 2
 """Tokens that ask are the last of those that may be attended to."""

@@ -17,11 +17,11 @@ from pydantic import ValidationError
 from safetensors.torch import load_file
 from torch import nn
 
-from components.contracts.errors import DataError
-from components.models.families import COMPONENTS, FAMILIES
-from components.models.load import load_config, load_model, load_processor, read_model, save_checkpoint
-from components.models.settings import LoraSettings, ModelSettings
-from components.models.tiny import SMALL, make_tiny_checkpoint
+from armature.components.contracts.errors import DataError
+from armature.components.models.families import COMPONENTS, FAMILIES
+from armature.components.models.load import load_config, load_model, load_processor, read_model, save_checkpoint
+from armature.components.models.settings import LoraSettings, ModelSettings
+from armature.components.models.tiny import SMALL, make_tiny_checkpoint
 from tests.refusals import refused
 
 SETTINGS = ModelSettings(

@@ -14,11 +14,11 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
 
-from components.models.families import FAMILIES, image_token_ids
-from components.models.load import load_config, load_model, load_processor, save_checkpoint
-from components.models.molmo2 import EMBEDDING_PARTS, from_hub, to_hub
-from components.models.settings import ModelSettings
-from components.models.tiny import SMALL, make_tiny_checkpoint
+from armature.components.models.families import FAMILIES, image_token_ids
+from armature.components.models.load import load_config, load_model, load_processor, save_checkpoint
+from armature.components.models.molmo2 import EMBEDDING_PARTS, from_hub, to_hub
+from armature.components.models.settings import ModelSettings
+from armature.components.models.tiny import SMALL, make_tiny_checkpoint
 from tests.refusals import refused
 
 SETTINGS = ModelSettings(
@@ -201,7 +201,7 @@ def test_a_tokenizer_in_place_of_a_processor_is_refused(
     (other / "processor_config.json").unlink()
     with refused("foreign_file_unreadable", other):
         load_processor(other, SETTINGS)
-    monkeypatch.setattr("components.models.load.AutoProcessor", AutoTokenizer)
+    monkeypatch.setattr("armature.components.models.load.AutoProcessor", AutoTokenizer)
     with refused("image_processor_missing", folder):
         load_processor(folder, SETTINGS)
 

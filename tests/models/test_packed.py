@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from components.models.packed_attention import Segments, attend_packed
+from armature.components.models.packed_attention import Segments, attend_packed
 from tests.refusals import refused
 
 from .test_varlen import DEVICES, compare

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from transformers import AutoProcessor
 
-from components.adapters.families import ENTRIES
-from components.adapters.spec import known_token_ids, token_id
-from components.contracts.errors import DataError
-from components.models.reserved_tokens import reserved_tokens
-from components.models.settings import ModelSettings, TinySettings
+from armature.components.adapters.families import ENTRIES
+from armature.components.adapters.spec import known_token_ids, token_id
+from armature.components.contracts.errors import DataError
+from armature.components.models.reserved_tokens import reserved_tokens
+from armature.components.models.settings import ModelSettings, TinySettings
 from tests.hub_server import HubServer
 
 from .conftest import EVERY_FAMILY

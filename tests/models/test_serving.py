@@ -18,10 +18,10 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from transformers import AutoProcessor
 
-from components.models.families import FAMILIES
-from components.models.load import load_model
-from components.models.tiny import make_tiny_checkpoint
-from components.sft.prompts import PromptWriter
+from armature.components.models.families import FAMILIES
+from armature.components.models.load import load_model
+from armature.components.models.tiny import make_tiny_checkpoint
+from armature.components.sft.prompts import PromptWriter
 from tests.vlm.conftest import model_settings
 
 PYTHON = Path(__file__).parents[2] / ".venv-vllm/bin/python"

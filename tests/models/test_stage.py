@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from components.artifacts.digests import folder_digest
-from components.artifacts.manifest import read_manifest
-from components.contracts.machine import Machine
-from components.models.load import load_model, load_processor
-from components.models.settings import ModelSettings
-from components.models.source import locate
-from components.models.tiny import SMALL
-from components.stages import run_stage
+from armature.components.artifacts.digests import folder_digest
+from armature.components.artifacts.manifest import read_manifest
+from armature.components.contracts.machine import Machine
+from armature.components.models.load import load_model, load_processor
+from armature.components.models.settings import ModelSettings
+from armature.components.models.source import locate
+from armature.components.models.tiny import SMALL
+from armature.components.stages import run_stage
 from tests.hub_server import HubServer
 from tests.refusals import refused
 

@@ -21,20 +21,20 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from components.adapters import get_adapter
-from components.artifacts.images import ImageStore
-from components.batches.table import write_batch
-from components.contracts.batches import Sample
-from components.contracts.images import EncodedImage, ImageRef
-from components.contracts.machine import Machine
-from components.contracts.rollouts import GenerateOutputs, Trajectory, Turn
-from components.models.families import FAMILIES
-from components.models.load import load_processor
-from components.models.tiny import SMALL, make_tiny_checkpoint
-from components.training.ranks import Ranks
-from components.training.service_settings import service_settings
-from components.vlm.client import TrainerPolicySettings
-from components.vlm.worker import TrainerWorker
+from armature.components.adapters import get_adapter
+from armature.components.artifacts.images import ImageStore
+from armature.components.batches.table import write_batch
+from armature.components.contracts.batches import Sample
+from armature.components.contracts.images import EncodedImage, ImageRef
+from armature.components.contracts.machine import Machine
+from armature.components.contracts.rollouts import GenerateOutputs, Trajectory, Turn
+from armature.components.models.families import FAMILIES
+from armature.components.models.load import load_processor
+from armature.components.models.tiny import SMALL, make_tiny_checkpoint
+from armature.components.training.ranks import Ranks
+from armature.components.training.service_settings import service_settings
+from armature.components.vlm.client import TrainerPolicySettings
+from armature.components.vlm.worker import TrainerWorker
 from tests.vlm.conftest import trainer_settings
 
 from .test_serving import CPU, PYTHON, SETTINGS

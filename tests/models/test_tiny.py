@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from components.models.families import FAMILIES, image_token_ids
-from components.models.settings import FormatSettings, TinySettings, Transcript
-from components.models.tiny import SMALL, make_tiny_checkpoint
+from armature.components.models.families import FAMILIES, image_token_ids
+from armature.components.models.settings import FormatSettings, TinySettings, Transcript
+from armature.components.models.tiny import SMALL, make_tiny_checkpoint
 from tests.refusals import refused
 
 COLORS = ("red", "green", "blue", "yellow")
@@ -40,7 +40,7 @@ FORMAT = FormatSettings(
 MANY = """
 import sys
 from pathlib import Path
-from components.models.tiny import SMALL, make_tiny_checkpoint
+from armature.components.models.tiny import SMALL, make_tiny_checkpoint
 for family in sys.argv[2:]:
     make_tiny_checkpoint(family, Path(sys.argv[1]) / family, seed=0)
 """

@@ -12,9 +12,9 @@ from PIL import Image
 from torch import Tensor, nn
 from transformers import AutoProcessor
 
-from components.models.load import load_model
-from components.models.settings import ModelSettings
-from components.models.varlen import attend_in_windows
+from armature.components.models.load import load_model
+from armature.components.models.settings import ModelSettings
+from armature.components.models.varlen import attend_in_windows
 
 WINDOWED = ("qwen2-vl", "qwen2.5-vl", "qwen3-vl")
 DEVICES = (
@@ -82,7 +82,7 @@ def test_a_vision_tower_calls_attention_once_per_layer_and_gives_the_same(
             calls[_name] += 1
             return real(*args, **more)
 
-        for module in ("torch.nn.functional", "components.models.varlen"):
+        for module in ("torch.nn.functional", "armature.components.models.varlen"):
             monkeypatch.setattr(f"{module}.scaled_dot_product_attention", counted)
         model = load_model(folder, ModelSettings(source="/given", dtype="float32", attn_implementation=name))
         logits = model(**inputs).logits

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from armature.check import share_of_gpus
-from components.artifacts.manifest import write_manifest
-from components.artifacts.store import ArtifactStore
-from components.configuration import load_recipe
-from components.contracts.machine import Machine
-from components.planning.balance import MeasuredShare, best_share, last_run, share_lines
-from components.rl.settings import TrainVLMSettings
+from armature.components.artifacts.manifest import write_manifest
+from armature.components.artifacts.store import ArtifactStore
+from armature.components.configuration import load_recipe
+from armature.components.contracts.machine import Machine
+from armature.components.planning.balance import MeasuredShare, best_share, last_run, share_lines
+from armature.components.rl.settings import TrainVLMSettings
 
 IN_TURN = MeasuredShare(Path("run"), 4, 4, rollouts=9.0, train=1.0, others=2.0, overlaps=False, at_most=False)
 STEP = {"wait_for_rollouts": 6.0, "batch": 0.5, "train": 2.0, "sync": 1.5}

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 from transformers import PretrainedConfig, Qwen2_5_VLConfig, Qwen2VLConfig
 
+from armature.components.models.settings import ModelSettings
+from armature.components.planning.costs import Costs
+from armature.components.planning.estimate import Assumptions, Mfu, Transfer, estimated
+from armature.components.planning.geometry import ModelGeometry, geometry
+from armature.components.planning.gpus import GPUS
+from armature.components.vlm.settings import TrainerSettings
 from benchmarks.step_case import TEXT, VISION
-from components.models.settings import ModelSettings
-from components.planning.costs import Costs
-from components.planning.estimate import Assumptions, Mfu, Transfer, estimated
-from components.planning.geometry import ModelGeometry, geometry
-from components.planning.gpus import GPUS
-from components.vlm.settings import TrainerSettings
 
 DOCS = Path(__file__).parents[2] / "docs"
 

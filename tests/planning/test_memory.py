@@ -16,14 +16,14 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 
-from components.models.families import family_of
-from components.models.load import load_model
-from components.models.settings import ModelSettings, TinySettings
-from components.models.tiny import make_tiny_checkpoint
-from components.planning.geometry import ModelGeometry, geometry, read_config, trainer_bytes
-from components.training.ranks import Ranks
-from components.training.sharding import blocks, sharder
-from components.vlm.settings import TrainerSettings
+from armature.components.models.families import family_of
+from armature.components.models.load import load_model
+from armature.components.models.settings import ModelSettings, TinySettings
+from armature.components.models.tiny import make_tiny_checkpoint
+from armature.components.planning.geometry import ModelGeometry, geometry, read_config, trainer_bytes
+from armature.components.training.ranks import Ranks
+from armature.components.training.sharding import blocks, sharder
+from armature.components.vlm.settings import TrainerSettings
 
 TINY = TinySettings(layers=3)
 MODEL = ModelSettings(source="tiny/qwen2-vl", tiny=TINY, dtype="float32")

@@ -7,13 +7,13 @@ import itertools
 
 import pytest
 
-from components.planning.clock import SerialResource, VirtualLoop
-from components.planning.costs import ServerCosts, TrainerCosts
-from components.planning.server import SimulatedServer
-from components.planning.trainer import PlannedRollout, samples_of, training_seconds
-from components.planning.workload import PlannedTurn, WorkloadSettings, drawn
-from components.rollouts.play import RolloutId
-from components.vlm.settings import TrainerSettings
+from armature.components.planning.clock import SerialResource, VirtualLoop
+from armature.components.planning.costs import ServerCosts, TrainerCosts
+from armature.components.planning.server import SimulatedServer
+from armature.components.planning.trainer import PlannedRollout, samples_of, training_seconds
+from armature.components.planning.workload import PlannedTurn, WorkloadSettings, drawn
+from armature.components.rollouts.play import RolloutId
+from armature.components.vlm.settings import TrainerSettings
 
 SERVER = ServerCosts(pass_seconds=0.01, token_seconds=0.001, context_token_seconds=1e-6, slots=4)
 

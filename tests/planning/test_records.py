@@ -11,21 +11,21 @@ from typing import Any
 import numpy as np
 import pytest
 
-from components.artifacts.manifest import write_manifest
-from components.artifacts.store import ArtifactStore
-from components.configuration import load_recipe
-from components.contracts.errors import ConfigurationError
-from components.contracts.machine import Machine
-from components.contracts.rollouts import GenerateOutputs, Trajectory, Turn
-from components.inference.merge import WINDOW
-from components.planning.costs import Costs
-from components.planning.fitting import measured_runs
-from components.planning.records import RunRecords, on_one_machine, read_run
-from components.planning.simulate import SimulatedRun
-from components.planning.workload import PlannedTurn, Workload
-from components.rl.settings import TrainVLMSettings
-from components.rollouts.play import RolloutId
-from components.rollouts.table import write_rollouts
+from armature.components.artifacts.manifest import write_manifest
+from armature.components.artifacts.store import ArtifactStore
+from armature.components.configuration import load_recipe
+from armature.components.contracts.errors import ConfigurationError
+from armature.components.contracts.machine import Machine
+from armature.components.contracts.rollouts import GenerateOutputs, Trajectory, Turn
+from armature.components.inference.merge import WINDOW
+from armature.components.planning.costs import Costs
+from armature.components.planning.fitting import measured_runs
+from armature.components.planning.records import RunRecords, on_one_machine, read_run
+from armature.components.planning.simulate import SimulatedRun
+from armature.components.planning.workload import PlannedTurn, Workload
+from armature.components.rl.settings import TrainVLMSettings
+from armature.components.rollouts.play import RolloutId
+from armature.components.rollouts.table import write_rollouts
 
 RECORDED = json.loads((Path(__file__).parent / "recorded.json").read_text())
 STEPS = 6

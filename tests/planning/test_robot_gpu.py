@@ -7,19 +7,19 @@ from pathlib import Path
 
 import pytest
 
+from armature.components.configuration import load_recipe
+from armature.components.environments.libero.tasks import suite_tasks
+from armature.components.planning.clock import VirtualLoop
+from armature.components.planning.gpus import GPUS
+from armature.components.planning.robots.costs import RobotCosts
+from armature.components.planning.robots.estimate import RobotAssumptions, estimated_robot_costs
+from armature.components.planning.robots.geometry import PolicyGeometry, policy_geometry
+from armature.components.planning.robots.play import SimulatedPlay
+from armature.components.planning.robots.workload import RobotEpisode
+from armature.components.policies.settings import RobotPolicySettings
+from armature.components.vla_rl.schedule import plan_step
+from armature.components.vla_rl.settings import RobotRolloutSettings, TrainVLARLSettings
 from benchmarks.model_sizes import policy_config_of
-from components.configuration import load_recipe
-from components.environments.libero.tasks import suite_tasks
-from components.planning.clock import VirtualLoop
-from components.planning.gpus import GPUS
-from components.planning.robots.costs import RobotCosts
-from components.planning.robots.estimate import RobotAssumptions, estimated_robot_costs
-from components.planning.robots.geometry import PolicyGeometry, policy_geometry
-from components.planning.robots.play import SimulatedPlay
-from components.planning.robots.workload import RobotEpisode
-from components.policies.settings import RobotPolicySettings
-from components.vla_rl.schedule import plan_step
-from components.vla_rl.settings import RobotRolloutSettings, TrainVLARLSettings
 from tests.environments.libero.simulated import needs_libero
 
 DOCS = Path(__file__).parents[2] / "docs"

@@ -11,21 +11,21 @@ from typing import Any
 import numpy as np
 import pytest
 
-from armature.plan import plan_recipe
-from components.artifacts.manifest import write_manifest
-from components.artifacts.store import ArtifactStore
-from components.configuration import load_recipe
-from components.contracts.errors import ConfigurationError
-from components.planning.robots.records import (
+from armature.components.artifacts.manifest import write_manifest
+from armature.components.artifacts.store import ArtifactStore
+from armature.components.configuration import load_recipe
+from armature.components.contracts.errors import ConfigurationError
+from armature.components.planning.robots.records import (
     RobotRunRecords,
     measured_robot_runs,
     read_robot_run,
     robot_workload_of,
 )
-from components.planning.robots.simulate import SimulatedRobotRun
-from components.planning.robots.workload import RobotWorkload
-from components.vla_rl.table import Answer, write_rollouts
-from components.vla_rl.updates import update_rows
+from armature.components.planning.robots.simulate import SimulatedRobotRun
+from armature.components.planning.robots.workload import RobotWorkload
+from armature.components.vla_rl.table import Answer, write_rollouts
+from armature.components.vla_rl.updates import update_rows
+from armature.plan import plan_recipe
 from tests.environments.libero.simulated import needs_libero
 from tests.planning.test_robots import ACTIONS, ANSWERS, CHUNK, COSTS, GROUPS, HALF, KEEP, PASS, SIZE, make_run
 

@@ -8,18 +8,18 @@ from typing import Any
 
 import pytest
 
-from components.artifacts.images import ImageStore
-from components.configuration import load_recipe
-from components.evaluation.libero.settings import LiberoEvaluationSettings
-from components.planning.clock import VirtualLoop
-from components.planning.robots.costs import RobotCosts
-from components.planning.robots.play import SimulatedPlay
-from components.planning.robots.simulate import SimulatedRobotRun
-from components.planning.robots.workload import RobotEpisode, RobotWorkload, RobotWorkloadSettings, drawn
-from components.policies.molmoact2.policy import open_policy
-from components.vla_rl.collect import Collector
-from components.vla_rl.schedule import plan_step
-from components.vla_rl.settings import RewardWeighted, TrainVLARLSettings
+from armature.components.artifacts.images import ImageStore
+from armature.components.configuration import load_recipe
+from armature.components.evaluation.libero.settings import LiberoEvaluationSettings
+from armature.components.planning.clock import VirtualLoop
+from armature.components.planning.robots.costs import RobotCosts
+from armature.components.planning.robots.play import SimulatedPlay
+from armature.components.planning.robots.simulate import SimulatedRobotRun
+from armature.components.planning.robots.workload import RobotEpisode, RobotWorkload, RobotWorkloadSettings, drawn
+from armature.components.policies.molmoact2.policy import open_policy
+from armature.components.vla_rl.collect import Collector
+from armature.components.vla_rl.schedule import plan_step
+from armature.components.vla_rl.settings import RewardWeighted, TrainVLARLSettings
 from tests.environments.libero.simulated import needs_libero
 from tests.evaluation.libero.playground import TASKS
 from tests.vla_rl.kitchen import Kitchen, calm_policy, rollout_settings

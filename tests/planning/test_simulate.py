@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 
-from components.batches.settings import BatchSettings
-from components.inference.merge import WINDOW
-from components.planning.clock import VirtualLoop
-from components.planning.costs import Costs, FailureCosts, FlowCosts, ServerCosts, TrainerCosts
-from components.planning.pool import SimulatedPool
-from components.planning.simulate import SimulatedRun
-from components.planning.walls import WALLS, first_wall
-from components.planning.workload import PlannedTurn, Workload
-from components.rollouts.settings import RolloutSettings
-from components.vlm.settings import TrainerSettings
+from armature.components.batches.settings import BatchSettings
+from armature.components.inference.merge import WINDOW
+from armature.components.planning.clock import VirtualLoop
+from armature.components.planning.costs import Costs, FailureCosts, FlowCosts, ServerCosts, TrainerCosts
+from armature.components.planning.pool import SimulatedPool
+from armature.components.planning.simulate import SimulatedRun
+from armature.components.planning.walls import WALLS, first_wall
+from armature.components.planning.workload import PlannedTurn, Workload
+from armature.components.rollouts.settings import RolloutSettings
+from armature.components.vlm.settings import TrainerSettings
 
 GROUPS, SIZE, PROMPT, ANSWER = 4, 8, 100, 50
 EPISODE = (PlannedTurn(PROMPT, PROMPT, ANSWER, 1, 0.5),)

@@ -23,7 +23,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 STRANGER = "http://attacker.example"
 FLOW = """
 from prefect import flow
-from components.contracts.machine import Machine
+from armature.components.contracts.machine import Machine
 
 @flow
 def hello(name: str, machine: Machine = Machine()):

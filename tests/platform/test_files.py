@@ -14,10 +14,10 @@ import yaml
 from pydantic import BaseModel
 
 from armature import deployments
-from components.configuration import load_recipe, recipe_names
-from components.contracts.errors import ConfigurationError
-from components.recipes import RECIPES
-from components.stages import STAGES
+from armature.components.configuration import load_recipe, recipe_names
+from armature.components.contracts.errors import ConfigurationError
+from armature.components.recipes import RECIPES
+from armature.components.stages import STAGES
 from tests.refusals import refused
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -203,7 +203,7 @@ def test_dvc_stages_are_registered_stages_and_know_all_that_decides_their_settin
 
 @pytest.mark.parametrize("name", sorted({*RECIPES} - {"evaluate/libero", "evaluate/libero-perturbed"}))
 def test_a_recipe_that_says_nothing_is_refused(name: str):
-    from components.configuration import build_recipe
+    from armature.components.configuration import build_recipe
 
     with pytest.raises(ConfigurationError) as caught:
         build_recipe(name if "/" in name else f"{name}/x", {}, where="nowhere")

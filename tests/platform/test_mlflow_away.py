@@ -14,11 +14,11 @@ from threading import Timer
 import pytest
 from prefect import flow
 
+from armature.components.contracts.errors import TrackingError
+from armature.components.process import Program
 from armature.services import free_port, mlflow_server, wait_until_ready
-from components.contracts.errors import TrackingError
-from components.process import Program
-from tasks.events import PrefectEvents
-from tasks.tracking import tracked
+from armature.tasks.events import PrefectEvents
+from armature.tasks.tracking import tracked
 from tests.refusals import refused
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -53,7 +53,7 @@ def test_one_that_takes_the_call_and_says_nothing_is_given_up(tmp_path: Path) ->
     ],
 )
 def test_a_wrong_variable_is_named(tmp_path: Path, name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tasks.mlflow_client import client
+    from armature.tasks.mlflow_client import client
 
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
     monkeypatch.setenv(name, value)
@@ -88,7 +88,7 @@ def awake(server: Program) -> None:
 
 
 def steps_of(run_id: str) -> list[int]:
-    from tasks.mlflow_client import client
+    from armature.tasks.mlflow_client import client
 
     return sorted(point.step for point in client().get_metric_history(run_id, "loss"))
 
@@ -115,7 +115,7 @@ def test_a_stage_goes_on_without_it_and_its_record_is_complete_in_the_end(server
 @pytest.mark.slow
 @pytest.mark.usefixtures("prefect_server")
 def test_one_that_stays_away_is_an_error_of_ours_and_hides_none(server: Program, tmp_path: Path) -> None:
-    from tasks.patience import patience
+    from armature.tasks.patience import patience
 
     @flow
     def training(fails: bool) -> None:

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from components.batches.build import build_batch
-from components.batches.settings import BatchSettings
-from components.contracts.images import ImageRef
-from components.contracts.rollouts import GenerateOutputs
+from armature.components.batches.build import build_batch
+from armature.components.batches.settings import BatchSettings
+from armature.components.contracts.images import ImageRef
+from armature.components.contracts.rollouts import GenerateOutputs
 from tests.reports.conftest import make_trajectory
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -64,15 +64,15 @@ def test_everything_of_ours_is_imported_where_flash_attn_cannot_be():
     program = """
 import importlib, pkgutil, sys
 sys.modules["flash_attn"] = None  # from now on importing it is an ImportError, and looking for it finds nothing
-import components
-for module in pkgutil.walk_packages(components.__path__, "components."):
+from armature import components
+for module in pkgutil.walk_packages(components.__path__, "armature.components."):
     if ".served" not in module.name:
         try:
             importlib.import_module(module.name)
         except ModuleNotFoundError as error:  # an extra that this environment may lack
             assert error.name.partition(".")[0] in ("verifiers", "triton", "ai2thor", "alfworld"), error
 assert not [name for name in sys.modules if name.startswith("flash_attn.")]
-print("imported", len([name for name in sys.modules if name.startswith("components.")]))
+print("imported", len([name for name in sys.modules if name.startswith("armature.components.")]))
 """
     done = subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]

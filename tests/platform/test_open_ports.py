@@ -8,8 +8,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from components.contracts.machine import Machine
-from components.vlm.client import TrainerClient, TrainerPolicySettings
+from armature.components.contracts.machine import Machine
+from armature.components.vlm.client import TrainerClient, TrainerPolicySettings
 from tests.conftest import SharedServer
 from tests.platform.conftest import assert_closed, reachable
 from tests.vlm.conftest import model_settings, trainer_settings
@@ -41,4 +41,4 @@ def test_no_port_of_a_trainer_or_a_server_is_open(
 ) -> None:
     with trainer_of(shared_server.checkpoint, tmp_path):
         family = psutil.Process().children(recursive=True)
-        assert_closed(second_machine, family, {"components.training.service", "vllm.entrypoints"})
+        assert_closed(second_machine, family, {"armature.components.training.service", "vllm.entrypoints"})

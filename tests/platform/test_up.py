@@ -18,11 +18,11 @@ import pytest
 import yaml
 
 from armature import deployments
+from armature.components.configuration import load_recipe
+from armature.components.contracts.machine import Machine
+from armature.components.models.settings import ModelSettings
+from armature.components.stages import run_stage
 from armature.services import free_port
-from components.configuration import load_recipe
-from components.contracts.machine import Machine
-from components.models.settings import ModelSettings
-from components.stages import run_stage
 from tests.conftest import SharedServer
 from tests.platform.conftest import assert_closed
 from tests.platform.dashboard import CHROMIUM, chromium, start_from_the_form, table_of_results

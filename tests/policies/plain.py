@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from components.policies.settings import RobotPolicySettings
+from armature.components.policies.settings import RobotPolicySettings
 
 _PLAIN: dict[str, Any] = {
     "semantics": "head",

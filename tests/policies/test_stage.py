@@ -13,18 +13,18 @@ import pytest
 import torch
 from huggingface_hub.utils import filter_repo_objects
 
-from components.artifacts.digests import folder_digest
-from components.contracts.machine import Machine
-from components.contracts.robots import RobotObservation
-from components.contracts.stages import StageContext
-from components.models.source import locate
-from components.policies.molmoact2.checkpoints.checkpoint import load_policy
-from components.policies.molmoact2.processing.batch import Example
-from components.policies.molmoact2.processing.norm_stats import RobotMetadata
-from components.policies.settings import RobotPolicySettings, TinyPolicySettings
-from components.policies.source import POLICY
-from components.policies.stage import POLICY_STAGE
-from components.stages import TerminalEvents, ThreadUnits
+from armature.components.artifacts.digests import folder_digest
+from armature.components.contracts.machine import Machine
+from armature.components.contracts.robots import RobotObservation
+from armature.components.contracts.stages import StageContext
+from armature.components.models.source import locate
+from armature.components.policies.molmoact2.checkpoints.checkpoint import load_policy
+from armature.components.policies.molmoact2.processing.batch import Example
+from armature.components.policies.molmoact2.processing.norm_stats import RobotMetadata
+from armature.components.policies.settings import RobotPolicySettings, TinyPolicySettings
+from armature.components.policies.source import POLICY
+from armature.components.policies.stage import POLICY_STAGE
+from armature.components.stages import TerminalEvents, ThreadUnits
 from tests.policies.molmoact2 import released
 from tests.refusals import refused
 
@@ -177,7 +177,7 @@ def test_no_code_is_fetched_from_a_hub(
             shutil.copyfile(folder / file, target / file)
         return str(target)
 
-    monkeypatch.setattr("components.models.source.snapshot_download", snapshot)
+    monkeypatch.setattr("armature.components.models.source.snapshot_download", snapshot)
     made = run(checkpoint_path="allenai/MolmoAct2", revision=COMMIT, norm_tag="kitchen")
     assert json.loads((made / "source.json").read_text())["commit"] == COMMIT
     assert load_policy(made).settings.chunk_size == 4
@@ -191,9 +191,7 @@ def test_settings_need_no_torch() -> None:
     import subprocess
     import sys
 
-    code = (
-        "import sys; import components.policies.stage, components.policies.settings; assert 'torch' not in sys.modules"
-    )
+    code = "import sys; import armature.components.policies.stage; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

@@ -15,13 +15,13 @@ import pytest
 from numpy.typing import NDArray
 from websockets.sync.client import ClientConnection, connect
 
-from components.contracts.robots import RobotObservation, RobotPolicy
-from components.policies.molmoact2.checkpoints.checkpoint import load_policy
-from components.policies.molmoact2.policy import MolmoAct2Policy
-from components.policy_server.metrics import PolicyServerMetrics
-from components.policy_server.observations import ObservationFormat
-from components.policy_server.server import PolicyServer
-from components.policy_server.settings import PolicyServerSettings
+from armature.components.contracts.robots import RobotObservation, RobotPolicy
+from armature.components.policies.molmoact2.checkpoints.checkpoint import load_policy
+from armature.components.policies.molmoact2.policy import MolmoAct2Policy
+from armature.components.policy_server.metrics import PolicyServerMetrics
+from armature.components.policy_server.observations import ObservationFormat
+from armature.components.policy_server.server import PolicyServer
+from armature.components.policy_server.settings import PolicyServerSettings
 from tests.policies.molmoact2 import released
 from tests.policy_server.by_hand import decode, encode
 

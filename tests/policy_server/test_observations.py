@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from components.policy_server.observations import ObservationFormat
+from armature.components.policy_server.observations import ObservationFormat
 from tests.policy_server.by_hand import encode
 from tests.policy_server.conftest import FORM, FRONT, STATE, WRIST, message
 from tests.refusals import refused

@@ -15,8 +15,8 @@ import pytest
 from numpy.typing import NDArray
 from websockets.exceptions import ConnectionClosed, ConnectionClosedError, InvalidStatus
 
-from components.policies.molmoact2.policy import MolmoAct2Policy
-from components.policy_server.settings import PolicyServerSettings
+from armature.components.policies.molmoact2.policy import MolmoAct2Policy
+from armature.components.policy_server.settings import PolicyServerSettings
 from tests.policy_server.by_hand import decode, encode
 from tests.policy_server.conftest import KEY, GatedPolicy, Running, ask, message, observation, running
 from tests.policy_server.malformed import KINDS

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from components.policy_server.wire import kind, pack, unpack, value_of
+from armature.components.policy_server.wire import kind, pack, unpack, value_of
 from tests.policy_server.by_hand import decode, encode
 from tests.refusals import refused
 

@@ -16,14 +16,14 @@ import torch
 from pydantic import BaseModel
 from safetensors.torch import save_file
 
-from components.contracts.machine import Machine
-from components.contracts.stages import Artifact
-from components.training.client import ServiceClient
-from components.training.engine import ParameterGroup, TrainingEngine
-from components.training.ranks import Ranks
-from components.training.restarts import run_steps
-from components.training.service_settings import ServiceSettings
-from components.training.service_worker import Command, ServiceWorker
+from armature.components.contracts.machine import Machine
+from armature.components.contracts.stages import Artifact
+from armature.components.training.client import ServiceClient
+from armature.components.training.engine import ParameterGroup, TrainingEngine
+from armature.components.training.ranks import Ranks
+from armature.components.training.restarts import run_steps
+from armature.components.training.service_settings import ServiceSettings
+from armature.components.training.service_worker import Command, ServiceWorker
 
 STEPS, SAVED_EVERY, PAUSED_AFTER = 40, 10, 15
 CONTINUE, PAUSED, OUT, WEIGHTS = "continue", "paused", "out", "model.safetensors"

@@ -14,10 +14,10 @@ from threading import Timer
 
 import pytest
 
-from components.artifacts.manifest import write_manifest
-from components.artifacts.record import read_record
-from components.artifacts.remote import NO_STAGES
-from components.artifacts.store import NO_ARTIFACTS, ArtifactStore
+from armature.components.artifacts.manifest import write_manifest
+from armature.components.artifacts.record import read_record
+from armature.components.artifacts.remote import NO_STAGES
+from armature.components.artifacts.store import NO_ARTIFACTS, ArtifactStore
 from tests.chaos.training import Training, make_inputs
 from tests.interop.cluster.s3_server import Server, client_of, running
 from tests.production.faulty_network import Faults, faulty

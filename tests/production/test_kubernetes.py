@@ -26,9 +26,9 @@ import yaml
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.objects import State
 
-from components.datasets.lerobot.layout import Feature
-from components.datasets.lerobot.settings import LayoutSettings
-from components.datasets.lerobot.writer import create_dataset
+from armature.components.datasets.lerobot.layout import Feature
+from armature.components.datasets.lerobot.settings import LayoutSettings
+from armature.components.datasets.lerobot.writer import create_dataset
 from tests.production.stand_in_cluster import Cluster, Object, variables
 from tests.production.tiny_policy import TRAINING, steps_done, weights
 from tests.vla.conftest import write_dataset

@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 
-from components.artifacts.manifest import read_manifest
-from components.artifacts.store import ArtifactStore
-from components.configuration import CONFIGS
-from components.contracts.stages import Artifact
-from components.process import Program
-from components.rollouts.table import read_rollouts
+from armature.components.artifacts.manifest import read_manifest
+from armature.components.artifacts.store import ArtifactStore
+from armature.components.configuration import CONFIGS
+from armature.components.contracts.stages import Artifact
+from armature.components.process import Program
+from armature.components.rollouts.table import read_rollouts
 from tests.production.conftest import Platform
 from tests.production.nodes import Network, Node, wait_for
 from tests.production.services import OFFLINE, ONE_THREAD

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from components.process import Program
-from components.training.processes import RENDEZVOUS, private_folder
+from armature.components.process import Program
+from armature.components.training.processes import RENDEZVOUS, private_folder
 from tests.production.linear_trainer import CONTINUE, OUT, PAUSED, WEIGHTS, installed
 from tests.production.nodes import Network, Node, wait_for
 from tests.production.services import ONE_THREAD
@@ -24,8 +24,8 @@ NOTICED = 120.0
 """Seconds, with the time limits of a user who sets none."""
 RANK = """
 from datetime import timedelta
-from components.training import launch
-from components.training.processes import TrainerProcesses
+from armature.components.training import launch
+from armature.components.training.processes import TrainerProcesses
 
 launch.CONNECT = timedelta(seconds=5)
 with launch.joined(TrainerProcesses(threads=1), seed=0):

@@ -19,8 +19,8 @@ with socket.create_server(("0.0.0.0", 8000)) as listener:
 """
 CLIENT = """
 import asyncio, functools, sys, time
-from components.inference import client
-from components.inference.endpoint import Endpoint
+from armature.components.inference import client
+from armature.components.inference.endpoint import Endpoint
 
 async def main():
     client.socket_options = functools.partial(client.socket_options, float(sys.argv[2]))

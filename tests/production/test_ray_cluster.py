@@ -16,12 +16,12 @@ import psutil
 import pytest
 import yaml
 
-from components.artifacts.digests import file_digest
-from components.configuration import load_recipe
-from components.contracts.machine import Machine
-from components.inference.command import server_command, server_environment
-from components.inference.settings import ServerSettings
-from components.process import Program
+from armature.components.artifacts.digests import file_digest
+from armature.components.configuration import load_recipe
+from armature.components.contracts.machine import Machine
+from armature.components.inference.command import server_command, server_environment
+from armature.components.inference.settings import ServerSettings
+from armature.components.process import Program
 from tests.production.linear_trainer import CONTINUE, OUT, PAUSED, installed
 from tests.production.linear_trainer import WEIGHTS as LINEAR
 from tests.production.nodes import DISK, Network, Node, wait_for
@@ -32,8 +32,11 @@ ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".venv-ray/bin/python"
 """The environment of the project, with Ray."""
 KEY = "a key for the tests"
-SERVER, RANK = "vllm.entrypoints.openai.api_server", "components.training.service"
-PLAYERS = {"train-vlm": "components.rollouts.worker", "train-vla": "components.environments.libero.worker"}
+SERVER, RANK = "vllm.entrypoints.openai.api_server", "armature.components.training.service"
+PLAYERS = {
+    "train-vlm": "armature.components.rollouts.worker",
+    "train-vla": "armature.components.environments.libero.worker",
+}
 ENVIRONMENT = {**ONE_THREAD, "PYTHONPATH": str(ROOT), "RAY_USAGE_STATS_ENABLED": "0", "HF_HUB_OFFLINE": "1"}
 
 pytestmark = [
@@ -260,7 +263,7 @@ def test_ray_s_launcher_makes_one_cluster_of_all_nodes_and_runs_the_command_once
     nodes = [network.add(f"symmetric{number}") for number in range(2)]
     place = ["--address", f"{nodes[0].address}:6379", "--min-nodes", "2"]
     options = ["--num-cpus=1", "--disable-usage-stats", "--object-store-memory=100000000"]
-    asked = f"from components.workers.actor import joined; print('nodes', len(joined('{place[1]}').nodes()))"
+    asked = f"from armature.components.workers.actor import joined; print('nodes', len(joined('{place[1]}').nodes()))"
     command = [PYTHON, "-m", "ray.scripts.scripts", "symmetric-run", *place, *options, "--", PYTHON, "-c", asked]
     programs = [node.start(command, ENVIRONMENT | {"RAY_TMPDIR": f"{DISK}/tmp"}) for node in nodes]
     assert [program.wait(200) for program in programs] == [0, 0], [program.tail(60) for program in programs]

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from components.contracts.images import ImageRef
-from components.contracts.rollouts import Trajectory, Turn
+from armature.components.contracts.images import ImageRef
+from armature.components.contracts.rollouts import Trajectory, Turn
 
 
 class MemoryImages:

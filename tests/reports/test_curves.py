@@ -11,8 +11,8 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 from PIL import Image
 
-from components.reports.curves import curve_images, curves_png, panels_of
-from components.reports.report import HtmlReport, Table, flatten, write_report
+from armature.components.reports.curves import curve_images, curves_png, panels_of
+from armature.components.reports.report import HtmlReport, Table, flatten, write_report
 from tests.refusals import refused
 
 HISTORY = [

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from components.reports.training import drops_by_reason, last_figures, write_training_report
+from armature.components.reports.training import drops_by_reason, last_figures, write_training_report
 
 HISTORY = [
     {

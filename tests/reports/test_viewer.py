@@ -16,11 +16,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from components.artifacts.images import ImageStore
-from components.contracts.errors import DataError
-from components.contracts.rollouts import Failure
-from components.reports.records import TurnScores
-from components.reports.viewer import Limits, Rollouts, write_viewer
+from armature.components.artifacts.images import ImageStore
+from armature.components.contracts.errors import DataError
+from armature.components.contracts.rollouts import Failure
+from armature.components.reports.records import TurnScores
+from armature.components.reports.viewer import Limits, Rollouts, write_viewer
 from tests.images import other_images, raw_png, turned_images
 from tests.reports.conftest import MemoryImages, make_trajectory
 

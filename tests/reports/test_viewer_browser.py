@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from components.contracts.rollouts import Failure
-from components.reports.viewer import Rollouts, write_viewer
+from armature.components.contracts.rollouts import Failure
+from armature.components.reports.viewer import Rollouts, write_viewer
 from tests.browser import CHROMIUM, NEEDS_CHROMIUM
 from tests.reports.conftest import make_trajectory
 

@@ -8,9 +8,9 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from components.rewards.make import Rewards, make_rewards
-from components.rewards.reward import RewardInput
-from components.rewards.settings import RewardSettings
+from armature.components.rewards.make import Rewards, make_rewards
+from armature.components.rewards.reward import RewardInput
+from armature.components.rewards.settings import RewardSettings
 
 
 def made(name: str, folder: Path = Path(), **arguments: Any) -> Rewards:

@@ -9,7 +9,7 @@ from string import ascii_uppercase
 
 import pytest
 
-from components.rewards.choice import chosen_letter
+from armature.components.rewards.choice import chosen_letter
 
 from .grading import graded
 

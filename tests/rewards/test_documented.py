@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from components.contracts.failures import RolloutFailed
-from components.rewards import REWARDS
-from components.rewards.settings import NamedReward
+from armature.components.contracts.failures import RolloutFailed
+from armature.components.rewards import REWARDS
+from armature.components.rewards.settings import NamedReward
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs/rewards.md").read_text()
 

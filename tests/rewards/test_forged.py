@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 
-from components.contracts.failures import RolloutFailed
-from components.rewards.make import Rewards
+from armature.components.contracts.failures import RolloutFailed
+from armature.components.rewards.make import Rewards
 from tests.refusals import refused
 
 from .grading import grade, made
 
 MODULE = """
 import ctypes, inspect, json, os, struct, sys, threading, time
-from components.workers.serve import serve
+from armature.components.workers.serve import serve
 
 def framed(text):
     frame = inspect.currentframe()

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from components.contracts.errors import ConfigurationError
-from components.project import project
-from components.rewards.make import Rewards, reward_sources
-from components.rewards.settings import RewardSettings
+from armature.components.contracts.errors import ConfigurationError
+from armature.components.project import project
+from armature.components.rewards.make import Rewards, reward_sources
+from armature.components.rewards.settings import RewardSettings
 from tests.refusals import refused
 
 from .grading import grade, made

@@ -14,10 +14,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from components.contracts.failures import RolloutFailed
-from components.rewards.make import Rewards, make_rewards
-from components.rewards.reward import RewardInput
-from components.rewards.settings import RewardSettings
+from armature.components.contracts.failures import RolloutFailed
+from armature.components.rewards.make import Rewards, make_rewards
+from armature.components.rewards.reward import RewardInput
+from armature.components.rewards.settings import RewardSettings
 
 REASONS = {"bad_answer", "reward_timeout", "reward_died", "reward_error", "reward_invalid"}
 

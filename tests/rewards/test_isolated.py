@@ -17,11 +17,11 @@ import psutil
 import pytest
 from pydantic import ValidationError
 
-from components.contracts.errors import ConfigurationError
-from components.rewards.command import Command, CommandSettings
-from components.rewards.json_schema import JsonSchema, JsonSchemaSettings
-from components.rewards.make import Rewards
-from components.rewards.reward import RewardInput
+from armature.components.contracts.errors import ConfigurationError
+from armature.components.rewards.command import Command, CommandSettings
+from armature.components.rewards.json_schema import JsonSchema, JsonSchemaSettings
+from armature.components.rewards.make import Rewards
+from armature.components.rewards.reward import RewardInput
 from tests.refusals import refused
 
 from .grading import grade, made
@@ -124,7 +124,7 @@ def test_process_that_stands_still_fails_its_rollout() -> None:
         graders = [
             each
             for each in psutil.Process().children(recursive=True)
-            if each.cmdline()[1:3] == ["-m", "components.rewards.worker"]
+            if each.cmdline()[1:3] == ["-m", "armature.components.rewards.worker"]
         ]
         assert graders
         for each in graders:

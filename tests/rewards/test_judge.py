@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from components.configuration import explain
-from components.contracts.errors import ConfigurationError
-from components.contracts.failures import RolloutFailed
-from components.contracts.secrets import PLAIN_SECRET
-from components.rewards.judge.grades import grade_in, question
-from components.rewards.judge.settings import JudgeSettings
-from components.rewards.make import Rewards
-from components.rewards.reward import RewardInput
+from armature.components.configuration import explain
+from armature.components.contracts.errors import ConfigurationError
+from armature.components.contracts.failures import RolloutFailed
+from armature.components.contracts.secrets import PLAIN_SECRET
+from armature.components.rewards.judge.grades import grade_in, question
+from armature.components.rewards.judge.settings import JudgeSettings
+from armature.components.rewards.make import Rewards
+from armature.components.rewards.reward import RewardInput
 from tests.refusals import refused
 
 from .grading import made
@@ -44,7 +44,7 @@ def server() -> Iterator[JudgeServer]:
 @pytest.fixture(autouse=True)
 def a_cache_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ARMATURE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("components.rewards.judge.asking.FIRST_WAIT", 0.01)
+    monkeypatch.setattr("armature.components.rewards.judge.asking.FIRST_WAIT", 0.01)
 
 
 @pytest.fixture(autouse=True)
@@ -326,7 +326,7 @@ def test_a_reply_without_a_grade_is_unreadable(reply: str, settings: dict[str, A
 def test_key_that_comes_back_is_blanked(
     server: JudgeServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, key: str, mood: str
 ) -> None:
-    monkeypatch.setattr("components.contracts.secret_values._forms", set())
+    monkeypatch.setattr("armature.components.contracts.secret_values._forms", set())
     monkeypatch.setenv("JUDGE_KEY", key)
     with closing(judge(server, api_key={"env": "JUDGE_KEY"}, attempts=1)) as rewards:
         if mood == "echo-grade":

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from components.rewards.number import read_number
+from armature.components.rewards.number import read_number
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs/rewards.md").read_text()
 

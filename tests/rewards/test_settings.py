@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from components.configuration.problems import code_of, explain
-from components.contracts.errors import ConfigurationError
-from components.contracts.settings import Settings
-from components.rewards.make import make_rewards
-from components.rewards.settings import RewardSettings
+from armature.components.configuration.problems import code_of, explain
+from armature.components.contracts.errors import ConfigurationError
+from armature.components.contracts.settings import Settings
+from armature.components.rewards.make import make_rewards
+from armature.components.rewards.settings import RewardSettings
 from tests.refusals import refused
 
 

@@ -7,10 +7,10 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from components.contracts.batches import Sample
-from components.contracts.images import ImageRef
-from components.rl.agreement import compare, refuse_mismatch, step_mismatch
-from components.rl.settings import PreflightSettings
+from armature.components.contracts.batches import Sample
+from armature.components.contracts.images import ImageRef
+from armature.components.rl.agreement import compare, refuse_mismatch, step_mismatch
+from armature.components.rl.settings import PreflightSettings
 from tests.refusals import refused
 
 TOKENS, VOCABULARY = 40_000, 50

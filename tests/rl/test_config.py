@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from components.rl.config import MultimodalRLConfig
+from armature.components.rl.config import MultimodalRLConfig
 from tests.refusals import refused
 
 PUBLISHED = {
@@ -83,7 +83,8 @@ def test_what_has_no_meaning_is_refused(options: dict[str, Any], code: str, plac
 
 def test_settings_are_imported_without_torch() -> None:
     code = (
-        "import sys, components.rl.config, components.vlm.settings, components.training.service_settings, "
-        "components.training.client; assert not {'torch', 'transformers'} & set(sys.modules)"
+        "import sys, armature.components.rl.config, "
+        "armature.components.vlm.settings, armature.components.training.service_settings, "
+        "armature.components.training.client; assert not {'torch', 'transformers'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

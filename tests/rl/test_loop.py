@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from components.artifacts.history import History
-from components.contracts.stages import Artifact
-from components.rl.loop import Ahead, run_loop
-from components.stages import TerminalEvents, ThreadUnits
+from armature.components.artifacts.history import History
+from armature.components.contracts.stages import Artifact
+from armature.components.rl.loop import Ahead, run_loop
+from armature.components.stages import TerminalEvents, ThreadUnits
 
 
 class RecordingSteps:

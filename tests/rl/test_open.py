@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from components.inference.adapters import ServedAdapters
-from components.models.settings import LoraSettings, ModelSettings
-from components.models.tiny import make_tiny_checkpoint
-from components.rl.open import served_adapters
+from armature.components.inference.adapters import ServedAdapters
+from armature.components.models.settings import LoraSettings, ModelSettings
+from armature.components.models.tiny import make_tiny_checkpoint
+from armature.components.rl.open import served_adapters
 from tests.refusals import refused
 
 

@@ -12,20 +12,20 @@ import pytest
 import torch
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
-from components.artifacts.history import History
-from components.artifacts.store import ArtifactStore
-from components.batches.check import MOST_TOKENS
-from components.configuration import load_recipe
-from components.contracts.episodes import Observation, Outcome, Task
-from components.evaluation.settings import EvaluateStageSettings, PanelSettings
-from components.inference.client import Completion
-from components.rl.config import MultimodalRLConfig
-from components.rl.evaluations import best_step
-from components.rl.panel import HeldoutPanel, PanelEvaluations
-from components.rl.run import RLRun, RunParts
-from components.rl.settings import LoopSettings, TrainVLMSettings
-from components.rl.trainer import MultimodalGRPOTrainer
-from components.stages import STAGES, fingerprint
+from armature.components.artifacts.history import History
+from armature.components.artifacts.store import ArtifactStore
+from armature.components.batches.check import MOST_TOKENS
+from armature.components.configuration import load_recipe
+from armature.components.contracts.episodes import Observation, Outcome, Task
+from armature.components.evaluation.settings import EvaluateStageSettings, PanelSettings
+from armature.components.inference.client import Completion
+from armature.components.rl.config import MultimodalRLConfig
+from armature.components.rl.evaluations import best_step
+from armature.components.rl.panel import HeldoutPanel, PanelEvaluations
+from armature.components.rl.run import RLRun, RunParts
+from armature.components.rl.settings import LoopSettings, TrainVLMSettings
+from armature.components.rl.trainer import MultimodalGRPOTrainer
+from armature.components.stages import STAGES, fingerprint
 from tests.refusals import refused
 from tests.rl.test_rounds import NotingTrainer, PoolOfOne, Scripted, Tells, Unmerged, context
 from tests.rl.test_trainer import COLORS, LocalSampler, config, reward, run, samplers

@@ -15,26 +15,26 @@ import numpy as np
 import pytest
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
-from components.adapters.sequences import merge_turns, sample_of
-from components.artifacts.store import ArtifactStore
-from components.batches.check import MOST_TOKENS
-from components.batches.table import read_batch
-from components.configuration import load_recipe
-from components.contracts.batches import Sample, TurnAdvantages
-from components.contracts.episodes import Observation, Outcome, Task
-from components.contracts.machine import Machine
-from components.contracts.rollouts import GenerateOutputs, Trajectory
-from components.contracts.stages import StageContext
-from components.inference.client import Completion
-from components.rl.loop import Ahead, run_loop
-from components.rl.open import skipped_batches
-from components.rl.run import RLRun, RunParts
-from components.rl.settings import TrainVLMSettings
-from components.rollouts.difficulty import difficulty
-from components.rollouts.play import RolloutId
-from components.rollouts.schedule import tasks_of_step
-from components.rollouts.table import read_rollouts
-from components.stages import TerminalEvents, ThreadUnits
+from armature.components.adapters.sequences import merge_turns, sample_of
+from armature.components.artifacts.store import ArtifactStore
+from armature.components.batches.check import MOST_TOKENS
+from armature.components.batches.table import read_batch
+from armature.components.configuration import load_recipe
+from armature.components.contracts.batches import Sample, TurnAdvantages
+from armature.components.contracts.episodes import Observation, Outcome, Task
+from armature.components.contracts.machine import Machine
+from armature.components.contracts.rollouts import GenerateOutputs, Trajectory
+from armature.components.contracts.stages import StageContext
+from armature.components.inference.client import Completion
+from armature.components.rl.loop import Ahead, run_loop
+from armature.components.rl.open import skipped_batches
+from armature.components.rl.run import RLRun, RunParts
+from armature.components.rl.settings import TrainVLMSettings
+from armature.components.rollouts.difficulty import difficulty
+from armature.components.rollouts.play import RolloutId
+from armature.components.rollouts.schedule import tasks_of_step
+from armature.components.rollouts.table import read_rollouts
+from armature.components.stages import TerminalEvents, ThreadUnits
 from tests.refusals import refused
 
 GROUPS, MEMBERS, STEPS, MAX_ROUNDS, SEED = 4, 2, 3, 5, 6

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from components.batches.settings import BatchSettings
-from components.rl.signal import no_signal
+from armature.components.batches.settings import BatchSettings
+from armature.components.rl.signal import no_signal
 from tests.batches.conftest import batch_settings, trajectory, walk
 
 GROUP_MEAN: dict[str, Any] = {"name": "group_mean", "scale": "group_std"}

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from components.batches.build import build_batch
-from components.batches.settings import BatchSettings
-from components.contracts.metrics import merged
-from components.contracts.rollouts import GenerateOutputs
-from components.rl.metrics import rollout_metrics
-from components.vlm.metrics import batch_report
+from armature.components.batches.build import build_batch
+from armature.components.batches.settings import BatchSettings
+from armature.components.contracts.metrics import merged
+from armature.components.contracts.rollouts import GenerateOutputs
+from armature.components.rl.metrics import rollout_metrics
+from armature.components.vlm.metrics import batch_report
 from tests.batches.conftest import played, turn
 from tests.batches.test_recipes import TurnsAsSamples
 

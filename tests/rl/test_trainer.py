@@ -18,17 +18,17 @@ from PIL import Image
 from safetensors.torch import load_file
 from tokenizers.decoders import DecodeStream
 
+from armature.components.adapters import MultimodalAdapter
+from armature.components.batches.table import read_batch
+from armature.components.configuration import load_recipe
+from armature.components.contracts.batches import MultimodalBatch
+from armature.components.contracts.errors import DataError
+from armature.components.contracts.rollouts import GenerateOutputs, LogProbs, TokenIds
+from armature.components.inference.probe import ProbeAnswer, make_probe
+from armature.components.models.load import load_model
+from armature.components.rl.config import MultimodalRLConfig
+from armature.components.rl.trainer import MultimodalGRPOTrainer
 from armature.train_multimodal import InferenceTable, start_server
-from components.adapters import MultimodalAdapter
-from components.batches.table import read_batch
-from components.configuration import load_recipe
-from components.contracts.batches import MultimodalBatch
-from components.contracts.errors import DataError
-from components.contracts.rollouts import GenerateOutputs, LogProbs, TokenIds
-from components.inference.probe import ProbeAnswer, make_probe
-from components.models.load import load_model
-from components.rl.config import MultimodalRLConfig
-from components.rl.trainer import MultimodalGRPOTrainer
 from tests.refusals import refused
 from tests.vlm.conftest import LORA, Tiny, make_tiny, model_settings, tiny
 
@@ -283,7 +283,7 @@ def test_an_adapter_of_ones_own_trains_as_that_of_the_family(
     common = {"max_steps": 2, "micro_batch_size": 3, "batch_size": batch_size, "adam_epsilon": 1e-2}
     own, family = (config(tmp_path / name, **common) for name in ("own", "family"))
     forbidden = tuple(sorted(tiny.collator.forbidden_token_ids))  # a family knows more of them than a config.json
-    monkeypatch.setattr("components.rl.trainer.placeholder_token_ids", lambda folder: forbidden)
+    monkeypatch.setattr("armature.components.rl.trainer.placeholder_token_ids", lambda folder: forbidden)
     with_own_adapter(tiny, MinimalAdapter(tiny), own, monkeypatch).train()
     trainer = MultimodalGRPOTrainer(tiny.model(), tiny.processor, None, family)
     trainer.set_environment("colors", **COLORS)

@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from components.artifacts.images import ImageStore
-from components.contracts.images import ImageRef
-from components.contracts.rollouts import TokenIds, Turn
-from components.contracts.stages import Artifact
-from components.inference.client import Completion
-from components.inference.settings import SamplingSettings
+from armature.components.artifacts.images import ImageStore
+from armature.components.contracts.images import ImageRef
+from armature.components.contracts.rollouts import TokenIds, Turn
+from armature.components.contracts.stages import Artifact
+from armature.components.inference.client import Completion
+from armature.components.inference.settings import SamplingSettings
 
 END = 256
 SAMPLING = SamplingSettings(max_tokens=16)

@@ -19,14 +19,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from components.artifacts.images import ImageStore
-from components.contracts.episodes import Environment, Observation, Outcome, Split, Task
-from components.contracts.errors import ServerError, StoreError
-from components.contracts.images import EncodedImage
-from components.contracts.machine import Machine
-from components.contracts.rollouts import GenerateOutputs
-from components.inference.client import GenerationFailure
-from components.rollouts.collect import collect
+from armature.components.artifacts.images import ImageStore
+from armature.components.contracts.episodes import Environment, Observation, Outcome, Split, Task
+from armature.components.contracts.errors import ServerError, StoreError
+from armature.components.contracts.images import EncodedImage
+from armature.components.contracts.machine import Machine
+from armature.components.contracts.rollouts import GenerateOutputs
+from armature.components.inference.client import GenerationFailure
+from armature.components.rollouts.collect import collect
 from tests.images import other_images, refused_images, turned_images
 
 from .conftest import SAMPLING, RecordedEvents, Script, ScriptedPolicy, tokens

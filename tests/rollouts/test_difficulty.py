@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from components.artifacts.tables import read_table, write_table
-from components.contracts.errors import DataError
-from components.contracts.rollouts import GenerateOutputs
-from components.rollouts.difficulty import (
+from armature.components.artifacts.tables import read_table, write_table
+from armature.components.contracts.errors import DataError
+from armature.components.contracts.rollouts import GenerateOutputs
+from armature.components.rollouts.difficulty import (
     DIFFICULTY,
     PlayedGroup,
     TaskDifficulty,
@@ -18,7 +18,7 @@ from components.rollouts.difficulty import (
     difficulty_counts,
     played_groups,
 )
-from components.rollouts.table import write_rollouts
+from armature.components.rollouts.table import write_rollouts
 from tests.reports.conftest import make_trajectory
 
 

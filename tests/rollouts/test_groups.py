@@ -9,12 +9,12 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from components.artifacts.images import ImageStore
-from components.contracts.episodes import Observation, Outcome, Split, Task
-from components.contracts.machine import Machine
-from components.contracts.rollouts import GenerateOutputs
-from components.rollouts.collect import collect
-from components.rollouts.schedule import tasks_of_step
+from armature.components.artifacts.images import ImageStore
+from armature.components.contracts.episodes import Observation, Outcome, Split, Task
+from armature.components.contracts.machine import Machine
+from armature.components.contracts.rollouts import GenerateOutputs
+from armature.components.rollouts.collect import collect
+from armature.components.rollouts.schedule import tasks_of_step
 
 from .conftest import SAMPLING, RecordedEvents, ScriptedPolicy
 

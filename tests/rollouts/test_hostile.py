@@ -17,18 +17,18 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from components.artifacts.images import ImageStore
-from components.batches.groups import groups_of
-from components.batches.settings import PenaltySettings
-from components.contracts.episodes import Observation, Outcome, Task
-from components.contracts.errors import ConfigurationError
-from components.contracts.images import EncodedImage
-from components.contracts.machine import Machine
-from components.contracts.rollouts import GenerateOutputs
-from components.inference.client import GenerationFailure, ReservedToken
-from components.rl.metrics import rollout_metrics
-from components.rollouts.collect import collect
-from components.rollouts.table import read_rollouts, write_rollouts
+from armature.components.artifacts.images import ImageStore
+from armature.components.batches.groups import groups_of
+from armature.components.batches.settings import PenaltySettings
+from armature.components.contracts.episodes import Observation, Outcome, Task
+from armature.components.contracts.errors import ConfigurationError
+from armature.components.contracts.images import EncodedImage
+from armature.components.contracts.machine import Machine
+from armature.components.contracts.rollouts import GenerateOutputs
+from armature.components.inference.client import GenerationFailure, ReservedToken
+from armature.components.rl.metrics import rollout_metrics
+from armature.components.rollouts.collect import collect
+from armature.components.rollouts.table import read_rollouts, write_rollouts
 
 from .conftest import SAMPLING, RecordedEvents, ScriptedPolicy
 from .test_collect import IMPATIENT, Counting, CountingEpisode, play, png, says

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from components.artifacts.images import ImageStore
-from components.contracts.machine import Machine
-from components.rollouts.open_files import allow_open_files
+from armature.components.artifacts.images import ImageStore
+from armature.components.contracts.machine import Machine
+from armature.components.rollouts.open_files import allow_open_files
 
 from .conftest import RecordedEvents, ScriptedPolicy
 from .test_collect import Counting, play, says
@@ -37,7 +37,7 @@ def test_more_episodes_at_once_than_files_may_be_open(
 def test_a_hard_limit_that_is_too_low_is_said() -> None:
     code = (
         "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (200, 200));"
-        "from components.rollouts.open_files import allow_open_files; allow_open_files(201)"
+        "from armature.components.rollouts.open_files import allow_open_files; allow_open_files(201)"
     )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert ended.returncode == 1 and "200 files, and 201 are needed" in ended.stderr

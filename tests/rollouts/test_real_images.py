@@ -10,16 +10,16 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from components.adapters import get_adapter
-from components.adapters.validate import model_inputs
-from components.artifacts.images import ImageStore
-from components.contracts.episodes import Observation, Outcome, Split, Task
-from components.contracts.machine import Machine
-from components.inference.settings import ServerSettings
-from components.models.load import load_model, load_processor
-from components.rl.agreement import compare
-from components.rollouts.collect import collect
-from components.vlm.logprobs import Policy, predicting
+from armature.components.adapters import get_adapter
+from armature.components.adapters.validate import model_inputs
+from armature.components.artifacts.images import ImageStore
+from armature.components.contracts.episodes import Observation, Outcome, Split, Task
+from armature.components.contracts.machine import Machine
+from armature.components.inference.settings import ServerSettings
+from armature.components.models.load import load_model, load_processor
+from armature.components.rl.agreement import compare
+from armature.components.rollouts.collect import collect
+from armature.components.vlm.logprobs import Policy, predicting
 from tests.conftest import SharedServer
 from tests.images import every_image
 from tests.vlm.conftest import model_settings
@@ -69,7 +69,7 @@ class Visit:
 def test_trainer_and_server_see_the_same_images(
     tmp_path: Path, store: ImageStore, events: RecordedEvents, shared_server: SharedServer, joined_url: str
 ) -> None:
-    from components.inference.pool import ServerPool
+    from armature.components.inference.pool import ServerPool
 
     checkpoint = shared_server.checkpoint
     machine = Machine(endpoints=(joined_url,), ready_timeout=400)

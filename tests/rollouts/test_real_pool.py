@@ -10,15 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from components.artifacts.images import ImageStore
-from components.contracts.machine import Machine
-from components.contracts.rollouts import GenerateOutputs
-from components.environments.make import make_environment
-from components.environments.settings import EnvironmentSettings
-from components.inference.settings import ServerSettings
-from components.rollouts.collect import collect
-from components.rollouts.schedule import tasks_of_step
-from components.rollouts.table import read_rollouts, write_rollouts
+from armature.components.artifacts.images import ImageStore
+from armature.components.contracts.machine import Machine
+from armature.components.contracts.rollouts import GenerateOutputs
+from armature.components.environments.make import make_environment
+from armature.components.environments.settings import EnvironmentSettings
+from armature.components.inference.settings import ServerSettings
+from armature.components.rollouts.collect import collect
+from armature.components.rollouts.schedule import tasks_of_step
+from armature.components.rollouts.table import read_rollouts, write_rollouts
 from tests.conftest import SharedServer
 
 from .conftest import SAMPLING, RecordedEvents
@@ -51,7 +51,7 @@ ENVIRONMENTS: dict[str, dict[str, Any]] = {
 def test_groups_on_a_real_server(
     tmp_path: Path, store: ImageStore, events: RecordedEvents, shared_server: SharedServer, joined_url: str
 ) -> None:
-    from components.inference.pool import ServerPool
+    from armature.components.inference.pool import ServerPool
 
     checkpoint = shared_server.checkpoint
     machine = Machine(endpoints=(joined_url,), ready_timeout=400)

@@ -7,9 +7,9 @@ import asyncio
 from hypothesis import given
 from hypothesis import strategies as st
 
-from components.contracts.rollouts import Failure, GenerateOutputs, Trajectory
-from components.rollouts.rounds import choose_groups, play_rounds
-from components.rollouts.settings import RolloutSettings
+from armature.components.contracts.rollouts import Failure, GenerateOutputs, Trajectory
+from armature.components.rollouts.rounds import choose_groups, play_rounds
+from armature.components.rollouts.settings import RolloutSettings
 
 from .conftest import SAMPLING, a_turn
 

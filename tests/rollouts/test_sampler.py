@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from components.contracts.episodes import Task
-from components.rollouts.difficulty import PlayedGroup
-from components.rollouts.sampler import SignalSampler
-from components.rollouts.schedule import tasks_of_step
-from components.rollouts.settings import RolloutSettings
+from armature.components.contracts.episodes import Task
+from armature.components.rollouts.difficulty import PlayedGroup
+from armature.components.rollouts.sampler import SignalSampler
+from armature.components.rollouts.schedule import tasks_of_step
+from armature.components.rollouts.settings import RolloutSettings
 
 
 def plan(**values: object) -> RolloutSettings:

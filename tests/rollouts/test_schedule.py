@@ -8,8 +8,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from components.contracts.episodes import Task
-from components.rollouts.schedule import tasks_of_step
+from armature.components.contracts.episodes import Task
+from armature.components.rollouts.schedule import tasks_of_step
 
 
 def some_tasks(count: int) -> list[Task]:

@@ -18,23 +18,23 @@ import psutil
 import pyarrow.parquet as pq
 import pytest
 
-from components.artifacts.images import ImageStore
-from components.artifacts.store import ArtifactStore
-from components.contracts.episodes import Task
-from components.contracts.machine import Machine
-from components.contracts.rollouts import GenerateOutputs
-from components.environments.make import make_environment
-from components.environments.settings import EnvironmentSettings
-from components.inference.pool import ServerPool
-from components.inference.settings import SamplingSettings
-from components.rollouts.collect import collect
-from components.rollouts.late import ShardQueue
-from components.rollouts.settings import RolloutSettings
-from components.rollouts.shards import SHARD_REPLY, WORKER, RolloutWorkers
-from components.rollouts.table import write_rollouts
-from components.rollouts.worker import SHARDS
-from components.workers.requests import NOTHING
-from components.workers.worker import workers_on
+from armature.components.artifacts.images import ImageStore
+from armature.components.artifacts.store import ArtifactStore
+from armature.components.contracts.episodes import Task
+from armature.components.contracts.machine import Machine
+from armature.components.contracts.rollouts import GenerateOutputs
+from armature.components.environments.make import make_environment
+from armature.components.environments.settings import EnvironmentSettings
+from armature.components.inference.pool import ServerPool
+from armature.components.inference.settings import SamplingSettings
+from armature.components.rollouts.collect import collect
+from armature.components.rollouts.late import ShardQueue
+from armature.components.rollouts.settings import RolloutSettings
+from armature.components.rollouts.shards import SHARD_REPLY, WORKER, RolloutWorkers
+from armature.components.rollouts.table import write_rollouts
+from armature.components.rollouts.worker import SHARDS
+from armature.components.workers.requests import NOTHING
+from armature.components.workers.worker import workers_on
 from tests.inference.conftest import checkpoint, make_pool, stand_ins
 from tests.refusals import refused
 from tests.workers.conftest import cluster, ray_cluster

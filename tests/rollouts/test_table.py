@@ -17,11 +17,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from components.artifacts.tables import TableSchema, write_table
-from components.contracts.errors import DataError
-from components.contracts.images import ImageRef
-from components.contracts.rollouts import Failure, GenerateOutputs, Trajectory, Turn
-from components.rollouts.table import FAILURES, ROLLOUTS, read_rollouts, write_rollouts
+from armature.components.artifacts.tables import TableSchema, write_table
+from armature.components.contracts.errors import DataError
+from armature.components.contracts.images import ImageRef
+from armature.components.contracts.rollouts import Failure, GenerateOutputs, Trajectory, Turn
+from armature.components.rollouts.table import FAILURES, ROLLOUTS, read_rollouts, write_rollouts
 
 from .conftest import a_turn
 

@@ -8,12 +8,12 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from components.adapters.sequences import merge_turns
-from components.artifacts.images import ImageStore
-from components.contracts.episodes import Observation, Outcome, Task
-from components.contracts.machine import Machine
-from components.contracts.rollouts import GenerateOutputs, TokenIds
-from components.sft.demonstrate import demonstrate, expert
+from armature.components.adapters.sequences import merge_turns
+from armature.components.artifacts.images import ImageStore
+from armature.components.contracts.episodes import Observation, Outcome, Task
+from armature.components.contracts.machine import Machine
+from armature.components.contracts.rollouts import GenerateOutputs, TokenIds
+from armature.components.sft.demonstrate import demonstrate, expert
 from tests.refusals import refused
 
 

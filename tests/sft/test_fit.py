@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from components.artifacts.history import History
-from components.batches.table import read_batch
-from components.contracts.batches import Sample
-from components.contracts.errors import TrainerError
-from components.sft.fit import EpochSampler, fit, mean_loss
-from components.sft.settings import WarmStartSettings
-from components.stages import TerminalEvents
+from armature.components.artifacts.history import History
+from armature.components.batches.table import read_batch
+from armature.components.contracts.batches import Sample
+from armature.components.contracts.errors import TrainerError
+from armature.components.sft.fit import EpochSampler, fit, mean_loss
+from armature.components.sft.settings import WarmStartSettings
+from armature.components.stages import TerminalEvents
 from tests.refusals import refused
 from tests.sft.test_stage import VALUES
 

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from components.adapters import get_collator
-from components.models.load import load_processor
-from components.models.tiny import make_tiny_checkpoint
-from components.sft.prompts import PromptWriter
+from armature.components.adapters import get_collator
+from armature.components.models.load import load_processor
+from armature.components.models.tiny import make_tiny_checkpoint
+from armature.components.sft.prompts import PromptWriter
 from tests.vlm.conftest import model_settings
 
 

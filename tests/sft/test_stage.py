@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
-from components.artifacts.manifest import open_artifact, read_manifest
-from components.configuration import CONFIGS, read_toml
-from components.contracts.machine import Machine
-from components.environments.settings import EnvironmentSettings
-from components.models.settings import ModelSettings
-from components.models.source import locate
-from components.rollouts.table import read_rollouts
-from components.sft.settings import SFTSettings
-from components.stages import open_store, run_stage
+from armature.components.artifacts.manifest import open_artifact, read_manifest
+from armature.components.configuration import CONFIGS, read_toml
+from armature.components.contracts.machine import Machine
+from armature.components.environments.settings import EnvironmentSettings
+from armature.components.models.settings import ModelSettings
+from armature.components.models.source import locate
+from armature.components.rollouts.table import read_rollouts
+from armature.components.sft.settings import SFTSettings
+from armature.components.stages import open_store, run_stage
 
 VALUES: dict[str, Any] = {
     "demonstrations": 64,

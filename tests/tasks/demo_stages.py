@@ -9,10 +9,10 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
-from components.artifacts.disk import whole_folder
-from components.artifacts.manifest import open_artifact, write_manifest
-from components.contracts.errors import DataError, ServerError
-from components.contracts.stages import Artifact, Stage, StageReport
+from armature.components.artifacts.disk import whole_folder
+from armature.components.artifacts.manifest import open_artifact, write_manifest
+from armature.components.contracts.errors import DataError, ServerError
+from armature.components.contracts.stages import Artifact, Stage, StageReport
 
 
 class TasksSettings(BaseModel):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from components.contracts.errors import ConfigurationError
-from components.contracts.machine import Machine
-from components.contracts.secrets import resolve
-from components.environments.settings import EnvironmentSettings
-from components.rewards.settings import RewardSettings
+from armature.components.contracts.errors import ConfigurationError
+from armature.components.contracts.machine import Machine
+from armature.components.contracts.secrets import resolve
+from armature.components.environments.settings import EnvironmentSettings
+from armature.components.rewards.settings import RewardSettings
 from tests.refusals import refused
 
 MACHINE = Machine.model_validate({"server_environment": {"HF_TOKEN": {"prefect_secret": "hub-token"}}})
@@ -18,7 +18,7 @@ MACHINE = Machine.model_validate({"server_environment": {"HF_TOKEN": {"prefect_s
 def test_a_block_is_read_by_the_flow_that_names_it() -> None:
     from prefect.blocks.system import Secret
 
-    from tasks.flow_run import read_blocks
+    from armature.tasks.flow_run import read_blocks
 
     with pytest.raises(ConfigurationError) as caught:
         MACHINE.server_variables()
@@ -35,7 +35,7 @@ def test_a_block_is_read_by_the_flow_that_names_it() -> None:
 def test_so_is_one_that_a_reward_names() -> None:
     from prefect.blocks.system import Secret
 
-    from tasks.flow_run import read_blocks
+    from armature.tasks.flow_run import read_blocks
 
     judge = {"name": "judge", "model": "m", "base_url": "http://host/v1", "template": "{completion}"}
     rewards = [{**judge, "api_key": {"prefect_secret": "judge-key"}}]

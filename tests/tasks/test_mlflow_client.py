@@ -11,8 +11,8 @@ import pytest
 from sqlalchemy import make_url
 
 from armature import services
-from components.contracts.errors import ConfigurationError
-from tasks.mlflow_client import client, experiment_id, page, tracking_uri
+from armature.components.contracts.errors import ConfigurationError
+from armature.tasks.mlflow_client import client, experiment_id, page, tracking_uri
 from tests.hostile_names import EVERY_CHARACTER
 
 
@@ -64,7 +64,7 @@ def test_the_address_of_a_page_has_no_password(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.slow
 def test_runs_that_begin_together_in_a_new_folder_share_its_database(tmp_path: Path) -> None:
     """As two commands in a fresh checkout: MLflow makes its tables in steps that no second process may meet."""
-    script = "from tasks.mlflow_client import experiment_id; print(experiment_id('shared'))"
+    script = "from armature.tasks.mlflow_client import experiment_id; print(experiment_id('shared'))"
     environment = {name: value for name, value in os.environ.items() if name != "MLFLOW_TRACKING_URI"}
     environment["PYTHONPATH"] = str(Path(__file__).parents[2])
     starts = [

@@ -9,13 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlflow.utils.validation import _validate_metric_name, _validate_param_name
 
-from components.contracts.episodes import Task
-from components.contracts.rollouts import GenerateOutputs
-from components.contracts.stages import Artifact
-from components.evaluation.results import collect_results, metrics
-from tasks.outputs import numbers
-from tasks.reports import CheckpointResult, _final_numbers
-from tasks.tracking import flatten
+from armature.components.contracts.episodes import Task
+from armature.components.contracts.rollouts import GenerateOutputs
+from armature.components.contracts.stages import Artifact
+from armature.components.evaluation.results import collect_results, metrics
+from armature.tasks.outputs import numbers
+from armature.tasks.reports import CheckpointResult, _final_numbers
+from armature.tasks.tracking import flatten
 from tests.reports.conftest import make_trajectory
 
 KINDS = [

@@ -10,9 +10,9 @@ import pytest
 from prefect import flow, task
 from prometheus_client.parser import text_string_to_metric_families
 
-from components.contracts.errors import ConfigurationError
-from components.contracts.machine import Machine
-from tasks.prometheus import serve_metrics
+from armature.components.contracts.errors import ConfigurationError
+from armature.components.contracts.machine import Machine
+from armature.tasks.prometheus import serve_metrics
 from tests.refusals import refused
 
 pytestmark = pytest.mark.usefixtures("tracking")
@@ -34,8 +34,8 @@ def read(text: str) -> dict[tuple[str, ...], float]:
 
 @pytest.mark.usefixtures("prefect_server")
 def test_a_stage_is_there_while_it_runs(tmp_path: Path) -> None:
-    from tasks.events import PrefectEvents
-    from tasks.tracking import tracked
+    from armature.tasks.events import PrefectEvents
+    from armature.tasks.tracking import tracked
 
     address = free_address()
 

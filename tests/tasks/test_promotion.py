@@ -9,12 +9,12 @@ import pytest
 import torch
 from mlflow.utils.validation import _validate_model_name
 
-from components.artifacts.manifest import write_manifest
-from components.artifacts.store import ArtifactStore
-from components.contracts.machine import Machine
-from components.contracts.stages import Artifact
-from components.models.tiny import SMALL, make_tiny_checkpoint
-from tasks.promotion import _model_name
+from armature.components.artifacts.manifest import write_manifest
+from armature.components.artifacts.store import ArtifactStore
+from armature.components.contracts.machine import Machine
+from armature.components.contracts.stages import Artifact
+from armature.components.models.tiny import SMALL, make_tiny_checkpoint
+from armature.tasks.promotion import _model_name
 from tests.hostile_names import EVERY_CHARACTER, HOSTILE_NAMES
 from tests.refusals import refused
 from tests.vlm.conftest import model_settings
@@ -53,9 +53,9 @@ def log_probs(folder: Path) -> torch.Tensor:
 def test_the_candidate_s_files_load_elsewhere_and_take_no_disk(trained, tracking, tmp_path):
     import mlflow
 
-    from tasks.checkpoints import checkpoint_artifact
-    from tasks.promotion import promote
-    from tasks.tracking import open_run
+    from armature.tasks.checkpoints import checkpoint_artifact
+    from armature.tasks.promotion import promote
+    from armature.tasks.tracking import open_run
 
     run = open_run("train-vlm", "a run", {})
     name = promote(run.log_model("train-vlm", trained, "output"), "train-vlm.tiny", trained)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import psutil
 
-from tasks.resources import Free, ResourceWatch, free_bytes
+from armature.tasks.resources import Free, ResourceWatch, free_bytes
 
 GIB = 2**30
 

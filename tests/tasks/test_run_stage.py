@@ -10,8 +10,8 @@ from prefect import flow, tags
 from prefect.client.orchestration import get_client
 from prefect.client.schemas import TaskRun
 
-from components.contracts.errors import ConfigurationError, DataError
-from components.process import Program
+from armature.components.contracts.errors import ConfigurationError, DataError
+from armature.components.process import Program
 from tests.refusals import refused
 
 ROOT = Path(__file__).parents[2]
@@ -22,8 +22,8 @@ pytestmark = pytest.mark.usefixtures("prefect_server", "demo_stages", "tracking"
 @pytest.fixture
 def chain(demo_stages, machine):
     """The flow tasks -> train; returns its artifacts and MLflow run."""
-    from tasks.flow_run import tracked_flow
-    from tasks.run_stage import run
+    from armature.tasks.flow_run import tracked_flow
+    from armature.tasks.run_stage import run
 
     @flow(name="demo-chain")
     def demo_chain(tasks, train):
@@ -63,8 +63,8 @@ def eventually(check, seconds=20.0):
 
 
 def test_units_are_task_runs_and_lineage_walks_from_the_checkpoint_to_the_tasks(chain, demo_stages):
-    from tasks.lineage import lineage
-    from tasks.mlflow_client import client
+    from armature.tasks.lineage import lineage
+    from armature.tasks.mlflow_client import client
 
     settings = demo_stages.TasksSettings(count=3), demo_stages.TrainSettings(steps=3, rate=0.1)
     state = chain(*settings, return_state=True)
@@ -90,7 +90,7 @@ def test_units_are_task_runs_and_lineage_walks_from_the_checkpoint_to_the_tasks(
 
 
 def test_tags_stay_with_the_flow_run(chain, demo_stages):
-    from tasks.mlflow_client import client
+    from armature.tasks.mlflow_client import client
 
     settings = demo_stages.TasksSettings(count=6), demo_stages.TrainSettings(steps=1, rate=0.1)
     with tags("deployment:demo"):
@@ -123,11 +123,11 @@ LOST = """
 import sys
 from pathlib import Path
 
-from components.contracts.machine import Machine
-from components.contracts.stages import Artifact
-from components.stages import STAGES, run_stage
-from tasks.lost_runs import take_the_place_of_lost_runs
-from tasks.tracking import open_run
+from armature.components.contracts.machine import Machine
+from armature.components.contracts.stages import Artifact
+from armature.components.stages import STAGES, run_stage
+from armature.tasks.lost_runs import take_the_place_of_lost_runs
+from armature.tasks.tracking import open_run
 
 demo, settings, tasks, digest, store = sys.argv[1:]
 sys.path.insert(0, demo)
@@ -147,7 +147,7 @@ run_stage(
 
 
 def test_runs_of_a_killed_process_do_not_stay_running(chain, demo_stages, machine, tmp_path):
-    from tasks.mlflow_client import client
+    from armature.tasks.mlflow_client import client
 
     hung = tmp_path / "hung"
     tasks, train = demo_stages.TasksSettings(count=6), demo_stages.TrainSettings(steps=1, rate=0.4, hang_once=str(hung))
@@ -171,9 +171,9 @@ def test_runs_of_a_killed_process_do_not_stay_running(chain, demo_stages, machin
 @pytest.fixture
 def evaluated(demo_stages, machine):
     """The flow tasks -> train -> evaluate with a report; returns its lines and its artifacts."""
-    from tasks.flow_run import tracked_flow
-    from tasks.reports import CheckpointResult, report
-    from tasks.run_stage import run
+    from armature.tasks.flow_run import tracked_flow
+    from armature.tasks.reports import CheckpointResult, report
+    from armature.tasks.run_stage import run
 
     @flow(name="demo-evaluated")
     def demo_evaluated(train, evaluate, force=()):

@@ -19,12 +19,12 @@ from pathlib import Path
 
 import torch
 
-from components.ports import loopback
-from components.training import overlap
-from components.training.launch import joined
-from components.training.processes import RENDEZVOUS
-from components.training.service_settings import ServiceSettings
-from components.vlm.worker import TrainerWorker
+from armature.components.ports import loopback
+from armature.components.training import overlap
+from armature.components.training.launch import joined
+from armature.components.training.processes import RENDEZVOUS
+from armature.components.training.service_settings import ServiceSettings
+from armature.components.vlm.worker import TrainerWorker
 
 FIRST_NEEDED_IN_A_RANK = ("pandas", "pyarrow.dataset", "transformers.models.qwen2_vl.processing_qwen2_vl")
 """pyarrow imports pandas."""

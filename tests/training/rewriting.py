@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from components.training.checkpoints import TENSORS
-from components.training.sharded_tensors import ShardedTensors, write
+from armature.components.training.checkpoints import TENSORS
+from armature.components.training.sharded_tensors import ShardedTensors, write
 
 Tensors = dict[str, Tensor]
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from components.training.client import read_address
+from armature.components.training.client import read_address
 
 WHOLE = '{"url": "http://127.0.0.1:4321"}'
 

@@ -14,16 +14,16 @@ from peft import PeftModel
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from components.adapters import model_inputs
-from components.artifacts.digests import folder_digest
-from components.models.load import load_model, load_processor
-from components.training.checkpoints import STATE_FILE, TENSORS, Checkpoints, identity
-from components.training.optimizer_state import STATE
-from components.training.ranks import Ranks
-from components.training.sharded_tensors import INDEX
-from components.vlm.learner import Learner
-from components.vlm.loader import MicroBatchLoader
-from components.vlm.publish import Publisher
+from armature.components.adapters import model_inputs
+from armature.components.artifacts.digests import folder_digest
+from armature.components.models.load import load_model, load_processor
+from armature.components.training.checkpoints import STATE_FILE, TENSORS, Checkpoints, identity
+from armature.components.training.optimizer_state import STATE
+from armature.components.training.ranks import Ranks
+from armature.components.training.sharded_tensors import INDEX
+from armature.components.vlm.learner import Learner
+from armature.components.vlm.loader import MicroBatchLoader
+from armature.components.vlm.publish import Publisher
 from tests.refusals import refused
 from tests.vlm.conftest import LORA, Tiny, model_settings, trainer_settings
 

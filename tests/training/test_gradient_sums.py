@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from components.training.gradient_sums import GradientSums, sum_in_fp32
+from armature.components.training.gradient_sums import GradientSums, sum_in_fp32
 
 
 class Tied(nn.Module):

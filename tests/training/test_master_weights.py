@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from components.training.master_weights import joined, split
-from components.training.optimizer import CompensatedAdamW
+from armature.components.training.master_weights import joined, split
+from armature.components.training.optimizer import CompensatedAdamW
 
 from .test_optimizer import HYPER, gradients
 

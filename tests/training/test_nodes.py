@@ -18,19 +18,19 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from components.artifacts.disk import write_file
-from components.batches.table import write_batch
-from components.contracts.machine import Machine
-from components.contracts.stages import Artifact
-from components.process import Program
-from components.training import join as joining
-from components.training import nodes
-from components.training.links import NodeLinks, connect, network
-from components.training.nodes import Attempt, LostNode, Member, announce, lost_node, start
-from components.training.processes import TrainerProcesses
-from components.training.restarts import run_steps
-from components.training.service_settings import ServiceSettings, service_settings
-from components.vlm.client import TrainerClient, TrainerPolicySettings
+from armature.components.artifacts.disk import write_file
+from armature.components.batches.table import write_batch
+from armature.components.contracts.machine import Machine
+from armature.components.contracts.stages import Artifact
+from armature.components.process import Program
+from armature.components.training import join as joining
+from armature.components.training import nodes
+from armature.components.training.links import NodeLinks, connect, network
+from armature.components.training.nodes import Attempt, LostNode, Member, announce, lost_node, start
+from armature.components.training.processes import TrainerProcesses
+from armature.components.training.restarts import run_steps
+from armature.components.training.service_settings import ServiceSettings, service_settings
+from armature.components.vlm.client import TrainerClient, TrainerPolicySettings
 from tests.listeners import beyond_loopback
 from tests.refusals import refused
 from tests.vlm.conftest import Tiny, model_settings, trainer_settings
@@ -72,7 +72,7 @@ class OtherNode:
         assert self.program is not None
         for process in self.program.family():
             with suppress(psutil.NoSuchProcess):
-                if process.cmdline()[1:3] == ["-m", "components.training.service"]:
+                if process.cmdline()[1:3] == ["-m", "armature.components.training.service"]:
                     process.kill()
                     return
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import distribute_tensor
 
-from components.training.optimizer import CompensatedAdamW
+from armature.components.training.optimizer import CompensatedAdamW
 from tests.refusals import refused
 
 HYPER: dict[str, Any] = {"betas": (0.9, 0.95), "eps": 1e-6, "weight_decay": 0.1}
@@ -262,7 +262,7 @@ def test_the_optimizer_on_a_gpu_uses_the_kernel_and_keeps_its_memory() -> None:
 @pytest.mark.parametrize("masters", [False, True])
 def test_parameters_on_a_gpu_are_updated_as_one_by_one(masters: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of which some have a gradient less often, and so another step."""
-    from components.training import adamw_kernel
+    from armature.components.training import adamw_kernel
 
     together_at_once, update = list[int](), adamw_kernel.update
 

@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from components.training.processes import TrainerProcesses, private_folder
+from armature.components.training.processes import TrainerProcesses, private_folder
 
 SCRIPT = """
 import sys, torch, torch.distributed as dist
 from torch import nn
-from components.training import overlap, ranks as ranks_module
-from components.training.engine import ParameterGroup, TrainingEngine
-from components.training.launch import joined
-from components.training.processes import TrainerProcesses
+from armature.components.training import overlap, ranks as ranks_module
+from armature.components.training.engine import ParameterGroup, TrainingEngine
+from armature.components.training.launch import joined
+from armature.components.training.processes import TrainerProcesses
 
 ranks_module.ALONE_ELEMENTS = overlap.ALONE_ELEMENTS = 64  # matrices are large here, vectors are small
 FIRST, SECOND, THIRD, LATE = range(4)

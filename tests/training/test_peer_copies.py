@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from components.training.peer_copies import peer_copies
-from components.training.processes import TrainerProcesses, private_folder
-from components.training.ranks import Ranks
+from armature.components.training.peer_copies import peer_copies
+from armature.components.training.processes import TrainerProcesses, private_folder
+from armature.components.training.ranks import Ranks
 
 SCRIPT = """
 import sys, torch
-from components.training.launch import joined
-from components.training.peer_copies import LANES, PIECE, peer_copies
-from components.training.processes import TrainerProcesses
+from armature.components.training.launch import joined
+from armature.components.training.peer_copies import LANES, PIECE, peer_copies
+from armature.components.training.processes import TrainerProcesses
 
 n = int(sys.argv[2])
 with joined(TrainerProcesses(processes=n, gpus=tuple(range(n))), seed=0) as ranks:

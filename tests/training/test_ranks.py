@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from components.training.processes import TrainerProcesses, private_folder
+from armature.components.training.processes import TrainerProcesses, private_folder
 
 SCRIPT = """
 import os, pickle, signal, sys, time, torch
-from components.training.launch import joined
-from components.training.processes import TrainerProcesses
-from components.training.ranks import total_norm
+from armature.components.training.launch import joined
+from armature.components.training.processes import TrainerProcesses
+from armature.components.training.ranks import total_norm
 from torch.distributed.tensor import Shard, distribute_tensor
 
 folder = sys.argv[1]
@@ -98,9 +98,9 @@ def test_the_norm_of_shards_is_that_of_whole_tensors(ended: Ended) -> None:
 
 SILENT = """
 import sys, time
-from components.contracts.errors import TrainerError
-from components.training.launch import joined
-from components.training.processes import TrainerProcesses
+from armature.components.contracts.errors import TrainerError
+from armature.components.training.launch import joined
+from armature.components.training.processes import TrainerProcesses
 
 with joined(TrainerProcesses(threads=1, ready_timeout=60, rank_timeout=1), seed=0) as ranks:
     ranks.gather(None)

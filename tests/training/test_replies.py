@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from components.contracts.errors import ConfigurationError, TrainerError
-from components.contracts.machine import Machine
-from components.process import Program
-from components.training.nodes import Attempt
-from components.training.processes import error_file
-from components.vlm.client import TrainerClient, TrainerPolicySettings
+from armature.components.contracts.errors import ConfigurationError, TrainerError
+from armature.components.contracts.machine import Machine
+from armature.components.process import Program
+from armature.components.training.nodes import Attempt
+from armature.components.training.processes import error_file
+from armature.components.vlm.client import TrainerClient, TrainerPolicySettings
 from tests.vlm.conftest import model_settings, trainer_settings
 
 

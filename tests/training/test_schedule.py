@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from components.training.schedule import learning_rate
+from armature.components.training.schedule import learning_rate
 
 
 def test_learning_rate() -> None:

@@ -16,13 +16,13 @@ import numpy.typing as npt
 import pytest
 from safetensors.torch import load_file
 
-from components.artifacts.history import History
-from components.batches.ratios import ratios_file, read_log_ratios
-from components.batches.table import read_batch, write_batch
-from components.contracts.errors import DataError, TrainerError
-from components.contracts.machine import Machine
-from components.training.service_settings import service_settings
-from components.vlm.client import TrainerClient, TrainerPolicySettings
+from armature.components.artifacts.history import History
+from armature.components.batches.ratios import ratios_file, read_log_ratios
+from armature.components.batches.table import read_batch, write_batch
+from armature.components.contracts.errors import DataError, TrainerError
+from armature.components.contracts.machine import Machine
+from armature.components.training.service_settings import service_settings
+from armature.components.vlm.client import TrainerClient, TrainerPolicySettings
 from tests.listeners import beyond_loopback
 from tests.refusals import refused
 from tests.vlm.conftest import Tiny, model_settings, trainer_settings
@@ -153,7 +153,7 @@ def test_killed_and_resumed_is_as_if_never_stopped(
         trainer.step(3, batches[2])
         assert trainer._program is not None
         family = trainer._program.family()
-        ranks = [process for process in family if "components.training.service" in " ".join(process.cmdline())]
+        ranks = [process for process in family if "armature.components.training.service" in " ".join(process.cmdline())]
         for process in ranks:  # chosen before the first is killed: the others may end with it
             os.kill(process.pid, signal.SIGKILL)
         with refused("trainer_failed", "trainer.log"):

@@ -17,13 +17,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from components.batches.table import write_batch
-from components.contracts.machine import Machine
-from components.models.settings import LoraSettings
-from components.training.checkpoints import TENSORS
-from components.training.processes import private_folder
-from components.training.service_settings import service_settings
-from components.vlm.client import TrainerClient, TrainerPolicySettings
+from armature.components.batches.table import write_batch
+from armature.components.contracts.machine import Machine
+from armature.components.models.settings import LoraSettings
+from armature.components.training.checkpoints import TENSORS
+from armature.components.training.processes import private_folder
+from armature.components.training.service_settings import service_settings
+from armature.components.vlm.client import TrainerClient, TrainerPolicySettings
 from tests.vlm.conftest import LORA, Tiny, model_settings, trainer_settings
 
 from .rewriting import read

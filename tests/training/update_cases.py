@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from components.training.adamw_kernel import update
-from components.training.optimizer import rounded_update
+from armature.components.training.adamw_kernel import update
+from armature.components.training.optimizer import rounded_update
 
 
 def both_after(

@@ -11,19 +11,19 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from components.artifacts.history import History
-from components.artifacts.images import ImageStore, encode_png
-from components.artifacts.manifest import write_manifest
-from components.artifacts.store import ArtifactStore
-from components.artifacts.tables import write_table
-from components.batches.ratios import ratios_file, write_log_ratios
-from components.batches.table import write_batch
-from components.contracts.batches import Sample
-from components.contracts.images import ImageRef
-from components.contracts.rollouts import Failure, GenerateOutputs, Trajectory
-from components.environments.stage import TASKS
-from components.rollouts.table import write_rollouts
-from components.stages import STARTED
+from armature.components.artifacts.history import History
+from armature.components.artifacts.images import ImageStore, encode_png
+from armature.components.artifacts.manifest import write_manifest
+from armature.components.artifacts.store import ArtifactStore
+from armature.components.artifacts.tables import write_table
+from armature.components.batches.ratios import ratios_file, write_log_ratios
+from armature.components.batches.table import write_batch
+from armature.components.contracts.batches import Sample
+from armature.components.contracts.images import ImageRef
+from armature.components.contracts.rollouts import Failure, GenerateOutputs, Trajectory
+from armature.components.environments.stage import TASKS
+from armature.components.rollouts.table import write_rollouts
+from armature.components.stages import STARTED
 from tests.reports.conftest import make_trajectory
 
 RUN = "0123456789abcdef0123"

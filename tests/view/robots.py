@@ -10,16 +10,16 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from components.artifacts.history import History
-from components.artifacts.images import ImageStore, encode_png
-from components.artifacts.manifest import write_manifest
-from components.artifacts.store import ArtifactStore
-from components.datasets.lerobot.video import VideoWriter
-from components.evaluation.libero.eval_info import video_path
-from components.evaluation.libero.results import LiberoResult, write_results
-from components.evaluation.libero.videos import ENCODING
-from components.stages import STARTED
-from components.vla_rl.table import Answer, with_advantage, write_batch, write_rollouts
+from armature.components.artifacts.history import History
+from armature.components.artifacts.images import ImageStore, encode_png
+from armature.components.artifacts.manifest import write_manifest
+from armature.components.artifacts.store import ArtifactStore
+from armature.components.datasets.lerobot.video import VideoWriter
+from armature.components.evaluation.libero.eval_info import video_path
+from armature.components.evaluation.libero.results import LiberoResult, write_results
+from armature.components.evaluation.libero.videos import ENCODING
+from armature.components.stages import STARTED
+from armature.components.vla_rl.table import Answer, with_advantage, write_batch, write_rollouts
 from tests.vla_rl.test_batch import answers
 
 RUN, BEFORE, AFTER = "a" * 20, "b" * 20, "c" * 20

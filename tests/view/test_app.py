@@ -14,13 +14,13 @@ import httpx
 import pytest
 from starlette.testclient import TestClient
 
-from components.artifacts.manifest import write_manifest
-from components.batches.table import write_batch
-from components.contracts.rollouts import Failure
-from components.stages import STARTED
-from components.view.address import RECORD, announced, viewer_address
-from components.view.app import ViewServer, view_app
-from components.view.runs import thinned
+from armature.components.artifacts.manifest import write_manifest
+from armature.components.batches.table import write_batch
+from armature.components.contracts.rollouts import Failure
+from armature.components.stages import STARTED
+from armature.components.view.address import RECORD, announced, viewer_address
+from armature.components.view.app import ViewServer, view_app
+from armature.components.view.runs import thinned
 from tests.view.conftest import RUN, Training
 
 TOKEN = "the-token"

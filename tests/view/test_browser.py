@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import uvicorn
 
-from components.view.app import ViewServer, view_app
+from armature.components.view.app import ViewServer, view_app
 from tests.browser import CHROMIUM, NEEDS_CHROMIUM
 from tests.view.conftest import RUN, Training
 

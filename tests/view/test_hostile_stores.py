@@ -18,12 +18,12 @@ import psutil
 import pytest
 from starlette.testclient import TestClient
 
-from components.artifacts.tables import write_table
-from components.environments.stage import TASKS
-from components.stages import STARTED
-from components.view import app, tables
-from components.view.app import ViewServer, view_app
-from components.view.index import RolloutIndex
+from armature.components.artifacts.tables import write_table
+from armature.components.environments.stage import TASKS
+from armature.components.stages import STARTED
+from armature.components.view import app, tables
+from armature.components.view.app import ViewServer, view_app
+from armature.components.view.index import RolloutIndex
 from tests.hostile_names import HOSTILE_NAMES
 from tests.view.conftest import RUN, Training
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from components.batches.ratios import ratios_file
-from components.contracts.rollouts import Failure
-from components.view.index import Query, RolloutIndex, Side
+from armature.components.batches.ratios import ratios_file
+from armature.components.contracts.rollouts import Failure
+from armature.components.view.index import Query, RolloutIndex, Side
 from tests.view.conftest import RUN, Training
 
 

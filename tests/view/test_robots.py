@@ -12,10 +12,10 @@ import pytest
 import uvicorn
 from starlette.testclient import TestClient
 
-from components.contracts.rollouts import Failure
-from components.evaluation.wilson import wilson_interval
-from components.rollouts.table import write_failures
-from components.view.app import ViewServer, view_app
+from armature.components.contracts.rollouts import Failure
+from armature.components.evaluation.wilson import wilson_interval
+from armature.components.rollouts.table import write_failures
+from armature.components.view.app import ViewServer, view_app
 from tests.browser import CHROMIUM, NEEDS_CHROMIUM
 from tests.view.robots import AFTER, BEFORE, RUN, make_evaluation, make_step, make_training
 from tests.view.test_app import ADDRESS, TOKEN, bearer

@@ -12,18 +12,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from components.artifacts.history import History
-from components.contracts.machine import Machine
-from components.contracts.stages import Artifact
-from components.datasets.lerobot.layout import Feature
-from components.datasets.lerobot.writer import LayoutSettings, create_dataset
-from components.policies.settings import RobotPolicySettings
-from components.training.ranks import Ranks
-from components.training.service_settings import ServiceSettings, service_settings
-from components.vla.client import PolicyTraining
-from components.vla.settings import TrainVLASettings
-from components.vla.train import train
-from components.vla.worker import PolicyWorker
+from armature.components.artifacts.history import History
+from armature.components.contracts.machine import Machine
+from armature.components.contracts.stages import Artifact
+from armature.components.datasets.lerobot.layout import Feature
+from armature.components.datasets.lerobot.writer import LayoutSettings, create_dataset
+from armature.components.policies.settings import RobotPolicySettings
+from armature.components.training.ranks import Ranks
+from armature.components.training.service_settings import ServiceSettings, service_settings
+from armature.components.vla.client import PolicyTraining
+from armature.components.vla.settings import TrainVLASettings
+from armature.components.vla.train import train
+from armature.components.vla.worker import PolicyWorker
 from tests.policies import plain
 
 from .settings import training_settings
@@ -93,7 +93,7 @@ def write_dataset(root: Path, episodes: int, seed: int = 0, layout: LayoutSettin
 @pytest.fixture(scope="session")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Artifacts of the stages before, by the input's name."""
-    from components.policies.molmoact2.checkpoints.tiny import make_tiny_policy
+    from armature.components.policies.molmoact2.checkpoints.tiny import make_tiny_policy
 
     root = tmp_path_factory.mktemp("vla")
     write_dataset(root / "data" / "dataset", 6)

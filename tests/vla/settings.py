@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from components.vla.settings import VLATrainerSettings
+from armature.components.vla.settings import VLATrainerSettings
 
 TRAINING: dict[str, Any] = {
     "mode": "full",

@@ -5,8 +5,8 @@ import colorsys
 import numpy as np
 import pytest
 
-from components.vla.augmentation import augmented
-from components.vla.settings import ImageAugmentationSettings
+from armature.components.vla.augmentation import augmented
+from armature.components.vla.settings import ImageAugmentationSettings
 
 from .settings import AUGMENTATION
 

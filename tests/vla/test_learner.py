@@ -14,18 +14,18 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_leaves
 
-from components.datasets.mixture import Mixture
-from components.datasets.source import open_sources
-from components.datasets.stage import read_statistics
-from components.policies.molmoact2.checkpoints.checkpoint import load_model
-from components.policies.molmoact2.modeling.losses import LossPlan
-from components.training.ranks import Ranks
-from components.training.sharding import sharder
-from components.vla.data import Encoder, UpdateDataset
-from components.vla.groups import prepare
-from components.vla.learner import PolicyLearner
-from components.vla.robots import RobotsByTag, robots_of
-from components.vla.sharding import units
+from armature.components.datasets.mixture import Mixture
+from armature.components.datasets.source import open_sources
+from armature.components.datasets.stage import read_statistics
+from armature.components.policies.molmoact2.checkpoints.checkpoint import load_model
+from armature.components.policies.molmoact2.modeling.losses import LossPlan
+from armature.components.training.ranks import Ranks
+from armature.components.training.sharding import sharder
+from armature.components.vla.data import Encoder, UpdateDataset
+from armature.components.vla.groups import prepare
+from armature.components.vla.learner import PolicyLearner
+from armature.components.vla.robots import RobotsByTag, robots_of
+from armature.components.vla.sharding import units
 from tests.compiling import trace_only
 
 from .conftest import CHUNK, policy_settings

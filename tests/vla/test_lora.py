@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import nn
 
-from components.models.lora import merged_weights
-from components.policies.molmoact2.modeling.model import MolmoAct2
-from components.vla.lora import add_adapters
-from components.vla.settings import PolicyLoraSettings
+from armature.components.models.lora import merged_weights
+from armature.components.policies.molmoact2.modeling.model import MolmoAct2
+from armature.components.vla.lora import add_adapters
+from armature.components.vla.settings import PolicyLoraSettings
 from tests.policies.molmoact2.examples import CONFIG, as_batch, make_examples
 from tests.refusals import refused
 

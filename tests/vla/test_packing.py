@@ -3,8 +3,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from components.vla.packing import packed_rows
-from components.vla.settings import PackingSettings
+from armature.components.vla.packing import packed_rows
+from armature.components.vla.settings import PackingSettings
 
 
 def test_examples_fill_rows_and_padding_goes() -> None:

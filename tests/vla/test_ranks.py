@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from components.artifacts.history import History
-from components.contracts.machine import Machine
-from components.process import Program
-from components.vla.client import PolicyTrainerClient
-from components.vla.train import train
+from armature.components.artifacts.history import History
+from armature.components.contracts.machine import Machine
+from armature.components.process import Program
+from armature.components.vla.client import PolicyTrainerClient
+from armature.components.vla.train import train
 
 from .conftest import Silent, make_job
 from .settings import LORA
@@ -23,7 +23,7 @@ from .test_train import rows_of, weights_of
 
 SCRIPT = """
 import os, pickle, sys
-from components.training.launch import joined
+from armature.components.training.launch import joined
 from tests.vla.conftest import Job
 
 os.environ.update(ARMATURE_RENDEZVOUS=sys.argv[1] + ".store", WORLD_SIZE="2")

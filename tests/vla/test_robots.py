@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import torch
 
-from components.datasets.mixture import Mixture
-from components.datasets.source import DatasetSource, open_sources
-from components.policies.molmoact2.checkpoints.checkpoint import load_model, load_policy, save_policy
-from components.policies.molmoact2.modeling.losses import LossPlan
-from components.vla.data import Encoder
-from components.vla.learner import PolicyLearner
-from components.vla.robots import robots_of
+from armature.components.datasets.mixture import Mixture
+from armature.components.datasets.source import DatasetSource, open_sources
+from armature.components.policies.molmoact2.checkpoints.checkpoint import load_model, load_policy, save_policy
+from armature.components.policies.molmoact2.modeling.losses import LossPlan
+from armature.components.vla.data import Encoder
+from armature.components.vla.learner import PolicyLearner
+from armature.components.vla.robots import robots_of
 from tests.refusals import refused
 
 from .conftest import policy_settings

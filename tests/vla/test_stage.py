@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from components.contracts.machine import Machine
-from components.contracts.stages import Artifact
-from components.policies.molmoact2.checkpoints.checkpoint import load_policy
-from components.stages import ThreadUnits
-from components.vla.settings import TrainVLASettings
-from components.vla.stage import TRAIN_VLA_STAGE, StageContext, summary
+from armature.components.contracts.machine import Machine
+from armature.components.contracts.stages import Artifact
+from armature.components.policies.molmoact2.checkpoints.checkpoint import load_policy
+from armature.components.stages import ThreadUnits
+from armature.components.vla.settings import TrainVLASettings
+from armature.components.vla.stage import TRAIN_VLA_STAGE, StageContext, summary
 
 from .conftest import policy_settings
 from .settings import training_settings

@@ -13,16 +13,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from components.contracts.machine import Machine
-from components.datasets.settings import DatasetSettings
-from components.datasets.source import pinned
-from components.models.context_parallel import ContextParallel
-from components.policies.molmoact2.checkpoints.checkpoint import load_policy
-from components.stages import run_stage
-from components.training.checkpoints import TENSORS
-from components.training.optimizer_state import WEIGHT
-from components.training.ranks import Ranks
-from components.vla.worker import PolicyWorker
+from armature.components.contracts.machine import Machine
+from armature.components.datasets.settings import DatasetSettings
+from armature.components.datasets.source import pinned
+from armature.components.models.context_parallel import ContextParallel
+from armature.components.policies.molmoact2.checkpoints.checkpoint import load_policy
+from armature.components.stages import run_stage
+from armature.components.training.checkpoints import TENSORS
+from armature.components.training.optimizer_state import WEIGHT
+from armature.components.training.ranks import Ranks
+from armature.components.vla.worker import PolicyWorker
 from tests.refusals import refused
 from tests.training.rewriting import read
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from components.artifacts.images import ImageStore
-from components.policies.molmoact2.checkpoints.checkpoint import LoadedPolicy
+from armature.components.artifacts.images import ImageStore
+from armature.components.policies.molmoact2.checkpoints.checkpoint import LoadedPolicy
 from tests.vla_rl.kitchen import calm_policy
 
 

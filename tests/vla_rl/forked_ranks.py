@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from components.training.launch import joined
-from components.training.service_settings import ServiceSettings
-from components.vla_rl.worker import RobotRLWorker
+from armature.components.training.launch import joined
+from armature.components.training.service_settings import ServiceSettings
+from armature.components.vla_rl.worker import RobotRLWorker
 from tests.training.forked import serve
 
 

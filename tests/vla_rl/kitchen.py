@@ -11,12 +11,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from components.contracts.robots import RobotObservation
-from components.environments.libero.perturbations.settings import Perturbation
-from components.environments.libero.processes import ChunkResult
-from components.environments.libero.tasks import LiberoTask
-from components.policies.molmoact2.checkpoints.checkpoint import LoadedPolicy, load_policy, save_policy
-from components.vla_rl.settings import RobotRolloutSettings
+from armature.components.contracts.robots import RobotObservation
+from armature.components.environments.libero.perturbations.settings import Perturbation
+from armature.components.environments.libero.processes import ChunkResult
+from armature.components.environments.libero.tasks import LiberoTask
+from armature.components.policies.molmoact2.checkpoints.checkpoint import LoadedPolicy, load_policy, save_policy
+from armature.components.vla_rl.settings import RobotRolloutSettings
 from tests.evaluation.libero.playground import Plane
 from tests.policies.molmoact2 import released
 

@@ -5,11 +5,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from components.contracts.images import ImageRef
-from components.vla_rl.batch import build_batch, groups_that_differ
-from components.vla_rl.run import refuse_ratios
-from components.vla_rl.settings import EpisodeGroupMean
-from components.vla_rl.table import Answer, read_batch, write_batch
+from armature.components.contracts.images import ImageRef
+from armature.components.vla_rl.batch import build_batch, groups_that_differ
+from armature.components.vla_rl.run import refuse_ratios
+from armature.components.vla_rl.settings import EpisodeGroupMean
+from armature.components.vla_rl.table import Answer, read_batch, write_batch
 from tests.refusals import refused
 
 GRPO = EpisodeGroupMean(name="group_mean")

@@ -11,20 +11,20 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from components.artifacts.images import ImageStore
-from components.artifacts.manifest import read_manifest
-from components.contracts.robots import RobotObservation
-from components.contracts.rollouts import Failure
-from components.contracts.stages import Artifact
-from components.environments.libero.processes import ChunkResult
-from components.environments.libero.progress import GoalProgress
-from components.policies.molmoact2.policy import ExploredAnswer, SpokenAnswer, open_policy
-from components.rollouts.table import FAILURES_FILE, read_failures, write_failures
-from components.vla_rl.batch import build_batch
-from components.vla_rl.collect import CollectedEpisodes, Collector, ExploringPolicy
-from components.vla_rl.schedule import plan_step
-from components.vla_rl.table import ROLLOUTS_FILE, read_batch, read_rollouts, write_rollouts
-from components.workers.errors import WorkerError
+from armature.components.artifacts.images import ImageStore
+from armature.components.artifacts.manifest import read_manifest
+from armature.components.contracts.robots import RobotObservation
+from armature.components.contracts.rollouts import Failure
+from armature.components.contracts.stages import Artifact
+from armature.components.environments.libero.processes import ChunkResult
+from armature.components.environments.libero.progress import GoalProgress
+from armature.components.policies.molmoact2.policy import ExploredAnswer, SpokenAnswer, open_policy
+from armature.components.rollouts.table import FAILURES_FILE, read_failures, write_failures
+from armature.components.vla_rl.batch import build_batch
+from armature.components.vla_rl.collect import CollectedEpisodes, Collector, ExploringPolicy
+from armature.components.vla_rl.schedule import plan_step
+from armature.components.vla_rl.table import ROLLOUTS_FILE, read_batch, read_rollouts, write_rollouts
+from armature.components.workers.errors import WorkerError
 from tests.evaluation.libero.playground import TASKS
 from tests.refusals import refused
 from tests.vla_rl.kitchen import Kitchen, calm_policy, rollout_settings

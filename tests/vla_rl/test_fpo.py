@@ -9,17 +9,17 @@ import numpy as np
 import pytest
 import torch
 
-from components.artifacts.images import ImageStore
-from components.policies.molmoact2.checkpoints.checkpoint import LoadedPolicy
-from components.policies.molmoact2.sampling import InferencePlan
-from components.vla.groups import prepare
-from components.vla_rl.answer_learner import Update
-from components.vla_rl.learner import RobotRLLearner
-from components.vla_rl.likelihood import FlowLossLikelihood
-from components.vla_rl.loader import AnswerLoader
-from components.vla_rl.settings import RobotRLTrainerSettings
-from components.vla_rl.table import Answer, AnswerSample, read_rollouts, with_advantage, write_rollouts
-from components.vla_rl.tensors import JudgedAnswers
+from armature.components.artifacts.images import ImageStore
+from armature.components.policies.molmoact2.checkpoints.checkpoint import LoadedPolicy
+from armature.components.policies.molmoact2.sampling import InferencePlan
+from armature.components.vla.groups import prepare
+from armature.components.vla_rl.answer_learner import Update
+from armature.components.vla_rl.learner import RobotRLLearner
+from armature.components.vla_rl.likelihood import FlowLossLikelihood
+from armature.components.vla_rl.loader import AnswerLoader
+from armature.components.vla_rl.settings import RobotRLTrainerSettings
+from armature.components.vla_rl.table import Answer, AnswerSample, read_rollouts, with_advantage, write_rollouts
+from armature.components.vla_rl.tensors import JudgedAnswers
 from tests.refusals import refused
 from tests.vla_rl.kitchen import Kitchen
 from tests.vla_rl.test_learner import play

@@ -15,20 +15,20 @@ import numpy as np
 import pytest
 import torch
 
-from components.artifacts.images import ImageStore
-from components.contracts.errors import DataError
-from components.policies.molmoact2.checkpoints.checkpoint import LoadedPolicy, load_policy
-from components.policies.molmoact2.policy import MolmoAct2Policy
-from components.policies.molmoact2.sampling import InferencePlan
-from components.vla.groups import prepare
-from components.vla_rl.collect import Collector
-from components.vla_rl.learner import RobotRLLearner
-from components.vla_rl.likelihood import FlowLikelihood
-from components.vla_rl.loader import AnswerLoader, _bytes, loaded_ahead
-from components.vla_rl.schedule import plan_step
-from components.vla_rl.settings import RobotRLTrainerSettings
-from components.vla_rl.table import Answer, AnswerSample, with_advantage, write_rollouts
-from components.vla_rl.tensors import AnswerBatch
+from armature.components.artifacts.images import ImageStore
+from armature.components.contracts.errors import DataError
+from armature.components.policies.molmoact2.checkpoints.checkpoint import LoadedPolicy, load_policy
+from armature.components.policies.molmoact2.policy import MolmoAct2Policy
+from armature.components.policies.molmoact2.sampling import InferencePlan
+from armature.components.vla.groups import prepare
+from armature.components.vla_rl.collect import Collector
+from armature.components.vla_rl.learner import RobotRLLearner
+from armature.components.vla_rl.likelihood import FlowLikelihood
+from armature.components.vla_rl.loader import AnswerLoader, _bytes, loaded_ahead
+from armature.components.vla_rl.schedule import plan_step
+from armature.components.vla_rl.settings import RobotRLTrainerSettings
+from armature.components.vla_rl.table import Answer, AnswerSample, with_advantage, write_rollouts
+from armature.components.vla_rl.tensors import AnswerBatch
 from tests.evaluation.libero.playground import TASKS
 from tests.refusals import refused
 from tests.vla_rl.kitchen import Kitchen, calm_policy, rollout_settings

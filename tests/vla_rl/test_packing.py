@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from components.artifacts.images import ImageStore
-from components.policies.molmoact2 import policy
-from components.policies.molmoact2.checkpoints.checkpoint import LoadedPolicy
-from components.vla_rl.answer_learner import Update
-from components.vla_rl.learner import RobotRLLearner
-from components.vla_rl.table import Answer, AnswerSample, with_advantage
+from armature.components.artifacts.images import ImageStore
+from armature.components.policies.molmoact2 import policy
+from armature.components.policies.molmoact2.checkpoints.checkpoint import LoadedPolicy
+from armature.components.vla_rl.answer_learner import Update
+from armature.components.vla_rl.learner import RobotRLLearner
+from armature.components.vla_rl.table import Answer, AnswerSample, with_advantage
 from tests.vla_rl import test_learner as chunks
 from tests.vla_rl import test_tokens as tokens
 from tests.vla_rl.kitchen import Kitchen, calm_policy

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from components.evaluation.wilson import wilson_interval
-from components.vla_rl.page import course_images, outcome_table
-from components.vla_rl.settings import TrainVLARLSettings
-from components.vla_rl.stage import write_pages
+from armature.components.evaluation.wilson import wilson_interval
+from armature.components.vla_rl.page import course_images, outcome_table
+from armature.components.vla_rl.settings import TrainVLARLSettings
+from armature.components.vla_rl.stage import write_pages
 from tests.vla_rl.kitchen import rollout_settings
 from tests.vla_rl.test_batch import answers
 

@@ -12,17 +12,17 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file
 from scipy.stats import binomtest
 
-from components.configuration import load_recipe
-from components.contracts.stages import Artifact
-from components.environments.libero.processes import ChunkResult
-from components.evaluation.libero.results import read_results
-from components.evaluation.libero.settings import TrainLiberoEvaluationSettings
-from components.stages import STAGES, fingerprint
-from components.vla_rl.panel import judgement
-from components.vla_rl.settings import TrainVLARLSettings
-from components.vla_rl.stage import write_pages
-from components.vla_rl.table import read_rollouts
-from components.workers.errors import WorkerError
+from armature.components.configuration import load_recipe
+from armature.components.contracts.stages import Artifact
+from armature.components.environments.libero.processes import ChunkResult
+from armature.components.evaluation.libero.results import read_results
+from armature.components.evaluation.libero.settings import TrainLiberoEvaluationSettings
+from armature.components.stages import STAGES, fingerprint
+from armature.components.vla_rl.panel import judgement
+from armature.components.vla_rl.settings import TrainVLARLSettings
+from armature.components.vla_rl.stage import write_pages
+from armature.components.vla_rl.table import read_rollouts
+from armature.components.workers.errors import WorkerError
 from tests.refusals import refused
 from tests.vla_rl.kitchen import Kitchen, calm_policy
 from tests.vla_rl.test_run import rows, settings, train

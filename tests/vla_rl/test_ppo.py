@@ -12,18 +12,30 @@ import numpy as np
 import pytest
 import torch
 
-from components.artifacts.images import ImageStore
-from components.contracts.errors import DataError
-from components.policies.molmoact2.checkpoints.checkpoint import LoadedPolicy, fill_model, load_model, save_policy
-from components.policies.molmoact2.policy import MolmoAct2Policy
-from components.vla_rl.batch import build_batch
-from components.vla_rl.collect import Collector
-from components.vla_rl.learner import RobotRLLearner
-from components.vla_rl.loader import AnswerLoader
-from components.vla_rl.schedule import plan_step
-from components.vla_rl.settings import GAE, RobotRLTrainerSettings, TrainVLARLSettings
-from components.vla_rl.table import Answer, AnswerSample, read_batch, with_advantage, write_batch, write_rollouts
-from components.vla_rl.value_loss import value_loss
+from armature.components.artifacts.images import ImageStore
+from armature.components.contracts.errors import DataError
+from armature.components.policies.molmoact2.checkpoints.checkpoint import (
+    LoadedPolicy,
+    fill_model,
+    load_model,
+    save_policy,
+)
+from armature.components.policies.molmoact2.policy import MolmoAct2Policy
+from armature.components.vla_rl.batch import build_batch
+from armature.components.vla_rl.collect import Collector
+from armature.components.vla_rl.learner import RobotRLLearner
+from armature.components.vla_rl.loader import AnswerLoader
+from armature.components.vla_rl.schedule import plan_step
+from armature.components.vla_rl.settings import GAE, RobotRLTrainerSettings, TrainVLARLSettings
+from armature.components.vla_rl.table import (
+    Answer,
+    AnswerSample,
+    read_batch,
+    with_advantage,
+    write_batch,
+    write_rollouts,
+)
+from armature.components.vla_rl.value_loss import value_loss
 from tests.evaluation.libero.playground import TASKS
 from tests.refusals import refused
 from tests.vla_rl.kitchen import Kitchen, calm_policy, rollout_settings

@@ -15,23 +15,23 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from components.artifacts.images import ImageStore
-from components.contracts.machine import Machine
-from components.policies.molmoact2 import policy as policies
-from components.policies.molmoact2.checkpoints.checkpoint import save_policy
-from components.policies.molmoact2.policy import open_policy
-from components.process import Program
-from components.training.processes import private_folder
-from components.training.ranks import Ranks
-from components.training.service_settings import ServiceSettings, service_settings
-from components.vla.groups import GROUPS
-from components.vla_rl.batch import build_batch
-from components.vla_rl.client import RobotRLTrainerClient, RobotRLTraining
-from components.vla_rl.collect import Collector
-from components.vla_rl.schedule import plan_step
-from components.vla_rl.settings import GAE, RobotRLTrainerSettings
-from components.vla_rl.table import write_batch
-from components.vla_rl.worker import RobotRLWorker
+from armature.components.artifacts.images import ImageStore
+from armature.components.contracts.machine import Machine
+from armature.components.policies.molmoact2 import policy as policies
+from armature.components.policies.molmoact2.checkpoints.checkpoint import save_policy
+from armature.components.policies.molmoact2.policy import open_policy
+from armature.components.process import Program
+from armature.components.training.processes import private_folder
+from armature.components.training.ranks import Ranks
+from armature.components.training.service_settings import ServiceSettings, service_settings
+from armature.components.vla.groups import GROUPS
+from armature.components.vla_rl.batch import build_batch
+from armature.components.vla_rl.client import RobotRLTrainerClient, RobotRLTraining
+from armature.components.vla_rl.collect import Collector
+from armature.components.vla_rl.schedule import plan_step
+from armature.components.vla_rl.settings import GAE, RobotRLTrainerSettings
+from armature.components.vla_rl.table import write_batch
+from armature.components.vla_rl.worker import RobotRLWorker
 from tests.evaluation.libero.playground import TASKS
 from tests.refusals import refused
 from tests.vla_rl.kitchen import Kitchen, calm_policy, rollout_settings

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from components.configuration import load_recipe
-from components.contracts.stages import Artifact
-from components.vla_rl.settings import TrainVLARLSettings
+from armature.components.configuration import load_recipe
+from armature.components.contracts.stages import Artifact
+from armature.components.vla_rl.settings import TrainVLARLSettings
 from tests.refusals import refused
 from tests.vla_rl.kitchen import Kitchen, calm_policy
 from tests.vla_rl.test_run import train

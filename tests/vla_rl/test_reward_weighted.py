@@ -13,26 +13,26 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from components.artifacts.images import ImageStore
-from components.configuration import load_recipe
-from components.contracts.errors import ConfigurationError
-from components.contracts.robots import RobotObservation
-from components.contracts.stages import Artifact
-from components.policies.molmoact2.checkpoints.checkpoint import LoadedPolicy
-from components.policies.molmoact2.modeling.flow import FlowSamples
-from components.policies.molmoact2.modeling.losses import LossPlan
-from components.policies.molmoact2.policy import MolmoAct2Policy
-from components.policies.molmoact2.processing.batch import collate
-from components.policies.molmoact2.sampling import InferencePlan
-from components.training.engine import AppliedUpdate
-from components.vla.groups import prepare
-from components.vla_rl.answer_learner import Update
-from components.vla_rl.batch import build_batch
-from components.vla_rl.loader import AnswerLoader
-from components.vla_rl.reward_weighted import RewardWeightedLearner, draw_seed
-from components.vla_rl.schedule import answer_seed, plan_step
-from components.vla_rl.settings import RewardWeighted, RobotRLTrainerSettings, TrainVLARLSettings
-from components.vla_rl.table import Answer, AnswerSample, read_batch, read_rollouts, with_advantage
+from armature.components.artifacts.images import ImageStore
+from armature.components.configuration import load_recipe
+from armature.components.contracts.errors import ConfigurationError
+from armature.components.contracts.robots import RobotObservation
+from armature.components.contracts.stages import Artifact
+from armature.components.policies.molmoact2.checkpoints.checkpoint import LoadedPolicy
+from armature.components.policies.molmoact2.modeling.flow import FlowSamples
+from armature.components.policies.molmoact2.modeling.losses import LossPlan
+from armature.components.policies.molmoact2.policy import MolmoAct2Policy
+from armature.components.policies.molmoact2.processing.batch import collate
+from armature.components.policies.molmoact2.sampling import InferencePlan
+from armature.components.training.engine import AppliedUpdate
+from armature.components.vla.groups import prepare
+from armature.components.vla_rl.answer_learner import Update
+from armature.components.vla_rl.batch import build_batch
+from armature.components.vla_rl.loader import AnswerLoader
+from armature.components.vla_rl.reward_weighted import RewardWeightedLearner, draw_seed
+from armature.components.vla_rl.schedule import answer_seed, plan_step
+from armature.components.vla_rl.settings import RewardWeighted, RobotRLTrainerSettings, TrainVLARLSettings
+from armature.components.vla_rl.table import Answer, AnswerSample, read_batch, read_rollouts, with_advantage
 from tests.evaluation.libero.playground import TASKS
 from tests.refusals import refused
 from tests.vla_rl.kitchen import Kitchen, calm_policy, rollout_settings

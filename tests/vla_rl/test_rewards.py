@@ -9,20 +9,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from components.artifacts.images import ImageStore
-from components.environments.libero.processes import SimulatorProcess
-from components.environments.libero.progress import GoalProgress
-from components.environments.libero.scripted.plans import plan_for
-from components.environments.libero.scripted.policy import ScriptedPolicy
-from components.environments.libero.simulator import LiberoSimulator
-from components.environments.libero.tasks import suite_tasks
-from components.policies.molmoact2.policy import MolmoAct2Policy
-from components.vla_rl.batch import build_batch
-from components.vla_rl.collect import Collector
-from components.vla_rl.gae import gae
-from components.vla_rl.rewards import chunk_rewards, potential
-from components.vla_rl.schedule import plan_step
-from components.vla_rl.settings import (
+from armature.components.artifacts.images import ImageStore
+from armature.components.environments.libero.processes import SimulatorProcess
+from armature.components.environments.libero.progress import GoalProgress
+from armature.components.environments.libero.scripted.plans import plan_for
+from armature.components.environments.libero.scripted.policy import ScriptedPolicy
+from armature.components.environments.libero.simulator import LiberoSimulator
+from armature.components.environments.libero.tasks import suite_tasks
+from armature.components.policies.molmoact2.policy import MolmoAct2Policy
+from armature.components.vla_rl.batch import build_batch
+from armature.components.vla_rl.collect import Collector
+from armature.components.vla_rl.gae import gae
+from armature.components.vla_rl.rewards import chunk_rewards, potential
+from armature.components.vla_rl.schedule import plan_step
+from armature.components.vla_rl.settings import (
     GAE,
     EpisodeGroupMean,
     PotentialShaping,
@@ -30,7 +30,7 @@ from components.vla_rl.settings import (
     SuccessReward,
     TrainVLARLSettings,
 )
-from components.vla_rl.table import Answer
+from armature.components.vla_rl.table import Answer
 from tests.environments.libero.simulated import needs_libero, simulator
 from tests.evaluation.libero.playground import TASKS
 from tests.refusals import refused

@@ -12,24 +12,24 @@ import torch
 from pydantic import TypeAdapter
 from safetensors.torch import load_file
 
-from components.artifacts.images import ImageStore
-from components.contracts.machine import Machine
-from components.contracts.stages import Artifact, StageContext, not_sent
-from components.environments.libero.settings import SimulatorSettings
-from components.evaluation.libero.settings import TrainLiberoEvaluationSettings
-from components.policies.molmoact2.checkpoints.checkpoint import load_policy
-from components.policies.molmoact2.policy import open_policy
-from components.stages import TerminalEvents, ThreadUnits, open_store
-from components.training.ranks import Ranks
-from components.training.service_settings import service_settings
-from components.vla_rl.client import RobotRLTrainerClient, RobotRLTraining
-from components.vla_rl.collect import Collector
-from components.vla_rl.panel import RobotEvaluations
-from components.vla_rl.run import RobotRLRun
-from components.vla_rl.settings import RobotPreflightSettings, RobotRLTrainerSettings, TrainVLARLSettings
-from components.vla_rl.stage import summary
-from components.vla_rl.table import read_batch, read_rollouts
-from components.vla_rl.worker import RobotRLWorker
+from armature.components.artifacts.images import ImageStore
+from armature.components.contracts.machine import Machine
+from armature.components.contracts.stages import Artifact, StageContext, not_sent
+from armature.components.environments.libero.settings import SimulatorSettings
+from armature.components.evaluation.libero.settings import TrainLiberoEvaluationSettings
+from armature.components.policies.molmoact2.checkpoints.checkpoint import load_policy
+from armature.components.policies.molmoact2.policy import open_policy
+from armature.components.stages import TerminalEvents, ThreadUnits, open_store
+from armature.components.training.ranks import Ranks
+from armature.components.training.service_settings import service_settings
+from armature.components.vla_rl.client import RobotRLTrainerClient, RobotRLTraining
+from armature.components.vla_rl.collect import Collector
+from armature.components.vla_rl.panel import RobotEvaluations
+from armature.components.vla_rl.run import RobotRLRun
+from armature.components.vla_rl.settings import RobotPreflightSettings, RobotRLTrainerSettings, TrainVLARLSettings
+from armature.components.vla_rl.stage import summary
+from armature.components.vla_rl.table import read_batch, read_rollouts
+from armature.components.vla_rl.worker import RobotRLWorker
 from tests.evaluation.libero.playground import TASKS
 from tests.refusals import refused
 from tests.vla_rl.kitchen import Kitchen, calm_policy, rollout_settings

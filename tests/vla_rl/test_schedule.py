@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from components.vla_rl.schedule import answer_seed, plan_step
+from armature.components.vla_rl.schedule import answer_seed, plan_step
 from tests.evaluation.libero.playground import TASKS
 from tests.refusals import refused
 from tests.vla_rl.kitchen import rollout_settings

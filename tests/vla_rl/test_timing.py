@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from components.artifacts.images import ImageStore
-from components.policies.molmoact2.policy import open_policy
-from components.vla_rl.collect import Collector
-from components.vla_rl.schedule import plan_step
-from components.vla_rl.timing import PlayTimes, TimedSimulators
-from components.workers.errors import WorkerError
+from armature.components.artifacts.images import ImageStore
+from armature.components.policies.molmoact2.policy import open_policy
+from armature.components.vla_rl.collect import Collector
+from armature.components.vla_rl.schedule import plan_step
+from armature.components.vla_rl.timing import PlayTimes, TimedSimulators
+from armature.components.workers.errors import WorkerError
 from tests.evaluation.libero.playground import TASKS
 from tests.vla_rl.kitchen import Kitchen, calm_policy, rollout_settings
 

@@ -14,32 +14,39 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
-from components.artifacts.images import ImageStore
-from components.contracts.robots import RobotObservation
-from components.contracts.stages import Artifact
-from components.environments.libero.settings import SimulatorSettings
-from components.policies.molmoact2 import policy
-from components.policies.molmoact2.checkpoints.checkpoint import LoadedPolicy, load_policy, save_policy
-from components.policies.molmoact2.modeling.token_draws import TokenDraws
-from components.policies.molmoact2.policy import MolmoAct2Policy
-from components.policies.molmoact2.processing.action_tokens import ActionTokens
-from components.policies.molmoact2.processing.batch import collate
-from components.policies.molmoact2.sampling import InferencePlan
-from components.vla.groups import prepare
-from components.vla_rl.batch import build_batch
-from components.vla_rl.collect import Collector
-from components.vla_rl.learner import RobotRLLearner
-from components.vla_rl.likelihood import TokenLikelihood
-from components.vla_rl.loader import AnswerLoader
-from components.vla_rl.schedule import plan_step
-from components.vla_rl.settings import (
+from armature.components.artifacts.images import ImageStore
+from armature.components.contracts.robots import RobotObservation
+from armature.components.contracts.stages import Artifact
+from armature.components.environments.libero.settings import SimulatorSettings
+from armature.components.policies.molmoact2 import policy
+from armature.components.policies.molmoact2.checkpoints.checkpoint import LoadedPolicy, load_policy, save_policy
+from armature.components.policies.molmoact2.modeling.token_draws import TokenDraws
+from armature.components.policies.molmoact2.policy import MolmoAct2Policy
+from armature.components.policies.molmoact2.processing.action_tokens import ActionTokens
+from armature.components.policies.molmoact2.processing.batch import collate
+from armature.components.policies.molmoact2.sampling import InferencePlan
+from armature.components.vla.groups import prepare
+from armature.components.vla_rl.batch import build_batch
+from armature.components.vla_rl.collect import Collector
+from armature.components.vla_rl.learner import RobotRLLearner
+from armature.components.vla_rl.likelihood import TokenLikelihood
+from armature.components.vla_rl.loader import AnswerLoader
+from armature.components.vla_rl.schedule import plan_step
+from armature.components.vla_rl.settings import (
     GAE,
     EpisodeGroupMean,
     RobotPreflightSettings,
     RobotRLTrainerSettings,
     TrainVLARLSettings,
 )
-from components.vla_rl.table import Answer, AnswerSample, read_batch, with_advantage, write_batch, write_rollouts
+from armature.components.vla_rl.table import (
+    Answer,
+    AnswerSample,
+    read_batch,
+    with_advantage,
+    write_batch,
+    write_rollouts,
+)
 from tests.evaluation.libero.playground import TASKS
 from tests.policies.molmoact2 import released
 from tests.refusals import refused

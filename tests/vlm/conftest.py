@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from components.adapters import FamilyAdapter, SampleCollator, get_adapter
-from components.artifacts.images import ImageStore
-from components.contracts.batches import Sample
-from components.contracts.images import EncodedImage, ImageRef
-from components.models.load import load_model, load_processor
-from components.models.settings import LoraSettings, ModelSettings
-from components.models.tiny import SMALL, make_tiny_checkpoint
-from components.vlm.settings import TrainerSettings
+from armature.components.adapters import FamilyAdapter, SampleCollator, get_adapter
+from armature.components.artifacts.images import ImageStore
+from armature.components.contracts.batches import Sample
+from armature.components.contracts.images import EncodedImage, ImageRef
+from armature.components.models.load import load_model, load_processor
+from armature.components.models.settings import LoraSettings, ModelSettings
+from armature.components.models.tiny import SMALL, make_tiny_checkpoint
+from armature.components.vlm.settings import TrainerSettings
 
 VALUES: dict[str, Any] = {
     "objective": {"name": "ppo", "clip_low": 0.2, "clip_high": 0.28},

@@ -14,16 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from components.adapters import model_inputs
-from components.contracts.batches import Sample
-from components.models.lora import base_model
-from components.models.packed import laid_out
-from components.training.launch import joined
-from components.training.processes import TrainerProcesses
-from components.training.ranks import Ranks
-from components.vlm.loader import FeatureCache
-from components.vlm.logprobs import Policy, predicting
-from components.vlm.packing import packed_batch
+from armature.components.adapters import model_inputs
+from armature.components.contracts.batches import Sample
+from armature.components.models.lora import base_model
+from armature.components.models.packed import laid_out
+from armature.components.training.launch import joined
+from armature.components.training.processes import TrainerProcesses
+from armature.components.training.ranks import Ranks
+from armature.components.vlm.loader import FeatureCache
+from armature.components.vlm.logprobs import Policy, predicting
+from armature.components.vlm.packing import packed_batch
 from tests.training.forked import serve
 from tests.vlm.conftest import Tiny, open_tiny
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from components.vlm.heads import HEADS, HeadSettings, fused
+from armature.components.vlm.heads import HEADS, HeadSettings, fused
 from tests.refusals import refused
 
 from .logprob_cases import CASES, CPU, ODD, Case, check_unused, compare

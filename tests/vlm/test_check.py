@@ -8,18 +8,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from components.contracts.autoscaling import ServerAutoscaling
-from components.contracts.machine import Machine
-from components.models.load import load_model
-from components.rl.check import scaled_servers
-from components.training.processes import TrainerProcesses
-from components.training.ranks import Ranks
-from components.training.service_settings import service_settings
-from components.vlm.client import TrainerPolicySettings
-from components.vlm.learner import Learner
-from components.vlm.loader import MicroBatchLoader
-from components.vlm.memory import GIB, OVERHEAD, chosen_recomputation, estimate_memory
-from components.vlm.worker import TrainerWorker
+from armature.components.contracts.autoscaling import ServerAutoscaling
+from armature.components.contracts.machine import Machine
+from armature.components.models.load import load_model
+from armature.components.rl.check import scaled_servers
+from armature.components.training.processes import TrainerProcesses
+from armature.components.training.ranks import Ranks
+from armature.components.training.service_settings import service_settings
+from armature.components.vlm.client import TrainerPolicySettings
+from armature.components.vlm.learner import Learner
+from armature.components.vlm.loader import MicroBatchLoader
+from armature.components.vlm.memory import GIB, OVERHEAD, chosen_recomputation, estimate_memory
+from armature.components.vlm.worker import TrainerWorker
 from tests.vlm.conftest import Tiny, model_settings, trainer_settings
 
 

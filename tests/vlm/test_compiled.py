@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from components.models.compiled import _compiled, _recomputing, compile_layers
-from components.models.families import FAMILIES, family_of
-from components.models.padded import pad_widths
-from components.training.ranks import Ranks
-from components.vlm.learner import Learner
-from components.vlm.logprobs import Policy
+from armature.components.models.compiled import _compiled, _recomputing, compile_layers
+from armature.components.models.families import FAMILIES, family_of
+from armature.components.models.padded import pad_widths
+from armature.components.training.ranks import Ranks
+from armature.components.vlm.learner import Learner
+from armature.components.vlm.logprobs import Policy
 from tests.compiling import trace_only
 from tests.refusals import refused
 

@@ -19,17 +19,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from components.contracts.batches import Sample
-from components.contracts.errors import ConfigurationError, DataError
-from components.contracts.machine import Machine
-from components.models.context_parallel import ContextParallel, encoded_by, encoders, feature_exchange
-from components.models.families import FAMILIES
-from components.models.settings import LoraSettings
-from components.training.processes import private_folder
-from components.training.ranks import Ranks
-from components.vlm.learner import Learner
-from components.vlm.loader import FeatureCache
-from components.vlm.logprobs import Policy
+from armature.components.contracts.batches import Sample
+from armature.components.contracts.errors import ConfigurationError, DataError
+from armature.components.contracts.machine import Machine
+from armature.components.models.context_parallel import ContextParallel, encoded_by, encoders, feature_exchange
+from armature.components.models.families import FAMILIES
+from armature.components.models.settings import LoraSettings
+from armature.components.training.processes import private_folder
+from armature.components.training.ranks import Ranks
+from armature.components.vlm.learner import Learner
+from armature.components.vlm.loader import FeatureCache
+from armature.components.vlm.logprobs import Policy
 from tests.refusals import refused
 
 from .conftest import Tiny, trainer_settings

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from components.configuration import load_recipe
-from components.contracts.machine import Machine
-from components.stages import STAGES, run_stage
+from armature.components.configuration import load_recipe
+from armature.components.contracts.machine import Machine
+from armature.components.stages import STAGES, run_stage
 
 STEPS = 5
 

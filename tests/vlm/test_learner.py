@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from components.adapters import model_inputs
-from components.contracts.batches import MultimodalBatch, Sample
-from components.contracts.errors import DataError
-from components.training.skipped import MOST_IN_A_ROW
-from components.vlm.learner import Learner
-from components.vlm.loader import MicroBatchLoader
+from armature.components.adapters import model_inputs
+from armature.components.contracts.batches import MultimodalBatch, Sample
+from armature.components.contracts.errors import DataError
+from armature.components.training.skipped import MOST_IN_A_ROW
+from armature.components.vlm.learner import Learner
+from armature.components.vlm.loader import MicroBatchLoader
 from tests.refusals import refused
 
 from .conftest import LORA, Tiny, trainer_settings

@@ -10,11 +10,11 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from components.contracts.batches import Sample
-from components.contracts.errors import DataError
-from components.contracts.images import ImageRef
-from components.vlm.loader import MicroBatchLoader
-from components.vlm.plan import micro_batches, packed_micro_batches, share, updates
+from armature.components.contracts.batches import Sample
+from armature.components.contracts.errors import DataError
+from armature.components.contracts.images import ImageRef
+from armature.components.vlm.loader import MicroBatchLoader
+from armature.components.vlm.plan import micro_batches, packed_micro_batches, share, updates
 
 from .conftest import Tiny
 

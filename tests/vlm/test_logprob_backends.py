@@ -10,11 +10,11 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor, nn
 
-from components.adapters import model_inputs
-from components.models.settings import LoraSettings
-from components.vlm.heads import HEADS, HeadSettings, fused
-from components.vlm.logprobs import Policy, predicting
-from components.vlm.settings import Logprobs
+from armature.components.adapters import model_inputs
+from armature.components.models.settings import LoraSettings
+from armature.components.vlm.heads import HEADS, HeadSettings, fused
+from armature.components.vlm.logprobs import Policy, predicting
+from armature.components.vlm.settings import Logprobs
 from tests.refusals import refused
 
 from .conftest import Tiny

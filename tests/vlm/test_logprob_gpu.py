@@ -8,8 +8,8 @@ from typing import get_args
 import pytest
 import torch
 
-from components.vlm.heads import fused
-from components.vlm.settings import Logprobs
+from armature.components.vlm.heads import fused
+from armature.components.vlm.settings import Logprobs
 
 from .logprob_cases import GPU, Case, compare
 

@@ -13,10 +13,10 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from components.adapters import model_inputs
-from components.models.attention import needs_no_mask
-from components.models.families import FAMILIES
-from components.vlm.logprobs import Policy, check_head, predicting
+from armature.components.adapters import model_inputs
+from armature.components.models.attention import needs_no_mask
+from armature.components.models.families import FAMILIES
+from armature.components.vlm.logprobs import Policy, check_head, predicting
 from tests.refusals import refused
 
 from .conftest import LORA, Tiny

@@ -13,16 +13,16 @@ from pathlib import Path
 
 import pytest
 
-from components.batches.table import write_batch
-from components.contracts.machine import Machine
-from components.contracts.rollouts import LogProbs
-from components.inference.endpoint import Endpoint
-from components.inference.pool import ServerPool
-from components.inference.probe import ask_probe
-from components.inference.proof import GPU_FLOAT32, distance
-from components.inference.server import VllmServer
-from components.inference.settings import SamplingSettings, ServerSettings
-from components.vlm.client import TrainerClient, TrainerPolicySettings
+from armature.components.batches.table import write_batch
+from armature.components.contracts.machine import Machine
+from armature.components.contracts.rollouts import LogProbs
+from armature.components.inference.endpoint import Endpoint
+from armature.components.inference.pool import ServerPool
+from armature.components.inference.probe import ask_probe
+from armature.components.inference.proof import GPU_FLOAT32, distance
+from armature.components.inference.server import VllmServer
+from armature.components.inference.settings import SamplingSettings, ServerSettings
+from armature.components.vlm.client import TrainerClient, TrainerPolicySettings
 from tests.vlm.conftest import Tiny, model_settings, trainer_settings
 
 KEY = "a-key"

@@ -10,8 +10,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from components.vlm.objectives import OBJECTIVES, Loss, Tokens, importance_weights, kl_estimate, loss_of, normalizer
-from components.vlm.settings import TrainerSettings
+from armature.components.vlm.objectives import (
+    OBJECTIVES,
+    Loss,
+    Tokens,
+    importance_weights,
+    kl_estimate,
+    loss_of,
+    normalizer,
+)
+from armature.components.vlm.settings import TrainerSettings
 from tests.refusals import refused
 
 from .conftest import trainer_settings

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from components.training.ranks import Ranks
-from components.vlm import offloading
-from components.vlm.learner import Learner
-from components.vlm.loader import MicroBatchLoader
+from armature.components.training.ranks import Ranks
+from armature.components.vlm import offloading
+from armature.components.vlm.learner import Learner
+from armature.components.vlm.loader import MicroBatchLoader
 
 from .conftest import LORA, Tiny, trainer_settings
 

@@ -15,19 +15,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from components.adapters import model_inputs
-from components.contracts.batches import Sample
-from components.contracts.errors import ConfigurationError
-from components.contracts.images import EncodedImage, ImageRef
-from components.models.families import FAMILIES
-from components.models.packed import laid_out
-from components.models.settings import LoraSettings
-from components.training.ranks import Ranks
-from components.vlm.learner import Learner
-from components.vlm.loader import FeatureCache, MicroBatchLoader
-from components.vlm.logprobs import Policy, predicting
-from components.vlm.packing import packed_batch, packing_of
-from components.vlm.plan import micro_batches, packed_micro_batches
+from armature.components.adapters import model_inputs
+from armature.components.contracts.batches import Sample
+from armature.components.contracts.errors import ConfigurationError
+from armature.components.contracts.images import EncodedImage, ImageRef
+from armature.components.models.families import FAMILIES
+from armature.components.models.packed import laid_out
+from armature.components.models.settings import LoraSettings
+from armature.components.training.ranks import Ranks
+from armature.components.vlm.learner import Learner
+from armature.components.vlm.loader import FeatureCache, MicroBatchLoader
+from armature.components.vlm.logprobs import Policy, predicting
+from armature.components.vlm.packing import packed_batch, packing_of
+from armature.components.vlm.plan import micro_batches, packed_micro_batches
 
 from .conftest import LORA, Tiny, trainer_settings
 

@@ -12,14 +12,14 @@ import pytest
 import torch
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from components.batches.table import write_batch
-from components.contracts.machine import Machine
-from components.inference.checkpoint import vocabulary
-from components.inference.probe import LIKELIEST, WORDS, Probe, make_probe
-from components.training.ranks import Ranks
-from components.training.service_settings import service_settings
-from components.vlm.client import TrainerPolicySettings
-from components.vlm.worker import TrainerWorker
+from armature.components.batches.table import write_batch
+from armature.components.contracts.machine import Machine
+from armature.components.inference.checkpoint import vocabulary
+from armature.components.inference.probe import LIKELIEST, WORDS, Probe, make_probe
+from armature.components.training.ranks import Ranks
+from armature.components.training.service_settings import service_settings
+from armature.components.vlm.client import TrainerPolicySettings
+from armature.components.vlm.worker import TrainerWorker
 from tests.refusals import refused
 
 from .conftest import LORA, Tiny, model_settings, trainer_settings

@@ -13,19 +13,19 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from components.contracts.errors import ConfigurationError
-from components.models.families import family_of
-from components.models.load import load_model, load_processor, read_model
-from components.models.lora import base_model, merged_weights
-from components.models.nf4 import NF4Linear, quantized_layers
-from components.models.settings import LoraSettings
-from components.rl.open import QUANTIZED_BASE, base_weights
-from components.training.checkpoints import Checkpoints
-from components.training.ranks import Ranks
-from components.vlm.learner import Learner
-from components.vlm.loader import MicroBatchLoader
-from components.vlm.memory import GIB, estimate_memory, estimate_memory_of
-from components.vlm.publish import Publisher
+from armature.components.contracts.errors import ConfigurationError
+from armature.components.models.families import family_of
+from armature.components.models.load import load_model, load_processor, read_model
+from armature.components.models.lora import base_model, merged_weights
+from armature.components.models.nf4 import NF4Linear, quantized_layers
+from armature.components.models.settings import LoraSettings
+from armature.components.rl.open import QUANTIZED_BASE, base_weights
+from armature.components.training.checkpoints import Checkpoints
+from armature.components.training.ranks import Ranks
+from armature.components.vlm.learner import Learner
+from armature.components.vlm.loader import MicroBatchLoader
+from armature.components.vlm.memory import GIB, estimate_memory, estimate_memory_of
+from armature.components.vlm.publish import Publisher
 from tests.refusals import refused
 
 from .conftest import Tiny, model_settings, trainer_settings

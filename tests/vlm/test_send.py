@@ -11,17 +11,17 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from components.batches.table import write_batch
-from components.contracts.errors import WeightSyncError
-from components.contracts.machine import Machine
-from components.inference.endpoint import Endpoint
-from components.inference.served.armature_served.deltas import DELTA, bring_to, words
-from components.models.molmo2 import to_hub
-from components.training.ranks import Ranks
-from components.training.service_settings import service_settings
-from components.vlm import worker as worker_module
-from components.vlm.client import TrainerPolicySettings
-from components.vlm.worker import TrainerWorker
+from armature.components.batches.table import write_batch
+from armature.components.contracts.errors import WeightSyncError
+from armature.components.contracts.machine import Machine
+from armature.components.inference.endpoint import Endpoint
+from armature.components.inference.served.armature_served.deltas import DELTA, bring_to, words
+from armature.components.models.molmo2 import to_hub
+from armature.components.training.ranks import Ranks
+from armature.components.training.service_settings import service_settings
+from armature.components.vlm import worker as worker_module
+from armature.components.vlm.client import TrainerPolicySettings
+from armature.components.vlm.worker import TrainerWorker
 from tests.refusals import refused
 
 from .conftest import LORA, Tiny, model_settings, trainer_settings

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from components.workers.requests import ANYTHING
-from components.workers.worker import Worker
+from armature.components.workers.requests import ANYTHING
+from armature.components.workers.worker import Worker
 
 
 def call(worker: Worker, method: str, *arguments: Any) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from components.contracts.cluster import ClusterSettings
+from armature.components.contracts.cluster import ClusterSettings
 
 
 @pytest.fixture(scope="session")

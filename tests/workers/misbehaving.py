@@ -16,9 +16,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from components.contracts import errors
-from components.contracts.errors import ArmatureError
-from components.workers.serve import serve
+from armature.components.contracts import errors
+from armature.components.contracts.errors import ArmatureError
+from armature.components.workers.serve import serve
 
 
 class OwnError(ArmatureError):

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from components.workers.channel import CallLimits, Channel, encoded
+from armature.components.workers.channel import CallLimits, Channel, encoded
 
 NUMBERS = st.sampled_from(["<f4", "<f8", "<f2", "|u1", "|b1", "<i8", ">i2", "<u4"])
 VALUES = st.recursive(

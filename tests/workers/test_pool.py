@@ -7,9 +7,9 @@ import time
 
 import pytest
 
-from components.workers.errors import WorkerError
-from components.workers.pool import StickyQueue, WorkerPool
-from components.workers.process import WorkerProcess
+from armature.components.workers.errors import WorkerError
+from armature.components.workers.pool import StickyQueue, WorkerPool
+from armature.components.workers.process import WorkerProcess
 
 from .calls import call
 

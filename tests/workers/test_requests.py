@@ -17,8 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import Field, PlainValidator, TypeAdapter, ValidationError
 
-from components.workers.channel import CallLimits, Channel, encoded
-from components.workers.requests import ANYTHING, ReplyForm, Requests, array_of, new_number
+from armature.components.workers.channel import CallLimits, Channel, encoded
+from armature.components.workers.requests import ANYTHING, ReplyForm, Requests, array_of, new_number
 
 Answer = Callable[[int], bytes]
 

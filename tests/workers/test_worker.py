@@ -21,11 +21,11 @@ import psutil
 import pytest
 from pydantic import TypeAdapter
 
-from components.contracts.errors import ConfigurationError, DataError
-from components.workers.channel import MOST_BYTES, encoded
-from components.workers.errors import IdleWorkerLost, WorkerError
-from components.workers.requests import ANYTHING, NOTHING
-from components.workers.worker import Worker, make_worker, workers_on
+from armature.components.contracts.errors import ConfigurationError, DataError
+from armature.components.workers.channel import MOST_BYTES, encoded
+from armature.components.workers.errors import IdleWorkerLost, WorkerError
+from armature.components.workers.requests import ANYTHING, NOTHING
+from armature.components.workers.worker import Worker, make_worker, workers_on
 from tests.refusals import refused
 
 from .calls import call, parts
@@ -352,8 +352,8 @@ def test_an_interrupted_call_leaves_no_answer_for_the_next(worker: Worker) -> No
 def test_it_and_all_that_it_started_end_with_their_parent() -> None:
     code = (
         "import os, signal\n"
-        "from components.workers.process import WorkerProcess\n"
-        "from components.workers.requests import ANYTHING\n"
+        "from armature.components.workers.process import WorkerProcess\n"
+        "from armature.components.workers.requests import ANYTHING\n"
         f"worker = WorkerProcess({MODULE!r}, timeout=60.0)\n"
         "print(worker.call('start_a_child', reply=ANYTHING), worker.pid, flush=True)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"

@@ -10,9 +10,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from components.contracts.errors import DataError
-from components.datasets.lerobot.layout import IMAGE, Feature
-from components.datasets.statistics import Array
+from armature.components.contracts.errors import DataError
+from armature.components.datasets.lerobot.layout import IMAGE, Feature
+from armature.components.datasets.statistics import Array
 
 PNG = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
 

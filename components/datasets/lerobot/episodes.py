@@ -12,12 +12,12 @@ from typing import Any, overload
 import numpy as np
 import pyarrow as pa
 
-from components.artifacts.parquet import bounded_batches
-from components.contracts.errors import DataError
-from components.datasets.lerobot.files import DatasetFiles
-from components.datasets.lerobot.layout import VIDEO, DatasetInfo
-from components.datasets.lerobot.mapped import MappedFile
-from components.datasets.statistics import Array
+from armature.components.artifacts.parquet import bounded_batches
+from armature.components.contracts.errors import DataError
+from armature.components.datasets.lerobot.files import DatasetFiles
+from armature.components.datasets.lerobot.layout import VIDEO, DatasetInfo
+from armature.components.datasets.lerobot.mapped import MappedFile
+from armature.components.datasets.statistics import Array
 
 AT_ONCE = 2**16
 """Rows of meta/episodes in memory while the numbers are written."""

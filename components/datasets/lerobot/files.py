@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import IO, Protocol
 
-from components.artifacts.cache import file_sha256, file_state
-from components.contracts.errors import DataError
-from components.contracts.files import regular
-from components.datasets.lerobot.layout import INFO, TASKS
+from armature.components.artifacts.cache import file_sha256, file_state
+from armature.components.contracts.errors import DataError
+from armature.components.contracts.files import regular
+from armature.components.datasets.lerobot.layout import INFO, TASKS
 
 
 class DatasetFiles(Protocol):

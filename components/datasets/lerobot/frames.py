@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from components.artifacts.cache import DownloadCache, make_once
-from components.contracts.errors import DataError
-from components.datasets.lerobot.episodes import EpisodeRange
-from components.datasets.lerobot.layout import VIDEO
-from components.datasets.lerobot.reader import Dataset, window
-from components.datasets.lerobot.video import VideoReaders
-from components.datasets.statistics import Array
+from armature.components.artifacts.cache import DownloadCache, make_once
+from armature.components.contracts.errors import DataError
+from armature.components.datasets.lerobot.episodes import EpisodeRange
+from armature.components.datasets.lerobot.layout import VIDEO
+from armature.components.datasets.lerobot.reader import Dataset, window
+from armature.components.datasets.lerobot.video import VideoReaders
+from armature.components.datasets.statistics import Array
 
 SMALL = 1 << 30
 """Bytes of all frames of a dataset up to which its videos are decoded once."""

@@ -8,10 +8,10 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError
 
-from components.contracts.errors import DataError
-from components.contracts.files import read_bytes
-from components.contracts.names import confined
-from components.contracts.numbers import read_finite
+from armature.components.contracts.errors import DataError
+from armature.components.contracts.files import read_bytes
+from armature.components.contracts.names import confined
+from armature.components.contracts.numbers import read_finite
 
 VERSION = "v3.0"
 INFO, STATS, TASKS = "meta/info.json", "meta/stats.json", "meta/tasks.parquet"

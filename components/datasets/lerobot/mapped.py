@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any
 
-from components.artifacts.cache import DownloadCache, make_once
+from armature.components.artifacts.cache import DownloadCache, make_once
 
 
 class MappedFile(ABC):

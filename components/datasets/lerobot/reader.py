@@ -13,18 +13,27 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from PIL import Image
 
-from components.artifacts.images import decode
-from components.artifacts.parquet import read_parquet
-from components.contracts.errors import ConfigurationError, DataError
-from components.contracts.images import EncodedImage
-from components.datasets.lerobot.columns import to_numpy
-from components.datasets.lerobot.episodes import EpisodeIndex, EpisodeRange
-from components.datasets.lerobot.files import DatasetFiles, LocalFiles
-from components.datasets.lerobot.layout import IMAGE, INFO, STATS, VIDEO, DatasetInfo, Feature, read_info, read_stats
-from components.datasets.lerobot.rows import PLACES, TOLERANCE, ExpectedRows
-from components.datasets.lerobot.tasks import TaskList
-from components.datasets.lerobot.video import VideoFile, read_frames
-from components.datasets.statistics import Array
+from armature.components.artifacts.images import decode
+from armature.components.artifacts.parquet import read_parquet
+from armature.components.contracts.errors import ConfigurationError, DataError
+from armature.components.contracts.images import EncodedImage
+from armature.components.datasets.lerobot.columns import to_numpy
+from armature.components.datasets.lerobot.episodes import EpisodeIndex, EpisodeRange
+from armature.components.datasets.lerobot.files import DatasetFiles, LocalFiles
+from armature.components.datasets.lerobot.layout import (
+    IMAGE,
+    INFO,
+    STATS,
+    VIDEO,
+    DatasetInfo,
+    Feature,
+    read_info,
+    read_stats,
+)
+from armature.components.datasets.lerobot.rows import PLACES, TOLERANCE, ExpectedRows
+from armature.components.datasets.lerobot.tasks import TaskList
+from armature.components.datasets.lerobot.video import VideoFile, read_frames
+from armature.components.datasets.statistics import Array
 
 
 @dataclass(frozen=True)

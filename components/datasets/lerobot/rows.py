@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import numpy as np
 import pyarrow as pa
 
-from components.contracts.errors import DataError
-from components.datasets.lerobot.columns import to_numpy
-from components.datasets.lerobot.layout import OWN_FEATURES
-from components.datasets.statistics import Array
+from armature.components.contracts.errors import DataError
+from armature.components.datasets.lerobot.columns import to_numpy
+from armature.components.datasets.lerobot.layout import OWN_FEATURES
+from armature.components.datasets.statistics import Array
 
 TOLERANCE = 1e-4
 """Seconds that a time may be off: LeRobot's `tolerance_s`."""

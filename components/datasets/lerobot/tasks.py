@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from components.artifacts.parquet import read_parquet
-from components.contracts.errors import DataError
-from components.contracts.foreign import foreign
-from components.datasets.lerobot.files import DatasetFiles
-from components.datasets.lerobot.layout import TASKS
-from components.datasets.lerobot.mapped import MappedFile
+from armature.components.artifacts.parquet import read_parquet
+from armature.components.contracts.errors import DataError
+from armature.components.contracts.foreign import foreign
+from armature.components.datasets.lerobot.files import DatasetFiles
+from armature.components.datasets.lerobot.layout import TASKS
+from armature.components.datasets.lerobot.mapped import MappedFile
 
 FORMAT = 2
 """Raised when the same file gives another list, or is checked for more."""

@@ -14,11 +14,11 @@ from typing import IO, TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from PIL import Image
 
-from components.contracts.errors import ConfigurationError, DataError
-from components.contracts.foreign import foreign
-from components.datasets.lerobot.settings import VideoSettings
-from components.datasets.statistics import Array
-from components.installation import install_command
+from armature.components.contracts.errors import ConfigurationError, DataError
+from armature.components.contracts.foreign import foreign
+from armature.components.datasets.lerobot.settings import VideoSettings
+from armature.components.datasets.statistics import Array
+from armature.components.installation import install_command
 
 if TYPE_CHECKING:
     from types import ModuleType

@@ -15,12 +15,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from PIL import Image
 
-from components.artifacts.disk import whole_folder
-from components.contracts.errors import ConfigurationError, DataError
-from components.datasets import histograms, quantiles
-from components.datasets.histograms import Histogram
-from components.datasets.lerobot.columns import arrow_type, described, to_arrow
-from components.datasets.lerobot.layout import (
+from armature.components.artifacts.disk import whole_folder
+from armature.components.contracts.errors import ConfigurationError, DataError
+from armature.components.datasets import histograms, quantiles
+from armature.components.datasets.histograms import Histogram
+from armature.components.datasets.lerobot.columns import arrow_type, described, to_arrow
+from armature.components.datasets.lerobot.layout import (
     DATA,
     EPISODES,
     IMAGE,
@@ -34,10 +34,10 @@ from components.datasets.lerobot.layout import (
     Feature,
     place,
 )
-from components.datasets.lerobot.sampling import sampled
-from components.datasets.lerobot.settings import LayoutSettings
-from components.datasets.lerobot.video import VideoWriter, codec_name
-from components.datasets.statistics import Array, FeatureStatistics, document
+from armature.components.datasets.lerobot.sampling import sampled
+from armature.components.datasets.lerobot.settings import LayoutSettings
+from armature.components.datasets.lerobot.video import VideoWriter, codec_name
+from armature.components.datasets.statistics import Array, FeatureStatistics, document
 
 MIB = 2**20
 

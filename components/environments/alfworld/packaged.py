@@ -11,8 +11,8 @@ from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
 
-from components.contracts.errors import ConfigurationError
-from components.installation import install_command
+from armature.components.contracts.errors import ConfigurationError
+from armature.components.installation import install_command
 
 DIGESTS = {
     "data/alfred.pddl": "f1473041ed01da514de1f87adfd7ef0804862361f83ccf63c75e43633b0eb280",

@@ -10,7 +10,7 @@ from typing import Literal, Self
 from pydantic import Field, NonNegativeInt, model_validator
 from pydantic_core import PydanticCustomError
 
-from components.contracts.settings import Settings
+from armature.components.contracts.settings import Settings
 
 ANSWER_LIMIT = 20_000
 """Characters of an answer that are looked at."""

@@ -8,14 +8,14 @@ from pathlib import Path
 
 from pydantic import Field, NonNegativeInt
 
-from components.contracts.errors import ConfigurationError, DataError
-from components.contracts.settings import Settings
-from components.contracts.stages import Artifact, Stage, StageContext, StageReport
-from components.environments.alfworld.games.folders import games_digest, write_game
-from components.environments.alfworld.games.game import SOURCES, Game, GamesSettings, GeneratedGames
-from components.environments.alfworld.games.load import load_games
-from components.environments.alfworld.text.host import EngineHost
-from components.workers.worker import Worker
+from armature.components.contracts.errors import ConfigurationError, DataError
+from armature.components.contracts.settings import Settings
+from armature.components.contracts.stages import Artifact, Stage, StageContext, StageReport
+from armature.components.environments.alfworld.games.folders import games_digest, write_game
+from armature.components.environments.alfworld.games.game import SOURCES, Game, GamesSettings, GeneratedGames
+from armature.components.environments.alfworld.games.load import load_games
+from armature.components.environments.alfworld.text.host import EngineHost
+from armature.components.workers.worker import Worker
 
 
 class GamesStageSettings(Settings):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import Literal
 
-from components.contracts.errors import DataError
-from components.contracts.failures import LONGEST_DETAIL
+from armature.components.contracts.errors import DataError
+from armature.components.contracts.failures import LONGEST_DETAIL
 
 SHOWN = 5
 

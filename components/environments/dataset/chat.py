@@ -6,10 +6,10 @@ import json
 from collections.abc import Mapping
 from typing import Any, get_args
 
-from components.contracts.episodes import Role
-from components.environments.dataset.bad_rows import BadRow
-from components.environments.dataset.images import TableImage, table_images
-from components.environments.dataset.template import Place, split_at
+from armature.components.contracts.episodes import Role
+from armature.components.environments.dataset.bad_rows import BadRow
+from armature.components.environments.dataset.images import TableImage, table_images
+from armature.components.environments.dataset.template import Place, split_at
 
 ChatPart = str | Place | TableImage
 ROLES: dict[str, Role] = {name: name for name in get_args(Role)}

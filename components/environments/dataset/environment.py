@@ -8,23 +8,23 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
-from components.artifacts.cache import DownloadCache, make_once
-from components.artifacts.digests import document_digest
-from components.contracts.episodes import EarlierMessage, Observation, Outcome, Split, Task
-from components.contracts.errors import DataError
-from components.contracts.failures import RolloutFailed
-from components.contracts.images import EncodedImage
-from components.environments.dataset.bad_rows import BadRow, BadRows
-from components.environments.dataset.files import DataFiles
-from components.environments.dataset.rows import RowExample, demonstration_of, example_of, row_for_rewards
-from components.environments.dataset.select import RowReference, image_paths, selected
-from components.environments.dataset.settings import DatasetEnvironmentSettings
-from components.environments.dataset.shards import COPY, Row
-from components.environments.dataset.source import RowTable, is_hub_name, open_table
-from components.hub import commit_of
-from components.project import project_folder
-from components.rewards.make import Rewards, make_rewards, reward_sources
-from components.rewards.reward import RewardInput
+from armature.components.artifacts.cache import DownloadCache, make_once
+from armature.components.artifacts.digests import document_digest
+from armature.components.contracts.episodes import EarlierMessage, Observation, Outcome, Split, Task
+from armature.components.contracts.errors import DataError
+from armature.components.contracts.failures import RolloutFailed
+from armature.components.contracts.images import EncodedImage
+from armature.components.environments.dataset.bad_rows import BadRow, BadRows
+from armature.components.environments.dataset.files import DataFiles
+from armature.components.environments.dataset.rows import RowExample, demonstration_of, example_of, row_for_rewards
+from armature.components.environments.dataset.select import RowReference, image_paths, selected
+from armature.components.environments.dataset.settings import DatasetEnvironmentSettings
+from armature.components.environments.dataset.shards import COPY, Row
+from armature.components.environments.dataset.source import RowTable, is_hub_name, open_table
+from armature.components.hub import commit_of
+from armature.components.project import project_folder
+from armature.components.rewards.make import Rewards, make_rewards, reward_sources
+from armature.components.rewards.reward import RewardInput
 
 
 class DatasetEnvironment:

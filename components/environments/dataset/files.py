@@ -15,12 +15,12 @@ from typing import Protocol
 
 from fsspec.utils import glob_translate
 
-from components.artifacts.cache import DownloadCache, file_sha256, file_state, make_once
-from components.artifacts.digests import document_digest
-from components.contracts.errors import ConfigurationError, DataError
-from components.contracts.files import regular
-from components.contracts.names import confined
-from components.datasets.remote import RemoteFiles, list_files, remote_folder
+from armature.components.artifacts.cache import DownloadCache, file_sha256, file_state, make_once
+from armature.components.artifacts.digests import document_digest
+from armature.components.contracts.errors import ConfigurationError, DataError
+from armature.components.contracts.files import regular
+from armature.components.contracts.names import confined
+from armature.components.datasets.remote import RemoteFiles, list_files, remote_folder
 
 READERS = 4
 

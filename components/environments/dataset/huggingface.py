@@ -10,11 +10,11 @@ from typing import Any
 
 import pyarrow as pa
 
-from components.artifacts.cache import DownloadCache
-from components.contracts.errors import ConfigurationError, DataError
-from components.environments.dataset.shards import ArrowRows, Shard
-from components.hub import hub_commit
-from components.installation import install_command
+from armature.components.artifacts.cache import DownloadCache
+from armature.components.contracts.errors import ConfigurationError, DataError
+from armature.components.environments.dataset.shards import ArrowRows, Shard
+from armature.components.hub import hub_commit
+from armature.components.installation import install_command
 
 SAVED = ("state.json", "dataset_dict.json")
 """One of them is in a folder that `save_to_disk` wrote."""

@@ -7,10 +7,10 @@ from collections.abc import Collection, Iterator, Sequence
 from pathlib import PurePosixPath
 from typing import Any
 
-from components.contracts.errors import DataError
-from components.environments.dataset.bad_rows import BadRow
-from components.environments.dataset.files import DataFiles
-from components.environments.dataset.shards import READERS, Row, Shard
+from armature.components.contracts.errors import DataError
+from armature.components.environments.dataset.bad_rows import BadRow
+from armature.components.environments.dataset.files import DataFiles
+from armature.components.environments.dataset.shards import READERS, Row, Shard
 
 SUFFIXES = {".png", ".jpg", ".jpeg", ".webp"}
 METADATA = {f"metadata.{kind}": kind for kind in ("jsonl", "csv", "parquet")}

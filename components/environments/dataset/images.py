@@ -10,12 +10,12 @@ from hashlib import sha256
 from pathlib import PurePosixPath
 from typing import Any
 
-from components.artifacts.images import MAX_BYTES
-from components.contracts.errors import DataError
-from components.contracts.images import EncodedImage
-from components.environments.dataset.bad_rows import BadRow
-from components.environments.dataset.files import DataFiles
-from components.environments.dataset.image_folder import SUFFIXES
+from armature.components.artifacts.images import MAX_BYTES
+from armature.components.contracts.errors import DataError
+from armature.components.contracts.images import EncodedImage
+from armature.components.environments.dataset.bad_rows import BadRow
+from armature.components.environments.dataset.files import DataFiles
+from armature.components.environments.dataset.image_folder import SUFFIXES
 
 BASE64 = ("iVBORw0KGgo", "/9j/", "UklGR")
 """How PNG, JPEG and WebP files begin as base64."""

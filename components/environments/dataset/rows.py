@@ -8,15 +8,15 @@ from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any
 
-from components.contracts.episodes import Role
-from components.contracts.value_text import value_text
-from components.environments.dataset.bad_rows import BadRow
-from components.environments.dataset.chat import ChatPart, chat_messages
-from components.environments.dataset.images import TableImage, table_images
-from components.environments.dataset.settings import DatasetEnvironmentSettings
-from components.environments.dataset.template import Place, column_name, parse_template
-from components.rewards.extract import extracted
-from components.rewards.make import reward_columns
+from armature.components.contracts.episodes import Role
+from armature.components.contracts.value_text import value_text
+from armature.components.environments.dataset.bad_rows import BadRow
+from armature.components.environments.dataset.chat import ChatPart, chat_messages
+from armature.components.environments.dataset.images import TableImage, table_images
+from armature.components.environments.dataset.settings import DatasetEnvironmentSettings
+from armature.components.environments.dataset.template import Place, column_name, parse_template
+from armature.components.rewards.extract import extracted
+from armature.components.rewards.make import reward_columns
 
 Part = str | TableImage
 

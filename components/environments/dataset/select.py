@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any
 
-from components.artifacts.images import refuse_unreadable
-from components.contracts.episodes import Split
-from components.contracts.errors import ConfigurationError, DataError
-from components.contracts.failures import RolloutFailed
-from components.contracts.value_text import value_text
-from components.environments.dataset.bad_rows import BadRow, BadRows
-from components.environments.dataset.images import TableImage, table_images
-from components.environments.dataset.rows import (
+from armature.components.artifacts.images import refuse_unreadable
+from armature.components.contracts.episodes import Split
+from armature.components.contracts.errors import ConfigurationError, DataError
+from armature.components.contracts.failures import RolloutFailed
+from armature.components.contracts.value_text import value_text
+from armature.components.environments.dataset.bad_rows import BadRow, BadRows
+from armature.components.environments.dataset.images import TableImage, table_images
+from armature.components.environments.dataset.rows import (
     RowExample,
     demonstration_of,
     example_of,
@@ -25,17 +25,17 @@ from components.environments.dataset.rows import (
     scanned_columns,
     used_columns,
 )
-from components.environments.dataset.settings import (
+from armature.components.environments.dataset.settings import (
     ColumnSplit,
     DatasetEnvironmentSettings,
     FilterSettings,
     HashSplit,
 )
-from components.environments.dataset.shards import Row
-from components.environments.dataset.source import SPLITS, RowTable
-from components.environments.dataset.template import column_name
-from components.registry import suggestion
-from components.rewards.make import Rewards
+from armature.components.environments.dataset.shards import Row
+from armature.components.environments.dataset.source import SPLITS, RowTable
+from armature.components.environments.dataset.template import column_name
+from armature.components.registry import suggestion
+from armature.components.rewards.make import Rewards
 
 COMPARE: Mapping[str, Callable[[Any, Any], bool]] = {
     "==": operator.eq,

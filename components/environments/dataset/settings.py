@@ -7,11 +7,11 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, BeforeValidator, Field, PositiveInt, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from components.contracts.secrets import refuse_plain_url
-from components.contracts.settings import Settings
-from components.environments.dataset.template import column_name, parse_template
-from components.rewards.extract import EXTRACT
-from components.rewards.settings import RewardSettings
+from armature.components.contracts.secrets import refuse_plain_url
+from armature.components.contracts.settings import Settings
+from armature.components.environments.dataset.template import column_name, parse_template
+from armature.components.rewards.extract import EXTRACT
+from armature.components.rewards.settings import RewardSettings
 
 Format = Literal["jsonl", "json", "csv", "parquet", "images", "huggingface"]
 Scalar = bool | int | float | str

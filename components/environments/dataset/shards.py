@@ -15,14 +15,14 @@ import pyarrow as pa
 import pyarrow.csv as pa_csv
 import pyarrow.parquet as pq
 
-from components.artifacts.cache import DownloadCache, make_once
-from components.artifacts.parquet import bounded_batches
-from components.contracts.errors import DataError
-from components.contracts.files import read_bytes, regular
-from components.environments.dataset.bad_rows import BadRow
-from components.environments.dataset.files import content_sha256
-from components.environments.dataset.template import column_name
-from components.environments.dataset.values import column_values, read_json
+from armature.components.artifacts.cache import DownloadCache, make_once
+from armature.components.artifacts.parquet import bounded_batches
+from armature.components.contracts.errors import DataError
+from armature.components.contracts.files import read_bytes, regular
+from armature.components.environments.dataset.bad_rows import BadRow
+from armature.components.environments.dataset.files import content_sha256
+from armature.components.environments.dataset.template import column_name
+from armature.components.environments.dataset.values import column_values, read_json
 
 BATCH = 256
 LONGEST_LINE = 2**26
@@ -37,7 +37,7 @@ Row = dict[str, Any]
 
 
 class Shard(Protocol):
-    """Rows of one file, of values as `components.environments.dataset.values` describes them.
+    """Rows of one file, of values as `armature.components.environments.dataset.values` describes them.
 
     `columns`: their names; where they are not known before, those of the rows scanned so far.
     """

@@ -9,17 +9,17 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from components.artifacts.digests import document_digest
-from components.contracts.episodes import Split
-from components.contracts.errors import ConfigurationError, DataError
-from components.environments.dataset.files import DataFiles, matches, open_folder
-from components.environments.dataset.huggingface import SAVED, dataset_commit, hub_shards, saved_shards
-from components.environments.dataset.image_folder import METADATA, SUFFIXES, image_shards
-from components.environments.dataset.settings import DatasetEnvironmentSettings, HashSplit, NameSplit
-from components.environments.dataset.shards import READERS, Shard
-from components.home import original
-from components.hub import HUB
-from components.project import project_folder, project_path
+from armature.components.artifacts.digests import document_digest
+from armature.components.contracts.episodes import Split
+from armature.components.contracts.errors import ConfigurationError, DataError
+from armature.components.environments.dataset.files import DataFiles, matches, open_folder
+from armature.components.environments.dataset.huggingface import SAVED, dataset_commit, hub_shards, saved_shards
+from armature.components.environments.dataset.image_folder import METADATA, SUFFIXES, image_shards
+from armature.components.environments.dataset.settings import DatasetEnvironmentSettings, HashSplit, NameSplit
+from armature.components.environments.dataset.shards import READERS, Shard
+from armature.components.home import original
+from armature.components.hub import HUB
+from armature.components.project import project_folder, project_path
 
 FORMATS = {
     ".jsonl": "jsonl",

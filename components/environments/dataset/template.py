@@ -15,8 +15,8 @@ from functools import lru_cache
 from string import ascii_uppercase
 from typing import Any
 
-from components.contracts.value_text import value_text
-from components.environments.dataset.bad_rows import BadRow
+from armature.components.contracts.value_text import value_text
+from armature.components.environments.dataset.bad_rows import BadRow
 
 _ITEM = re.compile(r"(.+)\[(\d{1,4})\]")
 _TOKEN = re.compile(

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from components.contracts.value_text import plain_number, value_text
-from components.environments.dataset.bad_rows import BadRow
+from armature.components.contracts.value_text import plain_number, value_text
+from armature.components.environments.dataset.bad_rows import BadRow
 
 _NARROW: Mapping[pa.DataType, type[np.floating[Any]]] = {pa.float16(): np.float16, pa.float32(): np.float32}
 _SIMPLE = (pa.types.is_string, pa.types.is_large_string, pa.types.is_binary, pa.types.is_integer, pa.types.is_boolean)

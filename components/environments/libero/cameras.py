@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from components.contracts.errors import ConfigurationError
+from armature.components.contracts.errors import ConfigurationError
 
 if TYPE_CHECKING:
     import mujoco

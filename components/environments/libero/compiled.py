@@ -7,7 +7,7 @@ from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 
-from components.artifacts.cache import DownloadCache, make_once
+from armature.components.artifacts.cache import DownloadCache, make_once
 
 FOLDER = "NUMBA_CACHE_DIR"
 """Numba's variable with the folder of what it has compiled."""

@@ -13,9 +13,9 @@ import numpy as np
 from numpy._core.multiarray import _reconstruct
 from numpy.typing import NDArray
 
-from components.contracts.errors import DataError
-from components.contracts.files import read_bytes
-from components.environments.libero.tasks import LiberoTask
+from armature.components.contracts.errors import DataError
+from armature.components.contracts.files import read_bytes
+from armature.components.environments.libero.tasks import LiberoTask
 
 LARGEST = 64 * 2**20
 _PICKLE = "archive/data.pkl"

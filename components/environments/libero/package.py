@@ -10,10 +10,10 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
-from components.contracts.errors import ConfigurationError
-from components.environments.libero.compiled import use_folder
-from components.installation import install_command
-from components.process import Scratch
+from armature.components.contracts.errors import ConfigurationError
+from armature.components.environments.libero.compiled import use_folder
+from armature.components.installation import install_command
+from armature.components.process import Scratch
 
 ASSETS = "ARMATURE_LIBERO_ASSETS"
 """Variable with the folder of scenes, meshes and textures; without it the package finds or fetches its own."""

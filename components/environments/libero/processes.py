@@ -9,16 +9,16 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import NonNegativeInt, PlainValidator, TypeAdapter
 
-from components.contracts.robots import RobotObservation
-from components.environments.libero.perturbations.settings import Perturbation
-from components.environments.libero.progress import GoalProgress
-from components.environments.libero.scripted.demonstrate import DemonstrationOutcome
-from components.environments.libero.settings import SimulatorSettings
-from components.environments.libero.tasks import LiberoTask
-from components.workers.requests import ReplyForm, array_of
-from components.workers.worker import make_worker
+from armature.components.contracts.robots import RobotObservation
+from armature.components.environments.libero.perturbations.settings import Perturbation
+from armature.components.environments.libero.progress import GoalProgress
+from armature.components.environments.libero.scripted.demonstrate import DemonstrationOutcome
+from armature.components.environments.libero.settings import SimulatorSettings
+from armature.components.environments.libero.tasks import LiberoTask
+from armature.components.workers.requests import ReplyForm, array_of
+from armature.components.workers.worker import make_worker
 
-WORKER = "components.environments.libero.worker"
+WORKER = "armature.components.environments.libero.worker"
 
 Image = Annotated[NDArray[np.uint8], PlainValidator(array_of(np.uint8, 3))]
 Vector = Annotated[NDArray[np.float32], PlainValidator(array_of(np.float32, 1))]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from components.contracts.errors import ConfigurationError
-from components.environments.libero.settings import SimulatorSettings
-from components.environments.libero.tasks import LiberoTask
+from armature.components.contracts.errors import ConfigurationError
+from armature.components.environments.libero.settings import SimulatorSettings
+from armature.components.environments.libero.tasks import LiberoTask
 
 
 def refuse_unreachable(tasks: Iterable[LiberoTask], simulator: SimulatorSettings) -> None:

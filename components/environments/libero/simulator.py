@@ -8,15 +8,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from components.contracts.errors import DataError
-from components.contracts.robots import RobotObservation
-from components.environments.libero.initial_states import load_initial_states
-from components.environments.libero.package import assets_folder, import_libero, use_assets
-from components.environments.libero.perturbations.settings import Perturbation
-from components.environments.libero.physics import one_pass
-from components.environments.libero.progress import GoalProgress, goal_progress
-from components.environments.libero.settings import IMAGES, SimulatorSettings
-from components.environments.libero.tasks import ACTION_NAMES, LiberoTask
+from armature.components.contracts.errors import DataError
+from armature.components.contracts.robots import RobotObservation
+from armature.components.environments.libero.initial_states import load_initial_states
+from armature.components.environments.libero.package import assets_folder, import_libero, use_assets
+from armature.components.environments.libero.perturbations.settings import Perturbation
+from armature.components.environments.libero.physics import one_pass
+from armature.components.environments.libero.progress import GoalProgress, goal_progress
+from armature.components.environments.libero.settings import IMAGES, SimulatorSettings
+from armature.components.environments.libero.tasks import ACTION_NAMES, LiberoTask
 
 Vector = NDArray[np.float64]
 
@@ -36,8 +36,8 @@ class LiberoSimulator:
         import_libero()
         from libero.libero.envs.env_wrapper import ControlEnv
 
-        from components.environments.libero.cameras import Cameras
-        from components.environments.libero.kept_models import kept_models
+        from armature.components.environments.libero.cameras import Cameras
+        from armature.components.environments.libero.kept_models import kept_models
 
         self.task, self._settings = task, settings
         self._assets = assets_folder(settings.assets == "compact")
@@ -71,9 +71,9 @@ class LiberoSimulator:
         """
         from robosuite.utils.errors import RandomizationError
 
-        from components.environments.libero.control import quicken, restore
-        from components.environments.libero.kept_models import kept_models
-        from components.environments.libero.perturbations.apply import Perturber
+        from armature.components.environments.libero.control import quicken, restore
+        from armature.components.environments.libero.kept_models import kept_models
+        from armature.components.environments.libero.perturbations.apply import Perturber
 
         environment, perturber = self._environment, Perturber(perturbation, self.task, seed)
         use_assets(self._assets)

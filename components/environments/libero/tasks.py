@@ -8,9 +8,9 @@ from functools import cache
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
-from components.contracts.errors import ConfigurationError
-from components.environments.libero.package import package_folder
-from components.registry import suggestion
+from armature.components.contracts.errors import ConfigurationError
+from armature.components.environments.libero.package import package_folder
+from armature.components.registry import suggestion
 
 ACTION_NAMES = ("x", "y", "z", "roll", "pitch", "yaw", "gripper")
 """Of an action, each from -1 to 1: 0.05 m and 0.5 rad per step; gripper -1 opens and 1 closes."""

@@ -12,17 +12,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from components.environments.libero.compiled import compile_once
-from components.environments.libero.package import import_libero
-from components.environments.libero.perturbations.settings import Perturbation
-from components.environments.libero.settings import SimulatorSettings
-from components.environments.libero.tasks import suite_tasks
-from components.garbage import exempt_from_collection
-from components.workers.errors import WorkerError
-from components.workers.serve import serve
+from armature.components.environments.libero.compiled import compile_once
+from armature.components.environments.libero.package import import_libero
+from armature.components.environments.libero.perturbations.settings import Perturbation
+from armature.components.environments.libero.settings import SimulatorSettings
+from armature.components.environments.libero.tasks import suite_tasks
+from armature.components.garbage import exempt_from_collection
+from armature.components.workers.errors import WorkerError
+from armature.components.workers.serve import serve
 
 if TYPE_CHECKING:
-    from components.environments.libero.simulator import LiberoSimulator
+    from armature.components.environments.libero.simulator import LiberoSimulator
 
 
 class SimulatorWorker:
@@ -60,7 +60,7 @@ class SimulatorWorker:
         self, suite: str, index: int, initial_state: int, seed: int, noise: float, limit: int
     ) -> Generator[dict[str, Any], None, dict[str, Any]]:
         """Yields the fields of a `TakenStep` before each step is taken, in slot 0; returns those of the outcome."""
-        from components.environments.libero.scripted.demonstrate import DemonstrationOutcome, demonstrate
+        from armature.components.environments.libero.scripted.demonstrate import DemonstrationOutcome, demonstrate
 
         for each in demonstrate(self._simulator(0, suite, index), initial_state, seed, noise, limit):
             if isinstance(each, DemonstrationOutcome):
@@ -80,7 +80,7 @@ class SimulatorWorker:
         return self._simulators[slot]
 
     def _simulator(self, slot: int, suite: str, index: int) -> LiberoSimulator:
-        from components.environments.libero.simulator import LiberoSimulator
+        from armature.components.environments.libero.simulator import LiberoSimulator
 
         task, current = suite_tasks(suite)[index], self._simulators.get(slot)
         if current is None or current.task != task:

@@ -4,6 +4,6 @@ The server has packages of its own, which conflict with ours, so it is a process
 OpenEnv's is imported. Protocol: the messages `reset`, `step` and `close` of openenv 0.10, openenv.core.env_server.
 """
 
-from components.environments.openenv.environment import OpenEnvEnvironment
+from armature.components.environments.openenv.environment import OpenEnvEnvironment
 
 __all__ = ["OpenEnvEnvironment"]

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
-from components.contracts.episodes import Episode, Split, Task
-from components.contracts.secrets import resolve
-from components.environments.generated import GeneratedEnvironment
-from components.environments.openenv.episode import OpenEnvEpisode
-from components.environments.openenv.server import LocalServer
-from components.environments.openenv.settings import OpenEnvSettings
-from components.sources.data import named_files
+from armature.components.contracts.episodes import Episode, Split, Task
+from armature.components.contracts.secrets import resolve
+from armature.components.environments.generated import GeneratedEnvironment
+from armature.components.environments.openenv.episode import OpenEnvEpisode
+from armature.components.environments.openenv.server import LocalServer
+from armature.components.environments.openenv.settings import OpenEnvSettings
+from armature.components.sources.data import named_files
 
 SEEDS = 2**31
 SPACING = 1_000_003

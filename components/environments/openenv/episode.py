@@ -11,11 +11,11 @@ from typing import Any
 
 import aiohttp
 
-from components.contracts.episodes import Observation, Outcome
-from components.contracts.failures import RolloutFailed
-from components.contracts.secret_values import blanked
-from components.environments.openenv.messages import NoAction, action_of, shown
-from components.environments.openenv.settings import OpenEnvSettings
+from armature.components.contracts.episodes import Observation, Outcome
+from armature.components.contracts.failures import RolloutFailed
+from armature.components.contracts.secret_values import blanked
+from armature.components.environments.openenv.messages import NoAction, action_of, shown
+from armature.components.environments.openenv.settings import OpenEnvSettings
 
 LARGEST_MESSAGE = 64 * 2**20
 """Bytes of one message of a server."""

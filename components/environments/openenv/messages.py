@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from components.artifacts.images import encode_png
-from components.contracts.episodes import Observation
-from components.contracts.failures import RolloutFailed
-from components.contracts.images import EncodedImage
-from components.environments.dataset.bad_rows import BadRow
-from components.environments.dataset.template import Place, parse_template
-from components.environments.openenv.settings import COMPLETION, OpenEnvSettings
-from components.rewards.extract import extracted
+from armature.components.artifacts.images import encode_png
+from armature.components.contracts.episodes import Observation
+from armature.components.contracts.failures import RolloutFailed
+from armature.components.contracts.images import EncodedImage
+from armature.components.environments.dataset.bad_rows import BadRow
+from armature.components.environments.dataset.template import Place, parse_template
+from armature.components.environments.openenv.settings import COMPLETION, OpenEnvSettings
+from armature.components.rewards.extract import extracted
 
 DEEPEST = 8
 """Levels of tables in an observation whose fields have names."""

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import httpx
 
-from components.contracts.errors import ConfigurationError
-from components.environments.openenv.settings import PORT
-from components.process import Program, Scratch
-from components.project import project_folder
-from components.rewards.command import program_path
+from armature.components.contracts.errors import ConfigurationError
+from armature.components.environments.openenv.settings import PORT
+from armature.components.process import Program, Scratch
+from armature.components.project import project_folder
+from armature.components.rewards.command import program_path
 
 
 class LocalServer:

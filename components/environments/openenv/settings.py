@@ -7,15 +7,15 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from components.contracts.secrets import (
+from armature.components.contracts.secrets import (
     BlockReference,
     EnvironmentReference,
     refuse_plain_key,
     refuse_plain_url,
 )
-from components.contracts.settings import Settings
-from components.environments.dataset.template import parse_template
-from components.rewards.extract import EXTRACT
+from armature.components.contracts.settings import Settings
+from armature.components.environments.dataset.template import parse_template
+from armature.components.rewards.extract import EXTRACT
 
 PORT = "{port}"
 COMPLETION = "{completion}"

@@ -5,6 +5,6 @@ bridge gives it an endpoint on loopback: what it asks becomes an observation, th
 neither its loop nor its scoring is written again here.
 """
 
-from components.environments.verifiers.environment import VerifiersEnvironment, VerifiersSettings
+from armature.components.environments.verifiers.environment import VerifiersEnvironment, VerifiersSettings
 
 __all__ = ["VerifiersEnvironment", "VerifiersSettings"]

@@ -10,15 +10,15 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 from pydantic import Field, PositiveInt
 
-from components.contracts.episodes import Episode, Split, Task
-from components.contracts.errors import ConfigurationError, DataError
-from components.contracts.settings import Settings
-from components.environments.threads import LoopThread, SharedThreadEpisode
-from components.environments.verifiers.episode import VerifiersEpisode
-from components.environments.verifiers.source import Row, VerifiersSource
-from components.installation import install_command
-from components.sources.code import code_digest, has_code
-from components.sources.data import named_files, versions
+from armature.components.contracts.episodes import Episode, Split, Task
+from armature.components.contracts.errors import ConfigurationError, DataError
+from armature.components.contracts.settings import Settings
+from armature.components.environments.threads import LoopThread, SharedThreadEpisode
+from armature.components.environments.verifiers.episode import VerifiersEpisode
+from armature.components.environments.verifiers.source import Row, VerifiersSource
+from armature.components.installation import install_command
+from armature.components.sources.code import code_digest, has_code
+from armature.components.sources.data import named_files, versions
 
 
 class VerifiersSettings(Settings):
@@ -137,9 +137,9 @@ class VerifiersEnvironment:
 
 def _source(settings: VerifiersSettings) -> VerifiersSource:
     if settings.interface == "legacy":
-        from components.environments.verifiers.legacy import LegacySource
+        from armature.components.environments.verifiers.legacy import LegacySource
 
         return LegacySource(settings.id, settings.args, settings.max_turns)
-    from components.environments.verifiers.v1 import V1Source
+    from armature.components.environments.verifiers.v1 import V1Source
 
     return V1Source(settings.id, settings.args, settings.max_turns)

@@ -7,10 +7,10 @@ from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
-from components.contracts.episodes import Observation, Outcome
-from components.contracts.errors import DataError
-from components.contracts.images import EncodedImage
-from components.environments.verifiers.endpoint import ChatEndpoint, PendingRequest
+from armature.components.contracts.episodes import Observation, Outcome
+from armature.components.contracts.errors import DataError
+from armature.components.contracts.images import EncodedImage
+from armature.components.environments.verifiers.endpoint import ChatEndpoint, PendingRequest
 
 Play = Callable[[str], Awaitable[Mapping[str, float]]]
 

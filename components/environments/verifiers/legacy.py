@@ -13,9 +13,9 @@ from typing import Any
 import verifiers
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
-from components.contracts.errors import ConfigurationError
-from components.environments.verifiers.episode import content
-from components.environments.verifiers.source import Row
+from armature.components.contracts.errors import ConfigurationError
+from armature.components.environments.verifiers.episode import content
+from armature.components.environments.verifiers.source import Row
 
 
 class LegacySource:

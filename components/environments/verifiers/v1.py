@@ -7,8 +7,8 @@ from importlib.metadata import version
 from itertools import islice
 from typing import Any
 
-from components.contracts.errors import ConfigurationError
-from components.environments.verifiers.source import Row
+from armature.components.contracts.errors import ConfigurationError
+from armature.components.environments.verifiers.source import Row
 
 VERSION = version("verifiers")
 if tuple(int(part) for part in VERSION.split(".")[:2]) < (0, 4):

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import Any, Generic, TypeVar
 
-from components.contracts.robots import RobotObservation
+from armature.components.contracts.robots import RobotObservation
 
 AnswerT = TypeVar("AnswerT")
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from html import escape
 
-from components.contracts.images import data_url
-from components.evaluation.wilson import Interval
-from components.reports.report import ReportImage
+from armature.components.contracts.images import data_url
+from armature.components.evaluation.wilson import Interval
+from armature.components.reports.report import ReportImage
 
 _ROW, _LABEL, _BAR, _EDGE = 26, 400, 320, 70
 _STYLE = (

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from components.contracts.errors import DataError
-from components.evaluation.libero.results import (
+from armature.components.contracts.errors import DataError
+from armature.components.evaluation.libero.results import (
     LiberoResult,
     PerturbedResult,
     by_perturbation,
@@ -20,7 +20,7 @@ from components.evaluation.libero.results import (
     by_task,
     numbers,
 )
-from components.evaluation.wilson import Comparison, compare_proportions
+from armature.components.evaluation.wilson import Comparison, compare_proportions
 
 
 @dataclass(frozen=True)

@@ -9,14 +9,14 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from components.contracts.errors import DataError
-from components.contracts.robots import RobotObservation
-from components.environments.libero.perturbations.settings import Perturbation
-from components.environments.libero.processes import ChunkResult
-from components.environments.libero.progress import GoalProgress
-from components.environments.libero.tasks import ACTION_NAMES, LiberoTask
-from components.evaluation.libero.schedule import PlannedEpisode
-from components.workers.errors import WorkerError
+from armature.components.contracts.errors import DataError
+from armature.components.contracts.robots import RobotObservation
+from armature.components.environments.libero.perturbations.settings import Perturbation
+from armature.components.environments.libero.processes import ChunkResult
+from armature.components.environments.libero.progress import GoalProgress
+from armature.components.environments.libero.tasks import ACTION_NAMES, LiberoTask
+from armature.components.evaluation.libero.schedule import PlannedEpisode
+from armature.components.workers.errors import WorkerError
 
 Actions = NDArray[np.float32]
 CameraImages = Mapping[str, NDArray[np.uint8]]

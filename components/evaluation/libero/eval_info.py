@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from components.evaluation.libero.results import LiberoResult, by_suite, by_task
-from components.evaluation.libero.schedule import EpisodeKey
+from armature.components.evaluation.libero.results import LiberoResult, by_suite, by_task
+from armature.components.evaluation.libero.schedule import EpisodeKey
 
 EVAL_INFO_FILE = "eval_info.json"
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from components.artifacts.json_lines import JsonLines
-from components.evaluation.libero.episode import Actions
-from components.evaluation.libero.schedule import EpisodeKey, PlannedEpisode
+from armature.components.artifacts.json_lines import JsonLines
+from armature.components.evaluation.libero.episode import Actions
+from armature.components.evaluation.libero.schedule import EpisodeKey, PlannedEpisode
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from components.contracts.images import data_url
-from components.evaluation.libero.chart import rate_chart
-from components.evaluation.libero.compare import PairedComparison, compare_results
-from components.evaluation.libero.results import (
+from armature.components.contracts.images import data_url
+from armature.components.evaluation.libero.chart import rate_chart
+from armature.components.evaluation.libero.compare import PairedComparison, compare_results
+from armature.components.evaluation.libero.results import (
     LiberoResult,
     PerturbedResult,
     by_perturbation,
@@ -22,9 +22,9 @@ from components.evaluation.libero.results import (
     by_task,
     success_rate,
 )
-from components.evaluation.libero.schedule import EpisodeKey
-from components.evaluation.wilson import Interval
-from components.reports.report import HtmlReport, ReportImage, Table
+from armature.components.evaluation.libero.schedule import EpisodeKey
+from armature.components.evaluation.wilson import Interval
+from armature.components.reports.report import HtmlReport, ReportImage, Table
 
 _COLUMNS = ("episodes", "success", "95 % interval", "steps when solved", "failed")
 _STILLS = 24

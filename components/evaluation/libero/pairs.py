@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from components.datasets.lerobot.video import VideoWriter, pyav
-from components.evaluation.libero.eval_info import video_path
-from components.evaluation.libero.results import read_results
-from components.evaluation.libero.videos import ENCODING
+from armature.components.datasets.lerobot.video import VideoWriter, pyav
+from armature.components.evaluation.libero.eval_info import video_path
+from armature.components.evaluation.libero.results import read_results
+from armature.components.evaluation.libero.videos import ENCODING
 
 GAP = 8
 """Black pixels between the two."""

@@ -12,11 +12,11 @@ from typing import Any
 
 import pyarrow as pa
 
-from components.artifacts.tables import TableSchema, read_table, write_table
-from components.environments.libero.perturbations.settings import Perturbation
-from components.evaluation.libero.journal import EpisodeOutcome
-from components.evaluation.libero.schedule import EpisodeKey, PlannedEpisode
-from components.evaluation.wilson import Interval, wilson_interval
+from armature.components.artifacts.tables import TableSchema, read_table, write_table
+from armature.components.environments.libero.perturbations.settings import Perturbation
+from armature.components.evaluation.libero.journal import EpisodeOutcome
+from armature.components.evaluation.libero.schedule import EpisodeKey, PlannedEpisode
+from armature.components.evaluation.wilson import Interval, wilson_interval
 
 RESULTS_FILE = "results.parquet"
 RESULTS = TableSchema(

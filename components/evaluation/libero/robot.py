@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from components.contracts.errors import ConfigurationError
-from components.datasets.source import DatasetSource
-from components.environments.libero.settings import IMAGES, SimulatorSettings
+from armature.components.contracts.errors import ConfigurationError
+from armature.components.datasets.source import DatasetSource
+from armature.components.environments.libero.settings import IMAGES, SimulatorSettings
 
 ACTION_SIZE, STATE_SIZE = 7, 8
 """Six of the end effector and the gripper; position, rotation and both fingers. See `LiberoSimulator`."""

@@ -10,15 +10,15 @@ from typing import Protocol
 
 import numpy as np
 
-from components.contracts.robots import RobotObservation, RobotPolicy
-from components.environments.libero.tasks import ACTION_NAMES
-from components.evaluation.libero.batching import InferenceQueue
-from components.evaluation.libero.episode import Actions, LostBesideError, SimulatorClient, play_episode
-from components.evaluation.libero.journal import EpisodeOutcome, EvaluationJournal
-from components.evaluation.libero.schedule import EpisodeKey, PlannedEpisode, TaskKey, noise_seed
-from components.evaluation.libero.settings import LiberoEvaluationSettings
-from components.workers.errors import WorkerError
-from components.workers.pool import StickyQueue
+from armature.components.contracts.robots import RobotObservation, RobotPolicy
+from armature.components.environments.libero.tasks import ACTION_NAMES
+from armature.components.evaluation.libero.batching import InferenceQueue
+from armature.components.evaluation.libero.episode import Actions, LostBesideError, SimulatorClient, play_episode
+from armature.components.evaluation.libero.journal import EpisodeOutcome, EvaluationJournal
+from armature.components.evaluation.libero.schedule import EpisodeKey, PlannedEpisode, TaskKey, noise_seed
+from armature.components.evaluation.libero.settings import LiberoEvaluationSettings
+from armature.components.workers.errors import WorkerError
+from armature.components.workers.pool import StickyQueue
 
 
 class ProgressCallback(Protocol):

@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
 
-from components.contracts.errors import ConfigurationError
-from components.environments.libero.perturbations.settings import Perturbation
-from components.environments.libero.reaching import refuse_unreachable
-from components.environments.libero.settings import SimulatorSettings
-from components.environments.libero.tasks import LiberoTask, suite_tasks
-from components.evaluation.libero.settings import LiberoEvaluationSettings
+from armature.components.contracts.errors import ConfigurationError
+from armature.components.environments.libero.perturbations.settings import Perturbation
+from armature.components.environments.libero.reaching import refuse_unreachable
+from armature.components.environments.libero.settings import SimulatorSettings
+from armature.components.environments.libero.tasks import LiberoTask, suite_tasks
+from armature.components.evaluation.libero.settings import LiberoEvaluationSettings
 
 TaskKey = tuple[str, int]
 EpisodeKey = tuple[str, int, int] | tuple[str, int, int, str]

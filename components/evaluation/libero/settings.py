@@ -6,10 +6,10 @@ from typing import Literal, Self
 
 from pydantic import ConfigDict, Field, NonNegativeInt, PositiveInt, model_validator
 
-from components.contracts.settings import Settings
-from components.environments.libero.perturbations.settings import PerturbationSettings
-from components.environments.libero.settings import SimulatorSettings, Suite
-from components.policies.settings import Quantization
+from armature.components.contracts.settings import Settings
+from armature.components.environments.libero.perturbations.settings import PerturbationSettings
+from armature.components.environments.libero.settings import SimulatorSettings, Suite
+from armature.components.policies.settings import Quantization
 
 REST = 10
 """Steps in which the objects of a stored state have fallen on what they stand on."""

@@ -9,18 +9,18 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from components.contracts.numbers import write_json
-from components.contracts.stages import Artifact, Stage, StageContext, StageReport
-from components.evaluation.libero.settings import CompareLiberoSettings, EvaluateLiberoStageSettings
+from armature.components.contracts.numbers import write_json
+from armature.components.contracts.stages import Artifact, Stage, StageContext, StageReport
+from armature.components.evaluation.libero.settings import CompareLiberoSettings, EvaluateLiberoStageSettings
 
 if TYPE_CHECKING:
-    from components.contracts.robots import RobotPolicy
-    from components.environments.libero.tasks import LiberoTask
-    from components.evaluation.libero.episode import SimulatorClient
-    from components.evaluation.libero.journal import EpisodeOutcome
-    from components.evaluation.libero.page import LastFrame
-    from components.evaluation.libero.results import LiberoResult
-    from components.evaluation.libero.schedule import EpisodeKey, PlannedEpisode
+    from armature.components.contracts.robots import RobotPolicy
+    from armature.components.environments.libero.tasks import LiberoTask
+    from armature.components.evaluation.libero.episode import SimulatorClient
+    from armature.components.evaluation.libero.journal import EpisodeOutcome
+    from armature.components.evaluation.libero.page import LastFrame
+    from armature.components.evaluation.libero.results import LiberoResult
+    from armature.components.evaluation.libero.schedule import EpisodeKey, PlannedEpisode
 
 METRICS_FILE = "metrics.json"
 JOURNAL_FILE = "episodes.jsonl"
@@ -40,11 +40,11 @@ def evaluate_libero(
         ConfigurationError: a task that does not exist or cannot be made easier, or a policy that cannot act in this
             mode.
     """
-    from components.environments.libero.processes import SimulatorProcess
-    from components.environments.libero.tasks import suite_tasks
-    from components.evaluation.libero.robot import refuse_cameras
-    from components.evaluation.libero.schedule import refuse_episodes
-    from components.policies.molmoact2.policy import open_policy
+    from armature.components.environments.libero.processes import SimulatorProcess
+    from armature.components.environments.libero.tasks import suite_tasks
+    from armature.components.evaluation.libero.robot import refuse_cameras
+    from armature.components.evaluation.libero.schedule import refuse_episodes
+    from armature.components.policies.molmoact2.policy import open_policy
 
     plan = settings.evaluation
     refuse_episodes(plan, settings.simulator)
@@ -96,12 +96,12 @@ def evaluate_policy(
     context: StageContext,
 ) -> StageReport:
     """The evaluation of any policy, and all it writes. `known` holds the tasks of each suite."""
-    from components.evaluation.libero.compare import perturbed_metrics
-    from components.evaluation.libero.eval_info import EVAL_INFO_FILE, eval_info
-    from components.evaluation.libero.page import evaluation_report
-    from components.evaluation.libero.results import collect_perturbed, collect_results, metrics, write_results
-    from components.evaluation.libero.schedule import plan_episodes
-    from components.reports.report import write_report
+    from armature.components.evaluation.libero.compare import perturbed_metrics
+    from armature.components.evaluation.libero.eval_info import EVAL_INFO_FILE, eval_info
+    from armature.components.evaluation.libero.page import evaluation_report
+    from armature.components.evaluation.libero.results import collect_perturbed, collect_results, metrics, write_results
+    from armature.components.evaluation.libero.schedule import plan_episodes
+    from armature.components.reports.report import write_report
 
     started = time.monotonic()
     planned = plan_episodes(settings.evaluation, known)
@@ -139,8 +139,8 @@ def _play(
     arenas: Sequence[SimulatorClient],
     context: StageContext,
 ) -> Mapping[EpisodeKey, EpisodeOutcome]:
-    from components.evaluation.libero.journal import EvaluationJournal
-    from components.evaluation.libero.run import Evaluation
+    from armature.components.evaluation.libero.journal import EvaluationJournal
+    from armature.components.evaluation.libero.run import Evaluation
 
     def told(finished: Collection[EpisodeOutcome], latest: EpisodeOutcome) -> None:
         solved = sum(outcome.success for outcome in finished) / len(finished)
@@ -162,8 +162,8 @@ def _film(
     context: StageContext,
 ) -> tuple[list[LastFrame], int]:
     """The videos' last images, and how many repetitions ended otherwise."""
-    from components.evaluation.libero.page import LastFrame
-    from components.evaluation.libero.videos import chosen, differs, film, side_by_side, write_video
+    from armature.components.evaluation.libero.page import LastFrame
+    from armature.components.evaluation.libero.videos import chosen, differs, film, side_by_side, write_video
 
     plan = settings.evaluation
     picked = chosen(planned, outcomes, plan.videos_per_task)
@@ -188,11 +188,11 @@ def compare_libero(
     Raises:
         DataError: an input is not an evaluation in LIBERO, or they did not play the same episodes.
     """
-    from components.evaluation.libero.compare import compare_parts, compare_perturbed
-    from components.evaluation.libero.page import comparison_report
-    from components.evaluation.libero.pairs import write_pairs
-    from components.evaluation.libero.results import read_perturbed, read_results
-    from components.reports.report import write_report
+    from armature.components.evaluation.libero.compare import compare_parts, compare_perturbed
+    from armature.components.evaluation.libero.page import comparison_report
+    from armature.components.evaluation.libero.pairs import write_pairs
+    from armature.components.evaluation.libero.results import read_perturbed, read_results
+    from armature.components.reports.report import write_report
 
     one, other = (inputs[name].path for name in ("first", "second"))
     parts = compare_parts(read_results(one), read_results(other), settings.confidence)

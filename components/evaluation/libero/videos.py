@@ -13,12 +13,18 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from components.datasets.lerobot.video import VideoSettings, VideoWriter
-from components.evaluation.libero.episode import Actions, CameraImages, PlayedEpisode, SimulatorClient, replay_episode
-from components.evaluation.libero.eval_info import video_path
-from components.evaluation.libero.journal import EpisodeOutcome
-from components.evaluation.libero.schedule import EpisodeKey, PlannedEpisode
-from components.workers.errors import WorkerError
+from armature.components.datasets.lerobot.video import VideoSettings, VideoWriter
+from armature.components.evaluation.libero.episode import (
+    Actions,
+    CameraImages,
+    PlayedEpisode,
+    SimulatorClient,
+    replay_episode,
+)
+from armature.components.evaluation.libero.eval_info import video_path
+from armature.components.evaluation.libero.journal import EpisodeOutcome
+from armature.components.evaluation.libero.schedule import EpisodeKey, PlannedEpisode
+from armature.components.workers.errors import WorkerError
 
 ENCODING = VideoSettings(codec="libx264", pixel_format="yuv420p", quality=23, keyframe_every=20)
 

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import httpx
 
-from components.contracts.errors import WeightSyncError
-from components.inference.adapters import served_name
-from components.inference.client import MODEL_NAME
-from components.inference.endpoint import Endpoint
-from components.inference.replies import exchange
-from components.inference.weights.base import Publish, post
+from armature.components.contracts.errors import WeightSyncError
+from armature.components.inference.adapters import served_name
+from armature.components.inference.client import MODEL_NAME
+from armature.components.inference.endpoint import Endpoint
+from armature.components.inference.replies import exchange
+from armature.components.inference.weights.base import Publish, post
 
 _REMEDY = (
     "read its log; a 404 means that it takes no adapters: own servers are started so, one that is joined needs "

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import httpx
 
-from components.contracts.errors import WeightSyncError
-from components.inference.endpoint import Endpoint
-from components.inference.replies import Reply, exchange
+from armature.components.contracts.errors import WeightSyncError
+from armature.components.inference.endpoint import Endpoint
+from armature.components.inference.replies import Reply, exchange
 
 if TYPE_CHECKING:
-    from components.inference.weights.parameters import Parameters
+    from armature.components.inference.weights.parameters import Parameters
 
 Publish = Callable[[Sequence[Endpoint]], Awaitable[None]]
 """Makes the trainer send its weights to these servers, all of them together."""

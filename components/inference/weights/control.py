@@ -9,9 +9,9 @@ from typing import Any, Literal, Self
 
 import httpx
 
-from components.contracts.errors import WeightSyncError
-from components.inference.endpoint import Endpoint
-from components.inference.replies import BadReply, Reply, exchange_blocking
+from armature.components.contracts.errors import WeightSyncError
+from armature.components.inference.endpoint import Endpoint
+from armature.components.inference.replies import BadReply, Reply, exchange_blocking
 
 Packing = Literal["init", "update"] | None
 _PACKING: dict[str, Packing] = {"0.26.": "update", "0.32.": "init"}

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import httpx
 
-from components.contracts.errors import WeightSyncError
-from components.inference.endpoint import Endpoint
-from components.inference.weights.base import Publish
+from armature.components.contracts.errors import WeightSyncError
+from armature.components.inference.endpoint import Endpoint
+from armature.components.inference.weights.base import Publish
 
 
 class DeviceTransfer:

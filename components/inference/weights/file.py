@@ -8,8 +8,8 @@ from pathlib import Path
 
 import httpx
 
-from components.contracts.errors import WeightSyncError
-from components.inference.weights.base import Endpoint, Publish, post
+from armature.components.contracts.errors import WeightSyncError
+from armature.components.inference.weights.base import Endpoint, Publish, post
 
 
 class FileTransfer:

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.reductions import reduce_tensor
 
-from components.inference.endpoint import Endpoint
-from components.inference.weights.control import Packing, ServerControl
-from components.inference.weights.parameters import (
+from armature.components.inference.endpoint import Endpoint
+from armature.components.inference.weights.control import Packing, ServerControl
+from armature.components.inference.weights.parameters import (
     Parameters,
     aligned,
     buckets,

@@ -20,10 +20,10 @@ import httpx
 import torch
 import torch.distributed as dist
 
-from components.contracts.errors import WeightSyncError
-from components.inference.endpoint import Endpoint
-from components.inference.weights.control import ServerControl
-from components.inference.weights.parameters import (
+from armature.components.contracts.errors import WeightSyncError
+from armature.components.inference.endpoint import Endpoint
+from armature.components.inference.weights.control import ServerControl
+from armature.components.inference.weights.parameters import (
     BUCKET,
     Parameters,
     aligned,

@@ -3,17 +3,17 @@
 `adapter` is not one of them: it is what moves where `model.lora.served_as` says so.
 """
 
-from components.registry import Registry
+from armature.components.registry import Registry
 
 WEIGHT_TRANSFERS = Registry(
     "weight transfer",
     "armature.weight_transfers",
     {
-        "file": "components.inference.weights.file:FileTransfer",
-        "delta": "components.inference.weights.delta:DeltaTransfer",
-        "nccl": "components.inference.weights.device:DeviceTransfer",
-        "ipc": "components.inference.weights.device:DeviceTransfer",
-        "adapter": "components.inference.weights.adapter:AdapterTransfer",
+        "file": "armature.components.inference.weights.file:FileTransfer",
+        "delta": "armature.components.inference.weights.delta:DeltaTransfer",
+        "nccl": "armature.components.inference.weights.device:DeviceTransfer",
+        "ipc": "armature.components.inference.weights.device:DeviceTransfer",
+        "adapter": "armature.components.inference.weights.adapter:AdapterTransfer",
     },
 )
 
@@ -21,7 +21,7 @@ WEIGHT_SENDERS = Registry(
     "weight sender",
     "armature.weight_senders",
     {
-        "nccl": "components.inference.weights.nccl:NcclSender",
-        "ipc": "components.inference.weights.ipc:IpcSender",
+        "nccl": "armature.components.inference.weights.nccl:NcclSender",
+        "ipc": "armature.components.inference.weights.ipc:IpcSender",
     },
 )

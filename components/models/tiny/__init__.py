@@ -1,6 +1,6 @@
 """Tiny checkpoints of every family, made in seconds from a seed."""
 
-from components.models.tiny.build import SMALL, make_tiny_checkpoint
-from components.models.tiny.format import format_pretraining
+from armature.components.models.tiny.build import SMALL, make_tiny_checkpoint
+from armature.components.models.tiny.format import format_pretraining
 
 __all__ = ["SMALL", "format_pretraining", "make_tiny_checkpoint"]

@@ -11,12 +11,12 @@ import torch
 from transformers import AutoModelForImageTextToText, GenerationConfig
 from transformers.conversion_mapping import get_model_conversion_mapping
 
-from components.models.attention import choose_image_attention, follow_image_attention
-from components.models.load import save_checkpoint
-from components.models.settings import FormatSettings, ImageAttention, TinySettings
-from components.models.tiny.format import format_pretraining
-from components.models.tiny.tokenizer import train_tokenizer
-from components.models.tiny_families import TINY_FAMILIES
+from armature.components.models.attention import choose_image_attention, follow_image_attention
+from armature.components.models.load import save_checkpoint
+from armature.components.models.settings import FormatSettings, ImageAttention, TinySettings
+from armature.components.models.tiny.format import format_pretraining
+from armature.components.models.tiny.tokenizer import train_tokenizer
+from armature.components.models.tiny_families import TINY_FAMILIES
 
 SMALL = TinySettings(
     vision_layers=2, image_side=112, vocabulary_size=400, initializer_range=0.05, vision_initializer_range=0.05

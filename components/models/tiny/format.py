@@ -13,9 +13,9 @@ from PIL import Image
 from torch.nn import functional
 from transformers import PreTrainedModel, ProcessorMixin
 
-from components.contracts.errors import DataError
-from components.models.families import family_of
-from components.models.settings import FormatSettings, Transcript
+from armature.components.contracts.errors import DataError
+from armature.components.models.families import family_of
+from armature.components.models.settings import FormatSettings, Transcript
 
 WARM_UP_STEPS = 5
 IGNORE = -100  # cross_entropy's mark for positions without a target

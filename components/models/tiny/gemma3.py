@@ -13,10 +13,10 @@ from transformers import (
     SiglipVisionConfig,
 )
 
-from components.models.settings import TinySettings
-from components.models.tiny.recipe import PATCH, TinyRecipe, text_sizes, vision_sizes
-from components.models.tiny.templates import gemma
-from components.models.tiny.tokenizer import TinyVocabulary
+from armature.components.models.settings import TinySettings
+from armature.components.models.tiny.recipe import PATCH, TinyRecipe, text_sizes, vision_sizes
+from armature.components.models.tiny.templates import gemma
+from armature.components.models.tiny.tokenizer import TinyVocabulary
 
 VOCABULARY = TinyVocabulary(
     markers=(

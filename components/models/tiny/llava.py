@@ -15,10 +15,10 @@ from transformers import (
     LlavaProcessor,
 )
 
-from components.models.settings import TinySettings
-from components.models.tiny.recipe import PATCH, TinyRecipe, text_sizes, vision_sizes
-from components.models.tiny.templates import vicuna
-from components.models.tiny.tokenizer import TinyVocabulary
+from armature.components.models.settings import TinySettings
+from armature.components.models.tiny.recipe import PATCH, TinyRecipe, text_sizes, vision_sizes
+from armature.components.models.tiny.templates import vicuna
+from armature.components.models.tiny.tokenizer import TinyVocabulary
 
 VOCABULARY = TinyVocabulary(
     markers=("<unk>", "<s>", "</s>", "<pad>", "<image>"),

@@ -6,11 +6,11 @@ from typing import Any
 
 from transformers import Molmo2Config, Molmo2ImageProcessor, Molmo2Processor, Molmo2VideoProcessor
 
-from components.contracts.errors import ConfigurationError
-from components.models.settings import TinySettings
-from components.models.tiny.recipe import PATCH, TinyRecipe, text_sizes
-from components.models.tiny.templates import chatml
-from components.models.tiny.tokenizer import TinyVocabulary
+from armature.components.contracts.errors import ConfigurationError
+from armature.components.models.settings import TinySettings
+from armature.components.models.tiny.recipe import PATCH, TinyRecipe, text_sizes
+from armature.components.models.tiny.templates import chatml
+from armature.components.models.tiny.tokenizer import TinyVocabulary
 
 VOCABULARY = TinyVocabulary(
     # vLLM takes a first token with id 0 for none and writes the stop token instead.

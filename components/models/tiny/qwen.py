@@ -16,11 +16,11 @@ from transformers import (
     Qwen3VLVideoProcessor,
 )
 
-from components.models.families import QWEN_IMAGE_TOKENS
-from components.models.settings import TinySettings
-from components.models.tiny.recipe import PATCH, TinyRecipe, text_sizes
-from components.models.tiny.templates import chatml
-from components.models.tiny.tokenizer import TinyVocabulary
+from armature.components.models.families import QWEN_IMAGE_TOKENS
+from armature.components.models.settings import TinySettings
+from armature.components.models.tiny.recipe import PATCH, TinyRecipe, text_sizes
+from armature.components.models.tiny.templates import chatml
+from armature.components.models.tiny.tokenizer import TinyVocabulary
 
 MERGE = 2  # 2 x 2 patches become one token
 VOCABULARY = TinyVocabulary(

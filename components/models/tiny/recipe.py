@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from components.models.settings import TinySettings
-from components.models.tiny.tokenizer import TinyVocabulary
+from armature.components.models.settings import TinySettings
+from armature.components.models.tiny.tokenizer import TinyVocabulary
 
 PATCH = 14  # pixels of a side, of every family but Qwen3-VL
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pydantic import Field, NonNegativeFloat, PositiveInt
 
-from components.contracts.settings import Settings
-from components.planning.costs import CostTables
+from armature.components.contracts.settings import Settings
+from armature.components.planning.costs import CostTables
 
 
 class SimulatorCosts(Settings):

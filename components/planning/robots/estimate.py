@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 
-from components.contracts.settings import Settings
-from components.environments.libero.settings import SimulatorSettings
-from components.planning.gpus import Gpu
-from components.planning.robots.costs import PolicyCosts, RobotCosts, RobotFlowCosts, RobotTrainerCosts, SimulatorCosts
-from components.planning.robots.geometry import PolicyGeometry
-from components.vla_rl.settings import RobotRLTrainerSettings, RobotRolloutSettings
+from armature.components.contracts.settings import Settings
+from armature.components.environments.libero.settings import SimulatorSettings
+from armature.components.planning.gpus import Gpu
+from armature.components.planning.robots.costs import (
+    PolicyCosts,
+    RobotCosts,
+    RobotFlowCosts,
+    RobotTrainerCosts,
+    SimulatorCosts,
+)
+from armature.components.planning.robots.geometry import PolicyGeometry
+from armature.components.vla_rl.settings import RobotRLTrainerSettings, RobotRolloutSettings
 
 BENCHMARKS = "docs/benchmarks.md"
 POLICIES, TRYING = (

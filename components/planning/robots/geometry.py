@@ -6,15 +6,15 @@ from dataclasses import dataclass
 
 import torch
 
-from components.models.source import locate
-from components.policies.molmoact2.checkpoints.lerobot_layout import read_json
-from components.policies.molmoact2.checkpoints.parts import CONFIG
-from components.policies.molmoact2.checkpoints.tiny import tiny_config
-from components.policies.molmoact2.configuration import MolmoAct2Config
-from components.policies.molmoact2.modeling.model import MolmoAct2
-from components.policies.settings import RobotPolicySettings
-from components.policies.source import POLICY_WITHOUT_WEIGHTS
-from components.project import project_source
+from armature.components.models.source import locate
+from armature.components.policies.molmoact2.checkpoints.lerobot_layout import read_json
+from armature.components.policies.molmoact2.checkpoints.parts import CONFIG
+from armature.components.policies.molmoact2.checkpoints.tiny import tiny_config
+from armature.components.policies.molmoact2.configuration import MolmoAct2Config
+from armature.components.policies.molmoact2.modeling.model import MolmoAct2
+from armature.components.policies.settings import RobotPolicySettings
+from armature.components.policies.source import POLICY_WITHOUT_WEIGHTS
+from armature.components.project import project_source
 
 TEXT_TOKENS = 100
 """Of a prompt besides its images: the task, the setup and the state."""

@@ -9,13 +9,13 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from math import ceil
 
-from components.environments.libero.tasks import LiberoTask
-from components.evaluation.libero.run import task_of
-from components.evaluation.libero.schedule import PlannedEpisode, TaskKey
-from components.planning.clock import SerialResource
-from components.planning.robots.costs import RobotCosts, SimulatorCosts
-from components.planning.robots.workload import RobotEpisode
-from components.workers.pool import StickyQueue
+from armature.components.environments.libero.tasks import LiberoTask
+from armature.components.evaluation.libero.run import task_of
+from armature.components.evaluation.libero.schedule import PlannedEpisode, TaskKey
+from armature.components.planning.clock import SerialResource
+from armature.components.planning.robots.costs import RobotCosts, SimulatorCosts
+from armature.components.planning.robots.workload import RobotEpisode
+from armature.components.workers.pool import StickyQueue
 
 
 class SimulatedArena(SerialResource):

@@ -7,16 +7,22 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 
-from components.artifacts.store import ArtifactStore
-from components.contracts.errors import ConfigurationError
-from components.planning.lines import apart, line
-from components.planning.records import finished_run, slowdown_of
-from components.planning.robots.costs import PolicyCosts, RobotCosts, RobotFlowCosts, RobotTrainerCosts, SimulatorCosts
-from components.planning.robots.simulate import SimulatedRobotRun, training_seconds
-from components.planning.robots.workload import RobotEpisode, RobotWorkload
-from components.vla_rl.settings import TrainVLARLSettings
-from components.vla_rl.table import Answer, read_rollouts
-from components.vla_rl.updates import update_rows
+from armature.components.artifacts.store import ArtifactStore
+from armature.components.contracts.errors import ConfigurationError
+from armature.components.planning.lines import apart, line
+from armature.components.planning.records import finished_run, slowdown_of
+from armature.components.planning.robots.costs import (
+    PolicyCosts,
+    RobotCosts,
+    RobotFlowCosts,
+    RobotTrainerCosts,
+    SimulatorCosts,
+)
+from armature.components.planning.robots.simulate import SimulatedRobotRun, training_seconds
+from armature.components.planning.robots.workload import RobotEpisode, RobotWorkload
+from armature.components.vla_rl.settings import TrainVLARLSettings
+from armature.components.vla_rl.table import Answer, read_rollouts
+from armature.components.vla_rl.updates import update_rows
 
 WAIT = "timing/wait_for_rollouts"
 MEANS = (

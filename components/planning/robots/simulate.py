@@ -12,22 +12,22 @@ from typing import cast
 
 import numpy as np
 
-from components.contracts.stages import Artifact
-from components.environments.libero.tasks import suite_tasks
-from components.evaluation.libero.schedule import plan_episodes
-from components.evaluation.libero.settings import LiberoEvaluationSettings
-from components.planning.clock import VirtualLoop, VirtualUnits
-from components.planning.robots.costs import RobotCosts
-from components.planning.robots.play import SimulatedPlay
-from components.planning.robots.workload import RobotEpisode, RobotWorkload
-from components.planning.simulate import NoEvents, simulated_artifact
-from components.rl.evaluations import due
-from components.rl.loop import Ahead, run_loop
-from components.vla_rl.batch import build_batch, groups_that_differ
-from components.vla_rl.schedule import plan_step
-from components.vla_rl.settings import GAE, RewardWeighted, RobotRLTrainerSettings, TrainVLARLSettings
-from components.vla_rl.table import Answer, AnswerSample
-from components.vla_rl.updates import update_rows
+from armature.components.contracts.stages import Artifact
+from armature.components.environments.libero.tasks import suite_tasks
+from armature.components.evaluation.libero.schedule import plan_episodes
+from armature.components.evaluation.libero.settings import LiberoEvaluationSettings
+from armature.components.planning.clock import VirtualLoop, VirtualUnits
+from armature.components.planning.robots.costs import RobotCosts
+from armature.components.planning.robots.play import SimulatedPlay
+from armature.components.planning.robots.workload import RobotEpisode, RobotWorkload
+from armature.components.planning.simulate import NoEvents, simulated_artifact
+from armature.components.rl.evaluations import due
+from armature.components.rl.loop import Ahead, run_loop
+from armature.components.vla_rl.batch import build_batch, groups_that_differ
+from armature.components.vla_rl.schedule import plan_step
+from armature.components.vla_rl.settings import GAE, RewardWeighted, RobotRLTrainerSettings, TrainVLARLSettings
+from armature.components.vla_rl.table import Answer, AnswerSample
+from armature.components.vla_rl.updates import update_rows
 
 _FLOATS, _NUMBERS = np.zeros(0, np.float32), np.zeros(0, np.int32)
 

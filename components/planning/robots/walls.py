@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from components.planning.robots.simulate import SimulatedRobotRun
+from armature.components.planning.robots.simulate import SimulatedRobotRun
 
 
 def _with(run: SimulatedRobotRun, **values: Any) -> SimulatedRobotRun:

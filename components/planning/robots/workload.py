@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from pydantic import Field, NonNegativeFloat
 
-from components.contracts.settings import Settings
+from armature.components.contracts.settings import Settings
 
 
 class RobotWorkloadSettings(Settings):

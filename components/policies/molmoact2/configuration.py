@@ -19,8 +19,8 @@ from pydantic import (
     ValidationError,
 )
 
-from components.contracts.errors import DataError
-from components.contracts.names import bare_name
+from armature.components.contracts.errors import DataError
+from armature.components.contracts.names import bare_name
 
 if TYPE_CHECKING:
     from transformers import Molmo2Config

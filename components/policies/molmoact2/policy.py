@@ -12,17 +12,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from components.contracts.errors import ConfigurationError, ServerError
-from components.contracts.robots import PreviousActions, RobotObservation
-from components.policies.molmoact2.checkpoints.checkpoint import fill_model, load_policy
-from components.policies.molmoact2.modeling.flow_sde import noise_scales, step_logprobs
-from components.policies.molmoact2.modeling.guidance import prefix_weights
-from components.policies.molmoact2.modeling.model import MolmoAct2
-from components.policies.molmoact2.processing.batch import Example, Floats
-from components.policies.molmoact2.processing.processor import Processor
-from components.policies.molmoact2.processing.threads import in_threads
-from components.policies.molmoact2.sampling import InferencePlan, Sampler
-from components.policies.settings import Quantization, RobotPolicySettings
+from armature.components.contracts.errors import ConfigurationError, ServerError
+from armature.components.contracts.robots import PreviousActions, RobotObservation
+from armature.components.policies.molmoact2.checkpoints.checkpoint import fill_model, load_policy
+from armature.components.policies.molmoact2.modeling.flow_sde import noise_scales, step_logprobs
+from armature.components.policies.molmoact2.modeling.guidance import prefix_weights
+from armature.components.policies.molmoact2.modeling.model import MolmoAct2
+from armature.components.policies.molmoact2.processing.batch import Example, Floats
+from armature.components.policies.molmoact2.processing.processor import Processor
+from armature.components.policies.molmoact2.processing.threads import in_threads
+from armature.components.policies.molmoact2.sampling import InferencePlan, Sampler
+from armature.components.policies.settings import Quantization, RobotPolicySettings
 
 InferenceMode = Literal["continuous", "discrete"]
 TOKENS_PER_ACTION = 16

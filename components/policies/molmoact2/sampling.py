@@ -17,19 +17,19 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from components.contracts.errors import DataError
-from components.policies.molmoact2.configuration import MolmoAct2Config
-from components.policies.molmoact2.modeling.flow import FlowSamples, loss_logprobs, midpoints, noisy_actions
-from components.policies.molmoact2.modeling.flow_sde import drift, noise_scales
-from components.policies.molmoact2.modeling.graphs import GraphedFunction
-from components.policies.molmoact2.modeling.guidance import guided_velocity
-from components.policies.molmoact2.modeling.masks import context_index, context_mask
-from components.policies.molmoact2.modeling.model import MolmoAct2
-from components.policies.molmoact2.modeling.token_draws import TokenDraws
-from components.policies.molmoact2.modeling.vlm import BackboneOutput, KeyValue
-from components.policies.molmoact2.processing.batch import Example, PolicyBatch, collate
-from components.policies.molmoact2.semantics import SEMANTICS
-from components.policies.settings import RobotPolicySettings
+from armature.components.contracts.errors import DataError
+from armature.components.policies.molmoact2.configuration import MolmoAct2Config
+from armature.components.policies.molmoact2.modeling.flow import FlowSamples, loss_logprobs, midpoints, noisy_actions
+from armature.components.policies.molmoact2.modeling.flow_sde import drift, noise_scales
+from armature.components.policies.molmoact2.modeling.graphs import GraphedFunction
+from armature.components.policies.molmoact2.modeling.guidance import guided_velocity
+from armature.components.policies.molmoact2.modeling.masks import context_index, context_mask
+from armature.components.policies.molmoact2.modeling.model import MolmoAct2
+from armature.components.policies.molmoact2.modeling.token_draws import TokenDraws
+from armature.components.policies.molmoact2.modeling.vlm import BackboneOutput, KeyValue
+from armature.components.policies.molmoact2.processing.batch import Example, PolicyBatch, collate
+from armature.components.policies.molmoact2.semantics import SEMANTICS
+from armature.components.policies.settings import RobotPolicySettings
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from components.policies.settings import ActionMode, Semantics
+from armature.components.policies.settings import ActionMode, Semantics
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,9 @@ from urllib.request import getproxies, proxy_bypass
 
 import aiohttp
 
-from components.contracts.failures import RolloutFailed
-from components.contracts.secret_values import blanked, keep_secret
-from components.rewards.judge.settings import JudgeSettings
+from armature.components.contracts.failures import RolloutFailed
+from armature.components.contracts.secret_values import blanked, keep_secret
+from armature.components.rewards.judge.settings import JudgeSettings
 
 LARGEST_REPLY = 2**22
 """Bytes of an answer."""

@@ -7,12 +7,12 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from components.contracts.failures import RolloutFailed
-from components.contracts.secret_values import blanked
-from components.contracts.value_text import value_text
-from components.rewards.judge.settings import PLACE, JudgeSettings
-from components.rewards.number import read_number
-from components.rewards.reward import BadAnswer, RewardInput
+from armature.components.contracts.failures import RolloutFailed
+from armature.components.contracts.secret_values import blanked
+from armature.components.contracts.value_text import value_text
+from armature.components.rewards.judge.settings import PLACE, JudgeSettings
+from armature.components.rewards.number import read_number
+from armature.components.rewards.reward import BadAnswer, RewardInput
 
 _OF = re.compile(r"(?<=\d)\W{0,4}/\W{0,4}\d+(?:\.\d+)?")
 """In 7/10, what the grade is out of."""

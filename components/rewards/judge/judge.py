@@ -9,16 +9,16 @@ from threading import Thread
 from typing import Any, ClassVar
 from weakref import finalize
 
-from components.contracts.errors import ConfigurationError
-from components.contracts.failures import RolloutFailed
-from components.contracts.secret_values import blanked
-from components.contracts.secrets import EnvironmentReference, resolve
-from components.rewards.extract import extracted
-from components.rewards.judge.asking import JudgeClient
-from components.rewards.judge.grades import grade_in, question
-from components.rewards.judge.kept import KeptReplies
-from components.rewards.judge.settings import PLACE, JudgeSettings, check_url
-from components.rewards.reward import BadAnswer, RewardInput
+from armature.components.contracts.errors import ConfigurationError
+from armature.components.contracts.failures import RolloutFailed
+from armature.components.contracts.secret_values import blanked
+from armature.components.contracts.secrets import EnvironmentReference, resolve
+from armature.components.rewards.extract import extracted
+from armature.components.rewards.judge.asking import JudgeClient
+from armature.components.rewards.judge.grades import grade_in, question
+from armature.components.rewards.judge.kept import KeptReplies
+from armature.components.rewards.judge.settings import PLACE, JudgeSettings, check_url
+from armature.components.rewards.reward import BadAnswer, RewardInput
 
 CLOSING_SECONDS = 5.0
 

@@ -8,10 +8,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from components.artifacts.cache import DownloadCache
-from components.artifacts.digests import document_digest
-from components.artifacts.disk import collect, write_files
-from components.contracts.errors import ConfigurationError
+from armature.components.artifacts.cache import DownloadCache
+from armature.components.artifacts.digests import document_digest
+from armature.components.artifacts.disk import collect, write_files
+from armature.components.contracts.errors import ConfigurationError
 
 
 class KeptReplies:

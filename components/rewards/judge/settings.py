@@ -18,14 +18,14 @@ from pydantic import (
     model_validator,
 )
 
-from components.contracts.secrets import (
+from armature.components.contracts.secrets import (
     BlockReference,
     EnvironmentReference,
     refuse_plain_key,
     refuse_plain_url,
     refuse_plain_variables,
 )
-from components.rewards.extract import ExtractingSettings
+from armature.components.rewards.extract import ExtractingSettings
 
 PLACE = re.compile(r"\{([^\W\d]\w*)\}")
 """A place in a template; other braces are text."""

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from components.registry import Registry
+from armature.components.registry import Registry
 
 EXCLUDED = -1e30
 """Logit of a forbidden token: exp gives 0, and 0 times it is 0, unlike with -inf."""
@@ -49,8 +49,8 @@ HEADS = Registry(
     "log-prob backend",
     "armature.logprobs",
     {
-        "normal": "components.vlm.heads.normal:StandardHead",
-        "torch": "components.vlm.heads.chunked:ChunkedHead",
-        "triton": "components.vlm.heads.fused:FusedHead",
+        "normal": "armature.components.vlm.heads.normal:StandardHead",
+        "torch": "armature.components.vlm.heads.chunked:ChunkedHead",
+        "triton": "armature.components.vlm.heads.fused:FusedHead",
     },
 )

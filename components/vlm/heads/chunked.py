@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from components.vlm.heads import EXCLUDED
-from components.vlm.heads.linear import BlockStatistics, HeadBlock, LinearHead
-from components.vlm.heads.products import linear
+from armature.components.vlm.heads import EXCLUDED
+from armature.components.vlm.heads.linear import BlockStatistics, HeadBlock, LinearHead
+from armature.components.vlm.heads.products import linear
 
 
 class ChunkedHead(LinearHead):

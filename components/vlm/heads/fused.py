@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from components.contracts.errors import ConfigurationError
-from components.models.installed import TRITON
-from components.vlm.heads import HeadSettings
-from components.vlm.heads.linear import BlockStatistics, HeadBlock, LinearHead
+from armature.components.contracts.errors import ConfigurationError
+from armature.components.models.installed import TRITON
+from armature.components.vlm.heads import HeadSettings
+from armature.components.vlm.heads.linear import BlockStatistics, HeadBlock, LinearHead
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class FusedHead(LinearHead):
             )
 
     def statistics(self, hidden: Tensor, block: HeadBlock, targets: Tensor, keep: bool) -> BlockStatistics:
-        from components.vlm.heads.kernels import statistics_kernel
+        from armature.components.vlm.heads.kernels import statistics_kernel
 
         tile = self._tile(hidden)
         parts = hidden.new_empty(3, -(-len(block.weight) // tile.columns), len(hidden), dtype=torch.float32)
@@ -91,7 +91,7 @@ class FusedHead(LinearHead):
     def logit_gradient(
         self, hidden: Tensor, block: HeadBlock, targets: Tensor, saved: list[Tensor], grads: list[Tensor]
     ) -> Tensor:
-        from components.vlm.heads.kernels import gradient_kernel
+        from armature.components.vlm.heads.kernels import gradient_kernel
 
         dz = hidden.new_empty(len(hidden), len(block.weight))
         both = [grads[0].contiguous(), grads[-1].contiguous()]
@@ -103,7 +103,7 @@ class FusedHead(LinearHead):
         self, scaled: Tensor, maximum: Tensor, targets: Tensor, saved: list[Tensor], grads: list[Tensor]
     ) -> Tensor:
         """In the memory of `scaled`, (N, V) exp(z - m); `maximum` has m of each tile's rows."""
-        from components.vlm.heads.kernels import kept_gradient_kernel
+        from armature.components.vlm.heads.kernels import kept_gradient_kernel
 
         n_rows, n_columns = scaled.shape
         if n_rows:

@@ -21,9 +21,9 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from components.contracts.errors import ConfigurationError
-from components.vlm.heads import HeadSettings
-from components.vlm.heads.products import add_product, product
+from armature.components.contracts.errors import ConfigurationError
+from armature.components.vlm.heads import HeadSettings
+from armature.components.vlm.heads.products import add_product, product
 
 KeptGradient = Callable[[Tensor, list[Tensor], list[Tensor]], Tensor]
 """Of targets, what was saved and gradients: as `LinearHead.logit_gradient` of the whole vocabulary, once."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from components.vlm.heads import EXCLUDED, HeadSettings
+from armature.components.vlm.heads import EXCLUDED, HeadSettings
 
 
 class StandardHead:

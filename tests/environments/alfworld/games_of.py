@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from components.environments.alfworld.games.game import KINDS, GeneratedGames
+from armature.components.environments.alfworld.games.game import KINDS, GeneratedGames
 
 GAMES: dict[str, Any] = {
     "source": "generated",

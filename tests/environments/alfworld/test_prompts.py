@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from components.environments.alfworld.prompts import (
+from armature.components.environments.alfworld.prompts import (
     ACTION_LIMIT,
     EpisodePrompts,
     ParsedAction,

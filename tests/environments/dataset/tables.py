@@ -15,9 +15,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from PIL import Image, ImageDraw
 
-from components.environments.dataset.environment import DatasetEnvironment
-from components.environments.make import make_environment
-from components.environments.settings import EnvironmentSettings
+from armature.components.environments.dataset.environment import DatasetEnvironment
+from armature.components.environments.make import make_environment
+from armature.components.environments.settings import EnvironmentSettings
 
 ANSWERS = ("left", "middle", "right")
 REWARDS = [{"name": "exact_match"}]

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from components.environments.dataset.template import parse_template
-from components.registry import suggestion
+from armature.components.environments.dataset.template import parse_template
+from armature.components.registry import suggestion
 from tests.refusals import refused
 
 from .test_values import environment_of, played

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from components.artifacts.images import ImageStore
-from components.contracts.machine import Machine
-from components.models.load import load_processor
-from components.models.tiny import make_tiny_checkpoint
-from components.sft.demonstrate import demonstrate, expert
-from components.sft.prompts import PromptWriter
+from armature.components.artifacts.images import ImageStore
+from armature.components.contracts.machine import Machine
+from armature.components.models.load import load_processor
+from armature.components.models.tiny import make_tiny_checkpoint
+from armature.components.sft.demonstrate import demonstrate, expert
+from armature.components.sft.prompts import PromptWriter
 from tests.vlm.conftest import model_settings
 
 from .tables import environment_of, rows_of, write_images, write_jsonl

@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 
-from components.configuration import load_recipe
-from components.contracts.episodes import Task
-from components.contracts.images import EncodedImage
-from components.contracts.machine import Machine
-from components.environments.dataset.environment import DatasetEnvironment
-from components.environments.settings import EnvironmentSettings
-from components.environments.sources import environment_sources
-from components.environments.stage import load_environment, load_tasks
-from components.rl.settings import TrainVLMSettings
-from components.stages import STAGES, run_stage
+from armature.components.configuration import load_recipe
+from armature.components.contracts.episodes import Task
+from armature.components.contracts.images import EncodedImage
+from armature.components.contracts.machine import Machine
+from armature.components.environments.dataset.environment import DatasetEnvironment
+from armature.components.environments.settings import EnvironmentSettings
+from armature.components.environments.sources import environment_sources
+from armature.components.environments.stage import load_environment, load_tasks
+from armature.components.rl.settings import TrainVLMSettings
+from armature.components.stages import STAGES, run_stage
 from tests.hub_server import HubServer
 from tests.refusals import refused
 
@@ -164,7 +164,7 @@ def test_class_labels_of_datasets_are_their_names(tmp_path: Path) -> None:
 def test_a_dataset_as_the_hub_has_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Parquet files by split, several images in a row, and a text that stands for each: by the library and without."""
     datasets = pytest.importorskip("datasets")
-    from components.environments.dataset.huggingface import hub_shards
+    from armature.components.environments.dataset.huggingface import hub_shards
 
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "library")
     features = datasets.Features(

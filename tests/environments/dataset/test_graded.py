@@ -14,11 +14,11 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from components.contracts.episodes import Environment, Task
-from components.contracts.errors import ConfigurationError, DataError
-from components.contracts.failures import RolloutFailed
-from components.environments.guarded import GuardedEpisode
-from components.project import project
+from armature.components.contracts.episodes import Environment, Task
+from armature.components.contracts.errors import ConfigurationError, DataError
+from armature.components.contracts.failures import RolloutFailed
+from armature.components.environments.guarded import GuardedEpisode
+from armature.components.project import project
 from tests.refusals import refused
 
 from .tables import environment_of

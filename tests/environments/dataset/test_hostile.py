@@ -15,9 +15,9 @@ import pytest
 from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 
-from components.contracts.errors import ConfigurationError, DataError
-from components.contracts.failures import RolloutFailed
-from components.environments.dataset.bad_rows import BadRow
+from armature.components.contracts.errors import ConfigurationError, DataError
+from armature.components.contracts.failures import RolloutFailed
+from armature.components.environments.dataset.bad_rows import BadRow
 from tests.images import raw_png
 from tests.refusals import refused
 
@@ -249,7 +249,7 @@ def test_an_answer_of_a_million_characters(tmp_path: Path) -> None:
 
 
 def test_a_hub_dataset_without_its_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    from components.environments.dataset import huggingface
+    from armature.components.environments.dataset import huggingface
 
     monkeypatch.setattr(huggingface, "find_spec", lambda name: None)
     with refused("package_missing", "datasets", "armature-vla[huggingface]"):

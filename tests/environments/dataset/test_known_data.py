@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from components.configuration import CONFIGS, load_recipe
-from components.contracts.episodes import Observation, Task
-from components.contracts.images import EncodedImage
-from components.environments.make import make_environment
-from components.environments.settings import EnvironmentSettings
-from components.evaluation.settings import TrainEvaluationSettings
+from armature.components.configuration import CONFIGS, load_recipe
+from armature.components.contracts.episodes import Observation, Task
+from armature.components.contracts.images import EncodedImage
+from armature.components.environments.make import make_environment
+from armature.components.environments.settings import EnvironmentSettings
+from armature.components.evaluation.settings import TrainEvaluationSettings
 
 from .tables import bars
 

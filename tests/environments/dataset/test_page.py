@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from armature.components.configuration import load_recipe
+from armature.components.environments.make import make_environment
+from armature.components.environments.settings import EnvironmentSettings
+from armature.components.project import project
 from benchmarks.charts import COLORS, write_charts
-from components.configuration import load_recipe
-from components.environments.make import make_environment
-from components.environments.settings import EnvironmentSettings
-from components.project import project
 
 PAGE = Path(__file__).resolve().parents[3] / "docs/your-own-data.md"
 

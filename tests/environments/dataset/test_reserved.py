@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from components.configuration import load_recipe
-from components.environments.settings import EnvironmentSettings
-from components.models.families import FAMILIES
-from components.project import project
-from components.rl.settings import TrainVLMSettings
-from components.stages import STAGES, fingerprint, run_stage
+from armature.components.configuration import load_recipe
+from armature.components.environments.settings import EnvironmentSettings
+from armature.components.models.families import FAMILIES
+from armature.components.project import project
+from armature.components.rl.settings import TrainVLMSettings
+from armature.components.stages import STAGES, fingerprint, run_stage
 from tests.refusals import refused
 
 RECIPE = """

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from components.artifacts.images import ImageStore
-from components.contracts.episodes import EarlierMessage, Observation
-from components.contracts.images import EncodedImage
-from components.environments.dataset.environment import DatasetEnvironment
-from components.environments.dataset.template import Column, Place, parse_template
-from components.rollouts.conversation import Conversation, SharedImages
+from armature.components.artifacts.images import ImageStore
+from armature.components.contracts.episodes import EarlierMessage, Observation
+from armature.components.contracts.images import EncodedImage
+from armature.components.environments.dataset.environment import DatasetEnvironment
+from armature.components.environments.dataset.template import Column, Place, parse_template
+from armature.components.rollouts.conversation import Conversation, SharedImages
 from tests.refusals import refused
 
 from .tables import bars, data_url, environment_of, write_jsonl
@@ -208,7 +208,7 @@ def test_an_item_that_is_not_there_is_no_text(choices: Any, tmp_path: Path) -> N
 
 
 def test_rewards_see_the_row_without_its_images(tmp_path: Path) -> None:
-    from components.environments.dataset.rows import row_for_rewards
+    from armature.components.environments.dataset.rows import row_for_rewards
 
     environment, _ = made(tmp_path, {"q": "x", "i": "1.png", "a": "x"}, prompt="{q}", images="i")
     row = {"i": b"1", "q": "x", "raw": b"2", "nested": {"data": b"3", "n": None}, "list": [b"4", 5]}

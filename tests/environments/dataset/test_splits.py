@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from components.environments.dataset.environment import DatasetEnvironment
+from armature.components.environments.dataset.environment import DatasetEnvironment
 from tests.refusals import refused
 
 from .tables import environment_of, write_jsonl

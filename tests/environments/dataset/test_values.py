@@ -17,11 +17,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from components.environments.dataset.environment import DatasetEnvironment
-from components.environments.dataset.values import column_values
-from components.environments.make import make_environment
-from components.environments.settings import EnvironmentSettings
-from components.project import project
+from armature.components.environments.dataset.environment import DatasetEnvironment
+from armature.components.environments.dataset.values import column_values
+from armature.components.environments.make import make_environment
+from armature.components.environments.settings import EnvironmentSettings
+from armature.components.project import project
 
 NUMBERS = list(range(24))
 Row = dict[str, Any]

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from components.environments.libero.settings import SimulatorSettings
-from components.environments.libero.simulator import LiberoSimulator
+from armature.components.environments.libero.settings import SimulatorSettings
+from armature.components.environments.libero.simulator import LiberoSimulator
 
 needs_libero = pytest.mark.skipif(find_spec("libero") is None, reason="LIBERO is not installed")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from components.environments.libero.compiled import FOLDER, compile_once
+from armature.components.environments.libero.compiled import FOLDER, compile_once
 
 from .simulated import needs_libero
 

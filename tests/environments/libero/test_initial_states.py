@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 import torch
 
-from components.environments.libero.initial_states import load_initial_states, read_states
-from components.environments.libero.tasks import MAX_STEPS, suite_tasks
+from armature.components.environments.libero.initial_states import load_initial_states, read_states
+from armature.components.environments.libero.tasks import MAX_STEPS, suite_tasks
 from tests.refusals import refused
 
 from .simulated import needs_libero

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from components.environments.libero.control import restore
-from components.environments.libero.physics import one_pass
-from components.environments.libero.simulator import LiberoSimulator
-from components.environments.libero.tasks import suite_tasks
+from armature.components.environments.libero.control import restore
+from armature.components.environments.libero.physics import one_pass
+from armature.components.environments.libero.simulator import LiberoSimulator
+from armature.components.environments.libero.tasks import suite_tasks
 
 from .mesh_physics import TASKS
 from .simulated import needs_libero, simulator

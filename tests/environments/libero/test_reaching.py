@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from armature.check import check_ahead
-from components.configuration import load_recipe
-from components.contracts.errors import ConfigurationError
-from components.environments.libero.package import import_libero
-from components.environments.libero.reaching import refuse_unreachable
-from components.environments.libero.tasks import MAX_STEPS, LiberoTask, suite_tasks
+from armature.components.configuration import load_recipe
+from armature.components.contracts.errors import ConfigurationError
+from armature.components.environments.libero.package import import_libero
+from armature.components.environments.libero.reaching import refuse_unreachable
+from armature.components.environments.libero.tasks import MAX_STEPS, LiberoTask, suite_tasks
 from tests.refusals import refused
 
 from .simulated import needs_libero, simulator

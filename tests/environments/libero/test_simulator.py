@@ -10,12 +10,12 @@ import pytest
 from numpy.typing import NDArray
 from scipy.spatial.transform import Rotation
 
-from components.environments.libero.initial_states import load_initial_states
-from components.environments.libero.kept_models import _compiled
-from components.environments.libero.package import assets_folder, use_assets
-from components.environments.libero.perturbations.settings import Perturbation
-from components.environments.libero.simulator import LiberoSimulator, robot_state
-from components.environments.libero.tasks import suite_tasks
+from armature.components.environments.libero.initial_states import load_initial_states
+from armature.components.environments.libero.kept_models import _compiled
+from armature.components.environments.libero.package import assets_folder, use_assets
+from armature.components.environments.libero.perturbations.settings import Perturbation
+from armature.components.environments.libero.simulator import LiberoSimulator, robot_state
+from armature.components.environments.libero.tasks import suite_tasks
 from tests.refusals import refused
 
 from .mesh_physics import RECORDED, TASKS, end_state

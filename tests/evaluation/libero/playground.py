@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from components.contracts.robots import RobotObservation
-from components.environments.libero.perturbations.settings import Perturbation
-from components.environments.libero.processes import ChunkResult
-from components.environments.libero.progress import GoalProgress
-from components.environments.libero.tasks import LiberoTask
-from components.evaluation.libero.settings import LiberoEvaluationSettings
-from components.workers.errors import WorkerError
+from armature.components.contracts.robots import RobotObservation
+from armature.components.environments.libero.perturbations.settings import Perturbation
+from armature.components.environments.libero.processes import ChunkResult
+from armature.components.environments.libero.progress import GoalProgress
+from armature.components.environments.libero.tasks import LiberoTask
+from armature.components.evaluation.libero.settings import LiberoEvaluationSettings
+from armature.components.workers.errors import WorkerError
 
 TASKS = [LiberoTask("libero_spatial", i, f"task_{i}", f"reach number {i}", 5, "") for i in range(3)]
 

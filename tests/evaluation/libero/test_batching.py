@@ -9,9 +9,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from components.contracts.errors import DataError
-from components.contracts.robots import RobotObservation
-from components.evaluation.libero.batching import InferenceQueue
+from armature.components.contracts.errors import DataError
+from armature.components.contracts.robots import RobotObservation
+from armature.components.evaluation.libero.batching import InferenceQueue
 from tests.refusals import refused
 
 SEEN = RobotObservation({}, np.zeros(1, np.float32), "")

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 from scipy.stats import binomtest, chi2_contingency
 
-from components.evaluation.libero.compare import compare_parts, compare_results, sign_test
-from components.evaluation.libero.page import comparison_report
-from components.evaluation.libero.results import LiberoResult
-from components.evaluation.wilson import compare_proportions
-from components.reports.report import write_report
+from armature.components.evaluation.libero.compare import compare_parts, compare_results, sign_test
+from armature.components.evaluation.libero.page import comparison_report
+from armature.components.evaluation.libero.results import LiberoResult
+from armature.components.evaluation.wilson import compare_proportions
+from armature.components.reports.report import write_report
 from tests.refusals import refused
 
 

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from components.contracts.stages import Artifact
-from components.environments.libero.perturbations.settings import PerturbationSettings
-from components.evaluation.libero.results import by_perturbation, read_perturbed, read_results
-from components.evaluation.libero.schedule import noise_seed, plan_episodes
-from components.evaluation.libero.settings import (
+from armature.components.contracts.stages import Artifact
+from armature.components.environments.libero.perturbations.settings import PerturbationSettings
+from armature.components.evaluation.libero.results import by_perturbation, read_perturbed, read_results
+from armature.components.evaluation.libero.schedule import noise_seed, plan_episodes
+from armature.components.evaluation.libero.settings import (
     CompareLiberoSettings,
     EvaluateLiberoStageSettings,
 )
-from components.evaluation.libero.stage import compare_libero, evaluate_policy
+from armature.components.evaluation.libero.stage import compare_libero, evaluate_policy
 from tests.environments.libero.simulated import simulator
 from tests.evaluation.libero.playground import TASKS, Homing, Plane, settings
 from tests.evaluation.libero.test_stage import SIMULATOR, Events, context, evaluate

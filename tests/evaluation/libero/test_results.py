@@ -7,13 +7,13 @@ from xml.etree import ElementTree
 
 import pytest
 
-from components.contracts.errors import DataError
-from components.evaluation.libero.chart import rate_chart
-from components.evaluation.libero.eval_info import eval_info, video_path
-from components.evaluation.libero.page import evaluation_report
-from components.evaluation.libero.results import LiberoResult, metrics, read_results, write_results
-from components.evaluation.wilson import wilson_interval
-from components.reports.report import write_report
+from armature.components.contracts.errors import DataError
+from armature.components.evaluation.libero.chart import rate_chart
+from armature.components.evaluation.libero.eval_info import eval_info, video_path
+from armature.components.evaluation.libero.page import evaluation_report
+from armature.components.evaluation.libero.results import LiberoResult, metrics, read_results, write_results
+from armature.components.evaluation.wilson import wilson_interval
+from armature.components.reports.report import write_report
 
 
 def result(

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from components.contracts.robots import RobotObservation
-from components.evaluation.libero.journal import EpisodeOutcome, EvaluationJournal
-from components.evaluation.libero.run import Evaluation
-from components.evaluation.libero.schedule import EpisodeKey, plan_episodes
+from armature.components.contracts.robots import RobotObservation
+from armature.components.evaluation.libero.journal import EpisodeOutcome, EvaluationJournal
+from armature.components.evaluation.libero.run import Evaluation
+from armature.components.evaluation.libero.schedule import EpisodeKey, plan_episodes
 from tests.evaluation.libero.playground import TASKS, Homing, Plane, settings
 from tests.refusals import refused
 

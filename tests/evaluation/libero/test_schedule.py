@@ -2,8 +2,8 @@ from __future__ import annotations
 
 from collections import Counter
 
-from components.evaluation.libero.schedule import noise_seed, plan_episodes
-from components.workers.pool import StickyQueue
+from armature.components.evaluation.libero.schedule import noise_seed, plan_episodes
+from armature.components.workers.pool import StickyQueue
 from tests.evaluation.libero.playground import TASKS, settings
 from tests.refusals import refused
 

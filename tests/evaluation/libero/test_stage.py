@@ -8,13 +8,13 @@ from typing import Any
 import av
 import numpy as np
 
-from components.contracts.machine import Machine
-from components.contracts.stages import Artifact, StageContext, StageReport
-from components.evaluation.libero.results import read_results
-from components.evaluation.libero.robot import refuse_cameras
-from components.evaluation.libero.settings import CompareLiberoSettings, EvaluateLiberoStageSettings
-from components.evaluation.libero.stage import compare_libero, evaluate_policy
-from components.stages import TerminalEvents, ThreadUnits
+from armature.components.contracts.machine import Machine
+from armature.components.contracts.stages import Artifact, StageContext, StageReport
+from armature.components.evaluation.libero.results import read_results
+from armature.components.evaluation.libero.robot import refuse_cameras
+from armature.components.evaluation.libero.settings import CompareLiberoSettings, EvaluateLiberoStageSettings
+from armature.components.evaluation.libero.stage import compare_libero, evaluate_policy
+from armature.components.stages import TerminalEvents, ThreadUnits
 from tests.environments.libero.simulated import simulator
 from tests.evaluation.libero.playground import TASKS, Homing, Plane, settings
 from tests.refusals import refused

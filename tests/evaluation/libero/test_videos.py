@@ -5,12 +5,12 @@ from pathlib import Path
 import av
 import numpy as np
 
-from components.contracts.robots import RobotObservation
-from components.evaluation.libero.episode import PlayedEpisode
-from components.evaluation.libero.journal import EpisodeOutcome, EvaluationJournal
-from components.evaluation.libero.run import Evaluation
-from components.evaluation.libero.schedule import plan_episodes
-from components.evaluation.libero.videos import chosen, differs, film, side_by_side, write_video
+from armature.components.contracts.robots import RobotObservation
+from armature.components.evaluation.libero.episode import PlayedEpisode
+from armature.components.evaluation.libero.journal import EpisodeOutcome, EvaluationJournal
+from armature.components.evaluation.libero.run import Evaluation
+from armature.components.evaluation.libero.schedule import plan_episodes
+from armature.components.evaluation.libero.videos import chosen, differs, film, side_by_side, write_video
 from tests.evaluation.libero.playground import TASKS, Homing, Plane, settings
 
 

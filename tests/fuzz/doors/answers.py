@@ -14,10 +14,10 @@ from typing import Any
 from anyio.from_thread import start_blocking_portal
 from starlette.responses import Response
 
-from components.contracts.machine import Machine
-from components.inference.client import Completion
-from components.inference.pool import ServerPool
-from components.inference.settings import ServerSettings
+from armature.components.contracts.machine import Machine
+from armature.components.inference.client import Completion
+from armature.components.inference.pool import ServerPool
+from armature.components.inference.settings import ServerSettings
 from tests.fuzz.doors import Attempt, expect
 from tests.fuzz.mutate import damaged_bytes, damaged_document, dumps
 from tests.inference.conftest import make_sampling, stand_in, write_checkpoint

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from components.artifacts.manifest import MANIFEST, write_manifest
-from components.artifacts.store import ArtifactStore
+from armature.components.artifacts.manifest import MANIFEST, write_manifest
+from armature.components.artifacts.store import ArtifactStore
 from tests.fuzz.doors import Attempt, expect
 from tests.fuzz.mutate import damaged_bytes, damaged_document, dumps
 

@@ -12,9 +12,9 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from components.models.load import load_model, load_processor
-from components.models.settings import ModelSettings
-from components.models.tiny import make_tiny_checkpoint
+from armature.components.models.load import load_model, load_processor
+from armature.components.models.settings import ModelSettings
+from armature.components.models.tiny import make_tiny_checkpoint
 from tests.fuzz.doors import Attempt, expect
 from tests.fuzz.mutate import damaged_bytes, damaged_document, dumps
 

@@ -15,9 +15,9 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from components.artifacts.cache import DownloadCache
-from components.datasets.lerobot.frames import FrameReader
-from components.datasets.lerobot.reader import Dataset, open_dataset
+from armature.components.artifacts.cache import DownloadCache
+from armature.components.datasets.lerobot.frames import FrameReader
+from armature.components.datasets.lerobot.reader import Dataset, open_dataset
 from tests.datasets.conftest import write
 from tests.fuzz.doors import Attempt, expect
 from tests.fuzz.mutate import damaged_bytes, damaged_document, dumps, hostile_value

@@ -9,12 +9,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from components.artifacts.images import ImageStore
-from components.contracts.episodes import Observation, Outcome, Task
-from components.contracts.images import EncodedImage
-from components.contracts.machine import Machine
-from components.rollouts.collect import collect
-from components.rollouts.table import read_rollouts, write_rollouts
+from armature.components.artifacts.images import ImageStore
+from armature.components.contracts.episodes import Observation, Outcome, Task
+from armature.components.contracts.images import EncodedImage
+from armature.components.contracts.machine import Machine
+from armature.components.rollouts.collect import collect
+from armature.components.rollouts.table import read_rollouts, write_rollouts
 from tests.fuzz.doors import Attempt, expect
 from tests.fuzz.mutate import hostile_value
 from tests.rollouts.conftest import SAMPLING, RecordedEvents, ScriptedPolicy

@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from components.artifacts.images import ImageStore
-from components.contracts.images import EncodedImage
+from armature.components.artifacts.images import ImageStore
+from armature.components.contracts.images import EncodedImage
 from tests.fuzz.doors import Attempt, expect
 from tests.fuzz.mutate import damaged_bytes
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from components.contracts.errors import DataError
+from armature.components.contracts.errors import DataError
 from tests.fuzz.doors import Attempt, expect
 
 KINDS = ("accepted", "refused", "raw", "silent", "memory", "died", "hang")

@@ -10,7 +10,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from components.configuration import CONFIGS, build_recipe, load_recipe, recipe_from_file, recipe_names, recipe_path
+from armature.components.configuration import (
+    CONFIGS,
+    build_recipe,
+    load_recipe,
+    recipe_from_file,
+    recipe_names,
+    recipe_path,
+)
 from tests.fuzz.doors import Attempt, expect
 from tests.fuzz.mutate import HOSTILE, damaged_bytes, damaged_document
 

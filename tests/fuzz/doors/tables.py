@@ -20,8 +20,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from components.environments.make import make_environment
-from components.environments.settings import EnvironmentSettings
+from armature.components.environments.make import make_environment
+from armature.components.environments.settings import EnvironmentSettings
 from tests.fuzz.doors import Attempt, expect
 from tests.fuzz.mutate import damaged_bytes, hostile_value
 

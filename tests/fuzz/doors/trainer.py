@@ -12,8 +12,8 @@ from typing import Any
 
 import httpx
 
-from components.contracts.errors import DataError
-from components.training.frontend import HttpFrontend
+from armature.components.contracts.errors import DataError
+from armature.components.training.frontend import HttpFrontend
 from tests.fuzz.doors import Attempt, expect
 from tests.fuzz.mutate import damaged_bytes, damaged_document, dumps
 

@@ -16,17 +16,17 @@ from typing import Any
 
 import numpy as np
 
-from components.contracts.failures import RolloutFailed
-from components.datasets.measured import MEASURED
-from components.environments.alfworld.text.host import ENGINE_REPLY
-from components.environments.libero.processes import IMAGES, OBSERVATION, OUTCOME, PROGRESS, STEP
-from components.rewards.isolated import GRADE, SOURCES
-from components.rewards.make import Rewards, make_rewards
-from components.rewards.reward import RewardInput
-from components.rewards.settings import RewardSettings
-from components.rollouts.shards import SHARD_REPLY
-from components.workers.channel import CallLimits, encoded
-from components.workers.requests import ANYTHING, HandlerFailed, Requests, new_number
+from armature.components.contracts.failures import RolloutFailed
+from armature.components.datasets.measured import MEASURED
+from armature.components.environments.alfworld.text.host import ENGINE_REPLY
+from armature.components.environments.libero.processes import IMAGES, OBSERVATION, OUTCOME, PROGRESS, STEP
+from armature.components.rewards.isolated import GRADE, SOURCES
+from armature.components.rewards.make import Rewards, make_rewards
+from armature.components.rewards.reward import RewardInput
+from armature.components.rewards.settings import RewardSettings
+from armature.components.rollouts.shards import SHARD_REPLY
+from armature.components.workers.channel import CallLimits, encoded
+from armature.components.workers.requests import ANYTHING, HandlerFailed, Requests, new_number
 from tests.fuzz.doors import Attempt, expect
 from tests.fuzz.mutate import damaged_bytes, damaged_document, dumps
 
@@ -49,7 +49,7 @@ VALUES = {
 }
 REWARD = """
 import inspect, json, os, struct, sys
-from components.workers.serve import serve
+from armature.components.workers.serve import serve
 
 def forge(completion):
     if completion != "good":

@@ -13,9 +13,9 @@ import yaml
 from jsonschema import Draft202012Validator
 from prefect_kubernetes.worker import KubernetesWorkerJobConfiguration
 
+from armature.components.configuration import load_recipe
+from armature.components.contracts.errors import ConfigurationError
 from armature.deployments import pod_variables, pool_of
-from components.configuration import load_recipe
-from components.contracts.errors import ConfigurationError
 from tests.interop.cluster.jobs import DEPLOYMENTS, IMAGE, KUBERNETES, STANDALONE, base_template, rendered
 
 

@@ -8,10 +8,10 @@ from typing import Any
 import kubernetes_validate
 import pytest
 
+from armature.components.configuration import load_recipe
+from armature.components.contracts.errors import ConfigurationError
 from armature.job_variables import parse_job_variables
 from armature.jobset import jobset
-from components.configuration import load_recipe
-from components.contracts.errors import ConfigurationError
 from tests.interop.cluster.jobs import IMAGE, base_template, refuse_invalid, rendered
 
 NAME, THREE = "train-vla/molmoact2", ["machine.trainer_nodes=3", "machine.trainer_interface=eth0"]

@@ -19,16 +19,16 @@ import pytest
 from PIL import Image
 from s3fs import S3FileSystem
 
+from armature.components.artifacts import leases, remote_folder
+from armature.components.artifacts.garbage import delete_garbage, find_garbage
+from armature.components.artifacts.images import ImageStore, encode_png
+from armature.components.artifacts.manifest import write_manifest
+from armature.components.artifacts.remote_folder import RemoteFolder
+from armature.components.artifacts.store import ArtifactStore
+from armature.components.artifacts.tables import IMAGE_REF, TableSchema, write_table
+from armature.components.contracts.errors import StoreError
+from armature.components.contracts.machine import Machine
 from armature.garbage import collect
-from components.artifacts import leases, remote_folder
-from components.artifacts.garbage import delete_garbage, find_garbage
-from components.artifacts.images import ImageStore, encode_png
-from components.artifacts.manifest import write_manifest
-from components.artifacts.remote_folder import RemoteFolder
-from components.artifacts.store import ArtifactStore
-from components.artifacts.tables import IMAGE_REF, TableSchema, write_table
-from components.contracts.errors import StoreError
-from components.contracts.machine import Machine
 from tests.interop.cluster.s3_server import Server, running
 
 IMAGE_REF_COLUMN = pa.schema([("images", pa.list_(IMAGE_REF))])
@@ -100,7 +100,7 @@ def test_set_aside_is_gone_from_the_remote(tmp_path, server):
 HOLDS = """
 import sys, time
 from pathlib import Path
-from components.artifacts.store import ArtifactStore
+from armature.components.artifacts.store import ArtifactStore
 
 with ArtifactStore(Path(sys.argv[1]), sys.argv[2]).lease("stage", "f5"):
     print("held", flush=True)

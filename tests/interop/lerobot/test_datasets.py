@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from components.artifacts.cache import DownloadCache
-from components.contracts.machine import Machine
-from components.datasets.lerobot.frames import FrameReader
-from components.datasets.lerobot.reader import open_dataset
-from components.datasets.settings import DatasetSettings, QuantileStatsSettings
-from components.datasets.source import pinned
-from components.stages import run_stage
+from armature.components.artifacts.cache import DownloadCache
+from armature.components.contracts.machine import Machine
+from armature.components.datasets.lerobot.frames import FrameReader
+from armature.components.datasets.lerobot.reader import open_dataset
+from armature.components.datasets.settings import DatasetSettings, QuantileStatsSettings
+from armature.components.datasets.source import pinned
+from armature.components.stages import run_stage
 from tests.datasets.conftest import LENGTHS
 
 from .conftest import Side

@@ -9,11 +9,16 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from components.contracts.robots import RobotObservation
-from components.policies.molmoact2.checkpoints.checkpoint import LoadedPolicy, load_policy, save_lerobot, save_policy
-from components.policies.molmoact2.checkpoints.tiny import make_tiny_policy
-from components.policies.molmoact2.policy import MolmoAct2Policy
-from components.policies.molmoact2.processing.norm_stats import RobotMetadata
+from armature.components.contracts.robots import RobotObservation
+from armature.components.policies.molmoact2.checkpoints.checkpoint import (
+    LoadedPolicy,
+    load_policy,
+    save_lerobot,
+    save_policy,
+)
+from armature.components.policies.molmoact2.checkpoints.tiny import make_tiny_policy
+from armature.components.policies.molmoact2.policy import MolmoAct2Policy
+from armature.components.policies.molmoact2.processing.norm_stats import RobotMetadata
 from tests.policies.molmoact2 import released
 from tests.policies.test_stage import TINY as SMALL
 

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from components.artifacts.images import decode
-from components.contracts.episodes import Environment, Observation, Outcome, Task
-from components.contracts.errors import ConfigurationError
-from components.contracts.images import EncodedImage
-from components.environments.guarded import GuardedEpisode
-from components.environments.make import make_environment
-from components.environments.openenv.environment import OpenEnvEnvironment
-from components.environments.settings import EnvironmentSettings
+from armature.components.artifacts.images import decode
+from armature.components.contracts.episodes import Environment, Observation, Outcome, Task
+from armature.components.contracts.errors import ConfigurationError
+from armature.components.contracts.images import EncodedImage
+from armature.components.environments.guarded import GuardedEpisode
+from armature.components.environments.make import make_environment
+from armature.components.environments.openenv.environment import OpenEnvEnvironment
+from armature.components.environments.settings import EnvironmentSettings
 from tests.refusals import refused
 
 PYTHON = Path(__file__).parents[3] / ".venv-openenv/bin/python"

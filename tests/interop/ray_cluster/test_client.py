@@ -10,17 +10,17 @@ import time
 from pathlib import Path
 from typing import Any
 
-from components.contracts.cluster import ClusterSettings
-from components.process import Program
+from armature.components.contracts.cluster import ClusterSettings
+from armature.components.process import Program
 
 ROOT = Path(__file__).parents[3]
 RUN = """
 import sys
-from components.contracts.cluster import ClusterSettings, ServerBundle
-from components.contracts.errors import ConfigurationError, ServerError
-from components.workers.actor import WorkerActor
-from components.workers.requests import ANYTHING
-from components.workers.placed import NodeActor, PlacedProgram, PlacementBundles
+from armature.components.contracts.cluster import ClusterSettings, ServerBundle
+from armature.components.contracts.errors import ConfigurationError, ServerError
+from armature.components.workers.actor import WorkerActor
+from armature.components.workers.requests import ANYTHING
+from armature.components.workers.placed import NodeActor, PlacedProgram, PlacementBundles
 
 place = ClusterSettings(address=sys.argv[1], num_cpus=0.5, start_timeout=60)
 try:

@@ -14,7 +14,7 @@ import yaml
 from ray.autoscaler._private.kuberay.autoscaling_config import _derive_autoscaling_config_from_ray_cr
 from ray.scripts.scripts import start
 
-from components.contracts.cluster import ClusterSettings
+from armature.components.contracts.cluster import ClusterSettings
 
 KUBERNETES = Path(__file__).parents[3] / "infra/kubernetes"
 PINNED = KUBERNETES.parents[1] / "requirements/interop-ray.txt"

@@ -12,17 +12,17 @@ from typing import Any
 import psutil
 import pytest
 
-from components.contracts.cluster import ClusterSettings
-from components.contracts.errors import ConfigurationError
-from components.contracts.machine import Machine
-from components.datasets.settings import DatasetSettings, QuantileStatsSettings
-from components.datasets.source import pinned
-from components.environments.alfworld.text.host import EngineHost
-from components.stages import run_stage
-from components.workers import actor
-from components.workers.actor import WorkerActor
-from components.workers.errors import WorkerError
-from components.workers.worker import workers_on
+from armature.components.contracts.cluster import ClusterSettings
+from armature.components.contracts.errors import ConfigurationError
+from armature.components.contracts.machine import Machine
+from armature.components.datasets.settings import DatasetSettings, QuantileStatsSettings
+from armature.components.datasets.source import pinned
+from armature.components.environments.alfworld.text.host import EngineHost
+from armature.components.stages import run_stage
+from armature.components.workers import actor
+from armature.components.workers.actor import WorkerActor
+from armature.components.workers.errors import WorkerError
+from armature.components.workers.worker import workers_on
 from tests.datasets.conftest import write
 from tests.environments.alfworld.text.test_engine import games, said_by
 from tests.environments.libero.demonstrations.test_stage import files, settings
@@ -39,7 +39,7 @@ def playing_on(nodes: list[Any]) -> list[int]:
         each.pid
         for raylet in raylets
         for each in raylet.children(recursive=True)
-        if each.status() != psutil.STATUS_ZOMBIE and "components.environments.libero.worker" in each.cmdline()
+        if each.status() != psutil.STATUS_ZOMBIE and "armature.components.environments.libero.worker" in each.cmdline()
     ]
 
 
@@ -172,9 +172,9 @@ def test_other_packages_and_other_code_are_refused() -> None:
 
 def test_a_cluster_that_is_not_there_is_said() -> None:
     code = (
-        "from components.contracts.cluster import ClusterSettings\n"
-        "from components.workers.actor import WorkerActor\n"
-        "from components.workers.requests import ANYTHING\n"
+        "from armature.components.contracts.cluster import ClusterSettings\n"
+        "from armature.components.workers.actor import WorkerActor\n"
+        "from armature.components.workers.requests import ANYTHING\n"
         "worker = WorkerActor(ClusterSettings(address='127.0.0.1:1'), 'x', timeout=5.0)\n"
         "worker.call('echo', reply=ANYTHING)\n"
     )
@@ -185,9 +185,9 @@ def test_a_cluster_that_is_not_there_is_said() -> None:
 def test_workers_end_with_a_run_that_is_killed(cluster: ClusterSettings) -> None:
     code = (
         "import os, signal\n"
-        "from components.contracts.cluster import ClusterSettings\n"
-        "from components.workers.actor import WorkerActor\n"
-        "from components.workers.requests import ANYTHING\n"
+        "from armature.components.contracts.cluster import ClusterSettings\n"
+        "from armature.components.workers.actor import WorkerActor\n"
+        "from armature.components.workers.requests import ANYTHING\n"
         f"place = ClusterSettings.model_validate_json({cluster.model_dump_json()!r})\n"
         f"worker = WorkerActor(place, {MODULE!r}, timeout=60.0)\n"
         "worker.call('echo', 1, reply=ANYTHING)\n"
@@ -201,8 +201,8 @@ def test_workers_end_with_a_run_that_is_killed(cluster: ClusterSettings) -> None
 def test_ray_is_not_imported_for_workers_of_this_machine() -> None:
     code = (
         "import sys, armature\n"
-        "from components.workers.requests import ANYTHING\n"
-        "from components.workers.worker import make_worker\n"
+        "from armature.components.workers.requests import ANYTHING\n"
+        "from armature.components.workers.worker import make_worker\n"
         f"with make_worker({MODULE!r}, timeout=60.0) as worker:\n"
         "    assert worker.call('echo', 1, reply=ANYTHING) == 1\n"
         "print('ray' in sys.modules)\n"

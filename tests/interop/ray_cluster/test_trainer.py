@@ -14,8 +14,8 @@ from typing import Any
 import psutil
 import pytest
 
-from components.contracts.errors import ArmatureError, ConfigurationError
-from components.contracts.machine import Machine
+from armature.components.contracts.errors import ArmatureError, ConfigurationError
+from armature.components.contracts.machine import Machine
 from tests.production.linear_trainer import (
     CONTINUE,
     OUT,
@@ -57,7 +57,7 @@ def ranks_on(node: Any) -> list[psutil.Process]:
     found = []
     for process in raylet.children(recursive=True):
         with suppress(psutil.NoSuchProcess):
-            if process.cmdline()[1:3] == ["-m", "components.training.service"]:
+            if process.cmdline()[1:3] == ["-m", "armature.components.training.service"]:
                 found.append(process)
     return found
 

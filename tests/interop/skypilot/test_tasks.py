@@ -13,8 +13,8 @@ import typer.main
 import yaml
 
 from armature.cli import app
-from components.configuration import load_recipe
-from components.contracts.machine import Machine
+from armature.components.configuration import load_recipe
+from armature.components.contracts.machine import Machine
 
 ROOT = Path(__file__).parents[3]
 TASKS = sorted((ROOT / "infra/skypilot").glob("*.yaml"))

@@ -9,11 +9,11 @@ from typing import Any
 
 from PIL import Image
 
-from components.contracts.episodes import Observation, Task
-from components.contracts.images import EncodedImage
-from components.environments.make import make_environment
-from components.environments.settings import EnvironmentSettings
-from components.environments.verifiers import VerifiersEnvironment
+from armature.components.contracts.episodes import Observation, Task
+from armature.components.contracts.images import EncodedImage
+from armature.components.environments.make import make_environment
+from armature.components.environments.settings import EnvironmentSettings
+from armature.components.environments.verifiers import VerifiersEnvironment
 
 
 def environment(id: str, interface: str = "legacy", max_turns: int = 6, **changes: Any) -> VerifiersEnvironment:

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from components.contracts.episodes import Observation
-from components.contracts.errors import ConfigurationError, DataError
-from components.contracts.images import EncodedImage
-from components.environments.verifiers import VerifiersEnvironment
+from armature.components.contracts.episodes import Observation
+from armature.components.contracts.errors import ConfigurationError, DataError
+from armature.components.contracts.images import EncodedImage
+from armature.components.environments.verifiers import VerifiersEnvironment
 from tests.refusals import refused
 
 from .bridge import color_of, environment, play, run
@@ -149,7 +149,7 @@ def test_an_episode_given_up_leaves_nothing_running() -> None:
 def test_contents_that_can_be_read_once_are_made_lists() -> None:
     from collections.abc import Iterable
 
-    from components.environments.verifiers.legacy import materialized
+    from armature.components.environments.verifiers.legacy import materialized
 
     class Message(BaseModel):
         content: Iterable[dict[str, str]]

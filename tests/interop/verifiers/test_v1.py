@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from components.contracts.episodes import Observation
-from components.contracts.errors import ConfigurationError
+from armature.components.contracts.episodes import Observation
+from armature.components.contracts.errors import ConfigurationError
 
 from .bridge import color_of, environment, run
 

@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from components.contracts.robots import RobotObservation
-from components.policies.molmoact2.checkpoints.checkpoint import load_policy
-from components.policies.molmoact2.policy import MolmoAct2Policy
+from armature.components.contracts.robots import RobotObservation
+from armature.components.policies.molmoact2.checkpoints.checkpoint import load_policy
+from armature.components.policies.molmoact2.policy import MolmoAct2Policy
 from tests.policies.molmoact2 import released
 from tests.policy_server.conftest import KEY, running
 

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from components.policies.molmoact2.configuration import MolmoAct2Config
-from components.policies.molmoact2.modeling.flow import FlowSamples
-from components.policies.molmoact2.modeling.losses import LossPlan
-from components.policies.molmoact2.modeling.model import MolmoAct2
-from components.policies.molmoact2.processing.batch import Example, PolicyBatch
+from armature.components.policies.molmoact2.configuration import MolmoAct2Config
+from armature.components.policies.molmoact2.modeling.flow import FlowSamples
+from armature.components.policies.molmoact2.modeling.losses import LossPlan
+from armature.components.policies.molmoact2.modeling.model import MolmoAct2
+from armature.components.policies.molmoact2.processing.batch import Example, PolicyBatch
 
 EOS, ACTION_START, ACTION_END, FIRST_ACTION = 5, 20, 21, 22
 VOCABULARY, PATCH, IMAGE_START, IMAGE_END = 60, 62, 60, 61

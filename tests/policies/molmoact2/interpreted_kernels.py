@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from components.policies.molmoact2.modeling.attention_kernels import KEYS, cross_attention, self_attention
-from components.policies.molmoact2.modeling.expert import split_heads
-from components.policies.molmoact2.modeling.layers import rms, rotary_angles, rotate
+from armature.components.policies.molmoact2.modeling.attention_kernels import KEYS, cross_attention, self_attention
+from armature.components.policies.molmoact2.modeling.expert import split_heads
+from armature.components.policies.molmoact2.modeling.layers import rms, rotary_angles, rotate
 
 
 def close(found: Tensor, expected: Tensor) -> None:

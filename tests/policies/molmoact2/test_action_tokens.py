@@ -11,7 +11,7 @@ import pytest
 from tokenizers import ByteLevelBPETokenizer
 from tokenizers.trainers import BpeTrainer
 
-from components.policies.molmoact2.processing.action_tokens import ActionTokens
+from armature.components.policies.molmoact2.processing.action_tokens import ActionTokens
 from tests.refusals import refused
 
 HORIZON, DIMENSIONS, SCALE = 10, 7, 10.0

@@ -15,15 +15,20 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from components.contracts.robots import RobotObservation
-from components.models.mapped import MappedWeights
-from components.policies.molmoact2.checkpoints.checkpoint import load_model, load_policy, read_model, save_policy
-from components.policies.molmoact2.checkpoints.parts import load_parts
-from components.policies.molmoact2.checkpoints.weights import to_released
-from components.policies.molmoact2.configuration import MolmoAct2Config
-from components.policies.molmoact2.modeling.model import MolmoAct2
-from components.policies.molmoact2.processing.action_tokens import ActionTokens
-from components.policies.molmoact2.processing.norm_stats import RobotMetadata
+from armature.components.contracts.robots import RobotObservation
+from armature.components.models.mapped import MappedWeights
+from armature.components.policies.molmoact2.checkpoints.checkpoint import (
+    load_model,
+    load_policy,
+    read_model,
+    save_policy,
+)
+from armature.components.policies.molmoact2.checkpoints.parts import load_parts
+from armature.components.policies.molmoact2.checkpoints.weights import to_released
+from armature.components.policies.molmoact2.configuration import MolmoAct2Config
+from armature.components.policies.molmoact2.modeling.model import MolmoAct2
+from armature.components.policies.molmoact2.processing.action_tokens import ActionTokens
+from armature.components.policies.molmoact2.processing.norm_stats import RobotMetadata
 from tests.policies.molmoact2 import released
 from tests.refusals import refused
 

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from components.policies.molmoact2.processing.batch import Example, PolicyBatch, collate, pack
+from armature.components.policies.molmoact2.processing.batch import Example, PolicyBatch, collate, pack
 from tests.refusals import refused
 
 PAD, PATCHES, PIXELS, HORIZON, WIDTH = 7, 9, 6, 4, 3

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from components.policies.molmoact2.configuration import MolmoAct2Config
-from components.policies.molmoact2.modeling.expert import ROPE_BASE, ActionExpert, ExpertBlock, has_kernel
-from components.policies.molmoact2.modeling.layers import rotary_angles
-from components.policies.molmoact2.modeling.masks import ContextIndex
-from components.policies.molmoact2.modeling.model import MolmoAct2
+from armature.components.policies.molmoact2.configuration import MolmoAct2Config
+from armature.components.policies.molmoact2.modeling.expert import ROPE_BASE, ActionExpert, ExpertBlock, has_kernel
+from armature.components.policies.molmoact2.modeling.layers import rotary_angles
+from armature.components.policies.molmoact2.modeling.masks import ContextIndex
+from armature.components.policies.molmoact2.modeling.model import MolmoAct2
 from tests.policies.molmoact2 import reference
 from tests.policies.molmoact2.examples import CONFIG, DIMENSIONS, HORIZON, RAW, make_model
 from tests.refusals import refused

@@ -7,7 +7,7 @@ import pytest
 import torch
 from scipy import stats
 
-from components.policies.molmoact2.modeling.flow import FlowSamples, flow_errors, flow_times, noisy_actions
+from armature.components.policies.molmoact2.modeling.flow import FlowSamples, flow_errors, flow_times, noisy_actions
 from tests.policies.molmoact2.examples import CONFIG, DIMENSIONS, HORIZON
 
 

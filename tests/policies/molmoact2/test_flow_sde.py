@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from components.policies.molmoact2.modeling.flow_sde import (
+from armature.components.policies.molmoact2.modeling.flow_sde import (
     drift,
     noise_scales,
     step_divergences,

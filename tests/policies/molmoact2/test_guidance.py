@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from components.contracts.robots import PreviousActions, RobotObservation
-from components.policies.molmoact2.modeling.guidance import guided_velocity, prefix_weights
-from components.policies.molmoact2.policy import MolmoAct2Policy
+from armature.components.contracts.robots import PreviousActions, RobotObservation
+from armature.components.policies.molmoact2.modeling.guidance import guided_velocity, prefix_weights
+from armature.components.policies.molmoact2.policy import MolmoAct2Policy
 from tests.policies.molmoact2 import released
 from tests.refusals import refused
 from tests.vla_rl.kitchen import calm_policy

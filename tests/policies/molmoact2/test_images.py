@@ -9,8 +9,8 @@ import pytest
 import torch
 from torchvision.transforms import InterpolationMode, Resize
 
-from components.policies.molmoact2.modeling.vlm import normalized
-from components.policies.molmoact2.processing.images import ImageLayout
+from armature.components.policies.molmoact2.modeling.vlm import normalized
+from armature.components.policies.molmoact2.processing.images import ImageLayout
 from tests.refusals import refused
 
 RELEASED = ImageLayout(side=378, patch=14, pool=2, columns=False)

@@ -15,9 +15,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from armature.cli import app
-from components.contracts.errors import DataError
-from components.policies.molmoact2.checkpoints.checkpoint import load_policy, save_lerobot, save_policy
-from components.policies.molmoact2.checkpoints.parts import load_parts
+from armature.components.contracts.errors import DataError
+from armature.components.policies.molmoact2.checkpoints.checkpoint import load_policy, save_lerobot, save_policy
+from armature.components.policies.molmoact2.checkpoints.parts import load_parts
 from tests.policies.molmoact2 import released
 from tests.refusals import refused
 

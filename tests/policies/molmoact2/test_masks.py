@@ -10,9 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from components.policies.molmoact2.modeling.losses import LossPlan
-from components.policies.molmoact2.modeling.masks import attention_mask, context_index, context_mask
-from components.policies.molmoact2.sampling import InferencePlan
+from armature.components.policies.molmoact2.modeling.losses import LossPlan
+from armature.components.policies.molmoact2.modeling.masks import attention_mask, context_index, context_mask
+from armature.components.policies.molmoact2.sampling import InferencePlan
 from tests.policies.molmoact2.examples import ACTION_END, ACTION_START, CONFIG, EOS, as_batch, make_examples
 from tests.policies.plain import policy_settings
 

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import Molmo2ForConditionalGeneration
 
-from components.policies.molmoact2.modeling.flow import FlowSamples
-from components.policies.molmoact2.modeling.losses import LossDenominators, LossPlan
-from components.policies.molmoact2.modeling.model import MolmoAct2, Precision
-from components.policies.molmoact2.modeling.vlm import VisionMLP, normalized
-from components.policies.molmoact2.processing.batch import PolicyBatch
+from armature.components.policies.molmoact2.modeling.flow import FlowSamples
+from armature.components.policies.molmoact2.modeling.losses import LossDenominators, LossPlan
+from armature.components.policies.molmoact2.modeling.model import MolmoAct2, Precision
+from armature.components.policies.molmoact2.modeling.vlm import VisionMLP, normalized
+from armature.components.policies.molmoact2.processing.batch import PolicyBatch
 from tests.policies.molmoact2 import reference
 from tests.policies.molmoact2.examples import CONFIG, as_batch, make_draws, make_examples, make_model, make_plan
 from tests.refusals import refused

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from components.contracts.errors import ConfigurationError
-from components.datasets import quantiles
-from components.datasets.lerobot.layout import Feature
-from components.policies.molmoact2.processing.norm_stats import (
+from armature.components.contracts.errors import ConfigurationError
+from armature.components.datasets import quantiles
+from armature.components.datasets.lerobot.layout import Feature
+from armature.components.policies.molmoact2.processing.norm_stats import (
     FeatureNormStats,
     NormStats,
     RobotMetadata,
@@ -23,8 +23,8 @@ from components.policies.molmoact2.processing.norm_stats import (
     robot_metadata,
     training_robot,
 )
-from components.policies.molmoact2.processing.normalizer import Normalizer
-from components.policies.settings import Normalization
+from armature.components.policies.molmoact2.processing.normalizer import Normalizer
+from armature.components.policies.settings import Normalization
 from tests.policies.plain import policy_settings
 from tests.refusals import codes, refused
 

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from components.contracts.robots import RobotObservation
-from components.models.fp8 import FP8Linear, quantize_rows
-from components.policies.molmoact2.checkpoints.checkpoint import LoadedPolicy, load_policy, save_policy
-from components.policies.molmoact2.policy import MolmoAct2Policy, open_policy
-from components.policies.molmoact2.processing.action_tokens import ActionTokens
+from armature.components.contracts.robots import RobotObservation
+from armature.components.models.fp8 import FP8Linear, quantize_rows
+from armature.components.policies.molmoact2.checkpoints.checkpoint import LoadedPolicy, load_policy, save_policy
+from armature.components.policies.molmoact2.policy import MolmoAct2Policy, open_policy
+from armature.components.policies.molmoact2.processing.action_tokens import ActionTokens
 from tests.policies.molmoact2 import released
 from tests.refusals import refused
 

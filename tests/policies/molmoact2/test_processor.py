@@ -11,13 +11,13 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from components.contracts.robots import RobotObservation
-from components.policies.molmoact2.configuration import MolmoAct2Config
-from components.policies.molmoact2.processing.action_tokens import ActionTokens
-from components.policies.molmoact2.processing.images import ImageLayout
-from components.policies.molmoact2.processing.norm_stats import FeatureNormStats, RobotMetadata
-from components.policies.molmoact2.processing.processor import Processor
-from components.policies.settings import RobotPolicySettings
+from armature.components.contracts.robots import RobotObservation
+from armature.components.policies.molmoact2.configuration import MolmoAct2Config
+from armature.components.policies.molmoact2.processing.action_tokens import ActionTokens
+from armature.components.policies.molmoact2.processing.images import ImageLayout
+from armature.components.policies.molmoact2.processing.norm_stats import FeatureNormStats, RobotMetadata
+from armature.components.policies.molmoact2.processing.processor import Processor
+from armature.components.policies.settings import RobotPolicySettings
 from tests.policies.plain import policy_settings
 from tests.refusals import refused
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from components.policies.molmoact2.processing.processor import (
+from armature.components.policies.molmoact2.processing.processor import (
     image_labels,
     instruction,
     normalize_language,

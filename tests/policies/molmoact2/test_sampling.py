@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from components.policies.molmoact2 import sampling
-from components.policies.molmoact2.modeling.model import MolmoAct2
-from components.policies.molmoact2.processing.batch import Example
-from components.policies.molmoact2.sampling import InferencePlan, Sampler, row_noise
+from armature.components.policies.molmoact2 import sampling
+from armature.components.policies.molmoact2.modeling.model import MolmoAct2
+from armature.components.policies.molmoact2.processing.batch import Example
+from armature.components.policies.molmoact2.sampling import InferencePlan, Sampler, row_noise
 from tests.policies.molmoact2 import reference
 from tests.policies.molmoact2.examples import (
     CONFIG,

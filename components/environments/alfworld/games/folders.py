@@ -10,13 +10,13 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from components.artifacts.cache import file_sha256
-from components.contracts.errors import ConfigurationError, DataError
-from components.contracts.files import read_bytes
-from components.environments.alfworld import packaged
-from components.environments.alfworld.games.game import KINDS, SOURCES, FolderGames, Game, Source
-from components.environments.alfworld.games.untrusted import check_goal, check_problem
-from components.project import project_path
+from armature.components.artifacts.cache import file_sha256
+from armature.components.contracts.errors import ConfigurationError, DataError
+from armature.components.contracts.files import read_bytes
+from armature.components.environments.alfworld import packaged
+from armature.components.environments.alfworld.games.game import KINDS, SOURCES, FolderGames, Game, Source
+from armature.components.environments.alfworld.games.untrusted import check_goal, check_problem
+from armature.components.project import project_path
 
 GAME, TRAJECTORY, PROBLEM = "game.tw-pddl", "traj_data.json", "initial_state.pddl"
 LARGEST_FILE = 16 * 2**20

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, PositiveInt
 
-from components.contracts.settings import Settings
+from armature.components.contracts.settings import Settings
 
 Source = Literal["train", "valid_seen", "valid_unseen"]
 Kind = Literal[

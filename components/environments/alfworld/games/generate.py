@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from random import Random
 from typing import Any
 
-from components.contracts.errors import ConfigurationError
-from components.environments.alfworld import packaged
-from components.environments.alfworld.games.game import Game, GeneratedGames, Kind, Source
-from components.environments.alfworld.games.plans import TREATMENTS, GoalSpec, plan
-from components.environments.alfworld.games.problems import write_problem
-from components.environments.alfworld.games.scenes import LAMP, Scene, class_of, furnish, may_hold, position_of
+from armature.components.contracts.errors import ConfigurationError
+from armature.components.environments.alfworld import packaged
+from armature.components.environments.alfworld.games.game import Game, GeneratedGames, Kind, Source
+from armature.components.environments.alfworld.games.plans import TREATMENTS, GoalSpec, plan
+from armature.components.environments.alfworld.games.problems import write_problem
+from armature.components.environments.alfworld.games.scenes import LAMP, Scene, class_of, furnish, may_hold, position_of
 
 ATTEMPTS = 400
 """Rooms that are furnished for a game until one is found that the errand is possible in."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from components.environments.alfworld.games.folders import games_digest, read_games
-from components.environments.alfworld.games.game import FolderGames, Game, GeneratedGames, Source
-from components.environments.alfworld.games.generate import generate_games
-from components.project import project_path
-from components.sources.data import versions
+from armature.components.environments.alfworld.games.folders import games_digest, read_games
+from armature.components.environments.alfworld.games.game import FolderGames, Game, GeneratedGames, Source
+from armature.components.environments.alfworld.games.generate import generate_games
+from armature.components.project import project_path
+from armature.components.sources.data import versions
 
 
 def load_games(games: GeneratedGames | FolderGames, source: Source, *, count: int, seed: int) -> Iterator[Game]:

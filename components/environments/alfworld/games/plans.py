@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from components.environments.alfworld import packaged
-from components.environments.alfworld.games.scenes import Scene, class_of
-from components.environments.alfworld.names import names_of
+from armature.components.environments.alfworld import packaged
+from armature.components.environments.alfworld.games.scenes import Scene, class_of
+from armature.components.environments.alfworld.names import names_of
 
 TREATMENTS = {
     "pick_clean_then_place_in_recep": ("clean", "Cleanable", "SinkBasin"),

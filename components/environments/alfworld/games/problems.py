@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from components.environments.alfworld import packaged
-from components.environments.alfworld.games.scenes import LAMP, Scene, class_of
+from armature.components.environments.alfworld import packaged
+from armature.components.environments.alfworld.games.scenes import LAMP, Scene, class_of
 
 _PROPERTIES = {
     "Cleanable": "cleanable",

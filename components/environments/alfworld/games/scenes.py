@@ -11,8 +11,8 @@ from random import Random
 
 import numpy as np
 
-from components.environments.alfworld import packaged
-from components.environments.alfworld.games.game import GeneratedGames
+from armature.components.environments.alfworld import packaged
+from armature.components.environments.alfworld.games.game import GeneratedGames
 
 LAMP = "DeskLamp"
 LAMP_HOSTS = frozenset({"Desk", "SideTable", "Dresser", "DiningTable", "Shelf", "CoffeeTable"})

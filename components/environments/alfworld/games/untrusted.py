@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from components.contracts.errors import DataError
+from armature.components.contracts.errors import DataError
 
 LONGEST_PROBLEM = 2**20
 LONGEST_NAME = 150

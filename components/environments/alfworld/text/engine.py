@@ -24,8 +24,8 @@ from textworld.envs import PddlEnv
 from textworld.envs.pddl import logic, textgen
 from textworld.logic import Action, Placeholder, Variable
 
-from components.environments.alfworld import packaged
-from components.environments.alfworld.text.elf import loadable_part
+from armature.components.environments.alfworld import packaged
+from armature.components.environments.alfworld.text.elf import loadable_part
 
 KEPT_PROBLEMS = 32
 """Translated problems that are kept, a few MB each: the members of a group play the same one."""

@@ -8,17 +8,17 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt
 
-from components.contracts.episodes import ActionDefect, Observation, Outcome, Split, Task
-from components.contracts.images import EncodedImage
-from components.contracts.settings import Settings
-from components.environments.alfworld import packaged
-from components.environments.alfworld.games.game import GamesSettings, GeneratedGames, Source
-from components.environments.alfworld.games.load import games_sources, load_games
-from components.environments.alfworld.games.untrusted import check_goal, check_problem
-from components.environments.alfworld.prompts import EpisodePrompts, PromptSettings, parse_action
-from components.environments.alfworld.text.host import EngineHost, EngineReply, HostedGame, shared_host
-from components.environments.alfworld.text.schematic import KnownState, NoImage, Schematic, draw
-from components.environments.alfworld.text.searching import with_detours
+from armature.components.contracts.episodes import ActionDefect, Observation, Outcome, Split, Task
+from armature.components.contracts.images import EncodedImage
+from armature.components.contracts.settings import Settings
+from armature.components.environments.alfworld import packaged
+from armature.components.environments.alfworld.games.game import GamesSettings, GeneratedGames, Source
+from armature.components.environments.alfworld.games.load import games_sources, load_games
+from armature.components.environments.alfworld.games.untrusted import check_goal, check_problem
+from armature.components.environments.alfworld.prompts import EpisodePrompts, PromptSettings, parse_action
+from armature.components.environments.alfworld.text.host import EngineHost, EngineReply, HostedGame, shared_host
+from armature.components.environments.alfworld.text.schematic import KnownState, NoImage, Schematic, draw
+from armature.components.environments.alfworld.text.searching import with_detours
 
 
 class AlfworldTextSettings(Settings):

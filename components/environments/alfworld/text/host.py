@@ -10,11 +10,11 @@ from weakref import WeakValueDictionary, finalize
 
 from pydantic import Field, TypeAdapter
 
-from components.environments.alfworld import packaged
-from components.workers.errors import WorkerError
-from components.workers.pool import WorkerPool
-from components.workers.requests import NOTHING, ReplyForm
-from components.workers.worker import Worker, current_cluster, make_worker
+from armature.components.environments.alfworld import packaged
+from armature.components.workers.errors import WorkerError
+from armature.components.workers.pool import WorkerPool
+from armature.components.workers.requests import NOTHING, ReplyForm
+from armature.components.workers.worker import Worker, current_cluster, make_worker
 
 ANSWER_SECONDS = 300.0
 """A process that is silent for longer hangs; its games are lost."""
@@ -22,7 +22,7 @@ ANSWER_SECONDS = 300.0
 MOST_BYTES = 2**24
 """Of the answer to one command."""
 
-WORKER = "components.environments.alfworld.text.worker"
+WORKER = "armature.components.environments.alfworld.text.worker"
 
 
 class EngineReply(ReplyForm):

@@ -14,10 +14,10 @@ from typing import Literal
 from PIL import Image, ImageDraw
 from pydantic import Field
 
-from components.artifacts.images import encode_png
-from components.contracts.images import EncodedImage
-from components.contracts.settings import Settings
-from components.environments.alfworld import packaged
+from armature.components.artifacts.images import encode_png
+from armature.components.contracts.images import EncodedImage
+from armature.components.contracts.settings import Settings
+from armature.components.environments.alfworld import packaged
 
 GRID = 4
 COLORS = (

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from itertools import pairwise
 from random import Random
 
-from components.environments.alfworld import packaged
-from components.environments.alfworld.games.problems import escaped
-from components.environments.alfworld.games.scenes import may_hold
-from components.environments.alfworld.names import names_of
+from armature.components.environments.alfworld import packaged
+from armature.components.environments.alfworld.games.problems import escaped
+from armature.components.environments.alfworld.games.scenes import may_hold
+from armature.components.environments.alfworld.names import names_of
 
 _REACHED = re.compile(r"\(receptacleatlocation (\S+) ([^\s)]+)\)")
 

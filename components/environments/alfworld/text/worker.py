@@ -8,18 +8,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from components.workers.errors import WorkerError
-from components.workers.serve import serve
+from armature.components.workers.errors import WorkerError
+from armature.components.workers.serve import serve
 
 if TYPE_CHECKING:
-    from components.environments.alfworld.text.engine import GameEngine
+    from armature.components.environments.alfworld.text.engine import GameEngine
 
 
 class GameWorker:
     """The games in progress by their number; engines whose game is over play the next one."""
 
     def __init__(self) -> None:
-        from components.environments.alfworld.text import engine
+        from armature.components.environments.alfworld.text import engine
 
         self._scratch = tempfile.TemporaryDirectory(prefix="alfworld-")
         engine.load_slim_library(Path(self._scratch.name))

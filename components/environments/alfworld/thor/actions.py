@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-from components.environments.alfworld.thor.errors import PlayerError
-from components.registry import suggestion
+from armature.components.environments.alfworld.thor.errors import PlayerError
+from armature.components.registry import suggestion
 
 Release = Literal["2.1", "5.0"]
 RELEASES: tuple[Release, ...] = get_args(Release)

@@ -12,8 +12,8 @@ from alfworld.agents.controller.oracle import OracleAgent
 from alfworld.env.thor_env import ThorEnv
 from alfworld.gen import constants
 
-from components.environments.alfworld.names import kind_of
-from components.environments.alfworld.prompts import NOTHING
+from armature.components.environments.alfworld.names import kind_of
+from armature.components.environments.alfworld.prompts import NOTHING
 
 _MOVE = re.compile(r"move (\S+ \d+) to (\S+ \d+)")
 _PUT = re.compile(r"put (\S+ \d+) (?:in/on|in|on) (\S+ \d+)")

@@ -7,21 +7,21 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field, PositiveInt
 
-from components.contracts.episodes import Episode, Split, Task
-from components.contracts.errors import ConfigurationError
-from components.contracts.settings import Settings
-from components.environments.alfworld.games.game import GamesSettings, Source
-from components.environments.alfworld.games.load import games_sources, load_games
-from components.environments.alfworld.prompts import PromptSettings
-from components.environments.alfworld.thor.actions import Release
-from components.environments.alfworld.thor.episode import ThorEpisode
-from components.environments.alfworld.thor.metadata import LONGEST_SIDE
-from components.environments.alfworld.thor.pool import ThorPlayerPool
-from components.environments.alfworld.thor.rewards import PotentialReward, RewardSettings, weights
-from components.installation import install_command
+from armature.components.contracts.episodes import Episode, Split, Task
+from armature.components.contracts.errors import ConfigurationError
+from armature.components.contracts.settings import Settings
+from armature.components.environments.alfworld.games.game import GamesSettings, Source
+from armature.components.environments.alfworld.games.load import games_sources, load_games
+from armature.components.environments.alfworld.prompts import PromptSettings
+from armature.components.environments.alfworld.thor.actions import Release
+from armature.components.environments.alfworld.thor.episode import ThorEpisode
+from armature.components.environments.alfworld.thor.metadata import LONGEST_SIDE
+from armature.components.environments.alfworld.thor.pool import ThorPlayerPool
+from armature.components.environments.alfworld.thor.rewards import PotentialReward, RewardSettings, weights
+from armature.components.installation import install_command
 
 if TYPE_CHECKING:
-    from components.environments.alfworld.thor.player import ThorPlayer
+    from armature.components.environments.alfworld.thor.player import ThorPlayer
 
 
 class AlfworldThorSettings(Settings):
@@ -90,7 +90,7 @@ class AlfworldThor:
 
     def _start(self) -> ThorPlayer:
         try:
-            from components.environments.alfworld.thor.player import ThorPlayer
+            from armature.components.environments.alfworld.thor.player import ThorPlayer
         except ImportError as error:
             raise ConfigurationError(
                 f"alfworld/thor needs packages that are not installed: {error}",

@@ -7,18 +7,18 @@ from typing import TYPE_CHECKING
 import numpy as np
 from PIL import Image
 
-from components.artifacts.images import encode_png
-from components.contracts.episodes import ActionDefect, Observation, Outcome, Task
-from components.contracts.images import EncodedImage
-from components.environments.alfworld.names import names_of
-from components.environments.alfworld.prompts import EpisodePrompts, PromptSettings, parse_action
-from components.environments.alfworld.thor.pool import ThorPlayerPool
-from components.environments.alfworld.thor.rewards import PotentialReward, RewardTracker, TerminalReward
-from components.environments.alfworld.thor.trajectory import thor_game
+from armature.components.artifacts.images import encode_png
+from armature.components.contracts.episodes import ActionDefect, Observation, Outcome, Task
+from armature.components.contracts.images import EncodedImage
+from armature.components.environments.alfworld.names import names_of
+from armature.components.environments.alfworld.prompts import EpisodePrompts, PromptSettings, parse_action
+from armature.components.environments.alfworld.thor.pool import ThorPlayerPool
+from armature.components.environments.alfworld.thor.rewards import PotentialReward, RewardTracker, TerminalReward
+from armature.components.environments.alfworld.thor.trajectory import thor_game
 
 if TYPE_CHECKING:
-    from components.environments.alfworld.thor.agent import ThorAgent
-    from components.environments.alfworld.thor.player import ThorPlayer
+    from armature.components.environments.alfworld.thor.agent import ThorAgent
+    from armature.components.environments.alfworld.thor.player import ThorPlayer
 
 
 class ThorEpisode:

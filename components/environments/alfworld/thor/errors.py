@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from components.contracts.errors import ArmatureError
+from armature.components.contracts.errors import ArmatureError
 
 
 class PlayerError(ArmatureError):

@@ -7,10 +7,10 @@ from contextlib import suppress
 from threading import Condition
 from typing import TYPE_CHECKING
 
-from components.environments.alfworld.thor.errors import PlayerError
+from armature.components.environments.alfworld.thor.errors import PlayerError
 
 if TYPE_CHECKING:
-    from components.environments.alfworld.thor.player import ThorPlayer
+    from armature.components.environments.alfworld.thor.player import ThorPlayer
 
 
 class ThorPlayerPool:

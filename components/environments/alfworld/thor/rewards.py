@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from components.contracts.settings import Settings
+from armature.components.contracts.settings import Settings
 
 
 class TerminalReward(Settings):

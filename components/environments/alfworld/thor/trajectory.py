@@ -6,9 +6,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
 
-from components.contracts.episodes import Task
-from components.contracts.errors import DataError
-from components.environments.alfworld.games.game import Kind
+from armature.components.contracts.episodes import Task
+from armature.components.contracts.errors import DataError
+from armature.components.environments.alfworld.games.game import Kind
 
 
 class _AlfredPart(BaseModel):

@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from components.artifacts.disk import write_file
-from components.contracts.errors import ConfigurationError
-from components.environments.libero.demonstrations.settings import DemonstrationSettings
-from components.environments.libero.processes import Demonstration
-from components.environments.libero.scripted.demonstrate import DemonstrationOutcome
-from components.environments.libero.scripted.plans import SCRIPTED_TASKS
-from components.environments.libero.tasks import LiberoTask, suite_tasks
+from armature.components.artifacts.disk import write_file
+from armature.components.contracts.errors import ConfigurationError
+from armature.components.environments.libero.demonstrations.settings import DemonstrationSettings
+from armature.components.environments.libero.processes import Demonstration
+from armature.components.environments.libero.scripted.demonstrate import DemonstrationOutcome
+from armature.components.environments.libero.scripted.plans import SCRIPTED_TASKS
+from armature.components.environments.libero.tasks import LiberoTask, suite_tasks
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from components.contracts.images import data_url
-from components.environments.libero.demonstrations.episodes import DemonstrationJob
-from components.environments.libero.scripted.demonstrate import DemonstrationOutcome
-from components.reports.report import HtmlReport, ReportImage, Table
+from armature.components.contracts.images import data_url
+from armature.components.environments.libero.demonstrations.episodes import DemonstrationJob
+from armature.components.environments.libero.scripted.demonstrate import DemonstrationOutcome
+from armature.components.reports.report import HtmlReport, ReportImage, Table
 
 STILLS, SIDE = 6, 128
 

@@ -6,9 +6,9 @@ from typing import Literal, Self
 
 from pydantic import ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveInt, model_validator
 
-from components.contracts.settings import Settings
-from components.datasets.lerobot.settings import LayoutSettings
-from components.environments.libero.settings import SimulatorSettings, Suite
+from armature.components.contracts.settings import Settings
+from armature.components.datasets.lerobot.settings import LayoutSettings
+from armature.components.environments.libero.settings import SimulatorSettings, Suite
 
 
 class DemonstrationSettings(Settings):

@@ -8,21 +8,25 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from components.contracts.errors import DataError
-from components.contracts.stages import Artifact, Stage, StageContext, StageReport
-from components.datasets.lerobot.layout import Feature
-from components.datasets.lerobot.video import VideoWriter
-from components.datasets.lerobot.writer import create_dataset
-from components.datasets.source import RECORDED
-from components.environments.libero.demonstrations.episodes import DemonstrationJob, DemonstrationJournal, jobs_of
-from components.environments.libero.demonstrations.page import Preview, demonstrations_report
-from components.environments.libero.demonstrations.settings import DemonstrationsStageSettings
-from components.environments.libero.processes import SimulatorProcess
-from components.environments.libero.scripted.demonstrate import DemonstrationOutcome
-from components.environments.libero.settings import SimulatorSettings
-from components.environments.libero.tasks import ACTION_NAMES, MAX_STEPS, STATE_NAMES
-from components.reports.report import write_report
-from components.workers.pool import WorkerPool
+from armature.components.contracts.errors import DataError
+from armature.components.contracts.stages import Artifact, Stage, StageContext, StageReport
+from armature.components.datasets.lerobot.layout import Feature
+from armature.components.datasets.lerobot.video import VideoWriter
+from armature.components.datasets.lerobot.writer import create_dataset
+from armature.components.datasets.source import RECORDED
+from armature.components.environments.libero.demonstrations.episodes import (
+    DemonstrationJob,
+    DemonstrationJournal,
+    jobs_of,
+)
+from armature.components.environments.libero.demonstrations.page import Preview, demonstrations_report
+from armature.components.environments.libero.demonstrations.settings import DemonstrationsStageSettings
+from armature.components.environments.libero.processes import SimulatorProcess
+from armature.components.environments.libero.scripted.demonstrate import DemonstrationOutcome
+from armature.components.environments.libero.settings import SimulatorSettings
+from armature.components.environments.libero.tasks import ACTION_NAMES, MAX_STEPS, STATE_NAMES
+from armature.components.reports.report import write_report
+from armature.components.workers.pool import WorkerPool
 
 ATTEMPTS = 3
 """Of an episode whose simulator crashed."""

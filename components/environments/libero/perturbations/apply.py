@@ -9,12 +9,16 @@ from typing import Any
 
 import numpy as np
 
-from components.environments.libero.perturbations.placement import perturb_distractors, perturb_layout, perturb_robot
-from components.environments.libero.perturbations.scene import PerturbedScene
-from components.environments.libero.perturbations.settings import Perturbation
-from components.environments.libero.perturbations.sight import perturb_camera, perturb_light, perturb_texture
-from components.environments.libero.perturbations.words import paraphrase
-from components.environments.libero.tasks import LiberoTask
+from armature.components.environments.libero.perturbations.placement import (
+    perturb_distractors,
+    perturb_layout,
+    perturb_robot,
+)
+from armature.components.environments.libero.perturbations.scene import PerturbedScene
+from armature.components.environments.libero.perturbations.settings import Perturbation
+from armature.components.environments.libero.perturbations.sight import perturb_camera, perturb_light, perturb_texture
+from armature.components.environments.libero.perturbations.words import paraphrase
+from armature.components.environments.libero.tasks import LiberoTask
 
 Perturb = Callable[[PerturbedScene, float, np.random.Generator], None]
 

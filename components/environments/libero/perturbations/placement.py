@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from components.environments.libero.perturbations.scene import Numbers, PerturbedScene, bounds, distance
+from armature.components.environments.libero.perturbations.scene import Numbers, PerturbedScene, bounds, distance
 
 LAYOUT, DISTRACTORS, YAW = 0.05, 0.10, np.radians(30.0)
 JOINTS = 0.15

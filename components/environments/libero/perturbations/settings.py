@@ -7,7 +7,7 @@ from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
-from components.contracts.settings import Settings
+from armature.components.contracts.settings import Settings
 
 Strength = Annotated[float, Field(ge=0.0, le=1.0)]
 Strengths = tuple[Strength, ...]

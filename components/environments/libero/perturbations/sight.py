@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from components.environments.libero.perturbations.scene import PerturbedScene
+from armature.components.environments.libero.perturbations.scene import PerturbedScene
 
 ORBIT = np.radians([10.0, 20.0, 5.0])
 """Around the camera's own axes: to the right, up, and backward."""

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from components.contracts.robots import RobotObservation
-from components.environments.libero.scripted.plans import plan_for
-from components.environments.libero.scripted.policy import ScriptedPolicy
+from armature.components.contracts.robots import RobotObservation
+from armature.components.environments.libero.scripted.plans import plan_for
+from armature.components.environments.libero.scripted.policy import ScriptedPolicy
 
 if TYPE_CHECKING:
-    from components.environments.libero.simulator import LiberoSimulator
+    from armature.components.environments.libero.simulator import LiberoSimulator
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from components.contracts.errors import ConfigurationError
-from components.environments.libero.scripted.grasps import body_grasp, collision_points, rim_grasp, upwards
+from armature.components.contracts.errors import ConfigurationError
+from armature.components.environments.libero.scripted.grasps import body_grasp, collision_points, rim_grasp, upwards
 
 if TYPE_CHECKING:
-    from components.environments.libero.simulator import LiberoSimulator
+    from armature.components.environments.libero.simulator import LiberoSimulator
 
 Vector = NDArray[np.float64]
 Observed = dict[str, Any]

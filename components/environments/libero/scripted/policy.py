@@ -8,8 +8,8 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from components.environments.libero.scripted.grasps import upwards
-from components.environments.libero.scripted.plans import Observed, PickPlacePlan
+from armature.components.environments.libero.scripted.grasps import upwards
+from armature.components.environments.libero.scripted.plans import Observed, PickPlacePlan
 
 Vector = NDArray[np.float64]
 

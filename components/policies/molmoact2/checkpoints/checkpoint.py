@@ -16,15 +16,15 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from components.artifacts.disk import replaced_folder
-from components.artifacts.tensors import saving
-from components.models.fp8 import FP8Linear
-from components.models.mapped import hollow
-from components.models.source import locate
-from components.policies.molmoact2.checkpoints.lerobot_export import write_processors
-from components.policies.molmoact2.checkpoints.lerobot_layout import BASE, LeRobotTensors, is_lerobot
-from components.policies.molmoact2.checkpoints.parts import ACTION_TOKENIZER, CONFIG, PolicyParts, load_parts
-from components.policies.molmoact2.checkpoints.weights import (
+from armature.components.artifacts.disk import replaced_folder
+from armature.components.artifacts.tensors import saving
+from armature.components.models.fp8 import FP8Linear
+from armature.components.models.mapped import hollow
+from armature.components.models.source import locate
+from armature.components.policies.molmoact2.checkpoints.lerobot_export import write_processors
+from armature.components.policies.molmoact2.checkpoints.lerobot_layout import BASE, LeRobotTensors, is_lerobot
+from armature.components.policies.molmoact2.checkpoints.parts import ACTION_TOKENIZER, CONFIG, PolicyParts, load_parts
+from armature.components.policies.molmoact2.checkpoints.weights import (
     SHARD_BYTES,
     VALUE_HEAD,
     TensorFiles,
@@ -33,13 +33,13 @@ from components.policies.molmoact2.checkpoints.weights import (
     read_weights,
     write_released,
 )
-from components.policies.molmoact2.configuration import MolmoAct2Config
-from components.policies.molmoact2.modeling.model import MolmoAct2
-from components.policies.molmoact2.processing.norm_stats import FeatureNormStats, RobotMetadata, norm_stats
-from components.policies.molmoact2.processing.normalizer import Normalizer
-from components.policies.molmoact2.processing.processor import Processor
-from components.policies.settings import RobotPolicySettings
-from components.policies.source import POLICY, write_settings
+from armature.components.policies.molmoact2.configuration import MolmoAct2Config
+from armature.components.policies.molmoact2.modeling.model import MolmoAct2
+from armature.components.policies.molmoact2.processing.norm_stats import FeatureNormStats, RobotMetadata, norm_stats
+from armature.components.policies.molmoact2.processing.normalizer import Normalizer
+from armature.components.policies.molmoact2.processing.processor import Processor
+from armature.components.policies.settings import RobotPolicySettings
+from armature.components.policies.source import POLICY, write_settings
 
 VALUE_HEAD_FILE = "value_head.safetensors"
 OWN_TAG = "trained"

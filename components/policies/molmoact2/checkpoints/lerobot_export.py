@@ -15,16 +15,16 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from components.contracts.errors import ConfigurationError
-from components.policies.molmoact2.checkpoints.lerobot_layout import (
+from armature.components.contracts.errors import ConfigurationError
+from armature.components.policies.molmoact2.checkpoints.lerobot_layout import (
     CONFIG,
     NORMALIZATIONS,
     NORMALIZER,
     PACK,
     PREPROCESSOR,
 )
-from components.policies.molmoact2.processing.norm_stats import ACTION, STATE, FeatureNormStats, RobotMetadata
-from components.policies.settings import RobotPolicySettings
+from armature.components.policies.molmoact2.processing.norm_stats import ACTION, STATE, FeatureNormStats, RobotMetadata
+from armature.components.policies.settings import RobotPolicySettings
 
 POSTPROCESSOR, UNNORMALIZER = "policy_postprocessor", "molmoact2_masked_unnormalizer"
 IMAGE_SHAPE = (3, 256, 256)  # declared shape of a camera; LeRobot resizes whatever comes

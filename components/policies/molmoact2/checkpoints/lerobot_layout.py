@@ -14,15 +14,21 @@ from typing import Any
 
 from torch import Tensor
 
-from components.contracts.errors import DataError
-from components.contracts.files import read_bytes
-from components.contracts.names import bare_name
-from components.contracts.numbers import read_finite
-from components.models.source import locate
-from components.policies.molmoact2.checkpoints.weights import TensorFiles
-from components.policies.molmoact2.processing.norm_stats import ACTION, STATE, FeatureNormStats, RobotMetadata, resolve
-from components.policies.settings import Normalization, RobotPolicySettings
-from components.policies.source import POLICY_WITHOUT_WEIGHTS
+from armature.components.contracts.errors import DataError
+from armature.components.contracts.files import read_bytes
+from armature.components.contracts.names import bare_name
+from armature.components.contracts.numbers import read_finite
+from armature.components.models.source import locate
+from armature.components.policies.molmoact2.checkpoints.weights import TensorFiles
+from armature.components.policies.molmoact2.processing.norm_stats import (
+    ACTION,
+    STATE,
+    FeatureNormStats,
+    RobotMetadata,
+    resolve,
+)
+from armature.components.policies.settings import Normalization, RobotPolicySettings
+from armature.components.policies.source import POLICY_WITHOUT_WEIGHTS
 
 CONFIG, BASE = "config.json", "base"
 PREPROCESSOR, NORMALIZER, PACK = "policy_preprocessor", "molmoact2_masked_normalizer", "molmoact2_pack_inputs"

@@ -7,18 +7,23 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerFast
 
-from components.contracts.errors import ConfigurationError, DataError
-from components.contracts.foreign import foreign
-from components.models.source import CHECKPOINT, locate
-from components.policies.molmoact2.checkpoints.lerobot_layout import BASE, is_lerobot, read_json, read_lerobot
-from components.policies.molmoact2.configuration import MolmoAct2Config
-from components.policies.molmoact2.processing.action_tokens import ActionTokens
-from components.policies.molmoact2.processing.images import ImageLayout
-from components.policies.molmoact2.processing.norm_stats import NormStats, RobotMetadata, resolve, training_robot
-from components.policies.molmoact2.processing.processor import Processor
-from components.policies.settings import RobotPolicySettings
-from components.policies.source import POLICY_WITHOUT_WEIGHTS, read_settings
-from components.project import project_source
+from armature.components.contracts.errors import ConfigurationError, DataError
+from armature.components.contracts.foreign import foreign
+from armature.components.models.source import CHECKPOINT, locate
+from armature.components.policies.molmoact2.checkpoints.lerobot_layout import BASE, is_lerobot, read_json, read_lerobot
+from armature.components.policies.molmoact2.configuration import MolmoAct2Config
+from armature.components.policies.molmoact2.processing.action_tokens import ActionTokens
+from armature.components.policies.molmoact2.processing.images import ImageLayout
+from armature.components.policies.molmoact2.processing.norm_stats import (
+    NormStats,
+    RobotMetadata,
+    resolve,
+    training_robot,
+)
+from armature.components.policies.molmoact2.processing.processor import Processor
+from armature.components.policies.settings import RobotPolicySettings
+from armature.components.policies.source import POLICY_WITHOUT_WEIGHTS, read_settings
+from armature.components.project import project_source
 
 CONFIG, PROCESSOR_CONFIG, ACTION_TOKENIZER = "config.json", "processor_config.json", "action_tokenizer"
 

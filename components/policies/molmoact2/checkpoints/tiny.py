@@ -14,16 +14,16 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from torch import nn
 from transformers import PreTrainedTokenizerFast, Qwen2Tokenizer
 
-from components.models.tiny.templates import chatml
-from components.policies.molmoact2.checkpoints.checkpoint import save_policy
-from components.policies.molmoact2.checkpoints.parts import PolicyParts
-from components.policies.molmoact2.configuration import MolmoAct2Config
-from components.policies.molmoact2.modeling.model import MolmoAct2
-from components.policies.molmoact2.processing.action_tokens import ActionTokens
-from components.policies.molmoact2.processing.batch import Floats
-from components.policies.molmoact2.processing.images import ImageLayout
-from components.policies.molmoact2.processing.processor import instruction
-from components.policies.settings import RobotPolicySettings, TinyPolicySettings
+from armature.components.models.tiny.templates import chatml
+from armature.components.policies.molmoact2.checkpoints.checkpoint import save_policy
+from armature.components.policies.molmoact2.checkpoints.parts import PolicyParts
+from armature.components.policies.molmoact2.configuration import MolmoAct2Config
+from armature.components.policies.molmoact2.modeling.model import MolmoAct2
+from armature.components.policies.molmoact2.processing.action_tokens import ActionTokens
+from armature.components.policies.molmoact2.processing.batch import Floats
+from armature.components.policies.molmoact2.processing.images import ImageLayout
+from armature.components.policies.molmoact2.processing.processor import instruction
+from armature.components.policies.settings import RobotPolicySettings, TinyPolicySettings
 
 PATCH, POOL = 14, 2
 STATE_TOKENS = 256

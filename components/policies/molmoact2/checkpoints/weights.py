@@ -15,9 +15,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from components.artifacts.tensors import INDEX, open_tensors, shard_names
-from components.contracts.errors import DataError
-from components.models.molmo2 import from_hub, to_hub
+from armature.components.artifacts.tensors import INDEX, open_tensors, shard_names
+from armature.components.contracts.errors import DataError
+from armature.components.models.molmo2 import from_hub, to_hub
 
 if TYPE_CHECKING:
     from transformers import Molmo2Config

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from components.models.installed import TRITON
-from components.policies.molmoact2.configuration import MolmoAct2Config
-from components.policies.molmoact2.modeling.layers import rms, rotary_angles, rotate
-from components.policies.molmoact2.modeling.masks import ContextIndex
-from components.policies.molmoact2.modeling.vlm import KeyValue, call, checkpointed
+from armature.components.models.installed import TRITON
+from armature.components.policies.molmoact2.configuration import MolmoAct2Config
+from armature.components.policies.molmoact2.modeling.layers import rms, rotary_angles, rotate
+from armature.components.policies.molmoact2.modeling.masks import ContextIndex
+from armature.components.policies.molmoact2.modeling.vlm import KeyValue, call, checkpointed
 
 if TRITON:
-    from components.policies.molmoact2.modeling import attention_kernels
+    from armature.components.policies.molmoact2.modeling import attention_kernels
 else:
     attention_kernels = None  # type: ignore[assignment]
 

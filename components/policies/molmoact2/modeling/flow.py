@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from components.models.transfer import to_device
-from components.policies.molmoact2.configuration import MolmoAct2Config
+from armature.components.models.transfer import to_device
+from armature.components.policies.molmoact2.configuration import MolmoAct2Config
 
 
 @dataclass(frozen=True)

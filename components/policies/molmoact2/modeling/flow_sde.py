@@ -18,7 +18,7 @@ import math
 import torch
 from torch import Tensor
 
-from components.contracts.errors import ConfigurationError
+from armature.components.contracts.errors import ConfigurationError
 
 
 def noise_scales(steps: int, noise_level: float) -> Tensor:

@@ -8,9 +8,9 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from components.policies.molmoact2.processing.batch import PolicyBatch
-from components.policies.molmoact2.semantics import SEMANTICS
-from components.policies.settings import ActionMode, RobotPolicySettings
+from armature.components.policies.molmoact2.processing.batch import PolicyBatch
+from armature.components.policies.molmoact2.semantics import SEMANTICS
+from armature.components.policies.settings import ActionMode, RobotPolicySettings
 
 IGNORE = -100  # a label where nothing is learned
 TokenWeighting = Literal["root_subsegments_root_tokens", "token"]

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from components.policies.molmoact2.configuration import MolmoAct2Config
-from components.policies.molmoact2.processing.batch import PolicyBatch
+from armature.components.policies.molmoact2.configuration import MolmoAct2Config
+from armature.components.policies.molmoact2.processing.batch import PolicyBatch
 
 
 def attention_mask(batch: PolicyBatch, bidirectional_images: bool) -> Tensor:

@@ -10,15 +10,15 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from components.contracts.errors import DataError
-from components.models.compiled import VARIANTS, check_compiler, own_code
-from components.models.fp8 import FP8Linear, quantize_layers
-from components.policies.molmoact2.configuration import MolmoAct2Config
-from components.policies.molmoact2.modeling.expert import ActionExpert, ExpertBlock, ReadingBlocks
-from components.policies.molmoact2.modeling.flow import FlowSamples, flow_errors, noisy_actions
-from components.policies.molmoact2.modeling.graphs import GraphedFunction
-from components.policies.molmoact2.modeling.layers import RMSNorm
-from components.policies.molmoact2.modeling.losses import (
+from armature.components.contracts.errors import DataError
+from armature.components.models.compiled import VARIANTS, check_compiler, own_code
+from armature.components.models.fp8 import FP8Linear, quantize_layers
+from armature.components.policies.molmoact2.configuration import MolmoAct2Config
+from armature.components.policies.molmoact2.modeling.expert import ActionExpert, ExpertBlock, ReadingBlocks
+from armature.components.policies.molmoact2.modeling.flow import FlowSamples, flow_errors, noisy_actions
+from armature.components.policies.molmoact2.modeling.graphs import GraphedFunction
+from armature.components.policies.molmoact2.modeling.layers import RMSNorm
+from armature.components.policies.molmoact2.modeling.losses import (
     DiscreteLoss,
     LabeledTokens,
     LossDenominators,
@@ -26,9 +26,14 @@ from components.policies.molmoact2.modeling.losses import (
     PolicyLosses,
     discrete_loss,
 )
-from components.policies.molmoact2.modeling.masks import ContextIndex, attention_mask, context_index, context_mask
-from components.policies.molmoact2.modeling.value import ValueHead
-from components.policies.molmoact2.modeling.vlm import (
+from armature.components.policies.molmoact2.modeling.masks import (
+    ContextIndex,
+    attention_mask,
+    context_index,
+    context_mask,
+)
+from armature.components.policies.molmoact2.modeling.value import ValueHead
+from armature.components.policies.molmoact2.modeling.vlm import (
     BackboneOutput,
     KeyValue,
     Molmo2Backbone,
@@ -37,8 +42,8 @@ from components.policies.molmoact2.modeling.vlm import (
     checkpointed,
     has_gqa_kernel,
 )
-from components.policies.molmoact2.processing.batch import PolicyBatch
-from components.policies.settings import Quantization
+from armature.components.policies.molmoact2.processing.batch import PolicyBatch
+from armature.components.policies.settings import Quantization
 
 Precision = Literal["float32", "bfloat16"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from components.policies.molmoact2.modeling.layers import precise, rms
+from armature.components.policies.molmoact2.modeling.layers import precise, rms
 
 
 class ValueHead(nn.Module):

@@ -22,8 +22,8 @@ from transformers.models.molmo2.modeling_molmo2 import (
     Molmo2VisionModel,
 )
 
-from components.contracts.errors import DataError
-from components.policies.molmoact2.modeling.layers import RMSNorm, rotary_angles, rotate
+from armature.components.contracts.errors import DataError
+from armature.components.policies.molmoact2.modeling.layers import RMSNorm, rotary_angles, rotate
 
 KeyValue = tuple[Tensor, Tensor]
 CUBLAS_GELU = "gelu_pytorch_tanh"

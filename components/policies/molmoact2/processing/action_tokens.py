@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 from scipy.fft import dct, idct
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from components.contracts.errors import ConfigurationError, DataError
-from components.contracts.files import read_bytes, regular
-from components.contracts.numbers import read_finite
-from components.policies.molmoact2.processing.batch import Floats
+from armature.components.contracts.errors import ConfigurationError, DataError
+from armature.components.contracts.files import read_bytes, regular
+from armature.components.contracts.numbers import read_finite
+from armature.components.policies.molmoact2.processing.batch import Floats
 
 TOKENIZER, TOKENIZER_CONFIG, CONFIG = "tokenizer.json", "tokenizer_config.json", "processor_config.json"
 _CHARACTERS = 0x800  # of at most two bytes; far more than coefficients reach

@@ -11,8 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from components.contracts.errors import DataError
-from components.models.transfer import to_device
+from armature.components.contracts.errors import DataError
+from armature.components.models.transfer import to_device
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float32]

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import interpolate
 
-from components.contracts.errors import ConfigurationError, DataError
-from components.policies.molmoact2.processing.batch import Ints, Pixels
+from armature.components.contracts.errors import ConfigurationError, DataError
+from armature.components.policies.molmoact2.processing.batch import Ints, Pixels
 
 _CHANNELS, _BILINEAR = 3, 2  # Pillow's number
 

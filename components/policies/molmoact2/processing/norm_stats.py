@@ -23,11 +23,11 @@ from pydantic import (
     model_validator,
 )
 
-from components.contracts.errors import ConfigurationError, DataError
-from components.contracts.files import read_bytes
-from components.contracts.numbers import read_finite
-from components.datasets.lerobot.layout import Feature
-from components.policies.settings import RobotPolicySettings
+from armature.components.contracts.errors import ConfigurationError, DataError
+from armature.components.contracts.files import read_bytes
+from armature.components.contracts.numbers import read_finite
+from armature.components.datasets.lerobot.layout import Feature
+from armature.components.policies.settings import RobotPolicySettings
 
 log = logging.getLogger(__name__)
 

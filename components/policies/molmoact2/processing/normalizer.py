@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike
 
-from components.contracts.errors import ConfigurationError, DataError
-from components.policies.molmoact2.processing.batch import Flags, Floats
-from components.policies.molmoact2.processing.norm_stats import FeatureNormStats
-from components.policies.settings import Normalization
+from armature.components.contracts.errors import ConfigurationError, DataError
+from armature.components.policies.molmoact2.processing.batch import Flags, Floats
+from armature.components.policies.molmoact2.processing.norm_stats import FeatureNormStats
+from armature.components.policies.settings import Normalization
 
 _TINY, _SMALL = np.float32(1e-8), np.float32(1e-6)
 _NEEDED = {"quantiles": ("q01", "q99"), "mean_std": ("mean", "std"), "identity": ()}

@@ -12,17 +12,17 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import ArrayLike
 
-from components.contracts.errors import ConfigurationError, DataError
-from components.contracts.robots import RobotObservation
-from components.policies.molmoact2.configuration import MolmoAct2Config
-from components.policies.molmoact2.processing.action_tokens import ActionTokens, DecodedActions
-from components.policies.molmoact2.processing.batch import IGNORED, Example, Flags, Floats, Ints
-from components.policies.molmoact2.processing.images import ImageLayout
-from components.policies.molmoact2.processing.norm_stats import RobotMetadata
-from components.policies.molmoact2.processing.normalizer import Normalizer
-from components.policies.molmoact2.processing.vocabulary import ActionVocabulary
-from components.policies.molmoact2.semantics import SEMANTICS
-from components.policies.settings import RobotPolicySettings
+from armature.components.contracts.errors import ConfigurationError, DataError
+from armature.components.contracts.robots import RobotObservation
+from armature.components.policies.molmoact2.configuration import MolmoAct2Config
+from armature.components.policies.molmoact2.processing.action_tokens import ActionTokens, DecodedActions
+from armature.components.policies.molmoact2.processing.batch import IGNORED, Example, Flags, Floats, Ints
+from armature.components.policies.molmoact2.processing.images import ImageLayout
+from armature.components.policies.molmoact2.processing.norm_stats import RobotMetadata
+from armature.components.policies.molmoact2.processing.normalizer import Normalizer
+from armature.components.policies.molmoact2.processing.vocabulary import ActionVocabulary
+from armature.components.policies.molmoact2.semantics import SEMANTICS
+from armature.components.policies.settings import RobotPolicySettings
 
 _REMEMBERED = 10_000  # texts whose tokens are kept
 _TOKENIZING = Lock()  # a fast tokenizer refuses a second thread

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import TypeVar
 
-from components.cpus import available_cpus
+from armature.components.cpus import available_cpus
 
 Given = TypeVar("Given")
 Made = TypeVar("Made")

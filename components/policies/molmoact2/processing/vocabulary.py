@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from components.contracts.errors import DataError
-from components.policies.molmoact2.configuration import MolmoAct2Config
+from armature.components.contracts.errors import DataError
+from armature.components.policies.molmoact2.configuration import MolmoAct2Config
 
 
 @dataclass(frozen=True)

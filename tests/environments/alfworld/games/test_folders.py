@@ -13,14 +13,20 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from components.contracts.errors import DataError
-from components.environments.alfworld import packaged
-from components.environments.alfworld.games.folders import GAME, TRAJECTORY, games_digest, read_game, write_game
-from components.environments.alfworld.games.game import KINDS, SOURCES, FolderGames, Game
-from components.environments.alfworld.games.load import load_games
-from components.environments.alfworld.games.untrusted import LONGEST_NAME, check_goal, check_problem
-from components.environments.alfworld.text.host import EngineHost
-from components.workers.errors import WorkerError
+from armature.components.contracts.errors import DataError
+from armature.components.environments.alfworld import packaged
+from armature.components.environments.alfworld.games.folders import (
+    GAME,
+    TRAJECTORY,
+    games_digest,
+    read_game,
+    write_game,
+)
+from armature.components.environments.alfworld.games.game import KINDS, SOURCES, FolderGames, Game
+from armature.components.environments.alfworld.games.load import load_games
+from armature.components.environments.alfworld.games.untrusted import LONGEST_NAME, check_goal, check_problem
+from armature.components.environments.alfworld.text.host import EngineHost
+from armature.components.workers.errors import WorkerError
 from tests.refusals import refused
 
 from ..games_of import generated

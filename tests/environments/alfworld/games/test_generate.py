@@ -7,10 +7,10 @@ from itertools import islice
 
 import pytest
 
-from components.environments.alfworld import packaged
-from components.environments.alfworld.games.game import KINDS, SOURCES
-from components.environments.alfworld.games.load import load_games
-from components.environments.alfworld.games.scenes import class_of, layout, position_of
+from armature.components.environments.alfworld import packaged
+from armature.components.environments.alfworld.games.game import KINDS, SOURCES
+from armature.components.environments.alfworld.games.load import load_games
+from armature.components.environments.alfworld.games.scenes import class_of, layout, position_of
 from tests.refusals import refused
 
 from ..games_of import generated

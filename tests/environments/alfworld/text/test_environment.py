@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from components.artifacts.images import decode
-from components.contracts.episodes import Observation, Outcome, Task
-from components.contracts.images import EncodedImage
-from components.environments.alfworld import packaged
-from components.environments.alfworld.text.environment import AlfworldText
-from components.environments.alfworld.text.schematic import KnownState, draw, kinds
-from components.environments.make import make_environment
-from components.environments.settings import EnvironmentSettings
+from armature.components.artifacts.images import decode
+from armature.components.contracts.episodes import Observation, Outcome, Task
+from armature.components.contracts.images import EncodedImage
+from armature.components.environments.alfworld import packaged
+from armature.components.environments.alfworld.text.environment import AlfworldText
+from armature.components.environments.alfworld.text.schematic import KnownState, draw, kinds
+from armature.components.environments.make import make_environment
+from armature.components.environments.settings import EnvironmentSettings
 from tests.refusals import refused
 
 from ..games_of import PROMPT, TEXT

@@ -17,14 +17,14 @@ import psutil
 import pytest
 from PIL import Image
 
-from components.contracts.episodes import Observation, Outcome, Task
-from components.contracts.images import EncodedImage
-from components.environments.alfworld.games.game import KINDS
-from components.environments.alfworld.names import names_of
-from components.environments.alfworld.thor.environment import AlfworldThor
-from components.environments.alfworld.thor.episode import ThorEpisode, encode_frame
-from components.environments.alfworld.thor.errors import PlayerError
-from components.environments.alfworld.thor.pool import ThorPlayerPool
+from armature.components.contracts.episodes import Observation, Outcome, Task
+from armature.components.contracts.images import EncodedImage
+from armature.components.environments.alfworld.games.game import KINDS
+from armature.components.environments.alfworld.names import names_of
+from armature.components.environments.alfworld.thor.environment import AlfworldThor
+from armature.components.environments.alfworld.thor.episode import ThorEpisode, encode_frame
+from armature.components.environments.alfworld.thor.errors import PlayerError
+from armature.components.environments.alfworld.thor.pool import ThorPlayerPool
 from tests.refusals import refused
 
 from .thor_games import Kitchen, alfworlds_names, environment, pddl, settings, stand_in
@@ -238,7 +238,7 @@ def test_frames_have_the_size_asked_for_in_red_green_blue_and_need_no_gpu(
 ) -> None:
     import torch
 
-    from components.environments.alfworld.thor.player import ThorPlayer
+    from armature.components.environments.alfworld.thor.player import ThorPlayer
 
     def fail(*arguments: object, **more: object) -> None:
         raise AssertionError("a frame went to a GPU")
@@ -262,7 +262,7 @@ def test_frames_have_the_size_asked_for_in_red_green_blue_and_need_no_gpu(
 
 
 def test_an_action_may_be_a_name_with_arguments_or_a_dict(home: Path) -> None:
-    from components.environments.alfworld.thor.player import ThorPlayer
+    from armature.components.environments.alfworld.thor.player import ThorPlayer
 
     player = ThorPlayer("5.0", width=300, height=300)
     try:
@@ -282,7 +282,7 @@ def test_an_action_may_be_a_name_with_arguments_or_a_dict(home: Path) -> None:
 
 
 def test_what_the_player_refuses_has_not_happened(home: Path) -> None:
-    from components.environments.alfworld.thor.player import ThorPlayer
+    from armature.components.environments.alfworld.thor.player import ThorPlayer
 
     player = ThorPlayer("5.0", width=300, height=300)
     try:
@@ -385,7 +385,7 @@ def test_a_player_that_dies_fails_its_episode_and_is_replaced(home: Path) -> Non
 
 
 def test_a_player_that_hangs_fails_its_episode_in_time(home: Path) -> None:
-    from components.environments.alfworld.thor.player import ThorPlayer
+    from armature.components.environments.alfworld.thor.player import ThorPlayer
 
     before = {process.pid for process in players()}
     lent = ThorPlayerPool(lambda: ThorPlayer("5.0", width=300, height=300, answer_seconds=1.0), 1)
@@ -410,7 +410,7 @@ def test_a_player_that_hangs_fails_its_episode_in_time(home: Path) -> None:
 def test_a_player_that_never_comes_up_is_an_error_in_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str, code: str
 ) -> None:
-    from components.environments.alfworld.thor.player import ThorPlayer
+    from armature.components.environments.alfworld.thor.player import ThorPlayer
 
     script = tmp_path / "broken.py"
     script.write_text(program)
@@ -486,7 +486,7 @@ def test_nothing_is_left_in_the_users_home(played: AlfworldThor, home: Path) -> 
 
 
 def test_a_machine_that_can_draw_nowhere_is_told_what_it_lacks(tmp_path: Path) -> None:
-    from components.environments.alfworld.thor.player import CloudRendering, place
+    from armature.components.environments.alfworld.thor.player import CloudRendering, place
 
     def absent(name: str) -> None:
         return None

@@ -18,10 +18,10 @@ from hypothesis import given
 from hypothesis import settings as run
 from hypothesis import strategies as st
 
-from components.environments.alfworld.thor.errors import PlayerError
+from armature.components.environments.alfworld.thor.errors import PlayerError
 
 pytest.importorskip("ai2thor")
-from components.environments.alfworld.thor.server import PlayerServer
+from armature.components.environments.alfworld.thor.server import PlayerServer
 from tests.refusals import refused
 
 WIDTH, HEIGHT = 4, 3

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from components.contracts.episodes import Task
-from components.environments.alfworld.thor.environment import AlfworldThor, AlfworldThorSettings
+from armature.components.contracts.episodes import Task
+from armature.components.environments.alfworld.thor.environment import AlfworldThor, AlfworldThorSettings
 
 STAND_IN = Path(__file__).parent / "thor_player"
 SPECIAL = {"|": "_bar_", "-": "_minus_", "+": "_plus_", ".": "_dot_"}

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from components.environments.libero.perturbations.apply import LANGUAGE, PLACED, SEEN
-from components.environments.libero.perturbations.placement import DISTRACTORS, JOINTS, LAYOUT
-from components.environments.libero.perturbations.scene import FAR, PerturbedScene, bounds, distance
-from components.environments.libero.perturbations.settings import Perturbation, PerturbationSettings
-from components.environments.libero.processes import SimulatorProcess
-from components.environments.libero.simulator import LiberoSimulator
-from components.environments.libero.tasks import suite_tasks
+from armature.components.environments.libero.perturbations.apply import LANGUAGE, PLACED, SEEN
+from armature.components.environments.libero.perturbations.placement import DISTRACTORS, JOINTS, LAYOUT
+from armature.components.environments.libero.perturbations.scene import FAR, PerturbedScene, bounds, distance
+from armature.components.environments.libero.perturbations.settings import Perturbation, PerturbationSettings
+from armature.components.environments.libero.processes import SimulatorProcess
+from armature.components.environments.libero.simulator import LiberoSimulator
+from armature.components.environments.libero.tasks import suite_tasks
 from tests.environments.libero.simulated import needs_libero, physics, simulator
 
 pytestmark = needs_libero

@@ -7,8 +7,8 @@ import re
 import numpy as np
 import pytest
 
-from components.environments.libero.perturbations.words import SYNONYMS, paraphrase
-from components.environments.libero.tasks import MAX_STEPS, suite_tasks
+from armature.components.environments.libero.perturbations.words import SYNONYMS, paraphrase
+from armature.components.environments.libero.tasks import MAX_STEPS, suite_tasks
 from tests.environments.libero.simulated import needs_libero
 
 pytestmark = needs_libero

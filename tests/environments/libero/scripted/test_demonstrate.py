@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from components.environments.libero.scripted.demonstrate import DemonstrationOutcome, demonstrate
-from components.environments.libero.scripted.grasps import body_grasp, rim_grasp
-from components.environments.libero.scripted.plans import SCRIPTED_TASKS
-from components.environments.libero.simulator import LiberoSimulator
-from components.environments.libero.tasks import suite_tasks
+from armature.components.environments.libero.scripted.demonstrate import DemonstrationOutcome, demonstrate
+from armature.components.environments.libero.scripted.grasps import body_grasp, rim_grasp
+from armature.components.environments.libero.scripted.plans import SCRIPTED_TASKS
+from armature.components.environments.libero.simulator import LiberoSimulator
+from armature.components.environments.libero.tasks import suite_tasks
 
 from ..simulated import needs_libero, physics, simulator
 

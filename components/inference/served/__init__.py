@@ -1,0 +1,1 @@
+"""The distribution that is installed beside vLLM; `armature_served` is its package."""
