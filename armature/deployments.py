@@ -1,21 +1,25 @@
-"""`prefect.yaml`: one deployment per recipe, written from the recipes and compared with them by a test."""
+"""Deployments of recipes: `armature up` makes one for each installed recipe, `armature deploy` those of others.
+
+They are made by Prefect's client and not by `prefect deploy`, which takes a second for each.
+"""
 
 from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any
-
-import yaml  # type: ignore[import-untyped]
+from typing import TYPE_CHECKING, Any
 
 from armature.components.configuration import Recipe, load_recipe, recipe_names
 from armature.components.contracts.errors import ConfigurationError
 from armature.components.contracts.machine import Machine
+from armature.version import package_version
 
-FILE = Path("prefect.yaml")
+if TYPE_CHECKING:
+    from prefect.client.orchestration import SyncPrefectClient
+
 POOLS = ("cpu", "vllm-gpu", "train-gpu")
 
 FLOWS = {
@@ -35,13 +39,10 @@ FLOWS = {
 As modules, not files: a worker finds them in a checkout and in an installed wheel alike.
 """
 
-IN_THE_FOLDER_OF_RUNS = {"prefect.deployments.steps.set_working_directory": {"directory": "{{ $ARMATURE_HOME }}"}}
-
-_HEADER = """\
-# Written by `armature deployments write` from the recipes: change those, not this.
-# ARMATURE_HOME is the folder on the worker's machine that runs stand in, ARMATURE_VERSION the package's version and
-# commit; `armature up` sets both.
-"""
+USE_PROJECT = "armature.components.project.use_project"
+SET_WORKING_DIRECTORY = "prefect.deployments.steps.set_working_directory"
+HOME = "ARMATURE_HOME"
+"""Variable with the folder that runs stand in. Where it is not set, each worker puts its own in."""
 
 
 def flow_of(kind: str) -> Any:
@@ -118,73 +119,68 @@ def pod_variables(recipe: Recipe, template: Mapping[str, Any]) -> dict[str, Any]
     return {**job_variables(machine), "image": standalone if starts_servers else flows}
 
 
-def document(names: Sequence[str] = (), template: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The content of `prefect.yaml` for these recipes, names or files, as they are; for all installed ones if none is.
+def deployment(recipe: Recipe, template: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Arguments of Prefect's `create_deployment` for a recipe, without its name and those of its flow.
 
     Args:
-        template: of work pools of Kubernetes, for which each deployment gets its `pod_variables`.
+        template: of a work pool of Kubernetes, for which the deployment gets its `pod_variables`.
+    """
+    steps: list[dict[str, Any]] = [{SET_WORKING_DIRECTORY: {"directory": os.environ.get(HOME, f"{{{{ ${HOME} }}}}")}}]
+    if recipe.folder is not None:
+        folder = Path(os.path.relpath(recipe.folder)).as_posix()  # from the folder of runs, where this is called
+        steps.append({USE_PROJECT: {"folder": folder}})
+    return {
+        "description": recipe.description,
+        "tags": [recipe.flow],
+        "entrypoint": FLOWS[recipe.kind],
+        "parameters": {name: values for name, values in recipe.dump().items() if not _is_default(name, values)},
+        "work_pool_name": pool_of(recipe),
+        "job_variables": {} if template is None else pod_variables(recipe, template),
+        "pull_steps": steps,
+    }
+
+
+def deploy(client: SyncPrefectClient, names: Sequence[str] = ()) -> list[str]:
+    """Create the deployments of these recipes, names or files, or renew them; of all installed ones if none is named.
+
+    Returns:
+        The names of the deployments.
 
     Raises:
-        ConfigurationError: two recipes would be one deployment.
+        ConfigurationError: two recipes would be one deployment. Nothing is created.
     """
+    from prefect.client.schemas.actions import DeploymentUpdate
+    from prefect.exceptions import ObjectNotFound
+
     recipes = [load_recipe(name) for name in names or recipe_names()]
     name, times = Counter(recipe.name for recipe in recipes).most_common(1)[0]
     if times > 1:
         raise ConfigurationError(
             f"{times} recipes are called {name!r}", code="recipe_name_taken", remedy="give their files different names"
         )
-    deployments = [_deployment(each) for each in recipes]
-    for recipe, deployment in zip(recipes, deployments, strict=True):
-        if template is not None:
-            deployment["work_pool"]["job_variables"] = pod_variables(recipe, template)
-    return {"name": "armature", "pull": [IN_THE_FOLDER_OF_RUNS], "deployments": deployments}
+    version = package_version()
+    pools = {name: client.read_work_pool(name) for name in {pool_of(recipe) for recipe in recipes}}
+    for recipe in recipes:
+        pool, flow = pools[pool_of(recipe)], flow_of(recipe.kind)
+        values = deployment(recipe, pool.base_job_template if pool.type == "kubernetes" else None) | {
+            "version": version,
+            "parameter_openapi_schema": flow.parameters.model_dump(),
+            "enforce_parameter_schema": True,
+        }
+        try:  # creating it again would delete the schedules that a user gave it
+            existing = client.read_deployment_by_name(recipe.name)
+            client.update_deployment(existing.id, DeploymentUpdate(**values))
+        except ObjectNotFound:
+            client.create_deployment(client.create_flow(flow), name=recipe.name.partition("/")[2], **values)
+    return [recipe.name for recipe in recipes]
 
 
-def _deployment(recipe: Recipe) -> dict[str, Any]:
-    described = {
-        "name": recipe.name.partition("/")[2],
-        "version": "{{ $ARMATURE_VERSION }}",
-        "description": recipe.description,
-        "tags": [recipe.flow],
-        "entrypoint": FLOWS[recipe.kind],
-        "parameters": {name: values for name, values in recipe.dump().items() if not _is_default(name, values)},
-        "work_pool": {"name": pool_of(recipe)},
-    }
-    if recipe.folder is None:
-        return described
-    folder = Path(os.path.relpath(recipe.folder)).as_posix()  # from that of the runs, where prefect.yaml is written
-    return described | {
-        "pull": [IN_THE_FOLDER_OF_RUNS, {"armature.components.project.use_project": {"folder": folder}}]
-    }
-
-
-def without_worker(pools: Iterable[str], file: Path = FILE) -> dict[str, int]:
-    """The work pools of a file's deployments that are not among `pools`, and how many deployments each has."""
-    document = yaml.load(file.read_bytes(), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-    named = [each["work_pool"]["name"] for each in document["deployments"] if each.get("work_pool")]
-    return dict(Counter(name for name in named if name not in pools))
+def without_worker(pools: Collection[str], names: Sequence[str] = ()) -> dict[str, int]:
+    """Number of recipes by work pool, for the work pools of these recipes that are not among `pools`."""
+    needed = Counter(pool_of(load_recipe(name)) for name in names or recipe_names())
+    return {pool: count for pool, count in needed.items() if pool not in pools}
 
 
 def _is_default(section: str, values: Any) -> bool:
     """Whether a flow takes the same without being told."""
     return section == "machine" and values == Machine().model_dump(mode="json")
-
-
-def text(names: Sequence[str] = (), template: Mapping[str, Any] | None = None) -> str:
-    return _HEADER + yaml.safe_dump(document(names, template), sort_keys=False, width=110, allow_unicode=True)
-
-
-def write(file: Path = FILE, names: Sequence[str] = (), template: Mapping[str, Any] | None = None) -> None:
-    file.write_text(text(names, template))
-
-
-def check(file: Path = FILE, names: Sequence[str] = ()) -> None:
-    """
-    Raises:
-        ConfigurationError: the file does not say what the recipes say.
-    """
-    if not file.exists() or file.read_text() != text(names):
-        remedy = " ".join(["armature deployments write", *names])
-        raise ConfigurationError(
-            "prefect.yaml does not fit the recipes", code="deployments_outdated", where=str(file), remedy=remedy
-        )

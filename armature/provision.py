@@ -9,14 +9,11 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from argparse import ArgumentParser
-from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
 from string import Template
-from typing import Any
 
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.actions import WorkPoolCreate
@@ -27,10 +24,8 @@ from prefect.events.schemas.events import ResourceSpecification
 
 from armature.components.contracts.files import regular
 from armature.components.gpus import gpu_count
-from armature.components.private_files import private_folder
-from armature.deployments import FILE, POOLS, write
-from armature.services import HEARTBEAT_SECONDS, STATE
-from armature.version import package_version
+from armature.deployments import POOLS, deploy
+from armature.services import HEARTBEAT_SECONDS
 
 JOB_TEMPLATE = {
     "variables": {"type": "object", "properties": {}, "additionalProperties": False},
@@ -58,17 +53,8 @@ def main() -> int:
             client.create_work_pool(pool, overwrite=True)
         client.upsert_global_concurrency_limit_by_name("gpu", max(given.gpus or gpu_count(), 1))
         watch_for_dead_runs(client)
-    return deploy(deployments_file(template if kind == "kubernetes" else None))
-
-
-def deployments_file(template: Mapping[str, Any] | None = None) -> Path:
-    """prefect.yaml of this folder; where there is none, and with a template of Kubernetes, one of all recipes under
-    `.armature`."""
-    if FILE.exists() and template is None:
-        return FILE
-    written = private_folder(STATE) / FILE
-    write(written, template=template)
-    return written
+        deploy(client)
+    return 0
 
 
 def watch_for_dead_runs(client: SyncPrefectClient) -> None:
@@ -89,13 +75,6 @@ def watch_for_dead_runs(client: SyncPrefectClient) -> None:
     )
     if not client.read_automations_by_name(WATCH):
         client.create_automation(AutomationCore(name=WATCH, trigger=trigger, actions=[action]))
-
-
-def deploy(file: Path) -> int:
-    """Register every deployment of the file, under the version of the code that is here."""
-    environment = os.environ | {"ARMATURE_VERSION": package_version()}
-    command = [sys.executable, "-m", "prefect", "--no-prompt", "deploy", "--all", "--prefect-file", str(file)]
-    return subprocess.run(command, env=environment, check=False).returncode
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from armature.components.configuration import SUFFIX, Recipe, build_recipe, load
 from armature.components.contracts.errors import ConfigurationError, ServerError
 from armature.components.project import project
 from armature.components.registry import suggestion
-from armature.deployments import FLOWS, pod_variables, pool_of
+from armature.deployments import FLOWS, USE_PROJECT, deploy, pod_variables, pool_of
 from armature.job_variables import parse_job_variables
 from armature.run import joined_api
 
@@ -76,6 +76,18 @@ def platform() -> SyncPrefectClient:
     return get_client(sync_client=True)
 
 
+def deploy_recipes(names: Sequence[str]) -> None:
+    """Make the deployments of recipes on the platform, of all installed ones if none is named, and print their names.
+
+    Raises:
+        ConfigurationError: a recipe is invalid, or two would be one deployment.
+        ServerError: Prefect's API does not answer.
+    """
+    with platform() as client:
+        for name in deploy(client, names):
+            print(name, flush=True)
+
+
 def _deployment(client: SyncPrefectClient, name: str) -> DeploymentResponse:
     """
     Raises:
@@ -92,8 +104,7 @@ def _deployment(client: SyncPrefectClient, name: str) -> DeploymentResponse:
             f"no deployment is called {name!r}",
             code="unknown_deployment",
             where=str(client.api_url),
-            remedy=f"{suggestion(name, known)}; a recipe gets one by `armature deployments write`, then `armature up` "
-            "or `prefect deploy --all`",
+            remedy=f"{suggestion(name, known)}; `armature deploy` makes that of a recipe",
         ) from error
 
 
@@ -144,7 +155,7 @@ def _job_variables(
             f"deployment, {deployment.work_pool_name!r}",
             code="work_pool_mismatch",
             where="machine.server_gpus, machine.trainer_gpus",
-            remedy="write them to a recipe of your own (`armature show --toml`), and `armature deployments write`",
+            remedy="write them to a recipe of your own (`armature show --toml`), and `armature deploy` it",
         )
     if deployment.work_pool_name is None:
         return {}
@@ -158,7 +169,7 @@ def _job_variables(
 
 def _folder(deployment: DeploymentResponse) -> Path | None:
     """That of a recipe outside the installation, which relative paths of its values begin at."""
-    steps = [step.get("armature.components.project.use_project") for step in deployment.pull_steps or ()]
+    steps = [step.get(USE_PROJECT) for step in deployment.pull_steps or ()]
     return next((Path(step["folder"]) for step in steps if step), None)
 
 

@@ -26,7 +26,7 @@ from armature.components.contracts.errors import ConfigurationError, DataError, 
 from armature.components.gpus import gpu_count
 from armature.components.private_files import private_folder, write_private
 from armature.components.process import Program, program
-from armature.deployments import FILE, without_worker
+from armature.deployments import without_worker
 from armature.services import (
     AUTH_STRING,
     LOGS,
@@ -168,8 +168,7 @@ def _start(stack: ExitStack, platform: Platform) -> dict[str, Program]:
     for service in workers:
         children[service.name] = _enter(stack, service)
         _say(f"{service.name:<16} started       log: {service.log}")
-    file = FILE if FILE.exists() else STATE / FILE
-    for pool, count in without_worker(platform.pools, file).items():
+    for pool, count in without_worker(platform.pools).items():
         _say(f"{f'pool {pool}':<16} no worker     its deployments ({count}) cannot run here: armature up --pool {pool}")
     write_private(RECORD, json.dumps(asdict(platform)))
     _say(f"\n  flows      {platform.prefect}\n  tracking   {platform.mlflow}/#/experiments\n")
@@ -200,7 +199,7 @@ def _provision(platform: Platform) -> None:
                 f"the pools and deployments could not be set up; the last lines:\n{child.tail(20)}",
                 code="deployments_not_set_up",
                 where=str(log),
-                remedy="`armature deployments check` says whether prefect.yaml fits the recipes",
+                remedy="read the whole log; `armature list` says whether every recipe is valid",
             )
     _say(f"{'deployments':<16} set in {time.monotonic() - began:.0f} s    log: {log}")
 

@@ -16,8 +16,6 @@ from armature.components.contracts.errors import ConfigurationError
 
 app = typer.Typer()
 
-deployments_app = typer.Typer(help="prefect.yaml, written from recipes.", no_args_is_help=True)
-
 
 @app.command(epilog="Example: armature init demo && cd demo && armature check recipe.toml && armature run recipe.toml")
 def init(
@@ -223,22 +221,12 @@ def stage(
     print(f"{artifact.digest}  {out or artifact.path}")
 
 
-@deployments_app.command("write")
-def deployments_write(recipes: Names = None) -> None:
-    """Write prefect.yaml from recipes."""
-    from armature import deployments
+@app.command()
+def deploy(recipes: Names = None) -> None:
+    """Make deployments of recipes on the platform, or renew them.
 
-    deployments.write(names=recipes or [])
-    print(f"written: {deployments.FILE}")
+    `armature up` does it for every installed recipe. A recipe of your own gets one here, by its file.
+    """
+    from armature.submit import deploy_recipes
 
-
-@deployments_app.command("check")
-def deployments_check(recipes: Names = None) -> None:
-    """Fail when prefect.yaml does not say what recipes say."""
-    from armature import deployments
-
-    deployments.check(names=recipes or [])
-    print(f"{deployments.FILE} fits the recipes")
-
-
-app.add_typer(deployments_app, name="deployments")
+    deploy_recipes(recipes or [])

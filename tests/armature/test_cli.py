@@ -107,7 +107,7 @@ def test_a_shell_completes_commands_and_recipes(armature, monkeypatch):
         return armature().stdout.split()
 
     monkeypatch.setenv("_ARMATURE_COMPLETE", "complete_bash")
-    assert completed("armature", "dep") == ["deployments"]
+    assert completed("armature", "dep") == ["deploy"]
     assert completed("armature", "run", "train-vlm/co") == ["train-vlm/colors"]
 
 

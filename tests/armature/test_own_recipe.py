@@ -10,12 +10,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import yaml
 
 from armature.cli import main
 from armature.components.configuration import load_recipe, recipe_names
 from armature.components.recipes import RECIPES
-from armature.deployments import FLOWS, document
+from armature.deployments import FLOWS, USE_PROJECT, deployment
 
 RECIPE = """\
 flow = "train-vlm"
@@ -153,16 +152,12 @@ def test_check_show_and_list_take_it(project, armature, tmp_path):
     assert "own_shapes" not in armature("list")
 
 
-def test_a_deployment_goes_to_the_recipe_s_folder(project, armature):
-    armature("deployments", "write", "first/recipe.toml", "train-vlm/colors")
-    own, installed = yaml.safe_load(Path("prefect.yaml").read_text())["deployments"]
-    assert (own["name"], own["entrypoint"]) == ("recipe", installed["entrypoint"])
+def test_a_deployment_goes_to_the_recipe_s_folder(project, monkeypatch):
+    monkeypatch.chdir(project.parent)
+    own, installed = (deployment(load_recipe(name)) for name in (Path("first/recipe.toml"), "train-vlm/colors"))
+    assert own["entrypoint"] == installed["entrypoint"]
     assert own["parameters"]["environment"]["name"] == "own_shapes:Shapes"
-    assert (
-        own["pull"][1] == {"armature.components.project.use_project": {"folder": "first"}} and "pull" not in installed
-    )
-    assert "fits the recipes" in armature("deployments", "check", "first/recipe.toml", "train-vlm/colors")
-    assert "armature deployments write first/recipe.toml" in armature("deployments", "check", "first/recipe.toml")
+    assert own["pull_steps"] == [*installed["pull_steps"], {USE_PROJECT: {"folder": "first"}}]
 
 
 def test_a_recipe_of_any_kind_may_lie_anywhere(tmp_path):
@@ -173,7 +168,7 @@ def test_a_recipe_of_any_kind_may_lie_anywhere(tmp_path):
         recipe = load_recipe(file)
         assert (recipe.kind, recipe.folder) == (kind, tmp_path)
         assert recipe.name == f"{recipe.flow}/mine" and recipe.sections == load_recipe(installed).sections
-        assert document([str(file)])["deployments"][0]["entrypoint"] == FLOWS[kind]
+        assert deployment(recipe)["entrypoint"] == FLOWS[kind]
 
 
 @pytest.mark.parametrize(

@@ -1,25 +1,10 @@
-"""Which deployments `armature up` sets: those of this folder's prefect.yaml, else all recipes."""
+"""Flows of deployments, as a worker finds them."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
-import yaml
 
-from armature.components.configuration import recipe_names
 from armature.deployments import FLOWS, flow_of
-from armature.provision import deployments_file
-
-
-def test_without_a_file_every_recipe_is_a_deployment(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    written = deployments_file()
-    found = yaml.safe_load(written.read_text())["deployments"]
-    assert [f"{each['tags'][0]}/{each['name']}" for each in found] == recipe_names()
-    assert [each.name for each in tmp_path.iterdir()] == [".armature"]
-    Path("prefect.yaml").write_text("deployments: []")
-    assert deployments_file() == Path("prefect.yaml")
 
 
 @pytest.mark.parametrize("name", FLOWS)

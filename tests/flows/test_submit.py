@@ -21,6 +21,7 @@ from prefect.types._datetime import now
 
 from armature import deployments, submit
 from armature.cli import main
+from armature.components.configuration import load_recipe
 from armature.init import write_project
 from armature.provision import JOB_TEMPLATE
 
@@ -69,22 +70,16 @@ def deployed(client, armature) -> Callable[..., str]:
     """Registers a recipe's deployment with a pool of this test's own, of Jobs if it has a template; gives the pool."""
 
     def deploy(name: str, template: dict[str, Any] | None = None) -> str:
-        (described,) = deployments.document([name], template)["deployments"]
+        recipe = load_recipe(name)
         pool, kind = f"pool-{time.time_ns()}", "process" if template is None else "kubernetes"
         client.create_work_pool(WorkPoolCreate(name=pool, type=kind, base_job_template=template or JOB_TEMPLATE))
-        flow = deployments.flow_of(
-            next(key for key, path in deployments.FLOWS.items() if path == described["entrypoint"])
-        )
+        flow = deployments.flow_of(recipe.kind)
         client.create_deployment(
             flow_id=client.create_flow(flow),
-            name=described["name"],
-            entrypoint=described["entrypoint"],
-            parameters=described["parameters"],
             parameter_openapi_schema=flow.parameters.model_dump(),
             enforce_parameter_schema=True,
-            pull_steps=described.get("pull"),
-            work_pool_name=pool,
-            job_variables=described["work_pool"].get("job_variables"),
+            name=name.partition("/")[2],
+            **deployments.deployment(recipe, template) | {"work_pool_name": pool},
         )
         return pool
 
@@ -260,8 +255,7 @@ def test_a_flow_of_another_project_is_not_ours(armature, client):
     assert done.code == 2 and "not of a flow of ours" in done.stderr
 
 
-def test_pools_without_a_worker_are_counted(tmp_path: Path) -> None:
-    file = tmp_path / "prefect.yaml"
-    deployments.write(file, ["train-vlm/colors", "train-vlm/qwen3-vl", "train-vla/molmoact2"])
-    assert deployments.without_worker(["cpu"], file) == {"train-gpu": 2}
-    assert deployments.without_worker(["cpu", "train-gpu"], file) == {}
+def test_pools_without_a_worker_are_counted() -> None:
+    names = ["train-vlm/colors", "train-vlm/qwen3-vl", "train-vla/molmoact2"]
+    assert deployments.without_worker(["cpu"], names) == {"train-gpu": 2}
+    assert deployments.without_worker(["cpu", "train-gpu"], names) == {}

@@ -107,18 +107,19 @@ def test_a_run_on_the_cluster_cannot_bring_a_command():
 def test_every_recipe_fits_the_job_template():
     import jsonschema
 
-    from armature.deployments import document, load_recipe
+    from armature.components.configuration import load_recipe, recipe_names
+    from armature.deployments import deployment
 
     filled_in = {"IMAGE": "a", "STANDALONE_IMAGE": "b", "NAMESPACE": "armature"}
     template = json.loads(Template((INFRA / "kubernetes/base/job-template.json").read_text()).substitute(filled_in))
-    deployments = {each["tags"][0] + "/" + each["name"]: each for each in document(template=template)["deployments"]}
-    for each in deployments.values():
-        jsonschema.validate(each["work_pool"]["job_variables"], template["variables"])
+    variables_of = {name: deployment(load_recipe(name), template)["job_variables"] for name in recipe_names()}
+    for each in variables_of.values():
+        jsonschema.validate(each, template["variables"])
     machine = load_recipe("train-vlm/molmo2").sections["machine"]
-    variables = deployments["train-vlm/molmo2"]["work_pool"]["job_variables"]
+    variables = variables_of["train-vlm/molmo2"]
     assert max(*machine.trainer_gpus, *(gpu for gpus in machine.server_gpus for gpu in gpus)) + 1 == variables["gpus"]
     expected = {"image": "b", "gpus": 0, "cpus": "2", "memory": "16Gi"}
-    assert deployments["train-vlm/colors"]["work_pool"]["job_variables"] == expected
+    assert variables_of["train-vlm/colors"] == expected
 
 
 def pods() -> Iterator[tuple[str, dict[str, str], dict[str, Any]]]:

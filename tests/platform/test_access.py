@@ -65,12 +65,23 @@ class Up:
         self.secret = secret.read_text() if secret.exists() else ""
         user, _, password = self.secret.partition(":")
         self.api = PrefectApi(base_url=f"{self.prefect}/api", auth=(user, password) if user else None)
+        deployed = self.shell("prefect --no-prompt deploy --all")
+        assert deployed.returncode == 0, deployed.stdout + deployed.stderr
 
     def run(self, *words: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "armature", *words]
         environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
         return subprocess.run(
             command, cwd=self.folder, env=environment, capture_output=True, text=True, timeout=240, check=False
+        )
+
+    def shell(self, line: str) -> subprocess.CompletedProcess[str]:
+        """Run a line of a shell that knows nothing but what `armature env` prints."""
+        line = f'eval "$({sys.executable} -m armature env)" && {Path(sys.executable).parent}/{line}'
+        environment = {key: value for key, value in os.environ.items() if not key.startswith("PREFECT_")}
+        environment |= {"PYTHONPATH": str(REPOSITORY), "PREFECT_HOME": str(self.folder / "of the shell")}
+        return subprocess.run(
+            line, shell=True, cwd=self.folder, env=environment, capture_output=True, text=True, timeout=120, check=False
         )
 
     def deployment(self) -> str:
@@ -158,13 +169,7 @@ def test_a_secret_in_a_run_s_parameters_is_refused_before_it_is_stored(up: Up) -
 
 
 def test_a_shell_runs_deployments_with_what_env_prints(up: Up) -> None:
-    prefect = Path(sys.executable).with_name("prefect")
-    line = (
-        f'eval "$({sys.executable} -m armature env)" && {prefect} deployment run hello/world --param name=made --watch'
-    )
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("PREFECT_")}
-    environment |= {"PYTHONPATH": str(REPOSITORY), "PREFECT_HOME": str(up.folder / "of the shell")}
-    done = subprocess.run(line, shell=True, cwd=up.folder, env=environment, capture_output=True, text=True, timeout=120)
+    done = up.shell("prefect deployment run hello/world --param name=made --watch")
     assert done.returncode == 0, done.stdout + done.stderr
     assert (up.folder / "made").exists()
 
@@ -173,7 +178,7 @@ def test_a_shell_runs_deployments_with_what_env_prints(up: Up) -> None:
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on PATH; on Debian: apt-get install chromium")
 def test_the_pages_open_for_who_gives_the_password(up: Up) -> None:
     with chromium(up.prefect, up.secret) as browser:
-        page = open_page(browser, f"{up.prefect}/deployments")
+        page = open_page(browser, f"{up.prefect}/deployments/deployment/{up.deployment()}")
         page.get_by_text("world", exact=True).first.wait_for()
 
 

@@ -18,7 +18,6 @@ from armature.components.configuration import load_recipe, recipe_names
 from armature.components.contracts.errors import ConfigurationError
 from armature.components.recipes import RECIPES
 from armature.components.stages import STAGES
-from tests.refusals import refused
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -153,14 +152,6 @@ def test_recipes_have_the_published_settings(name: str, section: str):
         assert found == expected, key
 
 
-def test_prefect_yaml_says_what_the_recipes_say(tmp_path: Path):
-    deployments.check(REPOSITORY / "prefect.yaml")
-    drifted = tmp_path / "prefect.yaml"
-    drifted.write_text((REPOSITORY / "prefect.yaml").read_text().replace("max_steps: 60", "max_steps: 61"))
-    with refused("deployments_outdated", drifted):
-        deployments.check(drifted)
-
-
 def extended(file: Path) -> set[Path]:
     """The file, and those that it takes values from."""
     base = tomllib.loads(file.read_text()).get("extends")
@@ -171,7 +162,7 @@ def settings_files(annotation: Any) -> set[str]:
     """Where the settings classes in a type are defined."""
     found = set()
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        found = {annotation.__module__.replace(".", "/") + ".py"}
+        found = {annotation.__module__.removeprefix("armature.").replace(".", "/") + ".py"}
         parts = [field.annotation for field in annotation.model_fields.values()]
     else:
         parts = list(get_args(annotation))
@@ -179,10 +170,8 @@ def settings_files(annotation: Any) -> set[str]:
 
 
 def test_a_machine_that_is_all_defaults_is_not_written():
-    written = {
-        f"{each['tags'][0]}/{each['name']}": each["parameters"]
-        for each in yaml.safe_load((REPOSITORY / "prefect.yaml").read_text())["deployments"]
-    }
+    names = "quantile-stats/folder", "train-vlm/colors"
+    written = {name: deployments.deployment(load_recipe(name))["parameters"] for name in names}
     assert "machine" not in written["quantile-stats/folder"]
     assert written["train-vlm/colors"]["machine"]["threads"] == 1
 

@@ -15,10 +15,9 @@ from typing import Any
 import httpx
 import psutil
 import pytest
-import yaml
 
 from armature import deployments
-from armature.components.configuration import load_recipe
+from armature.components.configuration import load_recipe, recipe_names
 from armature.components.contracts.machine import Machine
 from armature.components.models.settings import ModelSettings
 from armature.components.stages import run_stage
@@ -32,21 +31,6 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 CHECKPOINTS = ["first", "second"]
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
-
-
-def written_deployments(server: str) -> dict[str, Any]:
-    """prefect.yaml with one deployment of each flow; the sweep joins `server` and has fewer tasks."""
-    document = deployments.document()
-    document["deployments"] = list({each["entrypoint"]: each for each in document["deployments"]}.values())
-    parameters = sweep_of(document)["parameters"]
-    parameters["evaluation"]["max_tasks"] = 8
-    parameters["machine"]["endpoints"] = [server]
-    return document
-
-
-def sweep_of(document: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = next(each for each in document["deployments"] if each["name"] == "sweep")
-    return found
 
 
 def make_checkpoints(folder: Path) -> None:
@@ -83,6 +67,14 @@ class Platform:
         self.supervisor = int((state / "platform.lock").read_text())
         self.family = psutil.Process(self.supervisor).children(recursive=True)
 
+    def change_sweep(self, server: str) -> None:
+        """Let the sweep join `server` and have fewer tasks."""
+        sweep = self.api.get("/deployments/name/evaluate/sweep").json()
+        parameters = sweep["parameters"]
+        parameters["evaluation"]["max_tasks"] = 8
+        parameters["machine"]["endpoints"] = [server]
+        assert self.api.patch(f"/deployments/{sweep['id']}", json={"parameters": parameters}).status_code == 204
+
     def assert_all_ended(self) -> None:
         _, alive = psutil.wait_procs(self.family, timeout=30)
         assert not alive
@@ -92,13 +84,12 @@ class Platform:
 @pytest.fixture(scope="module")
 def platform(tmp_path_factory: pytest.TempPathFactory, shared_server: SharedServer) -> Iterator[Platform]:
     folder = tmp_path_factory.mktemp("platform")
-    (folder / "flows").symlink_to(REPOSITORY / "flows")
-    (folder / "prefect.yaml").write_text(yaml.safe_dump(written_deployments(shared_server.url), sort_keys=False))
     make_checkpoints(folder)
     started = Platform(folder)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_API_KEY", shared_server.key)
         started.up()
+    started.change_sweep(shared_server.url)
     yield started
     armature(folder, "down")
 
@@ -106,9 +97,19 @@ def platform(tmp_path_factory: pytest.TempPathFactory, shared_server: SharedServ
 def test_what_is_up_answers_and_knows_every_flow(platform: Platform) -> None:
     assert httpx.get(f"{platform.record['mlflow']}/health").status_code == 200
     known = platform.api.post("/deployments/filter", json={}).json()
-    assert {each["entrypoint"] for each in known} == set(deployments.FLOWS.values())
+    assert len(known) == len(recipe_names())
     forms = {path: deployments.flow_of(kind).parameters.model_dump() for kind, path in deployments.FLOWS.items()}
     assert {each["entrypoint"]: each["parameter_openapi_schema"] for each in known} == forms
+    (platform.folder / "mine.toml").write_text('flow = "train-vlm"\nextends = "train-vlm/colors"\n')
+    colors = platform.api.get("/deployments/name/train-vlm/colors").json()["id"]
+    nightly = [{"schedule": {"cron": "0 3 * * *"}, "active": False}]
+    assert platform.api.post(f"/deployments/{colors}/schedules", json=nightly).status_code == 201
+    deployed = armature(platform.folder, "deploy", "mine.toml", "train-vlm/colors")
+    assert deployed.stdout.split() == ["train-vlm/mine", "train-vlm/colors"], deployed.stderr
+    assert len(platform.api.get(f"/deployments/{colors}/schedules").json()) == 1
+    mine = platform.api.get("/deployments/name/train-vlm/mine").json()
+    assert mine["pull_steps"][1] == {deployments.USE_PROJECT: {"folder": "."}}
+    assert mine["pull_steps"][0][deployments.SET_WORKING_DIRECTORY]["directory"] == str(platform.folder)
     second = armature(platform.folder, "up", *platform.options)
     assert second.returncode == 2 and "already running" in second.stderr
 
@@ -143,11 +144,9 @@ def wait_for_end(api: httpx.Client, run_id: str, seconds: float) -> dict[str, An
 
 
 def test_everything_ends_with_it(platform: Platform) -> None:
-    """Twice: by `armature down`, and by SIGKILL of the supervisor. The second time it has one deployment to set."""
+    """Twice: by `armature down`, and by SIGKILL of the supervisor."""
     assert armature(platform.folder, "down").returncode == 0
     platform.assert_all_ended()
-    document = yaml.safe_load((platform.folder / "prefect.yaml").read_text())
-    (platform.folder / "prefect.yaml").write_text(yaml.safe_dump(document | {"deployments": [sweep_of(document)]}))
     platform.up()
     os.kill(platform.supervisor, signal.SIGKILL)
     platform.assert_all_ended()

@@ -14,7 +14,8 @@ from kubeflow_trainer_api.models.jobset_v1alpha2_job_set import JobsetV1alpha2Jo
 from prefect.client.schemas.objects import FlowRun
 from prefect_kubernetes.worker import KubernetesWorkerJobConfiguration
 
-from armature.deployments import document
+from armature.components.configuration import load_recipe, recipe_names
+from armature.deployments import deployment
 
 KUBERNETES = Path(__file__).parents[3] / "infra/kubernetes"
 IMAGE = "registry.example/armature@sha256:" + "0" * 64
@@ -28,7 +29,7 @@ def base_template() -> dict[str, Any]:
     return json.loads(Template(text).substitute(IMAGE=IMAGE, STANDALONE_IMAGE=STANDALONE, NAMESPACE="armature"))
 
 
-DEPLOYMENTS = document(template=base_template())["deployments"]
+DEPLOYMENTS = [deployment(load_recipe(name), base_template()) for name in recipe_names()]
 
 
 def rendered(variables: dict[str, Any]) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from tests.interop.cluster.jobs import DEPLOYMENTS, IMAGE, KUBERNETES, STANDALON
 
 def test_every_recipe_has_a_valid_job_with_its_gpus_and_memory(tmp_path):
     for number, deployment in enumerate(DEPLOYMENTS):
-        variables = deployment["work_pool"]["job_variables"]
+        variables = deployment["job_variables"]
         job = rendered(variables)
         (container,) = job["spec"]["template"]["spec"]["containers"]
         assert container["name"] == "prefect-job" and container["args"] == ["prefect", "flow-run", "execute"]

@@ -36,7 +36,7 @@ def test_nothing_fails(tmp_path):
     for overlay in ("gpu", "model", "cpu-smoke"):
         text = subprocess.check_output(["kubectl", "kustomize", site / "overlays" / overlay], text=True)
         (manifests / f"{overlay}.yaml").write_text(text)
-    jobs = [rendered(each["work_pool"]["job_variables"]) for each in DEPLOYMENTS]
+    jobs = [rendered(each["job_variables"]) for each in DEPLOYMENTS]
     for number, job in enumerate(jobs):
         job["metadata"]["name"] = f"run-{number}"
     (manifests / "runs.yaml").write_text(yaml.safe_dump_all(jobs))
