@@ -81,6 +81,7 @@ class Settings(BaseModel):
         extra="forbid",
         frozen=True,
         allow_inf_nan=False,
+        hide_input_in_errors=True,  # a traceback would show a key that was written in plain text
         field_title_generator=lambda name, _: name.replace("_", " ").capitalize(),  # sections have one as well
     )
 
