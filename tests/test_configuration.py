@@ -254,7 +254,7 @@ def test_an_optional_section_may_be_left_out_but_not_half_given():
         (b"a = " + b"[" * 100_000, "invalid_toml", "bad.toml"),
         (b"a = " + b"{a=" * 100_000, "invalid_toml", "bad.toml"),
         (b"a = " + b"9" * 10_000, "invalid_toml", "bad.toml"),
-        (b"#" * 5_000_000, "invalid_data", "4194304"),
+        (b"#" * 5_000_000, "file_too_large", "4194304"),
         (b"extends = 3", "model_type", "3"),
         (b"extends = ['a']", "model_type", "extends"),
         (b"extends = {file = 'b.toml', section = ['model']}", "extra_forbidden", "extends.section"),
