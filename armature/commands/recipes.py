@@ -142,9 +142,7 @@ def submit(
     name: Name,
     options: Annotated[
         Optional[list[str]],  # noqa: UP045
-        typer.Argument(
-            metavar="[-- OPTION...]", help="With --slurm: more options of sbatch; with --jobset: of kubectl create."
-        ),
+        typer.Argument(metavar="[-- OPTION...]", help="With --slurm: more options of sbatch."),
     ] = None,
     set_: Overrides = None,
     machine: MachineOverrides = None,
@@ -152,19 +150,11 @@ def submit(
     job_variable: JobVariables = None,
     watch: Annotated[bool, typer.Option("--watch", help="Print its log, and end as it ends.")] = False,
     slurm: Annotated[bool, typer.Option("--slurm", help="As a job of SLURM instead, which needs no platform.")] = False,
-    jobset: Annotated[
-        bool, typer.Option("--jobset", help="As a JobSet of Kubernetes instead: a training on several nodes.")
-    ] = False,
     dry_run: Annotated[
-        bool,
-        typer.Option(
-            "--dry-run",
-            help="With --slurm or --jobset: print what would be submitted. For a JobSet the platform must be up: it is "
-            "asked for the template of pods.",
-        ),
+        bool, typer.Option("--dry-run", help="With --slurm: print the script that would be submitted.")
     ] = False,
 ) -> None:
-    """Run a recipe's deployment on the platform's workers, or a recipe as a job of SLURM or a JobSet of Kubernetes.
+    """Run a recipe's deployment on the platform's workers, or a recipe as a job of SLURM.
 
     Values are changed as by `armature run`, and checked before the run is made.
     """
@@ -174,23 +164,13 @@ def submit(
 
         if watch:
             raise typer.BadParameter("a job of SLURM is not watched: its log is slurm-<job>.out", param_hint="--watch")
-        if jobset:
-            raise typer.BadParameter("give one of --slurm and --jobset", param_hint="--jobset")
         if job_variable:
             raise typer.BadParameter("a job of SLURM has options, after `--`", param_hint="--job-variable")
         said = jobs.script(name, changed, options or []) if dry_run else jobs.submit(name, changed, options or [])
         print(said)
         return
-    if jobset:
-        from armature import jobset as jobsets
-
-        if watch:
-            raise typer.BadParameter("a JobSet is not watched: see its run's page", param_hint="--watch")
-        manifest = jobsets.manifest(name, changed, job_variable or [])
-        print(jobsets.text(manifest) if dry_run else jobsets.submit(manifest, options or []))
-        return
     if options or dry_run:
-        raise typer.BadParameter("only with --slurm or --jobset", param_hint="--dry-run" if dry_run else "OPTION")
+        raise typer.BadParameter("only with --slurm", param_hint="--dry-run" if dry_run else "OPTION")
     from armature.submit import submit as submit_run
 
     raise typer.Exit(submit_run(name, changed, watch, job_variable or []))

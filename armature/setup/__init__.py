@@ -149,7 +149,7 @@ def make_flow_environment(folder: Path, *packages: str | Path) -> None:
 
 def make_cluster_environment(folder: Path, checkout: Path) -> None:
     """The checkout with what it needs on a cluster to train, and a server that speaks S3."""
-    tools = ("kubernetes-validate", "kubeflow-trainer-api", "moto[server]")
+    tools = ("kubernetes-validate", "moto[server]")
     pins = ("--requirement", REQUIREMENTS / "cluster.txt")
     make_interop_environment(folder, f"{checkout}[train]", *torch_source(), *pins, *tools)
     declare_torchvision_operators(folder / "bin/python")

@@ -164,8 +164,7 @@ def test_the_network_lets_through_what_is_needed_and_nothing_else():
     documents = [each for name in OVERLAYS for each in build(INFRA / "kubernetes/overlays" / name)]
     policies = [each["spec"] for each in documents if each["kind"] == "NetworkPolicy"]
     labels = {name: labels for name, labels, _ in pods()}
-    labels["node"] = labels["run"] | {"jobset.sigs.k8s.io/jobset-name": "a-training-on-several"}
-    ports = {"postgres": 5432, "prefect-server": 4200, "mlflow": 5000, "vllm": 8000, "run": 50000, "node": 50000}
+    ports = {"postgres": 5432, "prefect-server": 4200, "mlflow": 5000, "vllm": 8000, "run": 50000}
     through = {
         (source, target)
         for source in labels
@@ -173,10 +172,10 @@ def test_the_network_lets_through_what_is_needed_and_nothing_else():
         if lets_through(policies, "Egress", labels[source], labels[target], ports[target])
         and lets_through(policies, "Ingress", labels[target], labels[source], ports[target])
     }
-    to_prefect = {(source, "prefect-server") for source in ("worker", "provision", "run", "node")}
+    to_prefect = {(source, "prefect-server") for source in ("worker", "provision", "run")}
     to_postgres = {(source, "postgres") for source in ("prefect-server", "mlflow")}
-    of_runs = {pair for run in ("run", "node") for pair in ((run, "mlflow"), (run, "vllm"), ("vllm", run))}
-    assert through == to_prefect | to_postgres | of_runs | {("node", "node")}
+    of_runs = {("run", "mlflow"), ("run", "vllm"), ("vllm", "run")}
+    assert through == to_prefect | to_postgres | of_runs
 
 
 def lets_through(policies: list[Any], way: str, own: dict[str, str], other: dict[str, str], port: int) -> bool:
@@ -196,10 +195,9 @@ def lets_through(policies: list[Any], way: str, own: dict[str, str], other: dict
 
 def selects(selector: dict[str, Any], labels: dict[str, str]) -> bool:
     expressions = selector.get("matchExpressions", [])
-    assert {each["operator"] for each in expressions} <= {"In", "Exists"}
+    assert {each["operator"] for each in expressions} <= {"In"}
     return selector.get("matchLabels", {}).items() <= labels.items() and all(
-        labels[each["key"]] in each.get("values", [labels[each["key"]]]) if each["key"] in labels else False
-        for each in expressions
+        labels.get(each["key"]) in each["values"] for each in expressions
     )
 
 

@@ -10,13 +10,11 @@ import asyncio
 import json
 import secrets
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from pathlib import Path
 from subprocess import Popen
-from types import MappingProxyType
 from typing import Any
 
 import kubernetes_validate
@@ -26,38 +24,25 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from tests.interop.cluster.jobs import refuse_invalid
-
 Object = dict[str, Any]
 NAMESPACE = "armature"
-VERSIONS = {"pods": "v1", "jobs": "batch/v1", "jobsets": "jobset.x-k8s.io/v1alpha2"}
-KINDS = {"pods": "Pod", "jobs": "Job", "jobsets": "JobSet"}
+VERSIONS = {"pods": "v1", "jobs": "batch/v1"}
+KINDS = {"pods": "Pod", "jobs": "Job"}
 SERVED = {
     "v1": {"namespaces": "Namespace", "pods": "Pod"},
     "batch/v1": {"jobs": "Job"},
-    "jobset.x-k8s.io/v1alpha2": {"jobsets": "JobSet"},
     "apiextensions.k8s.io/v1": {"customresourcedefinitions": "CustomResourceDefinition"},
 }
 """What discovery names. Kopf, the worker's observer, waits for all of it before it watches."""
 POLL = 0.1
-JOBSET = "jobset.sigs.k8s.io"
-REPLICATED = f"{JOBSET}/replicatedjob-name"
 
 
 def now() -> str:
     return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
-def variables(
-    container: Object,
-    documents: list[Object],
-    secret: dict[str, dict[str, str]],
-    labels: Mapping[str, str] = MappingProxyType({}),
-) -> dict[str, str]:
-    """What a container's environment is.
-
-    Args:
-        labels: of its pod.
+def variables(container: Object, documents: list[Object], secret: dict[str, dict[str, str]]) -> dict[str, str]:
+    """Environment variables of a container.
 
     Raises:
         KeyError: it needs a ConfigMap or a secret that is not there.
@@ -72,9 +57,7 @@ def variables(
     for each in container.get("env", []):
         origin = each.get("valueFrom", {})
         if "fieldRef" in origin:
-            path = origin["fieldRef"]["fieldPath"]
-            fields = {f"metadata.labels['{key}']": value for key, value in labels.items()}
-            found[each["name"]] = {"metadata.namespace": NAMESPACE, **fields}[path]
+            found[each["name"]] = {"metadata.namespace": NAMESPACE}[origin["fieldRef"]["fieldPath"]]
         elif "secretKeyRef" in origin:
             reference = origin["secretKeyRef"]
             if reference["name"] in secret or not reference.get("optional"):
@@ -108,15 +91,10 @@ class Cluster:
     _loop: asyncio.AbstractEventLoop | None = None
 
     @contextmanager
-    def serve(self, certificate: Path | None = None) -> Iterator[str]:
-        """The address of its API, for as long as the context is open.
-
-        Args:
-            certificate: a file with the key as well. Without one it is served by HTTP, where kubectl shows no token.
-        """
+    def serve(self) -> Iterator[str]:
+        """The address of its API, for as long as the context is open."""
         app = Starlette(routes=[Route("/{path:path}", self._answer, methods=["GET", "POST", "DELETE", "PATCH", "PUT"])])
-        given = uvicorn.Config(app, port=0, log_level="warning", timeout_graceful_shutdown=1, ssl_certfile=certificate)
-        server = uvicorn.Server(given)
+        server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning", timeout_graceful_shutdown=1))
         thread = threading.Thread(target=server.run)
         thread.start()
         try:
@@ -124,7 +102,7 @@ class Cluster:
                 assert thread.is_alive()
                 threading.Event().wait(POLL)
             port = server.servers[0].sockets[0].getsockname()[1]
-            yield f"{'https' if certificate else 'http'}://127.0.0.1:{port}"
+            yield f"http://127.0.0.1:{port}"
         finally:
             server.should_exit = True
             thread.join()
@@ -193,58 +171,19 @@ class Cluster:
         )
 
     def _create(self, made: Object, request: Request) -> Response:
-        metadata, is_set = made["metadata"], made["kind"] == "JobSet"
-        if not is_set:
-            metadata["name"] = metadata["generateName"] + secrets.token_hex(3)
+        metadata = made["metadata"]
+        metadata["name"] = metadata["generateName"] + secrets.token_hex(3)
         try:
-            if is_set:
-                refuse_invalid(made)
-            else:
-                kubernetes_validate.validate(made, kubernetes_validate.latest_version(), strict=True)
-        except (ValueError, kubernetes_validate.ValidationError) as error:
+            kubernetes_validate.validate(made, kubernetes_validate.latest_version(), strict=True)
+        except kubernetes_validate.ValidationError as error:
             return self._failure(422, "Invalid", request, str(error))
         metadata |= {"namespace": NAMESPACE, "uid": secrets.token_hex(), "creationTimestamp": now()}
         made["status"] = {}
-        self._put("ADDED", "jobsets" if is_set else "jobs", made)
-        task = asyncio.create_task(self._control(made) if is_set else self._start(made))
+        self._put("ADDED", "jobs", made)
+        task = asyncio.create_task(self._start(made))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return JSONResponse(made, status_code=201)
-
-    async def _control(self, it: Object) -> None:
-        """What JobSet's controller does: start all pods, and start all again unless a rule says otherwise."""
-        condition, policy = "Failed", it["spec"]["failurePolicy"]
-        for attempt in range(policy["maxRestarts"] + 1):
-            pods = set_pods(it, attempt)
-            for pod in pods:
-                name = pod["metadata"]["name"]
-                self._put("ADDED", "pods", pod | {"status": {"phase": "Running"}})
-                self.processes[name] = self.run(pod)
-            ended = await self._end_of(pods, it["spec"]["successPolicy"]["targetReplicatedJobs"])
-            for pod in pods:
-                self._put("DELETED", "pods", self.objects["pods"].pop(pod["metadata"]["name"]))
-                process = self.processes[pod["metadata"]["name"]]
-                process.terminate()
-                await asyncio.to_thread(process.wait)
-            if ended is None:
-                condition = "Completed"
-                break
-            if any(rule["action"] == "FailJobSet" and ended in rule["onJobFailureReasons"] for rule in policy["rules"]):
-                break
-        self._put("MODIFIED", "jobsets", it | {"status": {"restarts": attempt, "terminalState": condition}})
-
-    async def _end_of(self, pods: list[Object], decisive: list[str]) -> str | None:
-        """The reason for which the first Job failed; None if the decisive ones are complete."""
-        while True:
-            await asyncio.sleep(POLL)
-            codes = {pod["metadata"]["name"]: self.processes[pod["metadata"]["name"]].poll() for pod in pods}
-            for pod in pods:
-                if code := codes[pod["metadata"]["name"]]:
-                    (rule,) = pod["podFailurePolicy"]["rules"]
-                    return "PodFailurePolicy" if code in rule["onExitCodes"]["values"] else "BackoffLimitExceeded"
-            of_sets = [codes[p["metadata"]["name"]] for p in pods if p["metadata"]["labels"][REPLICATED] in decisive]
-            if not any(code is None for code in of_sets):
-                return None
 
     async def _start(self, job: Object) -> None:
         self._loop = asyncio.get_running_loop()
@@ -321,23 +260,6 @@ class Cluster:
                         yield json.dumps(event) + "\n"
         finally:
             del self._watchers[queue]
-
-
-def set_pods(it: Object, attempt: int) -> list[Object]:
-    """The pods of a JobSet, with the policy of their Jobs."""
-    name, made = it["metadata"]["name"], []
-    for each in it["spec"]["replicatedJobs"]:
-        job = each["template"]["spec"]
-        for number in range(job["completions"]):
-            labels = job["template"]["metadata"]["labels"] | {
-                f"{JOBSET}/jobset-name": name,
-                f"{JOBSET}/restart-attempt": str(attempt),
-                REPLICATED: each["name"],
-            }
-            metadata = {"name": f"{name}-{each['name']}-0-{number}-{attempt}", "labels": labels}
-            spec = job["template"]["spec"]
-            made.append({"metadata": metadata, "spec": spec, "podFailurePolicy": job["podFailurePolicy"]})
-    return made
 
 
 def failure(code: int, reason: str, message: str = "") -> Response:

@@ -10,17 +10,15 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 from uuid import UUID
 
 import httpx
 import numpy as np
-import psutil
 import pytest
 import yaml
 from prefect.client.orchestration import SyncPrefectClient
@@ -30,8 +28,6 @@ from armature.components.datasets.lerobot.layout import Feature
 from armature.components.datasets.lerobot.settings import LayoutSettings
 from armature.components.datasets.lerobot.writer import create_dataset
 from tests.production.stand_in_cluster import Cluster, Object, variables
-from tests.production.tiny_policy import TRAINING, steps_done, weights
-from tests.vla.conftest import write_dataset
 
 ROOT = Path(__file__).parents[2]
 SECRETS = {
@@ -101,21 +97,20 @@ class Node:
         container: Object,
         log: str,
         bin_folder: Path = PLATFORM,
-        labels: Mapping[str, str] = MappingProxyType({}),
         **more: str,
     ) -> subprocess.Popen[bytes]:
         words = {"4200": self.prefect.rpartition(":")[2], "--port=5000": f"--port={self.mlflow.rpartition(':')[2]}"}
         program, *arguments = (self.local(words.get(word, word)) for word in container["args"])
         home = self.folder / "home" / log
         home.mkdir(parents=True)
-        environment = {name: self.local(value) for name, value in self.variables(container, labels).items()}
+        environment = {name: self.local(value) for name, value in self.variables(container).items()}
         environment |= {"HOME": str(home), "PATH": f"{bin_folder}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
         with (self.folder / log).open("wb") as output:
             command = [shutil.which(program, path=environment["PATH"]), *arguments]
             return subprocess.Popen(command, env=environment | more, cwd=self.folder, stdout=output, stderr=output)
 
-    def variables(self, container: Object, labels: Mapping[str, str] = MappingProxyType({})) -> dict[str, str]:
-        return variables(container, self.documents, SECRETS, labels)
+    def variables(self, container: Object) -> dict[str, str]:
+        return variables(container, self.documents, SECRETS)
 
     def local(self, text: str) -> str:
         for there, here in self.here.items():
@@ -211,13 +206,12 @@ def stop(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def access(server: str, token: str, certificate: Path | None = None) -> Object:
+def access(server: str, token: str) -> Object:
     """A kubeconfig."""
-    trusted = {"certificate-authority": str(certificate)} if certificate else {}
     return {
         "apiVersion": "v1",
         "kind": "Config",
-        "clusters": [{"name": "it", "cluster": {"server": server, **trusted}}],
+        "clusters": [{"name": "it", "cluster": {"server": server}}],
         "users": [{"name": "worker", "user": {"token": token}}],
         "contexts": [{"name": "it", "context": {"cluster": "it", "user": "worker", "namespace": "armature"}}],
         "current-context": "it",
@@ -293,77 +287,3 @@ def test_the_stand_in_refuses_what_a_cluster_refuses(platform: Platform):
             httpx.get(f"{namespace}/jobs", trust_env=False),
         ]
     assert [each.status_code for each in answers] == [422, 403, 401]
-
-
-@pytest.fixture(scope="module")
-def nodes(platform: Platform) -> Iterator[Cluster]:
-    """A cluster where trainings on several nodes may be made, with the data of one."""
-    write_dataset(platform.node.folder / "data/policy", 6)
-    (platform.node.folder / "training.toml").write_text(TRAINING.replace('"data"', '"data/policy"'))
-
-    def run(pod: Object) -> subprocess.Popen[bytes]:
-        (container,) = pod["spec"]["containers"]
-        return platform.node.start(container, pod["metadata"]["name"], RUNS, pod["metadata"]["labels"])
-
-    rules = [{"apiGroups": ["jobset.x-k8s.io"], "resources": ["jobsets"], "verbs": ["create"]}]
-    cluster = Cluster(rules, run, platform.node.said)
-    certificate = platform.node.folder / "certificate.pem"
-    names = ["-subj", "/CN=it", "-addext", "subjectAltName=IP:127.0.0.1"]
-    files = ["-keyout", certificate, "-out", certificate.with_suffix(".crt")]
-    subprocess.run(["openssl", "req", "-x509", "-nodes", "-newkey", "rsa:2048", *names, *files], check=True)
-    with certificate.open("a") as both:
-        both.write(certificate.with_suffix(".crt").read_text())
-    with cluster.serve(certificate) as url:
-        config = json.dumps(access(url, cluster.token, certificate.with_suffix(".crt")))
-        (platform.node.folder / "nodes.kubeconfig").write_text(config)
-        yield cluster
-
-
-def submit_jobset(platform: Platform, *words: str) -> str:
-    """As a user does on the cluster's own machines; all that the stand-in lacks is what kubectl would validate by."""
-    user = {
-        "PREFECT_API_URL": f"{platform.node.prefect}/api",
-        "PREFECT_API_AUTH_STRING": SECRETS["prefect"]["PREFECT_API_AUTH_STRING"],
-        "PYTHONPATH": str(ROOT),
-    }
-    options = ["--validate=false", f"--kubeconfig={platform.node.folder}/nodes.kubeconfig"]
-    lo = "--machine=trainer_interface=lo"
-    command = [RUNS / "python", "-m", "armature", "submit", "training.toml", "--jobset", lo, *words, "--", *options]
-    done = subprocess.run(
-        command, cwd=platform.node.folder, env={**os.environ, **user}, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout.strip()
-
-
-def ended(platform: Platform, cluster: Cluster, name: str) -> Object:
-    """The status with which a JobSet ends."""
-
-    def said() -> str:
-        return "\n".join(
-            f"{file.name}: {platform.node.said(file.name)}" for file in platform.node.folder.glob(f"{name}-*")
-        )
-
-    return until(lambda: cluster.objects["jobsets"][name]["status"], said)
-
-
-def test_a_training_on_two_nodes_that_loses_one_resumes_and_ends_with_the_same_weights(platform, nodes):
-    store = platform.node.folder / ".armature/store"
-    undisturbed = submit_jobset(platform)
-    assert ended(platform, nodes, undisturbed) == {"restarts": 0, "terminalState": "Completed"}
-    expected = weights(store)
-    name = submit_jobset(platform)
-    until(lambda: steps_done(store) > 25, lambda: platform.node.said(f"{name}-first-0-0-0"))
-    for process in psutil.Process(nodes.processes[f"{name}-others-0-0-0"].pid).children(recursive=True):
-        process.kill()
-    nodes.processes[f"{name}-others-0-0-0"].kill()
-    assert ended(platform, nodes, name) == {"restarts": 1, "terminalState": "Completed"}
-    assert "resuming after step" in (platform.node.folder / f"{name}-first-0-0-1").read_text()
-    assert weights(store) == expected
-    assert not list((platform.node.folder / ".armature/jobsets").iterdir())
-    assert not nodes.refused
-
-
-def test_a_training_on_two_nodes_that_fails_by_itself_is_not_started_again(platform, nodes):
-    name = submit_jobset(platform, "--set", "dataset.path=nowhere")
-    assert ended(platform, nodes, name) == {"restarts": 0, "terminalState": "Failed"}

@@ -1,4 +1,4 @@
-"""The Job of every recipe, as Prefect's own worker for Kubernetes renders it, and JobSets against their schema."""
+"""The Job of every recipe, as Prefect's own worker for Kubernetes renders it."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from string import Template
 from typing import Any
 from uuid import UUID
 
-import kubernetes_validate
-from kubeflow_trainer_api.models.jobset_v1alpha2_job_set import JobsetV1alpha2JobSet
 from prefect.client.schemas.objects import FlowRun
 from prefect_kubernetes.worker import KubernetesWorkerJobConfiguration
 
@@ -40,16 +38,3 @@ def rendered(variables: dict[str, Any]) -> dict[str, Any]:
     job = json.loads(json.dumps(configuration.job_manifest, default=str))
     job["metadata"]["name"] = "a-run"  # Kubernetes makes one of generateName
     return job
-
-
-def refuse_invalid(jobset: dict[str, Any]) -> None:
-    """
-    Raises:
-        ValueError: it is not what JobSet's own schema, as Kubeflow's package has it, or Kubernetes' one of Jobs allows.
-    """
-    understood = JobsetV1alpha2JobSet.from_dict(jobset)
-    if understood is None or understood.to_dict() != jobset:
-        raise ValueError(f"a field that a JobSet does not have: {jobset}")
-    for each in jobset["spec"]["replicatedJobs"]:
-        job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": each["name"]}, **each["template"]}
-        kubernetes_validate.validate(job, kubernetes_validate.latest_version(), strict=True)
