@@ -5,7 +5,7 @@ PYTHON ?= python3
 SETUP  := $(wildcard armature/setup/*.py)
 SERVED := $(wildcard components/inference/served/*.toml components/inference/served/*/*.py)
 BIN    := .venv/bin
-INTEROP := checkov cluster lerobot openenv ray skypilot trl verifiers-legacy verifiers-v1 vla-eval
+INTEROP := checkov cluster lerobot openenv ray trl verifiers-legacy verifiers-v1 vla-eval
 
 .DEFAULT_GOAL := help
 .PHONY: help run test end-to-end interop production lint size docs check up down fuzz chaos bench images test-images clean
@@ -24,9 +24,9 @@ test: environments  ## the tests; choose with ARGS="-m 'not slow'"
 end-to-end: environments  ## whole runs as users start them: recipes, examples, flows on Prefect, the platform and its pages
 	$(PYTEST) tests/end_to_end tests/examples tests/flows tests/platform $(ARGS)
 
-interop: interop-cluster interop-ray interop-verifiers interop-openenv interop-lerobot interop-skypilot interop-trl interop-vla-eval  ## tests against what others write: verifiers, OpenEnv, LeRobot, vla-eval, S3, Postgres's drivers, Prefect's Kubernetes worker, checkov, Ray, SkyPilot, TRL
+interop: interop-cluster interop-ray interop-verifiers interop-openenv interop-lerobot interop-trl interop-vla-eval  ## tests against what others write: verifiers, OpenEnv, LeRobot, vla-eval, S3, Postgres's drivers, Prefect's Kubernetes worker, checkov, Ray, TRL
 
-.PHONY: interop-cluster interop-ray interop-verifiers interop-openenv interop-lerobot interop-skypilot interop-trl interop-vla-eval
+.PHONY: interop-cluster interop-ray interop-verifiers interop-openenv interop-lerobot interop-trl interop-vla-eval
 interop-cluster: .venv-cluster/.made .venv-checkov/.made
 	.venv-cluster/bin/python -m pytest tests/interop/cluster
 
@@ -40,7 +40,7 @@ interop-verifiers: .venv-verifiers-legacy/.made .venv-verifiers-v1/.made
 	.venv-verifiers-legacy/bin/python -m pytest tests/interop/verifiers/test_legacy.py
 	.venv-verifiers-v1/bin/python -m pytest tests/interop/verifiers/test_v1.py
 
-interop-openenv interop-lerobot interop-skypilot interop-trl interop-vla-eval: interop-%: .venv/.made .venv-%/.made
+interop-openenv interop-lerobot interop-trl interop-vla-eval: interop-%: .venv/.made .venv-%/.made
 	$(BIN)/python -m pytest tests/interop/$(subst -,_,$*)
 
 production: environments .venv-cluster/.made .venv-ray/.made  ## the platform on PostgreSQL and S3, jobs of SLURM, machines that are lost; as root, on Linux; choose with ARGS="-k lost_machine"

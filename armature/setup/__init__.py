@@ -178,7 +178,7 @@ def make_interop_environment(folder: Path, checkout: Path | str, *packages: str 
 
 
 def make_environment_of(package: str, folder: Path) -> None:
-    """OpenEnv's servers, checkov, SkyPilot, vla-eval: programs of their own, which hold back packages that we need."""
+    """OpenEnv's servers, checkov, vla-eval: programs of their own, which hold back packages that we need."""
     create(folder)
     add(folder, "--constraint", interop_pins(folder), package)
 
@@ -212,7 +212,7 @@ def set_up(environment: str, folder: Path) -> None:
     Args:
         environment: "vllm"; in a checkout also "project", "image", which infra/images builds on, "trl", which only a
             benchmark compares with, or one that `make interop` needs: "checkov", "cluster", "lerobot", "openenv",
-            "ray", "skypilot", "verifiers-legacy", "verifiers-v1", "vla-eval".
+            "ray", "verifiers-legacy", "verifiers-v1", "vla-eval".
     """
     if sys.version_info[:2] not in PYTHONS:
         names = " or ".join(f"{major}.{minor}" for major, minor in PYTHONS)
@@ -224,7 +224,7 @@ def set_up(environment: str, folder: Path) -> None:
         make_server_environment(folder)
     elif environment == "trl":
         make(folder, "--no-deps", "--requirement", REQUIREMENTS / "trl.txt")
-    elif environment in ("checkov", "openenv", "skypilot", "vla-eval"):
+    elif environment in ("checkov", "openenv", "vla-eval"):
         make_environment_of(environment, folder)
     elif environment == "lerobot":
         make_lerobot_environment(folder)

@@ -9,7 +9,7 @@ from armature.components.installation import CHECKOUT
 from armature.setup import set_up
 
 OTHERS = (
-    *("vllm", "trl", "checkov", "cluster", "lerobot", "openenv", "ray", "skypilot"),
+    *("vllm", "trl", "checkov", "cluster", "lerobot", "openenv", "ray"),
     *("verifiers-legacy", "verifiers-v1", "vla-eval"),
 )
 NAMES = {"project": ".venv", "image": ".venv"} | {name: f".venv-{name}" for name in OTHERS}

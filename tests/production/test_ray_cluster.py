@@ -14,7 +14,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-import yaml
 
 from armature.components.artifacts.digests import file_digest
 from armature.components.configuration import load_recipe
@@ -268,24 +267,3 @@ def test_ray_s_launcher_makes_one_cluster_of_all_nodes_and_runs_the_command_once
     programs = [node.start(command, ENVIRONMENT | {"RAY_TMPDIR": f"{DISK}/tmp"}) for node in nodes]
     assert [program.wait(200) for program in programs] == [0, 0], [program.tail(60) for program in programs]
     assert [program.tail(1000).count("\nnodes 2\n") for program in programs] == [1, 0]
-
-
-def test_skypilot_s_machines_are_one_cluster_that_ends_with_the_run(network: Network) -> None:
-    """The lines of infra/skypilot/workers.yaml, with a count of the nodes in place of the run."""
-    nodes = [network.add(f"sky{number}") for number in range(2)]
-    lines = yaml.safe_load((ROOT / "infra/skypilot/workers.yaml").read_text())["run"]
-    asked = (
-        "import ray, sys, time; ray.init(address=sys.argv[-1], log_to_driver=False)\n"
-        "while len(ray.nodes()) < 2: time.sleep(0.2)\n"
-        "print('two nodes'); sys.exit(7)"
-    )
-    lines = lines.replace("python -m armature run", f'python -c "{asked}"').replace(
-        '"environment_processes=$WORKERS"', '"$head:6379"'
-    )
-    given = {"SKYPILOT_NODE_IPS": "\n".join(node.address for node in nodes), "RECIPE": "", "STORE": ""}
-    programs = []
-    for rank, node in enumerate(nodes):
-        (node.folder / ".venv-ray").symlink_to(ROOT / ".venv-ray")
-        programs.append(node.start(["bash", "-c", lines], ENVIRONMENT | given | {"SKYPILOT_NODE_RANK": str(rank)}))
-    assert [program.wait(300) for program in programs] == [7, 0], [program.tail(60) for program in programs]
-    assert "two nodes" in programs[0].tail(1000)
