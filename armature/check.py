@@ -176,11 +176,10 @@ def _say_room(machine: Machine, cluster: ClusterSettings) -> None:
             f"{machine.rollout_workers}, statistics_workers for {machine.statistics_workers}"
         )
     if cluster.servers is not None:
-        fits, plan = room(cluster.address, cluster.servers.resources_of_node()), machine.server_autoscaling
-        further = f", server_autoscaling for {plan.max_servers} at most" if plan else ""
+        fits = room(cluster.address, cluster.servers.resources_of_node())
         print(
             f"cluster: {len(fits)} nodes with room for {sum(fits.values())} model servers, "
-            f"servers asks for {machine.servers}{further}"
+            f"servers asks for {machine.servers}"
         )
     if cluster.trainer is not None:
         fits = room(cluster.address, cluster.trainer.resources_of_node())

@@ -34,8 +34,8 @@ os.environ.update(
 ON_ONE_WORKER = {
     "shared_server": (
         "tests/chaos/test_kills.py",
-        "tests/end_to_end/test_elastic_servers.py",
         "tests/end_to_end/test_joined_server.py",
+        "tests/end_to_end/test_server_leases.py",
         "tests/end_to_end/test_skipped_batch.py",
         "tests/evaluation/test_stage.py",
         "tests/examples/test_evaluate.py",
@@ -60,8 +60,6 @@ ON_ONE_WORKER = {
 WAITING = (
     "tests/fuzz/test_fuzz.py",
     "tests/inference/test_answers.py",
-    "tests/inference/test_autoscaling.py",
-    "tests/inference/test_endpoints_file.py",
     "tests/inference/test_lease.py",
     "tests/inference/test_pool_faults.py",
     "tests/inference/test_pool_restarts.py",

@@ -216,7 +216,7 @@ def test_what_ray_cannot_count_is_refused(wanted, value):
 
 def test_rollout_workers_on_a_cluster_need_servers_that_they_reach():
     workers = ["machine.rollout_workers=2", 'machine.cluster={address="auto"}']
-    with refused("value_error", "rollout_workers", "endpoints_file"):
+    with refused("value_error", "rollout_workers", "endpoints"):
         load_recipe("train-vlm/colors", workers)
     load_recipe("train-vlm/colors", [*workers, 'machine.endpoints=["http://10.0.0.7:8000"]'])
     with refused("value_error", "environment_processes", "rollout_workers"):

@@ -25,7 +25,6 @@ from armature.components.environments.make import make_environment
 from armature.components.environments.settings import EnvironmentSettings
 from armature.components.environments.stage import ENVIRONMENT, TASKS, read_environment
 from armature.components.inference.checkpoint import read_config
-from armature.components.inference.endpoints_file import read_endpoints
 from armature.components.policies.molmoact2.checkpoints.lerobot_layout import read_json
 from armature.components.policies.molmoact2.processing.action_tokens import CONFIG, ActionTokens
 from armature.components.policies.molmoact2.processing.norm_stats import NormStats
@@ -88,7 +87,6 @@ DOORS: dict[str, tuple[str, Callable[[Path], object]]] = {
     "Parquet": ("rows.parquet", table),
     "CSV by a pattern": ("rows.csv", tables_by_pattern),
     "schema": ("schema.json", schema_of_reward),
-    "list of servers": ("servers.txt", read_endpoints),
     "weights": ("model.safetensors", open_tensors),
     "index of weights": (INDEX, shard_names),
     "configuration": ("config.json", lambda path: read_config(path.parent)),

@@ -8,7 +8,6 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BeforeValidator, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from armature.components.contracts.autoscaling import ServerAutoscaling
 from armature.components.contracts.cluster import ClusterSettings, ServerBundle, TrainerBundle
 from armature.components.contracts.secrets import Environment, refuse_plain_arguments, refuse_plain_url, resolve
 from armature.components.contracts.settings import Settings
@@ -38,16 +37,6 @@ class Machine(Settings):
     servers: PositiveInt = Field(1, description="vLLM servers to start when no endpoints are given.")
     endpoints: Annotated[tuple[str, ...], BeforeValidator(refuse_plain_url)] = Field(
         (), description="Base URLs of running vLLM servers to join instead."
-    )
-    endpoints_file: Path | None = Field(
-        None,
-        description="File with such URLs, one in a line, which is read again and again: servers added to it join the "
-        "run, servers taken out of it leave it once they have answered what they were asked.",
-    )
-    server_autoscaling: ServerAutoscaling | None = Field(
-        None,
-        description="How many servers the run starts besides as requests wait, and stops again when they are idle. "
-        "None: always as many as `servers`.",
     )
     weight_transfer: Literal["file", "delta", "nccl", "ipc"] = Field(
         "file",
@@ -171,10 +160,7 @@ class Machine(Settings):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        if self.endpoints_file and self.endpoints:
-            raise ValueError("endpoints and endpoints_file both say which servers to join: leave one out")
         self._refuse_endpoints()
-        self._refuse_scaling()
         if self.rollout_straggler_timeout and self.rollout_workers < 2:
             raise ValueError("rollout_straggler_timeout has no effect without another of the rollout_workers")
         if self.joining_nodes and self.trainer_interface is None:
@@ -210,8 +196,7 @@ class Machine(Settings):
         if self.rollout_workers and not self.joins_servers and not bundle:
             raise ValueError(
                 "rollout_workers on a cluster ask the servers themselves, which listen on loopback where a run starts "
-                "them: name servers that all nodes reach in endpoints or endpoints_file, or start them on the cluster "
-                "with cluster.servers"
+                "them: name servers that all nodes reach in endpoints, or start them there with cluster.servers"
             )
         if bundle and self.joins_servers:
             raise ValueError("cluster.servers is of servers that a run starts: leave it out, or the endpoints")
@@ -245,33 +230,6 @@ class Machine(Settings):
                 raise ValueError(f"{name!r} is in endpoints twice")
             seen.add(name)
 
-    def _refuse_scaling(self) -> None:
-        """Raises ValueError where `server_autoscaling` is impossible or would have no effect."""
-        plan = self.server_autoscaling
-        if plan is None:
-            return
-        if self.joins_servers:
-            raise ValueError("server_autoscaling is of servers that a run starts: leave it out, or the endpoints")
-        if not self.sends_folders:
-            raise ValueError(
-                f'server_autoscaling needs weight_transfer = "file" or "delta": with {self.weight_transfer} a server '
-                "that is started gets no weights before the next sync"
-            )
-        if plan.max_servers <= self.servers:
-            raise ValueError(
-                f"server_autoscaling.max_servers = {plan.max_servers} has to be more than servers = {self.servers}"
-            )
-        if self.server_gpus and len(self.server_gpus) < plan.max_servers:
-            raise ValueError(
-                f"server_gpus has to name the devices of all {plan.max_servers} servers of server_autoscaling"
-            )
-        if self.max_concurrent <= plan.target_ongoing_requests * (plan.max_servers - 1):
-            raise ValueError(
-                f"{plan.max_servers} servers are never needed by max_concurrent = {self.max_concurrent} requests, "
-                f"{plan.target_ongoing_requests} for each: raise max_concurrent, or lower "
-                "server_autoscaling.target_ongoing_requests"
-            )
-
     @property
     def server_interpreter(self) -> Path:
         """`server_python`, or the one that is found."""
@@ -293,7 +251,7 @@ class Machine(Settings):
     @property
     def joins_servers(self) -> bool:
         """Whether a run asks servers that run already, and starts none."""
-        return bool(self.endpoints or self.endpoints_file)
+        return bool(self.endpoints)
 
     @property
     def server_bundle(self) -> ServerBundle | None:

@@ -1,10 +1,10 @@
-"""Watches one server of the pool: takes it out when it is unhealthy, and brings it back with the current weights."""
+"""Watches the servers of a pool: takes one out when it is unhealthy, and brings it back with the current weights."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -81,14 +81,9 @@ class ReplicaMonitor:
             log.warning("%s cannot be used again, and is started: %s", self.replica.name, error)
             await self._start_again()
 
-    async def run(self, *, up: bool = True) -> None:
-        """
-        Args:
-            up: `start` has returned. False: the server joins a pool that answers already.
-        """
+    async def run(self) -> None:
+        """Watch the server that `start` has brought up, until it is given up."""
         try:
-            if not up:
-                await self._bring_back()
             while not self.replica.given_up:
                 await self._trouble()
                 await self._take_out()
@@ -169,7 +164,7 @@ class ReplicaMonitor:
                 code="server_never_answered",
                 where=str(replica.server.log),
             )
-        self.pool.statistics.restarts += replica.server.log is not None  # the first start of one that joins is none
+        self.pool.statistics.restarts += 1
 
     async def _give_up(self, failure: ServerError, cause: Exception) -> None:
         self.replica.ready = self.replica.waits = False
@@ -292,3 +287,33 @@ class ReplicaMonitor:
                     where=replica.url,
                 ) from error
         await pool.notify()
+
+
+class PoolMonitors:
+    """The monitors of all servers of a pool."""
+
+    def __init__(self, pool: PoolContext, replicas: Sequence[Replica]) -> None:
+        self._monitors = [ReplicaMonitor(pool, replica) for replica in replicas]
+        self._watching: list[asyncio.Task[None]] = []
+
+    async def start(self) -> None:
+        """Start or join every server. Raises ServerError if one of them does not come up, or another run has it.
+
+        All runs take leases in the order of the servers' URLs. So no run has a server that another one waits for while
+        it waits for a server of the other.
+        """
+        ordered = sorted(self._monitors, key=lambda monitor: monitor.replica.url)
+        try:
+            async with asyncio.TaskGroup() as group:
+                for before, monitor in zip([None, *ordered], ordered, strict=False):
+                    group.create_task(monitor.start(before))
+        except BaseExceptionGroup as error:
+            raise error.exceptions[0] from None
+        self._watching = [asyncio.create_task(monitor.run()) for monitor in self._monitors]
+
+    async def close(self) -> None:
+        """End the monitors, and let others have the servers."""
+        for task in self._watching:
+            task.cancel()
+        await asyncio.gather(*self._watching, return_exceptions=True)
+        await asyncio.gather(*(monitor.close() for monitor in self._monitors))

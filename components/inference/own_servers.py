@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from armature.components.contracts.machine import Machine
 from armature.components.inference.adapters import ServedAdapters
-from armature.components.inference.autoscaling import Autoscaler
 from armature.components.inference.kept import kept_servers
-from armature.components.inference.members import ServerScaling
 from armature.components.inference.placed import PlacedHost
 from armature.components.inference.replica import Replica
 from armature.components.inference.server import VllmServer
@@ -54,11 +52,6 @@ class OwnServers:
         )
         return Replica(server.name, self._api_key, server=server)
 
-    def scaling(self, in_flight: Callable[[], int]) -> ServerScaling | None:
-        """What starts and stops servers as requests want them; None: nothing does."""
-        plan = self._machine.server_autoscaling
-        return ServerScaling(Autoscaler(plan, self._machine.servers), in_flight, self.replica) if plan else None
-
     async def take_kept(self, replicas: Sequence[Replica]) -> None:
         """Give them servers that the pool before has kept, if it has."""
         if self._kept is None:
@@ -71,10 +64,9 @@ class OwnServers:
     async def close(self, replicas: Sequence[Replica], keep: bool) -> None:
         """End the servers, but those that the next pool may take if this one has ended well (`keep`)."""
         servers = [replica.server for replica in replicas if replica.server]
-        least = self._machine.servers
-        if self._kept is not None and keep and all(replica.ready for replica in replicas[:least]):
-            self._kept.keep(servers[:least], self._weights)
-            servers = servers[least:]
-        await asyncio.gather(*(server.stop() for server in servers))
+        if self._kept is not None and keep and all(replica.ready for replica in replicas):
+            self._kept.keep(servers, self._weights)
+        else:
+            await asyncio.gather(*(server.stop() for server in servers))
         if self._places is not None:
             await asyncio.to_thread(self._places.close)

@@ -29,11 +29,9 @@ from armature.components.inference.client import (
     TransientError,
 )
 from armature.components.inference.determinism import Repeatability
-from armature.components.inference.endpoints_file import read_endpoints
 from armature.components.inference.lease import describe_run
 from armature.components.inference.lending import LentServer, SuspectServer, lend
-from armature.components.inference.members import PoolMembers
-from armature.components.inference.monitor import PoolContext
+from armature.components.inference.monitor import PoolContext, PoolMonitors
 from armature.components.inference.own_servers import OwnServers
 from armature.components.inference.probe import ProbeAnswer, make_probe
 from armature.components.inference.proof import SyncProof
@@ -55,7 +53,7 @@ OPEN: WeakSet[ServerPool] = WeakSet()
 
 class ServerPool:
     """Starts `machine.servers` servers, here or on `machine.cluster`, or joins those of `machine.endpoints`; used as
-    `async with`. With `machine.server_autoscaling` it starts and stops further servers as requests want them.
+    `async with`.
 
     A request is answered exactly once or raises; what fails on one server is tried on another, up to
     `MAX_ATTEMPTS` times. A server that dies or hangs is taken out, started again with the current weights, and
@@ -123,8 +121,6 @@ class ServerPool:
         )
 
     def _make_replicas(self) -> list[Replica]:
-        if self.machine.endpoints_file:
-            return [Replica(url, self._api_key, url=url) for url in read_endpoints(self.machine.endpoints_file)]
         if self.machine.endpoints:
             return [Replica(url, self._api_key, url=url.rstrip("/")) for url in self.machine.endpoints]
         return [self._own.replica(index) for index in range(self.machine.servers)]
@@ -149,9 +145,9 @@ class ServerPool:
             describe_run(self.log_folder),
             self.notify,
         )
-        self._members = PoolMembers(shared, self.replicas, self._api_key, self._own.scaling(lambda: self.in_flight))
+        self._monitors = PoolMonitors(shared, self.replicas)
         try:
-            await self._members.start()
+            await self._monitors.start()
         except BaseException:
             await self._close()
             raise
@@ -166,7 +162,7 @@ class ServerPool:
     async def _close(self, keep: bool = False) -> None:
         OPEN.discard(self)
         self._router.closed = True
-        await self._members.close()
+        await self._monitors.close()
         await self._requests.aclose()
         await self.http.aclose()
         await self._own.close(self.replicas, keep)
@@ -201,7 +197,7 @@ class ServerPool:
     @asynccontextmanager
     async def lent(self, requests: int) -> AsyncIterator[list[LentServer]]:
         """The servers that may be asked now, to be asked directly from elsewhere, `requests` at once. Within, they keep
-        their weights and none is stopped: these requests count as in flight.
+        their weights: these requests count as in flight.
 
         Raises:
             ConfigurationError: one of them does not say in its answers which weights it has.
@@ -209,15 +205,7 @@ class ServerPool:
             WeightSyncError: an earlier sync failed.
         """
         async with self._router.admitted(requests, lent=True):
-            ready = await self._router.ready()
-            servers = [lend(replica) for replica in ready]
-            for replica in ready:
-                replica.outstanding += 1
-            try:
-                yield servers
-            finally:
-                for replica in ready:
-                    replica.outstanding -= 1
+            yield [lend(replica) for replica in await self._router.ready()]
 
     def returned(self, suspects: Sequence[SuspectServer]) -> None:
         """See to servers that did not answer those whom they were lent to."""
@@ -246,7 +234,7 @@ class ServerPool:
         New requests wait; those in flight are finished first, or paused. What the old weights computed is forgotten. A
         server that dies
         meanwhile is not a failure: it is started again with the new weights. With weight_transfer "nccl" or "ipc" it
-        is one; a server that was gone before, or came later, gets the next weights. The folder, a new one for each
+        is one; a server that was gone before, or came back later, gets the next weights. The folder, a new one for each
         version, has to stay until the next call has returned, because a server may be started from it.
 
         Args:

@@ -22,8 +22,6 @@ class PoolStatistics:
     timeouts: int = 0
     ejections: int = 0
     restarts: int = 0
-    joined: int = 0
-    left: int = 0
     stragglers: int = 0
     """Shards of rollouts that were taken from workers because they were late."""
     continued: int = 0

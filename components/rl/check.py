@@ -7,15 +7,13 @@ from collections.abc import Mapping
 import psutil
 import torch
 
-from armature.components.contracts.machine import Machine
 from armature.components.contracts.stages import Artifact, StageContext
-from armature.components.inference.command import server_environment
 from armature.components.models.source import locate
 from armature.components.rl.open import open_run
 from armature.components.rl.settings import TrainVLMSettings
 from armature.components.stages import open_store
 from armature.components.training.processes import TrainerProcesses
-from armature.components.vlm.memory import GIB, chosen_recomputation, estimate_memory, memory_of_rank
+from armature.components.vlm.memory import chosen_recomputation, estimate_memory, memory_of_rank
 
 
 def check(settings: TrainVLMSettings, inputs: Mapping[str, Artifact], context: StageContext) -> None:
@@ -43,24 +41,10 @@ def check(settings: TrainVLMSettings, inputs: Mapping[str, Artifact], context: S
         )
     if available is not None and (share := processes.server_share) is not None:
         context.events.message(memory.beside_server(share, torch.cuda.mem_get_info(processes.gpus[0])[1], available))
-    if (scaled := scaled_servers(context.machine, memory.server_weights)) is not None:
-        context.events.message(scaled)
     with open_run(settings, inputs, context, open_store(context.machine), load_on_join=False) as (run, _):
         for line in run.preflight().lines():
             context.events.message(line)
     context.events.message("trainer and server agree: ready to train")
-
-
-def scaled_servers(machine: Machine, weights: int) -> str | None:
-    """Whether the most servers that `server_autoscaling` allows, of `weights` bytes each, fit into main memory; None
-    where that is not set, or where servers are on GPUs or on a cluster."""
-    plan = machine.server_autoscaling
-    if plan is None or machine.server_gpus or machine.server_bundle:
-        return None
-    cache = float(server_environment(machine, api_key="", gpus=())["VLLM_CPU_KVCACHE_SPACE"] or 0)
-    needed, free = plan.max_servers * (weights / GIB + cache), psutil.virtual_memory().available / GIB
-    line = f"up to {plan.max_servers} servers        {needed:.2f} GiB of weights and KV cache"
-    return line + (f"; WARNING: {free:.2f} GiB free on this machine" if needed > free else f"; {free:.2f} GiB free")
 
 
 def available_memory(processes: TrainerProcesses) -> tuple[int, str]:

@@ -20,51 +20,39 @@ ANSWER_SECONDS = 30.0
 
 
 class PlacementBundles:
-    """A placement group with `count` bundles; what has a higher index has a group of its own while it runs. When a
-    node is lost, Ray looks for room for its bundles on the others."""
+    """A placement group with `count` bundles. When a node is lost, Ray looks for room for its bundles on the others."""
 
     def __init__(self, cluster: ClusterSettings, bundle: Bundle, count: int) -> None:
         self.cluster, self.bundle, self._count = cluster, bundle, count
         self._lock = threading.Lock()
-        self._groups = dict[int, Any]()
+        self._group: Any = None
 
-    def take(self, index: int) -> tuple[Any, int]:
-        """The group and the bundle in it of `index`."""
+    def take(self) -> Any:
+        """The group; made by the first call."""
         from ray.util.placement_group import placement_group
 
-        shared = index < self._count
         with self._lock:
-            key = 0 if shared else index
-            if key not in self._groups:
-                bundles = [self.bundle.resources_of_node()] * (self._count if shared else 1)
-                self._groups[key] = placement_group(bundles, strategy=self.bundle.strategy)
-            return self._groups[key], index if shared else 0
+            if self._group is None:
+                bundles = [self.bundle.resources_of_node()] * self._count
+                self._group = placement_group(bundles, strategy=self.bundle.strategy)
+            return self._group
 
-    def wanted(self, index: int) -> str:
-        """The resources that the group of `index` waits for, and on how many nodes."""
+    def wanted(self) -> str:
+        """The resources that the group waits for, and on how many nodes."""
         each, strategy = self.bundle.resources_of_node(), self.bundle.strategy
-        if index >= self._count or self._count == 1:
+        if self._count == 1:
             return f"{each} of a node"
         if strategy == "STRICT_SPREAD":
             return f"{each} of each of {self._count} different nodes, as its strategy is {strategy}"
         on = f" of one node, as its strategy is {strategy}" if strategy == "STRICT_PACK" else ""
         return f"{self._count} times {each}{on}"
 
-    def give_back(self, index: int) -> None:
-        """What `index` had in a group of its own."""
-        if index >= self._count:
-            self._remove(index)
-
     def close(self) -> None:
-        for key in list(self._groups):
-            self._remove(key)
-
-    def _remove(self, key: int) -> None:
         import ray
         from ray.util.placement_group import remove_placement_group
 
         with self._lock:
-            group = self._groups.pop(key, None)
+            group, self._group = self._group, None
         if group is not None and ray.is_initialized():
             remove_placement_group(group)
 
@@ -166,7 +154,6 @@ class PlacedProgram:
                 if ends is not None:
                     ray.get(actor.stop.remote(), timeout=2 * GRACE)
                 ray.kill(actor)
-        self._places.give_back(self._index)
 
     def tail(self, lines: int) -> str:
         ray = _ray()
@@ -180,8 +167,9 @@ class PlacedProgram:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         self._refuse_stopped(stopped)
-        group, place = self._places.take(self._index)
-        strategy = PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=place)
+        strategy = PlacementGroupSchedulingStrategy(
+            placement_group=self._places.take(), placement_group_bundle_index=self._index
+        )
         options = self._places.bundle.options() | {"scheduling_strategy": strategy}
         end = time.monotonic() + self._places.cluster.start_timeout
         while True:
@@ -216,7 +204,7 @@ class PlacedProgram:
             free = {key: value for key, value in ray.available_resources().items() if "node:" not in key}
             raise ConfigurationError(
                 f"the cluster had no room for {bundle.WHAT} within {self._places.cluster.start_timeout:g} s: that "
-                f"takes {self._places.wanted(self._index)}; {large_enough(alive, bundle)} of {len(alive)} nodes have "
+                f"takes {self._places.wanted()}; {large_enough(alive, bundle)} of {len(alive)} nodes have "
                 f"so much while nothing runs on them, free on all nodes together: {free}",
                 code="no_room_in_cluster",
                 where=bundle.SETTING,

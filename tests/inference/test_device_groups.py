@@ -1,4 +1,4 @@
-"""Servers that come and go while only a trainer's GPUs have the current weights; against stand-in servers."""
+"""Servers that are lost and come back while only a trainer's GPUs have the current weights; stand-in servers."""
 
 from __future__ import annotations
 
@@ -7,31 +7,23 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from armature.components.contracts.errors import WeightSyncError
-from armature.components.inference import members
 from armature.components.inference.endpoint import Endpoint
 from armature.components.inference.pool import ServerPool
 from armature.components.inference.settings import SamplingSettings
 from armature.components.inference.weights import Publish
 from tests.refusals import refused
 
-from .test_endpoints_file import MESSAGES, Asking, until, write
-
+MESSAGES = [{"role": "user", "content": "?"}]
 MakePool = Callable[..., ServerPool]
 StandIns = Callable[..., list[Any]]
 Checkpoint = Callable[..., Path]
 
 
-@pytest.fixture(autouse=True)
-def often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(members, "READ_EVERY", 0.05)
-
-
-@pytest.fixture
-def file(tmp_path: Path) -> Path:
-    return tmp_path / "servers.txt"
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(30):
+        while not condition():
+            await asyncio.sleep(0.02)
 
 
 class Trainer:
@@ -52,43 +44,6 @@ class Trainer:
     @property
     def urls(self) -> list[set[str]]:
         return [{endpoint.url for endpoint in group} for group in self.groups]
-
-
-def test_one_that_is_added_takes_part_after_the_next_sync(
-    stand_ins: StandIns, make_pool: MakePool, checkpoint: Checkpoint, sampling: SamplingSettings, file: Path
-) -> None:
-    first, second = stand_ins(2)
-    first.delay = second.delay = 0.02
-    trainer, unread = Trainer(first, second), file.parent / "unread"
-    write(file, first)
-    pool = make_pool([], checkpoint("a"), endpoints_file=file, weight_transfer="nccl")
-
-    async def work() -> list[Any]:
-        async with pool, Asking(pool, sampling) as asking:
-            await pool.sync(unread, 1, trainer.sends("b"))
-            write(file, first, second)
-            await until(lambda: len(pool.replicas) == 2 and pool.replicas[1].waits)
-            assert await asking.more() == {first.url}
-            await pool.sync(unread, 2, trainer.sends("c"))
-            await until(lambda: pool.replicas[1].ready)
-            assert await asking.more() == {first.url, second.url}
-            await pool.sync(unread, 3, trainer.sends("d"))
-            write(file, second)
-            await until(lambda: pool.statistics.left == 1)
-            await pool.sync(unread, 4, trainer.sends("e"))
-            assert await asking.more() == {second.url}
-        return asking.results
-
-    results = asyncio.run(work())
-    both = {first.url, second.url}
-    assert trainer.urls == [{first.url}, both, both, {second.url}]
-    assert trainer.groups[1] == trainer.groups[2], "a group lasts while its servers stay"
-    told = {("start", 0), ("b", 1), ("c", 2), ("d", 3), ("e", 4)}
-    assert {(result.text, result.policy_version) for result in results} <= told
-    assert {result.text for result in results if result.server == second.url} <= {"c", "d", "e"}
-    counts = pool.statistics.counts()
-    assert counts["completions"] == len(results) == first.answered.total() + second.answered.total()
-    assert (counts["retries"], counts["ejections"]) == (0, 0)
 
 
 def test_the_only_one_that_was_started_again_is_waited_for_and_connected_to_again(
@@ -133,10 +88,14 @@ def test_one_that_is_unhealthy_is_left_out_of_a_sync_and_gets_the_next_weights(
             await until(lambda: pool.replicas[1].waits)
             await pool.sync(Path("unread"), 4, trainer.sends("e"))
             await until(lambda: pool.replicas[1].ready)
+            await pool.sync(Path("unread"), 5, trainer.sends("f"))
+            answers = await asyncio.gather(*(pool.complete(MESSAGES, sampling, 2 * seed) for seed in range(8)))
+            assert {(answer.text, answer.server) for answer in answers} == {("f", first.url), ("f", second.url)}
 
     asyncio.run(work())
     both = {first.url, second.url}
-    assert trainer.urls == [both, {first.url}, {first.url}, both]
+    assert trainer.urls == [both, {first.url}, {first.url}, both, both]
+    assert trainer.groups[3] == trainer.groups[4], "a group lasts while its servers stay"
 
 
 def test_a_request_that_no_server_has_the_weights_for_is_told_so(
@@ -177,17 +136,17 @@ def test_when_none_comes_back_the_sync_says_so(
 
 
 def test_weights_that_did_not_arrive_fail_the_sync_of_one_that_waited(
-    stand_ins: StandIns, make_pool: MakePool, checkpoint: Checkpoint, file: Path
+    stand_ins: StandIns, make_pool: MakePool, checkpoint: Checkpoint
 ) -> None:
     first, second = stand_ins(2)
     trainer = Trainer(first, second)
-    write(file, first)
 
     async def work() -> None:
-        async with make_pool([], checkpoint("a"), endpoints_file=file, weight_transfer="nccl") as pool:
+        async with make_pool([first, second], checkpoint("a"), weight_transfer="nccl") as pool:
+            second.healthy = False
             await pool.sync(Path("unread"), 1, trainer.sends("b"))
-            write(file, first, second)
-            await until(lambda: len(pool.replicas) == 2 and pool.replicas[1].waits)
+            second.healthy = True
+            await until(lambda: pool.replicas[1].waits)
 
             async def to_the_first_alone(endpoints: Sequence[Endpoint]) -> None:
                 await trainer.sends("c")(endpoints[:1])

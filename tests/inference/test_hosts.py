@@ -16,11 +16,9 @@ import httpx
 import psutil
 import pytest
 
-from armature.components.contracts.autoscaling import ServerAutoscaling
 from armature.components.contracts.cluster import ClusterSettings, ServerBundle
 from armature.components.contracts.errors import ServerError
 from armature.components.contracts.machine import Machine
-from armature.components.inference import members
 from armature.components.inference.command import is_deterministic, server_command, server_environment
 from armature.components.inference.host import Host, LocalHost, ServerNeeds
 from armature.components.inference.placed import PlacedHost
@@ -30,9 +28,8 @@ from armature.components.workers.placed import NodeActor, PlacedProgram, Placeme
 from tests.refusals import refused
 from tests.workers.conftest import cluster, ray_cluster
 
-from .test_autoscaling import Load
-from .test_endpoints_file import MESSAGES, until
-from .test_pool_restarts import STAND_IN
+from .test_device_groups import until
+from .test_pool_restarts import MESSAGES, STAND_IN
 
 __all__ = ["cluster", "ray_cluster"]
 SETTINGS = ServerSettings(max_model_len=512, max_images_per_prompt=2, dtype="float32")
@@ -69,10 +66,8 @@ def until_gone(pid: int) -> None:
 
 
 @needs_ray
-def test_a_start_that_is_stopped_at_any_time_keeps_no_room(
-    request: pytest.FixtureRequest, checkpoint: Checkpoint
-) -> None:
-    places = PlacementBundles(request.getfixturevalue("cluster"), BUNDLE, 0)
+def test_start_stopped_at_any_time_leaves_no_actor(request: pytest.FixtureRequest, checkpoint: Checkpoint) -> None:
+    places = PlacementBundles(request.getfixturevalue("cluster"), BUNDLE, 1)
     for seconds in (None, 0.05, 0.4, 0.8, 1.2):
         placed = PlacedProgram(places, 0, NodeActor, ServerError)
 
@@ -88,7 +83,8 @@ def test_a_start_that_is_stopped_at_any_time_keeps_no_room(
             time.sleep(seconds)
             placed.stop()
         starting.join(60)
-        assert not starting.is_alive() and placed._actor is None and not places._groups
+        assert not starting.is_alive() and placed._actor is None
+    places.close()
 
 
 def test_a_program_listens_where_it_was_told_to_and_ends_with_all_that_it_started(
@@ -166,6 +162,31 @@ def placed_pool(python: Path, tmp_path: Path) -> Callable[..., ServerPool]:
     return make
 
 
+class Load:
+    """So many requests at once, one after another, until the block ends."""
+
+    def __init__(self, pool: ServerPool, sampling: SamplingSettings, at_once: int) -> None:
+        self._pool, self._sampling, self._at_once = pool, sampling, at_once
+        self.results, self._asked, self._ends = list[Any](), 0, False
+
+    async def __aenter__(self) -> Load:
+        self._tasks = [asyncio.create_task(self._ask()) for _ in range(self._at_once)]
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._ends = True
+        await asyncio.gather(*self._tasks)
+
+    async def _ask(self) -> None:
+        while not self._ends:
+            self._asked += 1
+            self.results.append(await self._pool.complete(MESSAGES, self._sampling, 2 * self._asked))
+
+    async def until_answered_by(self, server: str) -> None:
+        before = len(self.results)
+        await until(lambda: server in {result.server for result in self.results[before:]})
+
+
 async def ask_many(pool: ServerPool, sampling: SamplingSettings, count: int) -> list[Any]:
     return await asyncio.gather(*(pool.complete(MESSAGES, sampling, 2 * seed) for seed in range(count)))
 
@@ -230,36 +251,6 @@ def test_each_server_has_gpus_of_its_own(ray_cluster: Any, cluster: ClusterSetti
         host.stop()
     places.close()
     ray_cluster.remove_node(node)
-
-
-@needs_ray
-def test_servers_beyond_the_least_have_bundles_as_long_as_they_run(
-    cluster: ClusterSettings,
-    placed_pool: Callable[..., ServerPool],
-    checkpoint: Checkpoint,
-    sampling: SamplingSettings,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    import ray
-
-    monkeypatch.setattr(members, "READ_EVERY", 0.05)
-    plan = ServerAutoscaling(max_servers=2, target_ongoing_requests=4, upscale_delay=0.2, downscale_delay=0.6)
-    pool = placed_pool(checkpoint("a"), cluster, servers=1, server_autoscaling=plan)
-
-    def taken() -> float:
-        return float(ray.cluster_resources()["steady"] - ray.available_resources()["steady"])
-
-    async def work() -> None:
-        async with pool:
-            assert taken() == 1
-            async with Load(pool, sampling, 8) as load:
-                await load.until_answered_by("vllm-1")
-                assert taken() == 2
-            await until(lambda: len(pool.replicas) == 1 and taken() == 1)
-        await until(lambda: taken() == 0)
-
-    asyncio.run(work())
-    assert not pool.statistics.failures
 
 
 @needs_ray

@@ -236,6 +236,26 @@ def test_an_ejected_server_comes_back_with_the_current_weights(
     run(pool, work)
 
 
+def test_joined_server_that_stays_away_is_given_up_and_the_other_answers(
+    stand_ins: StandIns, make_pool: MakePool, checkpoint: Checkpoint, sampling: SamplingSettings
+) -> None:
+    first, second = stand_ins(2)
+    pool = make_pool([first, second], checkpoint("a"), ready_timeout=1.0)
+
+    async def work(pool: ServerPool) -> list[Any]:
+        second.healthy = False
+        second.misbehave("500")
+        results = []
+        while pool.replicas[1].given_up is None:
+            results += await ask_many(pool, sampling, 4)
+        await pool.sync(checkpoint("b"), 1)
+        return results + await ask_many(pool, sampling, 4)
+
+    results = run(pool, work)
+    assert {result.server for result in results} == {first.url}
+    assert {(result.text, result.policy_version) for result in results} == {("a", 0), ("b", 1)}
+
+
 def test_a_wrong_key_is_said_at_once(
     stand_ins: StandIns, make_pool: MakePool, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:

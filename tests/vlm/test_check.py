@@ -8,10 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from armature.components.contracts.autoscaling import ServerAutoscaling
 from armature.components.contracts.machine import Machine
 from armature.components.models.load import load_model
-from armature.components.rl.check import scaled_servers
 from armature.components.training.processes import TrainerProcesses
 from armature.components.training.ranks import Ranks
 from armature.components.training.service_settings import service_settings
@@ -169,14 +167,3 @@ def test_a_trainer_chooses_by_the_memory_that_there_is(
     worker = TrainerWorker(service_settings(policy, Machine(loader_workers=0), tmp_path), Ranks())
     layers = [module for module in worker.learner.model.modules() if getattr(module, "gradient_checkpointing", False)]
     assert bool(layers) is recomputed
-
-
-def test_the_servers_that_may_be_started_are_counted() -> None:
-    plan = ServerAutoscaling(max_servers=3)
-    assert scaled_servers(Machine(), GIB) is None
-    assert scaled_servers(Machine(server_autoscaling=plan, server_gpus=((0,), (1,), (2,))), GIB) is None
-    few = Machine(server_autoscaling=plan, server_environment={"VLLM_CPU_KVCACHE_SPACE": "0.5"})
-    said = str(scaled_servers(few, 0))
-    assert "up to 3 servers        1.50 GiB of weights" in said and "WARNING" not in said
-    many = Machine(server_autoscaling=plan)
-    assert "3003.00 GiB of weights and KV cache; WARNING: " in str(scaled_servers(many, 1000 * GIB))
