@@ -6,6 +6,7 @@ import json
 import operator
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any
@@ -240,10 +241,10 @@ def _comparable(value: Any, wanted: Any, column: str) -> Any:
         return {"true": True, "false": False}.get(value.lower()) if isinstance(value, str) else value
     if isinstance(wanted, str):
         return column_name(_text(value, column))
-    try:
-        return float(value)
-    except (TypeError, ValueError, OverflowError):
-        raise BadRow("wrong_type", f"{column!r} is {value!r:.100}, where a filter asks for a number") from None
+    for read in (int, float) if isinstance(value, int | str) else (float,):  # float64 leaves out whole numbers
+        with suppress(TypeError, ValueError):
+            return read(value)
+    raise BadRow("wrong_type", f"{column!r} is {value!r:.100}, where a filter asks for a number")
 
 
 def _check_columns(settings: DatasetEnvironmentSettings, known: set[str]) -> None:

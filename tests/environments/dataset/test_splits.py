@@ -130,6 +130,8 @@ def test_a_hash_may_take_some_of_the_files(tmp_path: Path) -> None:
         (("text", "not in", ["t1", "t2"]), lambda n: n not in (1, 2)),
         (("text", "==", "t4"), lambda n: n == 4),
         (("number as text", ">", 7), lambda n: n > 7),
+        (("large", "==", 2**53 + 1), lambda n: n == 1),
+        (("large as text", ">", 2**53 + 1), lambda n: n > 1),
         (("even", "==", True), lambda n: n % 2 == 0),
         (("nothing", "!=", 1), lambda n: False),
     ],
@@ -138,6 +140,7 @@ def test_filters(each: tuple[str, str, Any], passes: Any, tmp_path: Path) -> Non
     path = tmp_path / "rows.jsonl"
     rows = [
         {**row, "text": f"t{n}", "number as text": f"{n}", "even": n % 2 == 0, "nothing": None, "split": s}
+        | {"large": 2**53 + n, "large as text": f"{2**53 + n}"}
         for n, row in enumerate(rows_of(12))
         for s in ("train", "test")
     ]
