@@ -74,7 +74,7 @@ def file_state(path: Path) -> str:
 
 def file_sha256(path: Path) -> str:
     """SHA-256 of a file's content, kept in the standard cache for as long as its size, times and inode stay."""
-    key = hashlib.sha256(f"{path.resolve()}\0{file_state(path)}".encode()).hexdigest()
+    key = hashlib.sha256(os.fsencode(f"{path.resolve()}\0{file_state(path)}")).hexdigest()
 
     def write(target: Path) -> None:
         with path.open("rb") as file:

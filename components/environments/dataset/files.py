@@ -107,9 +107,9 @@ class FolderFiles:
     def digest(self, names: Sequence[str]) -> str:
         """SHA-256 of their content, kept for as long as their sizes, times and inodes stay."""
         there = [name for name in names if self._is_here(name)]
-        facts = sha256(self._real.encode())
+        facts = sha256(os.fsencode(self._real))
         for name in there:
-            facts.update(f"{name}\0{file_state(self.root / name)}\n".encode())
+            facts.update(os.fsencode(f"{name}\0{file_state(self.root / name)}\n"))
 
         def write(target: Path) -> None:
             with ThreadPoolExecutor(READERS) as pool:

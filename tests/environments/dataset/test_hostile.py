@@ -240,6 +240,32 @@ def test_sources_without_a_table(source: str, files: dict[str, bytes], code: str
         list(environment_of({"source": str(tmp_path / source)}).tasks("train"))
 
 
+@pytest.mark.parametrize("depth", [480, 700, 950])
+@pytest.mark.parametrize("column", ["question", "answer", "kind", "image", "unused"])
+def test_a_nested_value_costs_its_row(column: str, depth: int, tmp_path: Path) -> None:
+    """json reads up to Python's recursion limit, and what walks through the value takes more."""
+    write_images(tmp_path, GOOD)
+    nested = json.dumps({**GOOD[1], column: "VALUE"}).replace('"VALUE"', "[" * depth + "]" * depth)
+    (tmp_path / "rows.jsonl").write_text("\n".join([*map(json.dumps, GOOD), nested]))
+    where = {"source": str(tmp_path / "rows.jsonl"), "split": {"by": "column"}}
+    assert outcome(where) == 4
+    with refused("rows_unusable", "1 of 5", "1 unreadable"):
+        list(environment_of(where).tasks("train"))
+
+
+def test_names_of_files_that_are_not_utf8(tmp_path: Path) -> None:
+    for number in range(8):
+        path = tmp_path / "ab"[number % 2] / os.fsdecode(b"\xfe%d.png" % number)
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(bars(number))
+    where = {"source": str(tmp_path), "split": {"by": "hash", "heldout": 0.5, "group": "image"}}
+    environment = environment_of(where, prompt="{image}Which?", answer="label", kind="")
+    assert len(list(environment.tasks("train"))) + len(list(environment.tasks("heldout"))) == 8
+    before = environment.sources(environment.settings)
+    path.write_bytes(bars(9))
+    assert environment.sources(environment.settings)["images"] != before["images"]
+
+
 def test_an_answer_of_a_million_characters(tmp_path: Path) -> None:
     rows = [*rows_of(3), {**rows_of(4)[3], "answer": "x" * 10**6}]
     write_images(tmp_path, rows)
