@@ -40,10 +40,17 @@ def bounded_batches(source: Path | IO[bytes], rows: int, where: str = "", **choi
         largest = max((chunk.total_uncompressed_size for chunk in chunks if chunk.has_dictionary_page), default=1)
         decoded = 0
         for batch in file.iter_batches(max(1, min(rows, BATCH_BYTES // max(largest, 1))), **choice):
-            decoded += batch.nbytes
+            plain = batch.cast(without_dictionaries(batch.schema))
+            decoded += plain.nbytes
             if decoded > limit:
                 raise _too_large(limit, place)
-            yield batch
+            yield plain
+
+
+def without_dictionaries(schema: pa.Schema) -> pa.Schema:
+    """The same columns with the values themselves: each row group may have another dictionary of a column."""
+    fields = [each.with_type(each.type.value_type) if pa.types.is_dictionary(each.type) else each for each in schema]
+    return pa.schema(fields, schema.metadata)
 
 
 def read_parquet(source: Path | IO[bytes], where: str = "", **choice: Any) -> pa.Table:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any, get_args
 
@@ -10,6 +9,7 @@ from armature.components.contracts.episodes import Role
 from armature.components.environments.dataset.bad_rows import BadRow
 from armature.components.environments.dataset.images import TableImage, table_images
 from armature.components.environments.dataset.template import Place, split_at
+from armature.components.environments.dataset.values import read_json
 
 ChatPart = str | Place | TableImage
 ROLES: dict[str, Role] = {name: name for name in get_args(Role)}
@@ -23,7 +23,7 @@ def chat_messages(value: Any, column: str, image_token: str) -> tuple[list[tuple
     """
     if isinstance(value, str):
         try:
-            value = json.loads(value)
+            value = read_json(value)
         except (ValueError, RecursionError) as error:
             raise BadRow("bad_conversation", f"{column!r} is text and not JSON: {error}") from None
     if not isinstance(value, list | tuple) or not value:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,7 +12,9 @@ import pyarrow as pa
 
 from armature.components.artifacts.cache import DownloadCache
 from armature.components.contracts.errors import ConfigurationError, DataError
+from armature.components.environments.dataset.bad_rows import BadRow
 from armature.components.environments.dataset.shards import ArrowRows, Shard
+from armature.components.environments.dataset.values import column_values
 from armature.components.hub import hub_commit
 from armature.components.installation import install_command
 
@@ -113,15 +115,36 @@ def _shards(found: Any) -> list[Shard]:
 
 
 def _split(name: str, rows: Any) -> ArrowRows:
-    """Class labels are given by their names."""
+    """Class labels are given by their names, also those in lists and structs."""
     stored = rows.with_format("arrow")
-    labels = {key: feature for key, feature in rows.features.items() if hasattr(feature, "int2str")}
+    named = {key: _names(feature) for key, feature in rows.features.items()}
 
-    def read(start: int, stop: int) -> pa.Table:
-        table = stored[start:stop]
-        for key, feature in labels.items():
-            named = [None if value is None or value < 0 else feature.int2str(value) for value in table[key].to_pylist()]
-            table = table.set_column(table.column_names.index(key), key, pa.array(named, pa.string()))
-        return table
+    def values(key: str, column: pa.ChunkedArray) -> list[Any]:
+        plain, name_of = column_values(column), named[key]
+        return plain if name_of is None else list(map(name_of, plain))
 
-    return ArrowRows(name, len(rows), rows.column_names, read)
+    return ArrowRows(name, len(rows), rows.column_names, lambda start, stop: stored[start:stop], values)
+
+
+def _names(feature: Any) -> Callable[[Any], Any] | None:
+    """Put the names of class labels in place of their numbers in a value; None: it has none."""
+    if hasattr(feature, "int2str"):
+        return lambda value: None if value is None or value < 0 else _label(feature, value)
+    if isinstance(feature, Mapping):
+        fields = {key: each for key, inner in feature.items() if (each := _names(inner))}
+        if not fields:
+            return None
+        return lambda value: value and value | {key: each(value[key]) for key, each in fields.items()}
+    name_of = _names(feature.feature) if hasattr(feature, "feature") else None
+    return name_of and (lambda value: value and list(map(name_of, value)))
+
+
+def _label(feature: Any, number: int) -> str:
+    """
+    Raises:
+        BadRow: there is no such label.
+    """
+    try:
+        return str(feature.int2str(number))
+    except ValueError as error:
+        raise BadRow("unreadable", str(error)) from None

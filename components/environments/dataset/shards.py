@@ -16,7 +16,7 @@ import pyarrow.csv as pa_csv
 import pyarrow.parquet as pq
 
 from armature.components.artifacts.cache import DownloadCache, make_once
-from armature.components.artifacts.parquet import bounded_batches
+from armature.components.artifacts.parquet import bounded_batches, without_dictionaries
 from armature.components.contracts.errors import DataError
 from armature.components.contracts.files import read_bytes, regular
 from armature.components.environments.dataset.bad_rows import BadRow
@@ -30,7 +30,7 @@ LARGEST_JSON = 2**29
 LARGEST_CSV = 2**32
 LONGEST_HEADER = 2**20
 _SPACE = re.compile(r"[ \t\n\r]*")
-COPY = 2
+COPY = 3
 """Version of the copies that are kept of Parquet files."""
 
 Row = dict[str, Any]
@@ -95,10 +95,17 @@ class JsonLinesRows:
 
 
 class ArrowRows:
-    """Rows that `read` gives as a table, from one position to another."""
+    """Rows that `read` gives as a table, from one position to another; `values` are those of a column, by its name."""
 
-    def __init__(self, name: str, length: int, columns: Collection[str], read: Callable[[int, int], pa.Table]) -> None:
-        self.name, self._length, self._read = name, length, read
+    def __init__(
+        self,
+        name: str,
+        length: int,
+        columns: Collection[str],
+        read: Callable[[int, int], pa.Table],
+        values: Callable[[str, pa.ChunkedArray], list[Any]] = lambda _, column: column_values(column),
+    ) -> None:
+        self.name, self._length, self._read, self._values = name, length, read, values
         self._stored = _by_name(columns, name)
         self.columns = set(self._stored)
 
@@ -107,16 +114,25 @@ class ArrowRows:
             table = self._read(start, min(start + BATCH, self._length))
             chosen = {name: stored for name, stored in self._stored.items() if name in wanted}
             try:
-                columns = {name: column_values(table[stored]) for name, stored in chosen.items()}
+                columns = {name: self._values(stored, table[stored]) for name, stored in chosen.items()}
             except BadRow:
-                yield from (_row_or_bad(table.slice(number, 1), chosen) for number in range(table.num_rows))
+                yield from (self._row_or_bad(table.slice(number, 1), chosen) for number in range(table.num_rows))
             else:
                 values = columns.items()
                 yield from ({name: listed[number] for name, listed in values} for number in range(table.num_rows))
 
     def row(self, index: int) -> Row:
         _exists(index, self._length, self.name)
-        return _only_row(self._read(index, index + 1), self._stored)
+        return self._only_row(self._read(index, index + 1), self._stored)
+
+    def _only_row(self, table: pa.Table, columns: Mapping[str, str]) -> Row:
+        return {name: self._values(stored, table[stored])[0] for name, stored in columns.items()}
+
+    def _row_or_bad(self, table: pa.Table, columns: Mapping[str, str]) -> Row | BadRow:
+        try:
+            return self._only_row(table, columns)
+        except BadRow as bad:
+            return bad
 
 
 def open_json_lines(path: Path, name: str) -> JsonLinesRows:
@@ -138,8 +154,8 @@ def open_json(path: Path, name: str) -> JsonLinesRows:
         remedy = "write JSON Lines, an object per line, which is read piece by piece"
         try:
             text = read_bytes(path, LARGEST_JSON, remedy).decode("utf-8-sig")
-            with target.open("w") as file:
-                file.writelines(json.dumps(row) + "\n" for row in _listed(text))
+            with target.open("w", encoding="utf-8") as file:
+                file.writelines(row.translate({10: " ", 13: " "}) + "\n" for row in _listed(text))
         except (ValueError, RecursionError) as error:
             raise _unreadable(path, "JSON", error) from error
 
@@ -152,7 +168,7 @@ def open_csv(path: Path, name: str) -> ArrowRows:
     Raises:
         DataError: it is not UTF-8, or rows have more or fewer values than the header.
     """
-    separator = "\t" if path.suffix == ".tsv" else ","
+    separator = "\t" if path.suffix.lower() == ".tsv" else ","
     try:
         with regular(path).open(encoding="utf-8-sig", newline="") as file:
             text = file.read(LONGEST_HEADER)
@@ -190,7 +206,7 @@ def open_parquet(path: Path, name: str) -> ArrowRows:
             schema = pq.read_schema(path)
             if len(set(schema.names)) < len(schema.names):
                 raise DataError("two columns have the same name", code="column_repeated", where=str(path))
-            with pa.OSFile(str(target), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
+            with pa.OSFile(str(target), "wb") as sink, pa.ipc.new_file(sink, without_dictionaries(schema)) as writer:
                 for batch in _whole(bounded_batches(path, BATCH)):
                     batch.validate(full=True)  # a damaged page may decode to what is not UTF-8
                     writer.write_batch(batch)
@@ -234,17 +250,6 @@ def _by_name(stored: Iterable[str], where: str) -> dict[str, str]:
     return names
 
 
-def _only_row(table: pa.Table, columns: Mapping[str, str]) -> Row:
-    return {name: column_values(table[stored])[0] for name, stored in columns.items()}
-
-
-def _row_or_bad(table: pa.Table, columns: Mapping[str, str]) -> Row | BadRow:
-    try:
-        return _only_row(table, columns)
-    except BadRow as bad:
-        return bad
-
-
 def _no_more(batches: Iterable[pa.RecordBatch], most: int, path: Path) -> Iterator[pa.RecordBatch]:
     """
     Raises:
@@ -275,19 +280,19 @@ def _copy(path: Path, suffix: str, write: Callable[[Path], None]) -> Path:
     return make_once(DownloadCache.standard().folder / "tables" / f"{content_sha256(path)}-{COPY}.{suffix}", write)
 
 
-def _listed(text: str) -> Iterator[Any]:
-    """The items of a JSON list, one at a time: as objects all of them take 20 times as much memory as the text.
+def _listed(text: str) -> Iterator[str]:
+    """The texts of a JSON list's items, one at a time: as objects all of them take 20 times as much memory.
 
     Raises:
         ValueError, RecursionError: it is not a JSON list.
     """
-    decoder, end = json.JSONDecoder(), _SPACE.match(text).end()  # type: ignore[union-attr]
+    decoder, end = json.JSONDecoder(parse_int=str), _SPACE.match(text).end()  # type: ignore[union-attr]
     if text[end : end + 1] != "[":
         raise ValueError("it holds no list of objects")
     place = _SPACE.match(text, end + 1).end()  # type: ignore[union-attr]
     while text[place : place + 1] != "]" or text[end] == ",":
-        item, end = decoder.raw_decode(text, place)
-        yield item
+        _, end = decoder.raw_decode(text, place)
+        yield text[place:end]
         end = _SPACE.match(text, end).end()  # type: ignore[union-attr]
         if text[end : end + 1] not in (",", "]"):
             raise ValueError(f"neither a comma nor the end of the list at character {end}")

@@ -8,7 +8,7 @@ and lists and dicts of these. Dates and times are text. A number of lower precis
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import date, time, timedelta
 from decimal import Decimal
 from typing import Any
@@ -21,14 +21,42 @@ from armature.components.environments.dataset.bad_rows import BadRow
 
 _NARROW: Mapping[pa.DataType, type[np.floating[Any]]] = {pa.float16(): np.float16, pa.float32(): np.float32}
 _SIMPLE = (pa.types.is_string, pa.types.is_large_string, pa.types.is_binary, pa.types.is_integer, pa.types.is_boolean)
+DEEPEST = 64
+"""Lists and objects inside one another in a row; Python itself gives up at a depth that depends on who calls."""
 
 
 def read_json(text: str) -> Any:
     """
     Raises:
-        ValueError, RecursionError: it is not JSON.
+        ValueError, RecursionError: it is not JSON, an object names a key twice, or it is nested too deeply.
     """
-    return json.loads(text, parse_float=lambda digits: plain_number(float(digits)), parse_constant=lambda name: None)
+    value = json.loads(
+        text,
+        parse_float=lambda digits: plain_number(float(digits)),
+        parse_constant=lambda name: None,
+        object_pairs_hook=_unique_keys,
+    )
+    level = [value] if text.count("[") + text.count("{") > DEEPEST else []
+    for _ in range(DEEPEST + 1):
+        level = [child for each in level for child in _children(each)]
+    if level:
+        raise ValueError(f"more than {DEEPEST} lists and objects inside one another")
+    return value
+
+
+def _children(value: Any) -> Iterable[Any]:
+    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """
+    Raises:
+        ValueError: a key is there twice, of which JSON's readers would keep the last.
+    """
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        raise ValueError("an object names a key twice")
+    return made
 
 
 def column_values(column: pa.ChunkedArray) -> list[Any]:
@@ -60,14 +88,7 @@ def _reader(kind: pa.DataType) -> Callable[[Any], Any] | None:
     if pa.types.is_nested(kind) and hasattr(kind, "value_type"):
         each_of = _reader(kind.value_type)
         return each_of and (lambda value: value and [each_of(each) for each in value])
-    simple = (
-        pa.types.is_string,
-        pa.types.is_large_string,
-        pa.types.is_binary,
-        pa.types.is_integer,
-        pa.types.is_boolean,
-    )
-    return None if any(is_simple(kind) for is_simple in simple) else _plain
+    return None if any(is_simple(kind) for is_simple in _SIMPLE) else _plain
 
 
 def _narrowed(value: float, narrow: type[np.floating[Any]]) -> int | float | str | None:

@@ -7,13 +7,18 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from armature.components.configuration import load_recipe
 from armature.components.contracts.episodes import Task
 from armature.components.contracts.images import EncodedImage
 from armature.components.contracts.machine import Machine
+from armature.components.environments.dataset.bad_rows import BadRow
 from armature.components.environments.dataset.environment import DatasetEnvironment
+from armature.components.environments.dataset.huggingface import saved_shards
+from armature.components.environments.dataset.shards import open_csv, open_parquet
 from armature.components.environments.settings import EnvironmentSettings
 from armature.components.environments.sources import environment_sources
 from armature.components.environments.stage import load_environment, load_tasks
@@ -159,6 +164,36 @@ def test_class_labels_of_datasets_are_their_names(tmp_path: Path) -> None:
             for task in environment.tasks(name)  # type: ignore[arg-type]
         }
         assert found == {(bars(n), ["left", "middle", "right"][n % 3]) for n in range(start, 12, 2)}
+
+
+def test_class_labels_in_lists_and_structs_are_names_too(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    label = datasets.ClassLabel(names=["left", "right"])
+    table = pa.table({"q": ["0", "1", "2"], "a": [[0, 1], [1], [5]], "s": [{"x": 0}, None, {"x": 0}]})
+    features = {"q": datasets.Value("string"), "a": datasets.List(label), "s": {"x": label}}
+    info = datasets.DatasetInfo(features=datasets.Features(features))
+    datasets.Dataset(table, info=info).save_to_disk(str(tmp_path / "saved"))
+    (shard,) = saved_shards(tmp_path / "saved")
+    first, second, third = shard.scan({"a", "s"})
+    assert first == {"a": ["left", "right"], "s": {"x": "left"}} and second == {"a": ["right"], "s": None}
+    assert isinstance(third, BadRow) and third.reason == "unreadable"
+
+
+def test_categories_differ_between_row_groups(tmp_path: Path) -> None:
+    """Each row group of a file may have a dictionary of its own, as where a writer appends tables with categories."""
+    tables = [pa.table({"a": pa.array([f"{group}-{n % 7}" for n in range(300)]).dictionary_encode()}) for group in "xy"]
+    with pq.ParquetWriter(tmp_path / "rows.parquet", tables[0].schema) as writer:
+        for table in tables:
+            writer.write_table(table)
+    rows = open_parquet(tmp_path / "rows.parquet", "rows")
+    assert list(rows.scan({"a"})) == [{"a": f"{group}-{n % 7}"} for group in "xy" for n in range(300)]
+    assert rows.row(599) == {"a": "y-5"}
+
+
+@pytest.mark.parametrize("suffix", ["tsv", "TSV"])
+def test_tabs_separate_whichever_way_the_suffix_is_written(suffix: str, tmp_path: Path) -> None:
+    (tmp_path / f"rows.{suffix}").write_text("a\tb\n1\tx,y\n")
+    assert list(open_csv(tmp_path / f"rows.{suffix}", "rows").scan({"a", "b"})) == [{"a": 1, "b": "x,y"}]
 
 
 def test_a_dataset_as_the_hub_has_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
