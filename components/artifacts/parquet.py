@@ -34,7 +34,7 @@ def bounded_batches(source: Path | IO[bytes], rows: int, where: str = "", **choi
         limit, metadata = decoded_limit(source), file.metadata
         groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
         chunks = [group.column(number) for group in groups for number in range(group.num_columns)]
-        if sum(chunk.total_uncompressed_size for chunk in chunks) > limit:
+        if max(metadata.num_rows, sum(chunk.total_uncompressed_size for chunk in chunks)) > limit:
             raise _too_large(limit, place)
         # Rows may all refer to one value of a dictionary, which is at most as large as its chunk.
         largest = max((chunk.total_uncompressed_size for chunk in chunks if chunk.has_dictionary_page), default=1)
@@ -74,7 +74,7 @@ def decoded_limit(source: Path | IO[bytes]) -> int:
 
 def _too_large(limit: int, where: str) -> DataError:
     return DataError(
-        f"the file's rows are more than {limit} bytes, {RATIO} times its size: it repeats a large value",
+        f"the file's rows are more than {limit} bytes, {RATIO} times its size: it repeats one value",
         code="table_too_large",
         where=where,
         remedy="write it as JSON Lines if that is right, and a text that all rows share into the prompt",

@@ -62,6 +62,7 @@ BOMBS: dict[str, Callable[[], pa.Array]] = {
     "one large value": lambda: _dictionary("x" * (96 * SMALL), 3),
     "images": lambda: pa.StructArray.from_arrays([_dictionary(VALUE.encode()).dictionary_decode()], ["bytes"]),
     "distinct texts": lambda: pa.array([f"{number}{VALUE}" for number in range(260)]),
+    "rows of nothing": lambda: pa.nulls(MIB * 13),
     "lists of numbers": lambda: pa.ListArray.from_arrays(np.array([0, 40 * SMALL], np.int32), np.zeros(40 * SMALL)),
 }
 
