@@ -13,6 +13,7 @@ from pathlib import Path
 
 from armature.components.artifacts.disk import replaced_folder
 from armature.components.contracts.errors import ConfigurationError, DataError
+from armature.components.contracts.files import is_folder
 from armature.components.contracts.machine import Machine
 from armature.components.models.source import ADAPTER, CHECKPOINT, locate
 from armature.components.policies.source import POLICY_FILE
@@ -131,7 +132,7 @@ def find_checkpoint(source: str, store: Path) -> Path:
     Raises:
         DataError: there is none.
     """
-    if Path(source).is_dir():
+    if is_folder(source):
         return Path(source)
     if source.startswith("models:/"):
         from armature.tasks.checkpoints import aliased_artifact
@@ -139,7 +140,7 @@ def find_checkpoint(source: str, store: Path) -> Path:
         return aliased_artifact(source, Machine(store=str(store))).path
     from armature.components.artifacts.store import ArtifactStore
 
-    found = ArtifactStore(store).find_digest(source) if store.is_dir() else None
+    found = ArtifactStore(store).find_digest(source) if is_folder(store) else None
     if found is None:
         raise DataError(
             "neither a folder, nor an alias, nor the digest of an artifact",

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from armature.components.artifacts.store import ArtifactStore
 from armature.components.contracts.errors import ConfigurationError, DataError
+from armature.components.contracts.files import is_folder
 
 
 def verify(root: Path) -> None:
@@ -14,7 +15,7 @@ def verify(root: Path) -> None:
         ConfigurationError: there is no store.
         DataError: some artifacts are not as they were made.
     """
-    if not root.is_dir():
+    if not is_folder(root):
         raise ConfigurationError(
             "there is no artifact store", code="store_missing", where=str(root), remedy="name its folder with --store"
         )

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from armature.components.contracts.files import is_folder
 from armature.components.home import original
 
 VARIABLE = "ARMATURE_PROJECT"
@@ -32,7 +33,7 @@ def project_path(path: str | Path) -> Path:
 def project_source(name: str) -> str:
     """A folder or a hub name: the path of the folder, if the recipe's folder has it."""
     path = project_path(name)
-    return str(path) if path.is_dir() else name
+    return str(path) if is_folder(path) else name
 
 
 def use_project(folder: str) -> None:

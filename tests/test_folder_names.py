@@ -20,7 +20,7 @@ from armature.components.artifacts.cache import DownloadCache
 from armature.components.artifacts.tables import read_table, write_table
 from armature.components.configuration import load_recipe
 from armature.components.contracts.episodes import Environment, Task
-from armature.components.contracts.errors import ConfigurationError
+from armature.components.contracts.errors import ArmatureError, ConfigurationError
 from armature.components.contracts.machine import Machine
 from armature.components.datasets.lerobot.frames import FrameReader
 from armature.components.datasets.lerobot.layout import Feature
@@ -28,13 +28,17 @@ from armature.components.datasets.lerobot.reader import open_dataset
 from armature.components.datasets.lerobot.settings import LayoutSettings
 from armature.components.datasets.lerobot.video import VideoSettings
 from armature.components.datasets.lerobot.writer import create_dataset
+from armature.components.datasets.remote import open_files
 from armature.components.environments.dataset.files import matches
 from armature.components.environments.make import make_environment
 from armature.components.environments.settings import EnvironmentSettings
 from armature.components.environments.stage import TASKS
+from armature.components.models.source import locate
 from armature.components.private_files import sqlite_url
 from armature.components.project import project
+from armature.verify import verify
 from tests.hostile_names import EVERY_CHARACTER, HOSTILE_NAMES
+from tests.refusals import refused
 
 NAMES = (*HOSTILE_NAMES, EVERY_CHARACTER)
 
@@ -168,3 +172,21 @@ def test_robot_dataset(named: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reader = FrameReader(open_dataset(root), DownloadCache.standard())
     image = np.asarray(reader.image(camera, reader.dataset.episodes[0], 2))
     assert abs(float(image.mean()) - 200) < 10
+
+
+@pytest.mark.parametrize("name", ["a" * 300, f"a/{'b' * 300}", "/".join(["c" * 200] * 30)])
+def test_names_that_are_too_long_are_refused(name: str, tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_text(rows("here"))
+    for source, changes in ((name, {}), (f"{name}.csv", {}), (f"{name}/*.csv", {}), ("rows.csv", {"root": name})):
+        with pytest.raises(ArmatureError):
+            prompts(tmp_path, source, **changes)
+    for opened in (lambda: open_files(name, None, DownloadCache.standard()), lambda: locate(name)):
+        with pytest.raises(ArmatureError):
+            opened()
+    with refused("store_missing"):
+        verify(Path(name))
+
+
+def test_address_that_no_file_system_opens() -> None:
+    with refused("url_not_supported"):
+        open_files("zip://a::b", None, DownloadCache.standard())

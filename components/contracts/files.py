@@ -18,6 +18,11 @@ class UnreadableFile(DataError, OSError):
     code = "unreadable_file"
 
 
+def is_folder(path: str | Path) -> bool:
+    """Check for a folder. No path is an error: one that is too long, or may not be looked at, is not a folder."""
+    return os.path.isdir(path)  # noqa: PTH112 (Path.is_dir raises for those)
+
+
 def regular(path: Path) -> Path:
     """The path of a regular file, or of a link to one, which can be opened without waiting for anybody.
 

@@ -21,6 +21,7 @@ from pydantic import BaseModel, ConfigDict, NonNegativeInt
 from armature.components.artifacts.cache import DownloadCache, make_once
 from armature.components.artifacts.disk import try_lock
 from armature.components.contracts.errors import ConfigurationError, DataError
+from armature.components.contracts.files import is_folder
 from armature.components.contracts.names import confined
 from armature.components.datasets.lerobot.files import DatasetFiles, LocalFiles, belongs, listing_digest
 from armature.components.datasets.lerobot.layout import INFO, STATS
@@ -237,8 +238,10 @@ def open_files(path: str, revision: str | None, cache: DownloadCache) -> Dataset
     if "://" in path:
         _no_revision(path, revision)
         return remote_folder(path.rstrip("/"), _list(path.rstrip("/")), cache)
-    if Path(path).is_dir() or not HUB.fullmatch(path) or path.startswith("."):
+    if is_folder(path) or not HUB.fullmatch(path) or path.startswith("."):
         _no_revision(path, revision)
+        if not is_folder(path):
+            raise DataError("there is no such folder", code="not_a_lerobot_dataset", where=path)
         folder, recorded = Path(path).absolute(), Path(path).absolute() / RECORDED
         return LocalFiles(folder if (folder / INFO).is_file() or not (recorded / INFO).is_file() else recorded)
     if revision is None:
@@ -275,13 +278,13 @@ def same_files(where: str, quick_digest: str, cache: DownloadCache) -> DatasetFi
 def _filesystem(url: str) -> tuple[Any, str]:
     """
     Raises:
-        ConfigurationError: what the protocol needs is not installed.
+        ConfigurationError: what the protocol needs is not installed, or cannot be reached.
     """
     if url.startswith("file://"):  # fsspec itself would read "::" in the name of a folder as a chain of file systems
         return LocalFileSystem(), LocalFileSystem._strip_protocol(url).rstrip("/")
     try:
         filesystem, base = fsspec.core.url_to_fs(url)
-    except (ImportError, ValueError) as error:
+    except Exception as error:  # each kind of filesystem has errors of its own, and some connect at once
         remedy = f"{install_command('s3')} for s3://, or what fsspec names for another protocol"
         raise ConfigurationError(
             f"the URL cannot be opened: {error}", code="url_not_supported", where=url, remedy=remedy

@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict
 from armature.components.artifacts.cache import file_sha256
 from armature.components.artifacts.digests import document_digest
 from armature.components.contracts.errors import ConfigurationError, DataError
+from armature.components.contracts.files import is_folder
 from armature.components.project import project_source
 
 REFERENCE = "source.json"
@@ -81,7 +82,7 @@ def make_reference(source: str, revision: str | None, kind: CheckpointKind = MOD
         DataError: no such folder or repository, or it has no safetensors.
     """
     folder = locate(source, revision, kind)
-    commit = None if Path(source).is_dir() else folder.name
+    commit = None if is_folder(source) else folder.name
     return SourceReference(
         source=str(folder.resolve()) if commit is None else source,
         revision=revision,
@@ -97,7 +98,7 @@ def folder_sources(source: str, kind: CheckpointKind = MODEL) -> dict[str, str]:
         DataError: see `locate` and `checkpoint_sha256`.
     """
     folder = Path(project_source(source))
-    return {"checkpoint": checkpoint_sha256(locate(folder, kind=kind), kind.content)} if folder.is_dir() else {}
+    return {"checkpoint": checkpoint_sha256(locate(folder, kind=kind), kind.content)} if is_folder(folder) else {}
 
 
 def locate(source: str | Path, revision: str | None = None, kind: CheckpointKind = MODEL) -> Path:
@@ -110,7 +111,7 @@ def locate(source: str | Path, revision: str | None = None, kind: CheckpointKind
         DataError: no such folder or repository, or an artifact refers to a checkpoint that has changed since.
     """
     folder = Path(source)
-    if not folder.is_dir():
+    if not is_folder(folder):
         return _fetch(str(source), revision, kind)
     if (folder / CHECKPOINT).is_dir():
         return folder / CHECKPOINT
@@ -163,7 +164,7 @@ def refuse_unnamed(source: str, revision: str | None, kind: CheckpointKind = MOD
         ConfigurationError: a hub name without a revision.
         DataError: no such folder.
     """
-    if Path(source).is_dir():
+    if is_folder(source):
         return
     if source.count("/") != 1 or source.startswith(("/", ".", "~")):
         raise DataError(

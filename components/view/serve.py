@@ -11,6 +11,7 @@ from pathlib import Path
 import uvicorn
 
 from armature.components.contracts.errors import ConfigurationError
+from armature.components.contracts.files import is_folder
 from armature.components.ports import listener
 from armature.components.view.address import announced
 from armature.components.view.app import ViewServer, view_app
@@ -25,7 +26,7 @@ def serve(store: Path, port: int, ready: Callable[[str], None]) -> None:
     Raises:
         ConfigurationError: there is no such store, or something listens on the port already.
     """
-    if not store.is_dir():
+    if not is_folder(store):
         raise ConfigurationError(
             "there is no artifact store to look at",
             code="store_missing",

@@ -66,7 +66,7 @@ def belongs(name: str) -> bool:
 def listing_digest(digests: Mapping[str, str]) -> str:
     """SHA-256 over names and what stands for the content of each."""
     listing = "".join(f"{name}\0{digests[name]}\n" for name in sorted(digests))
-    return hashlib.sha256(listing.encode()).hexdigest()
+    return hashlib.sha256(os.fsencode(listing)).hexdigest()
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from fsspec.utils import glob_translate
 from armature.components.artifacts.cache import DownloadCache, file_sha256, file_state, make_once
 from armature.components.artifacts.digests import document_digest
 from armature.components.contracts.errors import ConfigurationError, DataError
-from armature.components.contracts.files import regular
+from armature.components.contracts.files import is_folder, regular
 from armature.components.contracts.names import confined
 from armature.components.datasets.remote import RemoteFiles, list_files, remote_folder
 
@@ -156,7 +156,7 @@ def open_folder(place: str, links: bool = False) -> DataFiles:
         DataError: there is nothing, or it cannot be reached.
     """
     if "://" not in place:
-        if not Path(place).is_dir():
+        if not is_folder(place):
             raise DataError(
                 "there is no such folder",
                 code="data_folder_missing",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from pathlib import Path
 from armature.components.artifacts.digests import document_digest
 from armature.components.contracts.episodes import Split
 from armature.components.contracts.errors import ConfigurationError, DataError
+from armature.components.contracts.files import is_folder
 from armature.components.environments.dataset.files import DataFiles, matches, open_folder
 from armature.components.environments.dataset.huggingface import SAVED, dataset_commit, hub_shards, saved_shards
 from armature.components.environments.dataset.image_folder import METADATA, SUFFIXES, image_shards
@@ -213,12 +213,12 @@ def _base(source: str) -> tuple[str, str]:
     if "://" in source:
         return _base_of_url(source)
     place = project_path(source)
-    if place.is_dir():
+    if is_folder(place):
         return str(place), ""
     here = project_folder()
     base = here if place == here / source else original(here)
     names = list(Path(source).parts)
-    while len(names) > 1 and (not _has_magic(names[0]) or (base / names[0]).is_dir()):
+    while len(names) > 1 and (not _has_magic(names[0]) or is_folder(base / names[0])):
         base /= names.pop(0)
     return str(base), "/".join(names)
 
@@ -226,12 +226,12 @@ def _base(source: str) -> tuple[str, str]:
 def _base_of_url(url: str) -> tuple[str, str]:
     """Return what `_base` does. Only a folder of this machine can be asked which folders exist."""
     scheme, _, rest = url.partition("://")
-    is_folder = os.path.isdir if scheme == "file" else lambda _: False
-    if is_folder(rest) or not (_has_magic(rest) or _format(url)):
+    is_here = is_folder if scheme == "file" else lambda _: False
+    if is_here(rest) or not (_has_magic(rest) or _format(url)):
         return url, ""
     names = rest.split("/")
     plain = 0
-    while plain < len(names) - 1 and (not _has_magic(names[plain]) or is_folder("/".join(names[: plain + 1]))):
+    while plain < len(names) - 1 and (not _has_magic(names[plain]) or is_here("/".join(names[: plain + 1]))):
         plain += 1
     return f"{scheme}://{'/'.join(names[:plain])}", "/".join(names[plain:])
 
