@@ -32,8 +32,7 @@ from armature.components.rollouts.play import RolloutId
 from armature.components.rollouts.rounds import choose_groups, groups_that_differ, play_rounds
 from armature.components.rollouts.schedule import tasks_of_step
 from armature.components.rollouts.settings import RolloutSettings
-from armature.components.training.client import ServiceClient
-from armature.components.training.restarts import with_restarts
+from armature.components.training.client import ServiceClient, with_restarts
 from armature.components.vlm.settings import TrainerSettings
 
 _NOTHING = np.zeros(0, np.int32)

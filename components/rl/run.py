@@ -46,7 +46,7 @@ from armature.components.rollouts.sampler import SignalSampler
 from armature.components.rollouts.schedule import tasks_of_step
 from armature.components.rollouts.shards import RolloutWorkers
 from armature.components.rollouts.table import read_rollouts, write_rollouts
-from armature.components.training.restarts import with_restarts
+from armature.components.training.client import with_restarts
 from armature.components.vlm.client import TrainerClient
 
 BATCH_METRICS = "metrics.json"

@@ -13,7 +13,7 @@ from armature.components.batches.table import write_batch
 from armature.components.contracts.batches import Sample
 from armature.components.contracts.stages import Events
 from armature.components.process import Scratch
-from armature.components.training.restarts import run_steps
+from armature.components.training.client import run_steps
 from armature.components.vlm.client import TrainerClient
 
 KEPT = {

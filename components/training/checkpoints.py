@@ -21,6 +21,7 @@ from armature.components.artifacts.disk import sync, sync_tree
 from armature.components.contracts.errors import DataError, TrainerError
 from armature.components.contracts.numbers import dump_json
 from armature.components.contracts.settings import Settings
+from armature.components.training.engine import SkippedUpdates
 from armature.components.training.optimizer_state import (
     STATE,
     WEIGHT,
@@ -31,7 +32,6 @@ from armature.components.training.optimizer_state import (
 )
 from armature.components.training.ranks import Ranks
 from armature.components.training.sharded_tensors import NotFiniteError, ShardedTensors, copied, write
-from armature.components.training.skipped import SkippedUpdates
 
 FORMAT = 2
 STATE_FILE, TENSORS = "state.json", "tensors"

@@ -1,4 +1,4 @@
-"""Clients that start a trainer service and speak to it. Torch-free."""
+"""Clients that start a trainer service, speak to it, and start it again when it dies. Torch-free."""
 
 from __future__ import annotations
 
@@ -41,6 +41,7 @@ FLOATS, WHOLE, TEXT = TypeAdapter(dict[str, float]), TypeAdapter(StrictInt), Typ
 DEATH = 30.0
 """Seconds for a service that dropped a connection to end."""
 POLL = 0.05
+MAX_RESTARTS = 3
 
 
 class ServiceClient:
@@ -330,3 +331,57 @@ def read_address(file: Path) -> str | None:
         return None
     url = document.get("url") if isinstance(document, dict) else None
     return url if isinstance(url, str) else None
+
+
+def with_restarts(
+    trainer: ServiceClient, done: int, ask: Callable[[], ResultT], replay: Callable[[int], object], events: Events
+) -> ResultT:
+    """The answer of `ask`, which needs the weights after step `done`.
+
+    A trainer that dies is started again from its newest checkpoint, and `replay` applies the steps up to `done` that
+    the checkpoint lacks. A trainer that fails but lives is not restarted.
+
+    Raises:
+        TrainerError: it died `MAX_RESTARTS` + 1 times, or failed without dying.
+    """
+    restarts = 0
+    while True:
+        try:
+            if restarts:
+                trainer.restart()
+                for step in range(trainer.resume() + 1, done + 1):
+                    replay(step)
+            return ask()
+        except TrainerError as error:
+            if trainer.alive or restarts == MAX_RESTARTS:
+                raise
+            events.message(f"the trainer died after step {done}; starting it again\n{error}")
+            restarts += 1
+
+
+def run_steps(
+    trainer: ServiceClient,
+    steps: int,
+    begin: Callable[[], object],
+    one_step: Callable[[int], object],
+    out: Path,
+    events: Events,
+) -> None:
+    """Make the steps that the newest checkpoint lacks, and publish the weights after the last one to `out`.
+
+    Args:
+        begin: what is done before the first step.
+        one_step: makes step 1, 2, ..., again if the trainer died after its last checkpoint, and saves.
+
+    Raises:
+        TrainerError: the trainer refuses, or dies again and again.
+    """
+    done = trainer.resume()
+    if done:
+        events.message(f"resuming after step {done}")
+    else:
+        with_restarts(trainer, 0, begin, one_step, events)
+    for step in range(done + 1, steps + 1):
+        with_restarts(trainer, step - 1, partial(one_step, step), one_step, events)
+    with_restarts(trainer, steps, lambda: trainer.publish(out, steps), one_step, events)
+    trainer.finish()

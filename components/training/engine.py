@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+import resource
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
@@ -10,19 +13,21 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
-from armature.components.contracts.errors import ConfigurationError
-from armature.components.training.gradient_sums import sum_in_fp32
-from armature.components.training.moments import OptimizerStates
+from armature.components.contracts.errors import ConfigurationError, DivergedError
+from armature.components.training.gradient_sums import OverlappedAllReduce, sum_in_fp32
 from armature.components.training.optimizer import CompensatedAdamW
-from armature.components.training.overlap import OverlappedAllReduce
+from armature.components.training.optimizer_state import OptimizerStates
 from armature.components.training.ranks import Ranks, total_norm
-from armature.components.training.skipped import SkippedUpdates
 
 Model = TypeVar("Model", bound=nn.Module)
 _EPSILON = 1e-6
 """What torch's clipping adds to a norm before it divides by it."""
 ALL = "all"
 """The name of the gradients of all groups together."""
+MOST_IN_A_ROW = 10
+"""Updates that may be skipped one after another before training ends."""
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -52,7 +57,7 @@ class TrainingEngine(Generic[Model]):
         groups: of parameters; empty ones are left out.
         max_grad_norm: largest norm of the gradients of all groups together, or of each with `clip_groups`.
         masters: of weights in bf16 the fp32 ones are kept and updated; see `CompensatedAdamW`.
-        states: where the optimizer's states are; see `armature.components.training.moments`.
+        states: where the optimizer's states are; see `armature.components.training.optimizer_state`.
         ema_decay: of a moving average of the weights; None: no average.
 
     Raises:
@@ -171,3 +176,43 @@ class TrainingEngine(Generic[Model]):
             everywhere: set[Any] = set().union(*self.ranks.gather(reached))
             rest = [self.trained[i] for i in sorted(everywhere)]
         self.ranks.sum_gradients(rest, torch.float32 if self.optimizer.masters else None)
+
+
+@dataclass
+class SkippedUpdates:
+    """Count the updates that were skipped because their gradient is not finite.
+
+    In all, and since the last update that was made. Checkpoints keep both.
+    """
+
+    total: int = 0
+    in_a_row: int = 0
+
+    def note(self, step: int, norm: object, applied: bool) -> None:
+        """One update, applied or skipped.
+
+        Raises:
+            DivergedError: `MOST_IN_A_ROW` were skipped one after another.
+        """
+        if applied:
+            self.in_a_row = 0
+            return
+        self.total, self.in_a_row = self.total + 1, self.in_a_row + 1
+        log.error("step %d: the gradient is not finite (%s); skipping the optimizer step", step, norm)
+        if self.in_a_row >= MOST_IN_A_ROW:
+            raise DivergedError(
+                f"the gradients of {self.in_a_row} updates in a row are not finite",
+                code="gradients_not_finite",
+                where=f"step {step}",
+                remedy="lower the learning rate, and start again from a checkpoint before the first of them",
+            )
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """Most memory used since the last call: of the GPU; on CPU of the process since it began."""
+    if device.type == "cuda":
+        peak = torch.cuda.max_memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        return float(peak / 2**30)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30

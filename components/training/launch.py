@@ -50,7 +50,7 @@ def joined(processes: TrainerProcesses, seed: int) -> Iterator[Ranks]:
     try:
         group = dist.new_group(backend="gloo", timeout=timeout)
         context = _context(rank, size, processes.context_parallel, timeout)
-        yield Ranks(rank, size, device, group, timeout, context, one_node=processes.nodes == 1)
+        yield Ranks(rank, size, device, group, timeout, context)
     finally:
         dist.destroy_process_group()
 

@@ -17,14 +17,23 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 from armature.components.contracts.errors import DataError
 from armature.components.models.installed import TRITON
 from armature.components.models.transfer import to_device
-from armature.components.training.master_weights import joined, split
-from armature.components.training.moments import FIRST, LOW, RESIDUAL, SECOND, STORAGES, OptimizerStates, State
-from armature.components.training.optimizer_state import miscount, misfit
+from armature.components.training.optimizer_state import (
+    FIRST,
+    LOW,
+    RESIDUAL,
+    SECOND,
+    STORAGES,
+    OptimizerStates,
+    State,
+    miscount,
+    misfit,
+)
 from armature.components.training.sharded_tensors import TensorSpec
 
 STEP, EMA = "step", "ema"
 COMPLETED = {RESIDUAL, LOW, EMA}
 """Slots that torch's AdamW has not: a state is complete without them."""
+_HALF = 0x8000
 
 
 class CompensatedAdamW(torch.optim.Optimizer):
@@ -36,8 +45,8 @@ class CompensatedAdamW(torch.optim.Optimizer):
     Args:
         groups: each with `params` and `lr`, and a `weight_decay` of its own if it has one.
         masters: of one in bf16 the moments are fp32, and all that rounding takes from the weight is kept, so that the
-            update is the one of an fp32 weight, bit for bit; see `armature.components.training.master_weights`.
-        states: where and how what is kept lies between updates; see `armature.components.training.moments`.
+            update is the one of an fp32 weight, bit for bit; see `split`.
+        states: where and how what is kept lies between updates; see `armature.components.training.optimizer_state`.
         ema_decay: also keep e <- decay * e + (1 - decay) * weight in fp32, from the weights at the first update on;
             with states on the device alone.
     """
@@ -249,6 +258,21 @@ class CompensatedAdamW(torch.optim.Optimizer):
         torch._foreach_add_([state[STEP] for _, state in pairs], 1)
 
 
+def joined(weight: Tensor, low: Tensor) -> Tensor:
+    """The fp32 weights of which `weight` (bf16) and `low` (int16) are the halves. Same shapes."""
+    return ((weight.view(torch.int16).int() << 16) + low.int()).view(torch.float32)
+
+
+def split(master: Tensor) -> tuple[Tensor, Tensor]:
+    """The bf16 value nearest to each of `master` (fp32), and what `joined` needs to give `master` back bit for bit.
+
+    Of two that are equally near it is the larger in magnitude: then `low` fits into 16 bits.
+    """
+    bits = master.view(torch.int32)
+    high = (bits + _HALF) >> 16
+    return high.short().view(torch.bfloat16), (bits - (high << 16)).short()
+
+
 def rounded_update(
     weight: Tensor,
     gradient: Tensor,
@@ -307,9 +331,9 @@ def _on_gpu(weight: Tensor) -> bool:
 
 
 def _kernel() -> ModuleType:
-    from armature.components.training import adamw_kernel
+    from armature.components.training import kernels
 
-    return adamw_kernel
+    return kernels
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -34,7 +34,7 @@ class Ranks:
 
     `group` is a gloo group for small Python objects; None when there is one rank. A rank that died is noticed by its
     parent; one that is cut off, by the others when it did not answer for `timeout`. `context`: those of the ranks that
-    share each sequence with this one; None: it has all of its own. `one_node`: no rank is on another one.
+    share each sequence with this one; None: it has all of its own.
     """
 
     rank: int = 0
@@ -43,7 +43,6 @@ class Ranks:
     group: Any = None
     timeout: timedelta = TIMEOUT
     context: ContextParallel | None = None
-    one_node: bool = True
 
     @property
     def first(self) -> bool:

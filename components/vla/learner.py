@@ -12,8 +12,7 @@ from torch import Tensor
 
 from armature.components.policies.molmoact2.modeling.losses import LossDenominators, LossPlan, PolicyLosses
 from armature.components.policies.molmoact2.modeling.model import MolmoAct2
-from armature.components.training.engine import AppliedUpdate, TrainingEngine
-from armature.components.training.memory import peak_memory_gib
+from armature.components.training.engine import AppliedUpdate, TrainingEngine, peak_memory_gib
 from armature.components.training.ranks import Ranks
 from armature.components.vla.groups import parameter_groups
 from armature.components.vla.micro_batch import PolicyMicroBatch

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from armature.components.artifacts.history import History
 from armature.components.contracts.stages import Events
-from armature.components.training.restarts import run_steps
+from armature.components.training.client import run_steps
 from armature.components.vla.client import PolicyTrainerClient
 from armature.components.vla.settings import VLATrainerSettings
 

@@ -15,8 +15,7 @@ import numpy as np
 from torch import Tensor
 
 from armature.components.policies.molmoact2.modeling.model import MolmoAct2
-from armature.components.training.engine import AppliedUpdate, ParameterGroup, TrainingEngine
-from armature.components.training.memory import peak_memory_gib
+from armature.components.training.engine import AppliedUpdate, ParameterGroup, TrainingEngine, peak_memory_gib
 from armature.components.training.ranks import Ranks
 from armature.components.vla.groups import parameter_groups, scheduled
 from armature.components.vla_rl.loader import Load, loaded_ahead

@@ -25,7 +25,7 @@ from armature.components.rl.cpu import CpuTimes
 from armature.components.rl.loop import Ahead, run_loop
 from armature.components.rollouts.collect import failures_said
 from armature.components.rollouts.table import FAILURES_FILE, read_failures, write_failures
-from armature.components.training.restarts import with_restarts
+from armature.components.training.client import with_restarts
 from armature.components.vla_rl.batch import build_batch, groups_that_differ
 from armature.components.vla_rl.client import RobotRLTrainerClient
 from armature.components.vla_rl.collect import Collector

@@ -27,8 +27,7 @@ from armature.components.models.lora import base_model
 from armature.components.models.packed import laid_out
 from armature.components.models.padded import pad_widths
 from armature.components.models.transfer import to_device
-from armature.components.training.engine import ALL, ParameterGroup, TrainingEngine
-from armature.components.training.memory import peak_memory_gib
+from armature.components.training.engine import ALL, ParameterGroup, TrainingEngine, peak_memory_gib
 from armature.components.training.ranks import Ranks
 from armature.components.training.schedule import learning_rate
 from armature.components.vlm.logprobs import Policy, check_head, predicting

@@ -18,10 +18,9 @@ from safetensors.torch import save_file
 
 from armature.components.contracts.machine import Machine
 from armature.components.contracts.stages import Artifact
-from armature.components.training.client import ServiceClient
+from armature.components.training.client import ServiceClient, run_steps
 from armature.components.training.engine import ParameterGroup, TrainingEngine
 from armature.components.training.ranks import Ranks
-from armature.components.training.restarts import run_steps
 from armature.components.training.service_settings import ServiceSettings
 from armature.components.training.service_worker import Command, ServiceWorker
 

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from armature.components.ports import loopback
-from armature.components.training import overlap
+from armature.components.training import gradient_sums
 from armature.components.training.launch import joined
 from armature.components.training.processes import RENDEZVOUS
 from armature.components.training.service_settings import ServiceSettings
@@ -81,7 +81,7 @@ def run(processes: int, rendezvous: str, cases: str, work: Callable[[str], None]
 
 
 def serve(work: Callable[[str], None] = train) -> None:
-    overlap.ALONE_ELEMENTS = 64  # the matrices of a tiny model are large enough to be summed early
+    gradient_sums.ALONE_ELEMENTS = 64  # the matrices of a tiny model are large enough to be summed early
     for name in FIRST_NEEDED_IN_A_RANK:
         import_module(name)
     gc.freeze()

@@ -8,9 +8,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from armature.components.training.adamw_kernel import BLOCK, CHUNK, update
-from armature.components.training.gradient_kernel import add
-from armature.components.training.master_weights import joined, split
+from armature.components.training.kernels import BLOCK, CHUNK, add, update
+from armature.components.training.optimizer import joined, split
 
 from .update_cases import both_after
 

@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from armature.components.training.master_weights import joined, split
-from armature.components.training.optimizer import CompensatedAdamW
+from armature.components.training.optimizer import CompensatedAdamW, joined, split
 
 from .test_optimizer import HYPER, gradients
 

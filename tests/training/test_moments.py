@@ -16,11 +16,10 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from armature.components.models.blockwise import AT_ONCE, NF4, SIGNED, UNSIGNED, Codes
 from armature.components.training.checkpoints import Checkpoints
-from armature.components.training.engine import ParameterGroup, TrainingEngine
-from armature.components.training.moments import SMALL
+from armature.components.training.engine import ParameterGroup, SkippedUpdates, TrainingEngine
 from armature.components.training.optimizer import CompensatedAdamW
+from armature.components.training.optimizer_state import SMALL
 from armature.components.training.ranks import Ranks
-from armature.components.training.skipped import SkippedUpdates
 from tests.refusals import refused
 
 HYPER: dict[str, Any] = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}

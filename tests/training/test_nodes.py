@@ -25,10 +25,10 @@ from armature.components.contracts.stages import Artifact
 from armature.components.process import Program
 from armature.components.training import join as joining
 from armature.components.training import nodes
+from armature.components.training.client import run_steps
 from armature.components.training.links import NodeLinks, connect, network
 from armature.components.training.nodes import Attempt, LostNode, Member, announce, lost_node, start
 from armature.components.training.processes import TrainerProcesses
-from armature.components.training.restarts import run_steps
 from armature.components.training.service_settings import ServiceSettings, service_settings
 from armature.components.vlm.client import TrainerClient, TrainerPolicySettings
 from tests.listeners import beyond_loopback

@@ -262,9 +262,9 @@ def test_the_optimizer_on_a_gpu_uses_the_kernel_and_keeps_its_memory() -> None:
 @pytest.mark.parametrize("masters", [False, True])
 def test_parameters_on_a_gpu_are_updated_as_one_by_one(masters: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of which some have a gradient less often, and so another step."""
-    from armature.components.training import adamw_kernel
+    from armature.components.training import kernels
 
-    together_at_once, update = list[int](), adamw_kernel.update
+    together_at_once, update = list[int](), kernels.update
 
     def counting(weights: Sequence[Tensor], *others: Sequence[Tensor], **numbers: Any) -> None:
         together_at_once.append(len(weights))
@@ -282,7 +282,7 @@ def test_parameters_on_a_gpu_are_updated_as_one_by_one(masters: bool, monkeypatc
                 parameter.grad_dtype = None
                 parameter.grad = gradient.clone() if has_gradient else None
         with monkeypatch.context() as patched:
-            patched.setattr(adamw_kernel, "update", counting)
+            patched.setattr(kernels, "update", counting)
             one.step(clips=[0.5])
         for optimizer in several:
             optimizer.step(clips=[0.5])

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from armature.components.training.checkpoints import TENSORS, Checkpoints
+from armature.components.training.engine import SkippedUpdates
 from armature.components.training.optimizer import CompensatedAdamW
 from armature.components.training.optimizer_state import STATE, WEIGHT
 from armature.components.training.ranks import Ranks
-from armature.components.training.skipped import SkippedUpdates
 from tests.refusals import refused
 
 from .rewriting import rewrite

@@ -11,12 +11,12 @@ from armature.components.training.processes import TrainerProcesses, private_fol
 SCRIPT = """
 import sys, torch, torch.distributed as dist
 from torch import nn
-from armature.components.training import overlap, ranks as ranks_module
+from armature.components.training import gradient_sums, ranks as ranks_module
 from armature.components.training.engine import ParameterGroup, TrainingEngine
 from armature.components.training.launch import joined
 from armature.components.training.processes import TrainerProcesses
 
-ranks_module.ALONE_ELEMENTS = overlap.ALONE_ELEMENTS = 64  # matrices are large here, vectors are small
+ranks_module.ALONE_ELEMENTS = gradient_sums.ALONE_ELEMENTS = 64  # matrices are large here, vectors are small
 FIRST, SECOND, THIRD, LATE = range(4)
 
 class Model(nn.Module):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from armature.components.training.adamw_kernel import update
+from armature.components.training.kernels import update
 from armature.components.training.optimizer import rounded_update
 
 

@@ -12,7 +12,7 @@ import torch
 from armature.components.adapters import model_inputs
 from armature.components.contracts.batches import MultimodalBatch, Sample
 from armature.components.contracts.errors import DataError
-from armature.components.training.skipped import MOST_IN_A_ROW
+from armature.components.training.engine import MOST_IN_A_ROW
 from armature.components.vlm.learner import Learner
 from armature.components.vlm.loader import MicroBatchLoader
 from tests.refusals import refused

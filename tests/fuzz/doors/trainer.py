@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 
 from armature.components.contracts.errors import DataError
-from armature.components.training.frontend import HttpFrontend
+from armature.components.training.service import HttpFrontend
 from tests.fuzz.doors import Attempt, expect
 from tests.fuzz.mutate import damaged_bytes, damaged_document, dumps
 

@@ -1,4 +1,4 @@
-"""The update of parameters in bf16 or fp16 as one Triton kernel, which reads and writes each number once."""
+"""Triton kernels of an update: adding a gradient to its sum, and AdamW. Each reads and writes every number once."""
 
 # Triton gives its functions their types.
 # mypy: disable-error-code="no-untyped-def"
@@ -27,6 +27,23 @@ TYPES = {
     torch.float16: tl.float16,
     torch.int16: tl.int16,
 }
+
+
+@triton.jit
+def _add(total, gradient, count, BLOCK: tl.constexpr, MORE: tl.constexpr):
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = place < count
+    value = tl.load(gradient + place, inside).to(tl.float32)
+    if MORE:
+        value += tl.load(total + place, inside)
+    tl.store(total + place, value, inside)
+
+
+def add(total: Tensor, gradient: Tensor, more: bool) -> None:
+    """total += gradient, or without `more` total = gradient. `total` is fp32 and contiguous."""
+    count = total.numel()
+    if count:
+        _add[(triton.cdiv(count, BLOCK),)](total, gradient.contiguous(), count, BLOCK=BLOCK, MORE=more)
 
 
 @triton.jit
@@ -116,7 +133,7 @@ def update(
     launching hundreds takes the host longer than small parameters take the GPU.
 
     Each of the sequences has one dtype, and all tensors but the gradients are contiguous. `rests` are the residuals,
-    or in int16 what `armature.components.training.master_weights.split` takes from the weights.
+    or in int16 what `armature.components.training.optimizer.split` takes from the weights.
     """
     gradients = [gradient.contiguous() for gradient in gradients]
     columns = weights, gradients, firsts, seconds, rests
