@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from armature.components.contracts.files import is_folder
 from armature.components.home import original
 
 VARIABLE = "ARMATURE_PROJECT"
@@ -33,7 +32,7 @@ def project_path(path: str | Path) -> Path:
 def project_source(name: str) -> str:
     """A folder or a hub name: the path of the folder, if the recipe's folder has it."""
     path = project_path(name)
-    return str(path) if is_folder(path) else name
+    return str(path) if os.path.isdir(path) else name  # noqa: PTH112 (any text may be asked about)
 
 
 def use_project(folder: str) -> None:
