@@ -30,19 +30,27 @@ FIRST_STAGES = {"train-vlm": ("tasks", "model"), "train-vla": ("policy",), "trai
 """Stages of a flow that need nothing made before: they fail early where a model is not there."""
 
 
-def check_recipe(recipe: Recipe, configuration_only: bool) -> None:
+def check_recipe(recipe: Recipe, configuration_only: bool, gpu: str | None = None) -> None:
     """Print what was checked, in order of cost.
+
+    Args:
+        gpu: key of `GPUS`, whose memory is compared with what the recipe needs; None: that of this machine.
 
     Raises:
         ConfigurationError: the machine lacks what the recipe names.
         MismatchError: server and trainer do not agree.
     """
     with project(recipe.folder):
-        _check(recipe, configuration_only)
+        _check(recipe, configuration_only, gpu)
 
 
-def _check(recipe: Recipe, configuration_only: bool) -> None:
+def _check(recipe: Recipe, configuration_only: bool, gpu: str | None) -> None:
+    from armature.plan import memory_lines  # imports torch, which `armature run` does not need
+
     print(f"{recipe.name}: every value is valid")
+    refuse_unnamed_sources(recipe)
+    for line in memory_lines(recipe, gpu):  # first: it needs none of the GPUs that the recipe names
+        print(line)
     machine = check_ahead(recipe)
     print("machine: what the recipe names is there")
     if machine.cluster:
@@ -101,9 +109,23 @@ def check_ahead(recipe: Recipe) -> Machine:
         ConfigurationError: the machine lacks what the recipe names, a hub name has no revision, or LIBERO a task.
         DataError: there is no such model folder.
     """
-    machine, model, policy, trainer = (recipe.sections.get(name) for name in ("machine", "model", "policy", "trainer"))
+    machine, trainer = recipe.sections["machine"], recipe.sections.get("trainer")
     assert isinstance(machine, Machine)
     check_machine(machine, with_servers="inference" in recipe.sections)
+    refuse_unnamed_sources(recipe)
+    if isinstance(trainer, TrainerSettings) and trainer.logprobs.name == "triton":
+        _check_triton(machine)
+    _check_episodes(recipe.sections)
+    return machine
+
+
+def refuse_unnamed_sources(recipe: Recipe) -> None:
+    """
+    Raises:
+        ConfigurationError: a hub name has no revision.
+        DataError: there is no such model folder.
+    """
+    model, policy = recipe.sections.get("model"), recipe.sections.get("policy")
     first = FIRST_STAGES.get(recipe.flow, ())
     if isinstance(model, ModelSettings) and "model" in first and model.tiny is None:
         refuse_unnamed(project_source(model.source), model.revision)
@@ -113,10 +135,6 @@ def check_ahead(recipe: Recipe) -> Machine:
         and (source := policy.path or policy.checkpoint_path)
     ):
         refuse_unnamed(project_source(source), policy.revision, POLICY)
-    if isinstance(trainer, TrainerSettings) and trainer.logprobs.name == "triton":
-        _check_triton(machine)
-    _check_episodes(recipe.sections)
-    return machine
 
 
 def _check_episodes(sections: Mapping[str, BaseModel]) -> None:

@@ -1,271 +1,209 @@
-"""`armature plan`: what a recipe would take on many GPUs, simulated before they are rented."""
+"""`armature plan`, and the memory that `armature check` reports: of a recipe, on GPUs that need not be here."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import psutil
+import torch
 from pydantic import ValidationError
 
-from armature.components.configuration import Recipe, explain, read_toml
-from armature.components.contracts.errors import ConfigurationError
+from armature.components.configuration import Recipe, explain, parse_override
+from armature.components.contracts.errors import ArmatureError, ConfigurationError
 from armature.components.contracts.machine import Machine
+from armature.components.contracts.settings import Settings
 from armature.components.environments import ENVIRONMENTS
-from armature.components.planning.costs import Costs, CostTables
-from armature.components.planning.fitting import MeasuredRuns, measured_runs
-from armature.components.planning.geometry import geometry, read_config
-from armature.components.planning.gpus import GIB, GPUS
-from armature.components.planning.layout import Planner
-from armature.components.planning.records import RunRecords, read_run, workload_of
-from armature.components.planning.robots.costs import RobotCosts
-from armature.components.planning.robots.geometry import policy_geometry, read_policy_config
-from armature.components.planning.robots.records import read_robot_run, robot_workload_of
-from armature.components.planning.walls import WALLS, first_wall
-from armature.components.planning.workload import Workload, WorkloadSettings, drawn
+from armature.components.environments.libero.settings import SimulatorSettings
+from armature.components.evaluation.libero.settings import LiberoEvaluationSettings
+from armature.components.planning.memory import Gpu, RecipeMemory, gpu_named, language_memory, sizes_of
+from armature.components.planning.step import Assumptions, LanguagePlan, StepTime
+from armature.components.policies.settings import RobotPolicySettings
 from armature.components.project import project
-from armature.components.registry import suggestion
 from armature.components.rl.settings import TrainVLMSettings
-from armature.components.stages import open_store
-from armature.plan_robots import (
-    RobotPlanner,
-    described_robot_workload,
-    plan_robots,
-    plan_robots_as_measured,
-    robot_sections,
-)
-from armature.plan_table import beside, table
+from armature.components.rollouts.settings import RolloutSettings
+from armature.components.vla.settings import VLATrainerSettings
+from armature.components.vla_rl.settings import RobotRolloutSettings, TrainVLARLSettings
+from armature.components.vlm.memory import GIB
 
-SIZES = (8, 64, 512, 4096)
-HEAD = (
-    *("GPUs", "servers", "ranks", "step", "rollouts/s", "GPU s each", "servers busy", "sequences", "trainer busy"),
-    *("server GiB", "rank GiB", "first wall"),
-)
-SHOWN = ("wait_for_rollouts", "batch", "train", "sync", "step")
+SIZES, ROBOT_SIZES = (8, 64, 512), (1, 8)
+SettingsT = TypeVar("SettingsT", bound=Settings)
 
 
-def plan_recipe(
-    recipe: Recipe, gpus: Sequence[int], gpu: str, records: Sequence[Path], given: Path | None, price: float | None
-) -> Iterator[str]:
-    """The lines of the plan.
+def memory_lines(recipe: Recipe, gpu: str | None) -> list[str]:
+    """Say what the recipe needs of memory, and whether the GPUs have it: those called `gpu`, else those of this
+    machine, else of common sizes. Nothing for a recipe that has neither a trainer nor a policy."""
+    try:
+        memory = memory_of(recipe)
+    except ArmatureError as error:  # the check goes on, and says it again where it matters
+        return [f"memory: unknown, {error.what}" + f"; {error.remedy}" * bool(error.remedy)]
+    if memory is None:
+        return []
+    machine, gpus = _machine(recipe), _machine(recipe).gpus_of_trainer
+    if gpu is not None:
+        return replace(memory, on_gpu=True).lines(gpu_named(gpu).memory, f"an {gpu}")
+    if not memory.on_gpu:
+        return memory.lines(psutil.virtual_memory().available, "this machine, which are free")
+    if torch.cuda.is_available() and max(gpus) < torch.cuda.device_count() and not machine.trainer_bundle:
+        return memory.lines(torch.cuda.get_device_properties(gpus[0]).total_memory, f"GPU {gpus[0]}")
+    return memory.lines(None, "")
+
+
+def memory_of(recipe: Recipe) -> RecipeMemory | None:
+    """Raises DataError where the model's configuration cannot be read."""
+    machine, sections = _machine(recipe), recipe.sections
+    if recipe.flow == "train-vlm":
+        settings = recipe.settings_for(TrainVLMSettings)
+        assert isinstance(settings, TrainVLMSettings)
+        return language_memory(settings, machine)
+    policy, simulator = sections.get("policy"), sections.get("simulator")
+    if not isinstance(policy, RobotPolicySettings):
+        return None
+    from armature.components.planning.robots import robot_memory
+
+    training, evaluation = sections.get("training"), sections.get("evaluation")
+    cameras = len(simulator.camera_name_mapping) if isinstance(simulator, SimulatorSettings) else 0
+    if recipe.flow == "train-vla-rl":
+        rl = recipe.settings_for(TrainVLARLSettings)
+        assert isinstance(rl, TrainVLARLSettings)
+        return robot_memory(policy, machine, cameras, rl.trainer, rl)
+    rows = evaluation.rows_per_pass if isinstance(evaluation, LiberoEvaluationSettings) else 0
+    update = training if isinstance(training, VLATrainerSettings) else None
+    return robot_memory(policy, machine, cameras or len(policy.image_keys) or 2, update, rows=rows)
+
+
+def plan_recipe(recipe: Recipe, gpus: Sequence[int], gpu: str, changes: Sequence[str]) -> Iterator[str]:
+    """Say how long a step takes on so many GPUs, what each GPU holds, and what most of the step is spent on.
 
     Args:
-        gpus: how many there are; none: `SIZES`, or the machine of `records` as it was.
-        gpu: key of `GPUS`.
-        records: artifacts of finished trainings of the recipe's flow; the episodes are those of the first.
-        given: file of costs and of the table `workload`.
-        price: of a GPU for an hour.
+        gpus: numbers of GPUs; empty: `SIZES`, for robots `ROBOT_SIZES`.
+        changes: `name=value` of assumptions, among them what episodes are like.
 
     Raises:
-        ConfigurationError: a recipe without rollouts, an unknown GPU or cost, or a model that does not fit.
-        DataError: the model's configuration or the run cannot be read.
+        ConfigurationError: a recipe without rollouts, an unknown GPU or assumption, or a model that does not fit.
+        DataError: the model's configuration cannot be read.
     """
-    if recipe.flow == "train-vla-rl":
-        yield from _plan_robots(recipe, gpus, gpu, records, given, price)
-        return
-    if recipe.flow != "train-vlm":
+    values: dict[str, Any] = {}
+    for each in changes:
+        values |= parse_override(each)
+    planners = {"train-vlm": (_plan_language, SIZES), "train-vla-rl": (_plan_robots, ROBOT_SIZES)}
+    if recipe.flow not in planners:
         raise ConfigurationError(
             f"{recipe.flow} has no rollouts, which are what is planned",
+            code="nothing_to_plan",
             where=recipe.name,
-            remedy="give a recipe of train-vlm or train-vla-rl",
+            remedy="give a recipe of train-vlm or train-vla-rl; `armature check` reports the memory of any",
         )
-    settings, machine = recipe.settings_for(TrainVLMSettings), recipe.sections["machine"]
-    assert isinstance(settings, TrainVLMSettings) and isinstance(machine, Machine)
-    costs, described = _given(given, Costs.nothing())
+    plan, sizes = planners[recipe.flow]
+    sheet = gpu_named(gpu)
     with project(recipe.folder):
-        store = open_store(machine)
-    runs = [read_run(path, store) for path in records]
-    if runs and not gpus:
-        yield from _as_measured(recipe.name, settings, machine, runs, (costs, f"given: {given}"))
-        return
-    _refuse_gpu(gpu)
-    with project(recipe.folder):
-        sizes = geometry(read_config(settings.model), settings.model, settings.trainer, settings.inference.dtype)
-    workload = workload_of(runs[0]) if runs else described_workload(settings, described, given)
-    planner = Planner(settings, machine, sizes, GPUS[gpu], workload, (costs, f"given: {given}"))
-    plan = settings.rollouts
-    mode = "in turn"
-    if plan.max_staleness:
-        mode = f"{plan.max_staleness} ahead" + ", updates in flight" * plan.in_flight_updates
-    yield f"{recipe.name}: {sizes.parameters / 1e9:.2f} billion parameters on {gpu}, simulated"
-    yield f"a step: {plan.groups_per_step} groups of {plan.group_size}, {mode}"
-    yield f"episodes: {workload.source}"
+        assumed, title, rows = plan(recipe, gpus or sizes, sheet, values)
+    yield f"{recipe.name} on {sheet.name}: {title}"
     yield ""
-    rows = [[*HEAD[:6], *(["$ per 1,000"] if price is not None else []), *HEAD[6:]]]
-    last: Costs | None = None
-    for count in gpus or SIZES:
+    yield from _table(rows)
+    yield ""
+    yield f"computed from the sizes of the model, the {sheet.source}, and (change one: --assume NAME=VALUE)"
+    for name, value in assumed:
+        number = str(value) if isinstance(value, bool) else f"{value:.3g}"
+        yield f"  {name:<24} {number:>10}  {type(assumed).model_fields[name].description}"
+
+
+Plan = tuple[Settings, str, list[list[str]]]  # assumptions, a title, and the table
+
+
+def _plan_language(recipe: Recipe, gpus: Sequence[int], gpu: Gpu, values: Mapping[str, Any]) -> Plan:
+    settings, machine = recipe.settings_for(TrainVLMSettings), _machine(recipe)
+    assert isinstance(settings, TrainVLMSettings)
+    sizes, assumed = sizes_of(settings), _valid(Assumptions, _episodes(settings) | dict(values))
+    plan, rollouts = LanguagePlan(settings, machine, sizes, gpu, assumed), settings.rollouts
+    rows = [["GPUs", "servers", "ranks", "server GiB", "rank GiB", *STEP_HEAD]]
+    for count in gpus:
         try:
-            row, last = plan_row(planner, count)
+            servers, ranks = plan.best(count)
         except ConfigurationError as error:
             if len(gpus) == 1:
                 raise
             rows.append([f"{count:,}", *[""] * (len(rows[0]) - 2), error.what])
             continue
-        cost = [f"{float(row[5].replace(',', '')) / 3600 * price * 1000:,.2f}"] if price is not None else []
-        rows.append([*row[:6], *cost, *row[6:]])
-    yield from table(rows)
-    if last is not None:
-        yield ""
-        yield "what this rests on, for the last row:"
-        yield from (f"  {line}" for line in last.lines())
-    yield ""
-    yield "not simulated: evaluations, the start of servers and trainer, the time to make micro-batches of images"
+        tensor = f" x {plan.gpus_per_server}" * (plan.gpus_per_server > 1)
+        memory = [f"{size / GIB:.0f}" for size in (plan.server_bytes(), plan.rank_bytes(ranks))]
+        cells = _step_cells(plan.step(servers, ranks), count, plan.rollouts)
+        rows.append([f"{count:,}", f"{servers:,}{tensor}", f"{ranks:,}", *memory, *cells])
+    return assumed, _title(sizes.parameters, rollouts), rows
 
 
-def _plan_robots(
-    recipe: Recipe, gpus: Sequence[int], gpu: str, records: Sequence[Path], given: Path | None, price: float | None
-) -> Iterator[str]:
-    """As `plan_recipe`, of train-vla-rl."""
-    machine = recipe.sections["machine"]
-    assert isinstance(machine, Machine)
-    costs, described = _given(given, RobotCosts.nothing())
-    with project(recipe.folder):
-        store = open_store(machine)
-    runs = [read_robot_run(path, store) for path in records]
-    if runs and not gpus:
-        yield from plan_robots_as_measured(recipe, runs, (costs, f"given: {given}"))
-        return
-    _refuse_gpu(gpu)
-    settings, _, policy, _ = robot_sections(recipe)
-    with project(recipe.folder):
-        cameras = len(settings.simulator.camera_name_mapping)
-        sizes = policy_geometry(read_policy_config(policy), policy, cameras)
-    workload = robot_workload_of(runs[0]) if runs else described_robot_workload(recipe, described, given)
-    planner = RobotPlanner(recipe, sizes, GPUS[gpu], workload, (costs, f"given: {given}"))
-    yield from plan_robots(recipe, planner, gpus, price)
+def _plan_robots(recipe: Recipe, gpus: Sequence[int], gpu: Gpu, values: Mapping[str, Any]) -> Plan:
+    from armature.components.environments.libero.tasks import suite_tasks
+    from armature.components.planning import robots
+
+    settings, policy = recipe.settings_for(TrainVLARLSettings), recipe.sections["policy"]
+    assert isinstance(settings, TrainVLARLSettings) and isinstance(policy, RobotPolicySettings)
+    assumed, plan = _valid(robots.RobotAssumptions, values), settings.rollouts
+    cameras = len(settings.simulator.camera_name_mapping)
+    sizes = robots.policy_sizes(robots.read_policy_config(policy), policy, cameras)
+    tasks, processes = len(plan.tasks or suite_tasks(plan.suite)), min(_machine(recipe).playing_processes, plan.batch)
+    samples = plan.flow_samples if plan.likelihood == "fpo" else 1
+    rows = [["GPUs", "rank GiB", *STEP_HEAD]]
+    for count in gpus:
+        costs = robots.robot_costs(sizes, gpu, assumed, settings, count)
+        step = robots.robot_step(costs, assumed, settings, tasks, policy.n_action_steps, processes, count)
+        held = sum(robots.policy_trainer_parts(sizes, policy, settings.trainer, count, samples).values())
+        cells = _step_cells(step, count, plan.groups_per_step * plan.group_size)
+        rows.append([f"{count:,}", f"{held / GIB:.0f}", *cells])
+    return assumed, f"{_title(sizes.parameters, plan)}, {plan.batch} simulators in {processes} processes", rows
 
 
-def _refuse_gpu(gpu: str) -> None:
-    if gpu not in GPUS:
-        raise ConfigurationError(f"no GPU is called {gpu!r}", where="--gpu", remedy=suggestion(gpu, GPUS))
+def _title(parameters: int, plan: RolloutSettings | RobotRolloutSettings) -> str:
+    size, ahead = f"{parameters / 1e9:.3g} billion parameters", f"{plan.max_staleness} steps ahead of the training"
+    return f"{size}, {plan.groups_per_step} groups of {plan.group_size} in a step, {ahead}"
 
 
-def plan_row(planner: Planner, gpus: int) -> tuple[list[str], Costs]:
-    """The cells below `HEAD` for so many GPUs, and the costs that they rest on. Raises as `Planner.plan` does."""
-    layout, run, found = planner.plan(gpus)
-    wall, gain = first_wall(run, found, WALLS)
-    tensor = f" x {layout.gpus_per_server}" if layout.gpus_per_server > 1 else ""
-    row = [
-        f"{gpus:,}",
-        f"{layout.servers:,}{tensor}",
-        f"{layout.ranks:,}",
-        f"{found.step_seconds:,.1f} s",
-        f"{found.samples_per_step / found.step_seconds:,.1f}",
-        f"{found.gpu_seconds:,.2f}",
-        f"{found.server_share:.0%}",
-        f"{found.sequences_per_server:.0f}",
-        f"{found.trainer_share:.0%}",
-        f"{layout.server_bytes / GIB:.0f}",
-        f"{layout.trainer_bytes / GIB:.0f}",
-        f"{wall} ({gain:.0%} of the cost)" if wall else "none: servers and trainer compute",
-    ]
-    return row, run.costs
+STEP_HEAD = ("step", "rollouts", "training", "others", "rollouts/s", "GPU s each", "bottleneck")
 
 
-def _as_measured(
-    name: str,
-    settings: TrainVLMSettings,
-    machine: Machine,
-    runs: Sequence[RunRecords],
-    given: tuple[Mapping[str, Any], str],
-) -> Iterator[str]:
-    """The recipe on the machine of `runs`, by their costs; beside the steps of the first, if it is that recipe."""
-    found, first = measured_runs(runs, machine), runs[0]
-    plans = (settings.rollouts, settings.batches, settings.trainer)
-    run = replace(found.runs[0], rollouts=plans[0], batches=plans[1], trainer=plans[2])
-    run = replace(run, costs=run.costs.replaced(*given))
-    predicted = run.simulate()
-    bounds = [replace(run, costs=costs.replaced(*given)).simulate().timings for costs in found.bounds]
-    same = plans[:2] == (first.settings.rollouts, first.settings.batches)
-    yield f"{name} on the machine of {', '.join(str(one.path) for one in runs)}, simulated by its costs"
-    yield ""
-    rows = [["seconds", "predicted", *(["between"] if bounds else []), *(["measured", "difference"] if same else [])]]
-    for part in SHOWN:
-        key = f"timing/{part}"
-        row = [part, f"{predicted.timings[key]:.2f}"]
-        if bounds:
-            row.append(" and ".join(f"{each:.2f}" for each in sorted(timings[key] for timings in bounds)))
-        if same:
-            row += beside(predicted.timings[key], first.mean(key))
-        rows.append(row)
-    yield from table(rows)
-    if len(runs) > 1:
-        yield ""
-        yield from table(list(_themselves(runs, found)))
-    yield ""
-    yield (
-        f"busy: servers {predicted.server_share:.0%}, trainer {predicted.trainer_share:.0%}, event loop of the flow "
-        f"process {predicted.flow_share:.0%} of the time"
-    )
-    if found.unknown:
-        yield (
-            f"not known: how much of {', '.join(found.unknown)} is fixed, whatever the size of a step, as all steps of "
-            "the run were of about one size; half of it is taken to be. A second --from with another "
-            "rollouts.groups_per_step says it"
-        )
-    for one in runs:
-        if one.left_out:
-            yield f"{one.left_out} steps of {one.path} do not count: they had another number of servers or ranks"
-    yield "these seconds hold for the load that the machine had meanwhile" + (
-        f": {found.slowdown:.1f} s passed for each second that the run's threads computed" if found.slowdown else ""
-    )
-    if settings.rollouts.max_staleness and not machine.gpus_of_trainer:
-        in_turn = settings.rollouts.model_copy(update={"max_staleness": 0, "in_flight_updates": False})
-        yield (
-            "rollouts and training at the same time have CPUs of their own here; where others leave none to spare, a "
-            f"step takes up to {replace(run, rollouts=in_turn).simulate().step_seconds:.2f} s, as in turn"
-        )
-    yield ""
-    yield "what this rests on:"
-    yield f"  {'episodes':<32} {'':>10}  {run.workload.source}"
-    yield from (f"  {line}" for line in run.costs.lines())
+def _step_cells(step: StepTime, gpus: int, rollouts: int) -> list[str]:
+    sides = (sum(side.values()) for side in (step.rollouts, step.training, step.others))
+    seconds = [f"{each:,.1f} s" for each in (step.seconds, *sides)]
+    name, share = step.bottleneck()
+    of_rollouts = [f"{rollouts / step.seconds:,.1f}", f"{gpus * step.seconds / rollouts:,.2f}"]
+    return [*seconds, *of_rollouts, f"{name} ({share:.0%} of the step)"]
 
 
-def _themselves(runs: Sequence[RunRecords], found: MeasuredRuns) -> Iterator[list[str]]:
-    """The runs, by the costs of all; "at its load" is how far off what is predicted for the slowdown of the run."""
-    yield ["rollouts in a step", "predicted", "measured", "difference", "slowdown", "at its load", "run"]
-    for one, made in zip(runs, found.runs, strict=True):
-        step, measured = made.simulate().step_seconds, one.mean("timing/step")
-        load = ["", ""]
-        if found.slowdown is not None and one.slowdown is not None:
-            load = [f"{one.slowdown:.1f}", f"{step * one.slowdown / found.slowdown / measured - 1:+.1%}"]
-        yield [f"{one.mean('rollouts/planned'):.0f}", f"{step:.2f}", *beside(step, measured), *load, str(one.path)]
-
-
-def _given(file: Path | None, nothing: CostTables) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The costs, of the kind of `nothing`, and the workload of a file.
-
-    Raises:
-        ConfigurationError: it cannot be read, or has an unknown cost.
-    """
-    values = dict(read_toml(file)) if file is not None else {}
-    workload = dict(values.pop("workload", {}))
-    try:
-        nothing.replaced(values, "")
-    except ValidationError as error:
-        raise ConfigurationError(explain(error, "", type(nothing)), where=str(file)) from error
-    return values, workload
-
-
-def described_workload(settings: TrainVLMSettings, values: Mapping[str, Any], file: Path | None) -> Workload:
-    """Episodes as the file says; what it leaves out is assumed from the recipe."""
+def _episodes(settings: TrainVLMSettings) -> dict[str, Any]:
+    """What episodes are assumed to be like, by the recipe."""
     environment, sampling = settings.environment, settings.rollouts.sampling
     kind = ENVIRONMENTS[environment.name]
     most = environment.args.get("max_turns") or getattr(kind, "max_turns", None) or 1
-    prompt = min(512, max(16, settings.inference.max_model_len - sampling.max_tokens))
-    assumed: dict[str, Any] = {
+    return {
         "turns": 1.0 if most == 1 else most / 2,
-        "max_turns": most,
         "dialogue": bool(getattr(kind, "dialogue", True)),
-        "prompt_tokens": prompt,
+        "prompt_tokens": min(512, max(16, settings.inference.max_model_len - sampling.max_tokens)),
         "completion_tokens": sampling.max_tokens / 2,
     }
+
+
+def _valid(kind: type[SettingsT], values: Mapping[str, Any]) -> SettingsT:
+    """
+    Raises:
+        ConfigurationError: an unknown assumption, or a value out of bounds.
+    """
     try:
-        made = WorkloadSettings.model_validate(assumed | dict(values))
+        return kind.model_validate(values)
     except ValidationError as error:
-        raise ConfigurationError(explain(error, "workload", WorkloadSettings), where=str(file)) from error
-    said = made.model_dump()
-    parts = [f"{key} = {said[key]:g}" if not isinstance(said[key], bool) else f"{key} = {said[key]}" for key in said]
-    given = f"given in {file}: {', '.join(values)}; the rest " if values else ""
-    return drawn(made, sampling.max_tokens, settings.rollouts.seed, f"{given}assumed: {', '.join(parts)}")
+        raise ConfigurationError(
+            explain(error, "assume", kind), code=error.errors()[0]["type"], where="--assume"
+        ) from error
+
+
+def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Lines with columns aligned to the right, except the last one."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for *cells, last in rows:
+        yield "  ".join([*(cell.rjust(width) for cell, width in zip(cells, widths, strict=False)), last]).rstrip()
+
+
+def _machine(recipe: Recipe) -> Machine:
+    machine = recipe.sections["machine"]
+    assert isinstance(machine, Machine)
+    return machine

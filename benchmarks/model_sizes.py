@@ -1,4 +1,4 @@
-"""Sizes of models, as their published config.json have them: what the pages of plans and of memory need of them."""
+"""Sizes of models, as their published config.json have them, for the page of memory and for tests."""
 
 from __future__ import annotations
 
@@ -79,19 +79,6 @@ SIZES: dict[str, dict[str, Any]] = {
             "image_size": 336,
             "patch_size": 14,
         },
-    },
-    "allenai/Molmo2-4B": {
-        "model_type": "molmo2",
-        "text_config": text_sizes(2560, 36, 32, 8, 9728, 151_936) | {"head_dim": 128, "additional_vocab_size": 128},
-        "vision_config": {
-            "hidden_size": 1152,
-            "intermediate_size": 4304,
-            "num_hidden_layers": 25,
-            "num_attention_heads": 16,
-            "num_key_value_heads": 16,
-            "head_dim": 72,
-        },
-        "adapter_config": {"hidden_size": 1152, "intermediate_size": 9728, "text_hidden_size": 2560},
     },
 }
 

@@ -56,63 +56,51 @@ def list_(as_json: Annotated[bool, typer.Option("--json", help="For programs.")]
         print(f"{row['name']:<{width}}  {row['pool']:<9}  {row['description']}")
 
 
-@app.command(epilog="Example: armature check train-vlm/colors")
+@app.command(epilog="Examples: armature check train-vlm/colors; armature check train-vlm/chartqa --gpu h100")
 def check(
     name: Name,
     set_: Overrides = None,
     machine: MachineOverrides = None,
     configuration_only: Annotated[bool, typer.Option(help="Do not start a server and the trainer.")] = False,
+    gpu: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help="Compare the memory with these GPUs: a100 (80 GB), h100 or h200. Default: those here."),
+    ] = None,
 ) -> None:
     """Say whether a recipe can run here.
 
-    Its values, this machine, and whether server and trainer agree on log-probs.
+    Its values, the memory of trainer and servers, this machine, and whether server and trainer agree on log-probs.
     """
     from armature.check import check_recipe
     from armature.components.configuration import load_recipe
 
-    check_recipe(load_recipe(name, overrides(set_, machine)), configuration_only)
+    check_recipe(load_recipe(name, overrides(set_, machine)), configuration_only, gpu)
 
 
-@app.command(
-    epilog="Examples: armature plan train-vlm/geometry3k --gpus 8 --gpus 64 --gpu h100 --price 2.5; "
-    "armature plan train-vlm/colors --from data/train-vlm"
-)
+@app.command(epilog="Example: armature plan train-vlm/geometry3k --gpus 8 --gpus 64 --assume completion_tokens=300")
 def plan(
     name: Name,
     gpus: Annotated[
         Optional[list[int]],  # noqa: UP045
-        typer.Option(
-            help="How many there are; repeat for more. Default: 8, 64, 512, 4096; for train-vla-rl 1, 8.", min=1
-        ),
+        typer.Option(help="How many there are; repeat for more. Default: 8, 64, 512; for train-vla-rl 1, 8.", min=1),
     ] = None,
     gpu: Annotated[str, typer.Option(help="Which: a100 (80 GB), h100 or h200.")] = "h100",
-    from_: Annotated[
-        Optional[list[Path]],  # noqa: UP045
-        typer.Option(
-            "--from",
-            metavar="RUN",
-            help="A finished training, whose episodes are taken; without --gpus its measured costs as well, to say how "
-            "long a step of the recipe takes on its machine. Repeat for costs of several.",
-            file_okay=False,
-        ),
+    assume: Annotated[
+        Optional[list[str]],  # noqa: UP045
+        typer.Option(metavar="NAME=VALUE", help="Change an assumption that the plan prints; repeat for more."),
     ] = None,
-    costs: Annotated[
-        Optional[Path],  # noqa: UP045
-        typer.Option(help="TOML with costs, and what episodes are like, in place of computed ones.", dir_okay=False),
-    ] = None,
-    price: Annotated[Optional[float], typer.Option(help="Of a GPU for an hour, in dollars.", min=0)] = None,  # noqa: UP045
     set_: Overrides = None,
     machine: MachineOverrides = None,
 ) -> None:
-    """Say what a recipe would take on many GPUs, and what limits it first.
+    """Say how long a step takes on many GPUs, what each holds, and what most of the step is spent on.
 
-    The loop, the routing of requests and the schedule are run on a virtual clock. Nothing is started, and no weights
-    are read. Every cost is printed with where it is from.
+    Computed from the sizes of the model, data sheets and assumptions, which are printed. Nothing is started, and no
+    weights are read.
     """
     from armature.components.configuration import load_recipe
     from armature.plan import plan_recipe
 
-    for line in plan_recipe(load_recipe(name, overrides(set_, machine)), gpus or [], gpu, from_ or [], costs, price):
+    for line in plan_recipe(load_recipe(name, overrides(set_, machine)), gpus or [], gpu, assume or []):
         print(line)
 
 

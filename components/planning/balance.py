@@ -12,11 +12,12 @@ from typing import Any
 
 from armature.components.artifacts.manifest import read_manifest
 from armature.components.artifacts.store import ArtifactStore
-from armature.components.planning.records import WARM_UP
 from armature.components.rl.settings import TrainVLMSettings
 
 LEAST = 0.05
 """Of a step, that another share has to save to be worth it."""
+WARM_UP = 2
+"""Steps at the beginning that do not count: kernels are compiled, caches are filled."""
 
 
 @dataclass(frozen=True)
@@ -106,5 +107,5 @@ def share_lines(measured: MeasuredShare, gpus_per_server: int) -> list[str]:
     return [
         said,
         f"  {servers} servers and {ranks} ranks would take {measured.step(servers, ranks):.1f} s, {saved:.0%} less, if "
-        "both get as much faster as they get GPUs; armature plan --from simulates it",
+        "both get as much faster as they get GPUs",
     ]

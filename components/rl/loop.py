@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
@@ -66,7 +65,6 @@ def run_loop(
     units: Units,
     events: Events,
     sync_every: int = 1,
-    now: Callable[[], float] = time.perf_counter,
 ) -> int:
     """Steps `first` to `last`, both included; the policy version is the number of steps applied.
 
@@ -82,8 +80,6 @@ def run_loop(
 
     New weights follow after the steps that `sync_every` divides; 0: never. An evaluation plays by the weights after
     its step, while nothing else does unless updates are in flight.
-
-    `now` is the clock, in seconds, that the metrics `timing/...` are read from.
     """
     pending: deque[Future[Artifact]] = deque()
     begun, staleness = first - 1, ahead.max_staleness
@@ -99,7 +95,7 @@ def run_loop(
     begin(first + staleness * ahead.in_flight_updates)
     postfix: dict[str, float] = {}
     for step in range(first, last + 1):
-        clock = _Clock(now)
+        clock = _Clock()
         steps.awaits(step)
         rollouts = pending.popleft().result()
         clock.lap("timing/wait_for_rollouts")
@@ -140,12 +136,12 @@ def run_loop(
 
 
 class _Clock:
-    """Seconds between laps, as `now` counts them."""
+    """Seconds between laps."""
 
-    def __init__(self, now: Callable[[], float]) -> None:
+    def __init__(self) -> None:
         self.laps: dict[str, float] = {}
-        self._now, self._last = now, now()
+        self._last = time.perf_counter()
 
     def lap(self, name: str) -> None:
-        now = self._now()
+        now = time.perf_counter()
         self.laps[name], self._last = self.laps.get(name, 0.0) + now - self._last, now

@@ -1,76 +1,95 @@
-"""`armature plan`: its table, and what it refuses."""
+"""`armature plan`: its table, what it refuses; and the memory that `armature check` reports."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from armature.components.configuration import load_recipe
-from armature.components.contracts.errors import ConfigurationError, DataError
-from armature.plan import plan_recipe
+from armature.components.vlm.memory import GIB
+from armature.plan import memory_lines, memory_of, plan_recipe
+from benchmarks.model_sizes import config_of
+from benchmarks.policy_case import RELEASED
+from tests.refusals import refused
 
-COSTS = """
-sync_seconds = 7.0
-
-[servers]
-pass_seconds = 0.5
-
-[failures]
-hours_between = 50_000.0
-
-[workload]
-turns = 3.0
-max_turns = 5
-environment_seconds = 2.0
-"""
+COLORS, ROBOT = "train-vlm/colors", "train-vla-rl/spatial-small"
 
 
-def planned(*changes: str, gpus: tuple[int, ...] = (2,), name: str = "train-vlm/colors", **options: object) -> str:
-    given: dict[str, object] = {"gpu": "h100", "records": (), "given": None, "price": None}
-    recipe = load_recipe(name, ("rollouts.groups_per_step=4", *changes) if "vlm" in name else changes)
-    return "\n".join(plan_recipe(recipe, gpus, **{**given, **options}))  # type: ignore[arg-type]
+def rows(name: str, *changes: str, gpus: tuple[int, ...] = (2,), assume: tuple[str, ...] = ()) -> list[list[str]]:
+    """The cells of a plan's table, without its head."""
+    lines = list(plan_recipe(load_recipe(name, changes), gpus, "h100", assume))
+    return [line.split() for line in lines[3 : lines.index("", 2)]]
 
 
-def test_a_row_for_each_number_of_gpus_and_the_source_of_every_cost() -> None:
-    said = planned(gpus=(1, 2, 4), price=2.5)
-    rows = [line.split() for line in said.splitlines() if line.split()[:1] in (["1"], ["2"], ["4"])]
-    assert [row[0] for row in rows] == ["1", "2", "4"]
-    assert "a server takes 1 GPUs" in said  # one GPU alone is said, and the others are planned
-    assert rows[1][1:3] == ["1", "1"]
-    for line in said.partition("what this rests on")[2].splitlines()[1:-2]:
-        assert any(word in line for word in ("measured", "assumed", "computed")), line
+def test_row_for_each_number_of_gpus() -> None:
+    alone, *planned = rows(COLORS, "rollouts.groups_per_step=4", gpus=(1, 2, 4))
+    assert [row[0] for row in planned] == ["2", "4"] and alone[0] == "1"  # which hold no server and trainer
+    assert planned[0][1:3] == ["1", "1"]
+    assert [row[0] for row in rows(ROBOT, gpus=(1, 8))] == ["1", "8"]
 
 
-def test_what_a_file_says_is_taken_and_named(tmp_path: Path) -> None:
-    file = tmp_path / "costs.toml"
-    file.write_text(COSTS)
-    said = planned(given=file)
-    assert "turns = 3, max_turns = 5" in said
-    assert f"given: {file}" in next(line for line in said.splitlines() if line.startswith("  sync_seconds"))
-    step = next(line for line in said.splitlines() if line.lstrip().startswith("2 ")).split()[3]
-    assert float(step) > 7 + 2 * 2.0
+def test_assumptions_are_changed_and_printed_with_their_source() -> None:
+    (usual,), (slow,) = rows(COLORS), rows(COLORS, assume=("environment_seconds=60", "turns=2.0"))
+    assert float(slow[5]) > 2 * 60 > float(usual[5])
+    lines = list(plan_recipe(load_recipe(ROBOT), (1,), "h200", ("action_seconds=0.5",)))
+    (changed,) = (line for line in lines if line.split()[:1] == ["action_seconds"])
+    assert changed.split()[1] == "0.5" and "measured" in changed
 
 
 @pytest.mark.parametrize(
-    ("changes", "options", "error", "said"),
+    ("name", "changes", "gpu", "assume", "code"),
     [
-        ((), {"gpu": "h1000"}, ConfigurationError, "no GPU is called 'h1000'"),
-        ((), {"gpus": (1,)}, ConfigurationError, "and the trainer 1"),
-        ((), {"name": "train-vla/tiny"}, ConfigurationError, "train-vla has no rollouts"),
-        (("model.source=./nowhere", "model.tiny="), {}, DataError, "the model's configuration cannot be read"),
-        (("trainer.max_tokens_per_micro_batch=2000000000",), {}, ConfigurationError, "however many there are"),
+        pytest.param(COLORS, (), "h1000", (), "gpu_unknown", id="gpu"),
+        pytest.param(COLORS, (), "h100", ("turnz=1",), "extra_forbidden", id="assumption"),
+        pytest.param("train-vla/tiny", (), "h100", (), "nothing_to_plan", id="flow"),
+        pytest.param(
+            COLORS, ("model.source=./nowhere", "model.tiny="), "h100", (), "foreign_file_unreadable", id="model"
+        ),
+        pytest.param(
+            COLORS, ("trainer.max_tokens_per_micro_batch=2000000000",), "h100", (), "trainer_does_not_fit", id="rank"
+        ),
     ],
 )
-def test_what_cannot_be_planned_is_refused(
-    changes: tuple[str, ...], options: dict[str, object], error: type[Exception], said: str
+def test_rejects_what_cannot_be_planned(
+    name: str, changes: tuple[str, ...], gpu: str, assume: tuple[str, ...], code: str
 ) -> None:
-    with pytest.raises(error, match=said):
-        planned(*changes, **options)  # type: ignore[arg-type]
+    with refused(code):
+        list(plan_recipe(load_recipe(name, changes), (2,), gpu, assume))
 
 
-def test_an_unknown_cost_is_refused(tmp_path: Path) -> None:
-    file = tmp_path / "costs.toml"
-    file.write_text("[servers]\npass_second = 1.0\n")
-    with pytest.raises(ConfigurationError, match="pass_second"):
-        planned(given=file)
+def test_memory_of_a_language_recipe_is_known_without_a_gpu(tmp_path: Path) -> None:
+    """LoRA on Qwen2.5-VL-7B and its server, each with 15.4 GiB of weights, on one GPU: see docs/models.md."""
+    config_of("Qwen/Qwen2.5-VL-7B-Instruct").save_pretrained(tmp_path)
+    recipe = load_recipe("train-vlm/geometry3k-7b", (f"model.source={tmp_path}", "model.revision="))
+    memory = memory_of(recipe)
+    assert memory is not None and memory.together and memory.on_gpu
+    assert round(sum(memory.trainer.values()) / GIB, 1) == 23.2 and round(memory.server["weights"] / GIB, 1) == 15.4
+    assert memory.fits(80e9) and not memory.fits(48e9)
+    assert "fits" in memory_lines(recipe, "h100")[-1] and "80 GB" in memory_lines(recipe, None)[-1]
+
+
+@pytest.mark.parametrize(
+    ("name", "trains", "plays", "smallest"),
+    [
+        ("train-vla-rl/molmoact2-spatial", True, True, 48e9),
+        ("train-vla/molmoact2", True, True, 48e9),
+        ("train-vla/own-robot", True, False, 48e9),
+        ("evaluate/libero", False, True, 24e9),
+    ],
+)
+def test_memory_of_a_robot_recipe_is_known_without_a_gpu(
+    name: str, trains: bool, plays: bool, smallest: float, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(RELEASED))
+    recipe = load_recipe(name, (f"policy.checkpoint_path={tmp_path}", "policy.revision="))
+    memory = memory_of(recipe)
+    assert memory is not None and (bool(memory.trainer), bool(memory.server)) == (trains, plays)
+    assert memory.fits(smallest) and not memory.fits(smallest / 2)
+
+
+def test_memory_that_is_unknown_ends_no_check() -> None:
+    (line,) = memory_lines(load_recipe(COLORS, ("model.source=./nowhere", "model.tiny=")), None)
+    assert "unknown" in line
+    assert memory_lines(load_recipe("quantile-stats/folder"), None) == []
