@@ -15,6 +15,8 @@ from armature.components.adapters.generic import infer_spec
 from armature.components.adapters.images import ImageSource
 from armature.components.adapters.spec import FamilySpec
 from armature.components.contracts.errors import ConfigurationError
+from armature.components.contracts.files import read_bytes
+from armature.components.contracts.foreign import foreign
 from armature.components.models.families import FAMILIES, family_of
 from armature.components.models.source import locate
 
@@ -71,7 +73,8 @@ def _config(model: Any) -> dict[str, Any]:
         return dict(model.to_dict())
     file = (locate(model) if Path(model).is_dir() else Path(model)) / "config.json"
     if file.is_file():
-        return dict(json.loads(file.read_text()))
+        with foreign("config.json cannot be read", where=str(file)):
+            return dict(json.loads(read_bytes(file)))
     if isinstance(model, Path) or "/" in model:
         raise ConfigurationError(
             "there is no config.json",

@@ -16,7 +16,8 @@ from pydantic import BaseModel, ConfigDict
 from armature.components.artifacts.cache import file_sha256
 from armature.components.artifacts.digests import document_digest
 from armature.components.contracts.errors import ConfigurationError, DataError
-from armature.components.contracts.files import is_folder
+from armature.components.contracts.files import is_folder, read_bytes
+from armature.components.contracts.foreign import foreign
 from armature.components.project import project_source
 
 REFERENCE = "source.json"
@@ -117,14 +118,16 @@ def locate(source: str | Path, revision: str | None = None, kind: CheckpointKind
         return folder / CHECKPOINT
     if not (folder / REFERENCE).is_file():
         return folder
-    reference = SourceReference.model_validate_json((folder / REFERENCE).read_text())
-    target = _kept(reference, kind) or locate(reference.source, reference.commit, kind)
+    remedy = f"remove the artifact and run the {kind.name} stage again"
+    with foreign("the reference to a checkpoint cannot be followed", where=str(folder / REFERENCE), remedy=remedy):
+        reference = SourceReference.model_validate_json(read_bytes(folder / REFERENCE))
+        target = _kept(reference, kind) or locate(reference.source, reference.commit, kind)
     if kind.content and (found := checkpoint_sha256(target, kind.content)) != reference.checkpoint_sha256:
         raise DataError(
             f"the checkpoint is not the one that the artifact refers to: {found} is not {reference.checkpoint_sha256}",
             code="checkpoint_changed",
             where=f"{target}, referred to by {folder / REFERENCE}",
-            remedy=f"put the old files back, or remove the artifact and run the {kind.name} stage again",
+            remedy=f"put the old files back, or {remedy}",
         )
     return target
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from armature.components.contracts.files import read_bytes
+from armature.components.contracts.foreign import foreign
 from armature.components.models.source import CheckpointKind
 from armature.components.policies.settings import RobotPolicySettings
 
@@ -31,4 +33,7 @@ def write_settings(folder: Path, settings: RobotPolicySettings) -> None:
 def read_settings(folder: Path) -> RobotPolicySettings | None:
     """What `write_settings` wrote into `folder`, if it did."""
     file = folder / POLICY_FILE
-    return RobotPolicySettings.model_validate_json(file.read_text()) if file.is_file() else None
+    if not file.is_file():
+        return None
+    with foreign("the settings of the policy cannot be read", where=str(file)):
+        return RobotPolicySettings.model_validate_json(read_bytes(file))

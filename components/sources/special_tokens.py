@@ -38,7 +38,7 @@ def added_tokens(folder: Path) -> list[AddedToken]:
         if (folder / name).is_file():
             try:
                 found += _named(name, json.loads(read_bytes(folder / name, LARGEST_FILE)))
-            except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OSError) as error:
+            except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError, RecursionError, OSError) as error:
                 raise DataError(
                     f"not a tokenizer's file: {type(error).__name__}: {str(error)[:200]}",
                     code="tokenizer_unreadable",

@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from armature.components.artifacts.disk import try_lock
+from armature.components.contracts.files import regular
 
 RECORD = "view.json"
 """In the store; locked as long as the viewer that wrote it lives."""
@@ -39,7 +40,7 @@ def announced(store: Path, address: str) -> Iterator[None]:
 
 def viewer_address(store: Path) -> str | None:
     """The address of the page of `store`, without its token, if a viewer on this machine serves it."""
-    with suppress(OSError, ValueError, KeyError, TypeError), (store / RECORD).open() as record:
+    with suppress(OSError, ValueError, KeyError, TypeError), regular(store / RECORD).open() as record:
         try:
             fcntl.flock(record, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:

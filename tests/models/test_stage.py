@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from armature.components.artifacts.manifest import read_manifest
 from armature.components.contracts.machine import Machine
 from armature.components.models.load import load_model, load_processor
 from armature.components.models.settings import ModelSettings
-from armature.components.models.source import locate
+from armature.components.models.source import SourceReference, locate
 from armature.components.models.tiny import SMALL
 from armature.components.stages import run_stage
 from tests.hub_server import HubServer
@@ -200,3 +201,16 @@ def test_a_revision_that_the_hub_does_not_have_is_named(hub: HubServer, machine:
     for name, revision in (("someone/small", "v3"), ("someone/other", "main")):
         with refused("repository_unavailable", "404", f"{name} at {revision}"):
             run_stage("model", ModelSettings(source=name, revision=revision, **BASE), {}, machine)
+
+
+@pytest.mark.parametrize("content", ["{}", "[", b"\xff\xfe", "to itself", "sparse"])
+def test_reference_that_cannot_be_followed_is_refused(content: str | bytes, tmp_path: Path) -> None:
+    reference = SourceReference(source=str(tmp_path), revision=None, commit=None, checkpoint_sha256="0")
+    if content == "to itself":
+        reference.write(tmp_path)
+    else:
+        (tmp_path / "source.json").write_bytes(content if isinstance(content, bytes) else content.encode())
+    if content == "sparse":
+        os.truncate(tmp_path / "source.json", 2**40)
+    with refused("file_too_large" if content == "sparse" else "foreign_file_unreadable", "source.json"):
+        locate(tmp_path)
