@@ -45,12 +45,13 @@ def check_recipe(recipe: Recipe, configuration_only: bool, gpu: str | None = Non
 
 
 def _check(recipe: Recipe, configuration_only: bool, gpu: str | None) -> None:
-    from armature.plan import memory_lines  # imports torch, which `armature run` does not need
-
     print(f"{recipe.name}: every value is valid")
     refuse_unnamed_sources(recipe)
-    for line in memory_lines(recipe, gpu):  # first: it needs none of the GPUs that the recipe names
-        print(line)
+    if gpu is not None or not configuration_only:  # first: it needs none of the GPUs that the recipe names
+        from armature.plan import memory_lines  # imports torch
+
+        for line in memory_lines(recipe, gpu):
+            print(line)
     machine = check_ahead(recipe)
     print("machine: what the recipe names is there")
     if machine.cluster:
