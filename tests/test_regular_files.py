@@ -67,7 +67,7 @@ def tables_by_pattern(path: Path) -> None:
 
 
 def schema_of_reward(path: Path) -> None:
-    settings = RewardSettings.model_validate({"name": "json_schema", "args": {"file": path.name}})
+    settings = RewardSettings.model_validate({"name": "json_schema", "file": path.name})
     make_rewards([settings], folder=path.parent, processes=1).close()
 
 
