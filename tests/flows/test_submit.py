@@ -78,7 +78,7 @@ def deployed(client, armature) -> Callable[..., str]:
             flow_id=client.create_flow(flow),
             parameter_openapi_schema=flow.parameters.model_dump(),
             enforce_parameter_schema=True,
-            name=name.partition("/")[2],
+            name=recipe.name.partition("/")[2],
             **deployments.deployment(recipe, template) | {"work_pool_name": pool},
         )
         return pool
