@@ -17,6 +17,7 @@ from typing import Any
 import boto3
 import pytest
 from botocore.exceptions import BotoCoreError, ClientError
+from s3fs import S3FileSystem
 
 
 def lasting_port() -> int:
@@ -69,6 +70,7 @@ class Server:
 @contextmanager
 def client_of(url: str) -> Iterator[None]:
     """Within, clients of S3 find this server and credentials, and nothing that the machine has of its own."""
+    S3FileSystem.clear_instance_cache()  # its key has no variables of the environment: it would be of an earlier server
     with pytest.MonkeyPatch.context() as patch:
         for name in [name for name in os.environ if name.startswith("AWS_")]:
             patch.delenv(name)

@@ -25,7 +25,7 @@ def test_every_recipe_has_a_valid_job_with_its_gpus_and_memory(tmp_path):
         job = rendered(variables)
         (container,) = job["spec"]["template"]["spec"]["containers"]
         assert container["name"] == "prefect-job" and container["args"] == ["prefect", "flow-run", "execute"]
-        with_servers = deployment["entrypoint"].split(".")[1] in ("train_vlm", "evaluate", "sweep")
+        with_servers = deployment["entrypoint"].split(".")[-2] in ("train_vlm", "evaluate", "sweep")
         assert container["image"] == (STANDALONE if with_servers else IMAGE)
         assert container["resources"]["limits"] == {"nvidia.com/gpu": variables["gpus"], "memory": variables["memory"]}
         (tmp_path / f"{number}.yaml").write_text(yaml.safe_dump(job))
