@@ -34,7 +34,7 @@ def check_recipe(recipe: Recipe, configuration_only: bool, gpu: str | None = Non
     """Print what was checked, in order of cost.
 
     Args:
-        gpu: key of `GPUS`, whose memory is compared with what the recipe needs; None: that of this machine.
+        gpu: a key of `GPUS`. The memory of this GPU is compared with the recipe's; None compares this machine's GPUs.
 
     Raises:
         ConfigurationError: the machine lacks what the recipe names.

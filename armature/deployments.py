@@ -1,6 +1,6 @@
-"""Deployments of recipes: `armature up` makes one for each installed recipe, `armature deploy` those of others.
+"""Deployments: `armature up` creates one for each installed recipe, `armature deploy` one for each recipe it names.
 
-They are made by Prefect's client and not by `prefect deploy`, which takes a second for each.
+Prefect's client creates them; the command `prefect deploy` is slower and needs a file that repeats the recipes.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ As modules, not files: a worker finds them in a checkout and in an installed whe
 USE_PROJECT = "armature.components.project.use_project"
 SET_WORKING_DIRECTORY = "prefect.deployments.steps.set_working_directory"
 HOME = "ARMATURE_HOME"
-"""Variable with the folder that runs stand in. Where it is not set, each worker puts its own in."""
+"""Variable with the working folder of runs. If it is not set here, each worker uses its own value."""
 
 
 def flow_of(kind: str) -> Any:
@@ -120,11 +120,14 @@ def pod_variables(recipe: Recipe, template: Mapping[str, Any]) -> dict[str, Any]
 
 
 def deployment(recipe: Recipe, template: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Arguments of Prefect's `create_deployment` for a recipe, without its name and those of its flow.
+    """Return what Prefect's `create_deployment` needs for a recipe, except the name, the flow and the version.
 
     Args:
-        template: of a work pool of Kubernetes, for which the deployment gets its `pod_variables`.
+        template: base job template of a Kubernetes work pool; the deployment then gets the recipe's `pod_variables`.
     """
+    parameters = recipe.dump()
+    if parameters.get("machine") == Machine().model_dump(mode="json"):
+        del parameters["machine"]  # the flow has this default
     steps: list[dict[str, Any]] = [{SET_WORKING_DIRECTORY: {"directory": os.environ.get(HOME, f"{{{{ ${HOME} }}}}")}}]
     if recipe.folder is not None:
         folder = Path(os.path.relpath(recipe.folder)).as_posix()  # from the folder of runs, where this is called
@@ -133,7 +136,7 @@ def deployment(recipe: Recipe, template: Mapping[str, Any] | None = None) -> dic
         "description": recipe.description,
         "tags": [recipe.flow],
         "entrypoint": FLOWS[recipe.kind],
-        "parameters": {name: values for name, values in recipe.dump().items() if not _is_default(name, values)},
+        "parameters": parameters,
         "work_pool_name": pool_of(recipe),
         "job_variables": {} if template is None else pod_variables(recipe, template),
         "pull_steps": steps,
@@ -179,8 +182,3 @@ def without_worker(pools: Collection[str], names: Sequence[str] = ()) -> dict[st
     """Number of recipes by work pool, for the work pools of these recipes that are not among `pools`."""
     needed = Counter(pool_of(load_recipe(name)) for name in names or recipe_names())
     return {pool: count for pool, count in needed.items() if pool not in pools}
-
-
-def _is_default(section: str, values: Any) -> bool:
-    """Whether a flow takes the same without being told."""
-    return section == "machine" and values == Machine().model_dump(mode="json")

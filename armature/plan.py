@@ -32,8 +32,11 @@ SettingsT = TypeVar("SettingsT", bound=Settings)
 
 
 def memory_lines(recipe: Recipe, gpu: str | None) -> list[str]:
-    """Say what the recipe needs of memory, and whether the GPUs have it: those called `gpu`, else those of this
-    machine, else of common sizes. Nothing for a recipe that has neither a trainer nor a policy."""
+    """Return lines that say how much memory the recipe needs and whether the GPUs have it.
+
+    The GPUs are of the kind `gpu`, else this machine's, else of common sizes. A recipe without a trainer and a policy
+    gives no lines.
+    """
     try:
         memory = memory_of(recipe)
     except ArmatureError as error:  # the check goes on, and says it again where it matters
@@ -171,7 +174,7 @@ def _step_cells(step: StepTime, gpus: int, rollouts: int) -> list[str]:
 
 
 def _episodes(settings: TrainVLMSettings) -> dict[str, Any]:
-    """What episodes are assumed to be like, by the recipe."""
+    """Return the episodes that the estimate assumes for the recipe."""
     environment, sampling = settings.environment, settings.rollouts.sampling
     kind = ENVIRONMENTS[environment.name]
     most = environment.args.get("max_turns") or getattr(kind, "max_turns", None) or 1
