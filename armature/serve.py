@@ -15,11 +15,11 @@ from pathlib import Path
 from armature.components.contracts.errors import ServerError
 from armature.components.contracts.machine import Machine
 from armature.components.contracts.secret_values import keep_secret
+from armature.components.families.family import family_of
 from armature.components.inference.adapters import ServedAdapters
 from armature.components.inference.checkpoint import longest_sequence, read_config
 from armature.components.inference.server import VllmServer
 from armature.components.inference.settings import ServerSettings
-from armature.components.models.families import family_of
 from armature.components.models.source import locate
 from armature.components.private_files import private_folder
 from armature.services import STATE

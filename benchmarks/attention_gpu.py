@@ -29,11 +29,11 @@ from transformers import AutoModelForImageTextToText
 from armature.components.adapters import get_adapter, model_inputs
 from armature.components.artifacts.images import ImageStore, encode_png
 from armature.components.contracts.batches import Sample
+from armature.components.families.family import tiny_recipe
+from armature.components.families.tiny import TinySettings
 from armature.components.models.attention import follow_image_attention
-from armature.components.models.settings import TinySettings
 from armature.components.models.tiny.build import SMALL
 from armature.components.models.tiny.tokenizer import train_tokenizer
-from armature.components.models.tiny_families import TINY_FAMILIES
 from armature.components.models.varlen import choose_kernels
 from armature.components.vlm.logprobs import Policy, predicting
 from benchmarks.step_case import clean, need_gpu, sync
@@ -84,7 +84,7 @@ GEOMETRIES = {
 
 def made(family: str, small: bool) -> tuple[Any, Any]:
     """A model as the loader has it before it chooses kernels, and its processor."""
-    recipe, geometry = TINY_FAMILIES[family], GEOMETRIES[family]
+    recipe, geometry = tiny_recipe(family), GEOMETRIES[family]
     sizes = geometry.sizes | {"image_side": geometry.side, "layers": 4, "vision_layers": 4, "max_positions": 8192}
     settings: TinySettings = SMALL if small else SMALL.model_copy(update=sizes)
     tokenizer = train_tokenizer(

@@ -19,7 +19,7 @@ MIB = 2**20
 
 def measure() -> list[Row]:
     from armature.components.contracts.machine import Machine
-    from armature.components.models.settings import TinySettings
+    from armature.components.families.tiny import TinySettings
     from armature.components.models.tiny import make_tiny_checkpoint
     from armature.components.training.processes import TrainerProcesses, private_folder
 

@@ -28,9 +28,9 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from armature.components.adapters import get_adapter
 from armature.components.artifacts.images import ImageStore
+from armature.components.families.family import family_of
 from armature.components.garbage import exempt_from_collection
 from armature.components.models.attention import follow_image_attention
-from armature.components.models.families import family_of
 from armature.components.models.load import RECOMPUTATION
 from armature.components.models.varlen import choose_kernels
 from armature.components.training.launch import joined

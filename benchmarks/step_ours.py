@@ -29,9 +29,9 @@ from armature.components.batches.build import build_batch
 from armature.components.batches.settings import BatchSettings
 from armature.components.contracts.batches import Sample
 from armature.components.contracts.rollouts import GenerateOutputs
+from armature.components.families.family import family_of
 from armature.components.garbage import exempt_from_collection
 from armature.components.models.attention import follow_image_attention
-from armature.components.models.families import family_of
 from armature.components.models.load import RECOMPUTATION, freeze
 from armature.components.models.lora import add_adapters
 from armature.components.models.nf4 import NF4Linear, quantize

@@ -27,6 +27,7 @@ import torch
 from peft import PeftModel
 
 from armature.components.contracts.machine import Machine
+from armature.components.families.family import family_of
 from armature.components.inference.adapters import ServedAdapters, served_name
 from armature.components.inference.checkpoint import placeholder_token_ids, vocabulary
 from armature.components.inference.client import MODEL_NAME
@@ -39,7 +40,6 @@ from armature.components.inference.replica import Replica, reset_caches
 from armature.components.inference.server import fault
 from armature.components.inference.settings import ServerSettings
 from armature.components.inference.weights import WEIGHT_SENDERS, WEIGHT_TRANSFERS
-from armature.components.models.families import family_of
 from armature.components.models.load import load_processor
 from armature.components.models.lora import add_adapters
 from armature.components.models.settings import LoraSettings, ModelSettings

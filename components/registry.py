@@ -41,7 +41,7 @@ class Registry:
     def __iter__(self) -> Iterator[str]:
         return iter(sorted(self._all()))
 
-    def __contains__(self, name: str) -> bool:
+    def __contains__(self, name: object) -> bool:
         return name in self._all()
 
     def __getitem__(self, name: str) -> Any:

@@ -38,9 +38,9 @@ from armature import (
     encode_png,
 )
 from armature.components.contracts.machine import Machine
+from armature.components.families.tiny import FormatSettings, TinySettings, Transcript
 from armature.components.inference.server import VllmServer
 from armature.components.inference.settings import ServerSettings
-from armature.components.models.settings import FormatSettings, TinySettings, Transcript
 from armature.components.models.tiny import make_tiny_checkpoint
 
 QUESTION = "Is this light or dark?"

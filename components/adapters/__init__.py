@@ -12,12 +12,10 @@ if TYPE_CHECKING:
     from armature.components.adapters.collate import SampleCollator
     from armature.components.adapters.family import FamilyAdapter
     from armature.components.adapters.select import get_adapter, get_collator
-    from armature.components.adapters.spec import FamilySpec
     from armature.components.adapters.validate import model_inputs, validate_batch
 
 __all__ = [
     "FamilyAdapter",
-    "FamilySpec",
     "MultimodalAdapter",
     "MultimodalBatch",
     "SampleCollator",
@@ -29,7 +27,6 @@ __all__ = [
 
 _MODULES = {
     "FamilyAdapter": "family",
-    "FamilySpec": "spec",
     "SampleCollator": "collate",
     "get_adapter": "select",
     "get_collator": "select",

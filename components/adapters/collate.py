@@ -12,13 +12,13 @@ from PIL import Image
 from torch import Tensor
 
 from armature.components.adapters.images import PLACEHOLDER_RUNS, ImageSource, image_features, process_one
-from armature.components.adapters.joins import Features
 from armature.components.adapters.sequences import runs_fit
-from armature.components.adapters.spec import FamilySpec, known_token_ids, token_id
 from armature.components.artifacts.pixels import to_rgb
 from armature.components.contracts.batches import MultimodalBatch, Sample
 from armature.components.contracts.errors import ConfigurationError, DataError
 from armature.components.contracts.images import ImageRef
+from armature.components.families.family import ImageInputs
+from armature.components.families.joins import Features
 
 
 def pad_rows(rows: Sequence[np.ndarray[Any, Any]], value: float, dtype: torch.dtype) -> Tensor:
@@ -57,11 +57,11 @@ class SampleCollator:
         forbidden_token_ids: tokens that only a processor may write and no policy may sample.
     """
 
-    def __init__(self, processor: Any, spec: FamilySpec) -> None:
+    def __init__(self, processor: Any, spec: ImageInputs) -> None:
         self.processor, self.spec = processor, spec
-        self.image_token_id = token_id(spec.feature_token, processor)
-        self.typed_token_ids = frozenset(known_token_ids(spec.typed_tokens, processor) or [self.image_token_id])
-        reserved = known_token_ids((processor.image_token, *spec.reserved), processor)
+        self.image_token_id = _token_id(spec.feature_token, processor)
+        self.typed_token_ids = frozenset(_known_token_ids(spec.typed_tokens, processor) or [self.image_token_id])
+        reserved = _known_token_ids((processor.image_token, *spec.reserved), processor)
         self.forbidden_token_ids = frozenset({self.image_token_id, *self.typed_token_ids, *reserved})
         pad = processor.tokenizer.pad_token_id
         self.pad_token_id = int(pad if pad is not None else processor.tokenizer.eos_token_id)
@@ -80,7 +80,7 @@ class SampleCollator:
                 f"the image processor returns {sorted(found)}, its entry declares {sorted(self.spec.joins)}",
                 code="processor_outputs_mismatch",
                 where=type(self.processor).__name__,
-                remedy="declare every output in FamilySpec.joins",
+                remedy="declare every output in ImageInputs.joins",
             )
         return features
 
@@ -146,3 +146,31 @@ class SampleCollator:
                 where=f"sample {sample.sample_id}",
                 remedy="use the processor (and its image size) that the samples were built with",
             )
+
+
+def _token_id(token: str, processor: Any) -> int:
+    """The id of `token`, a text or a path as in `ImageInputs`.
+
+    Raises:
+        ConfigurationError: the processor has no such attribute, or the tokenizer no such token.
+    """
+    text: Any = token
+    if token.startswith("."):
+        text = processor
+        for name in token[1:].split("."):
+            text = getattr(text, name, None)
+    known = processor.tokenizer.get_vocab()
+    if not isinstance(text, str) or text not in known:
+        raise ConfigurationError(
+            f"the tokenizer has no token {text if isinstance(text, str) else token!r}, which stands for images",
+            code="image_token_missing",
+            where=f"{type(processor).__name__} with {len(known)} tokens",
+            remedy="load the processor that belongs to the model, or add its family: docs/extending.md",
+        )
+    return int(known[text])
+
+
+def _known_token_ids(tokens: tuple[str, ...], processor: Any) -> list[int]:
+    """The ids of those `tokens` that the tokenizer has: some checkpoints of a family lack some."""
+    known = processor.tokenizer.get_vocab()
+    return [int(known[token]) for token in tokens if token in known]

@@ -1,4 +1,4 @@
-"""The adapter of every family: what differs between families is in the `FamilySpec` of its collator."""
+"""The adapter of every family: what differs between families is in the `ImageInputs` of its collator."""
 
 from __future__ import annotations
 

@@ -9,20 +9,20 @@ import torch
 from PIL import Image
 
 from armature.components.adapters.images import PLACEHOLDER_RUNS, image_features, process_one
-from armature.components.adapters.joins import Features, Join, cat, pad_cat
-from armature.components.adapters.spec import FamilySpec
 from armature.components.contracts.errors import ConfigurationError, DataError
+from armature.components.families.family import ImageInputs
+from armature.components.families.joins import Features, Join, cat, pad_cat
 
 # Wide, tall, small and large, so that tiles, grids and padding differ.
 SIZES = ((100, 80), (64, 150), (500, 90), (700, 900))
 TYPE_IDS = ("mm_token_type_ids", "token_type_ids")
 REMEDY = (
-    "write a FamilySpec (see components/adapters/families.py) and name it under the entry point group "
-    "'armature.adapters', or subclass MultimodalAdapter"
+    "describe its family in a file (docs/extending.md) that the entry-point group 'armature.families' names, or "
+    "subclass MultimodalAdapter"
 )
 
 
-def infer_spec(processor: Any) -> FamilySpec:
+def infer_spec(processor: Any) -> ImageInputs:
     """The entry whose joins reproduce `processor` on images of several sizes.
 
     The feature token is the one that an image's expansion holds most of. Every output must be a tensor that is
@@ -54,7 +54,7 @@ def infer_spec(processor: Any) -> FamilySpec:
             "an image is not expanded into image tokens", code="adapter_not_inferable", where=where, remedy=REMEDY
         )
     together = processor(images=images, text=["".join([processor.image_token] * len(images))], return_tensors="pt")
-    return FamilySpec(
+    return ImageInputs(
         feature_token=processor.tokenizer.convert_ids_to_tokens(token),
         joins={name: _infer_join(name, features, together, where) for name in image_features(features[0])},
         type_ids=_type_ids(together, token, where),

@@ -10,9 +10,9 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from armature.components.adapters.joins import Features
 from armature.components.contracts.errors import DataError
 from armature.components.contracts.images import ImageRef
+from armature.components.families.joins import Features
 
 ImageSource = Callable[[ImageRef], Image.Image]
 

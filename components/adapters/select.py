@@ -9,15 +9,13 @@ from types import SimpleNamespace
 from typing import Any
 
 from armature.components.adapters.collate import SampleCollator
-from armature.components.adapters.families import ENTRIES
 from armature.components.adapters.family import FamilyAdapter
 from armature.components.adapters.generic import infer_spec
 from armature.components.adapters.images import ImageSource
-from armature.components.adapters.spec import FamilySpec
 from armature.components.contracts.errors import ConfigurationError
 from armature.components.contracts.files import read_bytes
 from armature.components.contracts.foreign import foreign
-from armature.components.models.families import FAMILIES, family_of
+from armature.components.families.family import FAMILIES, ImageInputs, family_of
 from armature.components.models.source import locate
 
 
@@ -82,16 +80,16 @@ def _config(model: Any) -> dict[str, Any]:
             where=str(file),
             remedy="name a checkpoint folder, or pass the model's config",
         )
-    family = FAMILIES.get(model)
-    if family is None:
+    if model not in FAMILIES:
         return {"model_type": model}
+    family = FAMILIES[model]
     return {"model_type": family.model_type, "vision_config": {"model_type": family.vision_model_type}}
 
 
-def _spec(config: dict[str, Any], processor: Any) -> FamilySpec:
+def _spec(config: dict[str, Any], processor: Any) -> ImageInputs:
     name = _name(config)
-    if name in ENTRIES:
-        spec: FamilySpec = ENTRIES[name]
+    if name in FAMILIES and (images := FAMILIES[name].images) is not None:
+        spec = replace(images, reserved=FAMILIES[name].image_tokens)
         # vLLM reads this flag too: the model attends causally inside images, so they need no marking.
         return spec if config.get("is_mm_prefix_lm", True) else replace(spec, type_ids=None)
     return infer_spec(processor)

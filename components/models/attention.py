@@ -17,7 +17,7 @@ from transformers.masking_utils import create_causal_mask
 from transformers.models.gemma3.modeling_gemma3 import get_block_sequence_ids_for_mask
 
 from armature.components.contracts.errors import ConfigurationError
-from armature.components.models.families import FAMILIES, family_of
+from armature.components.families.family import FAMILIES, family_of
 from armature.components.models.packed_attention import PACKED
 from armature.components.models.remote import is_remote
 from armature.components.models.settings import ImageAttention

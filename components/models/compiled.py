@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from armature.components.contracts.errors import ConfigurationError
-from armature.components.models.families import family_of
+from armature.components.families.family import family_of
 from armature.components.models.varlen import in_one_graph
 
 VARIANTS = 64

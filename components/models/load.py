@@ -23,8 +23,8 @@ from armature.components.artifacts.disk import replaced_folder
 from armature.components.artifacts.tensors import read_tensors, saving
 from armature.components.contracts.errors import ConfigurationError, DataError
 from armature.components.contracts.foreign import foreign
+from armature.components.families.family import Family, family_of
 from armature.components.models.attention import check_image_attention, follow_image_attention
-from armature.components.models.families import Family, family_of
 from armature.components.models.installed import is_installed
 from armature.components.models.lora import add_adapters, base_model, merged_weights
 from armature.components.models.mapped import MappedWeights, hollow

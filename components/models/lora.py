@@ -16,7 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from armature.components.contracts.errors import ConfigurationError
-from armature.components.models.families import COMPONENTS, Family
+from armature.components.families.family import COMPONENTS, Family
 from armature.components.models.nf4 import SCALES, NF4Linear
 from armature.components.models.settings import LoraSettings
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
+from armature.components.families.family import Family
 from armature.components.models.blockwise import NF4
-from armature.components.models.families import Family
 from armature.components.models.installed import TRITON
 
 SCALES = "scales"

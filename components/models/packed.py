@@ -12,9 +12,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from armature.components.contracts.errors import ConfigurationError, DataError
+from armature.components.families.family import family_of
 from armature.components.models.attention import CAUSAL_LAYERS, blocks_of
 from armature.components.models.context_parallel import ContextParallel, FeatureExchange, encoded_by, feature_exchange
-from armature.components.models.families import family_of
 from armature.components.models.packed_attention import PACKED, REMEDY, Segments
 from armature.components.models.transfer import to_device
 from armature.components.models.vision import GRID, encoded_images, tower_inputs

@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 from transformers import AutoModel, PreTrainedModel, ProcessorMixin
 
-from armature.components.models.families import Family, image_token_ids
+from armature.components.families.family import Family, image_token_ids
 
 MODULES = "transformers_modules"  # the package that transformers puts such code into
 

@@ -13,11 +13,10 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from armature.components.artifacts.cache import DownloadCache
 from armature.components.contracts.errors import DataError
 from armature.components.contracts.files import read_bytes
+from armature.components.families.family import FAMILIES, tiny_recipe
 from armature.components.hub import hub_commit
-from armature.components.models.families import FAMILIES
 from armature.components.models.settings import ModelSettings
 from armature.components.models.source import fetch_files, locate, refuse_unnamed
-from armature.components.models.tiny_families import TINY_FAMILIES
 from armature.components.project import project_source
 from armature.components.sources.special_tokens import FILES, LARGEST_FILE, added_tokens
 
@@ -34,10 +33,9 @@ def reserved_tokens(settings: ModelSettings, *, images_only: bool) -> tuple[str,
         DataError: there is no such folder or repository, or a file of the tokenizer is damaged.
     """
     if settings.tiny_family is not None:
-        vocabulary = TINY_FAMILIES[settings.tiny_family].vocabulary
+        vocabulary = tiny_recipe(settings.tiny_family).vocabulary
         special = {*vocabulary.markers, *vocabulary.inputs_only}
-        family = FAMILIES.get(settings.tiny_family)
-        images = special.intersection(family.image_tokens if family is not None else vocabulary.named.values())
+        images = special.intersection(FAMILIES[settings.tiny_family].image_tokens)
     else:
         folder = _tokenizer_folder(settings)
         config, added = _config(folder), added_tokens(folder)

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 from armature.components.contracts.errors import ConfigurationError
 from armature.components.contracts.foreign import foreign
 from armature.components.contracts.machine import Machine
-from armature.components.models.families import family_of
+from armature.components.families.family import family_of
 from armature.components.models.settings import ModelSettings
 from armature.components.models.source import local_code_options
 from armature.components.project import project_source
@@ -101,10 +101,10 @@ def read_config(settings: ModelSettings) -> Any:
         DataError: there is no configuration here, and the hub does not answer.
     """
     if settings.tiny is not None and settings.tiny_family is not None:
+        from armature.components.families.family import tiny_recipe
         from armature.components.models.tiny.tokenizer import train_tokenizer
-        from armature.components.models.tiny_families import TINY_FAMILIES
 
-        recipe, tiny = TINY_FAMILIES[settings.tiny_family], settings.tiny
+        recipe, tiny = tiny_recipe(settings.tiny_family), settings.tiny
         tokenizer = train_tokenizer(
             recipe.vocabulary, tiny.vocabulary_size, tiny.corpus, recipe.template, tiny.max_positions
         )

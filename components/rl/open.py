@@ -21,10 +21,10 @@ from armature.components.environments.make import make_environment
 from armature.components.environments.settings import EnvironmentSettings
 from armature.components.environments.stage import load_tasks
 from armature.components.evaluation.settings import PanelSettings
+from armature.components.families.family import COMPONENTS, family_of
 from armature.components.inference.adapters import ServedAdapters
 from armature.components.inference.checkpoint import vocabulary
 from armature.components.inference.pool import ServerPool
-from armature.components.models.families import COMPONENTS, family_of
 from armature.components.models.load import load_config, load_model, load_processor, save_checkpoint
 from armature.components.models.settings import ModelSettings
 from armature.components.models.source import locate

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from armature.components.models.families import Family
+from armature.components.families.family import Family
 from armature.components.training.ranks import Ranks
 
 Unit = tuple[nn.Module, torch.dtype | None]

@@ -21,8 +21,8 @@ from armature.components.batches.check import check_samples
 from armature.components.contracts.batches import MultimodalBatch, Sample
 from armature.components.contracts.errors import ConfigurationError
 from armature.components.contracts.metrics import merged
+from armature.components.families.family import family_of
 from armature.components.models.compiled import compile_layers
-from armature.components.models.families import family_of
 from armature.components.models.lora import base_model
 from armature.components.models.packed import laid_out
 from armature.components.models.padded import pad_widths

@@ -10,8 +10,8 @@ import psutil
 import torch
 from transformers import AutoModelForImageTextToText, PreTrainedModel
 
+from armature.components.families.family import family_of
 from armature.components.models.blockwise import NF4, SIGNED
-from armature.components.models.families import family_of
 from armature.components.models.load import load_config
 from armature.components.models.lora import target_modules
 from armature.components.models.nf4 import quantized_layers

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from armature.components.adapters.collate import SampleCollator
 from armature.components.adapters.images import PLACEHOLDER_RUNS
-from armature.components.adapters.joins import Features
 from armature.components.contracts.batches import MultimodalBatch, Sample
 from armature.components.contracts.errors import DataError
 from armature.components.contracts.images import ImageRef
+from armature.components.families.joins import Features
 from armature.components.models.context_parallel import encoded_by, encoders
 from armature.components.models.packed import GRIDS, Packing
 

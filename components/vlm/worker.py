@@ -20,11 +20,11 @@ from armature.components.batches.table import read_batch
 from armature.components.contracts.batches import MultimodalBatch, Sample
 from armature.components.contracts.errors import ConfigurationError, DataError
 from armature.components.contracts.images import ImageRef
+from armature.components.families.family import family_of
 from armature.components.inference.checkpoint import vocabulary
 from armature.components.inference.endpoint import Endpoint
 from armature.components.inference.probe import Probe
 from armature.components.inference.weights import WEIGHT_SENDERS, WeightSender
-from armature.components.models.families import family_of
 from armature.components.models.load import load_model, load_processor, read_model
 from armature.components.models.lora import base_model
 from armature.components.training.checkpoints import identity

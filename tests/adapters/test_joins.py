@@ -7,7 +7,7 @@ import torch
 from PIL import Image
 from transformers import Molmo2ImageProcessor
 
-from armature.components.adapters.joins import OffsetCat, cat, pad_cat
+from armature.components.families.joins import OffsetCat, cat, pad_cat
 
 
 def test_pad_cat_adds_zeros_at_the_end_of_every_other_dim() -> None:

@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 from armature.components.adapters import get_adapter, model_inputs, validate_batch
-from armature.components.models.families import FAMILIES
+from armature.components.families.family import FAMILIES
 from armature.components.vlm.logprobs import Policy, predicting
 from tests.refusals import refused
 

@@ -6,6 +6,7 @@ import json
 import pickle
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,21 +15,26 @@ import pytest
 import torch
 
 from armature.components.adapters import SampleCollator, get_adapter, get_collator
-from armature.components.adapters.families import ENTRIES
 from armature.components.adapters.generic import infer_spec
-from armature.components.adapters.joins import OffsetCat
+from armature.components.families.family import FAMILIES, ImageInputs
+from armature.components.families.joins import OffsetCat
 from armature.components.models.source import make_reference
 from tests.refusals import refused
 
 
+def image_inputs(family: str) -> ImageInputs:
+    assert FAMILIES[family].images is not None
+    return replace(FAMILIES[family].images, reserved=FAMILIES[family].image_tokens)
+
+
 def test_folder_name_and_config_give_the_same_entry(tiny: Any) -> None:
     for model in (tiny.folder, str(tiny.folder), tiny.family, tiny.model.config):
-        assert get_collator(model, tiny.processor).spec == ENTRIES[tiny.family]
+        assert get_collator(model, tiny.processor).spec == image_inputs(tiny.family)
 
 
 def test_a_model_artifact_that_refers_to_a_folder_is_followed(qwen: Any, tmp_path: Path) -> None:
     make_reference(str(qwen.folder), None).write(tmp_path)
-    assert get_collator(tmp_path, qwen.processor).spec == ENTRIES["qwen2-vl"]
+    assert get_collator(tmp_path, qwen.processor).spec == image_inputs("qwen2-vl")
 
 
 def test_a_collator_survives_the_way_to_a_worker(tiny: Any) -> None:
@@ -69,14 +75,14 @@ class Counting:
 
 
 def test_a_processor_that_no_join_reproduces_is_refused(qwen: Any) -> None:
-    with refused("adapter_not_inferable", "image_number", "FamilySpec"):
+    with refused("adapter_not_inferable", "image_number", "armature.families"):
         infer_spec(Counting(qwen.processor))
     with refused("image_token_missing", "image_token", "SimpleNamespace"):
         infer_spec(SimpleNamespace(tokenizer=qwen.processor.tokenizer))
 
 
 def test_a_processor_with_other_outputs_than_declared_is_refused(qwen: Any) -> None:
-    collator = SampleCollator(qwen.processor, ENTRIES["llava"])
+    collator = SampleCollator(qwen.processor, FAMILIES["llava"].images)
     with refused("processor_outputs_mismatch", ["image_grid_thw", "pixel_values"]):
         collator.process_image(qwen.images[qwen.image(100, 80)])
 
@@ -91,8 +97,8 @@ def test_the_processor_of_another_model_is_refused(qwen: Any, tmp_path: Path) ->
     (tmp_path / "config.json").write_text(json.dumps(config | {"image_token_id": 99}))
     with refused("image_token_mismatch", 99, qwen.collator.image_token_id):
         get_adapter(tmp_path, qwen.processor)
-    with refused("image_token_missing", ENTRIES["gemma3"].feature_token):
-        SampleCollator(qwen.processor, ENTRIES["gemma3"])
+    with refused("image_token_missing", FAMILIES["gemma3"].images.feature_token):
+        SampleCollator(qwen.processor, FAMILIES["gemma3"].images)
 
 
 @pytest.mark.parametrize("model", ["Qwen/Qwen2-VL-2B-Instruct", Path("nowhere")])

@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from armature.components.batches import advantages
 from armature.components.batches.settings import Advantage
 from armature.components.configuration import load_recipe
-from armature.components.models.families import FAMILIES
+from armature.components.families.family import FAMILIES
 from armature.components.models.settings import LoraSettings
 from armature.components.stages import STAGES
 from armature.components.vlm import objectives

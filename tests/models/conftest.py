@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from armature.components.models.families import FAMILIES
+from armature.components.families.family import FAMILIES
 from armature.components.models.tiny import make_tiny_checkpoint
 
 EVERY_FAMILY = tuple(FAMILIES)

@@ -12,8 +12,8 @@ import torch
 from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
+from armature.components.families.family import FAMILIES
 from armature.components.models.attention import image_blocks
-from armature.components.models.families import FAMILIES
 from armature.components.models.load import load_config, load_model, load_processor, save_checkpoint
 from armature.components.models.settings import ModelSettings
 from armature.components.models.tiny import SMALL, make_tiny_checkpoint

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor
 
-from armature.components.models.families import COMPONENTS, FAMILIES, family_of, image_token_ids
+from armature.components.families.family import COMPONENTS, FAMILIES, family_of, image_token_ids
 from tests.refusals import refused
 
 

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from armature.components.contracts.errors import DataError
-from armature.components.models.families import COMPONENTS, FAMILIES
+from armature.components.families.family import COMPONENTS, FAMILIES
 from armature.components.models.load import load_config, load_model, load_processor, read_model, save_checkpoint
 from armature.components.models.settings import LoraSettings, ModelSettings
 from armature.components.models.tiny import SMALL, make_tiny_checkpoint

@@ -14,7 +14,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
 
-from armature.components.models.families import FAMILIES, image_token_ids
+from armature.components.families.family import FAMILIES, image_token_ids
 from armature.components.models.load import load_config, load_model, load_processor, save_checkpoint
 from armature.components.models.molmo2 import EMBEDDING_PARTS, from_hub, to_hub
 from armature.components.models.settings import ModelSettings

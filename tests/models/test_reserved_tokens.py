@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from transformers import AutoProcessor
 
-from armature.components.adapters.families import ENTRIES
-from armature.components.adapters.spec import known_token_ids, token_id
+from armature.components.adapters import get_collator
 from armature.components.contracts.errors import DataError
+from armature.components.families.tiny import TinySettings
 from armature.components.models.reserved_tokens import reserved_tokens
-from armature.components.models.settings import ModelSettings, TinySettings
+from armature.components.models.settings import ModelSettings
 from tests.hub_server import HubServer
 
 from .conftest import EVERY_FAMILY
@@ -30,9 +30,8 @@ def test_tokens_are_those_of_the_loaded_tokenizer(family: str, checkpoint: Calla
     folder = checkpoint(family)
     processor = AutoProcessor.from_pretrained(folder)
     special = set(processor.tokenizer.all_special_tokens)
-    spec = ENTRIES[family]
-    numbers = [token_id(spec.feature_token, processor), *known_token_ids(spec.reserved, processor)]
-    images = set(processor.tokenizer.convert_ids_to_tokens(numbers))
+    collator = get_collator(folder, processor)
+    images = set(processor.tokenizer.convert_ids_to_tokens(collator.forbidden_token_ids))
     added = {token.content for token in processor.tokenizer.added_tokens_decoder.values() if token.special}
     tiny = ModelSettings(source=f"tiny/{family}", tiny=TinySettings())
     for settings in (ModelSettings(source=str(folder)), tiny):

@@ -18,7 +18,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from transformers import AutoProcessor
 
-from armature.components.models.families import FAMILIES
+from armature.components.families.family import FAMILIES
 from armature.components.models.load import load_model
 from armature.components.models.tiny import make_tiny_checkpoint
 from armature.components.sft.prompts import PromptWriter

@@ -28,7 +28,7 @@ from armature.components.contracts.batches import Sample
 from armature.components.contracts.images import EncodedImage, ImageRef
 from armature.components.contracts.machine import Machine
 from armature.components.contracts.rollouts import GenerateOutputs, Trajectory, Turn
-from armature.components.models.families import FAMILIES
+from armature.components.families.family import FAMILIES
 from armature.components.models.load import load_processor
 from armature.components.models.tiny import SMALL, make_tiny_checkpoint
 from armature.components.training.ranks import Ranks

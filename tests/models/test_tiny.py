@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from armature.components.models.families import FAMILIES, image_token_ids
-from armature.components.models.settings import FormatSettings, TinySettings, Transcript
+from armature.components.families.family import FAMILIES, image_token_ids
+from armature.components.families.tiny import FormatSettings, TinySettings, Transcript
 from armature.components.models.tiny import SMALL, make_tiny_checkpoint
 from tests.refusals import refused
 

@@ -16,9 +16,10 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 
-from armature.components.models.families import family_of
+from armature.components.families.family import family_of
+from armature.components.families.tiny import TinySettings
 from armature.components.models.load import load_model
-from armature.components.models.settings import ModelSettings, TinySettings
+from armature.components.models.settings import ModelSettings
 from armature.components.models.tiny import make_tiny_checkpoint
 from armature.components.planning.memory import ModelSizes, RecipeMemory, model_sizes, read_config, server_parts
 from armature.components.planning.robots import PolicySizes, policy_sizes, policy_trainer_parts

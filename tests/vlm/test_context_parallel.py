@@ -22,8 +22,8 @@ from hypothesis import strategies as st
 from armature.components.contracts.batches import Sample
 from armature.components.contracts.errors import ConfigurationError, DataError
 from armature.components.contracts.machine import Machine
+from armature.components.families.family import FAMILIES
 from armature.components.models.context_parallel import ContextParallel, encoded_by, encoders, feature_exchange
-from armature.components.models.families import FAMILIES
 from armature.components.models.settings import LoraSettings
 from armature.components.training.processes import private_folder
 from armature.components.training.ranks import Ranks

@@ -19,7 +19,7 @@ from armature.components.adapters import model_inputs
 from armature.components.contracts.batches import Sample
 from armature.components.contracts.errors import ConfigurationError
 from armature.components.contracts.images import EncodedImage, ImageRef
-from armature.components.models.families import FAMILIES
+from armature.components.families.family import FAMILIES
 from armature.components.models.packed import laid_out
 from armature.components.models.settings import LoraSettings
 from armature.components.training.ranks import Ranks

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from armature.components.contracts.errors import ConfigurationError
-from armature.components.models.families import family_of
+from armature.components.families.family import family_of
 from armature.components.models.load import load_model, load_processor, read_model
 from armature.components.models.lora import base_model, merged_weights
 from armature.components.models.nf4 import NF4Linear, quantized_layers

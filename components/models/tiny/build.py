@@ -11,12 +11,13 @@ import torch
 from transformers import AutoModelForImageTextToText, GenerationConfig
 from transformers.conversion_mapping import get_model_conversion_mapping
 
+from armature.components.families.family import tiny_recipe
+from armature.components.families.tiny import FormatSettings, TinySettings
 from armature.components.models.attention import choose_image_attention, follow_image_attention
 from armature.components.models.load import save_checkpoint
-from armature.components.models.settings import FormatSettings, ImageAttention, TinySettings
+from armature.components.models.settings import ImageAttention
 from armature.components.models.tiny.format import format_pretraining
 from armature.components.models.tiny.tokenizer import train_tokenizer
-from armature.components.models.tiny_families import TINY_FAMILIES
 
 SMALL = TinySettings(
     vision_layers=2, image_side=112, vocabulary_size=400, initializer_range=0.05, vision_initializer_range=0.05
@@ -38,7 +39,7 @@ def make_tiny_checkpoint(
     Raises:
         ConfigurationError: no recipe for the family, or it leaves no choice of image attention.
     """
-    recipe = TINY_FAMILIES[family]
+    recipe = tiny_recipe(family)
     tokenizer = train_tokenizer(
         recipe.vocabulary,
         settings.vocabulary_size,

@@ -14,8 +14,8 @@ from torch.nn import functional
 from transformers import PreTrainedModel, ProcessorMixin
 
 from armature.components.contracts.errors import DataError
-from armature.components.models.families import family_of
-from armature.components.models.settings import FormatSettings, Transcript
+from armature.components.families.family import family_of
+from armature.components.families.tiny import FormatSettings, Transcript
 
 WARM_UP_STEPS = 5
 IGNORE = -100  # cross_entropy's mark for positions without a target

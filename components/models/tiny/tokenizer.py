@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
+
+from armature.components.families.tiny import TinyVocabulary
 
 TEXT = (
     "What colour is this? What color is it? Answer with one word.",
@@ -17,19 +18,6 @@ TEXT = (
     "go to open close take put use look examine north south east west",
 )
 REPEATS = 20  # a pair must be frequent to become a token
-
-
-@dataclass(frozen=True)
-class TinyVocabulary:
-    """The special tokens of a family. `markers` are those with the first ids, in their order."""
-
-    markers: tuple[str, ...]
-    pad: str
-    eos: str
-    bos: str | None = None
-    words: tuple[str, ...] = ()  # ordinary text that is one token each
-    inputs_only: tuple[str, ...] = ()  # special tokens with the last ids, which the output head has no rows for
-    named: dict[str, str] = field(default_factory=dict)  # e.g. image_token, which some processors look for
 
 
 def train_tokenizer(

@@ -10,7 +10,7 @@ import pytest
 
 from armature.components.configuration import load_recipe
 from armature.components.environments.settings import EnvironmentSettings
-from armature.components.models.families import FAMILIES
+from armature.components.families.family import FAMILIES
 from armature.components.project import project
 from armature.components.rl.settings import TrainVLMSettings
 from armature.components.stages import STAGES, fingerprint, run_stage

@@ -14,7 +14,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from torch import nn
 from transformers import PreTrainedTokenizerFast, Qwen2Tokenizer
 
-from armature.components.models.tiny.templates import chatml
+from armature.components.families.tiny import chatml
 from armature.components.policies.molmoact2.checkpoints.checkpoint import save_policy
 from armature.components.policies.molmoact2.checkpoints.parts import PolicyParts
 from armature.components.policies.molmoact2.configuration import MolmoAct2Config

@@ -1,22 +1,21 @@
-"""Tiny Pixtral (the LLaVA architecture with Pixtral's tower) and Mistral3."""
+"""Pixtral, which is LLaVA's architecture with a tower of its own, and Mistral3."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
-from transformers import (
-    LlavaConfig,
-    Mistral3Config,
-    MistralConfig,
-    PixtralImageProcessor,
-    PixtralProcessor,
-    PixtralVisionConfig,
+from armature.components.families.family import LANGUAGE, Family, ImageInputs
+from armature.components.families.joins import cat, pad_cat
+from armature.components.families.tiny import (
+    PATCH,
+    TinyRecipe,
+    TinySettings,
+    TinyVocabulary,
+    mistral,
+    text_sizes,
+    vision_sizes,
 )
-
-from armature.components.models.settings import TinySettings
-from armature.components.models.tiny.recipe import PATCH, TinyRecipe, text_sizes, vision_sizes
-from armature.components.models.tiny.templates import mistral
-from armature.components.models.tiny.tokenizer import TinyVocabulary
 
 VOCABULARY = TinyVocabulary(
     markers=(
@@ -32,6 +31,8 @@ MERGE = 2  # Mistral3 makes one token of 2 x 2 patches
 
 
 def _shared(settings: TinySettings, tokenizer: Any) -> dict[str, Any]:
+    from transformers import MistralConfig, PixtralVisionConfig
+
     vision = PixtralVisionConfig(
         **vision_sizes(settings),
         image_size=settings.image_side,
@@ -48,16 +49,22 @@ def _shared(settings: TinySettings, tokenizer: Any) -> dict[str, Any]:
     }
 
 
-def _pixtral_config(settings: TinySettings, tokenizer: Any) -> LlavaConfig:
+def _pixtral_config(settings: TinySettings, tokenizer: Any) -> Any:
+    from transformers import LlavaConfig
+
     return LlavaConfig(**_shared(settings, tokenizer), image_seq_length=1, vision_feature_select_strategy="full")
 
 
-def _mistral3_config(settings: TinySettings, tokenizer: Any) -> Mistral3Config:
+def _mistral3_config(settings: TinySettings, tokenizer: Any) -> Any:
+    from transformers import Mistral3Config
+
     return Mistral3Config(**_shared(settings, tokenizer), spatial_merge_size=MERGE)
 
 
 def _processor(merge: int) -> Any:
-    def build(settings: TinySettings, tokenizer: Any) -> PixtralProcessor:
+    def build(settings: TinySettings, tokenizer: Any) -> Any:
+        from transformers import PixtralImageProcessor, PixtralProcessor
+
         images = PixtralImageProcessor(
             size={"longest_edge": settings.image_side}, patch_size={"height": PATCH, "width": PATCH}
         )
@@ -72,5 +79,26 @@ def _processor(merge: int) -> Any:
     return build
 
 
-PIXTRAL = TinyRecipe(VOCABULARY, TEMPLATE, _pixtral_config, _processor(1))
-MISTRAL3 = TinyRecipe(VOCABULARY, TEMPLATE, _mistral3_config, _processor(MERGE))
+PIXTRAL = Family(
+    name="pixtral",
+    model_type="llava",
+    vision_model_type="pixtral",
+    vision=("model.vision_tower",),
+    projector=("model.multi_modal_projector",),
+    language=LANGUAGE,
+    placeholder="image_token_index",
+    image_tokens=("[IMG]", "[IMG_BREAK]", "[IMG_END]"),
+    wrap_classes=("MistralDecoderLayer", "PixtralAttentionLayer"),
+    images=ImageInputs(
+        feature_token=".image_token",
+        joins={"pixel_values": pad_cat, "image_sizes": cat},  # (images, 3, largest H, largest W); sizes before padding
+    ),
+    tiny=TinyRecipe(VOCABULARY, TEMPLATE, _pixtral_config, _processor(1)),
+)
+MISTRAL3 = replace(
+    PIXTRAL,
+    name="mistral3",
+    model_type="mistral3",
+    vision_model_type=None,
+    tiny=TinyRecipe(VOCABULARY, TEMPLATE, _mistral3_config, _processor(MERGE)),
+)

@@ -1,22 +1,20 @@
-"""Tiny InternVL."""
+"""InternVL: an image in tiles, each of as many tokens."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from transformers import (
-    GotOcr2ImageProcessor,
-    InternVLConfig,
-    InternVLProcessor,
-    InternVLVideoProcessor,
-    InternVLVisionConfig,
-    Qwen2Config,
+from armature.components.families.family import LANGUAGE, Family, ImageInputs
+from armature.components.families.joins import cat
+from armature.components.families.tiny import (
+    PATCH,
+    TinyRecipe,
+    TinySettings,
+    TinyVocabulary,
+    chatml,
+    text_sizes,
+    vision_sizes,
 )
-
-from armature.components.models.settings import TinySettings
-from armature.components.models.tiny.recipe import PATCH, TinyRecipe, text_sizes, vision_sizes
-from armature.components.models.tiny.templates import chatml
-from armature.components.models.tiny.tokenizer import TinyVocabulary
 
 VOCABULARY = TinyVocabulary(
     markers=(
@@ -40,7 +38,9 @@ def _tokens_per_tile(settings: TinySettings) -> int:
     return int((settings.image_side // PATCH * DOWNSAMPLE) ** 2)
 
 
-def _config(settings: TinySettings, tokenizer: Any) -> InternVLConfig:
+def _config(settings: TinySettings, tokenizer: Any) -> Any:
+    from transformers import InternVLConfig, InternVLVisionConfig, Qwen2Config
+
     return InternVLConfig(
         vision_config=InternVLVisionConfig(
             **vision_sizes(settings),
@@ -56,7 +56,9 @@ def _config(settings: TinySettings, tokenizer: Any) -> InternVLConfig:
     )
 
 
-def _processor(settings: TinySettings, tokenizer: Any) -> InternVLProcessor:
+def _processor(settings: TinySettings, tokenizer: Any) -> Any:
+    from transformers import GotOcr2ImageProcessor, InternVLProcessor, InternVLVideoProcessor
+
     size = {"height": settings.image_side, "width": settings.image_side}
     return InternVLProcessor(
         GotOcr2ImageProcessor(size=size, crop_to_patches=True, min_patches=1, max_patches=MAX_TILES),
@@ -67,4 +69,15 @@ def _processor(settings: TinySettings, tokenizer: Any) -> InternVLProcessor:
     )
 
 
-INTERNVL = TinyRecipe(VOCABULARY, chatml("<IMG_CONTEXT>\n"), _config, _processor)
+INTERNVL = Family(
+    name="internvl",
+    model_type="internvl",
+    vision=("model.vision_tower",),
+    projector=("model.multi_modal_projector",),
+    language=LANGUAGE,
+    placeholder="image_token_id",
+    image_tokens=("<IMG_CONTEXT>", "<img>", "</img>", "<video>"),
+    wrap_classes=("Qwen2DecoderLayer", "InternVLVisionLayer"),
+    images=ImageInputs(feature_token=".image_token", joins={"pixel_values": cat}),  # tiles of all images
+    tiny=TinyRecipe(VOCABULARY, chatml("<IMG_CONTEXT>\n"), _config, _processor),
+)

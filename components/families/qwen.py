@@ -1,27 +1,16 @@
-"""Tiny Qwen2-VL, Qwen2.5-VL and Qwen3-VL."""
+"""Qwen2-VL, Qwen2.5-VL and Qwen3-VL: images of any size, and positions in three dimensions."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
-from transformers import (
-    Qwen2_5_VLConfig,
-    Qwen2_5_VLProcessor,
-    Qwen2VLConfig,
-    Qwen2VLImageProcessor,
-    Qwen2VLProcessor,
-    Qwen2VLVideoProcessor,
-    Qwen3VLConfig,
-    Qwen3VLProcessor,
-    Qwen3VLVideoProcessor,
-)
+from armature.components.families.family import COMPONENTS, LANGUAGE, Family, ImageInputs
+from armature.components.families.joins import cat
+from armature.components.families.tiny import PATCH, TinyRecipe, TinySettings, TinyVocabulary, chatml, text_sizes
 
-from armature.components.models.families import QWEN_IMAGE_TOKENS
-from armature.components.models.settings import TinySettings
-from armature.components.models.tiny.recipe import PATCH, TinyRecipe, text_sizes
-from armature.components.models.tiny.templates import chatml
-from armature.components.models.tiny.tokenizer import TinyVocabulary
-
+QWEN_IMAGE_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>")
 MERGE = 2  # 2 x 2 patches become one token
 VOCABULARY = TinyVocabulary(
     markers=("<|endoftext|>", "<|im_start|>", "<|im_end|>", *QWEN_IMAGE_TOKENS),
@@ -41,7 +30,9 @@ def _ids(tokenizer: Any) -> dict[str, int]:
     return {key: tokenizer.convert_tokens_to_ids(token) for key, token in names.items()}
 
 
-def _config_2(settings: TinySettings, tokenizer: Any) -> Qwen2VLConfig:
+def _config_2(settings: TinySettings, tokenizer: Any) -> Any:
+    from transformers import Qwen2VLConfig
+
     return Qwen2VLConfig(
         text_config=text_sizes(settings, tokenizer) | {"rope_parameters": _mrope(settings)},
         vision_config={
@@ -58,7 +49,9 @@ def _config_2(settings: TinySettings, tokenizer: Any) -> Qwen2VLConfig:
     )
 
 
-def _config_2_5(settings: TinySettings, tokenizer: Any) -> Qwen2_5_VLConfig:
+def _config_2_5(settings: TinySettings, tokenizer: Any) -> Any:
+    from transformers import Qwen2_5_VLConfig
+
     return Qwen2_5_VLConfig(
         text_config=text_sizes(settings, tokenizer) | {"rope_parameters": _mrope(settings)},
         vision_config={
@@ -77,7 +70,9 @@ def _config_2_5(settings: TinySettings, tokenizer: Any) -> Qwen2_5_VLConfig:
     )
 
 
-def _config_3(settings: TinySettings, tokenizer: Any) -> Qwen3VLConfig:
+def _config_3(settings: TinySettings, tokenizer: Any) -> Any:
+    from transformers import Qwen3VLConfig
+
     rope = _mrope(settings) | {"mrope_interleaved": True}
     return Qwen3VLConfig(
         text_config=text_sizes(settings, tokenizer)
@@ -109,7 +104,9 @@ def _mrope(settings: TinySettings) -> dict[str, Any]:
     }
 
 
-def _image_processor(settings: TinySettings, patch_size: int) -> Qwen2VLImageProcessor:
+def _image_processor(settings: TinySettings, patch_size: int) -> Any:
+    from transformers import Qwen2VLImageProcessor
+
     return Qwen2VLImageProcessor(
         patch_size=patch_size,
         merge_size=MERGE,
@@ -120,17 +117,52 @@ def _image_processor(settings: TinySettings, patch_size: int) -> Qwen2VLImagePro
     )
 
 
-def _processor(kind: type, video: type, patch_size: int) -> Any:
+def _processor(kind: str, video: str, patch_size: int) -> Callable[[TinySettings, Any], Any]:
+    """A function that builds the processor of class `kind`, with the video processor of class `video`."""
+
     def build(settings: TinySettings, tokenizer: Any) -> Any:
+        import transformers
+
         images = _image_processor(settings, patch_size)
-        videos = video(patch_size=patch_size, merge_size=MERGE, temporal_patch_size=2)
-        return kind(images, tokenizer, videos, chat_template=tokenizer.chat_template)
+        videos = getattr(transformers, video)(patch_size=patch_size, merge_size=MERGE, temporal_patch_size=2)
+        return getattr(transformers, kind)(images, tokenizer, videos, chat_template=tokenizer.chat_template)
 
     return build
 
 
-QWEN2_VL = TinyRecipe(VOCABULARY, TEMPLATE, _config_2, _processor(Qwen2VLProcessor, Qwen2VLVideoProcessor, PATCH))
-QWEN2_5_VL = TinyRecipe(
-    VOCABULARY, TEMPLATE, _config_2_5, _processor(Qwen2_5_VLProcessor, Qwen2VLVideoProcessor, PATCH)
+QWEN2_VL = Family(
+    name="qwen2-vl",
+    model_type="qwen2_vl",
+    vision=("model.visual",),
+    projector=("model.visual.merger",),
+    language=LANGUAGE,
+    placeholder="image_token_id",
+    image_tokens=QWEN_IMAGE_TOKENS,
+    wrap_classes=("Qwen2VLDecoderLayer", "Qwen2VLVisionBlock"),
+    served_adapters=COMPONENTS,
+    whole_tower=True,
+    images=ImageInputs(
+        feature_token=".image_token",
+        joins={"pixel_values": cat, "image_grid_thw": cat},  # patches of all images; one grid per image
+        type_ids="mm_token_type_ids",  # 3-D rotary positions come from them; Qwen2.5-VL falls back to 1-D in silence
+    ),
+    tiny=TinyRecipe(VOCABULARY, TEMPLATE, _config_2, _processor("Qwen2VLProcessor", "Qwen2VLVideoProcessor", PATCH)),
 )
-QWEN3_VL = TinyRecipe(VOCABULARY, TEMPLATE, _config_3, _processor(Qwen3VLProcessor, Qwen3VLVideoProcessor, 16))
+QWEN2_5_VL = replace(
+    QWEN2_VL,
+    name="qwen2.5-vl",
+    model_type="qwen2_5_vl",
+    wrap_classes=("Qwen2_5_VLDecoderLayer", "Qwen2_5_VLVisionBlock"),
+    tiny=TinyRecipe(
+        VOCABULARY, TEMPLATE, _config_2_5, _processor("Qwen2_5_VLProcessor", "Qwen2VLVideoProcessor", PATCH)
+    ),
+)
+QWEN3_VL = replace(
+    QWEN2_VL,
+    name="qwen3-vl",
+    model_type="qwen3_vl",
+    projector=("model.visual.merger", "model.visual.deepstack_merger_list"),
+    wrap_classes=("Qwen3VLTextDecoderLayer", "Qwen3VLVisionBlock"),
+    embeds_features=False,
+    tiny=TinyRecipe(VOCABULARY, TEMPLATE, _config_3, _processor("Qwen3VLProcessor", "Qwen3VLVideoProcessor", 16)),
+)

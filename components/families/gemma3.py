@@ -1,22 +1,20 @@
-"""Tiny Gemma3."""
+"""Gemma3: the tokens of an image attend in both directions."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
-from transformers import (
-    Gemma3Config,
-    Gemma3ImageProcessor,
-    Gemma3Processor,
-    Gemma3TextConfig,
-    SiglipVisionConfig,
+from armature.components.families.family import LANGUAGE, Family, ImageInputs
+from armature.components.families.joins import cat
+from armature.components.families.tiny import (
+    PATCH,
+    TinyRecipe,
+    TinySettings,
+    TinyVocabulary,
+    gemma,
+    text_sizes,
+    vision_sizes,
 )
-
-from armature.components.models.settings import TinySettings
-from armature.components.models.tiny.recipe import PATCH, TinyRecipe, text_sizes, vision_sizes
-from armature.components.models.tiny.templates import gemma
-from armature.components.models.tiny.tokenizer import TinyVocabulary
 
 VOCABULARY = TinyVocabulary(
     markers=(
@@ -42,7 +40,9 @@ def _tokens_per_image(settings: TinySettings) -> int:
     return (settings.image_side // PATCH // POOL) ** 2
 
 
-def _config(settings: TinySettings, tokenizer: Any) -> Gemma3Config:
+def _config(settings: TinySettings, tokenizer: Any) -> Any:
+    from transformers import Gemma3Config, Gemma3TextConfig, SiglipVisionConfig
+
     head = settings.hidden_size // settings.heads
     text = Gemma3TextConfig(
         **text_sizes(settings, tokenizer),
@@ -69,7 +69,9 @@ def _config(settings: TinySettings, tokenizer: Any) -> Gemma3Config:
     )
 
 
-def _processor(settings: TinySettings, tokenizer: Any) -> Gemma3Processor:
+def _processor(settings: TinySettings, tokenizer: Any) -> Any:
+    from transformers import Gemma3ImageProcessor, Gemma3Processor
+
     side = settings.image_side
     return Gemma3Processor(
         Gemma3ImageProcessor(size={"height": side, "width": side}),
@@ -81,7 +83,27 @@ def _processor(settings: TinySettings, tokenizer: Any) -> Gemma3Processor:
 
 def _initialize(model: Any, settings: TinySettings) -> None:
     """Gemma3's projection starts at zero, which no gradient of the vision tower gets through."""
+    from torch import nn
+
     nn.init.normal_(model.model.multi_modal_projector.mm_input_projection_weight, std=settings.initializer_range)
 
 
-GEMMA3 = TinyRecipe(VOCABULARY, gemma("<start_of_image>"), _config, _processor, _initialize)
+GEMMA3 = Family(
+    name="gemma3",
+    model_type="gemma3",
+    vision=("model.vision_tower",),
+    projector=("model.multi_modal_projector",),
+    language=LANGUAGE,
+    placeholder="image_token_index",
+    image_tokens=("<image_soft_token>", "<start_of_image>", "<end_of_image>"),
+    wrap_classes=("Gemma3DecoderLayer", "SiglipEncoderLayer"),
+    image_attention=True,
+    whole_tower=True,
+    embeds_features=False,
+    images=ImageInputs(
+        feature_token=".tokenizer.image_token",  # the processor's own image_token is the one that begins an image
+        joins={"pixel_values": cat},
+        type_ids="token_type_ids",  # attention is bidirectional inside an image
+    ),
+    tiny=TinyRecipe(VOCABULARY, gemma("<start_of_image>"), _config, _processor, _initialize),
+)

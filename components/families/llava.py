@@ -1,24 +1,21 @@
-"""Tiny LLaVA-1.5 and LLaVA-NeXT."""
+"""LLaVA-1.5, and LLaVA-NeXT, which adds tiles of an image to the whole of it."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
-from transformers import (
-    CLIPImageProcessor,
-    CLIPVisionConfig,
-    LlamaConfig,
-    LlavaConfig,
-    LlavaNextConfig,
-    LlavaNextImageProcessor,
-    LlavaNextProcessor,
-    LlavaProcessor,
+from armature.components.families.family import LANGUAGE, Family, ImageInputs
+from armature.components.families.joins import cat, pad_cat
+from armature.components.families.tiny import (
+    PATCH,
+    TinyRecipe,
+    TinySettings,
+    TinyVocabulary,
+    text_sizes,
+    vicuna,
+    vision_sizes,
 )
-
-from armature.components.models.settings import TinySettings
-from armature.components.models.tiny.recipe import PATCH, TinyRecipe, text_sizes, vision_sizes
-from armature.components.models.tiny.templates import vicuna
-from armature.components.models.tiny.tokenizer import TinyVocabulary
 
 VOCABULARY = TinyVocabulary(
     markers=("<unk>", "<s>", "</s>", "<pad>", "<image>"),
@@ -32,6 +29,8 @@ CLASS_TOKENS = 1  # CLIP's; the feature strategy "default" drops it again
 
 
 def _shared(settings: TinySettings, tokenizer: Any) -> dict[str, Any]:
+    from transformers import CLIPVisionConfig, LlamaConfig
+
     vision = CLIPVisionConfig(
         **vision_sizes(settings),
         image_size=settings.image_side,
@@ -53,11 +52,15 @@ def _pinpoints(settings: TinySettings) -> list[list[int]]:
     return [[side, 2 * side], [2 * side, side], [2 * side, 2 * side]]
 
 
-def _config(settings: TinySettings, tokenizer: Any) -> LlavaConfig:
+def _config(settings: TinySettings, tokenizer: Any) -> Any:
+    from transformers import LlavaConfig
+
     return LlavaConfig(**_shared(settings, tokenizer))
 
 
-def _next_config(settings: TinySettings, tokenizer: Any) -> LlavaNextConfig:
+def _next_config(settings: TinySettings, tokenizer: Any) -> Any:
+    from transformers import LlavaNextConfig
+
     return LlavaNextConfig(**_shared(settings, tokenizer), image_grid_pinpoints=_pinpoints(settings))
 
 
@@ -66,7 +69,9 @@ def _sizes(settings: TinySettings) -> dict[str, Any]:
     return {"size": {"shortest_edge": side}, "crop_size": {"height": side, "width": side}}
 
 
-def _processor(settings: TinySettings, tokenizer: Any) -> LlavaProcessor:
+def _processor(settings: TinySettings, tokenizer: Any) -> Any:
+    from transformers import CLIPImageProcessor, LlavaProcessor
+
     return LlavaProcessor(
         CLIPImageProcessor(**_sizes(settings)),
         tokenizer,
@@ -77,7 +82,9 @@ def _processor(settings: TinySettings, tokenizer: Any) -> LlavaProcessor:
     )
 
 
-def _next_processor(settings: TinySettings, tokenizer: Any) -> LlavaNextProcessor:
+def _next_processor(settings: TinySettings, tokenizer: Any) -> Any:
+    from transformers import LlavaNextImageProcessor, LlavaNextProcessor
+
     return LlavaNextProcessor(
         LlavaNextImageProcessor(**_sizes(settings), image_grid_pinpoints=_pinpoints(settings)),
         tokenizer,
@@ -88,5 +95,26 @@ def _next_processor(settings: TinySettings, tokenizer: Any) -> LlavaNextProcesso
     )
 
 
-LLAVA = TinyRecipe(VOCABULARY, TEMPLATE, _config, _processor)
-LLAVA_NEXT = TinyRecipe(VOCABULARY, TEMPLATE, _next_config, _next_processor)
+LLAVA = Family(
+    name="llava",
+    model_type="llava",
+    vision=("model.vision_tower",),
+    projector=("model.multi_modal_projector",),
+    language=LANGUAGE,
+    placeholder="image_token_index",
+    image_tokens=("<image>",),
+    wrap_classes=("LlamaDecoderLayer", "CLIPEncoderLayer"),
+    images=ImageInputs(feature_token=".image_token", joins={"pixel_values": cat}),  # one per image
+    tiny=TinyRecipe(VOCABULARY, TEMPLATE, _config, _processor),
+)
+LLAVA_NEXT = replace(
+    LLAVA,
+    name="llava-next",
+    model_type="llava_next",
+    projector=("model.multi_modal_projector", "model.image_newline"),
+    images=ImageInputs(
+        feature_token=".image_token",
+        joins={"pixel_values": pad_cat, "image_sizes": cat},  # (images, most tiles, 3, H, W); original sizes
+    ),
+    tiny=TinyRecipe(VOCABULARY, TEMPLATE, _next_config, _next_processor),
+)

@@ -1,17 +1,18 @@
-"""Tiny Molmo2."""
+"""Molmo2: an image in crops, whose tokens attend in both directions."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from transformers import Molmo2Config, Molmo2ImageProcessor, Molmo2Processor, Molmo2VideoProcessor
-
 from armature.components.contracts.errors import ConfigurationError
-from armature.components.models.settings import TinySettings
-from armature.components.models.tiny.recipe import PATCH, TinyRecipe, text_sizes
-from armature.components.models.tiny.templates import chatml
-from armature.components.models.tiny.tokenizer import TinyVocabulary
+from armature.components.families.family import LANGUAGE, Family, ImageInputs
+from armature.components.families.joins import OffsetCat, cat
+from armature.components.families.tiny import PATCH, TinyRecipe, TinySettings, TinyVocabulary, chatml, text_sizes
 
+PATCH_TOKENS = (
+    *("<im_patch>", "<im_col>", "<im_start>", "<low_res_im_start>", "<im_end>", "<im_low>"),
+    *("<frame_start>", "<frame_end>"),
+)
 VOCABULARY = TinyVocabulary(
     # vLLM takes a first token with id 0 for none and writes the stop token instead.
     markers=("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|begin|>"),
@@ -28,7 +29,9 @@ MAX_CROPS = 4
 POOL = 2  # 2 x 2 patches become one token
 
 
-def _config(settings: TinySettings, tokenizer: Any) -> Molmo2Config:
+def _config(settings: TinySettings, tokenizer: Any) -> Any:
+    from transformers import Molmo2Config
+
     if settings.tie_embeddings:
         raise ConfigurationError(
             "Molmo2 has more input embeddings than output ones, so they cannot be one matrix",
@@ -76,7 +79,9 @@ def _config(settings: TinySettings, tokenizer: Any) -> Molmo2Config:
     )
 
 
-def _processor(settings: TinySettings, tokenizer: Any) -> Molmo2Processor:
+def _processor(settings: TinySettings, tokenizer: Any) -> Any:
+    from transformers import Molmo2ImageProcessor, Molmo2Processor, Molmo2VideoProcessor
+
     size = {"height": settings.image_side, "width": settings.image_side}
     margin = 1 if settings.image_side >= 4 * PATCH else 0  # patches of a crop that its neighbor has too
     images = Molmo2ImageProcessor(
@@ -90,5 +95,29 @@ def _processor(settings: TinySettings, tokenizer: Any) -> Molmo2Processor:
     )
 
 
-# The processor begins every text with the first token; vLLM only those with images, so the template does it for both.
-MOLMO2 = TinyRecipe(VOCABULARY, "{{ bos_token }}" + chatml("<|image|>"), _config, _processor)
+MOLMO2 = Family(
+    name="molmo2",
+    model_type="molmo2",
+    vision=("model.vision_tower",),
+    projector=("model.multi_modal_projector",),
+    language=LANGUAGE,
+    placeholder="image_patch_id",
+    image_tokens=(*PATCH_TOKENS, "<|image|>", "<|video|>"),
+    wrap_classes=("Molmo2DecoderLayer", "Molmo2VisionEncoderLayer"),
+    image_attention=True,
+    served_adapters=(),
+    embeds_features=False,
+    images=ImageInputs(
+        feature_token="<im_patch>",
+        joins={
+            "pixel_values": cat,  # (crops of all images, patches, pixels)
+            "image_token_pooling": OffsetCat("pixel_values", dims=2),  # each row: the patches that make one token
+            "image_grids": cat,
+            "image_num_crops": cat,
+        },
+        type_ids="mm_token_type_ids",  # attention is bidirectional inside an image
+        typed_tokens=PATCH_TOKENS,
+    ),
+    # The processor begins every text with the first token; vLLM only those with images: the template does it for both.
+    tiny=TinyRecipe(VOCABULARY, "{{ bos_token }}" + chatml("<|image|>"), _config, _processor),
+)

@@ -1,0 +1,213 @@
+"""Parts of a tiny checkpoint of a family: sizes, vocabulary, chat template, configuration and processor. Torch-free.
+
+Every chat template takes content as a string or as a list of parts (text, image, image_url) in any turn, a system
+message, and any number of turns; an assistant's turn ends with the token that the model samples to stop, so a
+later prompt begins with the earlier prompt and completion.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal, Self
+
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+
+from armature.components.contracts.settings import Settings
+
+PATCH = 14  # pixels of a side, of every family but Qwen3-VL
+
+
+class Transcript(Settings):
+    """A conversation that teaches the answer format.
+
+    In `user`, `{image}` stands for an image; in `assistant`, `{answer}` for an answer drawn at random.
+    """
+
+    user: tuple[str, ...] = Field(description="The user's turns, e.g. '{image}What color is this?'.", min_length=1)
+    assistant: tuple[str, ...] = Field(description="The assistant's turns, as many.", min_length=1)
+
+    @model_validator(mode="after")
+    def _turns_alternate(self) -> Self:
+        if len(self.user) != len(self.assistant):
+            raise ValueError(f"{len(self.user)} user turns, but {len(self.assistant)} assistant turns")
+        return self
+
+
+class FormatSettings(Settings):
+    """Next-token training on conversations whose images are all blank.
+
+    It gives random weights what every pretrained model has: the environment's answer format, at chance accuracy.
+    """
+
+    system: str = Field("", description="System prompt of every conversation; empty for none.")
+    transcripts: tuple[Transcript, ...] = Field(description="Conversations, used in turn.", min_length=1)
+    answers: tuple[str, ...] = Field(description="What {answer} is drawn from, each equally often.", min_length=1)
+    image_side: PositiveInt = Field(56, description="Width and height of the blank images, in pixels.")
+    steps: PositiveInt = Field(150, description="Optimizer steps.")
+    batch_size: PositiveInt = Field(32, description="Conversations per step.")
+    learning_rate: PositiveFloat = Field(
+        1e-2, description="Peak learning rate of AdamW, after a warm-up of five steps and before a cosine decay."
+    )
+    trained: Literal["embeddings", "language"] = Field(
+        "embeddings",
+        description="What learns the format: the input and output embeddings, or the whole language model.",
+    )
+
+
+class TinySettings(Settings):
+    """Sizes of a checkpoint made from a seed. Attention heads must be 32, 64, 80, 96, 112 or 128 wide for vLLM."""
+
+    seed: NonNegativeInt = Field(0, description="Seed of the weights.")
+    hidden_size: PositiveInt = Field(64, description="Width of the language model.", multiple_of=32)
+    intermediate_size: PositiveInt = Field(128, description="Width of its feed-forward layers.")
+    layers: PositiveInt = Field(2, description="Layers of the language model.")
+    heads: PositiveInt = Field(2, description="Attention heads of the language model.")
+    key_value_heads: PositiveInt = Field(2, description="Key and value heads of the language model.")
+    vision_hidden_size: PositiveInt = Field(64, description="Width of the vision tower.", multiple_of=32)
+    vision_intermediate_size: PositiveInt = Field(128, description="Width of its feed-forward layers.")
+    vision_layers: PositiveInt = Field(1, description="Layers of the vision tower.")
+    vision_heads: PositiveInt = Field(2, description="Attention heads of the vision tower.")
+    image_side: PositiveInt = Field(
+        224,
+        description="Largest (Qwen, Pixtral) or fixed (others) side of an image or its crops in pixels.",
+        multiple_of=28,
+    )
+    max_positions: PositiveInt = Field(2048, description="Longest sequence in tokens.")
+    vocabulary_size: PositiveInt = Field(384, description="Most tokens the tokenizer may have.", ge=300)
+    corpus: tuple[str, ...] = Field(
+        (), description="Texts that the tokenizer learns before its own few sentences, to write them in few tokens."
+    )
+    initializer_range: PositiveFloat = Field(0.02, description="Standard deviation of the language model's weights.")
+    vision_initializer_range: PositiveFloat = Field(
+        0.02, description="Standard deviation of the vision tower's weights."
+    )
+    tie_embeddings: bool = Field(False, description="Whether input and output embeddings are one matrix.")
+    format: FormatSettings | None = Field(None, description="Teaches an answer format; leave out for none.")
+
+    @model_validator(mode="after")
+    def _heads_divide(self) -> Self:
+        for width, heads, where in (
+            (self.hidden_size, self.heads, "heads"),
+            (self.vision_hidden_size, self.vision_heads, "vision_heads"),
+        ):
+            if width % heads or width // heads not in (32, 64, 80, 96, 112, 128, 192, 256):
+                raise ValueError(f"{where} = {heads} over a width of {width} gives no head size that vLLM serves")
+        if self.heads % self.key_value_heads:
+            raise ValueError(f"heads = {self.heads} is not a multiple of key_value_heads = {self.key_value_heads}")
+        return self
+
+
+@dataclass(frozen=True)
+class TinyVocabulary:
+    """The special tokens of a family. `markers` are those with the first ids, in their order."""
+
+    markers: tuple[str, ...]
+    pad: str
+    eos: str
+    bos: str | None = None
+    words: tuple[str, ...] = ()  # ordinary text that is one token each
+    inputs_only: tuple[str, ...] = ()  # special tokens with the last ids, which the output head has no rows for
+    named: dict[str, str] = field(default_factory=dict)  # e.g. image_token, which some processors look for
+
+
+@dataclass(frozen=True)
+class TinyRecipe:
+    """`config(settings, tokenizer)` and `processor(settings, tokenizer)` build the Hugging Face objects.
+
+    `initialize(model, settings)` replaces initial weights that would leave the model blind.
+    """
+
+    vocabulary: TinyVocabulary
+    template: str
+    config: Callable[[TinySettings, Any], Any]
+    processor: Callable[[TinySettings, Any], Any]
+    initialize: Callable[[Any, TinySettings], None] = lambda model, settings: None
+
+
+def vision_sizes(settings: TinySettings) -> dict[str, int]:
+    return {
+        "hidden_size": settings.vision_hidden_size,
+        "intermediate_size": settings.vision_intermediate_size,
+        "num_hidden_layers": settings.vision_layers,
+        "num_attention_heads": settings.vision_heads,
+    }
+
+
+def text_sizes(settings: TinySettings, tokenizer: Any) -> dict[str, Any]:
+    """The entries that every family's language-model configuration shares."""
+    return {
+        "vocab_size": len(tokenizer),
+        "hidden_size": settings.hidden_size,
+        "intermediate_size": settings.intermediate_size,
+        "num_hidden_layers": settings.layers,
+        "num_attention_heads": settings.heads,
+        "num_key_value_heads": settings.key_value_heads,
+        "max_position_embeddings": settings.max_positions,
+        "initializer_range": settings.initializer_range,
+        "tie_word_embeddings": settings.tie_embeddings,
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+
+
+_PARTS = (
+    "{%- macro render(content) -%}{%- if content is string -%}{{ content }}{%- else -%}"
+    "{%- for part in content -%}"
+    "{%- if part['type'] in ('image', 'image_url') -%}{{ 'IMAGE' }}{%- else -%}{{ part['text'] }}{%- endif -%}"
+    "{%- endfor -%}{%- endif -%}{%- endmacro -%}"
+)
+_CHATML = (
+    "{%- for message in messages -%}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' }}{{ render(message['content']) }}{{ '<|im_end|>\\n' }}"
+    "{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n' }}{%- endif -%}"
+)
+_VICUNA = (
+    "{%- for message in messages -%}"
+    "{%- if message['role'] == 'assistant' -%}{{ 'ASSISTANT:' }}{{ render(message['content']) }}{{ '</s>' }}"
+    "{%- elif message['role'] == 'system' -%}{{ render(message['content']) }}{{ '\\n' }}"
+    "{%- else -%}{{ 'USER: ' }}{{ render(message['content']) }}{{ '\\n' }}{%- endif -%}"
+    "{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{ 'ASSISTANT:' }}{%- endif -%}"
+)
+_MISTRAL = (
+    "{{ '<s>' }}{%- for message in messages -%}"
+    "{%- if message['role'] == 'assistant' -%}{{ render(message['content']) }}{{ '</s>' }}"
+    "{%- elif message['role'] == 'system' -%}"
+    "{{ '[SYSTEM_PROMPT]' }}{{ render(message['content']) }}{{ '[/SYSTEM_PROMPT]' }}"
+    "{%- else -%}{{ '[INST]' }}{{ render(message['content']) }}{{ '[/INST]' }}{%- endif -%}"
+    "{%- endfor -%}"
+)
+_GEMMA = (
+    "{{ '<bos>' }}{%- for message in messages -%}"
+    "{%- set role = 'model' if message['role'] == 'assistant' else message['role'] -%}"
+    "{{ '<start_of_turn>' + role + '\\n' }}{{ render(message['content']) }}{{ '<end_of_turn>\\n' }}"
+    "{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{ '<start_of_turn>model\\n' }}{%- endif -%}"
+)
+
+
+def chatml(image: str) -> str:
+    """The template of Qwen and InternVL; `image` is the text that stands for one image."""
+    return _with(image, _CHATML)
+
+
+def vicuna(image: str) -> str:
+    """The template of LLaVA."""
+    return _with(image, _VICUNA)
+
+
+def mistral(image: str) -> str:
+    """The template of Pixtral and Mistral3."""
+    return _with(image, _MISTRAL)
+
+
+def gemma(image: str) -> str:
+    """The template of Gemma3; a system message is a turn of its own."""
+    return _with(image, _GEMMA)
+
+
+def _with(image: str, body: str) -> str:
+    return _PARTS.replace("IMAGE", image.replace("\n", "\\n")) + body
