@@ -5,12 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import sqlite3
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
-from contextlib import closing
 from itertools import count
 from pathlib import Path
 
@@ -35,7 +33,7 @@ def measure() -> list[Row]:
 
 
 class _Store:
-    """A store with `size` images, of which its remote has all in one pack."""
+    """A store with `size` images, and a remote store."""
 
     def __init__(self, folder: Path, size: int) -> None:
         self.store = ArtifactStore(folder / "store", str(folder / "remote"))
@@ -46,14 +44,7 @@ class _Store:
             (self.store.images / f"{first:02x}").mkdir(parents=True)
         for digest in self.digests:
             os.close(os.open(self.images.path(ImageRef(digest, "image/png", 8, 8)), os.O_CREAT | os.O_WRONLY))
-        pack = "0" * 64
-        (folder / "remote/images/00").mkdir(parents=True)
-        (folder / f"remote/images/00/{pack}.zip").touch()
-        self.push()
-        [ledger] = (self.store.root / "remote").glob("*/packs.sqlite")
-        with closing(sqlite3.connect(ledger)) as known, known:
-            rows = ((f"{digest}.png", pack) for digest in self.digests)
-            known.executemany("INSERT INTO packed VALUES (?, ?)", rows)
+        self.shown = [self.put() for _ in range(SHOWN - 1)]
 
     def begin(self) -> None:
         with self.store.lock("stage", "f"):
@@ -65,16 +56,14 @@ class _Store:
 
     def push(self) -> None:
         """An artifact that shows a new image, and others that were there."""
-        old = [ImageRef(digest, "image/png", 8, 8) for digest in self.digests[: SHOWN - 1]]
 
         def fill(folder: Path) -> None:
             ids, numbers = np.zeros(2, np.int32), np.zeros(2, np.float32)
-            shown = (self.put(), *(old if next(self._numbers) > 2 else ()))
+            shown = (self.put(), *self.shown)
             write_batch(folder, [Sample("s", "g", "t", ids, ids > 0, numbers, ids, numbers, 0.0, shown)])
             write_manifest(folder, kind="stage", kind_version=1, rows={}, drops={}, inputs={}, settings={})
 
         self.store.write("stage", f"f{next(self._numbers)}", fill)
-        self.store.settle()
 
     def read(self) -> None:
         for digest in self.digests[:SHOWN]:

@@ -44,8 +44,9 @@ def _ours(folder: Path, server: Server) -> tuple[float, int]:
             (home / f"{number}").write_bytes(os.urandom(100))
         write_manifest(home, kind="stage", kind_version=1, rows={}, drops={}, inputs={}, settings={})
 
+    ArtifactStore(folder / "one").write("stage", "f1", fill)
     store = ArtifactStore(folder / "one", "s3://bucket/prefix", say=lambda line: print(line, file=sys.stderr))
-    store.write("stage", "f1", fill)
+    store.find("stage", "f1")
     before = _requests(server)
     return seconds(store.settle), _requests(server) - before
 

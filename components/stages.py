@@ -163,8 +163,7 @@ def run_stage(
 
     Args:
         again: what was made before is set aside, and it is made again from its beginning.
-        begins: called with the fingerprint when nobody else makes it, here or on another machine, and this attempt
-            is going to.
+        begins: called with the fingerprint when nobody else makes it on this machine, and this attempt is going to.
     """
     if events is None:
         with closing(TerminalEvents()) as terminal:
@@ -177,17 +176,14 @@ def run_stage(
         held.enter_context(workers_on(machine.cluster))
         held.enter_context(store.lock(name, key))
         made = None if again else store.find(name, key)
-        if made is None:
-            held.enter_context(store.lease(name, key))
-            made = None if again else store.find(name, key)  # by the machine that had the lease before
         if made is not None:
             events.message(f"{name}: already made, {made.path}")
-            store.settle()
+            store.settle_or_warn()
             return made
         begins(key)
         if again:
             store.set_aside(name, key)
-        store.fetch_checkpoint(name, key)
+        store.begin(name, key, afresh=again)
         context = StageContext(
             machine=machine,
             events=events,
@@ -214,7 +210,9 @@ def run_stage(
             )
 
         started = time.monotonic()
-        artifact = store.write(name, key, fill)
+        store.write(name, key, fill)
         store.finish(name, key)
+        artifact = store.find(name, key)
+        assert artifact is not None
     events.message(f"{name}: made in {time.monotonic() - started:.1f} s, {artifact.path}")
     return artifact

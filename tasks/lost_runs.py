@@ -11,8 +11,8 @@ def take_the_place_of_lost_runs(run: TrackedRun, parent: TrackedRun | None, fing
     """Mark `run` as the one that makes an artifact; runs that made it before and never ended are KILLED, and so are the
     runs of their flows.
 
-    The caller has the artifact's lock and lease: nobody else makes it now. A run that is not gone but waits for the
-    lock is not marked, and one that was only cut off says by itself how it ends.
+    The caller has the artifact's lock: nobody else makes it on this machine. A run that waits for the lock is not
+    marked, and one of another machine that is not gone says by itself how it ends.
     """
     experiments = [each.experiment_id for each in client().search_experiments()]
     unfinished = f"tags.`{names.MAKES_TAG}` = '{fingerprint}' and attributes.status = 'RUNNING'"

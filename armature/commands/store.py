@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
 import typer
 
 from armature.commands.arguments import MachineOverrides, Name, overrides
@@ -14,24 +12,23 @@ app.add_typer(store_app, name="store")
 
 
 @store_app.command(
-    epilog="Examples: armature store gc train-vlm/molmo2 --dry-run; "
-    "armature store gc my.toml --machine remote_store=s3://bucket/prefix --days 30"
+    epilog="Examples: armature store send train-vlm/molmo2; "
+    "armature store send my.toml --machine remote_store=s3://bucket/prefix"
 )
-def gc(
-    name: Name,
-    days: Annotated[int, typer.Option(min=1, help="Keep what changed in the last so many days.")] = 7,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print what would be deleted.")] = False,
-    machine: MachineOverrides = None,
-) -> None:
-    """Delete what the remote store holds and nothing needs.
-
-    Artifacts that arrived in part, checkpoints of finished trainings, uploads that were not completed, and images that
-    no artifact shows. Artifacts stay, and so does the newest checkpoint of a training that is not finished.
-    """
+def send(name: Name, machine: MachineOverrides = None) -> None:
+    """Send what the remote store did not take when it was made, as when it was away. The next run does so as well."""
     from armature.components.configuration import load_recipe
+    from armature.components.contracts.errors import ConfigurationError
     from armature.components.contracts.machine import Machine
-    from armature.garbage import collect
+    from armature.components.stages import open_store
 
     facts = load_recipe(name, overrides(None, machine)).sections["machine"]
     assert isinstance(facts, Machine)
-    collect(facts, days, dry_run)
+    if facts.remote_store is None:
+        raise ConfigurationError(
+            "there is no remote store",
+            code="remote_store_missing",
+            where="machine.remote_store",
+            remedy="name it: --machine remote_store=URL",
+        )
+    print(f"sent to {facts.remote_store}: {open_store(facts).settle()} artifacts")

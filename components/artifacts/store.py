@@ -5,7 +5,7 @@
 <root>/workspaces/<stage>-<fingerprint>/   what an unfinished attempt can resume from
 <root>/replaced/                       what was made again by --force
 <root>/images/                         the image store, shared by all artifacts
-<root>/remote/                         what remote stores still lack, and which images they have
+<root>/remote/                         what remote stores still lack
 """
 
 from __future__ import annotations
@@ -17,34 +17,46 @@ import shutil
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import IO
+from uuid import uuid4
 
 from tqdm import tqdm
 
-from armature.components.artifacts.disk import collect, full_disk_said, link_folder, try_lock, usable, whole_folder
+from armature.components.artifacts.disk import (
+    CONTENT,
+    collect,
+    full_disk_said,
+    locked_sibling,
+    try_lock,
+    usable,
+    whole_folder,
+    write_file,
+)
 from armature.components.artifacts.images import ImageStore
 from armature.components.artifacts.manifest import MANIFEST, verified
-from armature.components.artifacts.outbox import Entry, Outbox
 from armature.components.artifacts.record import FileState, Record, read_record, record_path, write_record
-from armature.components.artifacts.remote import RemoteStore
-from armature.components.contracts.errors import DataError
+from armature.components.artifacts.remote import NO_STAGES, RemoteMarker, RemoteStore
+from armature.components.artifacts.remote_attempts import CheckpointSender
+from armature.components.contracts.errors import DataError, StoreError
 from armature.components.contracts.stages import Artifact
 
-NO_ARTIFACTS = frozenset({"images", "remote", "replaced", "workspaces"})
-INCOMPLETE_SECONDS = 3600.0
-"""A checkpoint that is not complete after this long is one of a run that was killed."""
+AGAIN_SECONDS = 600.0
+"""How long a remote store that did not take an artifact is not asked again while artifacts are written."""
 
 
 class ArtifactStore:
     """A local folder, and optionally a remote that finished artifacts, their images and checkpoints of unfinished
-    stages are copied to, in the background, and found in.
+    stages are copied to, and found in.
+
+    An artifact is sent when it is written. Where another machine was first, its artifact takes the place of this one.
+    What the remote does not take is kept, and sent by the next stage in this store, or by `settle`.
 
     Args:
-        say: is told what is waited for.
+        say: is told what is waited for, and what could not be sent.
     """
 
     def __init__(self, root: Path, remote: str | None = None, say: Callable[[str], None] = tqdm.write) -> None:
@@ -52,7 +64,8 @@ class ArtifactStore:
             self.root = root.resolve()
         self._say = say
         self.remote = RemoteStore(remote, self.root, say) if remote else None
-        self._outbox = Outbox(self.remote.outbox, self._send, say) if self.remote else None
+        self._senders: dict[str, CheckpointSender] = {}
+        self._away_until = 0.0
 
     @property
     def images(self) -> Path:
@@ -81,11 +94,10 @@ class ArtifactStore:
         home = self.home(stage, fingerprint)
         with usable(self.root):
             here = os.path.lexists(home)
-        if here:
-            return self._open(home)
-        if self.remote is None or not self.remote.has(stage, fingerprint):
-            return None
-        self._fetch(self.remote, home)
+        if not here:
+            marker = self.remote.marker(stage, fingerprint) if self.remote else None
+            if self.remote is None or marker is None or not self._fetch(self.remote, home, marker):
+                return None
         return self._open(home)
 
     def find_digest(self, digest: str) -> Artifact | None:
@@ -101,7 +113,7 @@ class ArtifactStore:
         if found is not None or self.remote is None:
             return self._open(found.path) if found else None
         named = self.remote.find_digest(digest)
-        made = self.find(*named) if named else None
+        made = self.find(*named) if named and named[0] not in NO_STAGES else None
         return made if made is not None and made.digest.startswith(digest) else None
 
     def __iter__(self) -> Iterator[Artifact]:
@@ -114,7 +126,7 @@ class ArtifactStore:
     def verify(self) -> Iterator[tuple[Path, DataError | None]]:
         """Read every file of every artifact; gives each artifact's folder, and what is wrong with it."""
         for home in sorted(self.root.glob("*/*")):
-            if not home.is_dir() or home.name.startswith(".") or home.parent.name in NO_ARTIFACTS:
+            if not home.is_dir() or home.name.startswith(".") or home.parent.name in NO_STAGES:
                 continue
             try:
                 verified(home, home.parent.name, read_record(home), everything=True)
@@ -123,7 +135,10 @@ class ArtifactStore:
                 yield home, error
 
     def write(self, stage: str, fingerprint: str, fill: Callable[[Path], None]) -> Artifact:
-        """Let `fill` write a new artifact; it appears when complete, and the first writer wins.
+        """Let `fill` write a new artifact; it appears when complete, and the first writer wins, here and in the remote.
+
+        Returns:
+            The artifact that counts, which may be another machine's.
 
         Raises:
             StoreError: the disk is full, and nothing is left behind.
@@ -135,54 +150,59 @@ class ArtifactStore:
             fill(folder)
             record = verified(folder, stage)
         self._keep(home, record)
+        made = self._open(home)
+        if self.remote is None or time.monotonic() < self._away_until:
+            return made
+        self._or_warn(partial(self._send, self.remote, home))
         return self._open(home)
 
-    def settle(self) -> None:
-        """Wait until the remote has every artifact that was written or found here.
+    def settle(self) -> int:
+        """Send every artifact that was written or found here and that the remote lacks; their number.
 
         Raises:
-            StoreError: it does not take them. They are kept, and sent when the store is used next.
+            StoreError: it does not take them. They are kept, and sent when the next stage begins.
         """
-        if self._outbox is not None:
-            self._outbox.settle()
+        waiting = [self.home(path.parent.name, path.name) for path in self._waiting()]
+        for home in waiting:
+            assert self.remote is not None
+            self._send(self.remote, home)
+        return len(waiting)
 
-    def send_checkpoint(self, stage: str, fingerprint: str, checkpoint: Path, best: Path | None = None) -> None:
-        """Have the remote keep this checkpoint, step-NNNNNN in the workspace, once it is complete, in place of the one
-        before; with it the files right in the workspace, and the folder `best`. It is sent after every artifact that
-        was made before.
+    def begin(self, stage: str, fingerprint: str, afresh: bool) -> None:
+        """Begin an attempt in the remote, and have the newest checkpoint that others have sent in the workspace.
+        The caller holds the lock.
 
-        Raises:
-            StoreError: another machine has taken over.
-        """
-        if self._outbox is not None and self.remote is not None:
-            workspace = self.workspace(stage, fingerprint)
-            self.remote.leases.refuse_lost(workspace.name)
-            names = [
-                path.resolve().relative_to(workspace).as_posix() for path in (checkpoint, best) if path is not None
-            ]
-            self._outbox.add(stage, fingerprint, names[0], tuple(names[1:]))
-
-    def fetch_checkpoint(self, stage: str, fingerprint: str) -> None:
-        """Have the newest checkpoint in the workspace, if the remote has one that is newer than those here.
+        Args:
+            afresh: what was sent before does not count.
 
         Raises:
             DataError: it is damaged.
             StoreError: the remote does not answer.
         """
         if self.remote is not None:
+            workspace = self.workspace(stage, fingerprint)
             with full_disk_said(self.root):
-                self.remote.checkpoints.fetch(self.workspace(stage, fingerprint), self._say)
+                attempt = self.remote.attempts.begin(workspace, afresh)
+            self._senders[workspace.name] = self.remote.attempts.sender(workspace, attempt, self.settle)
+
+    def send_checkpoint(self, stage: str, fingerprint: str, checkpoint: Path, best: Path | None = None) -> None:
+        """Have the remote keep this checkpoint, step-NNNNNN in the workspace, once it is complete, in place of the one
+        before; with it the files right in the workspace, and the folder `best`. It is sent in the background, after
+        every artifact that was made before."""
+        if sender := self._senders.get(f"{stage}-{fingerprint}"):
+            sender.offer(checkpoint, best)
 
     def finish(self, stage: str, fingerprint: str) -> None:
-        """`settle` what a stage has made, after which its checkpoint in the remote is of no use and deleted.
+        """Send what a stage has made, after which its checkpoints in the remote are of no use and deleted."""
+        name = f"{stage}-{fingerprint}"
+        if sender := self._senders.pop(name, None):
+            sender.end()
+        if self.remote is not None and self.settle_or_warn():
+            self._or_warn(partial(self.remote.attempts.remove, name))
 
-        Raises:
-            StoreError: see `settle`.
-        """
-        if self._outbox is not None and self.remote is not None:
-            self._outbox.forget_checkpoint(stage, fingerprint)
-            self.settle()
-            self.remote.checkpoints.remove(f"{stage}-{fingerprint}")
+    def settle_or_warn(self) -> bool:
+        """`settle`; whether the remote has taken everything, which is said where it has not."""
+        return self._or_warn(self.settle)
 
     @contextmanager
     def lock(self, stage: str, fingerprint: str) -> Iterator[None]:
@@ -200,40 +220,34 @@ class ArtifactStore:
             with usable(self.root):
                 self._collect()
                 _sign(file)
-            if self._outbox is not None:
-                self._outbox.start()
+            self.settle_or_warn()
             yield
-
-    def lease(self, stage: str, fingerprint: str) -> AbstractContextManager[None]:
-        """Held by the one machine that makes this artifact, where several share a remote; others say whom they wait
-        for, and wait. The caller holds the lock.
-
-        Raises:
-            StoreError: the remote does not answer.
-        """
-        return self.remote.leases.held(f"{stage}-{fingerprint}") if self.remote else nullcontext()
 
     def set_aside(self, stage: str, fingerprint: str) -> None:
         """Move what an attempt has made, finished or not, below `replaced/`, and delete the remote copies.
 
         The caller holds the lock. The artifact itself goes last: until then, it is the one that is found.
         """
-        aside = self.root / "replaced" / f"{stage}-{fingerprint}-{datetime.now(UTC):%Y%m%dT%H%M%S.%f}"
         workspace = self.workspace(stage, fingerprint)
         parts = [path for path in workspace.iterdir() if path.name != ".lock"]
-        units = [path for path in self.root.glob(f"*/{fingerprint}-*") if path.parent.name not in NO_ARTIFACTS]
+        units = [path for path in self.root.glob(f"*/{fingerprint}-*") if path.parent.name not in NO_STAGES]
         home = self.home(stage, fingerprint)
+        with self._sending(fcntl.LOCK_EX):
+            aside = self._move_aside(f"{stage}-{fingerprint}", [*parts, *units, record_path(home), home])
+            if self.remote is not None:
+                self.remote.remove(stage, fingerprint)
+        if aside.exists():
+            self._say(f"{stage}: made again; what was made before is in {aside}")
+
+    def _move_aside(self, name: str, paths: list[Path]) -> Path:
+        aside = self.root / "replaced" / f"{name}-{datetime.now(UTC):%Y%m%dT%H%M%S.%f}"
         with usable(self.root):
-            for path in [*parts, *units, record_path(home), home]:
+            for path in paths:
                 if os.path.lexists(path):
                     target = aside / path.relative_to(self.root)
                     target.parent.mkdir(parents=True, exist_ok=True)
                     path.rename(target)
-        if self._outbox is not None and self.remote is not None:
-            with self._outbox.held():
-                self.remote.remove(stage, fingerprint)
-        if aside.exists():
-            self._say(f"{stage}: made again; what was made before is in {aside}")
+        return aside
 
     def discard(self, stage: str, fingerprint: str) -> None:
         """Delete an artifact, here and in the remote, whose content another one has. Images stay.
@@ -242,14 +256,16 @@ class ArtifactStore:
             StoreError: the remote does not answer.
         """
         home = self.home(stage, fingerprint)
+        record = read_record(home)
         record_path(home).unlink(missing_ok=True)
         shutil.rmtree(home, ignore_errors=True)
-        if self.remote is not None:
+        if self.remote is not None and (record is None or self.remote.url in record.pushed):
             self.remote.discard(stage, fingerprint)
 
     def _collect(self) -> None:
-        stages = [path for path in self.root.iterdir() if path.is_dir() and path.name not in NO_ARTIFACTS]
-        for folder in (*stages, ImageStore(self.images).unfinished):
+        stages = [path for path in self.root.iterdir() if path.is_dir() and path.name not in NO_STAGES]
+        state = [self.remote.state] if self.remote else []
+        for folder in (*stages, *state, ImageStore(self.images).unfinished):
             for left in collect(folder):
                 self._say(f"removed what a killed run left: {left}")
 
@@ -260,58 +276,126 @@ class ArtifactStore:
             record = record.model_copy(update={"pushed": known.pushed})
         if record != known:
             write_record(home, record)
-        if self._outbox is not None and self.remote is not None and self.remote.url not in record.pushed:
-            self._outbox.add(stage, home.name)
+        if self.remote is not None and self.remote.url not in record.pushed:
+            self._copy_id(self.remote, home)
         return Artifact(kind=stage, path=home, digest=record.digest)
 
-    def _send(self, entry: Entry) -> bool:
-        if entry.checkpoint is not None:
-            return self._send_checkpoint(entry, entry.checkpoint)
-        remote, home = self.remote, self.home(entry.stage, entry.fingerprint)
-        assert remote is not None
-        if not home.is_dir() or (record := read_record(home)) is None:
-            return True  # set aside
-        remote.push(entry.stage, entry.fingerprint, home, record.digest)
-        write_record(home, record.model_copy(update={"pushed": (*record.pushed, remote.url)}))
+    def _waiting(self) -> list[Path]:
+        """What the remote lacks, `<stage>/<fingerprint>` in a folder; each file has the name of the copy to be sent."""
+        return sorted(self.remote.state.glob("waiting/*/*")) if self.remote else []
+
+    def _copy_id(self, remote: RemoteStore, home: Path) -> str:
+        path = remote.state / "waiting" / home.parent.name / home.name
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_file(path, uuid4().hex.encode())
+        return path.read_text()
+
+    @contextmanager
+    def _sending(self, kind: int) -> Iterator[None]:
+        """Many may send at once (LOCK_SH); nobody does while artifacts are moved (LOCK_EX)."""
+        folder = self.root / "remote"
+        with usable(self.root):
+            folder.mkdir(parents=True, exist_ok=True)
+            file = (folder / ".lock").open("a+")
+        with file:
+            fcntl.flock(file, kind)
+            yield
+
+    def _send(self, remote: RemoteStore, home: Path) -> None:
+        with self._sending(fcntl.LOCK_SH):
+            record = read_record(home) if home.is_dir() else None
+            if record is None or remote.url in record.pushed:  # set aside or discarded; or sent by another process
+                marker = None
+            else:
+                try:
+                    marker = remote.push(home.parent.name, home.name, home, record, self._copy_id(remote, home))
+                except (StoreError, OSError):
+                    if read_record(home) is not None:
+                        raise
+                    marker = None  # discarded while it was being sent
+                if marker is not None and marker.digest == record.digest:
+                    write_record(home, record.model_copy(update={"pushed": (*record.pushed, remote.url)}))
+                    marker = None
+        if marker is not None:
+            self._adopt(remote, home, marker)
+        (remote.state / "waiting" / home.parent.name / home.name).unlink(missing_ok=True)
+
+    def _or_warn(self, send: Callable[[], object]) -> bool:
+        """Whether `send` was possible; else it is said what becomes of what is here."""
+        try:
+            send()
+        except (StoreError, DataError) as error:
+            self._away_until = time.monotonic() + AGAIN_SECONDS
+            self._say(
+                f"warning: not sent to the remote store: {error}\nWhat was made is kept in {self.root}. The next stage "
+                "that begins there sends it, or `armature store send RECIPE`."
+            )
+            return False
+        self._away_until = 0.0
         return True
 
-    def _send_checkpoint(self, entry: Entry, checkpoint: str) -> bool:
-        workspace, remote = self.workspace(entry.stage, entry.fingerprint), self.remote
-        assert remote is not None
-        if not (workspace / checkpoint).is_dir():
-            return time.time_ns() - entry.number > INCOMPLETE_SECONDS * 1e9
-        remote.scratch.mkdir(parents=True, exist_ok=True)
-        with TemporaryDirectory(dir=remote.scratch) as scratch:
-            # The trainer removes old checkpoints: links keep this one as long as it is being sent.
-            for name in (checkpoint, *entry.more):
-                if (workspace / name).is_dir():
-                    link_folder(workspace / name, Path(scratch, name))
-            for path in workspace.iterdir():
-                if path.is_file() and not path.name.startswith("."):
-                    shutil.copyfile(path, Path(scratch, path.name))
-            remote.checkpoints.push(workspace.name, entry.number, Path(scratch), checkpoint)
-        return True
-
-    def _fetch(self, remote: RemoteStore, home: Path) -> None:
+    def _fetch(self, remote: RemoteStore, home: Path, marker: RemoteMarker) -> bool:
+        """Fetch an artifact, unless it is deleted meanwhile."""
         with usable(self.root):
             home.parent.mkdir(parents=True, exist_ok=True)
-        with whole_folder(home) as folder:
-            remote.fetch(home.parent.name, home.name, folder)
-            try:
-                record = verified(folder, home.parent.name)
-            except DataError as error:
-                raise DataError(
-                    f"the remote copy is damaged: {error.what}",
-                    code="remote_copy_damaged",
-                    where=f"{remote.url}/{home.parent.name}/{home.name}",
-                    remedy="delete the remote folder and run the stage again",
-                ) from error
-        self._keep(home, record.model_copy(update={"pushed": (remote.url,)}))
+        try:
+            with whole_folder(home) as folder:
+                record = _fetched(remote, home, marker, folder)
+        except DataError:
+            if remote.marker(home.parent.name, home.name) != marker:
+                return False
+            raise
+        self._keep(home, record)
+        return True
+
+    def _adopt(self, remote: RemoteStore, home: Path, marker: RemoteMarker) -> None:
+        """Put the artifact of the machine that was first in the place of the one that was made here."""
+        name = f"{home.parent.name}-{home.name}"
+        with full_disk_said(self.root), locked_sibling(home) as work:
+            folder = work / CONTENT
+            folder.mkdir()
+            record = _fetched(remote, home, marker, folder)
+            with self._sending(fcntl.LOCK_EX):
+                aside = self._move_aside(name, [record_path(home), home])
+                folder.rename(home)
+        self._keep(home, record)
+        self._say(
+            f"{home.parent.name}: another machine was first to make {home.name}, and its artifact is taken "
+            f"(digest {marker.digest}); what was made here is in {aside}"
+        )
 
     def _keep(self, home: Path, record: Record) -> None:
         """Record what was written, unless another writer was first: then its files are others."""
         if FileState.of(home / MANIFEST) == record.files[MANIFEST][1]:
             write_record(home, record)
+
+
+def _fetched(remote: RemoteStore, home: Path, marker: RemoteMarker, folder: Path) -> Record:
+    """Fetch an artifact into `folder`, with its images.
+
+    Raises:
+        DataError: it is damaged, or a file of it is gone.
+        StoreError: the remote does not answer.
+    """
+    stage, fingerprint = home.parent.name, home.name
+    remote.fetch(stage, fingerprint, marker, folder)
+    damage = None
+    try:
+        record = verified(folder, stage)
+        if record.digest != marker.digest:
+            damage = DataError(f"the digest of its files is {record.digest}, not {marker.digest}")
+    except DataError as error:
+        damage = error
+    if damage is not None:
+        raise DataError(
+            f"the remote copy is damaged: {damage.what}",
+            code="remote_copy_damaged",
+            where=f"{remote.url}/{stage}/{fingerprint}",
+            remedy="delete the remote folder and run the stage again",
+        ) from damage
+    remote.fetch_images(stage, fingerprint, marker, folder)
+    return record.model_copy(update={"pushed": (remote.url,)})
 
 
 def _sign(file: IO[str]) -> None:

@@ -110,7 +110,7 @@ class RolloutWorkers:
         count = machine.rollout_workers
         own = Machine(
             store=str(store.root),
-            remote_store=machine.remote_store if machine.cluster else None,  # here, this process sends what they make
+            remote_store=machine.remote_store if machine.cluster else None,  # here, only rollouts of them are sent
             environment_processes=max(1, machine.playing_processes // count),
             max_concurrent=max(1, machine.max_concurrent // count),
             environment_timeout=machine.environment_timeout,

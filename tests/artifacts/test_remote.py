@@ -5,9 +5,12 @@ The faults are at the edge: a file system of fsspec that refuses requests as one
 
 from __future__ import annotations
 
-import time
+import errno
+import hashlib
+import threading
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from io import BytesIO
 from pathlib import Path
 
@@ -16,11 +19,14 @@ import numpy as np
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from PIL import Image
+from pydantic import BaseModel
 
-from armature.components.artifacts import packs, remote_folder
+from armature.commands.store import send
+from armature.components.artifacts import image_archive, remote_folder
 from armature.components.artifacts.images import ImageStore, encode_png
 from armature.components.artifacts.manifest import write_manifest
-from armature.components.artifacts.outbox import Outbox
+from armature.components.artifacts.remote import MARKER, NamedArtifact, RemoteMarker
+from armature.components.artifacts.remote_folder import RemoteFolder, Source
 from armature.components.artifacts.store import ArtifactStore
 from armature.components.batches.table import read_batch, write_batch
 from armature.components.contracts.batches import Sample
@@ -82,16 +88,23 @@ def unsteady(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Unsteady]]:
 
 
 def made_on(store: ArtifactStore, fill: Callable[[Path], None] | None = None) -> Artifact:
-    made = store.write("stage", "f1", fill or filled)
+    made = store.write("stage", "f1", fill or filled())
     store.settle()
     return made
 
 
-def filled(folder: Path) -> None:
-    (folder / "sub").mkdir()
-    (folder / "x").write_bytes(b"1")
-    (folder / "sub/y").write_bytes(b"2")
-    write_manifest(folder, kind="stage", kind_version=1, rows={}, drops={}, inputs={}, settings={})
+def filled(content: bytes = b"1") -> Callable[[Path], None]:
+    def fill(folder: Path) -> None:
+        (folder / "sub").mkdir()
+        (folder / "x").write_bytes(content)
+        (folder / "sub/y").write_bytes(b"2")
+        write_manifest(folder, kind="stage", kind_version=1, rows={}, drops={}, inputs={}, settings={})
+
+    return fill
+
+
+X, Y = (hashlib.md5(content).hexdigest() for content in (b"1", b"2"))
+"""The names of the files `x` and `sub/y` in the remote store."""
 
 
 @pytest.mark.parametrize(
@@ -117,7 +130,7 @@ def test_as_long_as_some_files_arrive_the_others_are_tried_again(tmp_path, unste
     put, attempts = unsteady.put_file, dict.fromkeys((f"{number}" for number in range(8)), 0)
 
     def lossy(self, lpath, rpath, **kwargs):
-        name = rpath.rpartition("/")[2]
+        name = Path(lpath).name
         if name in attempts:
             attempts[name] += 1
             if attempts[name] <= int(name):
@@ -136,34 +149,49 @@ def test_as_long_as_some_files_arrive_the_others_are_tried_again(tmp_path, unste
     assert found is not None and found.digest == made.digest
 
 
-def test_a_push_that_failed_for_good_survives_the_process_and_the_next_one_makes_up_for_it(tmp_path, unsteady):
+def test_what_the_remote_did_not_take_is_kept_and_sent_by_the_next_stage(tmp_path, unsteady):
     unsteady.refusals = 10**6
-    store = ArtifactStore(tmp_path / "one", URL, say=lambda line: None)
-    made = store.write("stage", "f1", filled)
+    said: list[str] = []
+    store = ArtifactStore(tmp_path / "one", URL, say=said.append)
+    made = store.write("stage", "f1", filled())
+    assert said[-1].startswith("warning: not sent") and str(store.root) in said[-1]
+    unsteady.asked.clear()
+    store.write("stage", "f2", filled())
+    assert unsteady.asked == []  # a remote store that is away delays no further artifact
     with refused("remote_store_unreachable", URL):
         store.settle()
+    assert not store.settle_or_warn()
     unsteady.refusals = 0
     assert ArtifactStore(tmp_path / "two", URL).find("stage", "f1") is None
     later = ArtifactStore(tmp_path / "one", URL)
-    with later.lock("another", "f2"):
-        later.settle()
-    found = ArtifactStore(tmp_path / "two", URL).find("stage", "f1")
+    with later.lock("another", "f3"):
+        found = ArtifactStore(tmp_path / "two", URL).find("stage", "f1")
     assert found is not None and found.digest == made.digest
+    assert later.settle() == 0
     unsteady.asked.clear()
     ArtifactStore(tmp_path / "one", URL).find("stage", "f1")
     assert unsteady.asked == []  # what is known to be there is not asked for again
 
 
-def test_what_another_process_left_is_sent_in_the_background(tmp_path, unsteady, monkeypatch):
+def test_command_sends_what_waits(tmp_path, unsteady, capsys):
     unsteady.refusals = 10**6
-    with refused("remote_store_unreachable"):
-        made_on(ArtifactStore(tmp_path / "one", URL, say=lambda line: None))
+    ArtifactStore(tmp_path, URL, say=lambda line: None).write("stage", "f1", filled())
+    facts = [f"store={tmp_path}", f"remote_store={URL}"]
+    with refused("remote_store_unreachable", URL):
+        send("train-vlm/colors", facts)
     unsteady.refusals = 0
-    other, deadline = ArtifactStore(tmp_path / "two", URL), time.monotonic() + 20
-    with ArtifactStore(tmp_path / "one", URL).lock("another", "f2"):
-        while other.find("stage", "f1") is None:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+    send("train-vlm/colors", facts)
+    assert f"{URL}: 1 " in capsys.readouterr().out and ArtifactStore(tmp_path / "two", URL).find("stage", "f1")
+    with refused("remote_store_missing", "machine.remote_store"):
+        send("train-vlm/colors", facts[:1])
+
+
+def test_artifact_made_without_a_remote_is_sent_once_it_is_used(tmp_path):
+    made = ArtifactStore(tmp_path / "one").write("stage", "f1", filled())
+    store = ArtifactStore(tmp_path / "one", URL)
+    assert store.settle() == 0 and store.find("stage", "f1") is not None and store.settle() == 1
+    found = ArtifactStore(tmp_path / "two", URL).find("stage", "f1")
+    assert found is not None and found.digest == made.digest
 
 
 def test_no_answer_is_not_a_no(tmp_path, unsteady):
@@ -173,22 +201,247 @@ def test_no_answer_is_not_a_no(tmp_path, unsteady):
         ArtifactStore(tmp_path / "two", URL).find("stage", "f1")
 
 
-def test_a_push_that_stopped_half_way_is_not_seen_and_is_completed(tmp_path, unsteady, monkeypatch):
+def test_push_that_stopped_half_way_is_not_seen_and_sends_only_the_rest(tmp_path, unsteady, monkeypatch):
     put = unsteady.put_file
 
-    def stop_at_the_manifest(self, lpath, rpath, **kwargs):
-        if rpath.endswith("manifest.json"):
+    def stop_at_y(self, lpath, rpath, **kwargs):
+        if rpath.endswith(Y):
             raise PermissionError("no more")
         put(self, lpath, rpath, **kwargs)
 
-    monkeypatch.setattr(unsteady, "put_file", stop_at_the_manifest)
+    monkeypatch.setattr(unsteady, "put_file", stop_at_y)
     with refused("remote_store_access_denied"):
         made_on(ArtifactStore(tmp_path / "one", URL, say=lambda line: None))
     monkeypatch.setattr(unsteady, "put_file", put)
     other = ArtifactStore(tmp_path / "two", URL)
-    assert {name for _, name in unsteady.asked} >= {"x", "y"} and other.find("stage", "f1") is None
-    made_on(ArtifactStore(tmp_path / "one", URL))
+    assert ("put", X) in unsteady.asked and other.find("stage", "f1") is None
+    unsteady.asked.clear()
+    ArtifactStore(tmp_path / "one", URL).settle()
+    assert ("put", X) not in unsteady.asked and ("put", Y) in unsteady.asked
     assert other.find("stage", "f1") is not None
+
+
+def homes() -> set[str]:
+    """The folders below the artifact that have files: one for each copy."""
+    return {path.split("/")[5] for path in Unsteady.store if path.startswith("/bucket/prefix/stage/f1/")} - {MARKER}
+
+
+def test_two_machines_that_make_the_same_have_one_result(tmp_path):
+    """Their bytes differ, as those of trainings on GPUs do. The one that comes second takes what is there."""
+    said: list[str] = []
+    one, two = ArtifactStore(tmp_path / "one", URL), ArtifactStore(tmp_path / "two", URL, say=said.append)
+    first, second = (store.write("stage", "f1", filled(bytes([n]))) for n, store in enumerate((one, two)))
+    assert first.digest == second.digest and (second.path / "x").read_bytes() == b"\0"
+    assert "another machine was first" in said[-1] and first.digest in said[-1]
+    [aside] = (two.root / "replaced").glob("*/stage/f1/x")
+    assert aside.read_bytes() == b"\1"
+    assert len(homes()) == 1  # what the second had sent is gone
+    assert two.settle() == 0 and two.find("stage", "f1") == second
+
+
+@pytest.mark.parametrize("same", [False, True])
+def test_of_machines_that_push_at_the_same_moment_one_wins(tmp_path, monkeypatch, same):
+    """All have sent their files before the first creates the marker."""
+    count, remote = 6, tmp_path / "remote"
+    together, create = threading.Barrier(count), RemoteFolder.create
+
+    def wait_at_marker(self: RemoteFolder, name: str, document: BaseModel) -> bool:
+        together.wait(30)
+        return create(self, name, document)
+
+    monkeypatch.setattr(RemoteFolder, "create", wait_at_marker)
+
+    def make(number: int) -> Artifact:
+        store = ArtifactStore(tmp_path / f"{number}", str(remote), say=lambda line: None)
+        return store.write("stage", "f1", filled(b"same" if same else bytes([number])))
+
+    with ThreadPoolExecutor(count) as pool:
+        made = list(pool.map(make, range(count)))
+    assert len({each.digest for each in made}) == 1
+    assert len({(each.path / "x").read_bytes() for each in made}) == 1
+    assert len(list((remote / "stage/f1").iterdir())) == 2  # one copy, and the marker
+    found = ArtifactStore(tmp_path / "another", str(remote)).find("stage", "f1")
+    assert found is not None and found.digest == made[0].digest
+
+
+def test_what_was_sent_late_gives_way_to_the_artifact_of_another_machine(tmp_path, unsteady):
+    one = ArtifactStore(tmp_path / "one", URL, say=lambda line: None)
+    unsteady.refusals = 10**6
+    assert (one.write("stage", "f1", filled(b"one")).path / "x").read_bytes() == b"one"
+    unsteady.refusals = 0
+    two = ArtifactStore(tmp_path / "two", URL).write("stage", "f1", filled(b"two"))
+    with one.lock("another", "f2"):
+        found = one.find("stage", "f1")
+    assert found is not None and found.digest == two.digest and (found.path / "x").read_bytes() == b"two"
+
+
+def test_answer_that_was_lost_is_not_taken_for_another_machine(tmp_path, unsteady, monkeypatch):
+    pipe, lost = unsteady.pipe_file, []
+
+    def lose_answer(self, path, value, **kwargs):
+        pipe(self, path, value, **kwargs)
+        if path.endswith(MARKER) and not lost:
+            lost.append(path)
+            raise ConnectionError("reset")
+
+    monkeypatch.setattr(unsteady, "pipe_file", lose_answer)
+    store = ArtifactStore(tmp_path / "one", URL, say=lambda line: None)
+    made_on(store)
+    assert lost and not (store.root / "replaced").exists() and len(homes()) == 1
+
+
+def test_force_while_another_process_sends_the_same_artifact(tmp_path, monkeypatch):
+    """The process that moves the files waits; then the remote has neither them nor their marker."""
+    one, two = (ArtifactStore(tmp_path / "one", URL, say=lambda line: None) for _ in range(2))
+    assert two.remote is not None
+    began, go_on, put = threading.Event(), threading.Event(), RemoteFolder.put
+    with monkeypatch.context() as patched:
+        patched.setattr(ArtifactStore, "_send", lambda *_: None)
+        one.write("stage", "f1", filled())
+
+    def slow_put(self: RemoteFolder, files: Mapping[str, Path]) -> None:
+        began.set()
+        assert go_on.wait(30)
+        put(self, files)
+
+    monkeypatch.setattr(RemoteFolder, "put", slow_put)
+    sent: list[int] = []
+    sender = threading.Thread(target=lambda: sent.append(two.settle()))
+    forced = threading.Thread(target=one.set_aside, args=("stage", "f1"))
+    sender.start()
+    assert began.wait(30)
+    forced.start()
+    forced.join(0.2)
+    assert forced.is_alive() and one.home("stage", "f1").is_dir()
+    go_on.set()
+    for thread in (sender, forced):
+        thread.join()
+    assert sent == [1] and not one.home("stage", "f1").exists() and homes() == set()
+    assert ArtifactStore(tmp_path / "another", URL).find("stage", "f1") is None
+
+
+def test_artifact_that_is_discarded_while_it_is_sent_stops_nobody(tmp_path, monkeypatch):
+    store, put = ArtifactStore(tmp_path / "one", URL, say=lambda line: None), RemoteFolder.put
+
+    def discard_first(self: RemoteFolder, files: Mapping[str, Path]) -> None:
+        ArtifactStore(tmp_path / "one").discard("stage", "f1")
+        put(self, files)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ArtifactStore, "_send", lambda *_: None)
+        store.write("stage", "f1", filled())
+    monkeypatch.setattr(RemoteFolder, "put", discard_first)
+    assert store.settle() == 1 and store.settle() == 0
+
+
+def test_artifact_that_is_deleted_while_it_is_fetched_is_not_there(tmp_path, monkeypatch):
+    one, get = ArtifactStore(tmp_path / "one", URL), RemoteFolder.get
+    made_on(one)
+
+    def delete_first(self: RemoteFolder, files: Mapping[Path, Source]) -> None:
+        one.discard("stage", "f1")
+        get(self, files)
+
+    monkeypatch.setattr(RemoteFolder, "get", delete_first)
+    assert ArtifactStore(tmp_path / "two", URL).find("stage", "f1") is None
+
+
+DAMAGED = {
+    "empty": b"",
+    "cut off": b"{",
+    "a list": b"[]",
+    "another type": b'{"%s": null}' % (b"a" * 64),
+    "not UTF-8": b"\xff\xfe",
+    "unknown field": b'{"stage": "stage", "fingerprint": "f1", "more": 1}',
+    "a name with folders": b'{"stage": "stage/..", "fingerprint": "f1"}',
+}
+
+
+@pytest.mark.parametrize("content", DAMAGED.values(), ids=DAMAGED)
+@pytest.mark.parametrize("document", [MARKER, "digests"])
+def test_damaged_document_is_refused_with_its_address(tmp_path, unsteady, document, content):
+    made = made_on(ArtifactStore(tmp_path / "one", URL))
+    [path] = [path for path in unsteady.store if document in path]
+    unsteady().pipe_file(path, content)
+    two = ArtifactStore(tmp_path / "two", URL, say=lambda line: None)
+    with refused("remote_record_unreadable", path.removeprefix("/bucket/prefix/")):
+        two.find_digest(made.digest)
+    if document == MARKER:
+        with two.lock("stage", "f1"):
+            two.set_aside("stage", "f1")  # as --force does
+        assert two.find("stage", "f1") is None and made_on(two) is not None
+
+
+def test_document_that_is_too_large_is_not_read(tmp_path, unsteady, monkeypatch):
+    made_on(ArtifactStore(tmp_path / "one", URL))
+    monkeypatch.setattr(remote_folder, "DOCUMENT_BYTES", 100)
+    with refused("remote_record_unreadable", MARKER):
+        ArtifactStore(tmp_path / "two", URL).find("stage", "f1")
+
+
+@pytest.mark.parametrize("name", ["../sly", "/sly", "sub/../../sly", ""])
+def test_file_name_of_a_marker_stays_in_the_folder_of_its_artifact(tmp_path, unsteady, name):
+    made_on(ArtifactStore(tmp_path / "one", URL))
+    [path] = [path for path in unsteady.store if path.endswith(MARKER)]
+    marker = RemoteMarker.model_validate_json(unsteady().cat_file(path))
+    renamed = marker.model_copy(update={"files": {name: marker.files["x"]}})
+    unsteady().pipe_file(path, renamed.model_dump_json().encode())
+    with refused("unsafe_file_name", MARKER):
+        ArtifactStore(tmp_path / "two", URL).find("stage", "f1")
+
+
+@pytest.mark.parametrize("content", [b"", b"9", b"12345"])
+def test_file_with_other_bytes_is_refused(tmp_path, unsteady, content):
+    made_on(ArtifactStore(tmp_path / "one", URL))
+    [path] = [path for path in unsteady.store if path.endswith(X)]
+    unsteady().pipe_file(path, content)
+    two = ArtifactStore(tmp_path / "two", URL)
+    with refused("remote_copy_damaged" if len(content) == 1 else "remote_file_size_mismatch"):
+        two.find("stage", "f1")
+    assert not two.home("stage", "f1").exists()
+
+
+def test_names_that_fsspec_takes_for_chains_and_patterns(tmp_path):
+    """In names of folders, of files in an artifact, and of a prefix."""
+
+    def fill(folder: Path) -> None:
+        for name in ("a::b", "zip::c", "d[0]*?"):
+            (folder / name).write_text(name)
+        write_manifest(folder, kind="stage", kind_version=1, rows={}, drops={}, inputs={}, settings={})
+
+    for remote in (f"file://{tmp_path}/a::b/[v2]*", f"{tmp_path}/zip::c", "unsteady://bucket/a::b"):
+        made = made_on(ArtifactStore(tmp_path / remote[-4:] / "one::two", remote), fill)
+        found = ArtifactStore(tmp_path / remote[-4:] / "two", remote).find("stage", "f1")
+        assert found is not None and found.digest == made.digest and (found.path / "a::b").read_text() == "a::b"
+    assert {path.name for path in tmp_path.iterdir()} >= {"a::b", "zip::c"}
+
+
+def test_files_of_a_remote_folder_are_whole_or_absent(tmp_path, monkeypatch):
+    """A process that is killed, or a full disk, leaves neither half a document nor a taken name."""
+    remote = RemoteFolder(str(tmp_path), print)
+    old, new = (NamedArtifact(stage="stage", fingerprint=name) for name in ("f1", "f2"))
+    remote.write("a/document", old)
+
+    def full(path: Path, data: bytes) -> None:
+        with path.open("wb") as file:
+            file.write(data[:5])
+        raise OSError(errno.ENOSPC, "full")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "write_bytes", full)
+        for write in (remote.write, remote.create):
+            with pytest.raises(OSError) as full_disk:
+                write("a/document" if write == remote.write else "a/other", new)
+            assert full_disk.value.errno == errno.ENOSPC
+    assert remote.read("a/document", NamedArtifact) == old and remote.listed("a") == ["document"]
+    assert remote.create("a/other", new) and not remote.create("a/other", old)
+    assert remote.read("a/other", NamedArtifact) == new and remote.read("a/none", NamedArtifact) is None
+
+
+@pytest.mark.parametrize("within", [".", "remote"])
+def test_remote_store_inside_the_store_is_refused(tmp_path, within):
+    with refused("remote_store_inside_store", str(tmp_path / within)):
+        ArtifactStore(tmp_path, str(tmp_path / within))
 
 
 @pytest.mark.parametrize(
@@ -198,11 +451,10 @@ def test_a_push_that_stopped_half_way_is_not_seen_and_is_completed(tmp_path, uns
 def test_what_time_does_not_heal_is_not_waited_for(tmp_path, unsteady, monkeypatch, error, code):
     monkeypatch.setattr(unsteady, "error", error)
     monkeypatch.setattr(unsteady, "info", MemoryFileSystem.info)
-    monkeypatch.setattr(Outbox, "start", lambda self: None)
     unsteady.refusals = 10**6
     with refused(code, URL, kind=StoreError):
-        made_on(ArtifactStore(tmp_path, URL))
-    assert sorted(unsteady.asked) == [("put", "x"), ("put", "y")]
+        made_on(ArtifactStore(tmp_path, URL, say=lambda line: None))
+    assert ("put", X) in unsteady.asked and max(map(unsteady.asked.count, unsteady.asked)) == 2  # `write` and `settle`
 
 
 @pytest.mark.parametrize(
@@ -245,44 +497,45 @@ def shows(images: ImageStore, *colors: str) -> Callable[[Path], None]:
     return fill
 
 
-def test_the_images_that_tables_refer_to_travel_in_packs_each_once(tmp_path, unsteady, monkeypatch):
+def test_images_travel_in_one_archive_of_their_artifact(tmp_path, unsteady, monkeypatch):
     one, two = ArtifactStore(tmp_path / "one", URL), ArtifactStore(tmp_path / "two", URL)
     colors = [f"#0000{number:02x}" for number in range(40)]
     one.write("stage", "f1", shows(ImageStore(one.images), *colors))
-    one.settle()
-    before = [name for what, name in unsteady.asked if what == "put" and name.endswith(".zip")]
     one.write("stage", "f2", shows(ImageStore(one.images), *colors[:3], "#ff0000"))
-    one.settle()
-    more = [name for what, name in unsteady.asked if what == "put" and name.endswith(".zip")]
-    assert len(before) == 1 and len(more) == 2
+    archives = [name for what, name in unsteady.asked if what == "put" and name.endswith(".zip")]
+    assert len(archives) == 2
 
     unsteady.asked.clear()
-    monkeypatch.setattr(packs, "PACK_BYTES", 1000)  # what comes in one pack is kept in parts
-    second = two.find("stage", "f2")
-    assert second is not None
-    shown = [ref for sample in read_batch(second.path) for ref in sample.images]
-    assert [ImageStore(two.images).read(ref) for ref in shown] == [ImageStore(one.images).read(ref) for ref in shown]
-    assert len([name for what, name in unsteady.asked if what == "get" and name.endswith(".zip")]) == 2
+    monkeypatch.setattr(image_archive, "PART_BYTES", 1000)
+    for fingerprint, fetched in (("f1", 40), ("f2", 41)):
+        found = two.find("stage", fingerprint)
+        assert found is not None and len(list(two.images.glob("??/*.png"))) == fetched
+        shown = [ref for sample in read_batch(found.path) for ref in sample.images]
+        assert [ImageStore(two.images).read(ref) for ref in shown] == [
+            ImageStore(one.images).read(ref) for ref in shown
+        ]
+    assert not list(ImageStore(two.images).unfinished.iterdir())
+    one.write("stage", "f3", shows(ImageStore(one.images), *colors[:3]))
     unsteady.asked.clear()
-    first = two.find("stage", "f1")  # all of its images came with those of f2
-    assert first is not None and not [name for _, name in unsteady.asked if name.endswith(".zip")]
-    assert len(list(two.images.glob("??/*.png"))) == 41 and not list(ImageStore(two.images).unfinished.iterdir())
+    assert two.find("stage", "f3") is not None
+    assert not [name for _, name in unsteady.asked if name.endswith(".zip")]  # all of its images are here
 
 
-def test_a_pack_is_made_again_where_the_remote_has_lost_it(tmp_path, unsteady):
-    one = ArtifactStore(tmp_path / "one", URL)
-    one.write("stage", "f1", shows(ImageStore(one.images), "red"))
-    one.settle()
-    unsteady.store.clear()
-    later = ArtifactStore(tmp_path / "one", URL)
-    later.write("stage", "f2", shows(ImageStore(one.images), "red"))
-    later.settle()
+def test_deleting_an_artifact_takes_no_image_from_another(tmp_path, unsteady):
+    one = ArtifactStore(tmp_path / "one", URL, say=lambda line: None)
+    for fingerprint in ("f1", "f2", "f3"):
+        one.write("stage", fingerprint, shows(ImageStore(one.images), "red"))
+    one.discard("stage", "f1")
+    with one.lock("stage", "f2"):
+        one.set_aside("stage", "f2")
+    assert len([path for path in unsteady.store if path.endswith(".zip")]) == 1
     two = ArtifactStore(tmp_path / "two", URL)
-    assert two.find("stage", "f2") is not None and len(list(two.images.glob("??/*.png"))) == 1
+    assert two.find("stage", "f3") is not None and len(list(two.images.glob("??/*.png"))) == 1
+    assert two.find("stage", "f1") is None and two.find("stage", "f2") is None
 
 
 @pytest.mark.parametrize("harm", ["bytes", "name", "bomb", "no zip"])
-def test_a_pack_that_is_damaged_is_refused_and_the_artifact_not_found(tmp_path, unsteady, harm):
+def test_damaged_archive_is_refused_and_the_artifact_not_found(tmp_path, unsteady, harm):
     one, two = ArtifactStore(tmp_path / "one", URL), ArtifactStore(tmp_path / "two", URL)
     one.write("stage", "f1", shows(ImageStore(one.images), "red"))
     one.settle()
@@ -291,7 +544,11 @@ def test_a_pack_that_is_damaged_is_refused_and_the_artifact_not_found(tmp_path, 
     changed = BytesIO()
     with zipfile.ZipFile(changed, "w", zipfile.ZIP_DEFLATED if harm == "bomb" else zipfile.ZIP_STORED) as pack:
         pack.writestr("../../x.png" if harm == "name" else image.name, b"1" if harm == "bytes" else image.read_bytes())
-    unsteady().pipe_file(name, b"PK" if harm == "no zip" else changed.getvalue())
+    content = b"PK" if harm == "no zip" else changed.getvalue()
+    unsteady().pipe_file(name, content)
+    [path] = [path for path in unsteady.store if path.endswith(MARKER)]
+    marker = RemoteMarker.model_validate_json(unsteady().cat_file(path)).model_copy(update={"images": len(content)})
+    unsteady().pipe_file(path, marker.model_dump_json().encode())
     with refused("remote_copy_damaged", ".zip"):
         two.find("stage", "f1")
     assert not two.home("stage", "f1").exists() and not list(two.images.glob("??/*"))
@@ -310,92 +567,3 @@ def test_an_image_that_is_gone_is_said_and_the_others_are_sent(tmp_path):
     made_on(one, fill)
     assert "1 images less" in said[0] and gone.name[:12] in said[0]
     assert two.find("stage", "f1") is not None and len(list(two.images.glob("??/*.png"))) == 1
-
-
-def checkpoint(store: ArtifactStore, step: int) -> Path:
-    """One of `step` steps, begun and told of, and not complete."""
-    workspace = store.workspace("stage", "f1")
-    (workspace / "history.jsonl").write_text(f"{step}\n")
-    folder = workspace / f"trainer/checkpoints/step-{step:06d}"
-    store.send_checkpoint("stage", "f1", folder, workspace / "best")
-    return folder
-
-
-def complete(folder: Path) -> None:
-    new = folder.with_name(".new")
-    (new / "tensors").mkdir(parents=True)
-    (new / "tensors/0").write_text(folder.name)
-    new.rename(folder)
-
-
-def test_another_machine_has_the_last_complete_checkpoint(tmp_path, unsteady):
-    one, two = ArtifactStore(tmp_path / "one", URL), ArtifactStore(tmp_path / "two", URL)
-    two.fetch_checkpoint("stage", "f1")
-    (one.workspace("stage", "f1") / "best/step-000001").mkdir(parents=True)
-    (one.workspace("stage", "f1") / "best/step-000001/weights").write_text("best")
-    complete(checkpoint(one, 2))
-    one.settle()
-    complete(checkpoint(one, 4))
-    one.settle()
-    checkpoint(one, 6)
-    one.settle()
-    two.fetch_checkpoint("stage", "f1")
-    workspace = two.workspace("stage", "f1")
-    assert [path.name for path in workspace.glob("trainer/checkpoints/*")] == ["step-000004"]
-    assert (workspace / "trainer/checkpoints/step-000004/tensors/0").read_text() == "step-000004"
-    assert (workspace / "best/step-000001/weights").read_text() == "best"
-    assert (workspace / "history.jsonl").read_text() == "4\n"
-    assert not [path for path in unsteady.store if "step-000002" in path]
-    complete(workspace / "trainer/checkpoints/step-000005")
-    (workspace / "history.jsonl").write_text("5\n")
-    two.fetch_checkpoint("stage", "f1")  # what is newer here stays
-    assert (workspace / "history.jsonl").read_text() == "5\n"
-    late = ArtifactStore(tmp_path / "late", URL)
-    complete(checkpoint(late, 3))
-    late.settle()  # of a machine that was gone and has come back
-    assert [path for path in unsteady.store if "step-000004" in path]
-
-    made_on(one)
-    one.finish("stage", "f1")
-    assert not [path for path in unsteady.store if "/workspaces/" in path]
-
-
-def test_a_checkpoint_is_sent_after_the_artifacts_that_were_made_before_it(tmp_path, unsteady):
-    store = ArtifactStore(tmp_path, URL, say=lambda line: None)
-    unsteady.refusals = 10**6
-    store.write("stage", "f2", filled)
-    complete(checkpoint(store, 2))
-    with refused("remote_store_unreachable"):
-        store.settle()
-    unsteady.refusals = 0
-    unsteady.asked.clear()
-    store.settle()
-    sent = [name for what, name in unsteady.asked if what in ("put", "write")]
-    assert sent.index("manifest.json") < sent.index("newest.json") and sent[-1] == "newest.json"
-
-
-def test_what_a_killed_process_was_sending_is_removed_and_sent_again(tmp_path, unsteady):
-    store = ArtifactStore(tmp_path / "one", URL)
-    complete(checkpoint(store, 2))
-    assert store.remote is not None
-    left = store.remote.scratch / "x/trainer"
-    left.mkdir(parents=True)
-    store.settle()
-    assert not left.exists()
-    assert [path for path in unsteady.store if path.endswith("newest.json")]
-
-
-@pytest.mark.parametrize("harm", ["bytes", "name"])
-def test_a_damaged_checkpoint_is_refused_and_leaves_nothing(tmp_path, unsteady, harm):
-    one, two = ArtifactStore(tmp_path / "one", URL), ArtifactStore(tmp_path / "two", URL)
-    complete(checkpoint(one, 2))
-    one.settle()
-    [newest] = [path for path in unsteady.store if path.endswith("newest.json")]
-    [tensors] = [path for path in unsteady.store if path.endswith("tensors/0")]
-    if harm == "name":
-        unsteady().pipe_file(newest, unsteady().cat_file(newest).replace(b"history.jsonl", b"../../../sly"))
-    else:
-        unsteady().pipe_file(tensors, b"other")
-    with refused("remote_checkpoint_damaged"):
-        two.fetch_checkpoint("stage", "f1")
-    assert not list(two.workspace("stage", "f1").iterdir())

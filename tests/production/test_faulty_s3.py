@@ -16,8 +16,8 @@ import pytest
 
 from armature.components.artifacts.manifest import write_manifest
 from armature.components.artifacts.record import read_record
-from armature.components.artifacts.remote import NO_STAGES
-from armature.components.artifacts.store import NO_ARTIFACTS, ArtifactStore
+from armature.components.artifacts.remote import MARKER, NO_STAGES, RemoteMarker
+from armature.components.artifacts.store import ArtifactStore
 from tests.chaos.training import Training, make_inputs
 from tests.interop.cluster.s3_server import Server, client_of, running
 from tests.production.faulty_network import Faults, faulty
@@ -35,15 +35,20 @@ def server(tmp_path: Path) -> Iterator[Server]:
 
 
 def held(server: Server) -> dict[str, str]:
-    """What the server has of artifacts: relpath to sha256."""
-    names = (name.removeprefix("prefix/") for name in server.names())
-    ours = (name for name in names if name.split("/")[0] not in NO_STAGES)
-    return {name: server.sha256(f"prefix/{name}") for name in ours if not name.endswith(".images.json")}
+    """What the server has of artifacts: relpath to sha256, by their markers."""
+    files = {}
+    for name in (name for name in server.names() if name.endswith(MARKER)):
+        home = name.removesuffix(f"/{MARKER}")
+        content = server.client.get_object(Bucket="bucket", Key=name)["Body"].read()
+        marker = RemoteMarker.model_validate_json(content)
+        for relpath, (md5, _) in marker.files.items():
+            files[f"{home.removeprefix('prefix/')}/{relpath}"] = server.sha256(f"{home}/{marker.copy_id}/{md5}")
+    return files
 
 
 def made(store: Path) -> dict[str, str]:
     """What the artifacts of a store are made of."""
-    homes = [home for home in store.glob("*/*") if home.parent.name not in NO_ARTIFACTS and read_record(home)]
+    homes = [home for home in store.glob("*/*") if home.parent.name not in NO_STAGES and read_record(home)]
     files = (path for home in homes for path in home.rglob("*") if path.is_file())
     return {path.relative_to(store).as_posix(): sha256(path.read_bytes()).hexdigest() for path in files}
 
@@ -85,5 +90,5 @@ def test_a_training_ends_with_the_weights_of_an_undisturbed_one(tmp_path, server
         assert run.wait() == 0, disturbed.log.read_text()[-4000:]
     assert disturbed.weights_digest() == undisturbed.weights_digest()
     assert held(server) == made(disturbed.store)
-    assert not [name for name in server.names() if "/workspaces/" in name]
+    assert not [name for name in server.names() if name.endswith("newest.json")]
     assert {"passed", "refused", "unanswered", "truncated", "away"} <= faults.counts.keys()

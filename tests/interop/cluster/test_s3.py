@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from pathlib import Path
 from urllib.request import Request, urlopen
 
@@ -19,16 +17,12 @@ import pytest
 from PIL import Image
 from s3fs import S3FileSystem
 
-from armature.components.artifacts import leases, remote_folder
-from armature.components.artifacts.garbage import delete_garbage, find_garbage
+from armature.components.artifacts import remote_folder
 from armature.components.artifacts.images import ImageStore, encode_png
 from armature.components.artifacts.manifest import write_manifest
-from armature.components.artifacts.remote_folder import RemoteFolder
 from armature.components.artifacts.store import ArtifactStore
 from armature.components.artifacts.tables import IMAGE_REF, TableSchema, write_table
 from armature.components.contracts.errors import StoreError
-from armature.components.contracts.machine import Machine
-from armature.garbage import collect
 from tests.interop.cluster.s3_server import Server, running
 
 IMAGE_REF_COLUMN = pa.schema([("images", pa.list_(IMAGE_REF))])
@@ -62,8 +56,8 @@ def test_an_artifact_travels_with_its_images_for_one_request_a_file(tmp_path, se
     made = one.write("stage", "f1", table(ImageStore(one.images), 50))
     one.settle()
     time.sleep(0.2)
-    # its files and the manifest, a pack, the list of packs, the digest; and the bucket
-    assert server.requests("PUT") == FILES + 2 + 3 + 1
+    # its files, the table and the manifest; the archive, the digest, the marker, the trial of the condition; the bucket
+    assert server.requests("PUT") == FILES + 2 + 4 + 1
     found = two.find_digest(made.digest)
     assert found is not None and found.digest == made.digest
     assert {path.name for path in one.images.glob("??/*")} == {path.name for path in two.images.glob("??/*")}
@@ -71,19 +65,21 @@ def test_an_artifact_travels_with_its_images_for_one_request_a_file(tmp_path, se
 
 def test_a_checkpoint_moves_and_goes_when_the_stage_is_made(tmp_path, server):
     one, two = ArtifactStore(tmp_path / "one", URL), ArtifactStore(tmp_path / "two", URL)
+    one.begin("stage", "f2", afresh=False)
     for step in (2, 4):
         checkpoint = one.workspace("stage", "f2") / f"trainer/checkpoints/step-{step:06d}"
         (checkpoint / "tensors").mkdir(parents=True)
         (checkpoint / "tensors/0").write_bytes(bytes([step]) * 2**24)  # in parts
         one.send_checkpoint("stage", "f2", checkpoint)
-        one.settle()
-    two.fetch_checkpoint("stage", "f2")
+        one._senders["stage-f2"].join()
+    two.begin("stage", "f2", afresh=False)
     found = two.workspace("stage", "f2") / "trainer/checkpoints"
     assert [path.name for path in found.iterdir()] == ["step-000004"]
     assert (found / "step-000004/tensors/0").read_bytes() == bytes([4]) * 2**24
-    assert not [name for name in server.names() if "step-000002" in name]
+    sent = [name.removeprefix("prefix/attempts/stage-f2/") for name in server.names() if "/attempts/stage-f2/" in name]
+    assert len(sent) == 4 and {"000001.json", "000001/newest.json", "000002.json"} < set(sent)
     one.finish("stage", "f2")
-    assert not [name for name in server.names() if "/workspaces/" in name]
+    assert not [name for name in server.names() if "/attempts/stage-f2/000001/" in name]
 
 
 def test_set_aside_is_gone_from_the_remote(tmp_path, server):
@@ -97,43 +93,36 @@ def test_set_aside_is_gone_from_the_remote(tmp_path, server):
     assert left == {"f30"}
 
 
-HOLDS = """
-import sys, time
+MAKES = """
+import os, sys
 from pathlib import Path
+from armature.components.artifacts.manifest import write_manifest
 from armature.components.artifacts.store import ArtifactStore
 
-with ArtifactStore(Path(sys.argv[1]), sys.argv[2]).lease("stage", "f5"):
-    print("held", flush=True)
-    time.sleep(600)
+def fill(folder):
+    (folder / "weights").write_bytes(os.urandom(1000))
+    write_manifest(folder, kind="stage", kind_version=1, rows={}, drops={}, inputs={}, settings={})
+    print("made", flush=True)
+    sys.stdin.readline()
+
+print(ArtifactStore(Path(sys.argv[1]), sys.argv[2]).write("stage", "f5", fill).digest)
 """
 
 
-def test_a_machine_that_dies_is_replaced(tmp_path, server, monkeypatch):
-    monkeypatch.setattr(leases, "LEASE", 3.0)
-    monkeypatch.setattr(leases, "POLL", 0.2)
-    said: list[str] = []
-    two = ArtifactStore(tmp_path / "two", URL, say=said.append)
-    one = subprocess.Popen([sys.executable, "-c", HOLDS, tmp_path / "one", URL], stdout=subprocess.PIPE)
-    assert one.stdout is not None and one.stdout.readline() == b"held\n"
-    one.kill()
-    one.wait()
-    with two.lease("stage", "f5"):
-        waited, gone = said
-    assert f"waits for process {one.pid} on {socket.gethostname()}" in waited and "is gone, taken over" in gone
-
-
-def test_a_collection_ends_uploads_that_were_never_completed(tmp_path, server, capsys):
-    home, foreign = f"stage/{'f6' * 10}", ["other/large", "prefix/theirs/large"]
-    for key in (f"prefix/{home}/large", *foreign):
-        server.client.create_multipart_upload(Bucket="bucket", Key=key)
-    server.client.put_object(Bucket="bucket", Key=f"prefix/{home}/x", Body=b"1")
-    collect(Machine(remote_store=URL), days=1, dry_run=True)
-    assert f"{home}/large: upload that was begun" in capsys.readouterr().out
-    collect(Machine(remote_store=URL), days=1, dry_run=False)
-    uploads = server.client.list_multipart_uploads(Bucket="bucket")["Uploads"]
-    assert [each["Key"] for each in uploads] == foreign
-    delete_garbage(RemoteFolder(URL, print), find_garbage(RemoteFolder(URL, print), timedelta(0)))
-    assert f"prefix/{home}/x" not in server.names()
+def test_machines_that_finish_at_the_same_moment_have_one_result(tmp_path, server):
+    """Each made other bytes, and all begin to send them at once."""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    command = [sys.executable, "-c", MAKES]
+    machines = [subprocess.Popen([*command, tmp_path / f"{number}", URL], **pipes) for number in range(4)]
+    assert [machine.stdout.readline() for machine in machines] == ["made\n"] * 4
+    for machine in machines:
+        machine.stdin.write("\n")
+        machine.stdin.flush()
+    digests = [machine.communicate(timeout=120)[0].splitlines()[-1] for machine in machines]
+    found = ArtifactStore(tmp_path / "another", URL).find("stage", "f5")
+    assert found is not None and digests == [found.digest] * 4
+    copies = {name.split("/")[3] for name in server.names() if name.startswith("prefix/stage/f5/")}
+    assert len(copies) == 2  # one of them, and the marker
 
 
 def test_a_bucket_that_is_not_there_is_refused_and_not_made(tmp_path, server):
@@ -178,7 +167,7 @@ def test_the_request_that_an_account_may_not_make_is_named(tmp_path, monkeypatch
             monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", keys[name]["SecretAccessKey"])
             S3FileSystem.clear_instance_cache()
             with pytest.raises(StoreError, match=f"these credentials do not allow it.*{said}"):
-                ArtifactStore(tmp_path / name, URL).lease("stage", "f1").__enter__()
+                ArtifactStore(tmp_path / name, URL).begin("stage", "f1", afresh=False)
     S3FileSystem.clear_instance_cache()
 
 
@@ -206,6 +195,7 @@ def test_s3_that_is_away_for_a_while_gets_what_was_made_meanwhile(tmp_path, serv
     server.stop()
     store = ArtifactStore(tmp_path / "one", URL, say=said.append)
     made = store.write("stage", "f4", table(ImageStore(store.images), 3))
+    assert said[-1].startswith("warning: not sent")
     with pytest.raises(StoreError, match="does not answer"):
         store.settle()
     server.start()

@@ -1,0 +1,278 @@
+"""Attempts at an artifact by machines that share a remote store, and the newest checkpoint of each.
+
+<url>/attempts/<stage>-<fingerprint>/<number>.json            who made this attempt
+<url>/attempts/<stage>-<fingerprint>/<number>/newest.json     the files of its newest checkpoint
+<url>/attempts/<stage>-<fingerprint>/<number>/<md5>           these files, by content
+
+A number is created exclusively and never free again, so each attempt has one successor. An attempt begins with the
+newest checkpoint of those before it and writes below its own number only: no checkpoint replaces that of another
+attempt. Nobody waits for anybody, and no clocks are compared: where two machines make the same artifact, the first
+that is done creates its marker.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import socket
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from datetime import UTC, datetime
+from pathlib import Path
+from threading import Lock, Thread
+from typing import Annotated
+from uuid import uuid4
+
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError
+
+from armature.components.artifacts.digests import file_digest
+from armature.components.artifacts.disk import link_folder, sync_tree, write_file
+from armature.components.artifacts.remote_folder import RemoteFolder, Source
+from armature.components.contracts.errors import ArmatureError, DataError
+
+ATTEMPTS = "attempts"
+NEWEST = "newest.json"
+MINE = ".attempt"
+"""The file in a workspace that says which attempt it is."""
+POLL = 0.5
+INCOMPLETE_SECONDS = 3600.0
+"""A checkpoint that is not complete after this long never will be."""
+_STEP = re.compile(r"step-(\d+)")
+
+
+class RemoteAttempt(BaseModel):
+    """`afresh`: checkpoints of attempts before it do not count, as --force asks for."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    id: str = Field(default_factory=lambda: uuid4().hex)
+    number: int
+    host: str = Field(default_factory=socket.gethostname)
+    pid: int = Field(default_factory=os.getpid)
+    since: str = Field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
+    afresh: bool = False
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host} since {self.since}"
+
+
+class NewestCheckpoint(BaseModel):
+    """`checkpoint` is its folder in the workspace, step-NNNNNN in some folder; `parts` are what is put in place as a
+    whole, the checkpoint among them; `files` maps relpath to md5 and size."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    checkpoint: str
+    parts: tuple[str, ...]
+    files: dict[str, tuple[Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")], NonNegativeInt]]
+
+    @property
+    def steps(self) -> int:
+        return _steps(self.checkpoint)
+
+
+class RemoteAttempts:
+    """Raises StoreError and DataError as `RemoteFolder` does.
+
+    Args:
+        scratch: a new temporary folder on the disk of the store.
+    """
+
+    def __init__(
+        self, files: RemoteFolder, scratch: Callable[[], AbstractContextManager[Path]], say: Callable[[str], None]
+    ) -> None:
+        self._files, self._scratch, self._say = files, scratch, say
+
+    def begin(self, workspace: Path, afresh: bool) -> RemoteAttempt:
+        """Begin an attempt, or go on with the one that this workspace belongs to; then have the newest checkpoint of
+        all attempts in the workspace, unless it has one of as many steps.
+
+        Raises:
+            DataError: the remote copy is damaged.
+        """
+        home, mine = f"{ATTEMPTS}/{workspace.name}", self._mine(workspace)
+        others = [each for each in self._attempts(home) if mine is None or each.id != mine.id]
+        if mine is None:
+            mine = self._created(home, others, afresh)
+            write_file(workspace / MINE, mine.model_dump_json().encode())
+        first = max((each.number for each in (*others, mine) if each.afresh), default=0)
+        before = [each for each in others if first <= each.number]
+        if before and not afresh:
+            self._say(
+                f"{before[-1]} has begun the same ({workspace.name}); if it still runs, the first to finish counts"
+            )
+        homes = [f"{home}/{each.number:06d}" for each in before]
+        while (best := self._best(homes)) is not None:
+            try:
+                self._fetch(workspace, *best)
+                break
+            except DataError:
+                if self._best(homes) == best:
+                    raise  # else its machine has replaced it meanwhile
+        return mine
+
+    def send(self, workspace: str, attempt: RemoteAttempt, snapshot: Path, checkpoint: str) -> None:
+        """Send what is in `snapshot`, which has the checkpoint at the relpath `checkpoint`, in place of the one that
+        this attempt had. Files that are there already are not sent again."""
+        home = f"{ATTEMPTS}/{workspace}/{attempt.number:06d}"
+        paths = {path.relative_to(snapshot).as_posix(): path for path in snapshot.rglob("*") if path.is_file()}
+        files = {name: (file_digest(path), path.stat().st_size) for name, path in paths.items()}
+        there = self._files.facts(home)
+        lacking = {md5: paths[name] for name, (md5, size) in files.items() if there.get(md5, {}).get("size") != size}
+        self._files.put({f"{home}/{md5}": path for md5, path in lacking.items()})
+        within = Path(checkpoint).parts[0]
+        parts = (*sorted({name.split("/")[0] for name in paths} - {within}), checkpoint)
+        self._files.write(f"{home}/{NEWEST}", NewestCheckpoint(checkpoint=checkpoint, parts=parts, files=files))
+        for md5 in there.keys() - {md5 for md5, _ in files.values()} - {NEWEST}:
+            self._files.remove(f"{home}/{md5}")
+        self._say(f"the remote store has the checkpoint of {_steps(checkpoint)} steps")
+
+    def _best(self, homes: list[str]) -> tuple[str, NewestCheckpoint] | None:
+        """The newest checkpoint of these attempts, and where it is."""
+        read = [(home, self._files.read(f"{home}/{NEWEST}", NewestCheckpoint)) for home in homes]
+        saved = [(home, newest) for home, newest in read if newest is not None]
+        return max(saved, key=lambda each: each[1].steps, default=None)
+
+    def remove(self, workspace: str) -> None:
+        """Delete the checkpoints of all attempts; the numbers stay taken."""
+        home = f"{ATTEMPTS}/{workspace}"
+        for name in self._files.listed(home):
+            if name.isdecimal():
+                self._files.remove(f"{home}/{name}/{NEWEST}")
+                self._files.remove(f"{home}/{name}")
+
+    def sender(self, workspace: Path, attempt: RemoteAttempt, before: Callable[[], object]) -> CheckpointSender:
+        return CheckpointSender(self, workspace, attempt, before, self._scratch, self._say)
+
+    def _mine(self, workspace: Path) -> RemoteAttempt | None:
+        try:
+            mine = RemoteAttempt.model_validate_json((workspace / MINE).read_bytes())
+        except (FileNotFoundError, ValidationError):
+            return None
+        name = f"{ATTEMPTS}/{workspace.name}/{mine.number:06d}.json"
+        return mine if self._files.read(name, RemoteAttempt) == mine else None
+
+    def _attempts(self, home: str) -> list[RemoteAttempt]:
+        names = [name for name in self._files.listed(home) if name.endswith(".json")]
+        read = (self._files.read(f"{home}/{name}", RemoteAttempt) for name in names)
+        return [attempt for attempt in read if attempt is not None]
+
+    def _created(self, home: str, others: list[RemoteAttempt], afresh: bool) -> RemoteAttempt:
+        number = max((each.number for each in others), default=0)
+        while True:
+            number += 1
+            mine, name = RemoteAttempt(number=number, afresh=afresh), f"{home}/{number:06d}.json"
+            # An answer that was lost on its way is asked for again, and then finds what it has created.
+            if self._files.create(name, mine) or (taken := self._files.read(name, RemoteAttempt)) == mine:
+                return mine
+            if taken is not None:
+                others.append(taken)
+
+    def _fetch(self, workspace: Path, home: str, newest: NewestCheckpoint) -> None:
+        for name in (newest.checkpoint, *newest.parts, *newest.files):
+            if not name or not (workspace / name).resolve().is_relative_to(workspace.resolve()):
+                raise _damaged(f"{self._files.url}/{home}/{NEWEST}", f"the name {name!r}")
+        here = [_steps(path.name) for path in (workspace / newest.checkpoint).parent.glob("step-*")]
+        if max(here, default=-1) >= newest.steps:
+            return
+        with self._scratch() as scratch:
+            folder = scratch / "fetched"
+            self._files.get(
+                {folder / name: Source(f"{home}/{md5}", size) for name, (md5, size) in newest.files.items()}
+            )
+            for name, (md5, _) in newest.files.items():
+                if file_digest(folder / name) != md5:
+                    raise _damaged(f"{self._files.url}/{home}/{md5}", "other bytes than were sent")
+            sync_tree(folder)
+            for part in (*(part for part in newest.parts if part != newest.checkpoint), newest.checkpoint):
+                target = workspace / part
+                if target.is_dir():
+                    shutil.rmtree(target)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                (folder / part).rename(target)
+        self._say(f"the remote store has a checkpoint of {newest.steps} steps, fetched")
+
+
+class CheckpointSender:
+    """Sends the checkpoints of one attempt in the background, once they are complete; a newer one goes first.
+
+    Args:
+        before: sends what a checkpoint stands on.
+    """
+
+    def __init__(
+        self,
+        attempts: RemoteAttempts,
+        workspace: Path,
+        attempt: RemoteAttempt,
+        before: Callable[[], object],
+        scratch: Callable[[], AbstractContextManager[Path]],
+        say: Callable[[str], None],
+    ) -> None:
+        self._attempts, self._workspace, self._attempt = attempts, workspace, attempt
+        self._before, self._scratch, self._say = before, scratch, say
+        self._guard, self._threads, self._ended = Lock(), list[Thread](), False
+        self._newest: Path | None = None
+
+    def offer(self, checkpoint: Path, best: Path | None) -> None:
+        """Send this checkpoint of the workspace, with the files right in the workspace and the folder `best`."""
+        self._newest = checkpoint
+        self._threads = [thread for thread in self._threads if thread.is_alive()]
+        thread = Thread(target=self._deliver, args=(checkpoint, best), name="checkpoint", daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def end(self) -> None:
+        """Send no more; wait for what is being sent."""
+        self._ended = True
+        self.join()
+
+    def join(self) -> None:
+        for thread in self._threads:
+            thread.join()
+
+    def _deliver(self, checkpoint: Path, best: Path | None) -> None:
+        until = time.monotonic() + INCOMPLETE_SECONDS
+        while not checkpoint.is_dir():
+            if self._ended or time.monotonic() > until:
+                return
+            time.sleep(POLL)
+        with self._guard:
+            newest = self._newest
+            if self._ended or (newest is not None and newest != checkpoint and newest.is_dir()):
+                return
+            try:
+                self._before()
+                with self._scratch() as scratch:
+                    snapshot = scratch / "snapshot"
+                    name = self._snapshot(checkpoint, best, snapshot)
+                    self._attempts.send(self._workspace.name, self._attempt, snapshot, name)
+            except (ArmatureError, OSError) as error:
+                self._say(f"warning: {checkpoint.name} is not sent to the remote store; the next one is tried: {error}")
+
+    def _snapshot(self, checkpoint: Path, best: Path | None, folder: Path) -> str:
+        """Link the files into `folder`: the trainer removes old checkpoints, and may replace the best."""
+        name = checkpoint.resolve().relative_to(self._workspace).as_posix()
+        link_folder(checkpoint, folder / name)
+        if best is not None and best.is_dir():
+            link_folder(best, folder / best.resolve().relative_to(self._workspace))
+        for path in self._workspace.iterdir():
+            if path.is_file() and not path.name.startswith("."):
+                shutil.copyfile(path, folder / path.name)
+        return name
+
+
+def _steps(checkpoint: str) -> int:
+    matched = _STEP.fullmatch(checkpoint.rpartition("/")[2])
+    return int(matched[1]) if matched else -1
+
+
+def _damaged(where: str, why: object) -> DataError:
+    return DataError(
+        f"the remote copy of a checkpoint is damaged: {why}",
+        code="remote_checkpoint_damaged",
+        where=where,
+        remedy="delete its folder in the remote store: training then begins from its batches",
+    )

@@ -1,0 +1,284 @@
+"""Checkpoints in a remote store: machines that lose one another, and machines that make the same at the same time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import fsspec
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+from fsspec.spec import AbstractFileSystem
+
+from armature.components.artifacts import remote_attempts, remote_folder
+from armature.components.artifacts.manifest import write_manifest
+from armature.components.artifacts.remote_attempts import MINE, NEWEST, RemoteAttempt
+from armature.components.artifacts.remote_folder import RemoteFiles
+from armature.components.artifacts.store import ArtifactStore
+from tests.refusals import refused
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote_attempts, "POLL", 0.01)
+    monkeypatch.setattr(remote_folder, "WAITS", ())
+
+
+@pytest.fixture
+def remote(tmp_path: Path) -> Path:
+    """The folder of the attempts at what all machines make."""
+    return tmp_path / "remote/attempts/stage-f1"
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Callable[[str], ArtifactStore]:
+    """A machine with a store of its own, beside a remote store that all share; what it says is in `said`."""
+
+    def named(name: str) -> ArtifactStore:
+        return ArtifactStore(tmp_path / name, str(tmp_path / "remote"), say=said.append)
+
+    said: list[str] = []
+    named.said = said  # type: ignore[attr-defined]
+    return named
+
+
+def workspace(store: ArtifactStore) -> Path:
+    return store.workspace("stage", "f1")
+
+
+def begin(store: ArtifactStore, afresh: bool = False) -> int:
+    """Begin an attempt; its number."""
+    store.begin("stage", "f1", afresh)
+    return RemoteAttempt.model_validate_json((workspace(store) / MINE).read_bytes()).number
+
+
+def offer(store: ArtifactStore, step: int) -> Path:
+    """Announce a checkpoint, which is not complete yet, and return its folder."""
+    (workspace(store) / "history.jsonl").write_text(f"{step}\n")
+    folder = workspace(store) / f"trainer/checkpoints/step-{step:06d}"
+    store.send_checkpoint("stage", "f1", folder, workspace(store) / "best")
+    return folder
+
+
+def complete(folder: Path, content: str = "") -> None:
+    new = folder.with_name(".new")
+    (new / "tensors").mkdir(parents=True)
+    (new / "tensors/0").write_text(content or folder.name)
+    (new / "tensors/frozen").write_text("frozen")
+    new.rename(folder)
+
+
+def save(store: ArtifactStore, step: int, content: str = "") -> None:
+    """Make a checkpoint and wait until it has been sent."""
+    complete(offer(store, step), content)
+    store._senders["stage-f1"].join()
+
+
+def here(store: ArtifactStore) -> dict[str, str]:
+    """The checkpoints in the workspace, and what they hold."""
+    return {path.name: (path / "tensors/0").read_text() for path in workspace(store).glob("trainer/checkpoints/step-*")}
+
+
+def fill(folder: Path) -> None:
+    write_manifest(folder, kind="stage", kind_version=1, rows={}, drops={}, inputs={}, settings={})
+
+
+def test_another_machine_resumes_from_the_last_complete_checkpoint(machine, remote):
+    one, two = machine("one"), machine("two")
+    assert begin(one) == 1
+    (workspace(one) / "best/step-000001").mkdir(parents=True)
+    (workspace(one) / "best/step-000001/weights").write_text("best")
+    save(one, 2)
+    save(one, 4)
+    offer(one, 6)
+    assert begin(two) == 2
+    assert here(two) == {"step-000004": "step-000004"}
+    assert (workspace(two) / "best/step-000001/weights").read_text() == "best"
+    assert (workspace(two) / "history.jsonl").read_text() == "4\n"
+    assert "process" in machine.said[-2] and "has begun the same (stage-f1)" in machine.said[-2]
+    one._senders["stage-f1"]._ended = True
+
+
+def test_files_that_did_not_change_are_sent_once_and_old_ones_deleted(machine, remote):
+    one = machine("one")
+    begin(one)
+    save(one, 2)
+    before = {path.name: path.stat().st_ino for path in (remote / "000001").iterdir() if path.name != NEWEST}
+    save(one, 4)
+    after = {path.name: path.stat().st_ino for path in (remote / "000001").iterdir() if path.name != NEWEST}
+    assert len(before) == len(after) == 3  # tensors/0, tensors/frozen, history.jsonl
+    assert len(before.items() & after.items()) == 1
+
+
+def test_no_checkpoint_replaces_that_of_another_attempt(machine, remote):
+    """A machine that was cut off comes back behind the one that has taken its place."""
+    one, two = machine("one"), machine("two")
+    begin(one)
+    save(one, 2, "one")
+    begin(two)
+    save(two, 8, "two")
+    save(one, 4, "one, late")
+    third = machine("third")
+    assert begin(third) == 3
+    assert here(third) == {"step-000008": "two"}
+    assert {path.name for path in remote.iterdir() if path.is_dir()} == {"000001", "000002"}
+    save(one, 10, "one, ahead")
+    fourth = machine("fourth")
+    assert begin(fourth) == 4 and here(fourth) == {"step-000010": "one, ahead"}
+
+
+def test_attempts_that_begin_at_the_same_moment_have_numbers_of_their_own(machine, remote):
+    one = machine("one")
+    begin(one)
+    save(one, 2)
+    stores = [machine(f"{number}") for number in range(8)]
+    with ThreadPoolExecutor(8) as pool:
+        numbers = list(pool.map(begin, stores))
+    assert sorted(numbers) == list(range(2, 10))
+    assert len({RemoteAttempt.model_validate_json(path.read_bytes()).id for path in remote.glob("*.json")}) == 9
+    assert [here(store) for store in stores] == [{"step-000002": "step-000002"}] * 8
+
+
+def test_checkpoint_that_is_replaced_while_it_is_fetched(machine, monkeypatch):
+    one, two, get = machine("one"), machine("two"), RemoteFiles.get
+    begin(one)
+    save(one, 2)
+
+    def replace_first(self, files):
+        with monkeypatch.context() as patched:
+            patched.setattr(RemoteFiles, "get", get)
+            if not here(one).get("step-000004"):
+                save(one, 4)
+            get(self, files)
+
+    monkeypatch.setattr(RemoteFiles, "get", replace_first)
+    begin(two)
+    assert here(two) == {"step-000004": "step-000004"}
+
+
+def test_process_that_was_killed_goes_on_with_its_attempt(machine, remote):
+    one = machine("one")
+    begin(one)
+    save(one, 2)
+    said = len(machine.said)
+    again = machine("one")
+    assert begin(again) == 1 and machine.said[said:] == []
+    save(again, 4)
+    assert [path.name for path in remote.iterdir() if path.is_dir()] == ["000001"]
+
+
+def test_what_is_newer_here_stays(machine):
+    one, two = machine("one"), machine("two")
+    begin(one)
+    save(one, 2)
+    complete(workspace(two) / "trainer/checkpoints/step-000005")
+    begin(two)
+    assert here(two) == {"step-000005": "step-000005"}
+
+
+def test_checkpoints_go_when_the_artifact_is_made_and_numbers_stay_taken(machine, remote):
+    one, two = machine("one"), machine("two")
+    begin(one)
+    save(one, 2)
+    begin(two)
+    save(two, 4)
+    one.write("stage", "f1", fill)
+    one.finish("stage", "f1")
+    assert {path.name for path in remote.iterdir()} == {"000001.json", "000002.json"}
+
+
+def test_force_begins_without_the_checkpoints_of_before(machine, remote):
+    one, two = machine("one"), machine("two")
+    begin(one)
+    save(one, 4, "before")
+    with two.lock("stage", "f1"):
+        two.set_aside("stage", "f1")
+        assert begin(two, afresh=True) == 2
+    assert here(two) == {}
+    save(one, 6, "before")  # it does not know of --force
+    save(two, 2, "afresh")
+    three = machine("three")
+    begin(three)
+    assert here(three) == {"step-000002": "afresh"}
+
+
+def test_checkpoint_is_sent_after_the_artifacts_that_it_stands_on(machine, remote, monkeypatch, tmp_path):
+    one = machine("one")
+    begin(one)
+    with monkeypatch.context() as patched:
+        patched.setattr(ArtifactStore, "_send", lambda *_: None)
+        one.write("stage", "f1-00001", fill)
+    (tmp_path / "remote/stage").write_text("in the way")  # no artifact can be sent
+    save(one, 2)
+    assert "step-000002 is not sent" in machine.said[-1] and not (remote / "000001").exists()
+    (tmp_path / "remote/stage").unlink()
+    save(one, 4)
+    assert machine("two").find("stage", "f1-00001") is not None and (remote / "000001" / NEWEST).exists()
+
+
+def test_what_a_killed_process_was_sending_is_removed(machine):
+    one = machine("one")
+    assert one.remote is not None
+    left = one.remote.state / ".scratch-x"
+    (left / "snapshot").mkdir(parents=True)
+    (left / "lock").touch()
+    with one.lock("stage", "f1"):
+        assert not left.exists()
+
+
+@pytest.mark.parametrize("harm", ["bytes", "name", "document", "attempt"])
+def test_damaged_checkpoint_is_refused_and_leaves_nothing(machine, remote, harm):
+    one, two = machine("one"), machine("two")
+    begin(one)
+    save(one, 2)
+    newest = remote / "000001" / NEWEST
+    code = "remote_checkpoint_damaged"
+    if harm == "name":
+        newest.write_bytes(newest.read_bytes().replace(b"history.jsonl", b"../../../sly"))
+    elif harm == "bytes":
+        [tensors] = [path for path in newest.parent.iterdir() if path.read_bytes() == b"step-000002"]
+        tensors.write_bytes(b"STEP-000002")
+    else:
+        code = "remote_record_unreadable"
+        (newest if harm == "document" else remote / "000001.json").write_bytes(b'{"checkpoint"')
+    with refused(code, remote):
+        begin(two)
+    assert here(two) == {} and not (workspace(two) / "history.jsonl").exists()
+
+
+class WithoutConditions(MemoryFileSystem):
+    """A store that takes the condition of a write and does not look at it."""
+
+    protocol = "unconditional"
+    store: dict = {}  # noqa: RUF012
+    pseudo_dirs: list = [""]  # noqa: RUF012
+
+    @classmethod
+    def _strip_protocol(cls, path):
+        return super()._strip_protocol(path.removeprefix("unconditional:/"))
+
+    def pipe_file(self, path, value, mode="overwrite", **kwargs):
+        super().pipe_file(path, value, **kwargs)
+
+
+class LooksFirst(WithoutConditions):
+    """A store with nothing but fsspec's own way, which another machine can come between."""
+
+    pipe_file = AbstractFileSystem.pipe_file
+
+
+@pytest.fixture(params=[WithoutConditions, LooksFirst])
+def unconditional(request: pytest.FixtureRequest) -> Iterator[str]:
+    fsspec.register_implementation("unconditional", request.param, clobber=True)
+    WithoutConditions.store.clear()
+    yield "unconditional://bucket"
+    WithoutConditions.store.clear()
+
+
+def test_store_without_conditional_writes_is_named(tmp_path, unconditional):
+    said: list[str] = []
+    store = ArtifactStore(tmp_path, unconditional, say=said.append)
+    store.begin("stage", "f1", afresh=False)
+    store.begin("stage", "f2", afresh=False)
+    assert len(said) == 1 and "has no conditional writes" in said[0]

@@ -1,0 +1,54 @@
+"""Two machines that make the same run at the same time, each with a store of its own: there is one result.
+
+The remote store is a folder here; `tests/interop/cluster/test_s3.py` has the race on the protocol of S3.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from pathlib import Path
+
+import pytest
+
+from armature.components.artifacts.digests import folder_digest
+from armature.components.artifacts.store import ArtifactStore
+from tests.chaos.training import STEPS, Training, make_inputs
+
+pytestmark = pytest.mark.timeout(1800)
+BEGUN = 4
+"""Steps of the first machine when the second one begins; a checkpoint has arrived then."""
+
+
+def stored(training: Training) -> dict[tuple[str, str], str]:
+    """The digests of the rollouts and batches in the store of a machine."""
+    found = {(each.kind, each.path.name): each.digest for each in ArtifactStore(training.store)}
+    return {key: digest for key, digest in found.items() if key[0] in ("rollouts", "batches")}
+
+
+def test_two_machines_on_one_run_have_one_result(tmp_path: Path) -> None:
+    inputs, remote = make_inputs(tmp_path / "inputs"), tmp_path / "remote"
+    one, two = (Training(tmp_path / name, inputs, (f"remote_store={remote}",)) for name in ("one", "two"))
+    runs = [one.start()]
+    while one.steps_done() < BEGUN:
+        assert runs[0].poll() is None, one.log.read_text()[-4000:]
+        time.sleep(0.1)
+    runs.append(two.start())
+    assert [run.wait() for run in runs] == [0, 0], two.log.read_text()[-4000:]
+
+    assert folder_digest(one.folder / "made") == folder_digest(two.folder / "made")
+    said = two.log.read_text()
+    assert "has begun the same (train-vlm-" in said and re.search(r"resuming after step [369]", said)
+    assert (one.log.read_text() + said).count("another machine was first to make") >= 1  # at least the training
+    assert stored(two) and stored(two).items() <= stored(one).items()  # both have trained on the same
+    lineage, third = (
+        json.loads((one.folder / "made/lineage.json").read_text()),
+        ArtifactStore(tmp_path / "3", str(remote)),
+    )
+    assert [row["step"] for row in lineage if row["step"]] == list(range(1, STEPS + 1))
+    for row in lineage:
+        for name in row.keys() - {"step"}:
+            found = third.find_digest(row[name])
+            assert found is not None and found.digest == row[name], f"{name} of step {row['step']}"
+    assert not [path for path in (remote / "attempts").glob("*/*") if path.is_dir()]
