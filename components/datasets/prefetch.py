@@ -14,7 +14,7 @@ import fsspec
 
 from armature.components.datasets.file_shuffle import Window
 from armature.components.datasets.mixture import Mixture
-from armature.components.datasets.remote import RemoteFiles
+from armature.components.datasets.remote import FetchedFiles
 
 AT_ONCE = 4
 """Files that are fetched at the same time."""
@@ -36,7 +36,7 @@ class FilePrefetch:
         self._remote = {
             number: source.dataset.files
             for number, source in enumerate(mixture.sources)
-            if isinstance(source.dataset.files, RemoteFiles) and not source.dataset.files.ranges
+            if isinstance(source.dataset.files, FetchedFiles) and not source.dataset.files.ranges
         }
         self._queue: SimpleQueue[tuple[int, PurePosixPath] | None] = SimpleQueue()
         self._stopped = threading.Event()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
-import os
 import platform
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -15,11 +14,12 @@ from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
 import fsspec
-from fsspec.implementations.local import LocalFileSystem
 from pydantic import BaseModel, ConfigDict, NonNegativeInt
+from tqdm import tqdm
 
 from armature.components.artifacts.cache import DownloadCache, make_once
 from armature.components.artifacts.disk import try_lock
+from armature.components.artifacts.remote_folder import NO_CALLBACK, RemoteFiles, Source
 from armature.components.contracts.errors import ConfigurationError, DataError
 from armature.components.contracts.files import is_folder
 from armature.components.contracts.names import confined
@@ -32,7 +32,6 @@ RECORDED = "dataset"
 """The folder with the dataset itself in the artifact of a stage that records one."""
 BLOCKS = {"cache_type": "blockcache", "block_size": 2**20, "cache_options": {"maxblocks": 8}}
 """How fsspec reads a file here and there: 1 MiB at a time, the last 8 are kept."""
-NO_CALLBACK = fsspec.callbacks.NoOpCallback()
 VERSIONS = ("ETag", "etag", "sha256", "md5", "mtime", "LastModified", "last_modified", "created")
 """What filesystems call the thing that changes with a file's content, best first."""
 
@@ -55,7 +54,7 @@ class FileListing(BaseModel):
 
 
 @dataclass(frozen=True)
-class RemoteFiles:
+class FetchedFiles:
     """Files that `url` has; `listing` was read when it was opened, and what arrives is compared with it.
 
     With `ranges` no file is fetched but for those in meta/: data and videos are read where they lie.
@@ -108,21 +107,16 @@ class RemoteFiles:
         if target.is_file() or (whole and not self.ranges):
             yield self.path(name)
             return
-        filesystem, base = _filesystem(self.url)
         try:
-            file = filesystem.open(f"{base}/{name}", "rb", **(BLOCKS if whole else {"cache_type": "none"}))
+            options = BLOCKS if whole else {"cache_type": "none"}
+            file = _opened(self.url).open(Source(str(name), entry.size), **options)
+        except DataError:
+            raise
         except Exception as error:  # each kind of filesystem has errors of its own
             raise DataError(
                 f"{str(name)!r} cannot be read: {error!r:.300}", code="remote_file_unreadable", where=self.url
             ) from error
         with file:
-            if (size := file.seek(0, os.SEEK_END)) != entry.size:
-                raise DataError(
-                    f"{str(name)!r} has {size} bytes, not {entry.size}",
-                    code="remote_file_size_mismatch",
-                    where=self.url,
-                )
-            file.seek(0)
             yield file
 
     def version(self, name: str | PurePosixPath) -> str:
@@ -170,40 +164,14 @@ class RemoteFiles:
             yield
 
     def _fetch(self, name: str, entry: RemoteFile, callback: fsspec.Callback, target: Path) -> None:
-        filesystem, base = _filesystem(self.url)
         try:
-            filesystem.get_file(f"{base}/{name}", str(target), callback=_AtMost(entry.size, callback))
+            _opened(self.url).get({target: Source(name, entry.size)}, callback)
+        except DataError:
+            raise
         except Exception as error:  # each kind of filesystem has errors of its own
             raise DataError(
                 f"{name!r} cannot be fetched: {error!r:.300}", code="remote_file_not_fetched", where=self.url
             ) from error
-        if (size := target.stat().st_size) != entry.size:
-            raise DataError(
-                f"{name!r} arrived with {size} bytes, not {entry.size}",
-                code="remote_file_size_mismatch",
-                where=self.url,
-            )
-
-
-class _AtMost(fsspec.Callback):
-    """Ends the fetching of a file at the size that it was listed with, before it fills the disk."""
-
-    def __init__(self, size: int, callback: fsspec.Callback) -> None:
-        super().__init__()
-        self.value = 0
-        self._most, self._callback = size, callback
-
-    def set_size(self, size: int) -> None:
-        self._callback.set_size(size)
-
-    def relative_update(self, inc: int = 1) -> None:
-        self.absolute_update(self.value + inc)
-
-    def absolute_update(self, value: int) -> None:
-        grown, self.value = value - self.value, value
-        if value > self._most:
-            raise ValueError(f"more arrives than the {self._most} bytes that were listed")
-        self._callback.relative_update(grown)
 
 
 @contextmanager
@@ -275,21 +243,18 @@ def same_files(where: str, quick_digest: str, cache: DownloadCache) -> DatasetFi
     return files
 
 
-def _filesystem(url: str) -> tuple[Any, str]:
+def _opened(url: str) -> RemoteFiles:
     """
     Raises:
         ConfigurationError: what the protocol needs is not installed, or cannot be reached.
     """
-    if url.startswith("file://"):  # fsspec itself would read "::" in the name of a folder as a chain of file systems
-        return LocalFileSystem(), LocalFileSystem._strip_protocol(url).rstrip("/")
     try:
-        filesystem, base = fsspec.core.url_to_fs(url)
+        return RemoteFiles(url, tqdm.write)
     except Exception as error:  # each kind of filesystem has errors of its own, and some connect at once
         remedy = f"{install_command('s3')} for s3://, or what fsspec names for another protocol"
         raise ConfigurationError(
             f"the URL cannot be opened: {error}", code="url_not_supported", where=url, remedy=remedy
         ) from error
-    return filesystem, base.rstrip("/")
 
 
 def _list(url: str) -> FileListing:
@@ -306,9 +271,9 @@ def list_files(url: str, wanted: Callable[[str], bool]) -> FileListing:
         ConfigurationError: what the protocol needs is not installed.
         DataError: it cannot be reached.
     """
-    filesystem, base = _filesystem(url)
+    remote = _opened(url)
     try:
-        found: Mapping[str, Mapping[str, Any]] = filesystem.find(base, detail=True)
+        found = remote.facts()
     except Exception as error:  # each kind of filesystem has errors of its own
         raise DataError(
             f"the dataset cannot be reached: {str(error).splitlines()[0] if str(error) else repr(error)}",
@@ -317,8 +282,7 @@ def list_files(url: str, wanted: Callable[[str], bool]) -> FileListing:
             remedy="check the name, the revision and the network, log in for a gated dataset, or give a folder",
         ) from error
     files = {}
-    for full, facts in found.items():
-        name = full[full.index(base) + len(base) :].lstrip("/")
+    for name, facts in found.items():
         if wanted(name) and facts.get("type", "file") == "file":  # a folder has pipes and devices too
             files[str(confined(name, url))] = _remote_file(facts, f"{url}/{name}")
     return FileListing(files=files)
@@ -352,10 +316,10 @@ def _home(url: str, cache: DownloadCache) -> Path:
     return cache.folder / "datasets" / f"{readable}-{hashlib.sha256(url.encode()).hexdigest()[:16]}"
 
 
-def remote_folder(url: str, listing: FileListing, cache: DownloadCache) -> RemoteFiles:
+def remote_folder(url: str, listing: FileListing, cache: DownloadCache) -> FetchedFiles:
     """Files of other content lie in another folder, so that a changed bucket is not taken for the old one."""
     content = listing_digest({name: entry.version for name, entry in listing.files.items()})
-    return RemoteFiles(url, listing, _home(url, cache) / content[:16], cache.limit_bytes, cache.ranges)
+    return FetchedFiles(url, listing, _home(url, cache) / content[:16], cache.limit_bytes, cache.ranges)
 
 
 def _no_revision(path: str, revision: str | None) -> None:

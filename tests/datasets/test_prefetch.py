@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from fsspec.implementations.local import LocalFileSystem
 
+from armature.components.artifacts import remote_folder
 from armature.components.artifacts.cache import DownloadCache
 from armature.components.datasets import prefetch
 from armature.components.datasets.lerobot import frames
@@ -65,6 +66,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Store]]:
     fsspec.register_implementation("slow", Store, clobber=True)
     monkeypatch.setattr(frames, "SMALL", 0)  # videos are read, not what was decoded of them once
+    monkeypatch.setattr(remote_folder, "WAITS", ())
     monkeypatch.setattr(Store, "fetched", [])
     monkeypatch.setattr(Store, "part", staticmethod(lambda name: None))
     yield Store

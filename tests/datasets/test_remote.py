@@ -155,7 +155,7 @@ def test_a_file_that_arrives_short_is_not_kept(bucket, cache):
         dataset.columns(["action"], dataset.episodes[0])
     assert not list(dataset.root.rglob("data/*/*.parquet"))
     fsspec.filesystem("memory").rm(f"{bucket}/{name}")
-    with refused("remote_file_not_fetched", name):
+    with refused("remote_file_gone", name):
         list(dataset.images("observation.images.front", dataset.episodes[0], [0]))
     with refused("remote_file_unreadable", name):
         dataset.columns(["action"], dataset.episodes[0])
@@ -168,7 +168,7 @@ def test_a_file_that_grows_is_fetched_no_further_than_its_listed_size(bucket, ca
         file.write(bytes(2**26))
     arrived = []
     callback = fsspec.Callback(hooks={"count": lambda size, value: arrived.append(value)})
-    with refused("remote_file_not_fetched", name):
+    with refused("remote_file_size_mismatch", name):
         dataset.files.fetch(name, callback)
     assert max(arrived, default=0) < 2**26 and not list(dataset.root.rglob("data/*/*.parquet"))
 

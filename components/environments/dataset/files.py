@@ -20,7 +20,7 @@ from armature.components.artifacts.digests import document_digest
 from armature.components.contracts.errors import ConfigurationError, DataError
 from armature.components.contracts.files import is_folder, regular
 from armature.components.contracts.names import confined
-from armature.components.datasets.remote import RemoteFiles, list_files, remote_folder
+from armature.components.datasets.remote import FetchedFiles, list_files, remote_folder
 
 READERS = 4
 
@@ -129,7 +129,7 @@ class FolderFiles:
 class UrlFiles:
     """Files behind a URL; `version` of a file is what its filesystem says changes with its content."""
 
-    files: RemoteFiles
+    files: FetchedFiles
 
     def __str__(self) -> str:
         return str(self.files)
