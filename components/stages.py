@@ -183,6 +183,7 @@ def run_stage(
         begins(key)
         if again:
             store.set_aside(name, key)
+        held.callback(store.end_checkpoints, name, key)
         store.begin(name, key, afresh=again)
         context = StageContext(
             machine=machine,

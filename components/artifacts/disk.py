@@ -100,13 +100,18 @@ def whole_folder(home: Path) -> Iterator[Path]:
         content = work / CONTENT
         content.mkdir()
         yield content
-        sync_tree(content)
-        try:
-            content.rename(home)
-        except OSError as error:
-            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-                raise
-        sync(home.parent)
+        place_folder(content, home)
+
+
+def place_folder(content: Path, home: Path) -> None:
+    """Have `content` at `home` by one rename that lasts, unless something is there."""
+    sync_tree(content)
+    try:
+        content.rename(home)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+    sync(home.parent)
 
 
 @contextmanager

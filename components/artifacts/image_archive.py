@@ -81,7 +81,7 @@ def unpack_archive(archive: Path, images: ImageStore, where: str) -> None:
                     images.keep(part)
                     part, size = {}, 0
         images.keep(part)
-    except (DataError, zipfile.BadZipFile, EOFError) as error:
+    except (DataError, zipfile.BadZipFile, EOFError, RuntimeError, ValueError) as error:  # as of one with a password
         raise DataError(
             f"the remote copy is damaged: {error}",
             code="remote_copy_damaged",

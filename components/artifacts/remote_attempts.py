@@ -31,6 +31,7 @@ from armature.components.artifacts.digests import file_digest
 from armature.components.artifacts.disk import link_folder, sync_tree, write_file
 from armature.components.artifacts.remote_folder import RemoteFolder, Source
 from armature.components.contracts.errors import ArmatureError, DataError
+from armature.components.contracts.names import confined
 
 ATTEMPTS = "attempts"
 NEWEST = "newest.json"
@@ -171,9 +172,13 @@ class RemoteAttempts:
                 others.append(taken)
 
     def _fetch(self, workspace: Path, home: str, newest: NewestCheckpoint) -> None:
-        for name in (newest.checkpoint, *newest.parts, *newest.files):
-            if not name or not (workspace / name).resolve().is_relative_to(workspace.resolve()):
-                raise _damaged(f"{self._files.url}/{home}/{NEWEST}", f"the name {name!r}")
+        where = f"{self._files.url}/{home}/{NEWEST}"
+        for name in newest.files:
+            if name.startswith(".") or str(confined(name, where)) != name:  # "./x" is in the part "."
+                raise _damaged(where, f"the name {name!r}")
+        for part in (newest.checkpoint, *newest.parts):
+            if not any(f"{name}/".startswith(f"{part}/") for name in newest.files):
+                raise _damaged(where, f"there are no files in {part!r}")
         here = [_steps(path.name) for path in (workspace / newest.checkpoint).parent.glob("step-*")]
         if max(here, default=-1) >= newest.steps:
             return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import time
@@ -81,11 +82,22 @@ class WholeFiles(LocalFileSystem):
             write(part)
             sync(part)
             if exclusive:
-                os.link(part, target)  # fails where there is one; a rename would replace it
+                _link(part, target)
             else:
                 part.replace(target)
         finally:
             part.unlink(missing_ok=True)
+
+
+def _link(part: Path, target: Path) -> None:
+    """Unlike a rename, this fails where there is a `target`."""
+    try:
+        os.link(part, target)
+    except OSError as error:
+        if error.errno not in (errno.EPERM, errno.EOPNOTSUPP):
+            raise
+        with target.open("xb") as file:  # a disk without hard links, such as a bucket that is mounted
+            file.write(part.read_bytes())
 
 
 def open_filesystem(url: str) -> tuple[Any, str]:

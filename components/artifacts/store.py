@@ -31,6 +31,7 @@ from armature.components.artifacts.disk import (
     collect,
     full_disk_said,
     locked_sibling,
+    place_folder,
     try_lock,
     usable,
     whole_folder,
@@ -156,16 +157,26 @@ class ArtifactStore:
         self._or_warn(partial(self._send, self.remote, home))
         return self._open(home)
 
-    def settle(self) -> int:
+    def settle(self, adopt: bool = True) -> int:
         """Send every artifact that was written or found here and that the remote lacks; their number.
+
+        Args:
+            adopt: take the artifacts of machines that were first; else what was made here stays in its place, for
+                somebody may be reading it, and is compared again later.
 
         Raises:
             StoreError: it does not take them. They are kept, and sent when the next stage begins.
+            DataError: what it has of one of them is damaged. The others were sent.
         """
-        waiting = [self.home(path.parent.name, path.name) for path in self._waiting()]
+        waiting, damage = [self.home(path.parent.name, path.name) for path in self._waiting()], None
         for home in waiting:
             assert self.remote is not None
-            self._send(self.remote, home)
+            try:
+                self._send(self.remote, home, adopt)
+            except DataError as error:
+                damage = damage or error
+        if damage is not None:
+            raise damage
         return len(waiting)
 
     def begin(self, stage: str, fingerprint: str, afresh: bool) -> None:
@@ -183,7 +194,8 @@ class ArtifactStore:
             workspace = self.workspace(stage, fingerprint)
             with full_disk_said(self.root):
                 attempt = self.remote.attempts.begin(workspace, afresh)
-            self._senders[workspace.name] = self.remote.attempts.sender(workspace, attempt, self.settle)
+            before = partial(self.settle, adopt=False)
+            self._senders[workspace.name] = self.remote.attempts.sender(workspace, attempt, before)
 
     def send_checkpoint(self, stage: str, fingerprint: str, checkpoint: Path, best: Path | None = None) -> None:
         """Have the remote keep this checkpoint, step-NNNNNN in the workspace, once it is complete, in place of the one
@@ -194,11 +206,15 @@ class ArtifactStore:
 
     def finish(self, stage: str, fingerprint: str) -> None:
         """Send what a stage has made, after which its checkpoints in the remote are of no use and deleted."""
-        name = f"{stage}-{fingerprint}"
-        if sender := self._senders.pop(name, None):
-            sender.end()
+        self.end_checkpoints(stage, fingerprint)
         if self.remote is not None and self.settle_or_warn():
-            self._or_warn(partial(self.remote.attempts.remove, name))
+            self._or_warn(partial(self.remote.attempts.remove, f"{stage}-{fingerprint}"))
+
+    def end_checkpoints(self, stage: str, fingerprint: str) -> None:
+        """Send no more checkpoints of this attempt; wait for the one that is being sent. The next attempt in this
+        process would otherwise send into the same folder at the same time."""
+        if sender := self._senders.pop(f"{stage}-{fingerprint}", None):
+            sender.end()
 
     def settle_or_warn(self) -> bool:
         """`settle`; whether the remote has taken everything, which is said where it has not."""
@@ -264,7 +280,7 @@ class ArtifactStore:
 
     def _collect(self) -> None:
         stages = [path for path in self.root.iterdir() if path.is_dir() and path.name not in NO_STAGES]
-        state = [self.remote.state] if self.remote else []
+        state = [self.remote.state, *self.remote.state.glob("waiting/*")] if self.remote else []
         for folder in (*stages, *state, ImageStore(self.images).unfinished):
             for left in collect(folder):
                 self._say(f"removed what a killed run left: {left}")
@@ -282,14 +298,19 @@ class ArtifactStore:
 
     def _waiting(self) -> list[Path]:
         """What the remote lacks, `<stage>/<fingerprint>` in a folder; each file has the name of the copy to be sent."""
-        return sorted(self.remote.state.glob("waiting/*/*")) if self.remote else []
+        paths = self.remote.state.glob("waiting/*/*") if self.remote else ()
+        return sorted(path for path in paths if not path.name.startswith("."))  # else it is being written
 
     def _copy_id(self, remote: RemoteStore, home: Path) -> str:
         path = remote.state / "waiting" / home.parent.name / home.name
-        if not path.exists():
+        try:
+            return path.read_text()
+        except FileNotFoundError:
+            copy_id = uuid4().hex
+        with usable(self.root):
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_file(path, uuid4().hex.encode())
-        return path.read_text()
+            write_file(path, copy_id.encode())
+        return copy_id
 
     @contextmanager
     def _sending(self, kind: int) -> Iterator[None]:
@@ -302,8 +323,8 @@ class ArtifactStore:
             fcntl.flock(file, kind)
             yield
 
-    def _send(self, remote: RemoteStore, home: Path) -> None:
-        with self._sending(fcntl.LOCK_SH):
+    def _send(self, remote: RemoteStore, home: Path, adopt: bool = True) -> None:
+        with full_disk_said(self.root), self._sending(fcntl.LOCK_SH):
             record = read_record(home) if home.is_dir() else None
             if record is None or remote.url in record.pushed:  # set aside or discarded; or sent by another process
                 marker = None
@@ -318,7 +339,14 @@ class ArtifactStore:
                     write_record(home, record.model_copy(update={"pushed": (*record.pushed, remote.url)}))
                     marker = None
         if marker is not None:
-            self._adopt(remote, home, marker)
+            if not adopt:
+                return
+            try:
+                self._adopt(remote, home, marker)
+            except DataError:
+                if remote.marker(home.parent.name, home.name) == marker:
+                    raise
+                return  # it was deleted meanwhile
         (remote.state / "waiting" / home.parent.name / home.name).unlink(missing_ok=True)
 
     def _or_warn(self, send: Callable[[], object]) -> bool:
@@ -326,7 +354,8 @@ class ArtifactStore:
         try:
             send()
         except (StoreError, DataError) as error:
-            self._away_until = time.monotonic() + AGAIN_SECONDS
+            if isinstance(error, StoreError):
+                self._away_until = time.monotonic() + AGAIN_SECONDS
             self._say(
                 f"warning: not sent to the remote store: {error}\nWhat was made is kept in {self.root}. The next stage "
                 "that begins there sends it, or `armature store send RECIPE`."
@@ -357,9 +386,12 @@ class ArtifactStore:
             folder.mkdir()
             record = _fetched(remote, home, marker, folder)
             with self._sending(fcntl.LOCK_EX):
+                made = read_record(home) if home.is_dir() else None
+                if made is None or remote.url in made.pushed:
+                    return  # set aside meanwhile, or another process has adopted it
                 aside = self._move_aside(name, [record_path(home), home])
-                folder.rename(home)
-        self._keep(home, record)
+                place_folder(folder, home)  # unless `find` of another process was quicker, with the same artifact
+                self._keep(home, record)
         self._say(
             f"{home.parent.name}: another machine was first to make {home.name}, and its artifact is taken "
             f"(digest {marker.digest}); what was made here is in {aside}"

@@ -334,6 +334,105 @@ def test_artifact_that_is_discarded_while_it_is_sent_stops_nobody(tmp_path, monk
     assert store.settle() == 1 and store.settle() == 0
 
 
+def test_what_is_noted_at_this_moment_is_not_taken_for_an_artifact(tmp_path):
+    """Another process writes the note, or was killed while it did."""
+    store = ArtifactStore(tmp_path / "one", URL)
+    made_on(store)
+    assert store.remote is not None
+    unfinished = store.remote.state / "waiting/stage/.f2-x"
+    unfinished.mkdir()
+    assert store.settle() == 0 and unfinished.exists()
+    (unfinished / "lock").touch()
+    with store.lock("stage", "f3"):
+        assert not unfinished.exists()
+
+
+def beaten(tmp_path: Path, unsteady: type[Unsteady]) -> ArtifactStore:
+    """A store whose artifact waits to be sent, where another machine was first."""
+    store = ArtifactStore(tmp_path / "one", URL, say=lambda line: None)
+    unsteady.refusals = 10**6
+    store.write("stage", "f1", filled(b"one"))
+    unsteady.refusals = 0
+    ArtifactStore(tmp_path / "two", URL).write("stage", "f1", filled(b"two"))
+    return store
+
+
+def test_background_does_not_replace_what_a_stage_may_be_reading(tmp_path, unsteady):
+    store = beaten(tmp_path, unsteady)
+    store.settle(adopt=False)
+    assert (store.home("stage", "f1") / "x").read_bytes() == b"one"
+    store.settle()
+    assert (store.home("stage", "f1") / "x").read_bytes() == b"two" and store.settle() == 0
+
+
+@pytest.mark.parametrize("meanwhile", ["set aside", "adopted", "fetched"])
+def test_what_happens_while_another_machine_s_artifact_is_fetched(tmp_path, unsteady, monkeypatch, meanwhile):
+    store, get = beaten(tmp_path, unsteady), RemoteFolder.get
+    other = ArtifactStore(tmp_path / "one", URL, say=lambda line: None)
+    move = ArtifactStore._move_aside
+
+    def act_first(self: RemoteFolder, files: Mapping[Path, Source]) -> None:
+        monkeypatch.setattr(RemoteFolder, "get", get)
+        if meanwhile == "set aside":
+            other.set_aside("stage", "f1")
+        elif meanwhile == "adopted":
+            other.settle()
+        get(self, files)
+
+    def fetch_then(self: ArtifactStore, name: str, paths: list[Path]) -> Path:
+        aside = move(self, name, paths)
+        assert other.find("stage", "f1") is not None
+        return aside
+
+    other.workspace("stage", "f1")
+    monkeypatch.setattr(RemoteFolder, "get", act_first)
+    if meanwhile == "fetched":
+        monkeypatch.setattr(ArtifactStore, "_move_aside", fetch_then)
+    store.settle()
+    if meanwhile == "set aside":
+        assert not store.home("stage", "f1").exists()
+    else:
+        found = store.find("stage", "f1")
+        assert found is not None and (found.path / "x").read_bytes() == b"two"
+        assert len(list((store.root / "replaced").iterdir())) == 1
+    store.settle()
+    assert store.settle() == 0
+
+
+def test_damaged_document_of_one_artifact_stops_no_other(tmp_path, unsteady):
+    store = ArtifactStore(tmp_path / "one", URL, say=lambda line: None)
+    unsteady.refusals = 10**6
+    for fingerprint in ("f1", "f2"):
+        store.write("stage", fingerprint, filled())
+    unsteady.refusals = 0
+    unsteady().pipe_file(f"{URL}/stage/f1/{MARKER}", b"{")
+    with refused("remote_record_unreadable", f"stage/f1/{MARKER}"):
+        store.settle()
+    assert ArtifactStore(tmp_path / "two", URL).find("stage", "f2") is not None
+
+
+def test_disk_without_room_for_an_archive_is_said(tmp_path, monkeypatch):
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "full")
+
+    said: list[str] = []
+    store = ArtifactStore(tmp_path / "one", URL, say=said.append)
+    monkeypatch.setattr("armature.components.artifacts.remote.write_archive", full)
+    made = store.write("stage", "f1", shows(ImageStore(store.images), "red"))
+    assert said[-1].startswith("warning: not sent") and made.path.is_dir()
+
+
+def test_remote_folder_on_a_disk_without_hard_links(tmp_path, monkeypatch):
+    def no_links(*_: object) -> None:
+        raise OSError(errno.EPERM, "no links")
+
+    monkeypatch.setattr("os.link", no_links)
+    remote = RemoteFolder(str(tmp_path), print)
+    old, new = (NamedArtifact(stage="stage", fingerprint=name) for name in ("f1", "f2"))
+    assert remote.create("a/document", old) and not remote.create("a/document", new)
+    assert remote.read("a/document", NamedArtifact) == old
+
+
 def test_artifact_that_is_deleted_while_it_is_fetched_is_not_there(tmp_path, monkeypatch):
     one, get = ArtifactStore(tmp_path / "one", URL), RemoteFolder.get
     made_on(one)
@@ -534,7 +633,7 @@ def test_deleting_an_artifact_takes_no_image_from_another(tmp_path, unsteady):
     assert two.find("stage", "f1") is None and two.find("stage", "f2") is None
 
 
-@pytest.mark.parametrize("harm", ["bytes", "name", "bomb", "no zip"])
+@pytest.mark.parametrize("harm", ["bytes", "name", "bomb", "no zip", "password"])
 def test_damaged_archive_is_refused_and_the_artifact_not_found(tmp_path, unsteady, harm):
     one, two = ArtifactStore(tmp_path / "one", URL), ArtifactStore(tmp_path / "two", URL)
     one.write("stage", "f1", shows(ImageStore(one.images), "red"))
@@ -545,6 +644,10 @@ def test_damaged_archive_is_refused_and_the_artifact_not_found(tmp_path, unstead
     with zipfile.ZipFile(changed, "w", zipfile.ZIP_DEFLATED if harm == "bomb" else zipfile.ZIP_STORED) as pack:
         pack.writestr("../../x.png" if harm == "name" else image.name, b"1" if harm == "bytes" else image.read_bytes())
     content = b"PK" if harm == "no zip" else changed.getvalue()
+    if harm == "password":  # the flag, in the header of the file and in the list
+        marked = bytearray(content)
+        marked[6], marked[content.index(b"PK\1\2") + 8] = 1, 1
+        content = bytes(marked)
     unsteady().pipe_file(name, content)
     [path] = [path for path in unsteady.store if path.endswith(MARKER)]
     marker = RemoteMarker.model_validate_json(unsteady().cat_file(path)).model_copy(update={"images": len(content)})

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NoReturn
 
 import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.spec import AbstractFileSystem
+from pydantic import BaseModel
 
+from armature.components import stages
 from armature.components.artifacts import remote_attempts, remote_folder
 from armature.components.artifacts.manifest import write_manifest
-from armature.components.artifacts.remote_attempts import MINE, NEWEST, RemoteAttempt
+from armature.components.artifacts.remote_attempts import MINE, NEWEST, NewestCheckpoint, RemoteAttempt
 from armature.components.artifacts.remote_folder import RemoteFiles
 from armature.components.artifacts.store import ArtifactStore
+from armature.components.contracts.errors import DataError
+from armature.components.contracts.machine import Machine
+from armature.components.contracts.stages import Stage, StageContext
+from armature.components.stages import run_stage
 from tests.refusals import refused
 
 
@@ -227,16 +236,75 @@ def test_what_a_killed_process_was_sending_is_removed(machine):
         assert not left.exists()
 
 
-@pytest.mark.parametrize("harm", ["bytes", "name", "document", "attempt"])
+def test_attempt_that_fails_sends_no_more_beside_the_next_one_of_its_process(machine, remote):
+    one = machine("one")
+    begin(one)
+    save(one, 2)
+    late = offer(one, 4)
+    one.end_checkpoints("stage", "f1")
+    again = machine("one")
+    assert begin(again) == 1
+    complete(late)
+    time.sleep(0.2)  # it is looked for every 10 ms
+    assert "step-000002" in (remote / "000001" / NEWEST).read_text()
+    save(again, 6)
+    assert "step-000006" in (remote / "000001" / NEWEST).read_text()
+
+
+def test_stage_that_fails_waits_for_its_checkpoint_and_sends_no_more(tmp_path, monkeypatch, remote):
+    class Plain(BaseModel):
+        pass
+
+    def fails(settings: Plain, inputs: object, folder: Path, context: StageContext) -> NoReturn:
+        context.saved(context.workspace / "step-000002", None)  # it never becomes complete
+        raise DataError("no")
+
+    monkeypatch.setattr(stages, "STAGES", {"stage": Stage("stage", 1, Plain, (), fails)})
+    with refused("invalid_data"):
+        run_stage("stage", Plain(), {}, Machine(store=str(tmp_path / "one"), remote_store=str(remote)))
+    assert "checkpoint" not in {thread.name for thread in threading.enumerate()}
+
+
+HARMFUL = {"climbs": "../../../sly", "absolute": "/sly", "hidden": ".lock", "the workspace itself": "./x"}
+
+
+@pytest.mark.parametrize("name", HARMFUL.values(), ids=HARMFUL)
+def test_names_of_a_checkpoint_stay_in_the_workspace(machine, remote, name):
+    one, two = machine("one"), machine("two")
+    begin(one)
+    save(one, 2)
+    path = remote / "000001" / NEWEST
+    newest = NewestCheckpoint.model_validate_json(path.read_bytes())
+    files = {name if file == "history.jsonl" else file: facts for file, facts in newest.files.items()}
+    parts = (name.rpartition("/")[0] or name, newest.checkpoint)
+    path.write_text(newest.model_copy(update={"files": files, "parts": parts}).model_dump_json())
+    (workspace(two) / "mine").touch()
+    with refused("unsafe_file_name" if name == "/sly" else "remote_checkpoint_damaged", remote):
+        begin(two)
+    assert here(two) == {} and (workspace(two) / "mine").exists()
+
+
+@pytest.mark.parametrize("part", ["", ".", "trainer/..", "none"])
+def test_part_of_a_checkpoint_without_files_is_refused(machine, remote, part):
+    one, two = machine("one"), machine("two")
+    begin(one)
+    save(one, 2)
+    path = remote / "000001" / NEWEST
+    newest = NewestCheckpoint.model_validate_json(path.read_bytes())
+    path.write_text(newest.model_copy(update={"parts": (part, newest.checkpoint)}).model_dump_json())
+    with refused("remote_checkpoint_damaged", remote):
+        begin(two)
+    assert here(two) == {} and (workspace(two) / MINE).exists()
+
+
+@pytest.mark.parametrize("harm", ["bytes", "document", "attempt"])
 def test_damaged_checkpoint_is_refused_and_leaves_nothing(machine, remote, harm):
     one, two = machine("one"), machine("two")
     begin(one)
     save(one, 2)
     newest = remote / "000001" / NEWEST
     code = "remote_checkpoint_damaged"
-    if harm == "name":
-        newest.write_bytes(newest.read_bytes().replace(b"history.jsonl", b"../../../sly"))
-    elif harm == "bytes":
+    if harm == "bytes":
         [tensors] = [path for path in newest.parent.iterdir() if path.read_bytes() == b"step-000002"]
         tensors.write_bytes(b"STEP-000002")
     else:
