@@ -12,9 +12,9 @@ from typing import Any, Self
 
 import fsspec
 
+from armature.components.artifacts.fetched import FetchedFiles
 from armature.components.datasets.file_shuffle import Window
 from armature.components.datasets.mixture import Mixture
-from armature.components.datasets.remote import FetchedFiles
 
 AT_ONCE = 4
 """Files that are fetched at the same time."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -12,6 +12,7 @@ from pathlib import Path, PurePosixPath
 from typing import IO, Protocol
 
 from armature.components.artifacts.cache import file_sha256, file_state
+from armature.components.artifacts.fetched import listing_digest
 from armature.components.contracts.errors import DataError
 from armature.components.contracts.files import regular
 from armature.components.datasets.lerobot.layout import INFO, TASKS
@@ -61,12 +62,6 @@ def belongs(name: str) -> bool:
     """Whether a file of that name is part of a dataset's content."""
     tables = name.startswith(("meta/episodes/", "data/")) and name.endswith(".parquet")
     return name in (INFO, TASKS) or tables or (name.startswith("videos/") and name.endswith(".mp4"))
-
-
-def listing_digest(digests: Mapping[str, str]) -> str:
-    """SHA-256 over names and what stands for the content of each."""
-    listing = "".join(f"{name}\0{digests[name]}\n" for name in sorted(digests))
-    return hashlib.sha256(os.fsencode(listing)).hexdigest()
 
 
 @dataclass(frozen=True)

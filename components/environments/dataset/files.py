@@ -17,10 +17,10 @@ from fsspec.utils import glob_translate
 
 from armature.components.artifacts.cache import DownloadCache, file_sha256, file_state, make_once
 from armature.components.artifacts.digests import document_digest
+from armature.components.artifacts.fetched import FetchedFiles, list_files
 from armature.components.contracts.errors import ConfigurationError, DataError
 from armature.components.contracts.files import is_folder, regular
 from armature.components.contracts.names import confined
-from armature.components.datasets.remote import FetchedFiles, list_files, remote_folder
 
 READERS = 4
 
@@ -165,7 +165,9 @@ def open_folder(place: str, links: bool = False) -> DataFiles:
             )
         return FolderFiles(Path(place).absolute(), links)
     url = place.rstrip("/")
-    return UrlFiles(remote_folder(url, list_files(url, lambda name: not _is_hidden(name)), DownloadCache.standard()))
+    return UrlFiles(
+        FetchedFiles.opened(url, list_files(url, lambda name: not _is_hidden(name)), DownloadCache.standard())
+    )
 
 
 def matches(pattern: str, names: Sequence[str]) -> list[str]:
