@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +14,12 @@ from armature.components.configuration import Recipe
 from armature.components.contracts.cluster import ClusterSettings
 from armature.components.contracts.errors import ConfigurationError
 from armature.components.contracts.machine import Machine
-from armature.components.contracts.stages import Stage, StageContext
+from armature.components.contracts.stages import Stage
 from armature.components.gpus import gpu_count
-from armature.components.models.settings import ModelSettings
-from armature.components.models.source import refuse_unnamed
-from armature.components.policies.settings import RobotPolicySettings
-from armature.components.policies.source import POLICY
-from armature.components.project import project, project_source
-from armature.components.stages import STAGES, TerminalEvents, ThreadUnits, fingerprint, open_store, run_stage
+from armature.components.project import project
+from armature.components.stages import STAGES, open_store, run_stage
 from armature.components.vlm.settings import TrainerSettings
 from armature.deployments import pool_of
-
-FIRST_STAGES = {"train-vlm": ("tasks", "model"), "train-vla": ("policy",), "train-vla-rl": ("policy",)}
-"""Stages of a flow that need nothing made before: they fail early where a model is not there."""
 
 
 def check_recipe(recipe: Recipe, configuration_only: bool, gpu: str | None = None) -> None:
@@ -46,7 +38,7 @@ def check_recipe(recipe: Recipe, configuration_only: bool, gpu: str | None = Non
 
 def _check(recipe: Recipe, configuration_only: bool, gpu: str | None) -> None:
     print(f"{recipe.name}: every value is valid")
-    refuse_unnamed_sources(recipe)
+    recipe.values.refuse_sources()
     if gpu is not None or not configuration_only:  # first: it needs none of the GPUs that the recipe names
         from armature.plan import memory_lines  # imports torch
 
@@ -56,7 +48,7 @@ def _check(recipe: Recipe, configuration_only: bool, gpu: str | None) -> None:
     print("machine: what the recipe names is there")
     if machine.cluster:
         _say_room(machine, machine.cluster)
-    first = {name: _resolved(recipe, name) for name in FIRST_STAGES.get(recipe.flow, ())}
+    first = {name: _resolved(recipe, name) for name in recipe.values.FIRST_STAGES}
     pool, platform = pool_of(recipe), supervisor.current()
     if platform is not None and pool not in platform.pools:
         print(f"platform: no worker serves the pool {pool!r} of its deployment: armature up --pool {pool}")
@@ -66,24 +58,7 @@ def _check(recipe: Recipe, configuration_only: bool, gpu: str | None) -> None:
     if configuration_only:
         return
     inputs = {name: run_stage(name, settings, {}, machine) for name, settings in first.items()}
-    if recipe.kind == "train-vla":
-        _check_robot(recipe.sections, machine)
-    if recipe.flow != "train-vlm":
-        return
-    from armature.components.evaluation.planned import planned_tasks
-    from armature.components.evaluation.settings import EvaluationSettings
-    from armature.components.rl.check import check
-    from armature.components.rl.settings import TrainVLMSettings
-
-    stage = STAGES["train-vlm"]
-    settings = stage.resolve(recipe.settings_for(TrainVLMSettings), inputs, print)
-    assert isinstance(settings, TrainVLMSettings)
-    evaluation = recipe.sections["evaluation"]
-    assert isinstance(evaluation, EvaluationSettings)
-    planned_tasks(evaluation, inputs["tasks"].path)
-    store, key = open_store(machine), f"check-{fingerprint(stage, settings, inputs)}"
-    workspace = store.workspace("train-vlm", key)
-    check(settings, inputs, StageContext(machine, TerminalEvents(), ThreadUnits(), workspace, store.images, key))
+    recipe.values.check_stages(inputs, print)
 
 
 def share_of_gpus(recipe: Recipe, machine: Machine) -> list[str]:
@@ -94,7 +69,6 @@ def share_of_gpus(recipe: Recipe, machine: Machine) -> list[str]:
     if set(machine.trainer_gpus) & set(machine.started_server_gpus):
         return ["share of GPUs: servers and trainer take turns on the same ones, so there is nothing to divide"]
     settings, store = recipe.settings_for(TrainVLMSettings), open_store(machine)
-    assert isinstance(settings, TrainVLMSettings)
     if (measured := last_run(settings, store)) is None:
         return [
             f"share of GPUs: {store.root} has no finished run of this recipe; after one, this says which share of them "
@@ -110,50 +84,13 @@ def check_ahead(recipe: Recipe) -> Machine:
         ConfigurationError: the machine lacks what the recipe names, a hub name has no revision, or LIBERO a task.
         DataError: there is no such model folder.
     """
-    machine, trainer = recipe.sections["machine"], recipe.sections.get("trainer")
-    assert isinstance(machine, Machine)
+    machine, trainer = recipe.machine, recipe.sections.get("trainer")
     check_machine(machine, with_servers="inference" in recipe.sections)
-    refuse_unnamed_sources(recipe)
+    recipe.values.refuse_sources()
     if isinstance(trainer, TrainerSettings) and trainer.logprobs.name == "triton":
         _check_triton(machine)
-    _check_episodes(recipe.sections)
+    recipe.values.refuse_ahead()
     return machine
-
-
-def refuse_unnamed_sources(recipe: Recipe) -> None:
-    """
-    Raises:
-        ConfigurationError: a hub name has no revision.
-        DataError: there is no such model folder.
-    """
-    model, policy = recipe.sections.get("model"), recipe.sections.get("policy")
-    first = FIRST_STAGES.get(recipe.flow, ())
-    if isinstance(model, ModelSettings) and "model" in first and model.tiny is None:
-        refuse_unnamed(project_source(model.source), model.revision)
-    if (
-        isinstance(policy, RobotPolicySettings)
-        and "policy" in first
-        and (source := policy.path or policy.checkpoint_path)
-    ):
-        refuse_unnamed(project_source(source), policy.revision, POLICY)
-
-
-def _check_episodes(sections: Mapping[str, BaseModel]) -> None:
-    """
-    Raises:
-        ConfigurationError: LIBERO lacks a task or an initial state, or a task cannot be made easier.
-    """
-    from armature.components.environments.libero.settings import SimulatorSettings
-    from armature.components.evaluation.libero.schedule import refuse_episodes
-    from armature.components.evaluation.libero.settings import LiberoEvaluationSettings
-    from armature.components.vla_rl.schedule import refuse_groups
-    from armature.components.vla_rl.settings import RobotRolloutSettings
-
-    simulator, rollouts, evaluation = (sections.get(name) for name in ("simulator", "rollouts", "evaluation"))
-    if isinstance(simulator, SimulatorSettings) and isinstance(rollouts, RobotRolloutSettings):
-        refuse_groups(rollouts, simulator)
-    if isinstance(simulator, SimulatorSettings) and isinstance(evaluation, LiberoEvaluationSettings):
-        refuse_episodes(evaluation, simulator)
 
 
 def _check_triton(machine: Machine) -> None:
@@ -164,24 +101,6 @@ def _check_triton(machine: Machine) -> None:
             where='trainer.logprobs.name = "triton", machine.trainer_gpus = []',
             remedy="--set trainer.logprobs.name=torch, or name GPUs: --machine 'trainer_gpus=[0]'",
         )
-
-
-def _check_robot(sections: Mapping[str, BaseModel], machine: Machine) -> None:
-    """
-    Raises:
-        ConfigurationError: the evaluation's simulator has another robot than the dataset.
-    """
-    from armature.components.datasets.settings import DatasetSettings
-    from armature.components.datasets.source import open_sources
-    from armature.components.environments.libero.settings import SimulatorSettings
-    from armature.components.evaluation.libero.robot import refuse_other_robot
-
-    dataset, simulator, policy = (sections.get(name) for name in ("dataset", "simulator", "policy"))
-    if "evaluation" in sections and isinstance(dataset, DatasetSettings):
-        assert isinstance(simulator, SimulatorSettings) and isinstance(policy, RobotPolicySettings)
-        data = run_stage("dataset", dataset, {}, machine)
-        refuse_other_robot(open_sources(data.path), policy.image_keys, simulator)
-        print("dataset: its robot is the simulator's")
 
 
 def _say_room(machine: Machine, cluster: ClusterSettings) -> None:

@@ -8,36 +8,20 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from importlib import import_module
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 from armature.components.configuration import Recipe, load_recipe, recipe_names
 from armature.components.contracts.errors import ConfigurationError
 from armature.components.contracts.machine import Machine
+from armature.components.recipes import RECIPES
 from armature.version import package_version
 
 if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient
 
 POOLS = ("cpu", "vllm-gpu", "train-gpu")
-
-FLOWS = {
-    "alfworld-games": "armature.flows.alfworld_games.alfworld_games",
-    "quantile-stats": "armature.flows.quantile_stats.quantile_stats",
-    "train-vlm": "armature.flows.train_vlm.train_vlm",
-    "evaluate": "armature.flows.evaluate.evaluate",
-    "evaluate/sweep": "armature.flows.sweep.sweep",
-    "demonstrations": "armature.flows.demonstrations.demonstrations",
-    "train-vla": "armature.flows.train_vla.train_vla",
-    "train-vla-rl": "armature.flows.train_vla_rl.train_vla_rl",
-    "evaluate/libero": "armature.flows.evaluate_libero.evaluate_libero",
-    "evaluate/libero-perturbed": "armature.flows.evaluate_libero.evaluate_libero",
-}
-"""The flow of each kind of recipe.
-
-As modules, not files: a worker finds them in a checkout and in an installed wheel alike.
-"""
 
 USE_PROJECT = "armature.components.project.use_project"
 SET_WORKING_DIRECTORY = "prefect.deployments.steps.set_working_directory"
@@ -47,22 +31,15 @@ HOME = "ARMATURE_HOME"
 
 def flow_of(kind: str) -> Any:
     """The Prefect flow of a kind of recipe; importing it takes seconds."""
-    module, _, attribute = FLOWS[kind].rpartition(".")
-    return getattr(import_module(module), attribute)
+    return resolve_name(RECIPES[kind].FLOW)
 
 
 def pool_of(recipe: Recipe) -> str:
     """The work pool by what the machine section asks for."""
-    machine = machine_of(recipe)
+    machine = recipe.machine
     if machine.trainer_gpus:
         return "train-gpu"
     return "vllm-gpu" if machine.started_server_gpus else "cpu"
-
-
-def machine_of(recipe: Recipe) -> Machine:
-    machine = recipe.sections["machine"]
-    assert isinstance(machine, Machine)
-    return machine
 
 
 def machine_that_resumes(recipe: Recipe) -> Machine:
@@ -71,7 +48,7 @@ def machine_that_resumes(recipe: Recipe) -> Machine:
     Raises:
         ConfigurationError: it forces stages.
     """
-    machine = machine_of(recipe)
+    machine = recipe.machine
     if machine.force:
         raise ConfigurationError(
             "a job that is taken up again would make these stages from their beginning again",
@@ -114,7 +91,7 @@ def pod_variables(recipe: Recipe, template: Mapping[str, Any]) -> dict[str, Any]
             where=f"work pool {pool_of(recipe)!r}",
             remedy="provision the platform again: kubectl apply -k",
         ) from error
-    machine = machine_of(recipe)
+    machine = recipe.machine
     starts_servers = "inference" in recipe.sections and not machine.joins_servers
     return {**job_variables(machine), "image": standalone if starts_servers else flows}
 
@@ -135,7 +112,7 @@ def deployment(recipe: Recipe, template: Mapping[str, Any] | None = None) -> dic
     return {
         "description": recipe.description,
         "tags": [recipe.flow],
-        "entrypoint": FLOWS[recipe.kind],
+        "entrypoint": recipe.values.FLOW,
         "parameters": parameters,
         "work_pool_name": pool_of(recipe),
         "job_variables": {} if template is None else pod_variables(recipe, template),

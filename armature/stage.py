@@ -9,7 +9,6 @@ from armature.components.artifacts.disk import link_folder
 from armature.components.artifacts.manifest import open_artifact
 from armature.components.configuration import load_recipe
 from armature.components.contracts.errors import ConfigurationError
-from armature.components.contracts.machine import Machine
 from armature.components.contracts.stages import Artifact, Stage
 from armature.components.project import project
 from armature.components.stages import STAGES, refuse_unknown, run_stage
@@ -38,8 +37,7 @@ def run_one_stage(
     """Run the stage with its part of the recipe; `out` becomes the artifact, by hard links."""
     recipe = load_recipe(config, overrides)
     stage: Stage = STAGES[name]
-    machine = recipe.sections["machine"]
-    assert isinstance(machine, Machine)
+    machine = recipe.machine
     refuse_unknown(machine.force)
     again = name in machine.force
     with project(recipe.folder):

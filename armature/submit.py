@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 from armature.components.configuration import SUFFIX, Recipe, build_recipe, load_recipe, merge, parse_override
 from armature.components.contracts.errors import ConfigurationError, ServerError
 from armature.components.project import project
+from armature.components.recipes import RECIPES
 from armature.components.registry import suggestion
-from armature.deployments import FLOWS, USE_PROJECT, deploy, pod_variables, pool_of
+from armature.deployments import USE_PROJECT, deploy, pod_variables, pool_of
 from armature.job_variables import parse_job_variables
 from armature.run import joined_api
 
@@ -116,7 +117,7 @@ def _recipes(
     Raises:
         ConfigurationError: a value that `armature run --set` would refuse.
     """
-    kind = next((kind for kind, entrypoint in FLOWS.items() if entrypoint == deployment.entrypoint), None)
+    kind = next((kind for kind in RECIPES if deployment.entrypoint == RECIPES[kind].FLOW), None)
     if kind is None:
         raise ConfigurationError(
             "the deployment is not of a flow of ours",

@@ -17,7 +17,6 @@ from armature.components.artifacts.store import ArtifactStore
 from armature.components.configuration import merge, settings_in
 from armature.components.contracts.errors import ArmatureError
 from armature.components.contracts.stages import Artifact
-from armature.components.evaluation.libero.settings import AFTER_TRAINING
 from armature.components.models.source import REFERENCE, SourceReference
 from armature.components.recipes import RECIPES
 from armature.components.stages import STAGES
@@ -71,13 +70,15 @@ class TrainingRecord:
     def recipe(self) -> dict[str, Any]:
         """The sections of the recipe that made it, as far as they are known, with every value."""
         values: dict[str, Any] = {}
+        fields = RECIPES[self.flow].model_fields
         for manifest in [self.manifest, *(manifest for _, manifest in self.inputs.values())]:  # these say commits
             values = merge(values, dict(_sections(manifest, self.flow)))
         for each in self.evaluations:
-            for name in set(each.settings) & set(RECIPES[self.flow].model_fields):
-                known = {key: value for key, value in (values.get(name) or {}).items() if key not in AFTER_TRAINING}
+            for name in set(each.settings) & set(fields):
+                later = getattr(next(settings_in(fields[name].annotation)), "AFTER_TRAINING", ())
+                known = {key: value for key, value in (values.get(name) or {}).items() if key not in later}
                 values[name] = merge(each.settings[name], known)
-        return {name: values[name] for name in RECIPES[self.flow].model_fields if values.get(name) is not None}
+        return {name: values[name] for name in fields if values.get(name) is not None}
 
 
 def read_record(source: Path, store: Path) -> TrainingRecord | None:

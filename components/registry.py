@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 import unicodedata
 from collections.abc import Iterable, Iterator
 from difflib import get_close_matches
+from functools import cache
 from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Any
@@ -26,6 +28,12 @@ def suggestion(name: str, known: Iterable[str]) -> str:
     return f"known: {', '.join(known)}"
 
 
+@cache
+def _entry_points(group: str, path: tuple[str, ...]) -> dict[str, str]:
+    """Entry points of the packages on the import path. Reading them takes milliseconds, and every recipe asks."""
+    return {point.name: point.value for point in entry_points(group=group)}
+
+
 class Registry:
     """Maps a name to "module:attribute"; other packages add names under the entry-point group `group`.
 
@@ -36,13 +44,13 @@ class Registry:
         self.noun, self.group, self._entries, self._modules = noun, group, entries, modules
 
     def _all(self) -> dict[str, str]:
-        return {point.name: point.value for point in entry_points(group=self.group)} | self._entries
+        return _entry_points(self.group, tuple(sys.path)) | self._entries
 
     def __iter__(self) -> Iterator[str]:
         return iter(sorted(self._all()))
 
     def __contains__(self, name: object) -> bool:
-        return name in self._all()
+        return name in self._entries or name in self._all()
 
     def __getitem__(self, name: str) -> Any:
         """The class or function called `name`.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prefect import flow
 
-from armature.components.recipes import AlfworldGames
+from armature.components.environments.alfworld.stage import AlfworldGames
 from armature.tasks.flow_run import tracked_flow
 from armature.tasks.parameters import takes
 from armature.tasks.reports import report
@@ -14,7 +14,6 @@ from armature.tasks.run_stage import run
 @flow(name="alfworld-games", validate_parameters=True)
 @takes(AlfworldGames)
 def alfworld_games(recipe: AlfworldGames) -> list[str]:
-    sections, machine = recipe.given(), recipe.machine
-    with tracked_flow(sections) as tracking:
-        written = run("alfworld-games", sections, machine)
+    with tracked_flow(recipe) as tracking:
+        written = run("alfworld-games", recipe)
         return report(tracking, [], {"games": written})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prefect import flow
 
-from armature.components.recipes import Demonstrations
+from armature.components.vla_rl.recipes import Demonstrations
 from armature.tasks.flow_run import tracked_flow
 from armature.tasks.parameters import takes
 from armature.tasks.reports import report
@@ -14,7 +14,6 @@ from armature.tasks.run_stage import run
 @flow(name="demonstrations", validate_parameters=True)
 @takes(Demonstrations)
 def demonstrations(recipe: Demonstrations) -> list[str]:
-    sections, machine = recipe.given(), recipe.machine
-    with tracked_flow(sections) as tracking:
-        recorded = run("demonstrations", sections, machine)
+    with tracked_flow(recipe) as tracking:
+        recorded = run("demonstrations", recipe)
         return report(tracking, [], {"demonstrations": recorded})

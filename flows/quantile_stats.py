@@ -6,7 +6,7 @@ from prefect import flow
 
 from armature.components.datasets.source import local_folder
 from armature.components.datasets.stage import augment as put_into_dataset
-from armature.components.recipes import QuantileStats
+from armature.components.vla_rl.recipes import QuantileStats
 from armature.tasks.flow_run import tracked_flow
 from armature.tasks.parameters import takes
 from armature.tasks.reports import report
@@ -16,10 +16,9 @@ from armature.tasks.run_stage import run
 @flow(name="quantile-stats", validate_parameters=True)
 @takes(QuantileStats)
 def quantile_stats(recipe: QuantileStats) -> list[str]:
-    sections, machine = recipe.given(), recipe.machine
-    with tracked_flow(sections) as tracking:
-        source = run("dataset", sections, machine)
-        measured = run("quantile-stats", sections, machine, dataset=source)
+    with tracked_flow(recipe) as tracking:
+        source = run("dataset", recipe)
+        measured = run("quantile-stats", recipe, dataset=source)
         if recipe.augment.in_place:
             put_into_dataset(local_folder(recipe.dataset), measured.path)
         return report(tracking, [], {"dataset": source, "statistics": measured})

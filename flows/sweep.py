@@ -5,7 +5,7 @@ from __future__ import annotations
 from prefect import flow
 from prefect.states import Failed, State
 
-from armature.components.recipes import Sweep
+from armature.components.evaluation.subjects import Sweep
 from armature.tasks.cells import run_cells
 from armature.tasks.flow_run import tracked_flow
 from armature.tasks.parameters import takes
@@ -16,10 +16,9 @@ from armature.tasks.run_stage import run
 @flow(name="evaluate", validate_parameters=True)
 @takes(Sweep)
 def sweep(recipe: Sweep) -> list[str] | State[None]:
-    sections, machine = recipe.given(), recipe.machine
-    with tracked_flow(sections) as tracking:
-        tasks = run("tasks", sections, machine)
-        findings = run_cells(recipe.sweep, sections, machine, tasks)
+    with tracked_flow(recipe) as tracking:
+        tasks = run("tasks", recipe)
+        findings = run_cells(recipe, tasks)
         lines = report(tracking, findings, {})
     failed = [finding for finding in findings if finding.artifact is None]
     if failed:

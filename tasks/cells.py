@@ -2,41 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from itertools import product
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
-from pydantic import BaseModel
 
-from armature.components.contracts.machine import Machine
+from armature.components.configuration import sections_of
 from armature.components.contracts.stages import Artifact
-from armature.components.evaluation.settings import EvaluationSettings
-from armature.components.evaluation.subjects import SweepSettings
-from armature.components.models.settings import ModelSettings
+from armature.components.evaluation.subjects import Sweep
 from armature.tasks.checkpoints import checkpoint_artifact
 from armature.tasks.reports import CheckpointResult
 from armature.tasks.run_stage import run
 
 
 @task(name="cell", task_run_name="{checkpoint}-seed{seed}", cache_policy=NO_CACHE, persist_result=False)
-def cell(checkpoint: str, seed: int, sections: Mapping[str, BaseModel], machine: Machine, tasks: Artifact) -> Artifact:
+def cell(checkpoint: str, seed: int, recipe: Sweep, tasks: Artifact) -> Artifact:
     """One checkpoint evaluated with one seed."""
-    model, evaluation = sections["model"], sections["evaluation"]
-    assert isinstance(model, ModelSettings) and isinstance(evaluation, EvaluationSettings)
-    artifact = checkpoint_artifact(checkpoint, model, machine)
-    seeded = {**sections, "evaluation": evaluation.model_copy(update={"seed": seed})}
-    return run("evaluate", seeded, machine, of=f"{checkpoint}-seed{seed}", tasks=tasks, model=artifact)
+    artifact = checkpoint_artifact(checkpoint, recipe.model, recipe.machine)
+    evaluation = recipe.evaluation.model_copy(update={"seed": seed})
+    seeded = sections_of(Sweep, {**recipe.given(), "evaluation": evaluation})
+    return run("evaluate", seeded, of=f"{checkpoint}-seed{seed}", tasks=tasks, model=artifact)
 
 
-def run_cells(
-    sweep: SweepSettings, sections: Mapping[str, BaseModel], machine: Machine, tasks: Artifact
-) -> list[CheckpointResult]:
+def run_cells(recipe: Sweep, tasks: Artifact) -> list[CheckpointResult]:
     """Every cell in turn (each takes the machine's servers for itself); a failed one is a finding too."""
-    findings = []
+    findings, sweep = [], recipe.sweep
     for checkpoint, seed in product(dict.fromkeys(sweep.checkpoints), dict.fromkeys(sweep.seeds)):
         name = f"{checkpoint}-seed{seed}"
-        state = cell(checkpoint, seed, sections, machine, tasks, return_state=True)
+        state = cell(checkpoint, seed, recipe, tasks, return_state=True)
         done = state.is_completed()
         findings.append(CheckpointResult(name, state.result() if done else None, "" if done else str(state.message)))
     return findings

@@ -11,11 +11,10 @@ from armature.components.contracts.errors import DataError
 from armature.components.contracts.machine import Machine
 from armature.components.contracts.stages import Artifact
 from armature.components.models.settings import ModelSettings
-from armature.components.policies.settings import RobotPolicySettings
 from armature.components.project import project_path
 from armature.components.stages import open_store
 from armature.tasks.mlflow_client import client
-from armature.tasks.run_stage import run
+from armature.tasks.run_stage import run_with
 
 ALIAS_PREFIX = "models:/"
 
@@ -33,21 +32,7 @@ def checkpoint_artifact(name: str, model: ModelSettings, machine: Machine) -> Ar
     if found := open_store(machine).find_digest(name):
         return found
     settings = ModelSettings.model_validate(model.model_dump() | _source(name, model))
-    return run("model", {"model": settings}, machine)
-
-
-def policy_artifact(policy: RobotPolicySettings, machine: Machine) -> Artifact:
-    """The artifact of a policy; `checkpoint_path` may also be an MLflow alias, as `models:/train-vla.tiny@candidate`.
-
-    What is behind an alias brings its own settings with it.
-
-    Raises:
-        DataError: the alias is unknown, or its checkpoint is not where it was.
-    """
-    released = policy.checkpoint_path or ""
-    if policy.path is None and released.startswith(ALIAS_PREFIX):
-        return aliased_artifact(released, machine)
-    return run("policy", {"policy": policy}, machine)
+    return run_with("model", settings, machine)
 
 
 def _source(name: str, model: ModelSettings) -> dict[str, object]:

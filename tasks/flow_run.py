@@ -13,9 +13,9 @@ from prefect.runtime import deployment, flow_run
 from pydantic import BaseModel
 
 from armature.components.contracts.errors import ConfigurationError
-from armature.components.contracts.machine import Machine
 from armature.components.contracts.secrets import BLOCKS, BlockReference
 from armature.components.inference.kept import keep_servers
+from armature.components.recipes import Sections
 from armature.tasks import mlflow_client as names
 from armature.tasks.logs import readable_errors
 from armature.tasks.mlflow_client import client, experiment_id
@@ -51,7 +51,7 @@ def deployment_name() -> str:
 
 
 @contextmanager
-def tracked_flow(sections: Mapping[str, BaseModel]) -> Iterator[TrackedRun]:
+def tracked_flow(recipe: Sections) -> Iterator[TrackedRun]:
     """The flow's parent run in MLflow, with every section as parameters; its stages share model servers.
 
     Tasks do not inherit the tags of the flow run: before each, Prefect would ask its server for a slot of every tag,
@@ -62,8 +62,7 @@ def tracked_flow(sections: Mapping[str, BaseModel]) -> Iterator[TrackedRun]:
             listen at `machine.metrics`.
     """
     readable_errors()
-    machine = sections["machine"]
-    assert isinstance(machine, Machine)
+    machine, sections = recipe.machine, recipe.given()
     read_blocks(sections)
     machine.server_variables(), machine.trainer_variables()  # hours before they are needed
     tags = {names.FLOW_RUN_TAG: str(flow_run.id), "armature.deployment": deployment_name()}

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from inspect import Parameter, Signature, cleandoc
 from typing import Any, TypeVar
 
-from armature.components.configuration import SectionsT, fitting
+from armature.components.configuration import SectionsT, sections_of
 from armature.components.recipes import Sections
 
 Result = TypeVar("Result")
@@ -22,7 +22,7 @@ def takes(
 
     def of_recipe(function: Callable[[SectionsT], Result]) -> Callable[..., Result]:
         def of_sections(**given: Any) -> Result:
-            return function(fitting(sections, given))
+            return function(sections_of(sections, given))
 
         arguments = [f"    {name}: {field.description}" for name, field in sections.model_fields.items()]
         of_sections.__name__, of_sections.__qualname__ = function.__name__, function.__qualname__

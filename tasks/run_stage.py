@@ -17,11 +17,11 @@ from prefect.runtime import flow_run, task_run
 from prefect.states import Completed
 from pydantic import BaseModel
 
-from armature.components.configuration import Recipe
 from armature.components.contracts.errors import ServerError, TrainerError, WeightSyncError
 from armature.components.contracts.machine import Machine
 from armature.components.contracts.stages import Artifact, Stage
 from armature.components.home import home_folder
+from armature.components.recipes import Sections
 from armature.components.stages import STAGES, find_made, fingerprint, refuse_unknown, run_stage
 from armature.components.view.runs import STAGES as VIEWED
 from armature.tasks import mlflow_client as names
@@ -76,18 +76,23 @@ def stage_task(
     return artifact
 
 
-def run(name: str, sections: Mapping[str, BaseModel], machine: Machine, of: str = "", **inputs: Artifact) -> Artifact:
-    """Run a stage from a flow with its part of the flow's sections; wait for its artifact, new or reused.
+def run(name: str, recipe: Sections, of: str = "", **inputs: Artifact) -> Artifact:
+    """Run a stage from a flow with its part of the recipe; wait for its artifact, new or reused.
 
     `of` tells it apart, by its name, from others of the same stage in the flow.
+    """
+    stage: Stage[Any] = STAGES[name]
+    return run_with(name, recipe.settings_for(stage.settings), recipe.machine, of, **inputs)
+
+
+def run_with(name: str, settings: BaseModel, machine: Machine, of: str = "", **inputs: Artifact) -> Artifact:
+    """As `run`, with these settings of the stage.
 
     It is made again, once in a flow run, if `machine.force` has it or something that it is made from.
     """
     refuse_unknown(machine.force)
     stage: Stage[Any] = STAGES[name]
-    settings = stage.resolve(
-        Recipe("", "", sections, "").settings_for(stage.settings), inputs, lambda text: get_run_logger().info(text)
-    )
+    settings = stage.resolve(settings, inputs, lambda text: get_run_logger().info(text))
     known, key = provenance(), fingerprint(stage, settings, inputs)
     forced = name in machine.force or any(each.path.name in known.again for each in inputs.values())
     again = forced and key not in known.again

@@ -22,7 +22,9 @@ from armature.components.contracts.errors import ConfigurationError
 from armature.components.contracts.machine import Machine
 from armature.components.datasets.settings import SourceSettings
 from armature.components.environments.openenv.settings import OpenEnvSettings
+from armature.components.rl.settings import TrainVLMSettings
 from armature.components.training.processes import TrainerProcesses
+from armature.deployments import deployment
 from tests.refusals import refused
 
 
@@ -231,12 +233,62 @@ def test_every_committed_recipe_loads_and_its_dump_loads_again(name):
     assert again == recipe
 
 
-def test_recipes_load_without_torch_and_prefect():
-    code = (
-        "import sys; from armature.components.configuration import load_recipe; load_recipe('train-vlm/colors');"
-        "assert not {'torch', 'transformers', 'prefect', 'mlflow', 'dvc'} & set(sys.modules), sorted(sys.modules)"
-    )
+@pytest.mark.parametrize(
+    ("name", "robots"), [("train-vlm/colors", set()), ("train-vla-rl/tiny", {"datasets", "policies", "vla", "vla_rl"})]
+)
+def test_recipe_imports_its_own_settings_and_neither_torch_nor_prefect(name, robots):
+    code = f"""
+import sys
+from armature.components.configuration import load_recipe
+load_recipe({name!r})
+loaded = {{each.removeprefix("armature.components.").partition(".")[0] for each in sys.modules}}
+assert loaded & {{"datasets", "policies", "policy_server", "vla", "vla_rl"}} == {robots!r}, loaded
+assert not {{"torch", "transformers", "prefect", "mlflow", "dvc"}} & set(sys.modules), sorted(sys.modules)
+"""
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_settings_of_a_stage_are_built_once():
+    recipe = load_recipe("train-vlm/colors", ["trainer.learning_rate=0.25"])
+    settings = recipe.settings_for(TrainVLMSettings)
+    assert settings.trainer is recipe.sections["trainer"] and settings.trainer.learning_rate == 0.25
+    assert recipe.settings_for(TrainVLMSettings) is settings
+
+
+def test_problems_of_all_sections_are_shown():
+    with refused("extra_forbidden", "model.sauce", "trainer.max_steps"):
+        load_recipe("train-vlm/colors", ["model.sauce=1", "trainer.max_steps=0"])
+
+
+def test_another_package_adds_a_flow(tmp_path, monkeypatch):
+    (tmp_path / "count_lab.py").write_text(COUNT_LAB)
+    (tmp_path / "count_lab-1.dist-info").mkdir()
+    (tmp_path / "count_lab-1.dist-info/entry_points.txt").write_text("[armature.recipes]\ncount = count_lab:Count\n")
+    (tmp_path / "mine.toml").write_text('flow = "count"\n[count]\nrows = 3\n')
+    monkeypatch.syspath_prepend(str(tmp_path))
+    recipe = load_recipe(tmp_path / "mine.toml")
+    assert (recipe.name, recipe.dump()["count"]) == ("count/mine", {"rows": 3})
+    assert deployment(recipe)["entrypoint"] == "count_lab.flows.count"
+    with refused("extra_forbidden", "count.row", "'rows'"):
+        load_recipe(tmp_path / "mine.toml", ["count.row=1"])
+
+
+COUNT_LAB = """
+from armature.components.contracts.machine import Machine
+from armature.components.contracts.settings import Settings
+from armature.components.recipes import MachineSection, Sections
+
+
+class CountSettings(Settings):
+    rows: int
+
+
+class Count(Sections):
+    FLOW = "count_lab.flows.count"
+
+    count: CountSettings
+    machine: MachineSection = Machine()
+"""
 
 
 def test_an_optional_section_may_be_left_out_but_not_half_given():

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,11 +19,10 @@ from pydantic import BaseModel, ValidationError
 from armature.components.configuration.problems import SHORT, code_of, explain, place, settings_in
 from armature.components.configuration.tables import SUFFIX, Written, merge, parse_override, read_toml
 from armature.components.contracts.errors import ConfigurationError
-from armature.components.environments.settings import EnvironmentSettings
+from armature.components.contracts.machine import Machine
 from armature.components.installation import CONFIGS, DISTRIBUTION
-from armature.components.models.settings import ModelSettings
 from armature.components.project import project
-from armature.components.recipes import RECIPES, Sections
+from armature.components.recipes import RECIPES, Sections, SettingsT
 from armature.components.registry import suggestion
 
 __all__ = [
@@ -32,7 +32,6 @@ __all__ = [
     "SectionsT",
     "build_recipe",
     "explain",
-    "fitting",
     "load_recipe",
     "merge",
     "parse_override",
@@ -42,20 +41,20 @@ __all__ = [
     "recipe_names",
     "recipe_path",
     "section_of",
+    "sections_of",
     "settings_in",
 ]
 
 SectionsT = TypeVar("SectionsT", bound=Sections)
-SettingsT = TypeVar("SettingsT", bound=BaseModel)
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """A flow with every value that it needs. An optional section that is left out is not in `sections`."""
+    """A flow with every value that it needs."""
 
     name: str  # "<flow>/<deployment>"
     description: str
-    sections: Mapping[str, BaseModel]
+    values: Sections
     kind: str  # key of RECIPES
     folder: Path | None = None
     """Where the relative paths of its values begin; None: in the working folder."""
@@ -64,37 +63,22 @@ class Recipe:
     def flow(self) -> str:
         return self.kind.partition("/")[0]
 
+    @property
+    def machine(self) -> Machine:
+        return self.values.machine
+
+    @cached_property
+    def sections(self) -> Mapping[str, BaseModel]:
+        """The sections by name, without optional ones that are left out."""
+        return self.values.given()
+
     def dump(self) -> dict[str, Any]:
         """The resolved values, as JSON."""
         return {name: section.model_dump(mode="json") for name, section in self.sections.items()}
 
-    def settings_for(self, settings: type[BaseModel]) -> BaseModel:
-        """The settings of a stage: a section of that type, or sections joined under its field names.
-
-        Those of the tasks stage have the model's special tokens, which no text may have.
-
-        Raises:
-            ConfigurationError, DataError: see `reserved_tokens`.
-        """
-        for section in self.sections.values():
-            if type(section) is settings:
-                model = self.sections.get("model")
-                if isinstance(section, EnvironmentSettings) and isinstance(model, ModelSettings):
-                    return _with_reserved_tokens(section, model)
-                return section
-        return settings.model_validate({name: self.sections[name] for name in settings.model_fields})
-
-
-def _with_reserved_tokens(environment: EnvironmentSettings, model: ModelSettings) -> EnvironmentSettings:
-    """The settings of an environment that shows foreign texts, with the special tokens that rows may not have."""
-    args = environment.args
-    if "reserved_tokens" not in args:
-        return environment
-    from armature.components.models.reserved_tokens import reserved_tokens  # the hub's client takes long to import
-
-    found = reserved_tokens(model, images_only=args.get("allow_special_tokens", False))
-    listed = sorted({*args["reserved_tokens"], *found})
-    return environment.model_copy(update={"args": args | {"reserved_tokens": listed}})
+    def settings_for(self, settings: type[SettingsT]) -> SettingsT:
+        """Return the settings of a stage, see `Sections.settings_for`."""
+        return self.values.settings_for(settings)
 
 
 def recipe_kind(name: str, where: str = "") -> str:
@@ -186,28 +170,28 @@ def build_recipe(name: str, values: Mapping[str, Any], where: str, folder: Path 
             f"description is not a string: {SHORT.repr(description)}", code="invalid_description", where=where
         )
     with project(folder):
-        return Recipe(name, description, _sections(RECIPES[kind], values, where), kind, folder)
+        return Recipe(name, description, sections_of(RECIPES[kind], values, where), kind, folder)
 
 
-def _sections(kind: type[Sections], values: Mapping[str, Any], where: str) -> dict[str, BaseModel]:
-    known = kind.model_fields
-    if unknown := sorted(set(values) - set(known)):
+def sections_of(kind: type[SectionsT], values: Mapping[str, Any], where: str = "") -> SectionsT:
+    """Validate sections, each of them and all together. Sections that are valid already stay as they are.
+
+    Raises:
+        ConfigurationError: an unknown or missing section or key, or a value out of bounds, or sections that do not fit
+            each other.
+    """
+    if unknown := sorted(set(values) - set(kind.model_fields)):
         raise ConfigurationError(
             f"unknown section {unknown[0]!r}",
             code="unknown_section",
             where=where,
-            remedy=suggestion(unknown[0], known),
+            remedy=suggestion(unknown[0], kind.model_fields),
         )
-    sections = {}
-    for section in known:
-        if section not in values and section in kind.optional():
-            continue
-        (model,) = settings_in(known[section].annotation)
-        try:
-            sections[section] = _validate(model, values.get(section, {}))
-        except ValidationError as error:
-            raise ConfigurationError(explain(error, section, model), code=code_of(error), where=where) from error
-    return fitting(kind, sections, where).given()
+    omitted: dict[str, Any] = {name: {} for name in kind.model_fields if name not in kind.optional()}
+    try:
+        return _validate(kind, omitted | dict(values))
+    except ValidationError as error:
+        raise ConfigurationError(explain(error, "", kind), code=code_of(error), where=where) from error
 
 
 def _validate(model: type[SettingsT], values: Mapping[str, Any]) -> SettingsT:
@@ -247,16 +231,3 @@ def section_of(
         raise ConfigurationError(
             explain(error, model.__name__.removesuffix("Settings").lower(), model), code=code_of(error), where=where
         ) from error
-
-
-def fitting(kind: type[SectionsT], sections: Mapping[str, Any], where: str = "") -> SectionsT:
-    """The sections, which are valid each, together.
-
-    Raises:
-        ConfigurationError: they do not fit each other.
-    """
-    try:
-        return kind.model_validate(sections)
-    except ValidationError as error:
-        what = error.errors()[0]["msg"].removeprefix("Value error, ")
-        raise ConfigurationError(what, code=code_of(error), where=where) from error

@@ -24,22 +24,27 @@ def code_of(error: ValidationError) -> str:
 
 
 def explain(error: ValidationError, section: str, model: type[BaseModel]) -> str:
-    """Each problem on a line of its own, with the dotted key, the value given, and the nearest known key."""
-    lines = []
+    """Each problem on a line of its own, with the dotted key, the value given, and the nearest known key.
+
+    Args:
+        section: name of the table; "" for a whole recipe, whose keys begin with the names of its sections.
+    """
+    lines, begin = [], [section] if section else []
     for problem in error.errors():
         cause = problem.get("ctx", {}).get("error")
         if isinstance(cause, InvalidTable):
-            lines.append(explain(cause.error, ".".join([section, *map(str, problem["loc"])]), cause.model))
+            lines.append(explain(cause.error, ".".join([*begin, *map(str, problem["loc"])]), cause.model))
             continue
         path, variant, known = place(model, problem["loc"])
-        key = ".".join([section, *path])
-        line = f"{key}: {problem['msg'].removeprefix('Value error, ')}"
+        key = ".".join([*begin, *path])
+        message = problem["msg"].removeprefix("Value error, ")
+        line = f"{key}: {message}" if key else message
         if problem["type"] == "extra_forbidden":
             line = f"{key} is not a setting{f' of {variant!r}' if variant else ''}; {suggestion(path[-1], known)}"
         elif problem["type"] == "union_tag_not_found":
             discriminator = problem["ctx"]["discriminator"].strip("'")
             line = f"{key}.{discriminator}: Field required"
-        elif problem["type"] not in ("missing", PLAIN_SECRET):
+        elif key and problem["type"] not in ("missing", PLAIN_SECRET):
             line += f" (given {SHORT.repr(problem['input'])})"
         lines.append(line)
     return "\n".join(lines)

@@ -13,12 +13,12 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 
 from armature.components.contracts.errors import ConfigurationError
 from armature.components.contracts.foreign import foreign
-from armature.components.contracts.machine import Machine
 from armature.components.families.family import family_of
 from armature.components.models.settings import ModelSettings
 from armature.components.models.source import local_code_options
 from armature.components.project import project_source
 from armature.components.registry import suggestion
+from armature.components.rl.recipe import TrainVlm
 from armature.components.rl.settings import TrainVLMSettings
 from armature.components.training.processes import SERVER_SHARE, TrainerProcesses
 from armature.components.training.sharding import blocks, n_parameters
@@ -212,11 +212,12 @@ def trainer_parts(estimate: MemoryEstimate) -> dict[str, int]:
     }
 
 
-def language_memory(settings: TrainVLMSettings, machine: Machine) -> RecipeMemory:
+def recipe_memory(recipe: TrainVlm) -> RecipeMemory:
     """Memory of a recipe of train-vlm on its machine. A server needs its weights and one sequence at least.
 
     `model.gradient_checkpointing = "auto"` counts as on, as where memory is short. Raises DataError as `read_config`.
     """
+    settings, machine = recipe.settings_for(TrainVLMSettings), recipe.machine
     sizes, processes = sizes_of(settings), TrainerProcesses.of(machine)
     per_server = max(1, len(machine.gpus_of_server(0)))
     servers = 0 if machine.joins_servers else machine.servers

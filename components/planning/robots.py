@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
+from typing import Any
 
 import torch
 from pydantic import Field, NonNegativeFloat, PositiveFloat
@@ -13,7 +15,7 @@ from armature.components.contracts.machine import Machine
 from armature.components.contracts.settings import Settings
 from armature.components.models.source import locate
 from armature.components.planning.memory import Gpu, RecipeMemory
-from armature.components.planning.step import StepTime
+from armature.components.planning.step import STEP_HEAD, Plan, StepTime, assumptions, plan_title, step_cells
 from armature.components.policies.molmoact2.checkpoints.lerobot_layout import read_json
 from armature.components.policies.molmoact2.checkpoints.parts import CONFIG
 from armature.components.policies.molmoact2.checkpoints.tiny import tiny_config
@@ -25,8 +27,12 @@ from armature.components.project import project_source
 from armature.components.training.processes import TrainerProcesses
 from armature.components.vla.groups import prepare
 from armature.components.vla.settings import PolicyUpdateSettings, VLATrainerSettings
+from armature.components.vla_rl.recipes import EvaluateLibero, TrainVla, TrainVlaRl
 from armature.components.vla_rl.settings import RobotRLTrainerSettings, TrainVLARLSettings
+from armature.components.vlm.memory import GIB
 
+SIZES = (1, 8)
+"""Numbers of GPUs that are planned if none is given."""
 POLICIES = "; docs/benchmarks.md, MolmoAct2 of the released sizes"
 TRYING = "; docs/benchmarks.md, Robot policies that learn by trying"
 TEXT_TOKENS, ACTION_TOKENS = 100, 40
@@ -188,6 +194,17 @@ def _example_bytes(sizes: PolicySizes, actions: int, expert_alone: bool, recompu
     return sizes.width * (kept + once) + sizes.tokens * sizes.key_value_bytes * expert_alone
 
 
+def recipe_memory(recipe: TrainVla | TrainVlaRl | EvaluateLibero) -> RecipeMemory:
+    """Memory of a recipe that trains or plays a policy, on its machine."""
+    policy, machine = recipe.policy, recipe.machine
+    cameras = len(recipe.simulator.camera_name_mapping) if recipe.simulator is not None else 0
+    if isinstance(recipe, TrainVlaRl):
+        return robot_memory(policy, machine, cameras, recipe.trainer, recipe.settings_for(TrainVLARLSettings))
+    rows = recipe.evaluation.rows_per_pass if recipe.evaluation is not None else 0
+    update = recipe.training if isinstance(recipe, TrainVla) else None
+    return robot_memory(policy, machine, cameras or len(policy.image_keys) or 2, update, rows=rows)
+
+
 def robot_memory(
     policy: RobotPolicySettings,
     machine: Machine,
@@ -305,3 +322,24 @@ def robot_step(
         others={"batches are made": answers * assumed.batch_answer_seconds, "weights are synced": costs.sync},
         overlaps=plan.max_staleness > 0,
     )
+
+
+def plan_robots(recipe: TrainVlaRl, gpus: Sequence[int], gpu: Gpu, values: Mapping[str, Any]) -> Plan:
+    """Plan the steps of a recipe of train-vla-rl, see `Plan`."""
+    from armature.components.environments.libero.tasks import suite_tasks
+
+    settings, policy = recipe.settings_for(TrainVLARLSettings), recipe.policy
+    assumed, plan = assumptions(RobotAssumptions, values), settings.rollouts
+    cameras = len(settings.simulator.camera_name_mapping)
+    sizes = policy_sizes(read_policy_config(policy), policy, cameras)
+    tasks, processes = len(plan.tasks or suite_tasks(plan.suite)), min(recipe.machine.playing_processes, plan.batch)
+    samples = plan.flow_samples if plan.likelihood == "fpo" else 1
+    rows = [["GPUs", "rank GiB", *STEP_HEAD]]
+    for count in gpus or SIZES:
+        costs = robot_costs(sizes, gpu, assumed, settings, count)
+        step = robot_step(costs, assumed, settings, tasks, policy.n_action_steps, processes, count)
+        held = sum(policy_trainer_parts(sizes, policy, settings.trainer, count, samples).values())
+        cells = step_cells(step, count, plan.groups_per_step * plan.group_size)
+        rows.append([f"{count:,}", f"{held / GIB:.0f}", *cells])
+    title = f"{plan_title(sizes.parameters, plan)}, {plan.batch} simulators in {processes} processes"
+    return Plan(assumed, title, rows)

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
-from typing import Literal
+from typing import Any, Literal, NamedTuple, Protocol
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError
 
+from armature.components.configuration import explain
 from armature.components.contracts.errors import ConfigurationError
 from armature.components.contracts.machine import Machine
 from armature.components.contracts.settings import Settings
+from armature.components.environments import ENVIRONMENTS
 from armature.components.models.settings import ModelSettings
-from armature.components.planning.memory import Gpu, ModelSizes, server_parts
+from armature.components.planning.memory import Gpu, ModelSizes, server_parts, sizes_of
+from armature.components.recipes import SettingsT
+from armature.components.rl.recipe import TrainVlm
 from armature.components.rl.settings import TrainVLMSettings
 from armature.components.vlm.memory import GIB, OVERHEAD
 from armature.components.vlm.settings import TrainerSettings
@@ -313,3 +317,87 @@ class LanguagePlan:
             remedy="lower trainer.max_tokens_per_micro_batch, set model.gradient_checkpointing = true, raise "
             "machine.trainer_context_parallel, or take larger GPUs",
         )
+
+
+SIZES = (8, 64, 512)
+"""Numbers of GPUs that are planned if none is given."""
+STEP_HEAD = ("step", "rollouts", "training", "others", "rollouts/s", "GPU s each", "bottleneck")
+
+
+class Plan(NamedTuple):
+    """Assumptions of a plan, its title, and a table with a row for each number of GPUs below its head."""
+
+    assumed: Settings
+    title: str
+    rows: list[list[str]]
+
+
+class PlayedGroups(Protocol):
+    """The part of a recipe's rollouts that a plan's title names."""
+
+    @property
+    def groups_per_step(self) -> int: ...
+    @property
+    def group_size(self) -> int: ...
+    @property
+    def max_staleness(self) -> int: ...
+
+
+def plan_language(recipe: TrainVlm, gpus: Sequence[int], gpu: Gpu, values: Mapping[str, Any]) -> Plan:
+    """Plan the steps of a recipe of train-vlm, see `Plan`."""
+    settings = recipe.settings_for(TrainVLMSettings)
+    sizes, assumed = sizes_of(settings), assumptions(Assumptions, _episodes(settings) | dict(values))
+    plan = LanguagePlan(settings, recipe.machine, sizes, gpu, assumed)
+    rows = [["GPUs", "servers", "ranks", "server GiB", "rank GiB", *STEP_HEAD]]
+    for count in gpus or SIZES:
+        try:
+            servers, ranks = plan.best(count)
+        except ConfigurationError as error:
+            if len(gpus) == 1:
+                raise
+            rows.append([f"{count:,}", *[""] * (len(rows[0]) - 2), error.what])
+            continue
+        tensor = f" x {plan.gpus_per_server}" * (plan.gpus_per_server > 1)
+        memory = [f"{size / GIB:.0f}" for size in (plan.server_bytes(), plan.rank_bytes(ranks))]
+        cells = step_cells(plan.step(servers, ranks), count, plan.rollouts)
+        rows.append([f"{count:,}", f"{servers:,}{tensor}", f"{ranks:,}", *memory, *cells])
+    return Plan(assumed, plan_title(sizes.parameters, recipe.rollouts), rows)
+
+
+def _episodes(settings: TrainVLMSettings) -> dict[str, Any]:
+    """Return the episodes that the estimate assumes for the recipe."""
+    environment, sampling = settings.environment, settings.rollouts.sampling
+    kind = ENVIRONMENTS[environment.name]
+    most = environment.args.get("max_turns") or getattr(kind, "max_turns", None) or 1
+    return {
+        "turns": 1.0 if most == 1 else most / 2,
+        "dialogue": bool(getattr(kind, "dialogue", True)),
+        "prompt_tokens": min(512, max(16, settings.inference.max_model_len - sampling.max_tokens)),
+        "completion_tokens": sampling.max_tokens / 2,
+    }
+
+
+def plan_title(parameters: int, plan: PlayedGroups) -> str:
+    size, ahead = f"{parameters / 1e9:.3g} billion parameters", f"{plan.max_staleness} steps ahead of the training"
+    return f"{size}, {plan.groups_per_step} groups of {plan.group_size} in a step, {ahead}"
+
+
+def step_cells(step: StepTime, gpus: int, rollouts: int) -> list[str]:
+    sides = (sum(side.values()) for side in (step.rollouts, step.training, step.others))
+    seconds = [f"{each:,.1f} s" for each in (step.seconds, *sides)]
+    name, share = step.bottleneck()
+    of_rollouts = [f"{rollouts / step.seconds:,.1f}", f"{gpus * step.seconds / rollouts:,.2f}"]
+    return [*seconds, *of_rollouts, f"{name} ({share:.0%} of the step)"]
+
+
+def assumptions(kind: type[SettingsT], values: Mapping[str, Any]) -> SettingsT:
+    """
+    Raises:
+        ConfigurationError: an unknown assumption, or a value out of bounds.
+    """
+    try:
+        return kind.model_validate(values)
+    except ValidationError as error:
+        raise ConfigurationError(
+            explain(error, "assume", kind), code=error.errors()[0]["type"], where="--assume"
+        ) from error

@@ -14,7 +14,7 @@ import pytest
 from armature.cli import main
 from armature.components.configuration import load_recipe, recipe_names
 from armature.components.recipes import RECIPES
-from armature.deployments import FLOWS, USE_PROJECT, deployment
+from armature.deployments import USE_PROJECT, deployment
 
 RECIPE = """\
 flow = "train-vlm"
@@ -168,7 +168,7 @@ def test_a_recipe_of_any_kind_may_lie_anywhere(tmp_path):
         recipe = load_recipe(file)
         assert (recipe.kind, recipe.folder) == (kind, tmp_path)
         assert recipe.name == f"{recipe.flow}/mine" and recipe.sections == load_recipe(installed).sections
-        assert deployment(recipe)["entrypoint"] == FLOWS[kind]
+        assert deployment(recipe)["entrypoint"] == RECIPES[kind].FLOW
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ def artifacts_of(state) -> dict[str, str]:
     return {each["key"]: each["data"] for each in answer.raise_for_status().json()}
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", list(RECIPES))
 def test_prefect_s_form_has_the_sections_of_the_recipe(name):
     flow, fields = flow_of(name), RECIPES[name].model_fields
     form = flow.parameters
@@ -45,7 +45,7 @@ def test_prefect_s_form_has_the_sections_of_the_recipe(name):
     assert annotations == {key: each.annotation for key, each in fields.items()}
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", list(RECIPES))
 def test_prefect_s_form_says_of_every_setting_what_it_is_and_its_default(name):
     """Against the settings classes themselves. What the server stores for a deployment: tests/platform/test_up.py."""
     form = flow_of(name).parameters

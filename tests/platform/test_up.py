@@ -20,6 +20,7 @@ from armature import deployments
 from armature.components.configuration import load_recipe, recipe_names
 from armature.components.contracts.machine import Machine
 from armature.components.models.settings import ModelSettings
+from armature.components.recipes import RECIPES
 from armature.components.stages import run_stage
 from armature.services import free_port
 from tests.conftest import SharedServer
@@ -98,7 +99,7 @@ def test_what_is_up_answers_and_knows_every_flow(platform: Platform) -> None:
     assert httpx.get(f"{platform.record['mlflow']}/health").status_code == 200
     known = platform.api.post("/deployments/filter", json={}).json()
     assert len(known) == len(recipe_names())
-    forms = {path: deployments.flow_of(kind).parameters.model_dump() for kind, path in deployments.FLOWS.items()}
+    forms = {RECIPES[kind].FLOW: deployments.flow_of(kind).parameters.model_dump() for kind in RECIPES}
     assert {each["entrypoint"]: each["parameter_openapi_schema"] for each in known} == forms
     (platform.folder / "mine.toml").write_text('flow = "train-vlm"\nextends = "train-vlm/colors"\n')
     colors = platform.api.get("/deployments/name/train-vlm/colors").json()["id"]

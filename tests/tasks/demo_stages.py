@@ -12,7 +12,9 @@ from pydantic import BaseModel, ConfigDict
 from armature.components.artifacts.disk import whole_folder
 from armature.components.artifacts.manifest import open_artifact, write_manifest
 from armature.components.contracts.errors import DataError, ServerError
+from armature.components.contracts.machine import Machine
 from armature.components.contracts.stages import Artifact, Stage, StageReport
+from armature.components.recipes import MachineSection, Sections
 
 
 class TasksSettings(BaseModel):
@@ -33,6 +35,13 @@ class EvaluateSettings(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
     seed: int
     refuse_seeds: tuple[int, ...] = ()
+
+
+class DemoRecipe(Sections):
+    tasks: TasksSettings
+    train: TrainSettings
+    machine: MachineSection = Machine()
+    evaluate: EvaluateSettings | None = None
 
 
 def make_tasks(settings, inputs, folder, context):

@@ -27,10 +27,10 @@ def chain(demo_stages, machine):
 
     @flow(name="demo-chain")
     def demo_chain(tasks, train):
-        sections = {"tasks": tasks, "train": train, "machine": machine}
-        with tracked_flow(sections) as tracking:
-            made = run("demo-tasks", sections, machine)
-            trained = run("demo-train", sections, machine, tasks=made)
+        recipe = demo_stages.DemoRecipe(tasks=tasks, train=train, machine=machine)
+        with tracked_flow(recipe) as tracking:
+            made = run("demo-tasks", recipe)
+            trained = run("demo-train", recipe, tasks=made)
         return tracking.run_id, made, trained
 
     return demo_chain
@@ -178,12 +178,13 @@ def evaluated(demo_stages, machine):
     @flow(name="demo-evaluated")
     def demo_evaluated(train, evaluate, force=()):
         here = machine.model_copy(update={"force": force})
-        sections = {"tasks": demo_stages.TasksSettings(count=7), "train": train, "evaluate": evaluate, "machine": here}
-        with tracked_flow(sections) as tracking:
-            tasks = run("demo-tasks", sections, here)
-            model = run("demo-train", sections, here, tasks=tasks)
-            result = run("demo-evaluate", sections, here, tasks=tasks, model=model)
-            twice = run("demo-evaluate", sections, here, tasks=tasks, model=model)
+        tasks = demo_stages.TasksSettings(count=7)
+        recipe = demo_stages.DemoRecipe(tasks=tasks, train=train, evaluate=evaluate, machine=here)
+        with tracked_flow(recipe) as tracking:
+            tasks = run("demo-tasks", recipe)
+            model = run("demo-train", recipe, tasks=tasks)
+            result = run("demo-evaluate", recipe, tasks=tasks, model=model)
+            twice = run("demo-evaluate", recipe, tasks=tasks, model=model)
             assert twice == result
             return report(tracking, [CheckpointResult("after training", result)], {}), (tasks, model, result)
 

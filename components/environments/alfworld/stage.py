@@ -9,12 +9,14 @@ from pathlib import Path
 from pydantic import Field, NonNegativeInt
 
 from armature.components.contracts.errors import ConfigurationError, DataError
+from armature.components.contracts.machine import Machine
 from armature.components.contracts.settings import Settings
 from armature.components.contracts.stages import Artifact, Stage, StageContext, StageReport
 from armature.components.environments.alfworld.games.folders import games_digest, write_game
 from armature.components.environments.alfworld.games.game import SOURCES, Game, GamesSettings, GeneratedGames
 from armature.components.environments.alfworld.games.load import load_games
 from armature.components.environments.alfworld.text.host import EngineHost
+from armature.components.recipes import MachineSection, Sections
 from armature.components.workers.worker import Worker
 
 
@@ -26,6 +28,15 @@ class GamesStageSettings(Settings):
     valid_seen: NonNegativeInt = Field(description="Held-out games in scenes of the training split.")
     valid_unseen: NonNegativeInt = Field(description="Games in scenes that are in no other split.")
     seed: NonNegativeInt = Field(0, lt=2**31, description="Seed of the games, or of their choice from a folder.")
+
+
+class AlfworldGames(Sections):
+    """Games in ALFWorld's own folder layout, for environments whose games have the source folder."""
+
+    FLOW = "armature.flows.alfworld_games.alfworld_games"
+
+    games: GamesStageSettings = Field(description="Which games, and how many of each split.")
+    machine: MachineSection = Machine()
 
 
 def write_games(

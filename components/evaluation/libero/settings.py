@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import ClassVar, Literal, Self
 
 from pydantic import ConfigDict, Field, NonNegativeInt, PositiveInt, model_validator
 
@@ -19,6 +19,9 @@ class LiberoEvaluationSettings(Settings):
     """Every task of the suites is played `episodes_per_task` times."""
 
     model_config = ConfigDict(title="Evaluation in LIBERO")
+
+    AFTER_TRAINING: ClassVar = ("episodes_per_task", "videos_per_task", "video_fps", "perturbations")
+    """Settings that matter only to the evaluation after a training, not to those during it."""
 
     suites: tuple[Suite, ...] = Field(
         ("libero_10", "libero_goal", "libero_object", "libero_spatial"),
@@ -101,10 +104,6 @@ class LiberoEvaluationSettings(Settings):
         return self
 
 
-AFTER_TRAINING = ("episodes_per_task", "videos_per_task", "video_fps", "perturbations")
-"""Settings that matter only to the evaluation after a training, not to those during it."""
-
-
 class TrainLiberoEvaluationSettings(LiberoEvaluationSettings):
     """An evaluation of the trained policy, and with `every` one of each so many steps while it trains.
 
@@ -144,7 +143,7 @@ class TrainLiberoEvaluationSettings(LiberoEvaluationSettings):
         """What the training depends on; None without evaluations during it."""
         if not self.every:
             return None
-        left = {name: type(self).model_fields[name].default for name in AFTER_TRAINING}
+        left = {name: type(self).model_fields[name].default for name in self.AFTER_TRAINING}
         return self.model_copy(update=left | {"episodes_per_task": self.panel_episodes})
 
 
