@@ -10,18 +10,21 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from pkgutil import resolve_name
 
 from armature.components.artifacts.disk import replaced_folder
 from armature.components.contracts.errors import ConfigurationError, DataError
 from armature.components.contracts.files import is_folder
 from armature.components.contracts.machine import Machine
-from armature.components.models.source import ADAPTER, CHECKPOINT, locate
-from armature.components.policies.source import POLICY_FILE
+from armature.components.models.source import ADAPTER, locate
 from armature.model_card import Form, model_card
 from armature.training_record import TrainingRecord, read_record
 
 CARD = "README.md"
 RELEASED = "allenai/MolmoAct2"
+HAS_POLICY = "armature.components.policies.source:has_policy"
+EXPORT_POLICY = "armature.components.policies.molmoact2.checkpoints.checkpoint:export_lerobot"
+"""Functions that know checkpoints of robot policies, loaded on use."""
 
 
 @dataclass(frozen=True)
@@ -78,10 +81,7 @@ class Export:
         config.write_text(json.dumps(facts, indent=2, sort_keys=True) + "\n")
 
     def _write_policy(self, out: Path) -> None:
-        from armature.components.policies.molmoact2.checkpoints.checkpoint import load_policy, save_lerobot
-
-        loaded = load_policy(self.source)
-        save_lerobot(out, loaded.parts, loaded.model.state_dict(), self.base)
+        resolve_name(EXPORT_POLICY)(self.source, out, self.base)
 
 
 def read_export(source: str, store: Path, adapter: bool = False, base: str = RELEASED) -> Export:
@@ -93,7 +93,7 @@ def read_export(source: str, store: Path, adapter: bool = False, base: str = REL
     """
     folder = find_checkpoint(source, store)
     record = read_record(folder, store)
-    policy = any((place / POLICY_FILE).is_file() for place in (folder, folder / CHECKPOINT))
+    policy = resolve_name(HAS_POLICY)(folder)
     if adapter:
         _refuse_other_adapters(folder, record)
         return Export(folder, "adapter", record)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Annotated, Any, Optional
 
 import typer
@@ -11,6 +12,8 @@ import typer
 from armature.commands.arguments import MachineOverrides, Store
 
 app = typer.Typer()
+
+POLICY_SERVER_SETTINGS = "armature.components.policy_server.settings:PolicyServerSettings"
 
 Checkpoint = Annotated[
     str, typer.Argument(metavar="CHECKPOINT", help="Of a training: folder, digest, or models:/NAME@ALIAS.")
@@ -143,7 +146,6 @@ def serve_policy(
     made and kept in .armature/serve-policy.key. Ctrl-C ends it.
     """
     from armature.components.configuration import section_of
-    from armature.components.policy_server.settings import PolicyServerSettings
 
     values = {
         "host": host,
@@ -160,7 +162,7 @@ def serve_policy(
         "max_message_mib": max_message_mib,
         "metrics": metrics,
     }
-    settings = section_of(PolicyServerSettings, values, "armature serve-policy")
+    settings = section_of(resolve_name(POLICY_SERVER_SETTINGS), values, "armature serve-policy")
     from armature.serve_policy import serve_policy as serve_until_interrupted
 
     serve_until_interrupted(checkpoint, store, settings, with_key=not no_key)

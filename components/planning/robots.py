@@ -341,5 +341,5 @@ def plan_robots(recipe: TrainVlaRl, gpus: Sequence[int], gpu: Gpu, values: Mappi
         held = sum(policy_trainer_parts(sizes, policy, settings.trainer, count, samples).values())
         cells = step_cells(step, count, plan.groups_per_step * plan.group_size)
         rows.append([f"{count:,}", f"{held / GIB:.0f}", *cells])
-    title = f"{plan_title(sizes.parameters, plan)}, {plan.batch} simulators in {processes} processes"
-    return Plan(assumed, title, rows)
+    title = plan_title(sizes.parameters, plan.groups_per_step, plan.group_size, plan.max_staleness)
+    return Plan(assumed, f"{title}, {plan.batch} simulators in {processes} processes", rows)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError
 
@@ -332,22 +332,11 @@ class Plan(NamedTuple):
     rows: list[list[str]]
 
 
-class PlayedGroups(Protocol):
-    """The part of a recipe's rollouts that a plan's title names."""
-
-    @property
-    def groups_per_step(self) -> int: ...
-    @property
-    def group_size(self) -> int: ...
-    @property
-    def max_staleness(self) -> int: ...
-
-
 def plan_language(recipe: TrainVlm, gpus: Sequence[int], gpu: Gpu, values: Mapping[str, Any]) -> Plan:
     """Plan the steps of a recipe of train-vlm, see `Plan`."""
     settings = recipe.settings_for(TrainVLMSettings)
     sizes, assumed = sizes_of(settings), assumptions(Assumptions, _episodes(settings) | dict(values))
-    plan = LanguagePlan(settings, recipe.machine, sizes, gpu, assumed)
+    plan, played = LanguagePlan(settings, recipe.machine, sizes, gpu, assumed), recipe.rollouts
     rows = [["GPUs", "servers", "ranks", "server GiB", "rank GiB", *STEP_HEAD]]
     for count in gpus or SIZES:
         try:
@@ -361,7 +350,8 @@ def plan_language(recipe: TrainVlm, gpus: Sequence[int], gpu: Gpu, values: Mappi
         memory = [f"{size / GIB:.0f}" for size in (plan.server_bytes(), plan.rank_bytes(ranks))]
         cells = step_cells(plan.step(servers, ranks), count, plan.rollouts)
         rows.append([f"{count:,}", f"{servers:,}{tensor}", f"{ranks:,}", *memory, *cells])
-    return Plan(assumed, plan_title(sizes.parameters, recipe.rollouts), rows)
+    title = plan_title(sizes.parameters, played.groups_per_step, played.group_size, played.max_staleness)
+    return Plan(assumed, title, rows)
 
 
 def _episodes(settings: TrainVLMSettings) -> dict[str, Any]:
@@ -377,9 +367,9 @@ def _episodes(settings: TrainVLMSettings) -> dict[str, Any]:
     }
 
 
-def plan_title(parameters: int, plan: PlayedGroups) -> str:
-    size, ahead = f"{parameters / 1e9:.3g} billion parameters", f"{plan.max_staleness} steps ahead of the training"
-    return f"{size}, {plan.groups_per_step} groups of {plan.group_size} in a step, {ahead}"
+def plan_title(parameters: int, groups_per_step: int, group_size: int, max_staleness: int) -> str:
+    size, ahead = f"{parameters / 1e9:.3g} billion parameters", f"{max_staleness} steps ahead of the training"
+    return f"{size}, {groups_per_step} groups of {group_size} in a step, {ahead}"
 
 
 def step_cells(step: StepTime, gpus: int, rollouts: int) -> list[str]:

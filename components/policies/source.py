@@ -10,7 +10,7 @@ from pathlib import Path
 
 from armature.components.contracts.files import read_bytes
 from armature.components.contracts.foreign import foreign
-from armature.components.models.source import CheckpointKind
+from armature.components.models.source import CHECKPOINT, CheckpointKind
 from armature.components.policies.settings import RobotPolicySettings
 
 POLICY_FILE = "policy.json"
@@ -24,6 +24,11 @@ POLICY = CheckpointKind(
     "policy.checkpoint_revision for a base, or policy.action_tokenizer_revision",
 )
 POLICY_WITHOUT_WEIGHTS = replace(POLICY, content=frozenset(), files={"allow_patterns": ["*.json", "*.jinja", "*.txt"]})
+
+
+def has_policy(folder: Path) -> bool:
+    """Check for a policy in the folder of a checkpoint, or of an artifact with one."""
+    return any((place / POLICY_FILE).is_file() for place in (folder, folder / CHECKPOINT))
 
 
 def write_settings(folder: Path, settings: RobotPolicySettings) -> None:

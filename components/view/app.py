@@ -6,6 +6,7 @@ import logging
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 from contextlib import asynccontextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar, cast, get_args
 
@@ -26,15 +27,6 @@ from armature.components.reports.curves import panels_of
 from armature.components.reports.pages import ASSETS
 from armature.components.view.guard import Guard
 from armature.components.view.index import LAST_STEP, Query, RolloutIndex, Side, Source
-from armature.components.view.robots import (
-    EpisodeQuery,
-    episode_counts,
-    episode_document,
-    find_episodes,
-    find_failures,
-    find_videos,
-    video_file,
-)
 from armature.components.view.rollouts import MEDIA, group_document
 from armature.components.view.runs import ROBOT_TRAINING, Run, evaluations_of, find_runs, thinned
 
@@ -57,6 +49,8 @@ HOSTS = ["127.0.0.1", "localhost"]
 REFRESH = 0.5
 """Seconds between looks at the store. The page asks every second: what is new is shown within two."""
 MOST_POINTS = 1500
+ROBOT_PAGES = "armature.components.view.robots"
+"""Module that answers for runs of robots, loaded by the first question about one."""
 
 
 class ViewServer:
@@ -127,22 +121,26 @@ class ViewServer:
 
     def failures(self, request: Request) -> Any:
         run, query = self._run(request), _query(request)
-        return find_failures(run, query) if run.robot else self.index.failures(run.fingerprint, query)
+        return _robot_pages().find_failures(run, query) if run.robot else self.index.failures(run.fingerprint, query)
 
     def tasks(self, request: Request) -> Any:
         return self.index.tasks(self._run(request).fingerprint, _query(request))
 
     def episodes(self, request: Request) -> Any:
-        return find_episodes(self._run(request), _question(EpisodeQuery, _given(request)))
+        return _robot_pages().find_episodes(self._run(request), _question(_robot_pages().EpisodeQuery, _given(request)))
 
     def episode(self, request: Request) -> Any:
-        return episode_document(self._run(request), _step(request.path_params["step"]), request.path_params["episode"])
+        return _robot_pages().episode_document(
+            self._run(request), _step(request.path_params["step"]), request.path_params["episode"]
+        )
 
     def videos(self, request: Request) -> Any:
-        return {"rows": find_videos(self._run(request), find_runs(self.store))}
+        return {"rows": _robot_pages().find_videos(self._run(request), find_runs(self.store))}
 
     def video(self, request: Request) -> Response:
-        return FileResponse(video_file(self._run(request), request.path_params["path"]), media_type="video/mp4")
+        return FileResponse(
+            _robot_pages().video_file(self._run(request), request.path_params["path"]), media_type="video/mp4"
+        )
 
     def changes(self, request: Request) -> Any:
         """How a task was answered in the steps of a run, in its panel and in the evaluations of a training."""
@@ -180,6 +178,10 @@ class ViewServer:
             if run.fingerprint == fingerprint:
                 return run
         raise DataError(f"there is no run {fingerprint!r}", where=str(self.store))
+
+
+def _robot_pages() -> Any:
+    return import_module(ROBOT_PAGES)
 
 
 def view_app(server: ViewServer, token: str) -> Starlette:
@@ -270,7 +272,7 @@ def _query(request: Request, without: Collection[str] = ()) -> Query:
 def _episodes_of(run: Run, problems: dict[str, str]) -> dict[str, Any]:
     """The counts of a robot's training; a table that cannot be read is one of the problems."""
     try:
-        return episode_counts(run)
+        return _robot_pages().episode_counts(run)
     except Exception as error:
         problems[str(run.artifact)] = f"{type(error).__name__}: {error!s:.500}"
         return {}

@@ -178,6 +178,12 @@ def save_lerobot(folder: Path, parts: PolicyParts, weights: Mapping[str, Tensor]
     return folder
 
 
+def export_lerobot(source: Path, out: Path, base: str) -> None:
+    """Write the policy of a checkpoint as `save_lerobot` does."""
+    loaded = load_policy(source)
+    save_lerobot(out, loaded.parts, loaded.model.state_dict(), base)
+
+
 def write_parts(folder: Path, parts: PolicyParts) -> None:
     """Write everything but the weights."""
     for name in UNCHANGED_FILES:
