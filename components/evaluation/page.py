@@ -16,7 +16,7 @@ from armature.components.evaluation.results import (
     split_metrics,
 )
 from armature.components.evaluation.wilson import Interval
-from armature.components.reports.report import HtmlReport, Table
+from armature.components.reports.report import HtmlReport, Rollouts, Table
 
 COLUMNS = ("episodes", "failed", "accuracy", "95 % interval", "mean reward", "mean turns")
 PER_EPISODE = {
@@ -32,7 +32,7 @@ def evaluation_report(
     results: Sequence[EpisodeResult],
     splits: Sequence[str],
     configuration: Mapping[str, Any],
-    links: Mapping[str, str],
+    rollouts: Rollouts,
 ) -> HtmlReport:
     """Accuracy and reward with 95 % intervals, by split, kind of task and reward part, and failures by reason.
 
@@ -52,7 +52,13 @@ def evaluation_report(
     figures |= {label: f"{numbers[key]:.2f}" for key, label in PER_EPISODE.items() if numbers.get(key)}
     tables = [_splits(results, splits), *(_kinds(results, split, splits) for split in splits)]
     tables += [_parts(numbers["reward_parts"]), _failures(results)]
-    return HtmlReport(title, figures, links, tables=[table for table in tables if table], configuration=configuration)
+    return HtmlReport(
+        title,
+        figures,
+        tables=[table for table in tables if table],
+        configuration=configuration,
+        rollouts=rollouts,
+    )
 
 
 def _splits(results: Sequence[EpisodeResult], splits: Sequence[str]) -> Table | None:

@@ -25,14 +25,12 @@ from armature.components.evaluation.results import (
     write_results,
 )
 from armature.components.evaluation.settings import EvaluateStageSettings
-from armature.components.reports.report import write_report
-from armature.components.reports.tokens import token_decoder
-from armature.components.reports.viewer import Rollouts, write_viewer
+from armature.components.reports.records import token_decoder
+from armature.components.reports.report import Rollouts, write_report
 from armature.components.rollouts.collect import collect
 from armature.components.rollouts.table import write_rollouts
 
 METRICS_FILE = "metrics.json"
-VIEWER_FILE = "rollouts.html"
 
 
 def checkpoint_folder(model: Artifact) -> Path:
@@ -57,7 +55,7 @@ def checkpoint_folder(model: Artifact) -> Path:
 def evaluate(
     settings: EvaluateStageSettings, inputs: Mapping[str, Artifact], out: Path, context: StageContext
 ) -> StageReport:
-    """Writes `results.parquet`, `metrics.json`, `report.html`, `rollouts.html` and the rollout table.
+    """Writes `results.parquet`, `metrics.json`, `report.html` and the rollout table.
 
     Raises:
         ConfigurationError: a task has no field `evaluation.kind_field`.
@@ -77,11 +75,10 @@ def evaluate(
     write_rollouts(out, outputs)
     write_results(out, results)
     (out / METRICS_FILE).write_text(json.dumps(numbers, indent=1, sort_keys=True) + "\n")
-    rollouts = Rollouts(outputs.trajectories, outputs.failures)
+    rollouts = Rollouts(outputs.trajectories, outputs.failures, images, token_decoder(checkpoint))
     title = f"Evaluation of {outputs.trajectories[0].environment}, {' and '.join(plan.splits)}"
-    write_viewer(out / VIEWER_FILE, rollouts, images=images, decode=token_decoder(checkpoint), title=title)
     configuration = settings.model_dump(mode="json")
-    page = evaluation_report(title, results, plan.splits, configuration, {"Rollouts": VIEWER_FILE})
+    page = evaluation_report(title, results, plan.splits, configuration, rollouts)
     write_report(out / "report.html", page)
     context.events.metrics({name: value for name, value in numbers.items() if isinstance(value, int | float)}, 0)
     return StageReport(rows={"tasks": len(tasks), "episodes": len(results)}, drops=outputs.drops)

@@ -1,1 +1,1 @@
-"""Pages for people: rollouts to look at, learning curves, results. Each is one file that works offline."""
+"""Pages for people: rollouts, learning curves, results. Each is one file that works offline."""

@@ -6,12 +6,14 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import exp
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from armature.components.contracts.batches import LogRatios, Sample
+from armature.components.contracts.errors import DataError
 from armature.components.contracts.images import ImageRef
 from armature.components.contracts.rollouts import Trajectory, Turn
 
@@ -108,3 +110,30 @@ def _turn(turn: Turn, scores: TurnScores, image_key: ImageKey, piece: Decode) ->
 def _number(value: float) -> float | None:
     """Five significant digits; None for what JSON cannot hold."""
     return float(f"{value:.5g}") if np.isfinite(value) else None
+
+
+def token_decoder(checkpoint: Path) -> Callable[[int], str]:
+    """Decodes one id, special tokens included, with the `tokenizer.json` of a checkpoint folder.
+
+    A token that is only part of a character gives U+FFFD.
+
+    Raises:
+        DataError: the folder has no readable `tokenizer.json`.
+    """
+    from tokenizers import Tokenizer
+
+    path = checkpoint / "tokenizer.json"
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # the Rust library raises Exception itself, with no class of its own
+        raise DataError(
+            f"the tokenizer cannot be read: {error}",
+            code="tokenizer_unreadable",
+            where=str(path),
+            remedy="save the processor to the checkpoint",
+        ) from error
+
+    def decode(token: int) -> str:
+        return str(tokenizer.decode([token], skip_special_tokens=False))
+
+    return decode

@@ -6,11 +6,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from armature.components.reports.curves import History, curve_images, curves_png
-from armature.components.reports.report import HtmlReport, ReportImage, Table, write_report
+from armature.components.reports.curves import Curves, History, training_curves
+from armature.components.reports.report import HtmlReport, Rollouts, Table, write_report
 
 REPORT_FILE = "report.html"
-CURVES_FILE = "curves.png"
 _SHOWN = {"reward": "reward", "entropy": "entropy", "importance_ratio": "mean ratio"}
 
 
@@ -21,29 +20,27 @@ def write_training_report(
     history: History,
     configuration: Mapping[str, Any],
     figures: Mapping[str, str] | None = None,
-    links: Mapping[str, str] | None = None,
     tables: Sequence[Table] = (),
-    images: Sequence[ReportImage] = (),
+    curves: Sequence[Curves] = (),
+    rollouts: Rollouts | None = None,
 ) -> None:
-    """Writes `report.html` and `curves.png` into `folder`; the same run gives the same bytes.
+    """Write `report.html` into `folder`; the same run gives the same bytes.
 
     Args:
         figures: more numbers for the head of the page, such as held-out accuracy with its interval.
-        links: labels and addresses, relative to `folder` or on the web.
-        tables: what else is counted; those without rows are left out.
-        images: what is shown after the curves.
+        tables: further counts; those without rows are left out.
+        curves: charts after those of the history.
+        rollouts: rollouts to browse on the page.
     """
     drops = [[name, f"{count:,}"] for name, count in drops_by_reason(history).items()]
-    left_out = [Table("Left out, by reason", ["reason", "count"], drops)]
     report = HtmlReport(
         title,
         {**(figures or {}), **last_figures(history)},
-        links or {},
-        [*curve_images(history), *images],
-        [table for table in (*tables, *left_out) if table.rows],
-        configuration,
+        tables=[table for table in (*tables, Table("Left out, by reason", ["reason", "count"], drops)) if table.rows],
+        configuration=configuration,
+        curves=[training_curves(history), *curves],
+        rollouts=rollouts,
     )
-    (folder / CURVES_FILE).write_bytes(curves_png(history, title))
     write_report(folder / REPORT_FILE, report)
 
 

@@ -1,4 +1,4 @@
-"""The pages of a run: its report with learning curves, and a viewer of its first and last rollouts."""
+"""The page of a run: its learning curves, and its first and last rollouts to browse."""
 
 from __future__ import annotations
 
@@ -10,16 +10,11 @@ from armature.components.artifacts.images import ImageStore
 from armature.components.batches.scores import read_scores
 from armature.components.contracts.rollouts import Failure, Trajectory
 from armature.components.evaluation.wilson import Interval
-from armature.components.reports.records import TurnScores
-from armature.components.reports.report import Table
-from armature.components.reports.tokens import token_decoder
+from armature.components.reports.records import TurnScores, token_decoder
+from armature.components.reports.report import Rollouts, Table
 from armature.components.reports.training import write_training_report
-from armature.components.reports.viewer import Rollouts, write_viewer
 from armature.components.rl.settings import TrainVLMSettings
 from armature.components.rollouts.table import read_rollouts
-
-VIEWER_FILE = "rollouts.html"
-
 
 TASKS = {
     "tasks/played": "played",
@@ -49,20 +44,10 @@ def write_pages(
     best: Mapping[str, float],
     tasks: Mapping[str, int],
 ) -> None:
-    """Writes `report.html`, `curves.png` and `rollouts.html`.
+    """Write `report.html`.
 
     `best`: see `Evaluations.summary`; `tasks`: see `difficulty_counts`.
     """
-    title = f"Training {settings.model.source} on {settings.environment.name}"
-    write_training_report(
-        folder,
-        title=title,
-        history=history,
-        configuration=settings.model_dump(mode="json"),
-        figures=_best_figures(best) if best else {},
-        tables=[Table("Tasks", ["groups", "tasks"], [[said, f"{tasks[name]:,}"] for name, said in TASKS.items()])],
-        links={"Rollouts": VIEWER_FILE},
-    )
     trajectories: list[Trajectory] = []
     failures: list[Failure] = []
     steps: dict[str, int] = {}
@@ -73,12 +58,15 @@ def write_pages(
         failures += outputs.failures
         steps |= {trajectory.trajectory_id: one.step for trajectory in outputs.trajectories}
         scores |= read_scores(outputs.trajectories, one.batch, one.log_ratios)
-    write_viewer(
-        folder / VIEWER_FILE,
-        Rollouts(trajectories, failures, steps, scores),
-        images=ImageStore(images),
-        decode=token_decoder(folder / "checkpoint"),
-        title=title,
+    decode = token_decoder(folder / "checkpoint")
+    write_training_report(
+        folder,
+        title=f"Training {settings.model.source} on {settings.environment.name}",
+        history=history,
+        configuration=settings.model_dump(mode="json"),
+        figures=_best_figures(best) if best else {},
+        tables=[Table("Tasks", ["groups", "tasks"], [[said, f"{tasks[name]:,}"] for name, said in TASKS.items()])],
+        rollouts=Rollouts(trajectories, failures, ImageStore(images), decode, steps, scores),
     )
 
 

@@ -16,7 +16,6 @@ from armature.components.contracts.stages import Artifact, Stage, StageContext, 
 from armature.components.environments.stage import sources_of_tasks
 from armature.components.sft.settings import SFTSettings, WarmStartSettings
 
-VIEWER_FILE = "demonstrations.html"
 KIND = "demonstrations"
 
 
@@ -149,14 +148,13 @@ def summary(history: list[dict[str, float]]) -> dict[str, float]:
 def write_pages(
     folder: Path, settings: SFTSettings, outputs: GenerateOutputs, history: list[dict[str, float]], images: Path
 ) -> None:
-    """Writes `report.html`, `curves.png` and `demonstrations.html`."""
+    """Writes `report.html`."""
     from armature.components.artifacts.images import ImageStore
     from armature.components.models.source import CHECKPOINT
-    from armature.components.reports.tokens import token_decoder
+    from armature.components.reports.records import token_decoder
+    from armature.components.reports.report import Rollouts
     from armature.components.reports.training import write_training_report
-    from armature.components.reports.viewer import Rollouts, write_viewer
 
-    title = f"Warm start of {settings.model.source} on {outputs.trajectories[0].environment}"
     numbers = summary(history)
     figures = {KIND: f"{len(outputs.trajectories):,}"}
     if "heldout_loss" in numbers:
@@ -167,18 +165,13 @@ def write_pages(
     figures |= {f"left out: {reason}": f"{count:,}" for reason, count in sorted(left_out.items())}
     write_training_report(
         folder,
-        title=title,
+        title=f"Warm start of {settings.model.source} on {outputs.trajectories[0].environment}",
         history=history,
         configuration=settings.model_dump(mode="json"),
         figures=figures,
-        links={"Demonstrations": VIEWER_FILE},
-    )
-    write_viewer(
-        folder / VIEWER_FILE,
-        Rollouts(outputs.trajectories, outputs.failures),
-        images=ImageStore(images),
-        decode=token_decoder(folder / CHECKPOINT),
-        title=title,
+        rollouts=Rollouts(
+            outputs.trajectories, outputs.failures, ImageStore(images), token_decoder(folder / CHECKPOINT)
+        ),
     )
 
 

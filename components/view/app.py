@@ -16,39 +16,29 @@ from starlette.concurrency import run_in_threadpool
 from starlette.middleware import Middleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import Request
-from starlette.responses import FileResponse, PlainTextResponse, Response
+from starlette.responses import FileResponse, HTMLResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from armature.components.artifacts.images import ImageStore
 from armature.components.contracts.errors import ArmatureError, DataError
 from armature.components.contracts.images import ImageRef
 from armature.components.contracts.numbers import dump_json
-from armature.components.reports.curves import panels_of
-from armature.components.reports.pages import ASSETS
+from armature.components.reports.curves import training_curves
+from armature.components.reports.report import ASSETS, live_page
 from armature.components.view.guard import Guard
 from armature.components.view.index import LAST_STEP, Query, RolloutIndex, Side, Source
 from armature.components.view.rollouts import MEDIA, group_document
-from armature.components.view.runs import ROBOT_TRAINING, Run, evaluations_of, find_runs, thinned
+from armature.components.view.runs import ROBOT_TRAINING, Run, evaluations_of, find_runs
 
 log = logging.getLogger(__name__)
 ModelT = TypeVar("ModelT", bound=BaseModel)
 
 HERE = Path(__file__).parent / "assets"
-PAGE = HERE / "view.html"
-FILES = {
-    "page.css": ASSETS / "page.css",
-    "viewer.css": ASSETS / "viewer.css",
-    "rollout.js": ASSETS / "rollout.js",
-    "icon.svg": HERE / "icon.svg",
-    "view.css": HERE / "view.css",
-    "chart.js": HERE / "chart.js",
-    "robots.js": HERE / "robots.js",
-    "view.js": HERE / "view.js",
-}
+FILES = {name: ASSETS / name for name in ("page.css", "rollout.js", "chart.js", "view.js")}
+FILES |= {name: HERE / name for name in ("icon.svg", "robots.js")}
 HOSTS = ["127.0.0.1", "localhost"]
 REFRESH = 0.5
 """Seconds between looks at the store. The page asks every second: what is new is shown within two."""
-MOST_POINTS = 1500
 ROBOT_PAGES = "armature.components.view.robots"
 """Module that answers for runs of robots, loaded by the first question about one."""
 
@@ -107,14 +97,9 @@ class ViewServer:
         return {"runs": runs, "revision": self.index.revision, "problems": problems}
 
     def history(self, request: Request) -> Any:
-        """The metrics of the steps, thinned out where they are many, and the panels that show them."""
-        run = self._run(request)
-        history = thinned(run.history(), MOST_POINTS)
-        panels = [
-            {"title": panel.title, "unit": panel.unit, "log": panel.log, "series": names, "band": panel.band}
-            for panel, names in panels_of(history)
-        ]
-        return {"panels": panels, "rows": history, "settings": run.settings}
+        """Return the metrics of the steps, thinned out where they are many, and the panels that show them."""
+        curves = training_curves(self._run(request).history())
+        return {"panels": curves.panels, "rows": curves.rows}
 
     def rollouts(self, request: Request) -> Any:
         return self.index.search(self._run(request).fingerprint, _query(request))
@@ -195,7 +180,7 @@ def view_app(server: ViewServer, token: str) -> Starlette:
 
     run = "/api/runs/{run:str}"
     routes = [
-        Route("/", lambda request: FileResponse(PAGE, media_type="text/html")),
+        Route("/", lambda request: HTMLResponse(live_page())),
         Route("/assets/{name:str}", _asset),
         Route("/images/{name:str}", _answer(server.image)),
         Route("/videos/{run:str}/{path:path}", _answer(server.video)),

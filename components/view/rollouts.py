@@ -14,8 +14,7 @@ from armature.components.contracts.errors import DataError
 from armature.components.contracts.images import ImageRef
 from armature.components.contracts.numbers import dump_json
 from armature.components.environments.stage import TASKS
-from armature.components.reports.records import rollout_record
-from armature.components.reports.tokens import token_decoder
+from armature.components.reports.records import rollout_record, token_decoder
 from armature.components.rollouts.table import read_rollouts
 from armature.components.view.runs import Run
 

@@ -163,18 +163,6 @@ def evaluations_of(run: Run, runs: Sequence[Run]) -> dict[str, str]:
     return found
 
 
-def thinned(history: Sequence[dict[str, float]], most: int) -> list[dict[str, float]]:
-    """About `most` of the rows, evenly spread, the last and those of evaluations among them."""
-    every = -(-len(history) // most)
-    if every <= 1:
-        return list(history)
-    return [
-        row
-        for place, row in enumerate(history, 1)
-        if place % every == 0 or place == len(history) or "heldout/accuracy" in row
-    ]
-
-
 def _add(found: dict[tuple[str, str], Run], store: Path, stage: str, fingerprint: str, file: Path) -> None:
     try:
         document = json.loads(regular(file).read_bytes())

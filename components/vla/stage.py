@@ -72,7 +72,7 @@ def summary(history: History) -> dict[str, float]:
 
 
 def write_pages(folder: Path, settings: TrainVLASettings, history: History, numbers: Mapping[str, float]) -> None:
-    """Writes `report.html` and `curves.png`."""
+    """Write `report.html`."""
     from armature.components.reports.training import write_training_report
 
     figures = {

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from armature.components.evaluation.wilson import wilson_interval
-from armature.components.reports.curves import Panel, panel_image
-from armature.components.reports.report import ReportImage, Table
+from armature.components.reports.curves import Curves, Panel
+from armature.components.reports.report import Table
 from armature.components.vla_rl.table import Answer
 
 _COURSES = {"Mean value along an episode": "value", "Mean log-prob of what was drawn, along an episode": "logprobs"}
@@ -27,24 +27,22 @@ def outcome_table(history: Sequence[Mapping[str, float]]) -> Table:
     return Table("Episodes by outcome", ["step", "solved", "truncated", "failed", "success, 95 % interval"], rows)
 
 
-def course_images(answers: Sequence[Answer]) -> list[ReportImage]:
-    """The mean value and log-prob of a step's answers by their place in the episode, by how it ended."""
+def course_curves(answers: Sequence[Answer]) -> list[Curves]:
+    """Return the mean value and log-prob of a step's answers by their place in the episode, by how it ended."""
     solved = {each.episode_id for each in answers if each.done and not each.truncated}
     by_place: dict[int, dict[str, list[Answer]]] = {}
     for each in answers:
         outcome = "solved" if each.episode_id in solved else "truncated"
         by_place.setdefault(each.chunk, {}).setdefault(outcome, []).append(each)
-    images = []
+    curves = []
     for title, column in _COURSES.items():
         rows = []
         for chunk, groups in sorted(by_place.items()):
             means = {outcome: _mean(group, column) for outcome, group in groups.items()}
-            known = {outcome: mean for outcome, mean in means.items() if mean is not None}
-            rows.append({"step": float(chunk), **known})
-        panel = Panel(title, ("solved", "truncated"), axis="chunk")
+            rows.append({"step": float(chunk), **{name: mean for name, mean in means.items() if mean is not None}})
         if any(len(row) > 1 for row in rows):
-            images.append(panel_image(panel, ["solved", "truncated"], rows))
-    return images
+            curves.append(Curves([Panel(title, ("solved", "truncated"), axis="chunk")], rows))
+    return curves
 
 
 def _mean(answers: Sequence[Answer], column: str) -> float | None:

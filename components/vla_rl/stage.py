@@ -136,14 +136,14 @@ def write_pages(
     newest: Sequence[Answer],
     best: Mapping[str, float] | None = None,
 ) -> None:
-    """Writes `report.html` and `curves.png`.
+    """Write `report.html`.
 
     Args:
         newest: the answers of the last step.
         best: see `RobotEvaluations.summary`; none: there were no evaluations.
     """
     from armature.components.reports.training import write_training_report
-    from armature.components.vla_rl.page import course_images, outcome_table
+    from armature.components.vla_rl.page import course_curves, outcome_table
 
     write_training_report(
         folder,
@@ -152,7 +152,7 @@ def write_pages(
         configuration=settings.model_dump(mode="json"),
         figures=(_best_figures(best) if best else {}) | _skipped(history),
         tables=[outcome_table([row for row in history if row["step"] > 0])],
-        images=course_images(newest),
+        curves=course_curves(newest),
     )
 
 

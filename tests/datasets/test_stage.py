@@ -70,7 +70,7 @@ def test_every_feature_has_the_statistics_of_its_values(written, tmp_path):
     expected = np.quantile(episodes[2]["action"].astype(float), 0.9, axis=0)
     assert each.loc[2, "stats/action/q90"].tolist() == expected.tolist()
     page = (artifact.path / "report.html").read_text()
-    assert "observation.state[7]" in page and page.count("<img") == len(stats)
+    assert "observation.state[7]" in page and page.count('"axis":"value"') >= len(stats)
 
 
 def test_a_dataset_that_we_write_has_the_same_statistics_already(written, tmp_path):

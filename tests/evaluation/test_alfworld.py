@@ -137,9 +137,8 @@ def test_every_game_is_played_once_and_counted_by_kind_and_again_the_same(tasks,
     }
     page = (made / "report.html").read_text()
     assert "By kind of task, heldout" in page and "inadmissible actions per episode" in page
-    viewer = (made / "rollouts.html").read_text()
-    assert all(task.task_id in viewer for task in (*heldout, *train)) and "data:image/png;base64," in viewer
-    assert re.search(r'"state": ?"You arrive at', viewer), "what the engine said is not beside each answer"
+    assert all(task.task_id in page for task in (*heldout, *train)) and "data:image/png;base64," in page
+    assert re.search(r'"state": ?"You arrive at', page), "what the engine said is not beside each answer"
 
     again = evaluated(tasks, tmp_path / "second", monkeypatch)
     assert read_table(again / RESULTS_FILE, RESULTS).to_pylist() == rows

@@ -20,7 +20,7 @@ from armature.components.artifacts.images import ImageStore
 from armature.components.contracts.errors import DataError
 from armature.components.contracts.rollouts import Failure
 from armature.components.reports.records import TurnScores
-from armature.components.reports.viewer import Limits, Rollouts, write_viewer
+from armature.components.reports.report import HtmlReport, Limits, Rollouts, write_report
 from tests.images import other_images, raw_png, turned_images
 from tests.reports.conftest import MemoryImages, make_trajectory
 
@@ -72,10 +72,9 @@ def outline(page: Path) -> Outline:
 
 
 def write(page: Path, trajectories, images=None, **more):
-    title = more.pop("title", "Rollouts")
-    limits = more.pop("limits", None)
-    rollouts = Rollouts(trajectories, **more)
-    write_viewer(page, rollouts, images=images or MemoryImages(), decode=chr, title=title, limits=limits)
+    title, failures = more.pop("title", "Rollouts"), more.pop("failures", ())
+    rollouts = Rollouts(trajectories, failures, images or MemoryImages(), chr, **more)
+    write_report(page, HtmlReport(title, rollouts=rollouts))
     return outline(page)
 
 
@@ -145,7 +144,7 @@ def test_past_the_limit_whole_groups_are_kept(page):
 def test_the_file_is_self_contained(page, images):
     found = write(page, [make_trajectory("t", (images.put(8, 8, 0),))], images)
     text = page.read_text()
-    assert not re.search(r"https?:|//cdn|@import|url\(", text)
+    assert not re.search(r"https?:(?!//www.w3.org/2000/svg)|//cdn|@import|url\(", text)
     assert not [tag for tag, attrs in found.tags if tag in {"link", "iframe", "object"} or "src" in attrs]
     policy = next(attrs["content"] for _, attrs in found.tags if attrs.get("http-equiv"))
     assert policy.startswith("default-src 'none'; img-src data:;")

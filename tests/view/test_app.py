@@ -20,7 +20,6 @@ from armature.components.contracts.rollouts import Failure
 from armature.components.stages import STARTED
 from armature.components.view.address import RECORD, announced, viewer_address
 from armature.components.view.app import ViewServer, view_app
-from armature.components.view.runs import thinned
 from tests.view.conftest import RUN, Training
 
 TOKEN = "the-token"
@@ -126,15 +125,6 @@ def test_evaluations_belong_to_their_training(client: TestClient, training: Trai
     assert (answer["total"], answer["better"]) == (1, 1)
     group = client.get(f"/api/runs/{'c' * 20}/groups/evaluation/0/00000-0000", headers=bearer()).json()
     assert group["trajectories"][0]["reward"] == 1.0
-
-
-def test_a_long_history_is_thinned_out_but_for_evaluations() -> None:
-    history = [{"step": float(step)} for step in range(1, 10_001)]
-    history[4321]["heldout/accuracy"] = 0.5
-    kept = thinned(history, 1500)
-    assert 1400 < len(kept) <= 1502
-    assert history[4321] in kept and kept[-1]["step"] == 10_000
-    assert thinned(history[:1500], 1500) == history[:1500]
 
 
 def test_a_skipped_batch_has_no_advantages(client: TestClient, training: Training) -> None:

@@ -60,7 +60,6 @@ def test_the_stage_trains_reports_and_leaves_a_policy(inputs: dict[str, Path], t
     assert numbers["action_error_ratio"] == pytest.approx(numbers["mean_action_error"] / numbers["action_error"])
     page = (out / "report.html").read_text()
     assert "Training of a tiny policy (full, continuous)" in page and "Error of held-out actions" in page
-    assert (out / "curves.png").stat().st_size > 1000
     assert load_policy(out).processor().action_dimensions == 3
 
 

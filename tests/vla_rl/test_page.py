@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from armature.components.evaluation.wilson import wilson_interval
-from armature.components.vla_rl.page import course_images, outcome_table
+from armature.components.vla_rl.page import course_curves, outcome_table
 from armature.components.vla_rl.settings import TrainVLARLSettings
 from armature.components.vla_rl.stage import write_pages
 from tests.vla_rl.kitchen import rollout_settings
@@ -32,12 +32,12 @@ def test_outcomes_of_steps() -> None:
 
 
 def test_the_course_of_episodes() -> None:
-    values, logprobs = course_images(EPISODES)
-    assert values.description == "solved from 1 to 1; truncated from 1 to 0.75"
+    values, logprobs = course_curves(EPISODES)
+    assert values.rows == [{"step": 0, "solved": 1, "truncated": 1}, {"step": 1, "truncated": 0.75}]
     means = [sum(each.logprobs.mean() for each in EPISODES[1:] if each.chunk == chunk) / 2 for chunk in (0, 1)]
-    assert logprobs.description == f"solved from 0 to 0; truncated from {means[0]:.4g} to {means[1]:.4g}"
-    (only,) = course_images(answers("a", (1, 1.0)))
-    assert only.title.startswith("Mean log-prob")
+    assert [row["truncated"] for row in logprobs.rows] == pytest.approx(means)
+    (only,) = course_curves(answers("a", (1, 1.0)))
+    assert only.panels[0].title.startswith("Mean log-prob")
 
 
 def test_the_report(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 const ended = (solved) => h("span", { class: solved ? "pill r4" : "pill r0" }, solved ? "solved" : "not solved");
 const outcome = (name) => h("span", { class: name === "solved" ? "pill r4" : "pill r0" }, name);
 
-const robotLists = {
+globalThis.robotLists = {
   episodes: {
     ask: async (offset) => {
       const answer = await ask(api(run.id, "episodes"), filters(offset));

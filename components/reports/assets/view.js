@@ -6,7 +6,9 @@ const given = new URLSearchParams(location.hash.slice(1));
 let wanted = given.get("run"), runs = [], run = null, tab = "curves", seen = "", chosen = false;
 let rows = [], total = 0, current = null, asked = 0, opened = 0;
 
+const saved = typeof exported === "undefined" ? null : exported;
 async function ask(path, parameters = {}) {
+  if (saved) return saved.ask(path, parameters);
   const query = new URLSearchParams(Object.entries(parameters).filter(([, value]) => value !== "" && value !== null));
   const response = await fetch(`${path}?${query}`);
   if (!response.headers.get("content-type")?.startsWith("application/json")) throw new Error(await response.text());
@@ -36,8 +38,9 @@ async function poll() {
     else if (!run) pick(runs.find((each) => each.rollouts) || runs[0]);
     run = (run && byId(run.id)) || run;
     drawRuns();
+    if (saved) state("", saved.note);
     const problems = Object.keys(answer.problems).length;
-    state(run && !run.finished ? "live" : "", !run ? (wanted ? `run ${wanted} has not begun` : "no run yet")
+    if (!saved) state(run && !run.finished ? "live" : "", !run ? (wanted ? `run ${wanted} has not begun` : "no run yet")
       : problems ? `${plural(problems, "table")} could not be read` : run.finished ? "finished" : "following");
     $("state").title = Object.entries(answer.problems).map((each) => each.join(": ")).join("\n");
     const now = run ? JSON.stringify([run, ...Object.keys(run.evaluations).map((id) => byId(id)?.rollouts)]) : "";
@@ -48,13 +51,13 @@ async function poll() {
   } catch (error) {
     state("lost", `no answer: ${error.message}`);
   }
-  setTimeout(poll, POLL);
+  if (!saved) setTimeout(poll, POLL);
 }
 function state(kind, text) {
   $("state").className = kind;
   $("state").textContent = text;
 }
-const tabsOf = (each) => (each.robot ? ROBOT_TABS : TABS);
+const tabsOf = (each) => saved?.tabs ?? (each.robot ? ROBOT_TABS : TABS);
 const trainingOf = (each) => runs.find((other) => each.id in other.evaluations);
 function nameOf(each) {
   const training = trainingOf(each);
@@ -76,6 +79,7 @@ function drawRuns() {
   const sides = runs.map((each) => [nameOf(each), sidesOf(each)]).filter(([, options]) => options.length);
   for (const select of [$("first"), $("second")]) fill(select, sides);
   if (!run) return;
+  $("tabs").hidden = tabsOf(run).length < 2;
   for (const button of $("tabs").children) button.hidden = !tabsOf(run).includes(button.dataset.tab);
   if (!tabsOf(run).includes(tab)) return show("curves");
   if (!chosen) [$("first").value, $("second").value] = usual();
@@ -92,7 +96,7 @@ function pick(next) {
   remember();
 }
 function remember() {
-  if (run) history.replaceState(null, "", `#${new URLSearchParams({ run: run.id.slice(0, 12), tab })}`);
+  if (run && !saved) history.replaceState(null, "", `#${new URLSearchParams({ run: run.id.slice(0, 12), tab })}`);
 }
 
 /* ---- who played: a training, its panel between steps, an evaluation ---- */
@@ -155,7 +159,7 @@ async function refresh(changed) {
     if (!changed && (rows.length > PAGE || $("list").scrollTop > 0) && shown in lists) return;
     const answer = await { curves: () => ask(api(run.id, "history")), failures: () => page("failures") }[shown]?.() ?? await lists[shown].ask(0);
     if (turn !== asked) return;
-    if (shown === "curves") drawCurves(answer);
+    if (shown === "curves") drawCurves(saved ? answer : [answer]);
     else if (shown === "failures") drawFailures(answer);
     else drawList(answer, false);
   } catch (error) {
@@ -164,9 +168,9 @@ async function refresh(changed) {
 }
 const page = (what, offset = 0) => ask(api(played().id, what), { ...filters(offset), source: played().source });
 
-function drawCurves(answer) {
-  const charts = answer.panels.map((panel) => chart(panel, answer.rows)).filter(Boolean);
-  $("curves").replaceChildren(...(charts.length ? charts : [h("p", { class: "empty" },
+function drawCurves(curves) {
+  const charts = curves.flatMap(({ panels, rows }) => panels.map((panel) => chart(panel, rows))).filter(Boolean);
+  $("charts").replaceChildren(...(charts.length || saved ? charts : [h("p", { class: "empty" },
     run.steps ? "No step is done yet." : `An evaluation has no curves: see its ${run.robot ? "videos" : "rollouts"}.`)]));
 }
 function drawFailures(answer) {
@@ -205,7 +209,7 @@ const lists = {
     line: (r) => [r.task_id, `${short(r.first_completion.trim(), 60)} → ${short(r.second_completion.trim(), 60)}`, [r.first_reward, r.second_reward]],
     open: openPair,
   },
-  ...robotLists,
+  ...globalThis.robotLists,
 };
 function drawList(answer, append) {
   const kind = lists[tab];
@@ -253,7 +257,7 @@ async function openRollout(row) {
 }
 function rolloutParts(t) {
   const select = (other) => { $("hint").style.visibility = "hidden"; $("detail").replaceChildren(...rolloutParts(other)); };
-  const across = h("p", {}, h("button", { class: "button", type: "button", id: "across", onclick: () => showTask(t.task) }, "This task in every step"));
+  const across = !saved && h("p", {}, h("button", { class: "button", type: "button", id: "across", onclick: () => showTask(t.task) }, "This task in every step"));
   return trajectoryParts(t, data.trajectories, select, () => select(t), [across, truth(data.task), groupTable(t, select)].filter(Boolean));
 }
 const truth = (task) => task && h("div", {}, h("span", { class: "soft" }, "What the environment knows of this task"), h("pre", { class: "truth" }, JSON.stringify(task, null, 1)));

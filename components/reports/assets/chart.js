@@ -41,8 +41,9 @@ function chart(panel, history) {
     svg.append(s("line", { class: "axis", x1: LEFT, x2: WIDTH - 6, y1: y(value), y2: y(value) }),
       s("text", { x: LEFT - 5, y: y(value) + 3, "text-anchor": "end" }, figure(panel.log ? 10 ** value : value, panel.log ? Infinity : high - low)));
   }
-  svg.append(s("text", { x: LEFT, y: HEIGHT - 4 }, first === last ? `${unit} ${first}` : first));
-  if (first !== last) svg.append(s("text", { x: WIDTH - 6, y: HEIGHT - 4, "text-anchor": "end" }, `${unit} ${last}`));
+  const place = (step) => (Number.isInteger(step) ? String(step) : figure(step, last - first));
+  svg.append(s("text", { x: LEFT, y: HEIGHT - 4 }, first === last ? `${unit} ${place(first)}` : place(first)));
+  if (first !== last) svg.append(s("text", { x: WIDTH - 6, y: HEIGHT - 4, "text-anchor": "end" }, `${unit} ${place(last)}`));
   if (band.length > 1) {
     const outline = [...band.map((p) => at([p[0], p[2]])), ...band.reverse().map((p) => at([p[0], p[1]]))];
     svg.append(s("polygon", { class: "band s0", points: outline.join(" ") }));
@@ -57,7 +58,7 @@ function chart(panel, history) {
     const known = history.filter((row) => panel.series.some((name) => typeof row[name] === "number"));
     const row = known.reduce((best, each) => (Math.abs(each.step - step) < Math.abs(best.step - step) ? each : best));
     const [from, to] = limits(panel, row);
-    tip(event, [`${unit} ${row.step}`, ...panel.series.map((name) => `${name}  ${typeof row[name] === "number" ? figure(row[name]) : row[name] ?? "–"}`),
+    tip(event, [`${unit} ${place(row.step)}`, ...panel.series.map((name) => `${name}  ${typeof row[name] === "number" ? figure(row[name]) : row[name] ?? "–"}`),
       ...(Number.isFinite(from) ? [`from ${figure(from)} to ${figure(to)}`] : [])]);
   });
   svg.addEventListener("mouseleave", () => { $("hint").style.visibility = "hidden"; });
