@@ -21,11 +21,11 @@ from urllib.parse import urlsplit
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from markupsafe import Markup
-from pydantic_core import to_jsonable_python
 
 from armature.components.artifacts.images import decode
 from armature.components.contracts.errors import DataError
 from armature.components.contracts.images import EncodedImage, ImageRef, data_url
+from armature.components.contracts.numbers import dump_json
 from armature.components.contracts.rollouts import Failure, Trajectory
 from armature.components.reports.curves import Curves
 from armature.components.reports.records import Decode, TurnScores, rollout_record
@@ -171,7 +171,7 @@ def _inline_json(value: Any) -> Markup:
 
 
 def _data(report: HtmlReport) -> dict[str, Any]:
-    curves = to_jsonable_python(report.curves, inf_nan_mode="strings")
+    curves = json.loads(dump_json(report.curves))
     return {"title": report.title, "curves": curves, **_rollout_data(report.rollouts)}
 
 

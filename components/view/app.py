@@ -21,6 +21,7 @@ from starlette.routing import Route
 
 from armature.components.artifacts.images import ImageStore
 from armature.components.contracts.errors import ArmatureError, DataError
+from armature.components.contracts.files import regular
 from armature.components.contracts.images import ImageRef
 from armature.components.contracts.numbers import dump_json
 from armature.components.reports.curves import training_curves
@@ -127,6 +128,19 @@ class ViewServer:
             _robot_pages().video_file(self._run(request), request.path_params["path"]), media_type="video/mp4"
         )
 
+    def page(self, request: Request) -> Response:
+        """Return the artifact's page, which holds this viewer and its data, as a download.
+
+        A page that was rendered at this address could ask for everything that the store holds.
+        """
+        run = self._run(request)
+        try:
+            page = regular(run.artifact / "report.html")
+        except OSError as error:
+            raise DataError("the run has no page yet", code="run_page_missing", where=str(run.artifact)) from error
+        name = f"{run.stage}-{run.fingerprint[:12]}.html"
+        return FileResponse(page, media_type="text/html", filename=name)
+
     def changes(self, request: Request) -> Any:
         """How a task was answered in the steps of a run, in its panel and in the evaluations of a training."""
         found, run = find_runs(self.store), self._run(request)
@@ -193,6 +207,7 @@ def view_app(server: ViewServer, token: str) -> Starlette:
         Route(f"{run}/episodes", _answer(server.episodes)),
         Route(f"{run}/episodes/{{step:str}}/{{episode:str}}", _answer(server.episode)),
         Route(f"{run}/videos", _answer(server.videos)),
+        Route(f"{run}/page", _answer(server.page)),
         Route(f"{run}/groups/{{source:str}}/{{step:str}}/{{group:path}}", _answer(server.group)),
         Route("/api/compare", _answer(server.compare)),
     ]

@@ -53,7 +53,6 @@ def small_evaluation(settings, inputs, folder, context):
     gain = float((model.path / "checkpoint/weights.txt").read_text()) if model.kind == "train-vlm" else 0.0
     accuracy = 0.25 if model.kind == "sft" else 0.5 + settings.evaluation.seed / 100 + gain
     (folder / "metrics.json").write_text(json.dumps({"accuracy": accuracy}))
-    (folder / "rollouts.html").write_text("<title>rollouts</title>")
     return StageReport(rows={"episodes": 4})
 
 

@@ -17,6 +17,7 @@ from starlette.testclient import TestClient
 from armature.components.artifacts.manifest import write_manifest
 from armature.components.batches.table import write_batch
 from armature.components.contracts.rollouts import Failure
+from armature.components.reports.report import HtmlReport, write_report
 from armature.components.stages import STARTED
 from armature.components.view.address import RECORD, announced, viewer_address
 from armature.components.view.app import ViewServer, view_app
@@ -99,6 +100,10 @@ def test_a_training_that_was_made_elsewhere_has_its_curves(client: TestClient, t
     write_manifest(made, kind="train-vlm", kind_version=1, rows={}, drops={}, inputs={}, settings=settings)
     history = client.get(f"/api/runs/{made.name}/history", headers=bearer()).json()
     assert history["rows"] == [{"step": 1, "reward": 0.25, "loss": "NaN"}]
+    assert client.get(f"/api/runs/{made.name}/page", headers=bearer()).status_code == 404
+    write_report(made / "report.html", HtmlReport("Made elsewhere"))
+    page = client.get(f"/api/runs/{made.name}/page", headers=bearer())
+    assert "Made elsewhere" in page.text and page.headers["content-disposition"].startswith("attachment")
 
 
 def test_evaluations_belong_to_their_training(client: TestClient, training: Training) -> None:

@@ -84,6 +84,9 @@ function drawRuns() {
   if (!tabsOf(run).includes(tab)) return show("curves");
   if (!chosen) [$("first").value, $("second").value] = usual();
   $("run").value = run.id;
+  if (saved) return;
+  $("export").href = api(run.id, "page");
+  $("export").hidden = !run.finished;
   const steps = run.last_step === null ? "–" : run.steps ? `${run.last_step} of ${run.steps}` : null;
   const figures = { ...(steps && { step: steps }), [run.robot ? "episodes" : "rollouts"]: whole(run.rollouts), failures: whole(run.failures) };
   $("figures").replaceChildren(...Object.entries(figures).map(([name, value]) =>
