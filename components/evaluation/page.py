@@ -15,10 +15,9 @@ from armature.components.evaluation.results import (
     of_split,
     split_metrics,
 )
-from armature.components.evaluation.wilson import Interval
 from armature.components.reports.report import HtmlReport, Rollouts, Table
 
-COLUMNS = ("episodes", "failed", "accuracy", "95 % interval", "mean reward", "mean turns")
+COLUMNS = ("episodes", "failed", "accuracy, 95 % interval", "mean reward", "mean turns")
 PER_EPISODE = {
     "turns": "turns per episode",
     "turns_when_solved": "turns when solved",
@@ -76,16 +75,12 @@ def _kinds(results: Sequence[EpisodeResult], split: str, splits: Sequence[str]) 
     return Table(title, ["kind", *COLUMNS], [_row(kind, group) for kind, group in sorted(kinds.items())])
 
 
-def _row(name: str, group: Sequence[EpisodeResult]) -> list[str]:
+def _row(name: str, group: Sequence[EpisodeResult]) -> list[object]:
     """Cells under a name and `COLUMNS`."""
     done = [result.turns for result in group if result.failure is None]
     turns = f"{fmean(done):.1f}" if done else ""
     failed = str(len(group) - len(done))
-    return [name, str(len(group)), failed, *_cells(accuracy(group)), f"{mean_reward(group).estimate:.3f}", turns]
-
-
-def _cells(interval: Interval) -> list[str]:
-    return [f"{interval.estimate:.3f}", f"{interval.low:.3f} to {interval.high:.3f}"]
+    return [name, str(len(group)), failed, accuracy(group), f"{mean_reward(group).estimate:.3f}", turns]
 
 
 def _parts(parts: Mapping[str, float]) -> Table | None:

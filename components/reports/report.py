@@ -77,11 +77,11 @@ class ReportImage:
 
 @dataclass(frozen=True)
 class Table:
-    """Cells are text; numbers come formatted."""
+    """Cells are text, with numbers formatted, or rates with `estimate`, `low` and `high`, which are drawn as bars."""
 
     title: str
     columns: Sequence[str]
-    rows: Sequence[Sequence[str]]
+    rows: Sequence[Sequence[object]]
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ def outcome_table(history: Sequence[Mapping[str, float]]) -> Table:
             played = round(row["rollouts/planned"]) - failed
             solved = round(row["success"] * played)
             counts = [str(round(row["step"])), str(solved), str(played - solved), str(failed)]
-            rows.append([*counts, str(wilson_interval(solved, played))])
+            rows.append([*counts, wilson_interval(solved, played)])
     return Table("Episodes by outcome", ["step", "solved", "truncated", "failed", "success, 95 % interval"], rows)
 
 

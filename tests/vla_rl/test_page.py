@@ -25,8 +25,8 @@ EPISODES = [replace(each, value=1.0 - each.chunk / 4) for each in answers("a", (
 
 def test_outcomes_of_steps() -> None:
     assert outcome_table(HISTORY).rows == [
-        ["1", "2", "6", "0", str(wilson_interval(2, 8))],
-        ["2", "6", "0", "2", str(wilson_interval(6, 6))],
+        ["1", "2", "6", "0", wilson_interval(2, 8)],
+        ["2", "6", "0", "2", wilson_interval(6, 6)],
     ]
     assert outcome_table([{"step": 1, "reward": 0.5}]).rows == []
 

@@ -12,7 +12,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from armature.components.contracts.images import data_url
-from armature.components.evaluation.libero.chart import rate_chart
 from armature.components.evaluation.libero.compare import PairedComparison, compare_results
 from armature.components.evaluation.libero.results import (
     LiberoResult,
@@ -23,10 +22,9 @@ from armature.components.evaluation.libero.results import (
     success_rate,
 )
 from armature.components.evaluation.libero.schedule import EpisodeKey
-from armature.components.evaluation.wilson import Interval
 from armature.components.reports.report import HtmlReport, ReportImage, Table
 
-_COLUMNS = ("episodes", "success", "95 % interval", "steps when solved", "failed")
+_COLUMNS = ("episodes", "success, 95 % interval", "steps when solved", "failed")
 _STILLS = 24
 
 
@@ -58,10 +56,6 @@ def evaluation_report(
         "episodes": f"{len(results):,}",
         "not played": str(sum(result.failure is not None for result in [*results, *perturbed])),
     }
-    charts = [rate_chart(suite, _task_rates(group)) for suite, group in suites.items()]
-    if perturbed:
-        rates = {label: success_rate(group) for label, group in by_perturbation(perturbed).items()}
-        charts.insert(0, rate_chart("By perturbation", {"none": success_rate(results), **rates}))
     videos = {f"video: {_label(still.result)}": still.video for still in stills}
     tables = [_by_suite(suites), _by_perturbation(results, perturbed), _by_task(results)]
     tables.append(_failures([*results, *perturbed]))
@@ -69,7 +63,7 @@ def evaluation_report(
         f"Evaluation in LIBERO: {', '.join(suites)}",
         figures,
         {**links, **videos},
-        images=[*charts, *(_still(still) for still in stills[:_STILLS])],
+        images=[_still(still) for still in stills[:_STILLS]],
         tables=[table for table in tables if table.rows],
         configuration=configuration,
     )
@@ -114,10 +108,6 @@ def _paired(part: PairedComparison) -> list[str]:
     ]
 
 
-def _task_rates(results: Sequence[LiberoResult]) -> dict[str, Interval]:
-    return {f"{task}: {group[0].language}": success_rate(group) for (_, task), group in by_task(results).items()}
-
-
 def _by_suite(suites: Mapping[str, Sequence[LiberoResult]]) -> Table:
     return Table("By suite", ["suite", *_COLUMNS], [[suite, *_cells(group)] for suite, group in suites.items()])
 
@@ -147,12 +137,11 @@ def _by_perturbation(results: Sequence[LiberoResult], perturbed: Sequence[Pertur
     return Table("With perturbations", columns, rows)
 
 
-def _cells(group: Sequence[LiberoResult]) -> list[str]:
-    rate = success_rate(group)
+def _cells(group: Sequence[LiberoResult]) -> list[object]:
     solved = [result.steps for result in group if result.success]
     failed = sum(result.failure is not None for result in group)
     steps = f"{fmean(solved):.0f}" if solved else ""
-    return [str(len(group)), f"{rate.estimate:.3f}", f"{rate.low:.3f} to {rate.high:.3f}", steps, str(failed)]
+    return [str(len(group)), success_rate(group), steps, str(failed)]
 
 
 def _failures(results: Sequence[LiberoResult]) -> Table:

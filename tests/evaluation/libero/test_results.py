@@ -1,18 +1,15 @@
 from __future__ import annotations
 
 import json
-from base64 import b64decode
+import re
 from pathlib import Path
-from xml.etree import ElementTree
 
 import pytest
 
 from armature.components.contracts.errors import DataError
-from armature.components.evaluation.libero.chart import rate_chart
 from armature.components.evaluation.libero.eval_info import eval_info, video_path
 from armature.components.evaluation.libero.page import evaluation_report
 from armature.components.evaluation.libero.results import LiberoResult, metrics, read_results, write_results
-from armature.components.evaluation.wilson import wilson_interval
 from armature.components.reports.report import write_report
 
 
@@ -93,15 +90,5 @@ def test_the_page_escapes_what_comes_from_outside(tmp_path: Path) -> None:
     assert "put &lt;3&gt; on the plate" in page
     assert "<3>" not in page
     assert "0.600 [0.231, 0.882]" in page
+    assert re.findall(r'<rect class="s0" width="([\d.]+)"', page) == ["50.0", "100.0", "100.0", "0.0", "100.0"]
     assert "it died" in page
-
-
-def test_bars_are_as_long_as_rates() -> None:
-    image = rate_chart("spatial", {"0: put <3> & wait": wilson_interval(3, 4), "1: " + 80 * "x": wilson_interval(0, 4)})
-    svg = ElementTree.fromstring(b64decode(image.uri.removeprefix("data:image/svg+xml;base64,")))
-    tag = "{http://www.w3.org/2000/svg}"
-    bars = [float(bar.get("width", 0)) for bar in svg.iter(f"{tag}rect")]
-    assert bars[1] / bars[0] == 0.75 and bars[3] == 0.0
-    texts = ["".join(text.itertext()) for text in svg.iter(f"{tag}text")]
-    assert texts[0] == "0: put <3> & wait" and texts[1] == "75.0%"
-    assert image.description.startswith("0: put <3> & wait: 0.750 [0.301, 0.954]")
