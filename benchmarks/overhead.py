@@ -56,7 +56,7 @@ class Silent:
 
 
 def measure() -> list[Row]:
-    from armature.components.rl.loop import Ahead, run_loop
+    from armature.components.rl.loop import LoopPlan, run_loop
     from armature.components.stages import ThreadUnits
 
     def bare() -> float:
@@ -70,7 +70,7 @@ def measure() -> list[Row]:
         return seconds(work) / STEPS * 1000
 
     def threads() -> float:
-        return seconds(lambda: run_loop(Sleeping(), 1, STEPS, Ahead(), ThreadUnits(), Silent())) / STEPS * 1000
+        return seconds(lambda: run_loop(Sleeping(), 1, LoopPlan(STEPS), ThreadUnits(), Silent())) / STEPS * 1000
 
     loop = alternate(3, threads, bare)
     tasks = _prefect()
@@ -95,13 +95,13 @@ def _prefect() -> float:
     from prefect import flow, task
     from prefect.testing.utilities import prefect_test_harness
 
-    from armature.components.rl.loop import Ahead, run_loop
+    from armature.components.rl.loop import LoopPlan, run_loop
     from armature.tasks.units import PrefectUnits
 
     @task
     def stage() -> float:
         with PrefectUnits() as units:
-            return seconds(lambda: run_loop(Sleeping(), 1, STEPS, Ahead(), units, Silent())) / STEPS * 1000
+            return seconds(lambda: run_loop(Sleeping(), 1, LoopPlan(STEPS), units, Silent())) / STEPS * 1000
 
     @flow
     def measured() -> float:

@@ -67,9 +67,20 @@ def group_mean(groups: Sequence[Group], settings: GroupMean) -> tuple[list[Value
         return centered, {}
     if settings.scale == "group_std":
         pairs = zip(groups, centered, strict=True)
-        return [own / (_spread([group], [own], settings.deviation) + EPSILON) for group, own in pairs], {}
+        kind = settings.deviation
+        return [standardized(own, group.weights, len(group.rewards), kind) for group, own in pairs], {}
     whole = _spread(groups, centered, settings.deviation)
     return [own / (whole + EPSILON) for own in centered], {}
+
+
+def standardized(centered: Values, weights: Values, members: int, kind: Deviation) -> Values:
+    """Return (N,) scores less the mean of their group over its standard deviation + 1e-4.
+
+    Args:
+        centered: (N,) scores less the mean of their group.
+        weights: (N,), which add up to 1 for each member of the group.
+    """
+    return centered / (deviation(float(weights @ centered**2), members, kind) + EPSILON)
 
 
 def rloo(groups: Sequence[Group], settings: RLOO) -> tuple[list[Values], dict[str, float]]:

@@ -6,7 +6,7 @@ import logging
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 from armature.components.batches.advantages import turn_advantages
 from armature.components.batches.check import MOST_TOKENS, Vocabulary, sample_defect
@@ -26,11 +26,14 @@ class SampleSource(Protocol):
     ) -> tuple[list[Sample], Counter[str]]: ...
 
 
+SampleT = TypeVar("SampleT")
+
+
 @dataclass(frozen=True)
-class BuiltBatch:
+class BuiltBatch(Generic[SampleT]):
     """`drops` counts samples that were lost by reason; `metrics` describe what is left."""
 
-    samples: Sequence[Sample]
+    samples: Sequence[SampleT]
     drops: Counter[str]
     metrics: dict[str, float]
 
@@ -40,7 +43,7 @@ def build_batch(
     adapter: SampleSource,
     settings: BatchSettings,
     vocabulary: Vocabulary = (MOST_TOKENS, MOST_TOKENS),
-) -> BuiltBatch:
+) -> BuiltBatch[Sample]:
     """Samples with the advantage of each turn on the tokens that it sampled; one with a `sample_defect` is dropped."""
     advantages = turn_advantages(outputs.trajectories, settings)
     samples, drops = adapter.samples(outputs, advantages.by_turn)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from armature.components.batches.settings import Deviation, PenaltySettings
 from armature.components.contracts.errors import DataError
-from armature.components.contracts.rollouts import Trajectory, Turn
+from armature.components.contracts.rollouts import Trajectory, Turn, all_equal
 
 Values = npt.NDArray[np.float64]
 
@@ -46,6 +46,18 @@ class Group:
 def deviation(squares: float, count: float, kind: Deviation) -> float:
     """The standard deviation of `count` numbers whose squared distances from their mean sum to `squares`."""
     return float(np.sqrt(squares / max(1.0, count - (kind == "sample"))))
+
+
+def groups_that_differ(rewards: Iterable[tuple[str, float]]) -> list[str]:
+    """Return the groups whose members did not all earn the same, in the order of their first member.
+
+    Args:
+        rewards: for each member the id of its group, and what it earned.
+    """
+    groups: dict[str, list[float]] = defaultdict(list)
+    for group_id, reward in rewards:
+        groups[group_id].append(reward)
+    return [group_id for group_id, earned in groups.items() if not all_equal(earned)]
 
 
 def groups_of(trajectories: Sequence[Trajectory], penalty: PenaltySettings) -> list[Group]:

@@ -16,6 +16,7 @@ from armature.components.contracts.errors import DataError
 from armature.components.contracts.metrics import merged
 from armature.components.contracts.numbers import write_json
 from armature.components.contracts.stages import Artifact, StageContext
+from armature.components.evaluation.wilson import Interval
 
 METRICS_FILE = "metrics.json"
 BEST = "best"
@@ -48,6 +49,10 @@ class Evaluations(ABC):
     STAGE: ClassVar[str]
     HISTORY_KEYS: ClassVar[Mapping[str, str]]
     """Names in a run's history, and in the metrics of an evaluation."""
+    RATE: ClassVar[str]
+    """The metric that is a share of successes; RATE_low and RATE_high bound it."""
+    SUMMARY: ClassVar[tuple[str, ...]]
+    """Further metrics of the best evaluation that a run's summary has; the last one counts what RATE is a share of."""
 
     def __init__(self, plan: EvaluationPlan, context: StageContext, store: ArtifactStore, last: int) -> None:
         self._plan, self._context, self._store, self._last = plan, context, store, last
@@ -63,12 +68,33 @@ class Evaluations(ABC):
         """What is compared, most important first; larger is better."""
 
     @abstractmethod
-    def said(self, step: int) -> str:
-        """The result of `step` in a line."""
+    def play(self, step: int) -> None:
+        """Play with the weights after `step` and write the results."""
 
-    @abstractmethod
+    def said(self, step: int) -> str:
+        """Return the result of `step` in a line."""
+        metrics, best, counted = self.metrics[step], self.best, self.SUMMARY[-1]
+        rate = f"{self.RATE} {Interval(*(metrics[name] for name in self._measured()))} of {metrics[counted]} {counted}"
+        place = "the best so far" if best == step else f"the best is that after step {best}"
+        return f"evaluation after step {step}: {rate}, {place}"
+
     def summary(self) -> dict[str, float]:
-        """The best evaluation in a few numbers."""
+        """Return the best evaluation in a few numbers."""
+        metrics = self.metrics[self.best]
+        names = (*self._measured()[:3], *self.SUMMARY)
+        numbers = {f"best/{name.removeprefix(f'{self.RATE}_')}": float(metrics[name]) for name in names}
+        return numbers | {"best/step": float(self.best), "evaluations": float(len(self.metrics))}
+
+    @classmethod
+    def figures(cls, summary: Mapping[str, float]) -> dict[str, str]:
+        """Return the lines of a report about `summary`, which may be empty."""
+        if not summary:
+            return {}
+        interval = Interval(*(summary[f"best/{name}"] for name in (cls.RATE, "low", "high", cls.SUMMARY[-1])))
+        return {
+            f"best held-out {cls.RATE}, 95 % interval": str(interval),
+            "checkpoint": f"of step {summary['best/step']:.0f}, the best of {summary['evaluations']:.0f} evaluations",
+        }
 
     def due(self, step: int) -> bool:
         """See `due`."""
@@ -126,31 +152,17 @@ class Evaluations(ABC):
         patience = self._plan.patience
         return patience > 0 and sum(each > best_step(until) for each in until) >= patience
 
-    def _best_said(self, step: int) -> str:
-        return "the best so far" if self.best == step else f"the best is that after step {self.best}"
+    def _measured(self) -> tuple[str, ...]:
+        return self.RATE, f"{self.RATE}_low", f"{self.RATE}_high", self.SUMMARY[-1]
 
-    def _write(
-        self,
-        step: int,
-        metrics: Mapping[str, Any],
-        fill: Callable[[Path], None],
-        rows: dict[str, int],
-        drops: dict[str, int],
-        inputs: dict[str, str],
-    ) -> None:
-        """The artifact of `step`: what `fill` writes, and `metrics`."""
+    def _write(self, step: int, metrics: Mapping[str, Any], fill: Callable[[Path], None], **facts: Any) -> None:
+        """Write the artifact of `step`: what `fill` writes, and `metrics`. `facts`: see `write_step`."""
 
         def write(folder: Path) -> None:
             fill(folder)
             write_json(folder / METRICS_FILE, metrics)
-            settings = {"run": self._context.fingerprint, "step": step}
-            write_manifest(
-                folder, kind=self.KIND, kind_version=1, rows=rows, drops=drops, inputs=inputs, settings=settings
-            )
 
-        artifact = self._store.write(self.KIND, self._key(step), write)
-        self._add(step, artifact)
-        self._context.events.artifact(artifact, "output", step)
+        self._add(step, write_step(self._context, self._store, self.KIND, self._key(step), step, write, **facts))
 
     def _add(self, step: int, made: Artifact) -> None:
         self.made[step] = made
@@ -163,3 +175,28 @@ class Evaluations(ABC):
 def best_step(measures: Mapping[int, Measure]) -> int:
     """The first of those that no other surpasses."""
     return max(sorted(measures), key=lambda step: measures[step])
+
+
+def write_step(
+    context: StageContext,
+    store: ArtifactStore,
+    kind: str,
+    key: str,
+    step: int,
+    fill: Callable[[Path], None],
+    **facts: Any,
+) -> Artifact:
+    """Write what `fill` writes as an artifact of step `step` of a run, and report it.
+
+    Args:
+        facts: rows, drops and inputs of its manifest.
+    """
+
+    def write(folder: Path) -> None:
+        fill(folder)
+        settings = {"run": context.fingerprint, "step": step}
+        write_manifest(folder, kind=kind, kind_version=1, settings=settings, **facts)
+
+    artifact = store.write(kind, key, write)
+    context.events.artifact(artifact, "output", step)
+    return artifact

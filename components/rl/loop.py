@@ -50,25 +50,25 @@ class StepUnits(Protocol):
 
 
 @dataclass(frozen=True)
-class Ahead:
-    """How far rollouts run ahead of the weights, and whether weights change while they are played."""
+class LoopPlan:
+    """How the loop goes: `last` is the number of its last step.
 
+    Rollouts run up to `max_staleness` versions ahead of the weights, and with `in_flight_updates` weights change while
+    they are played. New weights follow after the steps that `sync_every` divides, checkpoints after those that
+    `save_every` divides; `sync_every` 0: never.
+    """
+
+    last: int
+    save_every: int = 1
     max_staleness: int = 0
     in_flight_updates: bool = False
+    sync_every: int = 1
 
 
-def run_loop(
-    steps: StepUnits,
-    first: int,
-    last: int,
-    ahead: Ahead,
-    units: Units,
-    events: Events,
-    sync_every: int = 1,
-) -> int:
-    """Steps `first` to `last`, both included; the policy version is the number of steps applied.
+def run_loop(steps: StepUnits, first: int, plan: LoopPlan, units: Units, events: Events) -> int:
+    """Make steps `first` to `plan.last`, both included; the policy version is the number of steps applied.
 
-    Returns the last step that was made: an evaluation may end the training before `last`.
+    Returns the last step that was made: an evaluation may end the training before `plan.last`.
 
     With `max_staleness` 0 the rollouts of a step are sampled by the weights of the step before (on-policy). With 1
     they are generated while the trainer works on the step before, by weights that are one version older: new weights
@@ -78,12 +78,11 @@ def run_loop(
     With `in_flight_updates` nothing waits for rollouts but the step that trains on them. Those of step k may begin
     once the servers have version k - 1 - `max_staleness`, so no token of a step is sampled by an older one.
 
-    New weights follow after the steps that `sync_every` divides; 0: never. An evaluation plays by the weights after
-    its step, while nothing else does unless updates are in flight.
+    An evaluation plays by the weights after its step, while nothing else does unless updates are in flight.
     """
     pending: deque[Future[Artifact]] = deque()
-    begun, staleness = first - 1, ahead.max_staleness
-    overlaps = staleness > 0 and not ahead.in_flight_updates
+    begun, staleness, last = first - 1, plan.max_staleness, plan.last
+    overlaps = staleness > 0 and not plan.in_flight_updates
 
     def begin(upcoming: int) -> None:
         nonlocal begun
@@ -92,7 +91,7 @@ def run_loop(
             pending.append(units.submit(f"rollouts-{begun:05d}", steps.rollouts, begun))
 
     events.progress("Training", first - 1, last)
-    begin(first + staleness * ahead.in_flight_updates)
+    begin(first + staleness * plan.in_flight_updates)
     postfix: dict[str, float] = {}
     for step in range(first, last + 1):
         clock = _Clock()
@@ -110,10 +109,10 @@ def run_loop(
             pending[0].result()
             clock.lap("timing/wait_for_rollouts")
         steps.save(step)
-        if step < last and sync_every and step % sync_every == 0:
+        if step < last and plan.sync_every and step % plan.sync_every == 0:
             units.submit(f"sync-{step:05d}", steps.sync, step).result()
         clock.lap("timing/sync")
-        if ahead.in_flight_updates:
+        if plan.in_flight_updates:
             begin(step + 1 + staleness)
         ends = step == last
         if steps.evaluates(step):

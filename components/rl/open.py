@@ -166,10 +166,7 @@ def open_parts(
                 run = RLRun(settings, context, store, parts, portal)
                 named, last = context.machine.skip_batches, settings.trainer.max_steps
                 run.skipped = skipped_batches(context.workspace, named, done, last)
-                if done:
-                    context.events.message(f"resuming after step {done}")
-                    run.complete_history(done)
-                    run.sync(done)
+                run.resume(done)
                 yield run, done
         finally:
             with suppress(TrainerError):  # one that did not start has said so, or something worse has

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from anyio.from_thread import BlockingPortal
+
 from armature.components.artifacts.images import ImageStore
 from armature.components.artifacts.store import ArtifactStore
 from armature.components.contracts.episodes import Environment, Task
@@ -21,7 +23,6 @@ from armature.components.evaluation.results import (
     write_results,
 )
 from armature.components.evaluation.settings import PanelSettings
-from armature.components.evaluation.wilson import Interval
 from armature.components.inference.pool import ServerPool
 from armature.components.rl.evaluations import Evaluations, Measure
 from armature.components.rollouts.collect import collect
@@ -41,7 +42,7 @@ class HeldoutPanel:
 class PanelEvaluations(Evaluations):
     """Those of a panel that is played on servers."""
 
-    KIND, STAGE = "evaluations", "train-vlm"
+    KIND, STAGE, RATE, SUMMARY = "evaluations", "train-vlm", "accuracy", ("reward", "tasks")
     HISTORY_KEYS = {  # noqa: RUF012
         "heldout/accuracy": "accuracy",
         "heldout/low": "accuracy_low",
@@ -51,14 +52,28 @@ class PanelEvaluations(Evaluations):
         "heldout/failed": "failed",
     }
 
-    def __init__(self, panel: HeldoutPanel, context: StageContext, store: ArtifactStore, last: int) -> None:
-        self.panel = panel
+    def __init__(
+        self,
+        panel: HeldoutPanel,
+        pool: ServerPool,
+        portal: BlockingPortal,
+        context: StageContext,
+        store: ArtifactStore,
+        last: int,
+    ) -> None:
+        self.panel, self._pool, self._portal = panel, pool, portal
         super().__init__(panel.settings, context, store, last)
 
-    async def play(self, pool: ServerPool) -> GenerateOutputs:
-        """Every task of the panel, by the weights that the servers hold.
+    def play(self, step: int) -> None:
+        """Play every task of the panel with the weights after `step`, which the servers hold, and write the results.
 
-        Seeds are those of the evaluation stage, the same at every step. Afterwards the servers have forgotten the
+        Raises:
+            ServerError: no episode could be finished, or others than these weights played.
+        """
+        self._keep(step, self._portal.call(self._collect))
+
+    async def _collect(self) -> GenerateOutputs:
+        """Seeds are those of the evaluation stage, the same at every step. Afterwards the servers have forgotten the
         prompts and images: rollouts find them as they would without an evaluation.
         """
         settings, context = self.panel.settings, self._context
@@ -66,7 +81,7 @@ class PanelEvaluations(Evaluations):
             self.panel.environment,
             self.panel.tasks,
             settings.samples_per_task,
-            pool,
+            self._pool,
             ImageStore(context.images),
             settings.sampling,
             step=0,
@@ -75,15 +90,10 @@ class PanelEvaluations(Evaluations):
             events=context.events,
             name="evaluation",
         )
-        await pool.reset_caches()
+        await self._pool.reset_caches()
         return outputs
 
-    def keep(self, step: int, outputs: GenerateOutputs) -> None:
-        """Write what the weights after `step` played, and what it says.
-
-        Raises:
-            ServerError: no episode could be finished, or others than these weights played.
-        """
+    def _keep(self, step: int, outputs: GenerateOutputs) -> None:
         refuse_unfinished(outputs)
         versions = {turn.policy_version for each in outputs.trajectories for turn in each.turns}
         if versions != {step}:
@@ -102,19 +112,8 @@ class PanelEvaluations(Evaluations):
             write_results(folder, results)
 
         rows = {"tasks": len(self.panel.tasks), "episodes": len(results)}
-        self._write(step, split_metrics(results), fill, rows, outputs.drops, dict(self.panel.digests))
+        self._write(step, split_metrics(results), fill, rows=rows, drops=outputs.drops, inputs=self.panel.digests)
 
     def measure(self, metrics: Mapping[str, Any]) -> Measure:
         """The accuracy, then the mean reward, which tells apart what solves equally many tasks."""
         return metrics["accuracy"], metrics["reward"]
-
-    def summary(self) -> dict[str, float]:
-        found = self.metrics[self.best]
-        names = ("accuracy", "accuracy_low", "accuracy_high", "reward", "tasks")
-        numbers = {f"best/{name.removeprefix('accuracy_')}": float(found[name]) for name in names}
-        return numbers | {"best/step": float(self.best), "evaluations": float(len(self.metrics))}
-
-    def said(self, step: int) -> str:
-        found = self.metrics[step]
-        interval = Interval(found["accuracy"], found["accuracy_low"], found["accuracy_high"], found["tasks"])
-        return f"evaluation after step {step}: accuracy {interval} of {found['tasks']} tasks, {self._best_said(step)}"

@@ -9,10 +9,10 @@ from pathlib import Path
 from armature.components.artifacts.images import ImageStore
 from armature.components.batches.scores import read_scores
 from armature.components.contracts.rollouts import Failure, Trajectory
-from armature.components.evaluation.wilson import Interval
 from armature.components.reports.records import TurnScores, token_decoder
 from armature.components.reports.report import Rollouts, Table
 from armature.components.reports.training import write_training_report
+from armature.components.rl.panel import PanelEvaluations
 from armature.components.rl.settings import TrainVLMSettings
 from armature.components.rollouts.table import read_rollouts
 
@@ -64,15 +64,7 @@ def write_pages(
         title=f"Training {settings.model.source} on {settings.environment.name}",
         history=history,
         configuration=settings.model_dump(mode="json"),
-        figures=_best_figures(best) if best else {},
+        figures=PanelEvaluations.figures(best),
         tables=[Table("Tasks", ["groups", "tasks"], [[said, f"{tasks[name]:,}"] for name, said in TASKS.items()])],
         rollouts=Rollouts(trajectories, failures, ImageStore(images), decode, steps, scores),
     )
-
-
-def _best_figures(best: Mapping[str, float]) -> dict[str, str]:
-    accuracy = Interval(best["best/accuracy"], best["best/low"], best["best/high"], best["best/tasks"])
-    return {
-        "best held-out accuracy, 95 % interval": str(accuracy),
-        "checkpoint": f"of step {best['best/step']:.0f}, the best of {best['evaluations']:.0f} evaluations",
-    }

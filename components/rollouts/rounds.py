@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 
-from armature.components.contracts.rollouts import GenerateOutputs, all_equal
+from armature.components.batches.groups import groups_that_differ
+from armature.components.contracts.rollouts import GenerateOutputs
 from armature.components.rollouts.settings import RolloutSettings
 
 
@@ -18,21 +18,13 @@ async def play_rounds(play: Callable[[int], Awaitable[GenerateOutputs]], plan: R
     """
     outputs = await play(0)
     for number in range(1, plan.max_rounds):
-        if len(groups_that_differ(outputs)) >= plan.groups_per_step:
+        if len(_differing(outputs)) >= plan.groups_per_step:
             break
         further = await play(number)
         outputs = GenerateOutputs(
             (*outputs.trajectories, *further.trajectories), (*outputs.failures, *further.failures)
         )
     return outputs
-
-
-def groups_that_differ(outputs: GenerateOutputs) -> list[str]:
-    """The groups, in order, whose finished rollouts do not all have the same reward."""
-    rewards: dict[str, list[float]] = defaultdict(list)
-    for trajectory in outputs.trajectories:
-        rewards[trajectory.group_id].append(trajectory.reward)
-    return [group_id for group_id, own in rewards.items() if not all_equal(own)]
 
 
 @dataclass(frozen=True)
@@ -48,7 +40,7 @@ def choose_groups(outputs: GenerateOutputs, plan: RolloutSettings) -> SelectedGr
     """The first `groups_per_step` groups whose rewards differ; all groups where only one round may be played."""
     if plan.max_rounds == 1:
         return SelectedGroups(outputs)
-    differing = groups_that_differ(outputs)
+    differing = _differing(outputs)
     chosen, surplus = set(differing[: plan.groups_per_step]), set(differing[plan.groups_per_step :])
     groups = {one.group_id for one in outputs.trajectories} | {one.group_id for one in outputs.failures}
     kept = tuple(one for one in outputs.trajectories if one.group_id in chosen)
@@ -62,3 +54,7 @@ def choose_groups(outputs: GenerateOutputs, plan: RolloutSettings) -> SelectedGr
     }
     found = {reason: count for reason, count in drops.items() if count}
     return SelectedGroups(replace(outputs, trajectories=kept), found, metrics)
+
+
+def _differing(outputs: GenerateOutputs) -> list[str]:
+    return groups_that_differ((one.group_id, one.reward) for one in outputs.trajectories)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from math import exp
 
 import numpy as np
 
-from armature.components.batches.advantages import EPSILON
+from armature.components.batches.advantages import standardized
+from armature.components.batches.build import BuiltBatch
+from armature.components.batches.groups import groups_that_differ
 from armature.components.batches.settings import Deviation
 from armature.components.contracts.metrics import merged, metrics_below
 from armature.components.contracts.rollouts import Failure
@@ -18,22 +19,13 @@ from armature.components.vla_rl.settings import GAE, EpisodeGroupMean, RewardWei
 from armature.components.vla_rl.table import Answer, AnswerSample, with_advantage
 
 
-@dataclass(frozen=True)
-class RobotBatch:
-    """drops: answers that are not trained on, by reason."""
-
-    samples: list[AnswerSample]
-    drops: Counter[str]
-    metrics: dict[str, float]
-
-
 def build_batch(
     answers: Sequence[Answer],
     advantage: EpisodeGroupMean | GAE | RewardWeighted,
     wanted: int | None = None,
     failures: Sequence[Failure] = (),
     earlier: Sequence[Answer] = (),
-) -> RobotBatch:
+) -> BuiltBatch[AnswerSample]:
     """The answers with their advantages; with GAE all of them, with values to learn; where they are weighed by rewards,
     these weights are their advantages.
 
@@ -56,7 +48,7 @@ def build_batch(
         drops["weightless_episode" if advantage.beta else "unsolved_episode"] = len(answers) - len(samples) + replayed
         metrics = {"answers/replayed": float(replayed)} if earlier else {}
     else:
-        differing = groups_that_differ(answers)
+        differing = differing_groups(answers)
         chosen, surplus = set(differing[:wanted]), set(differing) - set(differing[:wanted])
         compared = {name: group for name, group in groups.items() if name in chosen}
         samples = _compared(answers, compared, advantage.deviation)
@@ -79,12 +71,13 @@ def build_batch(
     if undecoded := sum(not each.decoded for each in answers):
         played_metrics["answers/undecoded"] = float(undecoded)
     failed = metrics_below("failures", Counter(each.reason for each in failures))
-    return RobotBatch(samples, +drops, merged(advantages=metrics, episodes=played_metrics, failures=failed))
+    return BuiltBatch(samples, +drops, merged(advantages=metrics, episodes=played_metrics, failures=failed))
 
 
-def groups_that_differ(answers: Sequence[Answer]) -> list[str]:
-    """The groups, in order, whose episodes did not all earn the same."""
-    return [name for name, group in _returns(answers).items() if len(set(group.values())) > 1]
+def differing_groups(answers: Sequence[Answer]) -> list[str]:
+    """Return the groups, in order, whose episodes did not all earn the same."""
+    groups = _returns(answers).items()
+    return groups_that_differ((name, earned) for name, group in groups for earned in group.values())
 
 
 def _returns(answers: Sequence[Answer]) -> dict[str, dict[str, float]]:
@@ -112,16 +105,11 @@ def _weighted(answers: Sequence[Answer], settings: RewardWeighted) -> list[Answe
 def _compared(
     answers: Sequence[Answer], returns: dict[str, dict[str, float]], deviation: Deviation
 ) -> list[AnswerSample]:
-    """Each answer of the groups in `returns` with its advantage A = (R - mean_group R) / (std_group R + 1e-4) (GRPO,
-    arXiv 2402.03300): R is the sum of the episode's rewards. Each group has two episodes or more."""
-    scales = {
-        name: (float(np.mean(earned)), float(np.std(earned, ddof=deviation == "sample")) + EPSILON)
-        for name, group in returns.items()
-        if (earned := list(group.values()))
-    }
-    samples = []
-    for answer in answers:
-        if answer.group_id in returns:
-            mean, scale = scales[answer.group_id]
-            samples.append(with_advantage(answer, (returns[answer.group_id][answer.episode_id] - mean) / scale))
-    return samples
+    """Give each answer of the groups in `returns` its advantage, see `standardized`: an episode is scored by the sum of
+    its rewards. Each group has two episodes or more."""
+    advantages: dict[str, float] = {}
+    for group in returns.values():
+        earned = np.array(list(group.values()))
+        values = standardized(earned - earned.mean(), np.ones(len(earned)), len(earned), deviation)
+        advantages |= zip(group, values.tolist(), strict=True)
+    return [with_advantage(each, advantages[each.episode_id]) for each in answers if each.group_id in returns]

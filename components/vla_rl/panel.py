@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from pathlib import Path
+from functools import partial
 from statistics import fmean
 from typing import Any
 
@@ -17,7 +17,6 @@ from armature.components.evaluation.libero.results import collect_results, metri
 from armature.components.evaluation.libero.run import Evaluation
 from armature.components.evaluation.libero.schedule import plan_episodes
 from armature.components.evaluation.libero.settings import TrainLiberoEvaluationSettings
-from armature.components.evaluation.wilson import Interval
 from armature.components.policies.molmoact2.policy import MolmoAct2Policy
 from armature.components.rl.evaluations import Evaluations, Measure
 
@@ -35,7 +34,7 @@ class RobotEvaluations(Evaluations):
         digests: of what the training began with, by name.
     """
 
-    KIND, STAGE = "robot-evaluations", "train-vla-rl"
+    KIND, STAGE, RATE, SUMMARY = "robot-evaluations", "train-vla-rl", "success", ("episodes",)
     HISTORY_KEYS = {  # noqa: RUF012
         "heldout/success": "success",
         "heldout/low": "success_low",
@@ -90,28 +89,18 @@ class RobotEvaluations(Evaluations):
         }
         counted = {reason: count for reason, count in drops.items() if count}
         rows = {"episodes": len(results)}
-
-        def fill(folder: Path) -> None:
-            write_results(folder, results)
-
-        self._write(step, numbers, fill, rows, counted, dict(self._digests))
+        fill = partial(write_results, results=results)
+        self._write(step, numbers, fill, rows=rows, drops=counted, inputs=self._digests)
         journal.unlink()
 
     def measure(self, metrics: Mapping[str, Any]) -> Measure:
         """The share of solved episodes, then how few actions an episode takes."""
         return metrics["success"], -metrics["steps"]
 
-    def summary(self) -> dict[str, float]:
-        found = self.metrics[self.best]
-        names = ("success", "success_low", "success_high", "episodes")
-        numbers = {f"best/{name.removeprefix('success_')}": float(found[name]) for name in names}
-        return numbers | {"best/step": float(self.best), "evaluations": float(len(self.metrics))}
-
     def said(self, step: int) -> str:
-        found = self.metrics[step]
-        rate = Interval(found["success"], found["success_low"], found["success_high"], found["episodes"])
-        line = f"evaluation after step {step}: success {rate} of {found['episodes']} episodes, {self._best_said(step)}"
-        return line + (f"; {judgement(found['gained'], found['lost'], found['p_value'])}" if step else "")
+        metrics = self.metrics[step]
+        compared = f"; {judgement(metrics['gained'], metrics['lost'], metrics['p_value'])}" if step else ""
+        return super().said(step) + compared
 
 
 def judgement(gained: int, lost: int, p_value: float) -> str:

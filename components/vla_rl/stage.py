@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 from armature.components.contracts.metrics import counted_reasons, merged
 from armature.components.contracts.numbers import write_json
 from armature.components.contracts.stages import Artifact, Stage, StageContext, StageReport
-from armature.components.evaluation.wilson import Interval
 from armature.components.vla_rl.settings import GAE, TrainVLARLSettings
 
 if TYPE_CHECKING:
@@ -104,7 +103,8 @@ def train_vla_rl(
             digests, last = {"policy": inputs["policy"].digest}, settings.trainer.max_steps
             evaluations = RobotEvaluations(panel, known, examined, collector.arenas, digests, context, store, last)
         run = RobotRLRun(settings, context, store, policy, tasks, collector, trainer, inputs["policy"], evaluations)
-        last = run.train_all()
+        run.resume(done := trainer.resume())
+        last = run.train_from(done)
         run.finish(out / CHECKPOINT, last)
         newest = read_rollouts(run.rollouts(last).path)
     history, lineage = run.history.read(), run.lineage(last)
@@ -144,13 +144,14 @@ def write_pages(
     """
     from armature.components.reports.training import write_training_report
     from armature.components.vla_rl.page import course_curves, outcome_table
+    from armature.components.vla_rl.panel import RobotEvaluations
 
     write_training_report(
         folder,
         title=f"Reinforcement learning on {settings.rollouts.suite}",
         history=history,
         configuration=settings.model_dump(mode="json"),
-        figures=(_best_figures(best) if best else {}) | _skipped(history),
+        figures=RobotEvaluations.figures(best or {}) | _skipped(history),
         tables=[outcome_table([row for row in history if row["step"] > 0])],
         curves=course_curves(newest),
     )
@@ -161,12 +162,4 @@ def _skipped(history: History) -> dict[str, str]:
     return {"optimizer steps skipped, gradient not finite": f"{skipped:.0f}"} if skipped else {}
 
 
-def _best_figures(best: Mapping[str, float]) -> dict[str, str]:
-    rate = Interval(best["best/success"], best["best/low"], best["best/high"], best["best/episodes"])
-    return {
-        "best held-out success, 95 % interval": str(rate),
-        "checkpoint": f"of step {best['best/step']:.0f}, the best of {best['evaluations']:.0f} evaluations",
-    }
-
-
-TRAIN_VLA_RL_STAGE = Stage("train-vla-rl", 2, TrainVLARLSettings, ("policy",), train_vla_rl)
+TRAIN_VLA_RL_STAGE = Stage("train-vla-rl", 3, TrainVLARLSettings, ("policy",), train_vla_rl)

@@ -10,7 +10,7 @@ import pytest
 
 from armature.components.artifacts.history import History
 from armature.components.contracts.stages import Artifact
-from armature.components.rl.loop import Ahead, run_loop
+from armature.components.rl.loop import LoopPlan, run_loop
 from armature.components.stages import TerminalEvents, ThreadUnits
 
 
@@ -87,7 +87,8 @@ class RecordingSteps:
 
 
 def run(steps: RecordingSteps, staleness: int, first: int = 1, last: int = 5, in_flight: bool = False) -> int:
-    return run_loop(steps, first, last, Ahead(staleness, in_flight), ThreadUnits(), TerminalEvents())
+    plan = LoopPlan(last, 1, staleness, in_flight)
+    return run_loop(steps, first, plan, ThreadUnits(), TerminalEvents())
 
 
 def test_on_policy_rollouts_are_sampled_by_the_weights_of_the_step_before():

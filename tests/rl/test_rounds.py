@@ -26,7 +26,7 @@ from armature.components.contracts.machine import Machine
 from armature.components.contracts.rollouts import GenerateOutputs, Trajectory
 from armature.components.contracts.stages import StageContext
 from armature.components.inference.client import Completion
-from armature.components.rl.loop import Ahead, run_loop
+from armature.components.rl.loop import run_loop
 from armature.components.rl.open import skipped_batches
 from armature.components.rl.run import RLRun, RunParts
 from armature.components.rl.settings import TrainVLMSettings
@@ -184,9 +184,7 @@ class Attempt:
         self.run = RLRun(settings.loop, context(folder), self.store, parts, portal)
 
     def go(self, first: int = 1, last: int = STEPS) -> Attempt:
-        plan = self.run.settings.rollouts
-        ahead = Ahead(plan.max_staleness, plan.in_flight_updates)
-        run_loop(self.run, first, last, ahead, ThreadUnits(), TerminalEvents(), self.run.parts.sync_every)
+        run_loop(self.run, first, replace(self.run.plan, last=last), ThreadUnits(), TerminalEvents())
         return self
 
     def trajectories(self) -> dict[int, tuple[Trajectory, ...]]:

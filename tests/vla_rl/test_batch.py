@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from armature.components.contracts.images import ImageRef
-from armature.components.vla_rl.batch import build_batch, groups_that_differ
+from armature.components.vla_rl.batch import build_batch, differing_groups
 from armature.components.vla_rl.run import refuse_ratios
 from armature.components.vla_rl.settings import EpisodeGroupMean
 from armature.components.vla_rl.table import Answer, read_batch, write_batch
@@ -80,7 +80,7 @@ def test_the_first_groups_that_differ_are_trained_on_and_the_others_counted() ->
         *answers("c", (1, 0.0), (1, 1.0)),
         *answers("d", (4, 0.0), (1, 1.0)),
     ]
-    assert groups_that_differ(played) == ["b", "c", "d"]
+    assert differing_groups(played) == ["b", "c", "d"]
     built = build_batch(played, GRPO, wanted=2)
     assert [each.group_id for each in built.samples] == ["b"] * 3 + ["c"] * 2
     assert built.drops == {"group_agrees": 3, "surplus_group": 5}

@@ -111,7 +111,8 @@ def train(folder: Path, start: Artifact, arenas: Sequence[Kitchen], settings: Tr
         last = settings.trainer.max_steps
         evaluations = RobotEvaluations(settings.evaluation, known, examined, arenas, {}, context, store, last)
     run = RobotRLRun(settings, context, store, policy, TASKS, collector, trainer, start, evaluations)
-    run.finish(folder / "checkpoint", run.train_all())
+    run.resume(done := trainer.resume())
+    run.finish(folder / "checkpoint", run.train_from(done))
     return run
 
 
