@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -13,9 +12,9 @@ from armature.components.artifacts.images import ImageStore
 from armature.components.contracts.robots import RobotObservation
 from armature.components.contracts.rollouts import Failure
 from armature.components.evaluation.libero.batching import InferenceQueue
-from armature.components.evaluation.libero.episode import LostBesideError, SimulatorClient, play_episode
-from armature.components.evaluation.libero.run import SimulatorSlot, simulator_slots, task_of
-from armature.components.evaluation.libero.schedule import PlannedEpisode, TaskKey
+from armature.components.evaluation.libero.episode import SimulatorClient, play_episode
+from armature.components.evaluation.libero.run import AttemptedEpisode, EpisodePlayer, SimulatorSlot
+from armature.components.evaluation.libero.schedule import PlannedEpisode
 from armature.components.policies.molmoact2.policy import ExploredAnswer, PlainAnswer, SpokenAnswer
 from armature.components.rollouts.collect import failures_said
 from armature.components.vla_rl.record import AnswerRecorder, PlayedAnswer, episode_defect
@@ -25,7 +24,6 @@ from armature.components.vla_rl.settings import RobotRolloutSettings, SuccessRew
 from armature.components.vla_rl.table import Answer
 from armature.components.vla_rl.timing import PlayTimes, TimedSimulators
 from armature.components.workers.errors import WorkerError
-from armature.components.workers.pool import StickyQueue
 
 FAILED = "environment_error"
 """The reason of an episode that failed in every attempt, as in `armature.components.contracts.failures`."""
@@ -87,9 +85,8 @@ class Collector:
         self._settings, self._policy, self.times = settings, policy, PlayTimes()
         self.arenas = [TimedSimulators(arena, self.times) for arena in arenas]
         self._images, self._told, self._gamma = images, told, gamma
-        self._held: dict[SimulatorSlot, TaskKey] = {}
-        """The task that each simulator was built for: building one takes seconds."""
-        self.lost, self._lock = 0, threading.Lock()
+        self._player = EpisodePlayer(self.arenas, settings.batch, settings.attempts)
+        self.lost = 0
 
     def collect(
         self,
@@ -109,46 +106,37 @@ class Collector:
             DataError: the policy answered with something that is not an action.
         """
         planned = [episode for group in groups for episode in group]
-        played: dict[int, list[Answer]] = {}
-        failed: dict[int, Failure] = {}
+        played: dict[PlannedEpisode, list[Answer]] = {}
+        failed: dict[PlannedEpisode, Failure] = {}
         most = int(self._settings.failed_fraction * len(planned)) if may_fail is None else may_fail
-
         queue = InferenceQueue(self._answers, self._policy.rows_per_pass, self._prepared)
-        slots = simulator_slots(self.arenas, min(self._settings.batch, len(planned)))
-        before = [self._held[slot] for slot in slots if slot in self._held]
-        schedule = StickyQueue(range(len(planned)), lambda number: task_of(planned[number]), before)
 
-        def player(simulator: SimulatorSlot) -> Callable[[], None]:
-            def play() -> None:
-                while (number := schedule.take(self._held.get(simulator))) is not None:
-                    self._held[simulator] = task_of(planned[number])
-                    result = self._play(simulator, planned[number], queue, step, version, bootstrap)
-                    with self._lock:
-                        if isinstance(result, Failure):
-                            failed[number] = result
-                        else:
-                            played[number] = result
-                        self._refuse(failed, most, len(planned), step)
-                        self._told(len(played) + len(failed), len(planned))
+        def attempt(simulator: SimulatorSlot, episode: PlannedEpisode) -> list[Answer]:
+            return self._play(simulator, episode, queue, step, version, bootstrap)
 
-            return play
+        def finish(episode: PlannedEpisode, attempted: AttemptedEpisode[list[Answer]]) -> None:
+            self.lost += attempted.lost
+            rows = attempted.result
+            defect = (FAILED, str(attempted.problem)) if rows is None else episode_defect(rows)
+            if defect is not None:
+                failed[episode] = _failure(episode, step, *defect)
+            else:
+                played[episode] = rows or []
+            if len(failed) > most:
+                failures = [failed[each] for each in planned if each in failed]
+                raise WorkerError(
+                    failures_said(failures, len(planned), f"too many episodes failed, {most} may"),
+                    code="too_many_episodes_failed",
+                    where=f"step {step}, rollouts.failed_fraction",
+                    remedy="see the simulators' logs; start again: steps that are made are kept",
+                )
+            self._told(len(played) + len(failed), len(planned))
 
-        queue.serve([player(simulator) for simulator in slots])
+        self._player.play(planned, queue, attempt, finish)
         return CollectedEpisodes(
-            answers=[answer for number in sorted(played) for answer in played[number]],
-            failures=[failed[number] for number in sorted(failed)],
+            answers=[answer for episode in planned for answer in played.get(episode, ())],
+            failures=[failed[episode] for episode in planned if episode in failed],
         )
-
-    def _refuse(self, failed: Mapping[int, Failure], most: int, planned: int, step: int) -> None:
-        if len(failed) > most:
-            raise WorkerError(
-                failures_said(
-                    [failed[number] for number in sorted(failed)], planned, f"too many episodes failed, {most} may"
-                ),
-                code="too_many_episodes_failed",
-                where=f"step {step}, rollouts.failed_fraction",
-                remedy="see the simulators' logs; start again: steps that are made are kept",
-            )
 
     def _prepared(self, observation: RobotObservation) -> RobotObservation:
         with self.times.measured("prepare"):
@@ -174,33 +162,20 @@ class Collector:
         step: int,
         version: int,
         bootstrap: bool,
-    ) -> list[Answer] | Failure:
-        """An attempt that was lost because the process was, in the call of another slot, is none of the `attempts`:
-        whether an episode fails would else depend on who shares its process."""
-
+    ) -> list[Answer]:
         def explored(observation: RobotObservation, chunk: int) -> Future[PlayedAnswer]:
             return queue.ask(observation, answer_seed(self._settings, step, planned, chunk))
 
-        problems: list[WorkerError] = []
-        while len(problems) < self._settings.attempts:
-            recorder = AnswerRecorder(explored)
-            try:
-                measure = not isinstance(self._settings.reward, SuccessReward)
-                episode = play_episode(simulator.arena, simulator.slot, planned, recorder, measure=measure)
-            except WorkerError as error:
-                problems += [error] * (not isinstance(error, LostBesideError))
-                with self._lock:
-                    self.lost += 1
-            else:
-                reward = partial(chunk_rewards, self._settings.reward, gamma=self._gamma)
-                last_value = recorder.value_after(episode) if bootstrap and not episode.success else None
-                with self.times.measured("keep_answers"):
-                    rows = recorder.rows(planned, episode, step, version, self._images, last_value, reward)
-                defect = episode_defect(rows)
-                return rows if defect is None else self._failure(planned, step, *defect)
-        return self._failure(planned, step, FAILED, str(problems[-1]))
+        recorder, reward = AnswerRecorder(explored), self._settings.reward
+        measure = not isinstance(reward, SuccessReward)
+        episode = play_episode(simulator.arena, simulator.slot, planned, recorder, measure=measure)
+        last_value = recorder.value_after(episode) if bootstrap and not episode.success else None
+        rewards = partial(chunk_rewards, reward, gamma=self._gamma)
+        with self.times.measured("keep_answers"):
+            return recorder.rows(planned, episode, step, version, self._images, last_value, rewards)
 
-    def _failure(self, planned: PlannedEpisode, step: int, reason: str, detail: str) -> Failure:
-        group_id, episode_id = episode_ids(step, planned)
-        task_id = f"{planned.task.suite}/{planned.task.index}"
-        return Failure(episode_id, group_id, task_id, reason, f"{planned.name}: {detail}")
+
+def _failure(planned: PlannedEpisode, step: int, reason: str, detail: str) -> Failure:
+    group_id, episode_id = episode_ids(step, planned)
+    task_id = f"{planned.task.suite}/{planned.task.index}"
+    return Failure(episode_id, group_id, task_id, reason, f"{planned.name}: {detail}")
