@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from armature.components.models.settings import AdapterSettings
 from armature.components.policies.molmoact2.checkpoints.weights import (
     FREQUENCIES,
     frequencies,
@@ -26,7 +27,7 @@ from armature.components.training.ranks import Ranks
 from armature.components.vla.groups import prepare
 from armature.components.vla.learner import PolicyLearner
 from armature.components.vla.micro_batch import PolicyMicroBatch
-from armature.components.vla.settings import Mode, PolicyLoraSettings, VLATrainerSettings
+from armature.components.vla.settings import Mode, VLATrainerSettings
 from benchmarks.policy_case import (
     ACTIONS,
     CHUNK,
@@ -141,7 +142,7 @@ def loss_plan(action_mode: ActionMode) -> LossPlan:
 def trainer_settings(mode: Mode, batch: int, *, compiled: bool) -> VLATrainerSettings:
     return VLATrainerSettings(
         mode=mode,
-        lora=PolicyLoraSettings() if mode == "lora" else None,
+        lora=AdapterSettings(rank=64, alpha=16.0) if mode == "lora" else None,
         gradient_checkpointing=True,
         torch_compile=compiled,
         max_steps=1000,

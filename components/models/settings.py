@@ -16,11 +16,17 @@ TINY_PREFIX = "tiny/"
 ImageAttention = Literal["causal", "bidirectional"]
 
 
-class LoraSettings(Settings):
-    """Low-rank adapters (https://arxiv.org/abs/2106.09685)."""
+class AdapterSettings(Settings):
+    """Low-rank adapters (https://arxiv.org/abs/2106.09685): a layer's output gets alpha / rank * B A x, with B = 0 at
+    first."""
 
     rank: PositiveInt = Field(16, description="Rank of each adapter.")
     alpha: PositiveFloat = Field(32.0, description="Scale: an adapter's output is multiplied by alpha / rank.")
+
+
+class LoraSettings(AdapterSettings):
+    """Low-rank adapters of a language model."""
+
     targets: tuple[str, ...] = Field(
         ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
         description="Last names of the linear layers that get adapters, e.g. q_proj; 'all' for every linear.",

@@ -10,7 +10,7 @@ from armature.components.policies.settings import Semantics
 from armature.components.training.engine import ParameterGroup
 from armature.components.training.schedule import warmup_cosine
 from armature.components.vla.lora import add_adapters
-from armature.components.vla.settings import PolicyUpdateSettings
+from armature.components.vla.settings import PolicyUpdateSettings, VLATrainerSettings
 
 EXPERT = "action_expert."
 VALUE_HEAD = "value_head."
@@ -33,7 +33,8 @@ def prepare(model: nn.Module, settings: PolicyUpdateSettings, semantics: Semanti
             model.get_parameter(EMBEDDING + name).requires_grad_(False)
     if settings.lora is not None:
         expert_too = settings.mode == "lora_expert"
-        add_adapters(model, lambda n: expert_too or not n.startswith(EXPERT), settings.lora, settings.seed)
+        dropout = settings.lora_dropout if isinstance(settings, VLATrainerSettings) else 0.0
+        add_adapters(model, lambda n: expert_too or not n.startswith(EXPERT), settings.lora, settings.seed, dropout)
     if settings.mode in ("lora", "expert"):
         model.get_submodule(EXPERT.rstrip(".")).requires_grad_(True)
 

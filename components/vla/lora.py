@@ -11,11 +11,13 @@ from torch import nn
 
 from armature.components.contracts.errors import ConfigurationError
 from armature.components.models.lora import lora_config
+from armature.components.models.settings import AdapterSettings
 from armature.components.policies.molmoact2.modeling.model import MolmoAct2
-from armature.components.vla.settings import PolicyLoraSettings
 
 
-def add_adapters(model: nn.Module, chosen: Callable[[str], bool], settings: PolicyLoraSettings, seed: int) -> list[str]:
+def add_adapters(
+    model: nn.Module, chosen: Callable[[str], bool], settings: AdapterSettings, seed: int, dropout: float = 0.0
+) -> list[str]:
     """Put an adapter into every linear layer whose full name is `chosen`; their names. All else is frozen.
 
     A, (rank, in), begins as N(0, 1 / rank) in standard deviations, B, (out, rank), as zeros; both are in fp32.
@@ -28,7 +30,7 @@ def add_adapters(model: nn.Module, chosen: Callable[[str], bool], settings: Poli
         raise ConfigurationError(
             "no linear layer is left for an adapter", code="no_layer_for_adapters", where="training.mode"
         )
-    inject_adapter_in_model(lora_config(names, settings.rank, settings.alpha, settings.dropout), model)
+    inject_adapter_in_model(lora_config(names, settings.rank, settings.alpha, dropout), model)
     random = torch.Generator().manual_seed(seed)
     for name in names:
         layer = model.get_submodule(name)

@@ -5,21 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, Self
 
-from pydantic import ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import ConfigDict, Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
 from armature.components.contracts.settings import Settings
 from armature.components.datasets.settings import FileShuffleSettings
+from armature.components.models.settings import AdapterSettings
 from armature.components.policies.settings import RobotPolicySettings
+from armature.components.training.schedule import OptimizerSettings
 
 Mode = Literal["full", "lora", "lora_expert", "expert"]
-
-
-class PolicyLoraSettings(Settings):
-    """Low-rank adapters: a layer's output gets alpha / rank * B A dropout(x), with B = 0 at first."""
-
-    rank: PositiveInt = Field(64, description="Rank of each adapter.")
-    alpha: PositiveFloat = Field(16.0, description="Scale: an adapter's output is multiplied by alpha / rank.")
-    dropout: float = Field(0.05, ge=0.0, lt=1.0, description="Dropout before an adapter, in training.")
 
 
 class PackingSettings(Settings):
@@ -60,41 +54,26 @@ class HeldoutSettings(Settings):
     every: PositiveInt = Field(2000, description="Updates between measurements.")
 
 
-class PolicyUpdateSettings(Settings):
-    """What of a policy is trained, and the optimizer: the same on demonstrations and on rewards."""
+class PolicyUpdateSettings(OptimizerSettings):
+    """What of a policy is trained, and its optimizer: the same on demonstrations and on rewards."""
 
     mode: Mode = Field(
         "full",
         description="full: all weights. lora: adapters on the VLM, all of the action expert. lora_expert: adapters on "
         "both. expert: the action expert alone.",
     )
-    lora: PolicyLoraSettings | None = Field(None, description="Adapters of the modes lora and lora_expert.")
+    lora: AdapterSettings | None = Field(None, description="Adapters of the modes lora and lora_expert.")
     freeze_embedding: bool = Field(True, description="Leave the input embedding as it is, in full training.")
     max_steps: PositiveInt = Field(description="Optimizer updates.")
     micro_batch_size: PositiveInt = Field(description="Examples of one forward pass of a rank.")
-    torch_compile: bool = Field(
-        False,
-        description="Compile vision, text and expert layers at their first use, which takes a minute or two. Results "
-        "differ in rounding.",
-    )
     learning_rates: LearningRates = Field(LearningRates(), description="Peak learning rate of each part.")
-    adam_beta1: float = Field(0.9, ge=0, lt=1, description="AdamW's decay of the first moment.")
+    packing: PackingSettings | None = Field(None, description="Packs the examples of a forward pass; none: padding.")
     adam_beta2: float = Field(0.95, ge=0, lt=1, description="AdamW's decay of the second moment.")
     adam_epsilon: PositiveFloat = Field(1e-6, description="AdamW's epsilon.")
-    weight_decay: NonNegativeFloat = Field(0.0, description="AdamW's decoupled weight decay.")
-    max_grad_norm: PositiveFloat = Field(
-        1.0, description="The gradients of each parameter group are clipped to this norm."
-    )
-    warmup_steps: NonNegativeInt = Field(0, description="Updates over which learning rates rise linearly.")
     decay_steps: PositiveInt | None = Field(
-        None, description="Update at which the cosine ends, also when the run is shorter; none: with the run."
+        None, description="Step at which the cosine ends, also when the run is shorter; none: with the run."
     )
     final_lr_fraction: float = Field(0.1, ge=0, le=1, description="Learning rate after the decay, of the peak's.")
-    save_every: PositiveInt = Field(1000, description="Updates between checkpoints to resume from.")
-    keep_checkpoints: PositiveInt = Field(2, description="Newest checkpoints that are kept.")
-    seed: NonNegativeInt = Field(
-        0, lt=2**63, description="Seed of data order, augmentation, flow times, noise and dropout."
-    )
 
     @model_validator(mode="after")
     def _parts_fit(self) -> Self:
@@ -129,8 +108,9 @@ class VLATrainerSettings(PolicyUpdateSettings):
     gradient_checkpointing: bool = Field(
         False, description="Recompute activations in the backward pass to save memory."
     )
+    lora_dropout: float = Field(0.05, ge=0.0, lt=1.0, description="Dropout before each adapter of section lora.")
+    save_every: PositiveInt = Field(1000, description="Steps between checkpoints to resume from.")
     batch_size: PositiveInt = Field(description="Examples of an update, of all ranks together.")
-    packing: PackingSettings | None = Field(None, description="Packs the examples of a forward pass; none: padding.")
     ema_decay: float | None = Field(
         None, gt=0, lt=1, description="Moving average of the trained weights, which is what is saved; none: no average."
     )
@@ -143,6 +123,12 @@ class VLATrainerSettings(PolicyUpdateSettings):
     heldout: HeldoutSettings | None = Field(
         None, description="Measures on episodes that are not trained on; none: trains on all."
     )
+
+    @model_validator(mode="after")
+    def _something_is_dropped(self) -> Self:
+        if self.lora is None and self.lora_dropout != type(self).model_fields["lora_dropout"].default:
+            raise ValueError("lora_dropout is of adapters, and there is no section lora: leave it out")
+        return self
 
 
 class TrainVLASettings(Settings):

@@ -20,7 +20,7 @@ from armature.components.contracts.settings import Settings
 from armature.components.environments.libero.settings import SimulatorSettings, Suite
 from armature.components.evaluation.libero.settings import TrainLiberoEvaluationSettings
 from armature.components.policies.settings import Quantization
-from armature.components.vla.settings import Mode, PackingSettings, PolicyUpdateSettings
+from armature.components.vla.settings import Mode, PolicyUpdateSettings
 from armature.components.vlm.settings import CISPO, GSPO, PPO
 
 NOISE_LEVEL, FLOW_SAMPLES = 0.5, 8
@@ -242,13 +242,7 @@ class RobotRLTrainerSettings(PolicyUpdateSettings):
         0, description="Answers per optimizer update at most, spread evenly; 0: all of the step."
     )
     epochs: PositiveInt = Field(1, description="How often a step's answers are trained on.")
-    packing: PackingSettings | None = Field(None, description="Packs the answers of a forward pass; none: padding.")
-    warmup_steps: NonNegativeInt = Field(0, description="Steps over which learning rates rise linearly.")
-    decay_steps: PositiveInt | None = Field(
-        None, description="Step at which the cosine ends, also when the run is shorter; none: with the run."
-    )
     save_every: PositiveInt = Field(1, description="Steps between checkpoints to resume from.")
-    seed: NonNegativeInt = Field(0, lt=2**63, description="Seed of the order in which answers come to updates.")
 
     @property
     def weighting(self) -> EpisodeGroupMean | GAE | RewardWeighted:
@@ -282,12 +276,6 @@ class RobotRLTrainerSettings(PolicyUpdateSettings):
     def _something_is_packed(self) -> Self:
         if self.packing is not None and self.micro_batch_size < 2:
             raise ValueError("packing: a forward pass has micro_batch_size 1 answer, take more of them or no packing")
-        return self
-
-    @model_validator(mode="after")
-    def _nothing_is_dropped(self) -> Self:
-        if self.lora is not None and self.lora.dropout:
-            raise ValueError("lora.dropout: answers are learned without dropout, with which no ratio is 1: set it to 0")
         return self
 
 

@@ -15,7 +15,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from armature.components.contracts.settings import Settings
-from armature.components.training.schedule import Scheduler
+from armature.components.training.schedule import OptimizerSettings, Scheduler
 
 Aggregation = Literal["sum", "token", "sequence", "dr_grpo"]
 KLEstimator = Literal["k1", "k2", "k3"]
@@ -119,17 +119,11 @@ class ChunkedLogprobs(Settings):
     )
 
 
-class UpdateSettings(Settings):
-    """The optimizer, and what of it exists at once: the same for every objective."""
+class UpdateSettings(OptimizerSettings):
+    """The optimizer of a language model, and what of it exists at once: the same for every objective."""
 
     learning_rate: PositiveFloat = Field(description="Peak learning rate of AdamW.")
-    adam_beta1: float = Field(0.9, ge=0, lt=1, description="AdamW's decay of the first moment.")
-    adam_beta2: float = Field(0.999, ge=0, lt=1, description="AdamW's decay of the second moment.")
-    adam_epsilon: PositiveFloat = Field(1e-8, description="AdamW's epsilon.")
-    weight_decay: NonNegativeFloat = Field(0.0, description="AdamW's decoupled weight decay.")
-    max_grad_norm: PositiveFloat = Field(1.0, description="Gradients are clipped to this norm.")
     lr_scheduler: Scheduler = Field("constant", description="Decay of the learning rate after the warm-up.")
-    warmup_steps: NonNegativeInt = Field(0, description="Steps over which the learning rate rises linearly.")
     max_tokens_per_micro_batch: PositiveInt = Field(
         16384, description="Padded tokens of one forward pass, image tokens included."
     )
@@ -152,11 +146,6 @@ class UpdateSettings(Settings):
     autocast: Literal["none", "bf16"] = Field(
         "none", description="Data type of matrix products; weights stay as loaded."
     )
-    torch_compile: bool = Field(
-        False,
-        description="Compile the model's layers: their small operations become few kernels. Takes a minute or two at "
-        "the start of a run.",
-    )
     activation_offloading: bool = Field(
         False,
         description="Keep what the backward pass needs in main memory until then: less memory of the GPU, more time, "
@@ -167,9 +156,6 @@ class UpdateSettings(Settings):
         description="Where the states of AdamW are: on the device; in main memory (cpu), from where a GPU fetches them "
         "for an update of the same bits; or on the device with both moments in 8 bits, a quarter of their memory.",
     )
-    save_every: PositiveInt = Field(10, description="Steps between checkpoints.")
-    keep_checkpoints: PositiveInt = Field(2, description="Newest checkpoints that are kept.")
-    seed: NonNegativeInt = Field(0, description="Seed of the trainer's random numbers.")
 
     @model_validator(mode="after")
     def _one_way_to_bf16(self) -> UpdateSettings:

@@ -16,6 +16,7 @@ from pydantic import BaseModel
 from armature import deployments
 from armature.components.configuration import load_recipe, recipe_names
 from armature.components.contracts.errors import ConfigurationError
+from armature.components.contracts.settings import Settings
 from armature.components.recipes import RECIPES
 from armature.components.stages import STAGES
 
@@ -159,10 +160,11 @@ def extended(file: Path) -> set[Path]:
 
 
 def settings_files(annotation: Any) -> set[str]:
-    """Where the settings classes in a type are defined."""
+    """Files that define the settings classes in a type, with the classes that these extend."""
     found = set()
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        found = {annotation.__module__.removeprefix("armature.").replace(".", "/") + ".py"}
+        classes = annotation.__mro__[: annotation.__mro__.index(Settings)]
+        found = {each.__module__.removeprefix("armature.").replace(".", "/") + ".py" for each in classes}
         parts = [field.annotation for field in annotation.model_fields.values()]
     else:
         parts = list(get_args(annotation))

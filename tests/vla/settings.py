@@ -26,7 +26,7 @@ TRAINING: dict[str, Any] = {
     "keep_checkpoints": 2,
     "seed": 0,
 }
-LORA = {"rank": 4, "alpha": 8.0, "dropout": 0.0}
+LORA = {"rank": 4, "alpha": 8.0}
 AUGMENTATION = {
     "crop_side": 0.95,
     "rotation_degrees": 5.0,

@@ -5,13 +5,13 @@ import torch
 from torch import nn
 
 from armature.components.models.lora import merged_weights
+from armature.components.models.settings import AdapterSettings
 from armature.components.policies.molmoact2.modeling.model import MolmoAct2
 from armature.components.vla.lora import add_adapters
-from armature.components.vla.settings import PolicyLoraSettings
 from tests.policies.molmoact2.examples import CONFIG, as_batch, make_examples
 from tests.refusals import refused
 
-SETTINGS = PolicyLoraSettings(rank=3, alpha=12.0, dropout=0.0)
+SETTINGS = AdapterSettings(rank=3, alpha=12.0)
 
 
 class Net(nn.Module):
@@ -63,7 +63,7 @@ def test_adapters_stay_fp32_in_a_bf16_layer(net: Net) -> None:
 
 def test_down_begins_with_a_spread_of_one_over_the_rank() -> None:
     net = nn.Sequential(nn.Linear(4000, 2))
-    add_adapters(net, lambda name: True, PolicyLoraSettings(rank=8, alpha=1.0, dropout=0.0), seed=0)
+    add_adapters(net, lambda name: True, AdapterSettings(rank=8, alpha=1.0), seed=0)
     down = net[0].lora_A["default"].weight.detach()
     assert float(down.std()) == pytest.approx(1 / 8, rel=0.02)
 

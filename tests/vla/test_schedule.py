@@ -47,6 +47,7 @@ def rate_of(**changes: Any) -> Callable[[int], float]:
     ("changes", "code", "shown"),
     [
         ({"mode": "lora"}, "value_error", ["mode lora"]),
+        ({"lora_dropout": 0.1}, "value_error", ["lora_dropout"]),
         ({"lora": LORA}, "value_error", ["mode full", "section lora"]),
         ({"warmup_steps": 5}, "value_error", ["warmup_steps (5)", "(4)"]),
         ({"heldout": {"fraction": 1.0}}, "less_than", ["heldout.fraction", 1]),
@@ -58,7 +59,7 @@ def rate_of(**changes: Any) -> Callable[[int], float]:
             ["learning_rates.vlm, learning_rates.vit", "1e-05, 5e-06"],
         ),
     ],
-    ids=["lora-missing", "lora-unused", "warmup", "heldout", "no-heldout", "embedding", "rates"],
+    ids=["lora-missing", "dropout-unused", "lora-unused", "warmup", "heldout", "no-heldout", "embedding", "rates"],
 )
 def test_settings_that_contradict_each_other_are_refused(
     changes: dict[str, object], code: str, shown: list[object]

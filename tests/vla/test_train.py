@@ -46,7 +46,8 @@ CASES: dict[str, dict[str, Any]] = {
     "full": {"ema_decay": 0.9, "policy": {"action_mode": "both", "llm_residual_dropout": 0.1}},
     "lora": {
         "mode": "lora",
-        "lora": LORA | {"dropout": 0.1},
+        "lora": LORA,
+        "lora_dropout": 0.1,
         "packing": {"max_row_tokens": 200, "max_row_examples": 2},
         "augmentation": AUGMENTATION,
         "file_shuffle": {"lanes": 2, "window": 2},

@@ -292,7 +292,7 @@ def test_adapters_begin_as_the_policy_and_change_it(
     loaded: LoadedPolicy, images: ImageStore, answers: list[Answer]
 ) -> None:
     samples, rates = judged(answers), dict.fromkeys(("vlm", "vit", "connector", "action_expert"), 1e-3)
-    adapted = {"mode": "lora_expert", "lora": {"rank": 2, "dropout": 0.0}, "learning_rates": rates}
+    adapted = {"mode": "lora_expert", "lora": {"rank": 2}, "learning_rates": rates}
     trainer = learner(loaded, images, **adapted)
     sampled = np.array([each.logprobs.sum() for each in samples])
     assert np.abs(np.expm1(np.array(trainer.score(samples)) - sampled)).max() < 1e-5
@@ -300,5 +300,3 @@ def test_adapters_begin_as_the_policy_and_change_it(
     assert trainer.step(samples)["importance_ratio"] == pytest.approx(1.0, abs=1e-5)
     moved = np.array(trainer.score(samples)) - sampled
     assert float(np.array([each.advantage for each in samples]) @ moved) > 0
-    with refused("value_error", "lora.dropout"):
-        learner(loaded, images, mode="lora", lora={"rank": 2})

@@ -27,7 +27,7 @@ WORDS = ("put it down", "pick up the black bowl and place it on the plate", "go"
 """Of as many tokens as are needed for rows of different lengths."""
 PACKED = {"max_row_tokens": 1600, "max_row_examples": 5}
 GAE = {"name": "gae", "value_clip": 0.1}
-LORA = {"rank": 2, "dropout": 0.0}
+LORA = {"rank": 2}
 CLOSE = 1e-6
 
 

@@ -43,7 +43,7 @@ pytestmark = pytest.mark.slow
 PPO: dict[str, Any] = {"advantage": {"name": "gae", "value_lr": 1e-2}}
 LORA: dict[str, Any] = PPO | {
     "mode": "lora",
-    "lora": {"rank": 2, "dropout": 0.0},
+    "lora": {"rank": 2},
     "bc_coefficient": 0.5,
     "ratio": "dimension",
 }
