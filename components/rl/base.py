@@ -15,7 +15,9 @@ from armature.components.artifacts.store import ArtifactStore
 from armature.components.batches.build import BuiltBatch
 from armature.components.contracts.errors import TrainerError
 from armature.components.contracts.metrics import merged, metrics_below
+from armature.components.contracts.numbers import write_json
 from armature.components.contracts.stages import Artifact, StageContext
+from armature.components.models.source import CHECKPOINT
 from armature.components.rl.cpu import CpuTimes
 from armature.components.rl.evaluations import Evaluations, write_step
 from armature.components.rl.loop import LoopPlan, run_loop
@@ -100,6 +102,18 @@ class TrainingRun(ABC):
             self.context.events.message(f"resuming after step {done}")
             self.complete_history(done)
             self.sync(done)
+
+    def train_into(self, out: Path, done: int) -> tuple[int, list[dict[str, float]], dict[str, float]]:
+        """Train, and write the checkpoint, `history.json` and `lineage.json` to `out`.
+
+        Returns the last step, the history and the summary of the best evaluation, empty without evaluations.
+        """
+        last = self.train_from(done)
+        self.finish(out / CHECKPOINT, last)
+        history = self.history.read()
+        write_json(out / "history.json", history)
+        write_json(out / "lineage.json", self.lineage(last))
+        return last, history, self.evaluations.summary() if self.evaluations is not None else {}
 
     def train_from(self, done: int) -> int:
         """Make all steps after `done`; before the first one trainer and sampler have to agree.

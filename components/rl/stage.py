@@ -26,22 +26,16 @@ def train_vlm(
     With evaluations during training the checkpoint has the weights of the best of them.
     """
     from armature.components.artifacts.tables import write_table
-    from armature.components.models.source import CHECKPOINT
     from armature.components.rl.open import open_run
     from armature.components.rl.reporting import write_pages
     from armature.components.rollouts.difficulty import DIFFICULTY, difficulty, difficulty_counts
     from armature.components.stages import open_store
 
     with open_run(settings, inputs, context, open_store(context.machine)) as (run, done):
-        last = run.train_from(done)
-        run.finish(out / CHECKPOINT, last)
-        history, lineage, evaluations = run.history.read(), run.lineage(last), run.evaluations
+        last, history, best = run.train_into(out, done)
         shown = [run.shown(step) for step in sorted({1, last}) if step <= last]
         tasks = difficulty(run.groups(last))
     steps = [row for row in history if row["step"] > 0]
-    best = evaluations.summary() if evaluations is not None else {}
-    write_json(out / "history.json", history)
-    write_json(out / "lineage.json", lineage)
     write_json(out / "metrics.json", merged(run=summary(steps), best=best, tasks=difficulty_counts(tasks)))
     write_table(out / "difficulty.parquet", [asdict(task) for task in tasks], DIFFICULTY)
     write_pages(out, settings, history, shown, context.images, best, difficulty_counts(tasks))

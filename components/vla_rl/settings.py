@@ -18,8 +18,7 @@ from pydantic import (
 from armature.components.batches.settings import DEVIATION, Deviation
 from armature.components.contracts.settings import Settings
 from armature.components.environments.libero.settings import SimulatorSettings, Suite
-from armature.components.evaluation.libero.settings import TrainLiberoEvaluationSettings
-from armature.components.policies.settings import Quantization
+from armature.components.evaluation.libero.settings import PlayerSettings, TrainLiberoEvaluationSettings
 from armature.components.vla.settings import Mode, PolicyUpdateSettings
 from armature.components.vlm.settings import CISPO, GSPO, PPO
 
@@ -48,23 +47,15 @@ class PotentialShaping(Settings):
     weight: PositiveFloat = Field(1.0, description="Times gamma Phi(after) - Phi(before), Phi from 0 to 1.")
 
 
-class RobotRolloutSettings(Settings):
+class RobotRolloutSettings(PlayerSettings):
     """Every step plays `groups_per_step` groups; the episodes of a group begin in the same initial state."""
 
     model_config = ConfigDict(title="Rollouts")
 
     suite: Suite = Field(description="The suite whose tasks are played.")
-    tasks: tuple[NonNegativeInt, ...] = Field((), description="Numbers of tasks in the suite; empty: all.")
-    initial_states: tuple[NonNegativeInt, ...] = Field(
-        (), description="Stored initial states that episodes begin in; empty: all. Keep others for evaluation."
-    )
     groups_per_step: PositiveInt = Field(description="Groups of a step; tasks and initial states take turns.")
     group_size: PositiveInt = Field(8, description="Episodes of a group, which are compared with each other.")
     max_steps: PositiveInt = Field(description="Actions of an episode at most.")
-    inference_action_mode: Literal["continuous", "discrete"] = Field(
-        "continuous",
-        description="Actions by flow matching, or as tokens; the policy must have been trained for it.",
-    )
     likelihood: Literal["flow_sde", "fpo", "none"] = Field(
         "flow_sde",
         description="Continuous actions: flow_sde: one denoising step of an answer is drawn, and its density counts. "
@@ -104,21 +95,6 @@ class RobotRolloutSettings(Settings):
         description="What an episode earns.",
     )
     seed: NonNegativeInt = Field(0, description="Seed of the order of initial states, the simulator and all noise.")
-    batch: PositiveInt = Field(32, description="Episodes that are played at once. No result depends on it.")
-    rows_per_pass: PositiveInt = Field(
-        8, description="Rows of one forward pass of the policy, as for an evaluation. 1 is best on a CPU."
-    )
-    torch_compile: bool = Field(
-        False,
-        description="Compile the policy's layers at its first answer, which takes half a minute on a GPU; it moves the "
-        "last bits.",
-    )
-    quantization: Quantization | None = Field(
-        None,
-        description="fp8: products of the text layers in 8 bits, for a policy in bfloat16 on an H100 or newer; slower "
-        "on a CPU. A trainer of the expert alone computes them in the same way; evaluations have their own setting.",
-    )
-    attempts: PositiveInt = Field(3, description="How often an episode is begun whose simulator dies on the way.")
     failed_fraction: float = Field(
         0.25,
         ge=0,
@@ -126,13 +102,6 @@ class RobotRolloutSettings(Settings):
         description="Of the episodes of a step (with max_rounds: of a round), those that may fail in all attempts: "
         "they are left out and counted, and the others of their group compared. One more ends the training.",
     )
-
-    @model_validator(mode="after")
-    def _listed_once(self) -> Self:
-        for name, listed in (("tasks", self.tasks), ("initial_states", self.initial_states)):
-            if len(set(listed)) < len(listed):
-                raise ValueError(f"{name}: {', '.join(map(str, listed))}: name each once")
-        return self
 
     @model_validator(mode="after")
     def _randomness_is_of_its_mode(self) -> Self:

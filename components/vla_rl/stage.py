@@ -36,12 +36,10 @@ def train_vla_rl(
         TrainerError: the training dies again and again.
     """
     from armature.components.artifacts.images import ImageStore
-    from armature.components.environments.libero.processes import SimulatorProcess
     from armature.components.environments.libero.tasks import suite_tasks
     from armature.components.evaluation.libero.robot import refuse_cameras
     from armature.components.evaluation.libero.schedule import refuse_episodes
-    from armature.components.evaluation.libero.stage import limited_threads
-    from armature.components.models.source import CHECKPOINT
+    from armature.components.evaluation.libero.stage import open_simulators
     from armature.components.policies.molmoact2.policy import open_policy
     from armature.components.rl.evaluations import BEST
     from armature.components.stages import open_store
@@ -73,19 +71,11 @@ def train_vla_rl(
     )
 
     saved = partial(context.saved, best=context.workspace / BEST)
-
-    def told(done: int, total: int) -> None:
-        context.events.progress("episodes", done, total)
-
     with ExitStack() as opened:
-        opened.enter_context(limited_threads(machine.threads))
-        count = min(machine.playing_processes, plan.batch)
-        arenas = [
-            opened.enter_context(SimulatorProcess(settings.simulator, machine.environment_timeout))
-            for _ in range(count)
-        ]
+        arenas = opened.enter_context(open_simulators(settings.simulator, machine, plan.batch))
         gamma = advantage.gamma if isinstance(advantage := settings.trainer.advantage, GAE) else 1.0
-        collector = Collector(plan, policy, arenas, ImageStore(context.images), told, gamma)
+        progress = partial(context.events.progress, "episodes")
+        collector = Collector(plan, policy, arenas, ImageStore(context.images), progress, gamma)
         trainer = opened.enter_context(
             RobotRLTrainerClient(training, machine, context.workspace / "trainer", context.events, saved)
         )
@@ -104,15 +94,10 @@ def train_vla_rl(
             evaluations = RobotEvaluations(panel, known, examined, collector.arenas, digests, context, store, last)
         run = RobotRLRun(settings, context, store, policy, tasks, collector, trainer, inputs["policy"], evaluations)
         run.resume(done := trainer.resume())
-        last = run.train_from(done)
-        run.finish(out / CHECKPOINT, last)
+        last, history, best = run.train_into(out, done)
         newest = read_rollouts(run.rollouts(last).path)
-    history, lineage = run.history.read(), run.lineage(last)
-    steps, best = [row for row in history if row["step"] > 0], {} if evaluations is None else evaluations.summary()
-    numbers = merged(run=summary(steps), best=best)
-    write_json(out / "history.json", history)
-    write_json(out / "lineage.json", lineage)
-    write_json(out / "metrics.json", numbers)
+    steps = [row for row in history if row["step"] > 0]
+    write_json(out / "metrics.json", merged(run=summary(steps), best=best))
     write_pages(out, settings, history, newest, best)
     episodes = int(sum(row.get("rollouts/planned", 0) for row in steps))
     return StageReport(

@@ -15,49 +15,18 @@ REST = 10
 """Steps in which the objects of a stored state have fallen on what they stand on."""
 
 
-class LiberoEvaluationSettings(Settings):
-    """Every task of the suites is played `episodes_per_task` times."""
+class PlayerSettings(Settings):
+    """How a policy plays in LIBERO, to be evaluated or to be trained on what it does."""
 
-    model_config = ConfigDict(title="Evaluation in LIBERO")
-
-    AFTER_TRAINING: ClassVar = ("episodes_per_task", "videos_per_task", "video_fps", "perturbations")
-    """Settings that matter only to the evaluation after a training, not to those during it."""
-
-    suites: tuple[Suite, ...] = Field(
-        ("libero_10", "libero_goal", "libero_object", "libero_spatial"),
-        min_length=1,
-        description="Suites, played in this order.",
-    )
     tasks: tuple[NonNegativeInt, ...] = Field((), description="Numbers of tasks in each suite; empty: all.")
-    episodes_per_task: PositiveInt = Field(
-        50,
-        description="Episodes of each task; episode k begins in initial state k modulo their number (50), so that "
-        "every state comes once before any repeats.",
-    )
     initial_states: tuple[NonNegativeInt, ...] = Field(
         (),
-        description="Stored initial states that episodes begin in, in this order; empty: all.",
-    )
-    max_steps: dict[Suite, PositiveInt] = Field(
-        {"libero_spatial": 280, "libero_object": 280, "libero_goal": 300, "libero_10": 520, "libero_90": 400},
-        description="Actions of an episode at most, per suite; steps of waiting are not counted.",
+        description="Stored initial states that episodes begin in; empty: all. Evaluate with others than those that "
+        "are trained on.",
     )
     inference_action_mode: Literal["continuous", "discrete"] = Field(
         "continuous", description="Actions by flow matching, or as tokens; the policy must have been trained for it."
     )
-    n_action_steps: PositiveInt | None = Field(
-        None, description="Actions of a chunk that are carried out before the next; none: the policy's own."
-    )
-    num_inference_steps: PositiveInt | None = Field(None, description="Euler steps; none: the policy's own.")
-    image_attention_at_inference: Literal["bidirectional", "as_trained"] | None = Field(
-        None, description="How the prompt's images attend to each other; none: as the policy says."
-    )
-    eval_seed: NonNegativeInt = Field(1000, description="Seed of the noise that the policy's actions are sampled from.")
-    per_episode_seed: bool = Field(
-        True,
-        description="Each episode draws noise of its own; else chunk k of every episode begins with the same noise.",
-    )
-    seed: NonNegativeInt = Field(1000, lt=2**31, description="Seed of the simulator; episode k of a task has seed + k.")
     batch: PositiveInt = Field(32, description="Episodes that are played at once. No result depends on it.")
     rows_per_pass: PositiveInt = Field(
         8,
@@ -72,9 +41,55 @@ class LiberoEvaluationSettings(Settings):
     quantization: Quantization | None = Field(
         None,
         description="fp8: products of the text layers in 8 bits, for a policy in bfloat16 on an H100 or newer; actions "
-        "move a little. Slower on a CPU.",
+        "move a little. Slower on a CPU. A trainer of the expert alone computes as its rollouts do; evaluations have "
+        "their own setting.",
     )
     attempts: PositiveInt = Field(3, description="How often an episode is begun whose simulator dies on the way.")
+
+    @model_validator(mode="after")
+    def _listed_once(self) -> Self:
+        for name in ("suites", "tasks", "initial_states"):
+            listed = getattr(self, name, ())
+            if len(set(listed)) < len(listed):
+                raise ValueError(f"{name}: {', '.join(map(str, listed))}: name each once")
+        return self
+
+
+class LiberoEvaluationSettings(PlayerSettings):
+    """Every task of the suites is played `episodes_per_task` times."""
+
+    model_config = ConfigDict(title="Evaluation in LIBERO")
+
+    AFTER_TRAINING: ClassVar = ("episodes_per_task", "videos_per_task", "video_fps", "perturbations")
+    """Settings that matter only to the evaluation after a training, not to those during it."""
+
+    suites: tuple[Suite, ...] = Field(
+        ("libero_10", "libero_goal", "libero_object", "libero_spatial"),
+        min_length=1,
+        description="Suites, played in this order.",
+    )
+    episodes_per_task: PositiveInt = Field(
+        50,
+        description="Episodes of each task; episode k begins in initial state k modulo their number (50), so that "
+        "every state comes once before any repeats.",
+    )
+    max_steps: dict[Suite, PositiveInt] = Field(
+        {"libero_spatial": 280, "libero_object": 280, "libero_goal": 300, "libero_10": 520, "libero_90": 400},
+        description="Actions of an episode at most, per suite; steps of waiting are not counted.",
+    )
+    n_action_steps: PositiveInt | None = Field(
+        None, description="Actions of a chunk that are carried out before the next; none: the policy's own."
+    )
+    num_inference_steps: PositiveInt | None = Field(None, description="Euler steps; none: the policy's own.")
+    image_attention_at_inference: Literal["bidirectional", "as_trained"] | None = Field(
+        None, description="How the prompt's images attend to each other; none: as the policy says."
+    )
+    eval_seed: NonNegativeInt = Field(1000, description="Seed of the noise that the policy's actions are sampled from.")
+    per_episode_seed: bool = Field(
+        True,
+        description="Each episode draws noise of its own; else chunk k of every episode begins with the same noise.",
+    )
+    seed: NonNegativeInt = Field(1000, lt=2**31, description="Seed of the simulator; episode k of a task has seed + k.")
     failed_episodes: NonNegativeInt = Field(
         0,
         description="Episodes that may fail in all attempts (they count as not solved); one more ends the evaluation.",
@@ -92,13 +107,6 @@ class LiberoEvaluationSettings(Settings):
 
     @model_validator(mode="after")
     def _complete(self) -> Self:
-        for name, listed in (
-            ("suites", self.suites),
-            ("tasks", self.tasks),
-            ("initial_states", self.initial_states),
-        ):
-            if len(set(listed)) < len(listed):
-                raise ValueError(f"{name}: {', '.join(map(str, listed))}: name each once")
         if missing := [suite for suite in self.suites if suite not in self.max_steps]:
             raise ValueError(f"max_steps has no entry for {', '.join(missing)}")
         return self

@@ -14,7 +14,10 @@ from armature.components.contracts.stages import Artifact, Stage, StageContext, 
 from armature.components.evaluation.libero.settings import CompareLiberoSettings, EvaluateLiberoStageSettings
 
 if TYPE_CHECKING:
+    from armature.components.contracts.machine import Machine
     from armature.components.contracts.robots import RobotPolicy
+    from armature.components.environments.libero.processes import SimulatorProcess
+    from armature.components.environments.libero.settings import SimulatorSettings
     from armature.components.environments.libero.tasks import LiberoTask
     from armature.components.evaluation.libero.episode import SimulatorClient
     from armature.components.evaluation.libero.journal import EpisodeOutcome
@@ -40,7 +43,6 @@ def evaluate_libero(
         ConfigurationError: a task that does not exist or cannot be made easier, or a policy that cannot act in this
             mode.
     """
-    from armature.components.environments.libero.processes import SimulatorProcess
     from armature.components.environments.libero.tasks import suite_tasks
     from armature.components.evaluation.libero.robot import refuse_cameras
     from armature.components.evaluation.libero.schedule import refuse_episodes
@@ -60,13 +62,7 @@ def evaluate_libero(
         image_attention=plan.image_attention_at_inference,
     )
     refuse_cameras(policy.cameras, settings.simulator)
-    timeout = context.machine.environment_timeout
-    with ExitStack() as stack:
-        stack.enter_context(limited_threads(context.machine.threads))
-        arenas = [
-            stack.enter_context(SimulatorProcess(settings.simulator, timeout))
-            for _ in range(min(context.machine.playing_processes, plan.batch))
-        ]
+    with open_simulators(settings.simulator, context.machine, plan.batch) as arenas:
         report = evaluate_policy(policy, known, arenas, settings, out, context)
     if not policy.undecoded:
         return report
@@ -75,14 +71,21 @@ def evaluate_libero(
 
 
 @contextmanager
-def limited_threads(count: int) -> Iterator[None]:
-    """CPU threads of the policy; 0 leaves it to torch."""
+def open_simulators(settings: SimulatorSettings, machine: Machine, batch: int) -> Iterator[list[SimulatorProcess]]:
+    """Start the processes that play `batch` episodes at once, beside a policy with `machine.threads` CPU threads.
+
+    0 threads leave their number to torch.
+    """
     import torch
 
-    before = torch.get_num_threads()
-    torch.set_num_threads(count or before)
+    from armature.components.environments.libero.processes import SimulatorProcess
+
+    before, timeout = torch.get_num_threads(), machine.environment_timeout
+    torch.set_num_threads(machine.threads or before)
     try:
-        yield
+        with ExitStack() as opened:
+            count = min(machine.playing_processes, batch)
+            yield [opened.enter_context(SimulatorProcess(settings, timeout)) for _ in range(count)]
     finally:
         torch.set_num_threads(before)
 
