@@ -52,16 +52,13 @@ class EvaluationSettings(PlaySettings):
         return splits
 
 
-class PanelSettings(PlaySettings):
-    """The panel: held-out tasks that the policy plays between the steps of its training."""
+class EvaluationSchedule(Settings):
+    """When a training is evaluated, and when evaluations end it."""
 
     every: NonNegativeInt = Field(
         0,
         description="Steps between evaluations during training; the first is before step 1, the last after the last "
         "step. Training is the same with and without them. 0: none.",
-    )
-    panel_tasks: PositiveInt = Field(
-        64, description="How many held-out tasks are played during training: the first ones, each time the same."
     )
     patience: NonNegativeInt = Field(
         0, description="Training ends after so many evaluations in a row that were not better than the best; 0: never."
@@ -75,6 +72,14 @@ class PanelSettings(PlaySettings):
                 "set every, or leave patience out"
             )
         return self
+
+
+class PanelSettings(EvaluationSchedule, PlaySettings):
+    """The panel: held-out tasks that the policy plays between the steps of its training."""
+
+    panel_tasks: PositiveInt = Field(
+        64, description="How many held-out tasks are played during training: the first ones, each time the same."
+    )
 
 
 class TrainEvaluationSettings(PanelSettings, EvaluationSettings):

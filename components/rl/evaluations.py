@@ -7,7 +7,7 @@ import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 from armature.components.artifacts.history import History
 from armature.components.artifacts.manifest import write_manifest
@@ -16,6 +16,7 @@ from armature.components.contracts.errors import DataError
 from armature.components.contracts.metrics import merged
 from armature.components.contracts.numbers import write_json
 from armature.components.contracts.stages import Artifact, StageContext
+from armature.components.evaluation.settings import EvaluationSchedule
 from armature.components.evaluation.wilson import Interval
 
 METRICS_FILE = "metrics.json"
@@ -24,16 +25,7 @@ BEST = "best"
 Measure = tuple[float, ...]
 
 
-class EvaluationPlan(Protocol):
-    """Steps between evaluations, and how many in a row may be no better than the best; 0: any number."""
-
-    @property
-    def every(self) -> int: ...
-    @property
-    def patience(self) -> int: ...
-
-
-def due(plan: EvaluationPlan, step: int, last: int) -> bool:
+def due(plan: EvaluationSchedule, step: int, last: int) -> bool:
     """Whether the weights after `step` play: before step 1, after each so many, and after the last."""
     return step % plan.every == 0 or step == last
 
@@ -54,7 +46,7 @@ class Evaluations(ABC):
     SUMMARY: ClassVar[tuple[str, ...]]
     """Further metrics of the best evaluation that a run's summary has; the last one counts what RATE is a share of."""
 
-    def __init__(self, plan: EvaluationPlan, context: StageContext, store: ArtifactStore, last: int) -> None:
+    def __init__(self, plan: EvaluationSchedule, context: StageContext, store: ArtifactStore, last: int) -> None:
         self._plan, self._context, self._store, self._last = plan, context, store, last
         self.made: dict[int, Artifact] = {}
         self.metrics: dict[int, dict[str, Any]] = {}

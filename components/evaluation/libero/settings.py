@@ -9,6 +9,7 @@ from pydantic import ConfigDict, Field, NonNegativeInt, PositiveInt, model_valid
 from armature.components.contracts.settings import Settings
 from armature.components.environments.libero.perturbations.settings import PerturbationSettings
 from armature.components.environments.libero.settings import SimulatorSettings, Suite
+from armature.components.evaluation.settings import EvaluationSchedule
 from armature.components.policies.settings import Quantization
 
 REST = 10
@@ -112,33 +113,19 @@ class LiberoEvaluationSettings(PlayerSettings):
         return self
 
 
-class TrainLiberoEvaluationSettings(LiberoEvaluationSettings):
+class TrainLiberoEvaluationSettings(EvaluationSchedule, LiberoEvaluationSettings):
     """An evaluation of the trained policy, and with `every` one of each so many steps while it trains.
 
     Both play by the same seeds, and draw nothing but the noise that answers begin with.
     """
 
-    every: NonNegativeInt = Field(
-        0,
-        description="Steps between evaluations during training; the first is before step 1, the last after the last "
-        "step. Training is the same with and without them. 0: none.",
-    )
     panel_episodes: PositiveInt = Field(
         20,
         description="Episodes of each task that are played during training: the first ones, each time the same.",
     )
-    patience: NonNegativeInt = Field(
-        0,
-        description="Training ends after so many evaluations in a row that were not better than the best; 0: never.",
-    )
 
     @model_validator(mode="after")
-    def _patience_needs_evaluations(self) -> Self:
-        if self.patience and not self.every:
-            raise ValueError(
-                f"patience = {self.patience} counts evaluations during training, and there are none: "
-                "set every, or leave patience out"
-            )
+    def _panel_needs_evaluations(self) -> Self:
         if self.panel_episodes != type(self).model_fields["panel_episodes"].default and not self.every:
             raise ValueError(
                 f"panel_episodes = {self.panel_episodes} are played during training, and nothing is: set every, or "
