@@ -13,8 +13,11 @@ from armature.components.contracts.stages import Artifact, Stage, StageContext, 
 from armature.components.environments.sources import environment_sources, evaluated_sources
 from armature.components.environments.stage import read_environment
 from armature.components.hub import COMMIT
+from armature.components.project_modules import find_module
 from armature.components.rl.agreement import FIRST_UPDATE
 from armature.components.rl.settings import TrainVLMSettings
+from armature.components.sources.code import code_digest
+from armature.components.vlm.settings import FunctionObjective
 
 
 def train_vlm(
@@ -68,14 +71,26 @@ def played_as_listed(
     return settings.model_copy(update={"environment": played})
 
 
+def sources(settings: TrainVLMSettings, inputs: Mapping[str, Artifact]) -> Mapping[str, str]:
+    """The code and data of the environment, and the code of an objective of the user's.
+
+    Raises:
+        ConfigurationError: some of it cannot be found.
+    """
+    found = (evaluated_sources if settings.evaluation else environment_sources)(settings.environment)
+    if isinstance(objective := settings.trainer.objective, FunctionObjective):
+        module = objective.function.partition(":")[0]
+        find_module(module)
+        return found | {"objective": code_digest(module)}
+    return found
+
+
 TRAIN_VLM_STAGE = Stage(
     name="train-vlm",
     version=5,
     settings=TrainVLMSettings,
     inputs=("tasks", "model"),
     run=train_vlm,
-    sources=lambda settings, inputs: (evaluated_sources if settings.evaluation else environment_sources)(
-        settings.environment
-    ),
+    sources=sources,
     resolve=played_as_listed,
 )

@@ -13,11 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from armature.components.contracts.errors import ConfigurationError
+from armature.components.project_modules import load_object
 from armature.components.registry import Registry
 from armature.components.vlm.settings import (
     CISPO,
     GSPO,
     PPO,
+    FunctionObjective,
     ImportanceCorrection,
     KLEstimator,
     Likelihood,
@@ -129,6 +132,25 @@ def likelihood(tokens: Tokens, settings: Likelihood) -> PerToken:
     return PerToken(-tokens.logprobs, nothing, nothing)
 
 
+def function(tokens: Tokens, settings: FunctionObjective) -> PerToken:
+    """loss_t as a function of the user's gives it.
+
+    Raises:
+        ConfigurationError: there is no such function, or it gives no tensor of one loss for each token.
+    """
+    loss = load_object(settings.function, "objective")(tokens, **settings.args)
+    if not isinstance(loss, Tensor) or loss.shape != tokens.logprobs.shape:
+        shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+        raise ConfigurationError(
+            f"an objective gives one loss for each trained token, {tuple(tokens.logprobs.shape)}, not {shape}",
+            code="objective_loss_shape",
+            where=settings.function,
+            remedy="return a tensor like tokens.logprobs; the trainer takes its mean or sum",
+        )
+    nothing = torch.zeros_like(loss, dtype=torch.bool)
+    return PerToken(loss, nothing, nothing)
+
+
 def _clipped(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> PerToken:
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
     loss = -torch.minimum(ratio * advantages, clipped * advantages)
@@ -143,7 +165,7 @@ OBJECTIVES = Registry(
     "armature.objectives",
     {
         name: f"armature.components.vlm.objectives:{name}"
-        for name in ("mask_ratio", "ppo", "gspo", "cispo", "likelihood")
+        for name in ("mask_ratio", "ppo", "gspo", "cispo", "likelihood", "function")
     },
 )
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import (
+    BeforeValidator,
     Field,
     NonNegativeFloat,
     NonNegativeInt,
@@ -70,7 +71,30 @@ class Likelihood(Settings):
     name: Literal["likelihood"] = Field(description="Which objective: likelihood.")
 
 
-Objective = Annotated[MaskRatio | PPO | GSPO | CISPO | Likelihood, Field(discriminator="name")]
+class FunctionObjective(Settings):
+    """A loss of the user's own: a function in a file beside the recipe or in an installed package."""
+
+    name: Literal["function"] = Field(description="Which objective: function.")
+    function: str = Field(
+        description="MODULE:FUNCTION. It is called with the trained tokens (log-probs, advantages and more, (N,) each) "
+        "and gives the loss of each, (N,).",
+        pattern=r"^[\w.]+:\w+$",
+    )
+    args: dict[str, Any] = Field({}, description="Further arguments of the function, by name.")
+
+
+def _by_name(objective: Any) -> Any:
+    """A text is short for the objective of that name, or for the function "module:function"."""
+    if not isinstance(objective, str):
+        return objective
+    return {"name": "function", "function": objective} if ":" in objective else {"name": objective}
+
+
+Objective = Annotated[
+    MaskRatio | PPO | GSPO | CISPO | Likelihood | FunctionObjective,
+    Field(discriminator="name"),
+    BeforeValidator(_by_name),
+]
 
 
 class NoCorrection(Settings):
