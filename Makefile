@@ -5,7 +5,7 @@ PYTHON ?= python3
 SETUP  := $(wildcard armature/setup/*.py)
 SERVED := $(wildcard components/inference/served/*.toml components/inference/served/*/*.py)
 BIN    := .venv/bin
-INTEROP := checkov cluster lerobot openenv ray trl verifiers-legacy verifiers-v1 vla-eval
+INTEROP := checkov cluster lerobot programs ray trl verifiers-legacy verifiers-v1
 
 .DEFAULT_GOAL := help
 .PHONY: help run test end-to-end interop production lint size docs check up down fuzz chaos bench images test-images clean
@@ -40,7 +40,10 @@ interop-verifiers: .venv-verifiers-legacy/.made .venv-verifiers-v1/.made
 	.venv-verifiers-legacy/bin/python -m pytest tests/interop/verifiers/test_legacy.py
 	.venv-verifiers-v1/bin/python -m pytest tests/interop/verifiers/test_v1.py
 
-interop-openenv interop-lerobot interop-trl interop-vla-eval: interop-%: .venv/.made .venv-%/.made
+interop-lerobot: .venv-lerobot/.made
+interop-trl: .venv-trl/.made
+interop-openenv interop-vla-eval: .venv-programs/.made
+interop-openenv interop-lerobot interop-trl interop-vla-eval: interop-%: .venv/.made
 	$(BIN)/python -m pytest tests/interop/$(subst -,_,$*)
 
 production: environments .venv-cluster/.made .venv-ray/.made  ## the platform on PostgreSQL and S3, jobs of SLURM, machines that are lost; as root, on Linux; choose with ARGS="-k lost_machine"

@@ -11,8 +11,13 @@ import io
 import re
 import subprocess
 import tokenize
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
+
+from setuptools import find_packages
+
+from armature.setup.__main__ import NAMES
 
 ROOT = Path(__file__).resolve().parents[1]
 PRODUCT = ("armature", "components", "tasks", "flows")
@@ -81,6 +86,10 @@ def figures() -> Iterator[tuple[str, int]]:
     yield "lines of prefect.yaml", sum(path.read_text().count("\n") for path in tracked("prefect.yaml"))
     yield "lines of tests", sum(text.count("\n") for text in tests)
     yield "places where tests assert on prose", sum(len(PROSE.findall(text)) for text in tests)
+    setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    wheel = find_packages(ROOT, include=setuptools["packages"]["find"]["include"])
+    yield "top-level names in the wheel", len({name.split(".")[0] for name in wheel})
+    yield "environments", len(set(NAMES.values()))
     yield "words of the documentation", sum(len(path.read_text().split()) for path in tracked("*.md"))
 
 

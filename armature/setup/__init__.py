@@ -177,10 +177,13 @@ def make_interop_environment(folder: Path, checkout: Path | str, *packages: str 
     add(folder, *pins, *packages, "--editable", checkout, "hypothesis", "pytest", "pytest-timeout")
 
 
-def make_environment_of(package: str, folder: Path) -> None:
-    """OpenEnv's servers, checkov, vla-eval: programs of their own, which hold back packages that we need."""
+def make_environment_of(folder: Path, *packages: str) -> None:
+    """Programs of their own, which hold back packages that we need.
+
+    OpenEnv and vla-eval share one environment; checkov wants packaging below 24, OpenEnv one from 24.2 on.
+    """
     create(folder)
-    add(folder, "--constraint", interop_pins(folder), package)
+    add(folder, "--constraint", interop_pins(folder), *packages)
 
 
 def make_lerobot_environment(folder: Path) -> None:
@@ -211,8 +214,8 @@ def set_up(environment: str, folder: Path) -> None:
 
     Args:
         environment: "vllm"; in a checkout also "project", "image", which infra/images builds on, "trl", which only a
-            benchmark compares with, or one that `make interop` needs: "checkov", "cluster", "lerobot", "openenv",
-            "ray", "verifiers-legacy", "verifiers-v1", "vla-eval".
+            benchmark compares with, or one that `make interop` needs: "checkov", "cluster", "lerobot",
+            "programs" (OpenEnv and vla-eval), "ray", "verifiers-legacy", "verifiers-v1".
     """
     if sys.version_info[:2] not in PYTHONS:
         names = " or ".join(f"{major}.{minor}" for major, minor in PYTHONS)
@@ -224,8 +227,10 @@ def set_up(environment: str, folder: Path) -> None:
         make_server_environment(folder)
     elif environment == "trl":
         make(folder, "--no-deps", "--requirement", REQUIREMENTS / "trl.txt")
-    elif environment in ("checkov", "openenv", "vla-eval"):
-        make_environment_of(environment, folder)
+    elif environment == "checkov":
+        make_environment_of(folder, "checkov")
+    elif environment == "programs":
+        make_environment_of(folder, "openenv", "vla-eval")
     elif environment == "lerobot":
         make_lerobot_environment(folder)
     else:

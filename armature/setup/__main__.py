@@ -9,8 +9,8 @@ from armature.components.installation import CHECKOUT
 from armature.setup import set_up
 
 OTHERS = (
-    *("vllm", "trl", "checkov", "cluster", "lerobot", "openenv", "ray"),
-    *("verifiers-legacy", "verifiers-v1", "vla-eval"),
+    *("vllm", "trl", "checkov", "cluster", "lerobot", "programs", "ray"),
+    *("verifiers-legacy", "verifiers-v1"),
 )
 NAMES = {"project": ".venv", "image": ".venv"} | {name: f".venv-{name}" for name in OTHERS}
 

@@ -20,7 +20,7 @@ from armature.components.environments.openenv.environment import OpenEnvEnvironm
 from armature.components.environments.settings import EnvironmentSettings
 from tests.refusals import refused
 
-PYTHON = Path(__file__).parents[3] / ".venv-openenv/bin/python"
+PYTHON = Path(__file__).parents[3] / ".venv-programs/bin/python"
 SERVER = Path(__file__).with_name("server.py")
 COLORS = {(255, 0, 0): "red", (0, 255, 0): "green", (0, 0, 255): "blue"}
 

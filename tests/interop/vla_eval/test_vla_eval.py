@@ -23,7 +23,7 @@ from tests.policies.molmoact2 import released
 from tests.policy_server.conftest import KEY, running
 
 ROOT = Path(__file__).parents[3]
-PYTHON = ROOT / ".venv-vla-eval/bin/python"
+PYTHON = ROOT / ".venv-programs/bin/python"
 BRIDGE, BENCHMARK = ROOT / "examples/vla_eval_policy.py", Path(__file__).with_name("benchmark.py")
 
 
