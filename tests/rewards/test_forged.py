@@ -12,7 +12,6 @@ import pytest
 
 from armature.components.contracts.failures import RolloutFailed
 from armature.components.rewards.make import Rewards
-from tests.refusals import refused
 
 from .grading import grade, made
 
@@ -86,23 +85,6 @@ def test_forked_child_grades_nothing(hostile: Rewards, how: str, child: str) -> 
         assert grades_follow(hostile)
         time.sleep(0.05)
         assert grades_follow(hostile)
-
-
-FORGED = {
-    "without a number": '["done", ["graded", null]]',
-    "other number": '[7, "done", 0.75]',
-    "null": '[NUMBER, "done", null]',
-    "true": '[NUMBER, "done", true]',
-    "not finite": '[NUMBER, "done", NaN]',
-    "another reason": '[NUMBER, "done", ["../x", "x"]]',
-}
-
-
-@pytest.mark.parametrize("text", FORGED.values(), ids=FORGED)
-def test_forged_grade_fails_its_rollout(hostile: Rewards, text: str) -> None:
-    with refused("reward_died"):
-        asked(hostile, "write", text, 600)
-    assert asked(hostile, "number", 0.25) == 0.25
 
 
 @pytest.mark.parametrize("text", ['[NUMBER, "part", 0]', '[4294967297, "done", 0]'])

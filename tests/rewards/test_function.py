@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from armature.components.contracts.errors import ConfigurationError
 from armature.components.project import project
 from armature.components.rewards.make import Rewards, reward_sources
 from armature.components.rewards.settings import RewardSettings
@@ -138,18 +137,16 @@ def test_it_may_be_async_and_take_what_it_uses(folder: Path, name: str) -> None:
         ("my_rewards:unknown", "unknown_reward_argument", "'prompts'"),
         ("my_rewards:nothing", "completion_not_taken", ""),
         ("my_rewards:number", "not_a_function", ""),
+        ("my_rewards:color", "name_not_in_module", "my_rewards.py"),
+        ("my_reward:reward", "module_missing", "my_reward.py"),
+        ("my_broken:reward", "name_not_loadable", "line 1"),
+        ("my_leaving:reward", "name_not_loadable", "SystemExit: 3"),
     ],
 )
-def test_one_that_cannot_be_called_is_refused_at_the_start(folder: Path, function: str, code: str, value: str) -> None:
-    with refused(code, function, value):
-        made("function", folder, function=function)
-
-
-@pytest.mark.parametrize("function", ["my_reward:reward", "my_rewards:color", "my_broken:reward", "my_leaving:reward"])
-def test_one_that_cannot_be_loaded_is_refused_at_the_start(folder: Path, function: str) -> None:
+def test_unusable_function_is_refused_at_the_start(folder: Path, function: str, code: str, value: str) -> None:
     (folder / "my_broken.py").write_text("def reward(")
     (folder / "my_leaving.py").write_text("raise SystemExit(3)")
-    with pytest.raises(ConfigurationError):
+    with refused(code, function, value):
         made("function", folder, function=function)
 
 

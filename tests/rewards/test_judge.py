@@ -268,7 +268,6 @@ def test_a_server_that_is_not_there_costs_rollouts() -> None:
         {"worst": 1.0},
         {"verdicts": {"yes": 2.0}},
         {"extra_body": {"api_key": "sekrit-key"}},
-        {"attempts": 0},
     ],
 )
 def test_settings_that_cannot_work_are_refused(settings: dict[str, Any]) -> None:

@@ -11,85 +11,54 @@ from tests.refusals import refused
 from .grading import graded
 
 
+@pytest.mark.parametrize("answer", ["B", "(b)", 1])
+def test_letter_is_compared_with_every_form_of_the_answer(answer: Any) -> None:
+    for completion, expected in {" (B) ": 1.0, "It must be C, not B": 0.0, "E": 0.0, "Big": 0.0, "BB": 0.0}.items():
+        assert graded("choice", completion, answer) == expected, completion
+
+
+BAD_BOXES = [
+    None,
+    [],
+    [1, 2, 3],
+    [0, 0, 0, 5],
+    "0,0,1,1",
+    [[0, 0, 1, 1], None],
+    [0, 0, float("nan"), 1],
+    [0, 0, True, 1],
+]
+BAD_ANSWERS: dict[str, list[Any]] = {
+    "choice": ["E", 4, -1, True, None, 1.5, ["B"], "cat", ""],
+    "number": [None, "ten", True, [], {}, [1, None], "1 and 2", float("nan"), 10**400],
+    "box_iou": BAD_BOXES,
+    "point_in_box": BAD_BOXES,
+    "exact_match": [None, {}, [], "", "  ", [None], [["a"]], ["a", ""]],
+}
+
+
 @pytest.mark.parametrize(
-    ("completion", "expected"),
-    [
-        ("B", 1.0),
-        ("b", 1.0),
-        (" (B) ", 1.0),
-        ("B.", 1.0),
-        ("**B**", 1.0),
-        ("B) because the sky is blue, not C", 1.0),
-        ("Answer: B", 1.0),
-        ("The answer is (B).", 1.0),
-        ("I first thought the answer is A. No: the answer is B", 1.0),
-        (r"so \boxed{B}", 1.0),
-        (r"\boxed{\text{B}}", 1.0),
-        (r"A or C? \boxed{B. a cat}", 1.0),
-        ("It must be B", 1.0),
-        ("(B) fits, A cat would not", 1.0),
-        ("A", 0.0),
-        ("B or C", 0.0),
-        ("(B) or (C)", 0.0),
-        ("The answer is C, not B", 0.0),
-        ("E", 0.0),
-        ("A dog", 0.0),
-        ("Big", 0.0),
-        ("", 0.0),
-        ("BB", 0.0),
-    ],
+    ("name", "answer"), [(name, each) for name, answers in BAD_ANSWERS.items() for each in answers]
 )
-def test_a_letter_is_chosen(completion: str, expected: float) -> None:
-    for answer in ("B", "(b)", 1):
-        assert graded("choice", completion, answer) == expected
+def test_invalid_answer_of_a_row_raises_bad_answer(name: str, answer: Any) -> None:
+    with refused("bad_answer", f"{name}: "):
+        graded(name, "1", answer)
 
 
-@pytest.mark.parametrize("answer", ["E", 4, -1, True, None, 1.5, ["B"], "cat", ""])
-def test_an_answer_that_is_no_choice_is_a_fault_of_the_data(answer: Any) -> None:
-    with refused("bad_answer", "choice: "):
-        graded("choice", "B", answer)
+def test_number_of_choices_is_a_setting() -> None:
     assert graded("choice", "E", "E", choices=5) == 1.0
 
 
-@pytest.mark.parametrize(
-    ("completion", "number"),
-    [
-        ("1,234.5", 1234.5),
-        ("1,234,567", 1234567.0),
-        ("12%", 0.12),
-        (r"12\%", 0.12),
-        ("3/4", 0.75),
-        ("-3 / 4", -0.75),
-        ("1 1/2", 1.5),
-        (r"\frac{3}{4}", 0.75),
-        (r"-\dfrac{3}{4}", -0.75),
-        ("6.02e23", 6.02e23),
-        ("6.02 x 10^23", 6.02e23),
-        (r"6.02 \times 10^{-3}", 6.02e-3),
-        ("\N{MINUS SIGN}7", -7.0),
-        (".5", 0.5),
-        ("5.", 5.0),
-        ("$42", 42.0),
-        ("5cm", 5.0),
-        ("3 cats and 4 dogs are 7.", 7.0),
-        ("10-12", 12.0),
-        ("x2 is 3", 3.0),
-    ],
-)
-def test_a_number_is_read(completion: str, number: float) -> None:
+@pytest.mark.parametrize(("completion", "number"), [("-3 / 4", -0.75), ("6.02 x 10^23", 6.02e23), ("x2 is 3", 3.0)])
+def test_number_is_compared_with_each_answer(completion: str, number: float) -> None:
     assert graded("number", completion, number) == 1.0
     assert graded("number", completion, -number) == 0.0
     assert graded("number", completion, [17.25, str(number)]) == 1.0
 
 
-@pytest.mark.parametrize("completion", ["", "cat", "1/0", "9" * 400, "1e999", "H2O", r"\frac{1}{0}", "NaN", "inf"])
-def test_what_is_no_number_is_worth_nothing(completion: str) -> None:
-    assert graded("number", completion, 1) == 0.0
-
-
 @pytest.mark.parametrize(
     ("completion", "arguments", "expected"),
     [
+        ("cat", {}, 0.0),
         ("10.5", {"absolute": 0.5}, 1.0),
         ("10.51", {"absolute": 0.5}, 0.0),
         ("9", {"relative": 0.1}, 1.0),
@@ -104,14 +73,8 @@ def test_what_is_no_number_is_worth_nothing(completion: str) -> None:
         ("<answer>10</answer> 11", {"extract": "<answer>"}, 1.0),
     ],
 )
-def test_tolerances_and_which_number_counts(completion: str, arguments: dict[str, Any], expected: float) -> None:
+def test_number_within_its_tolerance_counts(completion: str, arguments: dict[str, Any], expected: float) -> None:
     assert graded("number", completion, 10, **arguments) == expected
-
-
-@pytest.mark.parametrize("answer", [None, "ten", True, [], {}, [1, None], "1 and 2", float("nan"), 10**400])
-def test_an_answer_that_is_no_number_is_a_fault_of_the_data(answer: Any) -> None:
-    with refused("bad_answer", "number: "):
-        graded("number", "1", answer)
 
 
 @pytest.mark.parametrize(
@@ -173,16 +136,6 @@ def test_points_in_boxes(completion: str, units: str, expected: float) -> None:
 
 
 @pytest.mark.parametrize(
-    "answer",
-    [None, [], [1, 2, 3], [0, 0, 0, 5], "0,0,1,1", [[0, 0, 1, 1], None], [0, 0, float("nan"), 1], [0, 0, True, 1]],
-)
-@pytest.mark.parametrize("name", ["box_iou", "point_in_box"])
-def test_an_answer_that_is_no_box_is_a_fault_of_the_data(name: str, answer: Any) -> None:
-    with refused("bad_answer", f"{name}: "):
-        graded(name, "[0, 0, 1, 1]", answer)
-
-
-@pytest.mark.parametrize(
     ("completion", "arguments", "expected"),
     [
         ("abcde", {"at_most": 5}, 1.0),
@@ -213,6 +166,7 @@ def test_length(completion: str, arguments: dict[str, Any], expected: float) -> 
         ("<think>so</think><answer> </answer>", 0.0),
         ("<think>so</think><answer>red</answer><answer>red</answer>", 0.0),
         ("<think>so</think><answer>red", 0.0),
+        ("so</think><answer>red</answer>", 0.0),
         ("red", 0.0),
     ],
 )
@@ -220,7 +174,5 @@ def test_tags(completion: str, expected: float) -> None:
     assert graded("format_tags", completion, None) == expected
 
 
-def test_the_first_tag_may_stand_in_the_prompt() -> None:
-    completion = "so</think><answer>red</answer>"
-    assert graded("format_tags", completion, None, first_is_open=True) == 1.0
-    assert graded("format_tags", completion, None) == 0.0
+def test_first_tag_may_stand_in_the_prompt() -> None:
+    assert graded("format_tags", "so</think><answer>red</answer>", None, first_is_open=True) == 1.0
