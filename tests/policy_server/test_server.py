@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
-import random
 import threading
 import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import httpx
@@ -14,12 +15,13 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from websockets.exceptions import ConnectionClosed, ConnectionClosedError, InvalidStatus
+from websockets.sync.client import ClientConnection
 
 from armature.components.policies.molmoact2.policy import MolmoAct2Policy
 from armature.components.policy_server.settings import PolicyServerSettings
 from tests.policy_server.by_hand import decode, encode
 from tests.policy_server.conftest import KEY, GatedPolicy, Running, ask, message, observation, running
-from tests.policy_server.malformed import KINDS
+from tests.policy_server.malformed import MALFORMED
 from tests.refusals import refused
 
 
@@ -28,11 +30,21 @@ def expected(policy: MolmoAct2Policy, fields: dict[str, Any], seed: int) -> byte
     return policy.predict([observation(fields)], [seed])[0].tobytes()
 
 
-def wait_for(condition: Any) -> None:
+def wait_for(condition: Callable[[], bool]) -> None:
     end = time.monotonic() + 30
     while not condition():
         assert time.monotonic() < end, "it did not come to be"
         time.sleep(0.005)
+
+
+@contextmanager
+def connected(server: Running, count: int = 1) -> Iterator[list[ClientConnection]]:
+    """Connections that have received what the server says first."""
+    with ExitStack() as opened:
+        connections = [opened.enter_context(server.connect()) for _ in range(count)]
+        for connection in connections:
+            connection.recv(10)
+        yield connections
 
 
 def test_the_server_says_what_it_takes_and_gives(server: Running) -> None:
@@ -48,8 +60,7 @@ def test_an_answer_is_the_policy_s_own_and_its_seed_that_of_the_request_or_the_c
     server: Running, policy: MolmoAct2Policy
 ) -> None:
     for _ in range(2):  # every connection counts from 0
-        with server.connect() as connection:
-            connection.recv(10)
+        with connected(server) as (connection,):
             first, second = (ask(connection, message(number)) for number in (0, 1))
             chosen = ask(connection, message(1, seed=2**62 + 1))
             third = ask(connection, message(1))
@@ -66,13 +77,11 @@ def test_an_answer_is_the_policy_s_own_and_its_seed_that_of_the_request_or_the_c
 def test_200_malformed_messages_get_clear_errors_and_the_next_good_one_its_answer(
     server: Running, policy: MolmoAct2Policy
 ) -> None:
-    malformed = [kind(random.Random(f"{kind.__name__}/{number}")) for number in range(10) for kind in KINDS]
-    assert len(malformed) >= 200
+    assert len(MALFORMED) >= 200
     refused = server.count("refused")
     wanted = expected(policy, message(50), 17)
-    with server.connect() as connection:
-        connection.recv(10)
-        for number, (frame, named) in enumerate(malformed):
+    with connected(server) as (connection,):
+        for number, (frame, named) in enumerate(MALFORMED):
             connection.send(frame)
             answer = connection.recv(10)
             assert isinstance(answer, str), f"number {number} was accepted: {frame[:80]!r}"
@@ -81,33 +90,28 @@ def test_200_malformed_messages_get_clear_errors_and_the_next_good_one_its_answe
             if number % 10 == 0:
                 assert ask(connection, message(50, seed=17))["actions"].tobytes() == wanted
         last = ask(connection, message(50))
-    assert last["seed"] == len(malformed) // 10, "a refused message has no seed"
-    assert server.count("refused") - refused == len(malformed)
+    assert last["seed"] == -(-len(MALFORMED) // 10), "a refused message has no seed"
+    assert server.count("refused") - refused == len(MALFORMED)
 
 
 def test_a_message_that_is_too_large_ends_its_connection_alone(gated: GatedPolicy) -> None:
-    with running(gated, max_message_mib=1) as server, server.connect() as other:
-        other.recv(10)
-        with server.connect() as connection:
+    with running(gated, max_message_mib=1) as server, connected(server, 2) as (other, connection):
+        connection.send(bytes(2**20 + 1))
+        with pytest.raises(ConnectionClosedError) as closed:
             connection.recv(10)
-            connection.send(bytes(2**20 + 1))
-            with pytest.raises(ConnectionClosedError) as closed:
-                connection.recv(10)
-            assert closed.value.rcvd is not None and closed.value.rcvd.code == 1009
+        assert closed.value.rcvd is not None and closed.value.rcvd.code == 1009
         assert ask(other, message(0))["seed"] == 0
 
 
 def test_50_clients_at_once_get_the_bytes_that_they_get_alone(policy: MolmoAct2Policy) -> None:
     clients, rounds = 50, 3
     with running(policy, batch=8) as server:
-        with server.connect() as connection:
-            connection.recv(10)
+        with connected(server) as (connection,):
             alone = [ask(connection, message(client, seed=client))["actions"].tobytes() for client in range(clients)]
         barrier = threading.Barrier(clients)
 
         def play(client: int) -> list[bytes]:
-            with server.connect() as connection:
-                connection.recv(60)
+            with connected(server) as (connection,):
                 barrier.wait(60)
                 return [ask(connection, message(client, seed=client))["actions"].tobytes() for _ in range(rounds)]
 
@@ -121,8 +125,7 @@ def test_50_clients_at_once_get_the_bytes_that_they_get_alone(policy: MolmoAct2P
 
 
 def test_what_a_client_sends_ahead_is_answered_in_order(server: Running, policy: MolmoAct2Policy) -> None:
-    with server.connect() as connection:
-        connection.recv(10)
+    with connected(server) as (connection,):
         for number in range(5):
             connection.send(encode(message(number)))
         answers = [decode(connection.recv(30, decode=False)) for _ in range(5)]
@@ -131,11 +134,12 @@ def test_what_a_client_sends_ahead_is_answered_in_order(server: Running, policy:
 
 
 def test_who_waits_is_answered_in_one_call_and_a_full_queue_sheds_load(gated: GatedPolicy) -> None:
-    with running(gated, batch=4, max_waiting=6) as server, ThreadPoolExecutor(8) as threads:
+    with (
+        running(gated, batch=4, max_waiting=6) as server,
+        connected(server, 8) as connections,
+        ThreadPoolExecutor(8) as threads,
+    ):
         gated.calls.clear()
-        connections = [server.connect() for _ in range(8)]
-        for connection in connections:
-            connection.recv(10)
         gated.gate.clear()
         answers = [threads.submit(ask, connections[0], message(0, seed=0))]
         wait_for(lambda: gated.begun == 2)  # the first was the server's own
@@ -150,17 +154,12 @@ def test_who_waits_is_answered_in_one_call_and_a_full_queue_sheds_load(gated: Ga
         assert gated.calls == [1, 4, 2]
         assert ask(connections[7], message(7))["seed"] == 0
         assert server.count("busy") == 1 and server.count("answered") == 8
-        for connection in connections:
-            connection.close()
 
 
 def test_a_client_that_leaves_is_not_waited_for(gated: GatedPolicy) -> None:
-    with running(gated, batch=1, max_waiting=2) as server:
+    with running(gated, batch=1, max_waiting=2) as server, connected(server, 3) as connections:
         gated.calls.clear()
         gated.gate.clear()
-        connections = [server.connect() for _ in range(3)]
-        for connection in connections:
-            connection.recv(10)
         connections[0].send(encode(message(0)))
         wait_for(lambda: gated.begun == 2)  # the first was the server's own
         for connection in connections[1:]:
@@ -172,7 +171,6 @@ def test_a_client_that_leaves_is_not_waited_for(gated: GatedPolicy) -> None:
         gated.gate.set()
         assert isinstance(connections[0].recv(10), bytes)
         assert len(gated.calls) == 1
-        connections[0].close()
 
 
 def test_a_server_that_is_stopped_keeps_nobody_waiting(gated: GatedPolicy) -> None:
@@ -205,10 +203,12 @@ class Faulty(GatedPolicy):
 
 def test_what_is_wrong_with_one_request_costs_no_other(caplog: pytest.LogCaptureFixture) -> None:
     policy = Faulty()
-    with running(policy, batch=4) as server, ThreadPoolExecutor(4) as threads, caplog.at_level(logging.CRITICAL):
-        connections = [server.connect() for _ in range(4)]
-        for connection in connections:
-            connection.recv(10)
+    caplog.set_level(logging.CRITICAL)
+    with (
+        running(policy, batch=4) as server,
+        connected(server, 4) as connections,
+        ThreadPoolExecutor(4) as threads,
+    ):
         policy.gate.clear()
         connections[0].send(encode(message(0)))
         wait_for(lambda: policy.begun == 2)
@@ -222,16 +222,14 @@ def test_what_is_wrong_with_one_request_costs_no_other(caplog: pytest.LogCapture
         assert isinstance(raised, str) and "the policy failed: RuntimeError" in raised and "secret" not in raised
         assert isinstance(nan, str) and "action 1 has nan in dimension 2" in nan
         assert server.count("failed") == 2
-        for connection in connections:
-            connection.close()
 
 
 def test_health_says_whether_the_policy_answers(caplog: pytest.LogCaptureFixture) -> None:
     def health(url: str) -> int:
         return httpx.get(url.replace("ws:", "http:") + "/healthz", trust_env=False).status_code
 
-    with running(Faulty()) as server, server.connect() as connection, caplog.at_level(logging.CRITICAL):
-        connection.recv(10)
+    caplog.set_level(logging.CRITICAL)
+    with running(Faulty()) as server, connected(server) as (connection,):
         assert health(server.url) == 200
         for prompt in ("raise", "shape"):
             connection.send(encode(message(0, prompt=prompt)))
