@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -59,8 +60,12 @@ def test_any_answer_gives_an_action_in_a_commands_alphabet(answer: str, thinking
         assert "<action>" in answer.lower() and "</action>" in answer.lower() and read.action
 
 
-def test_a_prompt_recalls_the_last_steps_and_the_goal() -> None:
-    dialogue = EpisodePrompts(PromptSettings.model_validate(PROMPT), INTRODUCTION)
+def dialogue_of(**changes: Any) -> EpisodePrompts:
+    return EpisodePrompts(PromptSettings.model_validate({**PROMPT, **changes}), INTRODUCTION)
+
+
+def test_prompt_recalls_the_last_steps_and_the_goal() -> None:
+    dialogue = dialogue_of()
     assert dialogue.task == "put a book in desk"
     first = dialogue.text(["go to bed 1", "help", "look"])
     assert first.startswith("You are in the middle") and "ALFRED" not in first and "task is" not in first
@@ -72,32 +77,27 @@ def test_a_prompt_recalls_the_last_steps_and_the_goal() -> None:
 
 
 def test_without_history_each_turn_looks_like_the_first() -> None:
-    settings_ = PromptSettings.model_validate({**PROMPT, "history_length": 0, "first": "{observation}|{task}"})
-    dialogue = EpisodePrompts(settings_, INTRODUCTION)
+    dialogue = dialogue_of(history_length=0, first="{observation}|{task}")
     dialogue.acted("look", "You see nothing.")
     assert dialogue.text([]) == "You see nothing.|put a book in desk"
 
 
-def test_what_is_put_into_a_template_is_not_filled_again() -> None:
-    settings_ = PromptSettings.model_validate({**PROMPT, "later": "{history}{observation}", "history_length": 1})
-    dialogue = EpisodePrompts(settings_, INTRODUCTION)
+def test_places_of_a_template_are_filled_once() -> None:
+    dialogue = dialogue_of(later="{history}{observation}", history_length=1)
     dialogue.acted("look", "{actions}")
     dialogue.acted("{task}", "{history}")
     assert dialogue.text(["look"]) == "2. {actions} > {task}{history}"
 
 
-def test_an_invalid_action_is_a_step_or_leaves_nothing() -> None:
-    texts = {}
-    for invalid_actions in ("shown", "left_out"):
-        dialogue = EpisodePrompts(
-            PromptSettings.model_validate({**PROMPT, "invalid_actions": invalid_actions}), INTRODUCTION
-        )
-        dialogue.acted("go to bed 1", "On the bed 1, you see a book 1.")
-        before = dialogue.text(["look"])
-        dialogue.acted("open bed 1", "Nothing happens.")
-        texts[invalid_actions] = dialogue.text(["look"])
-        assert (texts[invalid_actions] == before) == (invalid_actions == "left_out")
-    assert "2. On the bed 1, you see a book 1. > open bed 1\nNow: Nothing happens." in texts["shown"]
+@pytest.mark.parametrize("shown", [True, False])
+def test_invalid_action_is_recalled_where_the_setting_says_so(shown: bool) -> None:
+    dialogue = dialogue_of(invalid_actions="shown" if shown else "left_out")
+    dialogue.acted("go to bed 1", "On the bed 1, you see a book 1.")
+    before = dialogue.text(["look"])
+    dialogue.acted("open bed 1", "Nothing happens.")
+    after = dialogue.text(["look"])
+    assert (after != before) is shown
+    assert ("2. On the bed 1, you see a book 1. > open bed 1\nNow: Nothing happens." in after) is shown
 
 
 @pytest.mark.parametrize(
@@ -113,11 +113,6 @@ def test_an_invalid_action_is_a_step_or_leaves_nothing() -> None:
 def test_templates_that_cannot_work_are_refused(change: dict[str, object], code: str, values: list[str]) -> None:
     with refused(code, *values):
         PromptSettings.model_validate({**PROMPT, **change})
-
-
-def test_a_demonstration_is_read_as_its_command() -> None:
-    settings_ = PromptSettings.model_validate(PROMPT)
-    assert parse_action(settings_.demonstration("use desklamp 1"), False) == ParsedAction("use desklamp 1", None)
 
 
 def test_a_first_observation_without_a_task_is_an_error() -> None:

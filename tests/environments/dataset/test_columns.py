@@ -23,11 +23,6 @@ NAME = "Fr\u00e4ge \u1e69"  # two characters that have other forms, one of them 
 FORMS = [normalize("NFC", NAME), normalize("NFD", NAME)]
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ARMATURE_CACHE", str(tmp_path / "cache"))
-
-
 def write(folder: Path, suffix: str, rows: list[dict[str, Any]]) -> str:
     name = f"rows.{suffix}"
     if suffix == "parquet":

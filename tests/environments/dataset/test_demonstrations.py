@@ -22,10 +22,7 @@ COUNT = 6
 
 
 @pytest.mark.parametrize("form", ["prompt", "conversation"])
-def test_the_answers_are_demonstrated_after_what_the_row_shows(
-    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("ARMATURE_CACHE", str(tmp_path / "cache"))
+def test_answers_are_demonstrated_after_the_prompt_of_the_row(form: str, tmp_path: Path) -> None:
     rows = rows_of(COUNT)
     write_images(tmp_path, rows)
     for row in rows:
@@ -39,17 +36,8 @@ def test_the_answers_are_demonstrated_after_what_the_row_shows(
     model = make_tiny_checkpoint("qwen2-vl", tmp_path / "model", 0)
     processor = load_processor(model, model_settings())
     images = ImageStore(tmp_path / "images-of-rollouts")
-    outputs = asyncio.run(
-        demonstrate(
-            expert(environment),
-            tasks,
-            1.0,
-            PromptWriter(processor),
-            images,
-            Machine(max_concurrent=2),
-            lambda done: None,
-        )
-    )
+    writer, machine = PromptWriter(processor), Machine(max_concurrent=2)
+    outputs = asyncio.run(demonstrate(expert(environment), tasks, 1.0, writer, images, machine, lambda done: None))
     assert outputs.failures == () and len(outputs.trajectories) == COUNT
     for task, trajectory in zip(tasks, outputs.trajectories, strict=True):
         row = rows[task.payload["row"]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,6 @@ import pytest
 
 from armature.components.configuration import load_recipe
 from armature.components.contracts.episodes import Task
-from armature.components.contracts.images import EncodedImage
 from armature.components.contracts.machine import Machine
 from armature.components.environments.dataset.bad_rows import BadRow
 from armature.components.environments.dataset.environment import DatasetEnvironment
@@ -42,11 +42,6 @@ from .tables import (
 
 COUNT = 40
 EMBEDDED = ("parquet with images", "saved by datasets")
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ARMATURE_CACHE", str(tmp_path / "cache"))
 
 
 def written(folder: Path, form: str, count: int = COUNT) -> dict[str, Any]:
@@ -122,11 +117,6 @@ def test_images_of_a_folder_that_its_metadata_does_not_name_are_said(tmp_path: P
 
 @pytest.mark.parametrize("form", ["bytes", "base64", "data URL", "struct of base64", "list"])
 def test_images_in_other_forms(form: str, tmp_path: Path) -> None:
-    import base64
-
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
     data = [bars(number) for number in range(COUNT)]
     text = [base64.b64encode(each).decode() for each in data]
     forms: dict[str, list[Any]] = {
@@ -191,7 +181,7 @@ def test_categories_differ_between_row_groups(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("suffix", ["tsv", "TSV"])
-def test_tabs_separate_whichever_way_the_suffix_is_written(suffix: str, tmp_path: Path) -> None:
+def test_tabs_separate_the_columns_of_a_tsv_file(suffix: str, tmp_path: Path) -> None:
     (tmp_path / f"rows.{suffix}").write_text("a\tb\n1\tx,y\n")
     assert list(open_csv(tmp_path / f"rows.{suffix}", "rows").scan({"a", "b"})) == [{"a": 1, "b": "x,y"}]
 
@@ -301,28 +291,21 @@ def test_the_fingerprint_follows_the_data_and_its_images_and_not_their_place(tmp
         first = found
 
 
-def test_a_table_may_be_a_link_out_of_its_folder_and_is_in_the_fingerprint_too(tmp_path: Path) -> None:
-    """As in a folder that a cache of files has made."""
+def test_fingerprint_follows_a_link_and_new_images_of_a_class(tmp_path: Path) -> None:
+    """A table may be a link out of its folder, as in a folder that a cache of files has made."""
     written(tmp_path / "data", "jsonl")
-    (tmp_path / "blob").write_bytes((tmp_path / "data/rows.jsonl").read_bytes())
-    (tmp_path / "data/rows.jsonl").unlink()
+    (tmp_path / "data/rows.jsonl").rename(tmp_path / "blob")
     (tmp_path / "data/rows.jsonl").symlink_to(tmp_path / "blob")
+    (tmp_path / "classes/cat").mkdir(parents=True)
+    (tmp_path / "classes/cat/0.png").write_bytes(bars(0))
     where = {"source": str(tmp_path / "data/rows.jsonl")}
     assert len(list(environment_of(where).tasks("train"))) > 0
-    settings = EnvironmentSettings(name="dataset", args=args_of(where))
-    first = environment_sources(settings)
+    classes = args_of({"source": str(tmp_path / "classes")}, prompt="Which?", answer="label", kind="")
+    chosen = [EnvironmentSettings(name="dataset", args=args) for args in (args_of(where), classes)]
+    before = [environment_sources(settings) for settings in chosen]
     write_jsonl(tmp_path / "blob", rows_of(COUNT - 1))
-    assert environment_sources(settings) != first
-
-
-def test_an_image_added_to_a_folder_of_classes_is_in_the_fingerprint(tmp_path: Path) -> None:
-    (tmp_path / "cat").mkdir()
-    args = args_of({"source": str(tmp_path)}, prompt="Which?", answer="label", kind="")
-    found = []
-    for number in range(2):
-        (tmp_path / f"cat/{number}.png").write_bytes(bars(number))
-        found.append(environment_sources(EnvironmentSettings(name="dataset", args=args)))
-    assert found[0] != found[1]
+    (tmp_path / "classes/cat/1.png").write_bytes(bars(1))
+    assert all(environment_sources(settings) != first for settings, first in zip(chosen, before, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -336,7 +319,7 @@ def test_an_image_added_to_a_folder_of_classes_is_in_the_fingerprint(tmp_path: P
         pytest.param({"revision": "main"}, "revision_unused", "rows.jsonl", id="revision of a file"),
     ],
 )
-def test_what_cannot_be_is_said_before_the_start(
+def test_unusable_source_is_refused_before_the_start(
     changes: dict[str, Any], code: str, value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -356,13 +339,6 @@ def test_numbers_of_a_csv_file_are_what_is_written(tmp_path: Path) -> None:
     assert shown(environment, task) == ("007 7 0.5 1.50",)
     with refused("rows_unusable", "29 no_text"):
         list(environment_of({"source": str(tmp_path / "rows.csv")}, prompt="{e}", images=[], kind="").tasks("train"))
-
-
-def test_images_are_of_the_types_that_servers_take(tmp_path: Path) -> None:
-    environment = environment_of(written(tmp_path, "jsonl"))
-    (task, *_) = environment.tasks("train")
-    image = asyncio.run(environment.episode(task).reset()).content[0]
-    assert isinstance(image, EncodedImage) and image.media_type == "image/png"
 
 
 def test_a_branch_of_the_hub_is_resolved_once(

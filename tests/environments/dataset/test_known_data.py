@@ -149,11 +149,8 @@ def test_every_recipe_of_a_hub_dataset_is_tried_here() -> None:
 
 @pytest.mark.parametrize("size", ["", "-7b"])
 @pytest.mark.parametrize("name", KNOWN)
-def test_every_row_is_a_task_and_answers_are_graded(
-    name: str, size: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_row_is_a_task_and_answers_are_graded(name: str, size: str, tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
-    monkeypatch.setenv("ARMATURE_CACHE", str(tmp_path / "cache"))
     known = KNOWN[name]
     features = datasets.Features(known.features(datasets))
     table = {

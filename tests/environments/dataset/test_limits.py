@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import multiprocessing
 import resource
@@ -35,17 +34,12 @@ from armature.components.rewards.make import make_rewards
 from armature.components.rewards.settings import RewardSettings
 from tests.refusals import refused
 
-from .test_values import environment_of, played
+from .test_values import environment_of
 
 MIB = 2**20
 SMALL = 2**16
 """Bytes that stand for 1 MiB: the limits are a sixteenth in these tests, so that they are quick."""
 VALUE = "x" * SMALL
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ARMATURE_CACHE", str(tmp_path / "cache"))
 
 
 def _dictionary(value: Any, rows: int = 260) -> pa.Array:
@@ -102,12 +96,7 @@ def test_a_small_file_with_large_rows_is_refused_before_they_are_written(
     monkeypatch.setattr(parquet, "BATCH_BYTES", parquet.BATCH_BYTES // 16)
     path = bombs / f"{kind}.parquet"
     assert path.stat().st_size < MIB
-    context = multiprocessing.get_context("fork")
-    answers = context.SimpleQueue()
-    child = context.Process(target=_scan, args=(path, answers))
-    child.start()
-    child.join(60)
-    outcome, grown = answers.get()
+    outcome, grown = _in_child(_scan, path)
     assert outcome == "table_too_large" and grown < 128, (outcome, grown)
 
 
@@ -119,30 +108,28 @@ def test_a_text_that_all_rows_share_is_no_reason_to_refuse(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("end", [b"\n", b""])
-def test_a_line_without_an_end_costs_its_row(end: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_line_that_is_too_long_costs_its_row(end: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shards, "LONGEST_LINE", 100)
-    lines = [
-        b'{"q": 1}',
-        b'{"q": "' + b"x" * 5000 + b'"}',
-        b"",
-        b'{"q": 2}',
-        b'{"q": "' + b"x" * 92 + b'"}',
-        b"z" * 999,
-    ]
+    long = [b'{"q": "' + b"x" * count + b'"}' for count in (5000, 92)]
+    lines = [b'{"q": 1}', long[0], b"", b'{"q": 2}', long[1], b"z" * 999]
     (tmp_path / "rows.jsonl").write_bytes(b"\n".join(lines) + end)
     shard = shards.open_json_lines(tmp_path / "rows.jsonl", "rows.jsonl")
-    found = list(shard.scan({"q"}))
-    assert [row if isinstance(row, dict) else row.reason for row in found] == [
-        {"q": 1},
-        "too_long",
-        {"q": 2},
-        "too_long",
-        "too_long",
-    ]
+    expected = [{"q": 1}, "too_long", {"q": 2}, "too_long", "too_long"]
+    assert [row if isinstance(row, dict) else row.reason for row in shard.scan({"q"})] == expected
     assert shard.row(0) == {"q": 1} and shard.row(2) == {"q": 2}
     for index in (1, 3, 4):
         with pytest.raises(BadRow):
             shard.row(index)
+
+
+def _in_child(work: Callable[..., None], path: Path) -> Any:
+    """The answer of `work` in a process of its own, whose limits and memory are not ours."""
+    context = multiprocessing.get_context("fork")
+    answers = context.SimpleQueue()
+    child = context.Process(target=work, args=(path, answers))
+    child.start()
+    child.join(60)
+    return answers.get()
 
 
 def _scan_endless(path: Path, answers: Any) -> None:
@@ -158,12 +145,7 @@ def _scan_endless(path: Path, answers: Any) -> None:
 
 def test_an_endless_line_takes_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shards, "LONGEST_LINE", MIB)
-    context = multiprocessing.get_context("fork")
-    answers = context.SimpleQueue()
-    child = context.Process(target=_scan_endless, args=(_sparse(tmp_path / "rows.jsonl", 2**28), answers))
-    child.start()
-    child.join(60)
-    assert answers.get() == "too_long"
+    assert _in_child(_scan_endless, _sparse(tmp_path / "rows.jsonl", 2**28)) == "too_long"
 
 
 SPACE = st.text(" \t\n\r", max_size=2)
@@ -244,10 +226,3 @@ DOCUMENTS: dict[str, Callable[[Path], Any]] = {
 def test_a_document_is_read_no_further_than_its_limit(document: str, tmp_path: Path) -> None:
     with pytest.raises(ArmatureError):
         DOCUMENTS[document](tmp_path)
-
-
-def test_rows_within_the_limits_are_played(tmp_path: Path) -> None:
-    pq.write_table(pa.table({"q": [f"q{n}" for n in range(600)], "a": ["a"] * 600}), tmp_path / "rows.parquet")
-    environment = environment_of(tmp_path, "rows.parquet")
-    assert len(played(environment, lambda text: "a")) == 600
-    assert asyncio.run(environment.episode(next(iter(environment.tasks("train")))).reset()).content

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 from PIL import Image
 
 from armature.components.configuration import load_recipe
@@ -19,8 +18,7 @@ from benchmarks.charts import COLORS, write_charts
 PAGE = Path(__file__).resolve().parents[3] / "docs/your-own-data.md"
 
 
-def test_the_recipe_of_the_page_gives_tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ARMATURE_CACHE", str(tmp_path / "cache"))
+def test_the_recipe_of_the_page_gives_tasks(tmp_path: Path) -> None:
     text, *_ = re.findall(r"^```toml\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
     assert len(text.splitlines()) <= 30
     write_charts(tmp_path / "charts", count=24)

@@ -35,11 +35,6 @@ CHAT = {"conversation": "c"}
 IMAGE, TURN = "<|image_pad|>", "<|im_end|>"
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ARMATURE_CACHE", str(tmp_path / "cache"))
-
-
 def row(number: int, token: str, place: str) -> dict[str, Any]:
     """A row with the token in one place."""
     texts = {name: f"{name} {number}" for name in ("q", "a", "s", "first", "said", "asked", "last")}

@@ -13,18 +13,12 @@ from armature.components.artifacts.images import ImageStore
 from armature.components.contracts.episodes import EarlierMessage, Observation
 from armature.components.contracts.images import EncodedImage
 from armature.components.environments.dataset.environment import DatasetEnvironment
-from armature.components.environments.dataset.template import Column, Place, parse_template
 from armature.components.rollouts.conversation import Conversation, SharedImages
 from tests.refusals import refused
 
 from .tables import bars, data_url, environment_of, write_jsonl
 
 SPLIT = {"by": "column", "column": "s", "train": "a", "heldout": "b"}
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ARMATURE_CACHE", str(tmp_path / "cache"))
 
 
 def made(folder: Path, row: dict[str, Any], **changes: Any) -> tuple[DatasetEnvironment, Observation]:
@@ -90,10 +84,6 @@ def test_rows_that_do_not_fit_the_prompt(row: dict[str, Any], prompt: str, reaso
             (tmp_path / f"{number}.png").write_bytes(bars(number))
         args = {"images": "i", "answer": "", "kind": "", "split": SPLIT, "prompt": prompt}
         list(environment_of({"source": str(tmp_path / "rows.jsonl")}, **args).tasks("train"))
-
-
-def test_a_template_s_parts() -> None:
-    assert parse_template("a{{b}}{c}{image}d").parts == ("a{b}", Column("c"), Place.IMAGE, "d")
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import tempfile
 from collections.abc import Callable
 from datetime import date, timedelta
 from decimal import Decimal
@@ -25,13 +24,6 @@ from armature.components.project import project
 
 NUMBERS = list(range(24))
 Row = dict[str, Any]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def cache() -> Any:
-    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ARMATURE_CACHE", folder)
-        yield
 
 
 def _parquet(kind: pa.DataType) -> Callable[[Path], str]:
@@ -121,10 +113,7 @@ def test_whole_numbers_are_whole_however_they_are_stored(form: str, tmp_path: Pa
     (tmp_path / "grade.py").write_text("def grade(completion, answer, row):\n    return repr(answer) == completion\n")
     rewards: list[Row] = [{"name": "exact_match"}, {"name": "number"}]
     if form in IN_PROCESSES:
-        rewards += [
-            {"name": "regex", "pattern": r"\d+", "group": 0},
-            {"name": "function", "function": "grade:grade"},
-        ]
+        rewards += [{"name": "regex", "pattern": r"\d+", "group": 0}, {"name": "function", "function": "grade:grade"}]
     with project(tmp_path):
         environment = environment_of(tmp_path, source, prompt="{q} of {a}", kind="a", rewards=rewards)
         games = played(environment, lambda number: number)

@@ -66,9 +66,8 @@ def test_the_size_of_a_game_can_be_chosen() -> None:
 
 def test_a_kind_without_a_room_is_refused() -> None:
     with refused("room_missing", "pick_heat_then_place_in_recep", "Bedroom"):
-        list(
-            load_games(generated(kinds=["pick_heat_then_place_in_recep"], rooms=["Bedroom"]), "train", count=1, seed=0)
-        )
+        settings = generated(kinds=["pick_heat_then_place_in_recep"], rooms=["Bedroom"])
+        list(load_games(settings, "train", count=1, seed=0))
 
 
 def test_another_grammar_than_the_known_one_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
 from importlib.util import find_spec
 from typing import Any
 
@@ -22,18 +23,28 @@ from tests.refusals import refused
 from ..games_of import PROMPT, TEXT
 
 
-def made(**changes: Any) -> AlfworldText:
-    values = {"name": "alfworld/text", "args": {**TEXT, **changes}, "train_tasks": 6, "heldout_tasks": 3, "seed": 2}
-    environment = make_environment(EnvironmentSettings.model_validate(values), processes=1)
-    assert isinstance(environment, AlfworldText)
-    return environment
+@pytest.fixture(scope="module")
+def made() -> Iterator[Callable[..., AlfworldText]]:
+    """Make an environment with other arguments; all are closed in the end."""
+    with ExitStack() as opened:
+
+        def make(**changes: Any) -> AlfworldText:
+            args = {**TEXT, **changes}
+            values = {"name": "alfworld/text", "args": args, "train_tasks": 6, "heldout_tasks": 3, "seed": 2}
+            environment = make_environment(EnvironmentSettings.model_validate(values), processes=1)
+            assert isinstance(environment, AlfworldText)
+            return opened.enter_context(closing(environment))
+
+        yield make
 
 
 @pytest.fixture(scope="module")
-def environment() -> Iterator[AlfworldText]:
-    environment = made()
-    yield environment
-    environment.close()
+def environment(made: Callable[..., AlfworldText]) -> AlfworldText:
+    return made()
+
+
+def first_task(environment: AlfworldText) -> Task:
+    return next(iter(environment.tasks("train")))
 
 
 async def answered(environment: AlfworldText, task: Task, answers: list[str]) -> tuple[Observation, list[Outcome]]:
@@ -60,7 +71,7 @@ def test_a_demonstration_wins_every_kind_of_task_and_is_rewarded_once(environmen
     assert environment.reward_weights == {"won": 10.0} and not environment.dialogue
 
 
-def test_detours_look_where_the_object_is_not_and_only_do_what_can_be_done() -> None:
+def test_detours_only_do_what_can_be_done(made: Callable[..., AlfworldText]) -> None:
     """In rooms of usual size some places are reached from the same spot, to which one cannot go again."""
     games = {**TEXT["games"], "most_receptacles": 40, "rooms": ["Bathroom"], "kinds": ["pick_and_place_simple"]}
     environment = made(games=games, detours=4, max_turns=30)
@@ -74,17 +85,18 @@ def test_detours_look_where_the_object_is_not_and_only_do_what_can_be_done() -> 
             assert outcomes[-1].reward_parts == {"won": 1.0}
             found.append(len(answers) - len(task.payload["plan"]))
     assert max(found) >= 4 and min(found) == 0
-    environment.close()
 
 
-def test_heldout_tasks_are_from_the_split_that_is_named(environment: AlfworldText) -> None:
+def test_heldout_tasks_are_from_the_split_that_is_named(
+    environment: AlfworldText, made: Callable[..., AlfworldText]
+) -> None:
     assert {task.payload["source"] for task in environment.tasks("train")} == {"train"}
     assert {task.payload["source"] for task in environment.tasks("heldout")} == {"valid_unseen"}
     assert {task.payload["source"] for task in made(heldout_source="valid_seen").tasks("heldout")} == {"valid_seen"}
 
 
 def test_answers_that_are_no_action_are_told_apart(environment: AlfworldText) -> None:
-    task = next(iter(environment.tasks("train")))
+    task = first_task(environment)
     move = task.payload["plan"][0]
     answers = ["I think so", "<action>go to the moon</action>", f"<action>{move}</action>", f"well, {move}"]
     first, outcomes = asyncio.run(answered(environment, task, answers))
@@ -96,7 +108,7 @@ def test_answers_that_are_no_action_are_told_apart(environment: AlfworldText) ->
 
 
 def test_members_of_a_group_begin_alike_and_states_are_named_by_what_the_game_says(environment: AlfworldText) -> None:
-    task = next(iter(environment.tasks("train")))
+    task = first_task(environment)
     plan = list(environment.demonstration(task))
 
     async def group() -> list[tuple[Observation, list[Outcome]]]:
@@ -113,18 +125,17 @@ def test_members_of_a_group_begin_alike_and_states_are_named_by_what_the_game_sa
     assert there.anchor_key == later.anchor_key and shown(there) != shown(later)
 
 
-def test_an_episode_out_of_turns_ends_without_reward() -> None:
+def test_an_episode_out_of_turns_ends_without_reward(made: Callable[..., AlfworldText]) -> None:
     environment = made(max_turns=3)
-    task = next(iter(environment.tasks("train")))
+    task = first_task(environment)
     _, outcomes = asyncio.run(answered(environment, task, ["<action>look</action>"] * 3))
     assert [outcome.done for outcome in outcomes] == [False, False, True]
     assert outcomes[-1].reward_parts == {"won": 0.0}
-    environment.close()
 
 
-def test_an_episode_is_lost_with_the_last_invalid_action_that_it_may_have_and_not_before() -> None:
+def test_last_allowed_invalid_action_loses_the_episode(made: Callable[..., AlfworldText]) -> None:
     environment = made(max_invalid_actions=3)
-    task = next(iter(environment.tasks("train")))
+    task = first_task(environment)
     *plan, last = environment.demonstration(task)
     wrong = ["nonsense", "<action>go to the moon</action>"]
     _, won = asyncio.run(answered(environment, task, [*wrong, *plan, last]))
@@ -132,14 +143,12 @@ def test_an_episode_is_lost_with_the_last_invalid_action_that_it_may_have_and_no
     _, lost = asyncio.run(answered(environment, task, [*wrong, *plan, "nonsense"]))
     assert lost[-1].done and lost[-1].action_defect == "format" and lost[-1].reward_parts == {"won": 0.0}
     assert not any(outcome.done for outcome in lost[:-1])
-    environment.close()
 
 
-def test_the_list_of_actions_is_shown_where_the_template_says_so() -> None:
+def test_the_list_of_actions_is_shown_where_the_template_says_so(made: Callable[..., AlfworldText]) -> None:
     environment = made(prompt={**PROMPT, "first": "{observation}"}, image={"form": "none"})
-    first, _ = asyncio.run(answered(environment, next(iter(environment.tasks("train"))), []))
+    first, _ = asyncio.run(answered(environment, first_task(environment), []))
     assert first.content == (first.anchor_key,) and first.admissible_actions
-    environment.close()
 
 
 def test_an_image_shows_what_the_text_says_and_nothing_else() -> None:
@@ -164,19 +173,21 @@ def test_every_kind_of_thing_has_a_cell_of_its_own() -> None:
 
 
 def test_an_image_comes_first_and_is_made_once(environment: AlfworldText) -> None:
-    task = next(iter(environment.tasks("train")))
+    task = first_task(environment)
     images = [asyncio.run(answered(environment, task, []))[0].content[0] for _ in range(2)]
     assert isinstance(images[0], EncodedImage) and images[0] is images[1]
 
 
 def test_a_payload_that_is_no_game_is_refused_before_the_engine_sees_it(environment: AlfworldText) -> None:
-    task = next(iter(environment.tasks("train")))
+    task = first_task(environment)
     for key, value in (("goal", "{open('x', 'w')}"), ("problem", "(define")):
         with refused(f"invalid_{key}", task.task_id):
             environment.episode(Task(task.task_id, task.split, {**task.payload, key: value}))
 
 
-def test_without_alfworld_its_install_command_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_alfworld_its_install_command_is_named(
+    made: Callable[..., AlfworldText], monkeypatch: pytest.MonkeyPatch
+) -> None:
     packaged.folder.cache_clear()
     monkeypatch.setattr(packaged, "find_spec", lambda name: None if name == "textworld" else find_spec(name))
     with refused("package_missing", "textworld", "armature-vla[alfworld]"):

@@ -24,59 +24,54 @@ from armature.components.environments.alfworld.thor.rewards import (
 from tests.refusals import refused
 
 TELEPORT = {"x": 1.0, "y": 0.9, "z": -2.0, "rotation": 90, "horizon": 30}
-LOOKED = {"renderImage": True, "renderDepthImage": True, "renderClassImage": True, "renderObjectImage": True}
+
+
+RENDER = {"renderImage": True, "renderDepthImage": True, "renderClassImage": True, "renderObjectImage": True}
+TOGGLES = [{"objectType": "DeskLamp", "isOn": False}]
+SAME_IN_BOTH: list[dict[str, Any]] = [
+    {"action": "Pass"},
+    {"action": "PickupObject", "objectId": "Mug|1", "forceAction": True},
+    {"action": "CloseObject", "objectId": "Fridge|1", "forceAction": True},
+    {"action": "ToggleObjectOn", "objectId": "Faucet|1", "forceAction": True},
+    {"action": "ToggleObjectOff", "objectId": "Faucet|1", "forceAction": True},
+    {"action": "SliceObject", "objectId": "Apple|1"},
+    {"action": "CleanObject", "objectId": "Apple|1"},
+    {"action": "SetObjectToggles", "objectToggles": TOGGLES},
+    {"action": "SetStateOfAllObjects", "StateChange": "CanBeDirty", "forceAction": True},
+    {"action": "SetObjectPoses", "objectPoses": []},
+    {"action": "ChangeResolution", "x": 400, "y": 300},
+]
 
 
 @pytest.mark.parametrize(
-    ("alfworlds", "older", "newer"),
+    ("alfworlds", "newer"),
     [
         (
-            {"action": "TeleportFull", **TELEPORT, "rotateOnTeleport": False},
             {"action": "TeleportFull", **TELEPORT, "rotateOnTeleport": False},
             {"action": "TeleportFull", **TELEPORT, "standing": True},
         ),
         (
             {"action": "PutObject", "objectId": "Mug|1", "receptacleObjectId": "Desk|2", "forceAction": True},
-            {"action": "PutObject", "objectId": "Mug|1", "receptacleObjectId": "Desk|2", "forceAction": True},
             {"action": "PutObject", "objectId": "Desk|2", "forceAction": True},
         ),
         (
             {"action": "OpenObject", "objectId": "Fridge|1", "moveMagnitude": 1.0},
-            {"action": "OpenObject", "objectId": "Fridge|1", "moveMagnitude": 1.0},
             {"action": "OpenObject", "objectId": "Fridge|1"},
         ),
         (
-            {"action": "Initialize", "gridSize": 0.25, "cameraY": 0.75, "visibility_distance": 1.5, **LOOKED}
-            | {"makeAgentsVisible": False},
-            {"action": "Initialize", "gridSize": 0.25, "cameraY": 0.75, "visibility_distance": 1.5, **LOOKED}
+            {"action": "Initialize", "gridSize": 0.25, "cameraY": 0.75, "visibility_distance": 1.5, **RENDER}
             | {"makeAgentsVisible": False},
             {"action": "Initialize", "gridSize": 0.25, "visibilityDistance": 1.5, "makeAgentsVisible": False}
             | {"renderInstanceSegmentation": True},
         ),
-        *(
-            (action, action, action)
-            for action in (
-                {"action": "Pass"},
-                {"action": "PickupObject", "objectId": "Mug|1", "forceAction": True},
-                {"action": "CloseObject", "objectId": "Fridge|1", "forceAction": True},
-                {"action": "ToggleObjectOn", "objectId": "Faucet|1", "forceAction": True},
-                {"action": "ToggleObjectOff", "objectId": "Faucet|1", "forceAction": True},
-                {"action": "SliceObject", "objectId": "Apple|1"},
-                {"action": "CleanObject", "objectId": "Apple|1"},
-                {"action": "SetObjectToggles", "objectToggles": [{"objectType": "DeskLamp", "isOn": False}]},
-                {"action": "SetStateOfAllObjects", "StateChange": "CanBeDirty", "forceAction": True},
-                {"action": "SetObjectPoses", "objectPoses": []},
-                {"action": "ChangeResolution", "x": 400, "y": 300},
-            )
-        ),
+        *((action, action) for action in SAME_IN_BOTH),
     ],
     ids=lambda value: value["action"],
 )
-def test_each_release_is_sent_the_arguments_that_it_has(
-    alfworlds: dict[str, Any], older: dict[str, Any], newer: dict[str, Any]
-) -> None:
+def test_each_release_is_sent_the_arguments_that_it_has(alfworlds: dict[str, Any], newer: dict[str, Any]) -> None:
+    """The older release takes what alfworld says."""
     before = json.dumps(alfworlds)
-    assert translate(alfworlds, "2.1") == older
+    assert translate(alfworlds, "2.1") == json.loads(before)
     assert translate(alfworlds, "5.0") == newer
     assert json.dumps(alfworlds) == before
 

@@ -9,9 +9,10 @@ import random
 import signal
 import time
 from collections.abc import Coroutine, Iterator, Sequence
+from contextlib import closing
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import psutil
 import pytest
@@ -28,6 +29,9 @@ from armature.components.environments.alfworld.thor.pool import ThorPlayerPool
 from tests.refusals import refused
 
 from .thor_games import Kitchen, alfworlds_names, environment, pddl, settings, stand_in
+
+if TYPE_CHECKING:
+    from armature.components.environments.alfworld.thor.player import ThorPlayer
 
 ResultT = TypeVar("ResultT")
 
@@ -60,57 +64,23 @@ def beside(place: str, kind: str) -> str:
 BEDROOM = Kitchen(301, receptacles(301), [beside(BEDROOM_DESK, "DeskLamp"), beside(BEDROOM_DESK, "Mug")], (0.0, -1.0))
 DESK = alfworlds_names(BEDROOM.receptacles)[BEDROOM_DESK]
 
-PLACE = KITCHEN.task(
-    "pick_and_place_simple", "Apple", "GarbageCan", plan=[*TAKE, f"go to {BIN}", f"move {APPLE} to {BIN}"]
-)
-HEAT = KITCHEN.task(
-    "pick_heat_then_place_in_recep",
-    "Apple",
-    "GarbageCan",
-    plan=[*TAKE, f"go to {MICROWAVE}", f"heat {APPLE} with {MICROWAVE}", f"go to {BIN}", f"move {APPLE} to {BIN}"],
-)
+PUT = [*TAKE, f"go to {BIN}", f"move {APPLE} to {BIN}"]
+PLACE = KITCHEN.task("pick_and_place_simple", "Apple", "GarbageCan", plan=PUT)
+WARM = [*TAKE, f"go to {MICROWAVE}", f"heat {APPLE} with {MICROWAVE}", f"go to {BIN}", f"move {APPLE} to {BIN}"]
+HEAT = KITCHEN.task("pick_heat_then_place_in_recep", "Apple", "GarbageCan", plan=WARM)
+COOL = [*TAKE, f"go to {FRIDGE}", f"cool {APPLE} with {FRIDGE}", f"go to {BIN}", f"move {APPLE} to {BIN}"]
+CLEAN = [*TAKE, f"go to {SINK}", f"clean {APPLE} with {SINK}", f"go to {FRIDGE}", f"open {FRIDGE}"]
+SECOND = [f"go to {THERE}", f"take {OTHER_APPLE} from {THERE}", f"go to {BIN}", f"move {OTHER_APPLE} to {BIN}"]
+LIGHT = [f"go to {DESK}", f"take mug 1 from {DESK}", "use desklamp 1"]
 TASKS = {
     "place": PLACE,
     "heat": HEAT,
-    "cool": KITCHEN.task(
-        "pick_cool_then_place_in_recep",
-        "Apple",
-        "GarbageCan",
-        plan=[*TAKE, f"go to {FRIDGE}", f"cool {APPLE} with {FRIDGE}", f"go to {BIN}", f"move {APPLE} to {BIN}"],
-    ),
+    "cool": KITCHEN.task("pick_cool_then_place_in_recep", "Apple", "GarbageCan", plan=COOL),
     "clean": KITCHEN.task(
-        "pick_clean_then_place_in_recep",
-        "Apple",
-        "Fridge",
-        plan=[
-            *TAKE,
-            f"go to {SINK}",
-            f"clean {APPLE} with {SINK}",
-            f"go to {FRIDGE}",
-            f"open {FRIDGE}",
-            f"move {APPLE} to {FRIDGE}",
-        ],
+        "pick_clean_then_place_in_recep", "Apple", "Fridge", plan=[*CLEAN, f"move {APPLE} to {FRIDGE}"]
     ),
-    "two": KITCHEN.task(
-        "pick_two_obj_and_place",
-        "Apple",
-        "GarbageCan",
-        plan=[
-            *TAKE,
-            f"go to {BIN}",
-            f"move {APPLE} to {BIN}",
-            f"go to {THERE}",
-            f"take {OTHER_APPLE} from {THERE}",
-            f"go to {BIN}",
-            f"move {OTHER_APPLE} to {BIN}",
-        ],
-    ),
-    "look": BEDROOM.task(
-        "look_at_obj_in_light",
-        "Mug",
-        toggle="DeskLamp",
-        plan=[f"go to {DESK}", f"take mug 1 from {DESK}", "use desklamp 1"],
-    ),
+    "two": KITCHEN.task("pick_two_obj_and_place", "Apple", "GarbageCan", plan=[*PUT, *SECOND]),
+    "look": BEDROOM.task("look_at_obj_in_light", "Mug", toggle="DeskLamp", plan=LIGHT),
 }
 
 
@@ -124,9 +94,32 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def played(home: Path) -> Iterator[AlfworldThor]:
-    found = environment(processes=2, reward={"name": "potential", "won_weight": 10.0, "progress_weight": 1.0})
-    yield found
-    found.close()
+    reward = {"name": "potential", "won_weight": 10.0, "progress_weight": 1.0}
+    with closing(environment(processes=2, reward=reward)) as made:
+        yield made
+
+
+@pytest.fixture
+def alone(home: Path) -> Iterator[AlfworldThor]:
+    """An environment with one player."""
+    with closing(environment(processes=1)) as made:
+        yield made
+
+
+@pytest.fixture
+def player(home: Path) -> Iterator[ThorPlayer]:
+    from armature.components.environments.alfworld.thor.player import ThorPlayer
+
+    made = ThorPlayer("5.0", width=300, height=300)
+    yield made
+    made.stop()
+
+
+def begin(player: ThorPlayer) -> Any:
+    """Alfworld's agent in front of the counter with the apple."""
+    agent = player.begin(PLACE.payload["trajectory"], "do it", names_of(PLACE.payload["problem"]))
+    agent.act(TAKE[0])
+    return agent
 
 
 def say(action: str) -> str:
@@ -233,71 +226,50 @@ def test_a_turn_shows_a_frame_and_the_words_and_is_known_by_the_words_alone(play
     assert f"take {APPLE} from {HERE}" in (observations[1].admissible_actions or ())
 
 
-def test_frames_have_the_size_asked_for_in_red_green_blue_and_need_no_gpu(
-    home: Path, monkeypatch: pytest.MonkeyPatch
+def test_frames_have_the_chosen_size_in_red_green_blue_and_need_no_gpu(
+    player: ThorPlayer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import torch
-
-    from armature.components.environments.alfworld.thor.player import ThorPlayer
 
     def fail(*arguments: object, **more: object) -> None:
         raise AssertionError("a frame went to a GPU")
 
     monkeypatch.setattr(torch.Tensor, "cuda", fail)
-    player = ThorPlayer("5.0", width=400, height=300)
-    try:
-        agent = player.begin(PLACE.payload["trajectory"], "do it", names_of(PLACE.payload["problem"]))
-        agent.act(TAKE[0])
-        assert player.frame().shape == (300, 400, 3)
-        image = Image.open(io.BytesIO(encode_frame(player.frame()).data))
-        assert image.size == (400, 300)
-        red, green, blue = player.last_event.object_id_to_color[COUNTER]
-        assert red != blue
-        assert image.getpixel((0, 0)) == (red, green, blue)
-        player.width = 500
-        with refused("frame_size_mismatch", "500x300", "400x300"):
-            player.frame()
-    finally:
-        player.stop()
+    player.width = 400
+    begin(player)
+    assert player.frame().shape == (300, 400, 3)
+    image = Image.open(io.BytesIO(encode_frame(player.frame()).data))
+    assert image.size == (400, 300)
+    red, green, blue = player.last_event.object_id_to_color[COUNTER]
+    assert red != blue
+    assert image.getpixel((0, 0)) == (red, green, blue)
+    player.width = 500
+    with refused("frame_size_mismatch", "500x300", "400x300"):
+        player.frame()
 
 
-def test_an_action_may_be_a_name_with_arguments_or_a_dict(home: Path) -> None:
-    from armature.components.environments.alfworld.thor.player import ThorPlayer
-
-    player = ThorPlayer("5.0", width=300, height=300)
-    try:
-        names = names_of(PLACE.payload["problem"])
-        for passed in (lambda **action: player.step(**action), lambda **action: player.step(action)):
-            agent = player.begin(PLACE.payload["trajectory"], "do it", names)
-            agent.act(TAKE[0])
-            assert passed(action="PickupObject", objectId=APPLES[0], forceAction=True)
-            assert player.last_event.metadata["inventoryObjects"][0]["objectId"] == APPLES[0]
-        assert not player.step("OpenObject", objectId="Fridge|+09.00|+00.00|+00.00")
-        with refused("action_refused", "OpenObject"):
-            player.step("OpenObject", objectId="Fridge|+09.00|+00.00|+00.00", raise_for_failure=True)
-        with refused("unknown_action", "'Dance'"):
-            player.step("Dance")
-    finally:
-        player.stop()
+def test_action_is_a_name_with_arguments_or_a_dict(player: ThorPlayer) -> None:
+    for passed in (lambda **action: player.step(**action), lambda **action: player.step(action)):
+        begin(player)
+        assert passed(action="PickupObject", objectId=APPLES[0], forceAction=True)
+        assert player.last_event.metadata["inventoryObjects"][0]["objectId"] == APPLES[0]
+    assert not player.step("OpenObject", objectId="Fridge|+09.00|+00.00|+00.00")
+    with refused("action_refused", "OpenObject"):
+        player.step("OpenObject", objectId="Fridge|+09.00|+00.00|+00.00", raise_for_failure=True)
+    with refused("unknown_action", "'Dance'"):
+        player.step("Dance")
 
 
-def test_what_the_player_refuses_has_not_happened(home: Path) -> None:
-    from armature.components.environments.alfworld.thor.player import ThorPlayer
-
-    player = ThorPlayer("5.0", width=300, height=300)
-    try:
-        agent = player.begin(PLACE.payload["trajectory"], "do it", names_of(PLACE.payload["problem"]))
-        agent.act(TAKE[0])
-        agent.get_object(FRIDGE, agent.receptacles)["locs"] = {**agent.curr_loc, "x": 99.0}
-        before = agent.get_admissible_commands()
-        assert agent.act(f"go to {FRIDGE}") == ("Nothing happens.", True)
-        assert agent.get_admissible_commands() == before
-        agent.act(f"go to {MICROWAVE}")
-        agent.get_object(MICROWAVE, agent.receptacles)["object_id"] = "Microwave|+09.00|+00.00|+00.00"
-        assert agent.act(f"open {MICROWAVE}") == ("Nothing happens.", True)
-        assert f"open {MICROWAVE}" in agent.get_admissible_commands()
-    finally:
-        player.stop()
+def test_action_that_the_player_refuses_changes_nothing(player: ThorPlayer) -> None:
+    agent = begin(player)
+    agent.get_object(FRIDGE, agent.receptacles)["locs"] = {**agent.curr_loc, "x": 99.0}
+    before = agent.get_admissible_commands()
+    assert agent.act(f"go to {FRIDGE}") == ("Nothing happens.", True)
+    assert agent.get_admissible_commands() == before
+    agent.act(f"go to {MICROWAVE}")
+    agent.get_object(MICROWAVE, agent.receptacles)["object_id"] = "Microwave|+09.00|+00.00|+00.00"
+    assert agent.act(f"open {MICROWAVE}") == ("Nothing happens.", True)
+    assert f"open {MICROWAVE}" in agent.get_admissible_commands()
 
 
 def test_an_object_is_moved_with_either_word(played: AlfworldThor) -> None:
@@ -341,32 +313,28 @@ def test_progress_is_earned_once_when_it_is_made(played: AlfworldThor) -> None:
 
 
 def test_one_player_serves_many_episodes_and_is_started_once(home: Path) -> None:
-    found = environment(processes=1)
-    try:
-        before = {process.pid for process in players()}
+    before = {process.pid for process in players()}
 
-        async def several() -> set[int]:
-            seen: set[int] = set()
+    async def several() -> set[int]:
+        seen: set[int] = set()
 
-            async def one() -> None:
-                await play(found, PLACE, [say(TAKE[0])])
-                seen.update(process.pid for process in players() if process.pid not in before)
+        async def one() -> None:
+            await play(made, PLACE, [say(TAKE[0])])
+            seen.update(process.pid for process in players() if process.pid not in before)
 
-            await asyncio.gather(*(elsewhere(one()) for _ in range(4)))
-            return seen
+        await asyncio.gather(*(elsewhere(one()) for _ in range(4)))
+        return seen
 
+    with closing(environment(processes=1)) as made:
         assert len(asyncio.run(several())) == 1
-    finally:
-        found.close()
     assert {process.pid for process in players()} == before
 
 
-def test_a_player_that_dies_fails_its_episode_and_is_replaced(home: Path) -> None:
-    found = environment(processes=1)
+def test_a_player_that_dies_fails_its_episode_and_is_replaced(alone: AlfworldThor) -> None:
     before = {process.pid for process in players()}
 
     async def killed() -> None:
-        episode = found.episode(PLACE)
+        episode = alone.episode(PLACE)
         await episode.reset()
         (player,) = (process for process in players() if process.pid not in before)
         player.kill()
@@ -376,12 +344,9 @@ def test_a_player_that_dies_fails_its_episode_and_is_replaced(home: Path) -> Non
         assert time.monotonic() - started < 30
         await episode.close()
 
-    try:
-        asyncio.run(killed())
-        _, outcomes = asyncio.run(play(found, PLACE, found.demonstration(PLACE)))
-        assert outcomes[-1].reward_parts["won"] == 1.0
-    finally:
-        found.close()
+    asyncio.run(killed())
+    _, outcomes = asyncio.run(play(alone, PLACE, alone.demonstration(PLACE)))
+    assert outcomes[-1].reward_parts["won"] == 1.0
 
 
 def test_a_player_that_hangs_fails_its_episode_in_time(home: Path) -> None:
@@ -440,25 +405,18 @@ def test_closing_the_environment_ends_what_waits_and_what_plays(home: Path) -> N
     assert {process.pid for process in players()} == before
 
 
-def test_the_older_release_is_spoken_to_in_its_own_words(home: Path) -> None:
-    found = environment(player="2.1", width=320, height=240)
-    try:
-        for kind in ("place", "heat"):
-            observations, outcomes = asyncio.run(play(found, TASKS[kind], found.demonstration(TASKS[kind])))
+def test_older_release_wins_with_its_own_words(home: Path) -> None:
+    with closing(environment(player="2.1", width=320, height=240)) as made:
+        for task in (PLACE, HEAT):
+            observations, outcomes = asyncio.run(play(made, task, made.demonstration(task)))
             assert outcomes[-1].reward_parts["won"] == 1.0
             assert image_of(observations[0]).size == (320, 240)
-    finally:
-        found.close()
 
 
 def test_a_scene_that_the_player_does_not_have_is_an_error(played: AlfworldThor) -> None:
     poses = [{"objectName": "Apple", "position": {"x": 0, "y": 0, "z": "nan"}, "rotation": {"x": 0, "y": 0, "z": 0}}]
-    for changes in (
-        {"scene_num": 99.5},
-        {"scene_num": 0},
-        {"object_poses": poses},
-        {"init_action": {"action": "Dance"}},
-    ):
+    odd = ({"scene_num": 99.5}, {"scene_num": 0}, {"object_poses": poses}, {"init_action": {"action": "Dance"}})
+    for changes in odd:
         with refused("not_a_thor_game"):
             played.episode(KITCHEN.task("pick_and_place_simple", "Apple", "GarbageCan", **changes))
     with refused("unknown_scene", "FloorPlan99"):
@@ -467,16 +425,13 @@ def test_a_scene_that_the_player_does_not_have_is_an_error(played: AlfworldThor)
     assert outcomes[-1].reward_parts["won"] == 1.0
 
 
-def test_things_have_the_text_games_names() -> None:
+def test_things_have_the_names_of_the_text_game() -> None:
+    things = ["Apple|-00.10|+01.00|+02.00", "Apple|+00.10|-01.00|+02.00", "Mug|+00.00|+00.00|+00.00"]
     for scene in (1, 10, 210, 301, 420):
-        ids = [
-            *receptacles(scene),
-            "Apple|-00.10|+01.00|+02.00",
-            "Apple|+00.10|-01.00|+02.00",
-            "Mug|+00.00|+00.00|+00.00",
-        ]
-        problem = Kitchen(scene, ids[:-3], ids[-3:]).task("pick_and_place_simple", "Apple", "Shelf").payload["problem"]
-        assert names_of(problem) == {object_id.lower(): name for object_id, name in alfworlds_names(ids).items()}
+        places = receptacles(scene)
+        problem = Kitchen(scene, places, things).task("pick_and_place_simple", "Apple", "Shelf").payload["problem"]
+        expected = alfworlds_names([*places, *things])
+        assert names_of(problem) == {object_id.lower(): name for object_id, name in expected.items()}
     assert pddl("Apple|-00.10") == "Apple_bar__minus_00_dot_10"
 
 
