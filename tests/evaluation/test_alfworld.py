@@ -25,43 +25,17 @@ from armature.components.evaluation.wilson import wilson_interval
 from armature.components.inference.client import Completion
 from armature.components.rollouts.play import RolloutId
 from armature.components.stages import run_stage
-from tests.evaluation.test_results import VALUES
+from tests.environments.alfworld.games_of import TEXT
+from tests.evaluation.test_results import INFERENCE, VALUES
 from tests.rollouts.conftest import reply
 
 TURNS = 12
+GAMES = TEXT["games"] | {"density": 0.3, "most_receptacles": 4}
 ENVIRONMENT = {
     "name": "alfworld/text",
     "train_tasks": 3,
     "heldout_tasks": 12,
-    "seed": 0,
-    "args": {
-        "games": {
-            "source": "generated",
-            "kinds": KINDS,
-            "rooms": ["Kitchen", "LivingRoom", "Bedroom", "Bathroom"],
-            "density": 0.3,
-            "most_instances": 2,
-            "most_receptacles": 4,
-        },
-        "heldout_source": "valid_seen",
-        "prompt": {
-            "first": "{observation}\n{actions}",
-            "later": "{observation}\nTask: {task}\n{actions}",
-            "past": "{action}",
-            "past_separator": ", ",
-            "action": "{action}",
-            "action_separator": ", ",
-            "history_length": 1,
-            "invalid_actions": "shown",
-            "thinking": False,
-            "answer": "<action>{action}</action>",
-        },
-        "image": {"form": "schematic", "image_size": 56},
-        "max_turns": TURNS,
-        "won_weight": 10.0,
-        "detours": 0,
-        "max_invalid_actions": 0,
-    },
+    "args": TEXT | {"games": GAMES, "heldout_source": "valid_seen", "max_turns": TURNS},
 }
 
 
@@ -106,8 +80,7 @@ def evaluated(tasks: Artifact, folder: Path, monkeypatch: pytest.MonkeyPatch) ->
     ScriptedServers.tasks = [*load_tasks(tasks.path, "heldout"), *load_tasks(tasks.path, "train")]
     monkeypatch.setattr("armature.components.inference.pool.ServerPool", ScriptedServers)
     evaluation = VALUES | {"splits": ["heldout", "train"], "kind_field": "kind", "success_reward": 10.0}
-    inference = {"max_model_len": 512, "max_images_per_prompt": 1, "dtype": "float32"}
-    settings = EvaluateStageSettings.model_validate({"evaluation": evaluation, "inference": inference})
+    settings = EvaluateStageSettings.model_validate({"evaluation": evaluation, "inference": INFERENCE})
     model = Artifact(kind="model", path=folder, digest="0")
     machine = Machine(store=str(folder / "store"), environment_processes=1)
     return run_stage("evaluate", settings, {"tasks": tasks, "model": model}, machine).path

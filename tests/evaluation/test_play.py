@@ -15,29 +15,16 @@ from armature.components.environments.stage import load_tasks
 from armature.components.evaluation.settings import EvaluateStageSettings
 from armature.components.evaluation.stage import play
 from armature.components.stages import TerminalEvents, ThreadUnits, run_stage
-from tests.evaluation.test_results import VALUES
+from tests.evaluation.test_results import COLORS, INFERENCE, VALUES
 from tests.inference.conftest import write_checkpoint
 from tests.inference.stand_in import run_stand_in
-
-ARGS = {
-    "question": "What colour is this?",
-    "correct_weight": 1.0,
-    "format_weight": 0.0,
-    "image_size": 56,
-    "noise": 16.0,
-    "tint_jitter": 12.0,
-    "brightness_jitter": 0.12,
-    "colors": {"red": [220, 40, 40], "blue": [40, 70, 220]},
-}
 
 
 def test_an_evaluation_asks_as_its_own_arguments_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_API_KEY", "key")
-    environment = {"name": "colors", "args": ARGS, "train_tasks": 2, "heldout_tasks": 3, "seed": 0}
-    described = EnvironmentSettings.model_validate(environment | {"evaluation_args": {"question": "Which one?"}})
-    settings = EvaluateStageSettings.model_validate(
-        {"evaluation": VALUES, "inference": {"max_model_len": 512, "max_images_per_prompt": 1, "dtype": "float32"}}
-    )
+    environment = COLORS | {"train_tasks": 2, "heldout_tasks": 3, "evaluation_args": {"question": "Which one?"}}
+    described = EnvironmentSettings.model_validate(environment)
+    settings = EvaluateStageSettings.model_validate({"evaluation": VALUES, "inference": INFERENCE})
     with run_stand_in("key") as server:
         machine = Machine(store=str(tmp_path / "store"), endpoints=(server.url,), ready_timeout=5.0)
         tasks = run_stage("tasks", described, {}, machine)

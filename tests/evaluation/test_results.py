@@ -38,6 +38,9 @@ VALUES = {
     "sampling": {"temperature": 0.0, "max_tokens": 8, "top_p": 1.0, "top_k": 0},
     "seed": 0,
 }
+INFERENCE = {"max_model_len": 512, "max_images_per_prompt": 1, "dtype": "float32"}
+COLORS = {"name": "colors", "args": {"image_size": 56, "colors": {"red": [220, 40, 40], "blue": [40, 70, 220]}}}
+"""An environment without `train_tasks` and `heldout_tasks`."""
 
 
 def test_counted_by_hand():
@@ -102,8 +105,5 @@ def test_page_names_kinds_parts_and_failures():
     assert report.figures["accuracy, 95 % interval"] == "0.500 [0.150, 0.850]"
     assert report.figures["failed, counted as not solved"] == "1"
     assert report.figures["accuracy of finished episodes"] == "0.667"
-    assert [table.title for table in report.tables] == [
-        "By kind of task",
-        "Reward by part",
-        "Episodes that could not be finished",
-    ]
+    titles = ["By kind of task", "Reward by part", "Episodes that could not be finished"]
+    assert [table.title for table in report.tables] == titles

@@ -16,10 +16,8 @@ from armature.components.evaluation.settings import EvaluateStageSettings
 from armature.components.evaluation.stage import checkpoint_folder
 from armature.components.rollouts.table import read_rollouts
 from armature.components.stages import run_stage
-from tests.evaluation.test_results import VALUES
+from tests.evaluation.test_results import COLORS, INFERENCE, VALUES
 from tests.refusals import refused
-
-COLORS = {"red": [220, 40, 40], "blue": [40, 70, 220]}
 
 
 @pytest.fixture
@@ -29,35 +27,15 @@ def machine(tmp_path) -> Machine:
 
 @pytest.fixture
 def tasks(machine) -> Artifact:
-    settings = {
-        "name": "colors",
-        "train_tasks": 4,
-        "heldout_tasks": 10,
-        "seed": 0,
-        "args": {
-            "question": "What colour is this?",
-            "correct_weight": 1.0,
-            "format_weight": 0.0,
-            "image_size": 56,
-            "noise": 16.0,
-            "tint_jitter": 12.0,
-            "brightness_jitter": 0.12,
-            "colors": COLORS,
-        },
-    }
-    return run_stage("tasks", EnvironmentSettings.model_validate(settings), {}, machine)
+    settings = EnvironmentSettings.model_validate(COLORS | {"train_tasks": 4, "heldout_tasks": 10})
+    return run_stage("tasks", settings, {}, machine)
 
 
 @pytest.mark.slow
 def test_every_task_is_played_once(machine, tasks, shared_server, joined_url):
     model = Artifact(kind="model", path=shared_server.checkpoint, digest="0")
     machine = machine.model_copy(update={"endpoints": (joined_url,)})
-    settings = EvaluateStageSettings.model_validate(
-        {
-            "evaluation": VALUES | {"max_tasks": 8},
-            "inference": {"max_model_len": 512, "max_images_per_prompt": 1, "dtype": "float32"},
-        }
-    )
+    settings = EvaluateStageSettings.model_validate({"evaluation": VALUES | {"max_tasks": 8}, "inference": INFERENCE})
     made = run_stage("evaluate", settings, {"tasks": tasks, "model": model}, machine)
     open_artifact(made.path, "evaluate")
     numbers = json.loads((made.path / "metrics.json").read_text())

@@ -110,11 +110,8 @@ def test_two_policies_are_compared_with_the_perturbations_that_both_had(tmp_path
 
 
 def test_settings_are_checked() -> None:
-    with refused("less_than_equal", "camera"):
-        PerturbationSettings(camera=(1.5,))
     with refused("value_error", "robot"):
         PerturbationSettings(robot=(0.5, 0.5))
+    layout = settings(perturbations=PerturbationSettings(layout=(0.5,)))
     with refused("value_error", "simulator.num_steps_wait is 2"):
-        EvaluateLiberoStageSettings(
-            simulator=simulator(), evaluation=settings(perturbations=PerturbationSettings(layout=(0.5,)))
-        )
+        EvaluateLiberoStageSettings(simulator=simulator(), evaluation=layout)

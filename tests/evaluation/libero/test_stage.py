@@ -72,16 +72,20 @@ def test_an_evaluation_leaves_results_numbers_videos_and_a_page(tmp_path: Path) 
     assert "reach number 2" in page
 
 
-def test_two_policies_are_compared_on_the_same_episodes(tmp_path: Path) -> None:
+def evaluated_twice(folder: Path, **changes: Any) -> dict[str, Artifact]:
+    """Evaluations of two policies, of which the second has less noise."""
     paths = {}
     for name, noise in (("first", 1.4), ("second", 0.5)):
-        out, _, _ = evaluate(tmp_path / name, Homing(noise), Plane(), videos_per_task=0)
+        out, _, _ = evaluate(folder / name, Homing(noise), Plane(), **changes)
         paths[name] = Artifact(kind="evaluate-libero", path=out, digest=name * 3)
-    (tmp_path / "compared").mkdir()
-    events = Events()
-    report = compare_libero(
-        CompareLiberoSettings(confidence=0.95), paths, tmp_path / "compared", context(tmp_path, events)
-    )
+    (folder / "compared").mkdir()
+    return paths
+
+
+def test_two_policies_are_compared_on_the_same_episodes(tmp_path: Path) -> None:
+    paths, events = evaluated_twice(tmp_path, videos_per_task=0), Events()
+    settings = CompareLiberoSettings(confidence=0.95)
+    report = compare_libero(settings, paths, tmp_path / "compared", context(tmp_path, events))
     compared = json.loads((tmp_path / "compared/comparison.json").read_text())
     first, second = (read_results(paths[name].path) for name in ("first", "second"))
     turned = sum(b.success and not a.success for a, b in zip(first, second, strict=True))
@@ -93,15 +97,10 @@ def test_two_policies_are_compared_on_the_same_episodes(tmp_path: Path) -> None:
 
 
 def test_what_both_filmed_is_shown_side_by_side(tmp_path: Path) -> None:
-    paths, lengths = {}, {}
-    for name, noise in (("first", 1.4), ("second", 0.5)):
-        out, _, _ = evaluate(tmp_path / name, Homing(noise), Plane())
-        paths[name] = Artifact(kind="evaluate-libero", path=out, digest=name * 3)
-        lengths[name] = {str(path.relative_to(out)): len(frames(path)) for path in out.rglob("*.mp4")}
-    out = tmp_path / "compared"
-    out.mkdir()
+    paths, out = evaluated_twice(tmp_path), tmp_path / "compared"
     report = compare_libero(CompareLiberoSettings(), paths, out, context(tmp_path, Events()))
-    both = sorted({*lengths["first"]} & {*lengths["second"]})
+    filmed = [{str(path.relative_to(each.path)) for path in each.path.rglob("*.mp4")} for each in paths.values()]
+    both = sorted(set.intersection(*filmed))
     assert sorted(str(path.relative_to(out)) for path in out.rglob("*.mp4")) == both
     assert {f"videos/libero_spatial_{task}/eval_episode_0.mp4" for task in range(3)} <= set(both)
     assert report.rows["videos"] == len(both)
