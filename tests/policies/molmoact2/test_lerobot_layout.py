@@ -36,32 +36,20 @@ SETTINGS = released.SETTINGS.model_copy(
 
 def policy_config(base: str) -> dict[str, Any]:
     camera = {"type": "VISUAL", "shape": [3, 64, 64]}
-    return {
-        "type": "molmoact2",
-        "n_obs_steps": 1,
-        "input_features": dict.fromkeys(released.CAMERAS, camera)
-        | {"observation.state": {"type": "STATE", "shape": [8]}},
+    state = {"type": "STATE", "shape": [8]}
+    features = {
+        "input_features": dict.fromkeys(released.CAMERAS, camera) | {"observation.state": state},
         "output_features": {"action": {"type": "ACTION", "shape": [7]}},
-        "device": "cuda",
-        "checkpoint_path": base,
-        "checkpoint_revision": None,
-        "chunk_size": 4,
-        "n_action_steps": 2,
-        "action_mode": "continuous",
-        "setup_type": "",
-        "control_mode": "",
-        "image_keys": [],
-        "normalize_language": False,
-        "add_setup_tokens": True,
-        "add_control_tokens": False,
-        "normalize_gripper": True,
-        "joint_signs": None,
-        "joint_offsets": None,
-        "lora_rank": RANK,
-        "lora_alpha": ALPHA,
         "normalization_mapping": {"VISUAL": "IDENTITY", "STATE": "QUANTILES", "ACTION": "MEAN_STD"},
         "dataset_feature_names": {"action": STATISTICS["action"]["names"]},
     }
+    prompts = {"setup_type": "", "control_mode": "", "image_keys": [], "normalize_language": False}
+    prompts |= {"add_setup_tokens": True, "add_control_tokens": False}
+    actions = {"chunk_size": 4, "n_action_steps": 2, "action_mode": "continuous", "normalize_gripper": True}
+    frame = {"joint_signs": None, "joint_offsets": None}
+    lora = {"lora_rank": RANK, "lora_alpha": ALPHA}
+    source = {"checkpoint_path": base, "checkpoint_revision": None, "device": "cuda", "n_obs_steps": 1}
+    return {"type": "molmoact2", **source, **features, **prompts, **actions, **frame, **lora}
 
 
 def write_processors(folder: Path) -> None:
@@ -137,11 +125,8 @@ def test_the_saved_processor_says_how_prompts_and_actions_are_made(folder: Path)
     settings, processor = parts.settings, parts.processor()
     assert (settings.chunk_size, settings.n_action_steps) == (4, 2)
     assert (settings.setup_type, settings.control_mode) == ("an arm", "joint pose")
-    assert (settings.normalize_language, settings.add_control_tokens, settings.normalize_gripper) == (
-        False,
-        False,
-        True,
-    )
+    flags = (settings.normalize_language, settings.add_control_tokens, settings.normalize_gripper)
+    assert flags == (False, False, True)
     assert (settings.state_normalization, settings.action_normalization) == ("quantiles", "mean_std")
     assert processor.cameras == released.CAMERAS
     mean, std = (np.array(STATISTICS["action"][name]) for name in ("mean", "std"))
@@ -255,52 +240,52 @@ def test_a_hub_base_needs_its_commit_or_a_folder(folder: Path, base: Path) -> No
     assert parts.files == base
 
 
-def _frame(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    config["joint_signs"] = [1.0, -1.0]
+def set_to(*path: str, value: Any) -> Callable[[dict[str, Any], dict[str, Tensor]], None]:
+    """Change the configuration at a path of keys."""
+
+    def change(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        for key in path[:-1]:
+            config = config[key]
+        config[path[-1]] = value
+
+    return change
 
 
-def _kind(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    config["type"] = "pi05"
+def tensor(name: str) -> Callable[[dict[str, Any], dict[str, Tensor]], None]:
+    return lambda config, tensors: tensors.update({name: torch.zeros(RANK, 2)})
 
 
-def _mode(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    config["normalization_mapping"]["ACTION"] = "MIN_MAX"
-
-
-def _alpha(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    del config["lora_alpha"]
-
-
-def _stray(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    tensors["model.base_model.model.lm_tail.lora_A.default.weight"] = torch.zeros(RANK, 2)
-
-
-def _unpaired(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+def half_an_adapter(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
     del tensors["model.base_model.model.lm_head.lora_B.default.weight"]
 
 
-def _magnitude(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    tensors["model.base_model.model.lm_head.lora_magnitude_vector.default.weight"] = torch.zeros(2)
-
-
-def _name(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    tensors["lm_head.weight"] = torch.zeros(2)
+LORA, MAGNITUDE = ("model.base_model.model.lm_tail.lora_A", "model.base_model.model.lm_head.lora_magnitude_vector")
 
 
 @pytest.mark.parametrize(
     ("change", "code", "place"),
     [
-        pytest.param(_frame, "joint_signs_unsupported", "joint_signs", id="frame"),
-        pytest.param(_kind, "policy_type_mismatch", "pi05", id="another policy"),
-        pytest.param(_mode, "normalization_unsupported", "MIN_MAX", id="normalization"),
-        pytest.param(_alpha, "lora_alpha_missing", "config.json", id="no alpha"),
-        pytest.param(_stray, "adapter_incomplete", "lm_tail", id="stray adapter"),
-        pytest.param(_unpaired, "adapter_incomplete", "lm_head", id="half an adapter"),
-        pytest.param(_magnitude, "adapter_incomplete", "lora_magnitude_vector", id="another kind of adapter"),
-        pytest.param(_name, "unknown_weight_name", "lm_head.weight", id="a name without prefix"),
+        (set_to("joint_signs", value=[1.0, -1.0]), "joint_signs_unsupported", "joint_signs"),
+        (set_to("type", value="pi05"), "policy_type_mismatch", "pi05"),
+        (set_to("normalization_mapping", "ACTION", value="MIN_MAX"), "normalization_unsupported", "MIN_MAX"),
+        (set_to("lora_alpha", value=None), "lora_alpha_missing", "config.json"),
+        (tensor(f"{LORA}.default.weight"), "adapter_incomplete", "lm_tail"),
+        (half_an_adapter, "adapter_incomplete", "lm_head"),
+        (tensor(f"{MAGNITUDE}.default.weight"), "adapter_incomplete", "lora_magnitude_vector"),
+        (tensor("lm_head.weight"), "unknown_weight_name", "lm_head.weight"),
+    ],
+    ids=[
+        "frame",
+        "policy",
+        "normalization",
+        "no alpha",
+        "stray adapter",
+        "half an adapter",
+        "kind of adapter",
+        "prefix",
     ],
 )
-def test_what_cannot_be_read_is_refused(
+def test_unsupported_checkpoint_is_refused(
     base: Path, tmp_path: Path, change: Callable[[dict[str, Any], dict[str, Tensor]], None], code: str, place: str
 ) -> None:
     stored, _ = adapted(released.weights(seed=1))

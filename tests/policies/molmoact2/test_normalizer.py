@@ -21,7 +21,6 @@ from armature.components.policies.molmoact2.processing.norm_stats import (
     norm_stats,
     resolve,
     robot_metadata,
-    training_robot,
 )
 from armature.components.policies.molmoact2.processing.normalizer import Normalizer
 from armature.components.policies.settings import Normalization
@@ -29,15 +28,8 @@ from tests.policies.plain import policy_settings
 from tests.refusals import codes, refused
 
 NAMES = ("x", "left_Gripper", "z")
-STATS = FeatureNormStats(
-    min=(-3.0, -1.0, 5.0),
-    max=(9.0, 1.0, 5.0),
-    mean=(1.0, 0.0, 5.0),
-    std=(2.0, 0.5, 0.0),
-    q01=(-2.0, -1.0, 5.0),
-    q99=(6.0, 1.0, 5.0),
-    names=NAMES,
-)
+ENDS = {"min": (-3.0, -1.0, 5.0), "max": (9.0, 1.0, 5.0), "q01": (-2.0, -1.0, 5.0), "q99": (6.0, 1.0, 5.0)}
+STATS = FeatureNormStats(**ENDS, mean=(1.0, 0.0, 5.0), std=(2.0, 0.5, 0.0), names=NAMES)
 
 
 def test_quantiles_map_to_the_ends_and_beyond_is_clipped() -> None:
@@ -102,13 +94,11 @@ def test_a_gripper_out_of_range_is_refused_at_building_and_at_use() -> None:
 
 
 def measured(values: NDArray[np.float32], names: tuple[str, ...]) -> FeatureNormStats:
-    """As a dataset's statistics become those of its robot."""
+    """Statistics of a dataset, as they become those of its robot."""
     _, parts = quantiles.measure(values, [len(values)], "action")
     document = quantiles.merge([parts]).statistics().document()
-    features = {
-        name: Feature(dtype="float32", shape=(len(names),), names=list(names))
-        for name in ("observation.state", "action")
-    }
+    feature = Feature(dtype="float32", shape=(len(names),), names=list(names))
+    features = {"observation.state": feature, "action": feature}
     robot = robot_metadata(dict.fromkeys(features, document), features, policy_settings())
     assert robot.state_stats == robot.action_stats
     return robot.action_stats
@@ -230,23 +220,24 @@ def test_statistics_that_a_mode_needs_are_named() -> None:
         FeatureNormStats(mean=(0.0, 1.0), std=(1.0,))
 
 
+ACTION_STATS = {"q01": [0.1], "q99": [0.2], "count": [273465], "mask": [True], "new": "kept"}
+STATE_STATS = {"q01": [0, -1.5], "q99": [0.2, 1], "names": ["a", "gripper"], "count": 9}
+LIBERO = {
+    "action_key": "action",
+    "state_keys": ["observation.state"],
+    "camera_keys": ["observation.images.image", "observation.images.wrist_image"],
+    "normalize_gripper": False,
+    "action_horizon": 10,
+    "n_action_steps": 8,
+    "setup_type": "single franka robotic arm in libero",
+    "control_mode": "delta end-effector pose",
+    "comment": {"kept": [1]},
+}
 FILE = {
     "format": "molmoact2_norm_stats.v1",
     "norm_mode": "q01_q99",
     "metadata_by_tag": {
-        "libero": {
-            "action_key": "action",
-            "state_keys": ["observation.state"],
-            "camera_keys": ["observation.images.image", "observation.images.wrist_image"],
-            "normalize_gripper": False,
-            "action_horizon": 10,
-            "n_action_steps": 8,
-            "setup_type": "single franka robotic arm in libero",
-            "control_mode": "delta end-effector pose",
-            "action_stats": {"q01": [0.1], "q99": [0.2], "count": [273465], "mask": [True], "new": "kept"},
-            "state_stats": {"q01": [0, -1.5], "q99": [0.2, 1], "names": ["a", "gripper"], "count": 9},
-            "comment": {"kept": [1]},
-        },
+        "libero": LIBERO | {"action_stats": ACTION_STATS, "state_stats": STATE_STATS},
         "so100": {"action_stats": {"mean": [0.0]}, "state_stats": {"mean": [0.0]}},
     },
 }
@@ -312,10 +303,6 @@ def test_a_dataset_gives_the_same_form() -> None:
         robot_metadata({"observation.state": entry}, features, policy_settings())
 
 
-def test_whose_statistics_are_trained_with() -> None:
-    assert RobotMetadata(action_stats=STATS, state_stats=STATS, setup_type=None).setup_type == ""  # type: ignore[arg-type]
-    tagged = RobotMetadata(action_stats=STATS, state_stats=STATS, setup_type="tag")
-    own = RobotMetadata(action_stats=FeatureNormStats(mean=(0.0,)), state_stats=FeatureNormStats(mean=(1.0,)))
-    assert training_robot(policy_settings(), tagged, own) == tagged
-    seed = training_robot(policy_settings(semantics="seed"), tagged, own)
-    assert (seed.action_stats, seed.setup_type) == (own.action_stats, "tag")
+def test_setup_type_of_null_is_empty() -> None:
+    robot = RobotMetadata(action_stats=STATS, state_stats=STATS, setup_type=None)  # type: ignore[arg-type]
+    assert robot.setup_type == ""

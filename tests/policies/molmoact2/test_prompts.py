@@ -7,7 +7,6 @@ import pytest
 
 from armature.components.policies.molmoact2.processing.processor import (
     image_labels,
-    instruction,
     normalize_language,
     sequence_budget,
     state_bins,
@@ -48,16 +47,8 @@ def test_setup_and_control_are_wrapped_once() -> None:
     assert wrap("", "control", True) == ""
 
 
-def test_the_prompt_is_the_released_one() -> None:
-    before, after = instruction("open it", "", "<control_start>joints<control_end>")
-    assert before + "STATE" + after == (
-        "<|im_start|>user\nThe task is to open it. The setup is . The current state of the robot is STATE. The "
-        "expected control mode is <control_start>joints<control_end>. Given these, what action should the robot take "
-        "to complete the task?<|im_end|>\n<|im_start|>assistant\n<action_output>"
-    )
-    assert image_labels(1) == ("",)
-    assert image_labels(2) == ("Image 1", "Image 2")
-    assert image_labels(0) == ()
+def test_images_are_labeled_from_two_on() -> None:
+    assert [image_labels(count) for count in range(3)] == [(), ("",), ("Image 1", "Image 2")]
 
 
 def test_a_state_is_binned_to_the_nearest_halves_to_even() -> None:
