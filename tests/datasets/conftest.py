@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 
 from armature.components.datasets.lerobot.layout import Feature
@@ -69,3 +71,22 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
     root = tmp_path_factory.mktemp("datasets") / "small"
     return root, write(root)
+
+
+@pytest.fixture
+def copied(written: tuple[Path, Any], tmp_path: Path) -> Path:
+    """A copy that a test may damage."""
+    return shutil.copytree(written[0], tmp_path / "copy")
+
+
+def edit_table(path: Path, change: Callable[[pd.DataFrame], Any]) -> None:
+    """Write a table again after `change` of its rows."""
+    table = pd.read_parquet(path)
+    change(table)
+    table.to_parquet(path)
+
+
+def edit_cell(path: Path, row: int, column: str, value: Any) -> None:
+    table = pd.read_parquet(path)
+    table.at[row, column] = value
+    table.to_parquet(path)

