@@ -20,9 +20,8 @@ SIDE = 32
 
 
 def layout(**changes: Any) -> LayoutSettings:
-    video = VideoSettings(codec="libx264", pixel_format="yuv420p", quality=10, keyframe_every=2)
-    values = {"chunks_size": 1000, "data_files_size_in_mb": 100, "video_files_size_in_mb": 200, "video": video}
-    return LayoutSettings.model_validate(values | changes)
+    video = VideoSettings(codec="libx264", quality=10, keyframe_every=2)
+    return LayoutSettings.model_validate({"video": video} | changes)
 
 
 def frames_of(length: int, seed: int) -> dict[str, Any]:

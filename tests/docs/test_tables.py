@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -21,6 +22,7 @@ from armature.components.vlm import objectives
 from armature.components.vlm.objectives import OBJECTIVES
 from armature.components.vlm.settings import Aggregation, Objective
 from benchmarks import model_memory
+from tests.error_table import PAGE, all_raised, page
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -153,3 +155,15 @@ def test_what_is_made_again_is_what_the_page_says() -> None:
             settings = [recipe.settings_for(STAGES[stage].settings) for recipe in (before, after)]
             again[stage] = settings[0] != settings[1] or any(again[need] for need in needs)
         assert dict(zip(inputs, cells, strict=True)) == {stage: "again" if again[stage] else "" for stage in inputs}
+
+
+def test_page_is_current() -> None:
+    assert PAGE.read_text() == page(), "run python -m tests.error_table"
+
+
+def test_a_code_belongs_to_one_class() -> None:
+    classes = defaultdict(set)
+    for error in all_raised():
+        assert re.fullmatch(r"[a-z][a-z0-9]*(_[a-z0-9]+)*", error.code)
+        classes[error.code].add(error.kind)
+    assert {code: kinds for code, kinds in classes.items() if len(kinds) > 1} == {}

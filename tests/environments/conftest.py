@@ -12,30 +12,15 @@ from typing import Any
 import pytest
 
 from armature.components.contracts.episodes import Task
+from armature.components.environments.color_images import ColorImageSettings
 from armature.components.environments.make import make_environment
 from armature.components.environments.settings import EnvironmentSettings
 
 from .alfworld.games_of import TEXT
 from .dataset.tables import args_of, rows_of, write_images, write_jsonl
 
-COLORS = {
-    "red": [220, 40, 40],
-    "green": [40, 170, 60],
-    "blue": [40, 70, 220],
-    "yellow": [235, 215, 50],
-    "orange": [240, 130, 30],
-    "purple": [130, 40, 160],
-    "white": [235, 235, 235],
-    "black": [20, 20, 20],
-}
-IMAGE: dict[str, Any] = {
-    "colors": COLORS,
-    "image_size": 56,
-    "noise": 16.0,
-    "tint_jitter": 12.0,
-    "brightness_jitter": 0.12,
-}
-WEIGHTS: dict[str, Any] = {"correct_weight": 1.0, "format_weight": 0.0}
+COLORS = ColorImageSettings().colors
+IMAGE: dict[str, Any] = {"image_size": 56}
 
 
 CHARTS = TemporaryDirectory()
@@ -61,7 +46,7 @@ class Example:
 
 EXAMPLES = {
     "colors": Example(
-        {**IMAGE, **WEIGHTS, "question": "What colour is this?"},
+        IMAGE,
         lambda task, turn: f" {task.payload['color'].title()}.\n",
         "an image",
         1.0,
@@ -69,12 +54,10 @@ EXAMPLES = {
     "recall": Example(
         {
             **IMAGE,
-            **WEIGHTS,
             "images": 2,
             "filler_turns": 1,
             "asked": "random",
             "remember": "Remember image {number}.",
-            "filler": "Go on.",
             "question": "What colour was image {number}?",
         },
         lambda task, turn: task.payload["colors"][task.payload["asked"]] if turn == 3 else "ok",

@@ -28,6 +28,10 @@ def said(**data: Any) -> dict[str, Any]:
     return {"type": "observation", "data": {"observation": {"board": "x"}, "done": False, "reward": 0.5, **data}}
 
 
+def failed(code: str, text: str) -> dict[str, Any]:
+    return {"type": "error", "data": {"code": code, "message": text}}
+
+
 @asynccontextmanager
 async def answering(*answers: Any) -> Any:
     """The address of a server that gives these answers in turn, whatever it is asked; None: it closes."""
@@ -105,11 +109,7 @@ def test_the_messages_are_those_of_the_protocol(monkeypatch: pytest.MonkeyPatch)
         ([said(observation="text")], "environment_error", "observation"),
         ([said(done="no")], "environment_error", "done"),
         ([said(done=True)], "environment_error", ""),
-        (
-            [{"type": "error", "data": {"code": "FACTORY_ERROR", "message": "no game"}}],
-            "environment_error",
-            "FACTORY_ERROR: no game",
-        ),
+        ([failed("FACTORY_ERROR", "no game")], "environment_error", "FACTORY_ERROR: no game"),
         ([GOOD, said(reward="1")], "bad_reward", "'1'"),
         ([GOOD, said(reward=float("nan"))], "bad_reward", "nan"),
         ([GOOD, said(done=True, reward=None)], "bad_reward", ""),
@@ -127,7 +127,7 @@ def test_a_server_that_is_not_there_costs_the_rollout() -> None:
 
 
 def test_a_full_server_is_asked_again() -> None:
-    full = {"type": "error", "data": {"code": "CAPACITY_REACHED", "message": "1 of 1"}}
+    full = failed("CAPACITY_REACHED", "1 of 1")
     outcome, requests = play(full, full, GOOD, said(done=True))
     assert outcome.done and [each.get("type") for each in requests].count("reset") == 3
 
@@ -147,6 +147,12 @@ def nested(depth: int) -> list[Any]:
     return [nested(depth - 1)] if depth > 1 else []
 
 
+NO_ACTION = [
+    *("", "[1]", '{"a": NaN}', '{"a": 1e400}', '{"a": [{"b": -1e999}]}', '{"a": "\\ud800"}', '{"\\udfff": 1}'),
+    *('{"a": ' + "9" * 5000 + "}", "{" * 100_000 + "}"),
+]
+
+
 @pytest.mark.parametrize(
     ("text", "action"),
     [
@@ -154,25 +160,17 @@ def nested(depth: int) -> list[Any]:
         ('first {"a": 1}, then {"a": 2}.', {"a": 2}),
         ('{wrong {"a": "}"} ', {"a": "}"}),
         ('```json\n{"a": 1}\n```', {"a": 1}),
-        ("[1]", None),
-        ('{"a": NaN}', None),
-        ('{"a": 1e400}', None),
-        ('{"a": [{"b": -1e999}]}', None),
-        ('{"a": "\\ud800"}', None),
-        ('{"\\udfff": 1}', None),
         ('{"a": ' + "[" * 900 + "]" * 900 + "}", {"a": nested(900)}),
-        ('{"a": ' + "9" * 5000 + "}", None),
-        ("{" * 100_000 + "}", None),
-        ("", None),
     ],
 )
-def test_the_last_object_of_a_text(text: str, action: dict[str, Any] | None) -> None:
-    settings = OpenEnvSettings(base_url="http://127.0.0.1:9", max_turns=1)
-    if action is not None:
-        assert action_of(text, settings) == action
-        return
+def test_last_object_of_a_text_is_the_action(text: str, action: dict[str, Any]) -> None:
+    assert action_of(text, OpenEnvSettings(base_url="http://127.0.0.1:9", max_turns=1)) == action
+
+
+@pytest.mark.parametrize("text", NO_ACTION, ids=lambda text: text[:12])
+def test_text_without_a_valid_object_is_no_action(text: str) -> None:
     with pytest.raises(NoAction):
-        action_of(text, settings)
+        action_of(text, OpenEnvSettings(base_url="http://127.0.0.1:9", max_turns=1))
 
 
 @pytest.mark.parametrize("screen", ["iVBORw0KGgo=@", "http://169.254.169.254/x.png", [[300]], [[1.5]], [], 7, {}])

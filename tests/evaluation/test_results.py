@@ -30,13 +30,9 @@ OUTPUTS = GenerateOutputs(
     [Failure("t3", "g3", "colors/t3", "generation_timeout", "late")],
 )
 VALUES = {
-    "splits": ["heldout"],
-    "max_tasks": 0,
-    "samples_per_task": 1,
-    "success_reward": 1.0,
     "kind_field": "color",
-    "sampling": {"temperature": 0.0, "max_tokens": 8, "top_p": 1.0, "top_k": 0},
     "seed": 0,
+    "sampling": {"temperature": 0.0, "max_tokens": 8, "top_p": 1.0, "top_k": 0},
 }
 INFERENCE = {"max_model_len": 512, "max_images_per_prompt": 1, "dtype": "float32"}
 COLORS = {"name": "colors", "args": {"image_size": 56, "colors": {"red": [220, 40, 40], "blue": [40, 70, 220]}}}

@@ -1,4 +1,4 @@
-"""Every form of one table gives the same tasks, and shows and grades the same."""
+"""Every form of one table gives the same tasks, grades and demonstrations."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from armature.components.artifacts.images import ImageStore
 from armature.components.configuration import load_recipe
 from armature.components.contracts.episodes import Task
 from armature.components.contracts.machine import Machine
@@ -22,10 +23,15 @@ from armature.components.environments.dataset.shards import open_csv, open_parqu
 from armature.components.environments.settings import EnvironmentSettings
 from armature.components.environments.sources import environment_sources
 from armature.components.environments.stage import load_environment, load_tasks
+from armature.components.models.load import load_processor
+from armature.components.models.tiny import make_tiny_checkpoint
 from armature.components.rl.settings import TrainVLMSettings
+from armature.components.sft.demonstrate import demonstrate, expert
+from armature.components.sft.prompts import PromptWriter
 from armature.components.stages import STAGES, run_stage
 from tests.hub_server import HubServer
 from tests.refusals import refused
+from tests.vlm.conftest import model_settings
 
 from .tables import (
     ANSWERS,
@@ -372,3 +378,33 @@ def lines(count: int) -> bytes:
     return "".join(
         json.dumps({key: row[key] for key in ("question", "answer")}) + "\n" for row in rows_of(count)
     ).encode()
+
+
+@pytest.mark.parametrize("form", ["prompt", "conversation"])
+def test_answers_are_demonstrated_after_the_prompt_of_the_row(form: str, tmp_path: Path) -> None:
+    rows = rows_of(6)
+    write_images(tmp_path, rows)
+    for row in rows:
+        asked = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": row["question"]}]}
+        unsure = [{"role": "assistant", "content": "Again?"}, {"role": "user", "content": "Yes."}]
+        row["chat"] = [{"role": "system", "content": "Be brief."}, asked, *unsure]
+    write_jsonl(tmp_path / "rows.jsonl", rows)
+    how = {"prompt": "", "conversation": "chat"} if form == "conversation" else {"system": "Be brief."}
+    environment = environment_of({"source": str(tmp_path / "rows.jsonl")}, split={"by": "column"}, **how)
+    tasks = [*environment.tasks("train"), *environment.tasks("heldout")]
+    model = make_tiny_checkpoint("qwen2-vl", tmp_path / "model", 0)
+    processor = load_processor(model, model_settings())
+    images = ImageStore(tmp_path / "images-of-rollouts")
+    writer, machine = PromptWriter(processor), Machine(max_concurrent=2)
+    outputs = asyncio.run(demonstrate(expert(environment), tasks, 1.0, writer, images, machine, lambda done: None))
+    assert outputs.failures == () and len(outputs.trajectories) == 6
+    for task, trajectory in zip(tasks, outputs.trajectories, strict=True):
+        row = rows[task.payload["row"]]
+        (turn,) = trajectory.turns
+        prompt = processor.tokenizer.decode(turn.prompt_token_ids, skip_special_tokens=True)
+        later = ["assistant", "Again?", "user", "Yes."] if form == "conversation" else []
+        assert prompt.split("\n") == ["system", "Be brief.", "user", row["question"], *later, "assistant", ""]
+        assert turn.completion == row["answer"] and turn.reward == 1.0
+        assert images.read(turn.images[0]) == (tmp_path / row["image"]).read_bytes()
+        roles = [message["role"] for message in json.loads(turn.messages)]
+        assert roles == ["system", "user", *(["assistant", "user"] if later else [])]

@@ -1,15 +1,18 @@
-"""The recipes for data that people know, on small tables of the same columns: every row is a task, and graded right."""
+"""Recipes for data that people know or bring: every row is a task and graded right."""
 
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from armature.components.configuration import CONFIGS, load_recipe
 from armature.components.contracts.episodes import Observation, Task
@@ -17,6 +20,8 @@ from armature.components.contracts.images import EncodedImage
 from armature.components.environments.make import make_environment
 from armature.components.environments.settings import EnvironmentSettings
 from armature.components.evaluation.settings import TrainEvaluationSettings
+from armature.components.project import project
+from benchmarks.charts import COLORS, write_charts
 
 from .tables import bars
 
@@ -194,3 +199,29 @@ def _text(observed: Observation) -> str:
 def _reward(environment: Any, task: Task, said: str) -> float:
     parts = asyncio.run(environment.episode(task).step(said)).reward_parts
     return sum(environment.reward_weights[part] * value for part, value in parts.items())
+
+
+PAGE = Path(__file__).resolve().parents[3] / "docs/your-own-data.md"
+
+
+def test_the_recipe_of_the_page_gives_tasks(tmp_path: Path) -> None:
+    text, *_ = re.findall(r"^```toml\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    assert len(text.splitlines()) <= 30
+    write_charts(tmp_path / "charts", count=24)
+    (tmp_path / "charts/charts.toml").write_text(text)
+    recipe = load_recipe(str(tmp_path / "charts/charts.toml"))
+    settings: Any = recipe.sections["environment"]
+    assert isinstance(settings, EnvironmentSettings)
+    with project(tmp_path / "charts"):
+        environment: Any = make_environment(settings)
+        tasks = [*environment.tasks("train"), *environment.tasks("heldout")]
+        answers = {task.payload["row"]: environment.demonstration(task)[0] for task in tasks}
+    assert len(tasks) == 24 and {task.payload["kind"] for task in tasks} <= {"first", "second", "third", "fourth"}
+    for row, answer in answers.items():
+        with Image.open(tmp_path / f"charts/images/{row:04d}.png") as image:
+            pixels = np.asarray(image.convert("RGB"), dtype=int)
+        tops = {}
+        for name, code in COLORS.items():
+            color = [int(code[start : start + 2], 16) for start in (1, 3, 5)]
+            tops[name] = int(np.argwhere(np.abs(pixels - color).sum(-1) < 30)[:, 0].min())
+        assert min(tops, key=lambda name: tops[name]) == answer

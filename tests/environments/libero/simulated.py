@@ -19,12 +19,10 @@ def simulator(**changes: Any) -> SimulatorSettings:
     values: dict[str, Any] = {
         "camera_name_mapping": {"agentview_image": "image", "robot0_eye_in_hand_image": "image2"},
         "resolution": 32,
-        "control_freq": 20,
         "num_steps_wait": 2,
         "reflections": False,
         "offscreen_samples": 0,
         "assets": "compact",
-        "trusted_initial_states": (),
     }
     return SimulatorSettings.model_validate(values | changes)
 

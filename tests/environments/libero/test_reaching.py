@@ -51,16 +51,14 @@ def test_the_error_names_the_task_and_what_it_is_about() -> None:
         refuse_unreachable(suite_tasks("libero_goal"), NEAR)
 
 
+GOAL = ["evaluation.suites=['libero_goal']", "evaluation.max_steps={libero_goal=9}"]
+
+
 @pytest.mark.parametrize(
     ("recipe", "overrides", "code", "value"),
     [
         ("train-vla-rl/tiny", ["rollouts.suite=libero_goal"], "object_missing", "libero_goal"),
-        (
-            "train-vla-rl/tiny",
-            ["evaluation.suites=['libero_goal']", "evaluation.max_steps={libero_goal=9}"],
-            "object_missing",
-            "libero_goal",
-        ),
+        ("train-vla-rl/tiny", GOAL, "object_missing", "libero_goal"),
         ("train-vla-rl/tiny", ["rollouts.tasks=[10]"], "unknown_task", 10),
         ("train-vla-rl/tiny", ["rollouts.initial_states=[50]"], "unknown_initial_state", 50),
         ("train-vla/tiny", ["evaluation.tasks=[11]"], "unknown_task", 11),

@@ -23,19 +23,11 @@ TASKS = [LiberoTask("libero_spatial", i, f"task_{i}", f"reach number {i}", 5, ""
 def settings(**changes: Any) -> LiberoEvaluationSettings:
     values: dict[str, Any] = {
         "suites": ("libero_spatial",),
-        "tasks": (),
         "episodes_per_task": 7,
         "max_steps": {"libero_spatial": 23},
-        "inference_action_mode": "continuous",
-        "eval_seed": 1000,
-        "per_episode_seed": True,
-        "seed": 1000,
         "batch": 1,
         "rows_per_pass": 1,
-        "attempts": 3,
-        "failed_episodes": 0,
         "videos_per_task": 1,
-        "video_fps": 20,
     }
     return LiberoEvaluationSettings(**{**values, **changes})
 

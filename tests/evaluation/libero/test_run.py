@@ -1,17 +1,26 @@
+"""An evaluation's plan, batches of observations, lost simulators and errors."""
+
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from armature.components.contracts.errors import DataError
 from armature.components.contracts.robots import RobotObservation
+from armature.components.evaluation.libero.batching import InferenceQueue
 from armature.components.evaluation.libero.journal import EpisodeOutcome, EvaluationJournal
 from armature.components.evaluation.libero.run import Evaluation
-from armature.components.evaluation.libero.schedule import EpisodeKey, plan_episodes
+from armature.components.evaluation.libero.schedule import EpisodeKey, noise_seed, plan_episodes
+from armature.components.workers.pool import StickyQueue
 from tests.evaluation.libero.playground import TASKS, Homing, Plane, settings
 from tests.refusals import refused
 
@@ -140,3 +149,142 @@ def test_what_is_no_action_is_refused_with_its_place(
 ) -> None:
     with refused(code, shape, "libero_spatial task 0 episode 0 (initial state 0), chunk 2"):
         play(tmp_path, [Plane()], Counting(2, answer))
+
+
+SEEN = RobotObservation({}, np.zeros(1, np.float32), "")
+
+
+def test_a_call_that_is_not_full_waits_for_players_that_play_and_for_no_others() -> None:
+    calls: list[list[int]] = []
+
+    def predict(observations: Sequence[RobotObservation], seeds: list[int]) -> list[int]:
+        calls.append(sorted(seeds))
+        time.sleep(0.4)
+        return [seed * 10 for seed in seeds]
+
+    queue = InferenceQueue[int](predict, 2, lambda observation: observation)
+    told: list[int] = []
+
+    def player(number: int) -> Callable[[], None]:
+        def play() -> None:
+            for turn in range(3):
+                time.sleep(0.05)  # its simulator
+                told.append(queue.ask(SEEN, 3 * number + turn).result())
+
+        return play
+
+    queue.serve([player(0), player(1)])
+    assert sorted(told) == [0, 10, 20, 30, 40, 50]
+    together = [seeds for seeds in calls if len(seeds) == 2]
+    assert len(together) >= 2, calls  # without waiting, the two take turns
+    assert sum(map(len, calls)) == 6 and max(map(len, calls)) == 2
+
+
+def test_observations_are_prepared_by_those_who_ask_while_others_are_answered() -> None:
+    computing, prepared = threading.Event(), threading.Event()
+
+    def prepare(observation: RobotObservation) -> RobotObservation:
+        if observation.task == "later":
+            assert computing.wait(10)
+            prepared.set()
+        return replace(observation, task=f"{observation.task}, prepared")
+
+    def predict(observations: Sequence[RobotObservation], seeds: list[int]) -> list[str]:
+        computing.set()
+        assert prepared.wait(10)  # it would never be, if the thread that computes prepared
+        return [observation.task for observation in observations]
+
+    queue = InferenceQueue[str](predict, 1, prepare)
+    told: list[str] = []
+    tasks = ("now", "later")
+    queue.serve([lambda task=task: told.append(queue.ask(replace(SEEN, task=task), 0).result()) for task in tasks])
+    assert sorted(told) == ["later, prepared", "now, prepared"]
+
+
+def test_who_cannot_be_prepared_ends_it_for_all() -> None:
+    def prepare(observation: RobotObservation) -> RobotObservation:
+        raise DataError("the observation has no camera", code="no_camera")
+
+    queue = InferenceQueue[int](lambda observations, seeds: seeds, 2, prepare)
+    with refused("no_camera"):
+        queue.serve([lambda: queue.ask(SEEN, 0).result() and None] * 3)
+
+
+KNOWN = {"libero_spatial": TASKS}
+
+
+def test_every_initial_state_comes_once_before_any_comes_again() -> None:
+    planned = plan_episodes(settings(episodes_per_task=12), KNOWN)
+    for task in TASKS:
+        states = [each.initial_state for each in planned if each.task == task]
+        assert sorted(states[:5]) == sorted(states[5:10]) == [0, 1, 2, 3, 4]
+        assert states[10:] == [0, 1]
+
+
+def test_initial_states_are_those_that_are_named() -> None:
+    planned = plan_episodes(settings(tasks=(1,), initial_states=(4, 1), episodes_per_task=5), KNOWN)
+    assert [each.initial_state for each in planned] == [4, 1, 4, 1, 4]
+    assert [each.repetition for each in planned] == [0, 0, 1, 1, 2]
+
+
+def test_tasks_are_chosen_by_number() -> None:
+    planned = plan_episodes(settings(tasks=(2, 0), episodes_per_task=1), KNOWN)
+    assert [each.task.index for each in planned] == [0, 2]
+
+
+@pytest.mark.parametrize(
+    ("changes", "code", "values"),
+    [
+        ({"tasks": (9, 1, 3)}, "unknown_task", ("3, 9", "evaluation.tasks")),
+        ({"tasks": (1, 1)}, "value_error", ("tasks: 1, 1",)),
+        ({"initial_states": (0, 5)}, "unknown_initial_state", (5, "evaluation.initial_states")),
+        ({"initial_states": (1, 1)}, "value_error", ("initial_states: 1, 1",)),
+        ({"suites": ("libero_spatial", "libero_goal")}, "value_error", ("max_steps", "libero_goal")),
+    ],
+    ids=["unknown task", "task twice", "unknown state", "state twice", "suite without a limit"],
+)
+def test_impossible_plan_is_refused(changes: dict[str, Any], code: str, values: tuple[object, ...]) -> None:
+    with refused(code, *values):
+        plan_episodes(settings(**changes), KNOWN)
+
+
+def test_each_chunk_of_each_episode_has_noise_of_its_own() -> None:
+    chosen = settings(episodes_per_task=12)
+    planned = plan_episodes(chosen, KNOWN)
+    seeds = [noise_seed(chosen, each, chunk) for each in planned for chunk in range(30)]
+    assert len(set(seeds)) == len(seeds) == 3 * 12 * 30
+    assert all(0 <= seed < 2**63 for seed in seeds)
+    assert len({noise_seed(settings(eval_seed=seed), planned[0], 0) for seed in range(50)}) == 50
+
+
+def test_seeds_hang_on_the_episode_alone() -> None:
+    """Not on which others are played, nor on how many at once."""
+    few = settings(tasks=(1,), episodes_per_task=2, batch=4)
+    one = plan_episodes(few, KNOWN)[1]
+    same = next(each for each in plan_episodes(settings(), KNOWN) if each.key == one.key)
+    assert (one.simulator_seed, noise_seed(few, one, 3)) == (same.simulator_seed, noise_seed(settings(), same, 3))
+    assert noise_seed(settings(), plan_episodes(settings(), KNOWN)[0], 0) == 7657459768264447920
+
+
+def test_without_per_episode_seeds_the_noise_hangs_on_the_chunk_alone() -> None:
+    shared = settings(per_episode_seed=False)
+    planned = plan_episodes(shared, KNOWN)
+    assert len({noise_seed(shared, each, 2) for each in planned}) == 1
+    assert noise_seed(shared, planned[0], 2) != noise_seed(shared, planned[0], 3)
+
+
+def test_a_player_keeps_its_task_and_each_episode_is_played_once() -> None:
+    planned = plan_episodes(settings(), KNOWN)
+    schedule = StickyQueue(planned, lambda episode: episode.key[:2])
+    held: list[tuple[str, int] | None] = [None, None]
+    played, changes, first = [], 0, []
+    while any(taken := [schedule.take(held[player]) for player in (0, 1)]):
+        for player, episode in enumerate(taken):
+            if episode is not None:
+                played.append(episode.key)
+                changes += held[player] != episode.key[:2]
+                held[player] = episode.key[:2]
+        first = first or [each.task.index for each in taken if each]
+    assert Counter(played) == Counter(each.key for each in planned)
+    assert len(set(first)) == 2
+    assert changes == 4  # three tasks are built once, the last one by the second player as well

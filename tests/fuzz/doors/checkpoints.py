@@ -18,14 +18,7 @@ from armature.components.models.tiny import make_tiny_checkpoint
 from tests.fuzz.doors import Attempt, expect
 from tests.fuzz.mutate import damaged_bytes, damaged_document, dumps
 
-SETTINGS = ModelSettings(
-    source="/given/to/the/loader",
-    dtype="float32",
-    attn_implementation="sdpa",
-    trust_remote_code=False,
-    freeze=(),
-    gradient_checkpointing=False,
-)
+SETTINGS = ModelSettings(source="/given/to/the/loader", dtype="float32", attn_implementation="sdpa", freeze=())
 WEIGHTS = "model.safetensors"
 
 

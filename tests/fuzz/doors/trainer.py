@@ -47,6 +47,10 @@ def door(folder: Path) -> Iterator[Attempt]:
     worker = threading.Thread(target=work, daemon=True)
     worker.start()
 
+    def post(name: str) -> httpx.Response:
+        headers = {"authorization": f"Bearer {TOKEN}"}
+        return httpx.post(f"{url}/command", json={"name": name}, headers=headers, timeout=5, trust_env=False)
+
     def attempt(rng: random.Random) -> bool:
         command = damaged_document({"name": "score", "batch": "/a/b", "step": 3}, rng)
         token = rng.choice((TOKEN, TOKEN, None, "", "wrong", TOKEN[:-1]))
@@ -63,25 +67,13 @@ def door(folder: Path) -> Iterator[Attempt]:
             )
         if whole and token != TOKEN:
             expect(len(seen) == before, "a command without the token was carried out")
-        after = httpx.post(
-            f"{url}/command",
-            json={"name": "score"},
-            headers={"authorization": f"Bearer {TOKEN}"},
-            timeout=5,
-            trust_env=False,
-        )
+        after = post("score")
         expect(after.status_code == 200 and after.json() == {"result": []}, "the service no longer answers")
         return len(seen) > before + 1
 
     try:
         yield attempt
     finally:
-        httpx.post(
-            f"{url}/command",
-            json={"name": "stop"},
-            headers={"authorization": f"Bearer {TOKEN}"},
-            timeout=5,
-            trust_env=False,
-        )
+        post("stop")
         worker.join(5)
         front.stop()

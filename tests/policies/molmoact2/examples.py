@@ -20,53 +20,19 @@ HORIZON, DIMENSIONS, USED = 5, 8, 3
 SIDE_PATCHES = 3  # of an image; pooled 2 by 2 with padding: 4 image tokens
 PIXELS = 14 * 14 * 3
 
+HEADS: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8}
+VISION = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 5, **HEADS, "float32_attention": True}
+ADAPTER = {"hidden_size": 16, "intermediate_size": 20, "text_hidden_size": 32, **HEADS}
+TEXT = {"hidden_size": 32, "num_hidden_layers": 3, "intermediate_size": 48, **HEADS, "num_attention_heads": 4}
+EXPERT = {"hidden_size": 24, "num_layers": 3, "num_heads": 3, "mlp_ratio": 1.5, "ffn_multiple_of": 8}
 RAW: dict[str, Any] = {
     "model_type": "molmoact2",
-    "vit_config": {
-        "hidden_size": 16,
-        "intermediate_size": 24,
-        "num_hidden_layers": 5,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "image_default_input_size": [42, 42],
-        "image_num_pos": 9,
-        "float32_attention": True,
-    },
-    "adapter_config": {
-        "vit_layers": [-2, -4],
-        "pooling_attention_mask": True,
-        "hidden_size": 16,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "intermediate_size": 20,
-        "text_hidden_size": 32,
-    },
-    "text_config": {
-        "hidden_size": 32,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "vocab_size": VOCABULARY,
-        "additional_vocab_size": 8,
-        "qkv_bias": False,
-        "num_hidden_layers": 3,
-        "intermediate_size": 48,
-        "max_position_embeddings": 256,
-        "rope_theta": 5e6,
-        "use_qk_norm": True,
-        "qk_norm_type": "qwen3",
-    },
-    "action_expert_config": {
-        "hidden_size": 24,
-        "num_layers": 3,
-        "num_heads": 3,
-        "mlp_ratio": 1.5,
-        "ffn_multiple_of": 8,
-        "timestep_embed_dim": 12,
-        "a_field_of_tomorrow": [1, 2],
-    },
+    "vit_config": VISION | {"image_default_input_size": [42, 42], "image_num_pos": 9},
+    "adapter_config": ADAPTER | {"vit_layers": [-2, -4], "pooling_attention_mask": True},
+    "text_config": TEXT
+    | {"vocab_size": VOCABULARY, "additional_vocab_size": 8, "max_position_embeddings": 256, "rope_theta": 5e6}
+    | {"qkv_bias": False, "use_qk_norm": True, "qk_norm_type": "qwen3"},
+    "action_expert_config": EXPERT | {"timestep_embed_dim": 12, "a_field_of_tomorrow": [1, 2]},
     "image_patch_id": PATCH,
     "image_start_token_id": IMAGE_START,
     "image_end_token_id": IMAGE_END,
@@ -74,14 +40,9 @@ RAW: dict[str, Any] = {
     "action_end_token_id": ACTION_END,
     "action_token_start_id": FIRST_ACTION,
     "num_action_tokens": 16,
-    "eos_token_id": EOS,
-    "bos_token_id": EOS,
-    "pad_token_id": 0,
-    "max_action_dim": DIMENSIONS,
-    "max_action_horizon": HORIZON,
-    "flow_matching_num_steps": 10,
-    "transformers_version": "4.57.1",
 }
+RAW |= {"eos_token_id": EOS, "bos_token_id": EOS, "pad_token_id": 0}
+RAW |= {"max_action_dim": DIMENSIONS, "max_action_horizon": HORIZON, "transformers_version": "4.57.1"}
 CONFIG = MolmoAct2Config.from_dict(RAW)
 
 

@@ -43,65 +43,39 @@ CAMERAS = ("observation.images.front", "observation.images.wrist")
 def config() -> dict[str, Any]:
     """config.json: only what differs from the classes' defaults, as transformers writes it."""
     vision = {"hidden_size": VISION, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 6}
+    image = {"intermediate_size": VISION_MLP, "num_hidden_layers": DECLARED, "image_num_pos": 4}
+    adapter = {"vit_layers": [-2, -4], "intermediate_size": PROJECTOR, "text_hidden_size": HIDDEN}
+    text = {"hidden_size": HIDDEN, "num_attention_heads": HEADS, "num_key_value_heads": KEY_HEADS, "head_dim": HEAD}
+    text |= {"vocab_size": VOCABULARY, "additional_vocab_size": EXTRA, "num_hidden_layers": LAYERS}
+    text |= {"intermediate_size": MLP, "rope_theta": 5e6, "use_qk_norm": True, "qk_norm_type": "qwen3"}
+    expert = {"hidden_size": EXPERT, "num_layers": LAYERS, "num_heads": 2, "mlp_ratio": 4.0, "ffn_multiple_of": 16}
+    ids = {
+        "image_start_token_id": "<im_start>",
+        "image_end_token_id": "<im_end>",
+        "image_patch_id": "<im_patch>",
+        "image_col_id": "<im_col>",
+        "action_start_token_id": "<action_start>",
+        "action_end_token_id": "<action_end>",
+        "action_token_start_id": "<action_0>",
+        "state_start_token_id": "<state_start>",
+        "state_end_token_id": "<state_end>",
+        "state_token_start_id": "<state_0>",
+        "bos_token_id": "<|im_end|>",
+        "eos_token_id": "<|im_end|>",
+        "pad_token_id": "<|endoftext|>",
+    }
+    sizes = {"num_action_tokens": ACTIONS, "num_state_tokens": STATES, "num_depth_codes": 100, "n_obs_steps": 1}
+    sizes |= {"max_action_dim": DIMENSIONS, "max_action_horizon": HORIZON}
     return {
         "architectures": ["MolmoAct2ForConditionalGeneration"],
         "auto_map": {"AutoConfig": "configuration_molmoact2.MolmoAct2Config"},
         "model_type": "molmoact2",
-        "vit_config": vision
-        | {
-            "intermediate_size": VISION_MLP,
-            "num_hidden_layers": DECLARED,
-            "image_default_input_size": [SIDE, SIDE],
-            "image_num_pos": 4,
-        },
-        "adapter_config": vision
-        | {
-            "vit_layers": [-2, -4],
-            "pooling_attention_mask": True,
-            "intermediate_size": PROJECTOR,
-            "text_hidden_size": HIDDEN,
-        },
-        "text_config": {
-            "hidden_size": HIDDEN,
-            "num_attention_heads": HEADS,
-            "num_key_value_heads": KEY_HEADS,
-            "head_dim": HEAD,
-            "vocab_size": VOCABULARY,
-            "additional_vocab_size": EXTRA,
-            "qkv_bias": False,
-            "num_hidden_layers": LAYERS,
-            "intermediate_size": MLP,
-            "rope_theta": 5e6,
-            "use_qk_norm": True,
-            "qk_norm_type": "qwen3",
-        },
-        "action_expert_config": {
-            "hidden_size": EXPERT,
-            "num_layers": LAYERS,
-            "num_heads": 2,
-            "mlp_ratio": 4.0,
-            "ffn_multiple_of": 16,
-            "timestep_embed_dim": TIME,
-        },
-        "image_start_token_id": TOKENS["<im_start>"],
-        "image_end_token_id": TOKENS["<im_end>"],
-        "image_patch_id": TOKENS["<im_patch>"],
-        "image_col_id": TOKENS["<im_col>"],
-        "action_start_token_id": TOKENS["<action_start>"],
-        "action_end_token_id": TOKENS["<action_end>"],
-        "action_token_start_id": TOKENS["<action_0>"],
-        "num_action_tokens": ACTIONS,
-        "state_start_token_id": TOKENS["<state_start>"],
-        "state_end_token_id": TOKENS["<state_end>"],
-        "state_token_start_id": TOKENS["<state_0>"],
-        "num_state_tokens": STATES,
-        "bos_token_id": TOKENS["<|im_end|>"],
-        "eos_token_id": TOKENS["<|im_end|>"],
-        "pad_token_id": TOKENS["<|endoftext|>"],
-        "max_action_dim": DIMENSIONS,
-        "max_action_horizon": HORIZON,
-        "n_obs_steps": 1,
-        "num_depth_codes": 100,
+        "vit_config": vision | image | {"image_default_input_size": [SIDE, SIDE]},
+        "adapter_config": vision | adapter | {"pooling_attention_mask": True},
+        "text_config": text | {"qkv_bias": False},
+        "action_expert_config": expert | {"timestep_embed_dim": TIME},
+        **{name: TOKENS[token] for name, token in ids.items()},
+        **sizes,
         "a_field_of_tomorrow": {"deep": [1, None]},
     }
 

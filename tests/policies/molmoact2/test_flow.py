@@ -1,6 +1,8 @@
-"""Times, draws, points and errors of flow matching."""
+"""Flow matching, and Flow-SDE against its formulas written out number by number."""
 
 from __future__ import annotations
+
+import math
 
 import numpy as np
 import pytest
@@ -8,7 +10,14 @@ import torch
 from scipy import stats
 
 from armature.components.policies.molmoact2.modeling.flow import FlowSamples, flow_errors, flow_times, noisy_actions
+from armature.components.policies.molmoact2.modeling.flow_sde import (
+    drift,
+    noise_scales,
+    step_divergences,
+    step_logprobs,
+)
 from tests.policies.molmoact2.examples import CONFIG, DIMENSIONS, HORIZON
+from tests.refusals import refused
 
 
 @pytest.mark.parametrize("cutoff", [1.0, 0.6])
@@ -65,3 +74,84 @@ def test_half_a_chunk_of_padding_halves_the_error() -> None:
     target = torch.zeros(1, 2, 4, DIMENSIONS)
     valid = torch.tensor([[True, True, False, False]])
     torch.testing.assert_close(flow_errors(target + 1.0, target, valid, None), torch.tensor([0.5]))
+
+
+TARGET_MEAN, TARGET_STD = 0.4, 0.3
+
+
+def test_mean_deviation_and_log_probability_are_those_of_the_formulas() -> None:
+    steps, level = 4, 0.7
+    random = torch.Generator().manual_seed(0)
+    before, after, velocity = (torch.randn(steps, 2, 3, generator=random) for _ in range(3))
+    found = step_logprobs(before, after, velocity, torch.arange(steps), noise_scales(steps, level))
+    assert found.dtype == torch.float64
+    for k in range(steps):
+        t, width = k / steps, 1 / steps
+        base = t if k else width
+        sigma = level * math.sqrt((1 - base) / base)
+        for row in range(2):
+            for column in range(3):
+                x, y, v = (float(each[k, row, column]) for each in (before, after, velocity))
+                noise, action = x - t * v, x + (1 - t) * v
+                mean = noise * (1 - t - width - sigma**2 * width / (2 * (1 - t))) + action * (t + width)
+                std = sigma * math.sqrt(width)
+                expected = -0.5 * ((y - mean) / std) ** 2 - math.log(std) - 0.5 * math.log(2 * math.pi)
+                assert float(found[k, row, column]) == pytest.approx(expected, rel=1e-12)
+
+
+def test_divergences_are_those_of_torch_between_the_two_normal_distributions() -> None:
+    steps, level = 4, 0.7
+    random = torch.Generator().manual_seed(1)
+    before, velocity, other = (torch.randn(steps, 2, 3, generator=random).double() for _ in range(3))
+    found = step_divergences(velocity, other, torch.arange(steps), noise_scales(steps, level))
+    for k in range(steps):
+        t, width = k / steps, 1 / steps
+        base = t if k else width
+        sigma = level * math.sqrt((1 - base) / base)
+        normals = []
+        for v in (velocity[k], other[k]):
+            noise, action = before[k] - t * v, before[k] + (1 - t) * v
+            mean = noise * (1 - t - width - sigma**2 * width / (2 * (1 - t))) + action * (t + width)
+            normals.append(torch.distributions.Normal(mean, sigma * math.sqrt(width)))
+        expected = torch.distributions.kl_divergence(*normals)
+        torch.testing.assert_close(found[k], expected, rtol=1e-10, atol=0)
+
+
+def exact_velocity(x: float, t: float) -> float:
+    """Of the flow from N(0, 1) to the target: E[action - noise | x]."""
+    variance = (1 - t) ** 2 + (t * TARGET_STD) ** 2
+    return TARGET_MEAN + (t * TARGET_STD**2 - (1 - t)) / variance * (x - t * TARGET_MEAN)
+
+
+def moments(steps: int, sigmas: torch.Tensor) -> tuple[float, float]:
+    """Mean and variance at t = 1; every step is linear in x, so both are exact."""
+    mean, variance = 0.0, 1.0
+    for k in range(steps):
+        t, sigma = k / steps, sigmas[k]
+
+        def moved(x: float, t: float = t, sigma: torch.Tensor = sigma) -> float:
+            return x + float(drift(torch.tensor(x), torch.tensor(exact_velocity(x, t)), t, sigma)) / steps
+
+        slope = moved(1.0) - moved(0.0)
+        mean, variance = moved(mean), slope**2 * variance + float(sigma) ** 2 / steps
+    return mean, variance
+
+
+@pytest.mark.parametrize(
+    ("steps", "level", "euler", "one", "every"),
+    [(10, 0.5, 0.246, 0.251, 0.271), (4, 0.5, 0.177, 0.201, 0.238), (3, 0.5, 0.141, 0.191, None)],
+)
+def test_moments_for_a_normal_target(steps: int, level: float, euler: float, one: float, every: float | None) -> None:
+    sigmas = noise_scales(steps, level)
+    mean, variance = moments(steps, torch.zeros(steps))
+    assert mean == pytest.approx(TARGET_MEAN, abs=1e-6) and math.sqrt(variance) == pytest.approx(euler, abs=2e-3)
+    drawn = [moments(steps, torch.where(torch.arange(steps) == k, sigmas, 0.0)) for k in range(steps)]
+    assert all(each == pytest.approx(TARGET_MEAN, abs=1e-6) for each, _ in drawn)
+    assert math.sqrt(sum(each for _, each in drawn) / steps) == pytest.approx(one, abs=2e-3)
+    if every is not None:
+        assert math.sqrt(moments(steps, sigmas)[1]) == pytest.approx(every, abs=2e-3)
+
+
+def test_a_single_step_is_refused() -> None:
+    with refused("too_few_denoising_steps", 1, "policy.num_inference_steps"):
+        noise_scales(1, 0.5)

@@ -11,7 +11,7 @@ import torch
 from armature.components.policies.molmoact2 import sampling
 from armature.components.policies.molmoact2.modeling.model import MolmoAct2
 from armature.components.policies.molmoact2.processing.batch import Example
-from armature.components.policies.molmoact2.sampling import InferencePlan, Sampler, row_noise
+from armature.components.policies.molmoact2.sampling import InferencePlan, Sampler
 from tests.policies.molmoact2 import reference
 from tests.policies.molmoact2.examples import (
     CONFIG,
@@ -75,18 +75,6 @@ def test_ten_euler_steps_are_those_of_the_formulas(mask_dimensions: bool) -> Non
             assert not found[index, :, USED:].any()
 
 
-def test_a_row_has_the_same_bits_whatever_is_asked_beside_it() -> None:
-    examples = _observed(3)
-    sampler = Sampler(_calm_model(), PLAN, horizon=HORIZON, group=3, width=40, pad_id=0)
-    alone = [sampler.sample([example], [seed])[0] for example, seed in zip(examples, SEEDS, strict=True)]
-    together = sampler.sample(examples, SEEDS)
-    turned = sampler.sample(examples[::-1] * 2, SEEDS[::-1] * 2)
-    for index in range(3):
-        assert torch.equal(together[index], alone[index])
-        assert torch.equal(turned[2 - index], alone[index])
-        assert torch.equal(turned[5 - index], alone[index])
-
-
 def test_a_row_explores_from_the_same_noise_and_keeps_its_bits() -> None:
     examples, seeds = _observed(3), [*SEEDS, 3, 4, 5, 6, 7, 8]
     sampler = Sampler(_calm_model(), PLAN, horizon=HORIZON, group=3, width=40, pad_id=0)
@@ -136,12 +124,6 @@ def test_a_judged_answer_is_the_one_of_an_evaluation_with_the_losses_of_the_form
     torch.nn.init.normal_(model.add_value_head(0).layers[-1].weight)
     valued = sampler.judge(examples, SEEDS, 4).values
     assert valued is not None and len(set(valued.tolist())) == 3
-
-
-def test_groups_of_padded_rows_sample_what_rows_alone_do() -> None:
-    model, examples = _calm_model(), _observed(3)
-    padded, alone = (_sampler(model, group).sample(examples, SEEDS) for group in (2, 1))
-    torch.testing.assert_close(padded, alone, rtol=0, atol=1e-5)
 
 
 def test_matrices_cast_for_inference_answer_with_the_same_bits() -> None:
@@ -231,13 +213,6 @@ def test_generation_ends_with_the_end_token() -> None:
     found = _sampler(ending, 2).generate(_observed(2), max_steps=6)
     assert found[0] == free[: free.index(stop) + 1]
     assert all(token < VOCABULARY for row in found for token in row)
-
-
-def test_noise_is_drawn_row_by_row() -> None:
-    assert torch.equal(row_noise(SEEDS, 4, 3)[1:2], row_noise(SEEDS[1:2], 4, 3))
-    many = row_noise(range(200), 10, 8)
-    assert abs(float(many.mean())) < 0.03
-    assert abs(float(many.std()) - 1) < 0.03
 
 
 def test_an_example_beyond_the_width_is_refused() -> None:

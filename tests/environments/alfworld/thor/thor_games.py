@@ -31,19 +31,14 @@ def settings(**changes: Any) -> AlfworldThorSettings:
         "past_separator": " ",
         "action": "'{action}'",
         "action_separator": ", ",
-        "history_length": 2,
-        "invalid_actions": "shown",
         "thinking": False,
         "answer": "<think>I know the way.</think><action>{action}</action>",
     }
     games = {"source": "generated", "kinds": ["pick_and_place_simple"], "rooms": ["Kitchen"]}
     values = {
-        "games": {**games, "density": 0.5, "most_instances": 1, "most_receptacles": 8},
+        "games": {**games, "most_instances": 1, "most_receptacles": 8},
         "heldout_source": "valid_unseen",
         "prompt": prompt,
-        "width": 300,
-        "height": 300,
-        "player": "5.0",
         "max_turns": 20,
         "reward": {"name": "terminal", "won_weight": 10.0},
     }
