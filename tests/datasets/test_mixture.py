@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import pickle
 import shutil
 from collections import Counter
@@ -22,7 +21,7 @@ from armature.components.datasets.stage import read_statistics
 from armature.components.stages import run_stage
 from tests.refusals import refused
 
-from .conftest import LENGTHS, layout
+from .conftest import FEATURES, LENGTHS, layout
 
 OTHER = {
     "state": Feature(dtype="float64", shape=(3,)),
@@ -211,13 +210,10 @@ def test_settings_name_one_dataset_or_several(values):
 def test_a_changed_file_is_read_again(written, tmp_path):
     root = tmp_path / "copy"
     shutil.copytree(written[0], root)
-    first = open_sources(artifact(tmp_path, named(root)).path)
-    before = Mixture(first, 1, 0).actions(FrameIndex(0, 0))[0]
-    features = json.loads((root / "meta/info.json").read_text())["features"]
+    before = Mixture(open_sources(artifact(tmp_path, named(root)).path), 1, 0).actions(FrameIndex(0, 0))[0]
     shutil.rmtree(root)
-    names = {"action", "observation.state"}
-    chosen = {name: Feature.model_validate(facts) for name, facts in features.items() if name in names}
-    with create_dataset(root, fps=10, robot_type=None, features=chosen, layout=layout()) as writer:
+    features = {name: FEATURES[name] for name in ("action", "observation.state")}
+    with create_dataset(root, fps=10, robot_type=None, features=features, layout=layout()) as writer:
         writer.add_episode({"action": np.full((3, 7), 9.0), "observation.state": np.zeros((3, 8))}, "task")
     again = open_sources(artifact(tmp_path, named(root)).path)
     assert Mixture(again, 1, 0).actions(FrameIndex(0, 0))[0].tolist() == [[9.0] * 7] != before.tolist()

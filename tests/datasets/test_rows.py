@@ -190,11 +190,12 @@ def test_gap_within_an_episode_is_refused_by_its_row(copied):
     assert all(f"episode 1, row {LENGTH + 3}" in place for place in places)
 
 
-@pytest.mark.parametrize("frames", [0.3, 0.5, 0.9, -0.4])
-def test_clip_between_two_frames_is_refused(copied, frames):
-    edit(copied, META, lambda t: t.assign(**{FROM: t[FROM] + frames / FPS * (t.index == 1)}))
-    places = shown(copied)[LENGTH : 2 * LENGTH]
-    assert all(isinstance(place, str) and "episode 1" in place for place in places)
+def test_clip_between_two_frames_is_refused(copied):
+    before = pq.read_table(copied / META).to_pandas()[FROM]
+    for frames in (0.3, 0.5, 0.9, -0.4):
+        edit(copied, META, lambda t, frames=frames: t.assign(**{FROM: before + frames / FPS * (t.index == 1)}))
+        places = shown(copied)[LENGTH : 2 * LENGTH]
+        assert all(isinstance(place, str) and "episode 1" in place for place in places)
 
 
 def test_row_behind_the_end_of_its_clip_is_refused(copied):
@@ -210,16 +211,10 @@ def test_other_fps_than_the_rows_have_is_refused(copied):
         assert all(isinstance(each, str) for each in shown(copied))
 
 
-@pytest.mark.parametrize(
-    ("fps", "code"),
-    [
-        *((fps, "invalid_json") for fps in (float("inf"), float("-inf"), float("nan"), 1e400)),
-        *((fps, "invalid_dataset_info") for fps in (0, -1, None, "fast")),
-    ],
-)
-def test_fps_that_is_not_a_positive_number_is_refused(copied, fps, code):
+@pytest.mark.parametrize("fps", [float("inf"), float("nan"), 0, -1, None, "fast"])
+def test_fps_that_is_not_a_positive_number_is_refused(copied, fps):
     edit_info(copied, fps=fps)
-    with refused(code, "fps"):
+    with refused("invalid_json" if isinstance(fps, float) else "invalid_dataset_info", "fps"):
         open_dataset(copied)
 
 
@@ -385,14 +380,6 @@ def test_tasks_with_numbers_left_out_are_read(copied):
     table = pa.table({"task": list(texts.values()), "task_index": list(texts)})
     assert tasks_of(copied, table) == ["nan", "second", "third"]
     assert dict(open_dataset(copied).tasks) == texts
-    places = []
-    edit(copied, DATA, lambda t: t.assign(task_index=t.task_index.replace(3, 4)))
-    for episode in open_dataset(copied).episodes:
-        try:
-            FrameReader(open_dataset(copied), DownloadCache.standard()).task(episode, 1)
-        except DataError as error:
-            places.append(error.where.rpartition(", episode ")[2])
-    assert places == ["1, frame 1"]
 
 
 HOSTILE_TASKS = {

@@ -140,52 +140,33 @@ SCHEMA = {
 }
 
 
-def test_json_by_a_schema(tmp_path: Path) -> None:
+@pytest.mark.parametrize("arguments", [{"json_schema": SCHEMA}, {"file": "schema.json"}], ids=["inline", "file"])
+def test_json_by_a_schema(arguments: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "schema.json").write_text(json.dumps(SCHEMA))
-    for arguments in ({"json_schema": SCHEMA}, {"file": "schema.json"}):
-        with closing(made("json_schema", tmp_path, **arguments)) as rewards:
-            for completion, expected in {
-                '{"color": "red"}': 1.0,
-                '```json\n{"color": "red"}\n```': 1.0,
-                '{"color": "green"}': 0.0,
-                "{}": 0.0,
-                '"red"': 0.0,
-                'It is {"color": "red"}': 0.0,
-                '{"color": NaN}': 0.0,
-                "{" * 100_000: 0.0,
-                "[" * 100_000: 0.0,
-                "9" * 10_000: 0.0,
-                "": 0.0,
-            }.items():
-                assert grade(rewards, completion, None) == expected, completion[:100]
+    red = '{"color": "red"}'
+    wrong = ['{"color": "green"}', "{}", '"red"', f"It is {red}", '{"color": NaN}', ""]
+    with closing(made("json_schema", tmp_path, **arguments)) as rewards:
+        assert [grade(rewards, each, None) for each in (red, f"```json\n{red}\n```")] == [1.0, 1.0]
+        for completion in (*wrong, "{" * 100_000, "[" * 100_000, "9" * 10_000):
+            assert grade(rewards, completion, None) == 0.0, completion[:100]
 
 
 NUMBERS = {"type": "object", "properties": {"c": {"multipleOf": 0.01}, "i": {"type": "integer"}, "n": {"minimum": 0}}}
 
 
+WRONG_NUMBERS = [
+    *('{"c": 0.005}', '{"c": 1e999}', '{"c": -1e999}', '{"c": 1e308}', '{"c": 1' + "0" * 400 + "}"),
+    *('{"i": 1' + "0" * 5000 + "}", '{"n": 1e400}', '{"other": [1e999]}', '{"n": Infinity}'),
+    *("```json\n" + "\n" * 20_000, "```" + " \n" * 20_000 + "x", "```json\n" + "[" * 20_000 + "\n```"),
+    *('```{"c": 0.5}```', '```python\n{"c": 0.5}\n```'),
+]
+
+
 def test_json_that_a_float_cannot_hold_is_worth_nothing() -> None:
+    right = ['{"c": 0.5}', '{"i": 1' + "0" * 400 + "}", '```\n{"c": 0.5}\n```', '  ```JSON \n\n{"c": 0.5}\n\n ``` ']
     with closing(made("json_schema", json_schema=NUMBERS)) as rewards:
-        for completion, expected in {
-            '{"c": 0.5}': 1.0,
-            '{"c": 0.005}': 0.0,
-            '{"c": 1e999}': 0.0,
-            '{"c": -1e999}': 0.0,
-            '{"c": 1e308}': 0.0,
-            '{"c": 1' + "0" * 400 + "}": 0.0,
-            '{"i": 1' + "0" * 400 + "}": 1.0,
-            '{"i": 1' + "0" * 5000 + "}": 0.0,
-            '{"n": 1e400}': 0.0,
-            '{"other": [1e999]}': 0.0,
-            '{"n": Infinity}': 0.0,
-            "```json\n" + "\n" * 20_000: 0.0,
-            "```" + " \n" * 20_000 + "x": 0.0,
-            "```json\n" + "[" * 20_000 + "\n```": 0.0,
-            '```\n{"c": 0.5}\n```': 1.0,
-            '  ```JSON \n\n{"c": 0.5}\n\n ``` ': 1.0,
-            '```{"c": 0.5}```': 0.0,
-            '```python\n{"c": 0.5}\n```': 0.0,
-        }.items():
-            assert grade(rewards, completion, None) == expected, completion[:100]
+        for completion in (*right, *WRONG_NUMBERS):
+            assert grade(rewards, completion, None) == float(completion in right), completion[:100]
 
 
 @pytest.mark.parametrize(

@@ -42,16 +42,12 @@ def server() -> Iterator[JudgeServer]:
 
 
 @pytest.fixture(autouse=True)
-def a_cache_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def fresh(server: JudgeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty cache, short waits and a server that has counted nothing."""
     monkeypatch.setenv("ARMATURE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("armature.components.rewards.judge.asking.FIRST_WAIT", 0.01)
-
-
-@pytest.fixture(autouse=True)
-def a_new_count(server: JudgeServer) -> None:
-    server.asked.clear()
-    server.bodies.clear()
-    server.times.clear()
+    for seen in (server.asked, server.bodies, server.times):
+        seen.clear()
     server.most_at_once = 0
 
 
@@ -81,20 +77,10 @@ def test_a_completion_is_graded_with_its_cost(server: JudgeServer) -> None:
 
 
 FAILURES = {
-    "wordless": ("judge_unreadable", 1),
-    "silent": ("judge_unreadable", 1),
-    "beyond": ("judge_unreadable", 1),
-    "garbage": ("judge_unavailable", 2),
-    "brackets": ("judge_unavailable", 2),
-    "odd": ("judge_unavailable", 2),
-    "list": ("judge_unavailable", 2),
-    "flood": ("judge_unavailable", 2),
-    "redirect": ("judge_refused", 1),
-    "bad": ("judge_refused", 1),
-    "busy": ("judge_unavailable", 2),
-    "broken": ("judge_unavailable", 2),
-    "gone": ("judge_unavailable", 2),
-    "cut": ("judge_unavailable", 2),
+    **dict.fromkeys(("wordless", "silent", "beyond"), ("judge_unreadable", 1)),
+    **dict.fromkeys(("garbage", "brackets", "odd", "list", "flood"), ("judge_unavailable", 2)),
+    **dict.fromkeys(("busy", "broken", "gone", "cut"), ("judge_unavailable", 2)),
+    **dict.fromkeys(("redirect", "bad"), ("judge_refused", 1)),
     "patient": ("judge_unavailable", 1),
 }
 RECOVERS = ("busy-once", "dated-once", "broken-once", "gone-once", "garbage-once")
@@ -221,7 +207,7 @@ def test_keys_and_addresses_are_named_and_never_shown(server: JudgeServer, monke
         judge(server, **settings)
     assert "password" not in str(failed.value) and failed.value.__cause__ is None
     with refused(PLAIN_SECRET, kind=ValidationError) as failed:
-        JudgeSettings(name="judge", **{**SETTINGS, "base_url": server.url, "api_key": "sekrit-key"})
+        settings_of(api_key="sekrit-key")
     explained = explain(failed.value, "section", JudgeSettings)
     assert "section.api_key: " in explained and "sekrit" not in explained
 
@@ -272,7 +258,11 @@ def test_a_server_that_is_not_there_costs_rollouts() -> None:
 )
 def test_settings_that_cannot_work_are_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
-        JudgeSettings(name="judge", **{**SETTINGS, "base_url": "http://host/v1", **settings})
+        settings_of(**settings)
+
+
+def settings_of(**changes: Any) -> JudgeSettings:
+    return JudgeSettings(name="judge", **{**SETTINGS, "base_url": "http://host/v1", **changes})
 
 
 @pytest.mark.parametrize(
@@ -293,31 +283,24 @@ def test_settings_that_cannot_work_are_refused(settings: dict[str, Any]) -> None
     ],
 )
 def test_grades_are_read(reply: str, settings: dict[str, Any], expected: float) -> None:
-    made = JudgeSettings(name="judge", **{**SETTINGS, "base_url": "http://host/v1", **settings})
-    assert grade_in(reply, made) == pytest.approx(expected)
+    assert grade_in(reply, settings_of(**settings)) == pytest.approx(expected)
+
+
+NO_JSON_GRADE = ("{" * 100_000, '{"grade": null}', '{"grade": 1e400}', '{"grade": NaN}', '{"other": 1}', "[1]")
 
 
 @pytest.mark.parametrize(
     ("reply", "settings"),
     [
-        ("", {}),
-        ("Grade:", {}),
-        ("Grade: none", {}),
-        ("Grade: -1", {}),
-        ("Grade: nan", {}),
+        *((reply, {}) for reply in ("", "Grade:", "Grade: none", "Grade: -1", "Grade: nan")),
         ("perhaps", {"after": "", "verdicts": {"yes": 1.0}}),
-        ("{" * 100_000, {"json_key": "grade"}),
-        ('{"grade": null}', {"json_key": "grade"}),
-        ('{"grade": 1e400}', {"json_key": "grade"}),
-        ('{"grade": NaN}', {"json_key": "grade"}),
-        ('{"other": 1}', {"json_key": "grade"}),
-        ("[1]", {"json_key": "grade"}),
+        *((reply, {"json_key": "grade"}) for reply in NO_JSON_GRADE),
     ],
+    ids=lambda value: str(value)[:16],
 )
 def test_a_reply_without_a_grade_is_unreadable(reply: str, settings: dict[str, Any]) -> None:
-    made = JudgeSettings(name="judge", **{**SETTINGS, "base_url": "http://host/v1", **settings})
     with refused("judge_unreadable"):
-        grade_in(reply, made)
+        grade_in(reply, settings_of(**settings))
 
 
 @pytest.mark.parametrize("key", ["case-key-0123456789", "a/b+c==/d", 'with "quotes" \\ and %'])
