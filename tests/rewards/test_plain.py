@@ -154,56 +154,43 @@ def test_length(completion: str, arguments: dict[str, Any], expected: float) -> 
     assert graded("length", completion, None, **arguments) == expected
 
 
-@pytest.mark.parametrize(
-    ("completion", "expected"),
-    [
-        ("<think>so</think><answer>red</answer>", 1.0),
-        (" <think>so</think>\n\n<answer>red</answer>\n", 1.0),
-        ("<think>so</think><answer>red</answer> indeed", 0.0),
-        ("well <think>so</think><answer>red</answer>", 0.0),
-        ("<answer>red</answer><think>so</think>", 0.0),
-        ("<think>so<answer>red</answer></think>", 0.0),
-        ("<think>so</think><answer> </answer>", 0.0),
-        ("<think>so</think><answer>red</answer><answer>red</answer>", 0.0),
-        ("<think>so</think><answer>red", 0.0),
-        ("so</think><answer>red</answer>", 0.0),
-        ("red", 0.0),
-    ],
-)
-def test_tags(completion: str, expected: float) -> None:
-    assert graded("format_tags", completion, None) == expected
+RIGHT_TAGS = ["<think>so</think><answer>red</answer>", " <think>so</think>\n\n<answer>red</answer>\n"]
+WRONG_TAGS = [
+    "red",
+    "<think>so</think><answer>red</answer> indeed",
+    "well <think>so</think><answer>red</answer>",
+    "<answer>red</answer><think>so</think>",
+    "<think>so<answer>red</answer></think>",
+    "<think>so</think><answer> </answer>",
+    "<think>so</think><answer>red</answer><answer>red</answer>",
+    "<think>so</think><answer>red",
+    "so</think><answer>red</answer>",
+]
+
+
+@pytest.mark.parametrize("completion", [*RIGHT_TAGS, *WRONG_TAGS])
+def test_tags_in_their_order_are_rewarded(completion: str) -> None:
+    assert graded("format_tags", completion, None) == float(completion in RIGHT_TAGS)
 
 
 def test_first_tag_may_stand_in_the_prompt() -> None:
     assert graded("format_tags", "so</think><answer>red</answer>", None, first_is_open=True) == 1.0
 
 
-@pytest.mark.parametrize(
-    ("completion", "answer", "expected"),
-    [
-        ("red", "red", 1.0),
-        (" Red.\n", "red", 1.0),
-        ("**Red**", "red", 1.0),
-        ("light  \t blue", "Light Blue", 1.0),
-        ("\uff52\uff45\uff44", "red", 1.0),
-        ("ﬁve", "five", 1.0),
-        ("STRASSE", "straße", 1.0),
-        ("it is red", "red", 0.0),
-        ("", "red", 0.0),
-        ("...", "?", 0.0),
-        ("?", "?", 1.0),
-        ("b", ["a", "b"], 1.0),
-        ("3", 3, 1.0),
-        ("3", -3, 0.0),
-        ("-3.", -3, 1.0),
-        (".5", "5", 0.0),
-        ("12%", "12", 0.0),
-        ("True", True, 1.0),
-        ("re\x00d", "red", 0.0),
-    ],
-)
-def test_words_are_compared_normalized(completion: str, answer: Any, expected: float) -> None:
-    assert graded("exact_match", completion, answer) == expected
+EQUAL = [
+    *(("red", "red"), (" Red.\n", "red"), ("**Red**", "red"), ("light  \t blue", "Light Blue")),
+    *(("\uff52\uff45\uff44", "red"), ("ﬁve", "five"), ("STRASSE", "straße"), ("?", "?")),
+    *(("b", ["a", "b"]), ("3", 3), ("-3.", -3), ("True", True)),
+]
+UNEQUAL = [
+    *(("it is red", "red"), ("", "red"), ("...", "?"), ("re\x00d", "red")),
+    *(("3", -3), (".5", "5"), ("12%", "12")),
+]
+
+
+@pytest.mark.parametrize(("completion", "answer"), [*EQUAL, *UNEQUAL])
+def test_words_are_compared_normalized(completion: str, answer: Any) -> None:
+    assert graded("exact_match", completion, answer) == float((completion, answer) in EQUAL)
 
 
 @pytest.mark.parametrize(

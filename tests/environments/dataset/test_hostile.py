@@ -92,39 +92,22 @@ def bomb() -> bytes:
     return small[:16] + head + crc + small[16 + len(head) + 4 :]
 
 
-@pytest.mark.parametrize(
-    ("image", "reason"),
-    [
-        ("../secret.png", "bad_path"),
-        ("images/../../secret.png", "bad_path"),
-        ("/etc/hostname", "bad_path"),
-        ("C:\\secret.png", "bad_path"),
-        ("..\\secret.png", "bad_path"),
-        ("link.png", "bad_path"),
-        ("linked/secret.png", "bad_path"),
-        ("https://example.org/1.png", "bad_path"),
-        ("file:///etc/hostname", "bad_path"),
-        ("images/a\0b.png", "bad_path"),
-        ("x" * 5000, "bad_path"),
-        ("x" * 300, "no_image"),
-        ("images", "no_image"),
-        ("images/absent.png", "no_image"),
-        ("", "no_image"),
-        (None, "no_image"),
-        ({"bytes": None, "path": "../secret.png"}, "bad_path"),
-        ({"bytes": None, "path": None}, "no_image"),
-        ([None], "no_image"),
-        (7, "wrong_type"),
-        ({"bytes": 7, "path": None}, "wrong_type"),
-        ("[1", "wrong_type"),
-        ("bomb.png", "bad_image"),
-        ("text.png", "bad_image"),
-        ("empty.png", "bad_image"),
-        ("cut.png", "bad_image"),
-        ("data:image/png;base64,AAAA", "bad_image"),
-        ("data:image/png;base64,%%%", "bad_image"),
+BAD_IMAGES: dict[str, list[Any]] = {
+    "bad_path": [
+        *("../secret.png", "images/../../secret.png", "/etc/hostname", "C:\\secret.png", "..\\secret.png"),
+        *("link.png", "linked/secret.png", "images/a\0b.png", "x" * 5000),
+        *("https://example.org/1.png", "file:///etc/hostname", {"bytes": None, "path": "../secret.png"}),
     ],
-)
+    "no_image": ["x" * 300, "images", "images/absent.png", "", None, {"bytes": None, "path": None}, [None]],
+    "wrong_type": [7, {"bytes": 7, "path": None}, "[1"],
+    "bad_image": [
+        *("bomb.png", "text.png", "empty.png", "cut.png"),
+        *("data:image/png;base64,AAAA", "data:image/png;base64,%%%"),
+    ],
+}
+
+
+@pytest.mark.parametrize(("image", "reason"), [(each, reason) for reason, bad in BAD_IMAGES.items() for each in bad])
 def test_images_that_cannot_be_shown(image: Any, reason: str, tmp_path: Path) -> None:
     root = tmp_path / "data"
     write_images(root, GOOD)
@@ -162,32 +145,33 @@ def test_unchecked_damaged_image_costs_its_own_rollout(form: str, tmp_path: Path
         asyncio.run(environment.episode(task).reset())
 
 
+UNREADABLE_LINES = [
+    *(b"\xff\xfe\0\0", b"{" * 100000, b'{"question": ' + b"9" * 5000 + b"}"),
+    *(b'{"question": "a", "question": "b"}', b'{"a": {"b": 1, "b": 2}}'),
+]
+UNREADABLE_LISTS = [b'[{"a": 1, "a": 2}]', b'[{"a": ' + b"9" * 5000 + b"}]", b'{"a": [']
+NO_CSV = [b"question,image,answer,kind\na,b\n", b"question,image,answer,kind\n\xe9,b,c,d\n"]
+
+
 @pytest.mark.parametrize(
     ("source", "files", "code", "value"),
     [
-        ("rows.jsonl", {"rows.jsonl": b"\xff\xfe\0\0"}, "rows_unusable", "1 unreadable"),
+        *(("rows.jsonl", {"rows.jsonl": data}, "rows_unusable", "1 unreadable") for data in UNREADABLE_LINES),
+        *(("rows.json", {"rows.json": data}, "rows_unusable", "1 unreadable") for data in UNREADABLE_LISTS),
+        *(("rows.csv", {"rows.csv": data}, "table_unreadable", "CSV") for data in NO_CSV),
+        *(("rows.json", {"rows.json": data}, "table_unreadable", "JSON") for data in (b"[1, 2", b"3")),
         ("rows.jsonl", {"rows.jsonl": b'"text"\n[1]\n3\n'}, "rows_unusable", "3 unreadable"),
-        ("rows.jsonl", {"rows.jsonl": b"{" * 100000}, "rows_unusable", "1 unreadable"),
-        ("rows.jsonl", {"rows.jsonl": b'{"question": ' + b"9" * 5000 + b"}"}, "rows_unusable", "1 unreadable"),
-        ("rows.jsonl", {"rows.jsonl": b'{"question": "a", "question": "b"}'}, "rows_unusable", "1 unreadable"),
-        ("rows.jsonl", {"rows.jsonl": b'{"a": {"b": 1, "b": 2}}'}, "rows_unusable", "1 unreadable"),
-        ("rows.json", {"rows.json": b'[{"a": 1, "a": 2}]'}, "rows_unusable", "1 unreadable"),
-        ("rows.json", {"rows.json": b'[{"a": ' + b"9" * 5000 + b"}]"}, "rows_unusable", "1 unreadable"),
+        ("rows.json", {"rows.json": b"[1, 2]"}, "rows_unusable", "2 unreadable"),
         ("rows.jsonl", {"rows.jsonl": b'\xef\xbb\xbf{"question": "a"}'}, "unknown_column", "'image'"),
         ("rows.jsonl", {"rows.jsonl": b""}, "split_empty", "'train'"),
-        ("rows.csv", {"rows.csv": b"question,image,answer,kind\na,b\n"}, "table_unreadable", "CSV"),
         ("rows.csv", {"rows.csv": b"question,question\na,b\n"}, "column_repeated", "rows.csv"),
-        ("rows.csv", {"rows.csv": b"question,image,answer,kind\n\xe9,b,c,d\n"}, "table_unreadable", "CSV"),
         ("rows.csv", {"rows.csv": b""}, "column_repeated", "rows.csv"),
         ("rows.parquet", {"rows.parquet": b"PAR1"}, "table_unreadable", "Parquet"),
-        ("rows.json", {"rows.json": b'{"a": ['}, "rows_unusable", "1 unreadable"),
-        ("rows.json", {"rows.json": b"[1, 2"}, "table_unreadable", "JSON"),
-        ("rows.json", {"rows.json": b"3"}, "table_unreadable", "JSON"),
-        ("rows.json", {"rows.json": b"[1, 2]"}, "rows_unusable", "2 unreadable"),
         ("", {"notes.txt": b"hello"}, "format_unknown", "JSONL"),
         ("rows.jsonl", {"rows.jsonl/notes.txt": b"hello"}, "format_unknown", "rows.jsonl"),
         ("", {"a.jsonl": b"{}", "b.csv": b"a"}, "format_unknown", "csv, jsonl"),
     ],
+    ids=lambda value: str(value)[:40],
 )
 def test_sources_without_a_table(source: str, files: dict[str, bytes], code: str, value: str, tmp_path: Path) -> None:
     for name, content in files.items():
