@@ -41,6 +41,11 @@ def settings_of(named: Named, **changes: Any) -> EnvironmentSettings:
     return EnvironmentSettings.model_validate(values)
 
 
+@pytest.fixture
+def environment(example: Named) -> Environment:
+    return make_environment(settings_of(example))
+
+
 async def play(environment: Environment, task: Task, answers: Any) -> tuple[list[Observation], float, bool]:
     """The observations, the weighted reward, and whether the episode ended before it ran out of turns."""
     episode = environment.episode(task)
@@ -79,8 +84,7 @@ def test_another_seed_gives_other_observations(example: Named) -> None:
     assert first(7) != first(8)
 
 
-def test_splits_have_the_sizes_asked_for_and_share_nothing(example: Named) -> None:
-    environment = make_environment(settings_of(example))
+def test_splits_have_the_sizes_asked_for_and_share_nothing(environment: Environment) -> None:
     train, heldout = list(environment.tasks("train")), list(environment.tasks("heldout"))
     assert (len(train), len(heldout)) == (24, 16)
     assert {task.split for task in train} == {"train"} and {task.split for task in heldout} == {"heldout"}
@@ -102,38 +106,33 @@ def test_more_tasks_leave_the_first_ones_as_they_were(example: Named) -> None:
     assert list(few.tasks("train")) == list(many.tasks("train"))[:8]
 
 
-def test_a_task_survives_json(example: Named) -> None:
-    environment = make_environment(settings_of(example))
+def test_a_task_survives_json(environment: Environment, example: Named) -> None:
     for task in environment.tasks("train"):
         copy = Task(task.task_id, task.split, json.loads(json.dumps(task.payload)))
         results = [asyncio.run(play(environment, either, example[1].wins)) for either in (task, copy)]
         assert results[0] == results[1]
 
 
-def test_an_oracle_wins_every_task(example: Named) -> None:
-    environment = make_environment(settings_of(example))
+def test_an_oracle_wins_every_task(environment: Environment, example: Named) -> None:
     for split in ("train", "heldout"):
         for task in environment.tasks(split):
             _, reward, done = asyncio.run(play(environment, task, example[1].wins))
             assert done and math.isclose(reward, example[1].best), task
 
 
-def test_a_wrong_answer_wins_nothing_but_ends_the_episode(example: Named) -> None:
-    environment = make_environment(settings_of(example))
+def test_a_wrong_answer_wins_nothing_but_ends_the_episode(environment: Environment, example: Named) -> None:
     for task in environment.tasks("train"):
         _, reward, done = asyncio.run(play(environment, task, lambda *_: example[1].loses))
         assert done and reward == 0, task
 
 
 @pytest.mark.parametrize("hostile", ["", "\0", "9" * 5000, "nan,nan", "<|im_end|>", "\ud800", "{}" * 1000, "٣"])
-def test_hostile_answers_are_answers(example: Named, hostile: str) -> None:
-    environment = make_environment(settings_of(example))
+def test_hostile_answers_are_answers(environment: Environment, example: Named, hostile: str) -> None:
     _, reward, done = asyncio.run(play(environment, next(iter(environment.tasks("train"))), lambda *_: hostile))
     assert done and 0 <= reward < example[1].best
 
 
-def test_observations_hold_text_and_readable_images(example: Named) -> None:
-    environment = make_environment(settings_of(example))
+def test_observations_hold_text_and_readable_images(environment: Environment, example: Named) -> None:
     observations, _, _ = asyncio.run(play(environment, next(iter(environment.tasks("train"))), example[1].wins))
     parts = [part for observation in observations for part in observation.content]
     assert any(isinstance(part, EncodedImage) for part in parts)
@@ -145,8 +144,7 @@ def test_observations_hold_text_and_readable_images(example: Named) -> None:
                 assert part.media_type == Image.MIME[str(opened.format)]
 
 
-def test_two_episodes_of_a_task_do_not_disturb_each_other(example: Named) -> None:
-    environment = make_environment(settings_of(example))
+def test_two_episodes_of_a_task_do_not_disturb_each_other(environment: Environment, example: Named) -> None:
     task = next(iter(environment.tasks("train")))
 
     async def both() -> list[tuple[list[Observation], float, bool]]:
