@@ -25,6 +25,8 @@ POOLS = ("cpu", "vllm-gpu", "train-gpu")
 
 USE_PROJECT = "armature.components.project.use_project"
 SET_WORKING_DIRECTORY = "prefect.deployments.steps.set_working_directory"
+TRAINER_GIB, SERVER_GIB = 96, 24
+"""Memory of the machine for each GPU of the trainer and of a server."""
 HOME = "ARMATURE_HOME"
 """Variable with the working folder of runs. If it is not set here, each worker uses its own value."""
 
@@ -68,8 +70,9 @@ def job_variables(machine: Machine) -> dict[str, Any]:
     """
     servers = machine.started_server_gpus
     gpus = max({*servers, *machine.trainer_gpus}, default=-1) + 1
-    memory = 16 + 96 * len(machine.trainer_gpus) + 24 * len(servers)
-    workers = max(machine.environment_processes, machine.statistics_workers)  # one after the other
+    memory = 16 + TRAINER_GIB * len(machine.trainer_gpus) + SERVER_GIB * len(servers)
+    # The workers of an environment and of statistics run one after the other.
+    workers = 0 if machine.cluster else max(machine.environment_processes, machine.statistics_workers)
     return {"gpus": gpus, "cpus": str(2 + 4 * gpus + workers), "memory": f"{memory}Gi"}
 
 

@@ -8,12 +8,14 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
+from math import ceil
 from pathlib import Path
 
 from armature.components.configuration import load_recipe
+from armature.components.contracts.cluster import ClusterSettings
 from armature.components.contracts.errors import ConfigurationError
 from armature.components.contracts.machine import Machine
-from armature.deployments import job_variables, machine_that_resumes
+from armature.deployments import SERVER_GIB, TRAINER_GIB, job_variables, machine_that_resumes
 
 _SCRIPT = """\
 #!/bin/bash
@@ -30,23 +32,25 @@ code=$?
 exit $code
 """
 _ONE_NODE = 'srun --cpus-per-task="$SLURM_CPUS_PER_TASK" "${run[@]}" &'
-_SEVERAL_NODES = """\
-rm -rf .armature/slurm/"$SLURM_JOB_ID"-*
-rendezvous=.armature/slurm/$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}
-mkdir -p "$rendezvous" || exit
-run+=(--machine "trainer_rendezvous=$rendezvous")
-srun --cpus-per-task="$SLURM_CPUS_PER_TASK" --label --kill-on-bad-exit=1 --wait=60 bash -c '
-  rendezvous=$1 python=$2
-  if [ "$SLURM_PROCID" -gt 0 ]; then exec "$python" -m armature join "$rendezvous"; fi
-  "${@:2}"
-  code=$?
-  echo $code > "$rendezvous.code"
-  rm -r "$rendezvous"
-  exit $code
-' node "$rendezvous" "${run[@]}" &"""
-_END_OF_SEVERAL = """\
-# Not srun's, which may be that of another node, whose program it has killed.
-if [ -f "$rendezvous.code" ]; then code=$(<"$rendezvous.code") && rm "$rendezvous.code"; fi
+_RAY = """\
+# One Ray cluster of all nodes of the job, with a token of its own.
+export RAY_AUTH_MODE=token RAY_USAGE_STATS_ENABLED=0 RAY_SYMMETRIC_RUN_CLUSTER_WAIT_TIMEOUT=600 PATH={bin}:"$PATH"
+RAY_AUTH_TOKEN=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n') || exit
+head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1):$((20000 + SLURM_JOB_ID % 10000)) || exit
+ended=$(mktemp) || exit
+export RAY_AUTH_TOKEN head ended
+# The launcher runs the recipe on the first node. On another one, Ray starts again if it is lost there.
+srun --cpus-per-task="$SLURM_CPUS_PER_TASK" --label --wait=10 bash -c '
+  while
+    ray symmetric-run --address "$head" --min-nodes "$SLURM_JOB_NUM_NODES" --num-cpus "$SLURM_CPUS_PER_TASK" -- "$@"
+    [ "$SLURM_PROCID" -gt 0 ]
+  do sleep 1; done
+' node bash -c '"$@"; echo $? > "$ended"' run "${{run[@]}}" &"""
+_END_OF_RAY = """\
+# The launcher's exit code is 0 where Ray did not start, and srun's may be that of another node, which it has ended.
+code=$(<"$ended")
+rm "$ended"
+code=${code:-1}
 """
 
 
@@ -77,7 +81,7 @@ def submit(name: str, overrides: Sequence[str], options: Sequence[str]) -> str:
 
 
 def script(name: str, overrides: Sequence[str], options: Sequence[str]) -> str:
-    """The script for sbatch: `armature run` on the first node, `armature join` on the others.
+    """The script for sbatch: `armature run`, within a Ray cluster of the job's nodes if that of the recipe is `auto`.
 
     Args:
         options: more options of sbatch, which override those that the recipe's machine gives.
@@ -95,21 +99,38 @@ def script(name: str, overrides: Sequence[str], options: Sequence[str]) -> str:
         directives="\n".join(f"#SBATCH {line}" for line in lines),
         folder=shlex.quote(str(Path.cwd())),
         run=shlex.join([sys.executable, "-m", "armature", "run", name, *(f"--set={each}" for each in overrides)]),
-        start=_SEVERAL_NODES if machine.joining_nodes else _ONE_NODE,
-        ended=_END_OF_SEVERAL if machine.joining_nodes else "",
+        start=_RAY.format(bin=shlex.quote(str(Path(sys.executable).parent))) if _own_cluster(machine) else _ONE_NODE,
+        ended=_END_OF_RAY if _own_cluster(machine) else "",
     )
 
 
+def _own_cluster(machine: Machine) -> ClusterSettings | None:
+    """The cluster that the job's nodes become, which `auto` finds on any of them."""
+    return machine.cluster if machine.cluster is not None and machine.cluster.address == "auto" else None
+
+
 def _resources(name: str, machine: Machine) -> list[str]:
-    """Options of sbatch; the memory of a node is what a pod of Kubernetes gets."""
-    node = job_variables(machine)
+    """Options of sbatch. A node has what a pod of Kubernetes gets, and its part of what Ray places."""
+    node, cluster = job_variables(machine), _own_cluster(machine)
+    gpus, cpus, memory = node["gpus"], int(node["cpus"]), int(node["memory"].removesuffix("Gi"))
+    nodes = machine.trainer_nodes if cluster else 1
+    if cluster is not None:
+        workers = max(machine.environment_processes, machine.rollout_workers, machine.statistics_workers)
+        cpus += ceil(workers * cluster.num_cpus / nodes)
+        servers = ceil(machine.servers / nodes)
+        for bundle, count, gib in ((cluster.trainer, 1, TRAINER_GIB), (cluster.servers, servers, SERVER_GIB)):
+            if bundle is not None:
+                gpus += count * bundle.gpus
+                cpus += count * bundle.num_cpus
+                memory += count * ceil(max(bundle.memory_gib, gib * bundle.gpus))
     return [
         f"--job-name={name}",
-        f"--nodes={1 + machine.joining_nodes}",
+        f"--nodes={nodes}",
         "--ntasks-per-node=1",
-        f"--cpus-per-task={node['cpus']}",
-        f"--mem={node['memory'].removesuffix('i')}",
-        *([f"--gpus-per-node={node['gpus']}"] if node["gpus"] else []),
+        f"--cpus-per-task={cpus}",
+        f"--mem={memory}G",
+        *([f"--gpus-per-node={gpus}"] if gpus else []),
+        *(["--exclusive"] if cluster else []),  # a node has one Ray, which the launcher ends as a whole
         "--requeue",
         "--open-mode=append",
         "--signal=B:USR1@120",

@@ -185,27 +185,6 @@ def train_multimodal(
     train(arguments or [])
 
 
-@app.command(
-    epilog="The first node says which: armature join .armature/store/workspaces/train-vla-.../trainer/trainer.json"
-)
-def join(
-    job: Annotated[
-        Path,
-        typer.Argument(
-            metavar="JOB",
-            help="The training's trainer.json, in the store that nodes share, or a run's machine.trainer_rendezvous.",
-        ),
-    ],
-) -> None:
-    """Take part in a training on several nodes, as another node than the first.
-
-    Ends when the training ends; with a folder, when the folder is removed.
-    """
-    from armature.components.training.join import join as take_part
-
-    take_part(job)
-
-
 @app.command(epilog="Examples: armature export data/train-vlm my-model; armature export data/train-vla my-policy")
 def export(
     checkpoint: Checkpoint,

@@ -135,8 +135,8 @@ class ClusterSettings(Settings):
     )
     trainer: TrainerBundle | None = Field(
         None,
-        description="What the trainer's ranks take of each of machine.trainer_nodes. None: the first of these nodes "
-        "is the run's machine.",
+        description="What the trainer's ranks take of each of machine.trainer_nodes. None: they are on the run's "
+        "machine.",
     )
 
     def options(self) -> dict[str, Any]:

@@ -65,8 +65,7 @@ class Machine(Settings):
     )
     trainer_nodes: PositiveInt = Field(
         1,
-        description="Nodes that train: this one first, and others that run `armature join`; with cluster.trainer, "
-        "nodes of the cluster.",
+        description="Nodes of the cluster that train; more than one needs cluster.trainer.",
     )
     trainer_sharding: Literal["full", "hybrid", "none"] | None = Field(
         None,
@@ -85,11 +84,6 @@ class Machine(Settings):
         description="Network interface (eth1), or this machine's address on it, that ranks of several nodes, or "
         "trainer and distant servers with nccl, speak over. Private: whoever reaches it can disturb a training. None: "
         "loopback only; with cluster.trainer the network of Ray.",
-    )
-    trainer_rendezvous: Path | None = Field(
-        None,
-        description="Folder of this run alone, seen by all nodes, that lists its trainings: `armature join FOLDER` "
-        "takes part in each, until the folder is removed. None: the log names the file of each to join.",
     )
     trainer_environment: Environment = Field(
         {}, description="More environment variables for the trainer, as for the servers."
@@ -143,7 +137,9 @@ class Machine(Settings):
         "a joined server, 0.1 with 16 bits, 0.5 with servers in 8.",
     )
     node_timeout: float = Field(
-        60.0, ge=4, description="Seconds without an answer after which a node of a training is lost."
+        60.0,
+        ge=4,
+        description="Seconds without a sign of life from the node of the trainer's first rank until it is lost.",
     )
     rank_timeout: float = Field(
         1800.0,
@@ -163,13 +159,11 @@ class Machine(Settings):
         self._refuse_endpoints()
         if self.rollout_straggler_timeout and self.rollout_workers < 2:
             raise ValueError("rollout_straggler_timeout has no effect without another of the rollout_workers")
-        if self.joining_nodes and self.trainer_interface is None:
+        if self.trainer_nodes > 1 and not self.trainer_bundle:
             raise ValueError(
-                f"trainer_nodes = {self.trainer_nodes} needs trainer_interface, the private network between the nodes"
+                f"trainer_nodes = {self.trainer_nodes} needs a Ray cluster and what the ranks take of each node: "
+                'cluster = {address = "auto", trainer = {num_cpus = 8, num_gpus = 8}}'
             )
-        if self.trainer_rendezvous and not self.joining_nodes:
-            without = "with cluster.trainer" if self.trainer_bundle else "with trainer_nodes = 1"
-            raise ValueError(f"trainer_rendezvous has no effect {without}")
         if self.trainer_sharding and self.trainer_nodes * self.trainer_processes == 1:
             raise ValueError("trainer_sharding has no effect with one rank of the trainer")
         if self.trainer_sharding == "hybrid" and self.trainer_nodes == 1:
@@ -260,13 +254,8 @@ class Machine(Settings):
 
     @property
     def trainer_bundle(self) -> TrainerBundle | None:
-        """What the trainer takes of each node of the cluster; None: it is on this machine, and on those that join."""
+        """What the trainer takes of each node of the cluster; None: it is on this machine."""
         return self.cluster.trainer if self.cluster else None
-
-    @property
-    def joining_nodes(self) -> int:
-        """Nodes that run `armature join`."""
-        return 0 if self.trainer_bundle else self.trainer_nodes - 1
 
     @property
     def gpus_of_trainer(self) -> tuple[int, ...]:

@@ -85,7 +85,7 @@ def open_run(
             tokenizer=adapter.tokenizer,
             vocabulary=vocabulary(weights),
             servers=servers,
-            trainer=TrainerClient(policy, context.machine, context.workspace / "trainer", context.events, saved),
+            trainer=TrainerClient(policy, context.machine, context.workspace / "trainer", saved),
             digests={"tasks": inputs["tasks"].digest},
             panel=_panel(settings.evaluation, settings.environment, inputs["tasks"], context, opened)
             if settings.evaluation is not None

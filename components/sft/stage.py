@@ -60,9 +60,7 @@ def warm_start(settings: SFTSettings, inputs: Mapping[str, Artifact], out: Path,
         images=context.images,
     )
     history = History(context.workspace / "history.jsonl")
-    with TrainerClient(
-        policy, context.machine, context.workspace / "trainer", context.events, context.saved
-    ) as trainer:
+    with TrainerClient(policy, context.machine, context.workspace / "trainer", context.saved) as trainer:
         fit(trainer, steps, heldout, plan.save_every, history, context.events, out / CHECKPOINT)
     rows = history.read()
     write_json(out / "history.json", rows)

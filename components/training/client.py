@@ -6,7 +6,6 @@ import json
 import secrets
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from threading import Thread
@@ -24,11 +23,9 @@ from armature.components.inference.replies import BadReply, exchange_blocking
 from armature.components.keepalive import socket_options
 from armature.components.process import Program
 from armature.components.training.errors import read_error, rebuild
-from armature.components.training.links import NodeLinks
-from armature.components.training.nodes import Attempt, LostNode, announce, lost_node, members, start
-from armature.components.training.placed import PlacedRanks
-from armature.components.training.processes import error_file
-from armature.components.training.service_settings import ServiceSettings, TrainingSettings, service_settings
+from armature.components.training.placed import LostNode, PlacedRanks, start
+from armature.components.training.processes import error_file, new_attempt
+from armature.components.training.service_settings import TrainingSettings, service_settings
 from armature.components.workers.placed import PlacementBundles
 from armature.components.workers.requests import ANYTHING
 
@@ -47,13 +44,12 @@ MAX_RESTARTS = 3
 class ServiceClient:
     """A trainer service, up within the `with` block.
 
-    On several nodes this is the first, and the others run `armature join`; or a cluster has all of them.
+    Its ranks are on this machine, or with `machine.cluster.trainer` on the nodes of a cluster.
 
     Args:
         training: what is trained, and how.
         machine: processes, GPUs, threads and timeouts.
         workspace: folder that outlives the service; its checkpoints are there.
-        events: where it is said what to run on other nodes.
         saved: is told of each checkpoint that is begun.
 
     Every method raises what the service raised: a DataError for a batch that cannot be used, a ConfigurationError
@@ -66,17 +62,16 @@ class ServiceClient:
         training: TrainingSettings,
         machine: Machine,
         workspace: Path,
-        events: Events | None = None,
         saved: Callable[[Path], None] = not_sent,
     ) -> None:
         self.machine = machine
         self.settings = service_settings(training, machine, workspace)
-        self._events, self._saved = events, saved
+        self._saved = saved
         self._token = secrets.token_hex(32)
         cluster, bundle = machine.cluster, machine.trainer_bundle
         self._places = PlacementBundles(cluster, bundle, machine.trainer_nodes) if cluster and bundle else None
         self._program: Program | PlacedRanks | None = None
-        self._attempt: Attempt | None = None
+        self._attempt: Path | None = None
         self._lost: LostNode | None = None
         transport = httpx.HTTPTransport(socket_options=socket_options(machine.node_timeout))
         headers = {"authorization": f"Bearer {self._token}"}
@@ -99,11 +94,6 @@ class ServiceClient:
     def alive(self) -> bool:
         return self._program is not None and self._program.returncode is None
 
-    @property
-    def _join(self) -> str:
-        """What to type on every other node, where no cluster has them."""
-        return f"armature join {self.machine.trainer_rendezvous or self.settings.file}"
-
     def start(self) -> None:
         """Start the service and wait until it answers.
 
@@ -111,25 +101,18 @@ class ServiceClient:
             ArmatureError: what kept a rank from starting.
             TrainerError: it is not up within `machine.ready_timeout`, or died; with the reason.
         """
-        settings, joining = self.settings, self.machine.joining_nodes
+        settings = self.settings
         settings.workspace.mkdir(parents=True, exist_ok=True)
         settings.address.unlink(missing_ok=True)
         write_file(settings.file, settings.model_dump_json(indent=1).encode())
-        first, rendezvous = self._attempt is None, self.machine.trainer_rendezvous
-        if joining and first and self._events is not None:
-            self._events.message(f"{1 + joining} nodes train; run on each other one: {self._join}")
-        links = NodeLinks(settings.processes.interface, settings.processes.node_timeout) if joining else None
-        attempt = Attempt.following(settings.workspace, links.address if links else None)
-        self._attempt, self._lost = attempt.open(settings.workspace), None
-        if rendezvous is not None and first:
-            announce(settings, rendezvous)
-        self._program = self._started(settings, self._attempt, links)
+        self._attempt, self._lost = new_attempt(settings.workspace), None
+        self._program = self._started(self._attempt)
         deadline = time.monotonic() + self.machine.ready_timeout
         while (url := read_address(settings.address)) is None:
             if not self.alive:
                 raise self._died("the trainer service did not start")
             if time.monotonic() > deadline:
-                error = self._late(self._attempt)
+                error = self._died(f"the trainer service was not ready after {self.machine.ready_timeout:g} s")
                 self.stop()
                 raise error
             time.sleep(POLL)
@@ -141,23 +124,14 @@ class ServiceClient:
         self.start()
 
     def stop(self) -> None:
-        """End the service and all its processes. Other nodes hear that the training failed, unless it is finished."""
-        self._tell("failed")
+        """End the service and all its processes."""
         self._end_processes()
         if self._places is not None:
             self._places.close()
 
     def finish(self) -> None:
-        """The training is done: wait until its last checkpoint is on the disk, and tell the other nodes, with which
-        the service ends.
-
-        Raises:
-            TrainerError: the checkpoint could not be written, or ranks do not end.
-        """
+        """Wait until the last checkpoint is on the disk; raises what `settle` does."""
         self.settle()
-        if self.machine.joining_nodes:  # their ranks would call the end of the first one a crash
-            self._ask("stop", self.machine.node_timeout, ANYTHING)
-        self._tell("done")
 
     def resume(self) -> int:
         """Load the newest checkpoint, if there is one. The number of steps that the weights contain."""
@@ -229,37 +203,21 @@ class ServiceClient:
             ) from cause
         raise refused
 
-    def _started(self, settings: ServiceSettings, attempt: Attempt, links: NodeLinks | None) -> Program | PlacedRanks:
+    def _started(self, attempt: Path) -> Program | PlacedRanks:
         env = {TOKEN: self._token}
-        if self._places is not None:
-            ranks = PlacedRanks(self._places, settings, attempt, self.machine.trainer_variables(), env)
-            Thread(target=self._watch, args=(ranks, ranks.lost_node), daemon=True).start()
-            return ranks
-        program = start(settings, attempt, 0, settings.workspace / "trainer.log", **env)
-        if links is not None:
-            find = partial(lost_node, settings, attempt, links)
-            Thread(target=self._watch, args=(program, find, links), daemon=True).start()
-        return program
+        if self._places is None:
+            return start(self.settings, attempt, 0, self.settings.workspace / "trainer.log", env)
+        ranks = PlacedRanks(self._places, self.settings, attempt, self.machine.trainer_variables(), env)
+        Thread(target=self._watch, args=(ranks,), daemon=True).start()
+        return ranks
 
-    def _watch(
-        self,
-        program: Program | PlacedRanks,
-        find: Callable[[], LostNode | None],
-        links: NodeLinks | None = None,
-    ) -> None:
-        """End the processes when a node is lost, or those of one end: the others would wait for it for ever."""
-        with links or nullcontext():
-            while program.returncode is None and self._lost is None:
-                if (lost := find()) is not None:
-                    self._lost = lost
-                time.sleep(POLL)
-            program.stop()
-
-    def _tell(self, result: Any) -> None:
-        """What became of the training; the first word counts."""
-        attempt = self._attempt
-        if attempt is not None and attempt.result is None:
-            self._attempt = attempt.model_copy(update={"result": result}).tell(self.settings.workspace)
+    def _watch(self, ranks: PlacedRanks) -> None:
+        """End the ranks when a node is lost, or those of one end: the others would wait for it for ever."""
+        while ranks.returncode is None and self._lost is None:
+            if (lost := ranks.lost_node()) is not None:
+                self._lost = lost
+            time.sleep(POLL)
+        ranks.stop()
 
     def _end_processes(self) -> None:
         if self._program is not None:
@@ -271,19 +229,6 @@ class ServiceClient:
         while self.alive and time.monotonic() < deadline:
             time.sleep(POLL)
 
-    def _late(self, attempt: Attempt) -> ArmatureError:
-        """The reason that the service is not ready."""
-        settings, seconds = self.settings, self.machine.ready_timeout
-        missing = self.machine.joining_nodes - len(members(settings, attempt))
-        if not missing:
-            return self._died(f"the trainer service was not ready after {seconds:g} s")
-        return TrainerError(
-            f"{missing} of {settings.processes.nodes} nodes did not join within {seconds:g} s",
-            code="nodes_missing",
-            where=f"address {attempt.address}, machine.trainer_interface = {settings.processes.interface}",
-            remedy=f"run `{self._join}` on each; where it runs, it says why it cannot join",
-        )
-
     def _died(self, what: str) -> ArmatureError:
         """The reason that a rank wrote down, else what the log says last."""
         program, attempt, lost, settings = self._program, self._attempt, self._lost, self.settings
@@ -291,7 +236,7 @@ class ServiceClient:
         if lost is not None:  # ranks of other nodes died because that node was gone
             what, count = f"{what}: {lost.reason}", settings.processes.processes
             ranks = range(lost.number * count, (lost.number + 1) * count)
-        folder = attempt.folder(settings.workspace) if attempt is not None else settings.workspace
+        folder = attempt or settings.workspace
         errors = [(rank, error) for rank in ranks if (error := read_error(error_file(folder, rank))) is not None]
         if errors:
             # That of ours, if there is one: others died because that rank was gone.
@@ -310,9 +255,7 @@ class ServiceClient:
                 what,
                 code="node_lost",
                 where=str(settings.workspace),
-                remedy="start again: it resumes from the last checkpoint, on the nodes that the cluster then has"
-                if self._places
-                else f"run `{self._join}` there again, or on another node in its place",
+                remedy="start again: it resumes from the last checkpoint, on the nodes that the cluster then has",
             )
         tail = program.tail() if program is not None else ""
         code = program.returncode if program is not None else None

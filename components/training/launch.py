@@ -74,7 +74,7 @@ def _meeting(rank: int, size: int, patience: float) -> dist.Store:
             f"not all {size} processes were there after {patience:g} s",
             code="nodes_missing",
             where=os.environ[RENDEZVOUS],
-            remedy="start `armature join` on every other node; all must see this folder",
+            remedy="look into the logs beside this folder, which all nodes must see under this path",
         ) from error
     return store
 

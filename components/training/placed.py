@@ -5,10 +5,11 @@ from __future__ import annotations
 import signal
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 from armature.components.contracts.errors import TrainerError
-from armature.components.training.nodes import Attempt, LostNode, start
+from armature.components.process import Program
 from armature.components.training.service_settings import ServiceSettings
 from armature.components.workers.placed import NodeActor, PlacedProgram, PlacementBundles
 from armature.components.workers.process import importable
@@ -17,10 +18,32 @@ HOST = "ARMATURE_TRAINER_HOST"
 """The address on which rank 0 answers; without it, loopback."""
 
 
+@dataclass(frozen=True)
+class LostNode:
+    """A node of the trainer that is gone: its number, from 0, and the reason, which names it."""
+
+    number: int
+    reason: str
+
+
+def start(settings: ServiceSettings, attempt: Path, node: int, log: Path, env: Mapping[str, str]) -> Program:
+    """Start the ranks of node 0 (the first), 1, ...
+
+    Args:
+        attempt: see `new_attempt`.
+
+    Raises:
+        ConfigurationError: this node has no such network interface, or a variable that `environment` names is not set.
+    """
+    service = ["-m", "armature.components.training.service", str(settings.file)]
+    return settings.processes.start(service, rendezvous=attempt, node=node, log=log, env=env)
+
+
 class PlacedRanks:
     """The processes of an attempt, started and ended together; to the client a `Program`.
 
     Args:
+        attempt: see `new_attempt`.
         variables: those of `settings.processes.environment`, with the secrets of this machine.
         env: more variables.
 
@@ -33,7 +56,7 @@ class PlacedRanks:
         self,
         places: PlacementBundles,
         settings: ServiceSettings,
-        attempt: Attempt,
+        attempt: Path,
         variables: Mapping[str, str],
         env: Mapping[str, str],
     ) -> None:
@@ -46,7 +69,7 @@ class PlacedRanks:
             try:
                 for each in placed:
                     each.result()
-                what = settings.model_dump_json(), attempt.model_dump_json()
+                what = settings.model_dump_json(), str(attempt)
                 for number, node in enumerate(self._nodes):
                     with node.starting():
                         node.run("start_ranks", *what, number, dict(variables), dict(env))
@@ -92,12 +115,11 @@ class _TrainerNode(NodeActor):
     ) -> None:
         """
         Args:
-            settings, attempt: as JSON.
+            settings: as JSON.
             number: of the node, from 0.
         """
         given = ServiceSettings.model_validate_json(settings)
         network = {"interface": given.processes.interface or self.address, "environment": importable() | variables}
         own = given.model_copy(update={"processes": given.processes.model_copy(update=network)})
         log = own.workspace / ("trainer.log" if number == 0 else f"trainer-{number}.log")
-        ours = {HOST: self.address, **env}
-        self.program = start(own, Attempt.model_validate_json(attempt), number, Path(log), **ours)
+        self.program = start(own, Path(attempt), number, log, {HOST: self.address, **env})

@@ -24,9 +24,8 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat
 from armature.components.contracts.machine import Machine
 from armature.components.contracts.secrets import Environment, resolve
 from armature.components.gpus import VISIBLE, visible_devices
-from armature.components.ports import loopback
+from armature.components.ports import loopback, network
 from armature.components.process import Program
-from armature.components.training.links import network
 
 RENDEZVOUS = "ARMATURE_RENDEZVOUS"
 """Variable that names the file in which ranks meet."""
@@ -58,7 +57,6 @@ class TrainerProcesses(BaseModel):
     threads: NonNegativeInt = Field(0, description="Of torch in each rank; 0 lets it choose.")
     environment: Environment = Field(default_factory=dict, description="More variables of the ranks.")
     ready_timeout: PositiveFloat = Field(600.0, description="Seconds that ranks wait for each other to start.")
-    node_timeout: PositiveFloat = Field(60.0, description="Seconds without an answer after which a node is lost.")
     rank_timeout: PositiveFloat = Field(1800.0, description="Seconds that ranks wait for each other in a collective.")
 
     @classmethod
@@ -78,7 +76,6 @@ class TrainerProcesses(BaseModel):
             threads=machine.threads or (max(1, bundle.num_cpus // machine.trainer_processes) if bundle else 0),
             environment=machine.trainer_environment,
             ready_timeout=machine.ready_timeout,
-            node_timeout=machine.node_timeout,
             rank_timeout=machine.rank_timeout,
         )
 
@@ -116,7 +113,7 @@ class TrainerProcesses(BaseModel):
         Raises:
             ConfigurationError: this machine has no such interface, or a variable that `environment` names is not set.
         """
-        name = network(self.interface)[0] if self.interface else loopback()
+        name = network(self.interface) if self.interface else loopback()
         own = name if self.nodes > 1 else loopback()
         ours: dict[str, str | None] = {
             "WORLD_SIZE": str(self.ranks),
@@ -152,6 +149,17 @@ def _server_share(machine: Machine) -> float | None:
 def error_file(rendezvous: Path, rank: int) -> Path:
     """Where a rank writes what ended it."""
     return rendezvous / f"error-{rank}.json"
+
+
+def new_attempt(workspace: Path) -> Path:
+    """Make the folder in which the ranks of the next start meet; those before the last one are removed.
+
+    Its name was never used before, so ranks of an earlier start that still run on a lost node cannot enter it.
+    """
+    numbers = sorted(int(each.name.removeprefix("attempt-")) for each in workspace.glob("attempt-*"))
+    for number in numbers[:-1]:
+        shutil.rmtree(workspace / f"attempt-{number}", ignore_errors=True)
+    return private_folder(workspace / f"attempt-{numbers[-1] + 1 if numbers else 1}")
 
 
 def private_folder(path: Path) -> Path:

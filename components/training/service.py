@@ -81,7 +81,7 @@ def imported_worker(name: str) -> Callable[[ServiceSettings, Ranks], ServiceWork
 
 
 def serve(worker: ServiceWorker, settings: ServiceSettings, ranks: Ranks) -> None:
-    """Take commands, one at a time, until "stop"."""
+    """Take commands, one at a time, until one fails; the client ends the process."""
     host = os.environ.get(HOST, "127.0.0.1")
     front = HttpFrontend(os.environ[TOKEN], worker.recorded, host) if ranks.first else None
     if front is not None:
@@ -96,10 +96,6 @@ def serve(worker: ServiceWorker, settings: ServiceSettings, ranks: Ranks) -> Non
             command = ranks.broadcast(own)
             if command is None:
                 continue
-            if command["name"] == "stop":
-                if answer is not None:
-                    answer.set_result(None)
-                return
             carry_out(worker, command, answer, ranks)
             if command["name"] == "step" and steps < FIRST_STEPS:
                 steps += 1

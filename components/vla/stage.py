@@ -31,9 +31,7 @@ def train_vla(
     training = PolicyTraining(settings=settings, **artifacts, fingerprint=context.fingerprint)
     context.workspace.mkdir(parents=True, exist_ok=True)
     file = HistoryFile(context.workspace / "history.jsonl")
-    with PolicyTrainerClient(
-        training, context.machine, context.workspace / "trainer", context.events, context.saved
-    ) as trainer:
+    with PolicyTrainerClient(training, context.machine, context.workspace / "trainer", context.saved) as trainer:
         train(trainer, settings.training, file, context.events, out / CHECKPOINT)
     history = file.read()
     numbers = summary(history)

@@ -76,9 +76,7 @@ def train_vla_rl(
         gamma = advantage.gamma if isinstance(advantage := settings.trainer.advantage, GAE) else 1.0
         progress = partial(context.events.progress, "episodes")
         collector = Collector(plan, policy, arenas, ImageStore(context.images), progress, gamma)
-        trainer = opened.enter_context(
-            RobotRLTrainerClient(training, machine, context.workspace / "trainer", context.events, saved)
-        )
+        trainer = opened.enter_context(RobotRLTrainerClient(training, machine, context.workspace / "trainer", saved))
         tasks, store = suite_tasks(plan.suite), open_store(machine)
         evaluations = None
         if (panel := settings.evaluation) is not None:

@@ -6,6 +6,7 @@ trusted as this machine.
 
 from __future__ import annotations
 
+import os
 import reprlib
 import signal
 import socket
@@ -240,13 +241,14 @@ class _Host:
 
 
 def joined(address: str) -> Any:
-    """The module `ray`, as a driver of the cluster.
+    """The module `ray`, as a driver of the cluster, which wants a token unless `RAY_AUTH_MODE` says otherwise.
 
     Raises:
         ConfigurationError: Ray is not installed, or the cluster does not answer.
     """
     with _JOINING:
         before = signal.getsignal(signal.SIGTERM)
+        os.environ.setdefault("RAY_AUTH_MODE", "token")  # read when Ray is imported
         try:
             import ray
         except ImportError as error:
@@ -261,12 +263,13 @@ def joined(address: str) -> Any:
             try:
                 _reach(address)
                 ray.init(address=address, log_to_driver=False, configure_logging=False)
-            except (OSError, RuntimeError, ValueError) as error:
+            except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
                 raise ConfigurationError(
                     f"the Ray cluster cannot be joined: {error}",
                     code="cluster_not_joined",
                     where=f"machine.cluster.address = {address!r}",
-                    remedy="`ray status --address HOST:PORT` says whether it runs; `ray start --head` starts one here",
+                    remedy="`ray status --address HOST:PORT` says whether it runs, `ray start --head` starts one here; "
+                    "its nodes and this process need the same token (RAY_AUTH_TOKEN or ~/.ray/auth_token)",
                 ) from error
             _joined.append(address)
         if _joined and _joined != [address]:

@@ -13,7 +13,13 @@ from armature import slurm
 from armature.cli import main
 from tests.refusals import refused
 
-TWO = ["machine.trainer_nodes=2", "machine.trainer_interface=ib0"]
+TRAINER = "trainer={num_cpus=32, num_gpus=8, memory_gib=800}"
+TWO = [
+    "machine.trainer_nodes=2",
+    "machine.trainer_processes=8",
+    "machine.trainer_gpus=[]",
+    f'machine.cluster={{address="auto", {TRAINER}}}',
+]
 HOSTILE = ["it's", 'a "b" \\', "$(touch made)", "`touch made`", "{0} {run} %j", "a\nb; touch made", "ünï ☃", "-x #"]
 
 
@@ -22,23 +28,24 @@ def directives(script: str) -> list[str]:
 
 
 def started(script: str, folder: Path) -> list[str]:
-    """What srun is told when bash runs the script: the stand-in writes its words down."""
-    srun = folder / "bin" / "srun"
-    srun.parent.mkdir()
-    srun.write_text('#!/bin/bash\nprintf "%s\\0" "$@" > "$WORDS"\n')
-    srun.chmod(0o755)
+    """Return the arguments of srun when bash runs the script; a stand-in writes them down."""
+    (folder / "bin").mkdir()
+    for name, body in (("srun", 'printf "%s\\0" "$@" > "$WORDS"'), ("scontrol", "echo node1")):
+        (folder / "bin" / name).write_text(f"#!/bin/bash\n{body}\n")
+        (folder / "bin" / name).chmod(0o755)
     words = folder / "words"
-    env = {"PATH": f"{srun.parent}:{os.environ['PATH']}", "WORDS": str(words)}
-    subprocess.run(
-        ["bash"], input=script.encode(), env=env | {"SLURM_JOB_ID": "7", "SLURM_CPUS_PER_TASK": "4"}, check=True
-    )
+    env = {"PATH": f"{folder / 'bin'}:{os.environ['PATH']}", "WORDS": str(words), "TMPDIR": str(folder)}
+    subprocess.run(["bash"], input=script.encode(), env=env | {"SLURM_JOB_ID": "7", "SLURM_CPUS_PER_TASK": "4"})
     return words.read_text().split("\0")[:-1]
 
 
 def test_the_resources_of_a_node_are_those_of_the_machine() -> None:
     large = directives(slurm.script("train-vla/molmoact2", TWO, ["--partition=gpu", "--mem=0"]))
-    resources = {"--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=8", "--cpus-per-task=50", "--mem=784G"}
+    resources = {"--nodes=2", "--exclusive", "--gpus-per-node=8", "--cpus-per-task=42", "--mem=816G"}
     assert resources < set(large) and large[-1] == "--partition=gpu --mem=0"
+    placed = ["machine.servers=3", 'machine.cluster={address="auto", trainer={num_gpus=1}, servers={num_cpus=5}}']
+    both = directives(slurm.script("train-vlm/colors", ["machine.trainer_nodes=2", *placed], []))
+    assert {"--nodes=2", "--gpus-per-node=1", "--cpus-per-task=16", "--mem=112G"} < set(both)
     small = directives(slurm.script("train-vlm/colors", [], []))
     elsewhere = ["machine.trainer_nodes=2", 'machine.cluster={address="ray:6379", trainer={}}']
     assert "--nodes=1" in directives(slurm.script("train-vlm/colors", elsewhere, []))
@@ -54,33 +61,9 @@ def test_every_value_arrives_as_it_was_given(nodes: int, tmp_path: Path, monkeyp
     given = [f"machine.store={value}" for value in HOSTILE] + (TWO if nodes == 2 else [])
     words = started(slurm.script("train-vlm/colors", given, []), tmp_path)
     run = [sys.executable, "-m", "armature", "run", "train-vlm/colors", *(f"--set={each}" for each in given)]
-    if nodes == 2:
-        assert words[-2:] == ["--machine", "trainer_rendezvous=.armature/slurm/7-0"]
-        assert words[-len(run) - 3 : -2] == [".armature/slurm/7-0", *run]
-        assert (folder / ".armature/slurm/7-0").is_dir()
-    else:
-        assert words == ["--cpus-per-task=4", *run]
+    assert words[0] == "--cpus-per-task=4" and words[-len(run) :] == run
+    assert (len(words) == len(run) + 1) == (nodes == 1)
     assert not list(tmp_path.rglob("made"))
-
-
-def test_the_first_node_runs_the_others_join_and_the_list_is_removed_at_the_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    words = started(slurm.script("train-vla/molmoact2", TWO, []), tmp_path)
-    node = words[words.index("bash") : words.index(sys.executable)]
-    for rank, said, code in (("1", "-m armature join .armature/slurm/7-0", 3), ("0", "-m armature run x y", 3)):
-        python = tmp_path / "python"
-        python.write_text('#!/bin/sh\necho "$@"\nexit 3\n')
-        python.chmod(0o755)
-        done = subprocess.run(
-            [*node, python, "-m", "armature", "run", "x", "y"],
-            env=os.environ | {"SLURM_PROCID": rank},
-            capture_output=True,
-            text=True,
-        )
-        assert (done.stdout.strip(), done.returncode, done.stderr) == (said, code, "")
-        assert (tmp_path / ".armature/slurm/7-0").is_dir() == (rank == "1")
 
 
 def test_what_cannot_be_submitted_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -93,7 +93,7 @@ class LinearClient(ServiceClient):
 
 def train(folder: Path, machine: Machine) -> None:
     """Pauses after a step until there is the file CONTINUE, so that something can happen then."""
-    with LinearClient(LinearTraining(), machine, folder / "trainer", Printed()) as trainer:
+    with LinearClient(LinearTraining(), machine, folder / "trainer") as trainer:
 
         def one_step(step: int) -> Any:
             while step > PAUSED_AFTER and not (folder / CONTINUE).exists():

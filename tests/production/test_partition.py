@@ -1,11 +1,13 @@
-"""A model server whose network is gone while it answers: whoever asked it hears that, long before its time is up."""
+"""Networks that are gone: of a model server while it answers, and between the ranks of a training."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
+from armature.components.training.processes import RENDEZVOUS, private_folder
 from tests.production.nodes import Network, wait_for
+from tests.production.services import ONE_THREAD
 
 ROOT = Path(__file__).parents[2]
 SILENCE, MOST = 8, 30
@@ -33,6 +35,15 @@ try:
 except client.TransientError as error:
     print(f"{error} after {time.monotonic() - began:.0f} s", flush=True)
 """
+RANK = """
+from datetime import timedelta
+from armature.components.training import launch
+from armature.components.training.processes import TrainerProcesses
+
+launch.CONNECT = timedelta(seconds=5)
+with launch.joined(TrainerProcesses(threads=1), seed=0):
+    raise AssertionError("they are cut off from each other")
+"""
 
 
 def test_a_server_without_a_network_is_not_waited_for(network: Network) -> None:
@@ -47,3 +58,14 @@ def test_a_server_without_a_network_is_not_waited_for(network: Network) -> None:
     said = asking.tail(5)
     print(said)
     assert "connection_lost: " in said and f"http://{server.address}:8000" in said
+
+
+def test_ranks_that_cannot_connect_say_where(network: Network, tmp_path: Path) -> None:
+    nodes = [network.add(name) for name in ("g", "h")]
+    nodes[1].run(["ip", "route", "add", "blackhole", f"{nodes[0].address}/32"])
+    meeting = {RENDEZVOUS: str(private_folder(tmp_path / "meeting") / "store"), "GLOO_SOCKET_IFNAME": "eth0"}
+    variables = {**ONE_THREAD, **meeting, "PYTHONPATH": str(ROOT), "WORLD_SIZE": "2"}
+    ranks = [node.start(["python", "-c", RANK], {**variables, "RANK": str(rank)}) for rank, node in enumerate(nodes)]
+    for rank, (node, program) in enumerate(zip(nodes, ranks, strict=True)):
+        assert program.wait(120) == 1
+        assert f"rank {rank} cannot connect" in program.tail() and f"{node.name}, interface eth0" in program.tail()

@@ -1,32 +1,42 @@
-"""Recipes as jobs of SLURM: Debian's munged, slurmctld and slurmd, each node a machine of its own."""
+"""Recipes as jobs of SLURM whose nodes are one Ray cluster: Debian's munged, slurmctld and slurmd, and Ray's launcher.
+
+Each node is a machine of its own."""
 
 from __future__ import annotations
 
-import re
+import os
 import secrets
 import shutil
+import signal
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 
+import psutil
 import pytest
 
 from armature import slurm
 from tests.production.nodes import DISK, Network, Node, wait_for
 from tests.production.services import OFFLINE, ONE_THREAD
-from tests.production.tiny_policy import TRAINING, steps_done, weights
 from tests.vla.conftest import write_dataset
 
-MISSING = [name for name in ("munged", "slurmctld", "slurmd", "sbatch") if shutil.which(name) is None]
+ENVIRONMENT = Path(__file__).parents[2] / ".venv-ray/bin"
+"""The environment of the project, with Ray."""
+PYTHON = ENVIRONMENT / "python"
+MISSING = [name for name in ("munged", "slurmctld", "slurmd", "sbatch", PYTHON) if shutil.which(name) is None]
 
 pytestmark = [
     pytest.mark.timeout(1200),
-    pytest.mark.skipif(bool(MISSING), reason=f"apt-get install slurmctld slurmd slurm-client munge: {MISSING}"),
+    pytest.mark.skipif(
+        bool(MISSING), reason=f"apt-get install slurmctld slurmd slurm-client munge; make .venv-ray/.made: {MISSING}"
+    ),
 ]
 
-RECIPE, TWO = "train-vla/tiny", ["--set", "machine.trainer_nodes=2", "--set", "machine.trainer_interface=eth0"]
+PLACE = 'machine.cluster={address="auto", trainer={num_cpus=2}}'
+RECIPE, TWO = "train-vla/tiny", ["--set", "machine.trainer_nodes=2", "--set", PLACE]
 CONFIGURATION = """\
 ClusterName=test
 SlurmctldHost=controller
@@ -48,12 +58,48 @@ PreemptMode=REQUEUE
 """Each node has its own munged; cores and memory are as many as the jobs ask for."""
 PROGRAM = """\
 #!/bin/bash
-echo "$3 after ${SLURM_RESTART_COUNT:-0}"
-if [ "$3" = join ]; then while [ -d "$4" ]; do sleep 0.2; done; exit; fi
+echo "run after ${SLURM_RESTART_COUNT:-0} with $RAY_AUTH_MODE"
 until [ -e end ]; do sleep 0.2; done
 exit "$(cat end)"
 """
-"""What the script starts in place of `python -m armature run` and `join`."""
+"""A stand-in for `python -m armature run`."""
+TRAINING = """\
+flow = "train-vla"
+description = "A tiny policy, which trains for half a minute."
+dataset.path = "data"
+
+[policy]
+setup_type = "an arm"
+control_mode = "velocities"
+chunk_size = 3
+n_action_steps = 3
+dtype = "float32"
+
+[policy.tiny]
+hidden_size = 32
+intermediate_size = 48
+heads = 2
+vision_hidden_size = 16
+vision_intermediate_size = 24
+vision_heads = 2
+image_side = 28
+expert_hidden_size = 32
+expert_heads = 2
+corpus = ["move the arm to the block", "close the gripper now", "an arm", "velocities"]
+
+[training]
+freeze_embedding = false
+learning_rates = { vlm = 1e-3, vit = 1e-3, connector = 1e-3, action_expert = 1e-3 }
+max_steps = 120
+batch_size = 4
+micro_batch_size = 2
+save_every = 10
+heldout = { fraction = 0.25, frames = 4, every = 120 }
+
+[machine]
+threads = 1
+loader_workers = 0
+"""
 PARTITIONS = """\
 PartitionName=main Nodes=ALL Default=YES PriorityTier=1 GraceTime=60
 PartitionName=urgent Nodes=ALL PriorityTier=2
@@ -74,10 +120,11 @@ class Cluster:
     @property
     def environment(self) -> dict[str, str]:
         root = str(Path(__file__).parents[2])
-        return {**ONE_THREAD, **OFFLINE, "SLURM_CONF": str(self.folder / "slurm.conf"), "PYTHONPATH": root}
+        ours = {"SLURM_CONF": str(self.folder / "slurm.conf"), "PYTHONPATH": root, "RAY_TMPDIR": f"{DISK}/tmp"}
+        return {**ONE_THREAD, **OFFLINE, **ours}
 
     def submit(self, recipe: str, *words: str) -> str:
-        return self.run("python", "-m", "armature", "submit", recipe, "--slurm", *words).strip()
+        return self.run(str(PYTHON), "-m", "armature", "submit", recipe, "--slurm", *words).strip()
 
     def job(self, number: str) -> dict[str, str]:
         """What scontrol says of a job."""
@@ -98,8 +145,8 @@ class Cluster:
         return file.read_text() if file.exists() else ""
 
     def wait_for_start(self, number: str, restarts: int) -> None:
-        """Until the programs of both nodes run, after so many restarts."""
-        self.wait_until(number, lambda _: len(re.findall(rf"(?:run|join) after {restarts}\n", self.log(number))) == 2)
+        """Until the program runs, after so many restarts of the job."""
+        self.wait_until(number, lambda _: f"run after {restarts} with token" in self.log(number))
 
 
 @pytest.fixture(scope="module")
@@ -137,6 +184,8 @@ def script(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> Path:
     program = cluster.folder / "program"
     program.write_text(PROGRAM)
     program.chmod(0o755)
+    (cluster.folder / "ray").unlink(missing_ok=True)
+    (cluster.folder / "ray").symlink_to(ENVIRONMENT / "ray")
     (cluster.folder / "end").unlink(missing_ok=True)
     monkeypatch.setattr(sys, "executable", str(program))
     monkeypatch.chdir(cluster.folder)
@@ -156,17 +205,19 @@ def test_a_job_is_taken_up_when_its_time_is_over_when_it_is_preempted_and_when_a
     cluster.nodes[lost].kill()
     cluster.wait_for_start(number, 3)
     assert lost not in cluster.hosts(number)
-    assert [each.name for each in (cluster.folder / ".armature/slurm").iterdir()] == [f"{number}-3"]
     (cluster.folder / "end").write_text("0")
     cluster.wait_until(number, lambda job: job["JobState"] == "COMPLETED")
-    assert not list((cluster.folder / ".armature/slurm").iterdir())
 
 
-def test_a_run_that_fails_ends_its_job(cluster, script):
+@pytest.mark.parametrize(("starts", "code"), [(True, 3), (False, 1)], ids=["run", "launcher"])
+def test_failed_run_ends_its_job(cluster, script, starts, code):
     (cluster.folder / "end").write_text("3")
+    if not starts:  # the launcher's exit code is 0 then
+        (cluster.folder / "ray").unlink()
+        (cluster.folder / "ray").symlink_to(shutil.which("true"))
     number = cluster.run("sbatch", "--parsable", str(script)).strip()
     cluster.wait_until(number, lambda job: job["JobState"] == "FAILED")
-    assert (cluster.job(number)["ExitCode"], cluster.job(number)["Restarts"]) == ("3:0", "0")
+    assert (cluster.job(number)["ExitCode"], cluster.job(number)["Restarts"]) == (f"{code}:0", "0")
 
 
 def test_what_slurm_refuses_is_said_in_its_words(cluster):
@@ -182,30 +233,53 @@ def test_options_arrive_as_they_were_given(cluster):
     cluster.run("scancel", number)
 
 
+def steps_done(store: Path) -> int:
+    """Of the training that runs."""
+    histories = list(store.glob("workspaces/train-vla-*/history.jsonl"))
+    return len(histories[0].read_text().splitlines()) if histories else 0
+
+
+def weights(store: Path) -> str:
+    """The digest of what was trained, which is then forgotten."""
+    (file,) = store.glob("train-vla/*/checkpoint/model.safetensors")
+    digest = sha256(file.read_bytes()).hexdigest()
+    for made in (store / "train-vla", *store.glob("workspaces/train-vla-*")):
+        shutil.rmtree(made)
+    return digest
+
+
+def raylet_of(node: Node) -> psutil.Process:
+    (found,) = (each for each in psutil.Process(node.pid).children(recursive=True) if each.name() == "raylet")
+    return found
+
+
 @pytest.fixture(scope="module")
 def expected(cluster: Cluster) -> str:
-    """The weights of TRAINING without SLURM, by two processes of one machine."""
+    """The weights of TRAINING without SLURM, by two ranks of one machine."""
     write_dataset(cluster.folder / "data", 6)
     (cluster.folder / "training.toml").write_text(TRAINING)
-    (cluster.folder / "nodes").mkdir()
-    armature = ["env", "-C", cluster.folder, "python", "-m", "armature"]
-    lo = ["--machine=trainer_interface=lo", "--machine=trainer_rendezvous=nodes"]
-    other = cluster.controller.start([*armature, "join", "nodes"], cluster.environment, "join.log")
-    cluster.controller.run([*armature, "run", "training.toml", *lo], cluster.environment, 600)
-    shutil.rmtree(cluster.folder / "nodes")
-    assert other.wait(60) == 0, other.tail()
+    armature = ["env", "-C", cluster.folder, PYTHON, "-m", "armature"]
+    cluster.controller.run(
+        [*armature, "run", "training.toml", "--machine=trainer_processes=2"], cluster.environment, 600
+    )
     return weights(cluster.folder / ".armature/store")
 
 
-def test_a_training_that_loses_a_node_ends_with_the_weights_that_it_has_without_slurm(cluster, expected):
+@pytest.mark.parametrize("lost", ["first node", "raylet of the second"])
+def test_training_that_loses_a_node_makes_the_weights_of_one_machine(cluster, expected, lost):
     store = cluster.folder / ".armature/store"
-
-    number = cluster.submit("training.toml", "--machine", "trainer_interface=eth0")
+    number = cluster.submit("training.toml", *TWO)
     cluster.wait_until(number, lambda _: steps_done(store) > 25)
-    first = cluster.hosts(number)[0]
-    cluster.nodes[first].kill()
+    first, second = cluster.hosts(number)
+    if lost == "first node":
+        cluster.nodes[first].kill()
+    else:
+        os.kill(raylet_of(cluster.nodes[second]).pid, signal.SIGKILL)
     cluster.wait_until(number, lambda job: job["JobState"] == "COMPLETED")
-    job = cluster.job(number)
-    assert first not in cluster.hosts(number) and (job["NumNodes"], job["Restarts"]) == ("2", "1")
-    assert "resuming after step" in cluster.log(number)
+    job, log = cluster.job(number), cluster.log(number)
+    if lost == "first node":
+        assert first not in cluster.hosts(number) and (job["NumNodes"], job["Restarts"]) == ("2", "1")
+        assert "resuming after step" in log
+    else:
+        assert job["Restarts"] == "0" and "the trainer died after step" in log
     assert weights(store) == expected

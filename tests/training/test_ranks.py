@@ -8,7 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from armature.components.training.processes import TrainerProcesses, private_folder
+from armature.components.contracts.cluster import ClusterSettings, TrainerBundle
+from armature.components.contracts.machine import Machine
+from armature.components.ports import network
+from armature.components.process import Program
+from armature.components.training.processes import TrainerProcesses, new_attempt, private_folder
+from tests.production.linear_trainer import CONTINUE, OUT, WEIGHTS, installed
+from tests.refusals import refused
 
 SCRIPT = """
 import os, pickle, signal, sys, time, torch
@@ -131,6 +137,44 @@ def test_a_killed_rank_ends_the_others(ended: Ended) -> None:
     assert ended.code == 137 and "rank 1 ended with exit code -9" in ended.log, ended.log
     for rank in range(2):
         assert not Path(f"/proc/{(ended.folder / f'pid-{rank}').read_text()}").exists()
+
+
+def test_interface_has_a_name_and_an_address(tmp_path: Path) -> None:
+    assert network("lo") == network("127.0.0.1") == "lo"
+    with refused("unknown_network_interface", "'eth99'", "lo"):
+        TrainerProcesses(interface="eth99").start([], rendezvous=tmp_path, log=tmp_path / "log")
+
+
+def test_attempts_meet_in_folders_that_were_never_used(tmp_path: Path) -> None:
+    attempts = [new_attempt(tmp_path) for _ in range(12)]
+    assert len(set(attempts)) == 12 and sorted(tmp_path.iterdir()) == sorted(attempts[-2:])
+    assert attempts[-1].stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.slow
+def test_one_machine_never_imports_ray(tmp_path: Path) -> None:
+    """A training and a worker, with a `ray` that ends whoever imports it."""
+    (tmp_path / CONTINUE).touch()
+    (tmp_path / "ray.py").write_text("raise SystemExit('Ray was imported')")
+    code = (
+        "import sys\nfrom pathlib import Path\nfrom armature.components.contracts.machine import Machine\n"
+        "from armature.components.workers.requests import ANYTHING\n"
+        "from armature.components.workers.worker import make_worker\n"
+        "from tests.production.linear_trainer import train\n"
+        "train(Path(sys.argv[1]), Machine(trainer_processes=2, threads=1, loader_workers=0))\n"
+        "with make_worker('tests.workers.misbehaving', timeout=60.0) as worker:\n"
+        "    assert worker.call('echo', 1, reply=ANYTHING) == 1\n"
+    )
+    path = f"{tmp_path}:{installed(tmp_path)}"
+    program = Program([sys.executable, "-c", code, tmp_path], log=tmp_path / "log", env={"PYTHONPATH": path})
+    assert program.wait(120) == 0, program.tail(60)
+    assert (tmp_path / OUT / WEIGHTS).exists()
+
+
+def test_several_nodes_of_one_gpu_share_one_model() -> None:
+    cluster = ClusterSettings(address="auto", trainer=TrainerBundle(num_gpus=1))
+    processes = TrainerProcesses.of(Machine(trainer_nodes=2, cluster=cluster))
+    assert (processes.ranks, processes.sharding, processes.gpus) == (2, "full", (0,))
 
 
 def test_one_rank_has_no_parent_and_meets_nobody(tmp_path: Path) -> None:

@@ -16,8 +16,7 @@ import pytest
 from armature.components.contracts.errors import ConfigurationError, TrainerError
 from armature.components.contracts.machine import Machine
 from armature.components.process import Program
-from armature.components.training.nodes import Attempt
-from armature.components.training.processes import error_file
+from armature.components.training.processes import error_file, new_attempt
 from armature.components.vlm.client import TrainerClient, TrainerPolicySettings
 from tests.vlm.conftest import model_settings, trainer_settings
 
@@ -86,8 +85,8 @@ def test_what_is_not_finite_arrives(client: TrainerClient, tmp_path: Path) -> No
 @pytest.mark.parametrize("written", ["", "{", "[]", "null", '{"class": "ConfigurationError", "what": "not th'])
 def test_error_of_a_rank_that_died_while_it_wrote_it(client: TrainerClient, written: str) -> None:
     client.settings.workspace.mkdir()
-    client._attempt = Attempt.following(client.settings.workspace).open(client.settings.workspace)
-    file = error_file(client._attempt.folder(client.settings.workspace), 0)
+    client._attempt = new_attempt(client.settings.workspace)
+    file = error_file(client._attempt, 0)
     file.write_text(written)
     assert type(client._died("the trainer died")) is TrainerError
     file.write_text(json.dumps({"class": "ConfigurationError", "what": "not this"}))

@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import load_file
 
 from armature.components.batches.table import write_batch
+from armature.components.contracts.cluster import ClusterSettings, TrainerBundle
 from armature.components.contracts.machine import Machine
 from armature.components.models.settings import LoraSettings
 from armature.components.training.checkpoints import TENSORS
@@ -102,7 +103,7 @@ class Runs:
         sharding = "hybrid" if nodes > 1 else "full" if processes > 1 and not copied else None
         machine = Machine(
             trainer_nodes=nodes,
-            trainer_interface="lo" if nodes > 1 else None,
+            cluster=ClusterSettings(address="auto", trainer=TrainerBundle()) if nodes > 1 else None,
             trainer_processes=processes,
             trainer_sharding=sharding,
             trainer_context_parallel=sharing,

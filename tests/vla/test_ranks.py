@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from armature.components.artifacts.history import History
+from armature.components.contracts.cluster import ClusterSettings, TrainerBundle
 from armature.components.contracts.machine import Machine
 from armature.components.process import Program
 from armature.components.vla.client import PolicyTrainerClient
@@ -38,10 +39,11 @@ if other:
 """
 ROOT = Path(__file__).parents[2]
 RANKS: dict[str, Any] = {"threads": 1, "loader_workers": 0, "ready_timeout": 120}
+CLUSTER = ClusterSettings(address="auto", trainer=TrainerBundle())
 MACHINES = {
     "copies": Machine(trainer_processes=2, **RANKS),
     "full": Machine(trainer_processes=2, trainer_sharding="full", **RANKS),
-    "hybrid": Machine(trainer_nodes=2, trainer_interface="lo", trainer_sharding="hybrid", **RANKS),
+    "hybrid": Machine(trainer_nodes=2, cluster=CLUSTER, trainer_sharding="hybrid", **RANKS),
 }
 SAME: dict[str, dict[str, Any]] = {
     "full": {"policy": {"action_mode": "both"}},

@@ -20,7 +20,6 @@ from armature.components.contracts.machine import Machine
 from armature.components.policies.molmoact2 import policy as policies
 from armature.components.policies.molmoact2.checkpoints.checkpoint import save_policy
 from armature.components.policies.molmoact2.policy import open_policy
-from armature.components.process import Program
 from armature.components.training.processes import private_folder
 from armature.components.training.ranks import Ranks
 from armature.components.training.service_settings import ServiceSettings, service_settings
@@ -199,23 +198,15 @@ def test_two_ranks_make_the_steps_of_one(
     assert expected["value_head.layers.4.bias"].any()
 
 
-def test_two_nodes_pack_action_tokens_and_split_the_policy(tmp_path: Path) -> None:
+def test_two_ranks_pack_action_tokens_and_split_the_policy(tmp_path: Path) -> None:
     batches, plain = write_batches(tmp_path, "discrete"), {"mode": "full", "ratio": "token"}
     one_process = InProcessTrainer(training(batches, settings(**plain), "discrete"), machine(), tmp_path / "alone")
     job = training(batches, settings(packing=PACKING, **plain), "discrete")
-    nodes = machine(trainer_nodes=2, trainer_interface="lo", trainer_sharding="full")
-    command = [sys.executable, "-m", "armature", "join", str(tmp_path / "work/trainer.json")]
-    other = Program(command, log=tmp_path / "log")
-    try:
-        with RobotRLTrainerClient(job, nodes, tmp_path / "work") as client:
-            (alone, told), (shared, heard) = (
-                ([each.step(1, batches / "1")], each.score(batches / "1")) for each in (one_process, client)
-            )
-            client.finish()
-        assert other.wait(30) == 0, other.tail()
-        assert "Traceback" not in other.tail(60)
-    finally:
-        other.stop()
+    ranks = machine(trainer_processes=2, trainer_sharding="full")
+    with RobotRLTrainerClient(job, ranks, tmp_path / "work") as client:
+        (alone, told), (shared, heard) = (
+            ([each.step(1, batches / "1")], each.score(batches / "1")) for each in (one_process, client)
+        )
     metrics_agree(alone, shared)
     assert heard == pytest.approx(told, rel=1e-6)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,8 +14,8 @@ from armature.components.contracts.cluster import ClusterSettings
 
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[Any]:
-    """A head without CPUs, to add nodes to."""
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    """A head without CPUs, to add nodes to; whoever joins it needs its token."""
+    os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     import ray
     from ray.cluster_utils import Cluster
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import shutil
 import subprocess
 from pathlib import Path
@@ -88,5 +89,15 @@ def test_runs_reach_it_and_it_reaches_servers(
     for policy in ("ray-of-runs", "ray-of-vllm"):
         (rule,) = policies[policy]["ingress"]
         assert rule["from"] == [{"podSelector": {"matchLabels": label}}]
+    assert ray_cluster_object["spec"]["authOptions"] == {
+        "mode": "token"
+    }  # the operator's secret has the cluster's name
+    template = (KUBERNETES / "base/job-template.json").read_text()
+    assert json.loads(template)["job_configuration"]["job_manifest"]["spec"]["template"]["spec"]["containers"][0][
+        "env"
+    ][-1] == {
+        "name": "RAY_AUTH_TOKEN",
+        "valueFrom": {"secretKeyRef": {"name": name, "key": "auth_token", "optional": True}},
+    }
     text = (KUBERNETES / "ray/raycluster.yaml").read_text()
     assert ClusterSettings(address=f"{name}-head-svc:6379").address in text

@@ -196,16 +196,3 @@ def test_workers_end_with_a_run_that_is_killed(cluster: ClusterSettings) -> None
     )
     out = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=False).stdout
     assert gone(int(out), 30)
-
-
-def test_ray_is_not_imported_for_workers_of_this_machine() -> None:
-    code = (
-        "import sys, armature\n"
-        "from armature.components.workers.requests import ANYTHING\n"
-        "from armature.components.workers.worker import make_worker\n"
-        f"with make_worker({MODULE!r}, timeout=60.0) as worker:\n"
-        "    assert worker.call('echo', 1, reply=ANYTHING) == 1\n"
-        "print('ray' in sys.modules)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "False\n"
