@@ -11,7 +11,7 @@ from pydantic import BaseModel
 
 from armature import supervisor
 from armature.components.configuration import Recipe
-from armature.components.contracts.cluster import ClusterSettings
+from armature.components.contracts.cluster import Bundle, ClusterSettings
 from armature.components.contracts.errors import ConfigurationError
 from armature.components.contracts.machine import Machine
 from armature.components.contracts.stages import Stage
@@ -106,25 +106,17 @@ def _check_triton(machine: Machine) -> None:
 def _say_room(machine: Machine, cluster: ClusterSettings) -> None:
     from armature.components.workers.actor import room  # Ray is an extra
 
+    def say(placed: ClusterSettings | Bundle, what: str, *settings: str) -> None:
+        fits = room(cluster.address, placed.resources_of_node())
+        asked = ", ".join(f"{name} asks for {getattr(machine, name)}" for name in settings)
+        print(f"cluster: {len(fits)} nodes with room for {sum(fits.values())} {what}, {asked}")
+
     if machine.environment_processes or machine.rollout_workers or machine.statistics_workers:
-        fits = room(cluster.address, cluster.resources_of_node())
-        print(
-            f"cluster: {len(fits)} nodes with room for {sum(fits.values())} workers, "
-            f"environment_processes asks for {machine.environment_processes}, rollout_workers for "
-            f"{machine.rollout_workers}, statistics_workers for {machine.statistics_workers}"
-        )
+        say(cluster, "workers", "environment_processes", "rollout_workers", "statistics_workers")
     if cluster.servers is not None:
-        fits = room(cluster.address, cluster.servers.resources_of_node())
-        print(
-            f"cluster: {len(fits)} nodes with room for {sum(fits.values())} model servers, "
-            f"servers asks for {machine.servers}"
-        )
+        say(cluster.servers, "model servers", "servers")
     if cluster.trainer is not None:
-        fits = room(cluster.address, cluster.trainer.resources_of_node())
-        print(
-            f"cluster: {len(fits)} nodes with room for the trainer's ranks of {sum(fits.values())}, "
-            f"trainer_nodes asks for {machine.trainer_nodes}"
-        )
+        say(cluster.trainer, "nodes of trainer ranks", "trainer_nodes")
 
 
 def check_machine(machine: Machine, with_servers: bool) -> None:

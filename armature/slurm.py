@@ -39,9 +39,11 @@ RAY_AUTH_TOKEN=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n') || exit
 head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1):$((20000 + SLURM_JOB_ID % 10000)) || exit
 ended=$(mktemp) || exit
 export RAY_AUTH_TOKEN head ended
-# The launcher runs the recipe on the first node. On another one, Ray starts again if it is lost there.
+# The launcher runs the recipe on the first node. On another one, Ray starts again if it is lost there. What an earlier
+# start of the job left is ended first.
 srun --cpus-per-task="$SLURM_CPUS_PER_TASK" --label --wait=10 bash -c '
   while
+    ray stop --force > /dev/null
     ray symmetric-run --address "$head" --min-nodes "$SLURM_JOB_NUM_NODES" --num-cpus "$SLURM_CPUS_PER_TASK" -- "$@"
     [ "$SLURM_PROCID" -gt 0 ]
   do sleep 1; done

@@ -162,12 +162,7 @@ class WorkerActor:
         except ray.exceptions.RayActorError as error:
             if not error.actor_init_failed:
                 raise
-            raise ConfigurationError(
-                f"the cluster cannot start workers: {error}",
-                code="cluster_start_failed",
-                where=f"machine.cluster.address = {self._cluster.address!r}",
-                remedy="install the same release of Armature on each node, or start them from the same image",
-            ) from error
+            raise not_started("workers", self._cluster.address, error) from error
         self.node = about["node"]
         refuse_other(about, "machine.cluster")
         return actor
@@ -279,6 +274,16 @@ def joined(address: str) -> Any:
                 where=f"machine.cluster.address = {address!r}",
             )
         return ray
+
+
+def not_started(what: str, address: str, error: Exception) -> ConfigurationError:
+    """Return the error for an actor whose node failed to make it."""
+    return ConfigurationError(
+        f"the cluster cannot start {what}: {error}",
+        code="cluster_start_failed",
+        where=f"machine.cluster.address = {address!r}",
+        remedy="install the same release of Armature on each node, or start them from the same image",
+    )
 
 
 def _reach(address: str) -> None:

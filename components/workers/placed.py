@@ -13,7 +13,7 @@ from typing import Any, Literal
 from armature.components.contracts.cluster import Bundle, ClusterSettings
 from armature.components.contracts.errors import ArmatureError, ConfigurationError
 from armature.components.process import GRACE, Program
-from armature.components.workers.actor import installed, joined, refuse_other
+from armature.components.workers.actor import installed, joined, not_started, refuse_other
 
 ANSWER_SECONDS = 30.0
 """For an actor that is there to do what takes no time."""
@@ -183,12 +183,7 @@ class PlacedProgram:
                 return found
             except ray.exceptions.RayActorError as error:
                 if error.actor_init_failed:
-                    raise ConfigurationError(
-                        f"the cluster cannot start {self._places.bundle.WHAT}: {error}",
-                        code="cluster_start_failed",
-                        where=f"machine.cluster.address = {self._places.cluster.address!r}",
-                        remedy="install the same release of Armature on each node, or start them from the same image",
-                    ) from error
+                    raise not_started(self._places.bundle.WHAT, self._places.cluster.address, error) from error
             # For a moment the bundle may still be on a node that was lost.
             self._refuse_waiting(ray, stopped, end)
             stopped.wait(1.0)

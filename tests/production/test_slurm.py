@@ -265,21 +265,25 @@ def expected(cluster: Cluster) -> str:
     return weights(cluster.folder / ".armature/store")
 
 
-@pytest.mark.parametrize("lost", ["first node", "raylet of the second"])
+@pytest.mark.parametrize("lost", ["first node", "second raylet", "first raylet"])
 def test_training_that_loses_a_node_makes_the_weights_of_one_machine(cluster, expected, lost):
     store = cluster.folder / ".armature/store"
     number = cluster.submit("training.toml", *TWO)
     cluster.wait_until(number, lambda _: steps_done(store) > 25)
-    first, second = cluster.hosts(number)
-    if lost == "first node":
-        cluster.nodes[first].kill()
+    which, _, what = lost.partition(" ")
+    name = cluster.hosts(number)[which == "second"]
+    if what == "node":
+        cluster.nodes[name].kill()
     else:
-        os.kill(raylet_of(cluster.nodes[second]).pid, signal.SIGKILL)
+        os.kill(raylet_of(cluster.nodes[name]).pid, signal.SIGKILL)
+    if lost == "first raylet":  # the head of the cluster, and the run with it
+        cluster.wait_until(number, lambda job: job["JobState"] == "FAILED")
+        assert cluster.job(number)["ExitCode"] != "0:0"
+        number = cluster.submit("training.toml", *TWO)
     cluster.wait_until(number, lambda job: job["JobState"] == "COMPLETED")
     job, log = cluster.job(number), cluster.log(number)
-    if lost == "first node":
-        assert first not in cluster.hosts(number) and (job["NumNodes"], job["Restarts"]) == ("2", "1")
-        assert "resuming after step" in log
-    else:
-        assert job["Restarts"] == "0" and "the trainer died after step" in log
+    assert (job["NumNodes"], job["Restarts"]) == ("2", "1" if what == "node" else "0")
+    assert ("the trainer died after step" if which == "second" else "resuming after step") in log
     assert weights(store) == expected
+    if what == "node":
+        assert name not in cluster.hosts(number)

@@ -16,6 +16,7 @@ import pytest
 from armature.components.contracts.errors import ConfigurationError, TrainerError
 from armature.components.contracts.machine import Machine
 from armature.components.process import Program
+from armature.components.training.client import read_address
 from armature.components.training.processes import error_file, new_attempt
 from armature.components.vlm.client import TrainerClient, TrainerPolicySettings
 from tests.vlm.conftest import model_settings, trainer_settings
@@ -91,3 +92,16 @@ def test_error_of_a_rank_that_died_while_it_wrote_it(client: TrainerClient, writ
     assert type(client._died("the trainer died")) is TrainerError
     file.write_text(json.dumps({"class": "ConfigurationError", "what": "not this"}))
     assert type(client._died("the trainer died")) is ConfigurationError
+
+
+WHOLE = '{"url": "http://127.0.0.1:4321"}'
+
+
+@pytest.mark.parametrize("length", range(len(WHOLE)))
+def test_half_written_address_is_none(length: int, tmp_path: Path) -> None:
+    file = tmp_path / "address.json"
+    assert read_address(file) is None
+    file.write_text(WHOLE[:length])
+    assert read_address(file) is None
+    file.write_text(WHOLE)
+    assert read_address(file) == "http://127.0.0.1:4321"
