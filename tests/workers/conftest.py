@@ -11,11 +11,13 @@ import pytest
 
 from armature.components.contracts.cluster import ClusterSettings
 
+# Ray reads them when it is imported, which a test module may do first.
+os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+
 
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[Any]:
     """A head without CPUs, to add nodes to; whoever joins it needs its token."""
-    os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     import ray
     from ray.cluster_utils import Cluster
 
