@@ -258,7 +258,7 @@ def expected(cluster: Cluster) -> str:
     """The weights of TRAINING without SLURM, by two ranks of one machine."""
     write_dataset(cluster.folder / "data", 6)
     (cluster.folder / "training.toml").write_text(TRAINING)
-    armature = ["env", "-C", cluster.folder, PYTHON, "-m", "armature"]
+    armature = ["env", "-C", str(cluster.folder), str(PYTHON), "-m", "armature"]
     cluster.controller.run(
         [*armature, "run", "training.toml", "--machine=trainer_processes=2"], cluster.environment, 600
     )
