@@ -133,6 +133,19 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 @pytest.fixture(autouse=True)
+def environment_of_one_test() -> Iterator[None]:
+    """Undo what a test leaves in `os.environ`: MLflow writes its address there, `armature run` those of the platform.
+
+    Without this, a later test in the same process would ask the store of an earlier one.
+    """
+    before = dict(os.environ)
+    yield
+    for name in os.environ.keys() - before.keys():
+        del os.environ[name]
+    os.environ.update(before)
+
+
+@pytest.fixture(autouse=True)
 def secrets_of_one_test(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a test reads as a secret, such as "another", is not blanked in the errors of the next one."""
     from armature.components.contracts import secret_values
