@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
+import inspect
 import os
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
@@ -130,6 +132,16 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         needed = marker.args[0] if marker.args else 1
         if torch.cuda.device_count() < needed:
             pytest.skip(f"needs {needed} CUDA device(s), this machine has {torch.cuda.device_count()}")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a test that is an `async def` in an event loop of its own."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
+    asyncio.run(pyfuncitem.obj(**arguments))
+    return True
 
 
 @pytest.fixture(autouse=True)

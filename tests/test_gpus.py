@@ -45,9 +45,7 @@ def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Driver:
         (None, (), ""),
     ],
 )
-def test_programs_get_devices_of_those_that_are_left(
-    given: str | None, gpus: tuple[int, ...], names: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_programs_get_devices_of_those_that_are_left(given, gpus, names, monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if given is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
@@ -59,16 +57,14 @@ def test_programs_get_devices_of_those_that_are_left(
 @pytest.mark.parametrize(
     ("given", "gpu", "left"), [("2,3", 2, 2), ("", 0, 0), ("-1", 0, 0), ("0,-1,2", 1, 1), ("5,,6", 1, 1)]
 )
-def test_a_device_that_is_not_left_is_refused(given: str, gpu: int, left: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_that_is_not_left_is_refused(given, gpu, left, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
     with refused("gpu_not_visible", gpu, left) as caught:
         visible_devices((gpu,))
     assert not given or given not in caught.value.what
 
 
-def test_the_driver_s_devices_are_counted_as_far_as_they_are_left(
-    driver: Driver, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_driver_s_devices_are_counted_as_far_as_they_are_left(driver, monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     driver(LISTED)
     assert gpu_count() == 4
@@ -77,7 +73,7 @@ def test_the_driver_s_devices_are_counted_as_far_as_they_are_left(
         assert gpu_count() == count
 
 
-def test_a_rank_has_the_trainer_s_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_has_the_trainer_s_devices(tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6,7")
     script = "import os; print(os.environ['CUDA_VISIBLE_DEVICES'])"
     processes = TrainerProcesses(gpus=(2,))
@@ -86,7 +82,7 @@ def test_a_rank_has_the_trainer_s_devices(tmp_path: Path, monkeypatch: pytest.Mo
     assert (tmp_path / "log").read_text().split() == ["7"]
 
 
-def test_a_cluster_s_servers_do_not_need_devices_here(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cluster_s_servers_do_not_need_devices_here(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     bundle = {"num_cpus": 1, "tensor_parallel_size": 2}
     machine = Machine(cluster=ClusterSettings.model_validate({"address": "127.0.0.1:6379", "servers": bundle}))
@@ -94,7 +90,7 @@ def test_a_cluster_s_servers_do_not_need_devices_here(monkeypatch: pytest.Monkey
     assert served["CUDA_VISIBLE_DEVICES"] == "0,1"  # what Ray says to its actor takes its place
 
 
-def test_a_file_s_server_comes_behind_its_trainer(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_s_server_comes_behind_its_trainer(driver, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,2,3")
     driver(LISTED)
     tables = {"model": "m", "env": {"id": "e"}, "inference": {"gpus": 2}}
@@ -104,6 +100,6 @@ def test_a_file_s_server_comes_behind_its_trainer(driver: Driver, monkeypatch: p
 
 
 @pytest.mark.parametrize("named", [{"trainer_gpus": (-1,)}, {"server_gpus": ((0, -1),)}])
-def test_a_device_has_no_negative_number(named: dict[str, object]) -> None:
+def test_a_device_has_no_negative_number(named):
     with refused("greater_than_equal"):
         Machine.model_validate(named)

@@ -36,7 +36,7 @@ def outputs(tiny: Any, rows: Any, outputs_of: Any) -> Any:
     )
 
 
-def test_samples_hold_the_tokens_as_given(tiny: Any, outputs: Any) -> None:
+def test_samples_hold_the_tokens_as_given(tiny, outputs):
     samples, drops = tiny.adapter.samples(outputs)
     assert not drops
     assert len(samples) == 4
@@ -55,7 +55,7 @@ def test_samples_hold_the_tokens_as_given(tiny: Any, outputs: Any) -> None:
 
 
 @pytest.mark.parametrize("chosen", [(0,), (1,), (1, 2), (0, 2, 3), (3, 0, 1, 2)])
-def test_collated_inputs_equal_the_processors_batch(tiny: Any, rows: Any, outputs: Any, chosen: Any) -> None:
+def test_collated_inputs_equal_the_processors_batch(tiny, rows, outputs, chosen):
     samples, _ = tiny.adapter.samples(outputs)
     batch = validate_batch(tiny.collate([samples[row] for row in chosen]))
     expected = tiny.processed(*zip(*(rows[row] for row in chosen), strict=True))
@@ -72,14 +72,14 @@ def test_collated_inputs_equal_the_processors_batch(tiny: Any, rows: Any, output
         assert batch.pixel_values is None
 
 
-def test_the_number_of_tokens_is_what_the_processor_writes(tiny: Any, rows: Any, says: Any) -> None:
+def test_the_number_of_tokens_is_what_the_processor_writes(tiny, rows, says):
     for size in SIZES:
         ref = tiny.image(*size)
         needed = tiny.collator.process_image(tiny.images[ref])["placeholder_runs"].sum()
         assert needed == (tiny.prompt([says(None)], [ref]) == tiny.collator.image_token_id).sum() > 0
 
 
-def test_batch_equals_single_rows(tiny: Any, outputs: Any) -> None:
+def test_batch_equals_single_rows(tiny, outputs):
     samples, _ = tiny.adapter.samples(outputs)
     batch = tiny.collate(samples)
     logits, grads = forward_and_backward(tiny.model, batch)
@@ -96,7 +96,7 @@ def test_batch_equals_single_rows(tiny: Any, outputs: Any) -> None:
         torch.testing.assert_close(grad / scale, total[name] / scale, atol=1e-5, rtol=0)
 
 
-def test_training_mode_takes_batches_with_and_without_images(tiny: Any, outputs: Any) -> None:
+def test_training_mode_takes_batches_with_and_without_images(tiny, outputs):
     samples, _ = tiny.adapter.samples(outputs)
     tiny.model.train()
     try:
@@ -107,7 +107,7 @@ def test_training_mode_takes_batches_with_and_without_images(tiny: Any, outputs:
         tiny.model.eval()
 
 
-def test_left_padding_equals_right_padding(tiny: Any, outputs: Any) -> None:
+def test_left_padding_equals_right_padding(tiny, outputs):
     samples, _ = tiny.adapter.samples(outputs)
     batch = tiny.collate(samples)
     inputs = model_inputs(batch)
@@ -125,9 +125,7 @@ def test_left_padding_equals_right_padding(tiny: Any, outputs: Any) -> None:
         torch.testing.assert_close(right[:length], other[-length:], atol=1e-5, rtol=0)
 
 
-def test_a_turn_with_a_new_image_is_merged_and_does_not_change_the_past(
-    tiny: Any, says: Any, turn_of: Any, outputs_of: Any
-) -> None:
+def test_a_turn_with_a_new_image_is_merged_and_does_not_change_the_past(tiny, says, turn_of, outputs_of):
     first, second = tiny.image(100, 80), tiny.image(64, 150)
     opening = tiny.turn([says(None, "What color is this?")], [first], "red")
     more = tiny.prompt([says("And this?", None)], [second])
@@ -147,9 +145,7 @@ def test_a_turn_with_a_new_image_is_merged_and_does_not_change_the_past(
     torch.testing.assert_close(of_both[: len(of_first)], of_first, atol=1e-5, rtol=0)
 
 
-def test_sampled_placeholders_and_wrong_counts_are_dropped_alone(
-    tiny: Any, outputs: Any, turn_of: Any, outputs_of: Any
-) -> None:
+def test_sampled_placeholders_and_wrong_counts_are_dropped_alone(tiny, outputs, turn_of, outputs_of):
     good = outputs.trajectories[2].turns[0]
     bad = [
         turn_of(good.prompt_token_ids, [*good.completion_token_ids, token], images=good.images)
@@ -165,7 +161,7 @@ def test_sampled_placeholders_and_wrong_counts_are_dropped_alone(
     assert drops == {"placeholder_sampled": len(bad), "placeholder_mismatch": 3}
 
 
-def test_collate_refuses_a_row_whose_images_do_not_fit(tiny: Any, outputs: Any) -> None:
+def test_collate_refuses_a_row_whose_images_do_not_fit(tiny, outputs):
     sample = tiny.adapter.samples(outputs)[0][2]
     with refused("image_tokens_mismatch", f"sample {sample.sample_id}"):
         tiny.collate([replace(sample, images=sample.images[:1])])

@@ -45,7 +45,7 @@ class Seeing(torch.nn.Module):
         return logits if pixel_values is None else logits + self.vision(pixel_values.mean((-2, -1)))[:, None]
 
 
-def test_an_own_adapter_needs_one_method(qwen: Any, outputs_of: Any) -> None:
+def test_an_own_adapter_needs_one_method(qwen, outputs_of):
     for given in (qwen.processor, qwen.processor.tokenizer):
         adapter = Own(given)
         assert adapter.tokenizer is qwen.processor.tokenizer
@@ -61,12 +61,12 @@ def test_an_own_adapter_needs_one_method(qwen: Any, outputs_of: Any) -> None:
 @pytest.mark.parametrize(
     "shape", [(2, 3, 224, 224), (2, 3, 336, 336), (2, 1, 224, 224), (2, 3, 512, 512), (2, 4, 3, 224, 224), (48, 1176)]
 )
-def test_pixels_of_any_family_are_kept_as_they_are(shape: tuple[int, ...]) -> None:
+def test_pixels_of_any_family_are_kept_as_they_are(shape):
     pixels = torch.randn(shape)
     assert model_inputs(validate_batch(batch(pixel_values=pixels)))["pixel_values"] is pixels
 
 
-def test_extra_inputs_reach_the_model_unchanged() -> None:
+def test_extra_inputs_reach_the_model_unchanged():
     extra = {
         "image_sizes": torch.tensor([[224, 224], [336, 112]]),
         "image_grid_thw": torch.tensor([[1, 4, 4]]),
@@ -80,14 +80,14 @@ def test_extra_inputs_reach_the_model_unchanged() -> None:
     assert all(call[name] is value for name, value in extra.items())
 
 
-def test_without_images_the_model_is_called_without_pixels() -> None:
+def test_without_images_the_model_is_called_without_pixels():
     inputs = model_inputs(validate_batch(batch()))
     assert inputs.keys() == {"input_ids", "attention_mask"}
     assert batch().extra_model_kwargs == {}
     assert batch().extra_model_kwargs is not batch().extra_model_kwargs
 
 
-def test_gradients_reach_what_looks_at_the_pixels() -> None:
+def test_gradients_reach_what_looks_at_the_pixels():
     model = Seeing()
     given = batch(pixel_values=torch.randn(2, 3, 8, 8))
     logprobs = model(**model_inputs(given))[:, :-1].log_softmax(-1).gather(-1, given.input_ids[:, 1:, None])[..., 0]
@@ -120,9 +120,7 @@ def test_gradients_reach_what_looks_at_the_pixels() -> None:
         ("extra_model_kwargs", {"mm_token_type_ids": torch.zeros(2, 4)}, "batch_shape_mismatch", ((2, 5), (2, 4))),
     ],
 )
-def test_a_wrong_batch_is_built_without_complaint_and_then_refused_by_name(
-    field: str, value: Any, code: str, shown: tuple[object, ...]
-) -> None:
+def test_a_wrong_batch_is_built_without_complaint_and_then_refused_by_name(field, value, code, shown):
     wrong = batch(**{field: value})
     with refused(code, f"MultimodalBatch.{field}", *shown) as error:
         validate_batch(wrong)

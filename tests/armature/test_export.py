@@ -155,7 +155,7 @@ def record_of(trained: Trained) -> TrainingRecord:
     return record
 
 
-def test_an_export_is_what_transformers_loads_with_the_merged_weights(trained: Trained, tmp_path: Path) -> None:
+def test_an_export_is_what_transformers_loads_with_the_merged_weights(trained, tmp_path):
     out = export(trained.artifact.digest[:12], tmp_path / "out", trained.store)
     made = files_of(trained.artifact.path / "checkpoint")
     expected = {name: data for name, data in made.items() if not name.startswith("adapter/")}
@@ -182,7 +182,7 @@ def test_an_export_is_what_transformers_loads_with_the_merged_weights(trained: T
         export(str(trained.artifact.path), tmp_path / "other", tmp_path / "empty", adapter=True)
 
 
-def test_the_card_carries_what_the_checkpoint_was_made_from_and_how_it_did(trained: Trained, tmp_path: Path) -> None:
+def test_the_card_carries_what_the_checkpoint_was_made_from_and_how_it_did(trained, tmp_path):
     out = export(str(trained.artifact.path), tmp_path / "out", trained.store)
     card = ModelCard.load(out / "README.md")
     data, record = card.data, record_of(trained)
@@ -205,7 +205,7 @@ def test_the_card_carries_what_the_checkpoint_was_made_from_and_how_it_did(train
     assert f"vllm serve {tmp_path / 'out'}" in text and f"from_pretrained('{tmp_path / 'out'}'" in text
 
 
-def test_the_recipe_in_the_card_makes_the_same_again(trained: Trained) -> None:
+def test_the_recipe_in_the_card_makes_the_same_again(trained):
     _, _, after = model_card(record_of(trained), "me/mine", "merged").partition("## Recipe")
     fence = after[after.index("```") :].split("toml", 1)[0]
     recipe = tomllib.loads(after.split(f"{fence}toml\n", 1)[1].split(f"\n{fence}\n", 1)[0])
@@ -217,7 +217,7 @@ def test_the_recipe_in_the_card_makes_the_same_again(trained: Trained) -> None:
             assert again.sections[name] == section, name
 
 
-def test_recipe_of_a_robot_training_keeps_the_evaluation_after_it(trained: Trained) -> None:
+def test_recipe_of_a_robot_training_keeps_the_evaluation_after_it(trained):
     recipe = load_recipe("train-vla-rl/tiny", ["evaluation.every=5", "evaluation.perturbations={camera=[0.5]}"])
     settings, after = (
         recipe.settings_for(each).model_dump(mode="json") for each in (TrainVLARLSettings, EvaluateLiberoStageSettings)
@@ -229,14 +229,14 @@ def test_recipe_of_a_robot_training_keeps_the_evaluation_after_it(trained: Train
     assert again["evaluation"] == recipe.dump()["evaluation"]
 
 
-def test_a_policy_s_card_is_for_lerobot_and_names_the_commit_of_the_code(trained: Trained) -> None:
+def test_a_policy_s_card_is_for_lerobot_and_names_the_commit_of_the_code(trained):
     card = ModelCard(model_card(replace(record_of(trained), commit="0ddba11"), "me/robot", "lerobot"))
     assert (card.data.library_name, card.data.pipeline_tag) == ("lerobot", "robotics")
     assert "MolmoAct2Policy.from_pretrained('me/robot')" in card.content and "vllm serve" not in card.content
     assert "| commit of the code | `0ddba11` |" in card.content and SOURCES["code"] in card.content
 
 
-def test_text_of_recipes_and_data_stays_text_in_the_card(trained: Trained) -> None:
+def test_text_of_recipes_and_data_stays_text_in_the_card(trained):
     record, name = record_of(trained), "me/my: model # | <b>"
     manifest = record.manifest.model_copy(
         update={"sources": {HOSTILE: HOSTILE}, "settings": {**record.manifest.settings, HOSTILE: {HOSTILE: [HOSTILE]}}}
@@ -261,9 +261,7 @@ def hub(trained: Trained, monkeypatch: pytest.MonkeyPatch) -> HubServer:
     return trained.hub
 
 
-def test_what_arrives_is_the_export_byte_for_byte_in_a_private_repository(
-    trained: Trained, hub: HubServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_arrives_is_the_export_byte_for_byte_in_a_private_repository(trained, hub, tmp_path, capsys):
     app(["push", str(trained.artifact.path), "me/mine", "--store", str(trained.store)], standalone_mode=False)
     said = capsys.readouterr()
     repository = hub.repositories["model", "me/mine"]
@@ -281,9 +279,7 @@ def test_what_arrives_is_the_export_byte_for_byte_in_a_private_repository(
     assert {name: data for name, data in public.files("v2").items() if name != ".gitattributes"} == files_of(out)
 
 
-def test_an_upload_that_was_interrupted_is_repeated_and_leaves_no_old_weights(
-    trained: Trained, hub: HubServer, tmp_path: Path
-) -> None:
+def test_an_upload_that_was_interrupted_is_repeated_and_leaves_no_old_weights(trained, hub, tmp_path):
     out = export(str(trained.artifact.path), tmp_path / "out", trained.store)
     hub.faults.append((r"^POST /api/models/me/again/commit", 0))
     with refused("upload_failed", "me/again"):
@@ -297,9 +293,7 @@ def test_an_upload_that_was_interrupted_is_repeated_and_leaves_no_old_weights(
     assert not any(request.startswith("PUT /objects/") for request in hub.asked)  # they had arrived before
 
 
-def test_what_the_hub_cannot_take_is_refused_with_what_to_do(
-    trained: Trained, hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_the_hub_cannot_take_is_refused_with_what_to_do(trained, hub, tmp_path, monkeypatch):
     out = export(str(trained.artifact.path), tmp_path / "out", trained.store)
 
     def not_taken(name: str, code: str, *values: object, **how: Any) -> None:

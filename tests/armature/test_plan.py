@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -23,14 +22,14 @@ def rows(name: str, *changes: str, gpus: tuple[int, ...] = (2,), assume: tuple[s
     return [line.split() for line in lines[3 : lines.index("", 2)]]
 
 
-def test_row_for_each_number_of_gpus() -> None:
+def test_row_for_each_number_of_gpus():
     alone, *planned = rows(COLORS, "rollouts.groups_per_step=4", gpus=(1, 2, 4))
     assert [row[0] for row in planned] == ["2", "4"] and alone[0] == "1"  # which hold no server and trainer
     assert planned[0][1:3] == ["1", "1"]
     assert [row[0] for row in rows(ROBOT, gpus=(1, 8))] == ["1", "8"]
 
 
-def test_assumptions_are_changed_and_printed_with_their_source() -> None:
+def test_assumptions_are_changed_and_printed_with_their_source():
     (usual,), (slow,) = rows(COLORS), rows(COLORS, assume=("environment_seconds=60", "turns=2.0"))
     assert float(slow[5]) > 2 * 60 > float(usual[5])
     lines = list(plan_recipe(load_recipe(ROBOT), (1,), "h200", ("action_seconds=0.5",)))
@@ -52,14 +51,12 @@ def test_assumptions_are_changed_and_printed_with_their_source() -> None:
         ),
     ],
 )
-def test_rejects_what_cannot_be_planned(
-    name: str, changes: tuple[str, ...], gpu: str, assume: tuple[str, ...], code: str
-) -> None:
+def test_rejects_what_cannot_be_planned(name, changes, gpu, assume, code):
     with refused(code):
         list(plan_recipe(load_recipe(name, changes), (2,), gpu, assume))
 
 
-def test_memory_of_a_language_recipe_is_known_without_a_gpu(tmp_path: Path) -> None:
+def test_memory_of_a_language_recipe_is_known_without_a_gpu(tmp_path):
     """LoRA on Qwen2.5-VL-7B and its server, each with 15.4 GiB of weights, on one GPU: see docs/models.md."""
     config_of("Qwen/Qwen2.5-VL-7B-Instruct").save_pretrained(tmp_path)
     recipe = load_recipe("train-vlm/geometry3k-7b", (f"model.source={tmp_path}", "model.revision="))
@@ -79,9 +76,7 @@ def test_memory_of_a_language_recipe_is_known_without_a_gpu(tmp_path: Path) -> N
         ("evaluate/libero", False, True, 24e9),
     ],
 )
-def test_memory_of_a_robot_recipe_is_known_without_a_gpu(
-    name: str, trains: bool, plays: bool, smallest: float, tmp_path: Path
-) -> None:
+def test_memory_of_a_robot_recipe_is_known_without_a_gpu(name, trains, plays, smallest, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(RELEASED))
     recipe = load_recipe(name, (f"policy.checkpoint_path={tmp_path}", "policy.revision="))
     memory = memory_of(recipe)
@@ -89,7 +84,7 @@ def test_memory_of_a_robot_recipe_is_known_without_a_gpu(
     assert memory.fits(smallest) and not memory.fits(smallest / 2)
 
 
-def test_memory_that_is_unknown_ends_no_check() -> None:
+def test_memory_that_is_unknown_ends_no_check():
     (line,) = memory_lines(load_recipe(COLORS, ("model.source=./nowhere", "model.tiny=")), None)
     assert "unknown" in line
     assert memory_lines(load_recipe("quantile-stats/folder"), None) == []

@@ -48,7 +48,7 @@ def environment(**more: str) -> dict[str, str]:
 
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="compares with an answer on the CPU")
-def test_a_robot_is_served_until_it_is_interrupted(checkpoint: Path, tmp_path: Path) -> None:
+def test_a_robot_is_served_until_it_is_interrupted(checkpoint, tmp_path):
     options = ["--port", "0", "--metrics", "127.0.0.1:0", "--n-action-steps", "2", "--state", "observation/state"]
     options += [word for name in NAMES for word in ("--camera", name)]
     command = [*COMMAND, str(checkpoint), *options]
@@ -115,14 +115,7 @@ def test_a_robot_is_served_until_it_is_interrupted(checkpoint: Path, tmp_path: P
         (["."], "the key is not 16 or more", "short"),
     ],
 )
-def test_what_cannot_be_is_said(
-    options: list[str],
-    said: str,
-    key: str | None,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_what_cannot_be_is_said(options, said, key, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv(KEY, raising=False)
     if key:

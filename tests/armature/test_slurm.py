@@ -39,7 +39,7 @@ def started(script: str, folder: Path) -> list[str]:
     return words.read_text().split("\0")[:-1]
 
 
-def test_the_resources_of_a_node_are_those_of_the_machine() -> None:
+def test_the_resources_of_a_node_are_those_of_the_machine():
     large = directives(slurm.script("train-vla/molmoact2", TWO, ["--partition=gpu", "--mem=0"]))
     resources = {"--nodes=2", "--exclusive", "--gpus-per-node=8", "--cpus-per-task=42", "--mem=816G"}
     assert resources < set(large) and large[-1] == "--partition=gpu --mem=0"
@@ -54,7 +54,7 @@ def test_the_resources_of_a_node_are_those_of_the_machine() -> None:
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
-def test_every_value_arrives_as_it_was_given(nodes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_value_arrives_as_it_was_given(nodes, tmp_path, monkeypatch):
     folder = tmp_path / HOSTILE[0] / HOSTILE[2] / HOSTILE[3]
     folder.mkdir(parents=True)
     monkeypatch.chdir(folder)
@@ -86,16 +86,14 @@ def test_what_cannot_be_submitted_is_refused(monkeypatch: pytest.MonkeyPatch, tm
         (["--slurm", "--watch"], "slurm-<job>.out"),
     ],
 )
-def test_options_that_would_do_nothing_are_refused(
-    words: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_options_that_would_do_nothing_are_refused(words, said, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["armature", "submit", "train-vlm/colors", *words])
     with pytest.raises(SystemExit) as ended:
         main()
     assert ended.value.code == 2 and said in capsys.readouterr().err
 
 
-def test_a_dry_run_prints_the_script(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_prints_the_script(monkeypatch, capsys):
     words = ["armature", "submit", "train-vlm/colors", "--slurm", "--dry-run", "--set", "trainer.max_steps=3"]
     monkeypatch.setattr(sys, "argv", [*words, "--", "--partition=gpu", "--comment=a b"])
     with pytest.raises(SystemExit) as ended:

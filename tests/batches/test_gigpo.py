@@ -54,7 +54,7 @@ AT_STATE = [0.68, 0, 0, 0.28, 0, -0.32, 0, -0.32, -0.32]
 @pytest.mark.parametrize(
     ("count", "episode", "variance"), [("trajectories", BY_TRAJECTORY, 4.134583), ("rows", BY_ROW, 3.531111)]
 )
-def test_by_hand(count: str, episode: list[float], variance: float) -> None:
+def test_by_hand(count, episode, variance):
     centered = [first + 3 * second for first, second in zip(episode, AT_STATE, strict=True)]
     assert of(GROUP, gigpo(MEAN, count)) == pytest.approx(centered, abs=2e-6)
     scales = math.sqrt(variance) + 1e-6, math.sqrt(0.212) + 1e-6
@@ -67,7 +67,7 @@ def test_by_hand(count: str, episode: list[float], variance: float) -> None:
     assert of(GROUP, gigpo(std(deviation="population"), count)) == pytest.approx(scaled, abs=2e-6)
 
 
-def test_what_a_batch_says_of_its_groups() -> None:
+def test_what_a_batch_says_of_its_groups():
     metrics = turn_advantages(GROUP, batch_settings(gigpo(MEAN), FORMAT, INADMISSIBLE)).metrics
     assert metrics["advantage/episode_absmean"] == pytest.approx(sum(map(abs, BY_TRAJECTORY)) / 9, abs=2e-6)
     assert metrics["advantage/step_absmean"] == pytest.approx((0.68 + 0.28 + 3 * 0.32) / 9)
@@ -76,7 +76,7 @@ def test_what_a_batch_says_of_its_groups() -> None:
     assert metrics["penalty/turns"] == 2 and metrics["penalty/mean"] == pytest.approx(0.6 / 9)
 
 
-def test_a_penalty_is_not_discounted_back() -> None:
+def test_a_penalty_is_not_discounted_back():
     """The unreadable last answer of b costs b nothing at the states before it."""
     pair = [walk("a", "xyz", [0, 0, 0]), walk("b", "xyz", [0, 0, 0], "  f")]
     assert of(pair, gigpo(MEAN, step_weight=1.0), format=0.6) == pytest.approx(
@@ -85,7 +85,7 @@ def test_a_penalty_is_not_discounted_back() -> None:
     )
 
 
-def test_a_format_error_where_all_failed_dominates_without_a_floor_and_not_with_one() -> None:
+def test_a_format_error_where_all_failed_dominates_without_a_floor_and_not_with_one():
     failed = [walk(str(number), "x", [0], "f" if number == 0 else "") for number in range(8)]
     alone = gigpo(std(), step_weight=0.0)
     assert of(failed, alone, format=0.1) == pytest.approx([-2.475] + [0.354] * 7, abs=1e-3)
@@ -96,7 +96,7 @@ def test_a_format_error_where_all_failed_dominates_without_a_floor_and_not_with_
     assert of(mixed, gigpo(std(1.0)), format=0.1) == of(mixed, gigpo(std()), format=0.1)  # real differences stay
 
 
-def test_a_long_failure_weighs_as_much_as_a_short_success_or_by_its_rows() -> None:
+def test_a_long_failure_weighs_as_much_as_a_short_success_or_by_its_rows():
     pair = [walk("long", "l" * 50, [0] * 50), walk("short", "s" * 5, [0, 0, 0, 0, 10])]
     for count, low, high in (("trajectories", -5.0, 5.0), ("rows", -0.91, 9.09)):
         found = of(pair, gigpo(MEAN, count, step_weight=0.0))
@@ -104,14 +104,14 @@ def test_a_long_failure_weighs_as_much_as_a_short_success_or_by_its_rows() -> No
 
 
 @given(extra=st.integers(0, 30))
-def test_turns_that_fill_up_one_trajectory_do_not_move_the_others(extra: int) -> None:
+def test_turns_that_fill_up_one_trajectory_do_not_move_the_others(extra):
     filled = [GROUP[0], GROUP[1], walk("c", "xwxx" + "v" * extra, [0] * (4 + extra))]
     plain = [GROUP[0], GROUP[1], walk("c", "xwxx", [0] * 4)]
     for norm in (MEAN, std()):
         assert of(filled, gigpo(norm))[:9] == pytest.approx(of(plain, gigpo(norm)), abs=1e-9)
 
 
-def test_one_trajectory_has_no_baseline_and_equal_ones_no_gradient() -> None:
+def test_one_trajectory_has_no_baseline_and_equal_ones_no_gradient():
     assert of([walk("a", "xy", [0, 4])], gigpo(std())) == [0, 0]
     pair = [walk("d", "xy", [0.1, 0.2], group="h"), walk("e", "xyz", [0.3, 0.0, 0.0], group="h")]
     assert of(pair, gigpo(std(), gamma=1.0, step_weight=0.0)) == [0] * 5  # 0.1 + 0.2 is not quite 0.3
@@ -119,18 +119,18 @@ def test_one_trajectory_has_no_baseline_and_equal_ones_no_gradient() -> None:
     assert found.without_gradient == {"h"}
 
 
-def test_equal_rewards_still_have_a_gradient_where_one_was_faster() -> None:
+def test_equal_rewards_still_have_a_gradient_where_one_was_faster():
     pair = [walk("fast", "xy", [0, 8]), walk("slow", "xzy", [0, 0, 8])]
     assert of(pair, gigpo(MEAN, step_weight=1.0)) == pytest.approx([1, 0, -1, 0, 0])  # at x 4 against 2
     assert turn_advantages(pair, batch_settings(gigpo(MEAN))).without_gradient == frozenset()
 
 
-def test_groups_share_no_state() -> None:
+def test_groups_share_no_state():
     other = [walk(f"{one.trajectory_id}2", "xxx", [9, 0, 1], group="h") for one in GROUP[:1]]
     assert of([*GROUP, *other], gigpo(std()))[:9] == of(GROUP, gigpo(std()))
 
 
-def test_an_environment_without_states_is_refused() -> None:
+def test_an_environment_without_states_is_refused():
     with refused("anchor_key_missing", "batches.advantage"):
         of([trajectory("a", "g", 1.0), trajectory("b", "g", 0.0)], gigpo(MEAN))
     assert of([], gigpo(MEAN)) == []
@@ -202,9 +202,7 @@ def naive(
     gamma=st.sampled_from([0.0, 0.5, 0.95, 1.0]),
     weight=st.sampled_from([0.0, 1.0, 2.5]),
 )
-def test_the_definition_in_plain_loops(
-    trajectories: list[Trajectory], count: str, floor: float | None, gamma: float, weight: float
-) -> None:
+def test_the_definition_in_plain_loops(trajectories, count, floor, gamma, weight):
     norm = MEAN if floor is None else std(floor)
     chosen = batch_settings(gigpo(norm, count, gamma=gamma, step_weight=weight), FORMAT, INADMISSIBLE)
     expected = naive(trajectories, count, floor, gamma, weight)

@@ -87,7 +87,7 @@ DOCUMENTS: dict[str, tuple[Callable[[Path], Path], str, Callable[[Path], object]
 
 @pytest.mark.parametrize("number", HOSTILE)
 @pytest.mark.parametrize("name", DOCUMENTS)
-def test_document_with_a_number_that_is_not_finite_is_refused(tmp_path: Path, name: str, number: str) -> None:
+def test_document_with_a_number_that_is_not_finite_is_refused(tmp_path, name, number):
     make, keys, read = DOCUMENTS[name]
     path = make(tmp_path)
     read(path)
@@ -109,9 +109,7 @@ CHECKPOINT_FILES = {
 
 @pytest.mark.parametrize("number", ["inf", "overflow"])
 @pytest.mark.parametrize("name", CHECKPOINT_FILES)
-def test_policy_with_a_number_that_is_not_finite_is_refused(
-    checkpoint: Path, tmp_path: Path, name: str, number: str
-) -> None:
+def test_policy_with_a_number_that_is_not_finite_is_refused(checkpoint, tmp_path, name, number):
     file, keys = CHECKPOINT_FILES[name]
     copy = shutil.copytree(checkpoint, tmp_path / "copy")
     spoil(copy / file, keys, HOSTILE[number])
@@ -120,7 +118,7 @@ def test_policy_with_a_number_that_is_not_finite_is_refused(
 
 
 @pytest.mark.parametrize("scale", ["Infinity", "NaN", "1e999", "0", "-10"])
-def test_action_tokenizer_with_a_scale_that_cannot_be_is_refused(tmp_path: Path, scale: str) -> None:
+def test_action_tokenizer_with_a_scale_that_cannot_be_is_refused(tmp_path, scale):
     import numpy as np
 
     ActionTokens.fit([np.zeros((2, 2), np.float32)], 300, 10.0).save(tmp_path)
@@ -132,7 +130,7 @@ def test_action_tokenizer_with_a_scale_that_cannot_be_is_refused(tmp_path: Path,
 
 @pytest.mark.parametrize("value", ["inf", "-inf", "nan", "+inf", "1e999"])
 @pytest.mark.parametrize("key", ["trainer.learning_rate", "machine.generation_timeout", "environment.args.noise"])
-def test_recipe_with_a_number_that_is_not_finite_is_refused(key: str, value: str) -> None:
+def test_recipe_with_a_number_that_is_not_finite_is_refused(key, value):
     with refused("finite_number", key):
         load_recipe(CONFIGS / "train-vlm/colors.toml", [f"{key}={value}"])
 
@@ -153,7 +151,7 @@ def models() -> Iterator[type[BaseModel]]:
         ]
 
 
-def test_settings_and_foreign_documents_take_finite_numbers_only() -> None:
+def test_settings_and_foreign_documents_take_finite_numbers_only():
     checked = {model for model in models() if model is not NormStats}
     assert len(checked) > 60
     assert [model for model in checked if model.model_config.get("allow_inf_nan") is not False] == []
@@ -165,7 +163,7 @@ def test_settings_and_foreign_documents_take_finite_numbers_only() -> None:
         st.none() | st.booleans() | st.floats() | st.text(), lambda x: st.lists(x) | st.dictionaries(st.text(), x)
     )
 )
-def test_finite_documents_are_read_as_they_are(value: Any) -> None:
+def test_finite_documents_are_read_as_they_are(value):
     text = json.dumps(value)
     try:
         strict = json.dumps(value, allow_nan=False)

@@ -101,7 +101,7 @@ def asked(model: Path, tmp_path: Path) -> Iterator[Asked]:
 
 
 @pytest.mark.slow
-def test_bits_are_the_same_alone_and_among_others_on_every_server(asked: Asked) -> None:
+def test_bits_are_the_same_alone_and_among_others_on_every_server(asked):
     order, random = list(range(REQUESTS)), Random(1)
     first = asked.together(order)
     answers = [asked.one_by_one(order), asked.together(order[::-1])]
@@ -147,9 +147,7 @@ print("batches", json.dumps(batches))
 @pytest.mark.parametrize(
     ("split", "batches"), [("0", [{"a": [0]}, {"a": [1]}, {"b": [2]}]), ("1", [{"a": [0, 1], "b": [2]}])]
 )
-def test_images_are_encoded_alone_where_bits_are_to_be_the_same(
-    split: str, batches: list[dict[str, list[int]]]
-) -> None:
+def test_images_are_encoded_alone_where_bits_are_to_be_the_same(split, batches):
     if not PYTHON.exists():
         pytest.skip("needs .venv-vllm: make environments")
     environment = {**os.environ, "PYTHONPATH": str(SERVED), "VLLM_CPU_ATTN_SPLIT_KV": split}
@@ -159,18 +157,12 @@ def test_images_are_encoded_alone_where_bits_are_to_be_the_same(
 
 
 @pytest.mark.slow
-def test_a_server_that_depends_on_its_batch_is_said(
-    model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_server_that_depends_on_its_batch_is_said(model, tmp_path, caplog):
     machine = Machine(
         server_python=PYTHON, threads=2, ready_timeout=600, server_environment={"VLLM_CPU_ATTN_SPLIT_KV": "1"}
     )
     pool = ServerPool(model, SETTINGS, machine, tmp_path / "logs")
-
-    async def start() -> None:
-        async with pool:
-            pass
-
-    asyncio.run(start())
+    async with pool:
+        pass
     assert not pool.repeatability.promised
     assert [record.name for record in caplog.records if "vllm-0" in record.message] == [determinism.__name__]

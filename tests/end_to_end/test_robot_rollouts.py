@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack
-from pathlib import Path
-from typing import Literal
 
 import pytest
 
@@ -36,12 +34,7 @@ def processes() -> Iterator[list[SimulatorProcess]]:
 
 
 @pytest.mark.parametrize("mode", ["continuous", "discrete"])
-def test_rollouts_depend_on_neither_batch_nor_processes(
-    mode: Literal["continuous", "discrete"],
-    processes: list[SimulatorProcess],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_rollouts_depend_on_neither_batch_nor_processes(mode, processes, tmp_path, monkeypatch):
     monkeypatch.setattr(policies, "TOKENS_PER_ACTION", 3)  # random weights hardly ever end their answers
     if mode == "continuous":
         calm_policy(tmp_path)

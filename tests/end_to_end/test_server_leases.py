@@ -99,9 +99,7 @@ def made_by(run: Program, folder: Path) -> Artifact:
     return Artifact(kind="train-vlm", path=made, digest="")
 
 
-def test_a_run_that_is_killed_leaves_its_servers_to_the_one_that_waits(
-    tmp_path: Path, alone: Artifact, joined_url: str, second: str
-) -> None:
+def test_a_run_that_is_killed_leaves_its_servers_to_the_one_that_waits(tmp_path, alone, joined_url, second):
     servers = [joined_url, second]
     runs = {name: begin(tmp_path / name, given) for name, given in (("one", servers), ("other", servers[::-1]))}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import json
 import struct
@@ -40,18 +41,23 @@ def _load(name: str) -> ModuleType:
 stand_in = _load("stand_in")
 
 
-@pytest.fixture
-def sampling() -> SamplingSettings:
-    return make_sampling()
-
-
 def make_sampling(**changes: Any) -> SamplingSettings:
     return SamplingSettings.model_validate({"max_tokens": 3} | changes)
 
 
-@pytest.fixture
-def sampling_factory() -> Callable[..., SamplingSettings]:
-    return make_sampling
+SAMPLING = make_sampling()
+MESSAGES = [{"role": "user", "content": "?"}]
+
+
+async def ask_many(pool: ServerPool, count: int = 4) -> list[Any]:
+    """Answers or errors of `count` requests, which are not merged: their seeds do not follow one another."""
+    jobs = (pool.complete(MESSAGES, SAMPLING, 2 * seed) for seed in range(count))
+    return await asyncio.gather(*jobs, return_exceptions=True)
+
+
+def texts(results: list[Any]) -> set[tuple[str, int]]:
+    """Weights that answered, by their names, with the versions that the pool gives them."""
+    return {(result.text, result.policy_version) for result in results}
 
 
 def write_checkpoint(folder: Path, width: int = 4, dtype: str = "F32") -> Path:
@@ -62,6 +68,11 @@ def write_checkpoint(folder: Path, width: int = 4, dtype: str = "F32") -> Path:
     header = json.dumps({"w": {"dtype": dtype, "shape": [2, width], "data_offsets": [0, size]}}).encode()
     (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(size))
     return folder
+
+
+@pytest.fixture
+def sampling() -> SamplingSettings:
+    return SAMPLING
 
 
 @pytest.fixture
@@ -96,5 +107,18 @@ def make_pool(tmp_path: Path) -> Callable[..., ServerPool]:
             tmp_path / "logs",
             in_flight_updates=in_flight_updates,
         )
+
+    return make
+
+
+@pytest.fixture
+def join(
+    stand_ins: Callable[..., list[Any]], make_pool: Callable[..., ServerPool], checkpoint: Callable[..., Path]
+) -> Callable[..., tuple[list[Any], ServerPool]]:
+    """Start `count` stand-ins, and make a pool that joins them with weights called "a"."""
+
+    def make(count: int, plain: bool = False, **changes: Any) -> tuple[list[Any], ServerPool]:
+        servers = stand_ins(count, plain)
+        return servers, make_pool(servers, checkpoint("a"), **changes)
 
     return make

@@ -110,7 +110,7 @@ class StandIn:
                 return Response("<html>", 200)
             if fault == "die":
                 return _Broken()
-            answer: Any = self._answer(body, fault)
+            answer: Any = self._answer(body)
             self.answered[body["seed"]] += 1
             if self.rewrite is not None:
                 answer = self.rewrite(answer)
@@ -121,35 +121,19 @@ class StandIn:
         finally:
             self.at_once -= 1
 
-    def _answer(self, body: dict[str, Any], fault: str) -> dict[str, Any]:
-        choices = []
-        for index in range(body["n"]):
-            tokens = list(self.tokens)
-            logprobs: list[Any] = [-0.5, -1.0, -float(self.version == "start")]
-            if fault == "placeholder":
-                tokens[1] = 7
-            if fault == "short":
-                logprobs.pop()
-            if fault == "nan":
-                logprobs[1] = float("nan")
-            if fault == "null":
-                logprobs[1] = None
-            if fault == "floor":
-                logprobs[1] = -9999.0
-            choices.append(
-                {
-                    "index": index,
-                    "message": {"content": f"{self.version}"},
-                    "token_ids": None if fault == "no ids" else tokens,
-                    "logprobs": None
-                    if fault == "no logprobs"
-                    else {"content": [{"logprob": value} for value in logprobs]},
-                    "finish_reason": "stop",
-                }
-            )
-        if fault == "too few":
-            choices.pop()
-        return {"prompt_token_ids": None if fault == "no prompt" else PROMPT, "choices": choices[::-1]}
+    def _answer(self, body: dict[str, Any]) -> dict[str, Any]:
+        logprobs = [-0.5, -1.0, -float(self.version == "start")]
+        choices = [
+            {
+                "index": index,
+                "message": {"content": f"{self.version}"},
+                "token_ids": list(self.tokens),
+                "logprobs": {"content": [{"logprob": value} for value in logprobs]},
+                "finish_reason": "stop",
+            }
+            for index in range(body["n"])
+        ]
+        return {"prompt_token_ids": PROMPT, "choices": choices[::-1]}
 
     async def control(self, request: Request) -> Response:
         self.calls.append(request.url.path)
@@ -294,11 +278,6 @@ GARBAGE: dict[str, Callable[[], Response]] = {
 
 class _Broken(Response):
     """Promises a body and ends the connection before it is whole, as a server does that is killed."""
-
-    @property
-    def lease(self) -> Any:
-        """The plug-in's own state."""
-        return self._asgi.app
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         headers = [(b"content-length", b"1000")]

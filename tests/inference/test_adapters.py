@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,22 +12,18 @@ from armature.components.contracts.machine import Machine
 from armature.components.inference.adapters import ServedAdapters
 from armature.components.inference.command import server_command, server_environment
 from armature.components.inference.pool import ServerPool
-from armature.components.inference.settings import SamplingSettings, ServerSettings
+from armature.components.inference.settings import ServerSettings
+from tests.inference.conftest import MESSAGES, SAMPLING
 from tests.refusals import refused
 
-ROOT = Path(__file__).parents[2]
-PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
 SETTINGS = ServerSettings(max_model_len=512, max_images_per_prompt=2, dtype="float32")
-MESSAGES = [{"role": "user", "content": "what is it?"}]
 
 
 def value_of(command: list[str], name: str) -> str:
     return command[command.index(f"--{name}") + 1]
 
 
-def test_a_server_makes_room_for_the_rank_and_opens_the_routes_only_where_adapters_come(
-    checkpoint: Callable[..., Path],
-) -> None:
+def test_a_server_makes_room_for_the_rank_and_opens_the_routes_only_where_adapters_come(checkpoint):
     model, machine = checkpoint("w"), Machine()
     plain = server_command(model, SETTINGS, machine, port=1, gpus=())
     assert not any("lora" in word for word in plain)
@@ -44,7 +39,7 @@ def test_a_server_makes_room_for_the_rank_and_opens_the_routes_only_where_adapte
         ServedAdapters(513).arguments()
 
 
-def test_adapters_are_files(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_adapters_are_files(checkpoint, tmp_path):
     with refused("adapters_need_files", "nccl"):
         ServerPool(checkpoint("w"), SETTINGS, Machine(weight_transfer="nccl"), tmp_path, adapters=ServedAdapters(8))
 
@@ -60,63 +55,38 @@ def adapter_pool(tmp_path: Path) -> Callable[..., ServerPool]:
     return make
 
 
-def test_requests_name_the_adapter_of_their_version_and_older_ones_are_forgotten(
-    stand_ins: Callable[..., list[Any]],
-    adapter_pool: Callable[..., ServerPool],
-    checkpoint: Callable[..., Path],
-    sampling: SamplingSettings,
-    tmp_path: Path,
-) -> None:
+async def test_requests_name_the_adapter_of_their_version_and_older_ones_are_forgotten(
+    stand_ins, adapter_pool, checkpoint, tmp_path
+):
     servers = stand_ins(2)
-
-    async def work() -> None:
-        async with adapter_pool(servers, checkpoint("base")) as pool:
-            assert [server.calls for server in servers] == 2 * [["/resume"]]  # they keep what they were started with
-            assert (await pool.complete(MESSAGES, sampling, 0)).policy_version == 0
-            for version in (1, 2, 3):
-                await pool.sync(tmp_path / f"{version:06d}", version)
-                assert (await pool.complete(MESSAGES, sampling, version)).policy_version == version
-            assert [server.adapters for server in servers] == 2 * [{"policy-000003": str(tmp_path / "000003")}]
-            assert all("/reset_prefix_cache" in server.calls for server in servers)
-
-    asyncio.run(work())
+    async with adapter_pool(servers, checkpoint("base")) as pool:
+        assert [server.calls for server in servers] == 2 * [["/resume"]]  # they keep what they were started with
+        assert (await pool.complete(MESSAGES, SAMPLING, 0)).policy_version == 0
+        for version in (1, 2, 3):
+            await pool.sync(tmp_path / f"{version:06d}", version)
+            assert (await pool.complete(MESSAGES, SAMPLING, version)).policy_version == version
+        assert [server.adapters for server in servers] == 2 * [{"policy-000003": str(tmp_path / "000003")}]
+        assert all("/reset_prefix_cache" in server.calls for server in servers)
     named = [body["model"] for server in servers for body in server.bodies]
     assert sorted(named) == ["policy", "policy-000001", "policy-000002", "policy-000003"]
     assert not any("/collective_rpc" in server.calls for server in servers)
 
 
-def test_a_server_that_was_started_again_gets_the_adapter_again(
-    stand_ins: Callable[..., list[Any]],
-    adapter_pool: Callable[..., ServerPool],
-    checkpoint: Callable[..., Path],
-    sampling: SamplingSettings,
-    tmp_path: Path,
-) -> None:
+async def test_a_server_that_was_started_again_gets_the_adapter_again(stand_ins, adapter_pool, checkpoint, tmp_path):
     (server,) = stand_ins(1)
-
-    async def work() -> None:
-        async with adapter_pool([server], checkpoint("base")) as pool:
-            await pool.sync(tmp_path / "000001", 1)
-            server.start_again()
-            completion = await pool.complete(MESSAGES, sampling, 0)
-            assert (completion.policy_version, completion.text) == (1, "000001")
-            assert pool.statistics.retries and server.adapters == {"policy-000001": str(tmp_path / "000001")}
-
-    asyncio.run(work())
+    async with adapter_pool([server], checkpoint("base")) as pool:
+        await pool.sync(tmp_path / "000001", 1)
+        server.start_again()
+        completion = await pool.complete(MESSAGES, SAMPLING, 0)
+        assert (completion.policy_version, completion.text) == (1, "000001")
+        assert pool.statistics.retries and server.adapters == {"policy-000001": str(tmp_path / "000001")}
 
 
-def test_a_server_that_takes_no_adapters_ends_the_sync_with_what_to_do(
-    stand_ins: Callable[..., list[Any]],
-    adapter_pool: Callable[..., ServerPool],
-    checkpoint: Callable[..., Path],
-    tmp_path: Path,
-) -> None:
+async def test_a_server_that_takes_no_adapters_ends_the_sync_with_what_to_do(
+    stand_ins, adapter_pool, checkpoint, tmp_path
+):
     (server,) = stand_ins(1)
     server.adapters = None
-
-    async def work() -> None:
-        async with adapter_pool([server], checkpoint("base")) as pool:
-            with refused("server_refuses_weights", "load_lora_adapter", 404, "armature serve MODEL --max-lora-rank"):
-                await pool.sync(tmp_path / "000001", 1)
-
-    asyncio.run(work())
+    async with adapter_pool([server], checkpoint("base")) as pool:
+        with refused("server_refuses_weights", "load_lora_adapter", 404, "armature serve MODEL --max-lora-rank"):
+            await pool.sync(tmp_path / "000001", 1)

@@ -12,17 +12,14 @@ from typing import Any
 
 import pytest
 from anyio.from_thread import BlockingPortal, start_blocking_portal
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from starlette.responses import Response, StreamingResponse
 
 from armature.components.contracts.machine import Machine
 from armature.components.inference.client import Completion, GenerationFailure
 from armature.components.inference.pool import ServerPool
-from armature.components.inference.settings import SamplingSettings, ServerSettings
-from tests.inference.conftest import KEY, make_sampling, stand_in, write_checkpoint
+from armature.components.inference.settings import ServerSettings
+from tests.inference.conftest import KEY, MESSAGES, SAMPLING, stand_in, write_checkpoint
 
-MESSAGES = [{"role": "user", "content": "?"}]
 PROMPT, TOKENS, ROWS = [1, 7, 7, 7, 2], [3, 4, 5], 10
 SAMPLES = 3
 
@@ -30,13 +27,13 @@ SAMPLES = 3
 class Asked:
     """A pool that has joined a stand-in server, whose answers are rewritten."""
 
-    def __init__(self, pool: ServerPool, server: Any, portal: BlockingPortal, sampling: SamplingSettings) -> None:
-        self.pool, self.server, self.portal, self.sampling = pool, server, portal, sampling
+    def __init__(self, pool: ServerPool, server: Any, portal: BlockingPortal) -> None:
+        self.pool, self.server, self.portal = pool, server, portal
 
     def sample(self, rewrite: Callable[[dict[str, Any]], Any]) -> list[Completion | GenerationFailure]:
         self.server.rewrite = rewrite
         try:
-            return self.portal.call(self.pool.sample, MESSAGES, self.sampling, 0, SAMPLES)
+            return self.portal.call(self.pool.sample, MESSAGES, SAMPLING, 0, SAMPLES)
         except GenerationFailure as failure:
             return [failure] * SAMPLES
 
@@ -53,7 +50,7 @@ def joined(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Asked]:
         inference = ServerSettings(max_model_len=512, max_images_per_prompt=2, dtype="float32")
         pool = ServerPool(weights, inference, machine, folder / "logs")
         with start_blocking_portal() as portal, portal.wrap_async_context_manager(pool):
-            yield Asked(pool, server, portal, make_sampling())
+            yield Asked(pool, server, portal)
 
 
 @pytest.fixture
@@ -76,50 +73,39 @@ def at(answer: dict[str, Any], path: tuple[Any, ...], value: Any) -> dict[str, A
 
 
 BAD_IN_ONE = [
-    (("token_ids",), [3.9, 4, 5], "malformed_tokens"),
     (("token_ids",), [3.0, 4, 5], "malformed_tokens"),
     (("token_ids",), [True, 4, 5], "malformed_tokens"),
-    (("token_ids",), ["3", 4, 5], "malformed_tokens"),
     (("token_ids",), [[3, 4, 5]], "malformed_tokens"),
-    (("token_ids",), [None, 4, 5], "malformed_tokens"),
-    (("token_ids",), {"0": 3}, "malformed_tokens"),
     (("token_ids",), "345", "malformed_tokens"),
     (("token_ids",), [-1, 4, 5], "unknown_token"),
     (("token_ids",), [3, 4, ROWS], "unknown_token"),
-    (("token_ids",), [3, 4, 2**31], "unknown_token"),
     (("token_ids",), [3, 4, 2**64 + 5], "unknown_token"),
     (("token_ids",), [3, 4, 5, 6], "length_mismatch"),
     (("token_ids",), [], "length_mismatch"),
     (("token_ids", 1), 7, "placeholder_sampled"),
+    (("token_ids",), None, "malformed_tokens"),
+    (("logprobs", "content", 0, "logprob"), None, "bad_logprobs"),
+    (("logprobs", "content", 0, "logprob"), -9999.0, "bad_logprobs"),
     (("logprobs", "content", 0, "logprob"), True, "bad_logprobs"),
     (("logprobs", "content", 0, "logprob"), "-0.5", "bad_logprobs"),
     (("logprobs", "content", 0, "logprob"), 0.5, "bad_logprobs"),
     (("logprobs", "content", 0, "logprob"), -math.inf, "bad_logprobs"),
     (("logprobs", "content", 0, "logprob"), math.nan, "bad_logprobs"),
     (("logprobs", "content", 0, "logprob"), -(10**400), "bad_logprobs"),
-    (("logprobs", "content", 0, "logprob"), [-0.5], "bad_logprobs"),
     (("logprobs", "content", 0), -0.5, "missing_logprobs"),
     (("logprobs", "content"), None, "missing_logprobs"),
-    (("logprobs", "content"), "abc", "missing_logprobs"),
     (("logprobs",), [], "missing_logprobs"),
     (("message",), None, "malformed_text"),
-    (("message",), "yes", "malformed_text"),
-    (("message",), {}, "malformed_text"),
     (("message", "content"), 3, "malformed_text"),
-    (("message", "content"), ["yes"], "malformed_text"),
     (("message", "content"), "a \ud800 b", "malformed_text"),
     (("finish_reason",), None, "not_finished"),
     (("finish_reason",), "abort", "not_finished"),
-    (("finish_reason",), "error", "not_finished"),
-    (("finish_reason",), ["stop"], "not_finished"),
     (("finish_reason",), "\ud800", "not_finished"),
 ]
 
 
 @pytest.mark.parametrize(("path", "value", "reason"), BAD_IN_ONE)
-def test_a_bad_sample_fails_alone_and_nothing_of_it_is_converted(
-    path: tuple[Any, ...], value: Any, reason: str, asked: Asked
-) -> None:
+def test_a_bad_sample_fails_alone_and_nothing_of_it_is_converted(path, value, reason, asked):
     good, bad, last = asked.sample(lambda answer: at(answer, ("choices", 1, *path), value))
     for sample in (good, last):
         assert isinstance(sample, Completion)
@@ -135,103 +121,25 @@ def test_a_bad_sample_fails_alone_and_nothing_of_it_is_converted(
     ("path", "value"),
     [
         (("prompt_token_ids",), [1.5, 7]),
-        (("prompt_token_ids",), [1, -7]),
         (("prompt_token_ids",), [1, ROWS]),
         (("prompt_token_ids",), [True]),
         (("prompt_token_ids",), []),
-        (("prompt_token_ids",), [[1, 7]]),
         (("prompt_token_ids",), [1] * 512),
         (("choices", 2, "index"), 1),
         (("choices", 2, "index"), 3),
-        (("choices", 2, "index"), -1),
         (("choices", 2, "index"), 2.0),
-        (("choices", 2, "index"), "2"),
         (("choices", 1, "index"), True),
-        (("choices", 2, "index"), None),
         (("choices", 2), None),
-        (("choices", 2), []),
+        (("choices",), []),
         (("choices",), {}),
-        (("choices",), None),
+        (("prompt_token_ids",), None),
     ],
 )
-def test_an_answer_whose_samples_cannot_be_told_apart_is_a_failure_of_all(
-    path: tuple[Any, ...], value: Any, asked: Asked
-) -> None:
+def test_an_answer_whose_samples_cannot_be_told_apart_is_a_failure_of_all(path, value, asked):
     failures = asked.sample(lambda answer: at(answer, path, value))
     assert {failure.reason for failure in failures if isinstance(failure, GenerationFailure)} == {"malformed_answer"}
     assert asked.pool.statistics.failures == {"malformed_answer": SAMPLES}
     assert asked.pool.statistics.ejections == 0
-
-
-JSON = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers(-(2**70), 2**70)
-    | st.integers(-3, ROWS + 2)
-    | st.floats()
-    | st.text(st.characters(), max_size=4)
-    | st.sampled_from(["\ud800", "stop", "length", "abort"]),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
-    max_leaves=6,
-)
-PATHS = st.sampled_from(
-    [
-        ("prompt_token_ids",),
-        ("prompt_token_ids", 2),
-        ("choices",),
-        *(
-            ("choices", 1, *rest)
-            for rest in (
-                (),
-                ("index",),
-                ("message",),
-                ("message", "content"),
-                ("token_ids",),
-                ("token_ids", 1),
-                ("logprobs",),
-                ("logprobs", "content"),
-                ("logprobs", "content", 1),
-                ("logprobs", "content", 1, "logprob"),
-                ("finish_reason",),
-            )
-        ),
-    ]
-)
-
-
-@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(path=PATHS, value=JSON)
-def test_any_json_anywhere_is_a_failure_or_is_exactly_what_was_sent(path: Any, value: Any, asked: Asked) -> None:
-    sent: list[dict[str, Any]] = []
-
-    def rewrite(answer: dict[str, Any]) -> dict[str, Any]:
-        sent[:] = [at(answer, path, value)]
-        return sent[0]
-
-    before = asked.pool.statistics.snapshot()
-    results = asked.sample(rewrite)
-    (answer,) = sent
-    assert len(results) == SAMPLES
-    for index, result in enumerate(results):
-        if isinstance(result, GenerationFailure):
-            assert path[:2] == ("choices", index) or result.reason == "malformed_answer"
-            continue
-        choice = answer["choices"][index]
-        pairs = ((result.token_ids, choice["token_ids"]), (result.prompt_token_ids, answer["prompt_token_ids"]))
-        for array, given_ids in pairs:
-            assert all(type(token) is int and 0 <= token < ROWS for token in given_ids)
-            assert array.tolist() == given_ids
-        given_logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
-        assert all(type(number) in (int, float) and -9000 < number <= 1e-4 for number in given_logprobs)
-        assert result.logprobs.tolist() == pytest.approx([min(number, 0.0) for number in given_logprobs], abs=1e-3)
-        assert result.text == (choice["message"]["content"] or "")
-        result.text.encode()
-        assert result.finish_reason == choice["finish_reason"] in ("stop", "length")
-        assert type(choice["index"]) is int and choice["index"] == index
-    after = asked.pool.statistics.snapshot()
-    counted = sum(value for name, value in after.items() if name == "completions" or name.startswith("failures/"))
-    counted -= sum(value for name, value in before.items() if name == "completions" or name.startswith("failures/"))
-    assert counted == SAMPLES
 
 
 class Endless:
@@ -247,7 +155,7 @@ class Endless:
             await asyncio.sleep(0)  # here the server may notice that nobody listens
 
 
-def test_an_endless_answer_is_cut_off(asked: Asked) -> None:
+def test_an_endless_answer_is_cut_off(asked):
     endless: list[Endless] = []
 
     def rewrite(_: dict[str, Any]) -> Response:
@@ -269,7 +177,7 @@ def test_an_endless_answer_is_cut_off(asked: Asked) -> None:
     ],
     ids=["bomb", "nested", "no text", "a long number"],
 )
-def test_bytes_that_are_no_answer_are_a_failure(content: bytes, headers: dict[str, str], asked: Asked) -> None:
+def test_bytes_that_are_no_answer_are_a_failure(content, headers, asked):
     failures = asked.sample(lambda _: Response(content, headers=headers))
     assert {failure.reason for failure in failures if isinstance(failure, GenerationFailure)} == {"broken_answer"}
     assert asked.pool.statistics.failures == {"broken_answer": SAMPLES}

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -21,7 +19,7 @@ DTYPES = (torch.bfloat16, torch.float32, torch.uint8)
 
 
 @given(st.lists(st.tuples(st.sampled_from(DTYPES), st.integers(0, 40)), min_size=1, max_size=30), st.integers(1, 200))
-def test_servers_cut_the_same_buckets_and_find_the_same_bits(shapes: list[tuple[torch.dtype, int]], most: int) -> None:
+def test_servers_cut_the_same_buckets_and_find_the_same_bits(shapes, most):
     parameters = {f"w{i}": torch.randint(0, 99, (3, n)).to(dtype).t() for i, (dtype, n) in enumerate(shapes)}
     ordered = aligned(parameters)
     assert ordered.keys() == parameters.keys()
@@ -53,7 +51,7 @@ def test_servers_cut_the_same_buckets_and_find_the_same_bits(shapes: list[tuple[
     assert sum(map(size, parameters.values())) == sum(map(size, found.values()))
 
 
-def test_vllm_s_routes_are_those_of_the_version() -> None:
+def test_vllm_s_routes_are_those_of_the_version():
     """Of the installed one: where it reads `packed`."""
     folder = next(VLLM.glob("python*/site-packages/vllm"), None)
     if folder is None:
@@ -67,9 +65,7 @@ def test_vllm_s_routes_are_those_of_the_version() -> None:
     assert "packed: bool" in init and "packed: bool" not in update and "tensor_sizes" in update
 
 
-def test_servers_of_other_versions_get_tensor_after_tensor(
-    stand_ins: Callable[..., list[Any]],
-) -> None:
+def test_servers_of_other_versions_get_tensor_after_tensor(stand_ins):
     servers = stand_ins(2)
     with ServerControl([Endpoint(one.url, one.key) for one in servers], 5) as control:
         for versions, way in (

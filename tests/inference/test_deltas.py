@@ -30,14 +30,13 @@ from armature.components.inference.weights.delta import DELTA
 from armature.components.training.ranks import Ranks
 from armature.components.vlm.versions import DeltaSeries
 
-PYTHON = Path(__file__).parents[2] / ".venv-vllm" / "bin" / "python"
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int64, torch.uint8, torch.bool)
 SPECIAL = (0x0000, 0x8000, 0x0001, 0x8001, 0x7F80, 0xFF80, 0x7FC0, 0x7F81, 0xFFFF, 0x3F80)
 """Of bf16: zeros, the least denormals, infinities, NaN with three payloads, one."""
 
 
 @given(st.lists(st.integers(0, 200_000), unique=True).map(sorted))
-def test_places_are_what_their_distances_say(places: list[int]) -> None:
+def test_places_are_what_their_distances_say(places):
     coded = encode(torch.tensor(places, dtype=torch.int64))
     assert coded.dtype == torch.uint8 and decode(coded).tolist() == places
     assert len(coded) <= len(places) + (places[-1] // 255 if places else 0)
@@ -82,9 +81,7 @@ def walked(tensors: dict[str, Tensor], random: np.random.Generator, share: float
 
 @settings(deadline=None, max_examples=40)
 @given(st.integers(0, 2**32 - 1), st.lists(st.sampled_from([0.0, 0.02, 0.5, 1.0]), min_size=1, max_size=4))
-def test_every_version_of_a_walk_is_restored_bit_for_bit(
-    tmp_path_factory: pytest.TempPathFactory, seed: int, shares: list[float]
-) -> None:
+def test_every_version_of_a_walk_is_restored_bit_for_bit(tmp_path_factory, seed, shares):
     folder, random = tmp_path_factory.mktemp("walk"), np.random.default_rng(seed)
     (folder / "0").mkdir()
     versions = [random_tensors(random)]
@@ -129,7 +126,7 @@ def series(tmp_path: Path) -> Callable[..., list[dict[str, Tensor]]]:
     return make
 
 
-def test_changes_of_other_weights_are_refused(series: Callable[..., Any], tmp_path: Path) -> None:
+def test_changes_of_other_weights_are_refused(series, tmp_path):
     series(2)
     held = HostWeights.read(tmp_path / "0")
     with pytest.raises(ValueError):
@@ -140,7 +137,7 @@ def test_changes_of_other_weights_are_refused(series: Callable[..., Any], tmp_pa
 
 
 @pytest.mark.parametrize("part", ["values", "distances", "the version before"])
-def test_a_damaged_bit_is_found(part: str, series: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_damaged_bit_is_found(part, series, tmp_path):
     series(1)
     file = tmp_path / ("0/model.safetensors" if part == "the version before" else f"1/{DELTA}")
     tensors = load_file(file)
@@ -152,9 +149,7 @@ def test_a_damaged_bit_is_found(part: str, series: Callable[..., Any], tmp_path:
         bring_to(tmp_path / "1", None)
 
 
-def test_only_what_is_needed_is_read_again(
-    series: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_what_is_needed_is_read_again(series, tmp_path, monkeypatch):
     versions, applied = series(4), []
     apply = deltas.apply_delta
     monkeypatch.setattr(deltas, "apply_delta", lambda folder, held: (applied.append(folder.name), apply(folder, held)))
@@ -166,9 +161,7 @@ def test_only_what_is_needed_is_read_again(
     assert torch.equal(back.tensors["w"], versions[1]["w"])
 
 
-def test_a_series_begins_again_with_a_checkpoint_when_changes_would_be_larger_and_keeps_what_servers_need(
-    tmp_path: Path,
-) -> None:
+def test_a_series_begins_again_with_a_checkpoint_when_changes_would_be_larger_and_keeps_what_servers_need(tmp_path):
     series, ranks, random = DeltaSeries(), Ranks(), np.random.default_rng(0)
     weights = {"w": torch.randn(200, 100).bfloat16()}
     kinds = ""
@@ -193,7 +186,7 @@ def test_a_series_begins_again_with_a_checkpoint_when_changes_would_be_larger_an
 
 
 @given(arrays.arrays(np.uint8, (3,)))
-def test_bytes_are_weights_too(values: Any) -> None:
+def test_bytes_are_weights_too(values):
     held = HostWeights({"x": (torch.uint8, (3,))})
     held.tensors["x"].zero_()
     held.digest = held._whole_digest("x")
@@ -201,7 +194,7 @@ def test_bytes_are_weights_too(values: Any) -> None:
     assert held.tensors["x"].tolist() == values.tolist() and held.digest == held._whole_digest("x")
 
 
-def test_a_server_gets_the_plug_in_s_route(checkpoint: Callable[..., Path]) -> None:
+def test_a_server_gets_the_plug_in_s_route(checkpoint):
     settings = ServerSettings(max_model_len=512, dtype="float32")
     command = server_command(checkpoint("w"), settings, Machine(weight_transfer="delta"), port=1, gpus=())
     assert command[command.index("--worker-extension-cls") + 1] == "armature_served.versions.Versions"

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,18 +21,14 @@ def settings(**changes: Any) -> ServerSettings:
     ("changes", "machine"),
     [({}, {"server_gpus": ((0,),)}), ({"dtype": "bfloat16"}, {}), ({"dtype": "float16"}, {"server_gpus": ((0,),)})],
 )
-def test_it_is_refused_where_it_cannot_be_promised(
-    checkpoint: Callable[..., Path], tmp_path: Path, changes: dict[str, Any], machine: dict[str, Any]
-) -> None:
+def test_it_is_refused_where_it_cannot_be_promised(checkpoint, tmp_path, changes, machine):
     with refused("determinism_impossible", "inference.deterministic"):
         ServerPool(checkpoint("w"), settings(deterministic=True, **changes), Machine(**machine), tmp_path)
     ServerPool(checkpoint("v"), settings(**changes), Machine(**machine), tmp_path)
 
 
 @pytest.mark.parametrize("depends_on", ["", "others", "images", "reload", "server"])
-def test_a_joined_server_has_to_prove_it(
-    checkpoint: Callable[..., Path], stand_ins: Callable[[int], list[Any]], tmp_path: Path, depends_on: str
-) -> None:
+def test_a_joined_server_has_to_prove_it(checkpoint, stand_ins, tmp_path, depends_on):
     """Its bits may depend on requests beside, on images in the same step, on a reload, or on which server it is."""
     servers = stand_ins(2)
     servers[1].depends_on = depends_on
@@ -57,16 +51,10 @@ def test_a_joined_server_has_to_prove_it(
 
 
 @pytest.mark.parametrize(("images", "asked"), [(0, 0), (1, 5)])
-def test_images_are_tried_where_servers_take_them(
-    checkpoint: Callable[..., Path], stand_ins: Callable[[int], list[Any]], tmp_path: Path, images: int, asked: int
-) -> None:
+async def test_images_are_tried_where_servers_take_them(checkpoint, stand_ins, tmp_path, images, asked):
     (server,) = stand_ins(1)
     machine = Machine(endpoints=(server.url,), ready_timeout=5.0)
-
-    async def join() -> None:
-        changes = {"deterministic": True, "max_images_per_prompt": images}
-        async with ServerPool(checkpoint("w"), settings(**changes), machine, tmp_path):
-            pass
-
-    asyncio.run(join())
+    changes = {"deterministic": True, "max_images_per_prompt": images}
+    async with ServerPool(checkpoint("w"), settings(**changes), machine, tmp_path):
+        pass
     assert (server.most_checked[True], server.most_checked[False]) == (asked, 5) and not server.paused

@@ -10,7 +10,7 @@ import pickle
 import subprocess
 import sys
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
@@ -36,7 +36,7 @@ from armature.components.vlm.publish import Publisher
 from tests.refusals import refused
 
 
-def test_the_unique_id_unpickles_as_the_workers_class(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_unique_id_unpickles_as_the_workers_class(monkeypatch):
     from armature.components.inference.weights.nccl import _pickled, _UniqueId
 
     path = ["vllm", "distributed", "device_communicators", "pynccl_wrapper"]
@@ -52,15 +52,10 @@ def test_the_unique_id_unpickles_as_the_workers_class(monkeypatch: pytest.Monkey
     assert list(loaded.internal) == [*range(-64, 64)]
 
 
-def test_without_the_trainer_there_is_nothing_to_send(
-    stand_ins: Callable[..., list[object]], make_pool: Callable[..., ServerPool], checkpoint: Callable[..., Path]
-) -> None:
-    async def work() -> None:
-        async with make_pool(stand_ins(1), checkpoint("a"), weight_transfer="nccl") as pool:
-            with refused("trainer_needed", "machine.weight_transfer"):
-                await pool.sync(checkpoint("b"), 1)
-
-    asyncio.run(work())
+async def test_without_the_trainer_there_is_nothing_to_send(stand_ins, make_pool, checkpoint):
+    async with make_pool(stand_ins(1), checkpoint("a"), weight_transfer="nccl") as pool:
+        with refused("trainer_needed", "machine.weight_transfer"):
+            await pool.sync(checkpoint("b"), 1)
 
 
 class NeverJoins(BaseHTTPRequestHandler):
@@ -103,7 +98,7 @@ except WeightSyncError as error:
 @pytest.mark.parametrize(
     ("code", "said"), [(200, "the servers did not receive the weights in 8 s"), (500, "answered 500")]
 )
-def test_a_server_that_does_not_come_holds_nobody_up(code: int, said: str) -> None:
+def test_a_server_that_does_not_come_holds_nobody_up(code, said):
     """Neither the sender nor the end of its process."""
     handler = type("Handler", (NeverJoins,), {"code": code})
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
@@ -124,9 +119,7 @@ def test_a_server_that_does_not_come_holds_nobody_up(code: int, said: str) -> No
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("way", ["file", "ipc", "nccl"])
-def test_the_server_answers_as_the_trainer_whose_weights_were_sent(
-    way: str, tied: bool, dtype: str, checkpoints: dict[bool, list[Path]], tmp_path: Path
-) -> None:
+def test_the_server_answers_as_the_trainer_whose_weights_were_sent(way, tied, dtype, checkpoints, tmp_path):
     """Three versions; then a trainer that has other weights than it sent is found out."""
     if torch.cuda.device_count() < (2 if way == "nccl" else 1):
         pytest.skip("NCCL needs a GPU for the trainer and one for the server")
@@ -170,7 +163,7 @@ def test_the_server_answers_as_the_trainer_whose_weights_were_sent(
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("way", ["file", "ipc"])
-def test_a_server_in_8_bits_takes_weights_of_16(way: str, checkpoints: dict[bool, list[Path]], tmp_path: Path) -> None:
+def test_a_server_in_8_bits_takes_weights_of_16(way, checkpoints, tmp_path):
     """It quantizes each version, answers nearly as its trainer, and other weights are still found out."""
     trainers = [Trainer(folder, "bfloat16") for folder in checkpoints[False]]
     distances: list[float] = []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,24 +13,11 @@ import pytest
 from armature.components.inference.client import Completion
 from armature.components.inference.lease import in_order
 from armature.components.inference.pool import ServerPool
-from armature.components.inference.settings import SamplingSettings
+from tests.inference.conftest import ask_many, texts
 from tests.refusals import codes, refused
 
-MESSAGES = [{"role": "user", "content": "?"}]
 KEY = {"Authorization": "Bearer a-key"}
 OTHER = "b" * 32
-MakePool = Callable[..., ServerPool]
-StandIns = Callable[..., list[Any]]
-Checkpoint = Callable[..., Path]
-
-
-async def ask(pool: ServerPool, sampling: SamplingSettings, count: int = 4) -> list[Any]:
-    jobs = (pool.complete(MESSAGES, sampling, 2 * seed) for seed in range(count))
-    return await asyncio.gather(*jobs, return_exceptions=True)
-
-
-def texts(results: list[Any]) -> set[tuple[str, int]]:
-    return {(result.text, result.policy_version) for result in results}
 
 
 async def load(server: Any, weights: Path, **headers: str) -> int:
@@ -71,26 +57,19 @@ async def take_over(server: Any, weights: Path) -> None:
         (("a-1", "a-²"), False),
     ],
 )
-def test_marks_follow_one_another_while_a_server_lives(marks: tuple[str, ...], expected: bool) -> None:
+def test_marks_follow_one_another_while_a_server_lives(marks, expected):
     assert in_order(*marks) == expected
 
 
 @pytest.mark.parametrize("then_synced", [False, True])
-def test_what_others_weights_answered_is_not_taken_for_an_update_in_flight(
-    then_synced: bool,
-    stand_ins: StandIns,
-    make_pool: MakePool,
-    checkpoint: Checkpoint,
-    sampling: SamplingSettings,
-) -> None:
-    (server,) = stand_ins(1)
+def test_what_others_weights_answered_is_not_taken_for_an_update_in_flight(then_synced, join, checkpoint):
+    (server,), pool = join(1, in_flight_updates=True)
     server.delay = 0.5
-    pool = make_pool([server], checkpoint("a"), in_flight_updates=True)
     foreign, newer = checkpoint("foreign"), checkpoint("b")
 
     async def work() -> list[Any]:
         async with pool:
-            asking = asyncio.create_task(ask(pool, sampling))
+            asking = asyncio.create_task(ask_many(pool))
             await asyncio.sleep(0.1)
             await take_over(server, foreign)
             if then_synced:
@@ -102,52 +81,36 @@ def test_what_others_weights_answered_is_not_taken_for_an_update_in_flight(
     assert pool.statistics.retries >= 4 and pool.statistics.continued == 0
 
 
-def test_a_second_run_is_refused_and_hears_who_has_the_server(
-    stand_ins: StandIns, make_pool: MakePool, checkpoint: Checkpoint, sampling: SamplingSettings
-) -> None:
-    (server,) = stand_ins(1)
-    first, second = make_pool([server], checkpoint("a")), make_pool([server], checkpoint("b"))
-
-    async def work() -> None:
-        async with first:
-            with refused("server_in_use", server.url, f"process {os.getpid()}", "logs"):
-                async with second:
-                    await second.sync(checkpoint("c"), 1)
-            assert texts(await ask(first, sampling)) == {("a", 0)}
-        async with second:
-            assert texts(await ask(second, sampling)) == {("b", 0)}
-
-    asyncio.run(work())
+async def test_a_second_run_is_refused_and_hears_who_has_the_server(join, make_pool, checkpoint):
+    (server,), pool = join(1)
+    first, second = pool, make_pool([server], checkpoint("b"))
+    async with first:
+        with refused("server_in_use", server.url, f"process {os.getpid()}", "logs"):
+            async with second:
+                await second.sync(checkpoint("c"), 1)
+        assert texts(await ask_many(first)) == {("a", 0)}
+    async with second:
+        assert texts(await ask_many(second)) == {("b", 0)}
 
 
-def test_a_second_run_may_wait_for_the_first(
-    stand_ins: StandIns, make_pool: MakePool, checkpoint: Checkpoint, sampling: SamplingSettings
-) -> None:
-    (server,) = stand_ins(1)
-    first, second = make_pool([server], checkpoint("a")), make_pool([server], checkpoint("b"), lease_timeout=60)
+async def test_a_second_run_may_wait_for_the_first(join, make_pool, checkpoint):
+    (server,), pool = join(1)
+    first, second = pool, make_pool([server], checkpoint("b"), lease_timeout=60)
 
     async def wait() -> list[Any]:
         async with second:
-            return await ask(second, sampling)
+            return await ask_many(second)
 
-    async def work() -> None:
-        async with first:
-            waiting = asyncio.create_task(wait())
-            await asyncio.sleep(2)
-            assert texts(await ask(first, sampling)) == {("a", 0)}
-        assert texts(await waiting) == {("b", 0)}
-
-    asyncio.run(work())
+    async with first:
+        waiting = asyncio.create_task(wait())
+        await asyncio.sleep(2)
+        assert texts(await ask_many(first)) == {("a", 0)}
+    assert texts(await waiting) == {("b", 0)}
 
 
-def test_two_runs_that_wait_for_the_same_servers_take_turns(
-    stand_ins: StandIns,
-    make_pool: MakePool,
-    checkpoint: Checkpoint,
-    sampling: SamplingSettings,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_two_runs_that_wait_for_the_same_servers_take_turns(
+    stand_ins, make_pool, checkpoint, monkeypatch, caplog
+):
     """Servers that come free one after the other must not be shared out to runs that then wait for each other."""
     from armature.components.inference import lease as ours
 
@@ -161,141 +124,96 @@ def test_two_runs_that_wait_for_the_same_servers_take_turns(
     async def work(pool: ServerPool, wait: float) -> list[Any]:
         await asyncio.sleep(wait)
         async with pool:
-            return await ask(pool, sampling)
+            return await ask_many(pool)
 
-    async def all_work() -> list[list[Any]]:
-        for server in servers:
-            assert (await lease(server, "POST", OTHER)).status_code == 200
-        running = [asyncio.create_task(work(pool, wait)) for pool, wait in zip(pools, (0.0, 0.1), strict=True)]
-        await asyncio.sleep(1.05)
-        await lease(one, "DELETE", OTHER)
-        await asyncio.sleep(0.1)
-        await lease(other, "DELETE", OTHER)
-        return await asyncio.gather(*running)
-
-    first, second = asyncio.run(all_work())
+    for server in servers:
+        assert (await lease(server, "POST", OTHER)).status_code == 200
+    running = [asyncio.create_task(work(pool, wait)) for pool, wait in zip(pools, (0.0, 0.1), strict=True)]
+    await asyncio.sleep(1.05)
+    await lease(one, "DELETE", OTHER)
+    await asyncio.sleep(0.1)
+    await lease(other, "DELETE", OTHER)
+    first, second = await asyncio.gather(*running)
     assert texts(first) == {("a", 0)} and texts(second) == {("b", 0)}
     assert f"waiting for the server at {one.url}, which another run has: someone" in caplog.text
 
 
-def test_the_server_of_a_run_that_was_killed_can_be_had_when_its_lease_ends(
-    stand_ins: StandIns, make_pool: MakePool, checkpoint: Checkpoint, sampling: SamplingSettings
-) -> None:
-    (server,) = stand_ins(1)
-
-    async def work() -> None:
-        assert (await lease(server, "POST", OTHER, seconds=2.5)).status_code == 200
-        async with make_pool([server], checkpoint("a")) as pool:
-            assert texts(await ask(pool, sampling)) == {("a", 0)}
-
-    asyncio.run(work())
+async def test_the_server_of_a_run_that_was_killed_can_be_had_when_its_lease_ends(join):
+    (server,), pool = join(1)
+    assert (await lease(server, "POST", OTHER, seconds=2.5)).status_code == 200
+    async with pool:
+        assert texts(await ask_many(pool)) == {("a", 0)}
 
 
-def test_a_lease_is_kept_while_nothing_is_asked(
-    stand_ins: StandIns, make_pool: MakePool, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_lease_is_kept_while_nothing_is_asked(join, monkeypatch):
     from armature.components.inference import lease as ours
 
     monkeypatch.setattr(ours, "SECONDS", 1.0)
     monkeypatch.setattr(ours, "KEEP_EVERY", 0.2)
-    (server,) = stand_ins(1)
-
-    async def work() -> None:
-        async with make_pool([server], checkpoint("a")):
-            await asyncio.sleep(2.5)
-            assert (await lease(server, "POST", OTHER)).status_code == 409
-        assert (await lease(server, "POST", OTHER)).status_code == 200
-
-    asyncio.run(work())
+    (server,), pool = join(1)
+    async with pool:
+        await asyncio.sleep(2.5)
+        assert (await lease(server, "POST", OTHER)).status_code == 409
+    assert (await lease(server, "POST", OTHER)).status_code == 200
 
 
-def test_nobody_else_changes_weights_or_asks_while_a_run_has_the_server(
-    stand_ins: StandIns, make_pool: MakePool, checkpoint: Checkpoint, sampling: SamplingSettings
-) -> None:
-    (server,) = stand_ins(1)
-
-    async def work() -> None:
-        async with make_pool([server], checkpoint("a")) as pool:
-            assert await load(server, checkpoint("foreign")) == 423
-            assert await load(server, checkpoint("worse"), **{"X-Armature-Lease": OTHER}) == 423
-            assert texts(await ask(pool, sampling)) == {("a", 0)}
-            await pool.sync(checkpoint("b"), 1)
-            assert texts(await ask(pool, sampling)) == {("b", 1)}
-
-    asyncio.run(work())
+async def test_nobody_else_changes_weights_or_asks_while_a_run_has_the_server(join, checkpoint):
+    (server,), pool = join(1)
+    async with pool:
+        assert await load(server, checkpoint("foreign")) == 423
+        assert await load(server, checkpoint("worse"), **{"X-Armature-Lease": OTHER}) == 423
+        assert texts(await ask_many(pool)) == {("a", 0)}
+        await pool.sync(checkpoint("b"), 1)
+        assert texts(await ask_many(pool)) == {("b", 1)}
 
 
 @pytest.mark.parametrize("regained", [False, True])
-def test_weights_of_another_run_are_never_ours_and_ours_come_back(
-    regained: bool, stand_ins: StandIns, make_pool: MakePool, checkpoint: Checkpoint, sampling: SamplingSettings
-) -> None:
-    (server,) = stand_ins(1)
-
-    async def work() -> None:
-        async with make_pool([server], checkpoint("a")) as pool:
-            await pool.sync(checkpoint("b"), 1)
-            await take_over(server, checkpoint("foreign"))
-            if regained:
-                assert (await lease(server, "POST", pool.lease)).status_code == 200
-            assert server.version == "foreign"
-            assert texts(await ask(pool, sampling)) == {("b", 1)}
-            assert pool.statistics.ejections == 1
-
-    asyncio.run(work())
+async def test_weights_of_another_run_are_never_ours_and_ours_come_back(regained, join, checkpoint):
+    (server,), pool = join(1)
+    async with pool:
+        await pool.sync(checkpoint("b"), 1)
+        await take_over(server, checkpoint("foreign"))
+        if regained:
+            assert (await lease(server, "POST", pool.lease)).status_code == 200
+        assert server.version == "foreign"
+        assert texts(await ask_many(pool)) == {("b", 1)}
+        assert pool.statistics.ejections == 1
 
 
-def test_an_answer_on_its_way_while_others_change_the_weights_is_thrown_away(
-    stand_ins: StandIns, make_pool: MakePool, checkpoint: Checkpoint, sampling: SamplingSettings
-) -> None:
-    (server,) = stand_ins(1)
-
-    async def work() -> None:
-        async with make_pool([server], checkpoint("a")) as pool:
-            server.delay = 2.0
-            asking = asyncio.create_task(ask(pool, sampling))
-            while server.at_once < 4:
-                await asyncio.sleep(0.01)
-            server.delay = 0.0
-            await take_over(server, checkpoint("foreign"))
-            assert texts(await asking) == {("a", 0)}
-            assert pool.statistics.retries >= 4
-
-    asyncio.run(work())
+async def test_an_answer_on_its_way_while_others_change_the_weights_is_thrown_away(join, checkpoint):
+    (server,), pool = join(1)
+    async with pool:
+        server.delay = 2.0
+        asking = asyncio.create_task(ask_many(pool))
+        while server.at_once < 4:
+            await asyncio.sleep(0.01)
+        server.delay = 0.0
+        await take_over(server, checkpoint("foreign"))
+        assert texts(await asking) == {("a", 0)}
+        assert pool.statistics.retries >= 4
 
 
-def test_a_server_that_was_started_again_unnoticed_gets_the_current_weights(
-    stand_ins: StandIns, make_pool: MakePool, checkpoint: Checkpoint, sampling: SamplingSettings
-) -> None:
-    (server,) = stand_ins(1)
-
-    async def work() -> None:
-        async with make_pool([server], checkpoint("a")) as pool:
-            await pool.sync(checkpoint("b"), 1)
-            server.start_again()
-            assert texts(await ask(pool, sampling)) == {("b", 1)}
-
-    asyncio.run(work())
+async def test_a_server_that_was_started_again_unnoticed_gets_the_current_weights(join, checkpoint):
+    (server,), pool = join(1)
+    async with pool:
+        await pool.sync(checkpoint("b"), 1)
+        server.start_again()
+        assert texts(await ask_many(pool)) == {("b", 1)}
 
 
-def test_without_the_plug_in_weights_of_another_run_end_the_use_of_the_server(
-    stand_ins: StandIns, make_pool: MakePool, checkpoint: Checkpoint, sampling: SamplingSettings
-) -> None:
-    (server,) = stand_ins(1, plain=True)
-
-    async def work() -> None:
-        async with make_pool([server], checkpoint("a")) as pool:
-            assert texts(await ask(pool, sampling)) == {("a", 0)}
-            await pool.sync(checkpoint("b"), 1)
-            assert texts(await ask(pool, sampling)) == {("b", 1)}
-            server.delay = 0.3
-            asking = asyncio.create_task(ask(pool, sampling))
-            await asyncio.sleep(0.1)
-            assert await load(server, checkpoint("foreign")) == 200
-            results = await asking + await ask(pool, sampling)
-            assert not [result for result in results if isinstance(result, Completion)]
-            assert "no_server_left" in set().union(*map(codes, results))
-
-    asyncio.run(work())
+async def test_without_the_plug_in_weights_of_another_run_end_the_use_of_the_server(join, checkpoint):
+    (server,), pool = join(1, plain=True)
+    async with pool:
+        assert texts(await ask_many(pool)) == {("a", 0)}
+        await pool.sync(checkpoint("b"), 1)
+        assert texts(await ask_many(pool)) == {("b", 1)}
+        server.delay = 0.3
+        asking = asyncio.create_task(ask_many(pool))
+        await asyncio.sleep(0.1)
+        assert await load(server, checkpoint("foreign")) == 200
+        results = await asking + await ask_many(pool)
+        assert not [result for result in results if isinstance(result, Completion)]
+        assert "no_server_left" in set().union(*map(codes, results))
 
 
 @pytest.mark.parametrize(
@@ -314,7 +232,7 @@ def test_without_the_plug_in_weights_of_another_run_end_the_use_of_the_server(
         b'{"holder": "%s", "who": null, "seconds": 1}' % (b"a" * 32),
     ],
 )
-def test_a_lease_is_not_had_by_a_malformed_request(body: bytes, stand_ins: StandIns) -> None:
+def test_a_lease_is_not_had_by_a_malformed_request(body, stand_ins):
     (server,) = stand_ins(1)
     with httpx.Client(base_url=server.url, headers=KEY, trust_env=False) as http:
         assert http.post("/armature/lease", content=body).status_code == 400

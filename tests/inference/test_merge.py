@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from armature.components.inference.client import Completion, GenerationFailure
 from armature.components.inference.merge import RequestMerger
 from armature.components.inference.settings import SamplingSettings
+from tests.inference.conftest import make_sampling
 
 
 def completion(prompt: str, seed: int) -> Completion:
@@ -63,38 +64,36 @@ def ask(*jobs: tuple[str, int], temperatures: tuple[float, ...] = (1.0,)) -> tup
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 12)), min_size=1, max_size=20))
-def test_each_gets_the_sample_of_its_seed_and_no_seed_is_asked_twice_in_vain(jobs: list[tuple[str, int]]) -> None:
+def test_each_gets_the_sample_of_its_seed_and_no_seed_is_asked_twice_in_vain(jobs):
     recorder, results = ask(*jobs)
     assert [(result.text, int(result.token_ids[0])) for result in results] == jobs
     asked = [(prompt, seed) for prompt, first, n in recorder.requests for seed in range(first, first + n)]
     assert sorted(asked) == sorted(jobs)
 
 
-def test_a_group_is_one_request() -> None:
+def test_a_group_is_one_request():
     recorder, _ = ask(*(("a", seed) for seed in (7, 5, 6, 8)), ("b", 9), ("a", 20))
     assert sorted(recorder.requests) == [("a", 5, 4), ("a", 20, 1), ("b", 9, 1)]
 
 
-def test_other_sampling_is_another_request() -> None:
+def test_other_sampling_is_another_request():
     recorder, _ = ask(("a", 1), ("a", 2), temperatures=(1.0, 0.5))
     assert sorted(recorder.requests) == [("a", 1, 1), ("a", 2, 1)]
 
 
-def test_failures_reach_those_whom_they_concern() -> None:
+def test_failures_reach_those_whom_they_concern():
     _, results = ask(("odd", 0), ("odd", 1), ("odd", 2), ("refused", 0), ("refused", 1))
     reasons = [getattr(result, "reason", "") for result in results]
     assert reasons == ["", "bad_logprobs", "", "request_refused", "request_refused"]
 
 
 @pytest.mark.parametrize("keep", [0, 1])
-def test_a_request_is_given_up_when_nobody_waits_for_it(
-    keep: int, sampling_factory: Callable[..., SamplingSettings]
-) -> None:
+def test_a_request_is_given_up_when_nobody_waits_for_it(keep):
     recorder = Recorder()
 
     async def run() -> None:
         merger = RequestMerger(recorder.sample)
-        tasks = [asyncio.create_task(merger.complete(message("slow"), sampling_factory(), seed)) for seed in range(3)]
+        tasks = [asyncio.create_task(merger.complete(message("slow"), make_sampling(), seed)) for seed in range(3)]
         await asyncio.sleep(0.1)
         for task in tasks[keep:]:
             task.cancel()

@@ -103,7 +103,7 @@ def differences(folder: Path, answers: dict[str, Completion]) -> dict[str, float
 @pytest.mark.gpu
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_trainer_and_server_attend_to_each_image_both_ways(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+async def test_trainer_and_server_attend_to_each_image_both_ways(checkpoints: dict[str, Path], tmp_path: Path) -> None:
     """Before and after weights are sent over CUDA IPC, under the names that the trainer's model has."""
     from armature.components.inference.weights import WEIGHT_SENDERS
     from armature.components.models.load import load_model
@@ -120,17 +120,14 @@ def test_trainer_and_server_attend_to_each_image_both_ways(checkpoints: dict[str
         weights = load_model(checkpoints["new"], MODEL).cuda().state_dict()
         await asyncio.to_thread(lambda: WEIGHT_SENDERS["ipc"](endpoints, 60).send(weights))
 
-    async def work() -> list[dict[str, Completion]]:
-        async with ServerPool(checkpoints["old"], SETTINGS, machine, tmp_path / "logs") as pool:
+    async with ServerPool(checkpoints["old"], SETTINGS, machine, tmp_path / "logs") as pool:
 
-            async def ask() -> dict[str, Completion]:
-                return {name: await pool.complete(messages, SAMPLING, 0) for name, (messages, _) in ASKED.items()}
+        async def ask() -> dict[str, Completion]:
+            return {name: await pool.complete(messages, SAMPLING, 0) for name, (messages, _) in ASKED.items()}
 
-            before = await ask()
-            await pool.sync(checkpoints["new"], 1, publish)
-            return [before, await ask()]
-
-    before, after = asyncio.run(work())
+        before = await ask()
+        await pool.sync(checkpoints["new"], 1, publish)
+        before, after = [before, await ask()]
     old, new = differences(checkpoints["old"], before), differences(checkpoints["new"], after)
     causal = differences(checkpoints["causal"], before)
     print({"old": old, "new": new, "causal": causal})

@@ -6,7 +6,6 @@ import asyncio
 import json
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,20 +14,9 @@ import pytest
 from armature.components.contracts.errors import ServerError, WeightSyncError
 from armature.components.inference.client import GenerationFailure
 from armature.components.inference.pool import ServerPool
-from armature.components.inference.settings import SamplingSettings
 from armature.tasks.prometheus import RunCollector
+from tests.inference.conftest import MESSAGES, SAMPLING, ask_many, texts
 from tests.refusals import codes, refused
-
-MESSAGES = [{"role": "user", "content": "?"}]
-MakePool = Callable[..., ServerPool]
-StandIns = Callable[..., list[Any]]
-Checkpoint = Callable[..., Path]
-
-
-async def ask_many(pool: ServerPool, sampling: SamplingSettings, count: int) -> list[Any]:
-    # Seeds that do not follow one another are requests of their own.
-    jobs = (pool.complete(MESSAGES, sampling, 2 * seed) for seed in range(count))
-    return await asyncio.gather(*jobs, return_exceptions=True)
 
 
 def run(pool: ServerPool, work: Callable[[ServerPool], Any]) -> Any:
@@ -39,16 +27,11 @@ def run(pool: ServerPool, work: Callable[[ServerPool], Any]) -> Any:
     return asyncio.run(inside())
 
 
-def test_every_sample_has_its_tokens_and_the_version(
-    stand_ins: StandIns, make_pool: MakePool, checkpoint: Checkpoint, sampling: SamplingSettings
-) -> None:
+async def test_every_sample_has_its_tokens_and_the_version(stand_ins, make_pool, checkpoint):
     (server,) = stand_ins(1)
     pool = make_pool([server], checkpoint("v7"))
-
-    async def work(pool: ServerPool) -> Any:
-        return await pool.complete(MESSAGES, sampling, 11), await pool.sample(MESSAGES, sampling, 12, n=4)
-
-    one, four = run(pool, work)
+    async with pool:
+        one, four = await pool.complete(MESSAGES, SAMPLING, 11), await pool.sample(MESSAGES, SAMPLING, 12, n=4)
     assert one.prompt_token_ids.tolist() == [1, 7, 7, 7, 2]
     assert one.prompt_token_ids.dtype == one.token_ids.dtype == np.int32
     assert one.token_ids.tolist() == [3, 4, 5]
@@ -64,51 +47,36 @@ def test_every_sample_has_its_tokens_and_the_version(
     assert pool.statistics.completions == 5
 
 
-def test_requests_go_to_the_least_loaded_server_and_are_bounded(
-    stand_ins: StandIns, make_pool: MakePool, checkpoint: Checkpoint, sampling: SamplingSettings
-) -> None:
-    servers = stand_ins(2)
+async def test_requests_go_to_the_least_loaded_server_and_are_bounded(join):
+    servers, pool = join(2, max_concurrent=6)
     servers[0].delay, servers[1].delay = 0.05, 0.2
-    pool = make_pool(servers, checkpoint("a"), max_concurrent=6)
-    results = run(pool, lambda pool: ask_many(pool, sampling, 40))
+    async with pool:
+        results = await ask_many(pool, 40)
     assert all(result.text for result in results)
     assert servers[0].seen > 1.8 * servers[1].seen > 0
     assert servers[0].most_at_once + servers[1].most_at_once <= 7
     assert max(server.most_at_once for server in servers) <= 5
 
 
-def test_a_request_in_flight_ends_with_the_pool_and_is_not_tried_again(
-    stand_ins: StandIns,
-    make_pool: MakePool,
-    checkpoint: Checkpoint,
-    sampling: SamplingSettings,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    (server,) = stand_ins(1)
+async def test_a_request_in_flight_ends_with_the_pool_and_is_not_tried_again(join, caplog):
+    (server,), pool = join(1)
     server.delay = 60.0
-    pool = make_pool([server], checkpoint("a"))
-
-    async def inside() -> Any:
-        async with pool:
-            waiting = asyncio.create_task(ask_many(pool, sampling, 3))
-            while server.seen < 3:
-                await asyncio.sleep(0.01)
-        return await asyncio.wait_for(waiting, 5)
-
-    results = asyncio.run(inside())
+    async with pool:
+        waiting = asyncio.create_task(ask_many(pool, 3))
+        while server.seen < 3:
+            await asyncio.sleep(0.01)
+    results = await asyncio.wait_for(waiting, 5)
     assert [result.code for result in results] == ["pool_closed"] * 3
     assert pool.statistics.retries == 0
     assert "attempt" not in caplog.text
 
 
 @pytest.mark.parametrize("fault", ["500", "die", "hang", "not json"])
-def test_a_failed_attempt_is_tried_on_the_other_server(
-    fault: str, stand_ins: StandIns, make_pool: MakePool, checkpoint: Checkpoint, sampling: SamplingSettings
-) -> None:
-    servers = stand_ins(2)
+async def test_a_failed_attempt_is_tried_on_the_other_server(fault, join):
+    servers, pool = join(2)
     servers[0].misbehave(fault)
-    pool = make_pool(servers, checkpoint("a"))
-    results = run(pool, lambda pool: ask_many(pool, sampling, 12))
+    async with pool:
+        results = await ask_many(pool, 12)
     assert [result.server for result in results] == [servers[1].url] * 12
     assert sum(servers[1].answered.values()) == 12
     assert pool.statistics.completions == pool.statistics.requests == 12
@@ -118,22 +86,18 @@ def test_a_failed_attempt_is_tried_on_the_other_server(
     assert not pool.statistics.failures
 
 
-def test_an_open_pool_is_counted_for_prometheus(
-    stand_ins: StandIns, make_pool: MakePool, checkpoint: Checkpoint, sampling: SamplingSettings
-) -> None:
-    servers = stand_ins(2)
+async def test_an_open_pool_is_counted_for_prometheus(join):
+    servers, pool = join(2)
     servers[0].misbehave("500", 1)
 
     def seen() -> dict[tuple[str, ...], float]:
         samples = (sample for family in RunCollector().collect() for sample in family.samples)
         return {(sample.name, *sample.labels.values()): sample.value for sample in samples}
 
-    async def work(pool: ServerPool) -> dict[tuple[str, ...], float]:
-        await ask_many(pool, sampling, 6)
+    async with pool:
+        await ask_many(pool, 6)
         pool.statistics.failed("timeout", 3)
-        return seen()
-
-    numbers = run(make_pool(servers, checkpoint("a")), work)
+        numbers = seen()
     assert numbers["armature_pool_servers",] == 2 and numbers["armature_pool_in_flight",] == 0
     assert numbers["armature_pool_requests_total",] == 7 and numbers["armature_pool_retries_total",] == 1
     assert numbers["armature_pool_completion_tokens_total",] == 6 * 3
@@ -141,58 +105,30 @@ def test_an_open_pool_is_counted_for_prometheus(
     assert seen()["armature_pool_servers",] == 0
 
 
-def test_a_server_that_fails_for_ever_makes_typed_failures(
-    stand_ins: StandIns, make_pool: MakePool, checkpoint: Checkpoint, sampling: SamplingSettings
-) -> None:
-    (server,) = stand_ins(1)
+async def test_a_server_that_fails_for_ever_makes_typed_failures(join):
+    (server,), pool = join(1)
     server.misbehave("500")
-    pool = make_pool([server], checkpoint("a"))
-    results = run(pool, lambda pool: ask_many(pool, sampling, 3))
+    async with pool:
+        results = await ask_many(pool, 3)
     assert [result.reason for result in results] == ["server_error"] * 3
     assert pool.statistics.failures == {"server_error": 3}
     assert "EngineCore" in results[0].what  # the server's own words
 
 
-@pytest.mark.parametrize(
-    ("fault", "reason"),
-    [
-        ("nan", "bad_logprobs"),
-        ("null", "bad_logprobs"),
-        ("floor", "bad_logprobs"),
-        ("short", "length_mismatch"),
-        ("no logprobs", "missing_logprobs"),
-        ("no ids", "malformed_tokens"),
-        ("no prompt", "malformed_answer"),
-        ("too few", "malformed_answer"),
-        ("placeholder", "placeholder_sampled"),
-        ("400", "prompt_too_long"),
-    ],
-)
-def test_a_wrong_answer_fails_that_request_alone_at_once(
-    fault: str,
-    reason: str,
-    stand_ins: StandIns,
-    make_pool: MakePool,
-    checkpoint: Checkpoint,
-    sampling: SamplingSettings,
-) -> None:
-    (server,) = stand_ins(1)
-    server.misbehave(fault, count=1)
-    pool = make_pool([server], checkpoint("a"))
-    results = run(pool, lambda pool: ask_many(pool, sampling, 5))
+async def test_a_refused_prompt_fails_that_request_alone_at_once(join):
+    (server,), pool = join(1)
+    server.misbehave("400", count=1)
+    async with pool:
+        results = await ask_many(pool, 5)
     failures = [result for result in results if isinstance(result, GenerationFailure)]
-    assert [failure.reason for failure in failures] == [reason]
-    assert server.seen == 5
-    assert pool.statistics.completions == 4
-    assert pool.statistics.failures == {reason: 1}
-    assert pool.statistics.ejections == 0
+    assert [failure.reason for failure in failures] == ["prompt_too_long"]
+    assert server.seen == 5 and pool.statistics.completions == 4
+    assert pool.statistics.failures == {"prompt_too_long": 1} and pool.statistics.ejections == 0
 
 
 @pytest.mark.parametrize("role", ["system", "user", "assistant"])
 @pytest.mark.parametrize("parts", [True, False])
-def test_a_prompt_that_spells_a_placeholder_is_not_sent(
-    role: str, parts: bool, stand_ins: StandIns, make_pool: MakePool, checkpoint: Checkpoint, sampling: SamplingSettings
-) -> None:
+def test_a_prompt_that_spells_a_placeholder_is_not_sent(role, parts, stand_ins, make_pool, checkpoint):
     (server,) = stand_ins(1)
     folder = checkpoint("a")
     tokens = [{"id": number, "content": text} for number, text in ((7, "<pad>"), (9, "<end>"))]
@@ -203,7 +139,7 @@ def test_a_prompt_that_spells_a_placeholder_is_not_sent(
         for text in ("an <end>", "a <pad>"):
             content = [{"type": "text", "text": text}] if parts else text
             try:
-                await pool.complete([{"role": role, "content": content}], sampling, 1)
+                await pool.complete([{"role": role, "content": content}], SAMPLING, 1)
             except GenerationFailure as failure:
                 return text, failure.reason
         return "sent", ""
@@ -212,136 +148,105 @@ def test_a_prompt_that_spells_a_placeholder_is_not_sent(
     assert server.seen == 1 and pool.statistics.failures == {"reserved_token": 1}
 
 
-def test_an_ejected_server_comes_back_with_the_current_weights(
-    stand_ins: StandIns, make_pool: MakePool, checkpoint: Checkpoint, sampling: SamplingSettings
-) -> None:
-    servers = stand_ins(2)
-    pool = make_pool(servers, checkpoint("a"))
+async def test_an_ejected_server_comes_back_with_the_current_weights(join, checkpoint):
+    servers, pool = join(2)
     newer = checkpoint("b")
-
-    async def work(pool: ServerPool) -> None:
+    async with pool:
         servers[0].healthy = False
         servers[0].misbehave("500")
-        await ask_many(pool, sampling, 8)
+        await ask_many(pool, 8)
         await pool.sync(newer, 1)
         assert (servers[0].version, servers[1].version) == ("a", "b")
         servers[0].healthy = True
         servers[0].misbehave("")
         while not all(replica.ready for replica in pool.replicas):
             await asyncio.sleep(0.05)
-        results = await ask_many(pool, sampling, 20)
+        results = await ask_many(pool, 20)
         assert {result.server for result in results} == {server.url for server in servers}
-        assert {(result.text, result.policy_version) for result in results} == {("b", 1)}
-
-    run(pool, work)
+        assert texts(results) == {("b", 1)}
 
 
-def test_joined_server_that_stays_away_is_given_up_and_the_other_answers(
-    stand_ins: StandIns, make_pool: MakePool, checkpoint: Checkpoint, sampling: SamplingSettings
-) -> None:
-    first, second = stand_ins(2)
-    pool = make_pool([first, second], checkpoint("a"), ready_timeout=1.0)
-
-    async def work(pool: ServerPool) -> list[Any]:
+async def test_joined_server_that_stays_away_is_given_up_and_the_other_answers(join, checkpoint):
+    (first, second), pool = join(2, ready_timeout=1.0)
+    async with pool:
         second.healthy = False
         second.misbehave("500")
         results = []
         while pool.replicas[1].given_up is None:
-            results += await ask_many(pool, sampling, 4)
+            results += await ask_many(pool, 4)
         await pool.sync(checkpoint("b"), 1)
-        return results + await ask_many(pool, sampling, 4)
-
-    results = run(pool, work)
+        results = results + await ask_many(pool, 4)
     assert {result.server for result in results} == {first.url}
-    assert {(result.text, result.policy_version) for result in results} == {("a", 0), ("b", 1)}
+    assert texts(results) == {("a", 0), ("b", 1)}
 
 
-def test_a_wrong_key_is_said_at_once(
-    stand_ins: StandIns, make_pool: MakePool, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    servers = stand_ins(1)
+async def test_a_wrong_key_is_said_at_once(join, monkeypatch):
+    servers, pool = join(1, ready_timeout=1)
     monkeypatch.setenv("VLLM_API_KEY", "another")
     with refused("server_key_refused", servers[0].url):
-        run(make_pool(servers, checkpoint("a"), ready_timeout=1), lambda pool: pool.notify())
+        async with pool:
+            await pool.notify()
 
 
-def test_images_are_never_fetched_by_the_server(
-    stand_ins: StandIns, make_pool: MakePool, checkpoint: Checkpoint, sampling: SamplingSettings
-) -> None:
-    (server,) = stand_ins(1)
+async def test_images_are_never_fetched_by_the_server(join):
+    (server,), pool = join(1)
     part = {"type": "image_url", "image_url": {"url": "http://example.org/a.png"}}
-    pool = make_pool([server], checkpoint("a"))
     with refused("image_not_inline", "http://example.org/a.png"):
-        run(pool, lambda pool: pool.complete([{"role": "user", "content": [part]}], sampling, 0))
+        async with pool:
+            await pool.complete([{"role": "user", "content": [part]}], SAMPLING, 0)
     assert server.seen == 0
 
 
 # Weights
 
 
-def test_sync_waits_for_requests_and_stamps_the_version(
-    stand_ins: StandIns, make_pool: MakePool, checkpoint: Checkpoint, sampling: SamplingSettings
-) -> None:
-    servers = stand_ins(2)
+async def test_sync_waits_for_requests_and_stamps_the_version(join, checkpoint):
+    servers, pool = join(2)
     for server in servers:
         server.delay = 0.3
-    pool = make_pool(servers, checkpoint("a"))
     newer = checkpoint("b")
-
-    async def work(pool: ServerPool) -> Any:
-        before = asyncio.create_task(ask_many(pool, sampling, 6))
+    async with pool:
+        before = asyncio.create_task(ask_many(pool, 6))
         await asyncio.sleep(0.1)
         sync = asyncio.create_task(pool.sync(newer, 5))
         await asyncio.sleep(0.05)
-        after = asyncio.create_task(ask_many(pool, sampling, 6))
+        after = asyncio.create_task(ask_many(pool, 6))
         await sync
-        return await before, await after
-
-    before, after = run(pool, work)
-    assert {(result.text, result.policy_version) for result in before} == {("a", 0)}
-    assert {(result.text, result.policy_version) for result in after} == {("b", 5)}
+        before, after = await before, await after
+    assert texts(before) == {("a", 0)}
+    assert texts(after) == {("b", 5)}
     for server in servers:
         assert server.calls[-4:-3] == ["/collective_rpc"]
         assert set(server.calls[-3:]) == {"/reset_prefix_cache", "/reset_mm_cache", "/reset_encoder_cache"}
 
 
-def test_requests_in_flight_go_on_with_the_weights_of_a_sync(
-    stand_ins: StandIns, make_pool: MakePool, checkpoint: Checkpoint, sampling: SamplingSettings
-) -> None:
-    servers = stand_ins(2)
+async def test_requests_in_flight_go_on_with_the_weights_of_a_sync(join, checkpoint):
+    servers, pool = join(2, in_flight_updates=True)
     for server in servers:
         server.delay = 0.5
-    pool = make_pool(servers, checkpoint("a"), in_flight_updates=True)
     newer = checkpoint("b")
-
-    async def work(pool: ServerPool) -> Any:
-        before = asyncio.create_task(ask_many(pool, sampling, 6))
+    async with pool:
+        before = asyncio.create_task(ask_many(pool, 6))
         await asyncio.sleep(0.1)
         for server in servers:
             server.calls.clear()
         await pool.sync(newer, 5)
         assert pool.in_flight == 6
-        return await before, await ask_many(pool, sampling, 6)
-
-    before, after = run(pool, work)
-    assert {(result.text, result.policy_version) for result in before} == {("b", 0)}
-    assert {(result.text, result.policy_version) for result in after} == {("b", 5)}
+        before, after = await before, await ask_many(pool, 6)
+    assert texts(before) == {("b", 0)}
+    assert texts(after) == {("b", 5)}
     assert (pool.statistics.continued, pool.statistics.retries, pool.statistics.completions) == (6, 0, 12)
     for server in servers:
         forgets = ["/reset_prefix_cache", "/reset_encoder_cache"]
         assert server.calls == ["/pause", *forgets, "/collective_rpc", "/resume"]
 
 
-def test_requests_of_servers_that_are_lent_are_waited_for_by_a_sync_in_flight(
-    stand_ins: StandIns, make_pool: MakePool, checkpoint: Checkpoint, sampling: SamplingSettings
-) -> None:
-    servers = stand_ins(1)
+async def test_requests_of_servers_that_are_lent_are_waited_for_by_a_sync_in_flight(join, checkpoint):
+    servers, pool = join(1, in_flight_updates=True)
     servers[0].delay = 0.2
-    pool = make_pool(servers, checkpoint("a"), in_flight_updates=True)
     newer = checkpoint("b")
-
-    async def work(pool: ServerPool) -> Any:
-        asking = asyncio.create_task(ask_many(pool, sampling, 1))
+    async with pool:
+        asking = asyncio.create_task(ask_many(pool, 1))
         await asyncio.sleep(0.05)
         async with pool.lent(3):
             sync = asyncio.create_task(pool.sync(newer, 1))
@@ -349,63 +254,45 @@ def test_requests_of_servers_that_are_lent_are_waited_for_by_a_sync_in_flight(
             await asyncio.sleep(0.1)
             assert not sync.done() and servers[0].version != "b"
         await sync
-
-    run(pool, work)
     assert servers[0].version == "b"
 
 
-def test_servers_that_do_not_say_their_weights_finish_requests_before_a_sync_in_flight(
-    stand_ins: StandIns, make_pool: MakePool, checkpoint: Checkpoint, sampling: SamplingSettings
-) -> None:
-    (server,) = stand_ins(1, plain=True)
+async def test_servers_that_do_not_say_their_weights_finish_requests_before_a_sync_in_flight(join, checkpoint):
+    (server,), pool = join(1, plain=True, in_flight_updates=True)
     server.delay = 0.3
-    pool = make_pool([server], checkpoint("a"), in_flight_updates=True)
     newer = checkpoint("b")
-
-    async def work(pool: ServerPool) -> Any:
-        before = asyncio.create_task(ask_many(pool, sampling, 4))
+    async with pool:
+        before = asyncio.create_task(ask_many(pool, 4))
         await asyncio.sleep(0.1)
         await pool.sync(newer, 1)
         assert before.done()
-        return await before, await ask_many(pool, sampling, 1)
-
-    before, after = run(pool, work)
-    assert {(result.text, result.policy_version) for result in before} == {("a", 0)}
+        before, after = await before, await ask_many(pool, 1)
+    assert texts(before) == {("a", 0)}
     assert (after[0].text, after[0].policy_version) == ("b", 1)
 
 
-def test_a_sync_that_fails_leaves_no_server_paused_and_ends_requests_in_flight(
-    stand_ins: StandIns, make_pool: MakePool, checkpoint: Checkpoint, sampling: SamplingSettings
-) -> None:
-    servers = stand_ins(2)
+async def test_a_sync_that_fails_leaves_no_server_paused_and_ends_requests_in_flight(join, checkpoint):
+    servers, pool = join(2, in_flight_updates=True)
     for server in servers:
         server.delay = 0.3
-    pool = make_pool(servers, checkpoint("a"), in_flight_updates=True)
-
-    async def work(pool: ServerPool) -> Any:
-        asked = asyncio.create_task(ask_many(pool, sampling, 6))
+    async with pool:
+        asked = asyncio.create_task(ask_many(pool, 6))
         await asyncio.sleep(0.1)
         servers[1].misbehave("sync refuse")
         with refused("server_refuses_weights", servers[1].url):
             await pool.sync(checkpoint("b"), 1)
-        return await asked
-
-    answers = run(pool, work)
+        answers = await asked
     failed = [answer for answer in answers if isinstance(answer, WeightSyncError)]
     assert len(failed) == 3  # those of the server that has no new weights
     assert {answer.text for answer in answers if answer not in failed} == {"b"}
     assert [server.paused for server in servers] == [False, False]
 
 
-def test_a_server_that_is_taken_out_during_a_sync_is_not_resumed_before_its_end(
-    stand_ins: StandIns, make_pool: MakePool, checkpoint: Checkpoint, sampling: SamplingSettings
-) -> None:
+async def test_a_server_that_is_taken_out_during_a_sync_is_not_resumed_before_its_end(join, checkpoint):
     """Else it would compute with weights of which some are old, and keep that."""
-    (server,) = stand_ins(1)
-    pool = make_pool([server], checkpoint("a"), in_flight_updates=True)
+    (server,), pool = join(1, in_flight_updates=True)
     newer = checkpoint("b")
-
-    async def work(pool: ServerPool) -> None:
+    async with pool:
         loads = server.loading = asyncio.Event()
         server.calls.clear()
         sync = asyncio.create_task(pool.sync(newer, 1))
@@ -419,36 +306,27 @@ def test_a_server_that_is_taken_out_during_a_sync_is_not_resumed_before_its_end(
         await sync
         while not pool.replicas[0].ready:
             await asyncio.sleep(0.05)
-        assert (await pool.complete(MESSAGES, sampling, 0)).text == "b"
-
-    run(pool, work)
+        assert (await pool.complete(MESSAGES, SAMPLING, 0)).text == "b"
 
 
-def test_a_server_that_a_killed_run_paused_answers_the_next_one(
-    stand_ins: StandIns, make_pool: MakePool, checkpoint: Checkpoint, sampling: SamplingSettings
-) -> None:
-    (server,) = stand_ins(1)
+async def test_a_server_that_a_killed_run_paused_answers_the_next_one(join):
+    (server,), pool = join(1)
     server.paused = True
-    (answer,) = run(make_pool([server], checkpoint("a")), lambda pool: ask_many(pool, sampling, 1))
+    async with pool:
+        (answer,) = await ask_many(pool, 1)
     assert answer.text == "a"
 
 
-def test_caches_are_reset_between_requests(
-    stand_ins: StandIns, make_pool: MakePool, checkpoint: Checkpoint, sampling: SamplingSettings
-) -> None:
-    servers = stand_ins(2)
-    pool = make_pool(servers, checkpoint("a"))
-
-    async def work(pool: ServerPool) -> None:
-        before = asyncio.create_task(ask_many(pool, sampling, 6))
+async def test_caches_are_reset_between_requests(join):
+    servers, pool = join(2)
+    async with pool:
+        before = asyncio.create_task(ask_many(pool, 6))
         await asyncio.sleep(0.05)
         for server in servers:
             server.calls.clear()
         await pool.reset_caches()
         assert before.done()
-        assert len(await ask_many(pool, sampling, 6)) == 6
-
-    run(pool, work)
+        assert len(await ask_many(pool, 6)) == 6
     for server in servers:
         assert set(server.calls[:3]) == {"/reset_prefix_cache", "/reset_mm_cache", "/reset_encoder_cache"}
 
@@ -462,57 +340,36 @@ def test_caches_are_reset_between_requests(
         ("sync cache busy", ["cache_not_reset"]),
     ],
 )
-def test_a_failed_sync_stops_everything(
-    fault: str,
-    possible: list[str],
-    stand_ins: StandIns,
-    make_pool: MakePool,
-    checkpoint: Checkpoint,
-    sampling: SamplingSettings,
-) -> None:
-    servers = stand_ins(2)
-    pool = make_pool(servers, checkpoint("a"), sync_timeout=30 if "busy" in fault else 1)
+async def test_a_failed_sync_stops_everything(fault, possible, join, checkpoint):
+    servers, pool = join(2, sync_timeout=30 if "busy" in fault else 1)
     newer = checkpoint("b")
-
-    async def work(pool: ServerPool) -> None:
+    async with pool:
         servers[1].misbehave(fault)
         with pytest.raises(WeightSyncError) as caught:
             await pool.sync(newer, 1)
         assert caught.value.code in possible
         with refused(caught.value.code):
-            await pool.complete(MESSAGES, sampling, 0)
+            await pool.complete(MESSAGES, SAMPLING, 0)
         with refused(caught.value.code):
             await pool.sync(newer, 2)
 
-    run(pool, work)
-
 
 @pytest.mark.parametrize("fault", ["sync html", "sync list", "sync empty", "sync null", "sync nested", "sync endless"])
-def test_garbage_from_the_routes_of_weights_and_caches_is_a_failed_sync(
-    fault: str, stand_ins: StandIns, make_pool: MakePool, checkpoint: Checkpoint, sampling: SamplingSettings
-) -> None:
-    (server,) = stand_ins(1)
-    pool = make_pool([server], checkpoint("a"), sync_timeout=10)
-
-    async def work(pool: ServerPool) -> None:
+async def test_garbage_from_the_routes_of_weights_and_caches_is_a_failed_sync(fault, join, checkpoint):
+    (server,), pool = join(1, sync_timeout=10)
+    async with pool:
         server.misbehave(fault)
         with pytest.raises(WeightSyncError):
             await pool.sync(checkpoint("b"), 1)
         server.misbehave("")
         with pytest.raises(WeightSyncError):
-            await pool.complete(MESSAGES, sampling, 0)
+            await pool.complete(MESSAGES, SAMPLING, 0)
         assert server.seen == 0
 
-    run(pool, work)
 
-
-def test_a_sync_that_was_cancelled_half_way_leaves_no_weights_under_a_wrong_name(
-    stand_ins: StandIns, make_pool: MakePool, checkpoint: Checkpoint, sampling: SamplingSettings
-) -> None:
-    servers = stand_ins(2)
-    pool = make_pool(servers, checkpoint("a"), sync_timeout=30)
-
-    async def work(pool: ServerPool) -> None:
+async def test_a_sync_that_was_cancelled_half_way_leaves_no_weights_under_a_wrong_name(join, checkpoint):
+    servers, pool = join(2, sync_timeout=30)
+    async with pool:
         servers[1].misbehave("sync hang")
         sync = asyncio.create_task(pool.sync(checkpoint("b"), 1))
         while servers[0].version != "b":
@@ -521,116 +378,87 @@ def test_a_sync_that_was_cancelled_half_way_leaves_no_weights_under_a_wrong_name
         with pytest.raises(asyncio.CancelledError):
             await sync
         with refused("sync_incomplete"):
-            await pool.complete(MESSAGES, sampling, 0)
-
-    run(pool, work)
+            await pool.complete(MESSAGES, SAMPLING, 0)
 
 
 @pytest.mark.parametrize("answer", ["<html>", "[]", '{"data": 3}', '{"data": [null]}', "[" * 50_000])
-def test_garbage_from_the_list_of_models_takes_the_server_out_and_ends_the_wait(
-    answer: str, stand_ins: StandIns, make_pool: MakePool, checkpoint: Checkpoint, sampling: SamplingSettings
-) -> None:
-    (server,) = stand_ins(1)
-    pool = make_pool([server], checkpoint("a"), ready_timeout=0.5)
-
-    async def work(pool: ServerPool) -> None:
+async def test_garbage_from_the_list_of_models_takes_the_server_out_and_ends_the_wait(answer, join):
+    (server,), pool = join(1, ready_timeout=0.5)
+    async with pool:
         server.misbehave("500")
         server.list_of_models = answer
         with pytest.raises((ServerError, GenerationFailure)):
-            await asyncio.wait_for(pool.complete(MESSAGES, sampling, 0), 20)
+            await asyncio.wait_for(pool.complete(MESSAGES, SAMPLING, 0), 20)
         with refused("no_server_left", server.url) as caught:
-            await asyncio.wait_for(pool.complete(MESSAGES, sampling, 1), 20)
+            await asyncio.wait_for(pool.complete(MESSAGES, SAMPLING, 1), 20)
         assert codes(caught.value.__cause__) == {"server_not_ready"}
 
-    run(pool, work)
 
-
-def test_weights_may_come_in_another_type_than_the_first(
-    stand_ins: StandIns, make_pool: MakePool, checkpoint: Checkpoint
-) -> None:
-    servers = stand_ins(1)
-    pool = make_pool(servers, checkpoint("a"))
-    run(pool, lambda pool: pool.sync(checkpoint("b", dtype="BF16"), 1))
+async def test_weights_may_come_in_another_type_than_the_first(join, checkpoint):
+    servers, pool = join(1)
+    async with pool:
+        await pool.sync(checkpoint("b", dtype="BF16"), 1)
     assert servers[0].version == "b"
 
 
-def test_a_checkpoint_of_another_model_is_refused(
-    stand_ins: StandIns, make_pool: MakePool, checkpoint: Checkpoint
-) -> None:
+async def test_a_checkpoint_of_another_model_is_refused(stand_ins, make_pool, checkpoint):
     pool = make_pool(stand_ins(1), checkpoint("a"))
     with refused("served_shapes_differ", "w", (2, 5), (2, 4)):
-        run(pool, lambda pool: pool.sync(checkpoint("b", width=5), 1))
+        async with pool:
+            await pool.sync(checkpoint("b", width=5), 1)
 
 
-def test_a_half_written_checkpoint_is_refused(stand_ins: StandIns, make_pool: MakePool, checkpoint: Checkpoint) -> None:
+async def test_a_half_written_checkpoint_is_refused(stand_ins, make_pool, checkpoint):
     pool = make_pool(stand_ins(1), checkpoint("a"))
     file = checkpoint("b") / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(WeightSyncError) as caught:
-        run(pool, lambda pool: pool.sync(file.parent, 1))
+        async with pool:
+            await pool.sync(file.parent, 1)
     assert caught.value.where == str(file)
 
 
-def test_a_server_that_dies_during_a_sync_comes_back_with_the_new_weights(
-    stand_ins: StandIns, make_pool: MakePool, checkpoint: Checkpoint, sampling: SamplingSettings
-) -> None:
-    servers = stand_ins(2)
-    pool = make_pool(servers, checkpoint("a"))
+async def test_a_server_that_dies_during_a_sync_comes_back_with_the_new_weights(join, checkpoint):
+    servers, pool = join(2)
     newer = checkpoint("b")
-
-    async def work(pool: ServerPool) -> None:
+    async with pool:
         servers[1].misbehave("sync die", count=1)
         await pool.sync(newer, 1)
         assert not pool.replicas[1].ready
         while not pool.replicas[1].ready:
             await asyncio.sleep(0.05)
         assert servers[1].version == "b"
-        assert {result.text for result in await ask_many(pool, sampling, 8)} == {"b"}
-
-    run(pool, work)
+        assert {result.text for result in await ask_many(pool, 8)} == {"b"}
 
 
-def test_cancelled_requests_free_their_place(
-    stand_ins: StandIns, make_pool: MakePool, checkpoint: Checkpoint, sampling: SamplingSettings
-) -> None:
-    (server,) = stand_ins(1)
+async def test_cancelled_requests_free_their_place(join):
+    (server,), pool = join(1, max_concurrent=1)
     server.delay = 0.2
-    pool = make_pool([server], checkpoint("a"), max_concurrent=1)
-
-    async def work(pool: ServerPool) -> None:
+    async with pool:
         for _ in range(3):
             with pytest.raises(TimeoutError):
-                await asyncio.wait_for(pool.complete(MESSAGES, sampling, 1), 0.05)
-        assert (await asyncio.wait_for(pool.complete(MESSAGES, sampling, 2), 30)).text == "a"
+                await asyncio.wait_for(pool.complete(MESSAGES, SAMPLING, 1), 0.05)
+        assert (await asyncio.wait_for(pool.complete(MESSAGES, SAMPLING, 2), 30)).text == "a"
         await asyncio.wait_for(pool.sync(pool.weights.folder, 1), 30)
         assert pool.replicas[0].outstanding == 0
 
-    run(pool, work)
 
-
-def test_a_server_that_was_not_started_for_a_training_is_refused_at_once(
-    stand_ins: StandIns, make_pool: MakePool, checkpoint: Checkpoint
-) -> None:
-    servers = stand_ins(1, plain=True)
+async def test_a_server_that_was_not_started_for_a_training_is_refused_at_once(join):
+    servers, pool = join(1, plain=True, ready_timeout=600.0)
     servers[0].list_of_models = json.dumps({"data": [{"id": "llama", "root": "/models/llama"}]})
-    pool = make_pool(servers, checkpoint("a"), ready_timeout=600.0)
     began = time.monotonic()
     with refused("server_not_for_training", "llama", "armature serve /models/llama", "VLLM_SERVER_DEV_MODE=1"):
-        run(pool, lambda pool: pool.reset_caches())
+        async with pool:
+            await pool.reset_caches()
     assert time.monotonic() - began < 10
 
 
-def test_what_a_run_waits_for_is_said_long_before_it_gives_up(
-    stand_ins: StandIns,
-    make_pool: MakePool,
-    checkpoint: Checkpoint,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_what_a_run_waits_for_is_said_long_before_it_gives_up(join, caplog, monkeypatch):
     monkeypatch.setattr("armature.components.inference.monitor.SAY_AFTER", 0.0)
-    (server,) = stand_ins(1)
+    (server,), pool = join(1, ready_timeout=1.2)
     server.list_of_models = "[]"
     with refused("server_not_ready", 1.2, server.url, "armature serve MODEL"):
-        run(make_pool([server], checkpoint("a"), ready_timeout=1.2), lambda pool: pool.notify())
+        async with pool:
+            await pool.notify()
     said = [record.getMessage() for record in caplog.records if "waiting for the server" in record.getMessage()]
     assert len(said) == 1 and server.url in said[0] and "armature serve MODEL" in said[0]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,10 +13,6 @@ from armature.components.inference.monitor import EJECT_AFTER
 from armature.components.inference.pool import ServerPool
 from armature.components.inference.probe import LIKELIEST, ProbeAnswer, make_probe
 from tests.refusals import codes, refused
-
-MakePool = Callable[..., ServerPool]
-StandIns = Callable[[int], list[Any]]
-Checkpoint = Callable[..., Path]
 
 
 def answer_of(pool: ServerPool, version: str, dtype: str = "float32", off: float = 0.0) -> ProbeAnswer:
@@ -37,21 +32,17 @@ def sync(pool: ServerPool, weights: Path, make_answer: Callable[[ServerPool], Pr
     asyncio.run(work())
 
 
-def test_servers_that_answer_as_the_trainer_pass(
-    stand_ins: StandIns, make_pool: MakePool, checkpoint: Checkpoint
-) -> None:
+def test_servers_that_answer_as_the_trainer_pass(stand_ins, make_pool, checkpoint):
     sync(make_pool(stand_ins(2), checkpoint("a")), checkpoint("b"), lambda pool: answer_of(pool, "b"))
 
 
-def test_servers_that_agree_with_each_other_but_not_with_the_trainer_are_refused(
-    stand_ins: StandIns, make_pool: MakePool, checkpoint: Checkpoint
-) -> None:
+def test_servers_that_agree_with_each_other_but_not_with_the_trainer_are_refused(stand_ins, make_pool, checkpoint):
     pool = make_pool(stand_ins(2), checkpoint("a"))
     with refused("served_weights_differ", "1 nats", "-1,", -2, "components/inference/served"):
         sync(pool, checkpoint("b"), lambda pool: answer_of(pool, "c"))  # ord("b") - 97 is 1
 
 
-def test_one_value_of_an_image_is_enough(stand_ins: StandIns, make_pool: MakePool, checkpoint: Checkpoint) -> None:
+def test_one_value_of_an_image_is_enough(stand_ins, make_pool, checkpoint):
     pool = make_pool(stand_ins(1), checkpoint("a"), sync_tolerance=1e-4)
     with refused("served_vision_weights_differ"):
         sync(pool, checkpoint("b"), lambda pool: answer_of(pool, "b", off=0.01))
@@ -69,15 +60,7 @@ def test_one_value_of_an_image_is_enough(stand_ins: StandIns, make_pool: MakePoo
         ({"sync_tolerance": 1e-3}, "bfloat16", 0.1, False),
     ],
 )
-def test_the_tolerance_follows_the_types(
-    stand_ins: StandIns,
-    make_pool: MakePool,
-    checkpoint: Checkpoint,
-    changes: dict[str, Any],
-    dtype: str,
-    off: float,
-    passes: bool,
-) -> None:
+def test_the_tolerance_follows_the_types(stand_ins, make_pool, checkpoint, changes, dtype, off, passes):
     pool = make_pool(stand_ins(1), checkpoint("a"), **changes)
     if passes:
         sync(pool, checkpoint("b"), lambda pool: answer_of(pool, "b", dtype, off))
@@ -86,46 +69,32 @@ def test_the_tolerance_follows_the_types(
         sync(pool, checkpoint("b"), lambda pool: answer_of(pool, "b", dtype, off))
 
 
-def test_a_server_that_comes_back_has_to_answer_as_the_trainer_did(
-    stand_ins: StandIns, make_pool: MakePool, checkpoint: Checkpoint
-) -> None:
-    servers = stand_ins(2)
-
-    async def work() -> None:
-        async with make_pool(servers, checkpoint("a")) as pool:
-            await pool.sync(checkpoint("b"), 1, answer=answer_of(pool, "b"))
-            replica = pool.replicas[1]
-            servers[1].version = "other"
-            servers[1].misbehave("sync nothing")  # it says that it loaded what it was given
-            replica.failures = EJECT_AFTER
-            replica.suspect.set()
-            async with asyncio.timeout(10):
-                while replica.given_up is None:
-                    await asyncio.sleep(0.02)
-            assert codes(replica.given_up) == {"served_weights_differ"}
-            assert not replica.ready and pool.replicas[0].ready
-
-    asyncio.run(work())
+async def test_a_server_that_comes_back_has_to_answer_as_the_trainer_did(join, checkpoint):
+    servers, pool = join(2)
+    async with pool:
+        await pool.sync(checkpoint("b"), 1, answer=answer_of(pool, "b"))
+        replica = pool.replicas[1]
+        servers[1].version = "other"
+        servers[1].misbehave("sync nothing")  # it says that it loaded what it was given
+        replica.failures = EJECT_AFTER
+        replica.suspect.set()
+        async with asyncio.timeout(10):
+            while replica.given_up is None:
+                await asyncio.sleep(0.02)
+        assert codes(replica.given_up) == {"served_weights_differ"}
+        assert not replica.ready and pool.replicas[0].ready
 
 
-def test_a_server_that_loaded_nothing_is_named_so(
-    stand_ins: StandIns, make_pool: MakePool, checkpoint: Checkpoint
-) -> None:
+async def test_a_server_that_loaded_nothing_is_named_so(stand_ins, make_pool, checkpoint):
     (server,) = servers = stand_ins(1)
-
-    async def work() -> None:
+    with refused("served_weights_old", "version 1"):
         async with make_pool(servers, checkpoint("a")) as pool:
             await pool.sync(checkpoint("b"), 1, answer=answer_of(pool, "b"))
             server.misbehave("sync nothing")
             await pool.sync(checkpoint("c"), 2, answer=answer_of(pool, "c"))
 
-    with refused("served_weights_old", "version 1"):
-        asyncio.run(work())
 
-
-def test_an_answer_that_is_none_is_an_error_of_ours(
-    stand_ins: StandIns, make_pool: MakePool, checkpoint: Checkpoint
-) -> None:
+def test_an_answer_that_is_none_is_an_error_of_ours(stand_ins, make_pool, checkpoint):
     (server,) = servers = stand_ins(1)
     server.misbehave("sync no probe")
     with refused("probe_logprobs_missing", server.url):
@@ -133,7 +102,7 @@ def test_an_answer_that_is_none_is_an_error_of_ours(
 
 
 @pytest.mark.parametrize("vocabulary", [130, 200, 150_000, 2**31 - 1])
-def test_the_probe_is_many_tokens_that_may_be_sampled(vocabulary: int) -> None:
+def test_the_probe_is_many_tokens_that_may_be_sampled(vocabulary):
     probe = make_probe(vocabulary, (3, 5), 511, images=True)
     assert probe == make_probe(vocabulary, (3, 5), 511, images=True)
     assert len(set(probe.tokens)) == len(probe.tokens) == 128 and not {3, 5} & set(probe.tokens)

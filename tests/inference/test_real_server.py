@@ -26,6 +26,7 @@ from armature.components.inference.pool import ServerPool
 from armature.components.inference.probe import ProbeAnswer, ask_probe
 from armature.components.inference.proof import distance
 from armature.components.inference.settings import EvaluationSamplingSettings, SamplingSettings, ServerSettings
+from tests.inference.conftest import make_sampling
 from tests.refusals import refused
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -128,11 +129,9 @@ def reference_logprobs(
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_logprobs_are_those_of_the_model(
-    running: Running, sampling_factory: Callable[..., SamplingSettings], temperature: float
-) -> None:
+def test_logprobs_are_those_of_the_model(running, temperature):
     pool, image = running.pool, random_image(1)
-    sampling = sampling_factory(temperature=temperature, max_tokens=12)
+    sampling = make_sampling(temperature=temperature, max_tokens=12)
     completion = running.complete(image, sampling, seed=5)
     assert (completion.prompt_token_ids == 6).sum() >= 4 or completion.prompt_token_ids.size > 20
     expected = reference_logprobs(running.checkpoints[0], completion, image, pool.forbidden_token_ids, temperature)
@@ -142,10 +141,8 @@ def test_logprobs_are_those_of_the_model(
     assert np.all(completion.logprobs > naive)
 
 
-def test_members_of_a_group_get_what_single_requests_get(
-    running: Running, sampling_factory: Callable[..., SamplingSettings]
-) -> None:
-    sampling = sampling_factory(max_tokens=6)
+def test_members_of_a_group_get_what_single_requests_get(running):
+    sampling = make_sampling(max_tokens=6)
     messages = ask(random_image(2))
 
     async def group() -> list[Completion]:
@@ -162,26 +159,24 @@ def test_members_of_a_group_get_what_single_requests_get(
     assert len({tuple(one.token_ids.tolist()) for one in together}) > 1
 
 
-def test_forbidden_tokens_are_never_sampled(
-    running: Running, sampling_factory: Callable[..., SamplingSettings]
-) -> None:
+def test_forbidden_tokens_are_never_sampled(running):
     # At temperature 2 an untrained model takes every token about as often: some 40 of 3,200 would be placeholders.
     results = running.call(
-        running.pool.sample, ask(random_image(3)), sampling_factory(temperature=2.0, max_tokens=100), 0, 32
+        running.pool.sample, ask(random_image(3)), make_sampling(temperature=2.0, max_tokens=100), 0, 32
     )
     sampled = {int(token) for result in results for token in result.token_ids}
     assert len(sampled) > 200
     assert not sampled & set(running.pool.forbidden_token_ids)
 
 
-def test_a_server_on_cpu_compiles_nothing(running: Running) -> None:
+def test_a_server_on_cpu_compiles_nothing(running):
     """A request would wait 12 s for a C++ compiler."""
     running.complete(random_image(4))
     running.complete(random_image(4), SamplingSettings(max_tokens=4), 1)
     assert list((running.checkpoints[0].parent / COMPILED).rglob("*.so")) == []
 
 
-def test_no_route_is_open_without_the_key(running: Running) -> None:
+def test_no_route_is_open_without_the_key(running):
     url = running.pool.replicas[0].url
     assert httpx.get(f"{url}/health").status_code == 200
     for path in ("/v1/models", "/metrics", "/server_info", "/openapi.json"):
@@ -190,7 +185,7 @@ def test_no_route_is_open_without_the_key(running: Running) -> None:
         assert httpx.post(url + path, json={}).status_code == 401, path
 
 
-def test_sync_changes_weights_and_forgets_what_the_old_ones_computed(running: Running) -> None:
+def test_sync_changes_weights_and_forgets_what_the_old_ones_computed(running):
     pool, image = running.pool, random_image(4)
     before = running.complete(image)
     assert running.complete(image).token_ids.tolist() == before.token_ids.tolist()  # now everything is cached
@@ -203,7 +198,7 @@ def test_sync_changes_weights_and_forgets_what_the_old_ones_computed(running: Ru
     assert np.abs(old - expected).max() > 0.05
 
 
-def test_an_answer_in_flight_goes_on_with_the_weights_of_a_sync(running: Running) -> None:
+def test_an_answer_in_flight_goes_on_with_the_weights_of_a_sync(running):
     """Each token has the log-prob of the weights that sampled it: those before up to one token, then the new ones."""
     pool, image, length = running.pool, random_image(6), 256
     version = pool.weights.version + 1
@@ -239,9 +234,7 @@ def test_an_answer_in_flight_goes_on_with_the_weights_of_a_sync(running: Running
 
 
 @pytest.mark.parametrize("victim", ["front", "engine"])
-def test_a_killed_server_comes_back_with_the_current_weights_and_no_request_is_lost(
-    running: Running, sampling_factory: Callable[..., SamplingSettings], victim: str
-) -> None:
+def test_a_killed_server_comes_back_with_the_current_weights_and_no_request_is_lost(running, victim):
     pool = running.pool
     version = pool.weights.version + 1
     checkpoint = running.checkpoints[2 if victim == "front" else 1]
@@ -252,7 +245,7 @@ def test_a_killed_server_comes_back_with_the_current_weights_and_no_request_is_l
     async def work() -> list[Completion]:
         # Seeds that do not follow one another: each is a request of its own. They end one after the other.
         jobs = [
-            asyncio.create_task(pool.complete(ask(random_image(9 + i)), sampling_factory(max_tokens=8 + 5 * i), 3 * i))
+            asyncio.create_task(pool.complete(ask(random_image(9 + i)), make_sampling(max_tokens=8 + 5 * i), 3 * i))
             for i in range(count)
         ]
         while pool.statistics.completions == before:  # the first are done, the others are in flight
@@ -274,7 +267,7 @@ def test_a_killed_server_comes_back_with_the_current_weights_and_no_request_is_l
     np.testing.assert_allclose(after.logprobs, expected, atol=2e-3)
 
 
-def test_the_server_answers_a_probe_as_the_trainer_does(running: Running) -> None:
+def test_the_server_answers_a_probe_as_the_trainer_does(running):
     pool = running.pool
     running.sync(running.checkpoints[1], pool.weights.version + 1)
     answer = running.call(ask_probe, pool.http, pool.replicas[0].endpoint, pool.weights.probe)
@@ -284,9 +277,7 @@ def test_the_server_answers_a_probe_as_the_trainer_does(running: Running) -> Non
         running.sync(running.checkpoints[2], pool.weights.version + 1, answers_of=running.checkpoints[0])
 
 
-def test_a_kept_server_has_the_weights_of_the_next_pool_and_ends_with_a_failed_one(
-    running: Running, tmp_path: Path
-) -> None:
+def test_a_kept_server_has_the_weights_of_the_next_pool_and_ends_with_a_failed_one(running, tmp_path):
     image, seen = random_image(3), []
 
     async def complete(checkpoint: Path, then: Exception | None = None) -> Completion:
@@ -311,7 +302,7 @@ def test_a_kept_server_has_the_weights_of_the_next_pool_and_ends_with_a_failed_o
     assert len(list((tmp_path / "logs").iterdir())) == 1
 
 
-def test_a_processor_that_was_used_and_saved_again_is_served_alike(running: Running, tmp_path: Path) -> None:
+def test_a_processor_that_was_used_and_saved_again_is_served_alike(running, tmp_path):
     from transformers import AutoProcessor
 
     first = running.checkpoints[0]

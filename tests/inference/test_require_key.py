@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import importlib
 from pathlib import Path
 
@@ -33,16 +32,14 @@ async def answer(_: Request) -> PlainTextResponse:
         ("/health/collective_rpc", None, 401),
     ],
 )
-def test_every_route_needs_the_key(path: str, key: str | None, status: int, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_every_route_needs_the_key(
+    path: str, key: str | None, status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("VLLM_API_KEY", "right")
     monkeypatch.syspath_prepend(SERVED)
     require_key = importlib.import_module("armature_served.require_key")
     app = Starlette(routes=[Route("/{path:path}", answer)], middleware=[Middleware(require_key.RequireKey)])
-
-    async def get() -> httpx.Response:
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server") as http:
-            return await http.get(path, headers={"Authorization": key} if key else {})
-
-    response = asyncio.run(get())
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server") as http:
+        response = await http.get(path, headers={"Authorization": key} if key else {})
     assert response.status_code == status
     assert ("inside" in response.text) == (status == 200)

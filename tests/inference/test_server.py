@@ -8,10 +8,8 @@ import os
 import re
 import socket
 import sys
-from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -25,7 +23,6 @@ from armature.components.inference.settings import ServerSettings
 from tests.refusals import refused
 
 SETTINGS = ServerSettings(max_model_len=512, max_images_per_prompt=2, dtype="float32")
-Checkpoint = Callable[..., Path]
 
 
 def start(tmp_path: Path, checkpoint: Path, machine: Machine, index: int = 0) -> VllmServer:
@@ -52,7 +49,7 @@ LAST_WORDS = {
 }
 
 
-def test_a_server_that_dies_shows_its_last_lines_and_what_to_do(tmp_path: Path, checkpoint: Checkpoint) -> None:
+def test_a_server_that_dies_shows_its_last_lines_and_what_to_do(tmp_path, checkpoint):
     folder, remedies = checkpoint("a"), set()
     for attempt, (output, name) in enumerate(LAST_WORDS.items()):
         python = script(tmp_path, f'for i in $(seq 100); do echo "line $i"; done\necho "{output}"\nexit 3')
@@ -64,27 +61,23 @@ def test_a_server_that_dies_shows_its_last_lines_and_what_to_do(tmp_path: Path, 
     assert len(remedies) == len(LAST_WORDS)
 
 
-def test_a_server_that_never_gets_ready_is_ended(tmp_path: Path, checkpoint: Checkpoint) -> None:
+def test_a_server_that_never_gets_ready_is_ended(tmp_path, checkpoint, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     python = script(tmp_path, "echo loading; echo $$ > pid; exec sleep 60")
-    here = Path.cwd()
-    os.chdir(tmp_path)
-    try:
-        with refused("server_not_ready", "4 s", "loading"):
-            start(tmp_path, checkpoint("a"), Machine(server_python=python, ready_timeout=4.0))
-    finally:
-        os.chdir(here)
+    with refused("server_not_ready", "4 s", "loading", "ConnectError"):
+        start(tmp_path, checkpoint("a"), Machine(server_python=python, ready_timeout=4.0))
     pid = int((tmp_path / "pid").read_text())
     assert not Path(f"/proc/{pid}").exists()
 
 
-def test_every_attempt_has_a_log_of_its_own(tmp_path: Path, checkpoint: Checkpoint) -> None:
+def test_every_attempt_has_a_log_of_its_own(tmp_path, checkpoint):
     folder = checkpoint("a")
     for attempt in range(2):
         with refused("server_ended", f"vllm-1-{attempt}.log"):
             start(tmp_path, folder, Machine(server_python=script(tmp_path, "exit 1")), index=1)
 
 
-def test_a_port_in_use_names_its_owner(tmp_path: Path, checkpoint: Checkpoint) -> None:
+def test_a_port_in_use_names_its_owner(tmp_path, checkpoint):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -94,18 +87,21 @@ def test_a_port_in_use_names_its_owner(tmp_path: Path, checkpoint: Checkpoint) -
             start(tmp_path, checkpoint("a"), machine, index=1)
 
 
-def test_a_missing_environment_says_make(tmp_path: Path, checkpoint: Checkpoint) -> None:
-    with refused("vllm_missing", tmp_path / "no" / "python", "make"):
-        start(tmp_path, checkpoint("a"), Machine(server_python=tmp_path / "no" / "python"))
-
-
-def test_too_little_memory_is_said_before_starting(tmp_path: Path, checkpoint: Checkpoint) -> None:
-    machine = Machine(server_python=script(tmp_path, "exit 1"), server_environment={"VLLM_CPU_KVCACHE_SPACE": "999999"})
-    with refused("server_memory_missing", "999999 GiB"):
+@pytest.mark.parametrize(
+    ("facts", "code", "shown"),
+    [
+        ({"server_python": "no/python"}, "vllm_missing", ("no/python", "make")),
+        ({"server_environment": {"VLLM_CPU_KVCACHE_SPACE": "999999"}}, "server_memory_missing", ("999999 GiB",)),
+    ],
+    ids=["no environment", "too little memory"],
+)
+def test_a_machine_that_cannot_serve_is_refused_before_anything_starts(facts, code, shown, tmp_path, checkpoint):
+    machine = Machine(**({"server_python": script(tmp_path, "exit 1")} | facts))
+    with refused(code, *shown):
         start(tmp_path, checkpoint("a"), machine)
 
 
-def test_a_folder_without_a_checkpoint(tmp_path: Path) -> None:
+def test_a_folder_without_a_checkpoint(tmp_path):
     with refused("served_model_missing", tmp_path):
         start(tmp_path, tmp_path, Machine(server_python=script(tmp_path, "exit 1")))
 
@@ -117,8 +113,8 @@ def with_images_both_ways(folder: Path, **more: object) -> Path:
 
 @pytest.mark.parametrize("model_type", ["molmo2", "gemma3"])
 def test_images_that_vllm_would_attend_to_otherwise_are_refused_before_anything_starts(
-    model_type: str, tmp_path: Path, checkpoint: Checkpoint
-) -> None:
+    model_type, tmp_path, checkpoint
+):
     machine = Machine(server_python=script(tmp_path, f"touch {tmp_path}/started; sleep 9"), ready_timeout=4.0)
     folder = with_images_both_ways(checkpoint("a"), model_type=model_type)
     with refused("image_attention_on_cpu", folder / "config.json", 'model.image_attention = "causal"'):
@@ -129,13 +125,13 @@ def test_images_that_vllm_would_attend_to_otherwise_are_refused_before_anything_
     assert (tmp_path / "started").exists()
 
 
-def test_a_server_that_gets_no_images_may_be_causal(checkpoint: Checkpoint) -> None:
+def test_a_server_that_gets_no_images_may_be_causal(checkpoint):
     text_only = SETTINGS.model_copy(update={"max_images_per_prompt": 0})
     command = server_command(with_images_both_ways(checkpoint("a")), text_only, Machine(), port=1, gpus=())
     assert "--attention-backend" not in command
 
 
-def test_on_a_gpu_the_attention_backend_can_do_what_the_checkpoint_needs(checkpoint: Checkpoint) -> None:
+def test_on_a_gpu_the_attention_backend_can_do_what_the_checkpoint_needs(checkpoint):
     def backend(folder: Path, **arguments: str) -> str | None:
         machine = Machine(server_gpus=((0,),), server_arguments=arguments)
         return dict(pairwise(server_command(folder, SETTINGS, machine, port=1, gpus=(0,)))).get("--attention-backend")
@@ -154,13 +150,13 @@ def test_on_a_gpu_the_attention_backend_can_do_what_the_checkpoint_needs(checkpo
 @pytest.mark.parametrize(
     "name", ["logprobs_mode", "generation-config", "host", "api_key", "max-model-len", "dtype", "quantization"]
 )
-def test_arguments_that_change_results_come_from_settings_alone(name: str, checkpoint: Checkpoint) -> None:
+def test_arguments_that_change_results_come_from_settings_alone(name, checkpoint):
     machine = Machine().model_copy(update={"server_arguments": {name: "x"}})  # a key is not even taken there
     with refused("server_argument_reserved", f"machine.server_arguments.{name}"):
         server_command(checkpoint("a"), SETTINGS, machine, port=1, gpus=())
 
 
-def test_servers_in_8_bits_are_told_so_and_leave_the_vision_tower_alone(checkpoint: Checkpoint) -> None:
+def test_servers_in_8_bits_are_told_so_and_leave_the_vision_tower_alone(checkpoint):
     settings = SETTINGS.model_copy(update={"dtype": "bfloat16", "quantization": "fp8"})
     machine = Machine(server_gpus=((0,),), weight_transfer="ipc", trainer_gpus=(0,))
     folder = checkpoint("a")
@@ -187,7 +183,7 @@ def test_servers_in_8_bits_are_told_so_and_leave_the_vision_tower_alone(checkpoi
             server_command(folder, settings, given, port=1, gpus=gpus, adapters=adapters)
 
 
-def test_command_and_environment(checkpoint: Checkpoint) -> None:
+def test_command_and_environment(checkpoint):
     machine = Machine(
         server_gpus=((2, 3),), server_arguments={"gpu_memory_utilization": 0.8, "enable_prefix_caching": False}
     )
@@ -210,8 +206,8 @@ def test_command_and_environment(checkpoint: Checkpoint) -> None:
 
 @pytest.mark.parametrize(("name", "value"), [("VLLM_API_KEY", {"env": "A_KEY"}), ("VLLM_SERVER_DEV_MODE", "0")])
 def test_variables_that_the_pool_depends_on_are_refused_before_anything_starts(
-    name: str, value: Any, tmp_path: Path, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    name, value, tmp_path, checkpoint, monkeypatch
+):
     monkeypatch.setenv("A_KEY", "a key")
     python = script(tmp_path, f"touch {tmp_path}/started; sleep 9")
     machine = Machine(server_python=python, server_environment={name: value}, ready_timeout=0.5)
@@ -220,16 +216,8 @@ def test_variables_that_the_pool_depends_on_are_refused_before_anything_starts(
     assert not (tmp_path / "started").exists()
 
 
-def test_a_server_that_never_gets_ready_says_why(tmp_path: Path, checkpoint: Checkpoint) -> None:
-    python = script(tmp_path, "exec sleep 60")
-    with refused("server_not_ready", "ConnectError"):
-        start(tmp_path, checkpoint("a"), Machine(server_python=python, ready_timeout=0.6))
-
-
 @pytest.mark.parametrize("variable", ["HTTP_PROXY", "http_proxy", "ALL_PROXY"])
-def test_the_key_of_a_local_server_goes_to_no_proxy(
-    variable: str, tmp_path: Path, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_key_of_a_local_server_goes_to_no_proxy(variable, tmp_path, checkpoint, monkeypatch):
     stand_in = Path(__file__).with_name("stand_in.py")
     python = script(tmp_path, f'shift 2\nexec {sys.executable} {stand_in} "$@"')
     with socket.socket() as proxy:
@@ -243,9 +231,7 @@ def test_the_key_of_a_local_server_goes_to_no_proxy(
             proxy.accept()
 
 
-def test_a_free_port_is_one_that_the_system_gives_to_no_connection(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_free_port_is_one_that_the_system_gives_to_no_connection(monkeypatch, tmp_path):
     """A server takes it 15 s after it was chosen, in which other programs connect."""
     connections = tmp_path / "ip_local_port_range"
     monkeypatch.setattr(host, "_CONNECTIONS", connections)

@@ -4,29 +4,27 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable
 
 import pytest
 from pydantic import ValidationError
 
-from armature.components.inference.settings import EvaluationSamplingSettings, SamplingSettings
+from armature.components.inference.settings import EvaluationSamplingSettings
+from tests.inference.conftest import make_sampling
 from tests.refusals import refused
-
-Factory = Callable[..., SamplingSettings]
 
 
 @pytest.mark.parametrize(
     "name", ["top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"]
 )
-def test_training_has_no_setting_that_biases_ratios(sampling_factory: Factory, name: str) -> None:
+def test_training_has_no_setting_that_biases_ratios(name: str) -> None:
     with refused("extra_forbidden", name):
-        sampling_factory(**{name: 1})
+        make_sampling(**{name: 1})
 
 
 @pytest.mark.parametrize(("name", "value"), [("temperature", 0.0), ("max_tokens", 0), ("best_of", 2)])
-def test_impossible_values_are_refused(sampling_factory: Factory, name: str, value: float) -> None:
+def test_impossible_values_are_refused(name: str, value: float) -> None:
     with pytest.raises(ValidationError):
-        sampling_factory(**{name: value})
+        make_sampling(**{name: value})
 
 
 def test_evaluation_may_be_greedy() -> None:

@@ -52,7 +52,7 @@ def _inputs(folder: Path, count: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("family", WITH_CHOICE)
-def test_a_causal_checkpoint_is_the_model_without_type_ids(family: str, folders: Callable[[str, str], Path]) -> None:
+def test_a_causal_checkpoint_is_the_model_without_type_ids(family, folders):
     folder = folders(family, "causal")
     assert json.loads((folder / "config.json").read_text())["is_mm_prefix_lm"] is False
     inputs = _inputs(folder, 1)
@@ -67,9 +67,7 @@ def test_a_causal_checkpoint_is_the_model_without_type_ids(family: str, folders:
 
 
 @pytest.mark.parametrize("implementation", ("sdpa", "eager"))
-def test_with_one_image_molmo2_attends_as_in_transformers(
-    implementation: str, folders: Callable[[str, str], Path]
-) -> None:
+def test_with_one_image_molmo2_attends_as_in_transformers(implementation, folders):
     folder = folders("molmo2", "bidirectional")
     settings = SETTINGS.model_copy(update={"attn_implementation": implementation})
     native = AutoModelForImageTextToText.from_pretrained(folder, attn_implementation=implementation)
@@ -79,7 +77,7 @@ def test_with_one_image_molmo2_attends_as_in_transformers(
 
 
 @pytest.mark.parametrize("implementation", ("sdpa", "eager"))
-def test_a_later_image_changes_nothing_before_it(implementation: str, folders: Callable[[str, str], Path]) -> None:
+def test_a_later_image_changes_nothing_before_it(implementation, folders):
     """In transformers it does, which is what this test would see."""
     folder = folders("molmo2", "bidirectional")
     settings = SETTINGS.model_copy(update={"attn_implementation": implementation})
@@ -99,7 +97,7 @@ def test_a_later_image_changes_nothing_before_it(implementation: str, folders: C
     assert changes[1] > 0.01
 
 
-def test_blocks_are_whole_images_numbered_over_the_batch(folders: Callable[[str, str], Path]) -> None:
+def test_blocks_are_whole_images_numbered_over_the_batch(folders):
     folder = folders("molmo2", "bidirectional")
     processor, config = AutoProcessor.from_pretrained(folder), load_config(folder, SETTINGS)
     texts = ["a <|image|><|image|> b", "no image here", "<|image|>"]
@@ -116,7 +114,7 @@ def test_blocks_are_whole_images_numbered_over_the_batch(folders: Callable[[str,
     assert torch.equal(blocks >= 0, marked)
 
 
-def test_images_without_type_ids_are_refused_where_they_matter(folders: Callable[[str, str], Path]) -> None:
+def test_images_without_type_ids_are_refused_where_they_matter(folders):
     folder = folders("molmo2", "bidirectional")
     inputs = _inputs(folder, 1)
     inputs.pop("mm_token_type_ids")
@@ -125,26 +123,26 @@ def test_images_without_type_ids_are_refused_where_they_matter(folders: Callable
 
 
 @pytest.mark.parametrize("chosen", ("causal", "bidirectional"))
-def test_a_saved_model_says_the_same(chosen: Any, folders: Callable[[str, str], Path], tmp_path: Path) -> None:
+def test_a_saved_model_says_the_same(chosen, folders, tmp_path):
     folder = folders("molmo2", chosen)
     save_checkpoint(load_model(folder, SETTINGS), load_processor(folder, SETTINGS), tmp_path / "saved")
     load_config(tmp_path / "saved", SETTINGS.model_copy(update={"image_attention": chosen}))
     assert json.loads((tmp_path / "saved/config.json").read_text())["is_mm_prefix_lm"] is (chosen == "bidirectional")
 
 
-def test_a_checkpoint_that_says_otherwise_is_refused(folders: Callable[[str, str], Path]) -> None:
+def test_a_checkpoint_that_says_otherwise_is_refused(folders):
     with refused("image_attention_mismatch", "causal", '"is_mm_prefix_lm": false'):
         load_model(folders("molmo2", "bidirectional"), SETTINGS.model_copy(update={"image_attention": "causal"}))
 
 
-def test_a_family_without_the_choice_refuses_it(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+def test_a_family_without_the_choice_refuses_it(checkpoint, tmp_path):
     with refused("image_attention_fixed", "llava", "gemma3, molmo2"):
         load_config(checkpoint("llava"), SETTINGS.model_copy(update={"image_attention": "causal"}))
     with refused("image_attention_fixed", "qwen2-vl"):
         make_tiny_checkpoint("qwen2-vl", tmp_path / "x", 0, image_attention="bidirectional")
 
 
-def test_kernels_that_cannot_attend_both_ways_are_refused(folders: Callable[[str, str], Path]) -> None:
+def test_kernels_that_cannot_attend_both_ways_are_refused(folders):
     flash = SETTINGS.model_copy(update={"attn_implementation": "flash_attention_2"})
     with refused("flash_attention_causal", "model.attn_implementation"):
         load_config(folders("molmo2", "bidirectional"), flash)

@@ -38,20 +38,20 @@ def layer(bias: bool = True) -> nn.Linear:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rows_are_rounded_as_by_hand(dtype: torch.dtype) -> None:
+def test_rows_are_rounded_as_by_hand(dtype):
     rows = torch.randn(7, 33).to(dtype) * torch.logspace(-20, 20, 7)[:, None].to(dtype)
     rows[:, ::5] *= 1e-4  # subnormal codes
     codes, scales = quantize_rows(rows)
     torch.testing.assert_close(codes.double() * scales.double(), exact(rows), rtol=1e-6, atol=0)
 
 
-def test_a_row_of_zeros_stays_zero() -> None:
+def test_a_row_of_zeros_stays_zero():
     codes, scales = quantize_rows(torch.zeros(2, 5))
     assert not codes.float().any() and scales.isfinite().all() and (scales > 0).all()
 
 
 @pytest.mark.parametrize("bias", [True, False])
-def test_a_product_is_that_of_the_rounded_sides(bias: bool) -> None:
+def test_a_product_is_that_of_the_rounded_sides(bias):
     plain = layer(bias)
     x = torch.randn(3, 5, 48).bfloat16()
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
@@ -64,7 +64,7 @@ def test_a_product_is_that_of_the_rounded_sides(bias: bool) -> None:
     assert 0.005 < float(difference) < 0.05
 
 
-def test_the_weight_is_shared_and_codes_follow_it_in_place() -> None:
+def test_the_weight_is_shared_and_codes_follow_it_in_place():
     root = nn.Sequential(layer(), nn.GELU(), nn.Sequential(layer(False)))
     before, names = {k: v.clone() for k, v in root.state_dict().items()}, [n for n, _ in root.named_parameters()]
     quantize_layers(root, "here")
@@ -79,12 +79,12 @@ def test_the_weight_is_shared_and_codes_follow_it_in_place() -> None:
     assert quantized.codes.data_ptr() == address
 
 
-def test_weights_in_fp32_are_refused() -> None:
+def test_weights_in_fp32_are_refused():
     with refused("fp8_dtype_mismatch", "float32", "policy.quantization"):
         quantize_layers(nn.Sequential(nn.Linear(4, 4)), "policy.quantization")
 
 
-def test_there_is_no_gradient_to_be_wrong() -> None:
+def test_there_is_no_gradient_to_be_wrong():
     with pytest.raises(RuntimeError):
         FP8Linear(layer())(torch.randn(2, 48, requires_grad=True))
 
@@ -93,9 +93,7 @@ def test_there_is_no_gradient_to_be_wrong() -> None:
     ("capability", "size", "code", "value"),
     [((8, 9), 32, "fp8_unsupported", "A100"), ((9, 0), 24, "fp8_size_unsupported", "24 x 32")],
 )
-def test_what_a_gpu_cannot_multiply_is_refused(
-    capability: tuple[int, int], size: int, code: str, value: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_gpu_cannot_multiply_is_refused(capability, size, code, value, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "A100")
@@ -105,7 +103,7 @@ def test_what_a_gpu_cannot_multiply_is_refused(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("bias", [True, False])
-def test_a_gpu_multiplies_the_same_numbers(bias: bool) -> None:
+def test_a_gpu_multiplies_the_same_numbers(bias):
     plain, x = layer(bias), torch.randn(3, 5, 48).bfloat16()
     with torch.no_grad():
         expected = FP8Linear(plain)(x)

@@ -59,9 +59,7 @@ def _backward(model: nn.Module, inputs: dict[str, torch.Tensor]) -> set[str]:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_frozen_component_gets_no_gradient_and_the_others_do(
-    name: str, checkpoint: Callable[[str], Path], images: list[Image.Image]
-) -> None:
+def test_a_frozen_component_gets_no_gradient_and_the_others_do(name, checkpoint, images):
     folder, family = checkpoint(name), FAMILIES[name]
     inputs = _inputs(load_processor(folder, SETTINGS), images)
     for frozen in COMPONENTS:
@@ -71,9 +69,7 @@ def test_a_frozen_component_gets_no_gradient_and_the_others_do(
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_adapters_are_in_the_language_model_alone(
-    name: str, checkpoint: Callable[[str], Path], images: list[Image.Image]
-) -> None:
+def test_adapters_are_in_the_language_model_alone(name, checkpoint, images):
     folder, family = checkpoint(name), FAMILIES[name]
     model = load_model(folder, SETTINGS.model_copy(update={"lora": LORA}))
     adapted = {
@@ -89,9 +85,7 @@ def test_adapters_are_in_the_language_model_alone(
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_saved_adapters_are_merged_under_base_names(
-    name: str, checkpoint: Callable[[str], Path], images: list[Image.Image], tmp_path: Path
-) -> None:
+def test_saved_adapters_are_merged_under_base_names(name, checkpoint, images, tmp_path):
     folder = checkpoint(name)
     processor = load_processor(folder, SETTINGS)
     inputs = _inputs(processor, images)
@@ -114,7 +108,7 @@ def test_saved_adapters_are_merged_under_base_names(
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_saving_what_was_loaded_changes_nothing(name: str, checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+def test_saving_what_was_loaded_changes_nothing(name, checkpoint, tmp_path):
     folder = checkpoint(name)
     (tmp_path / "saved").mkdir()
     (tmp_path / "saved" / "stale").touch()
@@ -124,7 +118,7 @@ def test_saving_what_was_loaded_changes_nothing(name: str, checkpoint: Callable[
     assert (tmp_path / "saved/model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
 
 
-def test_dtype_attention_and_checkpointing_are_as_set(checkpoint: Callable[[str], Path]) -> None:
+def test_dtype_attention_and_checkpointing_are_as_set(checkpoint):
     changed = {"dtype": "bfloat16", "attn_implementation": "eager", "gradient_checkpointing": True}
     model = load_model(checkpoint("qwen2-vl"), SETTINGS.model_copy(update=changed))
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
@@ -134,7 +128,7 @@ def test_dtype_attention_and_checkpointing_are_as_set(checkpoint: Callable[[str]
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_weights_that_stay_in_their_files_are_those_of_the_model(name: str, checkpoint: Callable[[str], Path]) -> None:
+def test_weights_that_stay_in_their_files_are_those_of_the_model(name, checkpoint):
     folder, settings = checkpoint(name), SETTINGS.model_copy(update={"dtype": "bfloat16", "lora": LORA})
     torch.manual_seed(1)
     expected = load_model(folder, settings).state_dict()
@@ -148,9 +142,7 @@ def test_weights_that_stay_in_their_files_are_those_of_the_model(name: str, chec
     assert str(folder / "model.safetensors") in Path("/proc/self/maps").read_text()
 
 
-def test_modules_that_stay_in_float32_are_not_rounded(
-    checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_modules_that_stay_in_float32_are_not_rounded(checkpoint, monkeypatch):
     folder, settings = checkpoint("qwen2-vl"), SETTINGS.model_copy(update={"dtype": "bfloat16"})
     kind = type(load_model(folder, settings, empty=True))
     monkeypatch.setattr(kind, "_keep_in_fp32_modules_strict", ["merger"])
@@ -160,14 +152,14 @@ def test_modules_that_stay_in_float32_are_not_rounded(
         assert value.dtype == weights[key].dtype and torch.equal(value, weights[key]), key
 
 
-def test_quantized_weights_are_not_split(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+def test_quantized_weights_are_not_split(checkpoint, tmp_path):
     config = json.loads((checkpoint("llava") / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "fp8"}}))
     with refused("quantization_not_split", tmp_path):
         read_model(tmp_path, SETTINGS)
 
 
-def test_adapters_may_reach_the_vision_tower_when_asked(checkpoint: Callable[[str], Path]) -> None:
+def test_adapters_may_reach_the_vision_tower_when_asked(checkpoint):
     lora = LORA.model_copy(update={"scope": "all", "targets": ("q_proj",)})
     model = load_model(checkpoint("llava"), SETTINGS.model_copy(update={"lora": lora}))
     adapted = {key for key, parameter in model.named_parameters() if parameter.requires_grad}
@@ -178,14 +170,14 @@ def test_adapters_may_reach_the_vision_tower_when_asked(checkpoint: Callable[[st
     assert not any("vision_tower" in key for key in adapted)
 
 
-def test_a_wrong_adapter_target_names_the_right_ones(checkpoint: Callable[[str], Path]) -> None:
+def test_a_wrong_adapter_target_names_the_right_ones(checkpoint):
     lora = LORA.model_copy(update={"targets": ("query",)})
     with refused("unknown_adapter_target", "'query'", "q_proj"):
         load_model(checkpoint("qwen2-vl"), SETTINGS.model_copy(update={"lora": lora}))
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_an_adapter_may_not_untie_the_output_head(tied: bool, tmp_path: Path) -> None:
+def test_an_adapter_may_not_untie_the_output_head(tied, tmp_path):
     folder = make_tiny_checkpoint("qwen3-vl", tmp_path / "x", 0, SMALL.model_copy(update={"tie_embeddings": tied}))
     lora = LORA.model_copy(update={"targets": ("q_proj", "lm_head")})
     settings = SETTINGS.model_copy(update={"lora": lora})
@@ -196,9 +188,7 @@ def test_an_adapter_may_not_untie_the_output_head(tied: bool, tmp_path: Path) ->
         load_model(folder, settings)
 
 
-def test_missing_flash_attention_is_said(
-    checkpoint: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_flash_attention_is_said(checkpoint, tmp_path, monkeypatch):
     (tmp_path / "flash_attn" / "cute").mkdir(parents=True)  # that of flash-attn-4
     monkeypatch.syspath_prepend(tmp_path)
     flash = SETTINGS.model_copy(update={"attn_implementation": "flash_attention_2"})
@@ -206,9 +196,7 @@ def test_missing_flash_attention_is_said(
         load_model(checkpoint("qwen2-vl"), flash)
 
 
-def test_a_disk_that_is_full_is_said_and_the_earlier_checkpoint_stays(
-    checkpoint: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_a_disk_that_is_full_is_said_and_the_earlier_checkpoint_stays(checkpoint, tmp_path):
     folder = checkpoint("qwen2-vl")
     model, processor = load_model(folder, SETTINGS), load_processor(folder, SETTINGS)
     save_checkpoint(model, processor, tmp_path / "saved")
@@ -249,9 +237,7 @@ def _edit(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
     ],
     ids=["another model", "another shape", "more layers"],
 )
-def test_weights_that_do_not_fit_are_refused(
-    checkpoint: Callable[[str], Path], tmp_path: Path, weights: str, sizes: dict[str, Any], name: str
-) -> None:
+def test_weights_that_do_not_fit_are_refused(checkpoint, tmp_path, weights, sizes, name):
     mixed = _copy(checkpoint("qwen2-vl"), tmp_path / "mixed")
     (mixed / "model.safetensors").write_bytes((checkpoint(weights) / "model.safetensors").read_bytes())
     _edit(mixed, lambda config: config["text_config"].update(sizes))
@@ -274,9 +260,7 @@ def test_weights_that_do_not_fit_are_refused(
     ],
 )
 @pytest.mark.parametrize("family", ["qwen2-vl", "llava"])
-def test_a_configuration_of_another_size_takes_no_memory(
-    checkpoint: Callable[[str], Path], tmp_path: Path, change: dict[str, Any], family: str
-) -> None:
+def test_a_configuration_of_another_size_takes_no_memory(checkpoint, tmp_path, change, family):
     mixed = _copy(checkpoint(family), tmp_path / "mixed")
 
     def update(config: dict[str, Any]) -> None:
@@ -308,20 +292,20 @@ def _header(document: object, data: bytes = b"") -> bytes:
         _header({"lm_head.weight": {"dtype": "F32", "shape": [-2], "data_offsets": [0, 8]}}, b"12345678"),
     ],
 )
-def test_damaged_weights_are_named(checkpoint: Callable[[str], Path], tmp_path: Path, content: bytes) -> None:
+def test_damaged_weights_are_named(checkpoint, tmp_path, content):
     damaged = _copy(checkpoint("llava"), tmp_path / "damaged")
     (damaged / "model.safetensors").write_bytes(content)
     with refused("safetensors_unreadable", damaged / "model.safetensors"):
         load_model(damaged, SETTINGS)
 
 
-def test_a_language_model_alone_is_refused(tmp_path: Path) -> None:
+def test_a_language_model_alone_is_refused(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     with refused("unknown_model_type", "'llama'"):
         load_config(tmp_path, SETTINGS)
 
 
-def test_a_folder_without_configuration_is_refused(tmp_path: Path) -> None:
+def test_a_folder_without_configuration_is_refused(tmp_path):
     with refused("foreign_file_unreadable", tmp_path):
         load_config(tmp_path, SETTINGS)
 
@@ -335,6 +319,6 @@ def test_a_folder_without_configuration_is_refused(tmp_path: Path) -> None:
         {"freeze": ("visual",)},
     ),
 )
-def test_settings_that_contradict_are_refused(change: dict[str, Any]) -> None:
+def test_settings_that_contradict_are_refused(change):
     with pytest.raises(ValidationError):
         ModelSettings.model_validate(SETTINGS.model_dump() | change)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +41,7 @@ def _equal(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> boo
     return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
 
 
-def test_files_are_in_the_released_layout_with_the_embedding_split_at_the_vocabulary(folder: Path) -> None:
+def test_files_are_in_the_released_layout_with_the_embedding_split_at_the_vocabulary(folder):
     weights = load_file(folder / "model.safetensors")
     text = load_config(folder, SETTINGS).text_config
     rows = [weights[part].shape[0] for part in EMBEDDING_PARTS]
@@ -53,7 +52,7 @@ def test_files_are_in_the_released_layout_with_the_embedding_split_at_the_vocabu
     assert {name for name in weights if not name.startswith(places)} == set()
 
 
-def test_every_image_token_has_an_embedding_and_no_row_of_the_head(folder: Path) -> None:
+def test_every_image_token_has_an_embedding_and_no_row_of_the_head(folder):
     tokenizer = AutoProcessor.from_pretrained(folder).tokenizer
     text = load_config(folder, SETTINGS).text_config
     ids = image_token_ids(FAMILIES["molmo2"], tokenizer)
@@ -63,7 +62,7 @@ def test_every_image_token_has_an_embedding_and_no_row_of_the_head(folder: Path)
     assert tokenizer.bos_token_id > 0
 
 
-def test_the_layouts_turn_into_each_other_bit_for_bit(folder: Path) -> None:
+def test_the_layouts_turn_into_each_other_bit_for_bit(folder):
     model = load_model(folder, SETTINGS)
     native, hub = model.state_dict(), load_file(folder / "model.safetensors")
     assert _equal(to_hub(native, model.config), hub)
@@ -71,7 +70,7 @@ def test_the_layouts_turn_into_each_other_bit_for_bit(folder: Path) -> None:
     assert _equal(from_hub(to_hub(native, model.config), model.config), dict(native))
 
 
-def test_transformers_reads_both_layouts_as_the_same_model(folder: Path, tmp_path: Path) -> None:
+def test_transformers_reads_both_layouts_as_the_same_model(folder, tmp_path):
     """Its own conversion is the independent truth for ours."""
     by_transformers, report = AutoModelForImageTextToText.from_pretrained(folder, output_loading_info=True)
     assert not any(report.values())
@@ -84,7 +83,7 @@ def test_transformers_reads_both_layouts_as_the_same_model(folder: Path, tmp_pat
     assert (tmp_path / "saved/model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
 
 
-def test_the_released_configuration_is_read_too(folder: Path, tmp_path: Path) -> None:
+def test_the_released_configuration_is_read_too(folder, tmp_path):
     """Released checkpoints say vit_config, vit_layers and image_num_pos."""
     other = shutil.copytree(folder, tmp_path / "released")
     config = json.loads((other / "config.json").read_text())
@@ -99,14 +98,14 @@ def test_the_released_configuration_is_read_too(folder: Path, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("lost", ("model.language_model.layers.1.self_attn.k_proj.weight",))
-def test_half_a_fused_weight_is_refused(folder: Path, lost: str) -> None:
+def test_half_a_fused_weight_is_refused(folder, lost):
     model = load_model(folder, SETTINGS)
     state = {name: tensor for name, tensor in model.state_dict().items() if name != lost}
     with refused("weights_layout_mismatch", "blocks.1.self_attn.att_proj"):
         to_hub(state, model.config)
 
 
-def test_half_an_embedding_and_foreign_names_are_refused(folder: Path) -> None:
+def test_half_an_embedding_and_foreign_names_are_refused(folder):
     config = load_config(folder, SETTINGS)
     hub = load_file(folder / "model.safetensors")
     hub.pop(EMBEDDING_PARTS[1])
@@ -117,7 +116,7 @@ def test_half_an_embedding_and_foreign_names_are_refused(folder: Path) -> None:
             convert({name: torch.ones(2)}, config)
 
 
-def test_tied_embeddings_are_refused(tmp_path: Path) -> None:
+def test_tied_embeddings_are_refused(tmp_path):
     with refused("tied_embeddings_unsupported", "model.tiny.tie_embeddings"):
         make_tiny_checkpoint("molmo2", tmp_path / "x", 0, SMALL.model_copy(update={"tie_embeddings": True}))
 
@@ -171,7 +170,7 @@ def remote(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 TRUSTED = SETTINGS.model_copy(update={"trust_remote_code": True})
 
 
-def test_trusted_code_gets_what_native_classes_have(remote: Path, folder: Path) -> None:
+def test_trusted_code_gets_what_native_classes_have(remote, folder):
     model = load_model(remote, TRUSTED)
     assert type(model).__name__ == "OtherForConditionalGeneration"
     assert type(AutoModel.from_config(model.config)) is type(model.model)
@@ -186,7 +185,7 @@ def test_trusted_code_gets_what_native_classes_have(remote: Path, folder: Path) 
     assert ours._get_num_multimodal_tokens() == {"num_image_tokens": [], "num_image_patches": []}
 
 
-def test_one_setting_decides_whose_code_runs_for_model_and_processor(remote: Path) -> None:
+def test_one_setting_decides_whose_code_runs_for_model_and_processor(remote):
     assert type(load_model(remote, TRUSTED)).__name__ == "OtherForConditionalGeneration"
     assert type(load_processor(remote, TRUSTED)).__name__ == "OtherProcessor"
     assert type(load_model(remote, SETTINGS)).__name__ == "Molmo2ForConditionalGeneration"
@@ -194,9 +193,7 @@ def test_one_setting_decides_whose_code_runs_for_model_and_processor(remote: Pat
         load_processor(remote, SETTINGS)
 
 
-def test_a_tokenizer_in_place_of_a_processor_is_refused(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tokenizer_in_place_of_a_processor_is_refused(folder, tmp_path, monkeypatch):
     other = shutil.copytree(folder, tmp_path / "text")
     (other / "processor_config.json").unlink()
     with refused("foreign_file_unreadable", other):
@@ -206,9 +203,7 @@ def test_a_tokenizer_in_place_of_a_processor_is_refused(
         load_processor(folder, SETTINGS)
 
 
-def test_another_image_changes_the_answer_and_no_grid_key_is_needed(
-    checkpoint: Callable[[str], Path], images: list[Image.Image]
-) -> None:
+def test_another_image_changes_the_answer_and_no_grid_key_is_needed(checkpoint, images):
     processor, model = load_processor(checkpoint("molmo2"), SETTINGS), load_model(checkpoint("molmo2"), SETTINGS)
     logits = []
     for image in (images[0], Image.new("RGB", images[0].size, (30, 200, 30))):

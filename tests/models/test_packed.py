@@ -51,9 +51,7 @@ def written_out(q: Tensor, k: Tensor, v: Tensor, window: int | None, blocks: boo
 @pytest.mark.parametrize(("device", "dtype", "tolerance"), DEVICES)
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("blocks", [False, True], ids=["causal", "images in both directions"])
-def test_a_segment_attends_to_its_path(
-    device: str, dtype: torch.dtype, tolerance: float, window: int | None, blocks: bool
-) -> None:
+def test_a_segment_attends_to_its_path(device, dtype, tolerance, window, blocks):
     made = segments(device, blocks)
 
     def attend(*tensors: Tensor) -> Any:
@@ -64,7 +62,7 @@ def test_a_segment_attends_to_its_path(
     compare(attend, lambda *tensors: written_out(*tensors, window, blocks), shapes, (device, dtype), tolerance)
 
 
-def test_what_is_not_known_is_refused() -> None:
+def test_what_is_not_known_is_refused():
     tensors = [torch.randn(1, 2, sum(LENGTHS), 32) for _ in range(3)]
     with refused("packing_unsupported", "Identity", "softcap"):
         attend_packed(nn.Identity(), *tensors, None, softcap=30.0, segments=segments("cpu", False))

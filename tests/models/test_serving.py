@@ -143,18 +143,14 @@ def _check(folder: Path, answers: list[dict[str, Any]]) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("name", FAMILIES)
-def test_prompts_and_log_probs_are_those_of_the_local_model(
-    name: str, servable: dict[str, Path], served: dict[str, Any]
-) -> None:
+def test_prompts_and_log_probs_are_those_of_the_local_model(name, servable, served):
     _check(servable[name], served[name][0])
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("index", range(1, len(LOADED)), ids=lambda index: "-".join(map(str, LOADED[index])))
-def test_molmo2_takes_new_weights_in_either_layout_and_in_pieces(
-    index: int, layouts: dict[tuple[str, int], Path], served: dict[str, Any]
-) -> None:
+def test_molmo2_takes_new_weights_in_either_layout_and_in_pieces(index, layouts, served):
     layout, seed, _ = LOADED[index]
     _check(layouts[layout, seed], served["molmo2"][index])
     before, after = (served["molmo2"][i][0] for i in (index - 1, index))
@@ -163,15 +159,13 @@ def test_molmo2_takes_new_weights_in_either_layout_and_in_pieces(
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_molmo2_is_served_alike_from_both_layouts(served: dict[str, Any]) -> None:
+def test_molmo2_is_served_alike_from_both_layouts(served):
     assert served["molmo2-native"][0] == served["molmo2"][0]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_every_image_part_of_a_conversation_is_in_the_prompt_that_the_server_reports(
-    servable: dict[str, Path], served: dict[str, Any]
-) -> None:
+def test_every_image_part_of_a_conversation_is_in_the_prompt_that_the_server_reports(servable, served):
     """Samples are made of these ids, so what is trained on has the images where they were when it was sampled."""
     processor = AutoProcessor.from_pretrained(servable["molmo2"])
     patch, begin = processor.tokenizer.convert_tokens_to_ids(["<im_patch>", "<low_res_im_start>"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ from armature.components.models.settings import ModelSettings
 from armature.components.models.source import SourceReference, locate
 from armature.components.models.tiny import SMALL
 from armature.components.stages import run_stage
-from tests.hub_server import HubServer
 from tests.refusals import refused
 
 BASE: dict[str, Any] = {
@@ -36,7 +34,7 @@ def machine(tmp_path: Path) -> Machine:
     return Machine(store=str(tmp_path / "store"))
 
 
-def test_a_tiny_model_is_made_once_and_again_with_the_same_digest(machine: Machine, tmp_path: Path) -> None:
+def test_a_tiny_model_is_made_once_and_again_with_the_same_digest(machine, tmp_path):
     settings = ModelSettings(source="tiny/qwen2-vl", tiny=SMALL, **BASE)
     made = run_stage("model", settings, {}, machine)
     assert run_stage("model", settings, {}, machine) == made
@@ -46,9 +44,7 @@ def test_a_tiny_model_is_made_once_and_again_with_the_same_digest(machine: Machi
     assert locate(made.path) == made.path
 
 
-def test_a_folder_is_referred_to_not_copied(
-    machine: Machine, checkpoint: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_a_folder_is_referred_to_not_copied(machine, checkpoint, tmp_path):
     folder = tmp_path / "mine"
     folder.mkdir()
     for file in checkpoint("llava").iterdir():
@@ -70,18 +66,18 @@ def test_a_folder_is_referred_to_not_copied(
     assert run_stage("model", settings, {}, machine) == again
 
 
-def test_a_missing_folder_is_named(machine: Machine, tmp_path: Path) -> None:
+def test_a_missing_folder_is_named(machine, tmp_path):
     settings = ModelSettings(source=str(tmp_path / "nowhere"), **BASE)
     with refused("checkpoint_folder_missing", tmp_path / "nowhere"):
         run_stage("model", settings, {}, machine)
 
 
-def test_a_hub_name_without_a_revision_is_refused(machine: Machine) -> None:
+def test_a_hub_name_without_a_revision_is_refused(machine):
     with refused("revision_missing", "organization/model"):
         run_stage("model", ModelSettings(source="organization/model", **BASE), {}, machine)
 
 
-def test_a_folder_of_pickled_weights_is_refused(machine: Machine, tmp_path: Path) -> None:
+def test_a_folder_of_pickled_weights_is_refused(machine, tmp_path):
     (tmp_path / "old").mkdir()
     (tmp_path / "old" / "config.json").write_text('{"model_type": "llava"}')
     (tmp_path / "old" / "pytorch_model.bin").touch()
@@ -89,7 +85,7 @@ def test_a_folder_of_pickled_weights_is_refused(machine: Machine, tmp_path: Path
         run_stage("model", ModelSettings(source=str(tmp_path / "old"), **BASE), {}, machine)
 
 
-def test_an_unknown_tiny_family_is_refused() -> None:
+def test_an_unknown_tiny_family_is_refused():
     with refused("value_error", "'qwen2-vl'"):
         ModelSettings(source="tiny/qwen2", tiny=SMALL, **BASE)
 
@@ -119,9 +115,7 @@ def sharded(checkpoint: Path, folder: Path) -> Path:
         "processor_config.json",
     ],
 )
-def test_whatever_a_checkpoints_results_depend_on_is_in_its_digest(
-    machine: Machine, checkpoint: Callable[[str], Path], tmp_path: Path, changed: str
-) -> None:
+def test_whatever_a_checkpoints_results_depend_on_is_in_its_digest(machine, checkpoint, tmp_path, changed):
     folder = sharded(checkpoint("llava"), tmp_path / "mine")
     made = run_stage("model", ModelSettings(source=str(folder), **BASE), {}, machine)
     (folder / "README.md").write_text("a good model")
@@ -133,9 +127,7 @@ def test_whatever_a_checkpoints_results_depend_on_is_in_its_digest(
         locate(made.path)
 
 
-def test_an_index_that_names_a_file_elsewhere_is_refused(
-    machine: Machine, checkpoint: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_an_index_that_names_a_file_elsewhere_is_refused(machine, checkpoint, tmp_path):
     folder = sharded(checkpoint("llava"), tmp_path / "mine")
     index = folder / "model.safetensors.index.json"
     index.write_text(index.read_text().replace("model-00002", "../model-00002"))
@@ -143,9 +135,7 @@ def test_an_index_that_names_a_file_elsewhere_is_refused(
         run_stage("model", ModelSettings(source=str(folder), **BASE), {}, machine)
 
 
-def test_a_configuration_larger_than_its_weights_makes_no_artifact(
-    machine: Machine, checkpoint: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_a_configuration_larger_than_its_weights_makes_no_artifact(machine, checkpoint, tmp_path):
     folder = sharded(checkpoint("qwen2-vl"), tmp_path / "mine")
     config = json.loads((folder / "config.json").read_text()) | {"text_config": None}
     (folder / "config.json").write_text(json.dumps(config))
@@ -157,9 +147,7 @@ def files_of(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
 
 
-def test_a_branch_is_resolved_once_and_its_commit_is_what_counts(
-    hub: HubServer, machine: Machine, checkpoint: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_branch_is_resolved_once_and_its_commit_is_what_counts(hub, machine, checkpoint, capsys):
     first = hub.add("model", "someone/small", files_of(checkpoint("llava")))
     settings = ModelSettings(source="someone/small", revision="main", **BASE)
     made = run_stage("model", settings, {}, machine)
@@ -178,13 +166,7 @@ def test_a_branch_is_resolved_once_and_its_commit_is_what_counts(
     assert run_stage("model", pinned, {}, machine) == made
 
 
-def test_without_a_network_the_cache_says_what_a_branch_was(
-    hub: HubServer,
-    machine: Machine,
-    checkpoint: Callable[[str], Path],
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_without_a_network_the_cache_says_what_a_branch_was(hub, machine, checkpoint, capsys, monkeypatch):
     commit = hub.add("model", "someone/small", files_of(checkpoint("llava")))
     settings = ModelSettings(source="someone/small", revision="main", **BASE)
     made = run_stage("model", settings, {}, machine)
@@ -196,7 +178,7 @@ def test_without_a_network_the_cache_says_what_a_branch_was(
         run_stage("model", settings.model_copy(update={"revision": "v2"}), {}, machine)
 
 
-def test_a_revision_that_the_hub_does_not_have_is_named(hub: HubServer, machine: Machine) -> None:
+def test_a_revision_that_the_hub_does_not_have_is_named(hub, machine):
     hub.add("model", "someone/small", {"config.json": b"{}"})
     for name, revision in (("someone/small", "v3"), ("someone/other", "main")):
         with refused("repository_unavailable", "404", f"{name} at {revision}"):
@@ -204,7 +186,7 @@ def test_a_revision_that_the_hub_does_not_have_is_named(hub: HubServer, machine:
 
 
 @pytest.mark.parametrize("content", ["{}", "[", b"\xff\xfe", "to itself", "sparse"])
-def test_reference_that_cannot_be_followed_is_refused(content: str | bytes, tmp_path: Path) -> None:
+def test_reference_that_cannot_be_followed_is_refused(content, tmp_path):
     reference = SourceReference(source=str(tmp_path), revision=None, commit=None, checkpoint_sha256="0")
     if content == "to itself":
         reference.write(tmp_path)

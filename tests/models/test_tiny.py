@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -51,7 +50,7 @@ def _digests(folder: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_same_seed_gives_the_same_bytes(family: str, checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+def test_the_same_seed_gives_the_same_bytes(family, checkpoint, tmp_path):
     threads = torch.get_num_threads()
     torch.set_num_threads(threads + 1)
     torch.rand(3)
@@ -64,16 +63,14 @@ def test_the_same_seed_gives_the_same_bytes(family: str, checkpoint: Callable[[s
 
 
 @pytest.mark.slow
-def test_another_process_with_more_threads_writes_the_same_bytes(
-    checkpoint: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_another_process_with_more_threads_writes_the_same_bytes(checkpoint, tmp_path):
     environment = os.environ | {"OMP_NUM_THREADS": "2", "PYTHONHASHSEED": "7"}
     subprocess.run([sys.executable, "-c", MANY, str(tmp_path), *FAMILIES], check=True, env=environment)
     for family in FAMILIES:
         assert _digests(tmp_path / family) == _digests(checkpoint(family)), family
 
 
-def test_format_pretraining_is_reproducible(tmp_path: Path) -> None:
+def test_format_pretraining_is_reproducible(tmp_path):
     settings = SMALL.model_copy(update={"format": FORMAT.model_copy(update={"steps": 3})})
     first, second = (make_tiny_checkpoint("qwen2-vl", tmp_path / name, seed=1, settings=settings) for name in "ab")
     assert _digests(first) == _digests(second)
@@ -82,7 +79,7 @@ def test_format_pretraining_is_reproducible(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_checkpoint_is_complete_and_small(family: str, checkpoint: Callable[[str], Path]) -> None:
+def test_checkpoint_is_complete_and_small(family, checkpoint):
     files = {file.name: file.stat().st_size for file in checkpoint(family).iterdir()}
     assert {
         *("config.json", "generation_config.json", "model.safetensors", "chat_template.jinja"),
@@ -92,7 +89,7 @@ def test_checkpoint_is_complete_and_small(family: str, checkpoint: Callable[[str
 
 
 @pytest.mark.parametrize("family", ("qwen2-vl", "llava", "pixtral", "gemma3"))
-def test_tokenizer_is_lossless(family: str, checkpoint: Callable[[str], Path]) -> None:
+def test_tokenizer_is_lossless(family, checkpoint):
     tokenizer = AutoProcessor.from_pretrained(checkpoint(family)).tokenizer
 
     @settings(max_examples=150)
@@ -116,7 +113,7 @@ TURN = st.tuples(st.lists(PART, min_size=1, max_size=4), st.text("xyz", min_size
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_template_marks_every_image_and_grows_by_its_end(family: str, checkpoint: Callable[[str], Path]) -> None:
+def test_template_marks_every_image_and_grows_by_its_end(family, checkpoint):
     processor = AutoProcessor.from_pretrained(checkpoint(family))
 
     def render(messages: list[dict[str, Any]]) -> str:
@@ -146,7 +143,7 @@ def test_template_marks_every_image_and_grows_by_its_end(family: str, checkpoint
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_another_image_gives_other_logits(family: str, checkpoint: Callable[[str], Path]) -> None:
+def test_another_image_gives_other_logits(family, checkpoint):
     processor = AutoProcessor.from_pretrained(checkpoint(family))
     model = AutoModelForImageTextToText.from_pretrained(checkpoint(family))
     message = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what?"}]}
@@ -162,7 +159,7 @@ def test_another_image_gives_other_logits(family: str, checkpoint: Callable[[str
 @pytest.mark.parametrize(
     "family", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
 )
-def test_formed_model_answers_well_formed_at_chance(family: str, tmp_path: Path) -> None:
+def test_formed_model_answers_well_formed_at_chance(family, tmp_path):
     settings = SMALL.model_copy(update={"format": FORMAT, "image_side": 56})
     folder = make_tiny_checkpoint(family, tmp_path / family, seed=0, settings=settings)
     processor = AutoProcessor.from_pretrained(folder)
@@ -191,7 +188,7 @@ def test_formed_model_answers_well_formed_at_chance(family: str, tmp_path: Path)
     assert float(p[forbidden].sum()) < 0.01
 
 
-def test_a_corpus_makes_its_words_single_tokens(tmp_path: Path) -> None:
+def test_a_corpus_makes_its_words_single_tokens(tmp_path):
     words = ("countertop", "sidetable", "garbagecan")
     lengths = []
     for corpus in ((), ("a " + " ".join(words),)):
@@ -203,12 +200,12 @@ def test_a_corpus_makes_its_words_single_tokens(tmp_path: Path) -> None:
     assert min(lengths[0]) > 1
 
 
-def test_an_unknown_family_is_refused_with_a_guess(tmp_path: Path) -> None:
+def test_an_unknown_family_is_refused_with_a_guess(tmp_path):
     with refused("unknown_name", "'qwen2-vl'"):
         make_tiny_checkpoint("qwen2_vl", tmp_path / "x", seed=0)
 
 
 @pytest.mark.parametrize("change", ({"heads": 4}, {"vision_heads": 4}, {"key_value_heads": 3}))
-def test_sizes_that_no_server_takes_are_refused(change: dict[str, int]) -> None:
+def test_sizes_that_no_server_takes_are_refused(change):
     with refused("value_error", *change):
         TinySettings.model_validate(SMALL.model_dump() | change)

@@ -10,7 +10,6 @@ import pytest
 
 from armature.components.contracts.machine import Machine
 from armature.components.vlm.client import TrainerClient, TrainerPolicySettings
-from tests.conftest import SharedServer
 from tests.platform.conftest import assert_closed, reachable
 from tests.vlm.conftest import model_settings, trainer_settings
 
@@ -29,16 +28,14 @@ def trainer_of(checkpoint: Path, folder: Path) -> TrainerClient:
     return TrainerClient(policy, machine, folder / "trainer")
 
 
-def test_an_open_port_is_found(second_machine: str) -> None:
+def test_an_open_port_is_found(second_machine):
     """Else nothing found would mean nothing."""
     with socket.create_server(("0.0.0.0", 0)) as everywhere, socket.create_server(("127.0.0.1", 0)) as loopback:
         ports = [one.getsockname()[1] for one in (everywhere, loopback)]
         assert reachable(second_machine, set(ports)) == {ports[0]}
 
 
-def test_no_port_of_a_trainer_or_a_server_is_open(
-    second_machine: str, shared_server: SharedServer, tmp_path: Path
-) -> None:
+def test_no_port_of_a_trainer_or_a_server_is_open(second_machine, shared_server, tmp_path):
     with trainer_of(shared_server.checkpoint, tmp_path):
         family = psutil.Process().children(recursive=True)
         assert_closed(second_machine, family, {"armature.components.training.service", "vllm.entrypoints"})

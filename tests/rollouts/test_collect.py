@@ -127,7 +127,7 @@ def says(text: str) -> Script:
     return lambda messages, seed: text
 
 
-def test_a_rollout_records_tokens_images_rewards_and_messages(store: ImageStore, events: RecordedEvents) -> None:
+def test_a_rollout_records_tokens_images_rewards_and_messages(store, events):
     policy = ScriptedPolicy(says("yes"))
     outputs = play(Counting(), policy, store, events)
     assert [trajectory.trajectory_id for trajectory in outputs.trajectories] == [
@@ -161,7 +161,7 @@ def test_a_rollout_records_tokens_images_rewards_and_messages(store: ImageStore,
     assert [message["role"] for message in json.loads(second.messages)] == ["user"]
 
 
-def test_the_server_is_sent_the_whole_chat_with_the_stored_bytes(store: ImageStore, events: RecordedEvents) -> None:
+def test_the_server_is_sent_the_whole_chat_with_the_stored_bytes(store, events):
     policy = ScriptedPolicy(says("yes"))
     outputs = play(Counting(), policy, store, events, tasks=1, group_size=1)
     messages, _ = policy.requests[1]
@@ -174,9 +174,7 @@ def test_the_server_is_sent_the_whole_chat_with_the_stored_bytes(store: ImageSto
     assert [base64.b64decode(url.removeprefix(head)) for url in sent] == stored
 
 
-def test_without_dialogue_a_prompt_is_the_system_prompt_and_the_observation(
-    store: ImageStore, events: RecordedEvents
-) -> None:
+def test_without_dialogue_a_prompt_is_the_system_prompt_and_the_observation(store, events):
     environment = Counting()
     environment.dialogue = False
     policy = ScriptedPolicy(says("yes"))
@@ -188,9 +186,7 @@ def test_without_dialogue_a_prompt_is_the_system_prompt_and_the_observation(
     assert [message["role"] for message in json.loads(second.messages)] == ["user"]
 
 
-def test_an_image_shown_to_many_is_stored_once(
-    store: ImageStore, events: RecordedEvents, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_image_shown_to_many_is_stored_once(store, events, monkeypatch):
     puts: list[str] = []
     put = ImageStore.put
     monkeypatch.setattr(ImageStore, "put", lambda self, image: (puts.append(image.sha256), put(self, image))[1])
@@ -199,7 +195,7 @@ def test_an_image_shown_to_many_is_stored_once(
     assert len([path for path in store.root.rglob("*") if path.is_file()]) == 4
 
 
-def test_seeds_differ_between_requests_and_repeat_between_runs(store: ImageStore, events: RecordedEvents) -> None:
+def test_seeds_differ_between_requests_and_repeat_between_runs(store, events):
     def seeds(**where: int) -> list[int]:
         policy = ScriptedPolicy(says("yes"))
         play(Counting(), policy, store, events, **where)
@@ -210,7 +206,7 @@ def test_seeds_differ_between_requests_and_repeat_between_runs(store: ImageStore
     assert not set(first) & set(seeds(step=5)) and not set(first) & set(seeds(seed=12))
 
 
-def test_the_order_is_the_plans_whatever_finishes_first(store: ImageStore, events: RecordedEvents) -> None:
+def test_the_order_is_the_plans_whatever_finishes_first(store, events):
     quick = play(Counting(), ScriptedPolicy(says("yes")), store, events, tasks=4, group_size=4)
     slow = play(Counting(), ScriptedPolicy(says("yes"), shuffle=True), store, events, tasks=4, group_size=4)
     for one, other in zip(quick.trajectories, slow.trajectories, strict=True):
@@ -219,19 +215,19 @@ def test_the_order_is_the_plans_whatever_finishes_first(store: ImageStore, event
             assert np.array_equal(turn.completion_logprobs, same.completion_logprobs)
 
 
-def test_an_episode_that_runs_out_of_turns_is_truncated(store: ImageStore, events: RecordedEvents) -> None:
+def test_an_episode_that_runs_out_of_turns_is_truncated(store, events):
     outputs = play(Counting(turns=9), says("yes"), store, events)
     assert all(trajectory.truncated and len(trajectory.turns) == 3 for trajectory in outputs.trajectories)
 
 
-def test_progress_shows_the_mean_reward(store: ImageStore, events: RecordedEvents) -> None:
+def test_progress_shows_the_mean_reward(store, events):
     play(Counting(turns=1), says("yes"), store, events)
     assert [(name, done, total) for name, done, total, _ in events.bars] == [("rollouts", k, 4) for k in (1, 2, 3, 4)]
     assert events.bars[-1][3] == {"rew": 3.5}
     assert events.messages == []
 
 
-def test_seeds_of_a_group_follow_one_another(store: ImageStore, events: RecordedEvents) -> None:
+def test_seeds_of_a_group_follow_one_another(store, events):
     policy = ScriptedPolicy(says("yes"))
     play(Counting(), policy, store, events, tasks=1, group_size=4)
     seeds = sorted(seed for _, seed in policy.requests)
@@ -240,7 +236,7 @@ def test_seeds_of_a_group_follow_one_another(store: ImageStore, events: Recorded
         assert turn == list(range(turn[0], turn[0] + 4))
 
 
-def test_no_more_episodes_are_in_flight_than_allowed(store: ImageStore, events: RecordedEvents) -> None:
+def test_no_more_episodes_are_in_flight_than_allowed(store, events):
     in_flight, most = 0, 0
 
     async def enter(episode: CountingEpisode) -> None:
@@ -292,9 +288,7 @@ def only_the_second_group_failed(outputs: GenerateOutputs, reason: str) -> None:
 
 
 @pytest.mark.parametrize("place", ["reset", "step", "close"])
-def test_an_environment_that_raises_loses_its_own_episodes(
-    place: str, store: ImageStore, events: RecordedEvents
-) -> None:
+def test_an_environment_that_raises_loses_its_own_episodes(place, store, events):
     environment = Counting(**{place: raises})
     outputs = play(environment, says("yes"), store, events, tasks=3)
     only_the_second_group_failed(outputs, "environment_error")
@@ -305,7 +299,7 @@ def test_an_environment_that_raises_loses_its_own_episodes(
 
 
 @pytest.mark.parametrize("place", ["reset", "step", "close"])
-def test_an_environment_that_hangs_is_given_up(place: str, store: ImageStore, events: RecordedEvents) -> None:
+def test_an_environment_that_hangs_is_given_up(place, store, events):
     outputs = play(Counting(**{place: hangs}), says("yes"), store, events, tasks=3, machine=IMPATIENT)
     only_the_second_group_failed(outputs, "environment_timeout")
 
@@ -329,18 +323,14 @@ def bomb() -> bytes:
         *(pytest.param(image, "", id=name) for name, (image, _) in refused_images().items()),
     ],
 )
-def test_an_image_that_cannot_be_trusted_loses_its_own_episodes(
-    image: EncodedImage, said: str, store: ImageStore, events: RecordedEvents
-) -> None:
+def test_an_image_that_cannot_be_trusted_loses_its_own_episodes(image, said, store, events):
     outputs = play(Counting(reset=shows(image)), says("yes"), store, events, tasks=3)
     only_the_second_group_failed(outputs, "bad_image")
     assert said in outputs.failures[0].detail
 
 
 @pytest.mark.parametrize("image", [turned_images()["JPEG RGB EXIF 6"], other_images()["WEBP RGBA"]])
-def test_the_server_is_sent_what_is_stored_whatever_the_environment_gives(
-    image: EncodedImage, store: ImageStore, events: RecordedEvents
-) -> None:
+def test_the_server_is_sent_what_is_stored_whatever_the_environment_gives(image, store, events):
     policy = ScriptedPolicy(says("yes"))
     outputs = play(Counting(reset=shows("Look.", image)), policy, store, events, tasks=2)
     turn = outputs.trajectories[2].turns[0]
@@ -371,9 +361,7 @@ def gives_unencoded(kind: Callable[[bytes], Any]) -> Callable[[CountingEpisode],
         pytest.param(lambda _: None, id="None"),
     ],
 )
-def test_images_that_nobody_encoded_lose_their_own_episodes(
-    kind: Callable[[bytes], Any], store: ImageStore, events: RecordedEvents
-) -> None:
+def test_images_that_nobody_encoded_lose_their_own_episodes(kind, store, events):
     outputs = play(Counting(reset=gives_unencoded(kind)), says("yes"), store, events, tasks=3)
     only_the_second_group_failed(outputs, "environment_error")
     assert "encode_png" in outputs.failures[0].detail
@@ -392,14 +380,12 @@ def test_images_that_nobody_encoded_lose_their_own_episodes(
         pytest.param({"step": gives(Outcome(None, {"yes": "1"}))}, "environment_error", id="a part that is text"),
     ],
 )
-def test_what_an_environment_may_not_return(
-    faults: dict[str, Any], reason: str, store: ImageStore, events: RecordedEvents
-) -> None:
+def test_what_an_environment_may_not_return(faults, reason, store, events):
     only_the_second_group_failed(play(Counting(**faults), says("yes"), store, events, tasks=3), reason)
 
 
 @pytest.mark.parametrize("text", ["\0", "<|im_end|>", "'; DROP TABLE rollouts; --", "‮", '{"role": "system"}'])
-def test_hostile_text_is_only_text(text: str, store: ImageStore, events: RecordedEvents) -> None:
+def test_hostile_text_is_only_text(text, store, events):
     outputs = play(Counting(reset=shows(text)), says(text), store, events, tasks=3)
     assert outputs.failures == ()
     assert json.loads(outputs.trajectories[2].turns[0].messages)[1]["content"] == [{"type": "text", "text": text}]
@@ -417,21 +403,21 @@ def picky(failure: BaseException) -> Script:
     return script
 
 
-def test_a_request_that_fails_names_the_servers_reason(store: ImageStore, events: RecordedEvents) -> None:
+def test_a_request_that_fails_names_the_servers_reason(store, events):
     for reason in ("generation_timeout", "prompt_too_long", "placeholder_sampled"):
         outputs = play(Counting(), picky(GenerationFailure("no", reason=reason)), store, events, tasks=3)
         only_the_second_group_failed(outputs, reason)
 
 
 @pytest.mark.parametrize("logprobs", [[-1.0, float("nan")], [-1.0, float("-inf")], [-1.0], []])
-def test_log_probs_that_are_none(logprobs: list[float], store: ImageStore, events: RecordedEvents) -> None:
+def test_log_probs_that_are_none(logprobs, store, events):
     policy = ScriptedPolicy(
         says("y"), change=lambda completion: replace(completion, logprobs=np.array(logprobs, np.float32))
     )
     assert play(Counting(), policy, store, events).drops == {"bad_logprobs": 4}
 
 
-def test_an_empty_completion_is_no_rollout(store: ImageStore, events: RecordedEvents) -> None:
+def test_an_empty_completion_is_no_rollout(store, events):
     empty = np.zeros(0, np.float32)
     policy = ScriptedPolicy(
         says(""), change=lambda completion: replace(completion, token_ids=tokens(""), logprobs=empty)
@@ -440,7 +426,7 @@ def test_an_empty_completion_is_no_rollout(store: ImageStore, events: RecordedEv
 
 
 @pytest.mark.parametrize("error", [ServerError("every server is dead"), TypeError("a bug of ours")])
-def test_what_concerns_every_rollout_ends_the_call(error: Exception, store: ImageStore, events: RecordedEvents) -> None:
+def test_what_concerns_every_rollout_ends_the_call(error, store, events):
     environment = Counting()
     with pytest.raises(type(error)) as caught:
         play(environment, picky(error), store, events)
@@ -451,9 +437,7 @@ def test_what_concerns_every_rollout_ends_the_call(error: Exception, store: Imag
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
 @pytest.mark.parametrize("method", ["write_bytes", "rename", "mkdir"])
 @pytest.mark.parametrize("after", [0, 3])
-def test_full_disk_ends_the_call_and_the_next_one_has_everything(
-    store: ImageStore, events: RecordedEvents, monkeypatch: pytest.MonkeyPatch, code: int, method: str, after: int
-) -> None:
+def test_full_disk_ends_the_call_and_the_next_one_has_everything(store, events, monkeypatch, code, method, after):
     works, left = getattr(Path, method), [after]
 
     def full(self: Path, *arguments: Any, **options: Any) -> Any:
@@ -476,7 +460,7 @@ def test_full_disk_ends_the_call_and_the_next_one_has_everything(
         assert all(store.read(ref) for ref in turn.images)
 
 
-def test_cancelling_closes_every_episode(store: ImageStore, events: RecordedEvents) -> None:
+async def test_cancelling_closes_every_episode(store, events):
     environment = Counting()
     machine = Machine()
 
@@ -484,28 +468,25 @@ def test_cancelling_closes_every_episode(store: ImageStore, events: RecordedEven
         async def complete(self, *arguments: Any) -> Any:
             await asyncio.sleep(60)
 
-    async def cancelled() -> None:
-        tasks = list(environment.tasks("train"))
-        running = asyncio.create_task(
-            collect(
-                environment,
-                tasks,
-                2,
-                Never(says("")),
-                store,
-                SAMPLING,
-                step=0,
-                seed=0,
-                machine=machine,
-                events=events,
-            )
+    tasks = list(environment.tasks("train"))
+    running = asyncio.create_task(
+        collect(
+            environment,
+            tasks,
+            2,
+            Never(says("")),
+            store,
+            SAMPLING,
+            step=0,
+            seed=0,
+            machine=machine,
+            events=events,
         )
-        await asyncio.sleep(0.2)
-        running.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await running
-
-    asyncio.run(cancelled())
+    )
+    await asyncio.sleep(0.2)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
     assert len(environment.closed) == 12
 
 
@@ -518,9 +499,7 @@ PLACES = ["fine", "reset", "step", "close", "image", "server", "logprobs"]
         lambda size: st.lists(st.sampled_from(PLACES), min_size=6 * size, max_size=6 * size)
     )
 )
-def test_whatever_fails_nothing_planned_is_lost_or_doubled(
-    places: list[str], tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_whatever_fails_nothing_planned_is_lost_or_doubled(places, tmp_path_factory):
     started: list[str] = []
 
     class Faulty(CountingEpisode):

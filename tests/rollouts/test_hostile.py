@@ -113,9 +113,7 @@ def only_its_own_rollouts(outputs: GenerateOutputs, reasons: set[str], folder: P
 
 
 @pytest.mark.parametrize("place", ["episode", "reset", "step", "close"])
-def test_whatever_an_environment_raises_costs_its_own_rollouts(
-    place: str, store: ImageStore, events: RecordedEvents, tmp_path: Path
-) -> None:
+def test_whatever_an_environment_raises_costs_its_own_rollouts(place, store, events, tmp_path):
     for make in ERRORS:
         outputs = play(Hostile(place=place, act=raising(make)), says("yes"), store, events)
         assert outputs.drops == {"environment_error": 2}, make
@@ -267,7 +265,7 @@ PLACES: list[tuple[str, Callable[[Any], Any]]] = [
 
 @settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(place=st.integers(0, len(PLACES) - 1), odd=st.integers(0, len(ODD) - 1) | generated.map(lambda value: [value]))
-def test_whatever_an_environment_gives_costs_its_own_rollouts(place: int, odd: int | list[Any], tmp_path: Path) -> None:
+def test_whatever_an_environment_gives_costs_its_own_rollouts(place, odd, tmp_path):
     where, form = PLACES[place]
     value = odd[0] if isinstance(odd, list) else ODD[odd]  # Hypothesis looks into what it draws
 
@@ -286,9 +284,7 @@ def test_whatever_an_environment_gives_costs_its_own_rollouts(place: int, odd: i
 
 
 @pytest.mark.parametrize("place", ["episode", "reset", "step", "close"])
-def test_a_call_that_never_returns_costs_its_own_rollouts(
-    place: str, store: ImageStore, events: RecordedEvents, tmp_path: Path
-) -> None:
+def test_a_call_that_never_returns_costs_its_own_rollouts(place, store, events, tmp_path):
     """It blocks its thread: a coroutine that waits is what `test_collect` has."""
     released = threading.Event()
     try:
@@ -301,9 +297,7 @@ def test_a_call_that_never_returns_costs_its_own_rollouts(
         released.set()
 
 
-def test_a_call_that_ignores_its_cancellation_costs_its_own_rollouts(
-    store: ImageStore, events: RecordedEvents, tmp_path: Path
-) -> None:
+def test_a_call_that_ignores_its_cancellation_costs_its_own_rollouts(store, events, tmp_path):
     over = threading.Event()
 
     async def stubborn(episode: CountingEpisode) -> None:
@@ -319,7 +313,7 @@ def test_a_call_that_ignores_its_cancellation_costs_its_own_rollouts(
     assert outputs.drops == {"environment_timeout": 2}
 
 
-def test_what_blocked_is_closed_when_it_returns(store: ImageStore, events: RecordedEvents) -> None:
+def test_what_blocked_is_closed_when_it_returns(store, events):
     released, closed = threading.Event(), threading.Event()
 
     class Late(HostileEpisode):
@@ -337,7 +331,7 @@ def test_what_blocked_is_closed_when_it_returns(store: ImageStore, events: Recor
     assert closed.wait(10)
 
 
-def test_a_run_that_is_cancelled_does_not_wait_for_what_is_stuck(store: ImageStore, events: RecordedEvents) -> None:
+async def test_a_run_that_is_cancelled_does_not_wait_for_what_is_stuck(store, events):
     released, entered = threading.Event(), threading.Event()
 
     def block() -> None:
@@ -345,33 +339,29 @@ def test_a_run_that_is_cancelled_does_not_wait_for_what_is_stuck(store: ImageSto
         released.wait(60)
 
     environment = Hostile(place="step", act=block)
-
-    async def cancelled() -> None:
-        running = asyncio.create_task(
-            collect(
-                environment,
-                list(environment.tasks("train")),
-                2,
-                ScriptedPolicy(says("yes")),
-                store,
-                SAMPLING,
-                step=0,
-                seed=0,
-                machine=Machine(),
-                events=events,
-            )
+    running = asyncio.create_task(
+        collect(
+            environment,
+            list(environment.tasks("train")),
+            2,
+            ScriptedPolicy(says("yes")),
+            store,
+            SAMPLING,
+            step=0,
+            seed=0,
+            machine=Machine(),
+            events=events,
         )
-        assert await asyncio.to_thread(entered.wait, 20)
-        running.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await running
-
-    asyncio.run(cancelled())
+    )
+    assert await asyncio.to_thread(entered.wait, 20)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
     assert not released.is_set()
     released.set()
 
 
-def test_a_background_task_that_ends_its_loop_ends_no_other(store: ImageStore, events: RecordedEvents) -> None:
+def test_a_background_task_that_ends_its_loop_ends_no_other(store, events):
     kept: list[Any] = []
 
     async def leaves_one(episode: CountingEpisode) -> None:
@@ -386,9 +376,7 @@ def test_a_background_task_that_ends_its_loop_ends_no_other(store: ImageStore, e
 
 
 @pytest.mark.parametrize("text", ["\ud800", "red \udfff", 7, None, b"red"])
-def test_a_completion_that_is_no_text_costs_its_own_rollout(
-    text: Any, store: ImageStore, events: RecordedEvents, tmp_path: Path
-) -> None:
+def test_a_completion_that_is_no_text_costs_its_own_rollout(text, store, events, tmp_path):
     def change(completion: Any) -> Any:
         return replace(completion, text=text) if completion.text == "no" else completion
 
@@ -400,7 +388,7 @@ def test_a_completion_that_is_no_text_costs_its_own_rollout(
     assert len(read_rollouts(tmp_path).trajectories) == 2
 
 
-def test_a_policy_that_fills_its_context_keeps_what_it_has_earned(store: ImageStore, events: RecordedEvents) -> None:
+def test_a_policy_that_fills_its_context_keeps_what_it_has_earned(store, events):
     """To talk too much is what the policy did; a task that does not fit from the first is not."""
 
     def talks(messages: Any, seed: int) -> str:
@@ -415,9 +403,7 @@ def test_a_policy_that_fills_its_context_keeps_what_it_has_earned(store: ImageSt
 
 
 @pytest.mark.parametrize("written", [True, False])
-def test_a_reserved_token_costs_its_rollout_unless_the_policy_wrote_it(
-    written: bool, store: ImageStore, events: RecordedEvents
-) -> None:
+def test_a_reserved_token_costs_its_rollout_unless_the_policy_wrote_it(written, store, events):
     """In the second turn's prompt: the policy's own words end the episode, the environment's are a failure."""
 
     def talks(messages: Any, seed: int) -> str:
@@ -446,9 +432,7 @@ def test_a_reserved_token_costs_its_rollout_unless_the_policy_wrote_it(
         ("dialogue", "yes"),
     ],
 )
-def test_an_environment_that_does_not_say_what_it_is_ends_the_call(
-    name: str, value: Any, store: ImageStore, events: RecordedEvents
-) -> None:
+def test_an_environment_that_does_not_say_what_it_is_ends_the_call(name, value, store, events):
     environment = Counting()
     setattr(environment, name, value)
     with pytest.raises(ConfigurationError) as caught:
@@ -457,7 +441,7 @@ def test_an_environment_that_does_not_say_what_it_is_ends_the_call(
 
 
 @pytest.mark.parametrize("weights", [None, 7, {"yes": "1"}, {"yes": float("nan")}, Endless(), {7: 1.0}, {}])
-def test_weights_that_are_none_cost_rollouts(weights: Any, store: ImageStore, events: RecordedEvents) -> None:
+def test_weights_that_are_none_cost_rollouts(weights, store, events):
     environment = Counting()
     environment.reward_weights = weights
     outputs = play(environment, says("yes"), store, events)

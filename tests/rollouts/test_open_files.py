@@ -9,11 +9,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from armature.components.artifacts.images import ImageStore
 from armature.components.contracts.machine import Machine
 from armature.components.rollouts.open_files import allow_open_files
 
-from .conftest import RecordedEvents, ScriptedPolicy
+from .conftest import ScriptedPolicy
 from .test_collect import Counting, play, says
 
 
@@ -25,16 +24,14 @@ def few_files() -> Iterator[None]:
     resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
-def test_more_episodes_at_once_than_files_may_be_open(
-    few_files: None, store: ImageStore, events: RecordedEvents
-) -> None:
+def test_more_episodes_at_once_than_files_may_be_open(few_files, store, events):
     policy = ScriptedPolicy(says("yes"), shuffle=True)
     machine = Machine.model_validate({"max_concurrent": 200, "environment_timeout": 30.0})
     outputs = play(Counting(turns=1), policy, store, events, tasks=1, group_size=200, machine=machine)
     assert len(outputs.trajectories) == 200
 
 
-def test_a_hard_limit_that_is_too_low_is_said() -> None:
+def test_a_hard_limit_that_is_too_low_is_said():
     code = (
         "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (200, 200));"
         "from armature.components.rollouts.open_files import allow_open_files; allow_open_files(201)"
@@ -43,6 +40,6 @@ def test_a_hard_limit_that_is_too_low_is_said() -> None:
     assert ended.returncode == 1 and "200 files, and 201 are needed" in ended.stderr
 
 
-def test_a_limit_that_is_high_enough_is_left_alone(few_files: None) -> None:
+def test_a_limit_that_is_high_enough_is_left_alone(few_files):
     allow_open_files(300)
     assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == 300

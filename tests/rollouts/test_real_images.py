@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import pytest
 import torch
 
 from armature.components.adapters import get_adapter
 from armature.components.adapters.validate import model_inputs
-from armature.components.artifacts.images import ImageStore
 from armature.components.contracts.episodes import Observation, Outcome, Split, Task
 from armature.components.contracts.machine import Machine
 from armature.components.inference.settings import ServerSettings
@@ -20,11 +17,10 @@ from armature.components.models.load import load_model, load_processor
 from armature.components.rl.agreement import compare
 from armature.components.rollouts.collect import collect
 from armature.components.vlm.logprobs import Policy, predicting
-from tests.conftest import SharedServer
 from tests.images import every_image
 from tests.vlm.conftest import model_settings
 
-from .conftest import SAMPLING, RecordedEvents
+from .conftest import SAMPLING
 
 TOLERANCE = 1e-5  # nats per token, both in fp32
 
@@ -66,9 +62,7 @@ class Visit:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_trainer_and_server_see_the_same_images(
-    tmp_path: Path, store: ImageStore, events: RecordedEvents, shared_server: SharedServer, joined_url: str
-) -> None:
+async def test_trainer_and_server_see_the_same_images(tmp_path, store, events, shared_server, joined_url):
     from armature.components.inference.pool import ServerPool
 
     checkpoint = shared_server.checkpoint
@@ -78,21 +72,17 @@ def test_trainer_and_server_see_the_same_images(
     tasks = list(environment.tasks("train"))
 
     adapter = get_adapter(checkpoint, load_processor(checkpoint, model_settings()), store.open, 1024)
-
-    async def play() -> Any:
-        pool = ServerPool(
-            checkpoint,
-            server,
-            machine,
-            tmp_path / "logs",
-            forbidden_token_ids=sorted(adapter.collator.forbidden_token_ids),
+    pool = ServerPool(
+        checkpoint,
+        server,
+        machine,
+        tmp_path / "logs",
+        forbidden_token_ids=sorted(adapter.collator.forbidden_token_ids),
+    )
+    async with pool:
+        outputs = await collect(
+            environment, tasks, 1, pool, store, SAMPLING, step=0, seed=0, machine=machine, events=events
         )
-        async with pool:
-            return await collect(
-                environment, tasks, 1, pool, store, SAMPLING, step=0, seed=0, machine=machine, events=events
-            )
-
-    outputs = asyncio.run(play())
     assert not outputs.failures
     policy = Policy(
         load_model(checkpoint, model_settings()),

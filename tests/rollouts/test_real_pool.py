@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from armature.components.artifacts.images import ImageStore
 from armature.components.contracts.machine import Machine
 from armature.components.contracts.rollouts import GenerateOutputs
 from armature.components.environments.make import make_environment
@@ -19,9 +16,8 @@ from armature.components.inference.settings import ServerSettings
 from armature.components.rollouts.collect import collect
 from armature.components.rollouts.schedule import tasks_of_step
 from armature.components.rollouts.table import read_rollouts, write_rollouts
-from tests.conftest import SharedServer
 
-from .conftest import SAMPLING, RecordedEvents
+from .conftest import SAMPLING
 
 IMAGE = {
     "colors": {"red": [220, 40, 40], "green": [40, 170, 60], "blue": [40, 70, 220]},
@@ -48,27 +44,21 @@ ENVIRONMENTS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_groups_on_a_real_server(
-    tmp_path: Path, store: ImageStore, events: RecordedEvents, shared_server: SharedServer, joined_url: str
-) -> None:
+async def test_groups_on_a_real_server(tmp_path, store, events, shared_server, joined_url):
     from armature.components.inference.pool import ServerPool
 
     checkpoint = shared_server.checkpoint
     machine = Machine(endpoints=(joined_url,), ready_timeout=400)
     server = ServerSettings(max_model_len=1024, max_images_per_prompt=2, dtype="float32")
     outputs: dict[str, GenerateOutputs] = {}
-
-    async def collect_all() -> None:
-        async with ServerPool(checkpoint, server, machine, tmp_path / "logs") as pool:
-            for name, args in ENVIRONMENTS.items():
-                settings = EnvironmentSettings(name=name, args=args, train_tasks=24, heldout_tasks=8, seed=0)
-                environment = make_environment(settings)
-                tasks = tasks_of_step(list(environment.tasks("train")), 8, step=1, seed=3)
-                outputs[name] = await collect(
-                    environment, tasks, 4, pool, store, SAMPLING, step=1, seed=3, machine=machine, events=events
-                )
-
-    asyncio.run(collect_all())
+    async with ServerPool(checkpoint, server, machine, tmp_path / "logs") as pool:
+        for name, args in ENVIRONMENTS.items():
+            settings = EnvironmentSettings(name=name, args=args, train_tasks=24, heldout_tasks=8, seed=0)
+            environment = make_environment(settings)
+            tasks = tasks_of_step(list(environment.tasks("train")), 8, step=1, seed=3)
+            outputs[name] = await collect(
+                environment, tasks, 4, pool, store, SAMPLING, step=1, seed=3, machine=machine, events=events
+            )
     image_token = json.loads((checkpoint / "config.json").read_text())["image_token_id"]
     for name, turns in (("colors", 1), ("recall", 4)):
         collected = outputs[name]

@@ -110,9 +110,7 @@ def in_one_process(folder: Path, pool: ServerPool) -> GenerateOutputs:
     return asyncio.run(played())
 
 
-def test_the_tables_are_those_of_one_process(
-    stand_ins: StandIns, make_pool: MakePool, weights: Path, tmp_path: Path
-) -> None:
+def test_the_tables_are_those_of_one_process(stand_ins, make_pool, weights, tmp_path):
     servers = stand_ins(2)
     alone = in_one_process(tmp_path, make_pool(servers, weights))
     asked = [sorted(server.answered.elements()) for server in servers]
@@ -134,9 +132,7 @@ def test_the_tables_are_those_of_one_process(
     assert run.shards == []
 
 
-def test_shards_that_were_made_are_not_made_again(
-    stand_ins: StandIns, make_pool: MakePool, weights: Path, tmp_path: Path
-) -> None:
+def test_shards_that_were_made_are_not_made_again(stand_ins, make_pool, weights, tmp_path):
     servers = stand_ins(1)
     first = Run(tmp_path, make_pool(servers, weights))
     before = first.play()
@@ -146,9 +142,7 @@ def test_shards_that_were_made_are_not_made_again(
     assert not servers[0].answered
 
 
-def test_a_worker_that_is_killed_costs_no_rollout(
-    stand_ins: StandIns, make_pool: MakePool, weights: Path, tmp_path: Path
-) -> None:
+def test_a_worker_that_is_killed_costs_no_rollout(stand_ins, make_pool, weights, tmp_path):
     servers = stand_ins(1)
     run = Run(tmp_path, make_pool(servers, weights))
     servers[0].delay = 2.0
@@ -190,9 +184,7 @@ def place(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("place")
-def test_a_worker_that_is_late_is_replaced_and_no_rollout_is_doubled(
-    stand_ins: StandIns, make_pool: MakePool, weights: Path, tmp_path: Path
-) -> None:
+def test_a_worker_that_is_late_is_replaced_and_no_rollout_is_doubled(stand_ins, make_pool, weights, tmp_path):
     servers = stand_ins(1)
     alone = in_one_process(tmp_path, make_pool(servers, weights))
     run = Run(tmp_path, make_pool(servers, weights), rollout_straggler_timeout=2.0)
@@ -218,35 +210,30 @@ def test_a_worker_that_is_late_is_replaced_and_no_rollout_is_doubled(
     assert len(run.shards) == 2
 
 
-def test_what_is_late() -> None:
-    async def work() -> None:
-        queue = ShardQueue[str, str](["a", "b", "c"])
-        assert [await queue.take() for _ in range(3)] == [("a", 1), ("b", 1), ("c", 1)]
-        with queue.played("a", "one", 0.0), queue.played("b", "two", 5.0), queue.played("c", "three", 5.0):
-            assert not list(queue.overdue(99.0, 0.0, 10.0)), "no worker is free"
-            idle = asyncio.create_task(queue.take())
-            await asyncio.sleep(0)
-            assert not list(queue.overdue(13.0, 4.0, 10.0)), "waited for since 4"
-            assert list(queue.overdue(16.0, 4.0, 10.0)) == [("a", "one")], "one worker is free, and a is the longest"
-            assert list(queue.overdue(16.0, 4.0, 10.0)) == [("b", "two")], "each is taken once"
-            await queue.put_back("a", 2)
-            assert await idle == ("a", 2)
-            assert not list(queue.overdue(99.0, 4.0, 10.0)), "no worker is free any more"
-        for _ in range(3):
-            await queue.made()
-        assert await queue.take() is None
-
-    asyncio.run(work())
+async def test_what_is_late():
+    queue = ShardQueue[str, str](["a", "b", "c"])
+    assert [await queue.take() for _ in range(3)] == [("a", 1), ("b", 1), ("c", 1)]
+    with queue.played("a", "one", 0.0), queue.played("b", "two", 5.0), queue.played("c", "three", 5.0):
+        assert not list(queue.overdue(99.0, 0.0, 10.0)), "no worker is free"
+        idle = asyncio.create_task(queue.take())
+        await asyncio.sleep(0)
+        assert not list(queue.overdue(13.0, 4.0, 10.0)), "waited for since 4"
+        assert list(queue.overdue(16.0, 4.0, 10.0)) == [("a", "one")], "one worker is free, and a is the longest"
+        assert list(queue.overdue(16.0, 4.0, 10.0)) == [("b", "two")], "each is taken once"
+        await queue.put_back("a", 2)
+        assert await idle == ("a", 2)
+        assert not list(queue.overdue(99.0, 4.0, 10.0)), "no worker is free any more"
+    for _ in range(3):
+        await queue.made()
+    assert await queue.take() is None
 
 
-def test_one_worker_cannot_be_replaced() -> None:
+def test_one_worker_cannot_be_replaced():
     with refused("value_error", "rollout_straggler_timeout", "rollout_workers"):
         Machine(rollout_workers=1, rollout_straggler_timeout=60.0)
 
 
-def test_a_server_that_dies_is_taken_out_and_its_requests_go_to_the_other(
-    stand_ins: StandIns, make_pool: MakePool, weights: Path, tmp_path: Path
-) -> None:
+def test_a_server_that_dies_is_taken_out_and_its_requests_go_to_the_other(stand_ins, make_pool, weights, tmp_path):
     servers = stand_ins(2)
     run = Run(tmp_path, make_pool(servers, weights))
     servers[0].misbehave("die")
@@ -266,9 +253,7 @@ def test_a_server_that_dies_is_taken_out_and_its_requests_go_to_the_other(
     assert servers[1].answered.total() == 12 / PLAN.group_size
 
 
-def test_a_shard_waits_for_a_server_that_comes_back(
-    stand_ins: StandIns, make_pool: MakePool, weights: Path, tmp_path: Path
-) -> None:
+def test_a_shard_waits_for_a_server_that_comes_back(stand_ins, make_pool, weights, tmp_path):
     servers = stand_ins(1)
     run = Run(tmp_path, make_pool(servers, weights))
     servers[0].misbehave("die", 10)
@@ -277,9 +262,7 @@ def test_a_shard_waits_for_a_server_that_comes_back(
     assert any("no server that it had answers" in message for message in run.events.messages)
 
 
-def test_answers_of_other_weights_are_thrown_away(
-    stand_ins: StandIns, make_pool: MakePool, weights: Path, tmp_path: Path
-) -> None:
+def test_answers_of_other_weights_are_thrown_away(stand_ins, make_pool, weights, tmp_path):
     servers = stand_ins(1)
     run = Run(tmp_path, make_pool(servers, weights))
     real = run.pool.lent
@@ -302,9 +285,7 @@ def test_answers_of_other_weights_are_thrown_away(
     assert run.shards == [f"{'f' * 20}-00003-{first:04d}-0003" for first in (4, 7)]
 
 
-def test_new_weights_wait_for_shards_that_are_played(
-    stand_ins: StandIns, make_pool: MakePool, weights: Path, checkpoint: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_new_weights_wait_for_shards_that_are_played(stand_ins, make_pool, weights, checkpoint, tmp_path):
     servers = stand_ins(2)
     run = Run(tmp_path, make_pool(servers, weights))
     for server in servers:
@@ -322,17 +303,13 @@ def test_new_weights_wait_for_shards_that_are_played(
     assert versions == [{0}, {1}]
 
 
-def test_a_server_without_marks_is_refused(
-    stand_ins: StandIns, make_pool: MakePool, weights: Path, tmp_path: Path
-) -> None:
+def test_a_server_without_marks_is_refused(stand_ins, make_pool, weights, tmp_path):
     run = Run(tmp_path, make_pool(stand_ins(1, plain=True), weights))
     with refused("weights_mark_missing", "machine.rollout_workers"):
         run.play()
 
 
-def test_a_store_that_is_not_seen_here_is_said(
-    stand_ins: StandIns, make_pool: MakePool, weights: Path, tmp_path: Path
-) -> None:
+def test_a_store_that_is_not_seen_here_is_said(stand_ins, make_pool, weights, tmp_path):
     run = Run(tmp_path, make_pool(stand_ins(1), weights))
     run.store = run.workers._store = ArtifactStore(tmp_path / "elsewhere")
     with refused("store_not_shared", "machine.store", tmp_path / "elsewhere"):

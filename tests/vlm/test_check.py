@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,10 +17,10 @@ from armature.components.vlm.learner import Learner
 from armature.components.vlm.loader import MicroBatchLoader
 from armature.components.vlm.memory import GIB, OVERHEAD, chosen_recomputation, estimate_memory
 from armature.components.vlm.worker import TrainerWorker
-from tests.vlm.conftest import Tiny, model_settings, trainer_settings
+from tests.vlm.conftest import model_settings, trainer_settings
 
 
-def test_a_model_that_is_split_takes_its_part_on_each_rank_and_what_is_gathered(tiny: Tiny) -> None:
+def test_a_model_that_is_split_takes_its_part_on_each_rank_and_what_is_gathered(tiny):
     model = tiny.model()
     parameters = sum(p.numel() for p in model.parameters())
     units = [*model.model.language_model.layers, model.model.visual]
@@ -38,7 +37,7 @@ def test_a_model_that_is_split_takes_its_part_on_each_rank_and_what_is_gathered(
     assert "GiB on each of 4 ranks; 1.00 GiB free on GPU 0" in compared.over(4).lines(2**30, "GPU 0")[1]
 
 
-def test_ranks_that_share_sequences_have_their_part_of_the_activations(tiny: Tiny) -> None:
+def test_ranks_that_share_sequences_have_their_part_of_the_activations(tiny):
     whole = estimate_memory(tiny.folder, model_settings(), trainer_settings(packing=True), "float32").over(4)
     assert whole.activations - whole.over(1, 4).activations == 3 * whole.activations // 4
     split = estimate_memory(tiny.folder, model_settings(), trainer_settings(packing=True), "float32").over(4, 4)
@@ -46,7 +45,7 @@ def test_ranks_that_share_sequences_have_their_part_of_the_activations(tiny: Tin
 
 
 @pytest.mark.parametrize("recomputed", [False, True])
-def test_offloaded_activations_are_those_of_a_layer(tiny: Tiny, recomputed: bool) -> None:
+def test_offloaded_activations_are_those_of_a_layer(tiny, recomputed):
     model, settings = model_settings(gradient_checkpointing=recomputed), trainer_settings(activation_offloading=True)
     one = estimate_memory(tiny.folder, model, settings, "float32").activations
     assert one == 17 * 4 * settings.max_tokens_per_micro_batch * 64
@@ -62,20 +61,20 @@ def test_offloaded_activations_are_those_of_a_layer(tiny: Tiny, recomputed: bool
         ({"name": "triton", "chunk_tokens": 100}, 64, 2),
     ],
 )
-def test_logits_are_counted_as_they_are_held(tiny: Tiny, logprobs: dict[str, object], tokens: int, size: int) -> None:
+def test_logits_are_counted_as_they_are_held(tiny, logprobs, tokens, size):
     """Of torch and normal in fp32, with a gradient; triton's is in the dtype of the products, and all that there is."""
     settings = trainer_settings(logprobs=logprobs, max_tokens_per_micro_batch=64, autocast="bf16")
     estimate = estimate_memory(tiny.folder, model_settings(), settings, "float32")
     assert estimate.logits == tokens * tiny.model().config.get_text_config().vocab_size * size
 
 
-def test_weights_in_16_bits_have_the_other_16_of_their_masters_beside_them(tiny: Tiny) -> None:
+def test_weights_in_16_bits_have_the_other_16_of_their_masters_beside_them(tiny):
     settings = trainer_settings(weights="bfloat16")
     estimate = estimate_memory(tiny.folder, model_settings(dtype="bfloat16"), settings, "bfloat16")
     assert estimate.weights + estimate.optimizer == estimate.parameters * (2 + 4 + 8 + 2)
 
 
-def test_optimizer_states_are_counted_where_they_are(tiny: Tiny) -> None:
+def test_optimizer_states_are_counted_where_they_are(tiny):
     low = model_settings(dtype="bfloat16")
     found = {}
     for states in ("device", "cpu", "8bit"):
@@ -93,7 +92,7 @@ def test_optimizer_states_are_counted_where_they_are(tiny: Tiny) -> None:
 
 
 @pytest.mark.parametrize("states", ["cpu", "8bit"])
-def test_the_trainer_keeps_its_states_as_the_setting_says(tiny: Tiny, states: str) -> None:
+def test_the_trainer_keeps_its_states_as_the_setting_says(tiny, states):
     done = []
     for each in ("device", states):
         learner = Learner(tiny.model(), trainer_settings(optimizer_states=each), temperature=1.0)
@@ -118,13 +117,13 @@ def test_the_trainer_keeps_its_states_as_the_setting_says(tiny: Tiny, states: st
         ({"rank": 2, "targets": ("all",), "scope": "all"}, ("vision",)),
     ],
 )
-def test_adapters_are_counted_as_they_are_made(tiny: Tiny, lora: dict[str, object], freeze: tuple[str, ...]) -> None:
+def test_adapters_are_counted_as_they_are_made(tiny, lora, freeze):
     settings = model_settings(lora=lora, freeze=freeze)
     made = sum(p.numel() for p in load_model(tiny.folder, settings).parameters() if p.requires_grad)
     assert estimate_memory(tiny.folder, settings, trainer_settings(), "float32").trainable == made
 
 
-def test_a_server_on_the_trainer_s_gpu_is_counted(tiny: Tiny) -> None:
+def test_a_server_on_the_trainer_s_gpu_is_counted(tiny):
     estimate = estimate_memory(tiny.folder, model_settings(), trainer_settings(), "float32")
     needed = estimate.trainer
     assert "0.00 GiB are left" in estimate.beside_server(0.5, 2 * GIB, GIB + needed)
@@ -143,7 +142,7 @@ def test_a_server_on_the_trainer_s_gpu_is_counted(tiny: Tiny) -> None:
 
 
 @pytest.mark.parametrize(("processes", "sharing"), [(1, 1), (4, 1), (4, 4)])
-def test_activations_are_recomputed_where_they_do_not_fit(tiny: Tiny, processes: int, sharing: int) -> None:
+def test_activations_are_recomputed_where_they_do_not_fit(tiny, processes, sharing):
     ranks = TrainerProcesses(processes=processes, sharding="full", context_parallel=sharing)
     auto, kept, settings = model_settings(gradient_checkpointing="auto"), model_settings(), trainer_settings()
     estimate = estimate_memory(tiny.folder, kept, settings, "float32").over(ranks.shards, sharing)
@@ -154,9 +153,7 @@ def test_activations_are_recomputed_where_they_do_not_fit(tiny: Tiny, processes:
 
 
 @pytest.mark.parametrize(("tokens", "recomputed"), [(256, False), (10**12, True)])
-def test_a_trainer_chooses_by_the_memory_that_there_is(
-    tiny: Tiny, tmp_path: Path, tokens: int, recomputed: bool
-) -> None:
+def test_a_trainer_chooses_by_the_memory_that_there_is(tiny, tmp_path, tokens, recomputed):
     policy = TrainerPolicySettings(
         model_path=tiny.folder,
         model=model_settings(gradient_checkpointing="auto"),

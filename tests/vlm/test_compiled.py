@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ from armature.components.vlm.logprobs import Policy
 from tests.compiling import trace_only
 from tests.refusals import refused
 
-from .conftest import LORA, Tiny, trainer_settings
+from .conftest import LORA, trainer_settings
 from .test_packing import conversations, learner_of, step
 
 
@@ -36,7 +36,7 @@ def own_layers() -> Iterator[None]:
 @pytest.mark.usefixtures("own_layers")
 @pytest.mark.parametrize("packing", [False, True])
 @trace_only()
-def test_a_compiled_step_is_the_step(packing: bool, tiny: Tiny) -> None:
+def test_a_compiled_step_is_the_step(packing, tiny):
     """Padded rows of a model with adapters, and packed rows, whose layers are recomputed."""
     samples, done = conversations(tiny), []
     for compiled in (False, True):
@@ -55,7 +55,7 @@ def test_a_compiled_step_is_the_step(packing: bool, tiny: Tiny) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("own_layers")
-def test_kernels_of_compiled_layers_are_those_of_plain_ones(tiny: Tiny) -> None:
+def test_kernels_of_compiled_layers_are_those_of_plain_ones(tiny):
     models = [tiny.model().train() for _ in range(2)]
     compile_layers(models[1])
     ids, outputs = torch.randint(20, (2, 24), generator=torch.Generator().manual_seed(0)), []
@@ -86,9 +86,7 @@ def kept_by_tower(model: Any, pixels: torch.Tensor, **inputs: Any) -> tuple[int,
 @pytest.mark.slow
 @pytest.mark.usefixtures("own_layers")
 @pytest.mark.parametrize("family", ["internvl", "qwen2.5-vl"])
-def test_a_compiled_tower_that_recomputes_keeps_no_more_and_computes_the_same(
-    family: str, make_tiny: Callable[..., Tiny]
-) -> None:
+def test_a_compiled_tower_that_recomputes_keeps_no_more_and_computes_the_same(family, make_tiny):
     """Of the second, attention on a CPU is not compiled."""
     tiny = make_tiny(family)
     kept, found = {}, {}
@@ -110,7 +108,7 @@ def test_a_compiled_tower_that_recomputes_keeps_no_more_and_computes_the_same(
     assert kept[True, True] <= kept[False, True] < kept[False, False]
 
 
-def test_a_step_with_a_padded_tower_is_the_step(make_tiny: Callable[..., Tiny]) -> None:
+def test_a_step_with_a_padded_tower_is_the_step(make_tiny):
     tiny = make_tiny("qwen2.5-vl", vision_intermediate_size=100)
     samples, done = conversations(tiny), []
     for padded in (False, True):
@@ -130,7 +128,7 @@ def test_a_step_with_a_padded_tower_is_the_step(make_tiny: Callable[..., Tiny]) 
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_weights_in_bf16_are_trained_as_those_in_fp32(family: str, make_tiny: Callable[..., Tiny]) -> None:
+def test_weights_in_bf16_are_trained_as_those_in_fp32(family, make_tiny):
     """bf16 has 8 bits: one forward and backward pass is within some of its rounding errors."""
     tiny, norms = make_tiny(family), {}
     samples = conversations(tiny)
@@ -144,7 +142,7 @@ def test_weights_in_bf16_are_trained_as_those_in_fp32(family: str, make_tiny: Ca
     assert norms["bfloat16", True] == pytest.approx(norms["float32", True], rel=0.03)
 
 
-def test_adapters_in_bf16_have_masters(tiny: Tiny) -> None:
+def test_adapters_in_bf16_have_masters(tiny):
     learner = learner_of(tiny, tiny.model(dtype="bfloat16", lora=LORA), weights="bfloat16")
     before = [parameter.detach().clone() for parameter in learner.trained]
     assert step(learner, tiny, conversations(tiny))["grad_norm"] > 0
@@ -152,19 +150,19 @@ def test_adapters_in_bf16_have_masters(tiny: Tiny) -> None:
     assert all(learner.optimizer.state[p]["low"].dtype == torch.int16 for p in learner.trained)
 
 
-def test_a_model_in_fp32_cannot_have_weights_in_bf16(tiny: Tiny) -> None:
+def test_a_model_in_fp32_cannot_have_weights_in_bf16(tiny):
     with refused("weights_dtype_mismatch", "torch.float32"):
         learner_of(tiny, tiny.model(), weights="bfloat16")
 
 
-def test_weights_in_bf16_need_no_autocast() -> None:
+def test_weights_in_bf16_need_no_autocast():
     with refused("without_effect", "autocast"):
         trainer_settings(weights="bfloat16", autocast="bf16")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("family", ["qwen2.5-vl", "gemma3"])
-def test_on_a_gpu_compiled_layers_in_bf16_are_those_of_fp32(family: str, make_tiny: Callable[..., Tiny]) -> None:
+def test_on_a_gpu_compiled_layers_in_bf16_are_those_of_fp32(family, make_tiny):
     tiny, norms = make_tiny(family), []
     ways: list[dict[str, Any]] = [{}, {"torch_compile": True}, {"torch_compile": True, "weights": "bfloat16"}]
     for way in ways:
@@ -177,7 +175,7 @@ def test_on_a_gpu_compiled_layers_in_bf16_are_those_of_fp32(family: str, make_ti
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_widths_are_padded_in_bf16_alone(make_tiny: Callable[..., Tiny]) -> None:
+def test_on_a_gpu_widths_are_padded_in_bf16_alone(make_tiny):
     tiny, widths = make_tiny("qwen2.5-vl", vision_intermediate_size=100), []
     ways: list[dict[str, Any]] = [{}, {"autocast": "bf16"}, {"weights": "bfloat16"}]
     norms = []

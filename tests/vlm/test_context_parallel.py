@@ -134,9 +134,7 @@ def together(cases: dict[str, Case], tmp_path_factory: pytest.TempPathFactory) -
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", CASES)
-def test_ranks_that_share_rows_compute_what_one_computes_of_each_row(
-    name: str, cases: dict[str, Case], together: Together, make_tiny: Callable[..., Tiny], tmp_path: Path
-) -> None:
+def test_ranks_that_share_rows_compute_what_one_computes_of_each_row(name, cases, together, make_tiny, tmp_path):
     case = cases[name]
     tiny = make_tiny(name if name in FAMILIES else "gemma3" if name == "windows" else "qwen2.5-vl", **SIZES)
     policy = policy_of(case, tiny, Ranks())
@@ -158,9 +156,7 @@ def test_ranks_that_share_rows_compute_what_one_computes_of_each_row(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name in ON_FOUR])
-def test_of_those_rows_an_image_straddles_a_border(
-    name: str, cases: dict[str, Case], make_tiny: Callable[..., Tiny]
-) -> None:
+def test_of_those_rows_an_image_straddles_a_border(name, cases, make_tiny):
     """Or the test above would show less."""
     tiny = make_tiny(name, **SIZES)
     batch, packing = packed(cases[name], tiny, policy_of(cases[name], tiny, Ranks()), Ranks())
@@ -174,9 +170,7 @@ def test_of_those_rows_an_image_straddles_a_border(
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_what_a_rank_keeps_for_the_backward_pass_falls_nearly_by_their_number(
-    cases: dict[str, Case], together: Together, make_tiny: Callable[..., Tiny]
-) -> None:
+def test_what_a_rank_keeps_for_the_backward_pass_falls_nearly_by_their_number(cases, together, make_tiny):
     case, tiny = cases["long"], make_tiny("qwen2.5-vl", **SIZES)
     policy = policy_of(case, tiny, Ranks())
     _, _, alone = results(policy, [packed(case, tiny, policy, Ranks())], kept_for_backward)
@@ -187,9 +181,7 @@ def test_what_a_rank_keeps_for_the_backward_pass_falls_nearly_by_their_number(
 
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=6), st.data())
-def test_every_image_token_gets_its_feature_from_the_rank_that_encodes_it(
-    tokens: list[int], data: st.DataObject
-) -> None:
+def test_every_image_token_gets_its_feature_from_the_rank_that_encodes_it(tokens, data):
     """With lists in place of a network."""
     ranks = data.draw(st.integers(1, 4))
     shown = data.draw(st.lists(st.integers(0, len(tokens) - 1), min_size=1, max_size=8))
@@ -216,7 +208,7 @@ def test_every_image_token_gets_its_feature_from_the_rank_that_encodes_it(
     assert found == wanted
 
 
-def test_images_are_shared_by_their_tokens() -> None:
+def test_images_are_shared_by_their_tokens():
     assert encoders([9, 1, 5, 4, 1], 2) == (0, 0, 1, 1, 1)
     assert encoders([7], 3) == (0,)
 
@@ -226,7 +218,7 @@ def shared_learner(tiny: Tiny, size: int, **changes: Any) -> Learner:
     return Learner(tiny.model(), trainer_settings(**changes), temperature=1.0, ranks=ranks)
 
 
-def test_what_cannot_be_shared_is_refused(tiny: Tiny) -> None:
+def test_what_cannot_be_shared_is_refused(tiny):
     with pytest.raises(ConfigurationError) as caught:
         shared_learner(tiny, 4, packing=True)
     assert caught.value.where == "machine.trainer_context_parallel = 4"
@@ -236,7 +228,7 @@ def test_what_cannot_be_shared_is_refused(tiny: Tiny) -> None:
         Machine(trainer_processes=3, trainer_context_parallel=2)
 
 
-def test_fewer_tokens_than_ranks_are_refused(cases: dict[str, Case], make_tiny: Callable[..., Tiny]) -> None:
+def test_fewer_tokens_than_ranks_are_refused(cases, make_tiny):
     case, tiny = cases["five tokens"], make_tiny("qwen2.5-vl", **SIZES)
     ranks = Ranks(size=8, context=ContextParallel(0, 8, None))
     with pytest.raises(DataError) as caught:
@@ -244,7 +236,7 @@ def test_fewer_tokens_than_ranks_are_refused(cases: dict[str, Case], make_tiny: 
     assert "machine.trainer_context_parallel" in caught.value.where
 
 
-def test_a_family_with_other_layers_is_refused_by_name(tiny: Tiny) -> None:
+def test_a_family_with_other_layers_is_refused_by_name(tiny):
     model = tiny.model()
     model.config.text_config.layer_types.append("linear_attention")
     with pytest.raises(ConfigurationError) as caught:

@@ -24,9 +24,7 @@ STEPS = 5
     [("ipc", (0,), 0), ("nccl", (0, 1), 1), ("ipc", (0, 1), 1)],
     ids=["ipc", "nccl-sharded", "ipc-sharded"],
 )
-def test_the_server_samples_from_the_weights_of_the_last_step(
-    way: str, trainer: tuple[int, ...], server: int, tmp_path: Path
-) -> None:
+def test_the_server_samples_from_the_weights_of_the_last_step(way, trainer, server, tmp_path):
     """The trainer scores what was sampled: with a learning rate of 1e-3, weights of a step ago would not agree."""
     if torch.cuda.device_count() < len(trainer):
         pytest.skip(f"needs {len(trainer)} GPUs")

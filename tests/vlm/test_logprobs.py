@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,7 @@ from armature.components.models.attention import needs_no_mask
 from armature.components.vlm.logprobs import Policy, check_head, predicting
 from tests.refusals import refused
 
-from .conftest import LORA, Tiny
+from .conftest import LORA
 
 FORBIDDEN = (5, 9)
 
@@ -37,9 +36,7 @@ def naive(model: Any, batch: Any, temperature: float, forbidden: tuple[int, ...]
 @pytest.mark.parametrize("family", ["qwen2-vl", "qwen3-vl", "llava", "gemma3"])
 @pytest.mark.parametrize("lora", [None, LORA], ids=["full", "lora"])
 @pytest.mark.parametrize("backend", ["normal", "torch"])
-def test_backends_equal_naive_with_gradients(
-    family: str, lora: Any, backend: str, make_tiny: Callable[[str], Tiny]
-) -> None:
+def test_backends_equal_naive_with_gradients(family, lora, backend, make_tiny):
     tiny = make_tiny(family)
     model = tiny.model(lora=lora).double()
     batch = tiny.collator.collate(tiny.samples(6, seed=0), tiny.images.open)
@@ -66,7 +63,7 @@ def test_backends_equal_naive_with_gradients(
         torch.testing.assert_close(grad, grads_naive[name], atol=1e-10, rtol=1e-8)
 
 
-def test_forbidden_tokens_get_no_probability_and_entropy_is_finite(tiny: Tiny) -> None:
+def test_forbidden_tokens_get_no_probability_and_entropy_is_finite(tiny):
     batch = tiny.collator.collate(tiny.samples(2, seed=0), tiny.images.open)
     batch.input_ids[0, -1] = 5
     batch.loss_mask[0, -1] = True
@@ -77,7 +74,7 @@ def test_forbidden_tokens_get_no_probability_and_entropy_is_finite(tiny: Tiny) -
     assert entropy.isfinite().all()
 
 
-def test_temperature_raises_entropy(tiny: Tiny) -> None:
+def test_temperature_raises_entropy(tiny):
     batch = tiny.collator.collate(tiny.samples(2, seed=0), tiny.images.open)
     model = tiny.model()
     with torch.no_grad():
@@ -110,7 +107,7 @@ def bare(logits: torch.Tensor, temperature: float = 1.0) -> tuple[torch.Tensor, 
     return *policy({"input_ids": ids, "attention_mask": ids + 1}, predicting(torch.ones_like(ids))), model
 
 
-def test_basic_shapes_and_values() -> None:
+def test_basic_shapes_and_values():
     logits = torch.randn(2, 4, 3, generator=torch.Generator().manual_seed(0))
     logprobs, entropy, _ = bare(logits)
     assert logprobs.shape == entropy.shape == (2 * 3,)
@@ -119,7 +116,7 @@ def test_basic_shapes_and_values() -> None:
     assert (entropy >= 0).all()
 
 
-def test_logits_of_a_thousand_are_stable_and_entropy_is_bounded() -> None:
+def test_logits_of_a_thousand_are_stable_and_entropy_is_bounded():
     logits = torch.tensor([[[1000.0, -1000.0, 0.0]] * 3])
     logprobs, entropy, model = bare(logits)
     assert logprobs.isfinite().all()
@@ -131,7 +128,7 @@ def test_logits_of_a_thousand_are_stable_and_entropy_is_bounded() -> None:
     np.testing.assert_allclose(entropy.detach(), np.log(10), rtol=1e-6)
 
 
-def test_a_head_that_is_not_understood_is_refused(tiny: Tiny) -> None:
+def test_a_head_that_is_not_understood_is_refused(tiny):
     model = tiny.model()
     policy = Policy(model, logprobs="torch", temperature=1.0, chunk_tokens=64)
     check_head(policy)
@@ -140,7 +137,7 @@ def test_a_head_that_is_not_understood_is_refused(tiny: Tiny) -> None:
         check_head(policy)
 
 
-def test_gradient_checkpointing_works_without_training_mode(tiny: Tiny) -> None:
+def test_gradient_checkpointing_works_without_training_mode(tiny):
     batch = tiny.collator.collate(tiny.samples(4, seed=0), tiny.images.open)
     grads = []
     for checkpointing in (False, True):
@@ -180,7 +177,7 @@ class Live(TorchDispatchMode):
         self.now -= size
 
 
-def test_memory_is_a_fraction_of_the_naive_form() -> None:
+def test_memory_is_a_fraction_of_the_naive_form():
     rows, length, width, vocabulary = 2, 512, 32, 20_000
     model = Bare(torch.randn(rows, length, width))
     model.head = nn.Linear(width, vocabulary, bias=False)
@@ -198,9 +195,7 @@ def test_memory_is_a_fraction_of_the_naive_form() -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_rows_padded_at_their_ends_need_no_mask_where_all_is_causal(
-    family: str, make_tiny: Callable[..., Tiny]
-) -> None:
+def test_rows_padded_at_their_ends_need_no_mask_where_all_is_causal(family, make_tiny):
     """Log-probs and gradients are those of the model with its mask."""
     tiny = make_tiny(family)
     batch = tiny.collator.collate(tiny.samples(4, seed=0), tiny.images.open)

@@ -86,7 +86,7 @@ def numpy_loss(objective: dict[str, Any], lp: Any, b: Any, adv: Any, aggregation
 
 @pytest.mark.parametrize("aggregation", ["sum", "token", "sequence", "dr_grpo"])
 @pytest.mark.parametrize("objective", ALL, ids=lambda o: o["name"])
-def test_loss_and_gradient_are_the_formula(objective: dict[str, Any], aggregation: str) -> None:
+def test_loss_and_gradient_are_the_formula(objective, aggregation):
     for seed in range(20):
         tokens = random_tokens(seed)
         loss = run(tokens, trainer_settings(objective=objective, aggregation=aggregation))
@@ -98,7 +98,7 @@ def test_loss_and_gradient_are_the_formula(objective: dict[str, Any], aggregatio
 
 
 @pytest.mark.parametrize("objective", ALL, ids=lambda o: o["name"])
-def test_on_policy_the_gradient_is_the_policy_gradient(objective: dict[str, Any]) -> None:
+def test_on_policy_the_gradient_is_the_policy_gradient(objective):
     behavior = np.linspace(-3, -0.1, len(ROWS))
     advantages = np.array([0.5, -1.0, 0.0, 2.0])[ROWS]
     tokens = make_tokens(behavior, behavior, advantages)
@@ -106,7 +106,7 @@ def test_on_policy_the_gradient_is_the_policy_gradient(objective: dict[str, Any]
     np.testing.assert_allclose(tokens.logprobs.grad, -advantages, atol=1e-12)
 
 
-def test_normalizers() -> None:
+def test_normalizers():
     counts = {"sum": 1, "token": 9, "sequence": 3, "dr_grpo": 3 * 8}
     assert {name: normalizer(trainer_settings(aggregation=name), 9, 3) for name in counts} == counts
     assert normalizer(trainer_settings(aggregation="token"), 0, 0) == 1.0
@@ -114,7 +114,7 @@ def test_normalizers() -> None:
 
 @given(st.integers(0, 1000), st.lists(st.booleans(), min_size=4, max_size=4), st.sampled_from(ALL))
 @settings(max_examples=60)
-def test_micro_batches_add_up_to_the_batch(seed: int, side: list[bool], objective: dict[str, Any]) -> None:
+def test_micro_batches_add_up_to_the_batch(seed, side, objective):
     for aggregation in ("sum", "token", "sequence", "dr_grpo"):
         values = trainer_settings(objective=objective, aggregation=aggregation)
         full = random_tokens(seed)
@@ -145,7 +145,7 @@ def two_rows(ratios: Any, advantages: Any) -> Tokens:
     return make_tokens(np.log(ratios), np.zeros(len(ratios)), advantages, rows=np.arange(len(ratios)))
 
 
-def test_ratios_outside_the_band_are_dropped_and_the_boundary_is_kept() -> None:
+def test_ratios_outside_the_band_are_dropped_and_the_boundary_is_kept():
     tokens = two_rows([0.11, 0.5, 1.0, 5.0, 9.0], [1.0, 1.0, 1.0, 1.0, 1.0])
     tokens.behavior.zero_()
     loss = run(tokens, band(tokens.logprobs[1].exp().item(), tokens.logprobs[3].exp().item()))
@@ -156,7 +156,7 @@ def test_ratios_outside_the_band_are_dropped_and_the_boundary_is_kept() -> None:
 
 
 @pytest.mark.parametrize("ratio", [0.11, 9.0])
-def test_all_tokens_masked_out_is_zero_although_advantages_are_not(ratio: float) -> None:
+def test_all_tokens_masked_out_is_zero_although_advantages_are_not(ratio):
     tokens = two_rows([ratio, ratio], [1.0, -1.0])
     loss = run(tokens, band(0.5, 5.0))
     loss.total.backward()
@@ -166,7 +166,7 @@ def test_all_tokens_masked_out_is_zero_although_advantages_are_not(ratio: float)
     assert loss.sums["importance_ratio"].item() / 2 == pytest.approx(ratio)
 
 
-def test_an_empty_mask_gives_zero_with_a_gradient() -> None:
+def test_an_empty_mask_gives_zero_with_a_gradient():
     tokens = make_tokens([], [], [], rows=np.array([], dtype=np.int64))
     for objective in ALL:
         loss = run(tokens, trainer_settings(objective=objective))
@@ -176,7 +176,7 @@ def test_an_empty_mask_gives_zero_with_a_gradient() -> None:
         assert loss.sums["entropy"].item() == 0.0
 
 
-def test_negative_rewards_push_the_worse_answer_down() -> None:
+def test_negative_rewards_push_the_worse_answer_down():
     tokens = two_rows([1.0, 1.0], [-1.0 + 2.0, -3.0 + 2.0])
     run(tokens, band(0.1, 10.0)).total.backward()
     np.testing.assert_allclose(tokens.logprobs.grad, [-1.0, 1.0])
@@ -184,7 +184,7 @@ def test_negative_rewards_push_the_worse_answer_down() -> None:
 
 @pytest.mark.parametrize("objective", ALL, ids=lambda o: o["name"])
 @pytest.mark.parametrize("gap", [200.0, -200.0, float("-inf")])
-def test_extreme_ratios_poison_nothing(objective: dict[str, Any], gap: float) -> None:
+def test_extreme_ratios_poison_nothing(objective, gap):
     tokens = make_tokens([-1.0, -1.0 + gap, -1.0], [-1.0, -1.0, -1.0], [1.0, -1.0, 1.0], rows=np.array([0, 1, 2]))
     loss = run(tokens, trainer_settings(objective=objective))
     loss.total.backward()
@@ -195,7 +195,7 @@ def test_extreme_ratios_poison_nothing(objective: dict[str, Any], gap: float) ->
     np.testing.assert_allclose(tokens.logprobs.grad[[0, 2]], [-1.0, -1.0])
 
 
-def test_mismatch_kl_and_ratio_are_those_of_the_published_trainer() -> None:
+def test_mismatch_kl_and_ratio_are_those_of_the_published_trainer():
     tokens = random_tokens(3)
     sums = run(tokens, trainer_settings()).sums
     ratio = np.exp((tokens.logprobs - tokens.behavior).detach().numpy())
@@ -206,7 +206,7 @@ def test_mismatch_kl_and_ratio_are_those_of_the_published_trainer() -> None:
 # Importance correction and the KL term.
 
 
-def test_importance_weights() -> None:
+def test_importance_weights():
     tokens = random_tokens(1)
     start = tokens.behavior + torch.tensor([0.1, 0.2, 1.0, -0.5, -0.5, 0.3, 0.3, 0.3, 0.3])
     gaps = (start - tokens.behavior).numpy()
@@ -227,7 +227,7 @@ def test_importance_weights() -> None:
     st.sampled_from(["truncate", "mask"]),
     st.sampled_from(["token", "sequence"]),
 )
-def test_two_sided_bounds_are_icepop_s(gaps: list[float], mode: str, level: str) -> None:
+def test_two_sided_bounds_are_icepop_s(gaps, mode, level):
     """IcePop (arXiv:2510.18855): k(w) = w if alpha <= w <= beta, else 0, token by token."""
     alpha, beta = 0.5, 5.0
     tokens = make_tokens(np.full(9, -1.0), np.full(9, -1.0), np.ones(9))
@@ -254,12 +254,12 @@ def test_two_sided_bounds_are_icepop_s(gaps: list[float], mode: str, level: str)
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_contradictions_are_refused(contradiction: dict[str, Any], code: str, key: str) -> None:
+def test_contradictions_are_refused(contradiction, code, key):
     with refused(code, key):
         trainer_settings(**contradiction)
 
 
-def test_k3_is_not_negative_and_zero_at_the_reference() -> None:
+def test_k3_is_not_negative_and_zero_at_the_reference():
     lp = torch.linspace(-5, 0, 50, dtype=torch.float64)
     assert (kl_estimate(lp, lp.flip(0), "k3") >= 0).all()
     assert not kl_estimate(lp, lp, "k3").any()
@@ -267,7 +267,7 @@ def test_k3_is_not_negative_and_zero_at_the_reference() -> None:
 
 @settings(max_examples=40)
 @given(st.lists(st.floats(-30, 30), min_size=1, max_size=20))
-def test_kl_estimates_are_schulman_s(gaps: list[float]) -> None:
+def test_kl_estimates_are_schulman_s(gaps):
     """With r = reference / policy: -log r, (log r)^2 / 2 and r - 1 - log r; log r is held within 20."""
     held = np.clip(gaps, -20, 20)
     expected = {"k1": -held, "k2": held**2 / 2, "k3": np.exp(held) - 1 - held}
@@ -284,14 +284,14 @@ def test_kl_estimates_are_schulman_s(gaps: list[float]) -> None:
         np.testing.assert_allclose(np.asarray(logprobs.grad)[~near], wanted[~near], rtol=1e-9, atol=1e-9)
 
 
-def test_k3_of_a_small_difference_keeps_its_digits_in_fp32() -> None:
+def test_k3_of_a_small_difference_keeps_its_digits_in_fp32():
     reference = torch.tensor([1e-3, 1e-4, -1e-4])
     estimate = kl_estimate(torch.zeros(3), reference, "k3")
     np.testing.assert_allclose(estimate, reference.double() ** 2 / 2, rtol=1e-2)
 
 
 @pytest.mark.parametrize(("estimator", "factor"), [("k1", 0.0), ("k2", 1.0)])
-def test_the_expected_gradient_of_an_estimator(estimator: str, factor: float) -> None:
+def test_the_expected_gradient_of_an_estimator(estimator, factor):
     """Over all tokens, weighted by their probability: that of KL(policy || reference) for k2, and 0 for k1."""
     rng = np.random.default_rng(5)
     logits = torch.tensor(rng.normal(size=7), requires_grad=True)
@@ -311,9 +311,7 @@ def test_the_expected_gradient_of_an_estimator(estimator: str, factor: float) ->
     st.lists(st.floats(-1e4, 1e4, width=32), min_size=9, max_size=9),
     st.lists(st.floats(-1e4, 0, width=32), min_size=9, max_size=9),
 )
-def test_log_ratios_of_any_size_leave_loss_and_gradient_finite(
-    objective: dict[str, Any], estimator: str, mode: str | None, gaps: list[float], reference: list[float]
-) -> None:
+def test_log_ratios_of_any_size_leave_loss_and_gradient_finite(objective, estimator, mode, gaps, reference):
     """In fp32, as trainers compute it. Beyond 20 a token has no gradient of its ratio."""
     correction = {"correction": {"mode": mode}} if mode and objective is not MASK else {}
     behavior = torch.full((9,), -1.0)
@@ -331,7 +329,7 @@ def test_log_ratios_of_any_size_leave_loss_and_gradient_finite(
         assert alone.logprobs.grad is not None and not alone.logprobs.grad[np.abs(gaps) > 20.001].any()
 
 
-def test_the_kl_term_pulls_toward_the_reference() -> None:
+def test_the_kl_term_pulls_toward_the_reference():
     tokens = make_tokens([-1.0, -2.0], [-1.0, -2.0], [0.0, 0.0], rows=np.array([0, 1]))
     reference = torch.tensor([-0.5, -2.5], dtype=torch.float64)
     loss = run(tokens, trainer_settings(kl_coefficient=0.1), reference)
@@ -339,7 +337,7 @@ def test_the_kl_term_pulls_toward_the_reference() -> None:
     np.testing.assert_allclose(tokens.logprobs.grad, 0.1 * (1 - np.exp([0.5, -0.5])))
 
 
-def test_an_unknown_objective_is_named() -> None:
+def test_an_unknown_objective_is_named():
     with refused("unknown_name", "'ppo'"):
         OBJECTIVES["pppo"]
 
@@ -358,7 +356,7 @@ def test_likelihood_is_cross_entropy_and_ignores_advantages_and_the_sampler():
     torch.testing.assert_close(ours, theirs)
 
 
-def test_a_dual_clip_bounds_the_loss_of_bad_tokens_alone() -> None:
+def test_a_dual_clip_bounds_the_loss_of_bad_tokens_alone():
     """Ratios 5, 5, 2 and 0.5 with advantages -1, 1, -1 and -1, and a bound of 3."""
     tokens = make_tokens(np.log([5.0, 5.0, 2.0, 0.5]), np.zeros(4), [-1.0, 1.0, -1.0, -1.0], np.arange(4))
     values = trainer_settings(objective={**PPO, "dual_clip": 3.0}, aggregation="sum")
@@ -368,7 +366,7 @@ def test_a_dual_clip_bounds_the_loss_of_bad_tokens_alone() -> None:
     np.testing.assert_allclose(tokens.logprobs.grad, [0.0, 0.0, 2.0, 0.0], atol=1e-12)
 
 
-def test_the_entropy_term_makes_entropy_larger() -> None:
+def test_the_entropy_term_makes_entropy_larger():
     tokens = random_tokens(0)
     values = trainer_settings(objective=PPO, entropy_coefficient=0.5, aggregation="sum")
     entropy = torch.full_like(tokens.logprobs.detach(), 2.0).requires_grad_()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -77,7 +77,7 @@ def packed(rows: Sequence[Row]) -> Any:
 
 
 @given(ROWS)
-def test_every_token_of_every_row_has_a_place_and_attends_to_its_row_alone(rows: list[Row]) -> None:
+def test_every_token_of_every_row_has_a_place_and_attends_to_its_row_alone(rows):
     packing = packed(rows)
     ends = np.cumsum(packing.key_lengths)
     keys = [packing.keys[end - size : end].tolist() for end, size in zip(ends, packing.key_lengths, strict=True)]
@@ -100,15 +100,13 @@ def test_every_token_of_every_row_has_a_place_and_attends_to_its_row_alone(rows:
 
 
 @given(st.lists(TEXT, min_size=1, max_size=8))
-def test_what_rows_of_text_begin_with_is_there_once(rows: list[tuple[int, ...]]) -> None:
+def test_what_rows_of_text_begin_with_is_there_once(rows):
     beginnings = {row[: end + 1] for row in rows for end in range(len(row))}
     assert len(packed([Row((row,)) for row in rows]).rows) == len(beginnings)
 
 
 @given(st.lists(TEXT, min_size=1, max_size=12), st.integers(1, 12), st.integers(1, 4), st.integers(1, 3))
-def test_a_plan_has_every_row_once_and_counts_packed_tokens(
-    texts: list[tuple[int, ...]], max_tokens: int, max_rows: int, ranks: int
-) -> None:
+def test_a_plan_has_every_row_once_and_counts_packed_tokens(texts, max_tokens, max_rows, ranks):
     samples = [_sample(np.array(text), (), f"{row}") for row, text in enumerate(texts)]
     rows = range(len(samples))
     plan = packed_micro_batches(samples, rows, max_tokens, max_rows, IMAGE, ranks)
@@ -121,14 +119,14 @@ def test_a_plan_has_every_row_once_and_counts_packed_tokens(
     assert plan == packed_micro_batches(samples, rows, max_tokens, max_rows, IMAGE, ranks)
 
 
-def test_groups_stay_together_where_they_fit() -> None:
+def test_groups_stay_together_where_they_fit():
     group = [[k, k, k, k, *end] for k in (1, 2, 3) for end in ((5,), (6,), (7,))]
     samples = [_sample(np.array(ids), (), f"{row}") for row, ids in enumerate(group)]
     plan = packed_micro_batches(samples, range(9), 20, 64, IMAGE)
     assert [micro.rows for micro in plan] == [(0, 1, 2, 3, 4, 5), (6, 7, 8)]
 
 
-def test_ranks_get_even_parts_of_one_micro_batch() -> None:
+def test_ranks_get_even_parts_of_one_micro_batch():
     """Groups stay whole where that is as even, and one is cut where it is not."""
     group = [[k] * 6 + [10 + 10 * k + row] * 4 for k in range(4) for row in range(3)]  # 18 tokens each when packed
     samples = [_sample(np.array(ids), (), f"{row}") for row, ids in enumerate(group)]
@@ -141,7 +139,7 @@ def test_ranks_get_even_parts_of_one_micro_batch() -> None:
     assert len(packed_micro_batches(samples, range(1), 1000, 64, IMAGE, 2)) == 1
 
 
-def test_ranks_get_even_parts_of_padded_rows() -> None:
+def test_ranks_get_even_parts_of_padded_rows():
     samples = [_sample(np.arange(length), (), f"{length}") for length in (8, 8, 6, 6, 4, 4, 2, 2)]
     plan = micro_batches(samples, range(8), 1000, 64, 2)
     assert [micro.rows for micro in plan] == [(0, 1, 2), (3, 4, 5, 6, 7)]
@@ -227,17 +225,13 @@ def assert_rows_are_separate(tiny: Tiny, model: Any, samples: list[Sample], tmp_
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_packed_rows_have_the_log_probs_and_gradients_of_separate_rows(
-    family: str, make_tiny: Callable[..., Tiny], tmp_path: Any
-) -> None:
+def test_packed_rows_have_the_log_probs_and_gradients_of_separate_rows(family, make_tiny, tmp_path):
     tiny = make_tiny(family)
     assert_rows_are_separate(tiny, tiny.model(), conversations(tiny), tmp_path)
 
 
 @pytest.mark.parametrize("family", ["pixtral", "gemma3"])
-def test_windows_shorter_than_a_row_slide_over_what_it_shares(
-    family: str, make_tiny: Callable[..., Tiny], tmp_path: Any
-) -> None:
+def test_windows_shorter_than_a_row_slide_over_what_it_shares(family, make_tiny, tmp_path):
     """In all layers, and in every second one beside images that attend in both directions."""
     tiny = make_tiny(family)
     model = tiny.model()
@@ -273,7 +267,7 @@ EVERYWHERE = LoraSettings(rank=4, alpha=8, targets=("q_proj", "v_proj", "qkv"), 
     ],
     ids=["one micro-batch", "several updates", "frozen tower", "adapters", "adapters in the tower"],
 )
-def test_a_step_on_packed_rows_is_the_step(tiny: Tiny, model: Any, changes: Any) -> None:
+def test_a_step_on_packed_rows_is_the_step(tiny, model, changes):
     samples, done = [*tiny.samples(6, seed=1), *conversations(tiny)], []
     for packing in (False, True):
         torch.manual_seed(0)  # of the adapters
@@ -293,9 +287,7 @@ def test_a_step_on_packed_rows_is_the_step(tiny: Tiny, model: Any, changes: Any)
 @pytest.mark.gpu
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(("autocast", "tolerance"), [("none", 1e-4), ("bf16", 3e-2)])
-def test_on_a_gpu_packed_rows_are_trained_as_padded_ones(
-    family: str, autocast: str, tolerance: float, make_tiny: Callable[..., Tiny]
-) -> None:
+def test_on_a_gpu_packed_rows_are_trained_as_padded_ones(family, autocast, tolerance, make_tiny):
     tiny, norms = make_tiny(family), []
     for packing in (False, True):
         settings = trainer_settings(packing=packing, autocast=autocast)
@@ -304,7 +296,7 @@ def test_on_a_gpu_packed_rows_are_trained_as_padded_ones(
     assert norms[1] == pytest.approx(norms[0], rel=tolerance)
 
 
-def test_the_vision_tower_has_every_distinct_image_once(tiny: Tiny, tmp_path: Any) -> None:
+def test_the_vision_tower_has_every_distinct_image_once(tiny, tmp_path):
     samples = conversations(tiny)
     learner = learner_of(tiny, tiny.model(), packing=True, max_tokens_per_micro_batch=4096, max_rows_per_micro_batch=64)
     seen: list[int] = []
@@ -326,7 +318,7 @@ def test_the_vision_tower_has_every_distinct_image_once(tiny: Tiny, tmp_path: An
         (lambda model: setattr(model.model, "forward", lambda input_ids: None), "Qwen2VL"),
     ],
 )
-def test_models_whose_rows_cannot_be_packed_are_refused(tiny: Tiny, change: Any, place: str) -> None:
+def test_models_whose_rows_cannot_be_packed_are_refused(tiny, change, place):
     model = tiny.model()
     change(model)
     with pytest.raises(ConfigurationError) as caught:
@@ -334,7 +326,7 @@ def test_models_whose_rows_cannot_be_packed_are_refused(tiny: Tiny, change: Any,
     assert caught.value.where.startswith(f"trainer.packing, {place}")
 
 
-def test_a_layer_that_does_not_attend_is_seen(tiny: Tiny) -> None:
+def test_a_layer_that_does_not_attend_is_seen(tiny):
     model = tiny.model()
     model.model.language_model.layers[1].self_attn.forward = lambda hidden_states, **more: (hidden_states, None)
     with pytest.raises(ConfigurationError) as caught:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from armature.components.vlm.client import TrainerPolicySettings
 from armature.components.vlm.worker import TrainerWorker
 from tests.refusals import refused
 
-from .conftest import LORA, Tiny, model_settings, trainer_settings
+from .conftest import LORA, model_settings, trainer_settings
 
 
 @torch.no_grad()
@@ -47,14 +46,7 @@ def of_transformers(folder: Path, probe: Probe) -> np.ndarray[Any, Any]:
         ("molmo2", False, {}, {}),
     ],
 )
-def test_it_is_that_of_what_is_published(
-    make_tiny: Callable[..., Tiny],
-    tmp_path: Path,
-    family: str,
-    tied: bool,
-    changes: dict[str, Any],
-    training: dict[str, Any],
-) -> None:
+def test_it_is_that_of_what_is_published(make_tiny, tmp_path, family, tied, changes, training):
     tiny = make_tiny(family, tied)
     policy = TrainerPolicySettings(
         model_path=tiny.folder,
@@ -87,7 +79,7 @@ def test_it_is_that_of_what_is_published(
 
 
 @pytest.mark.parametrize(("dtype", "autocast"), [("bfloat16", "bf16"), ("float32", "bf16")])
-def test_it_says_when_it_is_not_exact(tiny: Tiny, tmp_path: Path, dtype: str, autocast: str) -> None:
+def test_it_says_when_it_is_not_exact(tiny, tmp_path, dtype, autocast):
     policy = TrainerPolicySettings(
         model_path=tiny.folder,
         model=model_settings(dtype=dtype),

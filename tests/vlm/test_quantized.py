@@ -51,7 +51,7 @@ def stands_for(weight: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("autocast", [False, True])
-def test_a_layer_is_the_one_that_its_bits_stand_for(dtype: torch.dtype, autocast: bool) -> None:
+def test_a_layer_is_the_one_that_its_bits_stand_for(dtype, autocast):
     torch.manual_seed(0)
     layer, plain = nn.Linear(96, 64).to(dtype), nn.Linear(96, 64).to(dtype)
     plain.load_state_dict({"weight": stands_for(layer.weight.detach()), "bias": layer.bias.detach()})
@@ -71,7 +71,7 @@ def test_a_layer_is_the_one_that_its_bits_stand_for(dtype: torch.dtype, autocast
     torch.testing.assert_close(found[0][1], found[1][1], rtol=1e-6, atol=1e-6)
 
 
-def test_a_layer_keeps_no_dequantized_weight_for_the_backward_pass() -> None:
+def test_a_layer_keeps_no_dequantized_weight_for_the_backward_pass():
     layer, kept = NF4Linear(nn.Linear(256, 256)), []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.nbytes) or t, lambda t: t):
         layer(torch.randn(2, 256, requires_grad=True))
@@ -92,9 +92,7 @@ def learners(tiny: Tiny, folder: Path, **changes: Any) -> tuple[Learner, Learner
 
 
 @pytest.mark.parametrize("changes", [{}, {"gradient_checkpointing": True}], ids=["kept", "recomputed"])
-def test_log_probs_gradients_and_updates_are_those_of_the_dequantized_model(
-    tiny: Tiny, tmp_path: Path, changes: Any
-) -> None:
+def test_log_probs_gradients_and_updates_are_those_of_the_dequantized_model(tiny, tmp_path, changes):
     settings = model_settings(lora=LORA, quantization="nf4")
     base = base_weights(tiny.folder, settings, tmp_path)
     assert base == tmp_path / QUANTIZED_BASE and base_weights(base, settings, tmp_path) == base
@@ -132,7 +130,7 @@ def test_log_probs_gradients_and_updates_are_those_of_the_dequantized_model(
             assert torch.equal(value, original[name])
 
 
-def test_what_is_published_is_what_the_trainer_computes_with(tiny: Tiny, tmp_path: Path) -> None:
+def test_what_is_published_is_what_the_trainer_computes_with(tiny, tmp_path):
     base = base_weights(tiny.folder, model_settings(lora=LORA, quantization="nf4"), tmp_path)
     quantized, plain = learners(tiny, base)
     folders = []
@@ -151,7 +149,7 @@ def test_what_is_published_is_what_the_trainer_computes_with(tiny: Tiny, tmp_pat
     assert dict(merged_weights(quantized.model)).keys() == dict(merged_weights(plain.model)).keys()
 
 
-def test_a_training_in_four_bits_resumes_with_the_same_bits(tiny: Tiny, tmp_path: Path) -> None:
+def test_a_training_in_four_bits_resumes_with_the_same_bits(tiny, tmp_path):
     base = base_weights(tiny.folder, model_settings(lora=LORA, quantization="nf4"), tmp_path)
     straight, resumed = learners(tiny, base)[0], learners(tiny, base)[0]
     load = MicroBatchLoader(tiny.collator, tiny.images, 0)
@@ -167,7 +165,7 @@ def test_a_training_in_four_bits_resumes_with_the_same_bits(tiny: Tiny, tmp_path
     assert all(torch.equal(one, other) for (_, one), (_, other) in pairs)
 
 
-def test_a_model_that_is_split_or_has_no_adapters_is_refused(tiny: Tiny) -> None:
+def test_a_model_that_is_split_or_has_no_adapters_is_refused(tiny):
     settings = model_settings(lora=LORA, quantization="nf4")
     for split in (partial(load_model, empty=True), read_model):
         with pytest.raises(ConfigurationError) as caught:
@@ -177,14 +175,14 @@ def test_a_model_that_is_split_or_has_no_adapters_is_refused(tiny: Tiny) -> None
         model_settings(quantization="nf4")
 
 
-def test_memory_is_counted_as_it_is_taken(tiny: Tiny) -> None:
+def test_memory_is_counted_as_it_is_taken(tiny):
     settings = model_settings(lora=LORA, quantization="nf4", dtype="bfloat16")
     model = base_model(load_model(tiny.folder, settings))
     taken = sum(t.nbytes for name, t in model.state_dict().items() if ".lora_" not in name)
     assert estimate_memory(tiny.folder, settings, trainer_settings(), "bfloat16").weights == taken
 
 
-def test_qwen2_5_vl_of_7b_fits_on_24_gib(seven: Callable[[], Any]) -> None:
+def test_qwen2_5_vl_of_7b_fits_on_24_gib(seven):
     lora = {"rank": 16, "targets": ("all",)}
     trainer = trainer_settings(weights="bfloat16", max_tokens_per_micro_batch=4096)
     needed = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -92,9 +92,7 @@ def send(worker: TrainerWorker, version: int, servers: list[Endpoint] = SERVERS)
     ],
     ids=["full", "tied", "tied-lora", "lora", "bf16", "llava", "gemma3", "internvl", "molmo2", "molmo2-lora"],
 )
-def test_what_is_sent_is_what_would_be_published(
-    make_tiny: Callable[..., Tiny], tmp_path: Path, family: str, changes: dict[str, Any]
-) -> None:
+def test_what_is_sent_is_what_would_be_published(make_tiny, tmp_path, family, changes):
     tiny = make_tiny(family.removesuffix(" tied"), tied=family.endswith("tied"))
     worker = make_worker(tiny, tmp_path / "work", **changes)
     with torch.no_grad():
@@ -114,7 +112,7 @@ def test_what_is_sent_is_what_would_be_published(
         torch.testing.assert_close(sent[name], tensor, rtol=0, atol=0)
 
 
-def test_versions_are_sent_in_order_over_connections_that_last(tiny: Tiny, tmp_path: Path) -> None:
+def test_versions_are_sent_in_order_over_connections_that_last(tiny, tmp_path):
     worker = make_worker(tiny, tmp_path / "work")
     send(worker, 0)
     batch = tmp_path / "batch"
@@ -143,7 +141,7 @@ def test_versions_are_sent_in_order_over_connections_that_last(tiny: Tiny, tmp_p
     assert [sender.closed for sender in Recorder.made] == [True, True, True, False]
 
 
-def test_a_folder_needs_no_sender(tiny: Tiny, tmp_path: Path) -> None:
+def test_a_folder_needs_no_sender(tiny, tmp_path):
     with refused("sender_not_needed", "'file'"):
         send(make_worker(tiny, tmp_path / "work", way="file"), 0)
 
@@ -159,9 +157,7 @@ def test_a_folder_needs_no_sender(tiny: Tiny, tmp_path: Path) -> None:
     ],
     ids=["tied", "float32", "tied-lora", "untied", "molmo2"],
 )
-def test_a_version_of_deltas_is_bit_for_bit_what_would_be_published(
-    make_tiny: Callable[..., Tiny], tmp_path: Path, family: str, changes: dict[str, Any]
-) -> None:
+def test_a_version_of_deltas_is_bit_for_bit_what_would_be_published(make_tiny, tmp_path, family, changes):
     tiny = make_tiny(family.removesuffix(" tied"), tied=family.endswith("tied"))
     worker = make_worker(tiny, tmp_path / "work", way="delta", **changes)
     held = None

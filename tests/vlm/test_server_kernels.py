@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import pairwise
 
 import pytest
@@ -65,12 +64,7 @@ def replaced_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         ),
     ],
 )
-def test_gradients_are_those_of_pytorch(
-    monkeypatch: pytest.MonkeyPatch,
-    replaced: Callable[..., Tensor | tuple[Tensor, ...]],
-    own: Callable[..., Tensor | tuple[Tensor, ...]],
-    shapes: list[tuple[int, ...]],
-) -> None:
+def test_gradients_are_those_of_pytorch(monkeypatch, replaced, own, shapes):
     monkeypatch.setattr(bitwise_kernels, "kernels", plain_kernels)
     generator = torch.Generator().manual_seed(0)
     given = [torch.randn(shape, generator=generator, requires_grad=True) for shape in shapes]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -17,15 +15,13 @@ from armature.components.datasets.source import pinned
 from armature.components.stages import run_stage
 from tests.datasets.conftest import LENGTHS
 
-from .conftest import Side
-
 
 def channels_last(images: np.ndarray) -> np.ndarray:
     """lerobot gives floats in [0, 1] (..., 3, height, width)."""
     return np.rint(np.moveaxis(images, -3, -1) * 255).astype(np.uint8)
 
 
-def test_lerobot_reads_what_we_write(written: Any, datasets_side: Side, tmp_path: Path) -> None:
+def test_lerobot_reads_what_we_write(written, datasets_side, tmp_path):
     datasets_side("read", written[0], tmp_path / "read.npz")
     found = np.load(tmp_path / "read.npz")
     windows = {"action": [0.0, 0.1, 0.2], "observation.state": [-0.1, 0.0], "observation.images.wrist": [-0.1, 0.0]}
@@ -42,7 +38,7 @@ def test_lerobot_reads_what_we_write(written: Any, datasets_side: Side, tmp_path
     assert set(found.files) - set(items[0]) == {"episodes"}
 
 
-def test_we_read_what_lerobot_writes(datasets_side: Side, tmp_path: Path) -> None:
+def test_we_read_what_lerobot_writes(datasets_side, tmp_path):
     root = tmp_path / "theirs"
     datasets_side("write", root, tmp_path / "written.npz")
     kept = np.load(tmp_path / "written.npz")
@@ -62,9 +58,7 @@ def test_we_read_what_lerobot_writes(datasets_side: Side, tmp_path: Path) -> Non
         assert item["task"] == f"task {int(index >= 6)}" and item["index"] == index
 
 
-def test_our_statistics_are_near_theirs_where_theirs_are_right(
-    written: Any, datasets_side: Side, tmp_path: Path
-) -> None:
+def test_our_statistics_are_near_theirs_where_theirs_are_right(written, datasets_side, tmp_path):
     """Theirs average the episodes' quantiles, and are right for what does not depend on the episode."""
     facts = Machine(store=str(tmp_path))
     source = run_stage("dataset", pinned(DatasetSettings(path=str(written[0]))), {}, facts)

@@ -8,9 +8,7 @@ import socket
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
-from armature.components.contracts.cluster import ClusterSettings
 from armature.components.process import Program
 
 ROOT = Path(__file__).parents[3]
@@ -42,9 +40,7 @@ places.close()
 """
 
 
-def test_workers_and_programs_are_started_from_outside(
-    ray_cluster: Any, cluster: ClusterSettings, tmp_path: Path
-) -> None:
+def test_workers_and_programs_are_started_from_outside(ray_cluster, cluster, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as found:
         port = found.getsockname()[1]
     path = {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}

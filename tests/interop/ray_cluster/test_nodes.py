@@ -6,7 +6,6 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -50,7 +49,7 @@ def node_of(ray_cluster: Any, pid: int) -> Any:
     return raylets[(parents & set(raylets)).pop()]
 
 
-def test_a_lost_node_costs_what_was_there_and_the_next_call_finds_another(ray_cluster: Any) -> None:
+def test_a_lost_node_costs_what_was_there_and_the_next_call_finds_another(ray_cluster):
     nodes = [ray_cluster.add_node(num_cpus=1, resources={"fragile": 1}) for _ in range(2)]
     place = ClusterSettings(address=ray_cluster.address, resources={"fragile": 1}, start_timeout=60)
     with WorkerActor(place, MODULE, timeout=60.0) as one, WorkerActor(place, MODULE, timeout=60.0) as other:
@@ -67,7 +66,7 @@ def test_a_lost_node_costs_what_was_there_and_the_next_call_finds_another(ray_cl
     ray_cluster.remove_node(next(node for node in nodes if node is not victim))
 
 
-def test_demonstrations_are_the_same_bytes_though_a_node_is_lost(ray_cluster: Any, tmp_path: Path) -> None:
+def test_demonstrations_are_the_same_bytes_though_a_node_is_lost(ray_cluster, tmp_path):
     nodes = [ray_cluster.add_node(num_cpus=2, resources={"drawing": 2}) for _ in range(2)]
     place = ClusterSettings(address=ray_cluster.address, resources={"drawing": 1}, start_timeout=60)
     chosen = settings()
@@ -89,9 +88,7 @@ def test_demonstrations_are_the_same_bytes_though_a_node_is_lost(ray_cluster: An
     assert lost[0] in nodes and files(there.path) == files(here.path)
 
 
-def test_statistics_are_the_same_bytes(
-    cluster: ClusterSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_statistics_are_the_same_bytes(cluster, tmp_path, monkeypatch):
     monkeypatch.setenv("ARMATURE_CACHE", str(tmp_path / "cache"))
     write(tmp_path / "dataset", data_files_size_in_mb=1e-3)
     chosen = QuantileStatsSettings(features=("action", "observation.images.front"))
@@ -104,7 +101,7 @@ def test_statistics_are_the_same_bytes(
     assert measured(Machine(store=str(tmp_path / "there"), statistics_workers=2, cluster=cluster)) == here
 
 
-def test_text_games_say_the_same(cluster: ClusterSettings) -> None:
+def test_text_games_say_the_same(cluster):
     few = games(3, seed=5)
     here = EngineHost(1)
     with workers_on(cluster):
@@ -117,13 +114,13 @@ def test_text_games_say_the_same(cluster: ClusterSettings) -> None:
         there.close()
 
 
-def test_no_room_is_said_with_what_is_free(ray_cluster: Any) -> None:
+def test_no_room_is_said_with_what_is_free(ray_cluster):
     place = ClusterSettings(address=ray_cluster.address, num_cpus=1000, start_timeout=3)
     with pytest.raises(ConfigurationError, match=r"no node of the cluster had room .*'num_cpus': 1000.*free"):
         call(WorkerActor(place, MODULE, timeout=5.0), "echo", 1)
 
 
-def test_one_that_waits_for_room_is_closed_at_once(ray_cluster: Any) -> None:
+def test_one_that_waits_for_room_is_closed_at_once(ray_cluster):
     place = ClusterSettings(address=ray_cluster.address, num_cpus=1000, start_timeout=60)
     worker = WorkerActor(place, MODULE, timeout=5.0)
     threading.Timer(1.0, worker.close).start()
@@ -133,7 +130,7 @@ def test_one_that_waits_for_room_is_closed_at_once(ray_cluster: Any) -> None:
     assert time.monotonic() - began < 20
 
 
-def test_room_is_counted_as_ray_counts(ray_cluster: Any) -> None:
+def test_room_is_counted_as_ray_counts(ray_cluster):
     node = ray_cluster.add_node(num_cpus=1, resources={"fifths": 1})
     places = [
         WorkerActor(
@@ -151,7 +148,7 @@ def test_room_is_counted_as_ray_counts(ray_cluster: Any) -> None:
     ray_cluster.remove_node(node)
 
 
-def test_a_node_that_cannot_make_workers_is_said(cluster: ClusterSettings) -> None:
+def test_a_node_that_cannot_make_workers_is_said(cluster):
     worker = WorkerActor(cluster, MODULE, timeout=5.0)
     worker._arguments = (MODULE, b"cut off", 5.0, b"", 2**20)
     with pytest.raises(ConfigurationError, match=r"cannot start workers(.|\n)*EOFError(.|\n)*same release"):
@@ -159,7 +156,7 @@ def test_a_node_that_cannot_make_workers_is_said(cluster: ClusterSettings) -> No
     assert not worker.alive
 
 
-def test_other_packages_and_other_code_are_refused() -> None:
+def test_other_packages_and_other_code_are_refused():
     here = actor.installed()
     about = {"node": "10.0.0.2", "code": here["code"], "packages": dict(here["packages"])}
     actor.refuse_other(about, "machine.cluster")
@@ -170,7 +167,7 @@ def test_other_packages_and_other_code_are_refused() -> None:
         actor.refuse_other(about | {"code": "0"}, "machine.cluster")
 
 
-def test_a_cluster_that_is_not_there_is_said() -> None:
+def test_a_cluster_that_is_not_there_is_said():
     code = (
         "from armature.components.contracts.cluster import ClusterSettings\n"
         "from armature.components.workers.actor import WorkerActor\n"
@@ -182,7 +179,7 @@ def test_a_cluster_that_is_not_there_is_said() -> None:
     assert "ConfigurationError: the Ray cluster cannot be joined" in done.stderr
 
 
-def test_workers_end_with_a_run_that_is_killed(cluster: ClusterSettings) -> None:
+def test_workers_end_with_a_run_that_is_killed(cluster):
     code = (
         "import os, signal\n"
         "from armature.components.contracts.cluster import ClusterSettings\n"
