@@ -16,10 +16,17 @@ from armature.components.adapters import FamilyAdapter, SampleCollator, get_adap
 from armature.components.artifacts.images import ImageStore
 from armature.components.contracts.batches import Sample
 from armature.components.contracts.images import EncodedImage, ImageRef
+from armature.components.contracts.machine import Machine
 from armature.components.models.load import load_model, load_processor
 from armature.components.models.settings import LoraSettings, ModelSettings
 from armature.components.models.tiny import SMALL, make_tiny_checkpoint
+from armature.components.training.ranks import Ranks
+from armature.components.training.service_settings import service_settings
+from armature.components.vlm.client import TrainerPolicySettings
+from armature.components.vlm.learner import Learner
+from armature.components.vlm.loader import MicroBatchLoader
 from armature.components.vlm.settings import TrainerSettings
+from armature.components.vlm.worker import TrainerWorker
 
 VALUES: dict[str, Any] = {
     "objective": {"name": "ppo", "clip_low": 0.2, "clip_high": 0.28},
@@ -113,6 +120,35 @@ def open_tiny(folder: Path) -> Tiny:
     """A checkpoint that was made, with its images beside it."""
     processor = load_processor(folder, model_settings())
     return Tiny(folder, processor, get_adapter(folder, processor), ImageStore(folder.parent / "images"))
+
+
+def learner_of(tiny: Tiny, model: Any = None, **changes: Any) -> Learner:
+    """A learner of the tiny checkpoint, or of `model`, with changed settings."""
+    forbidden = sorted(tiny.collator.forbidden_token_ids)
+    settings = trainer_settings(**changes)
+    return Learner(model or tiny.model(), settings, temperature=1.0, forbidden_token_ids=forbidden)
+
+
+def step(learner: Learner, tiny: Tiny, samples: list[Sample]) -> dict[str, float]:
+    """Metrics of a training step on `samples`."""
+    load = MicroBatchLoader(tiny.collator, tiny.images, 0)
+    with load.batch():
+        return learner.step(samples, load)
+
+
+def worker_of(
+    tiny: Tiny, folder: Path, trainer: dict[str, Any] | None = None, way: str = "file", **model: Any
+) -> TrainerWorker:
+    """The program of one trainer rank, in this process, with changed settings of trainer and model."""
+    policy = TrainerPolicySettings(
+        model_path=tiny.folder,
+        model=model_settings(**model),
+        trainer=trainer_settings(**(trainer or {})),
+        temperature=0.5,
+        images=tiny.images.root,
+    )
+    folder.mkdir(exist_ok=True)
+    return TrainerWorker(service_settings(policy, Machine(loader_workers=0, weight_transfer=way), folder), Ranks())
 
 
 @pytest.fixture(scope="session")

@@ -10,14 +10,9 @@ import torch
 from armature.components.contracts.machine import Machine
 from armature.components.models.load import load_model
 from armature.components.training.processes import TrainerProcesses
-from armature.components.training.ranks import Ranks
-from armature.components.training.service_settings import service_settings
-from armature.components.vlm.client import TrainerPolicySettings
 from armature.components.vlm.learner import Learner
-from armature.components.vlm.loader import MicroBatchLoader
 from armature.components.vlm.memory import GIB, OVERHEAD, chosen_recomputation, estimate_memory
-from armature.components.vlm.worker import TrainerWorker
-from tests.vlm.conftest import model_settings, trainer_settings
+from tests.vlm.conftest import model_settings, step, trainer_settings, worker_of
 
 
 def test_a_model_that_is_split_takes_its_part_on_each_rank_and_what_is_gathered(tiny):
@@ -96,9 +91,7 @@ def test_the_trainer_keeps_its_states_as_the_setting_says(tiny, states):
     done = []
     for each in ("device", states):
         learner = Learner(tiny.model(), trainer_settings(optimizer_states=each), temperature=1.0)
-        load = MicroBatchLoader(tiny.collator, tiny.images, 0)
-        with load.batch():
-            metrics = [learner.step(tiny.samples(4, seed=seed), load) for seed in (1, 2)]
+        metrics = [step(learner, tiny, tiny.samples(4, seed=seed)) for seed in (1, 2)]
         done.append((learner, metrics[1]["grad_norm"]))
     (plain, norm), (other, same) = done
     pairs = zip(plain.model.parameters(), other.model.parameters(), strict=True)
@@ -154,13 +147,7 @@ def test_activations_are_recomputed_where_they_do_not_fit(tiny, processes, shari
 
 @pytest.mark.parametrize(("tokens", "recomputed"), [(256, False), (10**12, True)])
 def test_a_trainer_chooses_by_the_memory_that_there_is(tiny, tmp_path, tokens, recomputed):
-    policy = TrainerPolicySettings(
-        model_path=tiny.folder,
-        model=model_settings(gradient_checkpointing="auto"),
-        trainer=trainer_settings(max_tokens_per_micro_batch=tokens),
-        temperature=1.0,
-        images=tiny.images.root,
-    )
-    worker = TrainerWorker(service_settings(policy, Machine(loader_workers=0), tmp_path), Ranks())
+    trainer = {"max_tokens_per_micro_batch": tokens}
+    worker = worker_of(tiny, tmp_path, trainer, gradient_checkpointing="auto")
     layers = [module for module in worker.learner.model.modules() if getattr(module, "gradient_checkpointing", False)]
     assert bool(layers) is recomputed

@@ -18,8 +18,8 @@ from armature.components.vlm.logprobs import Policy
 from tests.compiling import trace_only
 from tests.refusals import refused
 
-from .conftest import LORA, trainer_settings
-from .test_packing import conversations, learner_of, step
+from .conftest import LORA, learner_of, step, trainer_settings
+from .test_packing import conversations
 
 
 @pytest.fixture

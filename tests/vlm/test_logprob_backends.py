@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, get_args
 
 import pytest
@@ -24,29 +23,29 @@ from .logprob_cases import CASES, CPU, GPU, ODD, Case, check_unused, compare
 @pytest.mark.parametrize("backend", ["normal", "torch"])
 @settings(max_examples=60)
 @given(case=CASES)
-def test_any_size_equals_float64(backend: str, case: Case) -> None:
+def test_any_size_equals_float64(backend, case):
     compare(backend, case, torch.float64, values=1e-11, gradients=1e-11)
     compare(backend, case, torch.float32, values=3e-5, gradients=3e-5)
 
 
 @pytest.mark.parametrize("backend", ["normal", "torch"])
 @pytest.mark.parametrize("case", ODD, ids=["no-token", "one-token", "odd-sizes"])
-def test_odd_sizes_equal_float64(backend: str, case: Case) -> None:
+def test_odd_sizes_equal_float64(backend, case):
     compare(backend, case, torch.float32, values=3e-5, gradients=3e-5)
 
 
 @pytest.mark.parametrize("backend", ["normal", "torch"])
-def test_an_unused_entropy_or_logprob_has_no_part_in_the_gradient(backend: str) -> None:
+def test_an_unused_entropy_or_logprob_has_no_part_in_the_gradient(backend):
     check_unused(backend)
 
 
-def test_each_name_of_the_setting_stands_for_a_backend_that_imports() -> None:
+def test_each_name_of_the_setting_stands_for_a_backend_that_imports():
     assert set(get_args(Logprobs)) == set(HEADS)
     for name in HEADS:
         assert callable(HEADS[name]), name
 
 
-def test_autocast_multiplies_in_bf16_and_gives_fp32_weights_fp32_gradients() -> None:
+def test_autocast_multiplies_in_bf16_and_gives_fp32_weights_fp32_gradients():
     head, hidden, targets, forbidden = Case(40, 200, 64).make(CPU, torch.float32)
     results = []
     for autocast in (False, True):
@@ -65,7 +64,7 @@ def test_autocast_multiplies_in_bf16_and_gives_fp32_weights_fp32_gradients() -> 
 
 
 @pytest.mark.parametrize("backend", ["normal", "torch"])
-def test_ids_beyond_the_heads_rows_are_scored_as_one_by_one(backend: str, make_tiny: Callable[[str], Tiny]) -> None:
+def test_ids_beyond_the_heads_rows_are_scored_as_one_by_one(backend, make_tiny):
     """Molmo2's image tokens have embeddings and no logits; they fill the prompt, and could be a padded target."""
     tiny = make_tiny("molmo2")
     model = tiny.model().double()
@@ -100,7 +99,7 @@ def _one_by_one(tiny: Tiny, model: Any, forbidden: tuple[int, ...]) -> tuple[Ten
     return torch.cat([a for a, _ in parts]), torch.cat([b for _, b in parts])
 
 
-def test_adapters_on_the_head_count_and_can_be_switched_off(tiny: Tiny) -> None:
+def test_adapters_on_the_head_count_and_can_be_switched_off(tiny):
     lora = LoraSettings(rank=4, alpha=8, targets=("q_proj", "lm_head"), scope="all")
     model = tiny.model(lora=lora).double()
     generator = torch.Generator().manual_seed(0)
@@ -123,7 +122,7 @@ def test_adapters_on_the_head_count_and_can_be_switched_off(tiny: Tiny) -> None:
     torch.testing.assert_close(results[0], results[1], atol=1e-10, rtol=1e-8)
 
 
-def test_what_a_backend_cannot_do_is_refused_when_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_backend_cannot_do_is_refused_when_it_is_made(monkeypatch):
     plain, linear = HeadSettings(1.0, None, 4), nn.Linear(4, 8)
     for backend in ("torch", "triton"):
         with refused("head_not_supported", "Identity", "'normal'"):

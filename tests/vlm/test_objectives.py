@@ -11,10 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from armature.components.vlm.objectives import (
-    OBJECTIVES,
     Loss,
     Tokens,
-    importance_weights,
     kl_estimate,
     loss_of,
     normalizer,
@@ -155,17 +153,6 @@ def test_ratios_outside_the_band_are_dropped_and_the_boundary_is_kept():
     np.testing.assert_allclose(tokens.logprobs.grad, [0, -0.5, -1.0, -5.0, 0], atol=1e-12)
 
 
-@pytest.mark.parametrize("ratio", [0.11, 9.0])
-def test_all_tokens_masked_out_is_zero_although_advantages_are_not(ratio):
-    tokens = two_rows([ratio, ratio], [1.0, -1.0])
-    loss = run(tokens, band(0.5, 5.0))
-    loss.total.backward()
-    assert loss.total.item() == 0.0
-    assert tokens.logprobs.grad is not None
-    assert not tokens.logprobs.grad.any()
-    assert loss.sums["importance_ratio"].item() / 2 == pytest.approx(ratio)
-
-
 def test_an_empty_mask_gives_zero_with_a_gradient():
     tokens = make_tokens([], [], [], rows=np.array([], dtype=np.int64))
     for objective in ALL:
@@ -174,12 +161,6 @@ def test_an_empty_mask_gives_zero_with_a_gradient():
         assert loss.total.item() == 0.0
         assert loss.sums["importance_ratio"].item() == 0.0
         assert loss.sums["entropy"].item() == 0.0
-
-
-def test_negative_rewards_push_the_worse_answer_down():
-    tokens = two_rows([1.0, 1.0], [-1.0 + 2.0, -3.0 + 2.0])
-    run(tokens, band(0.1, 10.0)).total.backward()
-    np.testing.assert_allclose(tokens.logprobs.grad, [-1.0, 1.0])
 
 
 @pytest.mark.parametrize("objective", ALL, ids=lambda o: o["name"])
@@ -206,30 +187,16 @@ def test_mismatch_kl_and_ratio_are_those_of_the_published_trainer():
 # Importance correction and the KL term.
 
 
-def test_importance_weights():
-    tokens = random_tokens(1)
-    start = tokens.behavior + torch.tensor([0.1, 0.2, 1.0, -0.5, -0.5, 0.3, 0.3, 0.3, 0.3])
-    gaps = (start - tokens.behavior).numpy()
-    per_token = np.exp(gaps)
-    per_sequence = np.exp([gaps[row == ROWS].sum() for row in ROWS])
-    for level, weights in (("token", per_token), ("sequence", per_sequence)):
-        for mode, expected in (
-            ("truncate", np.minimum(weights, 1.5)),
-            ("mask", np.where(weights <= 1.5, weights, 0)),
-        ):
-            correction = trainer_settings(correction={"level": level, "mode": mode, "cap": 1.5}).correction
-            np.testing.assert_allclose(importance_weights(tokens, start, correction)[0], expected)
-
-
 @settings(max_examples=40)
 @given(
     st.lists(st.sampled_from([-1e4, -3.0, -0.8, -0.1, 0.0, 0.1, 0.8, 3.0, 1e4]), min_size=9, max_size=9),
     st.sampled_from(["truncate", "mask"]),
     st.sampled_from(["token", "sequence"]),
+    st.sampled_from([0.0, 0.5]),
 )
-def test_two_sided_bounds_are_icepop_s(gaps, mode, level):
+def test_bounds_of_importance_weights_are_icepop_s(gaps, mode, level, alpha):
     """IcePop (arXiv:2510.18855): k(w) = w if alpha <= w <= beta, else 0, token by token."""
-    alpha, beta = 0.5, 5.0
+    beta = 5.0
     tokens = make_tokens(np.full(9, -1.0), np.full(9, -1.0), np.ones(9))
     together = gaps if level == "token" else [sum(np.array(gaps)[row == ROWS]) for row in ROWS]
     exact = [np.exp(np.clip(gap, -20, 20)) for gap in together]
@@ -257,12 +224,6 @@ def test_two_sided_bounds_are_icepop_s(gaps, mode, level):
 def test_contradictions_are_refused(contradiction, code, key):
     with refused(code, key):
         trainer_settings(**contradiction)
-
-
-def test_k3_is_not_negative_and_zero_at_the_reference():
-    lp = torch.linspace(-5, 0, 50, dtype=torch.float64)
-    assert (kl_estimate(lp, lp.flip(0), "k3") >= 0).all()
-    assert not kl_estimate(lp, lp, "k3").any()
 
 
 @settings(max_examples=40)
@@ -335,11 +296,6 @@ def test_the_kl_term_pulls_toward_the_reference():
     loss = run(tokens, trainer_settings(kl_coefficient=0.1), reference)
     loss.total.backward()
     np.testing.assert_allclose(tokens.logprobs.grad, 0.1 * (1 - np.exp([0.5, -0.5])))
-
-
-def test_an_unknown_objective_is_named():
-    with refused("unknown_name", "'ppo'"):
-        OBJECTIVES["pppo"]
 
 
 def test_likelihood_is_cross_entropy_and_ignores_advantages_and_the_sampler():

@@ -11,9 +11,8 @@ from torch import nn
 from armature.components.training.ranks import Ranks
 from armature.components.vlm import offloading
 from armature.components.vlm.learner import Learner
-from armature.components.vlm.loader import MicroBatchLoader
 
-from .conftest import LORA, Tiny, trainer_settings
+from .conftest import LORA, step, trainer_settings
 
 
 @pytest.mark.parametrize(
@@ -26,7 +25,7 @@ from .conftest import LORA, Tiny, trainer_settings
     ],
     ids=["kept", "recomputed and packed", "adapters in bf16", "on a GPU"],
 )
-def test_a_step_has_the_same_bits(tiny: Tiny, model: Any, changes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_has_the_same_bits(tiny, model, changes, monkeypatch):
     moved: list[torch.Tensor] = []
     back = offloading.from_main_memory
     monkeypatch.setattr(offloading, "from_main_memory", lambda kept: [back(kept), moved.append(kept)][0])
@@ -39,16 +38,14 @@ def test_a_step_has_the_same_bits(tiny: Tiny, model: Any, changes: Any, monkeypa
             temperature=1.0,
             ranks=Ranks(device=torch.device(device)),
         )
-        load = MicroBatchLoader(tiny.collator, tiny.images, 0)
-        with load.batch():
-            metrics = learner.step(tiny.samples(6, seed=1), load)
+        metrics = step(learner, tiny, tiny.samples(6, seed=1))
         assert any(isinstance(kept, tuple) for kept in moved) is offload
         done.append((metrics["loss"], metrics["grad_norm"], list(learner.model.parameters())))
     assert done[0][:2] == done[1][:2]
     assert all(torch.equal(one, other) for one, other in zip(done[0][2], done[1][2], strict=True))
 
 
-def test_weights_and_what_is_small_stay() -> None:
+def test_weights_and_what_is_small_stay():
     weight = nn.Parameter(torch.randn(256, 256))
     for tensor in (weight, weight.t(), weight[:128], torch.randn(8)):
         assert offloading.to_main_memory(tensor) is tensor
@@ -58,7 +55,7 @@ def test_weights_and_what_is_small_stay() -> None:
     assert torch.equal(offloading.from_main_memory(kept), hidden) and kept[1].stride() == hidden.stride()
 
 
-def test_no_weight_is_copied_by_a_layer_of_a_model(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_weight_is_copied_by_a_layer_of_a_model(tiny, monkeypatch):
     model = tiny.model()
     weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     copied: list[int] = []

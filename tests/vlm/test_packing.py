@@ -24,12 +24,12 @@ from armature.components.models.packed import laid_out
 from armature.components.models.settings import LoraSettings
 from armature.components.training.ranks import Ranks
 from armature.components.vlm.learner import Learner
-from armature.components.vlm.loader import FeatureCache, MicroBatchLoader
+from armature.components.vlm.loader import FeatureCache
 from armature.components.vlm.logprobs import Policy, predicting
 from armature.components.vlm.packing import packed_batch, packing_of
 from armature.components.vlm.plan import micro_batches, packed_micro_batches
 
-from .conftest import LORA, Tiny, trainer_settings
+from .conftest import LORA, Tiny, learner_of, step, trainer_settings
 
 IMAGE_TOKENS = (1, 2, 3)
 """How many tokens an image of a drawn row has, by its number."""
@@ -240,17 +240,6 @@ def test_windows_shorter_than_a_row_slide_over_what_it_shares(family, make_tiny,
         if getattr(module, "sliding_window", None) is not None:
             module.sliding_window = 12
     assert_rows_are_separate(tiny, model, conversations(tiny), tmp_path)
-
-
-def learner_of(tiny: Tiny, model: Any, **changes: Any) -> Learner:
-    forbidden = sorted(tiny.collator.forbidden_token_ids)
-    return Learner(model, trainer_settings(**changes), temperature=1.0, forbidden_token_ids=forbidden)
-
-
-def step(learner: Learner, tiny: Tiny, samples: list[Sample]) -> dict[str, float]:
-    load = MicroBatchLoader(tiny.collator, tiny.images, 0)
-    with load.batch():
-        return learner.step(samples, load)
 
 
 EVERYWHERE = LoraSettings(rank=4, alpha=8, targets=("q_proj", "v_proj", "qkv"), scope="all")

@@ -12,16 +12,11 @@ import torch
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from armature.components.batches.table import write_batch
-from armature.components.contracts.machine import Machine
 from armature.components.inference.checkpoint import vocabulary
 from armature.components.inference.probe import LIKELIEST, WORDS, Probe, make_probe
-from armature.components.training.ranks import Ranks
-from armature.components.training.service_settings import service_settings
-from armature.components.vlm.client import TrainerPolicySettings
-from armature.components.vlm.worker import TrainerWorker
 from tests.refusals import refused
 
-from .conftest import LORA, model_settings, trainer_settings
+from .conftest import LORA, worker_of
 
 
 @torch.no_grad()
@@ -48,15 +43,8 @@ def of_transformers(folder: Path, probe: Probe) -> np.ndarray[Any, Any]:
 )
 def test_it_is_that_of_what_is_published(make_tiny, tmp_path, family, tied, changes, training):
     tiny = make_tiny(family, tied)
-    policy = TrainerPolicySettings(
-        model_path=tiny.folder,
-        model=model_settings(**changes),
-        trainer=trainer_settings(learning_rate=0.01, **training),
-        temperature=0.5,  # a probe is at 1
-        images=tiny.images.root,
-    )
-    (tmp_path / "work").mkdir()
-    worker = TrainerWorker(service_settings(policy, Machine(loader_workers=0), tmp_path / "work"), Ranks())
+    worker = worker_of(tiny, tmp_path / "work", {"learning_rate": 0.01, **training}, **changes)
+    assert worker.learner.policy.temperature != 1  # a probe is at 1
     forbidden = sorted(tiny.collator.forbidden_token_ids)
     probe = make_probe(vocabulary(tiny.folder)[0], forbidden, 511, images=True)
 
@@ -80,14 +68,7 @@ def test_it_is_that_of_what_is_published(make_tiny, tmp_path, family, tied, chan
 
 @pytest.mark.parametrize(("dtype", "autocast"), [("bfloat16", "bf16"), ("float32", "bf16")])
 def test_it_says_when_it_is_not_exact(tiny, tmp_path, dtype, autocast):
-    policy = TrainerPolicySettings(
-        model_path=tiny.folder,
-        model=model_settings(dtype=dtype),
-        trainer=trainer_settings(autocast=autocast),
-        temperature=1.0,
-        images=tiny.images.root,
-    )
-    worker = TrainerWorker(service_settings(policy, Machine(loader_workers=0), tmp_path), Ranks())
+    worker = worker_of(tiny, tmp_path, {"autocast": autocast}, dtype=dtype)
     probe = make_probe(200, (), 511, images=True)
     answer = worker.run({"name": "probe", "version": 0, "probe": asdict(probe)}, [])
     assert answer["dtype"] == "bfloat16"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,8 +23,9 @@ from armature.components.training.checkpoints import Checkpoints
 from armature.components.training.ranks import Ranks
 from armature.components.vlm.learner import Learner
 from armature.components.vlm.loader import MicroBatchLoader
-from armature.components.vlm.memory import GIB, estimate_memory, estimate_memory_of
+from armature.components.vlm.memory import GIB, estimate_memory
 from armature.components.vlm.publish import Publisher
+from benchmarks.model_sizes import config_of
 from tests.refusals import refused
 
 from .conftest import Tiny, model_settings, trainer_settings
@@ -182,41 +182,14 @@ def test_memory_is_counted_as_it_is_taken(tiny):
     assert estimate_memory(tiny.folder, settings, trainer_settings(), "bfloat16").weights == taken
 
 
-def test_qwen2_5_vl_of_7b_fits_on_24_gib(seven):
-    lora = {"rank": 16, "targets": ("all",)}
+def test_qwen2_5_vl_of_7b_fits_on_24_gib(tmp_path):
+    config_of("Qwen/Qwen2.5-VL-7B-Instruct").save_pretrained(tmp_path)
     trainer = trainer_settings(weights="bfloat16", max_tokens_per_micro_batch=4096)
+    fixed = {"lora": {"rank": 16, "targets": ("all",)}, "dtype": "bfloat16", "gradient_checkpointing": True}
     needed = {
-        quantization: estimate_memory_of(
-            seven(),
-            model_settings(lora=lora, quantization=quantization, dtype="bfloat16", gradient_checkpointing=True),
-            trainer,
-            "bfloat16",
+        quantization: estimate_memory(
+            tmp_path, model_settings(quantization=quantization, **fixed), trainer, "bfloat16"
         ).trainer
         for quantization in ("nf4", None)
     }
     assert needed["nf4"] < 12 * GIB and 16 * GIB < needed[None] < 24 * GIB
-
-
-@pytest.fixture
-def seven() -> Callable[[], Any]:
-    """Qwen2.5-VL-7B by its published sizes, without memory."""
-    from transformers import AutoModelForImageTextToText, Qwen2_5_VLConfig
-
-    text = {
-        "hidden_size": 3584,
-        "intermediate_size": 18944,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 28,
-        "num_key_value_heads": 4,
-        "vocab_size": 152064,
-        "tie_word_embeddings": False,
-    }
-    vision = {"depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16, "out_hidden_size": 3584}
-
-    def make() -> Any:
-        with torch.device("meta"):
-            return AutoModelForImageTextToText.from_config(
-                Qwen2_5_VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=False)
-            )
-
-    return make

@@ -13,18 +13,14 @@ from safetensors.torch import load_file
 
 from armature.components.batches.table import write_batch
 from armature.components.contracts.errors import WeightSyncError
-from armature.components.contracts.machine import Machine
 from armature.components.inference.endpoint import Endpoint
 from armature.components.inference.served.armature_served.deltas import DELTA, bring_to, words
 from armature.components.models.molmo2 import to_hub
-from armature.components.training.ranks import Ranks
-from armature.components.training.service_settings import service_settings
 from armature.components.vlm import worker as worker_module
-from armature.components.vlm.client import TrainerPolicySettings
 from armature.components.vlm.worker import TrainerWorker
 from tests.refusals import refused
 
-from .conftest import LORA, Tiny, model_settings, trainer_settings
+from .conftest import LORA, Tiny, worker_of
 
 SERVERS = [Endpoint("http://127.0.0.1:1", "key"), Endpoint("http://127.0.0.1:2", "key")]
 
@@ -57,15 +53,8 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def make_worker(tiny: Tiny, folder: Path, way: str = "ipc", **model: Any) -> TrainerWorker:
-    policy = TrainerPolicySettings(
-        model_path=tiny.folder,
-        model=model_settings(**model),
-        trainer=trainer_settings(learning_rate=0.01, autocast="none" if model.get("dtype") is None else "bf16"),
-        temperature=1.0,
-        images=tiny.images.root,
-    )
-    folder.mkdir()
-    return TrainerWorker(service_settings(policy, Machine(loader_workers=0, weight_transfer=way), folder), Ranks())
+    autocast = "none" if model.get("dtype") is None else "bf16"
+    return worker_of(tiny, folder, {"learning_rate": 0.01, "autocast": autocast}, way, **model)
 
 
 def ask(worker: TrainerWorker, **command: Any) -> Any:
