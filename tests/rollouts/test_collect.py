@@ -29,16 +29,13 @@ from armature.components.inference.client import GenerationFailure
 from armature.components.rollouts.collect import collect
 from tests.images import other_images, refused_images, turned_images
 
-from .conftest import SAMPLING, RecordedEvents, Script, ScriptedPolicy, tokens
+from .conftest import SAMPLING, RecordedEvents, Script, ScriptedPolicy
 
 
 def png(shade: int, size: int = 8, format: str = "PNG") -> bytes:
     buffer = io.BytesIO()
     Image.new("RGB", (size, size), (shade, 0, 0)).save(buffer, format)
     return buffer.getvalue()
-
-
-Step = Callable[[int, str], Outcome]
 
 
 class Counting:
@@ -101,26 +98,24 @@ class CountingEpisode:
 IMPATIENT = Machine(environment_timeout=2.0)
 
 
-def play(
+async def collecting(
     environment: Environment,
     policy: ScriptedPolicy | Script,
     store: ImageStore,
     events: RecordedEvents,
     *,
-    tasks: int = 2,
+    tasks: int = 6,
     group_size: int = 2,
-    step: int = 4,
-    seed: int = 11,
-    machine: Machine | None = None,
+    **options: Any,
 ) -> GenerateOutputs:
     pool = policy if isinstance(policy, ScriptedPolicy) else ScriptedPolicy(policy)
     chosen = list(environment.tasks("train"))[:tasks]
-    machine = machine or Machine()
-    return asyncio.run(
-        collect(
-            environment, chosen, group_size, pool, store, SAMPLING, step=step, seed=seed, machine=machine, events=events
-        )
-    )
+    options = {"step": 4, "seed": 11, "machine": Machine(), "events": events} | options
+    return await collect(environment, chosen, group_size, pool, store, SAMPLING, **options)
+
+
+def play(*arguments: Any, tasks: int = 2, **options: Any) -> GenerateOutputs:
+    return asyncio.run(collecting(*arguments, tasks=tasks, **options))
 
 
 def says(text: str) -> Script:
@@ -409,19 +404,13 @@ def test_a_request_that_fails_names_the_servers_reason(store, events):
         only_the_second_group_failed(outputs, reason)
 
 
-@pytest.mark.parametrize("logprobs", [[-1.0, float("nan")], [-1.0, float("-inf")], [-1.0], []])
-def test_log_probs_that_are_none(logprobs, store, events):
-    policy = ScriptedPolicy(
-        says("y"), change=lambda completion: replace(completion, logprobs=np.array(logprobs, np.float32))
-    )
-    assert play(Counting(), policy, store, events).drops == {"bad_logprobs": 4}
-
-
-def test_an_empty_completion_is_no_rollout(store, events):
-    empty = np.zeros(0, np.float32)
-    policy = ScriptedPolicy(
-        says(""), change=lambda completion: replace(completion, token_ids=tokens(""), logprobs=empty)
-    )
+@pytest.mark.parametrize(
+    ("text", "logprobs"),
+    [("y", [-1.0, float("nan")]), ("y", [-1.0, float("-inf")]), ("y", [-1.0]), ("y", []), ("", [])],
+)
+def test_a_completion_without_valid_log_probs_is_dropped(text, logprobs, store, events):
+    changes = {"logprobs": np.array(logprobs, np.float32)} | ({} if text else {"token_ids": np.zeros(0, np.int32)})
+    policy = ScriptedPolicy(says(text), change=lambda completion: replace(completion, **changes))
     assert play(Counting(), policy, store, events).drops == {"bad_logprobs": 4}
 
 
@@ -462,7 +451,6 @@ def test_full_disk_ends_the_call_and_the_next_one_has_everything(store, events, 
 
 async def test_cancelling_closes_every_episode(store, events):
     environment = Counting()
-    machine = Machine()
 
     class Never(ScriptedPolicy):
         async def complete(self, *arguments: Any) -> Any:
@@ -471,16 +459,7 @@ async def test_cancelling_closes_every_episode(store, events):
     tasks = list(environment.tasks("train"))
     running = asyncio.create_task(
         collect(
-            environment,
-            tasks,
-            2,
-            Never(says("")),
-            store,
-            SAMPLING,
-            step=0,
-            seed=0,
-            machine=machine,
-            events=events,
+            environment, tasks, 2, Never(says("")), store, SAMPLING, step=0, seed=0, machine=Machine(), events=events
         )
     )
     await asyncio.sleep(0.2)

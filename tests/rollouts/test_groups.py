@@ -68,7 +68,7 @@ def play(store: ImageStore, policy: ScriptedPolicy, environment: Rooms) -> Gener
     )
 
 
-def test_the_members_of_a_group_play_one_task_from_one_start(store: ImageStore) -> None:
+def test_the_members_of_a_group_play_one_task_from_one_start(store):
     environment = Rooms()
     outputs = play(store, ScriptedPolicy(leave_or_stay, shuffle=True), environment)
     planned = [task.task_id for task in tasks_of_step(TASKS, GROUPS, STEP, seed=5)]
@@ -81,7 +81,7 @@ def test_the_members_of_a_group_play_one_task_from_one_start(store: ImageStore) 
         assert json.loads(start)[0]["content"][0]["text"] == next(iter({one.turns[0].anchor_key for one in members}))
 
 
-def test_only_episodes_that_go_on_ask_for_tokens(store: ImageStore) -> None:
+def test_only_episodes_that_go_on_ask_for_tokens(store):
     policy = ScriptedPolicy(leave_or_stay, shuffle=True)
     outputs = play(store, policy, Rooms())
     lengths = [len(one.turns) for one in outputs.trajectories]

@@ -48,7 +48,7 @@ def play(rounds: Rounds, chosen: RolloutSettings) -> tuple[GenerateOutputs, list
 EQUAL, DIFFER = [1.0, 1.0], [0.0, 1.0]
 
 
-def test_rounds_follow_until_enough_groups_differ_and_the_rest_is_counted() -> None:
+def test_rounds_follow_until_enough_groups_differ_and_the_rest_is_counted():
     rounds: Rounds = [[EQUAL, DIFFER, EQUAL], [DIFFER, EQUAL, [None, 1.0]], [DIFFER, DIFFER, EQUAL], [DIFFER] * 3]
     outputs, asked = play(rounds, plan(3, 10))
     assert asked == [0, 1, 2]
@@ -64,7 +64,7 @@ def test_rounds_follow_until_enough_groups_differ_and_the_rest_is_counted() -> N
     }
 
 
-def test_after_the_last_round_a_step_takes_what_there_is() -> None:
+def test_after_the_last_round_a_step_takes_what_there_is():
     outputs, asked = play([[EQUAL, EQUAL], [DIFFER, EQUAL], [DIFFER, DIFFER]], plan(2, 2))
     assert asked == [0, 1]
     chosen = choose_groups(outputs, plan(2, 2))
@@ -73,7 +73,7 @@ def test_after_the_last_round_a_step_takes_what_there_is() -> None:
     assert choose_groups(nothing, plan(1, 2)).outputs.trajectories == ()
 
 
-def test_with_one_round_every_group_counts_as_it_is() -> None:
+def test_with_one_round_every_group_counts_as_it_is():
     outputs, asked = play([[EQUAL, EQUAL]], plan(2, 1))
     assert asked == [0]
     chosen = choose_groups(outputs, plan(2, 1))
@@ -83,7 +83,7 @@ def test_with_one_round_every_group_counts_as_it_is() -> None:
 @given(
     rounds=st.lists(st.lists(st.sampled_from([EQUAL, DIFFER, [None, None]]), min_size=2, max_size=2), min_size=1),
 )
-def test_every_rollout_is_chosen_or_counted(rounds: Rounds) -> None:
+def test_every_rollout_is_chosen_or_counted(rounds):
     chosen_plan = plan(2, len(rounds) + 1)
     outputs, asked = play([*rounds, [DIFFER, DIFFER]], chosen_plan)
     chosen = choose_groups(outputs, chosen_plan)

@@ -42,14 +42,14 @@ class Played:
 
 @given(count=st.integers(1, 20), groups=st.integers(1, 15), rounds=st.integers(1, 3), seed=st.integers(0, 2**31))
 @settings(max_examples=25)
-def test_where_every_task_is_repeated_it_is_the_plain_order(count: int, groups: int, rounds: int, seed: int) -> None:
+def test_where_every_task_is_repeated_it_is_the_plain_order(count, groups, rounds, seed):
     tasks = some_tasks(count)
     played = Played(tasks, plan(groups_per_step=groups, max_rounds=rounds, seed=seed, repeat_no_signal=1.0)).until(6)
     for step, chosen in played.steps.items():
         assert chosen == [tasks_of_step(tasks, groups, step, seed, number) for number in range(rounds)]
 
 
-def test_tasks_with_signal_are_in_every_epoch_and_others_as_often_as_they_should() -> None:
+def test_tasks_with_signal_are_in_every_epoch_and_others_as_often_as_they_should():
     tasks = some_tasks(200)
     played = Played(tasks, plan(groups_per_step=40, repeat_no_signal=0.25)).until(200)
     times = Counter(task.task_id for step in range(1, 201) for task in played.steps[step][0])
@@ -60,7 +60,7 @@ def test_tasks_with_signal_are_in_every_epoch_and_others_as_often_as_they_should
     assert sum(silent) / 100 / (sum(telling) / 100) == pytest.approx(0.25, abs=0.025)
 
 
-def test_a_task_that_tells_again_is_played_as_often_as_others() -> None:
+def test_a_task_that_tells_again_is_played_as_often_as_others():
     sampler, tasks = SignalSampler(some_tasks(4), plan(groups_per_step=4, repeat_no_signal=0.01)), ["0", "1", "2", "3"]
     (first,) = sampler.tasks_of_step(1, lambda step: [])
     assert sorted(task.task_id for task in first) == tasks
@@ -71,7 +71,7 @@ def test_a_task_that_tells_again_is_played_as_often_as_others() -> None:
     assert "2" in {task.task_id for task in (*third, *fourth)}
 
 
-def test_nothing_but_silent_tasks_is_still_a_step() -> None:
+def test_nothing_but_silent_tasks_is_still_a_step():
     sampler = SignalSampler(some_tasks(3), plan(repeat_no_signal=0.01))
     sampler.tasks_of_step(1, lambda step: [])
     (chosen,) = sampler.tasks_of_step(2, lambda step: [PlayedGroup(1, str(number), 1, 1) for number in range(3)])
@@ -79,7 +79,7 @@ def test_nothing_but_silent_tasks_is_still_a_step() -> None:
 
 
 @pytest.mark.parametrize("stopped", [1, 4, 9])
-def test_a_sampler_that_starts_again_continues_as_it_would_have(stopped: int) -> None:
+def test_a_sampler_that_starts_again_continues_as_it_would_have(stopped):
     settings = plan(max_rounds=2, repeat_no_signal=0.2)
     whole = Played(some_tasks(12), settings).until(10)
     again = SignalSampler(some_tasks(12), settings)

@@ -17,7 +17,7 @@ def some_tasks(count: int) -> list[Task]:
 
 
 @given(count=st.integers(1, 30), groups=st.integers(1, 40), steps=st.integers(1, 12), seed=st.integers(0, 2**31))
-def test_no_task_comes_again_before_all_have_come(count: int, groups: int, steps: int, seed: int) -> None:
+def test_no_task_comes_again_before_all_have_come(count, groups, steps, seed):
     tasks = some_tasks(count)
     walked = [task for step in range(steps) for task in tasks_of_step(tasks, groups, step, seed)]
     assert len(walked) == groups * steps
@@ -25,14 +25,14 @@ def test_no_task_comes_again_before_all_have_come(count: int, groups: int, steps
         assert max(Counter(task.task_id for task in walked[start : start + count]).values()) == 1
 
 
-def test_a_step_depends_on_nothing_but_its_number_and_the_seed() -> None:
+def test_a_step_depends_on_nothing_but_its_number_and_the_seed():
     tasks = some_tasks(50)
     assert tasks_of_step(tasks, 8, 17, 3) == tasks_of_step(list(tasks), 8, 17, 3)
     assert tasks_of_step(tasks, 8, 17, 3) != tasks_of_step(tasks, 8, 17, 4)
     assert tasks_of_step(tasks, 50, 0, 3) != tasks_of_step(tasks, 50, 1, 3)
 
 
-def test_rounds_walk_through_lists_of_their_own_and_the_first_is_the_steps() -> None:
+def test_rounds_walk_through_lists_of_their_own_and_the_first_is_the_steps():
     tasks = some_tasks(50)
     first = tasks_of_step(tasks, 50, 0, 3)
     assert [task.task_id for task in first] == [str(n) for n in np.random.default_rng((3, 0)).permutation(50)]

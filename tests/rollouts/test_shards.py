@@ -46,9 +46,6 @@ COLORS = EnvironmentSettings(name="colors", train_tasks=6, heldout_tasks=1)
 PLAN = RolloutSettings(groups_per_step=6, group_size=2, sampling=SamplingSettings(max_tokens=3), seed=7)
 TASKS: tuple[Task, ...] = tuple(make_environment(COLORS).tasks("train"))
 
-MakePool = Callable[..., ServerPool]
-StandIns = Callable[..., list[Any]]
-
 
 @pytest.fixture
 def weights(checkpoint: Callable[..., Path]) -> Path:
@@ -88,6 +85,17 @@ class Run:
     @property
     def shards(self) -> list[str]:
         return sorted(folder.name for folder in (self.store.root / SHARDS).glob("*") if folder.is_dir())
+
+
+@pytest.fixture
+def start(stand_ins, make_pool, weights, tmp_path) -> Callable[..., tuple[list[Any], Run]]:
+    """Start stand-ins, and make a run on them."""
+
+    def make(count: int, plain: bool = False, **machine: Any) -> tuple[list[Any], Run]:
+        servers = stand_ins(count, plain)
+        return servers, Run(tmp_path, make_pool(servers, weights), **machine)
+
+    return make
 
 
 def in_one_process(folder: Path, pool: ServerPool) -> GenerateOutputs:
@@ -142,9 +150,8 @@ def test_shards_that_were_made_are_not_made_again(stand_ins, make_pool, weights,
     assert not servers[0].answered
 
 
-def test_a_worker_that_is_killed_costs_no_rollout(stand_ins, make_pool, weights, tmp_path):
-    servers = stand_ins(1)
-    run = Run(tmp_path, make_pool(servers, weights))
+def test_a_worker_that_is_killed_costs_no_rollout(start):
+    servers, run = start(1)
     servers[0].delay = 2.0
     killed: list[int] = []
 
@@ -233,9 +240,8 @@ def test_one_worker_cannot_be_replaced():
         Machine(rollout_workers=1, rollout_straggler_timeout=60.0)
 
 
-def test_a_server_that_dies_is_taken_out_and_its_requests_go_to_the_other(stand_ins, make_pool, weights, tmp_path):
-    servers = stand_ins(2)
-    run = Run(tmp_path, make_pool(servers, weights))
+def test_a_server_that_dies_is_taken_out_and_its_requests_go_to_the_other(start):
+    servers, run = start(2)
     servers[0].misbehave("die")
 
     async def dying() -> GenerateOutputs:
@@ -253,18 +259,16 @@ def test_a_server_that_dies_is_taken_out_and_its_requests_go_to_the_other(stand_
     assert servers[1].answered.total() == 12 / PLAN.group_size
 
 
-def test_a_shard_waits_for_a_server_that_comes_back(stand_ins, make_pool, weights, tmp_path):
-    servers = stand_ins(1)
-    run = Run(tmp_path, make_pool(servers, weights))
+def test_a_shard_waits_for_a_server_that_comes_back(start):
+    servers, run = start(1)
     servers[0].misbehave("die", 10)
     outputs = run.play()
     assert len(outputs.trajectories) == 12 and not outputs.failures
     assert any("no server that it had answers" in message for message in run.events.messages)
 
 
-def test_answers_of_other_weights_are_thrown_away(stand_ins, make_pool, weights, tmp_path):
-    servers = stand_ins(1)
-    run = Run(tmp_path, make_pool(servers, weights))
+def test_answers_of_other_weights_are_thrown_away(start):
+    _, run = start(1)
     real = run.pool.lent
 
     async def changed() -> GenerateOutputs:
@@ -285,9 +289,8 @@ def test_answers_of_other_weights_are_thrown_away(stand_ins, make_pool, weights,
     assert run.shards == [f"{'f' * 20}-00003-{first:04d}-0003" for first in (4, 7)]
 
 
-def test_new_weights_wait_for_shards_that_are_played(stand_ins, make_pool, weights, checkpoint, tmp_path):
-    servers = stand_ins(2)
-    run = Run(tmp_path, make_pool(servers, weights))
+def test_new_weights_wait_for_shards_that_are_played(start, checkpoint):
+    servers, run = start(2)
     for server in servers:
         server.delay = 0.5
 
@@ -303,14 +306,14 @@ def test_new_weights_wait_for_shards_that_are_played(stand_ins, make_pool, weigh
     assert versions == [{0}, {1}]
 
 
-def test_a_server_without_marks_is_refused(stand_ins, make_pool, weights, tmp_path):
-    run = Run(tmp_path, make_pool(stand_ins(1, plain=True), weights))
+def test_a_server_without_marks_is_refused(start):
+    _, run = start(1, plain=True)
     with refused("weights_mark_missing", "machine.rollout_workers"):
         run.play()
 
 
-def test_a_store_that_is_not_seen_here_is_said(stand_ins, make_pool, weights, tmp_path):
-    run = Run(tmp_path, make_pool(stand_ins(1), weights))
+def test_a_store_that_is_not_seen_here_is_said(start, tmp_path):
+    _, run = start(1)
     run.store = run.workers._store = ArtifactStore(tmp_path / "elsewhere")
     with refused("store_not_shared", "machine.store", tmp_path / "elsewhere"):
         run.play()

@@ -86,7 +86,7 @@ def plain(value: Any) -> Any:
 
 @settings(max_examples=60)
 @given(written=outputs())
-def test_reading_gives_what_was_written(written: GenerateOutputs, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_reading_gives_what_was_written(written, tmp_path_factory):
     folder = tmp_path_factory.mktemp("table")
     write_rollouts(folder, written)
     assert plain(read_rollouts(folder)) == plain(written)
@@ -94,7 +94,7 @@ def test_reading_gives_what_was_written(written: GenerateOutputs, tmp_path_facto
 
 @settings(max_examples=10)
 @given(written=outputs())
-def test_equal_rollouts_give_equal_bytes(written: GenerateOutputs, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_equal_rollouts_give_equal_bytes(written, tmp_path_factory):
     one, other = tmp_path_factory.mktemp("one"), tmp_path_factory.mktemp("other")
     write_rollouts(one, written)
     write_rollouts(other, read_rollouts(one))
@@ -109,7 +109,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_pandas_reads_it(folder: Path) -> None:
+def test_pandas_reads_it(folder):
     frame = pd.read_parquet(folder / "rollouts.parquet")
     assert frame.shape == (4, len(ROLLOUTS.schema))
     assert frame["trajectory_id"].tolist() == ["1-0", "1-0", "1-1", "1-1"] and frame["turn"].tolist() == [0, 1, 0, 1]
@@ -130,7 +130,7 @@ REFUSED: dict[str, tuple[str, Callable[[Path], object]]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_other_and_damaged_files_are_refused(name: str, folder: Path) -> None:
+def test_other_and_damaged_files_are_refused(name, folder):
     table, damage = REFUSED[name]
     path = folder / f"{table}.parquet"
     damage(path)
@@ -139,7 +139,7 @@ def test_other_and_damaged_files_are_refused(name: str, folder: Path) -> None:
     assert caught.value.where == str(path)
 
 
-def test_every_column_of_a_turn_is_in_the_schema() -> None:
+def test_every_column_of_a_turn_is_in_the_schema():
     fields = {field.name for field in dataclasses.fields(Turn)} - {"index"} | {"turn"}
     assert fields < set(ROLLOUTS.schema.names)
     assert set(FAILURES.schema.names) == {field.name for field in dataclasses.fields(Failure)}
