@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
@@ -17,31 +17,14 @@ from transformers import AutoProcessor
 from armature.components.adapters import FamilyAdapter, SampleCollator, get_adapter
 from armature.components.contracts.batches import MultimodalBatch, Sample
 from armature.components.contracts.images import ImageRef
-from armature.components.contracts.rollouts import GenerateOutputs, Trajectory, Turn
+from armature.components.contracts.rollouts import GenerateOutputs, Turn
+from armature.components.families.family import FAMILIES
 from armature.components.models.load import load_model
-from armature.components.models.settings import ImageAttention, ModelSettings
+from armature.components.models.settings import ImageAttention
 from armature.components.models.tiny import make_tiny_checkpoint
+from tests.builders import make_trajectory, make_turn
+from tests.vlm.conftest import model_settings
 
-FAMILIES = (
-    "qwen2-vl",
-    "qwen2.5-vl",
-    "qwen3-vl",
-    "llava",
-    "llava-next",
-    "pixtral",
-    "mistral3",
-    "internvl",
-    "gemma3",
-    "molmo2",
-)
-SETTINGS = ModelSettings(
-    source="/given/to/the/loader",
-    dtype="float32",
-    attn_implementation="sdpa",
-    trust_remote_code=False,
-    freeze=(),
-    gradient_checkpointing=False,
-)
 Message = dict[str, Any]
 
 
@@ -88,7 +71,7 @@ class Tiny:
 
     def turn(self, messages: list[Message], images: Sequence[ImageRef], text: str, index: int = 0) -> Turn:
         tokens = self.processor.tokenizer(text, add_special_tokens=False)["input_ids"]
-        return make_turn(
+        return turn_of(
             self.prompt(messages, images),
             [*tokens, self.processor.tokenizer.eos_token_id],
             images=tuple(images),
@@ -97,39 +80,20 @@ class Tiny:
         )
 
 
-def make_turn(prompt: Any, completion: Any, logprobs: Any = None, **changes: Any) -> Turn:
+def turn_of(prompt: Any, completion: Any, logprobs: Any = None, **changes: Any) -> Turn:
     values = -np.arange(1, len(completion) + 1) / 7 if logprobs is None else logprobs
-    turn: dict[str, Any] = {
-        "index": 0,
-        "prompt_token_ids": np.asarray(prompt, dtype=np.int32),
-        "completion_token_ids": np.asarray(completion, dtype=np.int32),
-        "completion_logprobs": np.asarray(values, dtype=np.float32),
-        "finish_reason": "stop",
-        "policy_version": 3,
-        "images": (),
-        "messages": "[]",
-        "completion": "",
-        "reward": 0.5,
-        "reward_parts": {},
-        "anchor_key": None,
-        "admissible_key": None,
-        "action_defect": None,
-        "generate_seconds": 0.0,
-        "environment_seconds": 0.0,
-    }
-    return Turn(**(turn | changes))
+    ids = {"prompt_token_ids": prompt, "completion_token_ids": completion, "completion_logprobs": values}
+    return make_turn(**({"reward": 0.5} | ids | changes))
 
 
-def make_outputs(*trajectories: Sequence[Turn]) -> GenerateOutputs:
+def outputs_of(*trajectories: Sequence[Turn]) -> GenerateOutputs:
+    """One trajectory for each list of turns, two to a group."""
     return GenerateOutputs(
-        [
-            Trajectory(f"t{number}", f"g{number // 2}", "colors", "task", "train", tuple(turns), False)
-            for number, turns in enumerate(trajectories)
-        ]
+        [make_trajectory(f"t{number}", f"g{number // 2}", turns) for number, turns in enumerate(trajectories)]
     )
 
 
-def user(*parts: str | None) -> Message:
+def says(*parts: str | None) -> Message:
     """A user's message: texts, and None where an image is."""
     content = [{"type": "image"} if part is None else {"type": "text", "text": part} for part in parts]
     return {"role": "user", "content": content}
@@ -138,12 +102,12 @@ def user(*parts: str | None) -> Message:
 def build(family: str, folder: Path, image_attention: ImageAttention | None = None) -> Tiny:
     make_tiny_checkpoint(family, folder, seed=0, image_attention=image_attention)
     processor = AutoProcessor.from_pretrained(folder)
-    model = load_model(folder, SETTINGS)
+    model = load_model(folder, model_settings())
     images: dict[ImageRef, Image.Image] = {}
     return Tiny(family, folder, processor, model, get_adapter(folder, processor, images.__getitem__), images)
 
 
-@pytest.fixture(scope="session", params=FAMILIES)
+@pytest.fixture(scope="session", params=[*FAMILIES])
 def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tiny:
     return build(request.param, tmp_path_factory.mktemp("tiny") / request.param)
 
@@ -151,23 +115,3 @@ def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 @pytest.fixture(scope="session")
 def qwen(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
     return build("qwen2-vl", tmp_path_factory.mktemp("tiny") / "qwen2-vl")
-
-
-@pytest.fixture(scope="session")
-def build_tiny() -> Callable[..., Tiny]:
-    return build
-
-
-@pytest.fixture(scope="session")
-def turn_of() -> Callable[..., Turn]:
-    return make_turn
-
-
-@pytest.fixture(scope="session")
-def outputs_of() -> Callable[..., GenerateOutputs]:
-    return make_outputs
-
-
-@pytest.fixture(scope="session")
-def says() -> Callable[..., Message]:
-    return user

@@ -12,12 +12,14 @@ import torch
 from armature.components.adapters import model_inputs, validate_batch
 from tests.refusals import refused
 
+from .conftest import outputs_of, says, turn_of
+
 SIZES = ((100, 80), (64, 150), (200, 60), (230, 230))
 TEXT_OUTPUTS = {"input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids"}
 
 
 @pytest.fixture
-def rows(tiny: Any, says: Any) -> list[tuple[list[Any], list[Any]]]:
+def rows(tiny: Any) -> list[tuple[list[Any], list[Any]]]:
     """Conversations with none, one, two and three images, one image shared by two of them."""
     a, b, c, d = (tiny.image(*size) for size in SIZES)
     return [
@@ -29,7 +31,7 @@ def rows(tiny: Any, says: Any) -> list[tuple[list[Any], list[Any]]]:
 
 
 @pytest.fixture
-def outputs(tiny: Any, rows: Any, outputs_of: Any) -> Any:
+def outputs(tiny: Any, rows: Any) -> Any:
     answers = ("red", "green", "it is the assistant", "blue and yellow")
     return outputs_of(
         *([tiny.turn(messages, images, text)] for (messages, images), text in zip(rows, answers, strict=True))
@@ -72,7 +74,7 @@ def test_collated_inputs_equal_the_processors_batch(tiny, rows, outputs, chosen)
         assert batch.pixel_values is None
 
 
-def test_the_number_of_tokens_is_what_the_processor_writes(tiny, rows, says):
+def test_the_number_of_tokens_is_what_the_processor_writes(tiny, rows):
     for size in SIZES:
         ref = tiny.image(*size)
         needed = tiny.collator.process_image(tiny.images[ref])["placeholder_runs"].sum()
@@ -125,7 +127,7 @@ def test_left_padding_equals_right_padding(tiny, outputs):
         torch.testing.assert_close(right[:length], other[-length:], atol=1e-5, rtol=0)
 
 
-def test_a_turn_with_a_new_image_is_merged_and_does_not_change_the_past(tiny, says, turn_of, outputs_of):
+def test_a_turn_with_a_new_image_is_merged_and_does_not_change_the_past(tiny):
     first, second = tiny.image(100, 80), tiny.image(64, 150)
     opening = tiny.turn([says(None, "What color is this?")], [first], "red")
     more = tiny.prompt([says("And this?", None)], [second])
@@ -145,7 +147,7 @@ def test_a_turn_with_a_new_image_is_merged_and_does_not_change_the_past(tiny, sa
     torch.testing.assert_close(of_both[: len(of_first)], of_first, atol=1e-5, rtol=0)
 
 
-def test_sampled_placeholders_and_wrong_counts_are_dropped_alone(tiny, outputs, turn_of, outputs_of):
+def test_sampled_placeholders_and_wrong_counts_are_dropped_alone(tiny, outputs):
     good = outputs.trajectories[2].turns[0]
     bad = [
         turn_of(good.prompt_token_ids, [*good.completion_token_ids, token], images=good.images)

@@ -19,6 +19,8 @@ from armature.components.contracts.images import ImageRef
 from armature.components.contracts.rollouts import Trajectory
 from tests.refusals import refused
 
+from .conftest import outputs_of, says, turn_of
+
 PROMPT, ANSWER = [20, 21, 22, 23], [30, 31, 1]
 
 
@@ -37,9 +39,7 @@ PROMPT, ANSWER = [20, 21, 22, 23], [30, 31, 1]
         ("too_long", [30] * 13, [-0.1] * 13),
     ],
 )
-def test_a_bad_turn_is_dropped_and_counted_and_the_rest_survives(
-    qwen, turn_of, outputs_of, reason, completion, logprobs
-):
+def test_a_bad_turn_is_dropped_and_counted_and_the_rest_survives(qwen, reason, completion, logprobs):
     adapter = get_adapter(qwen.folder, qwen.processor, max_tokens=16)
     bad, good = turn_of(PROMPT, completion, logprobs), turn_of(PROMPT, ANSWER, [-0.5, 0.0, -9.0])
     samples, drops = adapter.samples(outputs_of([good], [bad], [good]))
@@ -47,18 +47,18 @@ def test_a_bad_turn_is_dropped_and_counted_and_the_rest_survives(
     assert [sample.trajectory_id for sample in samples] == ["t0", "t2"]
 
 
-def test_a_reward_that_is_no_number_drops_the_trajectory(qwen, turn_of, outputs_of):
+def test_a_reward_that_is_no_number_drops_the_trajectory(qwen):
     bad = [turn_of(PROMPT, ANSWER, reward=1.0), turn_of(PROMPT, ANSWER, reward=float("nan"))]
     samples, drops = qwen.adapter.samples(outputs_of(bad, [turn_of(PROMPT, ANSWER)]))
     assert drops == {"reward_not_finite": 2}
     assert len(samples) == 1
 
 
-def test_an_empty_prompt_is_dropped_for_nothing_predicts_its_first_token(qwen, turn_of, outputs_of):
+def test_an_empty_prompt_is_dropped_for_nothing_predicts_its_first_token(qwen):
     assert qwen.adapter.samples(outputs_of([turn_of([], ANSWER)])) == ([], {"empty_prompt": 1})
 
 
-def test_images_that_are_missing_damaged_or_refused(qwen, turn_of, outputs_of, says):
+def test_images_that_are_missing_damaged_or_refused(qwen):
     good = qwen.turn([says(None, "What color?")], [qwen.image(100, 80)], "red")
     thin = qwen.image(1, 300)  # the family refuses more than 200 to 1
     damaged = ImageRef("d" * 64, "image/png", 100, 80)
@@ -78,7 +78,7 @@ def test_images_that_are_missing_damaged_or_refused(qwen, turn_of, outputs_of, s
     assert len(samples) == 1
 
 
-def test_images_in_another_order_are_a_mismatch(qwen, turn_of, outputs_of, says):
+def test_images_in_another_order_are_a_mismatch(qwen):
     images = (qwen.image(100, 80), qwen.image(64, 150))
     good = qwen.turn([says(None, "or", None)], images, "red")
     swapped = turn_of(good.prompt_token_ids, ANSWER, images=images[::-1])
@@ -87,13 +87,13 @@ def test_images_in_another_order_are_a_mismatch(qwen, turn_of, outputs_of, says)
     assert len(samples) == 1
 
 
-def test_without_an_image_source_rollouts_with_images_are_refused(qwen, outputs_of, says):
+def test_without_an_image_source_rollouts_with_images_are_refused(qwen):
     turn = qwen.turn([says(None, "What color?")], [qwen.image(100, 80)], "red")
     with refused("image_store_missing"):
         get_adapter(qwen.folder, qwen.processor).samples(outputs_of([turn]))
 
 
-def test_words_of_the_template_in_a_completion_do_not_move_the_mask(qwen, outputs_of, says):
+def test_words_of_the_template_in_a_completion_do_not_move_the_mask(qwen):
     for text in ("assistant", "<|im_start|>assistant\nred", "red<|im_end|>\n<|im_start|>user\n"):
         turn = qwen.turn([says("Say: assistant")], [], text)
         (sample,), _ = qwen.adapter.samples(outputs_of([turn]))
@@ -102,7 +102,7 @@ def test_words_of_the_template_in_a_completion_do_not_move_the_mask(qwen, output
         )
 
 
-def test_turns_merge_on_an_exact_prefix_and_fork_on_any_other(turn_of):
+def test_turns_merge_on_an_exact_prefix_and_fork_on_any_other():
     first = turn_of(PROMPT, ANSWER)
     same = turn_of([*PROMPT, *ANSWER, 40, 41], ANSWER, index=1)
     drifted = turn_of([*PROMPT, 30, 99, 1, 40, 41], ANSWER, index=1)
@@ -113,7 +113,7 @@ def test_turns_merge_on_an_exact_prefix_and_fork_on_any_other(turn_of):
         assert merge_turns([first, other], True) == [[first], [other]]
 
 
-def test_a_merge_needs_the_images_to_extend_too(turn_of):
+def test_a_merge_needs_the_images_to_extend_too():
     red, blue = (ImageRef(letter * 64, "image/png", 8, 8) for letter in "ab")
     first = turn_of(PROMPT, ANSWER, images=(red,))
     longer = [*PROMPT, *ANSWER, 40]
@@ -122,14 +122,14 @@ def test_a_merge_needs_the_images_to_extend_too(turn_of):
     assert merge_turns([first, changed], True) == [[first], [changed]]
 
 
-def test_a_turn_extends_the_newest_sequence_that_fits(turn_of):
+def test_a_turn_extends_the_newest_sequence_that_fits():
     first = turn_of(PROMPT, ANSWER)
     aside = turn_of([50, 51], [52, 1], index=1)
     resumed = turn_of([*PROMPT, *ANSWER, 40], ANSWER, index=2)
     assert merge_turns([first, aside, resumed], True) == [[first, resumed], [aside]]
 
 
-def test_a_dropped_turn_stays_as_context_of_a_later_one(qwen, turn_of, outputs_of):
+def test_a_dropped_turn_stays_as_context_of_a_later_one(qwen):
     first = turn_of(PROMPT, ANSWER, policy_version=1)
     lost = turn_of([*PROMPT, *ANSWER, 40], [33, 1], [np.nan, -1.0], index=1)
     last = turn_of([*PROMPT, *ANSWER, 40, 33, 1, 41], [34, 1], index=2, policy_version=2)
@@ -141,7 +141,7 @@ def test_a_dropped_turn_stays_as_context_of_a_later_one(qwen, turn_of, outputs_o
     assert sample.policy_versions.tolist() == [-1] * 4 + [1] * 3 + [-1] * 4 + [2] * 2
 
 
-def test_turns_of_one_sequence_keep_their_own_advantages(qwen, turn_of, outputs_of):
+def test_turns_of_one_sequence_keep_their_own_advantages(qwen):
     first = turn_of(PROMPT, ANSWER)
     lost = turn_of([*PROMPT, *ANSWER, 40], [33, 1], [np.nan, -1.0], index=1)
     last = turn_of([*PROMPT, *ANSWER, 40, 33, 1, 41], [34, 1], index=2)
@@ -155,7 +155,7 @@ def test_turns_of_one_sequence_keep_their_own_advantages(qwen, turn_of, outputs_
     assert not any(sample.advantages.any() for sample in qwen.adapter.samples(outputs)[0])
 
 
-def test_a_sequence_is_cut_between_turns_when_it_grows_too_long(qwen, turn_of, outputs_of):
+def test_a_sequence_is_cut_between_turns_when_it_grows_too_long(qwen):
     first = turn_of(PROMPT, ANSWER)
     second = turn_of([*PROMPT, *ANSWER, 40], ANSWER, index=1)
     for limit, lengths in ((7, [7]), (10, [7]), (11, [11])):
@@ -179,7 +179,7 @@ def episodes(draw: st.DrawFn) -> list[tuple[list[int], list[int], list[float]]]:
 
 @settings(max_examples=150)
 @given(episode=episodes())
-def test_every_sampled_token_is_trained_on_once_with_its_own_logprob(turn_of, episode):
+def test_every_sampled_token_is_trained_on_once_with_its_own_logprob(episode):
     turns = [turn_of(*parts, index=index, policy_version=index) for index, parts in enumerate(episode)]
     groups = merge_turns(turns, True)
     assert sorted(turn.index for group in groups for turn in group) == list(range(len(turns)))
@@ -211,7 +211,7 @@ def test_runs_fit_where_only_text_is_between_images(runs, gaps):
         assert not runs_fit(np.array(broken, dtype=np.int32), 7, runs)
 
 
-def test_build_batch_leaves_advantages_to_the_trainer_and_says_what_was_dropped(qwen, turn_of, outputs_of, caplog):
+def test_build_batch_leaves_advantages_to_the_trainer_and_says_what_was_dropped(qwen, caplog):
     outputs = outputs_of([turn_of(PROMPT, ANSWER, reward=1.0)], [turn_of(PROMPT, [30, 6])], [turn_of([20], [1])])
     with caplog.at_level(logging.WARNING):
         batch = qwen.adapter.build_batch(outputs)
@@ -226,7 +226,7 @@ def test_build_batch_leaves_advantages_to_the_trainer_and_says_what_was_dropped(
         qwen.adapter.build_batch(outputs_of([turn_of(PROMPT, [])]))
 
 
-def test_each_distinct_image_is_processed_once_per_batch(qwen, outputs_of, says):
+def test_each_distinct_image_is_processed_once_per_batch(qwen):
     image, other = qwen.image(100, 80), qwen.image(64, 150)
     turns = [qwen.turn([says(None, None, "?")], [image, other], "red"), qwen.turn([says(None)], [image], "red")]
     samples, _ = qwen.adapter.samples(outputs_of(*([turn] for turn in turns)))

@@ -8,7 +8,10 @@ import pytest
 import torch
 
 from armature.components.adapters import MultimodalAdapter, MultimodalBatch, model_inputs, validate_batch
+from armature.components.families.joins import pad_cat
 from tests.refusals import refused
+
+from .conftest import outputs_of
 
 ROWS, LENGTH, WORDS = 2, 5, 11
 
@@ -31,21 +34,7 @@ class Own(MultimodalAdapter):
         return batch(pixel_values=torch.zeros(len(outputs.trajectories), 3, 224, 224))
 
 
-class Seeing(torch.nn.Module):
-    """A model whose every logit depends on the pixels, and that notes how it was called."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.words, self.vision = torch.nn.Embedding(WORDS, WORDS), torch.nn.Linear(3, WORDS)
-        self.calls: list[dict[str, Any]] = []
-
-    def forward(self, input_ids: Any, attention_mask: Any, pixel_values: Any = None, **extra: Any) -> Any:
-        self.calls.append({"pixel_values": pixel_values, **extra})
-        logits = self.words(input_ids)
-        return logits if pixel_values is None else logits + self.vision(pixel_values.mean((-2, -1)))[:, None]
-
-
-def test_an_own_adapter_needs_one_method(qwen, outputs_of):
+def test_an_own_adapter_needs_one_method(qwen):
     for given in (qwen.processor, qwen.processor.tokenizer):
         adapter = Own(given)
         assert adapter.tokenizer is qwen.processor.tokenizer
@@ -58,26 +47,12 @@ def test_an_own_adapter_needs_one_method(qwen, outputs_of):
         MultimodalAdapter(qwen.processor)  # type: ignore[abstract]
 
 
-@pytest.mark.parametrize(
-    "shape", [(2, 3, 224, 224), (2, 3, 336, 336), (2, 1, 224, 224), (2, 3, 512, 512), (2, 4, 3, 224, 224), (48, 1176)]
-)
-def test_pixels_of_any_family_are_kept_as_they_are(shape):
-    pixels = torch.randn(shape)
-    assert model_inputs(validate_batch(batch(pixel_values=pixels)))["pixel_values"] is pixels
-
-
-def test_extra_inputs_reach_the_model_unchanged():
-    extra = {
-        "image_sizes": torch.tensor([[224, 224], [336, 112]]),
-        "image_grid_thw": torch.tensor([[1, 4, 4]]),
-        "image_embeddings": torch.randn(2, 7, 8),
-    }
-    model, pixels = Seeing(), torch.randn(2, 3, 8, 8)
-    given = batch(pixel_values=pixels, extra_model_kwargs=extra)
-    assert model(**model_inputs(given)).shape == (ROWS, LENGTH, WORDS)
-    (call,) = model.calls
-    assert call.keys() == {"pixel_values", *extra}
-    assert all(call[name] is value for name, value in extra.items())
+def test_pixels_and_extra_inputs_reach_the_model_unchanged():
+    extra = {"image_sizes": torch.tensor([[224, 224], [336, 112]]), "image_embeddings": torch.randn(2, 7, 8)}
+    pixels = torch.randn(48, 1176)
+    inputs = model_inputs(validate_batch(batch(pixel_values=pixels, extra_model_kwargs=extra)))
+    assert inputs.keys() == {"input_ids", "attention_mask", "pixel_values", *extra}
+    assert all(inputs[name] is value for name, value in {**extra, "pixel_values": pixels}.items())
 
 
 def test_without_images_the_model_is_called_without_pixels():
@@ -85,15 +60,6 @@ def test_without_images_the_model_is_called_without_pixels():
     assert inputs.keys() == {"input_ids", "attention_mask"}
     assert batch().extra_model_kwargs == {}
     assert batch().extra_model_kwargs is not batch().extra_model_kwargs
-
-
-def test_gradients_reach_what_looks_at_the_pixels():
-    model = Seeing()
-    given = batch(pixel_values=torch.randn(2, 3, 8, 8))
-    logprobs = model(**model_inputs(given))[:, :-1].log_softmax(-1).gather(-1, given.input_ids[:, 1:, None])[..., 0]
-    (logprobs * given.loss_mask[:, 1:]).sum().backward()
-    assert model.vision.weight.grad is not None
-    assert model.vision.weight.grad.abs().sum() > 0
 
 
 @pytest.mark.parametrize(
@@ -125,3 +91,9 @@ def test_a_wrong_batch_is_built_without_complaint_and_then_refused_by_name(field
     with refused(code, f"MultimodalBatch.{field}", *shown) as error:
         validate_batch(wrong)
     assert error.value.remedy
+
+
+def test_pad_cat_adds_zeros_at_the_end_of_every_other_dim():
+    small, large = torch.ones(1, 2, 1), torch.full((2, 1, 3), 2.0)
+    joined = pad_cat([small, large], [])
+    assert joined.tolist() == [[[1, 0, 0], [1, 0, 0]], [[2, 2, 2], [0, 0, 0]], [[2, 2, 2], [0, 0, 0]]]

@@ -5,53 +5,33 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
 from armature.components.batches.settings import BatchSettings
-from armature.components.contracts.rollouts import Trajectory, Turn
-
-
-def turn(reward: float = 0.0, index: int = 0, **changes: Any) -> Turn:
-    fields: dict[str, Any] = {
-        "index": index,
-        "prompt_token_ids": np.array([5, 6], dtype=np.int32),
-        "completion_token_ids": np.array([7], dtype=np.int32),
-        "completion_logprobs": np.array([-0.5], dtype=np.float32),
-        "finish_reason": "stop",
-        "policy_version": 3,
-        "images": (),
-        "messages": "[]",
-        "completion": "x",
-        "reward": reward,
-        "reward_parts": {"correct": reward},
-        "anchor_key": None,
-        "admissible_key": None,
-        "action_defect": None,
-        "generate_seconds": 0.0,
-        "environment_seconds": 0.0,
-    }
-    return Turn(**(fields | changes))
-
-
-def played(name: str, group: str, turns: Sequence[Turn]) -> Trajectory:
-    return Trajectory(name, group, "colors", "t", "train", tuple(turns), False)
+from armature.components.contracts.rollouts import Trajectory
+from tests.builders import make_trajectory, make_turn
 
 
 def trajectory(name: str, group: str, *rewards: float) -> Trajectory:
-    return played(name, group, [turn(reward, index) for index, reward in enumerate(rewards)])
+    return make_trajectory(name, group, [make_turn(reward, index=index) for index, reward in enumerate(rewards)])
+
+
+GROUPS = [
+    trajectory("a", "g1", 1.0),
+    trajectory("b", "g1", 0.0),
+    trajectory("c", "g1", 0.0, 2.0),
+    trajectory("d", "g2", 0.5),
+    trajectory("e", "g2", 0.5),
+    trajectory("f", "g3", 9.0),
+]
 
 
 def walk(name: str, states: str, rewards: Sequence[float], defects: str = "", group: str = "g") -> Trajectory:
     """One turn per letter of `states`; `defects` has f for an unreadable answer, i for an inadmissible one."""
     kinds = {"f": "format", "i": "inadmissible"}
-    return played(
-        name,
-        group,
-        [
-            turn(reward, index, anchor_key=state, action_defect=kinds.get(defects[index : index + 1]))
-            for index, (state, reward) in enumerate(zip(states, rewards, strict=True))
-        ],
-    )
+    turns = [
+        make_turn(reward, index=index, anchor_key=state, action_defect=kinds.get(defects[index : index + 1]))
+        for index, (state, reward) in enumerate(zip(states, rewards, strict=True))
+    ]
+    return make_trajectory(name, group, turns)
 
 
 def batch_settings(advantage: dict[str, Any], format: float = 0.0, inadmissible: float = 0.0) -> BatchSettings:

@@ -11,16 +11,15 @@ from armature.components.batches.anchors import anchor_labels, similar
 from armature.components.batches.settings import AdmissibleAnchors, ExactAnchors, SimilarAnchors
 from armature.components.contracts.episodes import Observation
 from armature.components.contracts.rollouts import Turn
-
-from .conftest import turn
+from tests.builders import make_turn
 
 
 def at(*states: tuple[str | None, tuple[str, ...] | None]) -> list[Turn]:
     seen = [Observation((), admissible_actions=actions, anchor_key=key) for key, actions in states]
-    return [turn(anchor_key=each.anchor_key, admissible_key=each.admissible_key) for each in seen]
+    return [make_turn(anchor_key=each.anchor_key, admissible_key=each.admissible_key) for each in seen]
 
 
-def test_exact_and_admissible_states() -> None:
+def test_exact_and_admissible_states():
     turns = at(
         ("a desk", ("look", "go to desk 1")),
         ("a desk", ("go to desk 1", "look")),
@@ -32,7 +31,7 @@ def test_exact_and_admissible_states() -> None:
     assert anchor_labels(turns, AdmissibleAnchors(name="admissible")).tolist() == [0, 0, 1, 2, 3]
 
 
-def test_a_turn_without_a_named_state_is_alone() -> None:
+def test_a_turn_without_a_named_state_is_alone():
     turns = at((None, ("look",)), ("a desk", ("look",)), (None, ("look",)), ("a desk", ("look",)))
     for anchor in (
         ExactAnchors(name="exact"),
@@ -42,7 +41,7 @@ def test_a_turn_without_a_named_state_is_alone() -> None:
         assert anchor_labels(turns, anchor).tolist() == [0, 1, 2, 1]
 
 
-def test_similar_texts_join_the_first_cluster_whose_first_text_they_resemble() -> None:
+def test_similar_texts_join_the_first_cluster_whose_first_text_they_resemble():
     # Against abcd: abcx has 3 of 4 equal, abxx 2; abxx against abcx 3. The cluster's first text decides.
     assert similar(["abcd", "abcx", "abxx", "abcd"], 0.7) == ["abcd", "abcd", "abxx", "abcd"]
     assert similar(["abcx", "abcd", "abxx"], 0.7) == ["abcx", "abcx", "abcx"]
@@ -50,7 +49,7 @@ def test_similar_texts_join_the_first_cluster_whose_first_text_they_resemble() -
     assert similar(["abcd", "xbcd", "abcx"], 0.5) == ["abcd"] * 3
 
 
-def test_long_texts_that_differ_early_are_similar() -> None:
+def test_long_texts_that_differ_early_are_similar():
     rest = "a cabinet, a drawer, " * 14
     one, other = "a cabinet, a drawer, " + rest, "a drawer, a cabinet, " + rest
     assert SequenceMatcher(None, one, other).ratio() < 0.1  # frequent characters taken for junk
@@ -58,7 +57,7 @@ def test_long_texts_that_differ_early_are_similar() -> None:
 
 
 @given(texts=st.lists(st.text("ab", max_size=6), max_size=12), threshold=st.sampled_from([0.2, 0.5, 0.9]))
-def test_clusters_are_those_of_a_plain_loop(texts: list[str], threshold: float) -> None:
+def test_clusters_are_those_of_a_plain_loop(texts, threshold):
     firsts: list[str] = []
     expected = []
     for text in texts:
@@ -70,7 +69,7 @@ def test_clusters_are_those_of_a_plain_loop(texts: list[str], threshold: float) 
 
 
 @given(st.lists(st.text(max_size=4), max_size=6))
-def test_the_key_of_admissible_actions_is_that_of_their_set(actions: list[str]) -> None:
+def test_the_key_of_admissible_actions_is_that_of_their_set(actions):
     key = Observation((), admissible_actions=tuple(actions)).admissible_key
     assert key == Observation((), admissible_actions=tuple(reversed(actions + actions))).admissible_key
     assert key != Observation((), admissible_actions=(*actions, "another action")).admissible_key

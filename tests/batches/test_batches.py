@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,25 +13,16 @@ from armature.components.batches.table import read_batch, write_batch
 from armature.components.contracts.batches import Sample
 from armature.components.contracts.images import ImageRef
 from armature.components.contracts.rollouts import GenerateOutputs, Trajectory
+from tests.builders import make_sample
 
-from .conftest import batch_settings, trajectory
+from .conftest import GROUPS, batch_settings
 
 
 def sample(of: Trajectory, length: int = 3, advantage: float = 0.0) -> Sample:
-    mask = np.zeros(length, dtype=np.bool_)
-    mask[-1] = True
-    return Sample(
-        sample_id=of.trajectory_id,
-        group_id=of.group_id,
-        trajectory_id=of.trajectory_id,
-        input_ids=np.arange(length, dtype=np.int32),
-        loss_mask=mask,
-        behavior_logprobs=np.where(mask, np.float32(-0.5), np.float32(0)),
-        policy_versions=np.where(mask, 3, -1).astype(np.int32),
-        advantages=np.where(mask, np.float32(advantage), np.float32(0)),
-        reward=of.reward,
-        images=(ImageRef("a" * 64, "image/png", 4, 5),),
-    )
+    """A sample whose last token alone is trained, with one image."""
+    image = ImageRef("a" * 64, "image/png", 4, 5)
+    made = make_sample(of.trajectory_id, length - 1, 1, group_id=of.group_id, reward=of.reward, images=(image,))
+    return replace(made, advantages=np.where(made.loss_mask, advantage, 0).astype(np.float32))
 
 
 class OneSampleEach:
@@ -41,16 +33,6 @@ class OneSampleEach:
             each.trajectory_id: advantages[each.trajectory_id, len(each.turns) - 1] for each in outputs.trajectories
         }
         return [sample(each, 3, last[each.trajectory_id]) for each in outputs.trajectories], Counter(odd=1)
-
-
-GROUPS = [
-    trajectory("a", "g1", 1.0),
-    trajectory("b", "g1", 0.0),
-    trajectory("c", "g1", 0.0, 2.0),
-    trajectory("d", "g2", 0.5),
-    trajectory("e", "g2", 0.5),
-    trajectory("f", "g3", 9.0),
-]
 
 
 def test_build_counts_every_drop():

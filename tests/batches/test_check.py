@@ -10,6 +10,7 @@ import pytest
 
 from armature.components.batches.check import check_samples, sample_defect
 from armature.components.contracts.batches import Sample
+from tests.builders import make_sample
 from tests.refusals import refused
 
 IDS = [5, 6, 7, 8]
@@ -17,20 +18,8 @@ VOCABULARY = (10, 12)
 
 
 def sample(**changes: Any) -> Sample:
-    trained = np.array([False, False, True, True])
-    sound = Sample(
-        sample_id="s",
-        group_id="g",
-        trajectory_id="t",
-        input_ids=np.array(IDS, np.int32),
-        loss_mask=trained,
-        behavior_logprobs=np.array([0, 0, -0.5, -3], np.float32),
-        policy_versions=np.array([-1, -1, 0, 0], np.int32),
-        advantages=np.array([0, 0, 1, 1], np.float32),
-        reward=1.0,
-        images=(),
-    )
-    return replace(sound, **changes)
+    logprobs = np.array([0, 0, -0.5, -3], np.float32)
+    return make_sample(**({"behavior_logprobs": logprobs} | changes))
 
 
 def changed(name: str, at: int, value: float) -> dict[str, Any]:
@@ -69,12 +58,12 @@ POISONED = {
 
 
 @pytest.mark.parametrize("name", SOUND)
-def test_sound_samples_pass(name: str) -> None:
+def test_sound_samples_pass(name):
     check_samples([sample(**SOUND[name])], VOCABULARY)
 
 
 @pytest.mark.parametrize("name", POISONED)
-def test_a_poisoned_sample_is_named(name: str) -> None:
+def test_a_poisoned_sample_is_named(name):
     changes, *values = POISONED[name]
     with refused("sample_not_trainable", "batch 7, row 1, sample bad", *values):
         check_samples([sample(), replace(sample(**changes), sample_id="bad")], VOCABULARY, "batch 7")

@@ -96,21 +96,6 @@ def test_a_format_error_where_all_failed_dominates_without_a_floor_and_not_with_
     assert of(mixed, gigpo(std(1.0)), format=0.1) == of(mixed, gigpo(std()), format=0.1)  # real differences stay
 
 
-def test_a_long_failure_weighs_as_much_as_a_short_success_or_by_its_rows():
-    pair = [walk("long", "l" * 50, [0] * 50), walk("short", "s" * 5, [0, 0, 0, 0, 10])]
-    for count, low, high in (("trajectories", -5.0, 5.0), ("rows", -0.91, 9.09)):
-        found = of(pair, gigpo(MEAN, count, step_weight=0.0))
-        assert found == pytest.approx([low] * 50 + [high] * 5, abs=5e-3)
-
-
-@given(extra=st.integers(0, 30))
-def test_turns_that_fill_up_one_trajectory_do_not_move_the_others(extra):
-    filled = [GROUP[0], GROUP[1], walk("c", "xwxx" + "v" * extra, [0] * (4 + extra))]
-    plain = [GROUP[0], GROUP[1], walk("c", "xwxx", [0] * 4)]
-    for norm in (MEAN, std()):
-        assert of(filled, gigpo(norm))[:9] == pytest.approx(of(plain, gigpo(norm)), abs=1e-9)
-
-
 def test_one_trajectory_has_no_baseline_and_equal_ones_no_gradient():
     assert of([walk("a", "xy", [0, 4])], gigpo(std())) == [0, 0]
     pair = [walk("d", "xy", [0.1, 0.2], group="h"), walk("e", "xyz", [0.3, 0.0, 0.0], group="h")]
@@ -123,11 +108,6 @@ def test_equal_rewards_still_have_a_gradient_where_one_was_faster():
     pair = [walk("fast", "xy", [0, 8]), walk("slow", "xzy", [0, 0, 8])]
     assert of(pair, gigpo(MEAN, step_weight=1.0)) == pytest.approx([1, 0, -1, 0, 0])  # at x 4 against 2
     assert turn_advantages(pair, batch_settings(gigpo(MEAN))).without_gradient == frozenset()
-
-
-def test_groups_share_no_state():
-    other = [walk(f"{one.trajectory_id}2", "xxx", [9, 0, 1], group="h") for one in GROUP[:1]]
-    assert of([*GROUP, *other], gigpo(std()))[:9] == of(GROUP, gigpo(std()))
 
 
 def test_an_environment_without_states_is_refused():

@@ -2,32 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from pathlib import Path
-
 import numpy as np
 import pytest
 
 from armature.components.batches.ratios import read_log_ratios, write_log_ratios
-from armature.components.contracts.batches import Sample
 from armature.components.contracts.errors import DataError
+from tests.builders import make_sample
 
-SAMPLE = Sample(
-    sample_id="a",
-    group_id="g0",
-    trajectory_id="t0",
-    input_ids=np.arange(4, dtype=np.int32),
-    loss_mask=np.array([False, False, True, True]),
-    behavior_logprobs=np.zeros(4, np.float32),
-    policy_versions=np.zeros(4, np.int32),
-    advantages=np.zeros(4, np.float32),
-    reward=0.0,
-    images=(),
-)
-SAMPLES = [SAMPLE, replace(SAMPLE, sample_id="b"), replace(SAMPLE, sample_id="c", group_id="g1")]
+SAMPLES = [make_sample("a"), make_sample("b"), make_sample("c", group_id="g1")]
 
 
-def test_ratios_are_found_by_sample_and_by_group(tmp_path: Path) -> None:
+def test_ratios_are_found_by_sample_and_by_group(tmp_path):
     path = tmp_path / "log_ratios/00001.parquet"
     kept = {2: np.array([0.5, np.nan], np.float32), 0: np.array([-0.25, 0.0], np.float32)}
     write_log_ratios(path, SAMPLES, kept)
@@ -39,13 +24,13 @@ def test_ratios_are_found_by_sample_and_by_group(tmp_path: Path) -> None:
     assert [each.name for each in path.parent.iterdir()] == [path.name]
 
 
-def test_a_step_that_trained_on_nothing(tmp_path: Path) -> None:
+def test_a_step_that_trained_on_nothing(tmp_path):
     path = tmp_path / "log_ratios/00001.parquet"
     write_log_ratios(path, SAMPLES, {})
     assert read_log_ratios(path) == {}
 
 
-def test_a_half_written_file_is_not_read_and_is_replaced(tmp_path: Path) -> None:
+def test_a_half_written_file_is_not_read_and_is_replaced(tmp_path):
     path = tmp_path / "log_ratios/00001.parquet"
     write_log_ratios(path, SAMPLES, {1: np.zeros(2, np.float32)})
     whole = path.read_bytes()

@@ -78,7 +78,7 @@ def recipe(batches: str, objective: str, aggregation: str, max_rounds: int) -> R
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_a_recipe_of_each_algorithm_builds_its_batch(name: str) -> None:
+def test_a_recipe_of_each_algorithm_builds_its_batch(name):
     *values, expected = ALGORITHMS[name]
     sections = recipe(*values).sections
     rollouts, batches, trainer = (sections[key] for key in ("rollouts", "batches", "trainer"))
@@ -108,6 +108,6 @@ def test_a_recipe_of_each_algorithm_builds_its_batch(name: str) -> None:
         (GIGPO.replace("gamma = 0.5", "gamma = 1.5"), "less_than_equal"),
     ],
 )
-def test_what_an_advantage_does_not_know_is_refused(wrong: str, code: str) -> None:
+def test_what_an_advantage_does_not_know_is_refused(wrong, code):
     with refused(code, "batches.advantage"):
         recipe(wrong, PPO, "token", 1)

@@ -1,0 +1,62 @@
+"""Rows of rollouts and batches for tests, with defaults for every field."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from armature.components.contracts.batches import Sample
+from armature.components.contracts.rollouts import Trajectory, Turn
+
+
+def make_turn(reward: float = 0.0, **changes: Any) -> Turn:
+    """A turn of one sampled token; lists of ids and log-probs become arrays of the right type."""
+    fields: dict[str, Any] = {
+        "index": 0,
+        "prompt_token_ids": [5, 6],
+        "completion_token_ids": [7],
+        "completion_logprobs": [-0.5],
+        "finish_reason": "stop",
+        "policy_version": 3,
+        "images": (),
+        "messages": "[]",
+        "completion": "x",
+        "reward": reward,
+        "reward_parts": {"correct": reward},
+        "anchor_key": None,
+        "admissible_key": None,
+        "action_defect": None,
+        "generate_seconds": 0.0,
+        "environment_seconds": 0.0,
+    }
+    fields |= changes
+    for name in ("prompt_token_ids", "completion_token_ids"):
+        fields[name] = np.asarray(fields[name], np.int32)
+    fields["completion_logprobs"] = np.asarray(fields["completion_logprobs"], np.float32)
+    return Turn(**fields)
+
+
+def make_trajectory(name: str, group: str, turns: Sequence[Turn], **changes: Any) -> Trajectory:
+    """A finished training episode of the environment "colors"."""
+    fields = {"environment": "colors", "task_id": "t", "split": "train", "truncated": False} | changes
+    return Trajectory(trajectory_id=name, group_id=group, turns=tuple(turns), **fields)
+
+
+def make_sample(name: str = "s", prompt: int = 2, completion: int = 2, **changes: Any) -> Sample:
+    """A sample of `prompt` tokens and then `completion` trained ones, whose ids count up from 5."""
+    trained = np.arange(prompt + completion) >= prompt
+    fields: dict[str, Any] = {
+        "sample_id": name,
+        "group_id": "g",
+        "trajectory_id": name,
+        "input_ids": np.arange(5, 5 + len(trained), dtype=np.int32),
+        "loss_mask": trained,
+        "behavior_logprobs": np.where(trained, -0.5, 0).astype(np.float32),
+        "policy_versions": np.where(trained, 3, -1).astype(np.int32),
+        "advantages": np.where(trained, 1, 0).astype(np.float32),
+        "reward": 1.0,
+        "images": (),
+    }
+    return Sample(**(fields | changes))
