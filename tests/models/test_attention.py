@@ -15,18 +15,12 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 from armature.components.families.family import FAMILIES
 from armature.components.models.attention import image_blocks
 from armature.components.models.load import load_config, load_model, load_processor, save_checkpoint
-from armature.components.models.settings import ModelSettings
 from armature.components.models.tiny import SMALL, make_tiny_checkpoint
 from tests.refusals import refused
+from tests.vlm.conftest import model_settings
 
-SETTINGS = ModelSettings(
-    source="/given/to/the/loader",
-    dtype="float32",
-    attn_implementation="sdpa",
-    trust_remote_code=False,
-    freeze=(),
-    gradient_checkpointing=False,
-)
+SETTINGS = model_settings()
+
 WITH_CHOICE = tuple(name for name, family in FAMILIES.items() if family.image_attention)
 OLD, NEW = Image.effect_noise((100, 80), 64.0).convert("RGB"), Image.new("RGB", (64, 150), (30, 30, 200))
 

@@ -14,7 +14,7 @@ def _double(x: Tensor) -> Tensor:
     return 2 * x
 
 
-def test_variants_of_a_copy_are_counted_by_themselves() -> None:
+def test_variants_of_a_copy_are_counted_by_themselves():
     limits = torch._dynamo.config.patch(recompile_limit=1, fail_on_recompile_limit_hit=True)
     with limits:
         for size in (2, 3):

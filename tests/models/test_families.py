@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
-
 import pytest
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor
 
@@ -13,7 +10,7 @@ from tests.refusals import refused
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_every_parameter_belongs_to_one_component(name: str, checkpoint: Callable[[str], Path]) -> None:
+def test_every_parameter_belongs_to_one_component(name, checkpoint):
     model = AutoModelForImageTextToText.from_pretrained(checkpoint(name))
     family = family_of(model.config)
     assert family.name == name
@@ -22,14 +19,14 @@ def test_every_parameter_belongs_to_one_component(name: str, checkpoint: Callabl
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_wrap_classes_are_those_of_the_blocks(name: str, checkpoint: Callable[[str], Path]) -> None:
+def test_wrap_classes_are_those_of_the_blocks(name, checkpoint):
     model = AutoModelForImageTextToText.from_pretrained(checkpoint(name))
     classes = {type(module).__name__ for module in model.modules()}
     assert set(FAMILIES[name].wrap_classes) <= classes
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_placeholder_is_among_the_forbidden_tokens(name: str, checkpoint: Callable[[str], Path]) -> None:
+def test_placeholder_is_among_the_forbidden_tokens(name, checkpoint):
     folder, family = checkpoint(name), FAMILIES[name]
     config = AutoConfig.from_pretrained(folder)
     tokenizer = AutoProcessor.from_pretrained(folder).tokenizer
@@ -39,11 +36,11 @@ def test_placeholder_is_among_the_forbidden_tokens(name: str, checkpoint: Callab
     assert tokenizer.eos_token_id not in forbidden
 
 
-def test_unknown_model_type_lists_the_families() -> None:
+def test_unknown_model_type_lists_the_families():
     with refused("unknown_model_type", "'bert'", *FAMILIES):
         family_of("bert")
 
 
-def test_a_parameter_of_no_component_is_named() -> None:
+def test_a_parameter_of_no_component_is_named():
     with refused("parameter_without_component", "model.audio_tower"):
         FAMILIES["llava"].component_of("model.audio_tower.weight")

@@ -58,13 +58,13 @@ def written_out(tensors: list[Tensor], window: int | None) -> tuple[Tensor, ...]
 
 @pytest.mark.parametrize("window", [None, 100])
 @pytest.mark.parametrize(("width", "ratio"), sorted(flash.VERIFIED))
-def test_it_is_attention_of_the_last_tokens_of_each_sequence(width: int, ratio: int, window: int | None) -> None:
+def test_it_is_attention_of_the_last_tokens_of_each_sequence(width, ratio, window):
     tensors = drawn(GROUPS * ratio, width)
     for found, expected in zip(attended(tensors, window), written_out(tensors, window), strict=True):
         assert (found.double() - expected).norm() <= 1e-2 * expected.norm()
 
 
-def test_its_sums_have_one_order_where_that_is_asked_for() -> None:
+def test_its_sums_have_one_order_where_that_is_asked_for():
     tensors = drawn(16, 128)
     torch.use_deterministic_algorithms(True)
     try:

@@ -24,6 +24,6 @@ def both(shape: tuple[int, int], dtype: torch.dtype, device: str) -> tuple[Tenso
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(1, 2), (37, 258), (2048, 11008)])
-def test_on_a_gpu_the_kernel_gives_the_bits_of_the_plain_way(shape: tuple[int, int], dtype: torch.dtype) -> None:
+def test_on_a_gpu_the_kernel_gives_the_bits_of_the_plain_way(shape, dtype):
     kernel, plain = both(shape, dtype, "cuda")
     assert kernel.dtype == plain.dtype == dtype and torch.equal(kernel, plain)

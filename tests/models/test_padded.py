@@ -33,7 +33,7 @@ def widths(module: nn.Module, x: Tensor) -> tuple[int, int]:
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("autocast", [False, True])
-def test_outputs_and_gradients_are_those_of_the_plain_mlp(bias: bool, autocast: bool) -> None:
+def test_outputs_and_gradients_are_those_of_the_plain_mlp(bias, autocast):
     plain, padded = mlps(100, bias)
     assert widths(padded, torch.zeros(1, 32)) == (128, 100)
     x, found = torch.randn(17, 32), []
@@ -51,7 +51,7 @@ def test_outputs_and_gradients_are_those_of_the_plain_mlp(bias: bool, autocast: 
         torch.testing.assert_close(found[1][name], value, **close)
 
 
-def test_names_shapes_and_gradients_in_fp32_of_bf16_weights_stay() -> None:
+def test_names_shapes_and_gradients_in_fp32_of_bf16_weights_stay():
     plain, padded = mlps(100)
     for p in padded.parameters():
         p.data = p.data.bfloat16()
@@ -62,12 +62,12 @@ def test_names_shapes_and_gradients_in_fp32_of_bf16_weights_stay() -> None:
 
 
 @pytest.mark.parametrize("width", [64, 128, 104])
-def test_aligned_widths_stay(width: int) -> None:
+def test_aligned_widths_stay(width):
     _, same = mlps(width)
     assert widths(same, torch.zeros(1, 32)) == (width, width)
 
 
-def test_layers_of_another_kind_stay() -> None:
+def test_layers_of_another_kind_stay():
     class Scaled(nn.Linear):
         pass
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ from armature.components.contracts.errors import DataError
 from armature.components.families.tiny import TinySettings
 from armature.components.models.reserved_tokens import reserved_tokens
 from armature.components.models.settings import ModelSettings
-from tests.hub_server import HubServer
 
 from .conftest import EVERY_FAMILY
 
@@ -26,7 +24,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("family", EVERY_FAMILY)
-def test_tokens_are_those_of_the_loaded_tokenizer(family: str, checkpoint: Callable[[str], Path]) -> None:
+def test_tokens_are_those_of_the_loaded_tokenizer(family, checkpoint):
     folder = checkpoint(family)
     processor = AutoProcessor.from_pretrained(folder)
     special = set(processor.tokenizer.all_special_tokens)
@@ -42,7 +40,7 @@ def test_tokens_are_those_of_the_loaded_tokenizer(family: str, checkpoint: Calla
 
 
 @pytest.mark.parametrize("left_out", ["tokenizer.json", "tokenizer_config.json"])
-def test_one_of_the_tokenizers_files_suffices(left_out: str, checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+def test_one_of_the_tokenizers_files_suffices(left_out, checkpoint, tmp_path):
     names = ("config.json", "tokenizer.json", "tokenizer_config.json")
     for name in names:
         if name != left_out:
@@ -68,7 +66,7 @@ def test_one_of_the_tokenizers_files_suffices(left_out: str, checkpoint: Callabl
         ("tokenizer.json", b"[" * 100_000),
     ],
 )
-def test_a_damaged_file_is_refused_by_name(name: str, content: bytes, tmp_path: Path) -> None:
+def test_a_damaged_file_is_refused_by_name(name, content, tmp_path):
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError) as refused:
@@ -76,7 +74,7 @@ def test_a_damaged_file_is_refused_by_name(name: str, content: bytes, tmp_path: 
     assert str(tmp_path) in str(refused.value.where)
 
 
-def test_of_a_hub_model_the_tokenizer_alone_is_fetched(hub: HubServer, checkpoint: Callable[[str], Path]) -> None:
+def test_of_a_hub_model_the_tokenizer_alone_is_fetched(hub, checkpoint):
     files = {path.name: path.read_bytes() for path in checkpoint("llava").iterdir() if path.is_file()}
     hub.add("model", "someone/small", files)
     settings = ModelSettings(source="someone/small", revision="main")

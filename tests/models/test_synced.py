@@ -211,7 +211,7 @@ class Loop:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("family", "tied"), CASES, ids=[f"{n}-{'tied' if t else 'untied'}" for n, t in CASES])
-def test_server_and_trainer_stay_alike(family: str, tied: bool, engine: Engine, tmp_path: Path) -> None:
+def test_server_and_trainer_stay_alike(family, tied, engine, tmp_path):
     loop = Loop(family, tied, tmp_path)
     engine("start", str(loop.start))
     samples, found = loop.samples(engine, 0), []

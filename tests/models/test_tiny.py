@@ -200,11 +200,6 @@ def test_a_corpus_makes_its_words_single_tokens(tmp_path):
     assert min(lengths[0]) > 1
 
 
-def test_an_unknown_family_is_refused_with_a_guess(tmp_path):
-    with refused("unknown_name", "'qwen2-vl'"):
-        make_tiny_checkpoint("qwen2_vl", tmp_path / "x", seed=0)
-
-
 @pytest.mark.parametrize("change", ({"heads": 4}, {"vision_heads": 4}, {"key_value_heads": 3}))
 def test_sizes_that_no_server_takes_are_refused(change):
     with refused("value_error", *change):
