@@ -6,7 +6,8 @@ import asyncio
 import gc
 import inspect
 import os
-from collections.abc import Generator, Iterator
+import sys
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,6 +33,8 @@ os.environ.update(
     OMP_NUM_THREADS="1",
     OMP_WAIT_POLICY="passive",
 )
+
+Command = Callable[..., "Done"]
 
 ON_ONE_WORKER = {
     "shared_server": (
@@ -163,6 +166,31 @@ def secrets_of_one_test(monkeypatch: pytest.MonkeyPatch) -> None:
     from armature.components.contracts import secret_values
 
     monkeypatch.setattr(secret_values, "_forms", set(secret_values._forms))
+
+
+@dataclass(frozen=True)
+class Done:
+    """How a command ended, and what it printed."""
+
+    code: int | str | None
+    stdout: str
+    stderr: str
+
+
+@pytest.fixture
+def armature(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+    """The command `armature` in this process, in the test's folder."""
+    from armature.cli import main
+
+    monkeypatch.chdir(tmp_path)
+
+    def run(*words: str) -> Done:
+        monkeypatch.setattr(sys, "argv", ["armature", *words])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        return Done(ended.value.code, *capsys.readouterr())
+
+    return run
 
 
 @pytest.fixture(scope="session")

@@ -14,7 +14,6 @@ from armature.components.configuration import (
     merge,
     parse_override,
     read_toml,
-    recipe_names,
     recipe_path,
 )
 from armature.components.contracts.errors import ConfigurationError
@@ -57,6 +56,7 @@ def test_a_circle_a_missing_file_and_bad_toml_are_said(tmp_path):
 )
 def test_overrides_are_toml_values_or_bare_strings(text, expected):
     assert parse_override(text) == expected
+    assert merge({}, parse_override("a.b.c=")) == {"a": {"b": {}}}, "an empty value takes away nothing"
 
 
 @pytest.mark.parametrize("digest", ["7e91234567", "0123456789", "1234567890", "12e45", "1_000", "-1", "inf"])
@@ -84,10 +84,6 @@ def test_an_override_without_a_value_takes_away_a_setting_or_a_section():
     assert "evaluation" not in load_recipe("train-vla/tiny", ["evaluation="]).sections
     with refused("missing", "trainer.max_steps"):
         load_recipe("train-vlm/colors", ["trainer.max_steps="])
-
-
-def test_merging_replaces_lists_and_scalars_whole():
-    assert merge({"a": [1, 2], "b": {"c": 1, "d": 2}}, {"a": [3], "b": {"c": 4}}) == {"a": [3], "b": {"c": 4, "d": 2}}
 
 
 def test_unknown_names_suggest_the_nearest():
@@ -220,14 +216,6 @@ def test_rollout_workers_on_a_cluster_need_servers_that_they_reach():
         load_recipe("train-vlm/colors", workers[1:])
 
 
-@pytest.mark.parametrize("name", recipe_names())
-def test_every_committed_recipe_loads_and_its_dump_loads_again(name):
-    recipe = load_recipe(name)
-    assert recipe.description
-    again = build_recipe(name, recipe.dump() | {"description": recipe.description}, where="dump")
-    assert again == recipe
-
-
 @pytest.mark.parametrize(
     ("name", "robots"), [("train-vlm/colors", set()), ("train-vla-rl/tiny", {"datasets", "policies", "vla", "vla_rl"})]
 )
@@ -299,15 +287,11 @@ def test_an_optional_section_may_be_left_out_but_not_half_given():
         (b"a = ", "invalid_toml", "bad.toml"),
         (b"a = '\xff'", "invalid_toml", "bad.toml"),
         (b"a = " + b"[" * 100_000, "invalid_toml", "bad.toml"),
-        (b"a = " + b"{a=" * 100_000, "invalid_toml", "bad.toml"),
         (b"a = " + b"9" * 10_000, "invalid_toml", "bad.toml"),
         (b"#" * 5_000_000, "file_too_large", "4194304"),
         (b"extends = 3", "model_type", "3"),
-        (b"extends = ['a']", "model_type", "extends"),
         (b"extends = {file = 'b.toml', section = ['model']}", "extra_forbidden", "extends.section"),
-        (b"extends = {sections = ['model']}", "missing", "extends.file"),
         (b"extends = {file = 'b.toml', sections = 'model'}", "tuple_type", "extends.sections"),
-        (b"extends = {file = 3}", "string_type", "extends.file"),
         (b"extends = ''", "recipe_file_unreadable", ""),
         (b"extends = '/dev/zero'", "recipe_file_unreadable", "/dev/zero"),
         (b"extends = 'a\\u0000b'", "recipe_file_missing", "b"),
@@ -321,13 +305,6 @@ def test_hostile_toml_is_an_error_of_ours(tmp_path, content, code, value):
         read_toml(tmp_path / "bad.toml")
 
 
-@pytest.mark.parametrize("name", [".", "none/bad.toml", "loop.toml", "closed/bad.toml"])
-def test_a_recipe_s_file_that_is_none_is_an_error_of_ours(tmp_path, name):
-    (tmp_path / "loop.toml").symlink_to("loop.toml")
-    with pytest.raises(ConfigurationError):
-        read_toml(tmp_path / name)
-
-
 @pytest.mark.parametrize(
     "text",
     [
@@ -339,10 +316,6 @@ def test_a_recipe_s_file_that_is_none_is_an_error_of_ours(tmp_path, name):
 def test_what_is_no_override_is_an_error_of_ours(text):
     with refused("invalid_override"):
         parse_override(text)
-
-
-def test_an_override_takes_away_what_is_not_there():
-    assert merge({}, parse_override("a.b.c=")) == {"a": {"b": {}}}
 
 
 NUMBERS = ("trainer.max_steps", "trainer.learning_rate", "machine.servers", "evaluation.seed")
@@ -361,12 +334,6 @@ def test_what_is_no_finite_number_is_none(key, value):
 def test_what_is_not_true_or_false_is_neither(value):
     with refused("bool_type", "batches.skip_zero_advantage"):
         load_recipe("train-vlm/colors", [f"batches.skip_zero_advantage={value}"])
-
-
-def test_an_integer_is_a_number():
-    assert load_recipe("train-vlm/colors", ["trainer.learning_rate=1"]) == load_recipe(
-        "train-vlm/colors", ["trainer.learning_rate=1.0"]
-    )
 
 
 @pytest.mark.parametrize(

@@ -7,43 +7,13 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from armature.cli import main
 from tests.refusals import refused
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-
-
-@dataclass(frozen=True)
-class Done:
-    """How a command ended, and what it printed."""
-
-    code: int | str | None
-    stdout: str
-    stderr: str
-
-
-Command = Callable[..., Done]
-
-
-@pytest.fixture
-def armature(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
-    """The command in this process, in a folder of its own: its main is what `armature` calls."""
-
-    def run(*arguments: str) -> Done:
-        monkeypatch.chdir(tmp_path)
-        monkeypatch.setattr(sys, "argv", ["armature", *arguments])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        printed = capsys.readouterr()
-        return Done(ended.value.code, printed.out, printed.err)
-
-    return run
 
 
 def test_list_is_json_for_programs(tmp_path):

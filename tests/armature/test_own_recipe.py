@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from armature.cli import main
 from armature.components.configuration import load_recipe, recipe_names
 from armature.components.recipes import RECIPES
 from armature.deployments import USE_PROJECT, deployment
@@ -75,23 +74,6 @@ FILES = {
     "unrelated.py": "",
 }
 
-Command = Callable[..., str]
-
-
-@pytest.fixture
-def armature(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
-    """The command in the folder above the projects: the store is there. What it printed, and its exit code if not 0."""
-    monkeypatch.chdir(tmp_path)
-
-    def run(*words: str) -> str:
-        monkeypatch.setattr(sys, "argv", ["armature", *words])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        printed = capsys.readouterr()
-        return printed.out + printed.err + (f"exit code {ended.value.code}" if ended.value.code else "")
-
-    return run
-
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
@@ -99,6 +81,17 @@ def project(tmp_path: Path) -> Path:
         (tmp_path / "first" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "first" / name).write_text(text)
     return tmp_path / "first"
+
+
+@pytest.fixture
+def printed(armature) -> Callable[..., str]:
+    """What the command prints in the folder above the projects, and its exit code if not 0: the store is there."""
+
+    def run(*words: str) -> str:
+        done = armature(*words)
+        return done.stdout + done.stderr + (f"exit code {done.code}" if done.code else "")
+
+    return run
 
 
 def edited(project: Path, copy: str, name: str, before: str, after: str) -> None:
@@ -109,9 +102,9 @@ def edited(project: Path, copy: str, name: str, before: str, after: str) -> None
     file.write_text(file.read_text().replace(before, after))
 
 
-def test_what_lies_beside_a_recipe_makes_new_artifacts_and_nothing_else_does(project, armature):
+def test_what_lies_beside_a_recipe_makes_new_artifacts_and_nothing_else_does(project, printed):
     """A copy for each edit: in one process a module stays as it was loaded."""
-    assert "tasks: made in" in armature("stage", "tasks", "--config", "first/recipe.toml", "--out", "first/data/tasks")
+    assert "tasks: made in" in printed("stage", "tasks", "--config", "first/recipe.toml", "--out", "first/data/tasks")
     assert (project / "data/tasks/train.parquet").is_file() and (project.parent / ".armature/store").is_dir()
     edits = {
         "own_grades.py": ("answer ==", "answer.strip() =="),
@@ -121,35 +114,35 @@ def test_what_lies_beside_a_recipe_makes_new_artifacts_and_nothing_else_does(pro
     }
     for number, (name, edit) in enumerate(edits.items()):
         edited(project, f"copy{number}", name, *edit)
-        done = armature("stage", "tasks", "--config", f"copy{number}/recipe.toml")
+        done = printed("stage", "tasks", "--config", f"copy{number}/recipe.toml")
         assert ("already made" if name == "unrelated.py" else "made in") in done, name
 
 
-def test_code_that_is_edited_while_a_stage_runs_counts_as_it_was_at_its_start(project, armature):
+def test_code_that_is_edited_while_a_stage_runs_counts_as_it_was_at_its_start(project, printed):
     """And not even a broken file costs what was made."""
     own = project / "own_shapes.py"
     spoil = 'Path(__file__).with_name("own_" + "grades.py").write_text("def (")'
     made = "        if Path('spo' + 'il').exists():\n            " + spoil + "\n        return {"
     own.write_text("from pathlib import Path\n" + own.read_text().replace("        return {", made))
-    armature("stage", "tasks", "--config", "first/recipe.toml", "--out", "kept")
+    printed("stage", "tasks", "--config", "first/recipe.toml", "--out", "kept")
     shutil.copytree(project, project.parent / "second")
     Path("spoil").touch()
-    done = armature("stage", "tasks", "--config", "second/recipe.toml", "--force", "tasks", "--out", "spoiled")
+    done = printed("stage", "tasks", "--config", "second/recipe.toml", "--force", "tasks", "--out", "spoiled")
     assert "tasks: made in" in done and (project.parent / "second/own_grades.py").read_text() == "def ("
     kept, spoiled = (json.loads(Path(name, "manifest.json").read_text())["sources"] for name in ("kept", "spoiled"))
     assert kept == spoiled and "code" in kept
 
 
-def test_check_show_and_list_take_it(project, armature, tmp_path):
+def test_check_show_and_list_take_it(project, printed, tmp_path):
     program = ["--configuration-only", "--machine", f"server_python={sys.executable}"]
-    assert "train-vlm/recipe: every value is valid" in armature("check", "first/recipe.toml", *program)
-    shown = armature("show", str(project / "recipe.toml"), "--set", "trainer.max_steps=3")
+    assert "train-vlm/recipe: every value is valid" in printed("check", "first/recipe.toml", *program)
+    shown = printed("show", str(project / "recipe.toml"), "--set", "trainer.max_steps=3")
     values = tomllib.loads(shown)
     assert values["flow"] == "train-vlm" and values["environment"]["args"] == {"words": "words/list.txt"}
     (project / "again.toml").write_text(shown)
-    again = tomllib.loads(armature("show", "first/again.toml"))
+    again = tomllib.loads(printed("show", "first/again.toml"))
     assert again == values
-    assert "own_shapes" not in armature("list")
+    assert "own_shapes" not in printed("list")
 
 
 def test_a_deployment_goes_to_the_recipe_s_folder(project, monkeypatch):
@@ -185,13 +178,13 @@ def test_a_recipe_of_any_kind_may_lie_anywhere(tmp_path):
         ("[environment]", "[environment", "not valid TOML"),
     ],
 )
-def test_a_wrong_recipe_is_said(project, armature, before, after, said):
+def test_a_wrong_recipe_is_said(project, printed, before, after, said):
     edited(project, "wrong", "recipe.toml", before, after)
-    done = armature("check", "wrong/recipe.toml", "--configuration-only")
+    done = printed("check", "wrong/recipe.toml", "--configuration-only")
     assert said in done and done.endswith("exit code 2") and "Traceback" not in done
-    assert "exit code" not in armature("list")
+    assert "exit code" not in printed("list")
 
 
-def test_a_file_that_is_not_there_and_a_name_that_is_near_one_are_said(project, armature):
-    assert "first/recipes.toml" in armature("run", "first/recipes.toml")
-    assert "or give the path of a file" in armature("run", "first/recipe")
+def test_a_file_that_is_not_there_and_a_name_that_is_near_one_are_said(project, printed):
+    assert "first/recipes.toml" in printed("run", "first/recipes.toml")
+    assert "or give the path of a file" in printed("run", "first/recipe")

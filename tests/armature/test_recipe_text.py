@@ -25,7 +25,7 @@ def marked(text: str, remark: str) -> set[str]:
 
 @pytest.mark.parametrize("options", [{}, {"describe": True}, {"own": True}], ids=str)
 @pytest.mark.parametrize("name", recipe_names())
-def test_what_is_shown_is_the_recipe_again(name: str, options: dict[str, bool]):
+def test_what_is_shown_is_the_recipe_again(name, options):
     text = recipe_text(name, **options)
     assert build_recipe(name, tomllib.loads(text), where="shown") == load_recipe(name)
 

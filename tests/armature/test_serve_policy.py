@@ -19,7 +19,6 @@ from prometheus_client.parser import text_string_to_metric_families
 from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
 
-from armature.cli import main
 from armature.components.contracts.robots import PreviousActions
 from armature.components.policies.molmoact2.checkpoints.checkpoint import LoadedPolicy, load_policy, save_policy
 from armature.components.policies.molmoact2.policy import open_policy
@@ -115,15 +114,11 @@ def test_a_robot_is_served_until_it_is_interrupted(checkpoint, tmp_path):
         (["."], "the key is not 16 or more", "short"),
     ],
 )
-def test_what_cannot_be_is_said(options, said, key, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_what_cannot_be_is_said(options, said, key, tmp_path, monkeypatch, armature):
     monkeypatch.delenv(KEY, raising=False)
     if key:
         monkeypatch.setenv(KEY, key)
     checkpoint = [] if "." in options else ["nowhere"]
-    monkeypatch.setattr(sys, "argv", ["armature", "serve-policy", *checkpoint, *options])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    errors = capsys.readouterr().err
-    assert ended.value.code in (1, 2) and said in errors and "Traceback" not in errors
+    done = armature("serve-policy", *checkpoint, *options)
+    assert done.code in (1, 2) and said in done.stderr and "Traceback" not in done.stderr
     assert list(tmp_path.iterdir()) == []

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from armature import slurm
-from armature.cli import main
 from tests.refusals import refused
 
 TRAINER = "trainer={num_cpus=32, num_gpus=8, memory_gib=800}"
@@ -86,19 +85,14 @@ def test_what_cannot_be_submitted_is_refused(monkeypatch: pytest.MonkeyPatch, tm
         (["--slurm", "--watch"], "slurm-<job>.out"),
     ],
 )
-def test_options_that_would_do_nothing_are_refused(words, said, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["armature", "submit", "train-vlm/colors", *words])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code == 2 and said in capsys.readouterr().err
+def test_options_that_would_do_nothing_are_refused(words, said, armature):
+    done = armature("submit", "train-vlm/colors", *words)
+    assert done.code == 2 and said in done.stderr
 
 
-def test_a_dry_run_prints_the_script(monkeypatch, capsys):
-    words = ["armature", "submit", "train-vlm/colors", "--slurm", "--dry-run", "--set", "trainer.max_steps=3"]
-    monkeypatch.setattr(sys, "argv", [*words, "--", "--partition=gpu", "--comment=a b"])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    printed = capsys.readouterr().out
-    assert not ended.value.code and directives(printed)[-1] == '--partition=gpu "--comment=a b"'
-    assert "--set=trainer.max_steps=3" in printed
-    assert subprocess.run(["bash", "-n"], input=printed.encode()).returncode == 0
+def test_a_dry_run_prints_the_script(armature):
+    words = ["--slurm", "--dry-run", "--set", "trainer.max_steps=3", "--", "--partition=gpu", "--comment=a b"]
+    done = armature("submit", "train-vlm/colors", *words)
+    assert not done.code and directives(done.stdout)[-1] == '--partition=gpu "--comment=a b"'
+    assert "--set=trainer.max_steps=3" in done.stdout
+    assert subprocess.run(["bash", "-n"], input=done.stdout.encode()).returncode == 0

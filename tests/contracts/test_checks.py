@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from armature.components.contracts.checks import checked_observation
@@ -15,7 +13,7 @@ from tests.refusals import refused
 IMAGE = EncodedImage(b"x", "image/png")
 
 
-def test_messages_that_are_in_order_are_copied() -> None:
+def test_messages_that_are_in_order_are_copied():
     earlier = (
         EarlierMessage("system", ("a",)),
         EarlierMessage("user", (IMAGE, "b")),
@@ -37,6 +35,6 @@ def test_messages_that_are_in_order_are_copied() -> None:
         ([EarlierMessage("user", ("x" * 2**22,)), EarlierMessage("user", ("x",))], "environment_error"),
     ],
 )
-def test_other_messages_fail_the_rollout(earlier: Any, reason: str) -> None:
+def test_other_messages_fail_the_rollout(earlier, reason):
     with refused(reason, kind=RolloutFailed):
         checked_observation(Observation(("a",), earlier=earlier))

@@ -17,7 +17,6 @@ from pydantic import BaseModel
 
 from armature import components
 from armature.components.artifacts.manifest import read_manifest, write_manifest
-from armature.components.configuration import load_recipe
 from armature.components.contracts.numbers import read_finite
 from armature.components.contracts.settings import Settings
 from armature.components.datasets.lerobot.layout import DatasetInfo, read_info, read_stats
@@ -29,7 +28,6 @@ from armature.components.policies.molmoact2.processing.norm_stats import NormSta
 from tests.policies.molmoact2 import released
 from tests.refusals import refused
 
-CONFIGS = Path(__file__).parents[2] / "configs"
 HOSTILE = {"inf": "Infinity", "minus_inf": "-Infinity", "nan": "NaN", "overflow": "1e999"}
 
 
@@ -126,13 +124,6 @@ def test_action_tokenizer_with_a_scale_that_cannot_be_is_refused(tmp_path, scale
     spoil(tmp_path / "processor_config.json", "scale", scale)
     with refused("invalid_action_tokenizer", "scale"):
         ActionTokens.load(tmp_path)
-
-
-@pytest.mark.parametrize("value", ["inf", "-inf", "nan", "+inf", "1e999"])
-@pytest.mark.parametrize("key", ["trainer.learning_rate", "machine.generation_timeout", "environment.args.noise"])
-def test_recipe_with_a_number_that_is_not_finite_is_refused(key, value):
-    with refused("finite_number", key):
-        load_recipe(CONFIGS / "train-vlm/colors.toml", [f"{key}={value}"])
 
 
 def models() -> Iterator[type[BaseModel]]:

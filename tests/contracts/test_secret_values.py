@@ -28,7 +28,7 @@ def no_secrets() -> Iterator[None]:
 
 
 @given(secret=SECRETS, before=st.sampled_from(["", "key=", "x" * (LONGEST_DETAIL - 10)]))
-def test_errors_blank_secrets(secret: str, before: str) -> None:
+def test_errors_blank_secrets(secret, before):
     keep_secret(secret)
     forms = [secret, json.dumps(secret)[1:-1], json.dumps(secret)[1:-1].replace("/", r"\/"), quote(secret, "")]
     for form in forms:
@@ -41,7 +41,7 @@ def test_errors_blank_secrets(secret: str, before: str) -> None:
             assert form not in shown.removeprefix("reason: ").replace(before, "")
 
 
-def test_referenced_values_are_secrets_and_plain_ones_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_referenced_values_are_secrets_and_plain_ones_are_not(monkeypatch):
     monkeypatch.setenv("SOME_TOKEN", "token-of-the-environment")
     monkeypatch.setitem(BLOCKS, "block", "token-of-the-block")
     variables = {
@@ -55,7 +55,7 @@ def test_referenced_values_are_secrets_and_plain_ones_are_not(monkeypatch: pytes
 
 
 @pytest.mark.parametrize("before", ["", "k", "user:", "Bearer "])
-def test_base64_shows_no_secret(before: str) -> None:
+def test_base64_shows_no_secret(before):
     keep_secret("sekrit+key&more ")
     encoded = b64encode(f"{before}sekrit+key&more".encode()).decode()
     for shown in (blanked(encoded), str(RolloutFailed("reason", f"sent {encoded}"))):
@@ -68,18 +68,18 @@ def test_base64_shows_no_secret(before: str) -> None:
     ["sekrit+key&more", r"sekrit\u002bkey\u0026more", r"sekrit\u002Bkey\u0026more", "sekrit+key&amp;more",
      "sekrit%2Bkey%26more"],
 )  # fmt: skip
-def test_what_other_programs_write_shows_no_secret(form: str) -> None:
+def test_what_other_programs_write_shows_no_secret(form):
     keep_secret(" sekrit+key&more\n")
     assert blanked(f"sent {form}!") == "sent ***!"
 
 
 @pytest.mark.parametrize("secret", ["sekrit\udc80key", "sekrit\ud800key"], ids=ascii)
-def test_secrets_that_are_not_utf_8_are_blanked(secret: str) -> None:
+def test_secrets_that_are_not_utf_8_are_blanked(secret):
     keep_secret(secret)
     assert blanked(f"sent {secret}!") == "sent ***!"
 
 
-def test_short_values_blank_nothing() -> None:
+def test_short_values_blank_nothing():
     keep_secret("1")
     keep_secret("")
     assert blanked("status 401") == "status 401"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import traceback
-from pathlib import Path
 
 import jsonschema
 import pytest
@@ -31,7 +30,7 @@ PLAIN = {
 
 
 @pytest.mark.parametrize("override", PLAIN.values(), ids=PLAIN)
-def test_a_secret_in_plain_text_is_refused_and_not_repeated(override: str) -> None:
+def test_a_secret_in_plain_text_is_refused_and_not_repeated(override):
     with refused("plain_secret") as caught:
         load_recipe("train-vlm/colors", [override])
     assert VALUE not in "".join(traceback.format_exception(caught.value))
@@ -46,7 +45,7 @@ def test_a_secret_in_plain_text_is_refused_and_not_repeated(override: str) -> No
         'machine.remote_store="s3://bucket/prefix"',
     ],
 )
-def test_what_only_sounds_like_one_is_taken(override: str) -> None:
+def test_what_only_sounds_like_one_is_taken(override):
     load_recipe("train-vlm/colors", [override])
 
 
@@ -58,12 +57,12 @@ def test_what_only_sounds_like_one_is_taken(override: str) -> None:
         ('{ env = "A", default = "x" }', "extra_forbidden"),
     ],
 )
-def test_a_reference_that_is_none_is_refused(value: str, code: str) -> None:
+def test_a_reference_that_is_none_is_refused(value, code):
     with refused(code, "machine.server_environment"):
         load_recipe("train-vlm/colors", [f"machine.server_environment={{HF_TOKEN={value}}}"])
 
 
-def test_a_child_gets_the_value_and_what_is_recorded_the_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_child_gets_the_value_and_what_is_recorded_the_name(monkeypatch):
     from armature.components.inference.command import server_environment
 
     monkeypatch.setenv("MY_TOKEN", VALUE)
@@ -77,7 +76,7 @@ def test_a_child_gets_the_value_and_what_is_recorded_the_name(monkeypatch: pytes
     assert Machine.model_validate_json(machine.model_dump_json()) == machine
 
 
-def test_a_variable_that_is_not_set_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_variable_that_is_not_set_is_named(monkeypatch):
     from armature.check import check_machine
 
     monkeypatch.delenv("NOT_HERE", raising=False)
@@ -86,7 +85,7 @@ def test_a_variable_that_is_not_set_is_named(monkeypatch: pytest.MonkeyPatch) ->
         check_machine(machine, with_servers=False)
 
 
-def test_a_trainers_settings_on_disk_have_the_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trainers_settings_on_disk_have_the_name(tmp_path, monkeypatch):
     from armature.components.contracts.secrets import resolve
     from armature.components.training.service_settings import ServiceSettings, service_settings
     from armature.components.vla.client import PolicyTraining
@@ -114,7 +113,7 @@ def test_a_trainers_settings_on_disk_have_the_name(tmp_path: Path, monkeypatch: 
         ({"HF_TOKEN": {"env": "HF_TOKEN"}, "A": "1", "HTTP_PROXY": "http://proxy:3128"}, True),
     ],
 )
-def test_the_schema_by_which_prefect_checks_parameters_refuses_it_too(environment: object, fits: bool) -> None:
+def test_the_schema_by_which_prefect_checks_parameters_refuses_it_too(environment, fits):
     """Prefect stores a run's parameters when the run is made, before any of our code sees them."""
     validator = jsonschema.Draft202012Validator(Machine.model_json_schema())
     assert validator.is_valid({"server_environment": environment}) == fits

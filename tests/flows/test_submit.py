@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from string import Template
 from threading import Thread
@@ -20,7 +18,6 @@ from prefect.states import Completed, Failed, Running
 from prefect.types._datetime import now
 
 from armature import deployments, submit
-from armature.cli import main
 from armature.components.configuration import load_recipe
 from armature.init import write_project
 from armature.provision import JOB_TEMPLATE
@@ -36,27 +33,12 @@ OTHERS = {"store_claim": "store-fast", "tolerations": [{"operator": "Exists"}]}
 pytestmark = pytest.mark.usefixtures("prefect_server")
 
 
-@dataclass(frozen=True)
-class Done:
-    code: int | str | None
-    stdout: str
-    stderr: str
-
-
 @pytest.fixture
-def armature(monkeypatch, tmp_path, capsys) -> Callable[..., Done]:
+def armature(armature, monkeypatch):
     """The command in this process, with the address of Prefect's API."""
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PREFECT_API_URL", str(get_current_settings().api.url))
     monkeypatch.setattr(submit, "POLL_SECONDS", 0.1)
-
-    def run(*arguments: str) -> Done:
-        monkeypatch.setattr(sys, "argv", ["armature", *arguments])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        return Done(ended.value.code, *capsys.readouterr())
-
-    return run
+    return armature
 
 
 @pytest.fixture
@@ -255,7 +237,7 @@ def test_a_flow_of_another_project_is_not_ours(armature, client):
     assert done.code == 2 and "not of a flow of ours" in done.stderr
 
 
-def test_pools_without_a_worker_are_counted() -> None:
+def test_pools_without_a_worker_are_counted():
     names = ["train-vlm/colors", "train-vlm/qwen3-vl", "train-vla/molmoact2"]
     assert deployments.without_worker(["cpu"], names) == {"train-gpu": 2}
     assert deployments.without_worker(["cpu", "train-gpu"], names) == {}

@@ -103,7 +103,7 @@ def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
     started.run("down")
 
 
-def test_without_the_password_nothing_is_read_or_run(up: Up) -> None:
+def test_without_the_password_nothing_is_read_or_run(up):
     for path, body in (("/flow_runs/filter", {}), ("/deployments/filter", {}), ("/work_pools/filter", {})):
         assert httpx.post(f"{up.prefect}/api{path}", json=body).status_code == 401
     start = f"{up.prefect}/api/deployments/{up.deployment()}/create_flow_run"
@@ -114,7 +114,7 @@ def test_without_the_password_nothing_is_read_or_run(up: Up) -> None:
     )
 
 
-def test_a_page_of_another_origin_may_not_read(up: Up) -> None:
+def test_a_page_of_another_origin_may_not_read(up):
     asked = {"origin": STRANGER, "access-control-request-method": "POST"}
     answer = up.api.options("/flow_runs/filter", headers=asked)
     assert answer.status_code == 400 and answer.headers.get("access-control-allow-origin") is None
@@ -127,7 +127,7 @@ def test_a_page_of_another_origin_may_not_read(up: Up) -> None:
 
 
 @pytest.mark.parametrize("host", ["attacker.example", "10.attacker.example", "127.0.0.1.attacker.example", ""])
-def test_another_host_is_refused(up: Up, host: str) -> None:
+def test_another_host_is_refused(up, host):
     """A page whose name is pointed at 127.0.0.1 is of the same origin as we are, for its browser."""
     headers = {"host": f"{host}:{up.ports[0]}"}
     assert up.api.post("/flow_runs/filter", json={}, headers=headers).status_code == 400
@@ -137,14 +137,14 @@ def test_another_host_is_refused(up: Up, host: str) -> None:
     assert httpx.get(search).status_code == 200
 
 
-def test_no_pool_has_a_place_for_a_command(up: Up) -> None:
+def test_no_pool_has_a_place_for_a_command(up):
     pools = {each["name"]: each for each in up.api.post("/work_pools/filter", json={}).json()}
     assert set(pools) >= {"cpu", "vllm-gpu", "train-gpu", "of-my-own"}
     for pool in pools.values():
         assert "command" not in json.dumps(pool["base_job_template"])
 
 
-def test_a_run_cannot_bring_a_command(up: Up) -> None:
+def test_a_run_cannot_bring_a_command(up):
     command = f"{sys.executable} -c \"open('{up.folder / 'owned'}', 'w')\""
     for variables in ({"command": command}, {"env": {"PYTHONSTARTUP": "x"}}, {"working_dir": "/"}):
         asked = {"job_variables": variables}
@@ -159,7 +159,7 @@ def test_a_run_cannot_bring_a_command(up: Up) -> None:
     assert not (up.folder / "owned").exists()
 
 
-def test_a_secret_in_a_run_s_parameters_is_refused_before_it_is_stored(up: Up) -> None:
+def test_a_secret_in_a_run_s_parameters_is_refused_before_it_is_stored(up):
     secret = "hf_DoNotStoreThisAnywhere"
     asked = {"parameters": {"name": "x", "machine": {"server_environment": {"HF_TOKEN": secret}}}}
     answer = up.api.post(f"/deployments/{up.deployment()}/create_flow_run", json=asked)
@@ -168,7 +168,7 @@ def test_a_secret_in_a_run_s_parameters_is_refused_before_it_is_stored(up: Up) -
         assert not file.is_file() or secret.encode() not in file.read_bytes(), file
 
 
-def test_a_shell_runs_deployments_with_what_env_prints(up: Up) -> None:
+def test_a_shell_runs_deployments_with_what_env_prints(up):
     done = up.shell("prefect deployment run hello/world --param name=made --watch")
     assert done.returncode == 0, done.stdout + done.stderr
     assert (up.folder / "made").exists()
@@ -176,13 +176,13 @@ def test_a_shell_runs_deployments_with_what_env_prints(up: Up) -> None:
 
 @pytest.mark.browser
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on PATH; on Debian: apt-get install chromium")
-def test_the_pages_open_for_who_gives_the_password(up: Up) -> None:
+def test_the_pages_open_for_who_gives_the_password(up):
     with chromium(up.prefect, up.secret) as browser:
         page = open_page(browser, f"{up.prefect}/deployments/deployment/{up.deployment()}")
         page.get_by_text("world", exact=True).first.wait_for()
 
 
-def test_secrets_and_databases_are_for_their_owner(up: Up) -> None:
+def test_secrets_and_databases_are_for_their_owner(up):
     state = up.folder / ".armature"
     files = [file for file in state.rglob("*") if file.is_file() and ".db" in file.name]
     assert {file.name for file in files} >= {"prefect.db", "mlflow.db", "prefect.db-wal"}
@@ -198,7 +198,7 @@ def test_secrets_and_databases_are_for_their_owner(up: Up) -> None:
     assert password.encode() not in (state / "prefect/prefect.db").read_bytes()
 
 
-def test_a_second_one_and_a_damaged_record_are_said(up: Up) -> None:
+def test_a_second_one_and_a_damaged_record_are_said(up):
     record = up.folder / ".armature/platform.json"
     whole = record.read_text()
     for damaged in ("", "{", '{"prefect": 3}', "[]", "\x00"):
@@ -213,7 +213,7 @@ def test_a_second_one_and_a_damaged_record_are_said(up: Up) -> None:
     assert second.returncode == 2 and "already running" in second.stderr
 
 
-def test_a_clock_that_was_set_hides_nothing(up: Up) -> None:
+def test_a_clock_that_was_set_hides_nothing(up):
     """When a program started is read from the clock: after a step, the time that is told is not the one noted."""
     record = up.folder / ".armature/platform.json"
     whole = record.read_text()
@@ -223,7 +223,7 @@ def test_a_clock_that_was_set_hides_nothing(up: Up) -> None:
     assert done.returncode == 0 and up.prefect in done.stdout, done.stdout + done.stderr
 
 
-def test_down_ends_it_whatever_the_record_says(up: Up) -> None:
+def test_down_ends_it_whatever_the_record_says(up):
     """By the supervisor's lock: a clock that was set, or a record that is damaged, hides nothing."""
     record: dict[str, Any] = json.loads((up.folder / ".armature/platform.json").read_text())
     (up.folder / ".armature/platform.json").write_text(json.dumps(record | {"started": 1.0})[:-9])

@@ -24,7 +24,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize("name", recipe_names())
-def test_every_recipe_loads_and_says_what_it_is(name: str):
+def test_every_recipe_loads_and_says_what_it_is(name):
     recipe = load_recipe(name)
     assert recipe.description.endswith(".")
     for section in recipe.sections.values():
@@ -144,7 +144,7 @@ PUBLISHED = {
 
 
 @pytest.mark.parametrize(("name", "section"), [(name, section) for name in PUBLISHED for section in PUBLISHED[name]])
-def test_recipes_have_the_published_settings(name: str, section: str):
+def test_recipes_have_the_published_settings(name, section):
     values = load_recipe(name).dump()[section]
     for key, expected in PUBLISHED[name][section].items():
         found = values
@@ -193,7 +193,7 @@ def test_dvc_stages_are_registered_stages_and_know_all_that_decides_their_settin
 
 
 @pytest.mark.parametrize("name", sorted({*RECIPES} - {"evaluate/libero", "evaluate/libero-perturbed"}))
-def test_a_recipe_that_says_nothing_is_refused(name: str):
+def test_a_recipe_that_says_nothing_is_refused(name):
     from armature.components.configuration import build_recipe
 
     with pytest.raises(ConfigurationError) as caught:

@@ -30,13 +30,13 @@ def show(folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60, check=False)
 
 
-def test_nobody_there_is_said_within_seconds(tmp_path: Path) -> None:
+def test_nobody_there_is_said_within_seconds(tmp_path):
     done = show(tmp_path, MLFLOW_TRACKING_URI=f"http://me:pass-word@127.0.0.1:{free_port()}")
     assert done.returncode == 1 and "MLflow does not answer" in done.stderr and "Traceback" not in done.stderr
     assert "what to do: start it" in done.stderr and "pass-word" not in done.stderr
 
 
-def test_one_that_takes_the_call_and_says_nothing_is_given_up(tmp_path: Path) -> None:
+def test_one_that_takes_the_call_and_says_nothing_is_given_up(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"http://127.0.0.1:{server.getsockname()[1]}"
         done = show(tmp_path, MLFLOW_TRACKING_URI=address, MLFLOW_HTTP_REQUEST_TIMEOUT="1")
@@ -52,7 +52,7 @@ def test_one_that_takes_the_call_and_says_nothing_is_given_up(tmp_path: Path) ->
         ("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "-"),
     ],
 )
-def test_a_wrong_variable_is_named(tmp_path: Path, name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_variable_is_named(tmp_path, name, value, monkeypatch):
     from armature.tasks.mlflow_client import client
 
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
@@ -95,7 +95,7 @@ def steps_of(run_id: str) -> list[int]:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("prefect_server")
-def test_a_stage_goes_on_without_it_and_its_record_is_complete_in_the_end(server: Program, tmp_path: Path) -> None:
+def test_a_stage_goes_on_without_it_and_its_record_is_complete_in_the_end(server, tmp_path):
     @flow
     def training() -> str:
         with tracked("away", "run", {}, {}) as run, PrefectEvents(run, set(), tmp_path) as events:
@@ -114,7 +114,7 @@ def test_a_stage_goes_on_without_it_and_its_record_is_complete_in_the_end(server
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("prefect_server")
-def test_one_that_stays_away_is_an_error_of_ours_and_hides_none(server: Program, tmp_path: Path) -> None:
+def test_one_that_stays_away_is_an_error_of_ours_and_hides_none(server, tmp_path):
     from armature.tasks.patience import patience
 
     @flow

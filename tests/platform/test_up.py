@@ -95,7 +95,7 @@ def platform(tmp_path_factory: pytest.TempPathFactory, shared_server: SharedServ
     armature(folder, "down")
 
 
-def test_what_is_up_answers_and_knows_every_flow(platform: Platform) -> None:
+def test_what_is_up_answers_and_knows_every_flow(platform):
     assert httpx.get(f"{platform.record['mlflow']}/health").status_code == 200
     known = platform.api.post("/deployments/filter", json={}).json()
     assert len(known) == len(recipe_names())
@@ -115,13 +115,13 @@ def test_what_is_up_answers_and_knows_every_flow(platform: Platform) -> None:
     assert second.returncode == 2 and "already running" in second.stderr
 
 
-def test_no_port_of_it_is_open_to_a_second_machine(platform: Platform, second_machine: str) -> None:
+def test_no_port_of_it_is_open_to_a_second_machine(platform, second_machine):
     assert_closed(second_machine, platform.family, {"prefect", "mlflow"})
 
 
 @pytest.mark.browser
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on PATH; on Debian: apt-get install chromium")
-def test_sweep_of_two_checkpoints_and_two_seeds_from_the_dashboard(platform: Platform) -> None:
+def test_sweep_of_two_checkpoints_and_two_seeds_from_the_dashboard(platform):
     dashboard = platform.record["prefect"]
     with chromium(dashboard, platform.auth_string) as browser:
         started = start_from_the_form(browser, platform.api, dashboard, CHECKPOINTS, ["3", "4"])
@@ -144,7 +144,7 @@ def wait_for_end(api: httpx.Client, run_id: str, seconds: float) -> dict[str, An
         time.sleep(1)
 
 
-def test_everything_ends_with_it(platform: Platform) -> None:
+def test_everything_ends_with_it(platform):
     """Twice: by `armature down`, and by SIGKILL of the supervisor."""
     assert armature(platform.folder, "down").returncode == 0
     platform.assert_all_ended()
