@@ -22,7 +22,7 @@ print(any(one is kept for one in found), any(one is later for one in found), gc.
 """
 
 
-def test_what_exists_is_left_out_and_later_objects_are_not() -> None:
+def test_what_exists_is_left_out_and_later_objects_are_not():
     """In a process of its own, for all of it changes."""
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True, timeout=120)
     assert done.stdout.split() == ["False", "True", "True"]

@@ -45,7 +45,7 @@ def product() -> grimp.ImportGraph:
     return import_graph(*PRODUCT)
 
 
-def test_all_modules_of_the_product_are_read(product: grimp.ImportGraph) -> None:
+def test_all_modules_of_the_product_are_read(product):
     linked = (f"armature/{name}" for name in ("components", "flows", "tasks"))  # rglob enters no links
     files = (path.relative_to(ROOT) for name in (*PRODUCT, *linked) for path in (ROOT / name).rglob("*.py"))
     parts = [path.parent.parts if path.stem == "__init__" else path.with_suffix("").parts for path in files]
@@ -53,12 +53,12 @@ def test_all_modules_of_the_product_are_read(product: grimp.ImportGraph) -> None
 
 
 @pytest.mark.parametrize("name", ["components", "flows", "tasks"])
-def test_linked_folder_is_no_second_package(name: str) -> None:
+def test_linked_folder_is_no_second_package(name):
     done = subprocess.run([sys.executable, "-c", f"import {name}"], cwd=ROOT, capture_output=True, check=False)
     assert done.returncode == 1 and b"ImportError" in done.stderr
 
 
-def test_child_process_imports_the_code_of_its_parent() -> None:
+def test_child_process_imports_the_code_of_its_parent():
     script = "import sys; from armature.components.contracts import errors; print(errors.__file__)"
     script += "; print(sorted({'components', 'flows', 'tasks'} & set(sys.modules)))"
     command = [sys.executable, "-c", script]
@@ -66,11 +66,11 @@ def test_child_process_imports_the_code_of_its_parent() -> None:
     assert done.stdout.split("\n") == [errors.__file__, "[]", ""]
 
 
-def test_modules_import_each_other_in_no_circle(product: grimp.ImportGraph) -> None:
+def test_modules_import_each_other_in_no_circle(product):
     assert circle_of_modules(product) == []
 
 
-def test_packages_import_their_siblings_in_no_circle(product: grimp.ImportGraph) -> None:
+def test_packages_import_their_siblings_in_no_circle(product):
     assert circles_of_siblings(product) == []
 
 
@@ -84,7 +84,7 @@ def test_packages_import_their_siblings_in_no_circle(product: grimp.ImportGraph)
         "from .parts import first",
     ],
 )
-def test_any_kind_of_import_closes_a_circle(back: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_kind_of_import_closes_a_circle(back, tmp_path, monkeypatch):
     texts = {"__init__": "", "parts/__init__": "", "parts/first": "from round_trip import second", "second": back}
     for name, text in texts.items():
         file = tmp_path / "round_trip" / f"{name}.py"
@@ -96,7 +96,7 @@ def test_any_kind_of_import_closes_a_circle(back: str, tmp_path: Path, monkeypat
     assert len(circles_of_siblings(graph)) == 1
 
 
-def test_two_packages_make_a_circle_without_any_of_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_packages_make_a_circle_without_any_of_modules(tmp_path, monkeypatch):
     texts = {"a/one": "from two_rooms.b import one", "b/one": "", "b/two": "from two_rooms.a import two", "a/two": ""}
     for name, text in texts.items():
         file = tmp_path / "two_rooms" / f"{name}.py"

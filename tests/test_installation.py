@@ -114,7 +114,7 @@ def test_an_installation_without_recipes_is_an_error(tmp_path, monkeypatch):
         configuration.recipe_names()
 
 
-def test_another_python_is_refused_before_anything_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_another_python_is_refused_before_anything_is_made(tmp_path, monkeypatch):
     from packaging.specifiers import SpecifierSet
 
     needed = SpecifierSet(PROJECT["requires-python"])

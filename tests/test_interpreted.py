@@ -13,7 +13,7 @@ import pytest
 KERNELS = sorted(Path(__file__).parent.rglob("interpreted_*.py"))
 
 
-def test_interpreted_kernels() -> None:
+def test_interpreted_kernels():
     """In a process of their own: Triton decides when it is imported whether it interprets kernels."""
     if find_spec("triton") is None:
         pytest.skip("triton is not installed: pip install triton")

@@ -93,7 +93,7 @@ def family(tmp_path: Path, end: str) -> list[str]:
         ("forked", signal.SIGKILL),
     ],
 )
-def test_nothing_outlives_the_parent(tmp_path: Path, ending: str, number: int | None) -> None:
+def test_nothing_outlives_the_parent(tmp_path, ending, number):
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
     parent = subprocess.Popen(
         [sys.executable, "-c", PARENT, str(tmp_path / "pids"), ending],
@@ -111,13 +111,13 @@ def test_nothing_outlives_the_parent(tmp_path: Path, ending: str, number: int | 
 
 
 @pytest.mark.parametrize(("end", "code"), [("exit", 7), ("crash", -signal.SIGSEGV)])
-def test_exit_code_and_leftovers_of_a_program_that_ends(tmp_path: Path, end: str, code: int) -> None:
+def test_exit_code_and_leftovers_of_a_program_that_ends(tmp_path, end, code):
     with program(family(tmp_path, end), grace=0.3) as running:
         assert running.wait(20) == code
     assert_gone(read_pids(tmp_path / "pids"))
 
 
-def test_killed_program_shows_sigkill_and_leaves_nothing(tmp_path: Path) -> None:
+def test_killed_program_shows_sigkill_and_leaves_nothing(tmp_path):
     with program(family(tmp_path, "stay"), grace=0.3) as running:
         pids = read_pids(tmp_path / "pids")
         assert {process.pid for process in running.family()} == set(pids)
@@ -127,14 +127,14 @@ def test_killed_program_shows_sigkill_and_leaves_nothing(tmp_path: Path) -> None
     assert_gone(pids)
 
 
-def test_stop_is_quick_and_can_be_repeated(tmp_path: Path) -> None:
+def test_stop_is_quick_and_can_be_repeated(tmp_path):
     running = Program([sys.executable, "-c", "import time; time.sleep(120)"], grace=60)
     began = time.monotonic()
     assert running.stop() == -signal.SIGTERM == running.stop()
     assert time.monotonic() - began < 30
 
 
-def test_from_a_thread_that_ends_before_the_program(tmp_path: Path) -> None:
+def test_from_a_thread_that_ends_before_the_program(tmp_path):
     box: list[Program] = []
     thread = threading.Thread(target=lambda: box.append(Program(family(tmp_path, "stay"), grace=0.3)))
     thread.start()
@@ -146,7 +146,7 @@ def test_from_a_thread_that_ends_before_the_program(tmp_path: Path) -> None:
     assert_gone(pids)
 
 
-def test_log_environment_and_folder(tmp_path: Path) -> None:
+def test_log_environment_and_folder(tmp_path):
     script = "import os, sys; print(os.environ['A'], 'HOME' in os.environ, os.getcwd()); sys.stderr.write('x\\n'*100)"
     log = tmp_path / "deep" / "log.txt"
     with program([sys.executable, "-c", script], log=log, env={"A": "b", "HOME": None}, cwd=tmp_path) as running:
@@ -155,7 +155,7 @@ def test_log_environment_and_folder(tmp_path: Path) -> None:
     assert f"b False {tmp_path}" in log.read_text()
 
 
-def test_program_that_does_not_exist() -> None:
+def test_program_that_does_not_exist():
     with pytest.raises(FileNotFoundError):
         Program(["no-such-program"])
 
@@ -224,7 +224,7 @@ def test_temporary_files_of_a_killed_guard_go_at_the_next_start_and_those_of_the
     assert gone(living)
 
 
-def test_a_program_of_a_process_with_more_open_files_than_select_knows() -> None:
+def test_a_program_of_a_process_with_more_open_files_than_select_knows():
     code = (
         "import resource, sys\n"
         "from armature.components.process import Program\n"

@@ -77,7 +77,7 @@ def at(values: Any, key: str) -> Any:
 
 
 @pytest.mark.parametrize("file", FILES, ids=str)
-def test_every_value_of_a_file_is_needed(file: Path, tmp_path: Path):
+def test_every_value_of_a_file_is_needed(file, tmp_path):
     """Without it a recipe is another, or none: it is neither the default nor what the extended file says.
 
     Which variant a table is may always be said: a reader should not have to know the default.
@@ -126,7 +126,7 @@ def test_every_setting_says_what_it_is():
 
 
 @pytest.mark.parametrize("name", json.loads(FROZEN.read_text()))
-def test_resolved_values_are_as_they_were(name: str):
+def test_resolved_values_are_as_they_were(name):
     resolved = load_recipe(name).dump()
     for key, expected in json.loads(FROZEN.read_text())[name].items():
         found = at(resolved, key)
@@ -134,7 +134,7 @@ def test_resolved_values_are_as_they_were(name: str):
 
 
 @pytest.mark.parametrize("name", ["evaluate/vlm", "evaluate/sweep"])
-def test_the_demo_s_checkpoint_is_evaluated_as_the_demo_does(name: str):
+def test_the_demo_s_checkpoint_is_evaluated_as_the_demo_does(name):
     trained, evaluated = load_recipe("train-vlm/colors"), load_recipe(name)
     for section in ("model", "environment", "inference", "machine"):
         assert evaluated.sections[section] == trained.sections[section]

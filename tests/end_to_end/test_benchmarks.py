@@ -72,13 +72,13 @@ def measure(name: str, sizes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("name", SIZES)
-def test_benchmark_runs_at_toy_size(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_benchmark_runs_at_toy_size(name, monkeypatch):
     measure(name, SIZES[name], monkeypatch)
 
 
 @needs_libero
 @pytest.mark.parametrize("name", SIMULATED)
-def test_benchmark_of_simulators_runs_at_toy_size(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_benchmark_of_simulators_runs_at_toy_size(name, monkeypatch):
     measure(name, SIMULATED[name], monkeypatch)
 
 
@@ -87,7 +87,7 @@ def test_benchmark_of_simulators_runs_at_toy_size(name: str, monkeypatch: pytest
     [*GPU_SCRIPTS, *(pytest.param(words, marks=needs_libero) for words in ROBOT_SCRIPTS)],
     ids=lambda words: words[0],
 )
-def test_gpu_script_runs_small_on_a_cpu(words: list[str], tmp_path: Path) -> None:
+def test_gpu_script_runs_small_on_a_cpu(words, tmp_path):
     # The project's folder is found by its path, since some keep runs in the working folder.
     paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OUT": str(tmp_path), "PYTHONPATH": paths}
@@ -97,7 +97,7 @@ def test_gpu_script_runs_small_on_a_cpu(words: list[str], tmp_path: Path) -> Non
     assert done.returncode == 0
 
 
-def test_our_half_of_a_trainers_step_runs() -> None:
+def test_our_half_of_a_trainers_step_runs():
     """Keeping activations changes no gradient, and where no prompt is shared more tokens are computed."""
     ways = ["Q,2000,packing", "Q,2000,packing,keep", "U,2000,packing", "A,2000,packing"]
     shared, kept, alone, image = step_gpu.sides(ways, (), 1, small=not torch.cuda.is_available())
@@ -106,7 +106,7 @@ def test_our_half_of_a_trainers_step_runs() -> None:
     assert image["norm"] > 0
 
 
-def test_our_half_of_robot_policies_runs() -> None:
+def test_our_half_of_robot_policies_runs():
     ours = lerobot_gpu.Side("ours", [sys.executable, "-m", "benchmarks.policy_ours", "small"])
     try:
         ours.ask(do="open", case="full 8")
@@ -117,7 +117,7 @@ def test_our_half_of_robot_policies_runs() -> None:
         ours.stop()
 
 
-def test_our_half_of_a_whole_step_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_our_half_of_a_whole_step_runs(tmp_path, monkeypatch):
     monkeypatch.setattr(rl_step_gpu, "STEPS", 1)
     question = rl_step_gpu.checkpoint(tmp_path / "model")
     found = rl_step_gpu.ours(tmp_path / "model", question, "in turn", tmp_path / "store")

@@ -49,7 +49,7 @@ def server(store: Path, joined_url: str) -> str:
     return joined_url
 
 
-def test_the_right_server_passes(store: Path, server: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_right_server_passes(store, server, capsys):
     check_recipe(recipe(store, f'machine.endpoints=["{server}"]'), configuration_only=False)
     printed = capsys.readouterr()
     said = printed.out + printed.err
@@ -57,14 +57,14 @@ def test_the_right_server_passes(store: Path, server: str, capsys: pytest.Captur
     assert "trainer needs" in said and "mismatch KL" in said
 
 
-def test_another_checkpoint_on_the_server_is_refused(store: Path, server: str) -> None:
+def test_another_checkpoint_on_the_server_is_refused(store, server):
     other = recipe(store, f'machine.endpoints=["{server}"]', "model.tiny.seed=11")
     with pytest.raises(MismatchError) as caught:
         check_recipe(other, configuration_only=False)
     assert caught.value.where == "pre-flight"
 
 
-def test_a_processor_with_another_image_size_is_refused(store: Path, server: str, tmp_path: Path) -> None:
+def test_a_processor_with_another_image_size_is_refused(store, server, tmp_path):
     own = recipe(store, f'machine.endpoints=["{server}"]')
     machine = own.sections["machine"]
     assert isinstance(machine, Machine)
@@ -91,7 +91,7 @@ def enlarge_images(folder: Path) -> None:
             (folder / name).write_text(json.dumps(document))
 
 
-def test_a_step_above_the_bound_stops_the_run(store: Path, server: str) -> None:
+def test_a_step_above_the_bound_stops_the_run(store, server):
     """The trainer computes in 16 bits, the server in 32: little enough for the pre-flight, too much for this bound."""
     few = ("trainer.max_steps=2", "rollouts.groups_per_step=2", 'trainer.autocast="bf16"')
     own = recipe(store, f'machine.endpoints=["{server}"]', *few, "preflight.max_step_mismatch_kl=1e-9")

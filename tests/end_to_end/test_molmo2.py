@@ -78,19 +78,19 @@ def weights(artifact: Artifact) -> dict[str, torch.Tensor]:
     return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
-def test_the_warm_start_learns_the_plans(made: dict[str, Artifact]) -> None:
+def test_the_warm_start_learns_the_plans(made):
     metrics = document(made["sft"], "metrics.json")
     assert metrics["heldout_loss"] < metrics["heldout_loss_before"] / 2
 
 
-def test_server_and_trainer_agree_in_every_step(made: dict[str, Artifact]) -> None:
+def test_server_and_trainer_agree_in_every_step(made):
     steps = [row for row in document(made["train-vlm"], "history.json") if "mismatch_kl" in row]
     assert len(steps) == 2
     assert all(abs(row["mismatch_kl"]) < 1e-3 for row in steps)
     assert all(row["rollouts/failed"] == 0 and row["images/distinct"] > 1 for row in steps)
 
 
-def test_each_stage_trains_all_of_the_language_model(made: dict[str, Artifact]) -> None:
+def test_each_stage_trains_all_of_the_language_model(made):
     for before, after in (("model", "sft"), ("sft", "train-vlm")):
         old, new = weights(made[before]), weights(made[after])
         assert old.keys() == new.keys()
@@ -98,6 +98,6 @@ def test_each_stage_trains_all_of_the_language_model(made: dict[str, Artifact]) 
         assert blocks and not any(torch.equal(old[name], new[name]) for name in blocks)
 
 
-def test_the_evaluation_tells_the_kinds_of_games_apart(made: dict[str, Artifact]) -> None:
+def test_the_evaluation_tells_the_kinds_of_games_apart(made):
     metrics = document(made["evaluate"], "metrics.json")
     assert set(metrics["kinds"]) == KINDS

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import av
@@ -59,7 +58,7 @@ class Saboteur:
         return self._policy.predict(observations, seeds)
 
 
-def test_results_depend_on_neither_batch_nor_workers_nor_deaths(tmp_path: Path) -> None:
+def test_results_depend_on_neither_batch_nor_workers_nor_deaths(tmp_path):
     for name in ("alone", "four", "two"):
         (tmp_path / name / "out").mkdir(parents=True)
     loaded = load_policy(
@@ -88,7 +87,7 @@ def test_results_depend_on_neither_batch_nor_workers_nor_deaths(tmp_path: Path) 
             assert ("attempts lost with their simulator" in report.drops) == (name == "two")
 
 
-def test_perturbed_results_depend_on_neither_batch_nor_workers(tmp_path: Path) -> None:
+def test_perturbed_results_depend_on_neither_batch_nor_workers(tmp_path):
     loaded = load_policy(
         released.write_released(tmp_path / "released"), released.SETTINGS.model_copy(update={"norm_tag": "kitchen"})
     )
@@ -138,7 +137,7 @@ class Recorded:
         return {}
 
 
-def test_what_the_expert_does_is_a_success_and_is_filmed(tmp_path: Path) -> None:
+def test_what_the_expert_does_is_a_success_and_is_filmed(tmp_path):
     (tmp_path / "out").mkdir()
     task = suite_tasks("libero_spatial")[2]
     evaluation = settings(tasks=(2,), episodes_per_task=1, max_steps={"libero_spatial": 280}, seed=3, videos_per_task=1)

@@ -27,13 +27,13 @@ from armature.components.inference.proof import distance
 from armature.components.inference.settings import ServerSettings
 from armature.components.inference.weights import WEIGHT_SENDERS, Publish
 from armature.components.models.load import load_model, load_processor
-from armature.components.models.settings import ModelSettings
 from armature.components.models.tiny import SMALL, make_tiny_checkpoint
 from armature.components.training.ranks import Ranks
 from armature.components.vlm.logprobs import Policy
 from armature.components.vlm.probe import answer_probe
 from armature.components.vlm.publish import Publisher
 from tests.refusals import refused
+from tests.vlm.conftest import model_settings
 
 
 def test_the_unique_id_unpickles_as_the_workers_class(monkeypatch):
@@ -203,16 +203,9 @@ class Trainer:
     """A policy on the first GPU."""
 
     def __init__(self, folder: Path, dtype: str) -> None:
-        model_settings = ModelSettings(
-            source="given",
-            dtype=dtype,
-            attn_implementation="sdpa",
-            trust_remote_code=False,
-            freeze=(),
-            gradient_checkpointing=False,
-        )
-        model = load_model(folder, model_settings)
-        self.dtype, self.processor = dtype, load_processor(folder, model_settings)
+        settings = model_settings(dtype=dtype)
+        model = load_model(folder, settings)
+        self.dtype, self.processor = dtype, load_processor(folder, settings)
         self.publisher = Publisher(model, self.processor, folder / "processor")
         self.policy = Policy(
             model.float().cuda(0),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-from pathlib import Path
 
 import pytest
 
@@ -25,7 +24,7 @@ print(loader._prepare_weights(sys.argv[1], None, None, False, None)[1])
 
 
 @pytest.mark.slow
-def test_weights_are_found_in_a_folder_of_any_name(tmp_path: Path) -> None:
+def test_weights_are_found_in_a_folder_of_any_name(tmp_path):
     python = Machine().server_interpreter
     if not python.exists():
         pytest.skip("no environment of vLLM: armature setup")

@@ -20,18 +20,11 @@ from armature.components.inference.client import Completion
 from armature.components.inference.endpoint import Endpoint
 from armature.components.inference.pool import ServerPool
 from armature.components.inference.settings import EvaluationSamplingSettings, ServerSettings
-from armature.components.models.settings import ModelSettings
+from tests.vlm.conftest import model_settings
 
 SAMPLING = EvaluationSamplingSettings(temperature=1.0, max_tokens=8, top_p=1.0, top_k=0)
 SETTINGS = ServerSettings(max_model_len=1024, max_images_per_prompt=2, dtype="float32")
-MODEL = ModelSettings(
-    source="given",
-    dtype="float32",
-    attn_implementation="sdpa",
-    trust_remote_code=False,
-    freeze=(),
-    gradient_checkpointing=False,
-)
+MODEL = model_settings()
 NOISE = np.random.default_rng(0)
 IMAGES = [Image.fromarray(NOISE.integers(0, 255, (*shape, 3), dtype=np.uint8)) for shape in ((80, 100), (150, 64))]
 TOLERANCE = 5e-3  # nats per token; Triton multiplies fp32 as tf32
@@ -103,7 +96,7 @@ def differences(folder: Path, answers: dict[str, Completion]) -> dict[str, float
 @pytest.mark.gpu
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-async def test_trainer_and_server_attend_to_each_image_both_ways(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+async def test_trainer_and_server_attend_to_each_image_both_ways(checkpoints, tmp_path):
     """Before and after weights are sent over CUDA IPC, under the names that the trainer's model has."""
     from armature.components.inference.weights import WEIGHT_SENDERS
     from armature.components.models.load import load_model

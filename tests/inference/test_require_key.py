@@ -32,9 +32,7 @@ async def answer(_: Request) -> PlainTextResponse:
         ("/health/collective_rpc", None, 401),
     ],
 )
-async def test_every_route_needs_the_key(
-    path: str, key: str | None, status: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_every_route_needs_the_key(path, key, status, monkeypatch):
     monkeypatch.setenv("VLLM_API_KEY", "right")
     monkeypatch.syspath_prepend(SERVED)
     require_key = importlib.import_module("armature_served.require_key")

@@ -15,7 +15,7 @@ MACHINE = Machine.model_validate({"server_environment": {"HF_TOKEN": {"prefect_s
 
 
 @pytest.mark.usefixtures("prefect_server")
-def test_a_block_is_read_by_the_flow_that_names_it() -> None:
+def test_a_block_is_read_by_the_flow_that_names_it():
     from prefect.blocks.system import Secret
 
     from armature.tasks.flow_run import read_blocks
@@ -32,7 +32,7 @@ def test_a_block_is_read_by_the_flow_that_names_it() -> None:
 
 
 @pytest.mark.usefixtures("prefect_server")
-def test_so_is_one_that_a_reward_names() -> None:
+def test_so_is_one_that_a_reward_names():
     from prefect.blocks.system import Secret
 
     from armature.tasks.flow_run import read_blocks

@@ -16,7 +16,7 @@ from armature.tasks.mlflow_client import client, experiment_id, page, tracking_u
 from tests.hostile_names import EVERY_CHARACTER
 
 
-def test_the_database_of_this_folder_is_for_its_owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_database_of_this_folder_is_for_its_owner(tmp_path, monkeypatch):
     from mlflow import MlflowClient
 
     monkeypatch.chdir(tmp_path)
@@ -29,7 +29,7 @@ def test_the_database_of_this_folder_is_for_its_owner(tmp_path: Path, monkeypatc
     assert databases[0].stat().st_mode & 0o077 == 0
 
 
-def test_project_in_a_folder_of_any_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_project_in_a_folder_of_any_name(tmp_path, monkeypatch):
     """Its first question makes the database, which MLflow begins with an experiment of its own."""
     folder = tmp_path / EVERY_CHARACTER
     folder.mkdir()
@@ -50,19 +50,19 @@ def test_project_in_a_folder_of_any_name(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("uri", ["sqlite", "sqlite:x", "sqlite://a:b/c"])
-def test_address_that_is_none_is_refused(uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_address_that_is_none_is_refused(uri, monkeypatch):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
     with pytest.raises(ConfigurationError):
         client()
 
 
-def test_the_address_of_a_page_has_no_password(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_address_of_a_page_has_no_password(monkeypatch):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "https://me:pass-word@tracking.example:5000/")
     assert page("run", "1").startswith("https://tracking.example:5000/#/experiments/1/runs/run")
 
 
 @pytest.mark.slow
-def test_runs_that_begin_together_in_a_new_folder_share_its_database(tmp_path: Path) -> None:
+def test_runs_that_begin_together_in_a_new_folder_share_its_database(tmp_path):
     """As two commands in a fresh checkout: MLflow makes its tables in steps that no second process may meet."""
     script = "from armature.tasks.mlflow_client import experiment_id; print(experiment_id('shared'))"
     environment = {name: value for name, value in os.environ.items() if name != "MLFLOW_TRACKING_URI"}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-from pathlib import Path
 
 import httpx
 import pytest
@@ -33,7 +32,7 @@ def read(text: str) -> dict[tuple[str, ...], float]:
 
 
 @pytest.mark.usefixtures("prefect_server")
-def test_a_stage_is_there_while_it_runs(tmp_path: Path) -> None:
+def test_a_stage_is_there_while_it_runs(tmp_path):
     from armature.tasks.events import PrefectEvents
     from armature.tasks.tracking import tracked
 
@@ -69,7 +68,7 @@ def test_a_stage_is_there_while_it_runs(tmp_path: Path) -> None:
         httpx.get(f"http://{address}/metrics", trust_env=False)
 
 
-def test_an_address_that_is_taken_or_is_none_is_refused(tmp_path: Path) -> None:
+def test_an_address_that_is_taken_or_is_none_is_refused(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(ConfigurationError) as caught, serve_metrics(address, str(tmp_path)):

@@ -84,7 +84,7 @@ def test_the_candidate_s_files_load_elsewhere_and_take_no_disk(trained, tracking
 
 
 @pytest.mark.parametrize("deployment", [*HOSTILE_NAMES, EVERY_CHARACTER])
-def test_recipe_of_any_name_is_a_name_of_a_model(deployment: str) -> None:
+def test_recipe_of_any_name_is_a_name_of_a_model(deployment):
     name = _model_name(f"train-vlm.{deployment}")
     _validate_model_name(name)
     assert not set(name) & set("/:@'\"%?#`\n")

@@ -20,7 +20,7 @@ BACKENDS = get_args(Logprobs)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("softcap", [None, 30.0])
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 1.3])
-def test_on_a_gpu_equals_float64(backend: str, temperature: float, softcap: float | None) -> None:
+def test_on_a_gpu_equals_float64(backend, temperature, softcap):
     """Sums are fp32; gradients of logits are rounded to bf16 once, or twice where `triton` keeps what they are made of.
     `normal` rounds its logits to bf16 as well.
     """
@@ -44,7 +44,7 @@ def test_on_a_gpu_equals_float64(backend: str, temperature: float, softcap: floa
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_both_tiles_equal_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_gpu_both_tiles_equal_float64(monkeypatch):
     case = Case(1000, 5000, 520, 0.7, None, True, 100)
     for tile in (fused.LARGE, fused.SMALL, replace(fused.SMALL, descriptors=True)):
         monkeypatch.setattr(fused, "LARGE", tile)

@@ -127,7 +127,7 @@ def run(make_tiny: Callable[[str], Tiny], tmp_path: Path, monkeypatch: pytest.Mo
     return Run(make_tiny("qwen3-vl"), tmp_path)
 
 
-def test_the_group_is_made_again_for_a_server_that_stays(run: Run) -> None:
+def test_the_group_is_made_again_for_a_server_that_stays(run):
     async def work(model: Path) -> None:
         async with AsyncExitStack() as stack:
             one = await started(stack, model, run.folder / "one")
@@ -140,7 +140,7 @@ def test_the_group_is_made_again_for_a_server_that_stays(run: Run) -> None:
     asyncio.run(work(run.model))
 
 
-def test_the_group_is_made_again_for_a_server_that_was_started_again(run: Run) -> None:
+def test_the_group_is_made_again_for_a_server_that_was_started_again(run):
     """At the same address, and with no request meanwhile that would have noticed."""
 
     async def work(model: Path) -> None:

@@ -78,7 +78,7 @@ def first(environment: Environment) -> Task:
 
 
 @pytest.mark.parametrize("pixels", [False, True])
-def test_episodes_are_played_and_rewarded_by_the_server(server: str, pixels: bool) -> None:
+def test_episodes_are_played_and_rewarded_by_the_server(server, pixels):
     with served(base_url=server, reset={"pixels": pixels}) as environment:
         tasks = [task for split in ("train", "heldout") for task in environment.tasks(split)]  # type: ignore[arg-type]
         assert len({task.payload["seed"] for task in tasks}) == 9
@@ -87,7 +87,7 @@ def test_episodes_are_played_and_rewarded_by_the_server(server: str, pixels: boo
             assert outcome.done and outcome.reward_parts == {"reward": 1.0} and outcome.action_defect is None
 
 
-def test_the_answer_to_an_action_is_the_next_observation(server: str) -> None:
+def test_the_answer_to_an_action_is_the_next_observation(server):
     with served(base_url=server, prompt="{images}{message} {metadata.colors}") as environment:
 
         async def twice_wrong() -> None:
@@ -114,7 +114,7 @@ def test_the_answer_to_an_action_is_the_next_observation(server: str) -> None:
         assert [outcome.reward_parts for outcome in outcomes] == [{"reward": 0.0}] * 2
 
 
-def test_more_episodes_than_sessions_wait_for_one(server: str) -> None:
+def test_more_episodes_than_sessions_wait_for_one(server):
     with served(base_url=server) as environment:
 
         async def all_at_once() -> list[list[Outcome]]:
@@ -124,13 +124,13 @@ def test_more_episodes_than_sessions_wait_for_one(server: str) -> None:
 
 
 @pytest.mark.parametrize("answer", ["", "mauve", "a\x00b"])
-def test_an_answer_that_the_servers_types_refuse_is_rewarded_as_such(server: str, answer: str) -> None:
+def test_an_answer_that_the_servers_types_refuse_is_rewarded_as_such(server, answer):
     with served(base_url=server, invalid_reward=-0.5) as environment:
         (outcome,) = asyncio.run(play(environment, first(environment), lambda _: answer))
         assert outcome.done and outcome.reward_parts == {"reward": -0.5} and outcome.action_defect == "format"
 
 
-def test_an_action_in_json(server: str) -> None:
+def test_an_action_in_json(server):
     with served(base_url=server, action="json", extract="</think>") as environment:
         task = first(environment)
         said = 'Perhaps {"color": "red"}?</think>I say {"color": "%s"}.'
@@ -141,7 +141,7 @@ def test_an_action_in_json(server: str) -> None:
             assert outcome.action_defect == "format"
 
 
-def test_without_a_prompt_the_observation_is_shown_as_json(server: str) -> None:
+def test_without_a_prompt_the_observation_is_shown_as_json(server):
     with served(base_url=server, prompt="") as environment:
 
         async def see() -> Observation:
@@ -155,7 +155,7 @@ def test_without_a_prompt_the_observation_is_shown_as_json(server: str) -> None:
         assert text == f'{{"message": "Game {first(environment).payload["seed"]}"}}'
 
 
-def test_what_the_server_gets_wrong_costs_its_rollout(server: str) -> None:
+def test_what_the_server_gets_wrong_costs_its_rollout(server):
     with served(base_url=server) as environment:
         with refused("environment_error", "EXECUTION_ERROR: the game has crashed"):
             asyncio.run(play(environment, first(environment), lambda _: "crash"))
@@ -173,7 +173,7 @@ def test_what_the_server_gets_wrong_costs_its_rollout(server: str) -> None:
         asyncio.run(play(environment, first(environment), color_of))
 
 
-def test_a_server_that_dies_is_started_again(started: Environment) -> None:
+def test_a_server_that_dies_is_started_again(started):
     with refused("environment_error"):
         asyncio.run(play(started, first(started), lambda _: "die"))
     assert (
@@ -184,7 +184,7 @@ def test_a_server_that_dies_is_started_again(started: Environment) -> None:
     assert outcome.reward_parts == {"reward": 1.0}
 
 
-def test_a_command_that_is_no_server_says_what_it_said() -> None:
+def test_a_command_that_is_no_server_says_what_it_said():
     command = [str(PYTHON), "-c", "import sys; sys.exit('no such game')", "{port}"]
     with (
         closing(make_environment(settings(command=command))) as environment,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ pytestmark = [
 ]
 
 
-def test_both_sides_of_a_trainers_step_do_the_same_work() -> None:
+def test_both_sides_of_a_trainers_step_do_the_same_work():
     """Norms of first gradients agree in every case, also where no two answers share a prompt, and however TRL treats
     activations. Without Liger, which is for GPUs.
     """
@@ -33,14 +32,14 @@ def test_both_sides_of_a_trainers_step_do_the_same_work() -> None:
     assert all(row["computed"] < row["trl_computed"] for row in rows)
 
 
-def test_both_sides_of_a_small_step_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_sides_of_a_small_step_run(monkeypatch):
     for name, value in {"ROWS": 2, "TOKENS": 4, "STEPS": 1, "ROUNDS": 1}.items():
         monkeypatch.setattr(trl_step, name, value)
     assert all(math.isfinite(row.ratio) for row in trl_step.measure())
 
 
 @pytest.mark.parametrize("way", ["16,0,0", "16,1,0"])
-def test_trls_half_of_a_whole_step_runs(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trls_half_of_a_whole_step_runs(way, tmp_path, monkeypatch):
     monkeypatch.setattr(rl_step_gpu, "STEPS", 1)
     question = rl_step_gpu.checkpoint(tmp_path / "model")
     found = rl_step_gpu.measured(way, tmp_path / "model", question, 0)
