@@ -49,7 +49,6 @@ ON_ONE_WORKER = {
         "tests/platform/test_open_ports.py",
         "tests/platform/test_up.py",
         "tests/rollouts/test_real_images.py",
-        "tests/rollouts/test_real_pool.py",
     ),
     "prefect_server": (
         "tests/flows/test_flows.py",
@@ -161,7 +160,7 @@ def environment_of_one_test() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def secrets_of_one_test(monkeypatch: pytest.MonkeyPatch) -> None:
+def secrets_of_one_test(monkeypatch) -> None:
     """What a test reads as a secret, such as "another", is not blanked in the errors of the next one."""
     from armature.components.contracts import secret_values
 
@@ -178,7 +177,7 @@ class Done:
 
 
 @pytest.fixture
-def armature(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+def armature(tmp_path, monkeypatch, capsys) -> Command:
     """The command `armature` in this process, in the test's folder."""
     from armature.cli import main
 
@@ -203,14 +202,14 @@ def prefect_server() -> Iterator[None]:
 
 
 @pytest.fixture
-def hub(tmp_path: Path) -> Iterator[HubServer]:
+def hub(tmp_path) -> Iterator[HubServer]:
     """A stand-in of the hub that huggingface_hub speaks to, with a cache of this test's own."""
     with serve_hub(tmp_path / "hub-cache") as served:
         yield served
 
 
 @pytest.fixture(scope="session")
-def empty_mlflow(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def empty_mlflow(tmp_path_factory) -> Path:
     """A database with its tables made once; making them takes seconds."""
     from mlflow import MlflowClient
 
@@ -220,7 +219,7 @@ def empty_mlflow(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def tracking(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, empty_mlflow: Path) -> str:
+def tracking(tmp_path, monkeypatch, empty_mlflow) -> str:
     """An empty MLflow of this test's own; the test's folder becomes the working folder."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mlflow.db").write_bytes(empty_mlflow.read_bytes())
@@ -256,7 +255,7 @@ def real_server(log_folder: Path, key: str) -> VllmServer:
 
 
 @pytest.fixture(scope="session")
-def shared_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedServer]:
+def shared_server(tmp_path_factory) -> Iterator[SharedServer]:
     """One real vLLM server of a model with the sizes and the tokenizer of train-vlm/colors; starting it takes 40 s.
 
     Its weights are those of whoever joined last; a pool that joins gives it its own.
@@ -264,11 +263,9 @@ def shared_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedSe
     from anyio.from_thread import start_blocking_portal
 
     from armature.components.configuration import load_recipe
-    from armature.components.models.settings import ModelSettings
     from armature.components.models.tiny import make_tiny_checkpoint
 
     folder, model = tmp_path_factory.mktemp("shared-server"), load_recipe("train-vlm/colors").sections["model"]
-    assert isinstance(model, ModelSettings) and model.tiny is not None and model.tiny.format is not None
     # Its tokenizer knows the answers' words: a server turns tokens into text with the one that it began with.
     sizes = model.tiny.model_copy(update={"format": model.tiny.format.model_copy(update={"steps": 1})})
     checkpoint = make_tiny_checkpoint("qwen2-vl", folder / "model", seed=0, settings=sizes)
@@ -281,7 +278,7 @@ def shared_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedSe
 
 
 @pytest.fixture
-def joined_url(shared_server: SharedServer, monkeypatch: pytest.MonkeyPatch) -> str:
+def joined_url(shared_server, monkeypatch) -> str:
     """The URL of the shared server, whose key is in the environment."""
     monkeypatch.setenv("VLLM_API_KEY", shared_server.key)
     return shared_server.url

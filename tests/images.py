@@ -11,11 +11,22 @@ from typing import Any
 import numpy as np
 from PIL import ExifTags, Image
 
+from armature.components.artifacts.images import encode_png
 from armature.components.contracts.images import EncodedImage
 
 MEDIA_TYPES = {"PNG": "image/png", "JPEG": "image/jpeg", "WEBP": "image/webp", "MPO": "image/jpeg"}
 WIDTH, HEIGHT = 72, 44
 XMP = b'<x:xmpmeta xmlns:x="adobe:ns:meta/"><rdf:Description tiff:Orientation="%d"/></x:xmpmeta>'
+
+
+def noise(seed: Any, width: int = 56, height: int = 56) -> Image.Image:
+    """An RGB image of random pixels."""
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 255, (height, width, 3), dtype=np.uint8))
+
+
+def image_part(image: Image.Image) -> dict[str, Any]:
+    """The part of a chat message that holds the image, as OpenAI's API has it."""
+    return {"type": "image_url", "image_url": {"url": encode_png(image).url}}
 
 
 def scene(width: int = WIDTH, height: int = HEIGHT) -> np.ndarray:

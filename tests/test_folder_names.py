@@ -48,7 +48,7 @@ def rows(where: str) -> str:
 
 
 @pytest.fixture
-def named(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+def named(request, tmp_path) -> Path:
     """A folder of the name; beside it one that patterns such as * and [v] match."""
     for name in ("v", "beside"):
         (tmp_path / name).mkdir()

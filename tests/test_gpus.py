@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
 from armature.components.contracts.cluster import ClusterSettings
 from armature.components.contracts.machine import Machine
+from armature.components.cpus import available_cpus
 from armature.components.gpus import gpu_count, visible_devices
 from armature.components.inference.command import server_environment
 from armature.components.training.processes import TrainerProcesses
@@ -21,7 +23,7 @@ Driver = Callable[[str], None]
 
 
 @pytest.fixture
-def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Driver:
+def driver(tmp_path, monkeypatch) -> Driver:
     """A stand-in for NVIDIA's tool, which lists what there is, whatever the variable says."""
 
     def lists(text: str) -> None:
@@ -99,7 +101,16 @@ def test_a_file_s_server_comes_behind_its_trainer(driver, monkeypatch):
         divide_gpus(MultimodalFile.model_validate(tables | {"inference": {"gpus": 3}}))
 
 
-@pytest.mark.parametrize("named", [{"trainer_gpus": (-1,)}, {"server_gpus": ((0, -1),)}])
-def test_a_device_has_no_negative_number(named):
-    with refused("greater_than_equal"):
-        Machine.model_validate(named)
+def test_of_all_that_it_is_bound_to(tmp_path):
+    bound = f"import os; os.sched_setaffinity(0, [{min(os.sched_getaffinity(0))}])"
+    code = f"{bound}; from armature.components.cpus import available_cpus; print(available_cpus())"
+    assert subprocess.check_output([sys.executable, "-c", code]) == b"1\n"
+
+
+@pytest.mark.parametrize(
+    ("quota", "share"), [("max 100000", 64), ("150000 100000", 1), ("250000 100000", 2), ("5 100", 1)]
+)
+def test_of_a_container_with_a_limit(tmp_path, monkeypatch, quota, share):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)))
+    (tmp_path / "cpu.max").write_text(f"{quota}\n")
+    assert available_cpus(tmp_path / "cpu.max") == share

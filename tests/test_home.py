@@ -18,7 +18,7 @@ from armature.init import write_project
 
 
 @pytest.fixture
-def repository(tmp_path: Path) -> Path:
+def repository(tmp_path) -> Path:
     """With a copy of it, as `dvc exp run --temp` makes them; the stages of both are in the folder `demo`."""
     folder = (tmp_path / "repository").resolve()
     for root in (folder, folder / ".dvc/tmp/exps/standalone/tmp1"):
@@ -28,7 +28,7 @@ def repository(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def copy(repository: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def copy(repository, monkeypatch) -> Path:
     """The folder of the stages in the copy, as the working folder of a stage's command."""
     found = repository / ".dvc/tmp/exps/standalone/tmp1/demo"
     monkeypatch.setenv("DVC_ROOT", str(repository))

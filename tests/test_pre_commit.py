@@ -24,7 +24,7 @@ def run(folder: Path, *words: str | Path) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.fixture(scope="module")
-def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def checkout(tmp_path_factory) -> Path:
     """A copy of the tracked files under git, with the environment of this one."""
     folder = tmp_path_factory.mktemp("checkout")
     for name in run(ROOT, "git", "ls-files").stdout.splitlines():

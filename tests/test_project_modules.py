@@ -20,7 +20,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 
 
 @pytest.fixture
-def beside(tmp_path: Path) -> Iterator[Path]:
+def beside(tmp_path) -> Iterator[Path]:
     """The folder of a recipe with a reward, what it imports, and something else."""
     files = {
         "own_reward.py": "from own_helper import size\n\n\ndef short(answer):\n    from own_rules.words import MOST\n"

@@ -108,10 +108,10 @@ def build(family: str, folder: Path, image_attention: ImageAttention | None = No
 
 
 @pytest.fixture(scope="session", params=[*FAMILIES])
-def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+def tiny(request, tmp_path_factory) -> Tiny:
     return build(request.param, tmp_path_factory.mktemp("tiny") / request.param)
 
 
 @pytest.fixture(scope="session")
-def qwen(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+def qwen(tmp_path_factory) -> Tiny:
     return build("qwen2-vl", tmp_path_factory.mktemp("tiny") / "qwen2-vl")

@@ -19,7 +19,7 @@ TEXT_OUTPUTS = {"input_ids", "attention_mask", "mm_token_type_ids", "token_type_
 
 
 @pytest.fixture
-def rows(tiny: Any) -> list[tuple[list[Any], list[Any]]]:
+def rows(tiny) -> list[tuple[list[Any], list[Any]]]:
     """Conversations with none, one, two and three images, one image shared by two of them."""
     a, b, c, d = (tiny.image(*size) for size in SIZES)
     return [
@@ -31,7 +31,7 @@ def rows(tiny: Any) -> list[tuple[list[Any], list[Any]]]:
 
 
 @pytest.fixture
-def outputs(tiny: Any, rows: Any) -> Any:
+def outputs(tiny, rows) -> Any:
     answers = ("red", "green", "it is the assistant", "blue and yellow")
     return outputs_of(
         *([tiny.turn(messages, images, text)] for (messages, images), text in zip(rows, answers, strict=True))

@@ -20,13 +20,13 @@ SIZES = ((100, 80), (64, 150), (230, 230))
 
 
 @pytest.fixture(scope="module", params=MODES)
-def molmo2(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+def molmo2(request, tmp_path_factory) -> Any:
     """A tiny Molmo2 in each of the two modes of image attention, of the same weights."""
     return build("molmo2", tmp_path_factory.mktemp("molmo2") / request.param, request.param)
 
 
 @pytest.fixture
-def outputs(molmo2: Any) -> Any:
+def outputs(molmo2) -> Any:
     """Rows with no image, one and three."""
     a, b, c = (molmo2.image(*size) for size in SIZES)
     return outputs_of(

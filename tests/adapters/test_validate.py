@@ -41,7 +41,6 @@ def test_an_own_adapter_needs_one_method(qwen):
         built = validate_batch(adapter.build_batch(outputs_of([], [])))
         dims = (built.input_ids, built.attention_mask, built.loss_mask, built.behavior_logprobs, built.rewards)
         assert {len(value) for value in (*dims, built.pixel_values)} == {2}
-        assert built.pixel_values is not None
         assert built.pixel_values.ndim == 4
     with pytest.raises(TypeError):
         MultimodalAdapter(qwen.processor)  # type: ignore[abstract]

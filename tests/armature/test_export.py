@@ -27,7 +27,6 @@ from armature.components.evaluation.libero.settings import EvaluateLiberoStageSe
 from armature.components.evaluation.results import EpisodeResult, metrics
 from armature.components.evaluation.settings import EvaluateStageSettings
 from armature.components.models.load import load_model, load_processor
-from armature.components.models.settings import ModelSettings
 from armature.components.models.tiny import SMALL, make_tiny_checkpoint
 from armature.components.rl.settings import TrainVLMSettings
 from armature.components.stages import run_stage
@@ -89,7 +88,7 @@ def _write_text(text: str, folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trained]:
+def trained(tmp_path_factory) -> Iterator[Trained]:
     root = tmp_path_factory.mktemp("export")
     with serve_hub(root / "hub-cache") as hub:
         folder = make_tiny_checkpoint("qwen2-vl", root / "base", seed=0, settings=SMALL)
@@ -126,7 +125,6 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trained]:
 
         def train(out: Path) -> None:
             settings = recipe.sections["model"]
-            assert isinstance(settings, ModelSettings)
             model = load_model(start.path, settings)
             generator = torch.Generator().manual_seed(0)
             for name, parameter in model.named_parameters():
@@ -150,9 +148,7 @@ def files_of(folder: Path) -> dict[str, bytes]:
 
 
 def record_of(trained: Trained) -> TrainingRecord:
-    record = read_record(trained.artifact.path, trained.store)
-    assert record is not None
-    return record
+    return read_record(trained.artifact.path, trained.store)
 
 
 def test_an_export_is_what_transformers_loads_with_the_merged_weights(trained, tmp_path):
@@ -198,7 +194,6 @@ def test_the_card_carries_what_the_checkpoint_was_made_from_and_how_it_did(train
     assert index is not None and index["model-index"][0]["results"][0]["metrics"][0]["value"] == 0.8
     text = card.content
     assert "| heldout | 7 | 0.250 [" in text and "0.800 [" in text and "20 tasks, 20 episodes" in text
-    assert record.base is not None
     facts = [trained.artifact.digest, trained.commit, record.base.checkpoint_sha256, *record.inputs]
     for fact in (*facts, *SOURCES.values()):
         assert fact in text
@@ -252,7 +247,7 @@ def test_text_of_recipes_and_data_stays_text_in_the_card(trained):
 
 
 @pytest.fixture
-def hub(trained: Trained, monkeypatch: pytest.MonkeyPatch) -> HubServer:
+def hub(trained, monkeypatch) -> HubServer:
     """With a token of its own, and nothing asked yet."""
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     trained.hub.asked.clear()

@@ -13,7 +13,7 @@ import pytest
 
 from armature.components.configuration import load_recipe, recipe_names
 from armature.components.recipes import RECIPES
-from armature.deployments import USE_PROJECT, deployment
+from armature.deployments import USE_PROJECT, deployment, flow_of
 
 RECIPE = """\
 flow = "train-vlm"
@@ -76,7 +76,7 @@ FILES = {
 
 
 @pytest.fixture
-def project(tmp_path: Path) -> Path:
+def project(tmp_path) -> Path:
     for name, text in FILES.items():
         (tmp_path / "first" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "first" / name).write_text(text)
@@ -188,3 +188,10 @@ def test_a_wrong_recipe_is_said(project, printed, before, after, said):
 def test_a_file_that_is_not_there_and_a_name_that_is_near_one_are_said(project, printed):
     assert "first/recipes.toml" in printed("run", "first/recipes.toml")
     assert "or give the path of a file" in printed("run", "first/recipe")
+
+
+@pytest.mark.parametrize("name", list(RECIPES))
+def test_a_worker_finds_each_flow_by_its_module(name):
+    from prefect.flows import load_flow_from_entrypoint
+
+    assert load_flow_from_entrypoint(RECIPES[name].FLOW, use_placeholder_flow=False) is flow_of(name)

@@ -34,7 +34,7 @@ NAMES = ("observation/image", "observation/wrist_image")
 
 
 @pytest.fixture
-def checkpoint(tmp_path: Path) -> Path:
+def checkpoint(tmp_path) -> Path:
     settings = released.SETTINGS.model_copy(update={"norm_tag": "kitchen"})
     loaded: LoadedPolicy = load_policy(released.write_released(tmp_path / "released"), settings)
     return save_policy(tmp_path / "policy/checkpoint", loaded.parts, loaded.model.state_dict()).parent
@@ -56,7 +56,6 @@ def test_a_robot_is_served_until_it_is_interrupted(checkpoint, tmp_path):
         killer = threading.Timer(240, program.kill)
         killer.start()
         try:
-            assert program.stdout is not None
             metrics = program.stdout.readline().split()[-1]
             said = [program.stdout.readline().strip() for _ in range(3)]
             url = said[0].removeprefix("serving at ").partition(";")[0]

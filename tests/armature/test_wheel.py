@@ -49,7 +49,7 @@ def tracked() -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
+def installed(tmp_path_factory) -> Installed:
     """A wheel of a source distribution of the tracked files, built without a network.
 
     Dependencies are those of this environment.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -119,9 +118,3 @@ def test_a_reward_that_is_no_number_leaves_its_siblings_alone():
     by_turn = turn_advantages([broken, *GROUPS], batch_settings(group_mean("group_std"))).by_turn
     assert by_turn == turn_advantages(GROUPS, batch_settings(group_mean("group_std"))).by_turn
     assert all(np.isfinite(value) for value in by_turn.values())
-
-
-def test_groups_do_not_see_each_other():
-    moved = [replace(one, group_id="g9") if one.group_id == "g2" else one for one in GROUPS]
-    assert of(list(reversed(moved)), group_mean("group_std")) == of(GROUPS, group_mean("group_std"))
-    assert turn_advantages([], batch_settings(group_mean("batch_std"))).by_turn == {}

@@ -10,14 +10,11 @@ import pytest
 
 from armature.components.adapters.sequences import merge_turns, sample_of
 from armature.components.batches.build import build_batch
-from armature.components.batches.settings import BatchSettings
 from armature.components.configuration import CONFIGS, Recipe, build_recipe, read_toml
 from armature.components.contracts.batches import Sample, TurnAdvantages
 from armature.components.contracts.rollouts import GenerateOutputs
 from armature.components.rollouts.rounds import choose_groups
-from armature.components.rollouts.settings import RolloutSettings
 from armature.components.vlm.settings import TrainerSettings
-from tests.refusals import refused
 
 from .conftest import walk
 
@@ -82,7 +79,6 @@ def test_a_recipe_of_each_algorithm_builds_its_batch(name):
     *values, expected = ALGORITHMS[name]
     sections = recipe(*values).sections
     rollouts, batches, trainer = (sections[key] for key in ("rollouts", "batches", "trainer"))
-    assert isinstance(rollouts, RolloutSettings) and isinstance(batches, BatchSettings)
     assert isinstance(trainer, TrainerSettings) and trainer.objective.name in values[1]
     chosen = choose_groups(OUTPUTS, rollouts)
     built = build_batch(chosen.outputs, TurnsAsSamples(), batches)
@@ -96,18 +92,3 @@ def test_a_recipe_of_each_algorithm_builds_its_batch(name):
         assert chosen.drops == {"equal_rewards_group": 2} and not built.drops
     else:
         assert built.drops == {"zero_advantage_group": 3} and not chosen.drops
-
-
-@pytest.mark.parametrize(
-    ("wrong", "code"),
-    [
-        ('advantage = { name = "rloo", scale = "none" }', "extra_forbidden"),
-        ('advantage = { name = "gae" }', "union_tag_invalid"),
-        (GIGPO.replace('"exact"', '"similar", threshold = 1.0'), "less_than"),
-        (GIGPO.replace('"mean_norm"', '"mean_norm", std_floor = 0.1'), "extra_forbidden"),
-        (GIGPO.replace("gamma = 0.5", "gamma = 1.5"), "less_than_equal"),
-    ],
-)
-def test_what_an_advantage_does_not_know_is_refused(wrong, code):
-    with refused(code, "batches.advantage"):
-        recipe(wrong, PPO, "token", 1)

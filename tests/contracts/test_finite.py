@@ -32,7 +32,7 @@ HOSTILE = {"inf": "Infinity", "minus_inf": "-Infinity", "nan": "NaN", "overflow"
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def checkpoint(tmp_path_factory) -> Path:
     return released.write_released(tmp_path_factory.mktemp("released") / "checkpoint")
 
 

@@ -14,23 +14,8 @@ from armature.components.contracts import metrics
 from armature.components.contracts.metrics import counted_reasons, merged, metric_part, metrics_below
 
 HOSTILE = [
-    "",
-    " ",
-    "a/b",
-    "a_b",
-    "a//b",
-    "../x",
-    ".",
-    "..",
-    "/",
-    "a!",
-    "a?",
-    "a:b",
-    "a\n",
-    "é",
-    "e\u0301",
-    "x" * 300,
-    "$x$",
+    *("", " ", ".", "..", "/", "a/b", "a_b", "a//b", "../x", "a!", "a?", "a:b", "a\n"),
+    *("é", "e\u0301", "x" * 300, "$x$"),
 ]
 names = st.one_of(st.sampled_from(HOSTILE), st.text(st.characters(exclude_categories=["Cs"]), max_size=12))
 

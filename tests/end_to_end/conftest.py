@@ -10,7 +10,17 @@ from pathlib import Path
 
 import yaml
 
+from armature.components.configuration import Recipe
+from armature.components.contracts.machine import Machine
+from armature.components.contracts.stages import Artifact
+from armature.components.stages import STAGES, run_stage
+
 ROOT = Path(__file__).parents[2]
+
+
+def make(recipe: Recipe, name: str, machine: Machine | None = None, **inputs: Artifact) -> Artifact:
+    """Run a stage of the recipe, on its own machine or on another."""
+    return run_stage(name, recipe.settings_for(STAGES[name].settings), inputs, machine or recipe.sections["machine"])
 
 
 class Project:

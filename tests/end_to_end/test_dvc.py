@@ -9,15 +9,12 @@ import csv
 import hashlib
 import json
 import re
-from pathlib import Path
 
 import pytest
 import yaml
 
 from armature.components.configuration import load_recipe
-from armature.components.contracts.machine import Machine
-from armature.components.stages import STAGES, run_stage
-from tests.end_to_end.conftest import ROOT, Project
+from tests.end_to_end.conftest import ROOT, Project, make
 
 SHORT = ["model.tiny.format.steps=2", "environment.train_tasks=16", "environment.heldout_tasks=16"]
 SHORTER = """
@@ -29,7 +26,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
 @pytest.fixture
-def project(tmp_path: Path) -> Project:
+def project(tmp_path) -> Project:
     made = Project(tmp_path)
     recipe = tmp_path / "configs/train-vlm/colors.toml"
     text = recipe.read_text()
@@ -42,15 +39,13 @@ def project(tmp_path: Path) -> Project:
 
 def test_a_second_repro_does_nothing_and_finds_what_a_flow_has_made(project):
     recipe = load_recipe("train-vlm/colors", [*SHORT, f'machine.store="{project.store}"'])
-    machine = recipe.sections["machine"]
-    assert isinstance(machine, Machine)
-    by_flow = run_stage("model", recipe.settings_for(STAGES["model"].settings), {}, machine)
+    by_flow = make(recipe, "model")
 
     first = project.dvc("repro", "tasks", "model")
     assert "tasks: made in" in first and "model: already made" in first
     assert project.locked_digest("model") == by_flow.digest
 
-    by_flow = run_stage("tasks", recipe.settings_for(STAGES["tasks"].settings), {}, machine)
+    by_flow = make(recipe, "tasks")
     assert project.locked_digest("tasks") == by_flow.digest
     assert "Running stage" not in project.dvc("repro", "tasks", "model")
 

@@ -13,10 +13,8 @@ import pytest
 from armature.check import check_recipe
 from armature.components.configuration import Recipe, build_recipe, load_recipe
 from armature.components.contracts.errors import MismatchError
-from armature.components.contracts.machine import Machine
 from armature.components.inference.pool import ServerPool
-from armature.components.inference.settings import ServerSettings
-from armature.components.stages import STAGES, run_stage
+from tests.end_to_end.conftest import make
 
 NAME = "train-vlm/colors"
 
@@ -29,20 +27,18 @@ def recipe(store: Path, *overrides: str) -> Recipe:
 
 
 @pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def store(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("check") / "store"
 
 
 @pytest.fixture
-def server(store: Path, joined_url: str) -> str:
+def server(store, joined_url) -> str:
     """The URL of a server with the recipe's checkpoint."""
     own = recipe(store, f'machine.endpoints=["{joined_url}"]')
-    machine, inference = own.sections["machine"], own.sections["inference"]
-    assert isinstance(machine, Machine) and isinstance(inference, ServerSettings)
-    model = run_stage("model", own.settings_for(STAGES["model"].settings), {}, machine)
+    model = make(own, "model")
 
     async def give_weights() -> None:
-        async with ServerPool(model.path, inference, machine, store.parent / "logs"):
+        async with ServerPool(model.path, own.sections["inference"], own.sections["machine"], store.parent / "logs"):
             pass
 
     asyncio.run(give_weights())
@@ -66,9 +62,7 @@ def test_another_checkpoint_on_the_server_is_refused(store, server):
 
 def test_a_processor_with_another_image_size_is_refused(store, server, tmp_path):
     own = recipe(store, f'machine.endpoints=["{server}"]')
-    machine = own.sections["machine"]
-    assert isinstance(machine, Machine)
-    model = run_stage("model", own.settings_for(STAGES["model"].settings), {}, machine)
+    model = make(own, "model")
     folder = tmp_path / "larger-images"
     shutil.copytree(model.path, folder, ignore=shutil.ignore_patterns("manifest.json"))
     enlarge_images(folder)
@@ -95,14 +89,10 @@ def test_a_step_above_the_bound_stops_the_run(store, server):
     """The trainer computes in 16 bits, the server in 32: little enough for the pre-flight, too much for this bound."""
     few = ("trainer.max_steps=2", "rollouts.groups_per_step=2", 'trainer.autocast="bf16"')
     own = recipe(store, f'machine.endpoints=["{server}"]', *few, "preflight.max_step_mismatch_kl=1e-9")
-    machine = own.sections["machine"]
-    assert isinstance(machine, Machine)
-    inputs = {
-        name: run_stage(name, own.settings_for(STAGES[name].settings), {}, machine) for name in ("model", "tasks")
-    }
+    inputs = {name: make(own, name) for name in ("model", "tasks")}
     before = set((store / "workspaces").glob("train-vlm-*"))
     with pytest.raises(MismatchError) as caught:
-        run_stage("train-vlm", own.settings_for(STAGES["train-vlm"].settings), inputs, machine)
+        make(own, "train-vlm", **inputs)
     assert caught.value.where == "preflight.max_step_mismatch_kl"
     (workspace,) = set((store / "workspaces").glob("train-vlm-*")) - before
     assert not list(workspace.glob("trainer/checkpoints/*"))

@@ -11,12 +11,10 @@ from anyio.from_thread import start_blocking_portal
 from safetensors.torch import load_file
 
 from armature.components.configuration import load_recipe
-from armature.components.contracts.machine import Machine
 from armature.components.contracts.stages import Artifact
 from armature.components.inference.server import VllmServer
-from armature.components.inference.settings import ServerSettings
 from armature.components.models.source import CHECKPOINT
-from armature.components.stages import STAGES, run_stage
+from tests.end_to_end.conftest import make
 
 KEY = "a key for this test"
 KINDS = {"pick_and_place_simple", "look_at_obj_in_light", "pick_clean_then_place_in_recep"}
@@ -44,26 +42,21 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Artifact]:
+def made(tmp_path_factory) -> dict[str, Artifact]:
     """The flow's artifacts. One server, joined by both stages that ask one, is given the weights of each."""
     folder = tmp_path_factory.mktemp("molmo2")
     recipe = load_recipe("train-vlm/molmo2-tiny", (*SHORT, f'machine.store="{folder / "store"}"'))
     machine, inference = recipe.sections["machine"], recipe.sections["inference"]
-    assert isinstance(machine, Machine) and isinstance(inference, ServerSettings)
-
-    def stage(name: str, where: Machine, **inputs: Artifact) -> Artifact:
-        return run_stage(name, recipe.settings_for(STAGES[name].settings), inputs, where)
-
-    tasks, model = stage("tasks", machine), stage("model", machine)
-    started = stage("sft", machine, tasks=tasks, model=model)
+    tasks, model = make(recipe, "tasks"), make(recipe, "model")
+    started = make(recipe, "sft", tasks=tasks, model=model)
     with pytest.MonkeyPatch.context() as patch, start_blocking_portal() as portal:
         patch.setenv("VLLM_API_KEY", KEY)
         server = VllmServer(inference, machine, index=0, log_folder=folder / "server", api_key=KEY)
         portal.call(server.start, model.path)
         try:
             joined = machine.model_copy(update={"endpoints": (server.url,)})
-            trained = stage("train-vlm", joined, tasks=tasks, model=started)
-            evaluated = stage("evaluate", joined, tasks=tasks, model=trained)
+            trained = make(recipe, "train-vlm", joined, tasks=tasks, model=started)
+            evaluated = make(recipe, "evaluate", joined, tasks=tasks, model=trained)
         finally:
             portal.call(server.stop)
     return {"model": model, "sft": started, "train-vlm": trained, "evaluate": evaluated}

@@ -44,7 +44,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory) -> Path:
     """A project with eight episodes: the actions are the next joint positions, which move to a corner and back."""
     root = tmp_path_factory.mktemp("own-robot")
     features = {

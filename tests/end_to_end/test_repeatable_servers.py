@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
-import io
 import json
 import os
 import subprocess
@@ -13,16 +11,15 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-import numpy as np
 import pytest
 from anyio.from_thread import BlockingPortal, start_blocking_portal
-from PIL import Image
 
 from armature.components.contracts.machine import Machine
 from armature.components.inference import determinism
 from armature.components.inference.client import Completion
 from armature.components.inference.pool import ServerPool
 from armature.components.inference.settings import SamplingSettings, ServerSettings
+from tests.images import image_part, noise
 
 ROOT = Path(__file__).parents[2]
 PYTHON, SERVED = ROOT / ".venv-vllm/bin/python", ROOT / "components/inference/served"
@@ -76,14 +73,11 @@ class Asked:
 
 def image(seed: int) -> dict[str, Any]:
     """Every second one is as small as the model's images get: few rows in a product, whose number matters then."""
-    data, height, width = io.BytesIO(), 28 * (1 + seed % 2), 28 * (1 + seed % 4)
-    Image.fromarray(np.random.default_rng(seed).integers(0, 255, (height, width, 3), dtype=np.uint8)).save(data, "PNG")
-    url = "data:image/png;base64," + base64.b64encode(data.getvalue()).decode()
-    return {"type": "image_url", "image_url": {"url": url}}
+    return image_part(noise(seed, width=28 * (1 + seed % 4), height=28 * (1 + seed % 2)))
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(tmp_path_factory) -> Path:
     if not PYTHON.exists():
         pytest.skip("needs .venv-vllm: make environments")
     from armature.components.models.tiny import SMALL, make_tiny_checkpoint
@@ -93,7 +87,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def asked(model: Path, tmp_path: Path) -> Iterator[Asked]:
+def asked(model, tmp_path) -> Iterator[Asked]:
     machine = Machine(server_python=PYTHON, servers=2, threads=2, ready_timeout=600)
     pool = ServerPool(model, SETTINGS, machine, tmp_path / "logs")
     with start_blocking_portal() as portal, portal.wrap_async_context_manager(pool):

@@ -9,10 +9,8 @@ from typing import Any
 import pytest
 
 from armature.components.configuration import recipe_from_file
-from armature.components.contracts.machine import Machine
 from armature.components.contracts.stages import Artifact
-from armature.components.stages import STAGES, run_stage
-from tests.end_to_end.conftest import Project
+from tests.end_to_end.conftest import Project, make
 
 SHORT = """
 extends = "_whole.toml"
@@ -55,7 +53,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")
-def project(tmp_path_factory: pytest.TempPathFactory) -> Project:
+def project(tmp_path_factory) -> Project:
     made = Project(tmp_path_factory.mktemp("robot-policy"))
     recipe = made.folder / "configs/train-vla/tiny.toml"
     shutil.move(recipe, recipe.with_name("_whole.toml"))
@@ -64,18 +62,14 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Project:
 
 
 @pytest.fixture(scope="module")
-def made(project: Project) -> dict[str, Artifact]:
+def made(project) -> dict[str, Artifact]:
     """The flow's artifacts by stage."""
     pytest.importorskip("robosuite", reason="needs the simulator: pip install 'armature-vla[libero]'")
     file = project.folder / "configs/train-vla/tiny.toml"
     recipe = recipe_from_file(file, "train-vla/tiny", [f'machine.store="{project.store}"'])
-    machine = recipe.sections["machine"]
-    assert isinstance(machine, Machine)
     artifacts: dict[str, Artifact] = {}
     for stage, inputs in CHAIN.items():
-        settings = recipe.settings_for(STAGES[stage].settings)
-        given = {name: artifacts[source] for name, source in inputs.items()}
-        artifacts[stage] = run_stage(stage, settings, given, machine)
+        artifacts[stage] = make(recipe, stage, **{name: artifacts[source] for name, source in inputs.items()})
     return artifacts
 
 

@@ -14,11 +14,10 @@ from pathlib import Path
 import pytest
 
 from armature.components.configuration import load_recipe
-from armature.components.contracts.machine import Machine
 from armature.components.contracts.stages import Artifact
 from armature.components.process import Program
-from armature.components.stages import STAGES, run_stage
-from tests.conftest import SharedServer, real_server
+from tests.conftest import real_server
+from tests.end_to_end.conftest import make
 
 STEPS = 6
 OVERRIDES = (
@@ -36,7 +35,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 
 @pytest.fixture
-def second(shared_server: SharedServer, tmp_path: Path) -> Iterator[str]:
+def second(shared_server, tmp_path) -> Iterator[str]:
     """The URL of another server."""
     server = real_server(tmp_path / "logs", shared_server.key)
     asyncio.run(server.start(shared_server.checkpoint))
@@ -46,17 +45,11 @@ def second(shared_server: SharedServer, tmp_path: Path) -> Iterator[str]:
 
 def train(store: Path, servers: str) -> Artifact:
     recipe = load_recipe("train-vlm/colors", (*OVERRIDES, f'machine.store="{store}"', servers))
-    machine = recipe.sections["machine"]
-    assert isinstance(machine, Machine)
-
-    def stage(name: str, inputs: dict[str, Artifact]) -> Artifact:
-        return run_stage(name, recipe.settings_for(STAGES[name].settings), inputs, machine)
-
-    return stage("train-vlm", {name: stage(name, {}) for name in ("tasks", "model")})
+    return make(recipe, "train-vlm", **{name: make(recipe, name) for name in ("tasks", "model")})
 
 
 @pytest.fixture(scope="module")
-def alone(shared_server: SharedServer, tmp_path_factory: pytest.TempPathFactory) -> Artifact:
+def alone(shared_server, tmp_path_factory) -> Artifact:
     """What a training with one server ends with."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_API_KEY", shared_server.key)

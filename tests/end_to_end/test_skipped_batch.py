@@ -13,11 +13,11 @@ from armature.components.artifacts.manifest import write_manifest
 from armature.components.artifacts.store import ArtifactStore
 from armature.components.batches.table import write_batch
 from armature.components.configuration import load_recipe
-from armature.components.contracts.batches import Sample
 from armature.components.contracts.errors import DataError
-from armature.components.contracts.machine import Machine
 from armature.components.contracts.stages import Artifact
-from armature.components.stages import STAGES, fingerprint, run_stage
+from armature.components.stages import STAGES, fingerprint
+from tests.builders import make_sample
+from tests.end_to_end.conftest import make
 
 STEPS, POISONED = 3, 2
 OVERRIDES = (
@@ -36,20 +36,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 def poison(folder: Path) -> None:
     """Two samples; a token id of the second is in no vocabulary."""
-    mask = np.array([False, False, True, True])
-    sound = Sample(
-        sample_id="sound",
-        group_id="g",
-        trajectory_id="t",
-        input_ids=np.array([100, 101, 102, 103], np.int32),
-        loss_mask=mask,
-        behavior_logprobs=np.where(mask, -1.0, 0.0).astype(np.float32),
-        policy_versions=np.where(mask, 1, -1).astype(np.int32),
-        advantages=mask.astype(np.float32),
-        reward=1.0,
-        images=(),
-    )
-    write_batch(folder, [sound, replace(sound, sample_id="bad", input_ids=np.array([100, 101, 102, 10**6], np.int32))])
+    sound = make_sample(policy_versions=np.array([-1, -1, 1, 1], np.int32))
+    write_batch(folder, [sound, replace(sound, sample_id="bad", input_ids=np.array([5, 6, 7, 10**6], np.int32))])
     (folder / "metrics.json").write_text("{}")
     write_manifest(folder, kind="batches", kind_version=1, rows={"samples": 2}, drops={}, inputs={}, settings={})
 
@@ -58,10 +46,7 @@ def test_a_run_that_stopped_at_a_poisoned_batch_goes_on_without_it(tmp_path, joi
     where = (f'machine.store="{tmp_path}"', f'machine.endpoints=["{joined_url}"]', "machine.loader_workers=0")
 
     def stage(name: str, inputs: dict[str, Artifact], *more: str) -> Artifact:
-        recipe = load_recipe("train-vlm/colors", (*OVERRIDES, *where, *more))
-        machine = recipe.sections["machine"]
-        assert isinstance(machine, Machine)
-        return run_stage(name, recipe.settings_for(STAGES[name].settings), inputs, machine)
+        return make(load_recipe("train-vlm/colors", (*OVERRIDES, *where, *more)), name, **inputs)
 
     inputs = {name: stage(name, {}) for name in ("tasks", "model")}
     settings = load_recipe("train-vlm/colors", OVERRIDES).settings_for(STAGES["train-vlm"].settings)

@@ -57,7 +57,6 @@ def test_a_server_is_brought_from_version_to_version_also_after_it_was_killed(tm
             assert (folder / DELTA).exists() == (number > 1)
             portal.call(pool.sync, folder, number, None, answer)
         replica = pool.replicas[0]
-        assert replica.server is not None
         replica.server.family()[0].kill()
         completion = portal.call(pool.complete, messages, EvaluationSamplingSettings(temperature=0.0, max_tokens=4), 0)
         assert completion.policy_version == 3 and pool.statistics.restarts == 1

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -74,7 +73,7 @@ def small_play(settings, inputs, folder, context):
 
 
 @pytest.fixture
-def small_stages(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def small_stages(monkeypatch) -> Iterator[None]:
     import sys
     import types
 
@@ -97,7 +96,7 @@ def small_stages(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture
-def recipe(tmp_path: Path):
+def recipe(tmp_path):
     """A committed recipe with its artifacts in this test's folder."""
 
     def load(name: str, *overrides: str) -> Recipe:

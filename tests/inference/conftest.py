@@ -24,14 +24,13 @@ KEY = "a-key"
 
 
 @pytest.fixture(autouse=True)
-def _requests_arrive_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def _requests_arrive_at_once(monkeypatch) -> None:
     """At a stand-in, which computes nothing."""
     monkeypatch.setattr(determinism, "_ARRIVAL", 0.05)
 
 
 def _load(name: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
-    assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     spec.loader.exec_module(module)
@@ -76,12 +75,12 @@ def sampling() -> SamplingSettings:
 
 
 @pytest.fixture
-def checkpoint(tmp_path: Path) -> Callable[..., Path]:
+def checkpoint(tmp_path) -> Callable[..., Path]:
     return lambda name, **kwargs: write_checkpoint(tmp_path / name, **kwargs)
 
 
 @pytest.fixture
-def stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[Any]]]:
+def stand_ins(monkeypatch) -> Iterator[Callable[..., list[Any]]]:
     monkeypatch.setenv("VLLM_API_KEY", KEY)
     with ExitStack() as stack:
         yield lambda count, plain=False: [
@@ -90,7 +89,7 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[An
 
 
 @pytest.fixture
-def make_pool(tmp_path: Path) -> Callable[..., ServerPool]:
+def make_pool(tmp_path) -> Callable[..., ServerPool]:
     def make(
         servers: list[Any],
         weights: Path,
@@ -112,9 +111,7 @@ def make_pool(tmp_path: Path) -> Callable[..., ServerPool]:
 
 
 @pytest.fixture
-def join(
-    stand_ins: Callable[..., list[Any]], make_pool: Callable[..., ServerPool], checkpoint: Callable[..., Path]
-) -> Callable[..., tuple[list[Any], ServerPool]]:
+def join(stand_ins, make_pool, checkpoint) -> Callable[..., tuple[list[Any], ServerPool]]:
     """Start `count` stand-ins, and make a pool that joins them with weights called "a"."""
 
     def make(count: int, plain: bool = False, **changes: Any) -> tuple[list[Any], ServerPool]:

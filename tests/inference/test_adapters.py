@@ -45,7 +45,7 @@ def test_adapters_are_files(checkpoint, tmp_path):
 
 
 @pytest.fixture
-def adapter_pool(tmp_path: Path) -> Callable[..., ServerPool]:
+def adapter_pool(tmp_path) -> Callable[..., ServerPool]:
     def make(servers: list[Any], weights: Path) -> ServerPool:
         machine = Machine(
             endpoints=tuple(one.url for one in servers), generation_timeout=3.0, ready_timeout=10.0, sync_timeout=5.0

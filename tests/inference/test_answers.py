@@ -39,7 +39,7 @@ class Asked:
 
 
 @pytest.fixture(scope="module")
-def joined(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Asked]:
+def joined(tmp_path_factory) -> Iterator[Asked]:
     folder = tmp_path_factory.mktemp("answers")
     weights = write_checkpoint(folder / "a")
     (weights / "config.json").write_text(json.dumps({"image_token_id": 7, "text_config": {"vocab_size": ROWS}}))
@@ -54,7 +54,7 @@ def joined(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Asked]:
 
 
 @pytest.fixture
-def asked(joined: Asked) -> Asked:
+def asked(joined) -> Asked:
     """Nothing is counted yet."""
     joined.pool.statistics.failures.clear()
     joined.pool.statistics.completions = joined.pool.statistics.ejections = 0
@@ -72,36 +72,21 @@ def at(answer: dict[str, Any], path: tuple[Any, ...], value: Any) -> dict[str, A
     return answer
 
 
-BAD_IN_ONE = [
-    (("token_ids",), [3.0, 4, 5], "malformed_tokens"),
-    (("token_ids",), [True, 4, 5], "malformed_tokens"),
-    (("token_ids",), [[3, 4, 5]], "malformed_tokens"),
-    (("token_ids",), "345", "malformed_tokens"),
-    (("token_ids",), [-1, 4, 5], "unknown_token"),
-    (("token_ids",), [3, 4, ROWS], "unknown_token"),
-    (("token_ids",), [3, 4, 2**64 + 5], "unknown_token"),
-    (("token_ids",), [3, 4, 5, 6], "length_mismatch"),
-    (("token_ids",), [], "length_mismatch"),
-    (("token_ids", 1), 7, "placeholder_sampled"),
-    (("token_ids",), None, "malformed_tokens"),
-    (("logprobs", "content", 0, "logprob"), None, "bad_logprobs"),
-    (("logprobs", "content", 0, "logprob"), -9999.0, "bad_logprobs"),
-    (("logprobs", "content", 0, "logprob"), True, "bad_logprobs"),
-    (("logprobs", "content", 0, "logprob"), "-0.5", "bad_logprobs"),
-    (("logprobs", "content", 0, "logprob"), 0.5, "bad_logprobs"),
-    (("logprobs", "content", 0, "logprob"), -math.inf, "bad_logprobs"),
-    (("logprobs", "content", 0, "logprob"), math.nan, "bad_logprobs"),
-    (("logprobs", "content", 0, "logprob"), -(10**400), "bad_logprobs"),
-    (("logprobs", "content", 0), -0.5, "missing_logprobs"),
-    (("logprobs", "content"), None, "missing_logprobs"),
-    (("logprobs",), [], "missing_logprobs"),
-    (("message",), None, "malformed_text"),
-    (("message", "content"), 3, "malformed_text"),
-    (("message", "content"), "a \ud800 b", "malformed_text"),
-    (("finish_reason",), None, "not_finished"),
-    (("finish_reason",), "abort", "not_finished"),
-    (("finish_reason",), "\ud800", "not_finished"),
-]
+LOGPROB = ("logprobs", "content", 0, "logprob")
+BAD: dict[tuple[str, tuple[Any, ...]], list[Any]] = {
+    ("malformed_tokens", ("token_ids",)): [None, [3.0, 4, 5], [True, 4, 5], [[3, 4, 5]], "345"],
+    ("unknown_token", ("token_ids",)): [[-1, 4, 5], [3, 4, ROWS], [3, 4, 2**64 + 5]],
+    ("length_mismatch", ("token_ids",)): [[3, 4, 5, 6], []],
+    ("placeholder_sampled", ("token_ids", 1)): [7],
+    ("bad_logprobs", LOGPROB): [None, -9999.0, True, "-0.5", 0.5, -math.inf, math.nan, -(10**400)],
+    ("missing_logprobs", LOGPROB[:3]): [-0.5],
+    ("missing_logprobs", LOGPROB[:2]): [None],
+    ("missing_logprobs", LOGPROB[:1]): [[]],
+    ("malformed_text", ("message",)): [None],
+    ("malformed_text", ("message", "content")): [3, "a \ud800 b"],
+    ("not_finished", ("finish_reason",)): [None, "abort", "\ud800"],
+}
+BAD_IN_ONE = [(path, value, reason) for (reason, path), values in BAD.items() for value in values]
 
 
 @pytest.mark.parametrize(("path", "value", "reason"), BAD_IN_ONE)
@@ -117,24 +102,16 @@ def test_a_bad_sample_fails_alone_and_nothing_of_it_is_converted(path, value, re
     str(bad).encode()
 
 
-@pytest.mark.parametrize(
-    ("path", "value"),
-    [
-        (("prompt_token_ids",), [1.5, 7]),
-        (("prompt_token_ids",), [1, ROWS]),
-        (("prompt_token_ids",), [True]),
-        (("prompt_token_ids",), []),
-        (("prompt_token_ids",), [1] * 512),
-        (("choices", 2, "index"), 1),
-        (("choices", 2, "index"), 3),
-        (("choices", 2, "index"), 2.0),
-        (("choices", 1, "index"), True),
-        (("choices", 2), None),
-        (("choices",), []),
-        (("choices",), {}),
-        (("prompt_token_ids",), None),
-    ],
-)
+BAD_IN_ALL: dict[tuple[Any, ...], list[Any]] = {
+    ("prompt_token_ids",): [None, [1.5, 7], [1, ROWS], [True], [], [1] * 512],
+    ("choices", 2, "index"): [1, 3, 2.0],
+    ("choices", 1, "index"): [True],
+    ("choices", 2): [None],
+    ("choices",): [[], {}],
+}
+
+
+@pytest.mark.parametrize(("path", "value"), [(path, value) for path, bad in BAD_IN_ALL.items() for value in bad])
 def test_an_answer_whose_samples_cannot_be_told_apart_is_a_failure_of_all(path, value, asked):
     failures = asked.sample(lambda answer: at(answer, path, value))
     assert {failure.reason for failure in failures if isinstance(failure, GenerationFailure)} == {"malformed_answer"}

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 from typing import Any
 
 import pytest
 
 from armature.components.contracts.machine import Machine
 from armature.components.inference.pool import ServerPool
-from armature.components.inference.settings import SamplingSettings, ServerSettings
+from armature.components.inference.settings import EvaluationSamplingSettings, SamplingSettings, ServerSettings
+from tests.inference.conftest import make_sampling
 from tests.refusals import refused
 
 
@@ -58,3 +61,23 @@ async def test_images_are_tried_where_servers_take_them(checkpoint, stand_ins, t
     async with ServerPool(checkpoint("w"), settings(**changes), machine, tmp_path):
         pass
     assert (server.most_checked[True], server.most_checked[False]) == (asked, 5) and not server.paused
+
+
+@pytest.mark.parametrize(
+    "name", ["top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"]
+)
+def test_training_has_no_setting_that_biases_ratios(name):
+    with refused("extra_forbidden", name):
+        make_sampling(**{name: 1})
+
+
+def test_evaluation_may_be_greedy():
+    assert EvaluationSamplingSettings(temperature=0.0, max_tokens=8).temperature == 0.0
+    with refused("value_error", "top_p", "top_k"):
+        EvaluationSamplingSettings(temperature=0.0, max_tokens=8, top_p=0.9, top_k=20)
+
+
+def test_importing_settings_is_quick():
+    code = "import sys, armature.components.inference.settings; print('torch' in sys.modules, 'httpx' in sys.modules)"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.split() == ["False", "False"]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
-import io
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,35 +11,27 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 from armature.components.contracts.machine import Machine
 from armature.components.inference.client import Completion
 from armature.components.inference.endpoint import Endpoint
 from armature.components.inference.pool import ServerPool
 from armature.components.inference.settings import EvaluationSamplingSettings, ServerSettings
+from tests.images import image_part, noise
 from tests.vlm.conftest import model_settings
 
 SAMPLING = EvaluationSamplingSettings(temperature=1.0, max_tokens=8, top_p=1.0, top_k=0)
 SETTINGS = ServerSettings(max_model_len=1024, max_images_per_prompt=2, dtype="float32")
 MODEL = model_settings()
-NOISE = np.random.default_rng(0)
-IMAGES = [Image.fromarray(NOISE.integers(0, 255, (*shape, 3), dtype=np.uint8)) for shape in ((80, 100), (150, 64))]
+IMAGES = [noise(0, width=100, height=80), noise(1, width=64, height=150)]
 TOLERANCE = 5e-3  # nats per token; Triton multiplies fp32 as tf32
-
-
-def part(image: Image.Image) -> dict[str, Any]:
-    data = io.BytesIO()
-    image.save(data, "PNG")
-    url = "data:image/png;base64," + base64.b64encode(data.getvalue()).decode()
-    return {"type": "image_url", "image_url": {"url": url}}
 
 
 def text(words: str) -> dict[str, Any]:
     return {"type": "text", "text": words}
 
 
-FIRST, SECOND = map(part, IMAGES)
+FIRST, SECOND = map(image_part, IMAGES)
 ASKED = {
     # First, so that vLLM has neither image in its cache and processes both in one call.
     "two side by side": ([{"role": "user", "content": [FIRST, SECOND, text("which?")]}], IMAGES),
@@ -58,7 +48,7 @@ ASKED = {
 
 
 @pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def checkpoints(tmp_path_factory) -> dict[str, Path]:
     """Two policies that attend both ways, and the first of them again that attends causally."""
     from armature.components.models.tiny import make_tiny_checkpoint
 

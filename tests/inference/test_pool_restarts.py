@@ -25,7 +25,7 @@ STAND_IN = Path(__file__).with_name("stand_in.py")
 
 
 @pytest.fixture
-def local_pool(tmp_path: Path) -> Callable[..., ServerPool]:
+def local_pool(tmp_path) -> Callable[..., ServerPool]:
     python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\nshift 2\nexec {sys.executable} {STAND_IN} "$@"\n')
     python.chmod(0o755)
@@ -40,7 +40,6 @@ def local_pool(tmp_path: Path) -> Callable[..., ServerPool]:
 
 def kill(pool: ServerPool, index: int) -> None:
     server = pool.replicas[index].server
-    assert server is not None
     server.family()[0].kill()
 
 
@@ -99,7 +98,6 @@ async def test_one_server_of_several_that_cannot_start_ends_the_others(local_poo
 async def test_a_server_is_brought_back_once_there_are_file_handles_again(local_pool, checkpoint):
     async with local_pool(checkpoint("a"), 1) as pool:
         server = pool.replicas[0].server
-        assert server is not None
         victim = server.family()[0].pid
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         taken = []

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
-import io
 import os
 import shutil
 import signal
@@ -26,6 +24,7 @@ from armature.components.inference.pool import ServerPool
 from armature.components.inference.probe import ProbeAnswer, ask_probe
 from armature.components.inference.proof import distance
 from armature.components.inference.settings import EvaluationSamplingSettings, SamplingSettings, ServerSettings
+from tests.images import image_part, noise
 from tests.inference.conftest import make_sampling
 from tests.refusals import refused
 
@@ -57,7 +56,7 @@ class Running:
 
 
 @pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+def running(tmp_path_factory) -> Iterator[Running]:
     if not PYTHON.exists():
         pytest.skip("needs .venv-vllm: make environments")
     from armature.components.models.tiny import SMALL, make_tiny_checkpoint
@@ -91,16 +90,8 @@ def trainers_answer(pool: ServerPool, checkpoint: Path) -> ProbeAnswer:
     return ProbeAnswer(answer_probe(policy, AutoProcessor.from_pretrained(checkpoint), pool.weights.probe), "float32")
 
 
-def random_image(seed: int) -> Image.Image:
-    return Image.fromarray(np.random.default_rng(seed).integers(0, 255, (56, 56, 3), dtype=np.uint8))
-
-
 def ask(image: Image.Image) -> list[dict[str, Any]]:
-    data = io.BytesIO()
-    image.save(data, "PNG")
-    url = "data:image/png;base64," + base64.b64encode(data.getvalue()).decode()
-    text = {"type": "text", "text": "Which colour is it?"}
-    return [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}, text]}]
+    return [{"role": "user", "content": [image_part(image), {"type": "text", "text": "Which colour is it?"}]}]
 
 
 def reference_logprobs(
@@ -124,13 +115,12 @@ def reference_logprobs(
     logits[:, list(forbidden)] = -torch.inf
     logprobs = (logits / (temperature or 1.0)).log_softmax(-1)
     count = completion.token_ids.size
-    values: npt.NDArray[np.float32] = logprobs[-count - 1 : -1].gather(1, ids[0, -count:, None])[:, 0].numpy()
-    return values
+    return logprobs[-count - 1 : -1].gather(1, ids[0, -count:, None])[:, 0].numpy()
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_logprobs_are_those_of_the_model(running, temperature):
-    pool, image = running.pool, random_image(1)
+    pool, image = running.pool, noise(1)
     sampling = make_sampling(temperature=temperature, max_tokens=12)
     completion = running.complete(image, sampling, seed=5)
     assert (completion.prompt_token_ids == 6).sum() >= 4 or completion.prompt_token_ids.size > 20
@@ -143,7 +133,7 @@ def test_logprobs_are_those_of_the_model(running, temperature):
 
 def test_members_of_a_group_get_what_single_requests_get(running):
     sampling = make_sampling(max_tokens=6)
-    messages = ask(random_image(2))
+    messages = ask(noise(2))
 
     async def group() -> list[Completion]:
         jobs = (running.pool.complete(messages, sampling, 100 + member) for member in range(6))
@@ -152,7 +142,7 @@ def test_members_of_a_group_get_what_single_requests_get(running):
     requests = running.pool.statistics.requests
     together = running.call(group)
     assert running.pool.statistics.requests == requests + 1
-    alone = [running.complete(random_image(2), sampling, seed=100 + member) for member in range(6)]
+    alone = [running.complete(noise(2), sampling, seed=100 + member) for member in range(6)]
     for one, other in zip(together, alone, strict=True):
         assert one.token_ids.tolist() == other.token_ids.tolist()
         np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-4)
@@ -161,9 +151,7 @@ def test_members_of_a_group_get_what_single_requests_get(running):
 
 def test_forbidden_tokens_are_never_sampled(running):
     # At temperature 2 an untrained model takes every token about as often: some 40 of 3,200 would be placeholders.
-    results = running.call(
-        running.pool.sample, ask(random_image(3)), make_sampling(temperature=2.0, max_tokens=100), 0, 32
-    )
+    results = running.call(running.pool.sample, ask(noise(3)), make_sampling(temperature=2.0, max_tokens=100), 0, 32)
     sampled = {int(token) for result in results for token in result.token_ids}
     assert len(sampled) > 200
     assert not sampled & set(running.pool.forbidden_token_ids)
@@ -171,8 +159,8 @@ def test_forbidden_tokens_are_never_sampled(running):
 
 def test_a_server_on_cpu_compiles_nothing(running):
     """A request would wait 12 s for a C++ compiler."""
-    running.complete(random_image(4))
-    running.complete(random_image(4), SamplingSettings(max_tokens=4), 1)
+    running.complete(noise(4))
+    running.complete(noise(4), SamplingSettings(max_tokens=4), 1)
     assert list((running.checkpoints[0].parent / COMPILED).rglob("*.so")) == []
 
 
@@ -186,7 +174,7 @@ def test_no_route_is_open_without_the_key(running):
 
 
 def test_sync_changes_weights_and_forgets_what_the_old_ones_computed(running):
-    pool, image = running.pool, random_image(4)
+    pool, image = running.pool, noise(4)
     before = running.complete(image)
     assert running.complete(image).token_ids.tolist() == before.token_ids.tolist()  # now everything is cached
     running.sync(running.checkpoints[1], 1)
@@ -200,7 +188,7 @@ def test_sync_changes_weights_and_forgets_what_the_old_ones_computed(running):
 
 def test_an_answer_in_flight_goes_on_with_the_weights_of_a_sync(running):
     """Each token has the log-prob of the weights that sampled it: those before up to one token, then the new ones."""
-    pool, image, length = running.pool, random_image(6), 256
+    pool, image, length = running.pool, noise(6), 256
     version = pool.weights.version + 1
     running.sync(running.checkpoints[0], version)
     newer = trainers_answer(pool, running.checkpoints[1])
@@ -239,18 +227,17 @@ def test_a_killed_server_comes_back_with_the_current_weights_and_no_request_is_l
     version = pool.weights.version + 1
     checkpoint = running.checkpoints[2 if victim == "front" else 1]
     running.sync(checkpoint, version)
-    image = random_image(5)
+    image = noise(5)
     count, before, restarts = 24, pool.statistics.completions, pool.statistics.restarts
 
     async def work() -> list[Completion]:
         # Seeds that do not follow one another: each is a request of its own. They end one after the other.
         jobs = [
-            asyncio.create_task(pool.complete(ask(random_image(9 + i)), make_sampling(max_tokens=8 + 5 * i), 3 * i))
+            asyncio.create_task(pool.complete(ask(noise(9 + i)), make_sampling(max_tokens=8 + 5 * i), 3 * i))
             for i in range(count)
         ]
         while pool.statistics.completions == before:  # the first are done, the others are in flight
             await asyncio.sleep(0.01)
-        assert pool.replicas[0].server is not None
         family = pool.replicas[0].server.family()
         process = family[0] if victim == "front" else next(p for p in family if "EngineCore" in " ".join(p.cmdline()))
         os.kill(process.pid, signal.SIGKILL)
@@ -278,12 +265,11 @@ def test_the_server_answers_a_probe_as_the_trainer_does(running):
 
 
 def test_a_kept_server_has_the_weights_of_the_next_pool_and_ends_with_a_failed_one(running, tmp_path):
-    image, seen = random_image(3), []
+    image, seen = noise(3), []
 
     async def complete(checkpoint: Path, then: Exception | None = None) -> Completion:
         async with new_pool(checkpoint, tmp_path) as pool:
             server = pool.replicas[0].server
-            assert server is not None
             seen.append(server)
             if then is not None:
                 raise then

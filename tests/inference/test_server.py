@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import json
 import os
 import re
@@ -11,7 +12,13 @@ import sys
 from itertools import pairwise
 from pathlib import Path
 
+import httpx
 import pytest
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse
+from starlette.routing import Route
 
 from armature.components.contracts.machine import Machine
 from armature.components.inference import host
@@ -68,13 +75,6 @@ def test_a_server_that_never_gets_ready_is_ended(tmp_path, checkpoint, monkeypat
         start(tmp_path, checkpoint("a"), Machine(server_python=python, ready_timeout=4.0))
     pid = int((tmp_path / "pid").read_text())
     assert not Path(f"/proc/{pid}").exists()
-
-
-def test_every_attempt_has_a_log_of_its_own(tmp_path, checkpoint):
-    folder = checkpoint("a")
-    for attempt in range(2):
-        with refused("server_ended", f"vllm-1-{attempt}.log"):
-            start(tmp_path, folder, Machine(server_python=script(tmp_path, "exit 1")), index=1)
 
 
 def test_a_port_in_use_names_its_owner(tmp_path, checkpoint):
@@ -247,3 +247,33 @@ def test_a_free_port_is_one_that_the_system_gives_to_no_connection(monkeypatch, 
     assert free_port(None, "127.0.0.1") > 0
     connections.unlink()
     assert free_port(None, "127.0.0.1") > 0
+
+
+SERVED = Path(__file__).parents[2] / "components/inference/served"
+
+
+async def answer(_: Request) -> PlainTextResponse:
+    return PlainTextResponse("inside")
+
+
+@pytest.mark.parametrize(
+    ("path", "key", "status"),
+    [
+        ("/health", None, 200),
+        ("/collective_rpc", None, 401),
+        ("/collective_rpc", "Bearer wrong", 401),
+        ("/collective_rpc", "right", 401),
+        ("/collective_rpc", "Bearer right", 200),
+        ("/v1/models", None, 401),
+        ("/health/collective_rpc", None, 401),
+    ],
+)
+async def test_every_route_needs_the_key(path, key, status, monkeypatch):
+    monkeypatch.setenv("VLLM_API_KEY", "right")
+    monkeypatch.syspath_prepend(SERVED)
+    require_key = importlib.import_module("armature_served.require_key")
+    app = Starlette(routes=[Route("/{path:path}", answer)], middleware=[Middleware(require_key.RequireKey)])
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server") as http:
+        response = await http.get(path, headers={"Authorization": key} if key else {})
+    assert response.status_code == status
+    assert ("inside" in response.text) == (status == 200)

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+import os
+import socket
+import subprocess
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from PIL import Image
@@ -12,10 +17,20 @@ from armature.components.families.family import FAMILIES
 from armature.components.models.tiny import make_tiny_checkpoint
 
 EVERY_FAMILY = tuple(FAMILIES)
+PYTHON = Path(__file__).parents[2] / ".venv-vllm/bin/python"
+CPU = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "OMP_NUM_THREADS": "1",
+    "TORCH_COMPILE_DISABLE": "1",  # as our servers on CPU do
+}
 
 
 @pytest.fixture(scope="session")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def checkpoint(tmp_path_factory) -> Callable[[str], Path]:
     """The folder of a tiny checkpoint of a family."""
     root, built = tmp_path_factory.mktemp("checkpoints"), dict[str, Path]()
 
@@ -31,3 +46,40 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
 def images() -> list[Image.Image]:
     """Two images of different shape."""
     return [Image.new("RGB", (100, 80), (200, 30, 30)), Image.new("RGB", (64, 150), (30, 30, 200))]
+
+
+class Engine:
+    """vLLM in a process of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        ours, theirs = socket.socketpair()
+        self._log = (folder / "vllm.log").open("w")
+        with theirs:
+            command = [PYTHON, Path(__file__).with_name("vllm_loop.py"), str(theirs.fileno())]
+            self._process = subprocess.Popen(
+                command, env=os.environ | CPU, pass_fds=[theirs.fileno()], stdout=self._log, stderr=self._log
+            )
+        self._socket, self._lines = ours, ours.makefile("rw")
+
+    def __call__(self, *command: Any) -> Any:
+        self._lines.write(json.dumps(command) + "\n")
+        self._lines.flush()
+        if not (line := self._lines.readline()):
+            raise RuntimeError(f"vLLM died:\n{Path(self._log.name).read_text()[-6000:]}")
+        return json.loads(line)
+
+    def close(self) -> None:
+        self._socket.close()
+        self._lines.close()
+        self._process.kill()
+        self._process.wait()
+        self._log.close()
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory) -> Iterator[Engine]:
+    if not PYTHON.exists():
+        pytest.skip("needs .venv-vllm: make environments")
+    made = Engine(tmp_path_factory.mktemp("engine"))
+    yield made
+    made.close()

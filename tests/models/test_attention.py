@@ -26,7 +26,7 @@ OLD, NEW = Image.effect_noise((100, 80), 64.0).convert("RGB"), Image.new("RGB", 
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Path]:
+def folders(tmp_path_factory) -> Callable[[str, str], Path]:
     """The checkpoint of a family with its image attention chosen; its weights do not depend on that."""
     root = tmp_path_factory.mktemp("attention")
     sizes = SMALL.model_copy(update={"image_side": 56})

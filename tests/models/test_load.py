@@ -291,12 +291,6 @@ def test_damaged_weights_are_named(checkpoint, tmp_path, content):
         load_model(damaged, SETTINGS)
 
 
-def test_a_language_model_alone_is_refused(tmp_path):
-    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    with refused("unknown_model_type", "'llama'"):
-        load_config(tmp_path, SETTINGS)
-
-
 def test_a_folder_without_configuration_is_refused(tmp_path):
     with refused("foreign_file_unreadable", tmp_path):
         load_config(tmp_path, SETTINGS)

@@ -22,7 +22,7 @@ SETTINGS = model_settings()
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory) -> Path:
     """A checkpoint in which queries, keys and feed-forward all differ in size."""
     sizes = SMALL.model_copy(update={"key_value_heads": 1, "image_side": 56, "layers": 3})
     return make_tiny_checkpoint("molmo2", tmp_path_factory.mktemp("molmo2") / "hub", seed=0, settings=sizes)
@@ -134,7 +134,7 @@ class OtherProcessor(ProcessorMixin):
 
 
 @pytest.fixture(scope="module")
-def remote(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def remote(folder, tmp_path_factory) -> Path:
     """The same checkpoint with code of its own, whose processor lacks what servers ask for."""
     target = shutil.copytree(folder, tmp_path_factory.mktemp("remote") / "checkpoint")
     (target / "modeling_other.py").write_text(MODELING)

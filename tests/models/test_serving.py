@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-import base64
-import io
-import json
-import os
 import shutil
-import subprocess
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,28 +16,12 @@ from armature.components.families.family import FAMILIES
 from armature.components.models.load import load_model
 from armature.components.models.tiny import make_tiny_checkpoint
 from armature.components.sft.prompts import PromptWriter
+from tests.images import image_part
 from tests.vlm.conftest import model_settings
 
-PYTHON = Path(__file__).parents[2] / ".venv-vllm/bin/python"
 IMAGES = [Image.new("RGB", (100, 80), (200, 30, 30)), Image.new("RGB", (64, 150), (30, 30, 200))]
 SETTINGS = model_settings()
 TOLERANCE = 1e-4  # nats per token, both in fp32
-CPU = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_LOGGING_LEVEL": "WARNING",
-    "OMP_NUM_THREADS": "1",
-    "TORCH_COMPILE_DISABLE": "1",  # as our servers on CPU do
-}
-
-
-def _image(image: Image.Image) -> dict[str, Any]:
-    stream = io.BytesIO()
-    image.save(stream, "PNG")
-    data = base64.b64encode(stream.getvalue()).decode()
-    return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
 
 
 def _text(text: str) -> dict[str, Any]:
@@ -51,7 +29,7 @@ def _text(text: str) -> dict[str, Any]:
 
 
 def _conversations(images: list[Image.Image]) -> list[tuple[list[dict[str, Any]], list[Image.Image]]]:
-    first, second = map(_image, images)
+    first, second = map(image_part, images)
     turns = [
         {"role": "user", "content": [_text("look "), first, _text("here")]},
         {"role": "assistant", "content": "red"},
@@ -79,7 +57,7 @@ def _logprobs(model: Any, prompt: dict[str, torch.Tensor], sampled: list[int]) -
 
 
 @pytest.fixture(scope="module")
-def servable(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def servable(checkpoint, tmp_path_factory) -> dict[str, Path]:
     """Checkpoints by family; causal inside images where there is a choice, as vLLM's CPU attention is."""
     root = tmp_path_factory.mktemp("servable")
     return {
@@ -91,7 +69,7 @@ def servable(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPat
 
 
 @pytest.fixture(scope="module")
-def layouts(servable: dict[str, Path]) -> dict[tuple[str, int], Path]:
+def layouts(servable) -> dict[tuple[str, int], Path]:
     """Molmo2 with the weights of two seeds, each in both layouts: (layout, seed) -> folder."""
     released = servable["molmo2"]
     other = make_tiny_checkpoint("molmo2", released.with_name("molmo2-1"), seed=1, image_attention="causal")
@@ -104,29 +82,25 @@ def layouts(servable: dict[str, Path]) -> dict[tuple[str, int], Path]:
     return folders
 
 
-# What one server of Molmo2 has loaded, in this order; the first is what it started with.
+# Weights that one server of Molmo2 gets after each other, and how; the first are those it starts with.
 LOADED = (
-    *(("released", 0, "start"), ("native", 1, "file"), ("released", 0, "one by one"), ("native", 1, "one by one")),
-    *(("released", 0, "file"), ("released", 1, "file")),
+    *(("released", 0, "start"), ("native", 1, "load"), ("released", 0, "load in pieces")),
+    *(("native", 1, "load in pieces"), ("released", 0, "load"), ("released", 1, "load")),
 )
 
 
 @pytest.fixture(scope="module")
-def served(
-    servable: dict[str, Path], layouts: dict[tuple[str, int], Path], tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, Any]:
-    """What vLLM answers, of every family, from one process."""
-    folder = tmp_path_factory.mktemp("served")
+def served(engine, servable, layouts) -> dict[str, list[list[dict[str, Any]]]]:
+    """Answers of vLLM by family: to all conversations, from each checkpoint that it was given."""
     conversations = [messages for messages, _ in _conversations(IMAGES)]
-    folders = {name: [str(path)] for name, path in servable.items()}
-    folders["molmo2"] = [str(layouts[layout, seed]) + "/" * (way == "file") for layout, seed, way in LOADED]
-    folders["molmo2-native"] = [str(layouts["native", 0])]
-    (folder / "asked.json").write_text(json.dumps({"folders": folders, "conversations": conversations}))
-    script = Path(__file__).with_name("vllm_answers.py")
-    command = [PYTHON, script, folder / "asked.json", folder / "found.json"]
-    run = subprocess.run(command, env=os.environ | CPU, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr[-6000:]
-    return json.loads((folder / "found.json").read_text())
+
+    def answers(how: str, folder: Path) -> list[dict[str, Any]]:
+        engine(how, str(folder))
+        return [engine("ask", [messages], 1.0, {})[0] for messages in conversations]
+
+    found = {name: [answers("start", folder)] for name, folder in servable.items() if name != "molmo2"}
+    found["molmo2"] = [answers(how, layouts[layout, seed]) for layout, seed, how in LOADED]
+    return found | {"molmo2-native": [answers("start", layouts["native", 0])]}
 
 
 def _check(folder: Path, answers: list[dict[str, Any]]) -> None:

@@ -30,7 +30,7 @@ BASE: dict[str, Any] = {
 
 
 @pytest.fixture
-def machine(tmp_path: Path) -> Machine:
+def machine(tmp_path) -> Machine:
     return Machine(store=str(tmp_path / "store"))
 
 

@@ -8,11 +8,7 @@ from __future__ import annotations
 
 import base64
 import io
-import json
 import os
-import socket
-import subprocess
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,7 +33,8 @@ from armature.components.vlm.client import TrainerPolicySettings
 from armature.components.vlm.worker import TrainerWorker
 from tests.vlm.conftest import trainer_settings
 
-from .test_serving import CPU, PYTHON, SETTINGS
+from .conftest import Engine
+from .test_serving import SETTINGS
 
 TOLERANCE = 1e-5  # nats per token, both in fp32
 STEPS = 3
@@ -53,43 +50,6 @@ TRAINER = trainer_settings(
     save_every=STEPS,
     keep_checkpoints=1,
 )
-
-
-class Engine:
-    """vLLM in a process of its own."""
-
-    def __init__(self, folder: Path) -> None:
-        ours, theirs = socket.socketpair()
-        self._log = (folder / "vllm.log").open("w")
-        with theirs:
-            command = [PYTHON, Path(__file__).with_name("vllm_loop.py"), str(theirs.fileno())]
-            self._process = subprocess.Popen(
-                command, env=os.environ | CPU, pass_fds=[theirs.fileno()], stdout=self._log, stderr=self._log
-            )
-        self._socket, self._lines = ours, ours.makefile("rw")
-
-    def __call__(self, *command: Any) -> Any:
-        self._lines.write(json.dumps(command) + "\n")
-        self._lines.flush()
-        if not (line := self._lines.readline()):
-            raise RuntimeError(f"vLLM died:\n{Path(self._log.name).read_text()[-6000:]}")
-        return json.loads(line)
-
-    def close(self) -> None:
-        self._socket.close()
-        self._lines.close()
-        self._process.kill()
-        self._process.wait()
-        self._log.close()
-
-
-@pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    if not PYTHON.exists():
-        pytest.skip("needs .venv-vllm: make environments")
-    made = Engine(tmp_path_factory.mktemp("engine"))
-    yield made
-    made.close()
 
 
 def image_files() -> list[EncodedImage]:
@@ -163,10 +123,10 @@ class Loop:
         """What the server samples: three conversations, each with all of its images in two turns."""
         bias = {str(token): -100.0 for token in self.adapter.collator.forbidden_token_ids if token < self.rows}
         chats = [[user("look", self.parts[i : i + 2])] for i in (0, 3, 6)]
-        first = engine("ask", chats, bias)
+        first = engine("ask", chats, 0.7, bias)
         for chat, answer, i in zip(chats, first, (2, 5, 8), strict=True):
             chat += [{"role": "assistant", "content": answer["text"]}, user("and", self.parts[i : i + 1])]
-        second = engine("ask", chats, bias)
+        second = engine("ask", chats, 0.7, bias)
         rollouts = []
         for number, (one, two) in enumerate(zip(first, second, strict=True)):
             shown = self.images[3 * number : 3 * number + 3]

@@ -1,29 +1,82 @@
-"""Run by vLLM's own interpreter: serves one checkpoint after another in one process, at the word of a test.
+"""Run by vLLM's own interpreter: serves one checkpoint after another in one process, which starts once.
 
 Reads commands, one JSON list a line, from the socket whose number is its only argument, and answers each with a line:
-["start", folder], ["load", folder] (in place, as our file transfer does) and ["ask", conversations, logit_bias].
+["start", folder], ["load", folder] (in place, as our file transfer does), ["load in pieces", folder] (tensor by tensor,
+as vLLM's NCCL engine does) and ["ask", conversations, temperature, logit_bias].
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import socket
 import sys
+from pathlib import Path
 from typing import Any
 
-from vllm import LLM, SamplingParams
-from vllm_answers import load_in_place, start
+from safetensors.torch import load_file
+from vllm import LLM, ModelRegistry, SamplingParams
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.plugins import load_general_plugins
+
+gc.unfreeze = lambda: None  # vLLM does at each end, and to collect all that was imported takes half of the time
 
 
-def ask(model: LLM, conversations: list[Any], logit_bias: dict[str, float]) -> list[dict[str, Any]]:
+def register_class(folder: str) -> None:
+    """By its class instead of its name, which vLLM would look up in another process: it imports vLLM again, in 10 s."""
+    load_general_plugins()
+    (architecture,) = json.loads((Path(folder) / "config.json").read_text())["architectures"]
+    ModelRegistry.register_model(architecture, ModelRegistry.models[architecture].load_model_cls())
+
+
+def start(folder: str) -> LLM:
+    register_class(folder)
+    gc.freeze()
+    return LLM(
+        model=folder,
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=2048,
+        max_num_batched_tokens=8192,
+        max_num_seqs=8,
+        enable_chunked_prefill=False,
+        logprobs_mode="processed_logprobs",
+        generation_config="vllm",
+        limit_mm_per_prompt={"image": 4},
+        num_gpu_blocks_override=512,
+    )
+
+
+def load(model: LLM, folder: str) -> None:
+    model.collective_rpc("reload_weights", kwargs={"weights_path": folder})
+    forget(model)
+
+
+def load_in_pieces(model: LLM, folder: str) -> None:
+    weights = load_file(Path(folder) / "model.safetensors")
+    config = model.llm_engine.model_config
+
+    def receive(module: Any) -> None:
+        initialize_layerwise_reload(module)
+        for item in weights.items():
+            module.load_weights([item])
+        finalize_layerwise_reload(module, config)
+
+    model.apply_model(receive)
+    forget(model)
+
+
+def forget(model: LLM) -> None:
+    model.reset_prefix_cache()
+    model.llm_engine.reset_mm_cache()
+    model.llm_engine.reset_encoder_cache()
+
+
+def ask(model: LLM, conversations: list[Any], temperature: float, logit_bias: dict[str, float]) -> list[dict[str, Any]]:
+    bias = {int(token): value for token, value in logit_bias.items()}
     sampling = SamplingParams(
-        max_tokens=8,
-        temperature=0.7,
-        seed=0,
-        logprobs=0,
-        skip_special_tokens=False,
-        logit_bias={int(token): bias for token, bias in logit_bias.items()},
+        max_tokens=8, temperature=temperature, seed=0, logprobs=0, skip_special_tokens=False, logit_bias=bias or None
     )
     rows = []
     for output in model.chat(conversations, sampling, use_tqdm=False):
@@ -42,6 +95,7 @@ def ask(model: LLM, conversations: list[Any], logit_bias: dict[str, float]) -> l
 
 def main() -> None:
     model: LLM | None = None
+    commands = {"load": load, "load in pieces": load_in_pieces, "ask": ask}
     with socket.socket(fileno=int(sys.argv[1])) as channel, channel.makefile("rw") as lines:
         for line in lines:
             name, *arguments = json.loads(line)
@@ -49,10 +103,8 @@ def main() -> None:
             if name == "start":
                 del model
                 model = start(*arguments)
-            elif name == "load":
-                load_in_place(model, arguments[0] + "/")
             else:
-                answer = ask(model, *arguments)
+                answer = commands[name](model, *arguments)
             lines.write(json.dumps(answer) + "\n")
             lines.flush()
     os._exit(0)  # vLLM's engine does not end by itself in time

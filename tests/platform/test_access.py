@@ -97,7 +97,7 @@ class Up:
 
 
 @pytest.fixture(scope="module")
-def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
+def up(tmp_path_factory) -> Iterator[Up]:
     started = Up(tmp_path_factory.mktemp("up"))
     yield started
     started.run("down")

@@ -23,7 +23,6 @@ from armature.components.models.settings import ModelSettings
 from armature.components.recipes import RECIPES
 from armature.components.stages import run_stage
 from armature.services import free_port
-from tests.conftest import SharedServer
 from tests.platform.conftest import assert_closed
 from tests.platform.dashboard import CHROMIUM, chromium, start_from_the_form, table_of_results
 from tests.platform.prefect_api import PrefectApi
@@ -83,7 +82,7 @@ class Platform:
 
 
 @pytest.fixture(scope="module")
-def platform(tmp_path_factory: pytest.TempPathFactory, shared_server: SharedServer) -> Iterator[Platform]:
+def platform(tmp_path_factory, shared_server) -> Iterator[Platform]:
     folder = tmp_path_factory.mktemp("platform")
     make_checkpoints(folder)
     started = Platform(folder)

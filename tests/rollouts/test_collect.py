@@ -7,6 +7,9 @@ import base64
 import errno
 import io
 import json
+import resource
+import subprocess
+import sys
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -15,8 +18,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from PIL import Image
 
 from armature.components.artifacts.images import ImageStore
@@ -27,6 +28,7 @@ from armature.components.contracts.machine import Machine
 from armature.components.contracts.rollouts import GenerateOutputs
 from armature.components.inference.client import GenerationFailure
 from armature.components.rollouts.collect import collect
+from armature.components.rollouts.open_files import allow_open_files
 from tests.images import other_images, refused_images, turned_images
 
 from .conftest import SAMPLING, RecordedEvents, Script, ScriptedPolicy
@@ -469,57 +471,30 @@ async def test_cancelling_closes_every_episode(store, events):
     assert len(environment.closed) == 12
 
 
-PLACES = ["fine", "reset", "step", "close", "image", "server", "logprobs"]
+@pytest.fixture
+def few_files() -> Iterator[None]:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (300, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
-@settings(max_examples=40)
-@given(
-    places=st.integers(1, 3).flatmap(
-        lambda size: st.lists(st.sampled_from(PLACES), min_size=6 * size, max_size=6 * size)
+def test_more_episodes_at_once_than_files_may_be_open(few_files, store, events):
+    policy = ScriptedPolicy(says("yes"), shuffle=True)
+    machine = Machine.model_validate({"max_concurrent": 200, "environment_timeout": 30.0})
+    outputs = play(Counting(turns=1), policy, store, events, tasks=1, group_size=200, machine=machine)
+    assert len(outputs.trajectories) == 200
+
+
+def test_a_hard_limit_that_is_too_low_is_said():
+    code = (
+        "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (200, 200));"
+        "from armature.components.rollouts.open_files import allow_open_files; allow_open_files(201)"
     )
-)
-def test_whatever_fails_nothing_planned_is_lost_or_doubled(places, tmp_path_factory):
-    started: list[str] = []
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert ended.returncode == 1 and "200 files, and 201 are needed" in ended.stderr
 
-    class Faulty(CountingEpisode):
-        async def fault(self, place: str) -> Any:
-            if place == "reset":
-                self.place = places[len(started)]
-                started.append(self.place)
-                if self.place == "image":
-                    return Observation((EncodedImage(b"x", "image/png"),))
-                if self.place in ("server", "logprobs"):
-                    return Observation((self.place,))
-            if place == self.place:
-                raise ValueError(place)
-            return None
 
-    class Environment(Counting):
-        def episode(self, task: Task) -> CountingEpisode:
-            return Faulty(self, task)
-
-    def script(messages: Any, seed: int) -> str:
-        if messages[1]["content"][0].get("text") == "server":
-            raise GenerationFailure("no", reason="server_error")
-        return "logprobs" if messages[1]["content"][0].get("text") == "logprobs" else "yes"
-
-    policy = ScriptedPolicy(
-        script,
-        change=lambda completion: (
-            replace(completion, logprobs=completion.logprobs * np.float32("nan"))
-            if completion.text == "logprobs"
-            else completion
-        ),
-        shuffle=True,
-    )
-    store, events = ImageStore(tmp_path_factory.mktemp("images")), RecordedEvents()
-    outputs = play(Environment(), policy, store, events, tasks=6, group_size=len(places) // 6)
-    ids = [result.trajectory_id for result in (*outputs.trajectories, *outputs.failures)]
-    assert len(ids) == len(places) == len(set(ids))
-    assert len(outputs.trajectories) == places.count("fine")
-    assert sum(outputs.drops.values()) == len(places) - places.count("fine")
-    assert outputs.drops.get("environment_error", 0) == sum(places.count(place) for place in ("reset", "step", "close"))
-    assert events.bars[-1][1:3] == (len(places), len(places))
-    for results in (outputs.trajectories, outputs.failures):
-        order = [result.trajectory_id for result in results]
-        assert order == sorted(order)
+def test_a_limit_that_is_high_enough_is_left_alone(few_files):
+    allow_open_files(300)
+    assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == 300

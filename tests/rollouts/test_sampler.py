@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -85,3 +86,30 @@ def test_a_sampler_that_starts_again_continues_as_it_would_have(stopped):
     again = SignalSampler(some_tasks(12), settings)
     assert again.tasks_of_step(stopped + 1, whole.groups) == whole.steps[stopped + 1]
     assert again.tasks_of_step(10, whole.groups) == whole.steps[10]
+
+
+@given(count=st.integers(1, 30), groups=st.integers(1, 40), steps=st.integers(1, 12), seed=st.integers(0, 2**31))
+def test_no_task_comes_again_before_all_have_come(count, groups, steps, seed):
+    tasks = some_tasks(count)
+    walked = [task for step in range(steps) for task in tasks_of_step(tasks, groups, step, seed)]
+    assert len(walked) == groups * steps
+    for start in range(0, len(walked), count):
+        assert max(Counter(task.task_id for task in walked[start : start + count]).values()) == 1
+
+
+def test_a_step_depends_on_nothing_but_its_number_and_the_seed():
+    tasks = some_tasks(50)
+    assert tasks_of_step(tasks, 8, 17, 3) == tasks_of_step(list(tasks), 8, 17, 3)
+    assert tasks_of_step(tasks, 8, 17, 3) != tasks_of_step(tasks, 8, 17, 4)
+    assert tasks_of_step(tasks, 50, 0, 3) != tasks_of_step(tasks, 50, 1, 3)
+
+
+def test_rounds_walk_through_lists_of_their_own_and_the_first_is_the_steps():
+    tasks = some_tasks(50)
+    first = tasks_of_step(tasks, 50, 0, 3)
+    assert [task.task_id for task in first] == [str(n) for n in np.random.default_rng((3, 0)).permutation(50)]
+    assert tasks_of_step(tasks, 50, 0, 3, 0) == first
+    for number in (1, 2):
+        walked = [task for step in range(10) for task in tasks_of_step(tasks, 5, step, 3, number)]
+        assert sorted(walked, key=tasks.index) == tasks and walked != first
+    assert tasks_of_step(tasks, 8, 4, 3, 1) != tasks_of_step(tasks, 8, 4, 3, 2)

@@ -48,7 +48,7 @@ TASKS: tuple[Task, ...] = tuple(make_environment(COLORS).tasks("train"))
 
 
 @pytest.fixture
-def weights(checkpoint: Callable[..., Path]) -> Path:
+def weights(checkpoint) -> Path:
     return checkpoint("start")
 
 
@@ -184,7 +184,7 @@ def playing_processes() -> set[int]:
 
 
 @pytest.fixture(params=["process", *(["actor"] if find_spec("ray") else [])])
-def place(request: pytest.FixtureRequest) -> Iterator[None]:
+def place(request) -> Iterator[None]:
     """Where workers are: processes of this machine, or nodes of a cluster."""
     with workers_on(None if request.param == "process" else request.getfixturevalue("cluster")):
         yield

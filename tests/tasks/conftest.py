@@ -27,5 +27,5 @@ def demo_stages() -> Iterator[ModuleType]:
 
 
 @pytest.fixture
-def machine(tmp_path: Path) -> Machine:
+def machine(tmp_path) -> Machine:
     return Machine(store=str(tmp_path / "store"))

@@ -23,7 +23,7 @@ FINGERPRINT = "0" * 20
 
 
 @pytest.fixture
-def trained(tmp_path: Path) -> Artifact:
+def trained(tmp_path) -> Artifact:
     """A checkpoint as a training leaves it, also in a remote store."""
 
     def fill(folder: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,12 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image
+import torch
 
 from armature.components.adapters import FamilyAdapter, SampleCollator, get_adapter
-from armature.components.artifacts.images import ImageStore
+from armature.components.artifacts.images import ImageStore, encode_png
 from armature.components.contracts.batches import Sample
-from armature.components.contracts.images import EncodedImage, ImageRef
+from armature.components.contracts.images import ImageRef
 from armature.components.contracts.machine import Machine
 from armature.components.models.load import load_model, load_processor
 from armature.components.models.settings import LoraSettings, ModelSettings
@@ -27,6 +26,7 @@ from armature.components.vlm.learner import Learner
 from armature.components.vlm.loader import MicroBatchLoader
 from armature.components.vlm.settings import TrainerSettings
 from armature.components.vlm.worker import TrainerWorker
+from tests.images import noise
 
 VALUES: dict[str, Any] = {
     "objective": {"name": "ppo", "clip_low": 0.2, "clip_high": 0.28},
@@ -111,9 +111,7 @@ class Tiny:
 
     def _image(self, rng: np.random.Generator, index: int) -> ImageRef:
         side = (56, 84, 112)[int(rng.integers(3))]
-        buffer = io.BytesIO()
-        Image.fromarray(rng.integers(0, 255, (side, 56, 3), dtype=np.uint8)).save(buffer, "PNG")
-        return self.images.put(EncodedImage(buffer.getvalue(), "image/png"))
+        return self.images.put(encode_png(noise(rng, height=side)))
 
 
 def open_tiny(folder: Path) -> Tiny:
@@ -136,6 +134,31 @@ def step(learner: Learner, tiny: Tiny, samples: list[Sample]) -> dict[str, float
         return learner.step(samples, load)
 
 
+@dataclass(frozen=True)
+class Stepped:
+    """A training step: its metrics, the weights after it, and the log-ratios of its tokens by row."""
+
+    metrics: dict[str, float]
+    weights: dict[str, torch.Tensor]
+    log_ratios: dict[int, Any]
+
+
+def stepped(learner: Learner, tiny: Tiny, samples: list[Sample]) -> Stepped:
+    metrics = step(learner, tiny, samples)
+    weights = {name: parameter.detach() for name, parameter in learner.model.named_parameters()}
+    return Stepped(metrics, weights, learner.log_ratios)
+
+
+def assert_same_step(one: Stepped, other: Stepped) -> None:
+    """Metrics and weights agree to seven digits."""
+    for name in ("loss", "grad_norm", "entropy", "importance_ratio", "mismatch_kl", "updates"):
+        assert one.metrics[name] == pytest.approx(other.metrics[name], rel=1e-6, abs=1e-7), name
+    assert one.weights.keys() == other.weights.keys()
+    for name, value in other.weights.items():
+        torch.testing.assert_close(one.weights[name], value, rtol=1e-6, atol=1e-6)
+    assert all(np.allclose(one.log_ratios[row], value, atol=1e-5) for row, value in other.log_ratios.items())
+
+
 def worker_of(
     tiny: Tiny, folder: Path, trainer: dict[str, Any] | None = None, way: str = "file", **model: Any
 ) -> TrainerWorker:
@@ -152,7 +175,7 @@ def worker_of(
 
 
 @pytest.fixture(scope="session")
-def make_tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Tiny]:
+def make_tiny(tmp_path_factory) -> Callable[..., Tiny]:
     """Tiny checkpoints by family name, tied or untied, of other sizes, each made once."""
     made: dict[tuple[Any, ...], Tiny] = {}
 
@@ -168,5 +191,5 @@ def make_tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Tiny]:
 
 
 @pytest.fixture(scope="session")
-def tiny(make_tiny: Callable[[str], Tiny]) -> Tiny:
+def tiny(make_tiny) -> Tiny:
     return make_tiny("qwen2-vl")

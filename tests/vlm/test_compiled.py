@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -18,7 +17,7 @@ from armature.components.vlm.logprobs import Policy
 from tests.compiling import trace_only
 from tests.refusals import refused
 
-from .conftest import LORA, learner_of, step, trainer_settings
+from .conftest import LORA, assert_same_step, learner_of, step, stepped, trainer_settings
 from .test_packing import conversations
 
 
@@ -43,14 +42,8 @@ def test_a_compiled_step_is_the_step(packing, tiny):
         torch.manual_seed(0)  # of the adapters
         model = tiny.model(gradient_checkpointing=packing, lora=None if packing else LORA)
         learner = learner_of(tiny, model, packing=packing, torch_compile=compiled, adam_epsilon=1e-3)
-        metrics = step(learner, tiny, samples)
-        done.append((metrics, {name: p.detach() for name, p in learner.model.named_parameters()}))
-    (plain, weights), (fused, ours) = done
-    for name in ("loss", "grad_norm", "entropy", "importance_ratio", "mismatch_kl"):
-        assert fused[name] == pytest.approx(plain[name], rel=1e-6, abs=1e-7), name
-    assert ours.keys() == weights.keys()
-    for name, value in weights.items():
-        torch.testing.assert_close(ours[name], value, rtol=1e-6, atol=1e-6)
+        done.append(stepped(learner, tiny, samples))
+    assert_same_step(*done)
 
 
 @pytest.mark.slow
@@ -116,15 +109,8 @@ def test_a_step_with_a_padded_tower_is_the_step(make_tiny):
         if padded:
             pad_widths(model)
         learner = learner_of(tiny, model, packing=True, adam_epsilon=1e-3)
-        metrics = step(learner, tiny, samples)
-        done.append((metrics, {name: p.detach() for name, p in learner.model.named_parameters()}, learner.log_ratios))
-    (plain, weights, ratios), (wide, ours, our_ratios) = done
-    for name in ("loss", "grad_norm", "entropy"):
-        assert wide[name] == pytest.approx(plain[name], rel=1e-6), name
-    assert ours.keys() == weights.keys()
-    for name, value in weights.items():
-        torch.testing.assert_close(ours[name], value, rtol=1e-6, atol=1e-6)
-    assert all(np.allclose(our_ratios[row], value, atol=1e-6) for row, value in ratios.items())
+        done.append(stepped(learner, tiny, samples))
+    assert_same_step(*done)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -153,11 +139,6 @@ def test_adapters_in_bf16_have_masters(tiny):
 def test_a_model_in_fp32_cannot_have_weights_in_bf16(tiny):
     with refused("weights_dtype_mismatch", "torch.float32"):
         learner_of(tiny, tiny.model(), weights="bfloat16")
-
-
-def test_weights_in_bf16_need_no_autocast():
-    with refused("without_effect", "autocast"):
-        trainer_settings(weights="bfloat16", autocast="bf16")
 
 
 @pytest.mark.gpu

@@ -7,7 +7,7 @@ import os
 import pickle
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -77,7 +77,7 @@ def _cut(sample: Sample, tokens: int) -> Sample:
 
 
 @pytest.fixture(scope="module")
-def cases(make_tiny: Callable[..., Tiny]) -> dict[str, Case]:
+def cases(make_tiny) -> dict[str, Case]:
     made = {}
     for family in FAMILIES:
         tiny = make_tiny(family, **SIZES)
@@ -107,7 +107,6 @@ class Together:
         file = self.root / "cases.pickle"
         file.write_bytes(pickle.dumps(cases))
         asked = [ranks, str(private_folder(self.root / "rendezvous")), str(file)]
-        assert self.program.stdin is not None and self.program.stdout is not None
         self.program.stdin.write(json.dumps(asked) + "\n")
         self.program.stdin.flush()
         assert self.program.stdout.readline() == "0\n", (self.root / "log").read_text()[-6000:]
@@ -117,7 +116,7 @@ class Together:
 
 
 @pytest.fixture(scope="module")
-def together(cases: dict[str, Case], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Together]:
+def together(cases, tmp_path_factory) -> Iterator[Together]:
     root, pipe = tmp_path_factory.mktemp("context"), subprocess.PIPE
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
     command = [sys.executable, "-m", "tests.vlm.context_ranks"]

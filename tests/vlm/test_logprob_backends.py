@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, get_args
 
 import pytest
@@ -55,7 +56,6 @@ def test_autocast_multiplies_in_bf16_and_gives_fp32_weights_fp32_gradients():
             logprobs, entropy = made(head, hidden, targets, forbidden)
         assert logprobs.dtype == entropy.dtype == torch.float32
         logprobs.masked_fill(logprobs.isinf(), 0.0).sum().backward()
-        assert head.weight.grad is not None
         assert head.weight.grad.dtype == torch.float32
         results.append((logprobs.detach(), head.weight.grad.clone()))
     (exact, gradient), (ours, ours_gradient) = results
@@ -69,7 +69,6 @@ def test_ids_beyond_the_heads_rows_are_scored_as_one_by_one(backend, make_tiny):
     tiny = make_tiny("molmo2")
     model = tiny.model().double()
     batch = tiny.collator.collate(tiny.samples(6, seed=0), tiny.images.open)
-    assert batch.pixel_values is not None
     batch.pixel_values = batch.pixel_values.double()
     rows = len(model.get_output_embeddings().weight)
     assert (batch.input_ids >= rows).any()
@@ -136,3 +135,44 @@ def test_what_a_backend_cannot_do_is_refused_when_it_is_made(monkeypatch):
     monkeypatch.setattr(fused, "TRITON", False)
     with refused("triton_missing", "trainer.logprobs"):
         HEADS["triton"](plain, linear, GPU)
+
+
+BACKENDS = get_args(Logprobs)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("softcap", [None, 30.0])
+@pytest.mark.parametrize("temperature", [0.7, 1.0, 1.3])
+def test_on_a_gpu_equals_float64(backend, temperature, softcap):
+    """Sums are fp32; gradients of logits are rounded to bf16 once, or twice where `triton` keeps what they are made of.
+    `normal` rounds its logits to bf16 as well.
+    """
+    for case in (
+        Case(300, 5003, 96, temperature, softcap, True, 64),
+        Case(257, 1999, 37, temperature, softcap, False, 50),
+        Case(1000, 4096, 512, temperature, softcap, False, 100),
+        Case(300, 5003, 96, temperature, softcap, True, 300),
+        Case(0, 640, 64, temperature, softcap, True, 50),
+    ):
+        compare(backend, case, torch.float32, values=5e-5, gradients=5e-5, device=GPU)
+        rounded = backend == "normal"
+        compare(
+            backend,
+            case,
+            torch.bfloat16,
+            values=0.15 if rounded else 5e-5,
+            gradients=3e-2 if rounded else 5e-3,
+            device=GPU,
+        )
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_both_tiles_equal_float64(monkeypatch):
+    case = Case(1000, 5000, 520, 0.7, None, True, 100)
+    for tile in (fused.LARGE, fused.SMALL, replace(fused.SMALL, descriptors=True)):
+        monkeypatch.setattr(fused, "LARGE", tile)
+        monkeypatch.setattr(fused, "SMALL", tile)
+        for chunk in (100, 1000):
+            kept = replace(case, chunk_tokens=chunk)
+            compare("triton", kept, torch.bfloat16, values=5e-5, gradients=5e-3, device=GPU)

@@ -74,15 +74,6 @@ def test_forbidden_tokens_get_no_probability_and_entropy_is_finite(tiny):
     assert entropy.isfinite().all()
 
 
-def test_temperature_raises_entropy(tiny):
-    batch = tiny.collator.collate(tiny.samples(2, seed=0), tiny.images.open)
-    model = tiny.model()
-    with torch.no_grad():
-        policies = [Policy(model, logprobs="torch", temperature=t, chunk_tokens=64) for t in (0.5, 1.0, 2.0)]
-        entropies = [policy(model_inputs(batch), predicting(batch.loss_mask))[1].mean().item() for policy in policies]
-    assert 0 < entropies[0] < entropies[1] < entropies[2] <= np.log(400)
-
-
 class Bare(nn.Module):
     """A head alone: the body returns given hidden states, and the head leaves them as they are, or is replaced."""
 
@@ -100,20 +91,11 @@ class Bare(nn.Module):
         return self.head
 
 
-def bare(logits: torch.Tensor, temperature: float = 1.0) -> tuple[torch.Tensor, torch.Tensor, Bare]:
+def bare(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Bare]:
     model = Bare(logits)
     ids = torch.zeros(logits.shape[:2], dtype=torch.int64)
-    policy = Policy(model, logprobs="torch", temperature=temperature, chunk_tokens=2)
+    policy = Policy(model, logprobs="torch", temperature=1.0, chunk_tokens=2)
     return *policy({"input_ids": ids, "attention_mask": ids + 1}, predicting(torch.ones_like(ids))), model
-
-
-def test_basic_shapes_and_values():
-    logits = torch.randn(2, 4, 3, generator=torch.Generator().manual_seed(0))
-    logprobs, entropy, _ = bare(logits)
-    assert logprobs.shape == entropy.shape == (2 * 3,)
-    expected = logits[:, :-1].double().log_softmax(-1)[..., 0].flatten()
-    torch.testing.assert_close(logprobs.detach().double(), expected, atol=1e-6, rtol=0)
-    assert (entropy >= 0).all()
 
 
 def test_logits_of_a_thousand_are_stable_and_entropy_is_bounded():
@@ -122,7 +104,6 @@ def test_logits_of_a_thousand_are_stable_and_entropy_is_bounded():
     assert logprobs.isfinite().all()
     assert (entropy < 0.1).all()
     logprobs.sum().backward()
-    assert model.logits.grad is not None
     assert model.logits.grad.isfinite().all()
     _, entropy, _ = bare(torch.zeros(1, 3, 10))
     np.testing.assert_allclose(entropy.detach(), np.log(10), rtol=1e-6)

@@ -122,7 +122,7 @@ async def started(stack: AsyncExitStack, model: Path, folder: Path, port: int | 
 
 
 @pytest.fixture
-def run(make_tiny: Callable[[str], Tiny], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+def run(make_tiny, tmp_path, monkeypatch) -> Run:
     monkeypatch.setenv("VLLM_API_KEY", KEY)
     return Run(make_tiny("qwen3-vl"), tmp_path)
 

@@ -46,7 +46,7 @@ class Recorder:
 
 
 @pytest.fixture(autouse=True)
-def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def recorded(monkeypatch) -> Iterator[None]:
     Recorder.made, Recorder.fails = [], False
     monkeypatch.setattr(worker_module, "WEIGHT_SENDERS", {"ipc": Recorder})
     yield

@@ -50,7 +50,7 @@ def observation() -> RobotObservation:
 
 
 @pytest.fixture(scope="module")
-def policy(tmp_path_factory: pytest.TempPathFactory) -> LoadedPolicy:
+def policy(tmp_path_factory) -> LoadedPolicy:
     """A tiny policy whose expert moves, with statistics."""
     import torch
 

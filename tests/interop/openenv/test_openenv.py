@@ -49,7 +49,7 @@ def started() -> Iterator[Environment]:
 
 
 @pytest.fixture
-def server(started: Environment) -> str:
+def server(started) -> str:
     """Its address."""
     return started._server.url()  # type: ignore[attr-defined, no-any-return]
 

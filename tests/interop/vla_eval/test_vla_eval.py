@@ -28,7 +28,7 @@ BRIDGE, BENCHMARK = ROOT / "examples/vla_eval_policy.py", Path(__file__).with_na
 
 
 @pytest.fixture(scope="module")
-def policy(tmp_path_factory: pytest.TempPathFactory) -> MolmoAct2Policy:
+def policy(tmp_path_factory) -> MolmoAct2Policy:
     settings = released.SETTINGS.model_copy(update={"norm_tag": "kitchen", "num_inference_steps": 2})
     loaded = load_policy(released.write_released(tmp_path_factory.mktemp("policy") / "released"), settings)
     return MolmoAct2Policy(loaded.model, loaded.processor(), loaded.settings, "continuous", rows=1)
