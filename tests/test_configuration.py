@@ -8,14 +8,7 @@ import sys
 
 import pytest
 
-from armature.components.configuration import (
-    build_recipe,
-    load_recipe,
-    merge,
-    parse_override,
-    read_toml,
-    recipe_path,
-)
+from armature.components.configuration import build_recipe, load_recipe, merge, parse_override, read_toml, recipe_path
 from armature.components.contracts.errors import ConfigurationError
 from armature.components.datasets.settings import SourceSettings
 from armature.components.environments.openenv.settings import OpenEnvSettings

@@ -59,11 +59,7 @@ class Tiny:
         ]
         opened = [[self.images[ref] for ref in row] for row in images]
         return self.processor(
-            text=texts,
-            images=opened if any(opened) else None,
-            return_tensors="pt",
-            padding=True,
-            padding_side="right",
+            text=texts, images=opened if any(opened) else None, return_tensors="pt", padding=True, padding_side="right"
         )
 
     def prompt(self, messages: list[Message], images: Sequence[ImageRef]) -> np.ndarray:

@@ -107,11 +107,7 @@ class Loop:
         self.images = [store.put(image) for image in image_files()]
         self.parts = [self._part(store, ref) for ref in self.images]
         policy = TrainerPolicySettings(
-            model_path=self.start,
-            model=SETTINGS,
-            trainer=TRAINER,
-            temperature=0.7,
-            images=store.root,
+            model_path=self.start, model=SETTINGS, trainer=TRAINER, temperature=0.7, images=store.root
         )
         (folder / "work").mkdir()
         self.worker = TrainerWorker(service_settings(policy, Machine(loader_workers=0), folder / "work"), Ranks())

@@ -125,15 +125,17 @@ def says(text: str) -> Script:
 
 
 def test_a_rollout_records_tokens_images_rewards_and_messages(store, events):
-    policy = ScriptedPolicy(says("yes"))
-    outputs = play(Counting(), policy, store, events)
+    environment = Counting()
+    outputs = play(environment, says("yes"), store, events)
     assert [trajectory.trajectory_id for trajectory in outputs.trajectories] == [
         "000004-0000-00",
         "000004-0000-01",
         "000004-0001-00",
         "000004-0001-01",
     ]
-    assert outputs.failures == ()
+    assert outputs.failures == () and sorted(environment.made) == ["t0", "t0", "t1", "t1"]
+    starts = [trajectory.turns[0].messages for trajectory in outputs.trajectories]
+    assert starts[0] == starts[1] != starts[2] == starts[3], "members of a group begin alike"
     one = outputs.trajectories[2]
     assert (one.group_id, one.environment, one.task_id, one.split) == ("000004-0001", "counting", "t1", "train")
     assert not one.truncated and one.reward == 2 * (2.0 + 1.5) and one.reward_parts == {"yes": 2.0, "length": 6.0}
@@ -282,6 +284,14 @@ def only_the_second_group_failed(outputs: GenerateOutputs, reason: str) -> None:
     assert [failure.trajectory_id for failure in outputs.failures] == ["000004-0001-00", "000004-0001-01"]
     assert outputs.drops == {reason: 2}
     assert [trajectory.task_id for trajectory in outputs.trajectories] == ["t0", "t0", "t2", "t2"]
+
+
+def test_no_tokens_are_asked_for_after_the_end_of_an_episode(store, events):
+    policy = ScriptedPolicy(says("yes"), shuffle=True)
+    environment = Counting(turns=3, step=gives(Outcome(None, {"yes": 1.0})))
+    outputs = play(environment, policy, store, events, tasks=3)
+    assert [len(trajectory.turns) for trajectory in outputs.trajectories] == [3, 3, 1, 1, 3, 3]
+    assert len(policy.requests) == 14
 
 
 @pytest.mark.parametrize("place", ["reset", "step", "close"])

@@ -73,11 +73,7 @@ async def test_trainer_and_server_see_the_same_images(tmp_path, store, events, s
 
     adapter = get_adapter(checkpoint, load_processor(checkpoint, model_settings()), store.open, 1024)
     pool = ServerPool(
-        checkpoint,
-        server,
-        machine,
-        tmp_path / "logs",
-        forbidden_token_ids=sorted(adapter.collator.forbidden_token_ids),
+        checkpoint, server, machine, tmp_path / "logs", forbidden_token_ids=sorted(adapter.collator.forbidden_token_ids)
     )
     async with pool:
         outputs = await collect(

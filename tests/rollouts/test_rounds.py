@@ -56,12 +56,7 @@ def test_rounds_follow_until_enough_groups_differ_and_the_rest_is_counted():
     chosen = choose_groups(outputs, plan(3, 10))
     assert [one.trajectory_id for one in chosen.outputs.trajectories] == ["1-0", "1-1", "3-0", "3-1", "6-0", "6-1"]
     assert chosen.drops == {"surplus_group": 2, "equal_rewards_group": 9}
-    assert chosen.metrics == {
-        "groups/rounds": 3,
-        "groups/played": 9,
-        "groups/equal_rewards": 5,
-        "groups/surplus": 1,
-    }
+    assert chosen.metrics == {"groups/rounds": 3, "groups/played": 9, "groups/equal_rewards": 5, "groups/surplus": 1}
 
 
 def test_after_the_last_round_a_step_takes_what_there_is():
@@ -80,9 +75,7 @@ def test_with_one_round_every_group_counts_as_it_is():
     assert chosen.outputs is outputs and not chosen.drops and not chosen.metrics
 
 
-@given(
-    rounds=st.lists(st.lists(st.sampled_from([EQUAL, DIFFER, [None, None]]), min_size=2, max_size=2), min_size=1),
-)
+@given(rounds=st.lists(st.lists(st.sampled_from([EQUAL, DIFFER, [None, None]]), min_size=2, max_size=2), min_size=1))
 def test_every_rollout_is_chosen_or_counted(rounds):
     chosen_plan = plan(2, len(rounds) + 1)
     outputs, asked = play([*rounds, [DIFFER, DIFFER]], chosen_plan)

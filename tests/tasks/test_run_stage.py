@@ -42,9 +42,7 @@ def read_task_runs(flow_run_id) -> list[TaskRun]:
 
     with get_client(sync_client=True) as client:
         return client.read_task_runs(
-            flow_run_filter=FlowRunFilter(id=FlowRunFilterId(any_=[flow_run_id])),
-            limit=200,
-            sort=TaskRunSort.NAME_ASC,
+            flow_run_filter=FlowRunFilter(id=FlowRunFilterId(any_=[flow_run_id])), limit=200, sort=TaskRunSort.NAME_ASC
         )
 
 

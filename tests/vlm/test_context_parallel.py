@@ -38,10 +38,7 @@ from .test_packing import conversations
 
 SIZES = {"hidden_size": 128, "heads": 4, "key_value_heads": 2}
 """On four ranks every head of keys and values is repeated."""
-CASES = (
-    *FAMILIES,
-    *("text", "five tokens", "adapters in the tower", "frozen tower", "recomputed", "windows", "long"),
-)
+CASES = (*FAMILIES, *("text", "five tokens", "adapters in the tower", "frozen tower", "recomputed", "windows", "long"))
 ON_FOUR = ("qwen2.5-vl", "qwen3-vl", "pixtral", "molmo2", "text", "five tokens", "adapters in the tower", "long")
 EVERYWHERE = LoraSettings(rank=4, alpha=8, targets=("q_proj", "v_proj", "qkv"), scope="all")
 WINDOW = 12

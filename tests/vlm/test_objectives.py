@@ -10,13 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from armature.components.vlm.objectives import (
-    Loss,
-    Tokens,
-    kl_estimate,
-    loss_of,
-    normalizer,
-)
+from armature.components.vlm.objectives import Loss, Tokens, kl_estimate, loss_of, normalizer
 from armature.components.vlm.settings import TrainerSettings
 from tests.refusals import refused
 

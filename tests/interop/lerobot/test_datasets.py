@@ -44,10 +44,7 @@ def test_we_read_what_lerobot_writes(datasets_side, tmp_path):
     kept = np.load(tmp_path / "written.npz")
     dataset = open_dataset(root)
     assert [episode.length for episode in dataset.episodes] == [6, 9]
-    assert dict(dataset.tasks) == {
-        0: "task 0",
-        1: "task 1",
-    }
+    assert dict(dataset.tasks) == {0: "task 0", 1: "task 1"}
     frames = FrameReader(dataset, DownloadCache.standard())
     for index in range(15):
         item = frames.item(index, {})

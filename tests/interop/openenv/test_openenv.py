@@ -161,15 +161,9 @@ def test_what_the_server_gets_wrong_costs_its_rollout(server):
             asyncio.run(play(environment, first(environment), lambda _: "crash"))
         with refused("environment_timeout"):
             asyncio.run(play(environment, first(environment), lambda _: "hang", timeout=1.0))
-    with (
-        served(base_url=server, reset={"unrewarded": True}) as environment,
-        refused("bad_reward"),
-    ):
+    with served(base_url=server, reset={"unrewarded": True}) as environment, refused("bad_reward"):
         asyncio.run(play(environment, first(environment), color_of))
-    with (
-        served(base_url=server, prompt="{image}{board}") as environment,
-        refused("environment_error", "'board'"),
-    ):
+    with served(base_url=server, prompt="{image}{board}") as environment, refused("environment_error", "'board'"):
         asyncio.run(play(environment, first(environment), color_of))
 
 

@@ -9,10 +9,7 @@ import torch
 
 from benchmarks import rl_step_gpu, step_gpu, trl_step
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(torch.cuda.is_available(), reason="toy sizes are those of a CPU"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(torch.cuda.is_available(), reason="toy sizes are those of a CPU")]
 
 
 def test_both_sides_of_a_trainers_step_do_the_same_work():

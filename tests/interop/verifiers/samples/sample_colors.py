@@ -24,10 +24,7 @@ def rows(count, size):
             {"type": "text", "text": f"What colour is image {number}?"},
         ]
         system = [{"type": "text", "text": "One word."}]
-        yield {
-            "prompt": [{"role": "system", "content": system}, {"role": "user", "content": parts}],
-            "answer": color,
-        }
+        yield {"prompt": [{"role": "system", "content": system}, {"role": "user", "content": parts}], "answer": color}
 
 
 def load_environment(count=12, size=16, heldout=0, broken=False):
