@@ -74,6 +74,16 @@ def test_packages_import_their_siblings_in_no_circle(product):
     assert circles_of_siblings(product) == []
 
 
+def write_package(root: Path, texts: dict[str, str]) -> None:
+    """Modules by name, each folder a package."""
+    for name, text in texts.items():
+        file = root / f"{name}.py"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+        (file.parent / "__init__.py").touch()
+    (root / "__init__.py").touch()
+
+
 @pytest.mark.parametrize(
     "back",
     [
@@ -85,11 +95,8 @@ def test_packages_import_their_siblings_in_no_circle(product):
     ],
 )
 def test_any_kind_of_import_closes_a_circle(back, tmp_path, monkeypatch):
-    texts = {"__init__": "", "parts/__init__": "", "parts/first": "from round_trip import second", "second": back}
-    for name, text in texts.items():
-        file = tmp_path / "round_trip" / f"{name}.py"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text)
+    texts = {"parts/first": "from round_trip import second", "second": back}
+    write_package(tmp_path / "round_trip", texts)
     monkeypatch.syspath_prepend(tmp_path)
     graph = import_graph("round_trip")
     assert sorted(set(circle_of_modules(graph))) == ["round_trip.parts.first", "round_trip.second"]
@@ -98,12 +105,7 @@ def test_any_kind_of_import_closes_a_circle(back, tmp_path, monkeypatch):
 
 def test_two_packages_make_a_circle_without_any_of_modules(tmp_path, monkeypatch):
     texts = {"a/one": "from two_rooms.b import one", "b/one": "", "b/two": "from two_rooms.a import two", "a/two": ""}
-    for name, text in texts.items():
-        file = tmp_path / "two_rooms" / f"{name}.py"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text)
-        (file.parent / "__init__.py").touch()
-    (tmp_path / "two_rooms/__init__.py").touch()
+    write_package(tmp_path / "two_rooms", texts)
     monkeypatch.syspath_prepend(tmp_path)
     graph = import_graph("two_rooms")
     assert circle_of_modules(graph) == []

@@ -75,11 +75,6 @@ def test_a_deviation_that_nothing_is_divided_by_is_refused():
         batch_settings(group_mean("none", deviation="population"))
 
 
-def test_leave_one_out_by_hand():
-    # a: 1 - (0 + 2) / 2, b: 0 - (1 + 2) / 2, c: 2 - (1 + 0) / 2
-    assert of(GROUPS, {"name": "rloo"}) == expect(a=[0], b=[-1.5], c=[1.5, 1.5], d=[0], e=[0], f=[0])
-
-
 def test_a_penalty_lowers_its_own_turn_and_a_little_the_baseline():
     pair = [walk("a", "xyz", [0, 0, 1.0], " fi"), walk("b", "x", [0.0])]
     # Scores of a: 1, 0.7, 0.9, on average 13/15; of b: 0. The baseline is 13/30, without penalties 1/2.

@@ -41,19 +41,11 @@ def test_a_turn_without_a_named_state_is_alone():
         assert anchor_labels(turns, anchor).tolist() == [0, 1, 2, 1]
 
 
-def test_similar_texts_join_the_first_cluster_whose_first_text_they_resemble():
-    # Against abcd: abcx has 3 of 4 equal, abxx 2; abxx against abcx 3. The cluster's first text decides.
-    assert similar(["abcd", "abcx", "abxx", "abcd"], 0.7) == ["abcd", "abcd", "abxx", "abcd"]
-    assert similar(["abcx", "abcd", "abxx"], 0.7) == ["abcx", "abcx", "abcx"]
-    assert similar(["abcd", "abcx", None], 0.8) == ["abcd", "abcx", None]
-    assert similar(["abcd", "xbcd", "abcx"], 0.5) == ["abcd"] * 3
-
-
 def test_long_texts_that_differ_early_are_similar():
     rest = "a cabinet, a drawer, " * 14
     one, other = "a cabinet, a drawer, " + rest, "a drawer, a cabinet, " + rest
     assert SequenceMatcher(None, one, other).ratio() < 0.1  # frequent characters taken for junk
-    assert similar([one, other], 0.95) == [one, one]
+    assert similar([one, other, None], 0.95) == [one, one, None]
 
 
 @given(texts=st.lists(st.text("ab", max_size=6), max_size=12), threshold=st.sampled_from([0.2, 0.5, 0.9]))

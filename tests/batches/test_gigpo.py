@@ -76,15 +76,6 @@ def test_what_a_batch_says_of_its_groups():
     assert metrics["penalty/turns"] == 2 and metrics["penalty/mean"] == pytest.approx(0.6 / 9)
 
 
-def test_a_penalty_is_not_discounted_back():
-    """The unreadable last answer of b costs b nothing at the states before it."""
-    pair = [walk("a", "xyz", [0, 0, 0]), walk("b", "xyz", [0, 0, 0], "  f")]
-    assert of(pair, gigpo(MEAN, step_weight=1.0), format=0.6) == pytest.approx(
-        # Scores 0, and 0 0 -0.6 with the mean -0.1; step returns differ at z alone.
-        [0.1, 0.1, 0.1 + 0.3, 0.1, 0.1, -0.5 - 0.3]
-    )
-
-
 def test_a_format_error_where_all_failed_dominates_without_a_floor_and_not_with_one():
     failed = [walk(str(number), "x", [0], "f" if number == 0 else "") for number in range(8)]
     alone = gigpo(std(), step_weight=0.0)

@@ -23,6 +23,8 @@ IMAGES = [Image.new("RGB", (100, 80), (200, 30, 30)), Image.new("RGB", (64, 150)
 SETTINGS = model_settings()
 TOLERANCE = 1e-4  # nats per token, both in fp32
 
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+
 
 def _text(text: str) -> dict[str, Any]:
     return {"type": "text", "text": text}
@@ -114,15 +116,11 @@ def _check(folder: Path, answers: list[dict[str, Any]]) -> None:
         assert _logprobs(model, local, answer["sampled"]) == pytest.approx(answer["logprobs"], abs=TOLERANCE)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_prompts_and_log_probs_are_those_of_the_local_model(name, servable, served):
     _check(servable[name], served[name][0])
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("index", range(1, len(LOADED)), ids=lambda index: "-".join(map(str, LOADED[index])))
 def test_molmo2_takes_new_weights_in_either_layout_and_in_pieces(index, layouts, served):
     layout, seed, _ = LOADED[index]
@@ -131,14 +129,10 @@ def test_molmo2_takes_new_weights_in_either_layout_and_in_pieces(index, layouts,
     assert (before["logprobs"] != after["logprobs"]) == (LOADED[index - 1][1] != seed)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
 def test_molmo2_is_served_alike_from_both_layouts(served):
     assert served["molmo2-native"][0] == served["molmo2"][0]
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
 def test_every_image_part_of_a_conversation_is_in_the_prompt_that_the_server_reports(servable, served):
     """Samples are made of these ids, so what is trained on has the images where they were when it was sampled."""
     processor = AutoProcessor.from_pretrained(servable["molmo2"])

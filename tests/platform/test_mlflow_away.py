@@ -19,7 +19,6 @@ from armature.components.process import Program
 from armature.services import free_port, mlflow_server, wait_until_ready
 from armature.tasks.events import PrefectEvents
 from armature.tasks.tracking import tracked
-from tests.refusals import refused
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -41,24 +40,6 @@ def test_one_that_takes_the_call_and_says_nothing_is_given_up(tmp_path):
         address = f"http://127.0.0.1:{server.getsockname()[1]}"
         done = show(tmp_path, MLFLOW_TRACKING_URI=address, MLFLOW_HTTP_REQUEST_TIMEOUT="1")
     assert done.returncode == 1 and "MLflow does not answer" in done.stderr and "Traceback" not in done.stderr
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("MLFLOW_TRACKING_URI", "gopher://host/1"),
-        ("MLFLOW_TRACKING_URI", "not an address"),
-        ("MLFLOW_HTTP_REQUEST_TIMEOUT", "soon"),
-        ("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "-"),
-    ],
-)
-def test_a_wrong_variable_is_named(tmp_path, name, value, monkeypatch):
-    from armature.tasks.mlflow_client import client
-
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
-    monkeypatch.setenv(name, value)
-    with refused("invalid_mlflow_variable" if "HTTP" in name else "invalid_mlflow_address", name):
-        client().search_experiments()
 
 
 @pytest.fixture(scope="module")

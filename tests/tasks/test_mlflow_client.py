@@ -11,9 +11,9 @@ import pytest
 from sqlalchemy import make_url
 
 from armature import services
-from armature.components.contracts.errors import ConfigurationError
 from armature.tasks.mlflow_client import client, experiment_id, page, tracking_uri
 from tests.hostile_names import EVERY_CHARACTER
+from tests.refusals import refused
 
 
 def test_the_database_of_this_folder_is_for_its_owner(tmp_path, monkeypatch):
@@ -49,11 +49,20 @@ def test_project_in_a_folder_of_any_name(tmp_path, monkeypatch):
     assert prefect.database == str(folder / ".armature/prefect/prefect.db")
 
 
-@pytest.mark.parametrize("uri", ["sqlite", "sqlite:x", "sqlite://a:b/c"])
-def test_address_that_is_none_is_refused(uri, monkeypatch):
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
-    with pytest.raises(ConfigurationError):
-        client()
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("MLFLOW_TRACKING_URI", "gopher://host/1"),
+        *(("MLFLOW_TRACKING_URI", uri) for uri in ("not an address", "sqlite", "sqlite:x", "sqlite://a:b/c")),
+        ("MLFLOW_HTTP_REQUEST_TIMEOUT", "soon"),
+        ("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "-"),
+    ],
+)
+def test_a_wrong_variable_is_named(tmp_path, name, value, monkeypatch):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
+    monkeypatch.setenv(name, value)
+    with refused("invalid_mlflow_variable" if "HTTP" in name else "invalid_mlflow_address", name):
+        client().search_experiments()
 
 
 def test_the_address_of_a_page_has_no_password(monkeypatch):

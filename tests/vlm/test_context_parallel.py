@@ -29,7 +29,6 @@ from armature.components.training.processes import private_folder
 from armature.components.training.ranks import Ranks
 from armature.components.vlm.learner import Learner
 from armature.components.vlm.loader import FeatureCache
-from armature.components.vlm.logprobs import Policy
 from tests.refusals import refused
 
 from .conftest import Tiny, trainer_settings
@@ -230,11 +229,3 @@ def test_fewer_tokens_than_ranks_are_refused(cases, make_tiny):
     with pytest.raises(DataError) as caught:
         packed(case, tiny, policy_of(case, tiny, Ranks()), ranks)
     assert "machine.trainer_context_parallel" in caught.value.where
-
-
-def test_a_family_with_other_layers_is_refused_by_name(tiny):
-    model = tiny.model()
-    model.config.text_config.layer_types.append("linear_attention")
-    with pytest.raises(ConfigurationError) as caught:
-        Policy(model, logprobs="torch", temperature=1.0, packing=True, context=ContextParallel(0, 2, None))
-    assert caught.value.where.startswith("trainer.packing, Qwen2VL")
