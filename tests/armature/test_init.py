@@ -24,8 +24,6 @@ from armature.init.samples import COLORS
 from tests.browser import CHROMIUM
 from tests.refusals import refused
 
-REPOSITORY = Path(__file__).resolve().parents[2]
-
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory) -> Path:

@@ -36,8 +36,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 def poison(folder: Path) -> None:
     """Two samples; a token id of the second is in no vocabulary."""
-    sound = make_sample(policy_versions=np.array([-1, -1, 1, 1], np.int32))
-    write_batch(folder, [sound, replace(sound, sample_id="bad", input_ids=np.array([5, 6, 7, 10**6], np.int32))])
+    versions, ids = np.array([-1, -1, 1, 1], np.int32), np.array([100, 101, 102, 10**6], np.int32)
+    sound = make_sample(input_ids=np.minimum(ids, 103), policy_versions=versions)
+    write_batch(folder, [sound, replace(sound, sample_id="bad", input_ids=ids)])
     (folder / "metrics.json").write_text("{}")
     write_manifest(folder, kind="batches", kind_version=1, rows={"samples": 2}, drops={}, inputs={}, settings={})
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import resource
+import shutil
 import signal
 import struct
 from collections.abc import Callable
@@ -210,13 +211,6 @@ def test_a_disk_that_is_full_is_said_and_the_earlier_checkpoint_stays(checkpoint
     assert {path.name: path.read_bytes() for path in (tmp_path / "saved").iterdir()} == before
 
 
-def _copy(folder: Path, to: Path) -> Path:
-    to.mkdir()
-    for file in folder.iterdir():
-        (to / file.name).write_bytes(file.read_bytes())
-    return to
-
-
 def _edit(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
     config = json.loads((folder / "config.json").read_text())
     change(config)
@@ -233,7 +227,7 @@ def _edit(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
     ids=["another model", "another shape", "more layers"],
 )
 def test_weights_that_do_not_fit_are_refused(checkpoint, tmp_path, weights, sizes, name):
-    mixed = _copy(checkpoint("qwen2-vl"), tmp_path / "mixed")
+    mixed = shutil.copytree(checkpoint("qwen2-vl"), tmp_path / "mixed")
     (mixed / "model.safetensors").write_bytes((checkpoint(weights) / "model.safetensors").read_bytes())
     _edit(mixed, lambda config: config["text_config"].update(sizes))
     with refused("weights_mismatch", mixed, name):
@@ -256,7 +250,7 @@ def test_weights_that_do_not_fit_are_refused(checkpoint, tmp_path, weights, size
 )
 @pytest.mark.parametrize("family", ["qwen2-vl", "llava"])
 def test_a_configuration_of_another_size_takes_no_memory(checkpoint, tmp_path, change, family):
-    mixed = _copy(checkpoint(family), tmp_path / "mixed")
+    mixed = shutil.copytree(checkpoint(family), tmp_path / "mixed")
 
     def update(config: dict[str, Any]) -> None:
         for key, value in change.items():
@@ -285,7 +279,7 @@ def _header(document: object, data: bytes = b"") -> bytes:
     ],
 )
 def test_damaged_weights_are_named(checkpoint, tmp_path, content):
-    damaged = _copy(checkpoint("llava"), tmp_path / "damaged")
+    damaged = shutil.copytree(checkpoint("llava"), tmp_path / "damaged")
     (damaged / "model.safetensors").write_bytes(content)
     with refused("safetensors_unreadable", damaged / "model.safetensors"):
         load_model(damaged, SETTINGS)

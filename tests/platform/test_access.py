@@ -46,18 +46,8 @@ class Up:
         self.folder, self.ports = folder, (free_port(), free_port())
         (folder / "hello.py").write_text(FLOW)
         (folder / "prefect.yaml").write_text(PREFECT_YAML)
-        done = self.run(
-            "up",
-            "--detach",
-            "--pool",
-            "cpu",
-            "--pool",
-            "of-my-own",
-            "--prefect-server-port",
-            str(self.ports[0]),
-            "--mlflow-port",
-            str(self.ports[1]),
-        )
+        ports = ("--prefect-server-port", str(self.ports[0]), "--mlflow-port", str(self.ports[1]))
+        done = self.run("up", "--detach", "--pool", "cpu", "--pool", "of-my-own", *ports)
         assert done.returncode == 0, done.stdout + done.stderr
         self.said = done.stdout
         self.prefect, self.mlflow = (f"http://127.0.0.1:{port}" for port in self.ports)

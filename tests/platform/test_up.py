@@ -27,7 +27,6 @@ from tests.platform.conftest import assert_closed
 from tests.platform.dashboard import CHROMIUM, chromium, start_from_the_form, table_of_results
 from tests.platform.prefect_api import PrefectApi
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 CHECKPOINTS = ["first", "second"]
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
