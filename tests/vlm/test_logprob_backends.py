@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, get_args
+from typing import get_args
 
 import pytest
 import torch
 from hypothesis import given, settings
-from torch import Tensor, nn
+from torch import nn
 
 from armature.components.adapters import model_inputs
 from armature.components.models.settings import LoraSettings
@@ -17,7 +17,6 @@ from armature.components.vlm.logprobs import Policy, predicting
 from armature.components.vlm.settings import Logprobs
 from tests.refusals import refused
 
-from .conftest import Tiny
 from .logprob_cases import CASES, CPU, GPU, ODD, Case, check_unused, compare
 
 
@@ -61,41 +60,6 @@ def test_autocast_multiplies_in_bf16_and_gives_fp32_weights_fp32_gradients():
     (exact, gradient), (ours, ours_gradient) = results
     assert 1e-4 < (ours - exact)[exact.isfinite()].abs().max() < 0.1
     assert (ours_gradient - gradient).norm() < 2e-2 * gradient.norm()
-
-
-@pytest.mark.parametrize("backend", ["normal", "torch"])
-def test_ids_beyond_the_heads_rows_are_scored_as_one_by_one(backend, make_tiny):
-    """Molmo2's image tokens have embeddings and no logits; they fill the prompt, and could be a padded target."""
-    tiny = make_tiny("molmo2")
-    model = tiny.model().double()
-    batch = tiny.collator.collate(tiny.samples(6, seed=0), tiny.images.open)
-    batch.pixel_values = batch.pixel_values.double()
-    rows = len(model.get_output_embeddings().weight)
-    assert (batch.input_ids >= rows).any()
-    assert max(tiny.collator.forbidden_token_ids) >= rows
-    forbidden = tuple(tiny.collator.forbidden_token_ids)
-    policy = Policy(model, logprobs=backend, temperature=0.7, chunk_tokens=5, forbidden_token_ids=forbidden)
-    with torch.no_grad():
-        logprobs, entropy = policy(model_inputs(batch), predicting(batch.loss_mask))
-        known = tuple(token for token in forbidden if token < rows)
-        expected, expected_entropy = _one_by_one(tiny, model, known)
-    torch.testing.assert_close(logprobs, expected, atol=1e-10, rtol=0)
-    torch.testing.assert_close(entropy, expected_entropy, atol=1e-10, rtol=0)
-
-
-def _one_by_one(tiny: Tiny, model: Any, forbidden: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    parts = []
-    for sample in tiny.samples(6, seed=0):
-        batch = tiny.collator.collate([sample], tiny.images.open)
-        if batch.pixel_values is not None:
-            batch.pixel_values = batch.pixel_values.double()
-        mask = batch.loss_mask[:, 1:]
-        logits = model(**model_inputs(batch)).logits[:, :-1][mask] / 0.7
-        logits[:, list(forbidden)] = float("-inf")
-        log_p = logits.log_softmax(-1)
-        chosen = log_p.gather(-1, batch.input_ids[:, 1:][mask][:, None]).squeeze(-1)
-        parts.append((chosen, -(log_p.exp() * log_p.clamp(min=-1e9)).sum(-1)))
-    return torch.cat([a for a, _ in parts]), torch.cat([b for _, b in parts])
 
 
 def test_adapters_on_the_head_count_and_can_be_switched_off(tiny):

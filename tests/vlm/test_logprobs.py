@@ -24,30 +24,33 @@ FORBIDDEN = (5, 9)
 
 
 def naive(model: Any, batch: Any, temperature: float, forbidden: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-    logits = model(**model_inputs(batch)).logits[:, :-1].double() / temperature
-    logits[..., list(forbidden)] = float("-inf")
-    everything = logits.log_softmax(-1)
     mask = batch.loss_mask[:, 1:]
-    chosen = everything.gather(-1, batch.input_ids[:, 1:, None]).squeeze(-1)[mask]
-    entropy = -(everything.exp() * everything.clamp(min=-1e9)).sum(-1)[mask]
-    return chosen, entropy.detach()
+    logits = model(**model_inputs(batch)).logits[:, :-1][mask].double() / temperature
+    logits[:, [token for token in forbidden if token < logits.shape[1]]] = float("-inf")
+    everything = logits.log_softmax(-1)
+    chosen = everything.gather(-1, batch.input_ids[:, 1:][mask][:, None]).squeeze(-1)
+    return chosen, -(everything.exp() * everything.clamp(min=-1e9)).sum(-1).detach()
 
 
-@pytest.mark.parametrize("family", ["qwen2-vl", "qwen3-vl", "llava", "gemma3"])
+@pytest.mark.parametrize("family", ["qwen2-vl", "qwen3-vl", "llava", "gemma3", "molmo2"])
 @pytest.mark.parametrize("lora", [None, LORA], ids=["full", "lora"])
 @pytest.mark.parametrize("backend", ["normal", "torch"])
 def test_backends_equal_naive_with_gradients(family, lora, backend, make_tiny):
+    """Image tokens of Molmo2 have embeddings and no logits, and fill the prompts."""
     tiny = make_tiny(family)
+    forbidden = (*FORBIDDEN, *sorted(tiny.collator.forbidden_token_ids))
     model = tiny.model(lora=lora).double()
     batch = tiny.collator.collate(tiny.samples(6, seed=0), tiny.images.open)
     if batch.pixel_values is not None:
         batch.pixel_values = batch.pixel_values.double()
-    policy = Policy(model, logprobs=backend, temperature=0.7, chunk_tokens=7, forbidden_token_ids=FORBIDDEN)
+    policy = Policy(model, logprobs=backend, temperature=0.7, chunk_tokens=7, forbidden_token_ids=forbidden)
+    rows = len(model.get_output_embeddings().weight)
+    assert (batch.input_ids >= rows).any() == (family == "molmo2")
     weights = torch.linspace(-1, 1, int(batch.loss_mask[:, 1:].sum()), dtype=torch.float64)
     results = []
     for compute in (
         lambda: policy(model_inputs(batch), predicting(batch.loss_mask)),
-        lambda: naive(model, batch, 0.7, FORBIDDEN),
+        lambda: naive(model, batch, 0.7, forbidden),
     ):
         model.zero_grad()
         logprobs, entropy = compute()
