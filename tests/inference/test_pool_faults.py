@@ -180,11 +180,11 @@ async def test_joined_server_that_stays_away_is_given_up_and_the_other_answers(j
     assert texts(results) == {("a", 0), ("b", 1)}
 
 
-async def test_a_wrong_key_is_said_at_once(join, monkeypatch):
-    servers, pool = join(1, ready_timeout=1)
-    monkeypatch.setenv("VLLM_API_KEY", "another")
+async def test_a_wrong_key_is_said_at_once(stand_ins, make_pool, checkpoint, monkeypatch):
+    servers = stand_ins(1)
+    monkeypatch.setenv("VLLM_API_KEY", "another")  # a pool reads it when it is made
     with refused("server_key_refused", servers[0].url):
-        async with pool:
+        async with make_pool(servers, checkpoint("a"), ready_timeout=1) as pool:
             await pool.notify()
 
 

@@ -14,10 +14,12 @@ from armature.components.contracts.metrics import merged
 from armature.components.contracts.rollouts import GenerateOutputs
 from armature.components.rl.metrics import rollout_metrics
 from armature.components.vlm.metrics import batch_report
-from tests.batches.conftest import played, turn
 from tests.batches.test_recipes import TurnsAsSamples
+from tests.builders import make_trajectory, make_turn
 
-PLAIN = GenerateOutputs([played(f"t{n}", "g", [turn(reward)]) for n, reward in enumerate((0.0, 1.0, 1.0))])
+PLAIN = GenerateOutputs(
+    [make_trajectory(f"t{n}", "g", [make_turn(reward)]) for n, reward in enumerate((0.0, 1.0, 1.0))]
+)
 OURS = ["reward", "mean", "std", "rollout_std", "sample_mean", "total", "count", "", "a/b", "a_b", "../reward", "turns"]
 
 
@@ -31,7 +33,10 @@ def step_metrics(outputs: GenerateOutputs) -> dict[str, float]:
 @given(st.lists(st.sampled_from(OURS), unique=True))
 def test_parts_of_any_name_replace_nothing(parts: list[str]) -> None:
     values = {name: 100.0 + number for number, name in enumerate(parts)}
-    named = [played(f"t{n}", "g", [turn(one.reward, reward_parts=values)]) for n, one in enumerate(PLAIN.trajectories)]
+    named = [
+        make_trajectory(f"t{n}", "g", [make_turn(one.reward, reward_parts=values)])
+        for n, one in enumerate(PLAIN.trajectories)
+    ]
     metrics, plain = step_metrics(GenerateOutputs(named)), step_metrics(PLAIN)
     below = {name: value for name, value in metrics.items() if name.startswith("reward_parts/")}
     assert sorted(below.values()) == pytest.approx(sorted(values.values()))
@@ -41,7 +46,8 @@ def test_parts_of_any_name_replace_nothing(parts: list[str]) -> None:
 
 def test_means_over_rollouts_and_over_samples_have_names_of_their_own() -> None:
     """One rollout of two turns, whose samples are two, beside one of one turn."""
-    uneven = GenerateOutputs([played("a", "g", [turn(0.5, 0), turn(0.5, 1)]), played("b", "g", [turn(0.0)])])
+    two, one = [make_turn(0.5, index=index) for index in (0, 1)], [make_turn(0.0)]
+    uneven = GenerateOutputs([make_trajectory("a", "g", two), make_trajectory("b", "g", one)])
     metrics = step_metrics(uneven)
     assert (metrics["reward"], metrics["reward/rollout_std"]) == (0.5, 0.5)
     assert metrics["sequences"] == 3 and metrics["reward/sample_mean"] == pytest.approx(2 / 3)
