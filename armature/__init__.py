@@ -10,11 +10,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from armature.components.adapters import get_adapter, validate_batch
-    from armature.components.adapters.base import MultimodalAdapter
     from armature.components.artifacts.images import encode_png
     from armature.components.configuration import Recipe, load_recipe, recipe_names
-    from armature.components.contracts.batches import MultimodalBatch
+    from armature.components.contracts.batches import MultimodalAdapter, MultimodalBatch
     from armature.components.contracts.episodes import EarlierMessage, Environment, Episode, Observation, Outcome, Task
     from armature.components.contracts.errors import ArmatureError, ConfigurationError
     from armature.components.contracts.images import EncodedImage
@@ -22,7 +20,8 @@ if TYPE_CHECKING:
     from armature.components.contracts.rollouts import GenerateOutputs
     from armature.components.contracts.settings import Settings
     from armature.components.environments.generated import GeneratedEnvironment
-    from armature.components.project import project_path
+    from armature.components.machine.project import project_path
+    from armature.components.models.adapters import get_adapter, validate_batch
     from armature.components.rl.config import MultimodalRLConfig
     from armature.components.rl.trainer import MultimodalGRPOTrainer
     from armature.run import run_recipe
@@ -69,7 +68,7 @@ _MODULES = {
     "Episode": "armature.components.contracts.episodes",
     "GenerateOutputs": "armature.components.contracts.rollouts",
     "GeneratedEnvironment": "armature.components.environments.generated",
-    "MultimodalAdapter": "armature.components.adapters.base",
+    "MultimodalAdapter": "armature.components.contracts.batches",
     "MultimodalBatch": "armature.components.contracts.batches",
     "MultimodalGRPOTrainer": "armature.components.rl.trainer",
     "MultimodalRLConfig": "armature.components.rl.config",
@@ -81,12 +80,12 @@ _MODULES = {
     "Settings": "armature.components.contracts.settings",
     "Task": "armature.components.contracts.episodes",
     "encode_png": "armature.components.artifacts.images",
-    "get_adapter": "armature.components.adapters",
+    "get_adapter": "armature.components.models.adapters",
     "load_recipe": "armature.components.configuration",
-    "project_path": "armature.components.project",
+    "project_path": "armature.components.machine.project",
     "recipe_names": "armature.components.configuration",
     "run_recipe": "armature.run",
-    "validate_batch": "armature.components.adapters",
+    "validate_batch": "armature.components.models.adapters",
 }
 
 

@@ -11,13 +11,13 @@ from pydantic import BaseModel
 
 from armature import supervisor
 from armature.components.configuration import Recipe
+from armature.components.configuration.stages import STAGES, open_store, run_stage
 from armature.components.contracts.cluster import Bundle, ClusterSettings
 from armature.components.contracts.errors import ConfigurationError
 from armature.components.contracts.machine import Machine
 from armature.components.contracts.stages import Stage
-from armature.components.gpus import gpu_count
-from armature.components.project import project
-from armature.components.stages import STAGES, open_store, run_stage
+from armature.components.machine.project import project
+from armature.components.machine.resources import gpu_count
 from armature.components.vlm.settings import TrainerSettings
 from armature.deployments import pool_of
 
@@ -104,7 +104,7 @@ def _check_triton(machine: Machine) -> None:
 
 
 def _say_room(machine: Machine, cluster: ClusterSettings) -> None:
-    from armature.components.workers.actor import room  # Ray is an extra
+    from armature.components.machine.workers.actor import room  # Ray is an extra
 
     def say(placed: ClusterSettings | Bundle, what: str, *settings: str) -> None:
         fits = room(cluster.address, placed.resources_of_node())
@@ -129,7 +129,7 @@ def check_machine(machine: Machine, with_servers: bool) -> None:
     """
     machine.server_variables(), machine.trainer_variables()
     if machine.cluster:
-        from armature.components.workers.actor import joined  # Ray is an extra
+        from armature.components.machine.workers.actor import joined  # Ray is an extra
 
         joined(machine.cluster.address)
     named = {*machine.started_server_gpus, *machine.trainer_gpus}

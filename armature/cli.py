@@ -25,7 +25,7 @@ for group in (recipes, results, models, platform, store):
 
 def _print_version(asked: bool) -> None:
     if asked:
-        from armature.components.installation import DISTRIBUTION, installed_version
+        from armature.components.contracts.installation import DISTRIBUTION, installed_version
 
         print(f"armature {installed_version()} ({DISTRIBUTION}, Python {python_version()})")
         raise typer.Exit

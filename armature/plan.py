@@ -12,9 +12,9 @@ import torch
 
 from armature.components.configuration import Recipe, parse_override
 from armature.components.contracts.errors import ArmatureError, ConfigurationError
+from armature.components.machine.project import project
 from armature.components.planning.memory import RecipeMemory, gpu_named
 from armature.components.planning.step import Plan
-from armature.components.project import project
 
 
 def memory_lines(recipe: Recipe, gpu: str | None) -> list[str]:

@@ -15,9 +15,8 @@ from armature import supervisor
 from armature.check import check_ahead
 from armature.components.configuration import Recipe
 from armature.components.contracts.errors import ArmatureError, ConfigurationError, ServerError
-from armature.components.project import project
-from armature.ports import PREFECT_PORT
-from armature.services import free_port, prefect_environment, prefect_server, wait_until_ready
+from armature.components.machine.project import project
+from armature.services import PREFECT_PORT, free_port, prefect_environment, prefect_server, wait_until_ready
 
 if TYPE_CHECKING:
     from prefect import State
@@ -173,7 +172,7 @@ def _provide_gpu_limit() -> None:
     """The limit that GPU stages hold; `armature up` makes it as well."""
     from prefect.client.orchestration import get_client
 
-    from armature.components.gpus import gpu_count
+    from armature.components.machine.resources import gpu_count
 
     if count := gpu_count():
         with get_client(sync_client=True) as client:

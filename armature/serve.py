@@ -12,16 +12,14 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from armature.components.contracts.errors import ServerError
+from armature.components.contracts.errors import ServerError, keep_secret
 from armature.components.contracts.machine import Machine
-from armature.components.contracts.secret_values import keep_secret
 from armature.components.families.family import family_of
-from armature.components.inference.adapters import ServedAdapters
-from armature.components.inference.checkpoint import longest_sequence, read_config
+from armature.components.inference.checkpoint import ServedAdapters, longest_sequence, read_config
 from armature.components.inference.server import VllmServer
 from armature.components.inference.settings import ServerSettings
+from armature.components.machine.private_files import private_folder
 from armature.components.models.source import locate
-from armature.components.private_files import private_folder
 from armature.services import STATE
 
 LOGS = STATE / "serve"

@@ -12,16 +12,14 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
-from armature.components.contracts.errors import ConfigurationError
-from armature.components.contracts.secret_values import keep_secret
-from armature.components.policies.molmoact2.policy import open_policy
-from armature.components.policy_server.events import EventFormatter, log
-from armature.components.policy_server.metrics import PolicyServerMetrics
-from armature.components.policy_server.observations import ObservationFormat
-from armature.components.policy_server.server import PolicyServer, refuse_open_address
-from armature.components.policy_server.settings import PolicyServerSettings
-from armature.components.private_files import write_private
-from armature.components.prometheus import metrics_server
+from armature.components.contracts.errors import ConfigurationError, keep_secret
+from armature.components.machine.network import metrics_server
+from armature.components.machine.private_files import write_private
+from armature.components.robots.policies.molmoact2.policy import open_policy
+from armature.components.robots.server.metrics import EventFormatter, PolicyServerMetrics, log
+from armature.components.robots.server.server import PolicyServer, refuse_open_address
+from armature.components.robots.server.settings import PolicyServerSettings
+from armature.components.robots.server.wire import ObservationFormat
 from armature.export import find_checkpoint
 from armature.services import STATE
 

@@ -1,4 +1,4 @@
-"""The programs behind the platform: how each is started, and how one knows that it is up."""
+"""Where the platform listens if nothing else is asked for."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ from pathlib import Path
 
 import httpx
 
-from armature.components.contracts.errors import ConfigurationError, ServerError
-from armature.components.contracts.secret_values import keep_secret
-from armature.components.home import home_folder
-from armature.components.ports import listener
-from armature.components.private_files import private_folder, sqlite_url, write_private
-from armature.components.process import Program
+from armature.components.contracts.errors import ConfigurationError, ServerError, keep_secret
+from armature.components.contracts.installation import home_folder
+from armature.components.machine.network import listener
+from armature.components.machine.private_files import private_folder, sqlite_url, write_private
+from armature.components.machine.process import Program
 from armature.prefect_server import ALLOWED_HOSTS
+
+PREFECT_PORT, MLFLOW_PORT = 4200, 5000
+
 
 STATE = home_folder() / ".armature"
 LOGS = STATE / "logs"

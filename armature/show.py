@@ -1,12 +1,114 @@
-"""`armature show`: a recipe's values, or a result and what it was made from."""
+"""A resolved recipe as TOML, in which what the recipe itself says is marked."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
-from armature.components.configuration import SUFFIX
+from pydantic import BaseModel
+
+from armature.components.configuration import SUFFIX, load_recipe, merge, parse_override, read_toml, recipe_path
 from armature.components.contracts.errors import ConfigurationError
-from armature.recipe_text import recipe_text
+from armature.components.environments import ENVIRONMENTS
+from armature.components.environments.settings import EnvironmentSettings
+from armature.components.machine.project import project
+
+RECIPE, OVERRIDE = "recipe", "--set"
+BARE = re.compile(r"[A-Za-z0-9_-]+")
+
+
+def recipe_text(name: str, overrides: Sequence[str] = (), *, describe: bool = False, own: bool = False) -> str:
+    """Every value of a recipe; each that is not a default has the remark where it is from.
+
+    What it says is a recipe again, of the same values. So it is with `own`: only those that are not defaults.
+    """
+    recipe = load_recipe(name, overrides)
+    changed: dict[str, Any] = {}
+    for override in overrides:
+        changed = merge(changed, parse_override(override))
+    said = {RECIPE: read_toml(recipe_path(name)), OVERRIDE: changed}
+    file = name if name.endswith(SUFFIX) else f"configs/{name}{SUFFIX}"
+    legend = [
+        f"# {RECIPE}: {file} says so, or a file that it extends. {OVERRIDE}: the command line does.",
+        "# All else are defaults.",
+    ]
+    lines = [
+        *([f"# From {file}; `armature show` on this file says all values."] if own else legend),
+        f"flow = {_value(recipe.kind)}",
+        f"description = {_value(recipe.description)}",
+    ]
+    with project(recipe.folder):
+        for section, settings in recipe.sections.items():
+            lines += _table((section,), settings, said, describe, own)
+    return "\n".join(lines)
+
+
+def toml_text(values: Mapping[str, Any], at: tuple[str, ...] = ()) -> str:
+    """A document as TOML: values first, then tables. What is none is left out."""
+    lines = [f"{_key(key)} = {_value(part)}" for key, part in values.items() if not isinstance(part, Mapping | None)]
+    tables = {key: part for key, part in values.items() if isinstance(part, Mapping)}
+    head = [f"\n[{'.'.join(map(_key, at))}]"] if at and (lines or not tables) else []
+    return "\n".join([*head, *lines, *(toml_text(part, (*at, key)) for key, part in tables.items())])
+
+
+def _table(
+    at: tuple[str, ...], settings: BaseModel, said: Mapping[str, Any], describe: bool, own: bool
+) -> Iterator[str]:
+    """The lines of a table: its values, then its tables."""
+    if own and not any(_holds(values, at) for values in said.values()):
+        return
+    yield ""
+    if describe and settings.__doc__:
+        yield from _comment(settings.__doc__)
+    yield f"[{'.'.join(at)}]"
+    tables = {}
+    for name, field in type(settings).model_fields.items():
+        value = getattr(settings, name)
+        if isinstance(settings, EnvironmentSettings) and name == "args":
+            value = ENVIRONMENTS[settings.name].Settings.model_validate(value)
+        if isinstance(value, BaseModel):
+            tables[name] = value
+            continue
+        source = next((each for each in (OVERRIDE, RECIPE) if _holds(said[each], (*at, name))), "")
+        if own and (not source or value is None):
+            continue
+        if describe and field.description:
+            yield from _comment(field.description)
+        known = settings.model_dump(mode="json", include={name})[name]
+        line = f"# {name}: none" if value is None else f"{name} = {_value(known)}"
+        yield f"{line}  # {source}" if source and not own else line
+    for name, value in tables.items():
+        yield from _table((*at, name), value, said, describe, own)
+
+
+def _comment(text: str) -> Iterator[str]:
+    for line in text.strip().splitlines():
+        yield f"# {line.strip()}".rstrip()
+
+
+def _holds(values: Any, at: Sequence[str]) -> bool:
+    for key in at:
+        if not isinstance(values, Mapping) or key not in values:
+            return False
+        values = values[key]
+    return True
+
+
+def _value(value: Any) -> str:
+    """A value on one line. TOML has no null: what is none in a table is left out."""
+    if isinstance(value, Mapping):
+        parts = [f"{_key(key)} = {_value(part)}" for key, part in value.items() if part is not None]
+        return "{ " + ", ".join(parts) + " }" if parts else "{}"
+    if isinstance(value, list):
+        return f"[{', '.join(map(_value, value))}]"
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def _key(key: str) -> str:
+    return key if BARE.fullmatch(key) else json.dumps(key, ensure_ascii=False)
+
 
 SECONDS = 5.0
 """A person waits for the answer."""
@@ -40,8 +142,8 @@ def show(what: str | None, overrides: Sequence[str], most: int, *, describe: boo
 
 def _whole_digest(what: str) -> str:
     """A digest may be shortened to its first characters if the local store has it."""
+    from armature.components.configuration.stages import open_store
     from armature.components.contracts.machine import Machine
-    from armature.components.stages import open_store
 
     found = open_store(Machine()).find_digest(what)
     return found.digest if found else what

@@ -8,10 +8,10 @@ from pathlib import Path
 from armature.components.artifacts.disk import link_folder
 from armature.components.artifacts.manifest import open_artifact
 from armature.components.configuration import load_recipe
+from armature.components.configuration.stages import STAGES, refuse_unknown, run_stage
 from armature.components.contracts.errors import ConfigurationError
 from armature.components.contracts.stages import Artifact, Stage
-from armature.components.project import project
-from armature.components.stages import STAGES, refuse_unknown, run_stage
+from armature.components.machine.project import project
 
 
 def parse_inputs(pairs: Sequence[str]) -> dict[str, Artifact]:

@@ -23,9 +23,9 @@ from typing import TextIO
 from pydantic import TypeAdapter, ValidationError
 
 from armature.components.contracts.errors import ConfigurationError, DataError, ServerError
-from armature.components.gpus import gpu_count
-from armature.components.private_files import private_folder, write_private
-from armature.components.process import Program, program
+from armature.components.machine.private_files import private_folder, write_private
+from armature.components.machine.process import Program, program
+from armature.components.machine.resources import gpu_count
 from armature.deployments import without_worker
 from armature.services import (
     AUTH_STRING,
@@ -192,7 +192,7 @@ def _stop_together(children: Iterable[Program]) -> None:
 def _provision(platform: Platform) -> None:
     began = time.monotonic()
     log = LOGS / "provision.log"
-    command = [sys.executable, "-m", "armature.provision", *platform.pools]
+    command = [sys.executable, "-m", "armature.deployments", *platform.pools]
     with program(command, log=log.resolve(), env=prefect_environment(platform.api_url)) as child:
         if child.wait() != 0:
             raise ServerError(

@@ -17,8 +17,8 @@ from armature.components.configuration import explain, read_toml
 from armature.components.configuration.problems import code_of
 from armature.components.contracts.errors import ConfigurationError
 from armature.components.contracts.machine import Scalar
-from armature.components.gpus import gpu_count
 from armature.components.inference.settings import ServerSettings
+from armature.components.machine.resources import gpu_count
 from armature.components.rl.config import MultimodalRLConfig
 
 if TYPE_CHECKING:

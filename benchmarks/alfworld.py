@@ -15,9 +15,9 @@ from typing import Any
 from armature.components.environments.alfworld import packaged
 from armature.components.environments.alfworld.games.folders import GAME, write_game
 from armature.components.environments.alfworld.games.game import KINDS, Game, GeneratedGames
-from armature.components.environments.alfworld.games.load import load_games
+from armature.components.environments.alfworld.games.generate import load_games
 from armature.components.environments.alfworld.text.host import EngineHost
-from armature.components.workers.requests import ANYTHING
+from armature.components.machine.workers.requests import ANYTHING
 from benchmarks.table import Row
 
 GAMES, GROUP, STEPS = 6, 8, 20

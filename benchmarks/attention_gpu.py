@@ -26,11 +26,11 @@ import torch
 from PIL import Image
 from transformers import AutoModelForImageTextToText
 
-from armature.components.adapters import get_adapter, model_inputs
 from armature.components.artifacts.images import ImageStore, encode_png
 from armature.components.contracts.batches import Sample
 from armature.components.families.family import tiny_recipe
 from armature.components.families.tiny import TinySettings
+from armature.components.models.adapters import get_adapter, model_inputs
 from armature.components.models.attention import follow_image_attention
 from armature.components.models.tiny.build import SMALL
 from armature.components.models.tiny.tokenizer import train_tokenizer

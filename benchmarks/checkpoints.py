@@ -60,7 +60,7 @@ def _rank(checkpoint: Path, folder: Path) -> None:
     from armature.components.models.settings import ModelSettings
     from armature.components.training.checkpoints import Checkpoints
     from armature.components.training.engine import ParameterGroup, TrainingEngine
-    from armature.components.training.launch import joined
+    from armature.components.training.ranks import joined
     from armature.components.training.service_settings import service_settings
     from armature.components.vlm.client import TrainerPolicySettings
     from armature.components.vlm.settings import TrainerSettings

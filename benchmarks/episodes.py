@@ -11,16 +11,16 @@ from pathlib import Path
 
 import torch
 
-from armature.components.environments.libero.processes import SimulatorProcess
-from armature.components.environments.libero.tasks import suite_tasks
-from armature.components.evaluation.libero.journal import EvaluationJournal
-from armature.components.evaluation.libero.run import Evaluation
-from armature.components.evaluation.libero.schedule import plan_episodes
-from armature.components.evaluation.libero.settings import LiberoEvaluationSettings
-from armature.components.policies.molmoact2.checkpoints.checkpoint import load_policy
-from armature.components.policies.molmoact2.checkpoints.tiny import make_tiny_policy
-from armature.components.policies.molmoact2.policy import MolmoAct2Policy
-from armature.components.policies.settings import RobotPolicySettings
+from armature.components.robots.evaluation.episode import EvaluationJournal
+from armature.components.robots.evaluation.run import Evaluation
+from armature.components.robots.evaluation.schedule import plan_episodes
+from armature.components.robots.evaluation.settings import LiberoEvaluationSettings
+from armature.components.robots.libero.processes import SimulatorProcess
+from armature.components.robots.libero.tasks import suite_tasks
+from armature.components.robots.policies.molmoact2.checkpoints.checkpoint import load_policy
+from armature.components.robots.policies.molmoact2.checkpoints.tiny import make_tiny_policy
+from armature.components.robots.policies.molmoact2.policy import MolmoAct2Policy
+from armature.components.robots.policies.settings import RobotPolicySettings
 from benchmarks.libero import settings as simulator_settings
 from benchmarks.processor import CAMERAS, POLICY, ROBOT, TINY
 from benchmarks.table import Row, alternate

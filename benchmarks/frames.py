@@ -8,13 +8,13 @@ from pathlib import Path
 
 import numpy as np
 
-from armature.components.datasets.lerobot.layout import Feature
-from armature.components.datasets.lerobot.reader import Dataset, open_dataset
-from armature.components.datasets.lerobot.video import VideoSettings
-from armature.components.datasets.lerobot.writer import LayoutSettings, create_dataset
-from armature.components.datasets.mixture import Mixture
-from armature.components.datasets.settings import DatasetSettings
-from armature.components.datasets.source import DatasetSource
+from armature.components.robots.datasets.lerobot.layout import Feature
+from armature.components.robots.datasets.lerobot.reader import Dataset, open_dataset
+from armature.components.robots.datasets.lerobot.video import VideoSettings
+from armature.components.robots.datasets.lerobot.writer import LayoutSettings, create_dataset
+from armature.components.robots.datasets.mixture import Mixture
+from armature.components.robots.datasets.settings import DatasetSettings
+from armature.components.robots.datasets.source import DatasetSource
 from benchmarks.table import Row, alternate, seconds
 
 CAMERAS = ("observation.images.image", "observation.images.image2")

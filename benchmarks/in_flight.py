@@ -15,6 +15,7 @@ from unittest.mock import patch
 from anyio.from_thread import start_blocking_portal
 
 from armature.components.configuration import load_recipe
+from armature.components.configuration.stages import STAGES, run_stage
 from armature.components.contracts.episodes import Outcome, Task
 from armature.components.contracts.images import EncodedImage
 from armature.components.contracts.machine import Machine
@@ -22,7 +23,6 @@ from armature.components.contracts.stages import Artifact
 from armature.components.environments.colors import Colors, ColorsEpisode, ColorsSettings
 from armature.components.inference.server import VllmServer
 from armature.components.inference.settings import ServerSettings
-from armature.components.stages import STAGES, run_stage
 from benchmarks.table import Row, pair
 
 STEPS, SETTLED, ROUNDS = 8, 3, 3

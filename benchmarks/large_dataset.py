@@ -19,8 +19,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from armature.components.contracts.machine import Machine
-from armature.components.datasets.lerobot.columns import arrow_type, to_arrow
-from armature.components.datasets.lerobot.layout import (
+from armature.components.machine.workers.channel import encoded
+from armature.components.robots.datasets.lerobot.columns import arrow_type, to_arrow
+from armature.components.robots.datasets.lerobot.layout import (
     DATA,
     EPISODES,
     INFO,
@@ -31,15 +32,13 @@ from armature.components.datasets.lerobot.layout import (
     Feature,
     place,
 )
-from armature.components.datasets.lerobot.reader import Dataset, open_dataset
-from armature.components.datasets.lerobot.video import VideoSettings, VideoWriter
-from armature.components.datasets.measure import measure_dataset, measure_unit, overall, plan
-from armature.components.datasets.measured import Measured, as_data
-from armature.components.datasets.mixture import Mixture
-from armature.components.datasets.settings import ALONE, QuantileStatsSettings
-from armature.components.datasets.source import DatasetSource
-from armature.components.datasets.statistics import document
-from armature.components.workers.channel import encoded
+from armature.components.robots.datasets.lerobot.reader import Dataset, open_dataset
+from armature.components.robots.datasets.lerobot.video import VideoSettings, VideoWriter
+from armature.components.robots.datasets.measure import Measured, as_data, measure_dataset, measure_unit, overall, plan
+from armature.components.robots.datasets.mixture import Mixture
+from armature.components.robots.datasets.quantiles import document
+from armature.components.robots.datasets.settings import ALONE, QuantileStatsSettings
+from armature.components.robots.datasets.source import DatasetSource
 from benchmarks.table import Row, seconds
 
 CAMERAS = ("observation.images.front", "observation.images.wrist")

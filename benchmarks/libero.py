@@ -10,11 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from armature.components.environments.libero.initial_states import load_initial_states
-from armature.components.environments.libero.processes import SimulatorProcess
-from armature.components.environments.libero.settings import SimulatorSettings
-from armature.components.environments.libero.simulator import LiberoSimulator
-from armature.components.environments.libero.tasks import suite_tasks
+from armature.components.robots.libero.processes import SimulatorProcess
+from armature.components.robots.libero.settings import SimulatorSettings
+from armature.components.robots.libero.simulator import LiberoSimulator
+from armature.components.robots.libero.tasks import load_initial_states, suite_tasks
 from benchmarks.table import Row, alternate
 
 CHUNK, ROUNDS, DRAWN, STEPPED, RESETS = 10, 3, 4, 60, 4

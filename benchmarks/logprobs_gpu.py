@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from armature.components.vlm.heads import HEADS, HeadSettings
+from armature.components.vlm.heads.backends import HEADS, HeadSettings
 from benchmarks.step_case import need_gpu
 
 VOCABULARY, WIDTHS, TOKENS = 151_936, (2048, 2560, 3584), (4096, 8192, 16_384)

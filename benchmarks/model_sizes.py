@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import CONFIG_MAPPING, PretrainedConfig
 
-from armature.components.policies.molmoact2.configuration import MolmoAct2Config
+from armature.components.robots.policies.molmoact2.configuration import MolmoAct2Config
 from benchmarks.policy_case import RELEASED
 from benchmarks.step_case import TEXT, TEXT_7B, VISION, VISION_7B
 

@@ -56,8 +56,8 @@ class Silent:
 
 
 def measure() -> list[Row]:
+    from armature.components.configuration.stages import ThreadUnits
     from armature.components.rl.loop import LoopPlan, run_loop
-    from armature.components.stages import ThreadUnits
 
     def bare() -> float:
         def work() -> None:
@@ -96,7 +96,7 @@ def _prefect() -> float:
     from prefect.testing.utilities import prefect_test_harness
 
     from armature.components.rl.loop import LoopPlan, run_loop
-    from armature.tasks.units import PrefectUnits
+    from armature.tasks.events import PrefectUnits
 
     @task
     def stage() -> float:

@@ -10,24 +10,24 @@ import numpy as np
 import torch
 
 from armature.components.models.settings import AdapterSettings
-from armature.components.policies.molmoact2.checkpoints.weights import (
+from armature.components.robots.imitation.data import PolicyMicroBatch
+from armature.components.robots.imitation.groups import prepare
+from armature.components.robots.imitation.learner import PolicyLearner
+from armature.components.robots.imitation.settings import Mode, VLATrainerSettings
+from armature.components.robots.policies.molmoact2.checkpoints.weights import (
     FREQUENCIES,
     frequencies,
     load_weights,
     to_released,
 )
-from armature.components.policies.molmoact2.configuration import MolmoAct2Config
-from armature.components.policies.molmoact2.modeling.flow import FlowSamples
-from armature.components.policies.molmoact2.modeling.losses import LossPlan
-from armature.components.policies.molmoact2.modeling.model import MolmoAct2, Precision
-from armature.components.policies.molmoact2.processing.batch import Example, collate
-from armature.components.policies.molmoact2.sampling import InferencePlan, Sampler
-from armature.components.policies.settings import ActionMode
+from armature.components.robots.policies.molmoact2.configuration import MolmoAct2Config
+from armature.components.robots.policies.molmoact2.modeling.flow import FlowSamples
+from armature.components.robots.policies.molmoact2.modeling.losses import LossPlan
+from armature.components.robots.policies.molmoact2.modeling.model import MolmoAct2, Precision
+from armature.components.robots.policies.molmoact2.processing.batch import Example, collate
+from armature.components.robots.policies.molmoact2.sampling import InferencePlan, Sampler
+from armature.components.robots.policies.settings import ActionMode
 from armature.components.training.ranks import Ranks
-from armature.components.vla.groups import prepare
-from armature.components.vla.learner import PolicyLearner
-from armature.components.vla.micro_batch import PolicyMicroBatch
-from armature.components.vla.settings import Mode, VLATrainerSettings
 from benchmarks.policy_case import (
     ACTIONS,
     CHUNK,

@@ -19,12 +19,11 @@ import torch
 from websockets.asyncio.client import connect
 
 from armature.components.contracts.robots import RobotObservation
-from armature.components.policies.molmoact2.policy import MolmoAct2Policy
-from armature.components.policy_server.metrics import PolicyServerMetrics
-from armature.components.policy_server.observations import ObservationFormat
-from armature.components.policy_server.server import PolicyServer
-from armature.components.policy_server.settings import PolicyServerSettings
-from armature.components.policy_server.wire import Message, pack
+from armature.components.robots.policies.molmoact2.policy import MolmoAct2Policy
+from armature.components.robots.server.metrics import PolicyServerMetrics
+from armature.components.robots.server.server import PolicyServer
+from armature.components.robots.server.settings import PolicyServerSettings
+from armature.components.robots.server.wire import Message, ObservationFormat, pack
 from benchmarks.episodes import tiny_policy
 from benchmarks.processor import CAMERA, CAMERAS, STATES, TASK
 from benchmarks.table import Row, pair, seconds

@@ -15,11 +15,11 @@ from pathlib import Path
 import numpy as np
 
 from armature.components.contracts.machine import Machine
-from armature.components.datasets import quantiles
-from armature.components.datasets.lerobot.reader import Dataset
-from armature.components.datasets.measure import measure_dataset, overall, plan
-from armature.components.datasets.settings import QuantileStatsSettings
-from armature.components.datasets.statistics import LEVELS, Array
+from armature.components.robots.datasets import quantiles
+from armature.components.robots.datasets.lerobot.reader import Dataset
+from armature.components.robots.datasets.measure import measure_dataset, overall, plan
+from armature.components.robots.datasets.quantiles import LEVELS, Array
+from armature.components.robots.datasets.settings import QuantileStatsSettings
 from benchmarks.frames import SIDE, example_dataset
 from benchmarks.table import Row, alternate, seconds
 

@@ -33,16 +33,16 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 
 from armature.components.artifacts.images import encode_png
 from armature.components.configuration import build_recipe
+from armature.components.configuration.stages import STAGES, TerminalEvents, run_stage
 from armature.components.contracts.episodes import Observation, Outcome, Task
 from armature.components.contracts.images import EncodedImage
 from armature.components.contracts.machine import Machine
 from armature.components.contracts.settings import Settings
 from armature.components.contracts.stages import Artifact
 from armature.components.environments.generated import GeneratedEnvironment
-from armature.components.gpus import visible_devices
+from armature.components.machine.resources import visible_devices
 from armature.components.models.load import save_checkpoint
 from armature.components.models.tiny.build import SMALL, make_tiny_checkpoint
-from armature.components.stages import STAGES, TerminalEvents, run_stage
 from benchmarks.rl_step_case import (
     LEARNING_RATE,
     MODEL_LENGTH,

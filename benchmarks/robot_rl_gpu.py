@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from armature.components.configuration import Recipe, load_recipe
+from armature.components.configuration.stages import STAGES, run_stage
 from armature.components.contracts.machine import Machine
 from armature.components.contracts.stages import Artifact
-from armature.components.evaluation.libero.stage import METRICS_FILE
-from armature.components.stages import STAGES, run_stage
+from armature.components.robots.evaluation.stage import METRICS_FILE
 
 
 class Chain:

@@ -25,21 +25,21 @@ import psutil
 
 from armature.components.artifacts.images import ImageStore
 from armature.components.artifacts.store import ArtifactStore
+from armature.components.configuration.stages import TerminalEvents
 from armature.components.contracts.cluster import ClusterSettings
 from armature.components.contracts.machine import Machine
 from armature.components.contracts.rollouts import GenerateOutputs
-from armature.components.environments.libero.processes import SimulatorProcess
-from armature.components.environments.libero.tasks import suite_tasks
 from armature.components.environments.make import make_environment
 from armature.components.environments.settings import EnvironmentSettings
 from armature.components.inference.pool import ServerPool
 from armature.components.inference.settings import SamplingSettings, ServerSettings
-from armature.components.process import Program
+from armature.components.machine.process import Program
+from armature.components.machine.workers.worker import workers_on
+from armature.components.robots.libero.processes import SimulatorProcess
+from armature.components.robots.libero.tasks import suite_tasks
 from armature.components.rollouts.collect import collect
 from armature.components.rollouts.settings import RolloutSettings
 from armature.components.rollouts.shards import RolloutWorkers
-from armature.components.stages import TerminalEvents
-from armature.components.workers.worker import workers_on
 from benchmarks.libero import settings as simulator_settings
 from benchmarks.table import Row
 
@@ -100,7 +100,7 @@ def _unique(process: psutil.Process) -> int:
 
 def _is(process: psutil.Process, module: str) -> bool:
     try:
-        return module in process.cmdline() and "components/process.py" not in " ".join(process.cmdline())
+        return module in process.cmdline() and "components/machine/process.py" not in " ".join(process.cmdline())
     except psutil.NoSuchProcess:
         return False
 

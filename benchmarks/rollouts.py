@@ -9,11 +9,11 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from armature.components.adapters import get_adapter
-from armature.components.adapters.family import FamilyAdapter
 from armature.components.artifacts.images import ImageStore, encode_png
 from armature.components.contracts.images import ImageRef
 from armature.components.contracts.rollouts import GenerateOutputs, Trajectory, Turn
+from armature.components.models.adapters import get_adapter
+from armature.components.models.adapters.family import FamilyAdapter
 from armature.components.models.load import load_processor
 from armature.components.models.settings import ModelSettings
 

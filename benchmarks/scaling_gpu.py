@@ -26,16 +26,15 @@ import torch
 from accelerate import init_empty_weights
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from armature.components.adapters import get_adapter
 from armature.components.artifacts.images import ImageStore
 from armature.components.families.family import family_of
-from armature.components.garbage import exempt_from_collection
+from armature.components.machine.resources import exempt_from_collection
+from armature.components.models.adapters import get_adapter
 from armature.components.models.attention import follow_image_attention
 from armature.components.models.load import RECOMPUTATION
 from armature.components.models.varlen import choose_kernels
-from armature.components.training.launch import joined
 from armature.components.training.processes import TrainerProcesses, private_folder
-from armature.components.training.ranks import Ranks
+from armature.components.training.ranks import Ranks, joined
 from armature.components.training.sharding import blocks, sharder
 from armature.components.vlm.learner import Learner
 from armature.components.vlm.loader import MicroBatchLoader

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from armature.components.gpus import VISIBLE, visible_devices
+from armature.components.machine.resources import VISIBLE, visible_devices
 from benchmarks.step_case import PEAK_FLOPS, WORK, Case, need_gpu, needed_flops
 
 HERE = Path(__file__).parent

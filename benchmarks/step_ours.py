@@ -23,21 +23,20 @@ import numpy as np
 import torch
 from transformers import AutoProcessor
 
-from armature.components.adapters import SampleCollator, get_adapter
 from armature.components.artifacts.images import ImageStore, encode_png
-from armature.components.batches.build import build_batch
-from armature.components.batches.settings import BatchSettings
 from armature.components.contracts.batches import Sample
 from armature.components.contracts.rollouts import GenerateOutputs
 from armature.components.families.family import family_of
-from armature.components.garbage import exempt_from_collection
+from armature.components.machine.resources import exempt_from_collection
+from armature.components.models.adapters import SampleCollator, get_adapter
 from armature.components.models.attention import follow_image_attention
+from armature.components.models.compiled import pad_widths
 from armature.components.models.load import RECOMPUTATION, freeze
-from armature.components.models.lora import add_adapters
-from armature.components.models.nf4 import NF4Linear, quantize
-from armature.components.models.padded import pad_widths
+from armature.components.models.lora import NF4Linear, add_adapters, quantize
 from armature.components.models.settings import LoraSettings
 from armature.components.models.varlen import choose_kernels
+from armature.components.rollouts.batches.build import build_batch
+from armature.components.rollouts.settings import BatchSettings
 from armature.components.training.ranks import Ranks
 from armature.components.vlm.learner import Learner
 from armature.components.vlm.loader import MicroBatchLoader

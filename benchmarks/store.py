@@ -18,9 +18,9 @@ from PIL import Image
 from armature.components.artifacts.images import ImageStore, encode_png
 from armature.components.artifacts.manifest import write_manifest
 from armature.components.artifacts.store import ArtifactStore
-from armature.components.batches.table import write_batch
 from armature.components.contracts.batches import Sample
 from armature.components.contracts.images import ImageRef
+from armature.components.rollouts.batches.table import write_batch
 from benchmarks.table import Row, alternate, seconds
 
 LARGE, SMALL, ROUNDS, SHOWN = 1_000_000, 1_000, 9, 32

@@ -28,26 +28,23 @@ from peft import PeftModel
 
 from armature.components.contracts.machine import Machine
 from armature.components.families.family import family_of
-from armature.components.inference.adapters import ServedAdapters, served_name
-from armature.components.inference.checkpoint import placeholder_token_ids, vocabulary
+from armature.components.inference.checkpoint import ServedAdapters, placeholder_token_ids, served_name, vocabulary
 from armature.components.inference.client import MODEL_NAME
 from armature.components.inference.command import server_command, server_environment
-from armature.components.inference.endpoint import Endpoint
 from armature.components.inference.lease import weights_mark
-from armature.components.inference.probe import Probe, ask_probe, make_probe
-from armature.components.inference.proof import SIXTEEN_BITS, distance
+from armature.components.inference.probe import SIXTEEN_BITS, Probe, ask_probe, distance, make_probe
 from armature.components.inference.replica import Replica, reset_caches
+from armature.components.inference.replies import Endpoint
 from armature.components.inference.server import fault
 from armature.components.inference.settings import ServerSettings
 from armature.components.inference.weights import WEIGHT_SENDERS, WEIGHT_TRANSFERS
+from armature.components.machine.process import Program
 from armature.components.models.load import load_processor
 from armature.components.models.lora import add_adapters
 from armature.components.models.settings import LoraSettings, ModelSettings
 from armature.components.models.tiny.build import SMALL, make_tiny_checkpoint
-from armature.components.process import Program
 from armature.components.training.ranks import Ranks
-from armature.components.vlm.logprobs import Policy
-from armature.components.vlm.probe import answer_probe
+from armature.components.vlm.logprobs import Policy, answer_probe
 from armature.components.vlm.publish import Publisher
 from benchmarks.step_case import make_model, need_gpu
 

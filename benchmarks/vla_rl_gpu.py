@@ -23,28 +23,28 @@ import numpy as np
 import torch
 
 from armature.components.artifacts.images import ImageStore
+from armature.components.contracts.machine import available_cpus
 from armature.components.contracts.robots import RobotObservation
-from armature.components.cpus import available_cpus
-from armature.components.environments.libero.processes import SimulatorProcess
-from armature.components.environments.libero.settings import SimulatorSettings, Suite
-from armature.components.environments.libero.tasks import suite_tasks
-from armature.components.policies.molmoact2.checkpoints.checkpoint import LoadedPolicy, load_policy
-from armature.components.policies.molmoact2.checkpoints.tiny import make_tiny_policy
-from armature.components.policies.molmoact2.configuration import MolmoAct2Config
-from armature.components.policies.molmoact2.modeling.model import MolmoAct2
-from armature.components.policies.molmoact2.policy import MolmoAct2Policy
-from armature.components.policies.molmoact2.processing.norm_stats import FeatureNormStats, RobotMetadata
-from armature.components.policies.molmoact2.sampling import InferencePlan
-from armature.components.policies.settings import RobotPolicySettings, TinyPolicySettings
+from armature.components.robots.imitation.groups import prepare
+from armature.components.robots.libero.processes import SimulatorProcess
+from armature.components.robots.libero.settings import SimulatorSettings, Suite
+from armature.components.robots.libero.tasks import suite_tasks
+from armature.components.robots.policies.molmoact2.checkpoints.checkpoint import LoadedPolicy, load_policy
+from armature.components.robots.policies.molmoact2.checkpoints.tiny import make_tiny_policy
+from armature.components.robots.policies.molmoact2.configuration import MolmoAct2Config
+from armature.components.robots.policies.molmoact2.modeling.model import MolmoAct2
+from armature.components.robots.policies.molmoact2.policy import MolmoAct2Policy
+from armature.components.robots.policies.molmoact2.processing.norm_stats import FeatureNormStats, RobotMetadata
+from armature.components.robots.policies.molmoact2.sampling import InferencePlan
+from armature.components.robots.policies.settings import RobotPolicySettings, TinyPolicySettings
+from armature.components.robots.rl.collect import Collector
+from armature.components.robots.rl.learner import RobotRLLearner
+from armature.components.robots.rl.likelihood import FlowLikelihood
+from armature.components.robots.rl.loader import AnswerLoader
+from armature.components.robots.rl.schedule import plan_step
+from armature.components.robots.rl.settings import RobotRLTrainerSettings, RobotRolloutSettings
+from armature.components.robots.rl.table import AnswerSample, with_advantage
 from armature.components.training.ranks import Ranks
-from armature.components.vla.groups import prepare
-from armature.components.vla_rl.collect import Collector
-from armature.components.vla_rl.learner import RobotRLLearner
-from armature.components.vla_rl.likelihood import FlowLikelihood
-from armature.components.vla_rl.loader import AnswerLoader
-from armature.components.vla_rl.schedule import plan_step
-from armature.components.vla_rl.settings import RobotRLTrainerSettings, RobotRolloutSettings
-from armature.components.vla_rl.table import AnswerSample, with_advantage
 from benchmarks.policy_case import RELEASED
 from benchmarks.step_case import need_gpu
 

@@ -7,10 +7,9 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageDraw
 
-from armature.components.environments.libero.perturbations.settings import Perturbation
-from armature.components.environments.libero.settings import SimulatorSettings
-from armature.components.environments.libero.simulator import LiberoSimulator
-from armature.components.environments.libero.tasks import suite_tasks
+from armature.components.robots.libero.settings import Perturbation, SimulatorSettings
+from armature.components.robots.libero.simulator import LiberoSimulator
+from armature.components.robots.libero.tasks import suite_tasks
 
 FILE = Path(__file__).with_name("images") / "libero-perturbations.png"
 NAMES = ("camera", "light", "texture", "layout", "distractors", "robot")

@@ -20,13 +20,13 @@ from typing import Any
 
 import armature
 from armature.components.artifacts.images import ImageStore
+from armature.components.configuration.stages import TerminalEvents
 from armature.components.environments.make import make_environment
 from armature.components.evaluation.results import EpisodeResult, accuracy, by_kind, collect_results, failures_said
 from armature.components.inference.pool import ServerPool
 from armature.components.models.source import locate
 from armature.components.models.tiny import make_tiny_checkpoint
 from armature.components.rollouts.collect import collect
-from armature.components.stages import TerminalEvents
 
 
 async def evaluate(checkpoint: Path, settings: dict[str, Any], work: Path) -> list[EpisodeResult]:

@@ -16,19 +16,19 @@ from pathlib import Path
 from typing import Any
 
 import armature
-from armature.components.adapters import get_adapter
 from armature.components.artifacts.images import ImageStore
-from armature.components.batches.build import build_batch
-from armature.components.batches.table import write_batch
+from armature.components.configuration.stages import TerminalEvents
 from armature.components.environments.make import make_environment
 from armature.components.evaluation.results import collect_results, metrics
 from armature.components.inference.checkpoint import vocabulary
 from armature.components.inference.pool import ServerPool
+from armature.components.models.adapters import get_adapter
 from armature.components.models.load import load_processor
 from armature.components.models.tiny import make_tiny_checkpoint
+from armature.components.rollouts.batches.build import build_batch
+from armature.components.rollouts.batches.table import write_batch
 from armature.components.rollouts.collect import collect
-from armature.components.rollouts.schedule import tasks_of_step
-from armature.components.stages import TerminalEvents
+from armature.components.rollouts.sampler import tasks_of_step
 from armature.components.vlm.client import TrainerClient, TrainerPolicySettings
 
 

@@ -16,24 +16,24 @@ import numpy as np
 from tqdm import tqdm
 
 from armature.components.contracts.machine import Machine
-from armature.components.datasets.lerobot.layout import Feature
-from armature.components.datasets.lerobot.reader import open_dataset
-from armature.components.datasets.lerobot.writer import LayoutSettings, create_dataset
-from armature.components.datasets.measure import measure_dataset, overall, plan
-from armature.components.datasets.mixture import Mixture
-from armature.components.datasets.settings import ALONE, QuantileStatsSettings
-from armature.components.datasets.source import ACTION, STATE, DatasetSource, split
-from armature.components.datasets.statistics import document
-from armature.components.policies.molmoact2.checkpoints.checkpoint import load_model, save_policy
-from armature.components.policies.molmoact2.checkpoints.tiny import make_tiny_policy
-from armature.components.policies.molmoact2.modeling.losses import LossPlan
-from armature.components.policies.settings import RobotPolicySettings, TinyPolicySettings
-from armature.components.vla.data import Encoder, UpdateDataset
-from armature.components.vla.groups import prepare
-from armature.components.vla.heldout import HeldoutEvaluator, evenly_spread
-from armature.components.vla.learner import PolicyLearner
-from armature.components.vla.robots import robots_of
-from armature.components.vla.settings import HeldoutSettings, LearningRates, VLATrainerSettings
+from armature.components.robots.datasets.lerobot.layout import Feature
+from armature.components.robots.datasets.lerobot.reader import open_dataset
+from armature.components.robots.datasets.lerobot.writer import LayoutSettings, create_dataset
+from armature.components.robots.datasets.measure import measure_dataset, overall, plan
+from armature.components.robots.datasets.mixture import Mixture
+from armature.components.robots.datasets.quantiles import document
+from armature.components.robots.datasets.settings import ALONE, QuantileStatsSettings
+from armature.components.robots.datasets.source import ACTION, STATE, DatasetSource, split
+from armature.components.robots.imitation.data import Encoder, UpdateDataset
+from armature.components.robots.imitation.groups import prepare
+from armature.components.robots.imitation.heldout import HeldoutEvaluator, evenly_spread
+from armature.components.robots.imitation.learner import PolicyLearner
+from armature.components.robots.imitation.robots import robots_of
+from armature.components.robots.imitation.settings import HeldoutSettings, LearningRates, VLATrainerSettings
+from armature.components.robots.policies.molmoact2.checkpoints.checkpoint import load_model, save_policy
+from armature.components.robots.policies.molmoact2.checkpoints.tiny import make_tiny_policy
+from armature.components.robots.policies.molmoact2.modeling.losses import LossPlan
+from armature.components.robots.policies.settings import RobotPolicySettings, TinyPolicySettings
 
 CAMERA, SIDE, TASK = "observation.images.front", 42, "move the arm to the block"
 POLICY = RobotPolicySettings(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prefect import flow
 
-from armature.components.vla_rl.recipes import Demonstrations
+from armature.components.robots.recipes import Demonstrations
 from armature.tasks.flow_run import tracked_flow
 from armature.tasks.parameters import takes
 from armature.tasks.reports import report

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prefect import flow
 
-from armature.components.evaluation.subjects import Evaluate
+from armature.components.evaluation.settings import Evaluate
 from armature.tasks.checkpoints import checkpoint_artifact
 from armature.tasks.flow_run import tracked_flow
 from armature.tasks.parameters import takes

@@ -6,8 +6,8 @@ from prefect import flow
 
 from armature.components.contracts.machine import Machine
 from armature.components.contracts.stages import Artifact
-from armature.components.policies.settings import RobotPolicySettings
-from armature.components.vla_rl.recipes import EvaluateLibero
+from armature.components.robots.policies.settings import RobotPolicySettings
+from armature.components.robots.recipes import EvaluateLibero
 from armature.tasks.checkpoints import ALIAS_PREFIX, aliased_artifact
 from armature.tasks.flow_run import tracked_flow
 from armature.tasks.parameters import takes

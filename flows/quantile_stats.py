@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from prefect import flow
 
-from armature.components.datasets.source import local_folder
-from armature.components.datasets.stage import augment as put_into_dataset
-from armature.components.vla_rl.recipes import QuantileStats
+from armature.components.robots.datasets.source import local_folder
+from armature.components.robots.datasets.stage import augment as put_into_dataset
+from armature.components.robots.recipes import QuantileStats
 from armature.tasks.flow_run import tracked_flow
 from armature.tasks.parameters import takes
 from armature.tasks.reports import report

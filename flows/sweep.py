@@ -1,16 +1,41 @@
-"""Evaluate every checkpoint with every seed."""
+"""The cells of a sweep: each a task of its own, so that each has its own log, state and retry."""
 
 from __future__ import annotations
 
-from prefect import flow
+from itertools import product
+
+from prefect import flow, task
+from prefect.cache_policies import NO_CACHE
 from prefect.states import Failed, State
 
-from armature.components.evaluation.subjects import Sweep
-from armature.tasks.cells import run_cells
+from armature.components.configuration import sections_of
+from armature.components.contracts.stages import Artifact
+from armature.components.evaluation.settings import Sweep
+from armature.tasks.checkpoints import checkpoint_artifact
 from armature.tasks.flow_run import tracked_flow
 from armature.tasks.parameters import takes
-from armature.tasks.reports import report
+from armature.tasks.reports import CheckpointResult, report
 from armature.tasks.run_stage import run
+
+
+@task(name="cell", task_run_name="{checkpoint}-seed{seed}", cache_policy=NO_CACHE, persist_result=False)
+def cell(checkpoint: str, seed: int, recipe: Sweep, tasks: Artifact) -> Artifact:
+    """One checkpoint evaluated with one seed."""
+    artifact = checkpoint_artifact(checkpoint, recipe.model, recipe.machine)
+    evaluation = recipe.evaluation.model_copy(update={"seed": seed})
+    seeded = sections_of(Sweep, {**recipe.given(), "evaluation": evaluation})
+    return run("evaluate", seeded, of=f"{checkpoint}-seed{seed}", tasks=tasks, model=artifact)
+
+
+def run_cells(recipe: Sweep, tasks: Artifact) -> list[CheckpointResult]:
+    """Every cell in turn (each takes the machine's servers for itself); a failed one is a finding too."""
+    findings, sweep = [], recipe.sweep
+    for checkpoint, seed in product(dict.fromkeys(sweep.checkpoints), dict.fromkeys(sweep.seeds)):
+        name = f"{checkpoint}-seed{seed}"
+        state = cell(checkpoint, seed, recipe, tasks, return_state=True)
+        done = state.is_completed()
+        findings.append(CheckpointResult(name, state.result() if done else None, "" if done else str(state.message)))
+    return findings
 
 
 @flow(name="evaluate", validate_parameters=True)

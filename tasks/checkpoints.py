@@ -7,12 +7,12 @@ from pathlib import Path
 from mlflow.exceptions import MlflowException
 
 from armature.components.artifacts.manifest import open_artifact
+from armature.components.configuration.stages import open_store
 from armature.components.contracts.errors import DataError
 from armature.components.contracts.machine import Machine
 from armature.components.contracts.stages import Artifact
+from armature.components.machine.project import project_path
 from armature.components.models.settings import ModelSettings
-from armature.components.project import project_path
-from armature.components.stages import open_store
 from armature.tasks.mlflow_client import client
 from armature.tasks.run_stage import run_with
 

@@ -12,10 +12,10 @@ from prefect.context import TagsContext
 from prefect.runtime import deployment, flow_run
 from pydantic import BaseModel
 
+from armature.components.configuration.recipes import Sections
 from armature.components.contracts.errors import ConfigurationError
 from armature.components.contracts.secrets import BLOCKS, BlockReference
-from armature.components.inference.kept import keep_servers
-from armature.components.recipes import Sections
+from armature.components.inference.own_servers import keep_servers
 from armature.tasks import mlflow_client as names
 from armature.tasks.logs import readable_errors
 from armature.tasks.mlflow_client import client, experiment_id

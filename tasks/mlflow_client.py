@@ -30,9 +30,9 @@ from sqlalchemy import make_url
 from sqlalchemy.exc import ArgumentError
 
 from armature.components.contracts.errors import ConfigurationError
+from armature.components.contracts.installation import home_folder
 from armature.components.contracts.secrets import without_passwords
-from armature.components.home import home_folder
-from armature.components.private_files import sqlite_url
+from armature.components.machine.private_files import sqlite_url
 from armature.tasks.patience import patiently
 
 STATE = home_folder() / ".armature"

@@ -15,10 +15,10 @@ from typing import Any
 from mlflow.entities import LoggedModel
 
 from armature.components.artifacts.manifest import read_manifest
+from armature.components.configuration.stages import open_store
 from armature.components.contracts.machine import Machine
 from armature.components.contracts.metrics import metric_part, metrics_below
 from armature.components.contracts.stages import Artifact
-from armature.components.stages import open_store
 from armature.tasks.tracking import TrackedRun
 
 MODEL_KINDS = ("model", "policy")

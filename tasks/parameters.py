@@ -7,7 +7,7 @@ from inspect import Parameter, Signature, cleandoc
 from typing import Any, TypeVar
 
 from armature.components.configuration import SectionsT, sections_of
-from armature.components.recipes import Sections
+from armature.components.configuration.recipes import Sections
 
 Result = TypeVar("Result")
 

@@ -1,7 +1,8 @@
-"""What the runs of this process count, for Prometheus, at `machine.metrics`."""
+"""What is left of disk and memory, and a warning before they run out."""
 
 from __future__ import annotations
 
+import shutil
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -9,16 +10,76 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Lock
 
+import psutil
 from prefect.logging import get_run_logger
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from armature.components.home import home_folder
+from armature.components.contracts.installation import home_folder
 from armature.components.inference.pool import OPEN
-from armature.components.inference.statistics import PoolStatistics
-from armature.components.prometheus import metrics_server
-from armature.tasks.resources import free_bytes
+from armature.components.inference.routing import PoolStatistics
+from armature.components.machine.network import metrics_server
+
+_GIB = 2**30
+
+LOW_DISK = 5 * _GIB
+"""Bytes, or a twentieth of the disk where that is less."""
+
+LOW_MEMORY = 0.05
+"""Of the machine's memory, or the container's."""
+
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+@dataclass(frozen=True)
+class Free:
+    """Bytes: what is left, and how much there is."""
+
+    disk: int
+    disk_size: int
+    memory: int
+    memory_size: int
+
+
+def free_bytes(store: Path, cgroup: Path = _CGROUP) -> Free:
+    """Of the disk that `store` is on or will be, and of memory. A container's limit (cgroup v2) counts."""
+    there = next(path for path in (store.absolute(), *store.absolute().parents) if path.exists())
+    disk, memory = shutil.disk_usage(there), psutil.virtual_memory()
+    available, size = memory.available, memory.total
+    try:
+        limit = int((cgroup / "memory.max").read_text())
+        statistics = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
+        used = int((cgroup / "memory.current").read_text()) - int(statistics["inactive_file"])
+    except (OSError, ValueError, KeyError):
+        return Free(disk.free, disk.total, available, size)  # no container, or one without a limit
+    return Free(disk.free, disk.total, max(0, min(available, limit - used)), min(size, limit))
+
+
+class ResourceWatch:
+    """Says once that a resource runs low, and again after it had recovered."""
+
+    def __init__(self) -> None:
+        self._low: set[str] = set()
+
+    def warnings(self, free: Free) -> Iterator[str]:
+        yield from self._one(
+            "disk",
+            free.disk < min(LOW_DISK, free.disk_size / 20),
+            f"{free.disk / _GIB:.1f} GiB of the store's disk are left: make room, or the run stops when it is full",
+        )
+        yield from self._one(
+            "memory",
+            free.memory < LOW_MEMORY * free.memory_size,
+            f"{free.memory / _GIB:.1f} of {free.memory_size / _GIB:.1f} GiB of memory are left: the system ends "
+            "processes when it has none; fewer environment_processes, servers or loader_workers take less",
+        )
+
+    def _one(self, name: str, low: bool, text: str) -> Iterator[str]:
+        if low and name not in self._low:
+            yield text
+        self._low = self._low | {name} if low else self._low - {name}
+
 
 COUNTS = tuple(PoolStatistics().counts())
 

@@ -1,9 +1,12 @@
-"""What a person finds on the run's page: the results as a table, and links to where more is."""
+"""Where the curves and the rollouts of a stage are looked at, said on the run's page."""
 
 from __future__ import annotations
 
+import re
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from prefect import task
 from prefect.artifacts import create_link_artifact, create_markdown_artifact, create_table_artifact
@@ -11,11 +14,27 @@ from prefect.cache_policies import NO_CACHE
 
 from armature.components.contracts.metrics import metric_part
 from armature.components.contracts.stages import Artifact
+from armature.components.viewer.address import viewer_address
 from armature.tasks.flow_run import provenance
 from armature.tasks.mlflow_client import served_by
 from armature.tasks.outputs import numbers, pages
 from armature.tasks.promotion import measure_of_candidate, promote
 from armature.tasks.tracking import TrackedRun, find_model
+
+
+def link_viewer(label: str, fingerprint: str, store: Path) -> None:
+    """Say how to look at a stage, called `label`, while it runs, with a link to it where a viewer of `store` is up.
+
+    The link has no token, for every user of the Prefect server reads it: the page asks a browser that has none.
+    """
+    command = f"armature view --store {shlex.quote(str(store))}"
+    said = f"`{command}` shows the curves and every rollout of **{label}**, also while it runs."
+    if (address := viewer_address(store)) is not None:
+        link = f"[Curves and rollouts of **{label}**]({address}?run={fingerprint[:12]})"
+        said = f"{link}\n\nThe page asks for the token that `armature view` printed, once. After it ended: {said}"
+    key = re.sub("[^a-z0-9]+", "-", f"rollouts {label}".lower()).strip("-")
+    create_markdown_artifact(f"{said}\n", key=key)
+
 
 SHOWN = (
     *("accuracy", "accuracy_low", "accuracy_high", "success", "success_low", "success_high"),

@@ -17,21 +17,19 @@ from prefect.runtime import flow_run, task_run
 from prefect.states import Completed
 from pydantic import BaseModel
 
+from armature.components.configuration.recipes import Sections
+from armature.components.configuration.stages import STAGES, find_made, fingerprint, refuse_unknown, run_stage
 from armature.components.contracts.errors import ServerError, TrainerError, WeightSyncError
+from armature.components.contracts.installation import home_folder
 from armature.components.contracts.machine import Machine
 from armature.components.contracts.stages import Artifact, Stage
-from armature.components.home import home_folder
-from armature.components.recipes import Sections
-from armature.components.stages import STAGES, find_made, fingerprint, refuse_unknown, run_stage
-from armature.components.view.runs import STAGES as VIEWED
+from armature.components.viewer.runs import STAGES as VIEWED
 from armature.tasks import mlflow_client as names
-from armature.tasks.events import PrefectEvents
+from armature.tasks.events import PrefectEvents, PrefectUnits
 from armature.tasks.flow_run import current_run, provenance
-from armature.tasks.lost_runs import take_the_place_of_lost_runs
 from armature.tasks.outputs import record_output
-from armature.tasks.tracking import TrackedRun, tracked
-from armature.tasks.units import PrefectUnits
-from armature.tasks.viewer_link import link_viewer
+from armature.tasks.reports import link_viewer
+from armature.tasks.tracking import TrackedRun, take_the_place_of_lost_runs, tracked
 
 GPU_LIMIT = "gpu"
 REUSED = "Reused"

@@ -1,7 +1,4 @@
-"""Writes to MLflow: one run per flow run, one nested run per stage, artifacts by digest, checkpoints by reference.
-
-Nothing of an artifact is uploaded. A dataset or a model in MLflow is a name, our digest and our path.
-"""
+"""Runs in MLflow whose process or machine is gone: who makes their artifact in their place ends them."""
 
 from __future__ import annotations
 
@@ -29,15 +26,33 @@ from mlflow.entities import (
 )
 from pydantic import BaseModel
 
-from armature.components.artifacts.digests import document_digest
 from armature.components.artifacts.manifest import read_manifest
+from armature.components.contracts.digests import document_digest
 from armature.components.contracts.errors import TrackingError
+from armature.components.contracts.installation import installed_commit
 from armature.components.contracts.metrics import metric_part
 from armature.components.contracts.stages import Artifact
-from armature.components.installation import installed_commit
 from armature.tasks import mlflow_client as names
 from armature.tasks.mlflow_client import client, experiment_id, page
 from armature.tasks.patience import patience, patiently
+
+
+def take_the_place_of_lost_runs(run: TrackedRun, parent: TrackedRun | None, fingerprint: str) -> None:
+    """Mark `run` as the one that makes an artifact; runs that made it before and never ended are KILLED, and so are the
+    runs of their flows.
+
+    The caller has the artifact's lock: nobody else makes it on this machine. A run that waits for the lock is not
+    marked, and one of another machine that is not gone says by itself how it ends.
+    """
+    experiments = [each.experiment_id for each in client().search_experiments()]
+    unfinished = f"tags.`{names.MAKES_TAG}` = '{fingerprint}' and attributes.status = 'RUNNING'"
+    for lost in client().search_runs(experiments, unfinished):
+        client().set_terminated(lost.info.run_id, "KILLED")
+        flow = lost.data.tags.get(names.PARENT_TAG)
+        if flow and flow != (parent.run_id if parent else None) and client().get_run(flow).info.status == "RUNNING":
+            client().set_terminated(flow, "KILLED")
+    run.tag({names.MAKES_TAG: fingerprint})
+
 
 MetricPoint = tuple[str, float, int, int]
 """Key, value, milliseconds since 1970, step."""

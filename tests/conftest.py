@@ -72,7 +72,7 @@ WAITING = (
     "tests/rollouts/test_hostile.py",
     "tests/test_process.py",
     "tests/vlm/test_loader.py",
-    "tests/workers/test_worker.py",
+    "tests/machine/workers/test_worker.py",
 )
 """Files that mostly wait: for a timeout, or until something is retried. Beside others they take next to no time."""
 
@@ -162,7 +162,7 @@ def environment_of_one_test() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def secrets_of_one_test(monkeypatch) -> None:
     """What a test reads as a secret, such as "another", is not blanked in the errors of the next one."""
-    from armature.components.contracts import secret_values
+    from armature.components.contracts import errors as secret_values
 
     monkeypatch.setattr(secret_values, "_forms", set(secret_values._forms))
 

@@ -10,9 +10,9 @@ import pytest
 
 from armature.components.configuration import build_recipe, load_recipe, merge, parse_override, read_toml, recipe_path
 from armature.components.contracts.errors import ConfigurationError
-from armature.components.datasets.settings import SourceSettings
 from armature.components.environments.openenv.settings import OpenEnvSettings
 from armature.components.rl.settings import TrainVLMSettings
+from armature.components.robots.datasets.settings import SourceSettings
 from armature.components.training.processes import TrainerProcesses
 from armature.deployments import deployment
 from tests.refusals import refused
@@ -249,7 +249,7 @@ def test_another_package_adds_a_flow(tmp_path, monkeypatch):
 COUNT_LAB = """
 from armature.components.contracts.machine import Machine
 from armature.components.contracts.settings import Settings
-from armature.components.recipes import MachineSection, Sections
+from armature.components.configuration.recipes import MachineSection, Sections
 
 
 class CountSettings(Settings):
@@ -333,8 +333,8 @@ def test_odd_values_in_free_tables_are_refused(value):
 def test_fingerprints_of_numbers_that_json_lacks_are_refused():
     from pydantic import BaseModel
 
+    from armature.components.configuration.stages import fingerprint
     from armature.components.contracts.stages import Stage, StageReport
-    from armature.components.stages import fingerprint
 
     class Plain(BaseModel):
         rate: float | None

@@ -16,27 +16,27 @@ from hypothesis import strategies as st
 from PIL import Image
 from sqlalchemy import create_engine, make_url, text
 
+from armature.commands.store import verify
 from armature.components.artifacts.cache import DownloadCache
 from armature.components.artifacts.tables import read_table, write_table
 from armature.components.configuration import load_recipe
 from armature.components.contracts.episodes import Environment, Task
 from armature.components.contracts.errors import ArmatureError, ConfigurationError
 from armature.components.contracts.machine import Machine
-from armature.components.datasets.lerobot.frames import FrameReader
-from armature.components.datasets.lerobot.layout import Feature
-from armature.components.datasets.lerobot.reader import open_dataset
-from armature.components.datasets.lerobot.settings import LayoutSettings
-from armature.components.datasets.lerobot.video import VideoSettings
-from armature.components.datasets.lerobot.writer import create_dataset
-from armature.components.datasets.remote import open_files
 from armature.components.environments.dataset.files import matches
 from armature.components.environments.make import make_environment
 from armature.components.environments.settings import EnvironmentSettings
 from armature.components.environments.stage import TASKS
+from armature.components.machine.private_files import sqlite_url
+from armature.components.machine.project import project
 from armature.components.models.source import locate
-from armature.components.private_files import sqlite_url
-from armature.components.project import project
-from armature.verify import verify
+from armature.components.robots.datasets.lerobot.frames import FrameReader
+from armature.components.robots.datasets.lerobot.layout import Feature
+from armature.components.robots.datasets.lerobot.reader import open_dataset
+from armature.components.robots.datasets.lerobot.video import VideoSettings
+from armature.components.robots.datasets.lerobot.writer import create_dataset
+from armature.components.robots.datasets.remote import open_files
+from armature.components.robots.datasets.settings import LayoutSettings
 from tests.hostile_names import EVERY_CHARACTER, HOSTILE_NAMES
 from tests.refusals import refused
 

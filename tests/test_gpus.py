@@ -10,10 +10,9 @@ from collections.abc import Callable
 import pytest
 
 from armature.components.contracts.cluster import ClusterSettings
-from armature.components.contracts.machine import Machine
-from armature.components.cpus import available_cpus
-from armature.components.gpus import gpu_count, visible_devices
+from armature.components.contracts.machine import Machine, available_cpus
 from armature.components.inference.command import server_environment
+from armature.components.machine.resources import gpu_count, visible_devices
 from armature.components.training.processes import TrainerProcesses
 from armature.train_multimodal import MultimodalFile, divide_gpus
 from tests.refusals import refused
@@ -103,7 +102,7 @@ def test_a_file_s_server_comes_behind_its_trainer(driver, monkeypatch):
 
 def test_of_all_that_it_is_bound_to(tmp_path):
     bound = f"import os; os.sched_setaffinity(0, [{min(os.sched_getaffinity(0))}])"
-    code = f"{bound}; from armature.components.cpus import available_cpus; print(available_cpus())"
+    code = f"{bound}; from armature.components.contracts.machine import available_cpus; print(available_cpus())"
     assert subprocess.check_output([sys.executable, "-c", code]) == b"1\n"
 
 

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from armature.components.configuration.stages import open_store
+from armature.components.contracts.installation import home_folder, original
 from armature.components.contracts.machine import Machine
-from armature.components.home import home_folder, original
-from armature.components.project import project, project_path
-from armature.components.stages import open_store
+from armature.components.machine.project import project, project_path
 from armature.init import write_project
 
 

@@ -15,7 +15,7 @@ import grimp
 import pytest
 
 from armature.components.contracts import errors
-from armature.components.workers.process import importable
+from armature.components.machine.workers.process import importable
 
 ROOT = Path(__file__).resolve().parents[1]
 PRODUCT = ("armature", "examples")

@@ -12,10 +12,9 @@ from pathlib import Path
 import pytest
 
 from armature import setup
-from armature.components import installation
+from armature.components.contracts import installation
+from armature.components.contracts.installation import DISTRIBUTION, install_command, installed_version, package_version
 from armature.components.contracts.machine import Machine
-from armature.components.installation import DISTRIBUTION, install_command, installed_version
-from armature.version import package_version
 from tests.refusals import refused
 
 HERE = Path(__file__)

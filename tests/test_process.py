@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from armature.components.process import Program, program
+from armature.components.machine.process import Program, program
 
 # A program with a grandchild in a session of its own, one that ignores SIGTERM, and a double-forked daemon.
 FAMILY = """
@@ -45,7 +45,7 @@ time.sleep(120)
 PARENT = f"""
 import os, subprocess, sys, time
 from pathlib import Path
-from armature.components.process import program
+from armature.components.machine.process import program
 with program([sys.executable, "-c", {FAMILY!r}, sys.argv[1], "stay"], grace=0.5) as running:
     while not Path(sys.argv[1]).exists(): time.sleep(0.02)
     if sys.argv[2] == "exception": raise RuntimeError
@@ -165,7 +165,7 @@ time.sleep(120)
 MONITOR = f"""
 import sys
 from pathlib import Path
-from armature.components.process import Program
+from armature.components.machine.process import Program
 running = Program([sys.executable, "-c", {SCRATCH!r}], log=Path(sys.argv[1]))
 running.wait()
 """
@@ -222,7 +222,7 @@ def test_temporary_files_of_a_killed_guard_go_at_the_next_start_and_those_of_the
 def test_a_program_of_a_process_with_more_open_files_than_select_knows():
     code = (
         "import resource, sys\n"
-        "from armature.components.process import Program\n"
+        "from armature.components.machine.process import Program\n"
         "_, hard = resource.getrlimit(resource.RLIMIT_NOFILE)\n"
         "resource.setrlimit(resource.RLIMIT_NOFILE, (2048, hard))\n"
         "files = [open('/dev/null') for _ in range(1100)]\n"
@@ -234,7 +234,7 @@ def test_a_program_of_a_process_with_more_open_files_than_select_knows():
 
 PROGRAM = """
 import gc
-from armature.components.garbage import exempt_from_collection
+from armature.components.machine.resources import exempt_from_collection
 
 class Cycle:
     def __init__(self):

@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from armature.components.project import project, project_folder, project_path, project_source
-from armature.components.project_modules import load_object
-from armature.components.sources.code import code_digest
+from armature.components.artifacts.sources import code_digest
+from armature.components.machine.project import load_object, project, project_folder, project_path, project_source
 from tests.refusals import refused
 
 REPOSITORY = Path(__file__).resolve().parents[1]

@@ -13,10 +13,10 @@ import pytest
 from pydantic import BaseModel
 
 from armature.components.configuration import CONFIGS, load_recipe, recipe_from_file, recipe_names
+from armature.components.configuration.recipes import RECIPES
 from armature.components.contracts.errors import ConfigurationError
 from armature.components.environments import ENVIRONMENTS
 from armature.components.evaluation.settings import EvaluateStageSettings
-from armature.components.recipes import RECIPES
 
 FILES = sorted(path.relative_to(CONFIGS) for path in CONFIGS.glob("*/*.toml"))
 FROZEN = Path(__file__).with_name("recipes.json")

@@ -20,17 +20,17 @@ from armature.components.configuration import load_recipe
 from armature.components.contracts.errors import ArmatureError
 from armature.components.contracts.files import regular
 from armature.components.contracts.images import ImageRef
-from armature.components.datasets.lerobot.layout import read_info
 from armature.components.environments.make import make_environment
 from armature.components.environments.settings import EnvironmentSettings
 from armature.components.environments.stage import ENVIRONMENT, TASKS, read_environment
 from armature.components.inference.checkpoint import read_config
-from armature.components.policies.molmoact2.checkpoints.lerobot_layout import read_json
-from armature.components.policies.molmoact2.processing.action_tokens import CONFIG, ActionTokens
-from armature.components.policies.molmoact2.processing.norm_stats import NormStats
-from armature.components.project import project
+from armature.components.machine.project import project
 from armature.components.rewards.make import make_rewards
-from armature.components.rewards.settings import RewardSettings
+from armature.components.rewards.reward import RewardSettings
+from armature.components.robots.datasets.lerobot.layout import read_info
+from armature.components.robots.policies.molmoact2.checkpoints.lerobot_layout import read_json
+from armature.components.robots.policies.molmoact2.processing.action_tokens import CONFIG, ActionTokens
+from armature.components.robots.policies.molmoact2.processing.norm_stats import NormStats
 
 
 def make_socket(path: Path) -> None:

@@ -13,7 +13,7 @@ from armature.commands.arguments import MachineOverrides, Store
 
 app = typer.Typer()
 
-POLICY_SERVER_SETTINGS = "armature.components.policy_server.settings:PolicyServerSettings"
+POLICY_SERVER_SETTINGS = "armature.components.robots.server.settings:PolicyServerSettings"
 
 Checkpoint = Annotated[
     str, typer.Argument(metavar="CHECKPOINT", help="Of a training: folder, digest, or models:/NAME@ALIAS.")
@@ -219,6 +219,6 @@ def push(
     The token is the hub's own affair: HF_TOKEN, or `hf auth login`. An upload that was interrupted is repeated by the
     same command.
     """
-    from armature.push import push as upload
+    from armature.export import push as upload
 
     print(upload(checkpoint, repo_id, store, public=public, branch=revision, adapter=adapter, base=base))

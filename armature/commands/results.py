@@ -53,7 +53,7 @@ def view(
     """
     import webbrowser
 
-    from armature.components.view.serve import serve
+    from armature.components.viewer.app import serve
 
     def ready(address: str) -> None:
         print(f"{address}\nCtrl-C ends it", flush=True)
@@ -71,6 +71,6 @@ def verify(
 
     A run compares sizes, times and inodes, and reads what differs.
     """
-    from armature.verify import verify as verify_store
+    from armature.commands.store import verify as verify_store
 
     verify_store(store)

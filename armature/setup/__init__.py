@@ -16,7 +16,7 @@ import sys
 import time
 from pathlib import Path
 
-from armature.components.installation import CHECKOUT, MADE, REQUIREMENTS, SERVED
+from armature.components.contracts.installation import CHECKOUT, MADE, REQUIREMENTS, SERVED
 
 TORCHVISION_OPERATORS = Path(__file__).with_name("torchvision_operators.py")
 PYTHONS = ((3, 11), (3, 12))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from armature.components.installation import CHECKOUT
+from armature.components.contracts.installation import CHECKOUT
 from armature.setup import set_up
 
 OTHERS = (

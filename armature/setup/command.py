@@ -6,7 +6,7 @@ import subprocess
 from pathlib import Path
 
 from armature.components.contracts.errors import ArmatureError, ConfigurationError
-from armature.components.installation import server_environment
+from armature.components.contracts.installation import server_environment
 from armature.setup import set_up
 
 

@@ -21,8 +21,8 @@ from armature.components.artifacts.cache import DownloadCache, make_once
 from armature.components.artifacts.disk import try_lock
 from armature.components.artifacts.remote_folder import NO_CALLBACK, RemoteFiles, Source
 from armature.components.contracts.errors import ConfigurationError, DataError
-from armature.components.contracts.names import confined
-from armature.components.installation import install_command
+from armature.components.contracts.files import confined
+from armature.components.contracts.installation import install_command
 
 BLOCKS = {"cache_type": "blockcache", "block_size": 2**20, "cache_options": {"maxblocks": 8}}
 """How fsspec reads a file here and there: 1 MiB at a time, the last 8 are kept."""

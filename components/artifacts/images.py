@@ -3,18 +3,126 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Mapping
+import re
+import zipfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from hashlib import sha256
 from pathlib import Path
 from threading import Lock
 
-from PIL import Image, UnidentifiedImageError
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+from PIL import ExifTags, Image, UnidentifiedImageError
+from PIL.PngImagePlugin import PngImageFile
 
 from armature.components.artifacts.disk import write_files
-from armature.components.artifacts.pixels import rgb_and_plain, to_rgb
+from armature.components.artifacts.tables import IMAGE_REF
 from armature.components.contracts.errors import DataError
 from armature.components.contracts.files import regular
 from armature.components.contracts.images import EncodedImage, ImageRef
+
+_TURNED: dict[object, Image.Transpose] = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+_KEY_SCALES = {"L;2": 85, "L;4": 17}  # Pillow spreads 2 and 4-bit gray over 0 to 255, but not its transparent value
+
+
+def to_rgb(image: Image.Image) -> Image.Image:
+    """A copy of `image` in mode RGB and without metadata: the EXIF (or XMP) orientation applied, transparency
+    composited on white, 16-bit gray by its high byte as Pillow reads 16-bit colors. Color profiles and gamma are
+    ignored, as model servers ignore them.
+
+    Raises:
+        DataError: no pixels, or no defined conversion to 8 bits.
+    """
+    return rgb_and_plain(image)[0]
+
+
+def rgb_and_plain(image: Image.Image) -> tuple[Image.Image, bool]:
+    """`to_rgb(image)`, and whether every decoder shows it so: it is RGB, upright and without transparency.
+
+    Raises:
+        DataError: see `to_rgb`.
+    """
+    if not image.width or not image.height:
+        raise DataError(f"an image of {image.width}x{image.height} pixels is empty", code="image_empty")
+    key = _transparent_value(image)
+    image.load()
+    orientation = _orientation(image)
+    rgb = _flattened(image, key)
+    if orientation in _TURNED:
+        rgb = rgb.transpose(_TURNED[orientation])
+    rgb.info = {}
+    return rgb, image.mode == "RGB" and not image.has_transparency_data and orientation == 1
+
+
+def _orientation(image: Image.Image) -> object:
+    """The EXIF or XMP orientation, 1 where there is none, None where it cannot be read: then nobody turns the image.
+
+    Asked again after an error, Pillow answers that there is none.
+    """
+    try:
+        return image.getexif().get(ExifTags.Base.Orientation, 1)
+    except Exception:  # damaged metadata raises whatever Pillow runs into
+        return None
+
+
+def _transparent_value(image: Image.Image) -> object:
+    """What the image's `transparency` means in its pixels. Only a PNG that is not yet loaded tells its bit depth."""
+    key = image.info.get("transparency")
+    if key is None or not isinstance(image, PngImageFile) or not image.tile:
+        return key
+    depth = str(image.tile[0].args)
+    if depth == "RGB;16B":
+        raise DataError(
+            "a 16-bit color is transparent, and pixels are read as 8 bits",
+            code="transparent_color_16_bit",
+            remedy="save it with an alpha channel",
+        )
+    return key * _KEY_SCALES.get(depth, 1) if isinstance(key, int) else key
+
+
+def _flattened(image: Image.Image, key: object) -> Image.Image:
+    if image.mode.startswith("I;16"):
+        return _from_16_bits(image, key)
+    if image.mode in ("I", "F"):
+        raise DataError(
+            f"pixels of mode {image.mode} are 32-bit numbers of no set range",
+            code="image_mode_unsupported",
+            remedy="scale them to 8 or 16 bits",
+        )
+    if not image.has_transparency_data:
+        return image.convert("RGB")
+    if key != image.info.get("transparency"):
+        image = image.copy()
+        image.info["transparency"] = key
+    # Pillow converts La to LA only.
+    return _on_white((image.convert("LA") if image.mode == "La" else image).convert("RGBA"))
+
+
+def _from_16_bits(image: Image.Image, key: object) -> Image.Image:
+    values = np.asarray(image)
+    gray = Image.fromarray((values >> 8).astype(np.uint8))
+    if key is None:
+        return gray.convert("RGB")
+    alpha = Image.fromarray(np.where(values == key, 0, 255).astype(np.uint8))
+    return _on_white(Image.merge("LA", (gray, alpha)).convert("RGBA"))
+
+
+def _on_white(image: Image.Image) -> Image.Image:
+    white = Image.new("RGB", image.size, "white")
+    white.paste(image, mask=image.getchannel("A"))
+    return white
+
 
 FORMATS = {"image/png": "PNG", "image/jpeg": "JPEG", "image/webp": "WEBP"}
 MAX_BYTES = 32 * 2**20
@@ -205,3 +313,76 @@ class ImageStore:
     def open(self, ref: ImageRef) -> Image.Image:
         """The image as `decode` shows it."""
         return decode(EncodedImage(self.read(ref), ref.media_type))
+
+
+PART_BYTES = 64 * 2**20
+"""Unpacked images that are kept together: the disk is waited for once."""
+_NAME = re.compile(r"([0-9a-f]{64})\.(png|jpeg|webp)")
+_DATE = (1980, 1, 1, 0, 0, 0)
+_MEDIA_TYPES = {name.lower(): media_type for media_type, name in FORMATS.items()}
+
+
+def image_refs(folder: Path) -> list[ImageRef]:
+    """The images that the tables in `folder` refer to, each once, without their sizes."""
+    seen: set[tuple[str, str]] = set()
+    for path in sorted(folder.rglob("*.parquet")):
+        columns = [field.name for field in pq.read_schema(path) if _shows_images(field.type)]
+        for column in pq.read_table(path, columns=columns).columns if columns else ():
+            rows = pc.list_flatten(column)
+            digests, kinds = (pc.struct_field(rows, name).to_pylist() for name in ("sha256", "media_type"))
+            seen.update(zip(digests, kinds, strict=True))
+    return [ImageRef(digest, kind, 0, 0) for digest, kind in sorted(seen)]
+
+
+def _shows_images(kind: pa.DataType) -> bool:
+    return pa.types.is_list(kind) and kind.value_type == IMAGE_REF
+
+
+def write_archive(images: ImageStore, refs: Iterable[ImageRef], target: Path, say: Callable[[str], None]) -> None:
+    """Write the images uncompressed, under the names that they have in the image store. Those that are gone are said.
+
+    Equal references give equal bytes.
+    """
+    missing = []
+    with zipfile.ZipFile(target, "w", zipfile.ZIP_STORED) as archive:
+        for ref in refs:
+            try:
+                archive.writestr(zipfile.ZipInfo(images.path(ref).name, _DATE), images.read(ref))
+            except DataError as error:
+                missing.append(error.what)
+    if missing:
+        say(f"the remote store gets {len(missing)} images less than its tables name: {missing[0]}")
+
+
+def unpack_archive(archive: Path, images: ImageStore, where: str) -> None:
+    """Put the images of an archive that are not there yet into the image store.
+
+    Raises:
+        DataError: the archive is damaged, or holds something else than images; `where` is its address.
+    """
+    part: dict[ImageRef, bytes] = {}
+    size = 0
+    try:
+        with zipfile.ZipFile(archive) as packed:
+            for member in packed.infolist():
+                matched = _NAME.fullmatch(member.filename)
+                if not matched or member.compress_type != zipfile.ZIP_STORED or member.file_size > MAX_BYTES:
+                    raise DataError(f"not an image: {member.filename!r}")
+                ref = ImageRef(matched[1], _MEDIA_TYPES[matched[2]], 0, 0)
+                if images.path(ref).exists():
+                    continue
+                part[ref] = packed.read(member)
+                if sha256(part[ref]).hexdigest() != ref.sha256:
+                    raise DataError(f"{member.filename} has other bytes than its name says")
+                size += member.file_size
+                if size > PART_BYTES:
+                    images.keep(part)
+                    part, size = {}, 0
+        images.keep(part)
+    except (DataError, zipfile.BadZipFile, EOFError, RuntimeError, ValueError) as error:  # as of one with a password
+        raise DataError(
+            f"the remote copy is damaged: {error}",
+            code="remote_copy_damaged",
+            where=where,
+            remedy="where the images are, run the stage again with --force",
+        ) from error

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
 from armature.components.artifacts.disk import full_disk_said
+from armature.components.contracts.metrics import dump_json, read_floats
 
 BLOCK = 4096
 
@@ -50,3 +52,19 @@ def _end_of_last_line(file: IO[bytes]) -> int:
             return start + found + 1
         end, size = start, BLOCK
     return 0
+
+
+class History:
+    """One JSON object a line with its `step`. A step that was replayed after a crash has its last line count."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lines = JsonLines(path)
+
+    def append(self, step: int, values: Mapping[str, float]) -> None:
+        self._lines.append(dump_json({"step": step, **values}))
+
+    def read(self) -> list[dict[str, float]]:
+        """The steps in order."""
+        by_step = {row["step"]: read_floats(row) | {"step": row["step"]} for row in self._lines.read()}
+        return [by_step[step] for step in sorted(by_step)]

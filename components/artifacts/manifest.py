@@ -9,12 +9,12 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 
-from armature.components.artifacts.digests import document_digest, folder_digest, listing_digest
 from armature.components.artifacts.record import Record, differences, examine
+from armature.components.contracts.digests import document_digest, folder_digest, listing_digest
 from armature.components.contracts.errors import DataError
+from armature.components.contracts.installation import installed_version
 from armature.components.contracts.settings import not_json
 from armature.components.contracts.stages import Artifact
-from armature.components.installation import installed_version
 
 MANIFEST = "manifest.json"
 

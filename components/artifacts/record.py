@@ -13,8 +13,8 @@ from typing import Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from armature.components.artifacts.digests import file_digest, listing_digest
 from armature.components.artifacts.disk import full_disk_said, write_file
+from armature.components.contracts.digests import file_digest, listing_digest
 from armature.components.contracts.errors import DataError
 
 NAMED = 5

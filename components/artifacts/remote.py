@@ -18,8 +18,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt
 
 from armature.components.artifacts.disk import locked_sibling
-from armature.components.artifacts.image_archive import image_refs, unpack_archive, write_archive
-from armature.components.artifacts.images import ImageStore
+from armature.components.artifacts.images import ImageStore, image_refs, unpack_archive, write_archive
 from armature.components.artifacts.record import Record
 from armature.components.artifacts.remote_attempts import ATTEMPTS, RemoteAttempts
 from armature.components.artifacts.remote_folder import RemoteFolder, Source

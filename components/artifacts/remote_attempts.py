@@ -27,11 +27,11 @@ from uuid import uuid4
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError
 
-from armature.components.artifacts.digests import file_digest
 from armature.components.artifacts.disk import link_folder, sync_tree, write_file
 from armature.components.artifacts.remote_folder import RemoteFolder, Source
+from armature.components.contracts.digests import file_digest
 from armature.components.contracts.errors import ArmatureError, DataError
-from armature.components.contracts.names import confined
+from armature.components.contracts.files import confined
 
 ATTEMPTS = "attempts"
 NEWEST = "newest.json"

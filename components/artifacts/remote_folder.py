@@ -21,7 +21,7 @@ from pydantic import BaseModel, ValidationError
 
 from armature.components.artifacts.disk import FULL, full_disk_said, sync
 from armature.components.contracts.errors import ArmatureError, ConfigurationError, DataError, StoreError
-from armature.components.installation import install_command
+from armature.components.contracts.installation import install_command
 
 ResultT = TypeVar("ResultT")
 DocumentT = TypeVar("DocumentT", bound=BaseModel)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO, Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -84,3 +86,71 @@ def read_table(
             remedy=f"expected {expected.names}, found {table.schema.names}",
         )
     return table
+
+
+FREE = 3 * 2**26
+"""Bytes that the smallest file may decode to."""
+RATIO = 200
+"""Bytes that each byte of a larger file may decode to: more than texts compress to that people write."""
+BATCH_BYTES = 2**28
+
+
+def bounded_batches(source: Path | IO[bytes], rows: int, where: str = "", **choice: Any) -> Iterator[pa.RecordBatch]:
+    """The batches of a file, of at most `rows` rows; `choice`: columns and row groups, as `iter_batches` takes them.
+
+    Raises:
+        DataError: the file decodes to far more than it has, which is found before so much is decoded.
+        OSError, ValueError, ArrowException: it is not Parquet, or damaged.
+    """
+    place = where or str(source)
+    if isinstance(source, Path):
+        regular(source)
+    with pq.ParquetFile(source, pre_buffer=not isinstance(source, Path)) as file:
+        limit, metadata = decoded_limit(source), file.metadata
+        groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
+        chunks = [group.column(number) for group in groups for number in range(group.num_columns)]
+        if max(metadata.num_rows, sum(chunk.total_uncompressed_size for chunk in chunks)) > limit:
+            raise _too_large(limit, place)
+        # Rows may all refer to one value of a dictionary, which is at most as large as its chunk.
+        largest = max((chunk.total_uncompressed_size for chunk in chunks if chunk.has_dictionary_page), default=1)
+        decoded = 0
+        for batch in file.iter_batches(max(1, min(rows, BATCH_BYTES // max(largest, 1))), **choice):
+            plain = batch.cast(without_dictionaries(batch.schema))
+            decoded += plain.nbytes
+            if decoded > limit:
+                raise _too_large(limit, place)
+            yield plain
+
+
+def without_dictionaries(schema: pa.Schema) -> pa.Schema:
+    """The same columns with the values themselves: each row group may have another dictionary of a column."""
+    fields = [each.with_type(each.type.value_type) if pa.types.is_dictionary(each.type) else each for each in schema]
+    return pa.schema(fields, schema.metadata)
+
+
+def read_parquet(source: Path | IO[bytes], where: str = "", **choice: Any) -> pa.Table:
+    """A whole file, or what is chosen of it. Raises as `bounded_batches` does."""
+    batches = list(bounded_batches(source, 2**16, where, **choice))
+    if batches:
+        return pa.Table.from_batches(batches)
+    with pq.ParquetFile(source) as file:
+        return file.read_row_groups([], columns=choice.get("columns"))
+
+
+def decoded_limit(source: Path | IO[bytes]) -> int:
+    """Bytes that the content of a file may decode to."""
+    if isinstance(source, Path):
+        return max(FREE, RATIO * source.stat().st_size)
+    place = source.tell()
+    size = source.seek(0, os.SEEK_END)
+    source.seek(place)
+    return max(FREE, RATIO * size)
+
+
+def _too_large(limit: int, where: str) -> DataError:
+    return DataError(
+        f"the file's rows are more than {limit} bytes, {RATIO} times its size: it repeats one value",
+        code="table_too_large",
+        where=where,
+        remedy="write it as JSON Lines if that is right, and a text that all rows share into the prompt",
+    )

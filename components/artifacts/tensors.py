@@ -12,8 +12,7 @@ from safetensors import SafetensorError, safe_open
 
 from armature.components.artifacts.disk import full_disk_said
 from armature.components.contracts.errors import DataError, StoreError
-from armature.components.contracts.files import read_bytes, regular
-from armature.components.contracts.names import bare_name
+from armature.components.contracts.files import bare_name, read_bytes, regular
 
 Tensors = dict[str, tuple[str, tuple[int, ...]]]
 INDEX = "model.safetensors.index.json"

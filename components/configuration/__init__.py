@@ -17,13 +17,13 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from armature.components.configuration.problems import SHORT, code_of, explain, place, settings_in
+from armature.components.configuration.recipes import RECIPES, Sections, SettingsT
 from armature.components.configuration.tables import SUFFIX, Written, merge, parse_override, read_toml
 from armature.components.contracts.errors import ConfigurationError
+from armature.components.contracts.installation import CONFIGS, DISTRIBUTION
 from armature.components.contracts.machine import Machine
-from armature.components.installation import CONFIGS, DISTRIBUTION
-from armature.components.project import project
-from armature.components.recipes import RECIPES, Sections, SettingsT
-from armature.components.registry import suggestion
+from armature.components.machine.project import project
+from armature.components.machine.registry import suggestion
 
 __all__ = [
     "CONFIGS",

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ValidationError
 
 from armature.components.contracts.secrets import PLAIN_SECRET
 from armature.components.contracts.settings import InvalidTable
-from armature.components.registry import suggestion
+from armature.components.machine.registry import suggestion
 
 SHORT = reprlib.Repr()
 SHORT.maxstring = SHORT.maxother = SHORT.maxlong = 200

@@ -15,8 +15,8 @@ from pydantic import ValidationError, model_validator
 from armature.components.configuration.problems import SHORT, code_of, explain
 from armature.components.contracts.errors import ConfigurationError, DataError
 from armature.components.contracts.files import read_bytes
+from armature.components.contracts.installation import CONFIGS
 from armature.components.contracts.settings import Settings
-from armature.components.installation import CONFIGS
 
 LARGEST_FILE, DEEPEST = 2**22, 32
 """Bytes of a TOML file, and parts of an override's dotted key."""

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from armature.components.contracts.images import ImageRef
-from armature.components.contracts.rollouts import LogProbs, TokenIds
+from armature.components.contracts.rollouts import GenerateOutputs, LogProbs, TokenIds
 
 if TYPE_CHECKING:
     import torch
+
 
 LogRatios = npt.NDArray[np.float32]
 """(T,) log-prob under the trainer less that under the sampler, of tokens that were trained on."""
@@ -61,3 +63,19 @@ class MultimodalBatch:
     pixel_values: torch.Tensor | None = None
     extra_model_kwargs: dict[str, torch.Tensor] = field(default_factory=dict)
     advantages: torch.Tensor | None = None
+
+
+class MultimodalAdapter(ABC):
+    """Turns rollouts into the inputs of one model family.
+
+    Subclass this to bring your own: `build_batch` is all that the trainer calls, and what it returns is checked
+    with `armature.components.models.adapters.validate_batch`. The families that Armature knows come from `get_adapter`.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        """`tokenizer` is the model's tokenizer, or its processor, which holds one."""
+        self.tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
+
+    @abstractmethod
+    def build_batch(self, outputs: GenerateOutputs) -> MultimodalBatch:
+        """One batch of B rows from the trajectories of `outputs`."""

@@ -15,8 +15,7 @@ from typing import Any, TypeVar, get_args
 import numpy as np
 
 from armature.components.contracts.episodes import ActionDefect, EarlierMessage, Environment, Observation, Outcome, Role
-from armature.components.contracts.errors import ConfigurationError
-from armature.components.contracts.failures import RolloutFailed, said
+from armature.components.contracts.errors import ConfigurationError, RolloutFailed, said
 from armature.components.contracts.images import EncodedImage
 
 MOST_CHARACTERS = 2**22

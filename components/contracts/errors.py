@@ -1,8 +1,50 @@
-"""Errors in three parts: what is wrong, where, and what to do."""
+"""The secrets that this process has read: no error shows them, whatever text from outside holds them."""
 
 from __future__ import annotations
 
-from armature.components.contracts.secret_values import blanked
+from base64 import b64encode
+from html import escape
+from json import dumps
+from urllib.parse import quote, quote_plus
+
+SHORTEST = 4
+"""Characters of a secret; a shorter value is in too many texts by chance."""
+
+_forms: set[str] = set()
+
+
+def keep_secret(value: str) -> None:
+    """Blank the value from now on, also as JSON, HTML, URLs, base64 and Python write it."""
+    for secret in {value, value.strip()}:  # a header is sent without the spaces around it
+        if len(secret) >= SHORTEST:
+            text = dumps(secret)[1:-1]
+            _forms.update((secret, text, text.replace("/", r"\/"), repr(secret)[1:-1], escape(secret)))
+            content = secret.encode(errors="surrogatepass")
+            _forms.update((quote(content), quote(content, ""), quote_plus(content)))
+            _forms.update(
+                "".join(each if each.isalnum() else digits % ord(each) for each in secret) for digits in _JSON
+            )
+            _forms.update(form for form in map(_base64, (content,) * 3, range(3)) if len(form) >= 2 * SHORTEST)
+
+
+_JSON = (r"\u%04x", r"\u%04X")
+"""Some writers of JSON escape + and &."""
+
+
+def _base64(secret: bytes, before: int) -> str:
+    """Return the characters that depend on the secret alone, after a multiple of three and `before` other bytes."""
+    content = b"\0" * before + secret
+    return b64encode(content).decode()[(8 * before + 5) // 6 : 8 * len(content) // 6]
+
+
+def blanked(text: str) -> str:
+    """Return the text with *** in place of each secret.
+
+    Errors do that by themselves. Call it before a text is cut or quoted: half of a secret is not found any more.
+    """
+    for form in sorted(_forms, key=len, reverse=True):
+        text = text.replace(form, "***")
+    return text
 
 
 class ArmatureError(Exception):
@@ -87,3 +129,45 @@ class MismatchError(ArmatureError):
     """Trainer and server disagree, on log-probs or on texts; training would go wrong without knowing it."""
 
     code = "mismatch"
+
+
+LONGEST_DETAIL = 2000
+
+
+class RolloutFailed(Exception):
+    """Ends one rollout. `reason` is a short slug that is counted.
+
+    environment_error     the environment raised, or returned what an environment may not return
+    environment_timeout   a reset, step or close took longer than `environment_timeout`
+    bad_image             an observation's image is damaged, too large, animated, without a conversion to RGB, or not of
+                          its media type
+    bad_text              a text of the environment or of the server is not valid Unicode
+    bad_reward            a reward part has no weight, or the reward is not a finite number
+    bad_answer            a reward cannot compare anything with the answer of the task
+    reward_timeout        a reward took longer than its time limit
+    reward_died           the process of a reward ended
+    reward_error          the code of a reward raised
+    reward_invalid        a reward is not a finite number
+    judge_timeout         a judge did not answer in time
+    judge_unavailable     a judge could not be reached, or answered 429, 5xx, or what is no chat completion
+    judge_refused         a judge refused the question
+    judge_unreadable      there is no grade in a judge's reply
+    bad_logprobs          log-probs are missing or not finite
+    bad_value             of a robot policy: what its value head says is not finite
+    ...                   and the reasons of `armature.components.inference.client.GenerationFailure`
+
+    `detail` is kept readable and free of secrets: at most `LONGEST_DETAIL` characters, all of them valid Unicode.
+    """
+
+    def __init__(self, reason: str, detail: str) -> None:
+        detail = blanked(detail)[:LONGEST_DETAIL].encode(errors="replace").decode()
+        super().__init__(f"{reason}: {detail}")
+        self.reason, self.detail = reason, detail
+
+
+def said(error: BaseException) -> str:
+    """The kind and the message of an error that is not ours, whose own methods may fail too."""
+    try:
+        return f"{type(error).__name__}: {str(error)[:LONGEST_DETAIL]}"
+    except BaseException:
+        return f"{type(error).__name__}, whose message cannot be read"

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import stat
-from pathlib import Path
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path, PurePosixPath, PureWindowsPath
 
-from armature.components.contracts.errors import DataError
+from armature.components.contracts.errors import ArmatureError, DataError
 
 LARGEST_DOCUMENT = 2**26
 """Bytes of a document that people or programs write, such as JSON."""
@@ -63,3 +65,53 @@ def _unreadable(what: str, path: Path) -> UnreadableFile:
     error = UnreadableFile(what, where=str(path), remedy="put the file itself there, and let its reader read it")
     error.strerror = what
     return error
+
+
+@contextmanager
+def foreign(what: str, *, where: str, remedy: str = "") -> Iterator[None]:
+    """Within, whatever a library raises of a damaged file is a DataError; errors of ours pass as they are."""
+    try:
+        yield
+    except (ArmatureError, MemoryError):
+        raise
+    except Exception as error:
+        detail = " ".join(str(error).split())[:500]
+        raise DataError(
+            f"{what}: {type(error).__name__}: {detail}", code="foreign_file_unreadable", where=where, remedy=remedy
+        ) from error
+
+
+def confined(name: object, where: str) -> PurePosixPath:
+    """`name` as a path below a folder, whatever machine wrote it. Symbolic links are not looked at.
+
+    Raises:
+        DataError: it is not a name, is absolute, or climbs out of the folder.
+    """
+    text = name if isinstance(name, str) else ""
+    path = PurePosixPath(text.replace("\\", "/"))
+    windows = PureWindowsPath(text)
+    if not path.name or "\0" in text or ".." in path.parts or path.is_absolute() or windows.drive or windows.root:
+        raise DataError(
+            f"the file name {name!r:.200} does not stay in its folder",
+            code="unsafe_file_name",
+            where=where,
+            remedy="use the original file; names in it are relative and have no '..'",
+        )
+    return path
+
+
+def bare_name(name: object, where: str) -> str:
+    """`name` if it is that of a file in the folder itself.
+
+    Raises:
+        DataError: it is not one, or has folders in it.
+    """
+    path = confined(name, where)
+    if len(path.parts) != 1:
+        raise DataError(
+            f"the file name {name!r:.200} has folders in it",
+            code="unsafe_file_name",
+            where=where,
+            remedy="use the original file",
+        )
+    return path.name

@@ -1,7 +1,8 @@
-"""Facts of the machine a run is on. None of them changes results, so none of them is hashed."""
+"""The CPUs that this process may use."""
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Annotated, Literal, Self
@@ -9,10 +10,22 @@ from typing import Annotated, Literal, Self
 from pydantic import BeforeValidator, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from armature.components.contracts.cluster import ClusterSettings, ServerBundle, TrainerBundle
+from armature.components.contracts.installation import server_python
 from armature.components.contracts.secrets import Environment, refuse_plain_arguments, refuse_plain_url, resolve
 from armature.components.contracts.settings import Settings
-from armature.components.cpus import available_cpus
-from armature.components.installation import server_python
+
+_QUOTA = Path("/sys/fs/cgroup/cpu.max")
+
+
+def available_cpus(quota: Path = _QUOTA) -> int:
+    """At least one; fewer than the machine has under SLURM, in a container with a limit (cgroup v2), or by taskset."""
+    own = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        limit, period = quota.read_text().split()
+    except (OSError, ValueError):
+        return own
+    return own if limit == "max" else max(1, min(own, int(limit) // int(period)))
+
 
 Scalar = bool | int | float | str
 ADDRESS = r"^(\[[0-9a-fA-F:]+\]|[^\s:/\[\]]+):[0-9]{1,5}$"

@@ -10,8 +10,7 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
-from armature.components.contracts.errors import ConfigurationError
-from armature.components.contracts.secret_values import keep_secret
+from armature.components.contracts.errors import ConfigurationError, keep_secret
 from armature.components.contracts.settings import Settings
 
 PLAIN_SECRET = "plain_secret"

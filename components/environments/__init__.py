@@ -5,7 +5,7 @@ A class in a file beside a recipe needs neither: it is called "module:Class".
 
 from __future__ import annotations
 
-from armature.components.registry import Registry
+from armature.components.machine.registry import Registry
 
 ENVIRONMENTS = Registry(
     "environment",

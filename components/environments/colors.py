@@ -8,8 +8,7 @@ from pydantic import Field
 
 from armature.components.contracts.episodes import Observation, Outcome, Task
 from armature.components.contracts.images import EncodedImage
-from armature.components.environments.color_images import ColorImageSettings, color_reward, painter
-from armature.components.environments.generated import GeneratedEnvironment
+from armature.components.environments.generated import ColorImageSettings, GeneratedEnvironment, color_reward, painter
 
 
 class ColorsSettings(ColorImageSettings):

@@ -11,8 +11,7 @@ from pydantic_core import PydanticCustomError
 
 from armature.components.contracts.episodes import Observation, Outcome, Task
 from armature.components.contracts.images import EncodedImage
-from armature.components.environments.color_images import ColorImageSettings, color_reward, painter
-from armature.components.environments.generated import GeneratedEnvironment
+from armature.components.environments.generated import ColorImageSettings, GeneratedEnvironment, color_reward, painter
 
 NUMBER = "{number}"
 

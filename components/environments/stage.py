@@ -1,30 +1,63 @@
-"""The stage that lists an environment's tasks, and the way back from its artifact to tasks and environment."""
+"""What tasks look like: a grid of first observations."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import textwrap
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing, suppress
 from itertools import islice
 from pathlib import Path
 
 import pyarrow as pa
+from PIL import Image, ImageDraw, ImageFont
 from pydantic import ValidationError
 
+from armature.components.artifacts.images import decode
 from armature.components.artifacts.tables import TableSchema, read_table, write_table
 from armature.components.contracts.checks import MOST_CHARACTERS, plain_text
 from armature.components.contracts.episodes import Environment, Observation, Split, Task
-from armature.components.contracts.errors import ArmatureError, ConfigurationError, DataError
-from armature.components.contracts.failures import RolloutFailed, said
+from armature.components.contracts.errors import ArmatureError, ConfigurationError, DataError, RolloutFailed, said
 from armature.components.contracts.files import regular
+from armature.components.contracts.images import EncodedImage
 from armature.components.contracts.stages import Artifact, Stage, StageContext, StageReport
 from armature.components.environments.guarded import GuardedEpisode
-from armature.components.environments.make import make_environment
-from armature.components.environments.preview import image_grid
+from armature.components.environments.make import at_commit, environment_sources, evaluated_sources, make_environment
 from armature.components.environments.settings import EnvironmentSettings
-from armature.components.environments.sources import at_commit, environment_sources, evaluated_sources
+
+WIDTH, IMAGE, LINES, COLUMNS = 224, 192, 5, 4
+HEIGHT = IMAGE + 12 * LINES + 12
+
+
+def image_grid(observations: Sequence[tuple[str, Observation]]) -> Image.Image:
+    """One cell per (title, observation): its first image, the title, and the beginning of its text."""
+    rows = -(-len(observations) // COLUMNS)
+    grid = Image.new("RGB", (WIDTH * COLUMNS, HEIGHT * rows), "white")
+    for index, (title, observation) in enumerate(observations):
+        grid.paste(_cell(title, observation), (WIDTH * (index % COLUMNS), HEIGHT * (index // COLUMNS)))
+    return grid
+
+
+def _cell(title: str, observation: Observation) -> Image.Image:
+    cell = Image.new("RGB", (WIDTH, HEIGHT), "white")
+    images = [part for part in observation.content if isinstance(part, EncodedImage)]
+    text = " ".join(part for part in observation.content if isinstance(part, str))
+    try:
+        image = decode(images[0]) if images else None
+    except DataError as error:  # its rollouts will fail alone, counted as bad_image
+        image, text = None, f"bad image: {error.what}"
+    if image is not None:
+        scale = (IMAGE - 8) / max(image.size)
+        size = (max(1, round(image.width * scale)), max(1, round(image.height * scale)))
+        cell.paste(image.resize(size, Image.Resampling.NEAREST), ((WIDTH - size[0]) // 2, 4))
+    more = f" (+{len(images) - 1} images)" if len(images) > 1 else ""
+    lines = [title + more, *textwrap.wrap(text, 36)][:LINES]
+    caption = "\n".join(lines).encode("latin-1", "replace").decode("latin-1")  # what the built-in font has
+    ImageDraw.Draw(cell).multiline_text((8, IMAGE), caption, "black", ImageFont.load_default_imagefont())
+    return cell
+
 
 TASKS = TableSchema("tasks", 2, pa.schema([("task_id", pa.string()), ("split", pa.string()), ("payload", pa.string())]))
 SPLITS: tuple[Split, ...] = ("train", "heldout")

@@ -18,6 +18,8 @@ from armature.components.contracts.episodes import Task
 from armature.components.contracts.errors import ConfigurationError, ServerError
 from armature.components.contracts.rollouts import Failure, GenerateOutputs, Trajectory
 from armature.components.contracts.value_text import value_text
+from armature.components.environments.stage import load_tasks
+from armature.components.evaluation.settings import EvaluationSettings
 from armature.components.evaluation.wilson import Interval, clustered_wilson_interval, mean_interval
 
 ValueT = TypeVar("ValueT")
@@ -252,3 +254,16 @@ def by_kind(results: Sequence[EpisodeResult]) -> dict[str, list[EpisodeResult]]:
 def _part_means(done: Sequence[EpisodeResult]) -> dict[str, float]:
     names = sorted({name for result in done for name in result.reward_parts})
     return {name: fmean(result.reward_parts.get(name, 0.0) for result in done) for name in names}
+
+
+def planned_tasks(plan: EvaluationSettings, folder: Path) -> list[Task]:
+    """Those of every split in the tasks artifact at `folder`, in the order of the splits.
+
+    Raises:
+        ConfigurationError: one of them has no field `plan.kind_field`.
+        DataError: the artifact cannot be read.
+    """
+    tasks = [task for split in plan.splits for task in load_tasks(folder, split)[: plan.max_tasks or None]]
+    for task in tasks:
+        task_kind(task, plan.kind_field)
+    return tasks

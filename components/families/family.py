@@ -9,7 +9,7 @@ from typing import Any, Literal, Protocol
 from armature.components.contracts.errors import ConfigurationError
 from armature.components.families.joins import Join
 from armature.components.families.tiny import TinyRecipe
-from armature.components.registry import Registry
+from armature.components.machine.registry import Registry
 
 Component = Literal["vision", "projector", "language"]
 COMPONENTS: tuple[Component, ...] = ("vision", "projector", "language")

@@ -9,13 +9,11 @@ from typing import Any
 
 import aiohttp
 
-from armature.components.contracts.errors import ServerError
+from armature.components.contracts.errors import ServerError, blanked
 from armature.components.contracts.rollouts import LogProbs, TokenIds
-from armature.components.contracts.secret_values import blanked
-from armature.components.inference.endpoint import Endpoint
-from armature.components.inference.replies import PLAIN, WEIGHTS, BadReply, Reply, ReplyReader
+from armature.components.inference.replies import PLAIN, WEIGHTS, BadReply, Endpoint, Reply, ReplyReader
 from armature.components.inference.settings import EvaluationSamplingSettings, SamplingSettings
-from armature.components.keepalive import socket_options
+from armature.components.machine.network import socket_options
 
 MODEL_NAME = "policy"
 Sampling = SamplingSettings | EvaluationSamplingSettings

@@ -6,14 +6,12 @@ import json
 from pathlib import Path
 
 from armature.components.contracts.errors import ConfigurationError
-from armature.components.contracts.machine import Machine, Scalar
-from armature.components.cpus import available_cpus
-from armature.components.gpus import VISIBLE, visible_devices
-from armature.components.inference.adapters import ServedAdapters
-from armature.components.inference.checkpoint import attends_both_ways, read_config
+from armature.components.contracts.machine import Machine, Scalar, available_cpus
+from armature.components.inference.checkpoint import ServedAdapters, attends_both_ways, read_config
 from armature.components.inference.client import MODEL_NAME
 from armature.components.inference.settings import ServerSettings
-from armature.components.ports import loopback
+from armature.components.machine.network import loopback
+from armature.components.machine.resources import VISIBLE, visible_devices
 
 BOTH_WAYS = "TRITON_ATTN"
 """The attention backend that lets the tokens of an image attend to each other bidirectionally, as trainers do.

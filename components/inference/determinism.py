@@ -29,7 +29,7 @@ from armature.components.inference.lease import weights_mark
 from armature.components.inference.probe import random_image, user_message
 from armature.components.inference.replica import Replica, pause, reset_caches, resume
 from armature.components.inference.settings import ServerSettings
-from armature.components.inference.weights.base import post
+from armature.components.inference.weights.pool import post
 
 log = logging.getLogger(__name__)
 

@@ -15,8 +15,7 @@ from typing import Any
 import httpx
 
 from armature.components.contracts.errors import ServerError
-from armature.components.inference.endpoint import Endpoint
-from armature.components.inference.replies import Reply, exchange
+from armature.components.inference.replies import Endpoint, Reply, exchange
 
 log = logging.getLogger(__name__)
 

@@ -7,13 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from armature.components.contracts.errors import ConfigurationError, ServerError
-from armature.components.inference.answers import AnswerLimits
 from armature.components.inference.client import OTHER_WEIGHTS, TransientError
 from armature.components.inference.monitor import EJECT_AFTER
 from armature.components.inference.replica import Replica
-from armature.components.inference.requests import PoolRequests
-from armature.components.inference.routing import Router
-from armature.components.inference.statistics import PoolStatistics
+from armature.components.inference.requests import AnswerLimits, PoolRequests
+from armature.components.inference.routing import PoolStatistics, Router
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from armature.components.contracts.machine import Machine
 from armature.components.inference import lease
 from armature.components.inference.determinism import Repeatability
 from armature.components.inference.replica import UNKNOWN, Replica
+from armature.components.inference.routing import PoolStatistics
 from armature.components.inference.server import fault
-from armature.components.inference.statistics import PoolStatistics
 from armature.components.inference.sync import ServedWeights
 
 log = logging.getLogger(__name__)

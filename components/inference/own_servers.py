@@ -1,19 +1,105 @@
-"""The servers that a pool starts itself, on this machine or on a cluster: made, taken from the pool before, ended."""
+"""Servers that stay up between the stages of a flow, for the next stage that asks for the same."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from armature.components.contracts.machine import Machine
-from armature.components.inference.adapters import ServedAdapters
-from armature.components.inference.kept import kept_servers
-from armature.components.inference.placed import PlacedHost
+from armature.components.inference.checkpoint import ServedAdapters
+from armature.components.inference.host import PlacedHost
 from armature.components.inference.replica import Replica
 from armature.components.inference.server import VllmServer
 from armature.components.inference.settings import ServerSettings
-from armature.components.workers.placed import PlacementBundles
+from armature.components.machine.workers.placed import PlacementBundles
+
+_NOT_SERVED = frozenset({"manifest.json", "generation_config.json"})
+_PADDING = frozenset(
+    {"padding", "truncation", "max_length", "pad_to_multiple_of", "pad_token_type_id", "is_local", "local_files_only"}
+)
+"""Of a tokenizer's files: what calls of the tokenizer leave in them when it is saved. No server reads it."""
+
+
+@dataclass(frozen=True)
+class _Kept:
+    server: VllmServer
+    files: Mapping[str, Any]
+
+
+class KeptServers:
+    """Local servers that no pool has, each with what it has read besides weights."""
+
+    def __init__(self) -> None:
+        self._kept: list[_Kept] = []
+
+    def take(self, model: Path, settings: ServerSettings, machine: Machine) -> list[VllmServer]:
+        """All servers that a pool needs, alive, with weights of the pool before; [] where they were started otherwise.
+
+        Those that nobody will ask for are ended.
+        """
+        wanted = (settings, machine, served_files(model))
+        alike = [(each.server.settings, each.server.machine, each.files) == wanted for each in self._kept]
+        if len(alike) == machine.servers and all(alike) and all(each.server.alive for each in self._kept):
+            servers = [each.server for each in self._kept]
+            self._kept.clear()
+            return servers
+        self.close()
+        return []
+
+    def keep(self, servers: Sequence[VllmServer], model: Path) -> None:
+        """Servers that were started with `model`, from a pool that has ended well."""
+        files = served_files(model)
+        self._kept += [_Kept(server, files) for server in servers]
+
+    def close(self) -> None:
+        for each in self._kept:
+            each.server.end()
+        self._kept.clear()
+
+
+_current: ContextVar[KeptServers | None] = ContextVar("kept servers", default=None)
+
+
+@contextmanager
+def keep_servers() -> Iterator[None]:
+    """Within it, local servers on CPU outlive the pools that started them.
+
+    Servers on GPUs do not: a flow holds the limit "gpu" no longer than a stage needs it.
+    """
+    kept = KeptServers()
+    token = _current.set(kept)
+    try:
+        yield
+    finally:
+        _current.reset(token)
+        kept.close()
+
+
+def kept_servers(machine: Machine) -> KeptServers | None:
+    """Where a pool finds and leaves its servers; None: they begin and end with it."""
+    here = not machine.joins_servers and machine.server_bundle is None
+    lasting = here and not machine.server_gpus and machine.sends_folders
+    return _current.get() if lasting else None
+
+
+def served_files(model: Path) -> dict[str, Any]:
+    """What a server reads of a checkpoint folder besides its weights, by the file's name."""
+    read: dict[str, Any] = {}
+    for file in sorted(model.iterdir()):
+        if file.suffix in (".jinja", ".txt", ".model", ".py"):
+            read[file.name] = file.read_bytes()
+        elif file.suffix == ".json" and not file.name.endswith(".index.json") and file.name not in _NOT_SERVED:
+            document = json.loads(file.read_text())
+            if file.name.startswith("tokenizer"):
+                document = {key: value for key, value in document.items() if key not in _PADDING}
+            read[file.name] = document
+    return read
 
 
 class OwnServers:

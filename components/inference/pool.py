@@ -15,11 +15,14 @@ from weakref import WeakSet
 
 import httpx
 
+from armature.components.contracts.errors import keep_secret
 from armature.components.contracts.machine import Machine
-from armature.components.contracts.secret_values import keep_secret
-from armature.components.inference.adapters import ServedAdapters
-from armature.components.inference.answers import AnswerLimits
-from armature.components.inference.checkpoint import placeholder_token_ids, sampled_token_ids, vocabulary
+from armature.components.inference.checkpoint import (
+    ServedAdapters,
+    placeholder_token_ids,
+    sampled_token_ids,
+    vocabulary,
+)
 from armature.components.inference.client import (
     OTHER_WEIGHTS,
     Completion,
@@ -33,17 +36,15 @@ from armature.components.inference.lease import describe_run
 from armature.components.inference.lending import LentServer, SuspectServer, lend
 from armature.components.inference.monitor import PoolContext, PoolMonitors
 from armature.components.inference.own_servers import OwnServers
-from armature.components.inference.probe import ProbeAnswer, make_probe
-from armature.components.inference.proof import SyncProof
+from armature.components.inference.probe import ProbeAnswer, SyncProof, make_probe
 from armature.components.inference.replica import Replica, reset_caches
-from armature.components.inference.requests import PoolRequests
-from armature.components.inference.routing import Router
+from armature.components.inference.requests import AnswerLimits, PoolRequests
+from armature.components.inference.routing import PoolStatistics, Router
 from armature.components.inference.settings import ServerSettings
-from armature.components.inference.statistics import PoolStatistics
 from armature.components.inference.sync import ServedWeights, sync_failure
 from armature.components.inference.weights import Publish
-from armature.components.keepalive import socket_options
-from armature.components.sources.special_tokens import added_tokens
+from armature.components.machine.network import socket_options
+from armature.components.models.reserved_tokens import added_tokens
 
 log = logging.getLogger(__name__)
 

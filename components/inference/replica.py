@@ -9,10 +9,9 @@ import httpx
 
 from armature.components.contracts.errors import ArmatureError, WeightSyncError
 from armature.components.inference.client import MODEL_NAME
-from armature.components.inference.endpoint import Endpoint
-from armature.components.inference.replies import exchange
+from armature.components.inference.replies import Endpoint, exchange
 from armature.components.inference.server import VllmServer
-from armature.components.inference.weights.base import post
+from armature.components.inference.weights.pool import post
 
 UNKNOWN = -1
 """The version of weights that no pool of ours gave."""

@@ -1,4 +1,4 @@
-"""What a server may send back: so many bytes, not compressed, JSON where JSON is promised."""
+"""Where a server is."""
 
 from __future__ import annotations
 
@@ -12,8 +12,26 @@ from typing import Any
 
 import httpx
 
-from armature.components.contracts.errors import ServerError
-from armature.components.contracts.secret_values import blanked
+from armature.components.contracts.errors import ServerError, blanked
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """Where a server listens, the key that it wants, and the id of the lease under which it is asked ("": none).
+
+    `joined` is another number once the server may be another process: connections of before are of no more use.
+    """
+
+    url: str
+    api_key: str
+    lease: str = ""
+    joined: int = 0
+
+    @property
+    def headers(self) -> dict[str, str]:
+        key = {"Authorization": f"Bearer {self.api_key}"}
+        return key | {"X-Armature-Lease": self.lease} if self.lease else key
+
 
 PLAIN = {"Accept-Encoding": "identity"}
 """For every request: vLLM compresses nothing, and what is not compressed cannot be a bomb."""

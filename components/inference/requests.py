@@ -1,12 +1,19 @@
-"""Asks servers whose weights somebody keeps current: a pool in its own process, or workers that it lends them to."""
+"""The door of the pool: nothing that a server answers is believed before it was checked here."""
 
 from __future__ import annotations
 
+import asyncio
+import json
+import reprlib
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
-from armature.components.inference.answers import AnswerLimits, read_completions
+import numpy as np
+
+from armature.components.contracts.rollouts import TokenIds
 from armature.components.inference.client import (
     Completion,
     GenerationFailure,
@@ -18,9 +25,256 @@ from armature.components.inference.client import (
     refuse_placeholders,
     request_body,
 )
-from armature.components.inference.merge import RequestMerger
 from armature.components.inference.replica import Replica
 from armature.components.inference.routing import Router
+
+FINISHED = frozenset({"stop", "length"})
+"""The finish reasons of a sample that is whole."""
+
+_PER_TOKEN, _PER_PROMPT_TOKEN, _BASE = 1024, 16, 2**16
+
+
+@dataclass(frozen=True)
+class AnswerLimits:
+    """What a well-behaved server can answer with.
+
+    Attributes:
+        sampled: ids below it have a row in the output head.
+        prompt: ids below it have an embedding.
+        forbidden: ids that are never sampled.
+        max_model_len: tokens of the longest prompt with its completion.
+        placeholders: Texts of tokens that stand for images, which no text of a prompt may have.
+    """
+
+    sampled: int
+    prompt: int
+    forbidden: frozenset[int]
+    max_model_len: int
+    placeholders: tuple[str, ...] = ()
+
+    def answer_bytes(self, n: int, max_tokens: int) -> int:
+        """Bytes of the longest answer to a request for `n` samples.
+
+        A sampled token takes about 110 (its id, text, bytes, log-prob), the longest tokens of published
+        vocabularies 800; a token of the prompt takes its id.
+        """
+        return _BASE + self.max_model_len * _PER_PROMPT_TOKEN + n * min(max_tokens, self.max_model_len) * _PER_TOKEN
+
+
+def read_completions(
+    answer: Mapping[str, Any],
+    bounds: AnswerLimits,
+    *,
+    n: int,
+    max_tokens: int,
+    version: int,
+    server: str,
+    seconds: float,
+) -> list[Completion | GenerationFailure]:
+    """The n samples of an answer in order; a failure stands where one cannot be trusted.
+
+    Raises:
+        GenerationFailure: the answer as a whole is not what was asked for.
+    """
+    try:
+        prompt = _token_ids(answer.get("prompt_token_ids"), bounds.prompt)
+        choices = _in_order(answer.get("choices"), n)
+        if not 0 < prompt.size < bounds.max_model_len:
+            limit = f"inference.max_model_len = {bounds.max_model_len}"
+            raise _InvalidAnswer("malformed_answer", f"the prompt has {prompt.size} tokens, {limit}")
+    except _InvalidAnswer as wrong:
+        raise GenerationFailure(
+            f"prompt_token_ids or choices are malformed: {wrong.what}",
+            reason="malformed_answer",
+            where=server,
+            remedy="the server must be vLLM >= 0.26 and serve the run's model",
+        ) from None
+    results: list[Completion | GenerationFailure] = []
+    for index, choice in enumerate(choices):
+        try:
+            results.append(_completion(choice, prompt, bounds, max_tokens, version, server, seconds))
+        except _InvalidAnswer as wrong:
+            results.append(GenerationFailure(wrong.what, reason=wrong.reason, where=f"{server}, choice {index}"))
+    return results
+
+
+class _InvalidAnswer(Exception):
+    def __init__(self, reason: str, what: str) -> None:
+        super().__init__(what)
+        self.reason, self.what = reason, what
+
+
+def _in_order(choices: Any, n: int) -> list[dict[str, Any]]:
+    """The choices by index, which are 0 to n - 1, each once."""
+    if not isinstance(choices, list) or not all(isinstance(choice, dict) for choice in choices):
+        raise _InvalidAnswer("malformed_answer", f"choices are not a list of objects: {_show(choices)}")
+    found = [choice.get("index") for choice in choices]
+    if not all(type(index) is int for index in found) or sorted(found) != list(range(n)):
+        raise _InvalidAnswer(
+            "malformed_answer", f"{len(choices)} choices with the indices {_show(found)} instead of {n}"
+        )
+    return sorted(choices, key=lambda choice: int(choice["index"]))
+
+
+def _completion(
+    choice: dict[str, Any],
+    prompt: TokenIds,
+    bounds: AnswerLimits,
+    max_tokens: int,
+    version: int,
+    server: str,
+    seconds: float,
+) -> Completion:
+    tokens = _token_ids(choice.get("token_ids"), bounds.sampled)
+    values = _logprobs(choice.get("logprobs"))
+    if len(values) != tokens.size:
+        raise _InvalidAnswer("length_mismatch", f"{tokens.size} token ids but {len(values)} log-probs")
+    if tokens.size == 0:
+        raise _InvalidAnswer("empty_completion", "no token was sampled")
+    if tokens.size > max_tokens or prompt.size + tokens.size > bounds.max_model_len:
+        raise _InvalidAnswer(
+            "length_mismatch",
+            f"{tokens.size} tokens were sampled after {prompt.size}: max_tokens = {max_tokens}, "
+            f"inference.max_model_len = {bounds.max_model_len}",
+        )
+    if sampled := bounds.forbidden.intersection(tokens.tolist()):
+        raise _InvalidAnswer("placeholder_sampled", f"placeholder tokens {sorted(sampled)} were sampled")
+    finish_reason = choice.get("finish_reason")
+    if not isinstance(finish_reason, str) or finish_reason not in FINISHED:
+        raise _InvalidAnswer("not_finished", f"the sample is not whole: its finish reason is {_show(finish_reason)}")
+    # -9999 is how vLLM writes minus infinity. The comparison is false for NaN.
+    if bad := [value for value in values if not -9000 < value <= 1e-4]:
+        raise _InvalidAnswer("bad_logprobs", f"invalid log-probs: {_show(bad)}")
+    logprobs = np.minimum(np.asarray(values, dtype=np.float32), np.float32(0.0))
+    return Completion(prompt, tokens, logprobs, _text(choice), finish_reason, version, server, seconds)
+
+
+def _token_ids(values: Any, rows: int) -> TokenIds:
+    """(T,) int32 of a list of integers in [0, rows). Nothing is rounded, wrapped or read as a number."""
+    if not isinstance(values, list) or any(type(value) is not int for value in values):
+        raise _InvalidAnswer("malformed_tokens", f"token ids are not a list of integers: {_show(values)}")
+    if bad := [value for value in values if not 0 <= value < rows]:
+        raise _InvalidAnswer("unknown_token", f"token ids outside of the model's {rows}: {_show(bad)}")
+    return np.asarray(values, dtype=np.int32)
+
+
+def _logprobs(logprobs: Any) -> list[int | float]:
+    content = logprobs.get("content") if isinstance(logprobs, dict) else None
+    if not isinstance(content, list) or not all(isinstance(entry, dict) for entry in content):
+        raise _InvalidAnswer("missing_logprobs", f"there are no log-probs: {_show(logprobs)}")
+    values = [entry.get("logprob") for entry in content]
+    if any(type(value) not in (int, float) for value in values):
+        raise _InvalidAnswer("bad_logprobs", f"invalid log-probs: {_show(values)}")
+    return values
+
+
+def _text(choice: dict[str, Any]) -> str:
+    """What the tokens say; a sample of end tokens alone says nothing, which vLLM writes as null."""
+    message = choice.get("message")
+    text = message.get("content", 0) if isinstance(message, dict) else 0
+    if text is None:
+        return ""
+    if not isinstance(text, str):
+        raise _InvalidAnswer("malformed_text", f"there is no text: {_show(message)}")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise _InvalidAnswer("malformed_text", f"the text is not valid Unicode: {error.reason}") from None
+    return text
+
+
+def _show(value: Any) -> str:
+    """A few characters of whatever it is, so that a hostile answer fills no log."""
+    return reprlib.repr(value)
+
+
+WINDOW = 0.02
+"""Seconds that a request waits for others with the same prompt."""
+
+Results = list[Completion | GenerationFailure]
+Sample = Callable[[Sequence[Message], Sampling, int, int], Awaitable[Results]]
+
+
+@dataclass
+class _Prompt:
+    """Requests for one prompt that wait to be sent."""
+
+    messages: list[Message]
+    sampling: Sampling
+    waiting: list[tuple[int, asyncio.Future[Completion]]] = field(default_factory=list)
+
+
+class RequestMerger:
+    """Answers single requests through `sample(messages, sampling, seed, n)`.
+
+    vLLM gives sample i of a request the seed `seed + i`, so requests whose seeds follow one another are answered
+    by one request exactly as they would be one by one, while prompt and image are processed once.
+    """
+
+    def __init__(self, sample: Sample) -> None:
+        self._sample = sample
+        self._prompts: dict[tuple[str, Sampling], _Prompt] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def complete(self, messages: Sequence[Message], sampling: Sampling, seed: int) -> Completion:
+        """One sample; raises what `sample` raises or gives in its place."""
+        loop = asyncio.get_running_loop()
+        key = (json.dumps(list(messages)), sampling)
+        if key not in self._prompts:
+            # A copy: a conversation may grow as soon as one of its members is answered.
+            self._prompts[key] = _Prompt(json.loads(key[0]), sampling)
+            loop.call_later(WINDOW, self._send, key)
+        future: asyncio.Future[Completion] = loop.create_future()
+        self._prompts[key].waiting.append((seed, future))
+        return await future
+
+    def _send(self, key: tuple[str, Sampling]) -> None:
+        prompt = self._prompts.pop(key)
+        runs: list[list[tuple[int, asyncio.Future[Completion]]]] = []
+        for seed, future in sorted(prompt.waiting, key=lambda entry: entry[0]):
+            if future.cancelled():
+                continue
+            if runs and seed == runs[-1][-1][0] + 1:
+                runs[-1].append((seed, future))
+            else:
+                runs.append([(seed, future)])
+        for run in runs:
+            task = asyncio.get_running_loop().create_task(self._answer(prompt, run))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+            for _, future in run:
+                future.add_done_callback(partial(_cancel_if_unwanted, task, run))
+
+    async def _answer(self, prompt: _Prompt, run: list[tuple[int, asyncio.Future[Completion]]]) -> None:
+        try:
+            results = await self._sample(prompt.messages, prompt.sampling, run[0][0], len(run))
+        except asyncio.CancelledError:
+            for _, future in run:
+                future.cancel()
+            raise
+        except Exception as error:
+            # Whatever it is belongs to those who asked.
+            for _, future in run:
+                if not future.done():
+                    future.set_exception(error)
+            return
+        for (_, future), result in zip(run, results, strict=True):
+            if future.done():
+                continue
+            if isinstance(result, GenerationFailure):
+                future.set_exception(result)
+            else:
+                future.set_result(result)
+
+
+def _cancel_if_unwanted(
+    task: asyncio.Task[None],
+    run: list[tuple[int, asyncio.Future[Completion]]],
+    _: asyncio.Future[Completion],
+) -> None:
+    if all(future.cancelled() for _, future in run):
+        task.cancel()
+
 
 Prove = Callable[[Replica, str, str], Awaitable[None]]
 """See `ServedWeights.prove`: of a replica, its mark before the request was sent, and that of the answer."""

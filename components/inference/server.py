@@ -12,15 +12,14 @@ import httpx
 import psutil
 
 from armature.components.contracts.errors import ServerError
+from armature.components.contracts.installation import SERVED
 from armature.components.contracts.machine import Machine
-from armature.components.inference.adapters import ServedAdapters
+from armature.components.inference.checkpoint import ServedAdapters
 from armature.components.inference.client import MODEL_NAME
 from armature.components.inference.command import is_deterministic, server_command, server_environment
-from armature.components.inference.endpoint import Endpoint
 from armature.components.inference.host import Host, LocalHost, ServerNeeds
-from armature.components.inference.replies import BadReply, exchange
+from armature.components.inference.replies import BadReply, Endpoint, exchange
 from armature.components.inference.settings import ServerSettings
-from armature.components.installation import SERVED
 
 _POLL = 0.25
 _HEALTH_TIMEOUT = 10.0

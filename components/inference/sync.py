@@ -12,12 +12,10 @@ import httpx
 
 from armature.components.artifacts.tensors import read_tensors
 from armature.components.contracts.errors import ArmatureError, ServerError, WeightSyncError
-from armature.components.inference.adapters import served_name
-from armature.components.inference.checkpoint import read_config
+from armature.components.inference.checkpoint import read_config, served_name
 from armature.components.inference.client import MODEL_NAME, OTHER_WEIGHTS, TransientError
 from armature.components.inference.lease import in_order, weights_mark
-from armature.components.inference.probe import Probe, ProbeAnswer
-from armature.components.inference.proof import SyncProof
+from armature.components.inference.probe import Probe, ProbeAnswer, SyncProof
 from armature.components.inference.replica import Replica, pause, reset_caches, resume
 from armature.components.inference.server import fault
 from armature.components.inference.weights import WEIGHT_TRANSFERS, Publish, WeightTransfer

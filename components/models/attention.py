@@ -19,8 +19,8 @@ from transformers.models.gemma3.modeling_gemma3 import get_block_sequence_ids_fo
 from armature.components.contracts.errors import ConfigurationError
 from armature.components.families.family import FAMILIES, family_of
 from armature.components.models.packed_attention import PACKED
-from armature.components.models.remote import is_remote
 from armature.components.models.settings import ImageAttention
+from armature.components.models.varlen import is_remote
 
 CAUSAL_LAYERS = frozenset({"full_attention", "sliding_attention"})
 _TYPE_IDS = ("mm_token_type_ids", "token_type_ids")

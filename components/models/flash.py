@@ -1,18 +1,25 @@
-"""FlashAttention 4, of the package flash-attn-4.
-
-On a Hopper GPU it takes 0.6 to 0.7 of the time of PyTorch's kernels for packed rows.
-
-Its kernels are compiled when they are first called, which takes some seconds.
-"""
+"""FlashAttention 4 and other packages for GPUs: whether they are installed, and what they need."""
 
 from __future__ import annotations
 
+from functools import cache
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from armature.components.models.installed import is_installed
+from armature.components.artifacts.sources import versions
+
+TRITON = find_spec("triton") is not None
+"""Whether the kernels of this project can be compiled."""
+
+
+@cache
+def is_installed(distribution: str) -> bool:
+    """Tells flash-attn from flash-attn-4, which both have modules below `flash_attn`."""
+    return bool(versions(distribution)[distribution])
+
 
 VERIFIED = {(64, 1), (128, 4), (128, 6), (128, 7), (128, 8)}
 """Head sizes and query heads per key head, in bf16, whose results were compared on a GPU with softmax written out."""

@@ -1,4 +1,4 @@
-"""Load a model by family, freeze components, add adapters, and save what vLLM can load."""
+"""Weights that stay in their files until they are asked for, one at a time."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from accelerate import init_empty_weights
+from peft import PeftModel
+from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoModelForImageTextToText,
@@ -22,18 +24,59 @@ from transformers import (
 from armature.components.artifacts.disk import replaced_folder
 from armature.components.artifacts.tensors import read_tensors, saving
 from armature.components.contracts.errors import ConfigurationError, DataError
-from armature.components.contracts.foreign import foreign
+from armature.components.contracts.files import foreign
 from armature.components.families.family import Family, family_of
 from armature.components.models.attention import check_image_attention, follow_image_attention
-from armature.components.models.installed import is_installed
-from armature.components.models.lora import add_adapters, base_model, merged_weights
-from armature.components.models.mapped import MappedWeights, hollow
+from armature.components.models.flash import is_installed
+from armature.components.models.lora import add_adapters, base_model, merged_weights, quantize
 from armature.components.models.molmo2 import has_second_layout, to_hub
-from armature.components.models.nf4 import quantize
-from armature.components.models.remote import complete_processor, is_remote, register_body
 from armature.components.models.settings import ModelSettings
 from armature.components.models.source import local_code_options, locate
-from armature.components.models.varlen import choose_kernels
+from armature.components.models.varlen import choose_kernels, complete_processor, is_remote, register_body
+
+Model = TypeVar("Model", bound=nn.Module)
+_PEFT = "base_model.model."
+
+
+def hollow(model: Model) -> Model:
+    """`model`, from the meta device, on the CPU: its tensors have shapes and dtypes, and one number each in memory.
+
+    Layers can be added to it that are real, with the random numbers that they would have had in a whole model.
+    """
+    model._apply(lambda t: torch.empty((), dtype=t.dtype).expand(t.shape) if t.is_meta else t)
+    return model
+
+
+class MappedWeights(Mapping[str, Tensor]):
+    """All parameters and buffers of a model by name, in its dtypes.
+
+    Args:
+        model: one that `hollow` made, which may have got adapters since.
+        stored: what the files have for it, by the names without adapters, in any dtype. Views of mapped files take no
+            memory of their own.
+        attribute: of a module around the model, whose names are wanted; empty: the model's own.
+    """
+
+    def __init__(self, model: nn.Module, stored: Mapping[str, Tensor], attribute: str = "") -> None:
+        self._model, self._stored = model, stored
+        self._own = model.state_dict(prefix=f"{attribute}." if attribute else "")
+        self._prefix = (f"{attribute}." if attribute else "") + (_PEFT if isinstance(model, PeftModel) else "")
+
+    def of(self, attribute: str) -> MappedWeights:
+        """The same by the names in a module that has the model as `attribute`."""
+        return MappedWeights(self._model, self._stored, attribute)
+
+    def __getitem__(self, name: str) -> Tensor:
+        own = self._own[name]
+        stored = self._stored.get(name.removeprefix(self._prefix).replace(".base_layer.", "."))
+        return own if stored is None else stored.to(own.dtype)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._own)
+
+    def __len__(self) -> int:
+        return len(self._own)
+
 
 _DEPTH = re.compile(r"(n|num|num_hidden)_(hidden_)?layers|depth")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

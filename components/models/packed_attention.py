@@ -26,9 +26,8 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMa
 
 from armature.components.contracts.errors import ConfigurationError
 from armature.components.models import flash
-from armature.components.models.context_parallel import ContextParallel
-from armature.components.models.installed import TRITON
-from armature.components.models.transfer import to_device
+from armature.components.models.context_parallel import ContextParallel, to_device
+from armature.components.models.flash import TRITON
 from armature.components.models.varlen import has_kernel, under_autocast
 
 PACKED = "packed"
@@ -192,7 +191,7 @@ class _Gathered(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_q: Tensor, d_k: Tensor, d_v: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        from armature.components.models.packed_kernel import sum_copies
+        from armature.components.models.kernels import sum_copies
 
         copies, n_tokens = ctx.segments.copies, len(d_q)
         return (

@@ -10,7 +10,7 @@ from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_v
 from armature.components.contracts.settings import Settings
 from armature.components.families.family import FAMILIES, Component
 from armature.components.families.tiny import TinySettings
-from armature.components.registry import suggestion
+from armature.components.machine.registry import suggestion
 
 TINY_PREFIX = "tiny/"
 ImageAttention = Literal["causal", "bidirectional"]

@@ -14,11 +14,10 @@ from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 from pydantic import BaseModel, ConfigDict
 
 from armature.components.artifacts.cache import file_sha256
-from armature.components.artifacts.digests import document_digest
+from armature.components.contracts.digests import document_digest
 from armature.components.contracts.errors import ConfigurationError, DataError
-from armature.components.contracts.files import is_folder, read_bytes
-from armature.components.contracts.foreign import foreign
-from armature.components.project import project_source
+from armature.components.contracts.files import foreign, is_folder, read_bytes
+from armature.components.machine.project import project_source
 
 REFERENCE = "source.json"
 CHECKPOINT = "checkpoint"

@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from armature.components.contracts.stages import Artifact, Stage, StageContext, StageReport
-from armature.components.hub import HUB, commit_of
+from armature.components.machine.hub import HUB, commit_of
+from armature.components.machine.project import project_source
 from armature.components.models.settings import ModelSettings
-from armature.components.project import project_source
 
 
 def run_model(settings: ModelSettings, inputs: Mapping[str, Artifact], out: Path, context: StageContext) -> StageReport:

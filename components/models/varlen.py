@@ -1,8 +1,4 @@
-"""Attention of vision towers whose images or windows lie behind one another, one call for all of them.
-
-On a GPU in 16 bits it is PyTorch's FlashAttention for sequences of several lengths; elsewhere, windows of equal lengths
-are computed together by `scaled_dot_product_attention`.
-"""
+"""What code that comes with a checkpoint lacks of what native classes have."""
 
 from __future__ import annotations
 
@@ -12,11 +8,61 @@ from itertools import accumulate
 from typing import Any
 
 import torch
+from PIL import Image
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface, AutoModel, PreTrainedModel, ProcessorMixin
 
-from armature.components.models.remote import is_remote
+from armature.components.families.family import Family, image_token_ids
+
+MODULES = "transformers_modules"  # the package that transformers puts such code into
+
+
+def is_remote(thing: object) -> bool:
+    """Whether the class of `thing` came with a checkpoint."""
+    return type(thing).__module__.partition(".")[0] == MODULES
+
+
+def register_body(model: PreTrainedModel) -> None:
+    """Let `AutoModel.from_config` of the model's configuration give the class of its body, as for native models."""
+    if is_remote(model) and is_remote(model.config):
+        AutoModel.register(type(model.config), type(model.model), exist_ok=True)
+
+
+def complete_processor(processor: ProcessorMixin, family: Family) -> None:
+    """Give the class of a Molmo2 processor what servers and adapters ask of one, where it lacks it.
+
+    `image_token` and `image_token_id`: the text that stands for one image. `_get_num_multimodal_tokens`: as in
+    native processors.
+    """
+    if family.name != "molmo2":
+        return
+    kind: Any = type(processor)
+    token = getattr(processor, "image_placeholder_token", "<|image|>")
+    if not hasattr(processor, "image_token"):
+        kind.image_token = property(lambda self: token)
+    if not hasattr(processor, "image_token_id"):
+        kind.image_token_id = property(lambda self: self.tokenizer.convert_tokens_to_ids(self.image_token))
+    if not hasattr(processor, "_get_num_multimodal_tokens"):
+        image_ids = image_token_ids(family, processor.tokenizer)
+
+        def count(self: Any, image_sizes: Any = None, **kwargs: Any) -> dict[str, list[int]]:
+            return count_image_tokens(self, image_ids, image_sizes or [], **kwargs)
+
+        kind._get_num_multimodal_tokens = count
+
+
+def count_image_tokens(processor: Any, image_ids: tuple[int, ...], sizes: Any, **kwargs: Any) -> dict[str, list[int]]:
+    """`num_image_tokens` and `num_image_patches` (crops) of images of `sizes`, (height, width) each, by trying."""
+    counts: dict[str, list[int]] = {"num_image_tokens": [], "num_image_patches": []}
+    for height, width in sizes:
+        blank = Image.new("RGB", (width, height))
+        outputs = processor(images=[blank], text=[processor.image_token], return_tensors="pt", **kwargs)
+        marked = torch.isin(outputs["input_ids"], torch.tensor(image_ids))
+        counts["num_image_tokens"].append(int(marked.sum()))
+        counts["num_image_patches"].append(int(outputs["pixel_values"].shape[0]))
+    return counts
+
 
 WINDOWS = "flash_windows"
 """Its name in transformers, which passes lengths to names with "flash" in them, and else calls attention once for each

@@ -12,14 +12,14 @@ import torch
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 from armature.components.contracts.errors import ConfigurationError
-from armature.components.contracts.foreign import foreign
+from armature.components.contracts.files import foreign
 from armature.components.families.family import family_of
+from armature.components.machine.project import project_source
+from armature.components.machine.registry import suggestion
 from armature.components.models.settings import ModelSettings
 from armature.components.models.source import local_code_options
-from armature.components.project import project_source
-from armature.components.registry import suggestion
-from armature.components.rl.recipe import TrainVlm
 from armature.components.rl.settings import TrainVLMSettings
+from armature.components.rl.stage import TrainVlm
 from armature.components.training.processes import SERVER_SHARE, TrainerProcesses
 from armature.components.training.sharding import blocks, n_parameters
 from armature.components.vlm.memory import GIB, OVERHEAD, MemoryEstimate, estimate_memory_of

@@ -10,15 +10,15 @@ from typing import Any, Literal, NamedTuple
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError
 
 from armature.components.configuration import explain
+from armature.components.configuration.recipes import SettingsT
 from armature.components.contracts.errors import ConfigurationError
 from armature.components.contracts.machine import Machine
 from armature.components.contracts.settings import Settings
 from armature.components.environments import ENVIRONMENTS
 from armature.components.models.settings import ModelSettings
 from armature.components.planning.memory import Gpu, ModelSizes, server_parts, sizes_of
-from armature.components.recipes import SettingsT
-from armature.components.rl.recipe import TrainVlm
 from armature.components.rl.settings import TrainVLMSettings
+from armature.components.rl.stage import TrainVlm
 from armature.components.vlm.memory import GIB, OVERHEAD
 from armature.components.vlm.settings import TrainerSettings
 

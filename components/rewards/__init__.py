@@ -5,7 +5,7 @@ A new one is a class in one file and a line here, or an entry point of the same 
 
 from __future__ import annotations
 
-from armature.components.registry import Registry
+from armature.components.machine.registry import Registry
 
 REWARDS = Registry(
     "reward",
@@ -13,16 +13,16 @@ REWARDS = Registry(
     {
         "box_iou": "armature.components.rewards.boxes:BoxIoU",
         "choice": "armature.components.rewards.choice:Choice",
-        "command": "armature.components.rewards.command:Command",
-        "exact_match": "armature.components.rewards.exact_match:ExactMatch",
-        "format_tags": "armature.components.rewards.form:FormatTags",
+        "command": "armature.components.rewards.function:Command",
+        "exact_match": "armature.components.rewards.text:ExactMatch",
+        "format_tags": "armature.components.rewards.text:FormatTags",
         "function": "armature.components.rewards.function:Function",
         "json_schema": "armature.components.rewards.json_schema:JsonSchema",
         "judge": "armature.components.rewards.judge.judge:Judge",
-        "length": "armature.components.rewards.form:Length",
+        "length": "armature.components.rewards.text:Length",
         "math": "armature.components.rewards.mathematics:Math",
         "number": "armature.components.rewards.number:Number",
         "point_in_box": "armature.components.rewards.boxes:PointInBox",
-        "regex": "armature.components.rewards.regex:Regex",
+        "regex": "armature.components.rewards.text:Regex",
     },
 )

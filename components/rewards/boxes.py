@@ -9,8 +9,15 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 from pydantic import Field
 
-from armature.components.rewards.extract import ExtractingSettings, extracted, folded, last_match
-from armature.components.rewards.reward import BadAnswer, Reward, RewardInput
+from armature.components.rewards.reward import (
+    BadAnswer,
+    ExtractingSettings,
+    Reward,
+    RewardInput,
+    extracted,
+    folded,
+    last_match,
+)
 
 Box = tuple[float, float, float, float]
 """Left, top, right, bottom."""

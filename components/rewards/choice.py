@@ -21,8 +21,7 @@ from typing import Any, ClassVar
 from pydantic import Field
 
 from armature.components.contracts.value_text import plain_number
-from armature.components.rewards.extract import ExtractingSettings, extracted, folded
-from armature.components.rewards.reward import BadAnswer, Reward, RewardInput
+from armature.components.rewards.reward import BadAnswer, ExtractingSettings, Reward, RewardInput, extracted, folded
 
 
 def _words(spaced: str, unspaced: str = "") -> str:

@@ -16,12 +16,10 @@ from referencing import Registry, Resource
 from referencing.exceptions import Unresolvable
 from referencing.jsonschema import DRAFT202012
 
+from armature.components.artifacts.sources import named_files, versions
 from armature.components.contracts.errors import ConfigurationError, DataError
-from armature.components.contracts.files import read_bytes
-from armature.components.contracts.names import confined
-from armature.components.rewards.extract import ExtractingSettings, extracted
-from armature.components.rewards.reward import CpuBoundSettings, Reward, RewardInput
-from armature.components.sources.data import named_files, versions
+from armature.components.contracts.files import confined, read_bytes
+from armature.components.rewards.reward import CpuBoundSettings, ExtractingSettings, Reward, RewardInput, extracted
 
 
 class JsonSchemaSettings(ExtractingSettings, CpuBoundSettings):

@@ -1,21 +1,158 @@
-"""From settings to rewards."""
+"""Rewards in processes of their own, which may hang or die: that costs a rollout, and the next one finds another."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol
+from queue import Empty, SimpleQueue
+from threading import Lock, Thread
+from typing import Annotated, Any, Protocol, TypeVar
+from weakref import finalize
 
-from armature.components.contracts.errors import ConfigurationError
-from armature.components.contracts.failures import RolloutFailed
+from pydantic import Field, StrictStr, TypeAdapter
+
+from armature.components.contracts.errors import ConfigurationError, RolloutFailed
+from armature.components.machine.project import VARIABLE as PROJECT
+from armature.components.machine.workers.channel import IdleWorkerLost, WorkerError
+from armature.components.machine.workers.worker import Worker, make_worker
 from armature.components.rewards import REWARDS
-from armature.components.rewards.isolated import IsolatedReward
-from armature.components.rewards.reward import Reward, RewardInput
-from armature.components.rewards.settings import NamedReward, RewardSettings
-from armature.components.rewards.sources import sources_of
+from armature.components.rewards.reward import (
+    IsolatedSettings,
+    NamedReward,
+    Reward,
+    RewardInput,
+    RewardSettings,
+    sources_of,
+)
+
+WORKER = "armature.components.rewards.worker"
+START_SECONDS = 120.0
+"""For a process to start and import what it needs, before its first grade."""
+MOST_BYTES = 2**20
+"""Of the answer to one request."""
+
+Reason = Annotated[str, Field(strict=True, pattern="^[a-z][a-z0-9_]{0,63}$")]
+GRADE: TypeAdapter[float | tuple[str, str]] = TypeAdapter(
+    Annotated[float, Field(strict=True, allow_inf_nan=False)] | tuple[Reason, StrictStr]
+)
+"""A finite number, or why there is none: a reason and the details."""
+SOURCES = TypeAdapter(dict[StrictStr, StrictStr])
+
+ResultT = TypeVar("ResultT")
+Job = tuple[Future[Any], Callable[[Worker], Any]]
+
+
+class IsolatedReward:
+    """The reward that `settings` describe, in up to `processes` processes, which end with it.
+
+    Safe to share between threads and event loops. Grades wait for a process in the order in which they were asked for;
+    that time does not count.
+    """
+
+    def __init__(self, settings: IsolatedSettings, folder: Path, processes: int) -> None:
+        self._timeout, self._part = settings.patience, settings.part
+        self.weights = {settings.part: settings.weight}
+        place = str(folder.resolve())
+        described, env = {"settings": settings.model_dump(mode="json"), "folder": place}, {PROJECT: place}
+        workers = [
+            make_worker(WORKER, described, timeout=settings.patience, env=env, most_bytes=MOST_BYTES)
+            for _ in range(processes)
+        ]
+        self._beginning = Lock()
+        self._sources: dict[str, str] = {}
+        self._jobs: SimpleQueue[Job | None] = SimpleQueue()
+        self.close = finalize(self, _end, workers, self._jobs)
+        for worker in workers:
+            Thread(target=_work, args=(worker, self._jobs), name=f"reward {settings.part}", daemon=True).start()
+
+    def begin(self) -> Future[None]:
+        """Starts a process; the future raises ConfigurationError if the reward cannot be made."""
+        return self._submit(self._begin)
+
+    def check(self, answer: Any) -> None:
+        self._submit(lambda worker: self._ask(worker, "check", answer)).result()
+
+    async def grade(self, given: RewardInput) -> dict[str, float]:
+        """
+        Raises:
+            RolloutFailed: `bad_answer`, `reward_error`, `reward_invalid`, `reward_timeout` or `reward_died`.
+        """
+        asked = (given.completion, given.answer, dict(given.row))
+        return {self._part: await asyncio.wrap_future(self._submit(lambda each: self._ask(each, "grade", *asked)))}
+
+    def _ask(self, worker: Worker, method: str, *arguments: Any) -> float:
+        try:
+            try:
+                self._begin(worker)
+                grade = worker.call(method, *arguments, reply=GRADE)
+            except IdleWorkerLost:  # An earlier completion did that, and this one does not pay for it.
+                self._begin(worker)
+                grade = worker.call(method, *arguments, reply=GRADE)
+        except ConfigurationError as error:  # what it is made of has changed since it was first made
+            raise RolloutFailed("reward_error", str(error)) from error
+        except WorkerError as error:
+            if isinstance(error.__cause__, TimeoutError):
+                raise RolloutFailed("reward_timeout", f"no grade within {self._timeout:g} s") from error
+            raise RolloutFailed("reward_died", error.what) from error
+        if isinstance(grade, tuple):
+            raise RolloutFailed(*grade)
+        return grade
+
+    def _begin(self, worker: Worker) -> None:
+        """
+        Raises:
+            ConfigurationError: the reward cannot be made, or not any more as it was first.
+        """
+        if worker.alive:
+            return
+        sources = worker.call("begin", reply=SOURCES, timeout=START_SECONDS)
+        with self._beginning:
+            self._sources = self._sources or sources
+        if sources != self._sources:
+            worker.close()
+            raise ConfigurationError(
+                "the code of the reward has changed since the run began",
+                code="reward_code_changed",
+                remedy="start the run again to use the new one",
+            )
+
+    def _submit(self, work: Callable[[Worker], ResultT]) -> Future[ResultT]:
+        future: Future[ResultT] = Future()
+        if not self.close.alive:
+            future.set_exception(_closed())
+        else:
+            self._jobs.put((future, work))
+        return future
+
+
+def _work(worker: Worker, jobs: SimpleQueue[Job | None]) -> None:
+    while (job := jobs.get()) is not None:
+        future, work = job
+        if future.set_running_or_notify_cancel():
+            try:
+                future.set_result(work(worker))
+            except BaseException as error:
+                future.set_exception(error)
+    worker.close()
+
+
+def _end(workers: list[Worker], jobs: SimpleQueue[Job | None]) -> None:
+    with suppress(Empty):
+        while job := jobs.get_nowait():
+            if job[0].set_running_or_notify_cancel():
+                job[0].set_exception(_closed())
+    for _ in workers:
+        jobs.put(None)
+    for worker in workers:  # whoever waits for a busy one sees its end
+        worker.close()
+
+
+def _closed() -> RolloutFailed:
+    return RolloutFailed("reward_died", "the rewards are closed")
 
 
 class Grader(Protocol):

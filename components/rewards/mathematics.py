@@ -10,12 +10,18 @@ from typing import Any, ClassVar
 
 from pydantic import Field, PositiveInt
 
+from armature.components.artifacts.sources import versions
 from armature.components.contracts.errors import ConfigurationError
-from armature.components.installation import DISTRIBUTION
-from armature.components.rewards.exact_match import accepted_texts
-from armature.components.rewards.extract import ExtractingSettings, extracted
-from armature.components.rewards.reward import BadAnswer, CpuBoundSettings, Reward, RewardInput
-from armature.components.sources.data import versions
+from armature.components.contracts.installation import DISTRIBUTION
+from armature.components.rewards.reward import (
+    BadAnswer,
+    CpuBoundSettings,
+    ExtractingSettings,
+    Reward,
+    RewardInput,
+    extracted,
+)
+from armature.components.rewards.text import accepted_texts
 
 MEMORY = 4 * 2**30
 """Bytes of address space: towers of powers are evaluated for as long as there is memory."""

@@ -8,8 +8,16 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, NonNegativeFloat
 
-from armature.components.rewards.extract import UNSPACED, ExtractingSettings, extracted, folded, last_match
-from armature.components.rewards.reward import BadAnswer, Reward, RewardInput
+from armature.components.rewards.reward import (
+    UNSPACED,
+    BadAnswer,
+    ExtractingSettings,
+    Reward,
+    RewardInput,
+    extracted,
+    folded,
+    last_match,
+)
 
 # From a text to one with one form of each number: its minus is "-", its digits are not grouped, a fraction is 1/2, a
 # power 2^3.

@@ -12,13 +12,17 @@ from typing import Any
 
 import numpy as np
 
-from armature.components.contracts.errors import ConfigurationError
-from armature.components.contracts.failures import RolloutFailed, said
+from armature.components.contracts.errors import ConfigurationError, RolloutFailed, said
+from armature.components.machine.workers.channel import serve
 from armature.components.rewards import REWARDS
-from armature.components.rewards.reward import CpuBoundSettings, Reward, RewardInput
-from armature.components.rewards.settings import NamedReward, own_settings
-from armature.components.rewards.sources import sources_of
-from armature.components.workers.serve import serve
+from armature.components.rewards.reward import (
+    CpuBoundSettings,
+    NamedReward,
+    Reward,
+    RewardInput,
+    own_settings,
+    sources_of,
+)
 
 Answer = float | tuple[str, str]
 """What the reward gave, or reason and detail of its failure."""

@@ -10,17 +10,16 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 from armature.components.artifacts.disk import link_folder
-from armature.components.artifacts.history import History
+from armature.components.artifacts.json_lines import History
 from armature.components.artifacts.store import ArtifactStore
-from armature.components.batches.build import BuiltBatch
 from armature.components.contracts.errors import TrainerError
-from armature.components.contracts.metrics import merged, metrics_below
-from armature.components.contracts.numbers import write_json
+from armature.components.contracts.metrics import merged, metrics_below, write_json
 from armature.components.contracts.stages import Artifact, StageContext
 from armature.components.models.source import CHECKPOINT
-from armature.components.rl.cpu import CpuTimes
 from armature.components.rl.evaluations import Evaluations, write_step
 from armature.components.rl.loop import LoopPlan, run_loop
+from armature.components.rl.metrics import CpuTimes
+from armature.components.rollouts.batches.build import BuiltBatch
 from armature.components.training.client import ServiceClient, with_restarts
 
 BATCH_METRICS = "metrics.json"

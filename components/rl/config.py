@@ -17,14 +17,13 @@ from pydantic import (
     ValidationError,
 )
 
-from armature.components.batches.settings import BatchSettings, GroupMean
 from armature.components.contracts.errors import ConfigurationError
 from armature.components.contracts.machine import Machine
 from armature.components.evaluation.settings import PanelSettings
 from armature.components.inference.settings import EvaluationSamplingSettings, SamplingSettings
-from armature.components.registry import suggestion
+from armature.components.machine.registry import suggestion
 from armature.components.rl.settings import LoopSettings, PreflightSettings
-from armature.components.rollouts.settings import RolloutSettings
+from armature.components.rollouts.settings import BatchSettings, GroupMean, RolloutSettings
 from armature.components.vlm.settings import Aggregation, Logprobs, MaskRatio, TrainerSettings
 
 DEFAULT_GROUP = 8

@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from pydantic import TypeAdapter
 from torch import nn
 
+from armature.components.contracts.batches import MultimodalBatch, Sample, TurnAdvantages
 from armature.components.contracts.machine import Machine
+from armature.components.contracts.rollouts import GenerateOutputs, Trajectory
 from armature.components.contracts.stages import not_sent
+from armature.components.models.adapters import MultimodalAdapter
+from armature.components.models.adapters.family import validate_batch
 from armature.components.training.checkpoints import identity
 from armature.components.training.client import ResultT
 from armature.components.training.ranks import Ranks
 from armature.components.training.service_settings import service_settings
 from armature.components.vlm.client import TrainerClient, TrainerPolicySettings
 from armature.components.vlm.learner import Learner
+from armature.components.vlm.packing import MicroBatch
 from armature.components.vlm.publish import Publisher
 from armature.components.vlm.worker import Loader, TokenWorker
 
@@ -71,4 +80,87 @@ class InProcessTrainer(TrainerClient):
         known = self._worker.recorded(command)
         return result.validate_python(
             self._worker.run(command, self._worker.check(command)) if known is None else known
+        )
+
+
+class UserAdapter:
+    """An adapter that has only `build_batch`, as the loop asks for samples and the learner for micro-batches.
+
+    It is given `size` trajectories at a time, and what it makes of them is one forward pass. Where that has a row for
+    each trajectory, a row has the advantage of its trajectory; else its reward less the mean of all rows.
+
+    Args:
+        rollouts: those of a step, should the adapter have to make a batch of it again after a restart.
+    """
+
+    def __init__(self, adapter: MultimodalAdapter, size: int, rollouts: Callable[[int], GenerateOutputs]) -> None:
+        self.adapter, self._size, self._rollouts = adapter, size, rollouts
+        self._batches: dict[str, MultimodalBatch] = {}
+
+    def samples(
+        self, outputs: GenerateOutputs, advantages: TurnAdvantages | None = None
+    ) -> tuple[list[Sample], Counter[str]]:
+        """The rows of the adapter's batches.
+
+        Raises:
+            DataError: a batch of wrong shapes; names the field.
+        """
+        every = outputs.trajectories
+        parts = [every[start : start + self._size] for start in range(0, len(every), self._size)]
+        batches = [validate_batch(self.adapter.build_batch(GenerateOutputs(part))) for part in parts]
+        self._batches = {part[0].trajectory_id: batch for part, batch in zip(parts, batches, strict=True)}
+        mean = float(torch.cat([torch.zeros(0), *(batch.rewards.double() for batch in batches)]).mean())
+        pairs = zip(parts, batches, strict=True)
+        return [row for part, batch in pairs for row in _rows(part, batch, advantages or {}, mean)], Counter()
+
+    @contextmanager
+    def batch(self) -> Iterator[None]:
+        """Where micro-batches are asked for; see `MicroBatchLoader.batch`."""
+        yield
+
+    def __call__(self, plan: Sequence[MicroBatch]) -> Iterator[tuple[MicroBatch, MultimodalBatch]]:
+        """The batches whose rows the planned samples are, however they are planned; other rows are masked."""
+        planned: dict[str, dict[int, tuple[int, Sample]]] = defaultdict(dict)
+        for micro in plan:
+            for position, sample in zip(micro.rows, micro.samples, strict=True):
+                name, _, number = sample.sample_id.rpartition("/")
+                planned[name][int(number)] = position, sample
+        for name, rows in sorted(planned.items()):
+            batch = self._batch(name)
+            mask, advantages = torch.zeros_like(batch.loss_mask), torch.zeros(batch.loss_mask.shape)
+            for row, (_, sample) in rows.items():
+                mask[row] = batch.loss_mask[row]
+                advantages[row, batch.attention_mask[row].bool().cpu()] = torch.tensor(sample.advantages)
+            positions = tuple(rows[row][0] if row in rows else -1 for row in range(len(mask)))
+            yield MicroBatch((), positions), replace(batch, loss_mask=mask, advantages=advantages)
+
+    def _batch(self, name: str) -> MultimodalBatch:
+        if name not in self._batches:
+            self.samples(self._rollouts(int(name.partition("-")[0])))
+        return self._batches[name]
+
+
+def _rows(
+    part: Sequence[Trajectory], batch: MultimodalBatch, advantages: TurnAdvantages, mean: float
+) -> Iterator[Sample]:
+    for row, reward in enumerate(batch.rewards.tolist()):
+        trajectory = part[row] if len(part) == len(batch.rewards) else part[0]
+        keep = batch.attention_mask[row].bool()
+        trained = batch.loss_mask[row, keep].bool().cpu().numpy()
+        values = np.full(len(trained), reward - mean)
+        if batch.advantages is not None:
+            values = batch.advantages[row, keep].double().cpu().numpy()
+        elif len(part) == len(batch.rewards):
+            values[:] = advantages.get((trajectory.trajectory_id, trajectory.turns[0].index), reward - mean)
+        yield Sample(
+            sample_id=f"{part[0].trajectory_id}/{row}",
+            group_id=trajectory.group_id,
+            trajectory_id=trajectory.trajectory_id,
+            input_ids=batch.input_ids[row, keep].cpu().numpy().astype(np.int32),
+            loss_mask=trained,
+            behavior_logprobs=batch.behavior_logprobs[row, keep].float().cpu().numpy(),
+            policy_versions=np.where(trained, trajectory.turns[0].policy_version, -1).astype(np.int32),
+            advantages=np.where(trained, values, 0.0).astype(np.float32),
+            reward=reward,
+            images=trajectory.turns[-1].images,
         )

@@ -9,11 +9,13 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
+import psutil
+import torch
 from anyio.from_thread import start_blocking_portal
 
-from armature.components.adapters import get_adapter
 from armature.components.artifacts.images import ImageStore
 from armature.components.artifacts.store import ArtifactStore
+from armature.components.configuration.stages import open_store
 from armature.components.contracts.episodes import Environment
 from armature.components.contracts.errors import ConfigurationError, TrainerError
 from armature.components.contracts.stages import Artifact, StageContext
@@ -22,18 +24,19 @@ from armature.components.environments.settings import EnvironmentSettings
 from armature.components.environments.stage import load_tasks
 from armature.components.evaluation.settings import PanelSettings
 from armature.components.families.family import COMPONENTS, family_of
-from armature.components.inference.adapters import ServedAdapters
-from armature.components.inference.checkpoint import vocabulary
+from armature.components.inference.checkpoint import ServedAdapters, vocabulary
 from armature.components.inference.pool import ServerPool
+from armature.components.models.adapters import get_adapter
 from armature.components.models.load import load_config, load_model, load_processor, save_checkpoint
 from armature.components.models.settings import ModelSettings
 from armature.components.models.source import locate
-from armature.components.rl.evaluations import BEST
-from armature.components.rl.panel import HeldoutPanel
+from armature.components.rl.evaluations import BEST, HeldoutPanel
 from armature.components.rl.run import RLRun, RunParts
 from armature.components.rl.settings import LoopSettings, TrainVLMSettings
 from armature.components.rollouts.shards import RolloutWorkers
+from armature.components.training.processes import TrainerProcesses
 from armature.components.vlm.client import TrainerClient, TrainerPolicySettings
+from armature.components.vlm.memory import chosen_recomputation, estimate_memory, memory_of_rank
 
 QUANTIZED_BASE = "quantized-base"
 SKIPPED_BATCHES = "skipped-batches.json"
@@ -198,3 +201,42 @@ def skipped_batches(workspace: Path, named: Collection[int], done: int, last: in
     if new:
         file.write_text(json.dumps(sorted(before | new)))
     return frozenset(before | new)
+
+
+def check(settings: TrainVLMSettings, inputs: Mapping[str, Artifact], context: StageContext) -> None:
+    """Say what the run needs of memory and how well trainer and server agree. Joined servers stay as they are.
+
+    Raises:
+        MismatchError: they do not agree; training would be off-policy without knowing it.
+    """
+    weights = locate(inputs["model"].path, settings.model.revision)
+    processes = TrainerProcesses.of(context.machine)
+    elsewhere = context.machine.trainer_bundle is not None  # where the least is said that ranks need
+    available, where = (None, "") if elsewhere else available_memory(processes)
+    room = 0 if elsewhere else memory_of_rank(processes, processes.gpus[0] if processes.gpus else None)
+    model = chosen_recomputation(weights, settings.model, settings.trainer, processes, room)
+    estimate = estimate_memory(weights, model, settings.trainer, settings.inference.dtype)
+    memory = estimate.over(processes.shards, processes.context_parallel)
+    for line in memory.lines(available, where):
+        context.events.message(line)
+    if settings.model.gradient_checkpointing == "auto":
+        kept = "recomputes" if model.gradient_checkpointing else "keeps"
+        context.events.message(
+            "gradient checkpointing  auto: on its node each rank keeps activations if they fit"
+            if elsewhere
+            else f"gradient checkpointing  auto: the backward pass {kept} activations here"
+        )
+    if available is not None and (share := processes.server_share) is not None:
+        context.events.message(memory.beside_server(share, torch.cuda.mem_get_info(processes.gpus[0])[1], available))
+    with open_run(settings, inputs, context, open_store(context.machine), load_on_join=False) as (run, _):
+        for line in run.preflight().lines():
+            context.events.message(line)
+    context.events.message("trainer and server agree: ready to train")
+
+
+def available_memory(processes: TrainerProcesses) -> tuple[int, str]:
+    """Free bytes on the trainer's first GPU, or of main memory the part of each rank here."""
+    if processes.gpus:
+        return torch.cuda.mem_get_info(processes.gpus[0])[0], f"GPU {processes.gpus[0]}"
+    where = "this machine" + (f" for each of {processes.processes} ranks" if processes.processes > 1 else "")
+    return psutil.virtual_memory().available // processes.processes, where

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from armature.components.artifacts.images import ImageStore
-from armature.components.batches.scores import read_scores
 from armature.components.contracts.rollouts import Failure, Trajectory
-from armature.components.reports.records import TurnScores, token_decoder
-from armature.components.reports.report import Rollouts, Table
-from armature.components.reports.training import write_training_report
-from armature.components.rl.panel import PanelEvaluations
+from armature.components.pages.records import TurnScores, token_decoder
+from armature.components.pages.report import Rollouts, Table
+from armature.components.pages.training import write_training_report
+from armature.components.rl.evaluations import PanelEvaluations
 from armature.components.rl.settings import TrainVLMSettings
+from armature.components.rollouts.batches.ratios import read_scores
 from armature.components.rollouts.table import read_rollouts
 
 TASKS = {

@@ -14,32 +14,40 @@ from anyio.from_thread import BlockingPortal
 
 from armature.components.artifacts.images import ImageStore
 from armature.components.artifacts.store import ArtifactStore
-from armature.components.batches.build import BuiltBatch, SampleSource, build_batch
-from armature.components.batches.check import Vocabulary
-from armature.components.batches.ratios import ratios_file
-from armature.components.batches.table import write_batch
 from armature.components.contracts.batches import Sample
 from armature.components.contracts.episodes import Environment, Task
 from armature.components.contracts.metrics import merged
 from armature.components.contracts.rollouts import GenerateOutputs
 from armature.components.contracts.stages import Artifact, StageContext
-from armature.components.inference.endpoint import Endpoint
 from armature.components.inference.pool import ServerPool
-from armature.components.rl.agreement import LogprobAgreement, compare, refuse_mismatch, step_mismatch
+from armature.components.inference.replies import Endpoint
+from armature.components.rl.agreement import (
+    LogprobAgreement,
+    RecordingGenerator,
+    compare,
+    refuse_mismatch,
+    refuse_other_texts,
+    step_mismatch,
+)
 from armature.components.rl.base import TrainingRun
+from armature.components.rl.evaluations import HeldoutPanel, PanelEvaluations
 from armature.components.rl.loop import LoopPlan
-from armature.components.rl.metrics import rollout_metrics
-from armature.components.rl.panel import HeldoutPanel, PanelEvaluations
+from armature.components.rl.metrics import no_signal, rollout_metrics
 from armature.components.rl.reporting import ShownStep
 from armature.components.rl.settings import LoopSettings
-from armature.components.rl.signal import no_signal
-from armature.components.rl.texts import RecordingGenerator, refuse_other_texts
+from armature.components.rollouts.batches.build import BuiltBatch, SampleSource, Vocabulary, build_batch
+from armature.components.rollouts.batches.ratios import ratios_file
+from armature.components.rollouts.batches.table import write_batch
 from armature.components.rollouts.collect import collect
-from armature.components.rollouts.difficulty import PlayedGroup, played_groups
-from armature.components.rollouts.generator import Generator
-from armature.components.rollouts.rounds import choose_groups, play_rounds
-from armature.components.rollouts.sampler import SignalSampler
-from armature.components.rollouts.schedule import tasks_of_step
+from armature.components.rollouts.play import Generator
+from armature.components.rollouts.sampler import (
+    PlayedGroup,
+    SignalSampler,
+    choose_groups,
+    play_rounds,
+    played_groups,
+    tasks_of_step,
+)
 from armature.components.rollouts.shards import RolloutWorkers
 from armature.components.rollouts.table import read_rollouts, write_rollouts
 from armature.components.vlm.client import TrainerClient

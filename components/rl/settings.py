@@ -6,13 +6,12 @@ from typing import Any, Literal, Self
 
 from pydantic import ConfigDict, Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
-from armature.components.batches.settings import BatchSettings
 from armature.components.contracts.settings import Settings
 from armature.components.environments.settings import EnvironmentSettings
 from armature.components.evaluation.settings import PanelSettings, TrainEvaluationSettings
 from armature.components.inference.settings import ServerSettings
 from armature.components.models.settings import ModelSettings
-from armature.components.rollouts.settings import RolloutSettings
+from armature.components.rollouts.settings import BatchSettings, RolloutSettings
 from armature.components.vlm.settings import TrainerSettings
 
 

@@ -12,31 +12,29 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from armature.components.adapters import FamilyAdapter, MultimodalAdapter, get_adapter
-from armature.components.artifacts.digests import document_digest
 from armature.components.artifacts.images import ImageStore
 from armature.components.artifacts.store import ArtifactStore
+from armature.components.configuration.stages import TerminalEvents, ThreadUnits
+from armature.components.contracts.digests import document_digest
 from armature.components.contracts.episodes import Environment
 from armature.components.contracts.errors import ConfigurationError
 from armature.components.contracts.rollouts import GenerateOutputs, Trajectory
 from armature.components.contracts.stages import StageContext
-from armature.components.environments.make import make_environment
+from armature.components.environments.make import environment_sources, make_environment
 from armature.components.environments.settings import EnvironmentSettings
-from armature.components.environments.sources import environment_sources
 from armature.components.inference.checkpoint import placeholder_token_ids, vocabulary
 from armature.components.inference.pool import ServerPool
 from armature.components.inference.settings import ServerSettings
+from armature.components.models.adapters import FamilyAdapter, MultimodalAdapter, get_adapter
 from armature.components.models.load import RECOMPUTATION, load_model, load_processor, save_checkpoint
 from armature.components.models.settings import ModelSettings
 from armature.components.models.source import locate
 from armature.components.rl.config import MultimodalRLConfig
-from armature.components.rl.in_process import InProcessTrainer
+from armature.components.rl.evaluations import HeldoutPanel
+from armature.components.rl.in_process import InProcessTrainer, UserAdapter
 from armature.components.rl.open import open_parts
-from armature.components.rl.panel import HeldoutPanel
 from armature.components.rl.run import RunParts
-from armature.components.rl.user_adapter import UserAdapter
 from armature.components.rollouts.table import read_rollouts
-from armature.components.stages import TerminalEvents, ThreadUnits
 from armature.components.vlm.client import TrainerPolicySettings
 from armature.components.vlm.loader import MicroBatchLoader
 from armature.components.vlm.worker import Loader

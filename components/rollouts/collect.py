@@ -1,23 +1,49 @@
-"""Groups of rollouts, played at the same time."""
+"""How many files this process may have open at once: episodes and requests take some each."""
 
 from __future__ import annotations
 
 import asyncio
+import resource
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 
 from armature.components.artifacts.disk import full_disk_said
 from armature.components.artifacts.images import ImageStore
 from armature.components.contracts.episodes import Environment, Task
-from armature.components.contracts.failures import RolloutFailed
+from armature.components.contracts.errors import ConfigurationError, RolloutFailed
 from armature.components.contracts.machine import Machine
 from armature.components.contracts.rollouts import Failure, GenerateOutputs, Trajectory
 from armature.components.contracts.stages import Events
+from armature.components.environments.guarded import HANDLES
 from armature.components.inference.client import Sampling
-from armature.components.rollouts.conversation import SharedImages
-from armature.components.rollouts.generator import Generator
-from armature.components.rollouts.open_files import allow_episodes
-from armature.components.rollouts.play import EpisodeRunner, RolloutId
+from armature.components.rollouts.play import EpisodeRunner, Generator, RolloutId, SharedImages
+
+OTHER_FILES = 512
+"""For what is neither an episode nor its request."""
+
+
+def allow_episodes(at_once: int) -> None:
+    """`allow_open_files` for as many episodes, each with a request in flight."""
+    allow_open_files(OTHER_FILES + (HANDLES + 1) * at_once)
+
+
+def allow_open_files(count: int) -> None:
+    """Raise the soft limit to `count` where it is below.
+
+    Raises:
+        ConfigurationError: the hard limit is below it.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= count:
+        return
+    if hard != resource.RLIM_INFINITY and hard < count:
+        raise ConfigurationError(
+            f"a process of this user may open {hard} files, and {count} are needed",
+            code="too_few_open_files",
+            where="machine.max_concurrent",
+            remedy="lower machine.max_concurrent, or raise the limit (ulimit -n)",
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (count, hard))
 
 
 async def collect(

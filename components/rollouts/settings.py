@@ -1,10 +1,10 @@
-"""How many rollouts a step takes, and how they are sampled."""
+"""How many rollouts a step takes, how they are sampled, and how they become training samples. Torch-free."""
 
 from __future__ import annotations
 
-from typing import Self
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
+from pydantic import ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveInt, model_validator
 
 from armature.components.contracts.settings import Settings
 from armature.components.inference.settings import SamplingSettings
@@ -55,3 +55,112 @@ class RolloutSettings(Settings):
                 "they are not there yet: leave one of the two out"
             )
         return self
+
+
+Deviation = Literal["sample", "population"]
+DEVIATION = (
+    "Standard deviation of n numbers: sample divides their squares by n - 1, as TRL and verl do, population by n."
+)
+
+
+class GroupMean(Settings):
+    """A trajectory is as good as it is better than the mean of its group: GRPO, Dr. GRPO, DAPO, GSPO."""
+
+    name: Literal["group_mean"] = Field(description="Which advantage: group_mean.")
+    scale: Literal["group_std", "batch_std", "none"] = Field(
+        "group_std", description="What centered rewards are divided by; none is Dr. GRPO's choice."
+    )
+    deviation: Deviation = Field("sample", description=DEVIATION)
+
+    @model_validator(mode="after")
+    def _deviation_has_an_effect(self) -> GroupMean:
+        if self.scale == "none" and self.deviation != "sample":
+            raise ValueError("scale none divides by no deviation: leave deviation out")
+        return self
+
+
+class RLOO(Settings):
+    """A trajectory is as good as it is better than the mean of the others in its group."""
+
+    name: Literal["rloo"] = Field(description="Which advantage: rloo.")
+
+
+class MeanNorm(Settings):
+    """Scores less their mean."""
+
+    name: Literal["mean_norm"] = Field(description="Which normalization: mean_norm.")
+
+
+class MeanStdNorm(Settings):
+    """Scores less their mean, over their standard deviation."""
+
+    name: Literal["mean_std_norm"] = Field(description="Which normalization: mean_std_norm.")
+    deviation: Deviation = Field("sample", description=DEVIATION)
+    std_floor: NonNegativeFloat = Field(
+        0.0,
+        description="Standard deviations below this count as this, in units of reward: without a floor the small "
+        "penalty of one unreadable answer becomes the largest advantage where all have failed.",
+    )
+
+
+class ExactAnchors(Settings):
+    """Two turns are at the same state where their observations are equal."""
+
+    name: Literal["exact"] = Field(description="Which states are the same: exact.")
+
+
+class AdmissibleAnchors(Settings):
+    """Two turns are at the same state where their observations and their admissible actions are equal."""
+
+    name: Literal["admissible"] = Field(description="Which states are the same: admissible.")
+
+
+class SimilarAnchors(Settings):
+    """Two turns are at the same state where their observations are nearly the same text."""
+
+    name: Literal["similar"] = Field(description="Which states are the same: similar.")
+    threshold: float = Field(0.95, gt=0, lt=1, description="Least ratio of equal characters, as difflib counts them.")
+
+
+class GiGPO(Settings):
+    """The trajectory against its group, and each turn against the turns that began at the same state."""
+
+    name: Literal["gigpo"] = Field(description="Which advantage: gigpo.")
+    gamma: float = Field(0.95, ge=0, le=1, description="Discount per turn of the return that turns are compared by.")
+    step_weight: NonNegativeFloat = Field(1.0, description="Weight of the turn's advantage beside the trajectory's.")
+    statistics: Literal["trajectories", "rows"] = Field(
+        "trajectories",
+        description="What counts once in a group's mean and deviation: a trajectory (the paper) or a turn (its code), "
+        "where long trajectories weigh more.",
+    )
+    norm: MeanNorm | MeanStdNorm = Field(
+        MeanStdNorm(name="mean_std_norm"), discriminator="name", description="What advantages are measured in."
+    )
+    anchor: ExactAnchors | AdmissibleAnchors | SimilarAnchors = Field(
+        ExactAnchors(name="exact"), discriminator="name", description="When two turns of a group are at the same state."
+    )
+
+
+Advantage = Annotated[GroupMean | RLOO | GiGPO, Field(discriminator="name")]
+
+
+class PenaltySettings(Settings):
+    """What an answer that was not an action costs its own turn. Rewards as they are reported stay as they are."""
+
+    format: NonNegativeFloat = Field(0.0, description="Subtracted from a turn whose answer could not be read.")
+    inadmissible: NonNegativeFloat = Field(0.0, description="Subtracted from a turn whose action was not possible.")
+
+
+class BatchSettings(Settings):
+    """Advantages and what a training sequence may be."""
+
+    model_config = ConfigDict(title="Batches")
+
+    advantage: Advantage = Field(
+        GroupMean(name="group_mean"), description="How the advantage of a turn is estimated, and its parameters."
+    )
+    penalty: PenaltySettings = Field(PenaltySettings(), description="What answers that were not actions cost.")
+    skip_zero_advantage: bool = Field(
+        True, description="Leave out groups all of whose turns have advantage 0; they carry no gradient."
+    )
+    max_sequence_tokens: PositiveInt = Field(description="Turns that would end beyond this are dropped and counted.")

@@ -22,12 +22,12 @@ from armature.components.contracts.settings import Settings
 from armature.components.contracts.stages import Artifact
 from armature.components.environments.make import make_environment
 from armature.components.environments.settings import EnvironmentSettings
-from armature.components.inference.answers import AnswerLimits
 from armature.components.inference.lending import BorrowedServers, LentServer
+from armature.components.inference.requests import AnswerLimits
 from armature.components.inference.settings import SamplingSettings
+from armature.components.machine.workers.channel import serve
 from armature.components.rollouts.collect import collect
 from armature.components.rollouts.table import write_rollouts
-from armature.components.workers.serve import serve
 
 SHARDS = "rollout-shards"
 ALIVE_EVERY = 5.0

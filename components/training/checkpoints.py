@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from armature.components.artifacts.disk import sync, sync_tree
 from armature.components.contracts.errors import DataError, TrainerError
-from armature.components.contracts.numbers import dump_json
+from armature.components.contracts.metrics import dump_json
 from armature.components.contracts.settings import Settings
 from armature.components.training.engine import SkippedUpdates
 from armature.components.training.optimizer_state import (

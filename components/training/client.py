@@ -20,14 +20,13 @@ from armature.components.contracts.errors import ArmatureError, TrainerError
 from armature.components.contracts.machine import Machine
 from armature.components.contracts.stages import Events, not_sent
 from armature.components.inference.replies import BadReply, exchange_blocking
-from armature.components.keepalive import socket_options
-from armature.components.process import Program
-from armature.components.training.errors import read_error, rebuild
+from armature.components.machine.network import socket_options
+from armature.components.machine.process import Program
+from armature.components.machine.workers.placed import PlacementBundles
+from armature.components.machine.workers.requests import ANYTHING
 from armature.components.training.placed import LostNode, PlacedRanks, start
 from armature.components.training.processes import error_file, new_attempt
-from armature.components.training.service_settings import TrainingSettings, service_settings
-from armature.components.workers.placed import PlacementBundles
-from armature.components.workers.requests import ANYTHING
+from armature.components.training.service_settings import TrainingSettings, read_error, rebuild, service_settings
 
 ResultT = TypeVar("ResultT")
 TOKEN = "ARMATURE_TRAINER_TOKEN"

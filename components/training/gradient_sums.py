@@ -9,7 +9,7 @@ from functools import cache
 import torch
 from torch import Tensor, nn
 
-from armature.components.models.installed import TRITON
+from armature.components.models.flash import TRITON
 from armature.components.training.ranks import ALONE_ELEMENTS, Ranks
 
 

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from armature.components.models.transfer import to_device
+from armature.components.models.context_parallel import to_device
 
 BLOCK = 1024
 CHUNK = 32 * BLOCK

@@ -15,8 +15,8 @@ from torch.optim.adamw import adamw
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from armature.components.contracts.errors import DataError
-from armature.components.models.installed import TRITON
-from armature.components.models.transfer import to_device
+from armature.components.models.context_parallel import to_device
+from armature.components.models.flash import TRITON
 from armature.components.training.optimizer_state import (
     FIRST,
     LOW,

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from armature.components.contracts.errors import TrainerError
-from armature.components.process import Program
+from armature.components.machine.process import Program
+from armature.components.machine.workers.placed import NodeActor, PlacedProgram, PlacementBundles
+from armature.components.machine.workers.process import importable
 from armature.components.training.service_settings import ServiceSettings
-from armature.components.workers.placed import NodeActor, PlacedProgram, PlacementBundles
-from armature.components.workers.process import importable
 
 HOST = "ARMATURE_TRAINER_HOST"
 """The address on which rank 0 answers; without it, loopback."""

@@ -23,9 +23,9 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat
 
 from armature.components.contracts.machine import Machine
 from armature.components.contracts.secrets import Environment, resolve
-from armature.components.gpus import VISIBLE, visible_devices
-from armature.components.ports import loopback, network
-from armature.components.process import Program
+from armature.components.machine.network import loopback, network
+from armature.components.machine.process import Program
+from armature.components.machine.resources import VISIBLE, visible_devices
 
 RENDEZVOUS = "ARMATURE_RENDEZVOUS"
 """Variable that names the file in which ranks meet."""

@@ -32,14 +32,12 @@ from starlette.routing import Route
 
 from armature.components.artifacts.disk import write_file
 from armature.components.contracts.errors import ArmatureError
-from armature.components.contracts.numbers import dump_json
-from armature.components.garbage import exempt_from_collection
-from armature.components.training.errors import FatalServiceError, describe, rebuild
-from armature.components.training.launch import joined
+from armature.components.contracts.metrics import dump_json
+from armature.components.machine.resources import exempt_from_collection
 from armature.components.training.placed import HOST
 from armature.components.training.processes import RENDEZVOUS, error_file
-from armature.components.training.ranks import Ranks
-from armature.components.training.service_settings import WORKERS, ServiceSettings
+from armature.components.training.ranks import Ranks, joined
+from armature.components.training.service_settings import WORKERS, FatalServiceError, ServiceSettings, describe, rebuild
 from armature.components.training.service_worker import Command, ServiceWorker
 
 TOKEN = "ARMATURE_TRAINER_TOKEN"

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from armature.components.contracts.errors import ConfigurationError
-from armature.components.contracts.numbers import read_floats
+from armature.components.contracts.metrics import read_floats
 from armature.components.training.checkpoints import Checkpoints
 from armature.components.training.engine import TrainingEngine
 from armature.components.training.service_settings import ServiceSettings

@@ -11,12 +11,12 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, TypeAdapter
 
-from armature.components.inference.endpoint import Endpoint
 from armature.components.inference.probe import Probe, ProbeAnswer
+from armature.components.inference.replies import Endpoint
+from armature.components.machine.workers.requests import ANYTHING
 from armature.components.models.settings import ModelSettings
 from armature.components.training.client import ServiceClient
 from armature.components.vlm.settings import TrainerSettings
-from armature.components.workers.requests import ANYTHING
 
 
 class ProbeReply(BaseModel):
@@ -58,7 +58,7 @@ class TrainerClient(ServiceClient):
         A step is applied once: asking again returns the same metrics.
 
         Args:
-            log_ratios: a file to write, of the trained tokens; see `armature.components.batches.ratios`.
+            log_ratios: a file to write, of the trained tokens; see `armature.components.rollouts.batches.ratios`.
         """
         files = {"log_ratios": str(log_ratios.resolve())} if log_ratios is not None else {}
         return self._train(step, batch=str(batch.resolve()), **files)

@@ -1,4 +1,4 @@
-"""One training step: micro-batches in, an updated policy and its metrics out."""
+"""In which data type a model's weights are trained."""
 
 from __future__ import annotations
 
@@ -16,28 +16,70 @@ import torch
 from peft import PeftModel
 from torch import Tensor, nn
 
-from armature.components.adapters.validate import model_inputs
-from armature.components.batches.check import check_samples
 from armature.components.contracts.batches import MultimodalBatch, Sample
 from armature.components.contracts.errors import ConfigurationError
 from armature.components.contracts.metrics import merged
 from armature.components.families.family import family_of
-from armature.components.models.compiled import compile_layers
+from armature.components.models.adapters.family import model_inputs
+from armature.components.models.compiled import compile_layers, pad_widths
+from armature.components.models.context_parallel import to_device
 from armature.components.models.lora import base_model
 from armature.components.models.packed import laid_out
-from armature.components.models.padded import pad_widths
-from armature.components.models.transfer import to_device
+from armature.components.rollouts.batches.build import check_samples
 from armature.components.training.engine import ALL, ParameterGroup, TrainingEngine, peak_memory_gib
 from armature.components.training.ranks import Ranks
 from armature.components.training.schedule import learning_rate
 from armature.components.vlm.logprobs import Policy, check_head, predicting
+from armature.components.vlm.memory import offloaded_activations
 from armature.components.vlm.metrics import Meter, batch_report
 from armature.components.vlm.objectives import Tokens, loss_of, normalizer
-from armature.components.vlm.offloading import offloaded_activations
-from armature.components.vlm.packing import PackedBatch
-from armature.components.vlm.plan import MicroBatch, micro_batches, packed_micro_batches, share, updates
+from armature.components.vlm.packing import MicroBatch, PackedBatch, micro_batches, packed_micro_batches, share, updates
 from armature.components.vlm.settings import TrainerSettings
-from armature.components.vlm.weights import prepare_weights
+
+
+def prepare_weights(model: nn.Module, settings: TrainerSettings) -> nn.Module:
+    """`model`, of which what is trained is in fp32, or in bf16.
+
+    An update of 1e-6 is lost in the 8 bits of a bf16 weight: of those the optimizer keeps the masters.
+
+    Raises:
+        ConfigurationError: weights of several dtypes without autocast, or loaded in another dtype than is asked for.
+    """
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if settings.weights == "bfloat16":
+        adapters = trained if isinstance(model, PeftModel) else []  # PEFT makes them in fp32
+        _set_dtype(adapters, torch.bfloat16)
+        if (dtypes := _dtypes(model)) != {torch.bfloat16}:
+            raise ConfigurationError(
+                f"weights that compute in bfloat16 are to be loaded in it, and there are {_named(dtypes)}",
+                code="weights_dtype_mismatch",
+                where="trainer.weights",
+                remedy="set model.dtype = 'bfloat16', or leave trainer.weights out",
+            )
+        return model
+    _set_dtype(trained, torch.float32)
+    if len(dtypes := _dtypes(model)) > 1 and settings.autocast == "none":
+        raise ConfigurationError(
+            f"weights of several types ({_named(dtypes)}) need autocast",
+            code="autocast_missing",
+            where="trainer.autocast",
+            remedy="set trainer.autocast = 'bf16', or model.dtype = 'float32'",
+        )
+    return model
+
+
+def _set_dtype(parameters: Iterable[nn.Parameter], dtype: torch.dtype) -> None:
+    for parameter in parameters:
+        parameter.data = parameter.data.to(dtype)
+
+
+def _dtypes(model: nn.Module) -> set[torch.dtype]:
+    return {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
+
+
+def _named(dtypes: Iterable[torch.dtype]) -> str:
+    return ", ".join(sorted(map(str, dtypes)))
+
 
 Load = Callable[[Sequence[MicroBatch]], Iterator[tuple[MicroBatch, MultimodalBatch]]]
 """Gives each planned micro-batch its tensors, in order."""

@@ -15,12 +15,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from armature.components.adapters.collate import SampleCollator
 from armature.components.artifacts.images import ImageStore
 from armature.components.contracts.batches import MultimodalBatch
 from armature.components.contracts.images import ImageRef
-from armature.components.vlm.packing import packed_batch
-from armature.components.vlm.plan import MicroBatch
+from armature.components.models.adapters.collate import SampleCollator
+from armature.components.vlm.packing import MicroBatch, packed_batch
 
 Job = tuple[MicroBatch, str]
 

@@ -7,24 +7,26 @@ from contextlib import AbstractContextManager, nullcontext
 from inspect import signature
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from armature.components.contracts.errors import ConfigurationError
+from armature.components.contracts.rollouts import LogProbs
+from armature.components.inference.probe import LIKELIEST, WORDS, Probe
 from armature.components.models.attention import needs_no_mask
-from armature.components.models.context_parallel import ContextParallel
+from armature.components.models.context_parallel import ContextParallel, to_device
 from armature.components.models.lora import base_model
 from armature.components.models.packed import Packing, attend_in_segments, packed_states
-from armature.components.models.transfer import to_device
-from armature.components.vlm.heads import HEADS, Backend, HeadSettings
+from armature.components.vlm.heads.backends import HEADS, Backend, HeadSettings
 
 
 class Policy(nn.Module):
     """A vision-language model seen as a function from a batch to the log-probs of its trained tokens.
 
     The head is applied to the positions that predict a trained token only, in a way that is chosen by name; see
-    `armature.components.vlm.heads`. All of it happens in `forward`, so FSDP's hooks see one call.
+    `armature.components.vlm.heads.backends`. All of it happens in `forward`, so FSDP's hooks see one call.
 
     Args:
         model: a transformers model with a body `.model` and an output head, with or without adapters. It is
@@ -178,5 +180,30 @@ def check_head(policy: Policy) -> None:
             f"{name} changes its logits after the head: log-probs differ by {gap:.3g}",
             code="head_not_supported",
             where="armature.components.vlm.logprobs.Policy",
-            remedy="add that change to the backends in armature.components.vlm.heads",
+            remedy="add that change to the backends in armature.components.vlm.heads.backends",
         )
+
+
+@torch.no_grad()
+def answer_probe(policy: Policy, processor: Any, probe: Probe) -> LogProbs:
+    """See `Probe`. Of a sharded policy every rank asks."""
+    device = next(policy.parameters()).device
+    tokens = torch.tensor([probe.tokens], device=device)
+    mask = torch.ones_like(tokens, dtype=torch.bool)
+    mask[:, -1] = False
+    parts = [policy.next_tokens(text_inputs(policy, tokens), mask).gather(1, tokens[0, 1:, None])[:, 0]]
+    if probe.image:
+        inputs = _message(processor, probe)
+        last = torch.zeros_like(inputs["input_ids"], dtype=torch.bool, device=device)
+        last[:, -1] = True
+        moved = {name: value.to(device) for name, value in inputs.items()}
+        parts.append(policy.next_tokens(moved, last)[0].topk(LIKELIEST).values)
+    values = torch.cat(parts).float().cpu().numpy()
+    return np.asarray(values, dtype=np.float32)
+
+
+def _message(processor: Any, probe: Probe) -> dict[str, Tensor]:
+    content = [{"type": "image"}, {"type": "text", "text": WORDS}]
+    chat = [{"role": "user", "content": content}]
+    text = processor.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+    return dict(processor(text=[text], images=[[probe.pil_image()]], add_special_tokens=False, return_tensors="pt"))

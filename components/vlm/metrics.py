@@ -13,7 +13,7 @@ from torch import Tensor
 from armature.components.contracts.batches import LogRatios, Sample
 from armature.components.training.ranks import Ranks
 from armature.components.vlm.objectives import Loss, Tokens
-from armature.components.vlm.plan import MicroBatch
+from armature.components.vlm.packing import MicroBatch
 
 QUANTILES = {"p01": 0.01, "p50": 0.5, "p99": 0.99}
 PER_TOKEN = {

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from armature.components.contracts.errors import ConfigurationError
-from armature.components.project_modules import load_object
-from armature.components.registry import Registry
+from armature.components.machine.project import load_object
+from armature.components.machine.registry import Registry
 from armature.components.vlm.settings import (
     CISPO,
     GSPO,

@@ -12,21 +12,21 @@ from typing import Any, Protocol
 
 import torch
 
-from armature.components.adapters import get_collator
 from armature.components.artifacts.images import ImageStore
-from armature.components.batches.check import check_samples, refusal
-from armature.components.batches.ratios import write_log_ratios
-from armature.components.batches.table import read_batch
 from armature.components.contracts.batches import MultimodalBatch, Sample
 from armature.components.contracts.errors import ConfigurationError, DataError
 from armature.components.contracts.images import ImageRef
 from armature.components.families.family import family_of
 from armature.components.inference.checkpoint import vocabulary
-from armature.components.inference.endpoint import Endpoint
 from armature.components.inference.probe import Probe
+from armature.components.inference.replies import Endpoint
 from armature.components.inference.weights import WEIGHT_SENDERS, WeightSender
+from armature.components.models.adapters import get_collator
 from armature.components.models.load import load_model, load_processor, read_model
 from armature.components.models.lora import base_model
+from armature.components.rollouts.batches.build import check_samples, refusal
+from armature.components.rollouts.batches.ratios import write_log_ratios
+from armature.components.rollouts.batches.table import read_batch
 from armature.components.training.checkpoints import identity
 from armature.components.training.ranks import Ranks
 from armature.components.training.service_settings import ServiceSettings
@@ -35,9 +35,9 @@ from armature.components.training.sharding import blocks, sharder
 from armature.components.vlm.client import TrainerPolicySettings
 from armature.components.vlm.learner import Learner
 from armature.components.vlm.loader import MicroBatchLoader
+from armature.components.vlm.logprobs import answer_probe
 from armature.components.vlm.memory import chosen_recomputation, keeps_gathered, memory_of_rank
-from armature.components.vlm.plan import MicroBatch
-from armature.components.vlm.probe import answer_probe
+from armature.components.vlm.packing import MicroBatch
 from armature.components.vlm.publish import Publisher
 
 ALL_STEPS = sys.maxsize

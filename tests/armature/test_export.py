@@ -21,22 +21,20 @@ from armature.cli import app
 from armature.components.artifacts.manifest import write_manifest
 from armature.components.artifacts.store import ArtifactStore
 from armature.components.configuration import Recipe, build_recipe, load_recipe
+from armature.components.configuration.stages import run_stage
 from armature.components.contracts.machine import Machine
 from armature.components.contracts.stages import Artifact
-from armature.components.evaluation.libero.settings import EvaluateLiberoStageSettings
 from armature.components.evaluation.results import EpisodeResult, metrics
 from armature.components.evaluation.settings import EvaluateStageSettings
 from armature.components.models.load import load_model, load_processor
 from armature.components.models.tiny import SMALL, make_tiny_checkpoint
 from armature.components.rl.settings import TrainVLMSettings
-from armature.components.stages import run_stage
+from armature.components.robots.evaluation.settings import EvaluateLiberoStageSettings
+from armature.components.robots.rl.settings import TrainVLARLSettings
 from armature.components.training.ranks import Ranks
-from armature.components.vla_rl.settings import TrainVLARLSettings
 from armature.components.vlm.publish import Publisher
-from armature.export import export
-from armature.model_card import model_card
-from armature.push import push
-from armature.training_record import CheckpointEvaluation, TrainingRecord, read_record
+from armature.export import export, push
+from armature.model_card import CheckpointEvaluation, TrainingRecord, model_card, read_record
 from tests.hub_server import TOKEN, HubServer, serve_hub
 from tests.refusals import refused
 

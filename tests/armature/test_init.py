@@ -17,8 +17,8 @@ import yaml
 from PIL import Image
 
 from armature.components.configuration import load_recipe
-from armature.components.project import project as in_project
-from armature.components.stages import STAGES, fingerprint
+from armature.components.configuration.stages import STAGES, fingerprint
+from armature.components.machine.project import project as in_project
 from armature.init import write_project
 from armature.init.samples import COLORS
 from tests.browser import CHROMIUM

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from armature.components.configuration import load_recipe, recipe_names
-from armature.components.recipes import RECIPES
+from armature.components.configuration.recipes import RECIPES
 from armature.deployments import USE_PROJECT, deployment, flow_of
 
 RECIPE = """\

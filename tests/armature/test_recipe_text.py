@@ -8,7 +8,7 @@ import tomllib
 import pytest
 
 from armature.components.configuration import CONFIGS, build_recipe, load_recipe, recipe_names
-from armature.recipe_text import recipe_text
+from armature.show import recipe_text
 from tests.test_recipes import bases, leaves
 
 

@@ -20,12 +20,12 @@ from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
 
 from armature.components.contracts.robots import PreviousActions
-from armature.components.policies.molmoact2.checkpoints.checkpoint import LoadedPolicy, load_policy, save_policy
-from armature.components.policies.molmoact2.policy import open_policy
+from armature.components.robots.policies.molmoact2.checkpoints.checkpoint import LoadedPolicy, load_policy, save_policy
+from armature.components.robots.policies.molmoact2.policy import open_policy
 from armature.serve_policy import KEY
-from tests.policies.molmoact2 import released
-from tests.policy_server.by_hand import decode, encode
-from tests.policy_server.conftest import STATE, ask, message, observation
+from tests.robots.policies.molmoact2 import released
+from tests.robots.server.by_hand import decode, encode
+from tests.robots.server.conftest import STATE, ask, message, observation
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMAND = [sys.executable, "-m", "armature", "serve-policy"]

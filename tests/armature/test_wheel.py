@@ -21,8 +21,8 @@ LINKED = {
     "components/": "armature/components/",
     "flows/": "armature/flows/",
     "tasks/": "armature/tasks/",
-    "configs/": "armature/components/installation/configs/",
-    "requirements/": "armature/components/installation/requirements/",
+    "configs/": "armature/configs/",
+    "requirements/": "armature/requirements/",
 }
 
 
@@ -119,11 +119,11 @@ def test_the_command_works_in_an_empty_folder(installed):
 @pytest.mark.slow
 def test_nothing_comes_from_the_checkout(installed):
     script = (
-        "import armature, armature.components.installation as i, sys\n"
+        "import armature, armature.components.contracts.installation as i, sys\n"
         "from armature import components, flows, tasks\n"
         "print(i.CHECKOUT, *(str(each).startswith(sys.prefix) for each in (armature.__file__, components.__file__,\n"
         "    flows.__file__, tasks.__file__, i.CONFIGS, i.REQUIREMENTS, i.SERVED)))\n"
-        "from armature.version import package_version; print(package_version() == i.installed_version())\n"
+        "print(i.package_version() == i.installed_version())\n"
         "from armature import load_recipe; print(load_recipe('train-vlm/colors').name)\n"
     )
     done = installed("python", "-c", script)
@@ -134,6 +134,6 @@ def test_nothing_comes_from_the_checkout(installed):
 def test_code_has_one_digest_in_a_checkout_and_in_a_wheel(installed):
     names = "environments.colors", "environments.alfworld.text.environment", "rewards.number"
     modules = [f"armature.components.{name}" for name in names]
-    script = f"from armature.components.sources.code import code_digest; print(*map(code_digest, {modules}))"
+    script = f"from armature.components.artifacts.sources import code_digest; print(*map(code_digest, {modules}))"
     here = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert len(set(here.split())) == 3 and installed("python", "-c", script).stdout == here

@@ -19,7 +19,7 @@ import pytest
 
 from armature.components.artifacts.disk import replaced_folder
 from armature.components.artifacts.store import ArtifactStore
-from armature.components.private_files import write_private
+from armature.components.machine.private_files import write_private
 from tests.refusals import refused
 
 WRITER = """
@@ -128,14 +128,14 @@ with whole_folder(folder / "dataset") as new:
     kill()
 """,
     "scratch": """
-from armature.components.process import Scratch
+from armature.components.machine.process import Scratch
 held = Scratch()
 (Path(held.name) / "half").write_text("half")
 kill()
 """,
     "reply of a judge": """
 import armature.components.artifacts.disk as disk
-from armature.components.rewards.judge.kept import KeptReplies
+from armature.components.rewards.judge.asking import KeptReplies
 replies = KeptReplies("http://127.0.0.1")
 disk._sync_all = lambda paths: kill()
 replies.keep("0" * 64, "paid for")

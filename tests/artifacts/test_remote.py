@@ -22,16 +22,17 @@ from PIL import Image
 from pydantic import BaseModel
 
 from armature.commands.store import send
-from armature.components.artifacts import image_archive, remote_folder
+from armature.components.artifacts import images as image_archive
+from armature.components.artifacts import remote_folder
 from armature.components.artifacts.images import ImageStore, encode_png
 from armature.components.artifacts.manifest import write_manifest
 from armature.components.artifacts.remote import MARKER, NamedArtifact, RemoteMarker
 from armature.components.artifacts.remote_folder import RemoteFolder, Source
 from armature.components.artifacts.store import ArtifactStore
-from armature.components.batches.table import read_batch, write_batch
 from armature.components.contracts.batches import Sample
 from armature.components.contracts.errors import StoreError
 from armature.components.contracts.stages import Artifact
+from armature.components.rollouts.batches.table import read_batch, write_batch
 from tests.refusals import refused
 
 URL = "unsteady://bucket/prefix"

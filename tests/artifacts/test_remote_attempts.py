@@ -15,16 +15,16 @@ from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.spec import AbstractFileSystem
 from pydantic import BaseModel
 
-from armature.components import stages
 from armature.components.artifacts import remote_attempts, remote_folder
 from armature.components.artifacts.manifest import write_manifest
 from armature.components.artifacts.remote_attempts import MINE, NEWEST, NewestCheckpoint, RemoteAttempt
 from armature.components.artifacts.remote_folder import RemoteFiles
 from armature.components.artifacts.store import ArtifactStore
+from armature.components.configuration import stages
+from armature.components.configuration.stages import run_stage
 from armature.components.contracts.errors import DataError
 from armature.components.contracts.machine import Machine
 from armature.components.contracts.stages import Stage, StageContext
-from armature.components.stages import run_stage
 from tests.refusals import refused
 
 

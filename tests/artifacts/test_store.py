@@ -14,10 +14,10 @@ from dvc_objects.fs.local import LocalFileSystem
 from hypothesis import given
 from hypothesis import strategies as st
 
-from armature.components.artifacts.digests import folder_digest
 from armature.components.artifacts.disk import link_folder, whole_folder
 from armature.components.artifacts.manifest import open_artifact, read_manifest, write_manifest
 from armature.components.artifacts.store import ArtifactStore
+from armature.components.contracts.digests import folder_digest
 from tests.refusals import refused
 
 names = st.text("abcß.-_ 0", min_size=1, max_size=6).filter(lambda name: name.strip(". ") == name)

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from armature.components.artifacts.digests import folder_digest
 from armature.components.artifacts.disk import link_folder
 from armature.components.artifacts.manifest import write_manifest
 from armature.components.artifacts.store import ArtifactStore
+from armature.components.contracts.digests import folder_digest
 from armature.components.contracts.errors import DataError
 from tests.refusals import refused
 

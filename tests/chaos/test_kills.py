@@ -17,12 +17,12 @@ import pytest
 from safetensors.torch import load_file
 
 from armature.components.artifacts.store import ArtifactStore
-from armature.components.batches.ratios import ratios_file, read_log_ratios
 from armature.components.configuration import CONFIGS, load_recipe
+from armature.components.configuration.stages import STAGES, run_stage
 from armature.components.contracts.machine import Machine
 from armature.components.models.settings import ModelSettings
+from armature.components.rollouts.batches.ratios import ratios_file, read_log_ratios
 from armature.components.rollouts.table import read_rollouts
-from armature.components.stages import STAGES, run_stage
 from armature.components.vlm.client import TrainerClient, TrainerPolicySettings
 from armature.components.vlm.settings import TrainerSettings
 from tests.chaos.training import children, is_server, is_trainer

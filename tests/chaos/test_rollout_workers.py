@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 def is_rollout_worker(command: str) -> bool:
-    return "armature.components.rollouts.worker" in command and "components/process.py" not in command
+    return "armature.components.rollouts.worker" in command and "components/machine/process.py" not in command
 
 
 def tables(training: Training) -> list[list[dict[str, Any]]]:

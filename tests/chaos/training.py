@@ -14,8 +14,8 @@ from pathlib import Path
 import psutil
 
 from armature.components.configuration import CONFIGS, load_recipe
+from armature.components.configuration.stages import STAGES, run_stage
 from armature.components.contracts.machine import Machine
-from armature.components.stages import STAGES, run_stage
 
 STEPS = 10
 RECIPE = "train-vlm/colors"
@@ -95,10 +95,10 @@ def children(process: subprocess.Popen[bytes], wanted: Callable[[str], bool]) ->
 
 
 def is_server(command: str) -> bool:
-    return "vllm.entrypoints" in command and "components/process.py" not in command
+    return "vllm.entrypoints" in command and "components/machine/process.py" not in command
 
 
 def is_trainer(command: str) -> bool:
     """A rank, not its guard or the parent of several."""
-    others = ("components/process.py", "armature.components.training.processes")
+    others = ("components/machine/process.py", "armature.components.training.processes")
     return "armature.components.training.service" in command and not any(other in command for other in others)

@@ -6,7 +6,7 @@ import pytest
 
 from armature.components.contracts.checks import checked_observation
 from armature.components.contracts.episodes import EarlierMessage, Observation
-from armature.components.contracts.failures import RolloutFailed
+from armature.components.contracts.errors import RolloutFailed
 from armature.components.contracts.images import EncodedImage
 from tests.refusals import refused
 

@@ -17,16 +17,16 @@ from pydantic import BaseModel
 
 from armature import components
 from armature.components.artifacts.manifest import read_manifest, write_manifest
-from armature.components.contracts.numbers import read_finite
+from armature.components.contracts.metrics import read_finite
 from armature.components.contracts.settings import Settings
-from armature.components.datasets.lerobot.layout import DatasetInfo, read_info, read_stats
-from armature.components.datasets.stage import augment
-from armature.components.policies.molmoact2.checkpoints.parts import load_parts
-from armature.components.policies.molmoact2.configuration import MolmoAct2Config
-from armature.components.policies.molmoact2.processing.action_tokens import ActionTokens
-from armature.components.policies.molmoact2.processing.norm_stats import NormStats
-from tests.policies.molmoact2 import released
+from armature.components.robots.datasets.lerobot.layout import DatasetInfo, read_info, read_stats
+from armature.components.robots.datasets.stage import augment
+from armature.components.robots.policies.molmoact2.checkpoints.parts import load_parts
+from armature.components.robots.policies.molmoact2.configuration import MolmoAct2Config
+from armature.components.robots.policies.molmoact2.processing.action_tokens import ActionTokens
+from armature.components.robots.policies.molmoact2.processing.norm_stats import NormStats
 from tests.refusals import refused
+from tests.robots.policies.molmoact2 import released
 
 HOSTILE = {"inf": "Infinity", "minus_inf": "-Infinity", "nan": "NaN", "overflow": "1e999"}
 

@@ -12,9 +12,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from armature.components.contracts.errors import ArmatureError, ConfigurationError
-from armature.components.contracts.failures import LONGEST_DETAIL, RolloutFailed
-from armature.components.contracts.secret_values import blanked, keep_secret
+from armature.components.contracts.errors import (
+    LONGEST_DETAIL,
+    ArmatureError,
+    ConfigurationError,
+    RolloutFailed,
+    blanked,
+    keep_secret,
+)
 from armature.components.contracts.secrets import BLOCKS, BlockReference, EnvironmentReference, resolve
 
 SECRETS = st.text(st.characters(codec="utf-8", exclude_characters="*"), min_size=4, max_size=40)
@@ -23,7 +28,7 @@ SECRETS = st.text(st.characters(codec="utf-8", exclude_characters="*"), min_size
 @pytest.fixture(autouse=True)
 def no_secrets() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("armature.components.contracts.secret_values._forms", set())
+        patch.setattr("armature.components.contracts.errors._forms", set())
         yield
 
 

@@ -86,9 +86,9 @@ def test_a_variable_that_is_not_set_is_named(monkeypatch):
 
 def test_a_trainers_settings_on_disk_have_the_name(tmp_path, monkeypatch):
     from armature.components.contracts.secrets import resolve
+    from armature.components.robots.imitation.settings import TrainVLASettings
+    from armature.components.robots.imitation.train import PolicyTraining
     from armature.components.training.service_settings import ServiceSettings, service_settings
-    from armature.components.vla.client import PolicyTraining
-    from armature.components.vla.settings import TrainVLASettings
 
     monkeypatch.setenv("MY_TOKEN", VALUE)
     recipe = load_recipe("train-vla/tiny", ['machine.trainer_environment={HF_TOKEN={env="MY_TOKEN"}}'])

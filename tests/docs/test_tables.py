@@ -12,12 +12,12 @@ from typing import Any, get_args
 import pytest
 from pydantic import BaseModel
 
-from armature.components.batches import advantages
-from armature.components.batches.settings import Advantage
 from armature.components.configuration import load_recipe
+from armature.components.configuration.stages import STAGES
 from armature.components.families.family import FAMILIES
 from armature.components.models.settings import LoraSettings
-from armature.components.stages import STAGES
+from armature.components.rollouts.batches import advantages
+from armature.components.rollouts.settings import Advantage
 from armature.components.vlm import objectives
 from armature.components.vlm.objectives import OBJECTIVES
 from armature.components.vlm.settings import Aggregation, Objective

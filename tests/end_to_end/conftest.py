@@ -11,9 +11,9 @@ from pathlib import Path
 import yaml
 
 from armature.components.configuration import Recipe
+from armature.components.configuration.stages import STAGES, run_stage
 from armature.components.contracts.machine import Machine
 from armature.components.contracts.stages import Artifact
-from armature.components.stages import STAGES, run_stage
 
 ROOT = Path(__file__).parents[2]
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from armature.components.datasets.lerobot.layout import Feature
-from armature.components.datasets.lerobot.settings import LayoutSettings
-from armature.components.datasets.lerobot.writer import create_dataset
+from armature.components.robots.datasets.lerobot.layout import Feature
+from armature.components.robots.datasets.lerobot.writer import create_dataset
+from armature.components.robots.datasets.settings import LayoutSettings
 
 JOINTS = ["pan", "lift", "elbow", "wrist", "roll", "gripper"]
 TINY = """{ hidden_size = 32, intermediate_size = 48, heads = 2, vision_hidden_size = 16, vision_intermediate_size = 24,

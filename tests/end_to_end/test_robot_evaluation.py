@@ -15,18 +15,18 @@ from numpy.typing import NDArray
 
 from armature.components.contracts.robots import RobotObservation
 from armature.components.contracts.stages import Artifact
-from armature.components.environments.libero.perturbations.settings import PerturbationSettings
-from armature.components.environments.libero.processes import SimulatorProcess
-from armature.components.environments.libero.tasks import suite_tasks
-from armature.components.evaluation.libero.results import read_perturbed, read_results
-from armature.components.evaluation.libero.settings import EvaluateLiberoStageSettings
-from armature.components.evaluation.libero.stage import evaluate_libero, evaluate_policy
-from armature.components.policies.molmoact2.checkpoints.checkpoint import load_policy, save_policy
-from armature.components.policies.molmoact2.policy import MolmoAct2Policy, open_policy
+from armature.components.robots.evaluation.results import read_perturbed, read_results
+from armature.components.robots.evaluation.settings import EvaluateLiberoStageSettings
+from armature.components.robots.evaluation.stage import evaluate_libero, evaluate_policy
+from armature.components.robots.libero.processes import SimulatorProcess
+from armature.components.robots.libero.settings import PerturbationSettings
+from armature.components.robots.libero.tasks import suite_tasks
+from armature.components.robots.policies.molmoact2.checkpoints.checkpoint import load_policy, save_policy
+from armature.components.robots.policies.molmoact2.policy import MolmoAct2Policy, open_policy
 from tests.environments.libero.simulated import simulator
 from tests.evaluation.libero.playground import settings
 from tests.evaluation.libero.test_stage import Events, context
-from tests.policies.molmoact2 import released
+from tests.robots.policies.molmoact2 import released
 
 pytestmark = pytest.mark.slow
 

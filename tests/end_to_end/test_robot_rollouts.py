@@ -8,17 +8,17 @@ from contextlib import ExitStack
 import pytest
 
 from armature.components.artifacts.images import ImageStore
-from armature.components.environments.libero.processes import SimulatorProcess
-from armature.components.environments.libero.tasks import suite_tasks
-from armature.components.policies.molmoact2 import policy as policies
-from armature.components.policies.molmoact2.checkpoints.checkpoint import save_policy
-from armature.components.policies.molmoact2.policy import open_policy
-from armature.components.vla_rl.collect import Collector
-from armature.components.vla_rl.schedule import plan_step
-from armature.components.vla_rl.table import ROLLOUTS_FILE, write_rollouts
+from armature.components.robots.libero.processes import SimulatorProcess
+from armature.components.robots.libero.tasks import suite_tasks
+from armature.components.robots.policies.molmoact2 import policy as policies
+from armature.components.robots.policies.molmoact2.checkpoints.checkpoint import save_policy
+from armature.components.robots.policies.molmoact2.policy import open_policy
+from armature.components.robots.rl.collect import Collector
+from armature.components.robots.rl.schedule import plan_step
+from armature.components.robots.rl.table import ROLLOUTS_FILE, write_rollouts
 from tests.environments.libero.simulated import needs_libero, simulator
-from tests.vla_rl.kitchen import calm_policy, rollout_settings
-from tests.vla_rl.test_tokens import spoken
+from tests.robots.rl.kitchen import calm_policy, rollout_settings
+from tests.robots.rl.test_tokens import spoken
 
 pytestmark = [pytest.mark.slow, needs_libero]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from armature.components.process import Program
+from armature.components.machine.process import Program
 from tests.production.recipe_stages import RECIPES, WEIGHTS
 
 ROOT = Path(__file__).parents[2]

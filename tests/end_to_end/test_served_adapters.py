@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from armature.components.contracts.errors import WeightSyncError
 from armature.components.contracts.machine import Machine
-from armature.components.inference.adapters import ServedAdapters
+from armature.components.inference.checkpoint import ServedAdapters
 from armature.components.inference.pool import ServerPool
 from armature.components.inference.probe import ProbeAnswer
 from armature.components.inference.settings import EvaluationSamplingSettings, ServerSettings
@@ -55,7 +55,7 @@ class Trained:
         return self.folder / "weights" / f"{number:06d}"
 
     def answer(self, pool: ServerPool) -> ProbeAnswer:
-        from armature.components.vlm.probe import answer_probe
+        from armature.components.vlm.logprobs import answer_probe
 
         return ProbeAnswer(answer_probe(self.policy, self.processor, pool.weights.probe), "float32")
 

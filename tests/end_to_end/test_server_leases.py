@@ -15,7 +15,7 @@ import pytest
 
 from armature.components.configuration import load_recipe
 from armature.components.contracts.stages import Artifact
-from armature.components.process import Program
+from armature.components.machine.process import Program
 from tests.conftest import real_server
 from tests.end_to_end.conftest import make
 

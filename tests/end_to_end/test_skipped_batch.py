@@ -11,11 +11,11 @@ import pytest
 
 from armature.components.artifacts.manifest import write_manifest
 from armature.components.artifacts.store import ArtifactStore
-from armature.components.batches.table import write_batch
 from armature.components.configuration import load_recipe
+from armature.components.configuration.stages import STAGES, fingerprint
 from armature.components.contracts.errors import DataError
 from armature.components.contracts.stages import Artifact
-from armature.components.stages import STAGES, fingerprint
+from armature.components.rollouts.batches.table import write_batch
 from tests.builders import make_sample
 from tests.end_to_end.conftest import make
 

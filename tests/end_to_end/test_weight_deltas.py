@@ -13,13 +13,12 @@ from armature.components.contracts.machine import Machine
 from armature.components.inference.pool import ServerPool
 from armature.components.inference.probe import ProbeAnswer
 from armature.components.inference.settings import EvaluationSamplingSettings, ServerSettings
-from armature.components.inference.weights.delta import DELTA
+from armature.components.inference.weights.pool import DELTA
 from armature.components.models.load import load_model, load_processor
 from armature.components.models.settings import ModelSettings
 from armature.components.models.tiny import SMALL, make_tiny_checkpoint
 from armature.components.training.ranks import Ranks
-from armature.components.vlm.logprobs import Policy
-from armature.components.vlm.probe import answer_probe
+from armature.components.vlm.logprobs import Policy, answer_probe
 from armature.components.vlm.publish import Publisher
 
 PYTHON = Path(__file__).parents[2] / ".venv-vllm" / "bin" / "python"

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from armature.components.contracts.episodes import Task
-from armature.components.environments.color_images import ColorImageSettings
+from armature.components.environments.generated import ColorImageSettings
 from armature.components.environments.make import make_environment
 from armature.components.environments.settings import EnvironmentSettings
 

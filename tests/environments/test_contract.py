@@ -19,6 +19,7 @@ import pytest
 from PIL import Image
 from pydantic import ValidationError
 
+from armature.components.configuration.stages import run_stage
 from armature.components.contracts.episodes import Environment, Observation, Split, Task
 from armature.components.contracts.images import EncodedImage
 from armature.components.contracts.machine import Machine
@@ -27,7 +28,6 @@ from armature.components.environments.colors import Colors
 from armature.components.environments.make import make_environment
 from armature.components.environments.settings import EnvironmentSettings
 from armature.components.environments.stage import load_environment, load_tasks
-from armature.components.stages import run_stage
 from tests.refusals import refused
 
 from .conftest import EXAMPLES, Example

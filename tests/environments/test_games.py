@@ -12,8 +12,8 @@ from PIL import Image
 
 from armature.components.contracts.episodes import Task
 from armature.components.contracts.images import EncodedImage
-from armature.components.environments.color_images import ColorImageSettings, color_image, color_reward
 from armature.components.environments.coordinates import Coordinates, CoordinatesSettings, parse_point
+from armature.components.environments.generated import ColorImageSettings, color_image, color_reward
 from armature.components.environments.recall import Recall, RecallSettings
 from tests.refusals import refused
 

@@ -13,8 +13,7 @@ from collections.abc import Iterator
 import pytest
 
 from armature.components.contracts.episodes import Observation, Outcome, Split, Task
-from armature.components.environments.guarded import GuardedEpisode
-from armature.components.environments.threads import LoopThread
+from armature.components.environments.guarded import GuardedEpisode, LoopThread
 from tests.refusals import refused
 
 TASK = Task("blocks", "train", {})

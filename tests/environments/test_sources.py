@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.sft.test_stage import VALUES as WARM_START
+from tests.vlm.sft.test_stage import VALUES as WARM_START
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -80,7 +80,7 @@ import json, sys
 from pathlib import Path
 from armature.components.configuration import load_recipe
 from armature.components.contracts.stages import Artifact
-from armature.components.stages import STAGES, fingerprint
+from armature.components.configuration.stages import STAGES, fingerprint
 
 root, warm_start = Path(sys.argv[1]), sys.argv[2]
 args = '{words = "words/list.txt", weight = 1.0}'
@@ -89,7 +89,7 @@ recipe = load_recipe("train-vlm/colors", overrides)
 (root / "tasks").mkdir(exist_ok=True)
 (root / "tasks/environment.json").write_text(recipe.sections["environment"].model_dump_json())
 inputs = {name: Artifact(kind=name, path=root / name, digest=name) for name in ("tasks", "model")}
-from armature.components.sft.settings import SFTSettings, WarmStartSettings
+from armature.components.vlm.settings import SFTSettings, WarmStartSettings
 settings = {name: recipe.settings_for(STAGES[name].settings) for name in ("tasks", "train-vlm", "evaluate")}
 settings["sft"] = SFTSettings(
     model=recipe.sections["model"], warm_start=WarmStartSettings.model_validate(json.loads(warm_start))
@@ -161,7 +161,7 @@ def test_what_the_rewards_stand_on_changes_every_stage_that_plays_and_nothing_el
 
 
 def test_a_package_that_is_edited_while_it_is_loaded_counts_as_it_was_loaded(tmp_path, monkeypatch):
-    from armature.components.sources.code import code_digest
+    from armature.components.artifacts.sources import code_digest
 
     root = write(tmp_path / "package")
     monkeypatch.syspath_prepend(str(root))
@@ -177,7 +177,7 @@ def test_a_package_that_is_edited_while_it_is_loaded_counts_as_it_was_loaded(tmp
 def test_changed_games_are_refused_and_absent_ones_are_as_pinned(tmp_path):
     from armature.components.environments.alfworld.games.folders import games_digest
     from armature.components.environments.alfworld.games.game import FolderGames
-    from armature.components.environments.alfworld.games.load import games_sources
+    from armature.components.environments.alfworld.games.generate import games_sources
 
     games = tmp_path / "games/train/task/trial"
     games.mkdir(parents=True)
@@ -201,8 +201,8 @@ def test_changed_games_are_refused_and_absent_ones_are_as_pinned(tmp_path):
 
 @pytest.mark.parametrize("name", ["colors", "recall", "coordinates"])
 def test_the_project_s_own_environments_count_by_what_they_import(name):
+    from armature.components.artifacts.sources import _files
     from armature.components.environments import ENVIRONMENTS
-    from armature.components.sources.code import _files
 
     files = _files(ENVIRONMENTS[name].__module__)
     assert f"armature.components.environments.{name}" in files and "armature.components.environments.generated" in files
@@ -210,7 +210,7 @@ def test_the_project_s_own_environments_count_by_what_they_import(name):
 
 
 def test_packages_without_an_init_file_count_too(tmp_path, monkeypatch):
-    from armature.components.sources.code import code_digest
+    from armature.components.artifacts.sources import code_digest
 
     deep = tmp_path / "plain_lab/envs/deep"
     deep.mkdir(parents=True)
@@ -223,7 +223,7 @@ def test_packages_without_an_init_file_count_too(tmp_path, monkeypatch):
 
 
 def test_what_an_installer_put_into_a_folder_of_its_own_is_no_code_of_the_environment(tmp_path, monkeypatch):
-    from armature.components.sources.code import code_digest
+    from armature.components.artifacts.sources import code_digest
 
     target, mine = tmp_path / "target", tmp_path / "mine"
     (target / "bought-1.0.dist-info").mkdir(parents=True)

@@ -13,8 +13,7 @@ import pytest
 from armature.components.contracts.images import EncodedImage
 from armature.components.environments.make import make_environment
 from armature.components.environments.settings import EnvironmentSettings
-from armature.components.environments.verifiers.endpoint import ChatEndpoint
-from armature.components.environments.verifiers.episode import content
+from armature.components.environments.verifiers.episode import ChatEndpoint, content
 from tests.refusals import refused
 
 

@@ -13,6 +13,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from armature.components.artifacts.tables import read_table
+from armature.components.configuration.stages import run_stage
 from armature.components.contracts.episodes import Task
 from armature.components.contracts.machine import Machine
 from armature.components.contracts.stages import Artifact
@@ -24,7 +25,6 @@ from armature.components.evaluation.settings import EvaluateStageSettings
 from armature.components.evaluation.wilson import wilson_interval
 from armature.components.inference.client import Completion
 from armature.components.rollouts.play import RolloutId
-from armature.components.stages import run_stage
 from tests.environments.alfworld.games_of import TEXT
 from tests.evaluation.test_results import INFERENCE, VALUES
 from tests.rollouts.conftest import reply

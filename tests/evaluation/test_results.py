@@ -10,7 +10,6 @@ import pytest
 from armature.components.artifacts.tables import read_table
 from armature.components.contracts.episodes import Task
 from armature.components.contracts.rollouts import Failure, GenerateOutputs
-from armature.components.evaluation.page import evaluation_report
 from armature.components.evaluation.results import (
     RESULTS,
     RESULTS_FILE,
@@ -20,9 +19,10 @@ from armature.components.evaluation.results import (
     write_results,
 )
 from armature.components.evaluation.settings import EvaluationSettings
+from armature.components.evaluation.stage import evaluation_report
 from armature.components.evaluation.wilson import wilson_interval
+from tests.pages.conftest import make_trajectory
 from tests.refusals import refused
-from tests.reports.conftest import make_trajectory
 
 TASKS = [Task(f"colors/t{i}", "heldout", {"color": "red" if i < 2 else "blue", "seed": i}) for i in range(4)]
 OUTPUTS = GenerateOutputs(

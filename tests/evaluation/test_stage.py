@@ -11,6 +11,7 @@ import pytest
 from armature.components.artifacts.images import ImageStore
 from armature.components.artifacts.manifest import open_artifact
 from armature.components.artifacts.tables import read_table
+from armature.components.configuration.stages import TerminalEvents, ThreadUnits, run_stage
 from armature.components.contracts.machine import Machine
 from armature.components.contracts.stages import Artifact, StageContext
 from armature.components.environments.settings import EnvironmentSettings
@@ -19,7 +20,6 @@ from armature.components.evaluation.results import RESULTS, RESULTS_FILE
 from armature.components.evaluation.settings import EvaluateStageSettings
 from armature.components.evaluation.stage import checkpoint_folder, play
 from armature.components.rollouts.table import read_rollouts
-from armature.components.stages import TerminalEvents, ThreadUnits, run_stage
 from tests.evaluation.test_results import COLORS, INFERENCE, VALUES
 from tests.inference.conftest import write_checkpoint
 from tests.inference.stand_in import run_stand_in

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from armature.components.configuration import load_recipe
+from armature.components.configuration.stages import STAGES, run_stage
 from armature.components.contracts.machine import Machine
 from armature.components.contracts.stages import Artifact
-from armature.components.stages import STAGES, run_stage
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 3

@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 
 from armature.components.contracts.robots import RobotObservation
-from armature.components.policies.molmoact2.policy import MolmoAct2Policy
-from tests.policies.molmoact2 import released
-from tests.policy_server.conftest import KEY, policy, running
+from armature.components.robots.policies.molmoact2.policy import MolmoAct2Policy
+from tests.robots.policies.molmoact2 import released
+from tests.robots.server.conftest import KEY, policy, running
 
 __all__ = ["policy"]
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples/robot_client.py"

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from armature.components.configuration.stages import run_stage
 from armature.components.contracts.machine import Machine
 from armature.components.contracts.stages import Artifact
-from armature.components.datasets.settings import DatasetSettings, QuantileStatsSettings
-from armature.components.stages import run_stage
-from armature.components.vla.settings import TrainVLASettings
+from armature.components.robots.datasets.settings import DatasetSettings, QuantileStatsSettings
+from armature.components.robots.imitation.settings import TrainVLASettings
 
 EXAMPLE = runpy.run_path(str(Path(__file__).resolve().parents[2] / "examples/train_policy.py"))
 POLICY, TRAINING, record, train = (EXAMPLE[name] for name in ("POLICY", "TRAINING", "record", "train"))

@@ -99,8 +99,7 @@ def test_environment(package: Path, tmp_path: Path) -> None:
 
 def reward() -> Any:
     from armature.components.rewards.make import make_rewards, reward_sources
-    from armature.components.rewards.reward import RewardInput
-    from armature.components.rewards.settings import RewardSettings
+    from armature.components.rewards.reward import RewardInput, RewardSettings
 
     settings = [RewardSettings.model_validate({"name": "function", "function": "parts:digits"})]
     rewards = make_rewards(settings, folder=Path())
@@ -144,9 +143,9 @@ def test_objective(package: Path, tmp_path: Path) -> None:
 
 
 def stage() -> Any:
+    from armature.components.configuration.stages import STAGES, run_stage
     from armature.components.contracts.machine import Machine
     from armature.components.contracts.stages import Artifact
-    from armature.components.stages import STAGES, run_stage
 
     Path("input").mkdir()
     Path("input/text.txt").write_text("one\nthree\nfive\n")
@@ -165,9 +164,9 @@ def test_stage(package: Path, tmp_path: Path) -> None:
 def policy() -> Any:
     from parts import Still
 
-    from armature.components.evaluation.libero.journal import EvaluationJournal
-    from armature.components.evaluation.libero.run import Evaluation
-    from armature.components.evaluation.libero.schedule import plan_episodes
+    from armature.components.robots.evaluation.episode import EvaluationJournal
+    from armature.components.robots.evaluation.run import Evaluation
+    from armature.components.robots.evaluation.schedule import plan_episodes
     from tests.evaluation.libero.playground import TASKS, Plane, settings
 
     chosen = settings()

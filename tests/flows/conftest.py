@@ -9,9 +9,9 @@ from dataclasses import replace
 import pytest
 
 from armature.components.configuration import Recipe, load_recipe
+from armature.components.configuration.stages import STAGES
 from armature.components.contracts.errors import DataError
 from armature.components.contracts.stages import StageReport
-from armature.components.stages import STAGES
 
 
 def small_model(settings, inputs, folder, context):

@@ -14,12 +14,12 @@ from prefect.settings import get_current_settings
 from pydantic import BaseModel, TypeAdapter
 
 from armature.components.configuration import settings_in
-from armature.components.recipes import RECIPES
-from armature.components.sft.settings import WarmStartSettings
-from armature.components.view.address import announced
+from armature.components.configuration.recipes import RECIPES
+from armature.components.viewer.address import announced
+from armature.components.vlm.settings import WarmStartSettings
 from armature.deployments import flow_of
 from tests.refusals import refused
-from tests.sft.test_stage import VALUES as WARM_START
+from tests.vlm.sft.test_stage import VALUES as WARM_START
 
 pytestmark = pytest.mark.usefixtures("prefect_server", "tracking", "small_stages")
 
@@ -118,7 +118,7 @@ def test_training_ends_with_a_candidate_whose_evaluation_leads_back_to_everythin
 
 
 def test_what_accuracy_cannot_be_broken_down_by_is_said_before_the_training(recipe):
-    from armature.components.stages import open_store
+    from armature.components.configuration.stages import open_store
     from armature.flows.train_vlm import train_vlm
 
     loaded = recipe("train-vlm/colors", "evaluation.kind_field=hue")
@@ -191,7 +191,7 @@ def test_a_failing_cell_leaves_the_good_ones(recipe):
 
 
 def test_a_checkpoint_may_be_an_alias_a_digest_or_a_folder(recipe):
-    from armature.components.stages import open_store
+    from armature.components.configuration.stages import open_store
     from armature.flows.evaluate import evaluate
     from armature.flows.train_vlm import train_vlm
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from armature.components.installation import installed_commit
+from armature.components.contracts.installation import installed_commit
 
 ROOT = Path(__file__).resolve().parents[2]
 IMAGE = "armature-standalone"
@@ -79,7 +79,7 @@ def test_it_trains_to_the_weights_that_a_checkout_trains_to(inside, store, tmp_p
 
 def stage(name: str, recipe: str, *words: str) -> tuple[str, ...]:
     """One stage of an installed recipe."""
-    configs = "$(python -c 'from armature.components.installation import CONFIGS; print(CONFIGS)')"
+    configs = "$(python -c 'from armature.components.contracts.installation import CONFIGS; print(CONFIGS)')"
     return ("sh", "-c", f"armature stage {name} --config {configs}/{recipe}.toml {shlex.join(words)}")
 
 
@@ -95,7 +95,7 @@ def test_alfworld_s_games_begin(inside, store):
 
 
 def test_it_knows_its_commit_and_has_no_tools_for_development(inside, store):
-    script = "from armature.components.installation import installed_commit; print(installed_commit())"
+    script = "from armature.components.contracts.installation import installed_commit; print(installed_commit())"
     assert inside("python", "-c", script, store=store).strip() == installed_commit()
     programs = inside("sh", "-c", "id -u; ls .venv/bin; command -v gcc make git || true", store=store).split()
     assert programs[0] == ANYBODY.partition(":")[0] and {"armature", "prefect", "mlflow"} <= set(programs)

@@ -10,9 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from armature.components.inference.endpoint import Endpoint
-from armature.components.inference.weights.control import ServerControl
-from armature.components.inference.weights.parameters import aligned, buckets, describe, largest, pack, size
+from armature.components.inference.replies import Endpoint
+from armature.components.inference.weights.trainer import ServerControl, aligned, buckets, describe, largest, pack, size
 
 VLLM = Path(__file__).parents[2] / ".venv-vllm/lib"
 DTYPES = (torch.bfloat16, torch.float32, torch.uint8)

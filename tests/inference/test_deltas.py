@@ -24,9 +24,9 @@ from armature.components.inference.served.armature_served.deltas import (
     write_delta,
 )
 from armature.components.inference.settings import ServerSettings
-from armature.components.inference.weights.delta import DELTA
+from armature.components.inference.weights.pool import DELTA
 from armature.components.training.ranks import Ranks
-from armature.components.vlm.versions import DeltaSeries
+from armature.components.vlm.publish import DeltaSeries
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int64, torch.uint8, torch.bool)
 SPECIAL = (0x0000, 0x8000, 0x0001, 0x8001, 0x7F80, 0xFF80, 0x7FC0, 0x7F81, 0xFFFF, 0x3F80)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from armature.components.contracts.errors import WeightSyncError
-from armature.components.inference.endpoint import Endpoint
+from armature.components.inference.replies import Endpoint
 from armature.components.inference.weights import Publish
 from tests.inference.conftest import MESSAGES, SAMPLING
 from tests.refusals import refused

@@ -20,17 +20,15 @@ import pytest
 import torch
 
 from armature.components.contracts.machine import Machine
-from armature.components.inference.endpoint import Endpoint
 from armature.components.inference.pool import ServerPool
-from armature.components.inference.probe import ProbeAnswer, ask_probe
-from armature.components.inference.proof import distance
+from armature.components.inference.probe import ProbeAnswer, ask_probe, distance
+from armature.components.inference.replies import Endpoint
 from armature.components.inference.settings import ServerSettings
 from armature.components.inference.weights import WEIGHT_SENDERS, Publish
 from armature.components.models.load import load_model, load_processor
 from armature.components.models.tiny import SMALL, make_tiny_checkpoint
 from armature.components.training.ranks import Ranks
-from armature.components.vlm.logprobs import Policy
-from armature.components.vlm.probe import answer_probe
+from armature.components.vlm.logprobs import Policy, answer_probe
 from armature.components.vlm.publish import Publisher
 from tests.refusals import refused
 from tests.vlm.conftest import model_settings
@@ -39,7 +37,7 @@ DTYPES = ("float32", "bfloat16")
 
 
 def test_the_unique_id_unpickles_as_the_workers_class(monkeypatch):
-    from armature.components.inference.weights.nccl import _pickled, _UniqueId
+    from armature.components.inference.weights.trainer import _pickled_id, _UniqueId
 
     path = ["vllm", "distributed", "device_communicators", "pynccl_wrapper"]
     for count in range(1, 5):
@@ -49,7 +47,7 @@ def test_the_unique_id_unpickles_as_the_workers_class(monkeypatch):
     monkeypatch.setattr(sys.modules[".".join(path)], "ncclUniqueId", theirs, raising=False)
     unique = _UniqueId()
     unique.internal[:] = [*range(-64, 64)]
-    loaded = pickle.loads(_pickled(unique))
+    loaded = pickle.loads(_pickled_id(unique))
     assert type(loaded) is theirs
     assert list(loaded.internal) == [*range(-64, 64)]
 
@@ -85,8 +83,8 @@ class NeverJoins(BaseHTTPRequestHandler):
 CONNECT = """
 import sys, time, torch
 from armature.components.contracts.errors import WeightSyncError
-from armature.components.inference.endpoint import Endpoint
-from armature.components.inference.weights.nccl import NcclSender
+from armature.components.inference.replies import Endpoint
+from armature.components.inference.weights.trainer import NcclSender
 torch.cuda.init()
 began = time.monotonic()
 try:

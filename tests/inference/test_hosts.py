@@ -20,13 +20,12 @@ from armature.components.contracts.cluster import ClusterSettings, ServerBundle
 from armature.components.contracts.errors import ServerError
 from armature.components.contracts.machine import Machine
 from armature.components.inference.command import is_deterministic, server_command, server_environment
-from armature.components.inference.host import Host, LocalHost, ServerNeeds
-from armature.components.inference.placed import PlacedHost
+from armature.components.inference.host import Host, LocalHost, PlacedHost, ServerNeeds
 from armature.components.inference.pool import ServerPool
 from armature.components.inference.settings import SamplingSettings, ServerSettings
-from armature.components.workers.placed import NodeActor, PlacedProgram, PlacementBundles
+from armature.components.machine.workers.placed import NodeActor, PlacedProgram, PlacementBundles
+from tests.machine.workers.conftest import cluster, ray_cluster
 from tests.refusals import refused
-from tests.workers.conftest import cluster, ray_cluster
 
 from .test_device_groups import until
 from .test_pool_restarts import MESSAGES, STAND_IN

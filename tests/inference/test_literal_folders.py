@@ -7,8 +7,8 @@ import subprocess
 
 import pytest
 
+from armature.components.contracts.installation import SERVED
 from armature.components.contracts.machine import Machine
-from armature.components.installation import SERVED
 from tests.hostile_names import EVERY_CHARACTER
 
 PROGRAM = """

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from armature.components.inference.client import Completion, GenerationFailure
-from armature.components.inference.merge import RequestMerger
+from armature.components.inference.requests import RequestMerger
 from armature.components.inference.settings import SamplingSettings
 from tests.inference.conftest import make_sampling
 

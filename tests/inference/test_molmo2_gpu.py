@@ -14,8 +14,8 @@ import torch
 
 from armature.components.contracts.machine import Machine
 from armature.components.inference.client import Completion
-from armature.components.inference.endpoint import Endpoint
 from armature.components.inference.pool import ServerPool
+from armature.components.inference.replies import Endpoint
 from armature.components.inference.settings import EvaluationSamplingSettings, ServerSettings
 from tests.images import image_part, noise
 from tests.vlm.conftest import model_settings

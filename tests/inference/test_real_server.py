@@ -19,10 +19,9 @@ from PIL import Image
 
 from armature.components.contracts.machine import Machine
 from armature.components.inference.client import Completion
-from armature.components.inference.kept import keep_servers, served_files
+from armature.components.inference.own_servers import keep_servers, served_files
 from armature.components.inference.pool import ServerPool
-from armature.components.inference.probe import ProbeAnswer, ask_probe
-from armature.components.inference.proof import distance
+from armature.components.inference.probe import ProbeAnswer, ask_probe, distance
 from armature.components.inference.settings import EvaluationSamplingSettings, SamplingSettings, ServerSettings
 from tests.images import image_part, noise
 from tests.inference.conftest import make_sampling
@@ -82,8 +81,7 @@ def new_pool(checkpoint: Path, folder: Path) -> ServerPool:
 def trainers_answer(pool: ServerPool, checkpoint: Path) -> ProbeAnswer:
     from transformers import AutoModelForImageTextToText, AutoProcessor
 
-    from armature.components.vlm.logprobs import Policy
-    from armature.components.vlm.probe import answer_probe
+    from armature.components.vlm.logprobs import Policy, answer_probe
 
     model = AutoModelForImageTextToText.from_pretrained(checkpoint, dtype="float32")
     policy = Policy(model, logprobs="torch", temperature=0.7, chunk_tokens=16)

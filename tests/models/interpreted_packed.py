@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from armature.components.models.kernels import sum_copies
 from armature.components.models.packed_attention import Segments
-from armature.components.models.packed_kernel import sum_copies
 
 LENGTHS, KEYS = (3, 2, 4), (0, 1, 2, 0, 1, 2, 3, 4, 0, 1, 2, 5, 6, 7, 8)
 """A beginning of three tokens, and two rows that go on from it."""

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from armature.components.models.fp8 import FP8Linear, quantize_layers, quantize_rows
+from armature.components.models.blockwise import FP8Linear, quantize_layers, quantize_rows
 from tests.refusals import refused
 
 

@@ -11,7 +11,7 @@ from armature.components.models.blockwise import NF4
 
 def both(shape: tuple[int, int], dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor]:
     """By the kernel and the plain way; a block of scale 0, and every code."""
-    from armature.components.models.nf4_kernel import dequantize
+    from armature.components.models.kernels import dequantize
 
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(0)).flatten()
     weight[: NF4.block] = 0

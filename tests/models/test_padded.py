@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLMLP
 
-from armature.components.models.padded import pad_widths
+from armature.components.models.compiled import pad_widths
 
 
 def mlps(width: int, bias: bool = True) -> tuple[nn.Module, nn.Module]:

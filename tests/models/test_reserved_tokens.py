@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from transformers import AutoProcessor
 
-from armature.components.adapters import get_collator
 from armature.components.contracts.errors import DataError
 from armature.components.families.tiny import TinySettings
+from armature.components.models.adapters import get_collator
 from armature.components.models.reserved_tokens import reserved_tokens
 from armature.components.models.settings import ModelSettings
 

@@ -15,7 +15,7 @@ from transformers import AutoProcessor
 from armature.components.families.family import FAMILIES
 from armature.components.models.load import load_model
 from armature.components.models.tiny import make_tiny_checkpoint
-from armature.components.sft.prompts import PromptWriter
+from armature.components.vlm.sft.demonstrate import PromptWriter
 from tests.images import image_part
 from tests.vlm.conftest import model_settings
 

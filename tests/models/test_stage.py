@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from armature.components.artifacts.digests import folder_digest
 from armature.components.artifacts.manifest import read_manifest
+from armature.components.configuration.stages import run_stage
+from armature.components.contracts.digests import folder_digest
 from armature.components.contracts.machine import Machine
 from armature.components.models.load import load_model, load_processor
 from armature.components.models.settings import ModelSettings
 from armature.components.models.source import SourceReference, locate
 from armature.components.models.tiny import SMALL
-from armature.components.stages import run_stage
 from tests.refusals import refused
 
 BASE: dict[str, Any] = {

@@ -17,16 +17,16 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from armature.components.adapters import get_adapter
 from armature.components.artifacts.images import ImageStore
-from armature.components.batches.table import write_batch
 from armature.components.contracts.batches import Sample
 from armature.components.contracts.images import EncodedImage, ImageRef
 from armature.components.contracts.machine import Machine
 from armature.components.contracts.rollouts import GenerateOutputs, Trajectory, Turn
 from armature.components.families.family import FAMILIES
+from armature.components.models.adapters import get_adapter
 from armature.components.models.load import load_processor
 from armature.components.models.tiny import SMALL, make_tiny_checkpoint
+from armature.components.rollouts.batches.table import write_batch
 from armature.components.training.ranks import Ranks
 from armature.components.training.service_settings import service_settings
 from armature.components.vlm.client import TrainerPolicySettings

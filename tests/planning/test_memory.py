@@ -22,11 +22,11 @@ from armature.components.models.load import load_model
 from armature.components.models.settings import ModelSettings
 from armature.components.models.tiny import make_tiny_checkpoint
 from armature.components.planning.memory import ModelSizes, RecipeMemory, model_sizes, read_config, server_parts
-from armature.components.planning.robots import PolicySizes, policy_sizes, policy_trainer_parts
-from armature.components.policies.settings import RobotPolicySettings
+from armature.components.robots.imitation.settings import Mode
+from armature.components.robots.planning import PolicySizes, policy_sizes, policy_trainer_parts
+from armature.components.robots.policies.settings import RobotPolicySettings
 from armature.components.training.ranks import Ranks
 from armature.components.training.sharding import blocks, sharder
-from armature.components.vla.settings import Mode
 from armature.components.vlm.settings import TrainerSettings
 from benchmarks.model_sizes import policy_config_of
 from benchmarks.policy_ours import trainer_settings

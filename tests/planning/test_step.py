@@ -13,14 +13,6 @@ from armature.components.configuration import load_recipe
 from armature.components.contracts.machine import Machine
 from armature.components.models.settings import ModelSettings
 from armature.components.planning.memory import GPUS, ModelSizes, model_sizes
-from armature.components.planning.robots import (
-    PolicySizes,
-    RobotAssumptions,
-    RobotCosts,
-    policy_sizes,
-    robot_costs,
-    robot_step,
-)
 from armature.components.planning.step import (
     Assumptions,
     LanguagePlan,
@@ -31,9 +23,17 @@ from armature.components.planning.step import (
     sync_seconds,
     trainer_costs,
 )
-from armature.components.policies.settings import RobotPolicySettings
 from armature.components.rl.settings import TrainVLMSettings
-from armature.components.vla_rl.settings import TrainVLARLSettings
+from armature.components.robots.planning import (
+    PolicySizes,
+    RobotAssumptions,
+    RobotCosts,
+    policy_sizes,
+    robot_costs,
+    robot_step,
+)
+from armature.components.robots.policies.settings import RobotPolicySettings
+from armature.components.robots.rl.settings import TrainVLARLSettings
 from armature.components.vlm.settings import TrainerSettings
 from benchmarks.model_sizes import policy_config_of
 from benchmarks.step_case import TEXT, VISION

@@ -15,10 +15,10 @@ from pydantic import BaseModel
 
 from armature import deployments
 from armature.components.configuration import load_recipe, recipe_names
+from armature.components.configuration.recipes import RECIPES
+from armature.components.configuration.stages import STAGES
 from armature.components.contracts.errors import ConfigurationError
 from armature.components.contracts.settings import Settings
-from armature.components.recipes import RECIPES
-from armature.components.stages import STAGES
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 

@@ -15,7 +15,7 @@ import pytest
 from prefect import flow
 
 from armature.components.contracts.errors import TrackingError
-from armature.components.process import Program
+from armature.components.machine.process import Program
 from armature.services import free_port, mlflow_server, wait_until_ready
 from armature.tasks.events import PrefectEvents
 from armature.tasks.tracking import tracked

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from armature.components.batches.build import build_batch
-from armature.components.batches.settings import BatchSettings
 from armature.components.contracts.images import ImageRef
 from armature.components.contracts.rollouts import GenerateOutputs
-from tests.reports.conftest import make_trajectory
+from armature.components.rollouts.batches.build import build_batch
+from armature.components.rollouts.settings import BatchSettings
+from tests.pages.conftest import make_trajectory
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 

@@ -18,10 +18,10 @@ import pytest
 
 from armature import deployments
 from armature.components.configuration import load_recipe, recipe_names
+from armature.components.configuration.recipes import RECIPES
+from armature.components.configuration.stages import run_stage
 from armature.components.contracts.machine import Machine
 from armature.components.models.settings import ModelSettings
-from armature.components.recipes import RECIPES
-from armature.components.stages import run_stage
 from armature.services import free_port
 from tests.platform.conftest import assert_closed
 from tests.platform.dashboard import CHROMIUM, chromium, start_from_the_form, table_of_results

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from armature.components.process import Program
+from armature.components.machine.process import Program
 from tests.production.nodes import Network, Node
 from tests.production.services import Compose, start_postgres, start_s3
 

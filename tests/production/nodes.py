@@ -16,7 +16,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Self
 
-from armature.components.process import Program
+from armature.components.machine.process import Program
 
 DISK = Path("/srv")
 """Where every node has its own disk: the working folder of its programs."""

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import sys
 
-from armature.components.artifacts.digests import file_digest
 from armature.components.configuration import load_recipe
+from armature.components.configuration.stages import STAGES, run_stage
+from armature.components.contracts.digests import file_digest
 from armature.components.contracts.machine import Machine
 from armature.components.contracts.stages import Artifact
-from armature.components.stages import STAGES, run_stage
 
 WEIGHTS = "the weights have the digest "
 SMALL = (

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from armature.components.process import Program
+from armature.components.machine.process import Program
 from tests.production.nodes import DISK, Node, wait_for
 
 COMPOSE = Path(__file__).parents[2] / "infra/compose"

@@ -83,7 +83,7 @@ class Flow:
 
 
 def is_simulator(command: str) -> bool:
-    return "armature.components.environments.libero.worker" in command and "components/process.py" not in command
+    return "armature.components.robots.libero.worker" in command and "components/machine/process.py" not in command
 
 
 VICTIMS = {"simulator": is_simulator, "trainer": is_trainer}

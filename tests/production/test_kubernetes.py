@@ -24,9 +24,9 @@ import yaml
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.objects import State
 
-from armature.components.datasets.lerobot.layout import Feature
-from armature.components.datasets.lerobot.settings import LayoutSettings
-from armature.components.datasets.lerobot.writer import create_dataset
+from armature.components.robots.datasets.lerobot.layout import Feature
+from armature.components.robots.datasets.lerobot.writer import create_dataset
+from armature.components.robots.datasets.settings import LayoutSettings
 from tests.production.stand_in_cluster import Cluster, Object, variables
 
 ROOT = Path(__file__).parents[2]

@@ -19,7 +19,7 @@ from armature.components.artifacts.manifest import read_manifest
 from armature.components.artifacts.store import ArtifactStore
 from armature.components.configuration import CONFIGS
 from armature.components.contracts.stages import Artifact
-from armature.components.process import Program
+from armature.components.machine.process import Program
 from armature.components.rollouts.table import read_rollouts
 from tests.production.conftest import Platform
 from tests.production.nodes import Network, Node, wait_for

@@ -17,7 +17,7 @@ import httpx
 import pytest
 from opentelemetry.proto.trace.v1.trace_pb2 import Status
 
-from armature.components.process import Program
+from armature.components.machine.process import Program
 from tests.interop.cluster.collector import Collector, collecting
 
 pytestmark = [

@@ -22,7 +22,7 @@ with socket.create_server(("0.0.0.0", 8000)) as listener:
 CLIENT = """
 import asyncio, functools, sys, time
 from armature.components.inference import client
-from armature.components.inference.endpoint import Endpoint
+from armature.components.inference.replies import Endpoint
 
 async def main():
     client.socket_options = functools.partial(client.socket_options, float(sys.argv[2]))

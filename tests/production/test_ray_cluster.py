@@ -15,12 +15,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from armature.components.artifacts.digests import file_digest
 from armature.components.configuration import load_recipe
+from armature.components.contracts.digests import file_digest
 from armature.components.contracts.machine import Machine
 from armature.components.inference.command import server_command, server_environment
 from armature.components.inference.settings import ServerSettings
-from armature.components.process import Program
+from armature.components.machine.process import Program
 from tests.production.linear_trainer import CONTINUE, OUT, PAUSED, installed
 from tests.production.linear_trainer import WEIGHTS as LINEAR
 from tests.production.nodes import DISK, Network, Node, wait_for
@@ -34,7 +34,7 @@ KEY = "a key for the tests"
 SERVER, RANK = "vllm.entrypoints.openai.api_server", "armature.components.training.service"
 PLAYERS = {
     "train-vlm": "armature.components.rollouts.worker",
-    "train-vla": "armature.components.environments.libero.worker",
+    "train-vla": "armature.components.robots.libero.worker",
 }
 TOKEN = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0123456789abcdef" * 4, "RAY_USAGE_STATS_ENABLED": "0"}
 ENVIRONMENT = {**ONE_THREAD, **TOKEN, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
@@ -81,7 +81,7 @@ def _family(program: Program) -> list[psutil.Process]:
 def _runs(process: psutil.Process, module: str) -> bool:
     with suppress(psutil.NoSuchProcess):
         command = process.cmdline()
-        return module in command and "components/process.py" not in " ".join(command)
+        return module in command and "components/machine/process.py" not in " ".join(command)
     return False
 
 

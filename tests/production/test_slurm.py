@@ -21,7 +21,7 @@ import pytest
 from armature import slurm
 from tests.production.nodes import DISK, Network, Node, wait_for
 from tests.production.services import OFFLINE, ONE_THREAD
-from tests.vla.conftest import write_dataset
+from tests.robots.imitation.conftest import write_dataset
 
 ENVIRONMENT = Path(__file__).parents[2] / ".venv-ray/bin"
 """The environment of the project, with Ray."""

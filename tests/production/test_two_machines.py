@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from armature.components.artifacts.digests import folder_digest
 from armature.components.artifacts.store import ArtifactStore
+from armature.components.contracts.digests import folder_digest
 from tests.chaos.training import STEPS, Training, make_inputs
 
 pytestmark = pytest.mark.timeout(1800)

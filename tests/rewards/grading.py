@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from armature.components.rewards.make import Rewards, make_rewards
-from armature.components.rewards.reward import RewardInput
-from armature.components.rewards.settings import RewardSettings
+from armature.components.rewards.reward import RewardInput, RewardSettings
 
 
 def made(name: str, folder: Path = Path(), **arguments: Any) -> Rewards:

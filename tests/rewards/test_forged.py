@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from armature.components.contracts.failures import RolloutFailed
+from armature.components.contracts.errors import RolloutFailed
 from armature.components.rewards.make import Rewards
 
 from .grading import grade, made
 
 MODULE = """
 import ctypes, inspect, json, os, struct, sys, threading, time
-from armature.components.workers.serve import serve
+from armature.components.machine.workers.channel import serve
 
 def framed(text):
     frame = inspect.currentframe()

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from armature.components.project import project
+from armature.components.machine.project import project
 from armature.components.rewards.make import Rewards, reward_sources
-from armature.components.rewards.settings import RewardSettings
+from armature.components.rewards.reward import RewardSettings
 from tests.refusals import refused
 
 from .grading import grade, made

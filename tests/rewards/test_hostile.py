@@ -14,10 +14,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from armature.components.contracts.failures import RolloutFailed
+from armature.components.contracts.errors import RolloutFailed
 from armature.components.rewards.make import Rewards, make_rewards
-from armature.components.rewards.reward import RewardInput
-from armature.components.rewards.settings import RewardSettings
+from armature.components.rewards.reward import RewardInput, RewardSettings
 
 REASONS = {"bad_answer", "reward_timeout", "reward_died", "reward_error", "reward_invalid"}
 

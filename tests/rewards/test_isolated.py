@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
-from armature.components.rewards.command import Command, CommandSettings
+from armature.components.rewards.function import Command, CommandSettings
 from armature.components.rewards.json_schema import JsonSchema, JsonSchemaSettings
 from armature.components.rewards.make import Rewards
 from armature.components.rewards.reward import RewardInput

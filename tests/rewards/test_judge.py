@@ -15,10 +15,9 @@ import pytest
 from pydantic import ValidationError
 
 from armature.components.configuration import explain
-from armature.components.contracts.errors import ConfigurationError
-from armature.components.contracts.failures import RolloutFailed
+from armature.components.contracts.errors import ConfigurationError, RolloutFailed
 from armature.components.contracts.secrets import PLAIN_SECRET
-from armature.components.rewards.judge.grades import grade_in, question
+from armature.components.rewards.judge.judge import grade_in, question
 from armature.components.rewards.judge.settings import JudgeSettings
 from armature.components.rewards.make import Rewards
 from armature.components.rewards.reward import RewardInput
@@ -308,7 +307,7 @@ def test_a_reply_without_a_grade_is_unreadable(reply: str, settings: dict[str, A
 def test_key_that_comes_back_is_blanked(
     server: JudgeServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, key: str, mood: str
 ) -> None:
-    monkeypatch.setattr("armature.components.contracts.secret_values._forms", set())
+    monkeypatch.setattr("armature.components.contracts.errors._forms", set())
     monkeypatch.setenv("JUDGE_KEY", key)
     with closing(judge(server, api_key={"env": "JUDGE_KEY"}, attempts=1)) as rewards:
         if mood == "echo-grade":

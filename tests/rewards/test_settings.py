@@ -10,11 +10,11 @@ import pytest
 from pydantic import ValidationError
 
 from armature.components.configuration.problems import code_of, explain
-from armature.components.contracts.failures import RolloutFailed
+from armature.components.contracts.errors import RolloutFailed
 from armature.components.contracts.settings import Settings
 from armature.components.rewards import REWARDS
 from armature.components.rewards.make import make_rewards
-from armature.components.rewards.settings import NamedReward, RewardSettings
+from armature.components.rewards.reward import NamedReward, RewardSettings
 from tests.refusals import refused
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from armature.components.rl.cpu import CpuTimes
+from armature.components.rl.metrics import CpuTimes
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="schedstat is Linux's")
 SPIN = "import time\nwhile time.process_time() < 0.5: pass\nprint('spun', flush=True)\ninput()"

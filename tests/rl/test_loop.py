@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from armature.components.artifacts.history import History
+from armature.components.artifacts.json_lines import History
+from armature.components.configuration.stages import TerminalEvents, ThreadUnits
 from armature.components.contracts.stages import Artifact
 from armature.components.rl.loop import LoopPlan, run_loop
-from armature.components.stages import TerminalEvents, ThreadUnits
 
 
 class RecordingSteps:

@@ -12,20 +12,19 @@ import pytest
 import torch
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
-from armature.components.artifacts.history import History
+from armature.components.artifacts.json_lines import History
 from armature.components.artifacts.store import ArtifactStore
-from armature.components.batches.check import MOST_TOKENS
 from armature.components.configuration import load_recipe
+from armature.components.configuration.stages import STAGES, fingerprint
 from armature.components.contracts.episodes import Observation, Outcome, Task
 from armature.components.evaluation.settings import EvaluateStageSettings, PanelSettings
 from armature.components.inference.client import Completion
 from armature.components.rl.config import MultimodalRLConfig
-from armature.components.rl.evaluations import best_step
-from armature.components.rl.panel import HeldoutPanel, PanelEvaluations
+from armature.components.rl.evaluations import HeldoutPanel, PanelEvaluations, best_step
 from armature.components.rl.run import RLRun, RunParts
 from armature.components.rl.settings import LoopSettings, TrainVLMSettings
 from armature.components.rl.trainer import MultimodalGRPOTrainer
-from armature.components.stages import STAGES, fingerprint
+from armature.components.rollouts.batches.build import MOST_TOKENS
 from tests.refusals import refused
 from tests.rl.test_rounds import NotingTrainer, PoolOfOne, Scripted, Tells, Unmerged, context
 from tests.rl.test_trainer import COLORS, LocalSampler, config, reward, run, samplers

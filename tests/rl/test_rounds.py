@@ -15,26 +15,25 @@ import numpy as np
 import pytest
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
-from armature.components.adapters.sequences import merge_turns, sample_of
 from armature.components.artifacts.store import ArtifactStore
-from armature.components.batches.check import MOST_TOKENS
-from armature.components.batches.table import read_batch
 from armature.components.configuration import load_recipe
+from armature.components.configuration.stages import TerminalEvents, ThreadUnits
 from armature.components.contracts.batches import Sample, TurnAdvantages
 from armature.components.contracts.episodes import Observation, Outcome, Task
 from armature.components.contracts.machine import Machine
 from armature.components.contracts.rollouts import GenerateOutputs, Trajectory
 from armature.components.contracts.stages import StageContext
 from armature.components.inference.client import Completion
+from armature.components.models.adapters.sequences import merge_turns, sample_of
 from armature.components.rl.loop import run_loop
 from armature.components.rl.open import skipped_batches
 from armature.components.rl.run import RLRun, RunParts
 from armature.components.rl.settings import TrainVLMSettings
-from armature.components.rollouts.difficulty import difficulty
+from armature.components.rollouts.batches.build import MOST_TOKENS
+from armature.components.rollouts.batches.table import read_batch
 from armature.components.rollouts.play import RolloutId
-from armature.components.rollouts.schedule import tasks_of_step
+from armature.components.rollouts.sampler import difficulty, tasks_of_step
 from armature.components.rollouts.table import read_rollouts
-from armature.components.stages import TerminalEvents, ThreadUnits
 from tests.refusals import refused
 
 GROUPS, MEMBERS, STEPS, MAX_ROUNDS, SEED = 4, 2, 3, 5, 6

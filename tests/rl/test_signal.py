@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from armature.components.batches.settings import BatchSettings
-from armature.components.rl.signal import no_signal
-from tests.batches.conftest import batch_settings, trajectory, walk
+from armature.components.rl.metrics import no_signal
+from armature.components.rollouts.settings import BatchSettings
+from tests.rollouts.batches.conftest import batch_settings, trajectory, walk
 
 GROUP_MEAN: dict[str, Any] = {"name": "group_mean", "scale": "group_std"}
 

@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from armature.components.batches.build import build_batch
-from armature.components.batches.settings import BatchSettings
 from armature.components.contracts.metrics import merged
 from armature.components.contracts.rollouts import GenerateOutputs
 from armature.components.rl.metrics import rollout_metrics
+from armature.components.rollouts.batches.build import build_batch
+from armature.components.rollouts.settings import BatchSettings
 from armature.components.vlm.metrics import batch_report
-from tests.batches.test_recipes import TurnsAsSamples
 from tests.builders import make_trajectory, make_turn
+from tests.rollouts.batches.test_recipes import TurnsAsSamples
 
 PLAIN = GenerateOutputs(
     [make_trajectory(f"t{n}", "g", [make_turn(reward)]) for n, reward in enumerate((0.0, 1.0, 1.0))]

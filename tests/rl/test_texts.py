@@ -11,8 +11,8 @@ import pytest
 from anyio.from_thread import start_blocking_portal
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from armature.components.adapters import get_adapter
 from armature.components.configuration import load_recipe
+from armature.components.configuration.stages import STAGES, TerminalEvents, ThreadUnits, open_store, run_stage
 from armature.components.contracts.machine import Machine
 from armature.components.contracts.stages import StageContext
 from armature.components.environments.make import make_environment
@@ -20,12 +20,12 @@ from armature.components.environments.stage import load_tasks
 from armature.components.inference.checkpoint import vocabulary
 from armature.components.inference.client import Completion
 from armature.components.inference.pool import ServerPool
+from armature.components.models.adapters import get_adapter
 from armature.components.models.load import load_processor
 from armature.components.models.source import locate
+from armature.components.rl.agreement import refuse_other_texts
 from armature.components.rl.run import RLRun, RunParts
 from armature.components.rl.settings import TrainVLMSettings
-from armature.components.rl.texts import refuse_other_texts
-from armature.components.stages import STAGES, TerminalEvents, ThreadUnits, open_store, run_stage
 from armature.components.vlm.client import TrainerClient, TrainerPolicySettings
 from tests.inference.conftest import stand_ins
 from tests.refusals import refused

@@ -18,16 +18,16 @@ from PIL import Image
 from safetensors.torch import load_file
 from tokenizers.decoders import DecodeStream
 
-from armature.components.adapters import MultimodalAdapter
-from armature.components.batches.table import read_batch
 from armature.components.configuration import load_recipe
 from armature.components.contracts.batches import MultimodalBatch
 from armature.components.contracts.errors import DataError
 from armature.components.contracts.rollouts import GenerateOutputs, LogProbs, TokenIds
 from armature.components.inference.probe import ProbeAnswer, make_probe
+from armature.components.models.adapters import MultimodalAdapter
 from armature.components.models.load import load_model
 from armature.components.rl.config import MultimodalRLConfig
 from armature.components.rl.trainer import MultimodalGRPOTrainer
+from armature.components.rollouts.batches.table import read_batch
 from armature.train_multimodal import InferenceTable, start_server
 from tests.refusals import refused
 from tests.vlm.conftest import LORA, Tiny, make_tiny, model_settings, tiny

@@ -27,8 +27,7 @@ from armature.components.contracts.images import EncodedImage
 from armature.components.contracts.machine import Machine
 from armature.components.contracts.rollouts import GenerateOutputs
 from armature.components.inference.client import GenerationFailure
-from armature.components.rollouts.collect import collect
-from armature.components.rollouts.open_files import allow_open_files
+from armature.components.rollouts.collect import allow_open_files, collect
 from tests.images import other_images, refused_images, turned_images
 
 from .conftest import SAMPLING, RecordedEvents, Script, ScriptedPolicy
@@ -499,7 +498,7 @@ def test_more_episodes_at_once_than_files_may_be_open(few_files, store, events):
 def test_a_hard_limit_that_is_too_low_is_said():
     code = (
         "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (200, 200));"
-        "from armature.components.rollouts.open_files import allow_open_files; allow_open_files(201)"
+        "from armature.components.rollouts.collect import allow_open_files; allow_open_files(201)"
     )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert ended.returncode == 1 and "200 files, and 201 are needed" in ended.stderr

@@ -9,7 +9,7 @@ import pytest
 from armature.components.artifacts.tables import read_table, write_table
 from armature.components.contracts.errors import DataError
 from armature.components.contracts.rollouts import GenerateOutputs
-from armature.components.rollouts.difficulty import (
+from armature.components.rollouts.sampler import (
     DIFFICULTY,
     PlayedGroup,
     TaskDifficulty,
@@ -18,7 +18,7 @@ from armature.components.rollouts.difficulty import (
     played_groups,
 )
 from armature.components.rollouts.table import write_rollouts
-from tests.reports.conftest import make_trajectory
+from tests.pages.conftest import make_trajectory
 
 
 def test_groups_are_read_with_the_rewards_of_whole_episodes(tmp_path):

@@ -18,14 +18,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from armature.components.artifacts.images import ImageStore
-from armature.components.batches.groups import groups_of
-from armature.components.batches.settings import PenaltySettings
 from armature.components.contracts.episodes import Observation, Outcome, Task
 from armature.components.contracts.errors import ConfigurationError
 from armature.components.contracts.images import EncodedImage
 from armature.components.contracts.rollouts import GenerateOutputs
 from armature.components.inference.client import GenerationFailure, ReservedToken
 from armature.components.rl.metrics import rollout_metrics
+from armature.components.rollouts.batches.advantages import groups_of
+from armature.components.rollouts.settings import PenaltySettings
 from armature.components.rollouts.table import read_rollouts, write_rollouts
 
 from .conftest import RecordedEvents, ScriptedPolicy

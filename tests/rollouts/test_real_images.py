@@ -8,11 +8,11 @@ from typing import ClassVar
 import pytest
 import torch
 
-from armature.components.adapters import get_adapter
-from armature.components.adapters.validate import model_inputs
 from armature.components.contracts.episodes import Observation, Outcome, Split, Task
 from armature.components.contracts.machine import Machine
 from armature.components.inference.settings import ServerSettings
+from armature.components.models.adapters import get_adapter
+from armature.components.models.adapters.family import model_inputs
 from armature.components.models.load import load_model, load_processor
 from armature.components.rl.agreement import compare
 from armature.components.rollouts.collect import collect

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from armature.components.contracts.rollouts import Failure, GenerateOutputs, Trajectory
-from armature.components.rollouts.rounds import choose_groups, play_rounds
+from armature.components.rollouts.sampler import choose_groups, play_rounds
 from armature.components.rollouts.settings import RolloutSettings
 
 from .conftest import SAMPLING, a_turn

@@ -10,9 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from armature.components.contracts.episodes import Task
-from armature.components.rollouts.difficulty import PlayedGroup
-from armature.components.rollouts.sampler import SignalSampler
-from armature.components.rollouts.schedule import tasks_of_step
+from armature.components.rollouts.sampler import PlayedGroup, SignalSampler, tasks_of_step
 from armature.components.rollouts.settings import RolloutSettings
 
 

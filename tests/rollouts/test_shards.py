@@ -27,17 +27,16 @@ from armature.components.environments.make import make_environment
 from armature.components.environments.settings import EnvironmentSettings
 from armature.components.inference.pool import ServerPool
 from armature.components.inference.settings import SamplingSettings
+from armature.components.machine.workers.requests import NOTHING
+from armature.components.machine.workers.worker import workers_on
 from armature.components.rollouts.collect import collect
-from armature.components.rollouts.late import ShardQueue
 from armature.components.rollouts.settings import RolloutSettings
-from armature.components.rollouts.shards import SHARD_REPLY, WORKER, RolloutWorkers
+from armature.components.rollouts.shards import SHARD_REPLY, WORKER, RolloutWorkers, ShardQueue
 from armature.components.rollouts.table import write_rollouts
 from armature.components.rollouts.worker import SHARDS
-from armature.components.workers.requests import NOTHING
-from armature.components.workers.worker import workers_on
 from tests.inference.conftest import checkpoint, make_pool, stand_ins
+from tests.machine.workers.conftest import cluster, ray_cluster
 from tests.refusals import refused
-from tests.workers.conftest import cluster, ray_cluster
 
 from .conftest import RecordedEvents
 
@@ -178,7 +177,7 @@ def playing_processes() -> set[int]:
     for each in psutil.Process().children(recursive=True):
         with suppress(psutil.NoSuchProcess):
             command = each.cmdline()
-            if WORKER in command and not any(part.endswith("components/process.py") for part in command):
+            if WORKER in command and not any(part.endswith("components/machine/process.py") for part in command):
                 found.add(each.pid)
     return found
 

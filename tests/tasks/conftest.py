@@ -8,8 +8,8 @@ from types import ModuleType
 
 import pytest
 
+from armature.components.configuration.stages import STAGES
 from armature.components.contracts.machine import Machine
-from armature.components.stages import STAGES
 
 
 @pytest.fixture(scope="session")

@@ -11,10 +11,10 @@ from pydantic import BaseModel, ConfigDict
 
 from armature.components.artifacts.disk import whole_folder
 from armature.components.artifacts.manifest import open_artifact, write_manifest
+from armature.components.configuration.recipes import MachineSection, Sections
 from armature.components.contracts.errors import DataError, ServerError
 from armature.components.contracts.machine import Machine
 from armature.components.contracts.stages import Artifact, Stage, StageReport
-from armature.components.recipes import MachineSection, Sections
 
 
 class TasksSettings(BaseModel):

@@ -8,7 +8,7 @@ from armature.components.contracts.errors import ConfigurationError
 from armature.components.contracts.machine import Machine
 from armature.components.contracts.secrets import resolve
 from armature.components.environments.settings import EnvironmentSettings
-from armature.components.rewards.settings import RewardSettings
+from armature.components.rewards.reward import RewardSettings
 from tests.refusals import refused
 
 MACHINE = Machine.model_validate({"server_environment": {"HF_TOKEN": {"prefect_secret": "hub-token"}}})

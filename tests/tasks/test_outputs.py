@@ -17,7 +17,7 @@ from armature.tasks.outputs import numbers
 from armature.tasks.reports import CheckpointResult, _final_numbers
 from armature.tasks.tracking import flatten
 from tests.contracts.test_metric_names import HOSTILE
-from tests.reports.conftest import make_trajectory
+from tests.pages.conftest import make_trajectory
 
 KINDS = ["mean", "overall", "accuracy", "kinds", "reward_parts/x", *HOSTILE]
 

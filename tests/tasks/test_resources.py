@@ -6,7 +6,7 @@ import shutil
 
 import psutil
 
-from armature.tasks.resources import Free, ResourceWatch, free_bytes
+from armature.tasks.prometheus import Free, ResourceWatch, free_bytes
 
 GIB = 2**30
 

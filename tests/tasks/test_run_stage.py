@@ -11,7 +11,7 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas import TaskRun
 
 from armature.components.contracts.errors import ConfigurationError, DataError
-from armature.components.process import Program
+from armature.components.machine.process import Program
 from tests.refusals import refused
 
 ROOT = Path(__file__).parents[2]
@@ -123,8 +123,8 @@ from pathlib import Path
 
 from armature.components.contracts.machine import Machine
 from armature.components.contracts.stages import Artifact
-from armature.components.stages import STAGES, run_stage
-from armature.tasks.lost_runs import take_the_place_of_lost_runs
+from armature.components.configuration.stages import STAGES, run_stage
+from armature.tasks.tracking import take_the_place_of_lost_runs
 from armature.tasks.tracking import open_run
 
 demo, settings, tasks, digest, store = sys.argv[1:]

@@ -19,10 +19,10 @@ from pathlib import Path
 
 import torch
 
-from armature.components.ports import loopback
+from armature.components.machine.network import loopback
 from armature.components.training import gradient_sums
-from armature.components.training.launch import joined
 from armature.components.training.processes import RENDEZVOUS
+from armature.components.training.ranks import joined
 from armature.components.training.service_settings import ServiceSettings
 from armature.components.vlm.worker import TrainerWorker
 

@@ -14,8 +14,8 @@ from peft import PeftModel
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from armature.components.adapters import model_inputs
-from armature.components.artifacts.digests import folder_digest
+from armature.components.contracts.digests import folder_digest
+from armature.components.models.adapters import model_inputs
 from armature.components.models.load import load_model, load_processor
 from armature.components.training.checkpoints import STATE_FILE, TENSORS, Checkpoints, identity
 from armature.components.training.optimizer_state import STATE

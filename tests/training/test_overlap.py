@@ -13,7 +13,7 @@ import sys, torch, torch.distributed as dist
 from torch import nn
 from armature.components.training import gradient_sums, ranks as ranks_module
 from armature.components.training.engine import ParameterGroup, TrainingEngine
-from armature.components.training.launch import joined
+from armature.components.training.ranks import joined
 from armature.components.training.processes import TrainerProcesses
 
 ranks_module.ALONE_ELEMENTS = gradient_sums.ALONE_ELEMENTS = 64  # matrices are large here, vectors are small

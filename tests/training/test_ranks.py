@@ -10,15 +10,15 @@ import pytest
 
 from armature.components.contracts.cluster import ClusterSettings, TrainerBundle
 from armature.components.contracts.machine import Machine
-from armature.components.ports import network
-from armature.components.process import Program
+from armature.components.machine.network import network
+from armature.components.machine.process import Program
 from armature.components.training.processes import TrainerProcesses, new_attempt, private_folder
 from tests.production.linear_trainer import CONTINUE, OUT, WEIGHTS, installed
 from tests.refusals import refused
 
 SCRIPT = """
 import os, pickle, signal, sys, time, torch
-from armature.components.training.launch import joined
+from armature.components.training.ranks import joined
 from armature.components.training.processes import TrainerProcesses
 from armature.components.training.ranks import total_norm
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -105,7 +105,7 @@ def test_the_norm_of_shards_is_that_of_whole_tensors(ended: Ended) -> None:
 SILENT = """
 import sys, time
 from armature.components.contracts.errors import TrainerError
-from armature.components.training.launch import joined
+from armature.components.training.ranks import joined
 from armature.components.training.processes import TrainerProcesses
 
 with joined(TrainerProcesses(threads=1, ready_timeout=60, rank_timeout=1), seed=0) as ranks:
@@ -158,8 +158,8 @@ def test_one_machine_never_imports_ray(tmp_path: Path) -> None:
     (tmp_path / "ray.py").write_text("raise SystemExit('Ray was imported')")
     code = (
         "import sys\nfrom pathlib import Path\nfrom armature.components.contracts.machine import Machine\n"
-        "from armature.components.workers.requests import ANYTHING\n"
-        "from armature.components.workers.worker import make_worker\n"
+        "from armature.components.machine.workers.requests import ANYTHING\n"
+        "from armature.components.machine.workers.worker import make_worker\n"
         "from tests.production.linear_trainer import train\n"
         "train(Path(sys.argv[1]), Machine(trainer_processes=2, threads=1, loader_workers=0))\n"
         "with make_worker('tests.workers.misbehaving', timeout=60.0) as worker:\n"

@@ -15,7 +15,7 @@ import pytest
 
 from armature.components.contracts.errors import ConfigurationError, TrainerError
 from armature.components.contracts.machine import Machine
-from armature.components.process import Program
+from armature.components.machine.process import Program
 from armature.components.training.client import read_address
 from armature.components.training.processes import error_file, new_attempt
 from armature.components.vlm.client import TrainerClient, TrainerPolicySettings

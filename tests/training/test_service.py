@@ -16,11 +16,11 @@ import numpy.typing as npt
 import pytest
 from safetensors.torch import load_file
 
-from armature.components.artifacts.history import History
-from armature.components.batches.ratios import ratios_file, read_log_ratios
-from armature.components.batches.table import read_batch, write_batch
+from armature.components.artifacts.json_lines import History
 from armature.components.contracts.errors import DataError, TrainerError
 from armature.components.contracts.machine import Machine
+from armature.components.rollouts.batches.ratios import ratios_file, read_log_ratios
+from armature.components.rollouts.batches.table import read_batch, write_batch
 from armature.components.training.service_settings import service_settings
 from armature.components.vlm.client import TrainerClient, TrainerPolicySettings
 from tests.listeners import beyond_loopback

@@ -17,10 +17,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from armature.components.batches.table import write_batch
 from armature.components.contracts.cluster import ClusterSettings, TrainerBundle
 from armature.components.contracts.machine import Machine
 from armature.components.models.settings import LoraSettings
+from armature.components.rollouts.batches.table import write_batch
 from armature.components.training.checkpoints import TENSORS
 from armature.components.training.processes import private_folder
 from armature.components.training.service_settings import service_settings

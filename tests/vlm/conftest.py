@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from armature.components.adapters import FamilyAdapter, SampleCollator, get_adapter
 from armature.components.artifacts.images import ImageStore, encode_png
 from armature.components.contracts.batches import Sample
 from armature.components.contracts.images import ImageRef
 from armature.components.contracts.machine import Machine
+from armature.components.models.adapters import FamilyAdapter, SampleCollator, get_adapter
 from armature.components.models.load import load_model, load_processor
 from armature.components.models.settings import LoraSettings, ModelSettings
 from armature.components.models.tiny import SMALL, make_tiny_checkpoint

@@ -14,13 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from armature.components.adapters import model_inputs
 from armature.components.contracts.batches import Sample
+from armature.components.models.adapters import model_inputs
 from armature.components.models.lora import base_model
 from armature.components.models.packed import laid_out
-from armature.components.training.launch import joined
 from armature.components.training.processes import TrainerProcesses
-from armature.components.training.ranks import Ranks
+from armature.components.training.ranks import Ranks, joined
 from armature.components.vlm.loader import FeatureCache
 from armature.components.vlm.logprobs import Policy, predicting
 from armature.components.vlm.packing import packed_batch

@@ -8,7 +8,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from armature.components.vlm.heads import HEADS, HeadSettings, fused
+from armature.components.vlm.heads import fused
+from armature.components.vlm.heads.backends import HEADS, HeadSettings
 from tests.refusals import refused
 
 from .logprob_cases import CASES, CPU, ODD, Case, check_unused, compare

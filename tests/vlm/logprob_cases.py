@@ -8,7 +8,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from armature.components.vlm.heads import HEADS, HeadSettings
+from armature.components.vlm.heads.backends import HEADS, HeadSettings
 
 CPU = torch.device("cpu")
 GPU = torch.device("cuda")

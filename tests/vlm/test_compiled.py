@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from armature.components.families.family import FAMILIES, family_of
-from armature.components.models.compiled import _compiled, _recomputing, compile_layers
-from armature.components.models.padded import pad_widths
+from armature.components.models.compiled import _compiled, _recomputing, compile_layers, pad_widths
 from armature.components.training.ranks import Ranks
 from armature.components.vlm.learner import Learner
 from armature.components.vlm.logprobs import Policy

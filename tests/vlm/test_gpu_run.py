@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from armature.components.configuration import load_recipe
+from armature.components.configuration.stages import STAGES, run_stage
 from armature.components.contracts.machine import Machine
-from armature.components.stages import STAGES, run_stage
 
 STEPS = 5
 

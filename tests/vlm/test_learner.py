@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from armature.components.adapters import model_inputs
 from armature.components.contracts.batches import Sample
 from armature.components.contracts.errors import DataError
+from armature.components.models.adapters import model_inputs
 from armature.components.training.engine import MOST_IN_A_ROW
 from armature.components.vlm.learner import Learner
 from armature.components.vlm.loader import MicroBatchLoader

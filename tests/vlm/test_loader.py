@@ -14,7 +14,7 @@ from armature.components.contracts.batches import Sample
 from armature.components.contracts.errors import DataError
 from armature.components.contracts.images import ImageRef
 from armature.components.vlm.loader import MicroBatchLoader
-from armature.components.vlm.plan import micro_batches, packed_micro_batches, share, updates
+from armature.components.vlm.packing import micro_batches, packed_micro_batches, share, updates
 
 REF = ImageRef("0" * 64, "image/png", 4, 4)
 

@@ -10,9 +10,10 @@ import torch
 from hypothesis import given, settings
 from torch import nn
 
-from armature.components.adapters import model_inputs
+from armature.components.models.adapters import model_inputs
 from armature.components.models.settings import LoraSettings
-from armature.components.vlm.heads import HEADS, HeadSettings, fused
+from armature.components.vlm.heads import fused
+from armature.components.vlm.heads.backends import HEADS, HeadSettings
 from armature.components.vlm.logprobs import Policy, predicting
 from armature.components.vlm.settings import Logprobs
 from tests.refusals import refused

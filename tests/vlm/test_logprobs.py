@@ -12,8 +12,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from armature.components.adapters import model_inputs
 from armature.components.families.family import FAMILIES
+from armature.components.models.adapters import model_inputs
 from armature.components.models.attention import needs_no_mask
 from armature.components.vlm.logprobs import Policy, check_head, predicting
 from tests.refusals import refused

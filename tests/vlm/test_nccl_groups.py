@@ -13,15 +13,14 @@ from pathlib import Path
 
 import pytest
 
-from armature.components.batches.table import write_batch
 from armature.components.contracts.machine import Machine
 from armature.components.contracts.rollouts import LogProbs
-from armature.components.inference.endpoint import Endpoint
 from armature.components.inference.pool import ServerPool
-from armature.components.inference.probe import ask_probe
-from armature.components.inference.proof import GPU_FLOAT32, distance
+from armature.components.inference.probe import GPU_FLOAT32, ask_probe, distance
+from armature.components.inference.replies import Endpoint
 from armature.components.inference.server import VllmServer
 from armature.components.inference.settings import SamplingSettings, ServerSettings
+from armature.components.rollouts.batches.table import write_batch
 from armature.components.vlm.client import TrainerClient, TrainerPolicySettings
 from tests.vlm.conftest import Tiny, model_settings, trainer_settings
 

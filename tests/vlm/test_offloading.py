@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from armature.components.training.ranks import Ranks
-from armature.components.vlm import offloading
+from armature.components.vlm import memory as offloading
 from armature.components.vlm.learner import Learner
 
 from .conftest import LORA, step, trainer_settings

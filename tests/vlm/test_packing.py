@@ -13,20 +13,19 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from armature.components.adapters import model_inputs
 from armature.components.artifacts.images import encode_png
 from armature.components.contracts.batches import Sample
 from armature.components.contracts.errors import ConfigurationError
 from armature.components.contracts.images import ImageRef
 from armature.components.families.family import FAMILIES
+from armature.components.models.adapters import model_inputs
 from armature.components.models.packed import laid_out
 from armature.components.models.settings import LoraSettings
 from armature.components.training.ranks import Ranks
 from armature.components.vlm.learner import Learner
 from armature.components.vlm.loader import FeatureCache
 from armature.components.vlm.logprobs import Policy, predicting
-from armature.components.vlm.packing import packed_batch, packing_of
-from armature.components.vlm.plan import micro_batches, packed_micro_batches
+from armature.components.vlm.packing import micro_batches, packed_batch, packed_micro_batches, packing_of
 from tests.images import noise
 
 from .conftest import LORA, Tiny, assert_same_step, learner_of, step, stepped, trainer_settings

@@ -11,9 +11,9 @@ import pytest
 import torch
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from armature.components.batches.table import write_batch
 from armature.components.inference.checkpoint import vocabulary
 from armature.components.inference.probe import LIKELIEST, WORDS, Probe, make_probe
+from armature.components.rollouts.batches.table import write_batch
 from tests.refusals import refused
 
 from .conftest import LORA, worker_of

@@ -15,8 +15,7 @@ from torch import nn
 from armature.components.contracts.errors import ConfigurationError
 from armature.components.families.family import family_of
 from armature.components.models.load import load_model, load_processor, read_model
-from armature.components.models.lora import base_model, merged_weights
-from armature.components.models.nf4 import NF4Linear, quantized_layers
+from armature.components.models.lora import NF4Linear, base_model, merged_weights, quantized_layers
 from armature.components.models.settings import LoraSettings
 from armature.components.rl.open import QUANTIZED_BASE, base_weights
 from armature.components.training.checkpoints import Checkpoints

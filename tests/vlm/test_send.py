@@ -11,11 +11,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from armature.components.batches.table import write_batch
 from armature.components.contracts.errors import WeightSyncError
-from armature.components.inference.endpoint import Endpoint
+from armature.components.inference.replies import Endpoint
 from armature.components.inference.served.armature_served.deltas import DELTA, bring_to, words
 from armature.components.models.molmo2 import to_hub
+from armature.components.rollouts.batches.table import write_batch
 from armature.components.vlm import worker as worker_module
 from armature.components.vlm.worker import TrainerWorker
 from tests.refusals import refused

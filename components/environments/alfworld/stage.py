@@ -8,16 +8,16 @@ from pathlib import Path
 
 from pydantic import Field, NonNegativeInt
 
+from armature.components.configuration.recipes import MachineSection, Sections
 from armature.components.contracts.errors import ConfigurationError, DataError
 from armature.components.contracts.machine import Machine
 from armature.components.contracts.settings import Settings
 from armature.components.contracts.stages import Artifact, Stage, StageContext, StageReport
 from armature.components.environments.alfworld.games.folders import games_digest, write_game
 from armature.components.environments.alfworld.games.game import SOURCES, Game, GamesSettings, GeneratedGames
-from armature.components.environments.alfworld.games.load import load_games
+from armature.components.environments.alfworld.games.generate import load_games
 from armature.components.environments.alfworld.text.host import EngineHost
-from armature.components.recipes import MachineSection, Sections
-from armature.components.workers.worker import Worker
+from armature.components.machine.workers.worker import Worker
 
 
 class GamesStageSettings(Settings):

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Literal
 
-from armature.components.contracts.errors import DataError
-from armature.components.contracts.failures import LONGEST_DETAIL
+from armature.components.contracts.errors import LONGEST_DETAIL, DataError
 
 SHOWN = 5
 

@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from armature.components.artifacts.cache import DownloadCache, make_once
-from armature.components.artifacts.digests import document_digest
+from armature.components.contracts.digests import document_digest
 from armature.components.contracts.episodes import EarlierMessage, Observation, Outcome, Split, Task
-from armature.components.contracts.errors import DataError
-from armature.components.contracts.failures import RolloutFailed
+from armature.components.contracts.errors import DataError, RolloutFailed
 from armature.components.contracts.images import EncodedImage
 from armature.components.environments.dataset.bad_rows import BadRow, BadRows
 from armature.components.environments.dataset.files import DataFiles
@@ -21,8 +20,8 @@ from armature.components.environments.dataset.select import RowReference, image_
 from armature.components.environments.dataset.settings import DatasetEnvironmentSettings
 from armature.components.environments.dataset.shards import COPY, Row
 from armature.components.environments.dataset.source import RowTable, is_hub_name, open_table
-from armature.components.hub import commit_of
-from armature.components.project import project_folder
+from armature.components.machine.hub import commit_of
+from armature.components.machine.project import project_folder
 from armature.components.rewards.make import Rewards, make_rewards, reward_sources
 from armature.components.rewards.reward import RewardInput
 

@@ -16,11 +16,10 @@ from typing import Protocol
 from fsspec.utils import glob_translate
 
 from armature.components.artifacts.cache import DownloadCache, file_sha256, file_state, make_once
-from armature.components.artifacts.digests import document_digest
 from armature.components.artifacts.fetched import FetchedFiles, list_files
+from armature.components.contracts.digests import document_digest
 from armature.components.contracts.errors import ConfigurationError, DataError
-from armature.components.contracts.files import is_folder, regular
-from armature.components.contracts.names import confined
+from armature.components.contracts.files import confined, is_folder, regular
 
 READERS = 4
 

@@ -12,11 +12,11 @@ import pyarrow as pa
 
 from armature.components.artifacts.cache import DownloadCache
 from armature.components.contracts.errors import ConfigurationError, DataError
+from armature.components.contracts.installation import install_command
 from armature.components.environments.dataset.bad_rows import BadRow
 from armature.components.environments.dataset.shards import ArrowRows, Shard
 from armature.components.environments.dataset.values import column_values
-from armature.components.hub import hub_commit
-from armature.components.installation import install_command
+from armature.components.machine.hub import hub_commit
 
 SAVED = ("state.json", "dataset_dict.json")
 """One of them is in a folder that `save_to_disk` wrote."""

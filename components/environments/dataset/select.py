@@ -13,8 +13,7 @@ from typing import Any
 
 from armature.components.artifacts.images import refuse_unreadable
 from armature.components.contracts.episodes import Split
-from armature.components.contracts.errors import ConfigurationError, DataError
-from armature.components.contracts.failures import RolloutFailed
+from armature.components.contracts.errors import ConfigurationError, DataError, RolloutFailed
 from armature.components.contracts.value_text import value_text
 from armature.components.environments.dataset.bad_rows import BadRow, BadRows
 from armature.components.environments.dataset.images import TableImage, table_images
@@ -35,7 +34,7 @@ from armature.components.environments.dataset.settings import (
 from armature.components.environments.dataset.shards import Row
 from armature.components.environments.dataset.source import SPLITS, RowTable
 from armature.components.environments.dataset.template import column_name
-from armature.components.registry import suggestion
+from armature.components.machine.registry import suggestion
 from armature.components.rewards.make import Rewards
 
 COMPARE: Mapping[str, Callable[[Any, Any], bool]] = {

@@ -10,8 +10,7 @@ from pydantic_core import PydanticCustomError
 from armature.components.contracts.secrets import refuse_plain_url
 from armature.components.contracts.settings import Settings
 from armature.components.environments.dataset.template import column_name, parse_template
-from armature.components.rewards.extract import EXTRACT
-from armature.components.rewards.settings import RewardSettings
+from armature.components.rewards.reward import EXTRACT, RewardSettings
 
 Format = Literal["jsonl", "json", "csv", "parquet", "images", "huggingface"]
 Scalar = bool | int | float | str

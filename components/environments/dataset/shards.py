@@ -16,7 +16,7 @@ import pyarrow.csv as pa_csv
 import pyarrow.parquet as pq
 
 from armature.components.artifacts.cache import DownloadCache, make_once
-from armature.components.artifacts.parquet import bounded_batches, without_dictionaries
+from armature.components.artifacts.tables import bounded_batches, without_dictionaries
 from armature.components.contracts.errors import DataError
 from armature.components.contracts.files import read_bytes, regular
 from armature.components.environments.dataset.bad_rows import BadRow

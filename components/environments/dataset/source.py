@@ -8,18 +8,18 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from armature.components.artifacts.digests import document_digest
+from armature.components.contracts.digests import document_digest
 from armature.components.contracts.episodes import Split
 from armature.components.contracts.errors import ConfigurationError, DataError
 from armature.components.contracts.files import is_folder
+from armature.components.contracts.installation import original
 from armature.components.environments.dataset.files import DataFiles, matches, open_folder
 from armature.components.environments.dataset.huggingface import SAVED, dataset_commit, hub_shards, saved_shards
-from armature.components.environments.dataset.image_folder import METADATA, SUFFIXES, image_shards
+from armature.components.environments.dataset.images import METADATA, SUFFIXES, image_shards
 from armature.components.environments.dataset.settings import DatasetEnvironmentSettings, HashSplit, NameSplit
 from armature.components.environments.dataset.shards import READERS, Shard
-from armature.components.home import original
-from armature.components.hub import HUB
-from armature.components.project import project_folder, project_path
+from armature.components.machine.hub import HUB
+from armature.components.machine.project import project_folder, project_path
 
 FORMATS = {
     ".jsonl": "jsonl",

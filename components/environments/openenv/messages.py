@@ -11,12 +11,12 @@ from PIL import Image
 
 from armature.components.artifacts.images import encode_png
 from armature.components.contracts.episodes import Observation
-from armature.components.contracts.failures import RolloutFailed
+from armature.components.contracts.errors import RolloutFailed
 from armature.components.contracts.images import EncodedImage
 from armature.components.environments.dataset.bad_rows import BadRow
 from armature.components.environments.dataset.template import Place, parse_template
 from armature.components.environments.openenv.settings import COMPLETION, OpenEnvSettings
-from armature.components.rewards.extract import extracted
+from armature.components.rewards.reward import extracted
 
 DEEPEST = 8
 """Levels of tables in an observation whose fields have names."""

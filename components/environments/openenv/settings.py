@@ -15,7 +15,7 @@ from armature.components.contracts.secrets import (
 )
 from armature.components.contracts.settings import Settings
 from armature.components.environments.dataset.template import parse_template
-from armature.components.rewards.extract import EXTRACT
+from armature.components.rewards.reward import EXTRACT
 
 PORT = "{port}"
 COMPLETION = "{completion}"

@@ -10,15 +10,13 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 from pydantic import Field, PositiveInt
 
+from armature.components.artifacts.sources import code_digest, has_code, named_files, versions
 from armature.components.contracts.episodes import Episode, Split, Task
 from armature.components.contracts.errors import ConfigurationError, DataError
+from armature.components.contracts.installation import install_command
 from armature.components.contracts.settings import Settings
-from armature.components.environments.threads import LoopThread, SharedThreadEpisode
-from armature.components.environments.verifiers.episode import VerifiersEpisode
-from armature.components.environments.verifiers.source import Row, VerifiersSource
-from armature.components.installation import install_command
-from armature.components.sources.code import code_digest, has_code
-from armature.components.sources.data import named_files, versions
+from armature.components.environments.guarded import LoopThread, SharedThreadEpisode
+from armature.components.environments.verifiers.episode import Row, VerifiersEpisode, VerifiersSource
 
 
 class VerifiersSettings(Settings):

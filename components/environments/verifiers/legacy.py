@@ -14,8 +14,7 @@ import verifiers
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
 from armature.components.contracts.errors import ConfigurationError
-from armature.components.environments.verifiers.episode import content
-from armature.components.environments.verifiers.source import Row
+from armature.components.environments.verifiers.episode import Row, content
 
 
 class LegacySource:

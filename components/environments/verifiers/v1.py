@@ -8,7 +8,7 @@ from itertools import islice
 from typing import Any
 
 from armature.components.contracts.errors import ConfigurationError
-from armature.components.environments.verifiers.source import Row
+from armature.components.environments.verifiers.episode import Row
 
 VERSION = version("verifiers")
 if tuple(int(part) for part in VERSION.split(".")[:2]) < (0, 4):

@@ -25,7 +25,7 @@ from armature.components.contracts.secrets import (
     refuse_plain_url,
     refuse_plain_variables,
 )
-from armature.components.rewards.extract import ExtractingSettings
+from armature.components.rewards.reward import ExtractingSettings
 
 PLACE = re.compile(r"\{([^\W\d]\w*)\}")
 """A place in a template; other braces are text."""

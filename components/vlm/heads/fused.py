@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from armature.components.contracts.errors import ConfigurationError
-from armature.components.models.installed import TRITON
-from armature.components.vlm.heads import HeadSettings
+from armature.components.models.flash import TRITON
+from armature.components.vlm.heads.backends import HeadSettings
 from armature.components.vlm.heads.linear import BlockStatistics, HeadBlock, LinearHead
 
 

@@ -1,14 +1,4 @@
-"""A linear head fused with log-softmax and entropy: no tensor of tokens x vocabulary unless one is kept on purpose.
-
-With z the logits after softcap and temperature, p = softmax(z), H = -sum p log p:
-
-    log-prob of t = z_t - logsumexp(z)
-    dL/dz_j = dlogp (1[j = t] - p_j) - dH p_j (log p_j + H)
-
-The forward pass keeps logsumexp and H, (N,) each. The backward pass computes z again, a block of the vocabulary at a
-time: such a block gives its rows of dW at once, and its part of dh. Where `chunk_tokens` allows for the logits of all N
-tokens, a backend may keep exp(z - m) instead, m being the largest z of a row in each of its blocks.
-"""
+"""Matrix products whose sums stay in fp32 where the factors are bf16."""
 
 from __future__ import annotations
 
@@ -22,8 +12,35 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from armature.components.contracts.errors import ConfigurationError
-from armature.components.vlm.heads import HeadSettings
-from armature.components.vlm.heads.products import add_product, product
+from armature.components.vlm.heads.backends import EXCLUDED, HeadSettings
+
+
+def linear(bias: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+    """bias + scale a b in the dtype of `bias`; on GPUs no product of bf16 numbers is rounded to bf16 on its way."""
+    if a.dtype == bias.dtype:
+        return torch.addmm(bias, a, b, alpha=scale)
+    if a.is_cuda:
+        return torch.addmm(bias, a, b, alpha=scale, out_dtype=bias.dtype)
+    return (a @ b).to(bias.dtype).mul_(scale).add_(bias)
+
+
+def product(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
+    """out = a b, likewise."""
+    if a.dtype == out.dtype:
+        return torch.mm(a, b, out=out)
+    if a.is_cuda:
+        return torch.mm(a, b, out_dtype=out.dtype, out=out)
+    return out.copy_(a @ b)
+
+
+def add_product(out: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """out += a b, likewise."""
+    if a.dtype == out.dtype:
+        return torch.addmm(out, a, b, out=out)
+    if a.is_cuda:
+        return torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
+    return out.add_(a @ b)
+
 
 KeptGradient = Callable[[Tensor, list[Tensor], list[Tensor]], Tensor]
 """Of targets, what was saved and gradients: as `LinearHead.logit_gradient` of the whole vocabulary, once."""
@@ -174,3 +191,58 @@ def _linear(head: nn.Module) -> tuple[Tensor, Tensor | None]:
         for adapter in head.active_adapters:
             weight = weight + head.get_delta_weight(adapter)
     return weight, layer.bias
+
+
+class ChunkedHead(LinearHead):
+    """On any device, in any dtype. The largest tensor has the logits of `chunk_tokens` tokens, in fp32 or better."""
+
+    def statistics(self, hidden: Tensor, block: HeadBlock, targets: Tensor, keep: bool) -> BlockStatistics:
+        width = self.width(len(hidden), len(block.weight))
+        starts = range(0, len(block.weight), width)
+        found = [self._part(hidden, block.part(start, width), targets - start) for start in starts]
+        maximum, total, weighted, chosen = (torch.stack(parts) for parts in zip(*found, strict=True))
+        return BlockStatistics(maximum, total, weighted, chosen.amax(0))
+
+    def _part(self, hidden: Tensor, block: HeadBlock, targets: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        z, _ = self._logits(hidden, block)
+        local, inside = _local(targets, z)
+        chosen = z.gather(1, local).squeeze(1).masked_fill(~inside, float("-inf"))
+        maximum = z.amax(1)
+        weights = z.sub_(maximum[:, None]).exp()
+        return maximum, weights.sum(1), weights.mul_(z).sum(1), chosen
+
+    def logit_gradient(
+        self, hidden: Tensor, block: HeadBlock, targets: Tensor, saved: list[Tensor], grads: list[Tensor]
+    ) -> Tensor:
+        (normalizer, entropy), (d_logprobs, *d_entropy) = saved, grads
+        z, slope = self._logits(hidden, block)
+        log_p = z.sub_(normalizer[:, None])
+        p = log_p.exp()
+        # The temperature's share goes into the numbers per token: a pass over all logits costs as much as a product.
+        g = d_logprobs[:, None] / self.settings.temperature
+        if d_entropy:
+            p.mul_(log_p.add_(entropy[:, None]).mul_(d_entropy[0][:, None] / -self.settings.temperature).sub_(g))
+        else:
+            p.mul_(-g)
+        local, inside = _local(targets, p)
+        p.scatter_add_(1, local, g * inside[:, None])
+        if slope is not None:
+            p.mul_(slope)
+        return p.to(hidden.dtype)
+
+    def _logits(self, hidden: Tensor, block: HeadBlock) -> tuple[Tensor, Tensor | None]:
+        """(N, width) logits after softcap and temperature, and the slope of the softcap."""
+        dtype = torch.promote_types(hidden.dtype, torch.float32)
+        scale, cap = 1 / self.settings.temperature, self.settings.softcap
+        bias = hidden.new_zeros(len(block.weight), dtype=dtype) if block.bias is None else block.bias
+        excluded = torch.zeros_like(bias).masked_fill_(block.forbidden, EXCLUDED)
+        if cap is None:
+            return linear(bias * scale + excluded, hidden, block.weight.t(), scale), None
+        bent = linear(bias, hidden, block.weight.t(), 1.0).div_(cap).tanh_()
+        return (bent * (cap * scale)).add_(excluded), bent.square_().neg_().add_(1)
+
+
+def _local(targets: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
+    """(N, 1) columns of `z` that can be gathered, and (N,) where they are the targets'."""
+    inside = (targets >= 0) & (targets < z.shape[1])
+    return targets.where(inside, 0)[:, None], inside

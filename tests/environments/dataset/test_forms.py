@@ -14,21 +14,20 @@ import pytest
 
 from armature.components.artifacts.images import ImageStore
 from armature.components.configuration import load_recipe
+from armature.components.configuration.stages import STAGES, run_stage
 from armature.components.contracts.episodes import Task
 from armature.components.contracts.machine import Machine
 from armature.components.environments.dataset.bad_rows import BadRow
 from armature.components.environments.dataset.environment import DatasetEnvironment
 from armature.components.environments.dataset.huggingface import saved_shards
 from armature.components.environments.dataset.shards import open_csv, open_parquet
+from armature.components.environments.make import environment_sources
 from armature.components.environments.settings import EnvironmentSettings
-from armature.components.environments.sources import environment_sources
 from armature.components.environments.stage import load_environment, load_tasks
 from armature.components.models.load import load_processor
 from armature.components.models.tiny import make_tiny_checkpoint
 from armature.components.rl.settings import TrainVLMSettings
-from armature.components.sft.demonstrate import demonstrate, expert
-from armature.components.sft.prompts import PromptWriter
-from armature.components.stages import STAGES, run_stage
+from armature.components.vlm.sft.demonstrate import PromptWriter, demonstrate, expert
 from tests.hub_server import HubServer
 from tests.refusals import refused
 from tests.vlm.conftest import model_settings

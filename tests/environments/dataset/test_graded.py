@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from armature.components.contracts.episodes import Environment, Task
-from armature.components.contracts.failures import RolloutFailed
+from armature.components.contracts.errors import RolloutFailed
 from armature.components.environments.guarded import GuardedEpisode
-from armature.components.project import project
+from armature.components.machine.project import project
 from tests.refusals import refused
 
 from .tables import environment_of

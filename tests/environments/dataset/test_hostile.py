@@ -17,8 +17,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from armature.components.contracts.errors import ConfigurationError, DataError
-from armature.components.contracts.failures import RolloutFailed
+from armature.components.contracts.errors import ConfigurationError, DataError, RolloutFailed
 from armature.components.environments.dataset.bad_rows import BadRow
 from tests.images import raw_png
 from tests.refusals import refused

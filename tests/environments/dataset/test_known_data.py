@@ -20,7 +20,7 @@ from armature.components.contracts.images import EncodedImage
 from armature.components.environments.make import make_environment
 from armature.components.environments.settings import EnvironmentSettings
 from armature.components.evaluation.settings import TrainEvaluationSettings
-from armature.components.project import project
+from armature.components.machine.project import project
 from benchmarks.charts import COLORS, write_charts
 
 from .tables import bars

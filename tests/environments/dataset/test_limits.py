@@ -18,20 +18,20 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from armature.components.artifacts import parquet
+from armature.components.artifacts import tables as parquet
 from armature.components.artifacts.images import MAX_BYTES
 from armature.components.artifacts.tensors import read_tensors
 from armature.components.configuration import load_recipe
 from armature.components.contracts.errors import ArmatureError, ConfigurationError, DataError
 from armature.components.contracts.files import read_bytes
-from armature.components.datasets.lerobot.layout import read_info
 from armature.components.environments.dataset import shards
 from armature.components.environments.dataset.bad_rows import BadRow
 from armature.components.inference.checkpoint import read_config
-from armature.components.policies.molmoact2.checkpoints.lerobot_layout import read_json
-from armature.components.policies.molmoact2.processing.norm_stats import NormStats
 from armature.components.rewards.make import make_rewards
-from armature.components.rewards.settings import RewardSettings
+from armature.components.rewards.reward import RewardSettings
+from armature.components.robots.datasets.lerobot.layout import read_info
+from armature.components.robots.policies.molmoact2.checkpoints.lerobot_layout import read_json
+from armature.components.robots.policies.molmoact2.processing.norm_stats import NormStats
 from tests.refusals import refused
 
 from .test_values import environment_of

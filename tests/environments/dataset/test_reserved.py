@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from armature.components.configuration import load_recipe
+from armature.components.configuration.stages import STAGES, fingerprint, run_stage
 from armature.components.environments.settings import EnvironmentSettings
 from armature.components.families.family import FAMILIES
-from armature.components.project import project
+from armature.components.machine.project import project
 from armature.components.rl.settings import TrainVLMSettings
-from armature.components.stages import STAGES, fingerprint, run_stage
 from tests.refusals import refused
 
 RECIPE = """

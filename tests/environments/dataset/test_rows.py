@@ -13,7 +13,7 @@ from armature.components.artifacts.images import ImageStore
 from armature.components.contracts.episodes import EarlierMessage, Observation
 from armature.components.contracts.images import EncodedImage
 from armature.components.environments.dataset.environment import DatasetEnvironment
-from armature.components.rollouts.conversation import Conversation, SharedImages
+from armature.components.rollouts.play import Conversation, SharedImages
 from tests.refusals import refused
 
 from .tables import bars, data_url, environment_of, write_jsonl

@@ -24,8 +24,8 @@ from armature.components.environments.dataset.template import parse_template
 from armature.components.environments.dataset.values import column_values
 from armature.components.environments.make import make_environment
 from armature.components.environments.settings import EnvironmentSettings
-from armature.components.project import project
-from armature.components.registry import suggestion
+from armature.components.machine.project import project
+from armature.components.machine.registry import suggestion
 from tests.refusals import refused
 
 NUMBERS = list(range(24))

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from armature.components.environments.libero.simulator import LiberoSimulator
-from armature.components.environments.libero.tasks import suite_tasks
+from armature.components.robots.libero.simulator import LiberoSimulator
+from armature.components.robots.libero.tasks import suite_tasks
 
 from .simulated import simulator
 

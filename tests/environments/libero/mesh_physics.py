@@ -11,8 +11,8 @@ from typing import Literal
 
 import numpy as np
 
-from armature.components.environments.libero.simulator import LiberoSimulator
-from armature.components.environments.libero.tasks import suite_tasks
+from armature.components.robots.libero.simulator import LiberoSimulator
+from armature.components.robots.libero.tasks import suite_tasks
 
 from .simulated import physics, simulator
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from armature.components.environments.libero.settings import SimulatorSettings
-from armature.components.environments.libero.simulator import LiberoSimulator
+from armature.components.robots.libero.settings import SimulatorSettings
+from armature.components.robots.libero.simulator import LiberoSimulator
 
 needs_libero = pytest.mark.skipif(find_spec("libero") is None, reason="LIBERO is not installed")
 

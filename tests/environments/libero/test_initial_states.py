@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from armature.components.environments.libero.initial_states import load_initial_states, read_states
-from armature.components.environments.libero.tasks import MAX_STEPS, suite_tasks
+from armature.components.robots.libero.tasks import MAX_STEPS, load_initial_states, read_states, suite_tasks
 from tests.refusals import refused
 
 from .simulated import needs_libero

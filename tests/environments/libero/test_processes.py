@@ -11,8 +11,8 @@ import numpy as np
 import psutil
 import pytest
 
-from armature.components.environments.libero.processes import SimulatorProcess
-from armature.components.environments.libero.tasks import suite_tasks
+from armature.components.robots.libero.processes import SimulatorProcess
+from armature.components.robots.libero.tasks import suite_tasks
 from tests.refusals import refused
 
 from .simulated import needs_libero, simulator

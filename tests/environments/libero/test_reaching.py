@@ -7,9 +7,8 @@ import pytest
 from armature.check import check_ahead
 from armature.components.configuration import load_recipe
 from armature.components.contracts.errors import ConfigurationError
-from armature.components.environments.libero.package import import_libero
-from armature.components.environments.libero.reaching import refuse_unreachable
-from armature.components.environments.libero.tasks import MAX_STEPS, LiberoTask, suite_tasks
+from armature.components.robots.libero.package import import_libero
+from armature.components.robots.libero.tasks import MAX_STEPS, LiberoTask, refuse_unreachable, suite_tasks
 from tests.refusals import refused
 
 from .simulated import needs_libero, simulator

@@ -11,15 +11,11 @@ import pytest
 from numpy.typing import NDArray
 from scipy.spatial.transform import Rotation
 
-from armature.components.environments.libero.compiled import FOLDER, compile_once
-from armature.components.environments.libero.control import restore
-from armature.components.environments.libero.initial_states import load_initial_states
-from armature.components.environments.libero.kept_models import _compiled
-from armature.components.environments.libero.package import assets_folder, use_assets
-from armature.components.environments.libero.perturbations.settings import Perturbation
-from armature.components.environments.libero.physics import one_pass
-from armature.components.environments.libero.simulator import LiberoSimulator, robot_state
-from armature.components.environments.libero.tasks import suite_tasks
+from armature.components.robots.libero.control import _compiled, restore
+from armature.components.robots.libero.package import FOLDER, assets_folder, compile_once, use_assets
+from armature.components.robots.libero.settings import Perturbation
+from armature.components.robots.libero.simulator import LiberoSimulator, one_pass, robot_state
+from armature.components.robots.libero.tasks import load_initial_states, suite_tasks
 from tests.refusals import refused
 
 from .mesh_physics import RECORDED, TASKS, end_state

@@ -10,12 +10,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from armature.components.contracts.robots import RobotObservation
-from armature.components.environments.libero.perturbations.settings import Perturbation
-from armature.components.environments.libero.processes import ChunkResult
-from armature.components.environments.libero.progress import GoalProgress
-from armature.components.environments.libero.tasks import LiberoTask
-from armature.components.evaluation.libero.settings import LiberoEvaluationSettings
-from armature.components.workers.errors import WorkerError
+from armature.components.machine.workers.channel import WorkerError
+from armature.components.robots.evaluation.settings import LiberoEvaluationSettings
+from armature.components.robots.libero.processes import ChunkResult
+from armature.components.robots.libero.progress import GoalProgress
+from armature.components.robots.libero.settings import Perturbation
+from armature.components.robots.libero.tasks import LiberoTask
 
 TASKS = [LiberoTask("libero_spatial", i, f"task_{i}", f"reach number {i}", 5, "") for i in range(3)]
 

@@ -11,12 +11,18 @@ import pytest
 from scipy.stats import binomtest, chi2_contingency
 
 from armature.components.contracts.errors import DataError
-from armature.components.evaluation.libero.compare import compare_parts, compare_results, sign_test
-from armature.components.evaluation.libero.eval_info import eval_info, video_path
-from armature.components.evaluation.libero.page import comparison_report, evaluation_report
-from armature.components.evaluation.libero.results import LiberoResult, metrics, read_results, write_results
 from armature.components.evaluation.wilson import compare_proportions
-from armature.components.reports.report import write_report
+from armature.components.pages.report import write_report
+from armature.components.robots.evaluation.compare import compare_parts, compare_results, sign_test
+from armature.components.robots.evaluation.page import comparison_report, evaluation_report
+from armature.components.robots.evaluation.results import (
+    LiberoResult,
+    eval_info,
+    metrics,
+    read_results,
+    video_path,
+    write_results,
+)
 from tests.refusals import refused
 
 

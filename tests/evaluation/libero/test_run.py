@@ -16,11 +16,10 @@ from numpy.typing import NDArray
 
 from armature.components.contracts.errors import DataError
 from armature.components.contracts.robots import RobotObservation
-from armature.components.evaluation.libero.batching import InferenceQueue
-from armature.components.evaluation.libero.journal import EpisodeOutcome, EvaluationJournal
-from armature.components.evaluation.libero.run import Evaluation
-from armature.components.evaluation.libero.schedule import EpisodeKey, noise_seed, plan_episodes
-from armature.components.workers.pool import StickyQueue
+from armature.components.machine.workers.pool import StickyQueue
+from armature.components.robots.evaluation.episode import EpisodeOutcome, EvaluationJournal
+from armature.components.robots.evaluation.run import Evaluation, InferenceQueue
+from armature.components.robots.evaluation.schedule import EpisodeKey, noise_seed, plan_episodes
 from tests.evaluation.libero.playground import TASKS, Homing, Plane, settings
 from tests.refusals import refused
 

@@ -11,23 +11,19 @@ import av
 import numpy as np
 import pytest
 
+from armature.components.configuration.stages import TerminalEvents, ThreadUnits
 from armature.components.contracts.machine import Machine
 from armature.components.contracts.robots import RobotObservation
 from armature.components.contracts.stages import Artifact, StageContext, StageReport
-from armature.components.environments.libero.perturbations.settings import PerturbationSettings
-from armature.components.evaluation.libero.episode import PlayedEpisode
-from armature.components.evaluation.libero.journal import EpisodeOutcome, EvaluationJournal
-from armature.components.evaluation.libero.results import by_perturbation, read_perturbed, read_results
-from armature.components.evaluation.libero.robot import refuse_cameras
-from armature.components.evaluation.libero.run import Evaluation
-from armature.components.evaluation.libero.schedule import noise_seed, plan_episodes
-from armature.components.evaluation.libero.settings import (
-    CompareLiberoSettings,
-    EvaluateLiberoStageSettings,
-)
-from armature.components.evaluation.libero.stage import compare_libero, evaluate_policy
-from armature.components.evaluation.libero.videos import chosen, differs, film, side_by_side, write_video
-from armature.components.stages import TerminalEvents, ThreadUnits
+from armature.components.robots.evaluation.episode import EpisodeOutcome, EvaluationJournal, PlayedEpisode
+from armature.components.robots.evaluation.results import by_perturbation, read_perturbed, read_results
+from armature.components.robots.evaluation.robot import refuse_cameras
+from armature.components.robots.evaluation.run import Evaluation
+from armature.components.robots.evaluation.schedule import noise_seed, plan_episodes
+from armature.components.robots.evaluation.settings import CompareLiberoSettings, EvaluateLiberoStageSettings
+from armature.components.robots.evaluation.stage import compare_libero, evaluate_policy
+from armature.components.robots.evaluation.videos import chosen, differs, film, side_by_side, write_video
+from armature.components.robots.libero.settings import PerturbationSettings
 from tests.environments.libero.simulated import simulator
 from tests.evaluation.libero.playground import TASKS, Homing, Plane, settings
 from tests.refusals import refused

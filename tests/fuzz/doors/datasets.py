@@ -16,11 +16,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from armature.components.artifacts.cache import DownloadCache
-from armature.components.datasets.lerobot.frames import FrameReader
-from armature.components.datasets.lerobot.reader import Dataset, open_dataset
-from tests.datasets.conftest import write
+from armature.components.robots.datasets.lerobot.frames import FrameReader
+from armature.components.robots.datasets.lerobot.reader import Dataset, open_dataset
 from tests.fuzz.doors import Attempt, expect
 from tests.fuzz.mutate import damaged_bytes, damaged_document, dumps, hostile_value
+from tests.robots.datasets.conftest import write
 
 NUMBERS = ("observation.state", "action", "next.reward", "task_index")
 

@@ -10,9 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from armature.components.environments.alfworld.games.folders import GAME, TRAJECTORY, games_digest, write_game
-from armature.components.environments.alfworld.games.game import KINDS, FolderGames
-from armature.components.environments.alfworld.games.load import load_games
-from armature.components.environments.alfworld.games.untrusted import check_goal, check_problem
+from armature.components.environments.alfworld.games.game import KINDS, FolderGames, check_goal, check_problem
+from armature.components.environments.alfworld.games.generate import load_games
 from tests.environments.alfworld.games_of import generated
 from tests.fuzz.doors import Attempt, expect
 from tests.fuzz.mutate import damaged_bytes, damaged_document, dumps

@@ -12,7 +12,7 @@ import numpy as np
 
 from tests.fuzz.doors import Attempt, expect
 from tests.fuzz.mutate import damaged_bytes, hostile_value
-from tests.policy_server.conftest import FORM, STATE, message
+from tests.robots.server.conftest import FORM, STATE, message
 
 
 def read(found: dict[object, object]) -> object:

@@ -12,10 +12,10 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from armature.components.policies.molmoact2.checkpoints.checkpoint import load_policy, save_policy
+from armature.components.robots.policies.molmoact2.checkpoints.checkpoint import load_policy, save_policy
 from tests.fuzz.doors import Attempt, expect
 from tests.fuzz.mutate import damaged_bytes, damaged_document, dumps
-from tests.policies.molmoact2 import released
+from tests.robots.policies.molmoact2 import released
 
 
 @contextmanager

@@ -16,17 +16,15 @@ from typing import Any
 
 import numpy as np
 
-from armature.components.contracts.failures import RolloutFailed
-from armature.components.datasets.measured import MEASURED
+from armature.components.contracts.errors import RolloutFailed
 from armature.components.environments.alfworld.text.host import ENGINE_REPLY
-from armature.components.environments.libero.processes import IMAGES, OBSERVATION, OUTCOME, PROGRESS, STEP
-from armature.components.rewards.isolated import GRADE, SOURCES
-from armature.components.rewards.make import Rewards, make_rewards
-from armature.components.rewards.reward import RewardInput
-from armature.components.rewards.settings import RewardSettings
+from armature.components.machine.workers.channel import CallLimits, encoded
+from armature.components.machine.workers.requests import ANYTHING, HandlerFailed, Requests, new_number
+from armature.components.rewards.make import GRADE, SOURCES, Rewards, make_rewards
+from armature.components.rewards.reward import RewardInput, RewardSettings
+from armature.components.robots.datasets.measure import MEASURED
+from armature.components.robots.libero.processes import IMAGES, OBSERVATION, OUTCOME, PROGRESS, STEP
 from armature.components.rollouts.shards import SHARD_REPLY
-from armature.components.workers.channel import CallLimits, encoded
-from armature.components.workers.requests import ANYTHING, HandlerFailed, Requests, new_number
 from tests.fuzz.doors import Attempt, expect
 from tests.fuzz.mutate import damaged_bytes, damaged_document, dumps
 
@@ -49,7 +47,7 @@ VALUES = {
 }
 REWARD = """
 import inspect, json, os, struct, sys
-from armature.components.workers.serve import serve
+from armature.components.machine.workers.channel import serve
 
 def forge(completion):
     if completion != "good":

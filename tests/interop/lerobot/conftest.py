@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.datasets.conftest import cache, written
+from tests.robots.datasets.conftest import cache, written
 
 __all__ = ["cache", "datasets_side", "policies_side", "written"]
 

@@ -7,13 +7,13 @@ import json
 import numpy as np
 
 from armature.components.artifacts.cache import DownloadCache
+from armature.components.configuration.stages import run_stage
 from armature.components.contracts.machine import Machine
-from armature.components.datasets.lerobot.frames import FrameReader
-from armature.components.datasets.lerobot.reader import open_dataset
-from armature.components.datasets.settings import DatasetSettings, QuantileStatsSettings
-from armature.components.datasets.source import pinned
-from armature.components.stages import run_stage
-from tests.datasets.conftest import LENGTHS
+from armature.components.robots.datasets.lerobot.frames import FrameReader
+from armature.components.robots.datasets.lerobot.reader import open_dataset
+from armature.components.robots.datasets.settings import DatasetSettings, QuantileStatsSettings
+from armature.components.robots.datasets.source import pinned
+from tests.robots.datasets.conftest import LENGTHS
 
 
 def channels_last(images: np.ndarray) -> np.ndarray:

@@ -10,17 +10,17 @@ import pytest
 from numpy.typing import NDArray
 
 from armature.components.contracts.robots import RobotObservation
-from armature.components.policies.molmoact2.checkpoints.checkpoint import (
+from armature.components.robots.policies.molmoact2.checkpoints.checkpoint import (
     LoadedPolicy,
     load_policy,
     save_lerobot,
     save_policy,
 )
-from armature.components.policies.molmoact2.checkpoints.tiny import make_tiny_policy
-from armature.components.policies.molmoact2.policy import MolmoAct2Policy
-from armature.components.policies.molmoact2.processing.norm_stats import RobotMetadata
-from tests.policies.molmoact2 import released
-from tests.policies.test_stage import TINY as SMALL
+from armature.components.robots.policies.molmoact2.checkpoints.tiny import make_tiny_policy
+from armature.components.robots.policies.molmoact2.policy import MolmoAct2Policy
+from armature.components.robots.policies.molmoact2.processing.norm_stats import RobotMetadata
+from tests.robots.policies.molmoact2 import released
+from tests.robots.policies.test_stage import TINY as SMALL
 
 from .conftest import Side
 

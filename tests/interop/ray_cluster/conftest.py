@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from tests.workers.conftest import cluster, ray_cluster
+from tests.machine.workers.conftest import cluster, ray_cluster
 
 __all__ = ["cluster", "ray_cluster"]

@@ -9,16 +9,16 @@ import sys
 import time
 from pathlib import Path
 
-from armature.components.process import Program
+from armature.components.machine.process import Program
 
 ROOT = Path(__file__).parents[3]
 RUN = """
 import sys
 from armature.components.contracts.cluster import ClusterSettings, ServerBundle
 from armature.components.contracts.errors import ConfigurationError, ServerError
-from armature.components.workers.actor import WorkerActor
-from armature.components.workers.requests import ANYTHING
-from armature.components.workers.placed import NodeActor, PlacedProgram, PlacementBundles
+from armature.components.machine.workers.actor import WorkerActor
+from armature.components.machine.workers.requests import ANYTHING
+from armature.components.machine.workers.placed import NodeActor, PlacedProgram, PlacementBundles
 
 place = ClusterSettings(address=sys.argv[1], num_cpus=0.5, start_timeout=60)
 try:

@@ -11,22 +11,22 @@ from typing import Any
 import psutil
 import pytest
 
+from armature.components.configuration.stages import run_stage
 from armature.components.contracts.cluster import ClusterSettings
 from armature.components.contracts.errors import ConfigurationError
 from armature.components.contracts.machine import Machine
-from armature.components.datasets.settings import DatasetSettings, QuantileStatsSettings
-from armature.components.datasets.source import pinned
 from armature.components.environments.alfworld.text.host import EngineHost
-from armature.components.stages import run_stage
-from armature.components.workers import actor
-from armature.components.workers.actor import WorkerActor
-from armature.components.workers.errors import WorkerError
-from armature.components.workers.worker import workers_on
-from tests.datasets.conftest import write
+from armature.components.machine.workers import actor
+from armature.components.machine.workers.actor import WorkerActor
+from armature.components.machine.workers.channel import WorkerError
+from armature.components.machine.workers.worker import workers_on
+from armature.components.robots.datasets.settings import DatasetSettings, QuantileStatsSettings
+from armature.components.robots.datasets.source import pinned
 from tests.environments.alfworld.text.test_engine import games, said_by
 from tests.environments.libero.demonstrations.test_stage import files, settings
-from tests.workers.calls import call
-from tests.workers.test_worker import gone
+from tests.machine.workers.calls import call
+from tests.machine.workers.test_worker import gone
+from tests.robots.datasets.conftest import write
 
 MODULE = "tests.workers.misbehaving"
 
@@ -38,7 +38,7 @@ def playing_on(nodes: list[Any]) -> list[int]:
         each.pid
         for raylet in raylets
         for each in raylet.children(recursive=True)
-        if each.status() != psutil.STATUS_ZOMBIE and "armature.components.environments.libero.worker" in each.cmdline()
+        if each.status() != psutil.STATUS_ZOMBIE and "armature.components.robots.libero.worker" in each.cmdline()
     ]
 
 
@@ -170,8 +170,8 @@ def test_other_packages_and_other_code_are_refused():
 def test_a_cluster_that_is_not_there_is_said():
     code = (
         "from armature.components.contracts.cluster import ClusterSettings\n"
-        "from armature.components.workers.actor import WorkerActor\n"
-        "from armature.components.workers.requests import ANYTHING\n"
+        "from armature.components.machine.workers.actor import WorkerActor\n"
+        "from armature.components.machine.workers.requests import ANYTHING\n"
         "worker = WorkerActor(ClusterSettings(address='127.0.0.1:1'), 'x', timeout=5.0)\n"
         "worker.call('echo', reply=ANYTHING)\n"
     )
@@ -183,8 +183,8 @@ def test_workers_end_with_a_run_that_is_killed(cluster):
     code = (
         "import os, signal\n"
         "from armature.components.contracts.cluster import ClusterSettings\n"
-        "from armature.components.workers.actor import WorkerActor\n"
-        "from armature.components.workers.requests import ANYTHING\n"
+        "from armature.components.machine.workers.actor import WorkerActor\n"
+        "from armature.components.machine.workers.requests import ANYTHING\n"
         f"place = ClusterSettings.model_validate_json({cluster.model_dump_json()!r})\n"
         f"worker = WorkerActor(place, {MODULE!r}, timeout=60.0)\n"
         "worker.call('echo', 1, reply=ANYTHING)\n"

@@ -17,10 +17,10 @@ import numpy as np
 import pytest
 
 from armature.components.contracts.robots import RobotObservation
-from armature.components.policies.molmoact2.checkpoints.checkpoint import load_policy
-from armature.components.policies.molmoact2.policy import MolmoAct2Policy
-from tests.policies.molmoact2 import released
-from tests.policy_server.conftest import KEY, running
+from armature.components.robots.policies.molmoact2.checkpoints.checkpoint import load_policy
+from armature.components.robots.policies.molmoact2.policy import MolmoAct2Policy
+from tests.robots.policies.molmoact2 import released
+from tests.robots.server.conftest import KEY, running
 
 ROOT = Path(__file__).parents[3]
 PYTHON = ROOT / ".venv-programs/bin/python"

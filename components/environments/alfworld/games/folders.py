@@ -14,9 +14,16 @@ from armature.components.artifacts.cache import file_sha256
 from armature.components.contracts.errors import ConfigurationError, DataError
 from armature.components.contracts.files import read_bytes
 from armature.components.environments.alfworld import packaged
-from armature.components.environments.alfworld.games.game import KINDS, SOURCES, FolderGames, Game, Source
-from armature.components.environments.alfworld.games.untrusted import check_goal, check_problem
-from armature.components.project import project_path
+from armature.components.environments.alfworld.games.game import (
+    KINDS,
+    SOURCES,
+    FolderGames,
+    Game,
+    Source,
+    check_goal,
+    check_problem,
+)
+from armature.components.machine.project import project_path
 
 GAME, TRAJECTORY, PROBLEM = "game.tw-pddl", "traj_data.json", "initial_state.pddl"
 LARGEST_FILE = 16 * 2**20

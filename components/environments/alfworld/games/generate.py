@@ -6,12 +6,24 @@ from collections.abc import Iterator
 from random import Random
 from typing import Any
 
+from armature.components.artifacts.sources import versions
 from armature.components.contracts.errors import ConfigurationError
 from armature.components.environments.alfworld import packaged
-from armature.components.environments.alfworld.games.game import Game, GeneratedGames, Kind, Source
-from armature.components.environments.alfworld.games.plans import TREATMENTS, GoalSpec, plan
-from armature.components.environments.alfworld.games.problems import write_problem
-from armature.components.environments.alfworld.games.scenes import LAMP, Scene, class_of, furnish, may_hold, position_of
+from armature.components.environments.alfworld.games.folders import games_digest, read_games
+from armature.components.environments.alfworld.games.game import FolderGames, Game, GeneratedGames, Kind, Source
+from armature.components.environments.alfworld.games.scenes import (
+    LAMP,
+    TREATMENTS,
+    GoalSpec,
+    Scene,
+    class_of,
+    furnish,
+    may_hold,
+    plan,
+    position_of,
+    write_problem,
+)
+from armature.components.machine.project import project_path
 
 ATTEMPTS = 400
 """Rooms that are furnished for a game until one is found that the errand is possible in."""
@@ -159,3 +171,26 @@ def _trajectory(
         "plan": {"high_pddl": [], "low_actions": []},
         "turk_annotations": {"anns": [{"task_desc": goal, "high_descs": []}]},
     }
+
+
+def load_games(games: GeneratedGames | FolderGames, source: Source, *, count: int, seed: int) -> Iterator[Game]:
+    """`count` games of the split `source`; a larger count begins with the same games.
+
+    Of a folder's games `seed` picks an order. The kinds take turns where games are generated.
+
+    Raises:
+        ConfigurationError: there are fewer games, the digest is another, or alfworld is not installed.
+        DataError: a file is not what it should be.
+    """
+    if isinstance(games, GeneratedGames):
+        return generate_games(games, source, count=count, seed=seed)
+    return read_games(games, source, count=count, seed=seed)
+
+
+def games_sources(games: GeneratedGames | FolderGames) -> dict[str, str]:
+    """What games depend on besides their settings; a folder that is not here is taken to be as `digest` says."""
+    found = versions("alfworld", "textworld")
+    if isinstance(games, FolderGames):
+        folder = project_path(games.path)
+        found["games"] = games_digest(folder) if folder.is_dir() else games.digest
+    return found

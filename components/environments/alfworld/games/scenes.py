@@ -1,11 +1,11 @@
-"""Rooms: the receptacles of alfworld's scenes, and objects spread over them."""
+"""Rooms, the problems that are set in them, and the plans that solve these."""
 
 from __future__ import annotations
 
 import json
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from random import Random
 
@@ -13,6 +13,7 @@ import numpy as np
 
 from armature.components.environments.alfworld import packaged
 from armature.components.environments.alfworld.games.game import GeneratedGames
+from armature.components.environments.alfworld.packaged import names_of
 
 LAMP = "DeskLamp"
 LAMP_HOSTS = frozenset({"Desk", "SideTable", "Dresser", "DiningTable", "Shelf", "CoffeeTable"})
@@ -120,3 +121,138 @@ def _placed(kind: str, host: str, room: SceneLayout, taken: dict[str, str], rand
         if identity not in taken and room.nearest(position_of(identity)) == host:
             return identity
     return None
+
+
+_PROPERTIES = {
+    "Cleanable": "cleanable",
+    "Heatable": "heatable",
+    "Coolable": "coolable",
+    "Toggleable": "toggleable",
+    "Sliceable": "sliceable",
+}
+_MENTIONED_RECEPTACLES = {"SinkBasin", "Microwave", "Fridge"}
+_MENTIONED_OBJECTS = {"Knife", "ButterKnife"}
+"""Types that the domain's actions name, and that must exist even where no such thing does."""
+
+
+def escaped(text: str) -> str:
+    """An id of AI2-THOR as a PDDL name. alfworld's goals have # for the - of PDDL itself."""
+    for character, written in (("-", "minus"), ("|", "bar"), ("+", "plus"), (".", "dot"), (",", "comma")):
+        text = text.replace(character, f"_{written}_")
+    return text.replace("#", "-")
+
+
+def write_problem(name: str, scene: Scene, goal: str) -> str:
+    """The problem `name`: what is in `scene`, where it is, what can be done with it, and the PDDL `goal`."""
+    constants = packaged.constants()
+    receptacles, objects = scene.receptacles, scene.objects
+    receptacle_types = sorted({class_of(name) for name in receptacles} | _MENTIONED_RECEPTACLES)
+    object_types = sorted({class_of(name) for name in objects} | _MENTIONED_OBJECTS)
+    locations = {place: "loc|{}|{}|{}|{}".format(*place) for place in sorted({*receptacles.values(), scene.start})}
+    declared = [
+        "agent1 # agent",
+        *(f"{kind}Type # otype" for kind in object_types),
+        *(f"{kind}Type # rtype" for kind in receptacle_types),
+        *(f"{name} # object" for name in sorted(objects)),
+        *(f"{name} # receptacle" for name in sorted(receptacles)),
+        *(f"{location} # location" for location in locations.values()),
+    ]
+    facts = ["(= (total#cost) 0)"]
+    for receptacle, place in sorted(receptacles.items()):
+        facts += [
+            f"(receptacleType {receptacle} {class_of(receptacle)}Type)",
+            f"(receptacleAtLocation {receptacle} {locations[place]})",
+        ]
+        if class_of(receptacle) in constants.OPENABLE_CLASS_SET:
+            facts.append(f"(openable {receptacle})")
+    for name_, host in sorted(objects.items()):
+        kind = class_of(name_)
+        facts += [
+            f"(objectType {name_} {kind}Type)",
+            f"(inReceptacle {name_} {host})",
+            f"(objectAtLocation {name_} {locations[receptacles[host]]})",
+        ]
+        if kind != LAMP:
+            facts.append(f"(pickupable {name_})")
+        if kind in constants.MOVABLE_RECEPTACLES_SET:
+            facts.append(f"(isReceptacleObject {name_})")
+        able = (said for table, said in _PROPERTIES.items() if kind in constants.VAL_ACTION_OBJECTS[table])
+        facts += [f"({said} {name_})" for said in able]
+    for receptacle in receptacle_types:
+        held = constants.VAL_RECEPTACLE_OBJECTS.get(receptacle, ())
+        facts += [f"(canContain {receptacle}Type {kind}Type)" for kind in object_types if kind in held]
+    facts.append(f"(atLocation agent1 {locations[scene.start]})")
+    lines = "\n ".join
+    # The goal's last parenthesis closes the problem.
+    return escaped(
+        f"(define (problem {name})\n(:domain alfred)\n(:objects\n {lines(declared)})\n(:init\n {lines(facts)})\n{goal}"
+    )
+
+
+TREATMENTS = {
+    "pick_clean_then_place_in_recep": ("clean", "Cleanable", "SinkBasin"),
+    "pick_heat_then_place_in_recep": ("heat", "Heatable", "Microwave"),
+    "pick_cool_then_place_in_recep": ("cool", "Coolable", "Fridge"),
+}
+"""By task type: the command, the property that an object needs for it, and the appliance."""
+
+
+@dataclass(frozen=True)
+class GoalSpec:
+    """What is to be done with which things, all named as in AI2-THOR. `appliance` treats or, a lamp, shines."""
+
+    kind: str
+    targets: tuple[str, ...]
+    destination: str | None
+    appliance: str | None
+
+    def visited(self, scene: Scene) -> set[str]:
+        """The receptacles that the plan goes to."""
+        hosts = {scene.objects[name] for name in self.targets}
+        if self.appliance:
+            hosts.add(scene.objects.get(self.appliance, self.appliance))
+        return hosts | ({self.destination} if self.destination else set())
+
+
+def plan(errand: GoalSpec, scene: Scene, problem: str) -> tuple[str, ...]:
+    """The commands, in the words of the text game of `problem`."""
+    walk = _Walk({name.lower(): said for name, said in names_of(problem).items()})
+    for target in errand.targets:
+        host = scene.objects[target]
+        walk.go(host, look_inside=True)
+        walk.say(f"take {walk.name(target)} from {walk.name(host)}")
+        if errand.kind == "look_at_obj_in_light":
+            assert errand.appliance is not None
+            walk.go(scene.objects[errand.appliance])
+            walk.say(f"use {walk.name(errand.appliance)}")
+            continue
+        if errand.appliance is not None:
+            walk.go(errand.appliance)
+            walk.say(f"{TREATMENTS[errand.kind][0]} {walk.name(target)} with {walk.name(errand.appliance)}")
+        assert errand.destination is not None
+        walk.go(errand.destination, look_inside=True)
+        walk.say(f"move {walk.name(target)} to {walk.name(errand.destination)}")
+    return tuple(walk.commands)
+
+
+@dataclass
+class _Walk:
+    names: dict[str, str]
+    commands: list[str] = field(default_factory=list)
+    at: str = ""
+    opened: set[str] = field(default_factory=set)
+
+    def name(self, identity: str) -> str:
+        return self.names[identity.lower()]
+
+    def say(self, command: str) -> None:
+        self.commands.append(command)
+
+    def go(self, receptacle: str, look_inside: bool = False) -> None:
+        if self.at != receptacle:
+            self.say(f"go to {self.name(receptacle)}")
+            self.at = receptacle
+        openable = class_of(receptacle) in packaged.constants().OPENABLE_CLASS_SET
+        if look_inside and openable and receptacle not in self.opened:
+            self.say(f"open {self.name(receptacle)}")
+            self.opened.add(receptacle)

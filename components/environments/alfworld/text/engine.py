@@ -1,13 +1,9 @@
-"""alfworld's own text engine, with what it computes again and again kept. Imported in worker processes only.
-
-What a game says and allows is decided where it always is: transitions and goals in fast-downward's library, texts in
-textworld's grammar. Kept are things that cannot change during a game. Importing this module changes these packages
-for the whole process, because their functions call each other by module and there is nothing to subclass.
-"""
+"""Shared libraries without what is not loaded."""
 
 from __future__ import annotations
 
 import copy
+import struct
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -25,7 +21,23 @@ from textworld.envs.pddl import logic, textgen
 from textworld.logic import Action, Placeholder, Variable
 
 from armature.components.environments.alfworld import packaged
-from armature.components.environments.alfworld.text.elf import loadable_part
+
+_SEGMENT = struct.Struct("<IIQQQQQQ")
+
+
+def loadable_part(library: bytes) -> bytes:
+    """The beginning of a 64-bit little-endian ELF file up to the end of its last segment.
+
+    The loader needs program headers and segments; sections, debug information above all, come after them. Anything
+    that is not such a file is returned as it is.
+    """
+    if library[:6] != b"\x7fELF\x02\x01":
+        return library
+    (offset,) = struct.unpack_from("<Q", library, 32)
+    size, count = struct.unpack_from("<HH", library, 54)
+    segments = (_SEGMENT.unpack_from(library, offset + index * size) for index in range(count))
+    return library[: max(start + length for _, _, start, _, _, length, _, _ in segments)]
+
 
 KEPT_PROBLEMS = 32
 """Translated problems that are kept, a few MB each: the members of a group play the same one."""

@@ -11,10 +11,10 @@ from weakref import WeakValueDictionary, finalize
 from pydantic import Field, TypeAdapter
 
 from armature.components.environments.alfworld import packaged
-from armature.components.workers.errors import WorkerError
-from armature.components.workers.pool import WorkerPool
-from armature.components.workers.requests import NOTHING, ReplyForm
-from armature.components.workers.worker import Worker, current_cluster, make_worker
+from armature.components.machine.workers.channel import WorkerError
+from armature.components.machine.workers.pool import WorkerPool
+from armature.components.machine.workers.requests import NOTHING, ReplyForm
+from armature.components.machine.workers.worker import Worker, current_cluster, make_worker
 
 ANSWER_SECONDS = 300.0
 """A process that is silent for longer hangs; its games are lost."""

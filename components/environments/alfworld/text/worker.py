@@ -8,8 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from armature.components.workers.errors import WorkerError
-from armature.components.workers.serve import serve
+from armature.components.machine.workers.channel import WorkerError, serve
 
 if TYPE_CHECKING:
     from armature.components.environments.alfworld.text.engine import GameEngine

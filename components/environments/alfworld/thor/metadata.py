@@ -1,10 +1,22 @@
-"""The part of a player's answer that we and alfworld read."""
+"""What goes wrong between us and AI2-THOR's player."""
 
 from __future__ import annotations
 
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
+
+from armature.components.contracts.errors import ArmatureError
+
+
+class PlayerError(ArmatureError):
+    """The player died, did not answer in time, answered what it may not, or refused an action.
+
+    Its episode ends as a failed one; the player is replaced.
+    """
+
+    code = "player_failed"
+
 
 LONGEST_SIDE = 4096
 """Pixels; a frame's size is believed up to here."""

@@ -22,11 +22,10 @@ from alfworld.env import tasks
 from alfworld.env.thor_env import ThorEnv
 
 from armature.components.contracts.errors import ConfigurationError
-from armature.components.environments.alfworld.thor.actions import Release, translate
-from armature.components.environments.alfworld.thor.agent import ThorAgent
-from armature.components.environments.alfworld.thor.errors import PlayerError
+from armature.components.environments.alfworld.thor.agent import Release, ThorAgent, translate
+from armature.components.environments.alfworld.thor.metadata import PlayerError
 from armature.components.environments.alfworld.thor.server import PlayerServer
-from armature.components.process import Program, Scratch
+from armature.components.machine.process import Program, Scratch
 
 PLAYER_VARIABLE = "ARMATURE_THOR_PLAYER"
 ANSWER_SECONDS, START_SECONDS = 100.0, 300.0

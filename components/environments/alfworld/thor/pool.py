@@ -7,7 +7,7 @@ from contextlib import suppress
 from threading import Condition
 from typing import TYPE_CHECKING
 
-from armature.components.environments.alfworld.thor.errors import PlayerError
+from armature.components.environments.alfworld.thor.metadata import PlayerError
 
 if TYPE_CHECKING:
     from armature.components.environments.alfworld.thor.player import ThorPlayer

@@ -16,8 +16,7 @@ from typing import Any
 from ai2thor.fifo_server import FifoServer
 from ai2thor.server import Event
 
-from armature.components.environments.alfworld.thor.errors import PlayerError
-from armature.components.environments.alfworld.thor.metadata import PlayerMetadata
+from armature.components.environments.alfworld.thor.metadata import PlayerError, PlayerMetadata
 
 MOST_BYTES = 256 * 2**20
 """Of one answer: a frame of 4096 x 4096 pixels with its segmentation is half of it."""

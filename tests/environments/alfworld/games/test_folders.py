@@ -24,12 +24,19 @@ from armature.components.environments.alfworld.games.folders import (
     read_game,
     write_game,
 )
-from armature.components.environments.alfworld.games.game import KINDS, SOURCES, FolderGames, Game
-from armature.components.environments.alfworld.games.load import load_games
+from armature.components.environments.alfworld.games.game import (
+    KINDS,
+    LONGEST_NAME,
+    SOURCES,
+    FolderGames,
+    Game,
+    check_goal,
+    check_problem,
+)
+from armature.components.environments.alfworld.games.generate import load_games
 from armature.components.environments.alfworld.games.scenes import class_of, layout, position_of
-from armature.components.environments.alfworld.games.untrusted import LONGEST_NAME, check_goal, check_problem
 from armature.components.environments.alfworld.text.host import EngineHost
-from armature.components.workers.errors import WorkerError
+from armature.components.machine.workers.channel import WorkerError
 from tests.refusals import refused
 
 from ..games_of import generated

@@ -18,17 +18,17 @@ from typing import Any
 import psutil
 import pytest
 
+from armature.components.configuration.stages import run_stage
 from armature.components.contracts.machine import Machine
 from armature.components.environments.alfworld.games.folders import games_digest, write_game
 from armature.components.environments.alfworld.games.game import SOURCES, Game
-from armature.components.environments.alfworld.games.load import load_games
+from armature.components.environments.alfworld.games.generate import load_games
 from armature.components.environments.alfworld.stage import GamesStageSettings
 from armature.components.environments.alfworld.text.host import EngineHost, shared_host
 from armature.components.environments.make import make_environment
 from armature.components.environments.settings import EnvironmentSettings
-from armature.components.stages import run_stage
-from armature.components.workers.process import WorkerProcess
-from armature.components.workers.requests import ANYTHING
+from armature.components.machine.workers.process import WorkerProcess
+from armature.components.machine.workers.requests import ANYTHING
 from tests.refusals import refused
 
 from ..games_of import GAMES, TEXT, generated

@@ -14,8 +14,7 @@ from armature.components.artifacts.images import decode
 from armature.components.contracts.episodes import Observation, Outcome, Task
 from armature.components.contracts.images import EncodedImage
 from armature.components.environments.alfworld import packaged
-from armature.components.environments.alfworld.text.environment import AlfworldText
-from armature.components.environments.alfworld.text.schematic import KnownState, draw, kinds
+from armature.components.environments.alfworld.text.environment import AlfworldText, KnownState, draw, kinds
 from armature.components.environments.make import make_environment
 from armature.components.environments.settings import EnvironmentSettings
 from tests.refusals import refused

@@ -13,14 +13,9 @@ from hypothesis import given
 from hypothesis import settings as run
 from hypothesis import strategies as st
 
-from armature.components.environments.alfworld.thor.actions import FORMS, RELEASES, Release, translate
-from armature.components.environments.alfworld.thor.errors import PlayerError
-from armature.components.environments.alfworld.thor.rewards import (
-    PotentialReward,
-    RewardTracker,
-    TerminalReward,
-    weights,
-)
+from armature.components.environments.alfworld.thor.agent import FORMS, RELEASES, Release, translate
+from armature.components.environments.alfworld.thor.metadata import PlayerError
+from armature.components.environments.alfworld.thor.tasks import PotentialReward, RewardTracker, TerminalReward, weights
 from tests.refusals import refused
 
 TELEPORT = {"x": 1.0, "y": 0.9, "z": -2.0, "rotation": 90, "horizon": 30}

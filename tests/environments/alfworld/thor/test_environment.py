@@ -21,10 +21,9 @@ from PIL import Image
 from armature.components.contracts.episodes import Observation, Outcome, Task
 from armature.components.contracts.images import EncodedImage
 from armature.components.environments.alfworld.games.game import KINDS
-from armature.components.environments.alfworld.names import names_of
-from armature.components.environments.alfworld.thor.environment import AlfworldThor
-from armature.components.environments.alfworld.thor.episode import ThorEpisode, encode_frame
-from armature.components.environments.alfworld.thor.errors import PlayerError
+from armature.components.environments.alfworld.packaged import names_of
+from armature.components.environments.alfworld.thor.environment import AlfworldThor, ThorEpisode, encode_frame
+from armature.components.environments.alfworld.thor.metadata import PlayerError
 from armature.components.environments.alfworld.thor.pool import ThorPlayerPool
 from tests.refusals import refused
 

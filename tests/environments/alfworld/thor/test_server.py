@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import settings as run
 from hypothesis import strategies as st
 
-from armature.components.environments.alfworld.thor.errors import PlayerError
+from armature.components.environments.alfworld.thor.metadata import PlayerError
 
 pytest.importorskip("ai2thor")
 from armature.components.environments.alfworld.thor.server import PlayerServer

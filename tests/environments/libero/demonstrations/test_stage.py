@@ -9,23 +9,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from armature.components.artifacts.digests import file_digest
+from armature.components.configuration.stages import TerminalEvents, ThreadUnits
+from armature.components.contracts.digests import file_digest
 from armature.components.contracts.machine import Machine
 from armature.components.contracts.robots import RobotObservation
 from armature.components.contracts.stages import StageContext, StageReport
-from armature.components.datasets.source import open_sources
-from armature.components.environments.libero.demonstrations.episodes import DemonstrationJournal, jobs_of
-from armature.components.environments.libero.demonstrations.page import Preview, demonstrations_report
-from armature.components.environments.libero.demonstrations.settings import (
-    DemonstrationSettings,
-    DemonstrationsStageSettings,
-)
-from armature.components.environments.libero.demonstrations.stage import record
-from armature.components.environments.libero.processes import Demonstration
-from armature.components.environments.libero.scripted.demonstrate import DemonstrationOutcome
-from armature.components.environments.libero.simulator import LiberoSimulator
-from armature.components.environments.libero.tasks import ACTION_NAMES, STATE_NAMES
-from armature.components.stages import TerminalEvents, ThreadUnits
+from armature.components.robots.datasets.source import open_sources
+from armature.components.robots.libero.demonstrations.episodes import DemonstrationJournal, jobs_of
+from armature.components.robots.libero.demonstrations.page import Preview, demonstrations_report
+from armature.components.robots.libero.demonstrations.stage import record
+from armature.components.robots.libero.processes import Demonstration
+from armature.components.robots.libero.scripted.policy import DemonstrationOutcome
+from armature.components.robots.libero.settings import DemonstrationSettings, DemonstrationsStageSettings
+from armature.components.robots.libero.simulator import LiberoSimulator
+from armature.components.robots.libero.tasks import ACTION_NAMES, STATE_NAMES
 from tests.refusals import refused
 
 from ..simulated import needs_libero, simulator

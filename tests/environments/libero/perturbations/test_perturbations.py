@@ -12,14 +12,20 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from armature.components.environments.libero.perturbations.apply import LANGUAGE, PLACED, SEEN
-from armature.components.environments.libero.perturbations.placement import DISTRACTORS, JOINTS, LAYOUT
-from armature.components.environments.libero.perturbations.scene import FAR, PerturbedScene, bounds, distance
-from armature.components.environments.libero.perturbations.settings import Perturbation, PerturbationSettings
-from armature.components.environments.libero.perturbations.words import SYNONYMS, paraphrase
-from armature.components.environments.libero.processes import SimulatorProcess
-from armature.components.environments.libero.simulator import LiberoSimulator
-from armature.components.environments.libero.tasks import MAX_STEPS, suite_tasks
+from armature.components.robots.libero.perturbations.apply import LANGUAGE, PLACED, SEEN, SYNONYMS, paraphrase
+from armature.components.robots.libero.perturbations.scene import (
+    DISTRACTORS,
+    FAR,
+    JOINTS,
+    LAYOUT,
+    PerturbedScene,
+    bounds,
+    distance,
+)
+from armature.components.robots.libero.processes import SimulatorProcess
+from armature.components.robots.libero.settings import Perturbation, PerturbationSettings
+from armature.components.robots.libero.simulator import LiberoSimulator
+from armature.components.robots.libero.tasks import MAX_STEPS, suite_tasks
 from tests.environments.libero.simulated import needs_libero, physics, simulator
 
 pytestmark = needs_libero

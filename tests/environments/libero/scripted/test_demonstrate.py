@@ -8,11 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from armature.components.environments.libero.scripted.demonstrate import DemonstrationOutcome, demonstrate
-from armature.components.environments.libero.scripted.grasps import body_grasp, rim_grasp
-from armature.components.environments.libero.scripted.plans import SCRIPTED_TASKS
-from armature.components.environments.libero.simulator import LiberoSimulator
-from armature.components.environments.libero.tasks import suite_tasks
+from armature.components.robots.libero.scripted.plans import SCRIPTED_TASKS, body_grasp, rim_grasp
+from armature.components.robots.libero.scripted.policy import DemonstrationOutcome, demonstrate
+from armature.components.robots.libero.simulator import LiberoSimulator
+from armature.components.robots.libero.tasks import suite_tasks
 
 from ..simulated import needs_libero, physics, simulator
 

@@ -1,0 +1,219 @@
+"""Every stage, and the one way to run it: from a flow, from DVC or from a shell."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, closing
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+from tqdm import tqdm
+
+from armature.components.artifacts.manifest import write_manifest
+from armature.components.artifacts.store import ArtifactStore
+from armature.components.contracts.digests import document_digest, refuse_non_finite
+from armature.components.contracts.errors import ConfigurationError
+from armature.components.contracts.installation import home_folder
+from armature.components.contracts.machine import Machine
+from armature.components.contracts.metrics import write_json
+from armature.components.contracts.stages import Artifact, Events, ResultT, Stage, StageContext, Units
+from armature.components.machine.registry import Registry, suggestion
+from armature.components.machine.workers.worker import workers_on
+
+STAGES = Registry(
+    "stage",
+    "armature.stages",
+    {
+        "alfworld-games": "armature.components.environments.alfworld.stage:GAMES_STAGE",
+        "dataset": "armature.components.robots.datasets.source:DATASET_STAGE",
+        "quantile-stats": "armature.components.robots.datasets.stage:QUANTILE_STATS_STAGE",
+        "tasks": "armature.components.environments.stage:TASKS_STAGE",
+        "model": "armature.components.models.stage:MODEL_STAGE",
+        "sft": "armature.components.vlm.sft.stage:SFT_STAGE",
+        "train-vlm": "armature.components.rl.stage:TRAIN_VLM_STAGE",
+        "evaluate": "armature.components.evaluation.stage:EVALUATE_STAGE",
+        "demonstrations": "armature.components.robots.libero.demonstrations.stage:DEMONSTRATIONS_STAGE",
+        "policy": "armature.components.robots.policies.stage:POLICY_STAGE",
+        "train-vla": "armature.components.robots.imitation.stage:TRAIN_VLA_STAGE",
+        "train-vla-rl": "armature.components.robots.rl.stage:TRAIN_VLA_RL_STAGE",
+        "evaluate-libero": "armature.components.robots.evaluation.stage:EVALUATE_LIBERO_STAGE",
+        "compare-libero": "armature.components.robots.evaluation.stage:COMPARE_LIBERO_STAGE",
+    },
+)
+
+STARTED = "stage.json"
+"""In the workspace of a stage: its settings and the folders of its inputs, for who looks on while it runs."""
+
+
+class TerminalEvents:
+    """Progress bars and lines on the terminal."""
+
+    def __init__(self) -> None:
+        self._bars: dict[str, tqdm[Any]] = {}
+
+    def progress(self, name: str, done: int, total: int, **postfix: float) -> None:
+        if name not in self._bars:
+            self._bars[name] = tqdm(total=total, desc=name, leave=True, dynamic_ncols=True)
+        bar = self._bars[name]
+        if postfix:
+            bar.set_postfix({key: f"{value:.4g}" for key, value in postfix.items()}, refresh=False)
+        bar.update(done - bar.n)
+        if done >= total:
+            bar.close()
+            del self._bars[name]
+
+    def metrics(self, values: Mapping[str, float], step: int) -> None:
+        """The bars show what matters; the history keeps the rest."""
+
+    def artifact(self, artifact: Artifact, role: str, step: int | None = None) -> None:
+        """Artifacts are listed when the stage ends."""
+
+    def message(self, text: str) -> None:
+        tqdm.write(text)
+
+    def close(self) -> None:
+        """End all bars, so that what is printed next has a line of its own."""
+        for bar in self._bars.values():
+            bar.close()
+        self._bars.clear()
+
+
+class ThreadUnits:
+    """Units of a stage on plain threads of this process."""
+
+    def __init__(self) -> None:
+        self._executor = ThreadPoolExecutor(8, thread_name_prefix="unit")
+
+    def submit(self, name: str, unit: Callable[..., ResultT], *arguments: Any) -> Future[ResultT]:
+        return self._executor.submit(unit, *arguments)
+
+
+def fingerprint(stage: Stage[Any], settings: BaseModel, inputs: Mapping[str, Artifact]) -> str:
+    """What names the output: the stage, its version, its settings, the digests of its inputs and of its sources.
+
+    Raises:
+        ConfigurationError: an input is missing or too many, or a setting is not finite.
+    """
+    return _fingerprint_and_sources(stage, settings, inputs)[0]
+
+
+def _fingerprint_and_sources(
+    stage: Stage[Any], settings: BaseModel, inputs: Mapping[str, Artifact]
+) -> tuple[str, dict[str, str]]:
+    if set(inputs) != set(stage.inputs):
+        raise ConfigurationError(
+            f"stage {stage.name!r} takes the inputs {sorted(stage.inputs)}, given {sorted(inputs)}",
+            code="stage_inputs_mismatch",
+            remedy="name each input once: --input NAME=FOLDER",
+        )
+    refuse_non_finite(settings.model_dump())  # JSON would have null in its place
+    document = {
+        "stage": stage.name,
+        "version": stage.version,
+        "settings": settings.model_dump(mode="json"),
+        "inputs": {name: inputs[name].digest for name in stage.inputs},
+    }
+    if sources := dict(stage.sources(settings, inputs)):
+        document["sources"] = sources
+    return document_digest(document)[:20], sources
+
+
+def open_store(machine: Machine, say: Callable[[str], None] = tqdm.write) -> ArtifactStore:
+    return ArtifactStore(home_folder() / machine.store, machine.remote_store, say)
+
+
+def refuse_unknown(stages: Iterable[str]) -> None:
+    """
+    Raises:
+        ConfigurationError: there is no such stage; the nearest one is suggested.
+    """
+    for name in stages:
+        if name not in STAGES:
+            raise ConfigurationError(
+                f"no stage is called {name!r}",
+                code="unknown_stage",
+                where="machine.force, --force",
+                remedy=suggestion(name, STAGES),
+            )
+
+
+def find_made(name: str, settings: BaseModel, inputs: Mapping[str, Artifact], machine: Machine) -> Artifact | None:
+    """The stage's artifact if it was made before."""
+    stage: Stage[Any] = STAGES[name]
+    return open_store(machine).find(name, fingerprint(stage, settings, inputs))
+
+
+def run_stage(
+    name: str,
+    settings: BaseModel,
+    inputs: Mapping[str, Artifact],
+    machine: Machine,
+    events: Events | None = None,
+    units: Units | None = None,
+    again: bool = False,
+    begins: Callable[[str], None] = lambda fingerprint: None,
+) -> Artifact:
+    """Run stage `name`, or find its artifact already made.
+
+    An attempt that was stopped left its workspace; this attempt resumes from it.
+
+    Args:
+        again: what was made before is set aside, and it is made again from its beginning.
+        begins: called with the fingerprint when nobody else makes it on this machine, and this attempt is going to.
+    """
+    if events is None:
+        with closing(TerminalEvents()) as terminal:
+            return run_stage(name, settings, inputs, machine, terminal, units, again, begins)
+    stage: Stage[Any] = STAGES[name]
+    settings = stage.resolve(settings, inputs, events.message)
+    store = open_store(machine, events.message)
+    key, sources = _fingerprint_and_sources(stage, settings, inputs)
+    with ExitStack() as held:
+        held.enter_context(workers_on(machine.cluster))
+        held.enter_context(store.lock(name, key))
+        made = None if again else store.find(name, key)
+        if made is not None:
+            events.message(f"{name}: already made, {made.path}")
+            store.settle_or_warn()
+            return made
+        begins(key)
+        if again:
+            store.set_aside(name, key)
+        held.callback(store.end_checkpoints, name, key)
+        store.begin(name, key, afresh=again)
+        context = StageContext(
+            machine=machine,
+            events=events,
+            units=units or ThreadUnits(),
+            workspace=store.workspace(name, key),
+            images=store.images,
+            fingerprint=key,
+            saved=partial(store.send_checkpoint, name, key),
+        )
+        folders = {name: str(inputs[name].path) for name in stage.inputs}
+        write_json(context.workspace / STARTED, {"settings": settings.model_dump(), "inputs": folders})
+
+        def fill(folder: Path) -> None:
+            report = stage.run(settings, inputs, folder, context)
+            write_manifest(
+                folder,
+                kind=name,
+                kind_version=stage.version,
+                rows=dict(report.rows),
+                drops=dict(report.drops),
+                inputs={key: inputs[key].digest for key in stage.inputs},
+                settings=settings.model_dump(mode="json"),
+                sources=sources,
+            )
+
+        started = time.monotonic()
+        store.write(name, key, fill)
+        store.finish(name, key)
+        artifact = store.find(name, key)
+        assert artifact is not None
+    events.message(f"{name}: made in {time.monotonic() - started:.1f} s, {artifact.path}")
+    return artifact

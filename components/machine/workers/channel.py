@@ -1,0 +1,274 @@
+"""What goes wrong with a worker, and which errors of its handler come back as they are."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import select
+import socket
+import struct
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, suppress
+from functools import cache
+from types import GeneratorType
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+
+from armature.components.contracts.errors import ArmatureError, ConfigurationError, DataError, said
+from armature.components.machine.process import ForkGuard
+
+
+class WorkerError(ArmatureError):
+    """A worker ended, hung, failed or answered nonsense, and its state is gone. Or it is gone since an earlier call."""
+
+    code = "worker_failed"
+
+
+class IdleWorkerLost(WorkerError):
+    """A worker was lost between two calls. The latter was not sent, and can be made again."""
+
+    code = "idle_worker_lost"
+
+
+_KNOWN = {kind.__name__: kind for kind in (ConfigurationError, DataError, WorkerError, IdleWorkerLost)}
+
+
+def described(error: ArmatureError) -> list[str]:
+    """The nearest kind that the other side knows, the code, and the three parts."""
+    kind = next((each.__name__ for each in type(error).__mro__ if each.__name__ in _KNOWN), WorkerError.__name__)
+    return [kind, error.code, error.what, error.where, error.remedy]
+
+
+def restored(description: Any) -> ArmatureError:
+    """Raises ValueError if it is not what `described` gives."""
+    match description:
+        case [str() as kind, str() as code, str() as what, str() as where, str() as remedy]:
+            return _KNOWN.get(kind, WorkerError)(what, code=code, where=where, remedy=remedy)
+    raise ValueError("an error without its parts")
+
+
+MOST_BYTES = 2**30
+"""Of all that answers one request, where a worker has no smaller limit."""
+
+MOST_TEXT = 2**24
+"""Bytes of JSON in an answer, beside its arrays: in memory JSON may take 30 times as much."""
+
+_AHEAD, _AT_ONCE = 2**12, 2**20
+ReceivedT = TypeVar("ReceivedT", bytes, int)
+_LENGTH = struct.Struct("<Q")
+_ARRAY = "$array"
+_NUMBERS = re.compile(r"[<>|][biuf][1248]")
+
+
+def encoded(value: Any) -> bytes:
+    """The length of a JSON document, the document, and the bytes of the arrays in it; tuples become lists.
+
+    Raises:
+        TypeError: something is neither of JSON nor an array.
+    """
+    arrays: list[bytes] = []
+
+    def stand_in(each: Any) -> Any:
+        if not isinstance(each, np.ndarray):
+            raise TypeError(f"a {type(each).__name__} does not travel between processes, only JSON and arrays do")
+        arrays.append(each.tobytes())
+        return {_ARRAY: [each.dtype.str, each.shape]}
+
+    document = json.dumps(value, default=stand_in).encode()
+    return b"".join([_LENGTH.pack(len(document)), document, *arrays])
+
+
+def decoded(data: bytes) -> Any:
+    """What `encoded` was given.
+
+    Raises:
+        EOFError: it is cut off.
+        ValueError: it is not what `encoded` gives.
+    """
+    rest = memoryview(data)
+
+    def exactly(count: int) -> bytearray:
+        nonlocal rest
+        if count > len(rest):
+            raise EOFError
+        part, rest = bytearray(rest[:count]), rest[count:]
+        return part
+
+    return _value(exactly, len(data))
+
+
+class CallLimits:
+    """The seconds and bytes that are left for one call. Sending, and each part of an answer, uses up the same ones."""
+
+    def __init__(self, seconds: float, most_bytes: int) -> None:
+        self._seconds, self._most_bytes, self._bytes = seconds, most_bytes, most_bytes
+        self.restart()
+
+    def restart(self) -> None:
+        """Allow all of the seconds from now on. The bytes are not restored."""
+        self._until = time.monotonic() + self._seconds
+
+    def seconds(self) -> float:
+        """Raises TimeoutError if none are left."""
+        left = self._until - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
+        return left
+
+    def take(self, count: int) -> None:
+        """Raises ValueError if fewer than `count` bytes are left."""
+        if count > self._bytes:
+            raise ValueError(f"more than {self._most_bytes} bytes")
+        self._bytes -= count
+
+
+class Channel:
+    """Sends and receives what `encoded` gives. Without limits, the other side is trusted."""
+
+    def __init__(self, stream: socket.socket) -> None:
+        self._stream = stream
+        self._buffer = bytearray()
+        self._poll = select.poll()
+        self._poll.register(stream, select.POLLIN)
+
+    def send(self, value: bytes, limits: CallLimits | None = None) -> None:
+        """Raises TimeoutError if the other side does not take it, OSError if it has gone."""
+        if limits is not None:
+            self._stream.settimeout(limits.seconds())
+        self._stream.sendall(value)
+
+    def receive(self, limits: CallLimits | None = None) -> Any:
+        """
+        Raises:
+            TimeoutError: the whole of it was not there in time.
+            EOFError, OSError: the other side has gone.
+            ValueError: it is not what `encoded` gives, or takes more bytes than are left.
+        """
+
+        def exactly(count: int) -> bytearray:
+            if limits is not None:
+                limits.take(count)
+            return self._exactly(count, limits)
+
+        return _value(exactly, None if limits is None else MOST_TEXT)
+
+    def unread(self) -> bytes | None:
+        """The next byte, which stays where it is; empty if the other side has gone; None if nothing has come."""
+        if not self._buffer and self._poll.poll(0):
+            try:
+                self._buffer += (byte := self._stream.recv(1))
+            except OSError:
+                return b""
+            return byte
+        return bytes(self._buffer[:1]) or None
+
+    def close(self) -> None:
+        self._stream.close()
+
+    def _exactly(self, count: int, limits: CallLimits | None) -> bytearray:
+        """The next `count` bytes."""
+        buffer = self._buffer
+        if count <= _AHEAD:
+            while len(buffer) < count:
+                buffer += self._received(lambda: self._stream.recv(_AHEAD), limits)
+            self._buffer = buffer[count:]
+            del buffer[count:]
+            return buffer
+        received, size = bytearray(min(count, _AT_ONCE)), len(buffer)
+        received[:size] = buffer
+        buffer.clear()
+        while size < count:
+            if size == len(received):  # It grows with what has come: the count may be a lie.
+                received += bytes(min(count - size, size))
+            with memoryview(received) as view, view[size:] as rest:
+                size += self._received(lambda: self._stream.recv_into(rest), limits)
+        return received
+
+    def _received(self, receive: Callable[[], ReceivedT], limits: CallLimits | None) -> ReceivedT:
+        if limits is not None:
+            self._stream.settimeout(limits.seconds())
+        part = receive()
+        if not part:
+            raise EOFError
+        return part
+
+
+def _value(exactly: Callable[[int], bytearray], most_text: int | None) -> Any:
+    """Read by `exactly`, which gives so many of the next bytes."""
+
+    def filled(document: dict[str, Any]) -> Any:
+        """Called in the order of the document, which is that of the arrays behind it."""
+        if _ARRAY not in document:
+            return document
+        name, shape = document[_ARRAY]
+        if not _NUMBERS.fullmatch(name) or not all(type(side) is int and side >= 0 for side in shape):
+            raise ValueError(f"an array of {name!r:.40} and shape {shape!r:.100}")
+        dtype = np.dtype(name)
+        return np.ndarray(tuple(shape), dtype, exactly(math.prod(shape) * dtype.itemsize))
+
+    (length,) = _LENGTH.unpack(exactly(_LENGTH.size))
+    if most_text is not None and length > most_text:
+        raise ValueError(f"a document of {length} bytes, more than {most_text}")
+    try:
+        return json.loads(exactly(length), object_hook=filled)
+    except RecursionError as error:
+        raise ValueError("a document of too many levels") from error
+    except (TypeError, OverflowError) as error:  # of what stands for an array
+        raise ValueError(f"an array that cannot be: {error}") from error
+
+
+class Handler(Protocol):
+    """Its other methods answer requests."""
+
+    def close(self) -> None:
+        """The other side has gone; not called where the process is ended from outside."""
+
+
+def serve(make: Callable[..., Handler]) -> None:
+    """Answer requests by the methods of a handler, which the first one makes, until the other side goes.
+
+    What a generator yields is sent at once, as a part; what it returns is the reply. An ArmatureError is the caller's
+    affair; after any other error the process is ended from outside, since nobody knows what it left behind.
+
+    A handler's code may fork. A child does not have the channel, and ends where it would come back to here.
+    """
+    os.dup2(2, 1)  # simulators print
+    with socket.socket(fileno=int(sys.argv[1])) as stream, ExitStack() as stack, suppress(EOFError, OSError):
+        stream.set_inheritable(False)
+        os.register_at_fork(after_in_child=stream.close)
+        channel, guard = Channel(stream), ForkGuard()
+        number, settings = channel.receive(), channel.receive()
+        channel.send(encoded([number, "done", os.getpid()]))
+        handler = cache(lambda: stack.enter_context(closing(make(**settings))))
+        while True:
+            number, method, arguments = channel.receive()
+            for kind, value in _answers(handler, method, arguments, guard):
+                channel.send(encoded([number, kind, value]))
+
+
+def _answers(
+    handler: Callable[[], Handler], method: str, arguments: list[Any], guard: ForkGuard
+) -> Iterator[tuple[str, Any]]:
+    """("part", value) of whatever is yielded, then ("done", value); or at any time "refused" or "failed"."""
+    try:
+        with guard:
+            answer = getattr(handler(), method)(*arguments)
+        if isinstance(answer, GeneratorType):
+            while True:
+                try:
+                    with guard:
+                        part = next(answer)
+                except StopIteration as end:
+                    answer = end.value
+                    break
+                yield "part", part
+        yield "done", answer
+    except ArmatureError as error:
+        yield "refused", described(error)
+    except Exception as error:
+        yield "failed", said(error)

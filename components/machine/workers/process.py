@@ -1,0 +1,173 @@
+"""The caller's side: a worker in a process that is watched, ended and started again."""
+
+from __future__ import annotations
+
+import os
+import reprlib
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Annotated, Any, Self
+
+from pydantic import Field, TypeAdapter
+
+from armature.components.contracts.errors import ArmatureError
+from armature.components.machine.process import Program
+from armature.components.machine.workers.channel import MOST_BYTES, CallLimits, IdleWorkerLost, WorkerError, encoded
+from armature.components.machine.workers.requests import ANYTHING, HandlerFailed, PartT, ReplyT, Requests, new_number
+
+GRACE = 3.0
+"""Seconds that an idle worker has to leave by itself."""
+
+_ROOT = Path(__file__).parents[4]
+_PID: TypeAdapter[int] = TypeAdapter(Annotated[int, Field(strict=True, gt=0)])
+
+
+def importable() -> dict[str, str]:
+    """The variable with which a child process finds our code, wherever it starts."""
+    return {"PYTHONPATH": os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])}
+
+
+class WorkerProcess:
+    """A `Worker` in a child process, which starts with the first call, and again with the first after an end.
+
+    Safe to share between threads, which wait for one another.
+    """
+
+    def __init__(
+        self,
+        module: str,
+        settings: Mapping[str, Any] | None = None,
+        *,
+        timeout: float,
+        env: Mapping[str, str | None] | None = None,
+        most_bytes: int = MOST_BYTES,
+    ) -> None:
+        """
+        Args: see `make_worker`.
+        """
+        self._module, self._settings, self._timeout = module, encoded(dict(settings or {})), timeout
+        self._most_bytes = most_bytes
+        threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+        self._env = {**importable(), **threads, **(env or {})}
+        self._lock = threading.Lock()
+        self._program: Program | None = None
+        self._requests: Requests
+        self.pid: int | None = None
+        """Of the process, while there is one."""
+        self.starts = 0
+        """How many processes there have been."""
+
+    @property
+    def alive(self) -> bool:
+        """See `Worker.alive`."""
+        return self.pid is not None
+
+    def call(self, method: str, *arguments: Any, reply: TypeAdapter[ReplyT], timeout: float | None = None) -> ReplyT:
+        """See `Worker.call`."""
+        return self.stream(method, *arguments, part=ANYTHING, most_parts=0, reply=reply, timeout=timeout)[1]
+
+    def stream(
+        self,
+        method: str,
+        *arguments: Any,
+        part: TypeAdapter[PartT],
+        most_parts: int,
+        reply: TypeAdapter[ReplyT],
+        timeout: float | None = None,
+    ) -> tuple[list[PartT], ReplyT]:
+        """See `Worker.stream`."""
+        timeout = self._timeout if timeout is None else timeout
+        with self._lock:
+            number = new_number()
+            request = encoded([number, method, arguments])
+            limits = CallLimits(timeout, self._most_bytes)
+            try:
+                if self._program is None:
+                    self._start(limits)
+                else:
+                    self._refuse_lost()
+                return self._requests.ask(number, request, limits, reply, part, most_parts)
+            except ArmatureError:
+                raise
+            except BaseException as error:
+                who = f"process {self.pid}" if self.pid else f"start of {self._module}"
+                lost = self._lost(error, timeout, f"{who}, {method}{reprlib.repr(arguments)}")
+                if lost is None:
+                    raise
+                raise lost from error
+
+    def close(self) -> None:
+        """See `Worker.close`."""
+        if self._lock.acquire(blocking=False):
+            try:
+                self._end(GRACE)
+            finally:
+                self._lock.release()
+        elif program := self._program:  # who waits for its answer sees the end
+            program.stop()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _start(self, limits: CallLimits) -> None:
+        ours, theirs = socket.socketpair()
+        self._requests = Requests(ours)
+        with theirs:
+            command = [sys.executable, "-m", self._module, str(theirs.fileno())]
+            self._program = Program(command, env=self._env, grace=1.0, pass_fds=[theirs.fileno()])
+        self.starts += 1
+        number = new_number()
+        try:
+            self.pid = self._requests.ask(number, encoded(number) + self._settings, limits, _PID, ANYTHING, 0)[1]
+        except ArmatureError as error:
+            raise ValueError(f"it refused to start: {error}") from error
+
+    def _refuse_lost(self) -> None:
+        """
+        Raises:
+            IdleWorkerLost: the process has ended, or has sent what nobody asked for.
+        """
+        byte = self._requests.unread()
+        if byte is None:
+            return
+        where, code = f"process {self.pid}", self._end(0.0 if byte else GRACE)
+        what = "the process answered without a request" if byte else f"the process ended with code {code}"
+        raise IdleWorkerLost(what, where=where)
+
+    def _lost(self, error: BaseException, timeout: float, where: str) -> WorkerError | None:
+        """End the process after `error`. Return what became of it; None if `error` is not the worker's."""
+        running = self._program is not None
+        code = self._end(GRACE if isinstance(error, EOFError | ConnectionError) else 0.0)
+        match error:
+            case TimeoutError():
+                return WorkerError(f"no answer within {timeout:g} s", code="worker_timeout", where=where)
+            case EOFError() | OSError() if running:
+                return WorkerError(f"the process ended with code {code}", code="worker_ended", where=where)
+            case HandlerFailed():
+                return WorkerError(f"the worker failed: {error}", where=where)
+            case ValueError():
+                return WorkerError(
+                    f"the worker's answer cannot be read: {error!s:.500}", code="worker_reply_invalid", where=where
+                )
+        return None
+
+    def _end(self, patience: float = 0.0) -> int | None:
+        """The exit code of the process, which may leave by itself for `patience` seconds."""
+        program, self._program, self.pid = self._program, None, None
+        if program is None:
+            return None
+        if patience:
+            self._requests.close()
+            with suppress(subprocess.TimeoutExpired):
+                program.wait(patience)
+        code = program.stop()
+        self._requests.close()
+        return code

@@ -1,0 +1,239 @@
+"""Checks of a batch before it reaches a model, and the keyword arguments that it becomes."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from armature.components.contracts.batches import MultimodalAdapter, MultimodalBatch, Sample, TurnAdvantages
+from armature.components.contracts.errors import ConfigurationError, DataError
+from armature.components.contracts.images import ImageRef
+from armature.components.contracts.rollouts import GenerateOutputs, Turn
+from armature.components.models.adapters.collate import PLACEHOLDER_RUNS, ImageSource, SampleCollator, is_missing
+from armature.components.models.adapters.sequences import merge_turns, runs_fit, sample_of, turn_defect
+
+REMEDY = "correct the adapter's build_batch; armature.components.contracts.batches.MultimodalBatch names every shape"
+INTEGERS = (torch.int64, torch.int32)
+
+
+def model_inputs(batch: MultimodalBatch) -> dict[str, Tensor]:
+    """The keyword arguments of the model's forward; `pixel_values` only if there are any."""
+    inputs = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask}
+    if batch.pixel_values is not None:
+        inputs["pixel_values"] = batch.pixel_values
+    return inputs | batch.extra_model_kwargs
+
+
+def validate_batch(batch: MultimodalBatch) -> MultimodalBatch:
+    """`batch` itself, if its tensors fit together.
+
+    Raises:
+        DataError: a field is not a tensor, has another shape, dtype or value than it must have.
+    """
+    ids = _tensor("input_ids", batch.input_ids)
+    if ids.ndim != 2 or 0 in ids.shape or ids.dtype not in INTEGERS:
+        raise DataError(
+            f"input_ids must be (B, L) integers with B, L >= 1, found {_describe(ids)}",
+            code="invalid_input_ids",
+            where="MultimodalBatch.input_ids",
+            remedy=REMEDY,
+        )
+    rows, length = ids.shape
+    _shape("attention_mask", batch.attention_mask, (rows, length))
+    _shape("loss_mask", batch.loss_mask, (rows, length))
+    _shape("behavior_logprobs", batch.behavior_logprobs, (rows, length))
+    _shape("rewards", batch.rewards, (rows,))
+    if batch.advantages is not None:
+        _shape("advantages", batch.advantages, (rows, length))
+        _finite("advantages", batch.advantages)
+    _finite("rewards", batch.rewards)
+    _finite("behavior_logprobs", batch.behavior_logprobs)
+    _masks(batch)
+    if batch.pixel_values is not None:
+        pixels = _tensor("pixel_values", batch.pixel_values)
+        if pixels.ndim < 2 or not pixels.is_floating_point():
+            raise DataError(
+                f"pixel_values must be floating point with at least 2 dims, found {_describe(pixels)}",
+                code="invalid_pixel_values",
+                where="MultimodalBatch.pixel_values",
+                remedy="pass the image processor's output unchanged, or None where no row has an image",
+            )
+        _finite("pixel_values", pixels)
+    for name, value in batch.extra_model_kwargs.items():
+        _tensor(f"extra_model_kwargs[{name!r}]", value)
+        if name.endswith("token_type_ids"):
+            _shape(f"extra_model_kwargs[{name!r}]", value, (rows, length))
+    return batch
+
+
+def _masks(batch: MultimodalBatch) -> None:
+    trained = batch.loss_mask.bool()
+    if (trained & ~batch.attention_mask.bool()).any():
+        raise DataError(
+            f"loss_mask is set on {int((trained & ~batch.attention_mask.bool()).sum())} padding tokens",
+            code="padding_trained",
+            where="MultimodalBatch.loss_mask",
+            remedy="set it on sampled tokens only",
+        )
+    if trained[:, 0].any():
+        raise DataError(
+            f"loss_mask is set on the first token of {int(trained[:, 0].sum())} rows, which nothing predicts",
+            code="first_token_trained",
+            where="MultimodalBatch.loss_mask",
+            remedy="column j of every (B, L) tensor describes token j: check for a shift by one",
+        )
+    if (batch.behavior_logprobs[trained] > 1e-3).any():
+        raise DataError(
+            f"behavior_logprobs is {float(batch.behavior_logprobs[trained].max()):.4g} on a sampled token",
+            code="logprob_positive",
+            where="MultimodalBatch.behavior_logprobs",
+            remedy="pass log-probabilities, which are at most 0",
+        )
+
+
+def _tensor(name: str, value: object) -> Tensor:
+    if not isinstance(value, Tensor):
+        raise DataError(
+            f"{name} must be a torch.Tensor, found {type(value).__name__}",
+            code="tensor_missing",
+            where=f"MultimodalBatch.{name}",
+            remedy=REMEDY,
+        )
+    return value
+
+
+def _shape(name: str, value: object, expected: tuple[int, ...]) -> None:
+    tensor = _tensor(name, value)
+    if tuple(tensor.shape) != expected:
+        raise DataError(
+            f"{name} must have shape {expected}, found {tuple(tensor.shape)}",
+            code="batch_shape_mismatch",
+            where=f"MultimodalBatch.{name}, beside input_ids of {'(B, L)' if len(expected) == 2 else 'B rows'}",
+            remedy=REMEDY,
+        )
+
+
+def _finite(name: str, tensor: Tensor) -> None:
+    if not torch.isfinite(tensor).all():
+        bad = int((~torch.isfinite(tensor)).sum())
+        raise DataError(
+            f"{name} has {bad} of {tensor.numel()} values that are NaN or infinite",
+            code="batch_not_finite",
+            where=f"MultimodalBatch.{name}",
+            remedy="drop the rows that they come from",
+        )
+
+
+def _describe(tensor: Tensor) -> str:
+    return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+
+
+log = logging.getLogger(__name__)
+
+
+class FamilyAdapter(MultimodalAdapter):
+    """Rollouts to samples for one family, and to whole batches by its `collator`.
+
+    `images` opens an image by its reference (as `ImageStore.open` does); only rollouts with images need it.
+    `max_tokens` bounds a sequence: a turn that would end beyond it is dropped, so a sequence of several turns is
+    cut between turns, never inside an image or a completion.
+    """
+
+    def __init__(
+        self, collator: SampleCollator, images: ImageSource | None = None, max_tokens: int | None = None
+    ) -> None:
+        super().__init__(collator.processor)
+        self.collator, self.images, self.max_tokens = collator, images, max_tokens
+        self._runs_of_size: dict[tuple[int, int], tuple[int, ...]] = {}
+
+    def samples(
+        self, outputs: GenerateOutputs, advantages: TurnAdvantages | None = None
+    ) -> tuple[list[Sample], Counter[str]]:
+        """Training sequences in order, and how many turns were dropped, by reason.
+
+        A turn is dropped alone: the other turns of its trajectory stay, and a later turn that extends an earlier
+        one across it is still merged, with the dropped completion as context. `advantages` are needed for turns that
+        are kept; without them all are zeros.
+        """
+        samples: list[Sample] = []
+        drops: Counter[str] = Counter()
+        runs: dict[ImageRef, tuple[int, ...] | str] = {}
+        for trajectory in outputs.trajectories:
+            good = []
+            for turn in trajectory.turns:
+                reason = "reward_not_finite" if not np.isfinite(trajectory.reward) else self._defect(turn, runs)
+                if reason is None:
+                    good.append(turn)
+                else:
+                    drops[reason] += 1
+            merged = merge_turns(good, self.collator.spec.merge_turns)
+            samples += [sample_of(trajectory, turns, advantages) for turns in merged]
+        return samples, drops
+
+    def _defect(self, turn: Turn, runs: dict[ImageRef, tuple[int, ...] | str]) -> str | None:
+        reason = turn_defect(turn, self.collator.forbidden_token_ids, self.max_tokens)
+        if reason is not None:
+            return reason
+        needed: list[int] = []
+        for ref in turn.images:
+            if ref not in runs:
+                runs[ref] = self._runs(ref)
+            found = runs[ref]
+            if isinstance(found, str):
+                return found
+            needed += found
+        if not runs_fit(turn.prompt_token_ids, self.collator.image_token_id, needed):
+            return "placeholder_mismatch"
+        return None
+
+    def _runs(self, ref: ImageRef) -> tuple[int, ...] | str:
+        """Runs of feature tokens that the image needs, or why it cannot be used.
+
+        The image is always opened, for it may be damaged; it is processed once per size, which decides the runs.
+        """
+        try:
+            image = self._open(ref)
+        except (DataError, OSError, KeyError) as error:
+            log.warning("image %s dropped: %s", ref.sha256[:12], error)
+            return "image_missing" if is_missing(error) else "image_unreadable"
+        if image.size not in self._runs_of_size:
+            try:
+                self._runs_of_size[image.size] = tuple(self.collator.process_image(image)[PLACEHOLDER_RUNS].tolist())
+            except DataError as error:
+                log.warning("image %s dropped: %s", ref.sha256[:12], error)
+                return "image_unprocessable"
+        return self._runs_of_size[image.size]
+
+    def _open(self, ref: ImageRef) -> Image.Image:
+        if self.images is None:
+            raise ConfigurationError(
+                "the rollouts have images, but the adapter has no image store",
+                code="image_store_missing",
+                where=type(self).__name__,
+                remedy="pass images=ImageStore(root).open to get_adapter",
+            )
+        return self.images(ref)
+
+    def build_batch(self, outputs: GenerateOutputs) -> MultimodalBatch:
+        """All samples of `outputs` as one batch; `advantages` is None: the trainer computes them from `rewards`.
+
+        Raises:
+            DataError: every turn was dropped.
+        """
+        samples, drops = self.samples(outputs)
+        if drops:
+            log.warning("dropped %d turns: %s", drops.total(), dict(drops))
+        if not samples:
+            raise DataError(
+                f"no turn is left to train on; dropped: {dict(drops)}",
+                code="no_trainable_turn",
+                where=f"{len(outputs.trajectories)} trajectories",
+                remedy="look at the rollouts: every one has the defect that was counted",
+            )
+        return validate_batch(replace(self.collator.collate(samples, self._open), advantages=None))

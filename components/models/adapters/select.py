@@ -1,0 +1,203 @@
+"""An entry for a family that nobody has described, inferred from its processor and then proved against it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from PIL import Image
+
+from armature.components.contracts.errors import ConfigurationError, DataError
+from armature.components.contracts.files import foreign, read_bytes
+from armature.components.families.family import FAMILIES, ImageInputs, family_of
+from armature.components.families.joins import Features, Join, cat, pad_cat
+from armature.components.models.adapters.collate import (
+    PLACEHOLDER_RUNS,
+    ImageSource,
+    SampleCollator,
+    image_features,
+    process_one,
+)
+from armature.components.models.adapters.family import FamilyAdapter
+from armature.components.models.source import locate
+
+# Wide, tall, small and large, so that tiles, grids and padding differ.
+SIZES = ((100, 80), (64, 150), (500, 90), (700, 900))
+TYPE_IDS = ("mm_token_type_ids", "token_type_ids")
+REMEDY = (
+    "describe its family in a file (docs/extending.md) that the entry-point group 'armature.families' names, or "
+    "subclass MultimodalAdapter"
+)
+
+
+def infer_spec(processor: Any) -> ImageInputs:
+    """The entry whose joins reproduce `processor` on images of several sizes.
+
+    The feature token is the one that an image's expansion holds most of. Every output must be a tensor that is
+    joined along dim 0, with or without zero padding of the other dims. Type ids are rebuilt where the processor
+    returns them, and must mark the feature tokens alone.
+
+    Raises:
+        ConfigurationError: the processor has no placeholder, or its joint output cannot be reproduced.
+    """
+    where = type(processor).__name__
+    if not isinstance(getattr(processor, "image_token", None), str):
+        raise ConfigurationError(
+            "the processor does not name its image token (image_token)",
+            code="image_token_missing",
+            where=where,
+            remedy=REMEDY,
+        )
+    images = [Image.effect_noise(size, 64.0).convert("RGB") for size in SIZES]
+    ids = processor(images=images[-1:], text=[processor.image_token], return_tensors="pt")["input_ids"][0]
+    token = int(ids.mode().values)
+    try:
+        features = [process_one(processor, image, token) for image in images]
+    except DataError as error:
+        raise ConfigurationError(
+            f"no adapter entry fits: {error.what}", code="adapter_not_inferable", where=where, remedy=REMEDY
+        ) from error
+    if not all(len(one[PLACEHOLDER_RUNS]) for one in features):
+        raise ConfigurationError(
+            "an image is not expanded into image tokens", code="adapter_not_inferable", where=where, remedy=REMEDY
+        )
+    together = processor(images=images, text=["".join([processor.image_token] * len(images))], return_tensors="pt")
+    return ImageInputs(
+        feature_token=processor.tokenizer.convert_ids_to_tokens(token),
+        joins={name: _infer_join(name, features, together, where) for name in image_features(features[0])},
+        type_ids=_type_ids(together, token, where),
+        reserved=_reserved(processor.tokenizer, set(ids.tolist())),
+        merge_turns=False,  # nothing is known of attention across images: one sample per turn is always exact
+    )
+
+
+def _reserved(tokenizer: Any, expansion: set[int]) -> tuple[str, ...]:
+    """The added tokens of an image's expansion that have no other use."""
+    other = {tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token, tokenizer.unk_token}
+    added = tokenizer.get_added_vocab()
+    return tuple(token for token, number in added.items() if number in expansion and token not in other)
+
+
+def _infer_join(name: str, features: Sequence[Features], together: Any, where: str) -> Join:
+    parts = [one[name] for one in features]
+    if all(isinstance(part, torch.Tensor) and part.ndim for part in parts):
+        for join in (cat, pad_cat):
+            if _reproduces(join, parts, features, together[name]):
+                return join
+    raise ConfigurationError(
+        f"the processor's {name!r} for several images is not that of single images joined along dim 0",
+        code="adapter_not_inferable",
+        where=where,
+        remedy=REMEDY,
+    )
+
+
+def _reproduces(
+    join: Join, parts: Sequence[torch.Tensor], features: Sequence[Features], expected: torch.Tensor
+) -> bool:
+    same_dims = len({part.ndim for part in parts}) == 1
+    same_sizes = len({part.shape[1:] for part in parts}) == 1
+    return same_dims and (same_sizes or join is pad_cat) and torch.equal(join(parts, features), expected)
+
+
+def _type_ids(together: Any, token: int, where: str) -> str | None:
+    for name in TYPE_IDS:
+        if name in together:
+            if not torch.equal(together[name] != 0, together["input_ids"] == token):
+                raise ConfigurationError(
+                    f"the processor's {name} marks other tokens than the image token",
+                    code="adapter_not_inferable",
+                    where=where,
+                    remedy=REMEDY,
+                )
+            return name
+    return None
+
+
+def get_adapter(
+    model: Any,
+    processor: Any,
+    images: ImageSource | None = None,
+    max_tokens: int | None = None,
+) -> FamilyAdapter:
+    """The adapter for `model`: its configuration, a checkpoint folder or artifact, a family name or a `model_type`.
+
+    `processor` is the model's Hugging Face processor, `images` opens an image by its reference, and `max_tokens`
+    bounds the length of a sample (None: unbounded).
+
+    Raises:
+        ConfigurationError: as `get_collator` does.
+    """
+    return FamilyAdapter(get_collator(model, processor), images, max_tokens)
+
+
+def get_collator(model: Any, processor: Any) -> SampleCollator:
+    """The half of `get_adapter` that makes tensors of samples.
+
+    A model that no entry describes gets one inferred from its processor, if that reproduces the processor exactly.
+
+    Raises:
+        ConfigurationError: nothing fits; the message says what to write. Or the model expects another
+            image token than the processor writes.
+    """
+    if getattr(processor, "image_processor", None) is None:
+        raise ConfigurationError(
+            f"{type(processor).__name__} cannot process images",
+            code="processor_needed",
+            where="the processor",
+            remedy="pass the model's processor (AutoProcessor), not its tokenizer",
+        )
+    config = _config(model)
+    collator = SampleCollator(processor, _spec(config, processor))
+    expected = config.get("image_token_id", config.get("image_token_index"))
+    if expected is not None and expected != collator.image_token_id:
+        raise ConfigurationError(
+            f"the model replaces token {expected} by image features, the processor writes {collator.image_token_id}",
+            code="image_token_mismatch",
+            where=str(config["model_type"]),
+            remedy="load the processor from the folder of the model",
+        )
+    return collator
+
+
+def _config(model: Any) -> dict[str, Any]:
+    """The model's configuration; of a name, one that holds nothing but the `model_type`."""
+    if not isinstance(model, str | Path):
+        return dict(model.to_dict())
+    file = (locate(model) if Path(model).is_dir() else Path(model)) / "config.json"
+    if file.is_file():
+        with foreign("config.json cannot be read", where=str(file)):
+            return dict(json.loads(read_bytes(file)))
+    if isinstance(model, Path) or "/" in model:
+        raise ConfigurationError(
+            "there is no config.json",
+            code="config_missing",
+            where=str(file),
+            remedy="name a checkpoint folder, or pass the model's config",
+        )
+    if model not in FAMILIES:
+        return {"model_type": model}
+    family = FAMILIES[model]
+    return {"model_type": family.model_type, "vision_config": {"model_type": family.vision_model_type}}
+
+
+def _spec(config: dict[str, Any], processor: Any) -> ImageInputs:
+    name = _name(config)
+    if name in FAMILIES and (images := FAMILIES[name].images) is not None:
+        spec = replace(images, reserved=FAMILIES[name].image_tokens)
+        # vLLM reads this flag too: the model attends causally inside images, so they need no marking.
+        return spec if config.get("is_mm_prefix_lm", True) else replace(spec, type_ids=None)
+    return infer_spec(processor)
+
+
+def _name(config: dict[str, Any]) -> str:
+    vision = SimpleNamespace(model_type=config.get("vision_config", {}).get("model_type"))
+    try:
+        return family_of(SimpleNamespace(model_type=config["model_type"], vision_config=vision)).name
+    except ConfigurationError:
+        return str(config["model_type"])

@@ -1,0 +1,73 @@
+"""The report of a training run: curves, last numbers, what was dropped, and the configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from armature.components.pages.report import Curves, History, HtmlReport, Rollouts, Table, training_curves, write_report
+
+REPORT_FILE = "report.html"
+_SHOWN = {"reward": "reward", "entropy": "entropy", "importance_ratio": "mean ratio"}
+
+
+def write_training_report(
+    folder: Path,
+    *,
+    title: str,
+    history: History,
+    configuration: Mapping[str, Any],
+    figures: Mapping[str, str] | None = None,
+    tables: Sequence[Table] = (),
+    curves: Sequence[Curves] = (),
+    rollouts: Rollouts | None = None,
+) -> None:
+    """Write `report.html` into `folder`; the same run gives the same bytes.
+
+    Args:
+        figures: more numbers for the head of the page, such as held-out accuracy with its interval.
+        tables: further counts; those without rows are left out.
+        curves: charts after those of the history.
+        rollouts: rollouts to browse on the page.
+    """
+    drops = [[name, f"{count:,}"] for name, count in drops_by_reason(history).items()]
+    report = HtmlReport(
+        title,
+        {**(figures or {}), **last_figures(history)},
+        tables=[table for table in (*tables, Table("Left out, by reason", ["reason", "count"], drops)) if table.rows],
+        configuration=configuration,
+        curves=[training_curves(history), *curves],
+        rollouts=rollouts,
+    )
+    write_report(folder / REPORT_FILE, report)
+
+
+def last_figures(history: History) -> dict[str, str]:
+    """Means over the last tenth of the steps, the largest mismatch KL, and how many rollouts were made."""
+    if not history:
+        return {}
+    tail = history[-max(1, len(history) // 10) :]
+    figures = {"steps": str(int(history[-1].get("step", len(history))))}
+    for key, label in _SHOWN.items():
+        values = [row[key] for row in tail if key in row]
+        if values:
+            figures[f"{label}, last {len(tail)} steps"] = f"{sum(values) / len(values):.4g}"
+    kls = [row["mismatch_kl/first_update"] for row in history if "mismatch_kl/first_update" in row]
+    if kls:
+        figures["mismatch KL, largest"] = f"{max(kls):.2g}"
+    planned, failed = _total(history, "rollouts/planned"), _total(history, "rollouts/failed")
+    if planned:
+        figures["rollouts"] = f"{planned:,}" + (f", {failed:,} failed" if failed else "")
+    return figures
+
+
+def drops_by_reason(history: History) -> dict[str, int]:
+    """Failed rollouts and dropped samples over the whole run, largest first."""
+    names = {name for row in history for name in row if name.startswith(("failures/", "drops/"))}
+    totals = {name: _total(history, name) for name in names}
+    return dict(sorted(totals.items(), key=lambda item: (-item[1], item[0])))
+
+
+def _total(history: History, key: str) -> int:
+    return int(sum(row.get(key, 0) for row in history))

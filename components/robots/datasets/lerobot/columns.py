@@ -1,0 +1,188 @@
+"""Between Arrow columns and arrays of a feature's shape."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from armature.components.contracts.errors import DataError
+from armature.components.robots.datasets.lerobot.layout import IMAGE, OWN_FEATURES, Feature
+from armature.components.robots.datasets.quantiles import Array
+
+PNG = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+
+
+def arrow_type(feature: Feature) -> pa.DataType:
+    """How a feature lies in a data file; videos do not."""
+    if feature.dtype == IMAGE:
+        return PNG
+    value = pa.string() if feature.dtype == "string" else pa.from_numpy_dtype(np.dtype(feature.dtype))
+    if feature.shape == (1,):
+        return value
+    return nested(value, feature.shape)
+
+
+def nested(value: pa.DataType, shape: tuple[int, ...]) -> pa.DataType:
+    for length in reversed(shape):
+        value = pa.list_(value, length)
+    return value
+
+
+def to_arrow(values: Array, feature: Feature) -> pa.Array:
+    """Of (frames, *shape)."""
+    if feature.shape == (1,):
+        return pa.array(values.reshape(-1))
+    array = pa.array(np.ascontiguousarray(values).reshape(-1))
+    for length in reversed(feature.shape):
+        array = pa.FixedSizeListArray.from_arrays(array, length)
+    return array
+
+
+def to_numpy(column: pa.ChunkedArray, name: str, feature: Feature, where: str) -> Array:
+    """(frames, width) of a numeric column, width being all that a frame has, flat or nested as the shape says.
+
+    Raises:
+        DataError: a frame is missing or of another size than the others, or the column is not of the feature's type.
+    """
+    array, sizes = column.combine_chunks(), list[int]()
+    while _is_list(array.type) and not array.null_count:
+        lengths = pc.list_value_length(array).to_numpy(zero_copy_only=False)
+        if (ragged := np.flatnonzero(lengths != lengths[:1])).size:
+            row = int(ragged[0]) // math.prod(sizes)
+            raise DataError(
+                f"feature {name!r} has lists of {lengths[0]} and of {lengths[ragged[0]]} values",
+                code="feature_ragged",
+                where=f"{where}, row {row}",
+                remedy="every frame needs the same shape; record or convert the dataset again",
+            )
+        sizes.append(int(lengths[0]) if len(lengths) else 0)
+        array = array.flatten()
+    if array.null_count:
+        raise DataError(f"feature {name!r} has missing values", code="feature_value_missing", where=where)
+    width = math.prod(feature.shape)
+    shaped = tuple(sizes) in (feature.shape, (width,)) or (width == 1 and not sizes) or not len(column)
+    if not shaped or not _holds(feature, array.type):
+        raise DataError(
+            f"feature {name!r} has frames of {sizes or [1]} values of {array.type}, "
+            f"meta/info.json says {list(feature.shape)} of {feature.dtype}",
+            code="frame_shape_mismatch",
+            where=where,
+        )
+    values: Array = array.to_numpy(zero_copy_only=False).reshape(len(column), width)
+    return values
+
+
+def _is_list(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_list(kind) or pa.types.is_fixed_size_list(kind) or pa.types.is_large_list(kind))
+
+
+def _holds(feature: Feature, kind: pa.DataType) -> bool:
+    """Whether values of an Arrow type are values of the feature: none is cut off to become one."""
+    if pa.types.is_boolean(kind):
+        return feature.dtype == "bool"
+    if pa.types.is_floating(kind):
+        return feature.dtype.startswith("float")
+    return bool(pa.types.is_integer(kind)) and feature.dtype != "bool"
+
+
+def described(features: dict[str, Feature]) -> bytes:
+    """The "huggingface" metadata of a data file's schema."""
+    kinds: dict[str, Any] = {}
+    for name, feature in features.items():
+        kind: dict[str, Any] = {"dtype": feature.dtype, "_type": "Value"}
+        if feature.dtype == IMAGE:
+            kind = {"_type": "Image"}
+        elif feature.shape != (1,):
+            for length in reversed(feature.shape):
+                kind = {"feature": kind, "length": length, "_type": "Sequence"}
+        kinds[name] = kind
+    return json.dumps({"info": {"features": kinds}}).encode()
+
+
+TOLERANCE = 1e-4
+"""Seconds that a time may be off: LeRobot's `tolerance_s`."""
+PLACES = ("episode_index", "frame_index", "index", "timestamp")
+
+
+@dataclass(frozen=True)
+class ExpectedRows:
+    """The rows of consecutive episodes: `lengths` (episodes,) frames each, from frame `start` of the dataset on."""
+
+    episode: int
+    start: int
+    lengths: Array
+    fps: float
+
+    def check(self, table: pa.Table, path: str, row: int) -> None:
+        """Check `PLACES` of `table`, which begins at row `row` of the data file at `path`.
+
+        Rows of an episode follow one another: `frame_index` and `index` grow by 1, `timestamp` by 1 / fps. An episode
+        that was cut at its start may begin at a later time.
+
+        Raises:
+            DataError: a row is not the expected one; the error names episode and row.
+        """
+        columns = {name: self._numbers(table, name, path, row) for name in PLACES}
+        episodes, frames, index, times = columns.values()
+        numbers = np.repeat(np.arange(self.episode, self.episode + len(self.lengths)), self.lengths)
+        wrong = episodes[: len(numbers)] != numbers[: len(episodes)]
+        if len(episodes) != len(numbers) or wrong.any():
+            at = int(np.argmax(wrong)) if wrong.any() else len(episodes)
+            raise DataError(
+                f"{len(episodes)} of {len(numbers)} frames are there, and this row is not the episode's",
+                code="episode_rows_mismatch",
+                where=f"{path}, episode {numbers[min(at, len(numbers) - 1)]}, row {row + at}",
+                remedy="meta/episodes and the data files do not belong together; fetch the dataset again",
+            )
+        begins = np.cumsum(self.lengths) - self.lengths
+        first = np.repeat(begins, self.lengths)
+        within = np.arange(len(numbers)) - first
+        index_of = self.start + np.arange(len(numbers))
+        frame_of = np.maximum(frames[first], 0) + within
+        seconds = times.astype(np.float64)
+        with np.errstate(over="ignore", invalid="ignore"):  # NaN and infinities compare as wrong
+            begin = np.where(frames > 0, frames / self.fps, np.maximum(seconds, 0))
+            second_of = np.where(within > 0, np.roll(seconds, 1) + 1 / self.fps, begin)
+            slack = TOLERANCE + (np.spacing(np.abs(times)) if times.dtype.kind == "f" else 0.0)
+            late = ~(np.abs(seconds - second_of) <= slack)
+        for name, values, expected, wrong in (
+            ("index", index, index_of, index != index_of),
+            ("frame_index", frames, frame_of, frames != frame_of),
+            ("timestamp", seconds, second_of, late),
+        ):
+            if wrong.any():
+                at = int(np.argmax(wrong))
+                raise DataError(
+                    f"{name} is {values[at]:.9g}, not {expected[at]:.9g}: rows follow one another, "
+                    f"{self.fps:g} a second",
+                    code="row_out_of_order",
+                    where=f"{path}, episode {numbers[at]}, row {row + at}",
+                    remedy="rows are missing or out of order, or fps in meta/info.json is not the rows'; "
+                    "split the episode there, or record it again",
+                )
+
+    def _numbers(self, table: pa.Table, name: str, path: str, row: int) -> Array:
+        if name not in table.column_names:
+            raise DataError(f"the data file has no column {name!r}", code="column_missing", where=path)
+        column = table[name]
+        if column.null_count:
+            at = int(np.argmax(column.is_null().to_numpy()))
+            ends = np.cumsum(self.lengths)
+            episode = self.episode + min(int(np.searchsorted(ends, at, side="right")), len(ends) - 1)
+            raise DataError(
+                f"{name} is missing", code="feature_value_missing", where=f"{path}, episode {episode}, row {row + at}"
+            )
+        values: Array = to_numpy(column, name, OWN_FEATURES[name], f"{path}, from episode {self.episode}")[:, 0]
+        return values
+
+
+def sampled(length: int) -> list[int]:
+    """LeRobot's choice: `length` ** 0.75 frames, at least 100 and at most 10,000, evenly spaced; all of fewer."""
+    count = min(length, max(100, min(int(length**0.75), 10_000)))
+    return [int(place) for place in np.round(np.linspace(0, length - 1, count))]

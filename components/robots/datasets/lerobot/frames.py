@@ -1,0 +1,193 @@
+"""Any frame of a dataset at once: columns in memory-mapped files, videos that stay open."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from armature.components.artifacts.cache import DownloadCache, make_once
+from armature.components.contracts.errors import DataError
+from armature.components.robots.datasets.lerobot.episodes import EpisodeRange
+from armature.components.robots.datasets.lerobot.layout import VIDEO
+from armature.components.robots.datasets.lerobot.reader import Dataset, window
+from armature.components.robots.datasets.lerobot.video import VideoReaders
+from armature.components.robots.datasets.quantiles import Array
+
+SMALL = 1 << 30
+"""Bytes of all frames of a dataset up to which its videos are decoded once."""
+FORMAT = 2
+"""Raised when the same files give other columns or frames, or are checked for more."""
+PAGE = 4096
+"""A frame counts as so many bytes at least."""
+
+
+class FrameReader:
+    """Reads single frames of `dataset`.
+
+    A column of a data file is written out once, uncompressed, under `cache`, and mapped from there: every process
+    shares the pages, and memory does not grow with the dataset. So are the videos of a small dataset, by episode: to
+    seek, decode and convert a frame takes most of the time of a sample. Pickles without what it has open.
+    """
+
+    def __init__(self, dataset: Dataset, cache: DownloadCache) -> None:
+        self.dataset, self._cache = dataset, cache
+        info = dataset.info
+        sizes = [max(math.prod(each.shape), PAGE) for each in info.features.values() if each.dtype == VIDEO]
+        self._small = info.total_frames * sum(sizes) <= SMALL
+        self._forget()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"dataset": self.dataset, "_cache": self._cache, "_small": self._small}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._forget()
+
+    def _forget(self) -> None:
+        self._columns: dict[tuple[int, int, str], Any] = {}
+        self._videos = VideoReaders()
+        self._clips: dict[tuple[str, int], Array | None] = {}
+
+    def numbers(self, name: str, episode: EpisodeRange, places: Array) -> Array:
+        """A numeric feature at frames `places` of the episode: (places, width).
+
+        Raises:
+            DataError: the data file is not what it should be.
+        """
+        rows: Array = self._column(name, episode)[episode.row + places]
+        return rows
+
+    def image(self, name: str, episode: EpisodeRange, frame: int) -> Array:
+        """uint8 RGB (height, width, 3).
+
+        Raises:
+            DataError: it is missing or damaged.
+        """
+        dataset = self.dataset
+        if dataset.feature(name).dtype == VIDEO:
+            if self._small and (decoded := self._decoded(name, episode)) is not None:
+                return np.array(decoded[frame])
+            row = self.numbers("timestamp", episode, np.array([frame]))[:, 0]
+            (time,), tolerance = dataset.video_times(name, episode, [frame], row)
+            where = f"episode {episode.index}, frame {frame}"
+            return self._videos.at(dataset.video(name, episode)).frame(float(time), tolerance, where)
+        stored = self._column(name, episode)[episode.row + frame].as_py()
+        return np.asarray(dataset.decoded(name, episode, frame, stored))
+
+    def item(self, index: int, windows: Mapping[str, Sequence[float]]) -> dict[str, Any]:
+        """Frame `index` of the dataset as LeRobot gives it: features, images, and its task.
+
+        Args:
+            windows: Feature to times in seconds from the frame. Such a feature gets one more dimension in front, and
+                `<feature>_is_pad` says where the episode has no such frame.
+
+        Raises:
+            IndexError: there is no such frame.
+        """
+        dataset = self.dataset
+        if not 0 <= index < dataset.info.total_frames:
+            raise IndexError(f"frame {index} of {dataset.info.total_frames}")
+        episode = dataset.episode_at(index)
+        frame, item = index - episode.start, {}
+        for name, feature in dataset.info.features.items():
+            times = windows.get(name)
+            places, padding = window(frame, episode.length, dataset.offsets(times or [0.0]))
+            if feature.is_number:
+                values = self.numbers(name, episode, places).reshape(len(places), *feature.shape)
+            elif feature.is_visual:
+                shown = {place: self.image(name, episode, place) for place in sorted(set(places.tolist()))}
+                values = np.stack([shown[place] for place in places.tolist()])
+            else:
+                continue
+            item[name] = values if times is not None else values[0]
+            if times is not None:
+                item[f"{name}_is_pad"] = padding
+        return {**item, "task": self.task(episode, frame)}
+
+    def task(self, episode: EpisodeRange, frame: int) -> str:
+        """What is to be done at that frame.
+
+        Raises:
+            DataError: the frame's task_index is not in meta/tasks.parquet.
+        """
+        number = int(self.numbers("task_index", episode, np.array([frame]))[0, 0])
+        if number not in self.dataset.tasks:
+            raise DataError(
+                f"task_index {number} is not one of the {len(self.dataset.tasks)} tasks in meta/tasks.parquet",
+                code="unknown_task_index",
+                where=f"{self.dataset.files}, episode {episode.index}, frame {frame}",
+                remedy="meta/tasks.parquet and the data files do not belong together; fetch the dataset again",
+            )
+        return self.dataset.tasks[number]
+
+    def _column(self, name: str, episode: EpisodeRange) -> Any:
+        """Of the whole data file: an array (rows, width) of numbers, or Arrow's cells with images."""
+        key = (episode.chunk, episode.file, name)
+        if key not in self._columns:
+            self._columns[key] = self._mapped(name, episode)
+        return self._columns[key]
+
+    def _decoded(self, name: str, episode: EpisodeRange) -> Array | None:
+        """An episode's clip (frames, height, width, 3); None where a frame is damaged: who asks for it hears that."""
+        key = (name, episode.index)
+        if key not in self._clips:
+            clip, info = episode.clips[name], self.dataset.info
+            source = info.video_file(name, clip.chunk, clip.file)
+            try:
+                rows = self.numbers("timestamp", episode, np.arange(episode.length))[:, 0]
+                times, _ = self.dataset.video_times(name, episode, range(episode.length), rows)
+                target = self._kept(source, info.features[name].shape, times.tobytes())
+                made = make_once(target, partial(self._decode, name, episode, rows))
+                self._clips[key] = np.load(made, mmap_mode="r")
+            except DataError:
+                self._clips[key] = None
+        return self._clips[key]
+
+    def _decode(self, name: str, episode: EpisodeRange, timestamps: Array, target: Path) -> None:
+        shape = tuple(self.dataset.feature(name).shape)
+        frames = np.empty((episode.length, *shape), np.uint8)
+        for number, image in enumerate(self.dataset.images(name, episode, range(episode.length), timestamps)):
+            if (found := np.asarray(image)).shape != shape:
+                raise DataError(
+                    f"an image {found.shape} where {shape} is described",
+                    code="frame_shape_mismatch",
+                    where=f"{name}, frame {number}",
+                )
+            frames[number] = found
+        with target.open("wb") as file:
+            np.save(file, frames)
+
+    def _kept(self, source: PurePosixPath, *facts: object) -> Path:
+        """The file for what is made of one file of the dataset, as it is now, and of these facts."""
+        made_of = repr((FORMAT, self.dataset.files.version(source), *facts))
+        return self._cache.folder / "columns" / hashlib.sha256(made_of.encode()).hexdigest()
+
+    def _mapped(self, name: str, episode: EpisodeRange) -> Any:
+        """Depends on what its rows are checked against, too: a hit is not checked again."""
+        dataset, feature = self.dataset, self.dataset.feature(name)
+        first, last = dataset.episodes.in_file(episode.chunk, episode.file)
+        lengths = dataset.episodes.lengths(first.index, last.index).tobytes()
+        rows = (first.index, first.start, first.row, lengths, dataset.info.fps)
+        source = dataset.info.data_file(episode.chunk, episode.file)
+        target = self._kept(source, name, feature.dtype, feature.shape, *rows)
+        make_once(target, partial(self._write, name, first, last, feature.is_number))
+        if feature.is_number:
+            return np.load(target, mmap_mode="r")
+        return pa.ipc.open_file(pa.memory_map(str(target))).read_all()[name]
+
+    def _write(self, name: str, first: EpisodeRange, last: EpisodeRange, number: bool, target: Path) -> None:
+        """The column of all episodes in the data file."""
+        with target.open("wb") as file:
+            if number:
+                np.save(file, self.dataset.columns([name], first, last)[name])
+                return
+            table = self.dataset.table(first, [name], last).select([name])
+            with pa.ipc.new_file(file, table.schema) as writer:
+                writer.write_table(table)

@@ -1,0 +1,223 @@
+"""Videos of a dataset: frames by their times, and episodes one after another in a file."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from fractions import Fraction
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from PIL import Image
+
+from armature.components.contracts.errors import ConfigurationError, DataError
+from armature.components.contracts.files import foreign
+from armature.components.contracts.installation import install_command
+from armature.components.robots.datasets.quantiles import Array
+from armature.components.robots.datasets.settings import VideoSettings
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+
+def pyav() -> ModuleType:
+    """
+    Raises:
+        ConfigurationError: PyAV is not installed.
+    """
+    try:
+        import av
+    except ImportError as error:
+        raise ConfigurationError(
+            "videos need PyAV", code="package_missing", remedy=install_command("datasets")
+        ) from error
+    return av
+
+
+def codec_name(encoder: str) -> str:
+    """What an encoder writes: h264 for libx264.
+
+    Raises:
+        ConfigurationError: PyAV has no such encoder.
+    """
+    av = pyav()
+    try:
+        return str(av.Codec(encoder, "w").canonical_name)
+    except (av.FFmpegError, ValueError) as error:
+        raise ConfigurationError(f"PyAV cannot encode {encoder!r}: {error}", code="encoder_unavailable") from error
+
+
+class VideoFile(NamedTuple):
+    """Named in errors, and opened by `view`: a path, or a stream that can be read anywhere."""
+
+    name: str
+    view: Callable[[], AbstractContextManager[Path | IO[bytes]]]
+
+
+def read_frames(file: VideoFile, times: Sequence[float], tolerance: float, where: str) -> Iterator[Image.Image]:
+    """The RGB frames nearest to `times` (seconds, ascending).
+
+    Raises:
+        DataError: the file cannot be decoded, or has no frame within `tolerance` seconds of a time.
+    """
+    with VideoReader(file, threads=0) as reader:
+        for frame in reader.frames(times, tolerance, where):
+            yield frame.to_image()
+
+
+class VideoReader:
+    """One file, opened when the first frame is asked for; `threads` decode, 0 being as many as there are cores."""
+
+    def __init__(self, file: VideoFile, threads: int) -> None:
+        self._file, self._threads = file, threads
+        self._opened = ExitStack()
+        self._container: Any = None
+
+    def __enter__(self) -> VideoReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def frame(self, time: float, tolerance: float, where: str) -> Array:
+        """uint8 RGB (height, width, 3); see `frames`."""
+        (found,) = self.frames([time], tolerance, where)
+        array: Array = found.to_ndarray(format="rgb24")
+        return array
+
+    def frames(self, times: Sequence[float], tolerance: float, where: str) -> Iterator[Any]:
+        """PyAV's frames nearest to `times` (seconds, ascending).
+
+        Raises:
+            DataError: the file cannot be decoded, is turned, or has no frame within `tolerance` seconds of a time.
+        """
+        wanted = list(times)
+        with foreign(
+            "the video cannot be decoded", where=f"{self._file.name}, {where}", remedy="fetch or record it again"
+        ):
+            stream = self._open()
+            for frame in self._decoded(stream, times[0], tolerance):
+                if frame.rotation:
+                    raise DataError(
+                        f"the video is to be shown turned by {frame.rotation} degrees, which is not supported",
+                        code="video_rotated",
+                        where=f"{self._file.name}, {where}",
+                        remedy="encode its frames upright",
+                    )
+                while wanted and abs(frame.time - wanted[0]) <= tolerance:
+                    yield frame
+                    wanted.pop(0)
+                if not wanted:
+                    return
+                if frame.time > wanted[0] + tolerance:
+                    break
+        raise DataError(
+            f"the video has no frame at {wanted[0]:.4f} s",
+            code="video_frame_missing",
+            where=f"{self._file.name}, {where}, frame {len(times) - len(wanted)} of the {len(times)} asked for",
+            remedy="the video is cut short, its frames are not at the rows' times, or from_timestamp is wrong",
+        )
+
+    def close(self) -> None:
+        self._opened.close()
+        self._container = None
+
+    def _decoded(self, stream: Any, time: float, tolerance: float) -> Iterator[Any]:
+        """Frames from one at `time`, or before it, on.
+
+        A container finds the keyframe by the time at which it is decoded, which comes before the time at which it is
+        shown where frames refer to later ones: where that is too late, an earlier keyframe is looked for.
+        """
+        back = tolerance
+        while True:
+            begin = max(0, int((time - back) / stream.time_base))
+            self._container.seek(begin, stream=stream)
+            frames = self._container.decode(stream)
+            first = next(frames, None)
+            if not begin or (first is not None and first.time <= time + tolerance):
+                break
+            back = max(1.0, 4 * back)
+        if first is not None:
+            yield first
+            yield from frames
+
+    def _open(self) -> Any:
+        if self._container is None:
+            source = self._opened.enter_context(self._file.view())
+            opened = pyav().open(str(source) if isinstance(source, Path) else source, metadata_errors="replace")
+            self._container = self._opened.enter_context(opened)
+            stream = self._container.streams.video[0]
+            stream.thread_count = self._threads
+            stream.thread_type = "AUTO"
+        return self._container.streams.video[0]
+
+
+class VideoReaders(threading.local):
+    """The files that were read last stay open, `OPEN` of them; each thread and each forked process opens its own."""
+
+    OPEN = 16
+
+    def __init__(self) -> None:
+        self._readers: OrderedDict[str, VideoReader] = OrderedDict()
+        self._process = os.getpid()
+
+    def at(self, file: VideoFile) -> VideoReader:
+        if self._process != os.getpid():  # two processes would move each other's place in a file
+            self._readers, self._process = OrderedDict(), os.getpid()
+        reader = self._readers.pop(file.name, None) or VideoReader(file, threads=1)
+        self._readers[file.name] = reader
+        if len(self._readers) > self.OPEN:
+            self._readers.popitem(last=False)[1].close()
+        return reader
+
+
+_REPEATABLE = {"libx264": {"mbtree": "0"}}
+"""What a codec must be told to give the same bytes for the same frames: x264's macroblock tree in AVX-512 does not on
+a busy machine.
+"""
+
+
+class VideoWriter:
+    """One file that episodes are appended to; each begins with a frame that stands alone."""
+
+    def __init__(self, path: Path, fps: float, width: int, height: int, settings: VideoSettings) -> None:
+        av = pyav()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        rate = Fraction(fps).limit_denominator(1001)
+        self.frames, self.bytes = 0, 0
+        self._container = av.open(str(path.absolute()), "w")
+        self._stream: Any = self._container.add_stream(settings.codec, rate=rate)
+        self._stream.width, self._stream.height = width, height
+        self._stream.pix_fmt = settings.pixel_format
+        self._tick = 1 / rate  # the container has a time base of its own once it is begun
+        self._stream.codec_context.time_base = self._tick
+        self._stream.codec_context.gop_size = settings.keyframe_every
+        self._stream.options = {"crf": str(settings.quality), **_REPEATABLE.get(settings.codec, {})}
+
+    @property
+    def seconds(self) -> float:
+        """Where the next episode begins."""
+        return float(self.frames * self._tick)
+
+    def append(self, frames: Iterable[np.ndarray[Any, Any]]) -> None:
+        """Frames are uint8 (height, width, 3)."""
+        av = pyav()
+        for number, array in enumerate(frames):
+            frame = av.VideoFrame.from_ndarray(np.ascontiguousarray(array), format="rgb24")
+            frame.pts, frame.time_base = self.frames, self._tick
+            if number == 0:
+                frame.pict_type = av.video.frame.PictureType.I
+            self._mux(self._stream.encode(frame))
+            self.frames += 1
+
+    def close(self) -> None:
+        self._mux(self._stream.encode(None))
+        self._container.close()
+
+    def _mux(self, packets: list[Any]) -> None:
+        self.bytes += sum(packet.size for packet in packets)
+        self._container.mux(packets)

@@ -1,0 +1,98 @@
+"""Datasets on a hub or behind an fsspec URL: a file is fetched when it is first asked for, and kept."""
+
+from __future__ import annotations
+
+import platform
+from pathlib import Path
+
+from armature.components.artifacts.cache import DownloadCache, make_once
+from armature.components.artifacts.fetched import (
+    FetchedFiles,
+    FileListing,
+    fetched_home,
+    list_files,
+)
+from armature.components.contracts.errors import ConfigurationError, DataError
+from armature.components.contracts.files import is_folder
+from armature.components.machine.hub import HUB, hub_commit
+from armature.components.robots.datasets.lerobot.layout import INFO, STATS, DatasetFiles, LocalFiles, belongs
+
+RECORDED = "dataset"
+"""The folder with the dataset itself in the artifact of a stage that records one."""
+
+
+class FetchedDataset(FetchedFiles):
+    """Files of a LeRobot dataset. Its meta/stats.json is fetched too, but is none of its content."""
+
+    def names(self, part: str = "") -> list[str]:
+        return [name for name in super().names(part) if belongs(name)]
+
+
+def open_files(path: str, revision: str | None, cache: DownloadCache) -> DatasetFiles:
+    """The files of a dataset in a folder, on the hub, or behind an fsspec URL.
+
+    Args:
+        path: A folder, also the artifact of a stage that recorded one; a hub name (owner/name); or a URL such as
+            s3://bucket/dataset.
+        revision: Commit, tag or branch of a hub name.
+
+    Raises:
+        ConfigurationError: a hub name without a revision, or a revision of something else.
+        DataError: there is nothing, or it cannot be reached.
+    """
+    if "://" in path:
+        _no_revision(path, revision)
+        return FetchedDataset.opened(path.rstrip("/"), _list(path.rstrip("/")), cache)
+    if is_folder(path) or not HUB.fullmatch(path) or path.startswith("."):
+        _no_revision(path, revision)
+        if not is_folder(path):
+            raise DataError("there is no such folder", code="not_a_lerobot_dataset", where=path)
+        folder, recorded = Path(path).absolute(), Path(path).absolute() / RECORDED
+        return LocalFiles(folder if (folder / INFO).is_file() or not (recorded / INFO).is_file() else recorded)
+    if revision is None:
+        raise ConfigurationError(
+            "a hub name needs a revision",
+            code="revision_missing",
+            where=f"dataset {path!r}, which is not a folder",
+            remedy="set revision to the commit that the dataset's page shows under its history",
+        )
+    commit = hub_commit(path, revision, "dataset").commit
+    url = f"hf://datasets/{path}@{commit}"
+    kept = fetched_home(url, cache) / "listing.json"  # a commit never changes, so it is listed once
+    make_once(kept, lambda path: _keep(_list(url), path))
+    return FetchedDataset.opened(url, FileListing.model_validate_json(kept.read_bytes()), cache)
+
+
+def same_files(where: str, quick_digest: str, cache: DownloadCache) -> DatasetFiles:
+    """The files that another process has opened; `where` is what `str` gives of them.
+
+    Raises:
+        DataError: they cannot be reached from here, or are others.
+    """
+    files = FetchedDataset.opened(where, _list(where), cache) if "://" in where else LocalFiles(Path(where))
+    if (found := files.quick_digest()) != quick_digest:
+        raise DataError(
+            f"the dataset's names, sizes or times differ here: {found}, not {quick_digest}",
+            code="node_files_differ",
+            where=f"{where} on {platform.node()}",
+            remedy="all nodes need the same files under the same path or URL",
+        )
+    return files
+
+
+def _list(url: str) -> FileListing:
+    listing = list_files(url, lambda name: belongs(name) or name == STATS)
+    if INFO not in listing.files:
+        raise DataError("not a LeRobot dataset: it has no meta/info.json", code="not_a_lerobot_dataset", where=url)
+    return listing
+
+
+def _keep(listing: FileListing, path: Path) -> None:
+    path.write_text(listing.model_dump_json())
+
+
+def _no_revision(path: str, revision: str | None) -> None:
+    if revision is not None:
+        raise ConfigurationError(
+            f"only a hub name has a revision, given {revision!r}", code="revision_unused", where=path
+        )

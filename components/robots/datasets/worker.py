@@ -1,0 +1,29 @@
+"""The process that measures a dataset's episodes. It is
+started as `python -m armature.components.robots.datasets.worker`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from armature.components.artifacts.cache import DownloadCache
+from armature.components.machine.workers.channel import serve
+from armature.components.robots.datasets.lerobot.reader import open_dataset
+from armature.components.robots.datasets.measure import MeasurementUnit, as_data, measure_unit
+from armature.components.robots.datasets.remote import same_files
+
+
+class MeasuringWorker:
+    """Opens the dataset in the folder or behind the URL `files`, which has to have the same digest here."""
+
+    def __init__(self, files: str, quick_digest: str) -> None:
+        self._dataset = open_dataset(same_files(files, quick_digest, DownloadCache.standard()))
+
+    def measure(self, first: int, last: int, numbers: list[str], images: list[str], every: bool) -> dict[str, Any]:
+        return as_data(measure_unit(MeasurementUnit(first, last, tuple(numbers), tuple(images), every), self._dataset))
+
+    def close(self) -> None:
+        pass
+
+
+if __name__ == "__main__":
+    serve(MeasuringWorker)

@@ -1,0 +1,183 @@
+"""One episode: chunks of actions from observations, until the task is solved or the steps are used up."""
+
+from __future__ import annotations
+
+import json
+from base64 import b64decode, b64encode
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from armature.components.artifacts.json_lines import JsonLines
+from armature.components.contracts.errors import DataError
+from armature.components.contracts.robots import RobotObservation
+from armature.components.machine.workers.channel import WorkerError
+from armature.components.robots.evaluation.schedule import EpisodeKey, PlannedEpisode
+from armature.components.robots.libero.processes import ChunkResult
+from armature.components.robots.libero.progress import GoalProgress
+from armature.components.robots.libero.settings import Perturbation
+from armature.components.robots.libero.tasks import ACTION_NAMES, LiberoTask
+
+Actions = NDArray[np.float32]
+CameraImages = Mapping[str, NDArray[np.uint8]]
+Actor = Callable[[RobotObservation, int], Actions]
+"""(observation, number of the chunk) to actions (n, 7), n > 0."""
+
+
+class LostBesideError(WorkerError):
+    """The simulator is gone because its process was lost in the call of another slot; its own episode did nothing."""
+
+    code = "lost_beside"
+
+
+class SimulatorClient(Protocol):
+    """Simulators of a process, by slot; all raise WorkerError when the process is lost."""
+
+    def reset(
+        self,
+        task: LiberoTask,
+        initial_state: int,
+        seed: int,
+        slot: int = 0,
+        perturbation: Perturbation | None = None,
+    ) -> RobotObservation: ...
+
+    def step(self, actions: Actions, slot: int = 0, film: bool = False) -> ChunkResult: ...
+
+    def progress(self, slot: int = 0) -> list[GoalProgress]: ...
+
+
+@dataclass(frozen=True)
+class PlayedEpisode:
+    """What became of an episode. actions: (steps, 7). last: what is seen after them. frames: of every moment, the last
+    one included, if filmed. progress: before each chunk and after the last, if measured."""
+
+    success: bool
+    actions: Actions
+    last: RobotObservation
+    frames: list[CameraImages] = field(default_factory=list)
+    progress: list[list[GoalProgress]] = field(default_factory=list)
+
+    @property
+    def steps(self) -> int:
+        return len(self.actions)
+
+
+def play_episode(
+    arena: SimulatorClient,
+    slot: int,
+    planned: PlannedEpisode,
+    actor: Actor,
+    film: bool = False,
+    measure: bool = False,
+) -> PlayedEpisode:
+    """
+    Raises:
+        WorkerError: the simulator was lost, or its state is not finite.
+        DataError: the policy answered with something that is not an action.
+    """
+    observation = arena.reset(planned.task, planned.initial_state, planned.simulator_seed, slot, planned.perturbation)
+    _refuse_state(observation, planned, 0)
+    carried_out: list[Actions] = []
+    frames: list[CameraImages] = []
+    progress = [arena.progress(slot)] if measure else []
+    steps, chunk, success = 0, 0, False
+    while steps < planned.max_steps and not success:
+        actions = _checked(actor(observation, chunk), planned, chunk)[: planned.max_steps - steps]
+        carried = arena.step(actions, slot, film)
+        carried_out.append(actions[: carried.steps])
+        frames += carried.frames
+        progress += [arena.progress(slot)] if measure else []
+        observation, success = carried.observation, carried.success
+        steps, chunk = steps + carried.steps, chunk + 1
+        _refuse_state(observation, planned, chunk)
+    if film:
+        frames.append(observation.images)
+    return PlayedEpisode(success, np.concatenate(carried_out), observation, frames, progress)
+
+
+def replay_episode(arena: SimulatorClient, slot: int, planned: PlannedEpisode, actions: Actions) -> PlayedEpisode:
+    """The episode again from its actions, this time filmed.
+
+    Raises:
+        WorkerError: the simulator was lost.
+    """
+    again = replace(planned, max_steps=len(actions))
+    return play_episode(arena, slot, again, lambda _observation, _chunk: actions, film=True)
+
+
+def _refuse_state(observation: RobotObservation, planned: PlannedEpisode, chunk: int) -> None:
+    """Policies read NaN as 0, as the released one does."""
+    if not np.isfinite(observation.state).all():
+        raise WorkerError(
+            "the simulator's state is not finite",
+            code="state_not_finite",
+            where=f"{planned.name}, before chunk {chunk}",
+            remedy="its physics failed: look at the actions that came before, or leave out this initial state",
+        )
+
+
+def _checked(actions: Actions, planned: PlannedEpisode, chunk: int) -> Actions:
+    if actions.ndim != 2 or not len(actions) or actions.shape[1] != len(ACTION_NAMES):
+        raise DataError(
+            f"the policy answered with actions of shape {actions.shape}, the robot takes (n, {len(ACTION_NAMES)})",
+            code="action_shape_mismatch",
+            where=f"{planned.name}, chunk {chunk}",
+            remedy="evaluate a policy that was trained on LIBERO's actions",
+        )
+    if not np.isfinite(actions).all():
+        raise DataError(
+            "the policy answered with actions that are not finite",
+            code="actions_not_finite",
+            where=f"{planned.name}, chunk {chunk}",
+            remedy="its weights or its normalization statistics are broken",
+        )
+    return actions
+
+
+@dataclass(frozen=True)
+class EpisodeOutcome:
+    """One planned episode, played or given up. seconds: of its last attempt, waiting for the policy included.
+
+    failure: why it could not be played in any attempt; None where it was. lost: attempts that ended with the
+    simulator.
+    """
+
+    success: bool
+    actions: Actions
+    failure: str | None
+    lost: int
+    seconds: float
+
+    @property
+    def steps(self) -> int:
+        return len(self.actions)
+
+
+class EvaluationJournal:
+    """One JSON object a line for each episode. Thread safe."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._lines = JsonLines(path)
+
+    def append(self, planned: PlannedEpisode, outcome: EpisodeOutcome) -> None:
+        row = {**vars(outcome), "key": planned.key, "actions": _packed(outcome.actions)}
+        self._lines.append(json.dumps(row).encode())
+
+    def read(self) -> dict[EpisodeKey, EpisodeOutcome]:
+        """What was finished."""
+        rows = self._lines.read()
+        return {tuple(row.pop("key")): EpisodeOutcome(**{**row, "actions": _unpacked(row["actions"])}) for row in rows}
+
+
+def _packed(actions: Actions) -> dict[str, Any]:
+    return {"shape": actions.shape, "data": b64encode(np.ascontiguousarray(actions, "<f4").tobytes()).decode()}
+
+
+def _unpacked(packed: dict[str, Any]) -> Actions:
+    return np.frombuffer(b64decode(packed["data"]), "<f4").reshape(packed["shape"])

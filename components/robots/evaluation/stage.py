@@ -1,0 +1,218 @@
+"""The stages evaluate-libero, where a policy plays the suites, and compare-libero, of two such evaluations."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from armature.components.contracts.metrics import write_json
+from armature.components.contracts.stages import Artifact, Stage, StageContext, StageReport
+from armature.components.robots.evaluation.settings import CompareLiberoSettings, EvaluateLiberoStageSettings
+
+if TYPE_CHECKING:
+    from armature.components.contracts.machine import Machine
+    from armature.components.contracts.robots import RobotPolicy
+    from armature.components.robots.evaluation.episode import EpisodeOutcome, SimulatorClient
+    from armature.components.robots.evaluation.page import LastFrame
+    from armature.components.robots.evaluation.results import LiberoResult
+    from armature.components.robots.evaluation.schedule import EpisodeKey, PlannedEpisode
+    from armature.components.robots.libero.processes import SimulatorProcess
+    from armature.components.robots.libero.settings import SimulatorSettings
+    from armature.components.robots.libero.tasks import LiberoTask
+
+METRICS_FILE = "metrics.json"
+JOURNAL_FILE = "episodes.jsonl"
+COMPARISON_FILE = "comparison.json"
+SHOWN = ("success", "success_low", "success_high", "difference")
+"""Of each perturbation, among the metrics of a run; `metrics.json` has the others, too."""
+
+
+def evaluate_libero(
+    settings: EvaluateLiberoStageSettings, inputs: Mapping[str, Artifact], out: Path, context: StageContext
+) -> StageReport:
+    """Writes `results.parquet`, `perturbed.parquet` where something was perturbed, `eval_info.json`, `metrics.json`,
+    `videos/` and `report.html`.
+
+    Raises:
+        WorkerError: more episodes than may fail could not be played.
+        ConfigurationError: a task that does not exist or cannot be made easier, or a policy that cannot act in this
+            mode.
+    """
+    from armature.components.robots.evaluation.robot import refuse_cameras
+    from armature.components.robots.evaluation.schedule import refuse_episodes
+    from armature.components.robots.libero.tasks import suite_tasks
+    from armature.components.robots.policies.molmoact2.policy import open_policy
+
+    plan = settings.evaluation
+    refuse_episodes(plan, settings.simulator)
+    known: dict[str, Sequence[LiberoTask]] = {suite: suite_tasks(suite) for suite in plan.suites}
+    policy = open_policy(
+        inputs["policy"].path,
+        mode=plan.inference_action_mode,
+        rows=plan.rows_per_pass,
+        torch_compile=plan.torch_compile,
+        quantization=plan.quantization,
+        n_action_steps=plan.n_action_steps,
+        num_inference_steps=plan.num_inference_steps,
+        image_attention=plan.image_attention_at_inference,
+    )
+    refuse_cameras(policy.cameras, settings.simulator)
+    with open_simulators(settings.simulator, context.machine, plan.batch) as arenas:
+        report = evaluate_policy(policy, known, arenas, settings, out, context)
+    if not policy.undecoded:
+        return report
+    context.events.message(f"{policy.undecoded} answers of the policy could not be read as actions")
+    return replace(report, drops={**report.drops, "answers without actions": policy.undecoded})
+
+
+@contextmanager
+def open_simulators(settings: SimulatorSettings, machine: Machine, batch: int) -> Iterator[list[SimulatorProcess]]:
+    """Start the processes that play `batch` episodes at once, beside a policy with `machine.threads` CPU threads.
+
+    0 threads leave their number to torch.
+    """
+    import torch
+
+    from armature.components.robots.libero.processes import SimulatorProcess
+
+    before, timeout = torch.get_num_threads(), machine.environment_timeout
+    torch.set_num_threads(machine.threads or before)
+    try:
+        with ExitStack() as opened:
+            count = min(machine.playing_processes, batch)
+            yield [opened.enter_context(SimulatorProcess(settings, timeout)) for _ in range(count)]
+    finally:
+        torch.set_num_threads(before)
+
+
+def evaluate_policy(
+    policy: RobotPolicy,
+    known: Mapping[str, Sequence[LiberoTask]],
+    arenas: Sequence[SimulatorClient],
+    settings: EvaluateLiberoStageSettings,
+    out: Path,
+    context: StageContext,
+) -> StageReport:
+    """The evaluation of any policy, and all it writes. `known` holds the tasks of each suite."""
+    from armature.components.pages.report import write_report
+    from armature.components.robots.evaluation.compare import perturbed_metrics
+    from armature.components.robots.evaluation.page import evaluation_report
+    from armature.components.robots.evaluation.results import (
+        EVAL_INFO_FILE,
+        collect_perturbed,
+        collect_results,
+        eval_info,
+        metrics,
+        write_results,
+    )
+    from armature.components.robots.evaluation.schedule import plan_episodes
+
+    started = time.monotonic()
+    planned = plan_episodes(settings.evaluation, known)
+    outcomes = _play(policy, settings, planned, arenas, context)
+    results, perturbed = collect_results(planned, outcomes), collect_perturbed(planned, outcomes)
+    every = {each.key: result for each, result in zip(planned, [*results, *perturbed], strict=True)}
+    stills, differing = _film(settings, planned, outcomes, every, arenas[0], out, context)
+    write_results(out, results, perturbed)
+    numbers = metrics(results)
+    changed = perturbed_metrics(results, perturbed)
+    numbers |= {"perturbations": changed} if changed else {}
+    videos = {still.key: still.video for still in stills}
+    write_json(out / METRICS_FILE, numbers)
+    write_json(out / EVAL_INFO_FILE, eval_info(results, videos, time.monotonic() - started))
+    configuration = {"policy": policy.facts(), **settings.model_dump(mode="json")}
+    page = evaluation_report(results, stills, configuration, {"JSON": EVAL_INFO_FILE}, perturbed)
+    write_report(out / "report.html", page)
+    shown = {name: value for name, value in numbers.items() if isinstance(value, int | float)}
+    shown |= {f"perturbed/{label}/{key}": part[key] for label, part in changed.items() for key in SHOWN}
+    context.events.metrics(shown, 0)
+    drops = {
+        "episodes not played": sum(result.failure is not None for result in every.values()),
+        "attempts lost with their simulator": sum(outcome.lost for outcome in outcomes.values()),
+        "videos that would show another ending": differing,
+    }
+    counts = {"episodes": len(results), "perturbed episodes": len(perturbed), "videos": len(stills)}
+    counts = {name: count for name, count in counts.items() if count or name != "perturbed episodes"}
+    return StageReport(rows=counts, drops={reason: count for reason, count in drops.items() if count})
+
+
+def _play(
+    policy: RobotPolicy,
+    settings: EvaluateLiberoStageSettings,
+    planned: Sequence[PlannedEpisode],
+    arenas: Sequence[SimulatorClient],
+    context: StageContext,
+) -> Mapping[EpisodeKey, EpisodeOutcome]:
+    from armature.components.robots.evaluation.episode import EvaluationJournal
+    from armature.components.robots.evaluation.run import Evaluation
+
+    def told(finished: Collection[EpisodeOutcome], latest: EpisodeOutcome) -> None:
+        solved = sum(outcome.success for outcome in finished) / len(finished)
+        context.events.progress("episodes", len(finished), len(planned), success=solved, steps=latest.steps)
+        if latest.failure is not None:
+            context.events.message(f"an episode could not be played: {latest.failure}")
+
+    journal = EvaluationJournal(context.workspace / JOURNAL_FILE)
+    return Evaluation(settings.evaluation, planned, journal, told).run(policy, arenas)
+
+
+def _film(
+    settings: EvaluateLiberoStageSettings,
+    planned: Sequence[PlannedEpisode],
+    outcomes: Mapping[EpisodeKey, EpisodeOutcome],
+    results: Mapping[EpisodeKey, LiberoResult],
+    arena: SimulatorClient,
+    out: Path,
+    context: StageContext,
+) -> tuple[list[LastFrame], int]:
+    """The videos' last images, and how many repetitions ended otherwise."""
+    from armature.components.robots.evaluation.page import LastFrame
+    from armature.components.robots.evaluation.videos import chosen, differs, film, side_by_side, write_video
+
+    plan = settings.evaluation
+    picked = chosen(planned, outcomes, plan.videos_per_task)
+    stills: list[LastFrame] = []
+    differing = 0
+    for done, (episode, played) in enumerate(film(picked, outcomes, arena, plan.attempts), start=1):
+        context.events.progress("videos", done, len(picked))
+        if difference := differs(played, outcomes[episode.key]):
+            differing += 1
+            context.events.message(f"no video of {episode.name}: {difference}")
+            continue
+        path = write_video(out, episode, played.frames, plan.video_fps)
+        stills.append(LastFrame(episode.key, results[episode.key], side_by_side(played.frames[-1]), path))
+    return stills, differing
+
+
+def compare_libero(
+    settings: CompareLiberoSettings, inputs: Mapping[str, Artifact], out: Path, context: StageContext
+) -> StageReport:
+    """Writes `comparison.json`, `videos/` of episodes that both filmed, side by side, and `report.html`.
+
+    Raises:
+        DataError: an input is not an evaluation in LIBERO, or they did not play the same episodes.
+    """
+    from armature.components.pages.report import write_report
+    from armature.components.robots.evaluation.compare import compare_parts, compare_perturbed
+    from armature.components.robots.evaluation.page import comparison_report
+    from armature.components.robots.evaluation.results import read_perturbed, read_results
+    from armature.components.robots.evaluation.videos import write_pairs
+
+    one, other = (inputs[name].path for name in ("first", "second"))
+    parts = compare_parts(read_results(one), read_results(other), settings.confidence)
+    parts |= compare_perturbed(read_perturbed(one), read_perturbed(other), settings.confidence)
+    write_json(out / COMPARISON_FILE, {name: {**asdict(part), "pairs": part.pairs} for name, part in parts.items()})
+    names = (f"first, {inputs['first'].digest[:8]}", f"second, {inputs['second'].digest[:8]}")
+    videos = write_pairs(one, other, out)
+    write_report(out / "report.html", comparison_report(parts, names, settings.model_dump(mode="json"), videos))
+    whole = parts["all"]
+    context.events.metrics({"difference": whole.difference, "p_value": whole.p_value}, 0)
+    return StageReport(rows={"pairs": whole.pairs, "videos": len(videos)})
+
+
+EVALUATE_LIBERO_STAGE = Stage("evaluate-libero", 2, EvaluateLiberoStageSettings, ("policy",), evaluate_libero)
+COMPARE_LIBERO_STAGE = Stage("compare-libero", 3, CompareLiberoSettings, ("first", "second"), compare_libero)

@@ -1,0 +1,108 @@
+"""Which episodes are demonstrated, and those that are done, kept where a crash does not reach them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from armature.components.artifacts.disk import write_file
+from armature.components.contracts.errors import ConfigurationError
+from armature.components.robots.libero.processes import Demonstration
+from armature.components.robots.libero.scripted.plans import SCRIPTED_TASKS
+from armature.components.robots.libero.scripted.policy import DemonstrationOutcome
+from armature.components.robots.libero.settings import DemonstrationSettings
+from armature.components.robots.libero.tasks import LiberoTask, suite_tasks
+
+
+@dataclass(frozen=True)
+class DemonstrationJob:
+    """Episode `number` of a task."""
+
+    task: LiberoTask
+    number: int
+    initial_state: int
+    seed: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.task.suite}-{self.task.index:02d}-{self.number:05d}"
+
+
+def jobs_of(settings: DemonstrationSettings) -> list[DemonstrationJob]:
+    """In the dataset's order.
+
+    Raises:
+        ConfigurationError: the scripted policy cannot do one of the tasks.
+    """
+    able = SCRIPTED_TASKS.get(settings.suite, ())
+    chosen = settings.tasks or able
+    if unable := sorted(set(chosen) - set(able)):
+        raise ConfigurationError(
+            f"the scripted policy cannot do task {unable[0]} of {settings.suite}",
+            code="task_not_scripted",
+            where="demonstrations.tasks",
+            remedy=f"choose among {list(able)}" if able else f"choose a suite among {', '.join(SCRIPTED_TASKS)}",
+        )
+    if not chosen:
+        raise ConfigurationError(
+            f"the scripted policy can do no task of {settings.suite}",
+            code="task_not_scripted",
+            where="demonstrations.suite",
+            remedy=f"choose among {', '.join(SCRIPTED_TASKS)}",
+        )
+    tasks = suite_tasks(settings.suite)
+    return [_job(tasks[index], number, settings) for index in chosen for number in range(settings.episodes_per_task)]
+
+
+class DemonstrationJournal:
+    """A file per episode in a folder; a file is whole or not there."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def has(self, job: DemonstrationJob) -> bool:
+        return self._path(job).is_file()
+
+    def write(self, job: DemonstrationJob, demonstration: Demonstration) -> DemonstrationOutcome:
+        """Keep it; of one that failed, only how it ended."""
+        frames: dict[str, Any] = frames_of(demonstration) if demonstration.outcome.success else {}
+        outcome = np.array(json.dumps(asdict(demonstration.outcome)))
+        file = BytesIO()
+        np.savez_compressed(file, allow_pickle=False, outcome=outcome, **frames)
+        write_file(self._path(job), file.getvalue())
+        return demonstration.outcome
+
+    def outcome(self, job: DemonstrationJob) -> DemonstrationOutcome:
+        with np.load(self._path(job), allow_pickle=False) as kept:
+            return DemonstrationOutcome(**json.loads(str(kept["outcome"])))
+
+    def frames(self, job: DemonstrationJob) -> dict[str, NDArray[Any]]:
+        with np.load(self._path(job), allow_pickle=False) as kept:
+            return {name: kept[name] for name in kept.files if name != "outcome"}
+
+    def _path(self, job: DemonstrationJob) -> Path:
+        return self._folder / f"{job.name}.npz"
+
+
+def frames_of(demonstration: Demonstration) -> dict[str, NDArray[Any]]:
+    """Features of a dataset, each (frames, *shape)."""
+    seen = [observation for observation, _ in demonstration.steps]
+    images: Mapping[str, Any] = {key: np.stack([each.images[key] for each in seen]) for key in seen[0].images}
+    states = np.stack([each.state for each in seen])
+    return {**images, "observation.state": states, "action": np.stack([action for _, action in demonstration.steps])}
+
+
+def _job(task: LiberoTask, number: int, settings: DemonstrationSettings) -> DemonstrationJob:
+    """The seed depends on nothing but its episode: more episodes or other tasks leave it as it is."""
+    text = f"{settings.seed} {task.suite} {task.index} {number}"
+    seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big")
+    return DemonstrationJob(task, number, (settings.first_initial_state + number) % task.initial_states, seed)

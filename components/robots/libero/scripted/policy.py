@@ -1,0 +1,260 @@
+"""A scripted policy that sees the simulator's state: it takes one object and puts it somewhere."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from armature.components.contracts.robots import RobotObservation
+from armature.components.robots.libero.scripted.plans import Observed, PickPlacePlan, plan_for, upwards
+
+if TYPE_CHECKING:
+    from armature.components.robots.libero.simulator import LiberoSimulator
+
+
+Vector = NDArray[np.float64]
+
+METERS, RADIANS = 0.05, 0.5
+"""What an action of 1 asks for in a step."""
+
+OPEN, CLOSE = -1.0, 1.0
+MOST_RETRIES = 2
+_GAIN, _TURN_GAIN = 1.5, 1.0
+_MOST, _MOST_TURN = 1.0, 0.5  # of an action
+_DESCENT = 0.6
+_LIFT = 0.10  # meters
+_STILL = 0.0015  # meters: less is not motion
+_OPENING = 5  # steps
+
+
+class ScriptedPolicy:
+    """Phases, one after another: above, descend, close, lift, move, lower, open, retreat, and done or failed.
+
+    When the object did not rise, or is lost on the way, it begins again, `MOST_RETRIES` times.
+    """
+
+    def __init__(self, plan: PickPlacePlan) -> None:
+        self.plan, self.retries = plan, 0
+        self._phases: dict[str, Callable[[Observed, Vector, Vector], Vector]] = {
+            "above": self._above,
+            "descend": self._descend,
+            "close": self._close,
+            "lift": self._lift,
+            "move": self._move,
+            "lower": self._lower,
+            "open": self._open,
+            "retreat": self._retreat,
+        }
+        self._turn = self._start = self._grasp = np.zeros(3)
+        self._offset = np.zeros(3)
+        self._yaw = self._rest = 0.0
+        self._new = True
+        self._begin()
+
+    @property
+    def over(self) -> bool:
+        return self.phase in ("done", "failed")
+
+    def act(self, seen: Observed) -> Vector:
+        """The action (7,) for what robosuite's sensors saw."""
+        hand, item = seen["robot0_eef_pos"], seen[f"{self.plan.item}_pos"]
+        if self._new:
+            self._offset, self._yaw = self.plan.grasp(seen)
+            self._new = False
+        self._steps += 1
+        if self.over:
+            return self._command(seen, hand, OPEN)
+        return self._phases[self.phase](seen, hand, item)
+
+    def _above(self, seen: Observed, hand: Vector, item: Vector) -> Vector:
+        """Over the grasp with the gripper open, turning on the way; high while it is far."""
+        grasp = item + self._offset
+        goal = grasp + upwards(self.plan.hover)
+        way = goal - hand
+        sideways = _length(way[:2])
+        height = max(goal[2], self.plan.cruise) if sideways > 0.06 else goal[2]
+        action = self._command(seen, np.array([goal[0], goal[1], height]), OPEN)
+        there = sideways < 0.012 and abs(way[2]) < 0.03 and _length(self._turn) < 0.12
+        if there or self._steps > 90:
+            self._start, self._grasp = hand.copy(), grasp
+            self._enter("descend")
+        return action
+
+    def _descend(self, seen: Observed, hand: Vector, item: Vector) -> Vector:
+        """Straight down, until in place or on something."""
+        goal = self._grasp.copy()
+        way = goal - hand
+        sideways = _length(way[:2])
+        if sideways > 0.02:
+            goal[2] = max(goal[2], hand[2])
+        if (abs(way[2]) < 0.006 and sideways < 0.008) or self._stalled(hand[2], 12, 6):
+            self._enter("close")
+        return self._command(seen, goal, OPEN, upright=_DESCENT)
+
+    def _close(self, seen: Observed, hand: Vector, item: Vector) -> Vector:
+        """Eight steps are the fingers' whole way; a light object needs some more to sit."""
+        if self._steps == 1:
+            self._start, self._rest = hand.copy(), float(item[2])
+        fingers = seen["robot0_gripper_qpos"]
+        if self._stalled(fingers[0] - fingers[1], 11, 3) or self._steps >= 16:
+            self._enter("lift")
+        return self._command(seen, self._start, CLOSE)
+
+    def _lift(self, seen: Observed, hand: Vector, item: Vector) -> Vector:
+        """Softly at both ends: a jerk lets a bowl's rim slip."""
+        if self._steps == 1:
+            self._start = hand.copy()
+        height = max(self._start[2] + _LIFT, self.plan.carry)
+        if hand[2] > height - 0.02 or self._steps > 40:
+            if item[2] < self._rest + 0.03:
+                return self._again(seen, hand)
+            self._enter("move")
+        speed = min(1.0, 0.25 + 0.08 * self._steps)
+        return self._command(seen, np.array([self._start[0], self._start[1], height]), CLOSE, upright=speed)
+
+    def _move(self, seen: Observed, hand: Vector, item: Vector) -> Vector:
+        """The object, not the hand, is brought over the target: it may hang askew."""
+        target = self.plan.target(seen)
+        way = target[:2] - item[:2]
+        if self._steps == 1:
+            self._start = hand.copy()
+        if self._lost(hand, item):
+            return self._again(seen, hand)
+        height = self._start[2]
+        if _length(way) <= 0.05:
+            height = min(height, target[2] + (hand[2] - item[2]) + self.plan.drop)
+        if _length(way) < 0.012:
+            self._enter("lower")
+        elif self._steps > 120:
+            self._enter("failed")
+        return self._command(seen, np.array([hand[0] + way[0], hand[1] + way[1], height]), CLOSE)
+
+    def _lower(self, seen: Observed, hand: Vector, item: Vector) -> Vector:
+        way = self.plan.target(seen) - item
+        if self._lost(hand, item):
+            return self._again(seen, hand)
+        if way[2] > -0.004 or self._stalled(hand[2], 8, 5) or self._steps > 40:
+            self._enter("open")
+        return self._command(seen, hand + way - upwards(0.004), CLOSE, upright=self.plan.lowering)
+
+    def _open(self, seen: Observed, hand: Vector, item: Vector) -> Vector:
+        if self._steps == 1:
+            self._start = hand.copy()
+        if self._steps >= _OPENING:
+            self._enter("retreat")
+        return self._command(seen, self._start, OPEN)
+
+    def _retreat(self, seen: Observed, hand: Vector, item: Vector) -> Vector:
+        if self._steps == 1:
+            self._start = hand + upwards(_LIFT)
+        if hand[2] > self._start[2] - 0.03 or self._steps > 15:
+            self._enter("done")
+        return self._command(seen, self._start, OPEN)
+
+    def _again(self, seen: Observed, hand: Vector) -> Vector:
+        action = self._command(seen, hand + upwards(0.05), OPEN)
+        self.retries += 1
+        if self.retries > MOST_RETRIES:
+            self._enter("failed")
+        else:
+            self._begin()
+        return action
+
+    def _begin(self) -> None:
+        self._new = True
+        self._enter("above")
+
+    def _enter(self, phase: str) -> None:
+        self.phase, self._steps = phase, 0
+        self._passed: list[float] = []
+
+    def _stalled(self, value: float, least: int, span: int) -> bool:
+        """More than `least` steps of this phase have passed and the value is what it was `span` values ago."""
+        self._passed.append(float(value))
+        return len(self._passed) > least and abs(self._passed[-1] - self._passed[-span]) < _STILL
+
+    def _lost(self, hand: Vector, item: Vector) -> bool:
+        return _length(item - hand) > self.plan.reach
+
+    def _command(self, seen: Observed, goal: Vector, gripper: float, upright: float = _MOST) -> Vector:
+        """Toward `goal`, pointing down at the plan's yaw; up and down at most `upright`."""
+        move = _GAIN * (goal - seen["robot0_eef_pos"]) / METERS
+        most = np.array([_MOST, _MOST, upright])
+        self._turn = rotation_vector(pointing_down(self._yaw) @ rotation_matrix(seen["robot0_eef_quat"]).T)
+        turn = np.clip(_TURN_GAIN * self._turn / RADIANS, -_MOST_TURN, _MOST_TURN)
+        return np.concatenate([np.clip(move, -most, most), turn, [gripper]])
+
+
+def pointing_down(yaw: float) -> Vector:
+    """Rotation of a gripper whose fingers point down and open along the direction yaw - 90 degrees."""
+    cosine, sine = math.cos(yaw), math.sin(yaw)
+    return np.array([[cosine, sine, 0.0], [sine, -cosine, 0.0], [0.0, 0.0, -1.0]])
+
+
+def rotation_matrix(quaternion: Vector) -> Vector:
+    """Of a unit quaternion (x, y, z, w)."""
+    x, y, z, w = quaternion
+    return np.array(
+        [
+            [1 - 2 * (y * y + z * z), 2 * (x * y - z * w), 2 * (x * z + y * w)],
+            [2 * (x * y + z * w), 1 - 2 * (x * x + z * z), 2 * (y * z - x * w)],
+            [2 * (x * z - y * w), 2 * (y * z + x * w), 1 - 2 * (x * x + y * y)],
+        ]
+    )
+
+
+def rotation_vector(rotation: Vector) -> Vector:
+    """Axis times angle, the angle below half a turn."""
+    angle = math.acos(min(1.0, max(-1.0, (float(np.trace(rotation)) - 1) / 2)))
+    axis = np.array([rotation[2, 1] - rotation[1, 2], rotation[0, 2] - rotation[2, 0], rotation[1, 0] - rotation[0, 1]])
+    length = _length(axis)
+    return np.zeros(3) if angle < 1e-6 or length < 1e-9 else axis / length * angle
+
+
+def _length(vector: Vector) -> float:
+    return float(np.linalg.norm(vector))
+
+
+@dataclass(frozen=True)
+class DemonstrationOutcome:
+    """How an episode ended. `phase` is the policy's last one, `retries` how often it took the object again."""
+
+    success: bool
+    steps: int
+    phase: str
+    retries: int
+
+
+def demonstrate(
+    simulator: LiberoSimulator, initial_state: int, seed: int, noise: float, limit: int, watch: bool = True
+) -> Iterator[tuple[RobotObservation, NDArray[np.float32]] | DemonstrationOutcome]:
+    """Each step's (observation, action), then how it ended: success if the goal holds at the end.
+
+    Args:
+        seed: Of the fixtures' places and of the noise.
+        noise: Standard deviation of what is added to the three motions before they are carried out. The action that
+            is given back is the scripted policy's own, so that who learns from it sees how one comes back to the way.
+        limit: Most steps.
+        watch: Without it, nothing is drawn and no step is given back.
+
+    Raises:
+        ConfigurationError: the scripted policy cannot do the task.
+    """
+    simulator.reset(initial_state, seed)
+    controller, rng = ScriptedPolicy(plan_for(simulator)), np.random.default_rng(seed)
+    success, steps = False, 0
+    while not (controller.over or (success and simulator.reaching)) and steps < limit:
+        action = controller.act(simulator.observed).astype(np.float32)
+        if watch:
+            yield simulator.observe(), action
+        disturbed = action.copy()
+        disturbed[:3] += rng.normal(0.0, noise, 3).astype(np.float32)
+        success, steps = simulator.step(disturbed), steps + 1
+    yield DemonstrationOutcome(
+        success and (controller.phase == "done" or simulator.reaching), steps, controller.phase, controller.retries
+    )

@@ -1,0 +1,243 @@
+"""Episodes of robot policies that learn by trying, and videos of their evaluations before and after."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+from pydantic import BaseModel, ConfigDict, Field
+
+from armature.components.contracts.errors import DataError
+from armature.components.contracts.files import regular
+from armature.components.evaluation.wilson import wilson_interval
+from armature.components.robots.evaluation.results import LiberoResult, read_results, video_path
+from armature.components.rollouts.table import FAILURES_FILE, read_failures
+from armature.components.viewer.index import Number, Query
+from armature.components.viewer.runs import MEDIA, ROBOT_EVALUATION, Run, evaluations_of
+
+Outcome = Literal["solved", "truncated"]
+_COLUMNS = ("episode_id", "group_id", "task", "language", "initial_state", "chunk", "executed", "reward", "truncated")
+_ANSWERS = (*_COLUMNS, "value", "logprobs", "cameras", "images")
+ROLLOUTS_FILE, BATCH_FILE = "rollouts.parquet", "batch.parquet"
+
+
+class EpisodeQuery(BaseModel):
+    """Which episodes of a training."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    outcome: Outcome | Literal[""] = ""
+    task: Number | None = None
+    initial_state: Number | None = None
+    first_step: Number | None = None
+    last_step: Number | None = None
+    offset: Number = 0
+    limit: int = Field(100, ge=1, le=500)
+
+    def fits(self, episode: dict[str, Any]) -> bool:
+        wanted = {name: getattr(self, name) for name in ("outcome", "task", "initial_state")}
+        return all(value in ("", None) or episode[name] == value for name, value in wanted.items())
+
+
+def episode_counts(run: Run) -> dict[str, Any]:
+    """As `RolloutIndex.counts` has them for other runs."""
+    steps = run.robot_steps()
+    played = sum(len(_of_step(folder)) for folder in steps.values())
+    tables = [folder / FAILURES_FILE for folder in steps.values()]
+    failed = sum(pq.read_metadata(table).num_rows for table in tables if table.is_file())
+    return {"rollouts": played, "failures": failed, "last_step": max(steps, default=None), "panels": []}
+
+
+def find_episodes(run: Run, query: EpisodeQuery) -> dict[str, Any]:
+    """`total` episodes fit the query, `rows` are some of them, the newest step first; `steps` has the outcomes of every
+    step between the first and the last, whatever else is asked, with Wilson's 95 % interval of success."""
+    steps, found = [], []
+    for step, folder in sorted(run.robot_steps().items(), reverse=True):
+        if (query.first_step is not None and step < query.first_step) or (
+            query.last_step is not None and step > query.last_step
+        ):
+            continue
+        episodes = _of_step(folder)
+        solved = sum(each["outcome"] == "solved" for each in episodes)
+        rate = wilson_interval(solved, len(episodes))
+        steps.append(
+            {"step": step, "solved": solved, "truncated": len(episodes) - solved}
+            | {"success": rate.estimate, "low": rate.low, "high": rate.high}
+        )
+        found += [{"step": step, **each} for each in episodes if query.fits(each)]
+    return {
+        "total": len(found),
+        "rows": found[query.offset : query.offset + query.limit],
+        "steps": steps[::-1],
+    }
+
+
+def find_failures(run: Run, query: Query) -> dict[str, Any]:
+    """As `RolloutIndex.failures` has them for other runs: episodes that failed in every attempt."""
+    found = [
+        row
+        for step, folder in sorted(run.robot_steps().items(), reverse=True)
+        if (folder / FAILURES_FILE).is_file()
+        for failure in read_failures(folder)
+        if _asked(query, row := {"source": "train", "step": step, **asdict(failure)})
+    ]
+    reasons = sorted(Counter(row["reason"] for row in found).items(), key=lambda each: (-each[1], each[0]))
+    return {
+        "total": len(found),
+        "reasons": [{"reason": reason, "count": count} for reason, count in reasons],
+        "rows": found[query.offset : query.offset + query.limit],
+    }
+
+
+def _asked(query: Query, row: dict[str, Any]) -> bool:
+    wanted = {"source": query.source, "task_id": query.task, "group_id": query.group}
+    texts = (row[name].lower() for name in ("reason", "detail", "task_id", "trajectory_id"))
+    return (
+        all(value in ("", row[name]) for name, value in wanted.items())
+        and (query.first_step is None or query.first_step <= row["step"])
+        and (query.last_step is None or row["step"] <= query.last_step)
+        and any(query.find.lower() in text for text in texts)
+    )
+
+
+def episode_document(run: Run, step: int, episode: str) -> dict[str, Any]:
+    """One episode, answer by answer: what was seen, the value, the mean log-prob of what was drawn, the reward, and the
+    advantage, if the step's batch is made.
+
+    Raises:
+        DataError: there is no such episode.
+    """
+    folder = run.robot_steps().get(step)
+    answers = [] if folder is None else _rows(folder / ROLLOUTS_FILE, _ANSWERS, episode)
+    if not answers:
+        raise DataError(f"step {step} has no episode {episode!r}", where=str(run.store))
+    batch = run.store / "robot-batches" / f"{run.fingerprint}-{step:05d}" / BATCH_FILE
+    trained = _rows(batch, ("episode_id", "chunk", "advantage"), episode) if batch.is_file() else []
+    advantages = {row["chunk"]: row["advantage"] for row in trained}
+    return {
+        **_episode(answers),
+        "step": step,
+        "answers": [
+            {
+                "chunk": each["chunk"],
+                "executed": each["executed"],
+                "reward": each["reward"],
+                "value": each["value"],
+                "logprob": float(np.mean(each["logprobs"])) if each["logprobs"] else None,
+                "advantage": advantages.get(each["chunk"]),
+                "images": {
+                    camera: f"/images/{ref['sha256']}.{MEDIA[ref['media_type']]}"
+                    for camera, ref in zip(each["cameras"], each["images"], strict=True)
+                },
+            }
+            for each in answers
+        ],
+    }
+
+
+def find_videos(run: Run, runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """Episodes that were filmed: of a training those that begin alike before and after it, side by side; of an
+    evaluation its own. Each side has the address of its video, whether it was solved, and its steps."""
+    if run.stage == ROBOT_EVALUATION:
+        return [_pair(None, (run, result)) for result in _filmed(run)]
+    kinds, pairs = evaluations_of(run, runs), []
+    sides: dict[str, list[Run]] = {"before training": [], "after training": []}
+    for each in runs:
+        if each.fingerprint in kinds:
+            sides[kinds[each.fingerprint]].append(each)
+    for after in sides["after training"]:
+        for before in sides["before training"]:
+            if before.settings != after.settings:
+                continue
+            known = {_begin(result): result for result in _filmed(before)}
+            alike = ((known.get(_begin(result)), result) for result in _filmed(after))
+            pairs += [_pair((before, first), (after, second)) for first, second in alike if first is not None]
+    return sorted(pairs, key=lambda pair: pair["before"]["solved"] == pair["after"]["solved"])
+
+
+def video_file(run: Run, path: str) -> Path:
+    """
+    Raises:
+        DataError: the run has no such video.
+    """
+    videos = (run.artifact / "videos").resolve()
+    with suppress(OSError, ValueError, RuntimeError):  # a name that no file has, or a link to itself
+        file = (videos / path).resolve()
+        if file.is_relative_to(videos) and file.suffix == ".mp4" and file.is_file():
+            return file
+    raise DataError(f"there is no video {path[:80]!r}", where=str(videos))
+
+
+def _begin(result: LiberoResult) -> tuple[object, ...]:
+    return (*result.key, result.initial_state, result.simulator_seed)
+
+
+def _filmed(run: Run) -> list[LiberoResult]:
+    if not run.finished:
+        return []
+    return [result for result in read_results(run.artifact) if (run.artifact / video_path(result.key)).is_file()]
+
+
+def _pair(before: tuple[Run, LiberoResult] | None, after: tuple[Run, LiberoResult]) -> dict[str, Any]:
+    result = after[1]
+    sides = {"before": before, "after": after}
+    return {
+        **{name: getattr(result, name) for name in ("suite", "task", "language", "episode", "initial_state")},
+        **{name: None if side is None else _side(*side) for name, side in sides.items()},
+    }
+
+
+def _side(run: Run, result: LiberoResult) -> dict[str, Any]:
+    address = f"/videos/{run.fingerprint}/{video_path(result.key).removeprefix('videos/')}"
+    return {"uri": address, "solved": result.success, "steps": result.steps}
+
+
+def _of_step(folder: Path) -> list[dict[str, Any]]:
+    file = folder / ROLLOUTS_FILE
+    return _episodes(file, file.stat().st_mtime_ns)
+
+
+@lru_cache(maxsize=4096)
+def _episodes(file: Path, changed: int) -> list[dict[str, Any]]:
+    """The episodes of a step, in their order. changed: when the file was written, so that another one is read again."""
+    by_episode: dict[str, list[dict[str, Any]]] = {}
+    for row in _rows(file, _COLUMNS):
+        by_episode.setdefault(row["episode_id"], []).append(row)
+    return [_episode(answers) for answers in by_episode.values()]
+
+
+def _episode(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    first, last = answers[0], answers[-1]
+    return {
+        "episode_id": first["episode_id"],
+        "group_id": first["group_id"],
+        "task": first["task"],
+        "language": first["language"],
+        "initial_state": first["initial_state"],
+        "outcome": "truncated" if last["truncated"] else "solved",
+        "actions": sum(each["executed"] for each in answers),
+        "chunks": len(answers),
+        "reward": sum(each["reward"] for each in answers),
+    }
+
+
+def _rows(file: Path, columns: Sequence[str], episode: str | None = None) -> list[dict[str, Any]]:
+    """
+    Raises:
+        DataError: the table cannot be read.
+    """
+    chosen = None if episode is None else pc.field("episode_id") == episode
+    try:
+        rows: list[dict[str, Any]] = pq.read_table(regular(file), columns=list(columns), filters=chosen).to_pylist()
+    except (OSError, pa.ArrowException) as error:
+        raise DataError(f"the table cannot be read: {error}", where=str(file)) from error
+    return rows

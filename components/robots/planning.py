@@ -1,0 +1,344 @@
+"""Memory of a robot policy, and seconds of a step in which it learns by trying in simulators."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import ceil
+from typing import Any
+
+import torch
+from pydantic import Field, NonNegativeFloat, PositiveFloat
+
+from armature.components.contracts.files import foreign
+from armature.components.contracts.machine import Machine
+from armature.components.contracts.settings import Settings
+from armature.components.machine.project import project_source
+from armature.components.models.source import locate
+from armature.components.planning.memory import Gpu, RecipeMemory
+from armature.components.planning.step import STEP_HEAD, Plan, StepTime, assumptions, plan_title, step_cells
+from armature.components.robots.imitation.groups import prepare
+from armature.components.robots.imitation.settings import PolicyUpdateSettings, VLATrainerSettings
+from armature.components.robots.policies.molmoact2.checkpoints.lerobot_layout import read_json
+from armature.components.robots.policies.molmoact2.checkpoints.parts import CONFIG
+from armature.components.robots.policies.molmoact2.checkpoints.tiny import tiny_config
+from armature.components.robots.policies.molmoact2.configuration import MolmoAct2Config
+from armature.components.robots.policies.molmoact2.modeling.model import MolmoAct2
+from armature.components.robots.policies.settings import POLICY_WITHOUT_WEIGHTS, RobotPolicySettings
+from armature.components.robots.recipes import EvaluateLibero, TrainVla, TrainVlaRl
+from armature.components.robots.rl.settings import RobotRLTrainerSettings, TrainVLARLSettings
+from armature.components.training.processes import TrainerProcesses
+from armature.components.vlm.memory import GIB
+
+SIZES = (1, 8)
+"""Numbers of GPUs that are planned if none is given."""
+POLICIES = "; docs/benchmarks.md, MolmoAct2 of the released sizes"
+TRYING = "; docs/benchmarks.md, Robot policies that learn by trying"
+TEXT_TOKENS, ACTION_TOKENS = 100, 40
+"""Tokens of a prompt besides its images (the task, the setup and the state), and of its discrete actions."""
+
+
+class RobotAssumptions(Settings):
+    """What is not on a data sheet. The descriptions say where each is from; measured is on H200s and 16 cores."""
+
+    success: float = Field(0.5, ge=0, le=1, description="assumed: share of the episodes that solve their task")
+    solved_actions: float = Field(0.6, gt=0, le=1, description="assumed: mean actions of one that does, over max_steps")
+    # 9.84 ms more for each row of an answer; 33 ms for one row, less its FLOPs, for 36 layers and 10 denoising steps.
+    policy_mfu: PositiveFloat = Field(0.412, description="measured: of the FLOPs, of a further answer" + POLICIES)
+    layer_seconds: NonNegativeFloat = Field(0.0231 / 360, description="measured: of a layer, besides" + POLICIES)
+    expert_mfu: PositiveFloat = Field(0.228, description="measured: the expert alone, by the VLM's FLOPs" + POLICIES)
+    full_mfu: PositiveFloat = Field(0.32, description="measured: 0.304 of LoRA and 0.337 of all weights" + POLICIES)
+    fp8_time: PositiveFloat = Field(0.8, description="measured: time of a further row in fp8, over bf16" + TRYING)
+    micro_batch_seconds: NonNegativeFloat = Field(0.31 / 36, description="measured: of a layer, at least" + POLICIES)
+    action_seconds: NonNegativeFloat = Field(0.015, description="measured: of a core for an action" + TRYING)
+    waiting_seconds: NonNegativeFloat = Field(
+        0.01, description="assumed: of a core for a step of waiting after a reset"
+    )
+    reset_seconds: NonNegativeFloat = Field(0.2, description="assumed: of a core for a reset, without its waiting")
+    build_seconds: NonNegativeFloat = Field(2.5, description="measured: of a core to build a task's simulator" + TRYING)
+    keep_seconds: NonNegativeFloat = Field(0.01, description="assumed: to encode and store the images of an answer")
+    batch_answer_seconds: NonNegativeFloat = Field(1e-4, description="assumed: for an answer in the batch of a step")
+    network_share: PositiveFloat = Field(0.7, description="assumed: of NVLink and network, in collectives")
+    memory_share: PositiveFloat = Field(0.7, description="assumed: of the memory bandwidth, in the optimizer")
+    write_bandwidth: PositiveFloat = Field(1e9, description="assumed: bytes/s of weights to a folder, and from it")
+
+
+@dataclass(frozen=True)
+class PolicySizes:
+    """Sizes of a MolmoAct2.
+
+    `vlm`, `expert`: parameters; `met`: those that a token of a prompt is multiplied by, which embeddings are not.
+    `tokens`: of a prompt. `denoising`: steps of an answer. `width`: bytes of a weight.
+    """
+
+    config: MolmoAct2Config
+    vlm: int
+    met: int
+    expert: int
+    cameras: int
+    tokens: int
+    denoising: int
+    width: int
+
+    @property
+    def parameters(self) -> int:
+        return self.vlm + self.expert
+
+    @property
+    def layers(self) -> int:
+        """Layers of the text model, and of the expert."""
+        return self.config.text_config.num_hidden_layers
+
+    @property
+    def key_value_bytes(self) -> int:
+        """Bytes that all layers keep of a token, for the expert to read."""
+        text = self.config.text_config
+        return 2 * self.layers * text.num_key_value_heads * text.head_dim * self.width
+
+    def patches(self) -> int:
+        """Patches of an image."""
+        vision = self.config.vit_config
+        height, width = vision.image_default_input_size
+        return (height // vision.image_patch_size) * (width // vision.image_patch_size)
+
+
+def read_policy_config(settings: RobotPolicySettings) -> MolmoAct2Config:
+    """Return the configuration of a tiny policy, or the config.json of a folder or a hub name.
+
+    Raises:
+        DataError: there is no configuration here, and the hub does not answer.
+    """
+    if settings.tiny is not None:
+        return tiny_config(settings.tiny)
+    source = settings.checkpoint_path or settings.path
+    assert source is not None
+    remedy = "give a folder that has the policy's config.json: --set policy.checkpoint_path=/a/folder"
+    with foreign("the policy's configuration cannot be read", where=source, remedy=remedy):
+        file = locate(project_source(source), settings.revision, POLICY_WITHOUT_WEIGHTS) / CONFIG
+    return MolmoAct2Config.from_dict(read_json(file), str(file))
+
+
+def policy_sizes(config: MolmoAct2Config, settings: RobotPolicySettings, cameras: int) -> PolicySizes:
+    """Count on the meta device."""
+    with torch.device("meta"):
+        model = MolmoAct2(config)
+    vlm, expert = (sum(part.numel() for part in each.parameters()) for each in (model.vlm, model.action_expert))
+    text, vision = config.text_config, config.vit_config
+    embeddings = (text.vocab_size + text.additional_vocab_size) * text.hidden_size
+    head = 0 if text.tie_word_embeddings else text.vocab_size * text.hidden_size
+    side = -(-(vision.image_default_input_size[0] // vision.image_patch_size) // 2)
+    return PolicySizes(
+        config=config,
+        vlm=vlm,
+        met=vlm - embeddings - head,
+        expert=expert,
+        cameras=cameras,
+        tokens=cameras * side * side + TEXT_TOKENS,
+        denoising=settings.num_inference_steps or config.flow_matching_num_steps,
+        width=2 if settings.dtype == "bfloat16" else 4,
+    )
+
+
+def policy_trainer_parts(
+    sizes: PolicySizes, policy: RobotPolicySettings, update: PolicyUpdateSettings, shards: int, flow_samples: int
+) -> dict[str, int]:
+    """Bytes of a rank that trains a policy, counted on the meta device.
+
+    In one piece, a trained weight in bf16 has a gradient, two moments and its rounding residual in bf16, one in fp32 a
+    gradient and two moments in fp32. Split over `shards`, all of these are fp32; the expert, the embeddings and two
+    layers are gathered.
+    """
+    with torch.device("meta"):
+        model = MolmoAct2(sizes.config, policy.dtype)
+    prepare(model, update, policy.semantics)
+    parameters = list(model.parameters())
+    trained = [each for each in parameters if each.requires_grad]
+    count, total = sum(each.numel() for each in trained), sum(each.numel() for each in parameters)
+    weights = sum(each.numel() * each.element_size() for each in parameters)
+    optimizer = sum(each.numel() * (12 if each.dtype == torch.float32 else 8) for each in trained)
+    text = sizes.config.text_config
+    embeddings = text.vocab_size * text.hidden_size * (1 if text.tie_word_embeddings else 2)
+    gathered = 0
+    if shards > 1:
+        weights, optimizer = 4 * total // shards, 12 * count // shards
+        gathered = 4 * sizes.expert + sizes.width * (embeddings + 2 * (sizes.met // sizes.layers))
+    if isinstance(update, VLATrainerSettings) and update.ema_decay is not None:
+        optimizer += 4 * count // shards
+    if isinstance(update, RobotRLTrainerSettings) and update.kl_coefficient:
+        weights += 4 * sizes.expert  # the start of the KL term
+    recomputes = isinstance(update, VLATrainerSettings) and update.gradient_checkpointing
+    discrete = policy.action_mode != "continuous" and update.mode != "expert"
+    example = _example_bytes(sizes, policy.chunk_size * flow_samples, update.mode == "expert", recomputes)
+    if discrete:
+        example += ACTION_TOKENS * text.vocab_size * 8
+    return {
+        "weights": weights,
+        "gradients and optimizer": optimizer,
+        "gathered": gathered,
+        "activations": update.micro_batch_size * example,
+    }
+
+
+def _example_bytes(sizes: PolicySizes, actions: int, expert_alone: bool, recomputes: bool) -> int:
+    """Activations of an example: 17 numbers for each token and hidden unit of a layer (arXiv 2205.05198), of one layer
+    where they are recomputed, and then a layer's output for each. A frozen VLM keeps its keys and values alone.
+    """
+    text, vision, expert = sizes.config.text_config, sizes.config.vit_config, sizes.config.action_expert_config
+    widths = {"expert": (actions * expert.hidden_size, expert.num_layers)}
+    if not expert_alone:
+        widths["text"] = ((sizes.tokens + ACTION_TOKENS) * text.hidden_size, text.num_hidden_layers)
+        widths["vision"] = (sizes.cameras * sizes.patches() * vision.hidden_size, vision.num_hidden_layers)
+    kept = sum(units * layers * (1 if recomputes else 17) for units, layers in widths.values())
+    once = 17 * max(units for units, _ in widths.values()) if recomputes else 0
+    return sizes.width * (kept + once) + sizes.tokens * sizes.key_value_bytes * expert_alone
+
+
+def recipe_memory(recipe: TrainVla | TrainVlaRl | EvaluateLibero) -> RecipeMemory:
+    """Memory of a recipe that trains or plays a policy, on its machine."""
+    policy, machine = recipe.policy, recipe.machine
+    cameras = len(recipe.simulator.camera_name_mapping) if recipe.simulator is not None else 0
+    if isinstance(recipe, TrainVlaRl):
+        return robot_memory(policy, machine, cameras, recipe.trainer, recipe.settings_for(TrainVLARLSettings))
+    rows = recipe.evaluation.rows_per_pass if recipe.evaluation is not None else 0
+    update = recipe.training if isinstance(recipe, TrainVla) else None
+    return robot_memory(policy, machine, cameras or len(policy.image_keys) or 2, update, rows=rows)
+
+
+def robot_memory(
+    policy: RobotPolicySettings,
+    machine: Machine,
+    cameras: int,
+    update: PolicyUpdateSettings | None,
+    rollouts: TrainVLARLSettings | None = None,
+    rows: int = 0,
+) -> RecipeMemory:
+    """Memory of the trainer (`update`), if there is one, and of the policy that answers `rows` at once; 0: none plays.
+
+    In reinforcement learning (`rollouts`) both are on the trainer's first GPU; an evaluation comes after it.
+    """
+    sizes, processes = policy_sizes(read_policy_config(policy), policy, cameras), TrainerProcesses.of(machine)
+    flow_samples, trainer = policy.num_flow_timesteps, dict[str, int]()
+    if rollouts is not None:
+        plan = rollouts.rollouts
+        flow_samples, rows = (plan.flow_samples if plan.likelihood == "fpo" else 1), plan.rows_per_pass
+    if update is not None:
+        trainer = policy_trainer_parts(sizes, policy, update, processes.shards, flow_samples)
+    cache = rows * sizes.tokens * sizes.key_value_bytes
+    return RecipeMemory(
+        trainer=trainer,
+        ranks=processes.ranks if update is not None else 0,
+        server={"weights": sizes.parameters * sizes.width, "keys and values": cache} if rows else {},
+        servers=min(1, rows),
+        together=rollouts is not None,
+        server_share=None,
+        on_gpu=bool(processes.gpus),
+        served="the playing policy",
+    )
+
+
+@dataclass(frozen=True)
+class RobotCosts:
+    """Seconds of a simulator's process for a reset, one that builds a task's simulator, and an action; of a forward
+    pass of the policy; of a rank for an answer, a micro-batch and an optimizer step; of new weights."""
+
+    build: float
+    reset: float
+    action: float
+    policy_pass: float
+    answer: float
+    micro_batch: float
+    update: float
+    sync: float
+
+
+def robot_costs(
+    sizes: PolicySizes, gpu: Gpu, assumed: RobotAssumptions, settings: TrainVLARLSettings, ranks: int
+) -> RobotCosts:
+    """A row takes 2 operations for each weight and token of its prompt, in 8 bits less time.
+
+    With `trainer.mode` expert an answer takes that once; else backward and what is computed again as well, 8 in all. A
+    trainer of several ranks gathers all weights twice and scatters the gradients of those that are trained.
+    """
+    rollouts, simulator = settings.rollouts, settings.simulator
+    expert, row = settings.trainer.mode == "expert", 2 * sizes.met * sizes.tokens
+    played = row * (assumed.fp8_time if rollouts.quantization is not None else 1.0)
+    trained = sizes.expert if expert else sizes.parameters
+    held = sizes.vlm * sizes.width + 4 * sizes.expert
+    gathered = 0.0 if ranks == 1 else (2 * held + 4 * trained) / (gpu.collective(ranks) * assumed.network_share)
+    waiting = simulator.num_steps_wait * assumed.waiting_seconds
+    return RobotCosts(
+        build=assumed.build_seconds + waiting,
+        reset=assumed.reset_seconds + waiting,
+        action=assumed.action_seconds,
+        policy_pass=assumed.layer_seconds * sizes.layers * sizes.denoising
+        + rollouts.rows_per_pass * played / (gpu.flops * assumed.policy_mfu),
+        answer=played / (gpu.flops * assumed.expert_mfu) if expert else 4 * row / (gpu.flops * assumed.full_mfu),
+        micro_batch=max(assumed.micro_batch_seconds * sizes.layers, gathered),
+        update=32 * trained / ranks / (gpu.memory_bandwidth * assumed.memory_share),
+        sync=2 * held / assumed.write_bandwidth,
+    )
+
+
+def robot_step(
+    costs: RobotCosts,
+    assumed: RobotAssumptions,
+    settings: TrainVLARLSettings,
+    tasks: int,
+    chunk: int,
+    processes: int,
+    ranks: int,
+) -> StepTime:
+    """Seconds of a step of train-vla-rl in which all answers are trained on, each of `chunk` actions.
+
+    A process does one thing at a time for its simulators, and the policy answers meanwhile: it counts where it needs
+    longer. With several tasks each slot is given another one once. Uneven episodes make a step longer.
+    """
+    plan, trainer = settings.rollouts, settings.trainer
+    episodes = plan.groups_per_step * plan.group_size
+    slots = min(plan.batch, episodes)
+    actions = plan.max_steps * (1 - assumed.success + assumed.success * assumed.solved_actions)
+    answers = episodes * ceil(actions / chunk)
+    builds = slots * (tasks > 1) * max(0.0, costs.build - costs.reset)
+    playing = {
+        "simulators compute actions": episodes * (costs.reset + actions * costs.action) / min(processes, slots),
+        "simulators are built for other tasks": builds / min(processes, slots),
+    }
+    policy = ceil(answers / min(plan.rows_per_pass, slots)) * costs.policy_pass
+    updates = trainer.epochs * ceil(answers / (trainer.samples_per_update or answers))
+    of_rank = trainer.epochs * answers / ranks
+    micro_batches = max(updates, ceil(of_rank / trainer.micro_batch_size))
+    return StepTime(
+        rollouts={
+            **playing,
+            "the one policy answers": max(0.0, policy - sum(playing.values())),
+            "answers are stored": answers * assumed.keep_seconds / slots,
+        },
+        training={
+            "the trainer computes": of_rank * costs.answer,
+            "micro-batches wait": max(0.0, micro_batches * costs.micro_batch - of_rank * costs.answer),
+            "the optimizer updates": updates * costs.update,
+        },
+        others={"batches are made": answers * assumed.batch_answer_seconds, "weights are synced": costs.sync},
+        overlaps=plan.max_staleness > 0,
+    )
+
+
+def plan_robots(recipe: TrainVlaRl, gpus: Sequence[int], gpu: Gpu, values: Mapping[str, Any]) -> Plan:
+    """Plan the steps of a recipe of train-vla-rl, see `Plan`."""
+    from armature.components.robots.libero.tasks import suite_tasks
+
+    settings, policy = recipe.settings_for(TrainVLARLSettings), recipe.policy
+    assumed, plan = assumptions(RobotAssumptions, values), settings.rollouts
+    cameras = len(settings.simulator.camera_name_mapping)
+    sizes = policy_sizes(read_policy_config(policy), policy, cameras)
+    tasks, processes = len(plan.tasks or suite_tasks(plan.suite)), min(recipe.machine.playing_processes, plan.batch)
+    samples = plan.flow_samples if plan.likelihood == "fpo" else 1
+    rows = [["GPUs", "rank GiB", *STEP_HEAD]]
+    for count in gpus or SIZES:
+        costs = robot_costs(sizes, gpu, assumed, settings, count)
+        step = robot_step(costs, assumed, settings, tasks, policy.n_action_steps, processes, count)
+        held = sum(policy_trainer_parts(sizes, policy, settings.trainer, count, samples).values())
+        cells = step_cells(step, count, plan.groups_per_step * plan.group_size)
+        rows.append([f"{count:,}", f"{held / GIB:.0f}", *cells])
+    title = plan_title(sizes.parameters, plan.groups_per_step, plan.group_size, plan.max_staleness)
+    return Plan(assumed, f"{title}, {plan.batch} simulators in {processes} processes", rows)

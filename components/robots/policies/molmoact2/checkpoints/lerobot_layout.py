@@ -1,0 +1,358 @@
+"""Checkpoints as LeRobot saves them.
+
+config.json holds LeRobot's settings; the sizes, the tokenizer and the image processor are those of the released
+checkpoint that it was trained from. Weights have released names after `model.`, adapters of PEFT unmerged. The
+normalizer's statistics are the tensors of a processor step.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from armature.components.contracts.errors import ConfigurationError, DataError
+from armature.components.contracts.files import bare_name, read_bytes
+from armature.components.contracts.metrics import read_finite
+from armature.components.models.source import locate
+from armature.components.robots.policies.molmoact2.checkpoints.weights import TensorFiles
+from armature.components.robots.policies.molmoact2.processing.norm_stats import (
+    ACTION,
+    STATE,
+    FeatureNormStats,
+    RobotMetadata,
+    resolve,
+)
+from armature.components.robots.policies.settings import POLICY_WITHOUT_WEIGHTS, Normalization, RobotPolicySettings
+
+CONFIG, BASE = "config.json", "base"
+PREPROCESSOR, NORMALIZER, PACK = "policy_preprocessor", "molmoact2_masked_normalizer", "molmoact2_pack_inputs"
+NORMALIZATIONS: dict[str, Normalization] = {"QUANTILES": "quantiles", "MEAN_STD": "mean_std", "IDENTITY": "identity"}
+_ADOPTED = ("normalize_language", "normalize_gripper", "add_setup_tokens", "add_control_tokens")
+_PEFT, _BASE_LAYER = "base_model.model.", ".base_layer."
+_LORA_A, _LORA_B = ".lora_A.default.weight", ".lora_B.default.weight"
+
+
+@dataclass(frozen=True)
+class LeRobotCheckpoint:
+    """base: folder of the released files. settings: with the saved robot's facts. robot: statistics and words."""
+
+    base: Path
+    settings: RobotPolicySettings
+    robot: RobotMetadata | None
+
+
+def is_lerobot(folder: Path) -> bool:
+    """Whether the folder's config.json is that of a LeRobot policy.
+
+    Raises:
+        DataError: there is no config.json, or it is not JSON.
+    """
+    return "type" in read_json(folder / CONFIG)
+
+
+def read_lerobot(folder: Path, settings: RobotPolicySettings) -> LeRobotCheckpoint:
+    """Read a checkpoint's facts. As the processor was saved with them, chunk size, steps, normalization and how
+    prompts are written come from it; words and cameras do where `settings` leaves them empty.
+
+    Raises:
+        ConfigurationError: the base is a hub name without a revision.
+        DataError: not a MolmoAct2, a file is missing or not as LeRobot writes it, or it does what is not supported.
+    """
+    try:
+        return _read(folder, settings)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise DataError(
+            f"a value is missing or of another kind: {error!r:.300}",
+            code="invalid_lerobot_checkpoint",
+            where=f"{folder}: {CONFIG}, {PREPROCESSOR}.json",
+            remedy="use the checkpoint as LeRobot saved it",
+        ) from error
+
+
+def _read(folder: Path, settings: RobotPolicySettings) -> LeRobotCheckpoint:
+    raw = read_json(folder / CONFIG)
+    if raw["type"] != "molmoact2":
+        raise DataError(
+            f"a checkpoint of the policy {raw['type']!r}",
+            code="policy_type_mismatch",
+            where=str(folder),
+            remedy="give a MolmoAct2",
+        )
+    if raw.get("joint_signs") is not None:
+        raise DataError(
+            "joints are given signs and offsets between robot and policy, which is not supported",
+            code="joint_signs_unsupported",
+            where=f"{folder / CONFIG}: joint_signs",
+            remedy="use a checkpoint that was trained in the robot's own frame",
+        )
+    mapping = raw["normalization_mapping"]
+    modes = {}
+    for name, kind in (("state_normalization", "STATE"), ("action_normalization", "ACTION")):
+        if mapping[kind] not in NORMALIZATIONS:
+            raise DataError(
+                f"{kind} is normalized by {mapping[kind]}",
+                code="normalization_unsupported",
+                where=f"{folder / CONFIG}: normalization_mapping",
+                remedy=f"supported: {', '.join(NORMALIZATIONS)}",
+            )
+        modes[name] = NORMALIZATIONS[mapping[kind]]
+    adopted = settings.model_copy(update={name: raw[name] for name in _ADOPTED if name in raw} | modes)
+    robot = _robot(folder, raw)
+    horizon = {"chunk_size": raw["chunk_size"], "n_action_steps": raw["n_action_steps"]}
+    adopted = adopted.model_copy(update=horizon) if robot is None else resolve(adopted, robot)
+    return LeRobotCheckpoint(
+        _base(folder, raw, settings), RobotPolicySettings.model_validate(adopted.model_dump()), robot
+    )
+
+
+class LeRobotTensors:
+    """A LeRobot checkpoint's weights under released names, adapters merged as they are read.
+
+    Raises:
+        DataError: a name is not LeRobot's, or an adapter is not whole.
+    """
+
+    def __init__(self, files: TensorFiles, folder: Path) -> None:
+        self._files = files
+        self._alpha = read_json(folder / CONFIG).get("lora_alpha")
+        self._stored = {_released(name, folder): name for name in files.names if ".lora_" not in name}
+        halves = [
+            {name.removesuffix(end) for name in files.names if name.endswith(end)}
+            for end in (_LORA_A, _LORA_B, f"{_BASE_LAYER}weight")
+        ]
+        self._adapted = set.intersection(*halves)
+        strange = {name for name in files.names if ".lora_" in name and not name.endswith((_LORA_A, _LORA_B))}
+        lonely = sorted(set.union(strange, *halves) - self._adapted)
+        if lonely:
+            raise DataError(
+                f"not a whole adapter of lora_A, lora_B and its layer: {lonely[0]}",
+                code="adapter_incomplete",
+                where=str(folder),
+            )
+        if self._adapted and self._alpha is None:
+            raise DataError("adapters without lora_alpha", code="lora_alpha_missing", where=str(folder / CONFIG))
+
+    @property
+    def names(self) -> set[str]:
+        return set(self._stored)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._files.shape(self._stored[name])
+
+    def __getitem__(self, name: str) -> Tensor:
+        """The weight; with an adapter W + alpha/rank B A, in float32."""
+        stored = self._stored[name]
+        weight = self._files[stored]
+        layer = stored.removesuffix(f"{_BASE_LAYER}weight")
+        if layer not in self._adapted:
+            return weight
+        down, up = self._files[layer + _LORA_A].float(), self._files[layer + _LORA_B].float()
+        return weight.float() + (up @ down) * (float(self._alpha or 0) / down.shape[0])
+
+
+def _base(folder: Path, raw: Mapping[str, Any], settings: RobotPolicySettings) -> Path:
+    """`base/` of a checkpoint that we wrote, the base that the settings name, or the one that config.json names."""
+    if (folder / BASE).is_dir():
+        return folder / BASE
+    own = settings.checkpoint_path is not None
+    name = settings.checkpoint_path if settings.checkpoint_path is not None else str(raw["checkpoint_path"])
+    revision = settings.checkpoint_revision or (None if own else raw.get("checkpoint_revision"))
+    return locate(name, revision, POLICY_WITHOUT_WEIGHTS)
+
+
+def _robot(folder: Path, raw: Mapping[str, Any]) -> RobotMetadata | None:
+    """Statistics, words and cameras of the saved preprocessor; None where the policy was saved without one."""
+    file = folder / f"{PREPROCESSOR}.json"
+    if not file.is_file():
+        return None
+    steps = {step["registry_name"]: step for step in read_json(file)["steps"]}
+    normalizer = steps.get(NORMALIZER) or steps.get("normalizer_processor")
+    if normalizer is None or "state_file" not in normalizer:
+        return None
+    with TensorFiles(folder, bare_name(normalizer["state_file"], str(file))) as saved:
+        tensors = {name: saved[name] for name in saved.names}
+    names = raw.get("dataset_feature_names") or {}
+    packed = steps[PACK]["config"] if PACK in steps else {}
+    return RobotMetadata(
+        action_key=ACTION,
+        state_key=STATE,
+        camera_keys=tuple(packed.get("image_keys") or raw.get("image_keys") or ()),
+        normalize_gripper=bool(raw["normalize_gripper"]),
+        action_horizon=raw["chunk_size"],
+        n_action_steps=raw["n_action_steps"],
+        setup_type=packed.get("setup_type") or raw.get("setup_type") or "",
+        control_mode=packed.get("control_mode") or raw.get("control_mode") or "",
+        action_stats=_stats(tensors, ACTION, names.get(ACTION), file),
+        state_stats=_stats(tensors, STATE, names.get(STATE), file),
+    )
+
+
+def _stats(tensors: Mapping[str, Tensor], key: str, names: Any, where: Path) -> FeatureNormStats:
+    found = {name.removeprefix(f"{key}."): value for name, value in tensors.items() if name.startswith(f"{key}.")}
+    if not found:
+        raise DataError(
+            f"no statistics of {key}",
+            code="statistics_missing",
+            where=str(where),
+            remedy="use a complete checkpoint of LeRobot",
+        )
+    values: dict[str, Any] = {
+        name: tuple(value.double().flatten().tolist()) for name, value in found.items() if name not in ("mask", "count")
+    }
+    if "count" in found:
+        values["count"] = int(found["count"].flatten()[0])
+    if "mask" in found:
+        values["mask"] = tuple(bool(value) for value in found["mask"].flatten().tolist())
+    return FeatureNormStats(**values, names=tuple(names) if isinstance(names, list) else None)
+
+
+def _released(name: str, folder: Path) -> str:
+    if not name.startswith("model."):
+        raise DataError(
+            f"not a name of LeRobot's: {name}",
+            code="unknown_weight_name",
+            where=str(folder),
+            remedy="use an unchanged checkpoint",
+        )
+    return name.removeprefix("model.").removeprefix(_PEFT).replace(_BASE_LAYER, ".")
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    try:
+        content = read_finite(read_bytes(file))
+    except FileNotFoundError as error:
+        raise DataError(
+            "a checkpoint needs this file",
+            code="checkpoint_file_missing",
+            where=str(file),
+            remedy="give a policy's folder",
+        ) from error
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"not JSON of finite numbers: {error}", code="invalid_json", where=str(file)) from error
+    if not isinstance(content, dict):
+        raise DataError(f"not a JSON object: {content!r:.80}", code="invalid_json", where=str(file))
+    return content
+
+
+POSTPROCESSOR, UNNORMALIZER = "policy_postprocessor", "molmoact2_masked_unnormalizer"
+IMAGE_SHAPE = (3, 256, 256)  # declared shape of a camera; LeRobot resizes whatever comes
+_MODES = {ours: theirs for theirs, ours in NORMALIZATIONS.items()}
+Step = tuple[str, dict[str, Any]]
+
+
+def write_processors(
+    folder: Path, settings: RobotPolicySettings, robot: RobotMetadata, base: str, max_action_dim: int
+) -> None:
+    """Write config.json, the two processors and their statistics.
+
+    Args:
+        base: Hub name or folder of the released checkpoint that LeRobot builds the model from.
+
+    Raises:
+        ConfigurationError: no cameras are named.
+    """
+    if not settings.image_keys:
+        raise ConfigurationError(
+            "no cameras are named", code="cameras_missing", where="policy.image_keys", remedy="name them in order"
+        )
+    inputs: dict[str, Any] = {key: {"type": "VISUAL", "shape": list(IMAGE_SHAPE)} for key in settings.image_keys}
+    inputs[STATE] = {"type": "STATE", "shape": [robot.state_stats.dimensions]}
+    outputs = {ACTION: {"type": "ACTION", "shape": [robot.action_stats.dimensions]}}
+    norm_map = {
+        "VISUAL": "IDENTITY",
+        "STATE": _MODES[settings.state_normalization],
+        "ACTION": _MODES[settings.action_normalization],
+    }
+    prompt = _prompt(settings, base)
+    config = {
+        "type": "molmoact2",
+        "n_obs_steps": 1,
+        "input_features": inputs,
+        "output_features": outputs,
+        "device": "cpu",
+        "normalization_mapping": norm_map,
+        **prompt,
+        **_policy_fields(settings),
+        **_version_fields(settings),
+    }
+    if robot.action_stats.names and robot.state_stats.names:
+        names = {ACTION: list(robot.action_stats.names), STATE: list(robot.state_stats.names)}
+        config["dataset_feature_names"] = names
+    _write(folder / CONFIG, config)
+    by_key = {ACTION: robot.action_stats, STATE: robot.state_stats}
+    statistics = {f"{key}.{name}": value for key, stats in by_key.items() for name, value in _tensors(stats).items()}
+    masks = {key: list(stats.mask) for key, stats in by_key.items() if stats.mask}
+    normal: dict[str, Any] = {"eps": 1e-8, "norm_map": norm_map}
+    env = {"max_action_dim": max_action_dim, "env_action_dim": robot.action_stats.dimensions}
+    frame = {"joint_signs": None, "joint_offsets": None}
+    moved, cpu = settings.semantics != "seed", ("device_processor", {"device": "cpu", "float_dtype": None})
+    before: list[Step] = [
+        ("rename_observations_processor", {"rename_map": {}}),
+        ("to_batch_processor", {}),
+        *([("molmoact2_state_frame_transform", frame)] if moved else []),
+        (NORMALIZER, normal | {"features": inputs | outputs}),
+        ("molmoact2_clamp_normalized", {"normalization_masks": masks}),
+        (PACK, prompt | env),
+        cpu,
+    ]
+    after: list[Step] = [
+        ("molmoact2_clamp_action", {}),
+        (UNNORMALIZER, normal | {"features": outputs}),
+        *([("molmoact2_action_frame_transform", frame)] if moved else []),
+        cpu,
+    ]
+    _write_steps(folder, PREPROCESSOR, before, statistics)
+    _write_steps(folder, POSTPROCESSOR, after, statistics)
+
+
+def _prompt(settings: RobotPolicySettings, base: str) -> dict[str, Any]:
+    """What both config.json and the packing step say."""
+    names = ("setup_type", "control_mode", "normalize_language", "add_setup_tokens", "add_control_tokens")
+    more = ("max_sequence_length", "chunk_size", "action_mode")
+    fields = {name: getattr(settings, name) for name in (*names, *more)}
+    return fields | {"image_keys": list(settings.image_keys), "checkpoint_path": base}
+
+
+def _policy_fields(settings: RobotPolicySettings) -> dict[str, Any]:
+    names = ("n_action_steps", "normalize_gripper", "num_flow_timesteps", "num_inference_steps")
+    more = ("mask_action_dim_padding", "enable_knowledge_insulation")
+    inference = "discrete" if settings.action_mode == "discrete" else "continuous"
+    return {name: getattr(settings, name) for name in (*names, *more)} | {"inference_action_mode": inference}
+
+
+def _version_fields(settings: RobotPolicySettings) -> dict[str, Any]:
+    """The fields that only some versions know; without adapters all three build the layers that we write."""
+    if settings.semantics == "head":
+        return {
+            "train_mode_vlm": "fft",
+            "dtype": settings.dtype,
+            "llm_residual_dropout": settings.llm_residual_dropout,
+        }
+    return {"model_dtype": settings.dtype}
+
+
+def _tensors(stats: FeatureNormStats) -> dict[str, Tensor]:
+    values = stats.model_dump(exclude_none=True, exclude={"names"})
+    return {name: torch.tensor(value, dtype=torch.float32).reshape(-1) for name, value in values.items()}
+
+
+def _write_steps(folder: Path, name: str, steps: list[Step], statistics: dict[str, Tensor]) -> None:
+    entries = []
+    for number, (registry_name, config) in enumerate(steps):
+        entry: dict[str, Any] = {"registry_name": registry_name, "config": config}
+        if registry_name in (NORMALIZER, UNNORMALIZER):
+            entry["state_file"] = f"{name}_step_{number}_{registry_name}.safetensors"
+            save_file(statistics, folder / entry["state_file"])
+        entries.append(entry)
+    _write(folder / f"{name}.json", {"name": name, "steps": entries})
+
+
+def _write(file: Path, content: Mapping[str, Any]) -> None:
+    file.write_text(json.dumps(content, indent=4) + "\n")

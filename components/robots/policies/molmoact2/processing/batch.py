@@ -1,0 +1,188 @@
+"""What the model is given: one example as its processor makes it; one to a row of a batch, or several packed in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from armature.components.contracts.errors import DataError
+from armature.components.models.context_parallel import to_device
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float32]
+Flags = NDArray[np.bool_]
+Pixels = NDArray[np.uint8]
+PadSide = Literal["left", "right"]
+
+IGNORED, NO_EXAMPLE = -100, -1
+
+
+@dataclass(frozen=True)
+class Example:
+    """One observation, with the actions that followed it when it is trained on. S tokens, C crops, P image tokens.
+
+    input_ids: (S,), the first token being BOS; no padding.
+    image_tokens: (S,), True where the token belongs to an image (its patches, rows and edges).
+    pixel_values: (C, patches, pixels of a patch) uint8 levels, C = 0 without images.
+    pooling: (P, 4) patches that make an image token, counted over this example's crops; -1: no patch.
+    labels: (S,) for discrete actions, -100 where nothing is learned; None where they are not trained.
+    actions: (T, max_action_dim) normalized, zeros beyond the robot's own; None at inference.
+    horizon_padding: (T,) True where the chunk is not trained: beyond the data's horizon, or the episode's end where
+        the semantics say so. dimension_padding: (max_action_dim,) True beyond the robot's own.
+    """
+
+    input_ids: Ints
+    image_tokens: Flags
+    pixel_values: Pixels
+    pooling: Ints
+    labels: Ints | None
+    actions: Floats | None
+    horizon_padding: Flags | None
+    dimension_padding: Flags
+
+    @property
+    def length(self) -> int:
+        return len(self.input_ids)
+
+
+_OBSERVED = (
+    *("input_ids", "position_ids", "example_ids", "image_tokens"),
+    *("pixel_values", "pooling", "rows", "dimension_padding"),
+)
+
+
+@dataclass(frozen=True)
+class PolicyBatch:
+    """B rows of L tokens that hold E examples, one to a row, or several where rows are packed.
+
+    input_ids, position_ids: (B, L) int64; positions start at 0 in each example, pads have 0.
+    example_ids: (B, L) int64, the number (0 to E - 1) of the example that a token belongs to; -1 is padding.
+    image_tokens: (B, L) bool.
+    pixel_values: (C, patches, pixels of a patch) uint8 of all examples in order; pooling: (P, 4) int64 over all C.
+    rows: (E,) int64, the row of each example.
+    labels: (B, L) int64 or None. actions: (E, T, D) float32 or None; horizon_padding: (E, T) bool or None;
+    dimension_padding: (E, D) bool.
+    """
+
+    input_ids: Tensor
+    position_ids: Tensor
+    example_ids: Tensor
+    image_tokens: Tensor
+    pixel_values: Tensor
+    pooling: Tensor
+    rows: Tensor
+    labels: Tensor | None
+    actions: Tensor | None
+    horizon_padding: Tensor | None
+    dimension_padding: Tensor
+
+    @property
+    def examples(self) -> int:
+        return self.rows.shape[0]
+
+    def observed(self) -> list[Tensor]:
+        """All but what is trained on: labels, actions, and which of them are padding."""
+        return [getattr(self, name) for name in _OBSERVED]
+
+    @classmethod
+    def of_observed(cls, tensors: Sequence[Tensor]) -> PolicyBatch:
+        """A batch without labels and actions, from what `observed` gives."""
+        given = dict(zip(_OBSERVED, tensors, strict=True))
+        return cls(**given, labels=None, actions=None, horizon_padding=None)
+
+    def to(self, device: torch.device | str) -> PolicyBatch:
+        device = torch.device(device)
+        moved = {name: to_device(value, device) for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return replace(self, **moved)
+
+
+def collate(examples: Sequence[Example], pad_side: PadSide, multiple: int, pad_id: int) -> PolicyBatch:
+    """One example to a row. The width is one more than a multiple, as the released code has it: BOS comes last there.
+
+    Raises:
+        DataError: there is none, or some have actions (labels) and others do not, or of another length.
+    """
+    return _batch(examples, [[index] for index in range(len(examples))], pad_side, multiple, pad_id)
+
+
+def pack(examples: Sequence[Example], rows: Sequence[Sequence[int]], multiple: int, pad_id: int) -> PolicyBatch:
+    """`rows` hold indices into `examples`; the batch's examples are in the order of `rows`. Padded on the right.
+
+    Raises:
+        DataError: as `collate`.
+    """
+    return _batch(examples, rows, "right", multiple, pad_id)
+
+
+def _batch(
+    examples: Sequence[Example], rows: Sequence[Sequence[int]], pad_side: PadSide, multiple: int, pad_id: int
+) -> PolicyBatch:
+    chosen = [examples[index] for row in rows for index in row]
+    _check(chosen)
+    longest = max(sum(examples[index].length for index in row) for row in rows)
+    width = 1 + -(-(longest - 1) // multiple) * multiple
+    shape = (len(rows), width)
+    input_ids, positions = np.full(shape, pad_id, np.int64), np.zeros(shape, np.int64)
+    owners, image_tokens = np.full(shape, NO_EXAMPLE, np.int64), np.zeros(shape, bool)
+    labels = np.full(shape, IGNORED, np.int64)
+    number = 0
+    for row, members in enumerate(rows):
+        start = width - sum(examples[index].length for index in members) if pad_side == "left" else 0
+        for index in members:
+            example = examples[index]
+            place = (row, slice(start, start + example.length))
+            input_ids[place], positions[place] = example.input_ids, np.arange(example.length)
+            owners[place], image_tokens[place] = number, example.image_tokens
+            if example.labels is not None:
+                labels[place] = example.labels
+            start, number = start + example.length, number + 1
+    return PolicyBatch(
+        input_ids=torch.from_numpy(input_ids),
+        position_ids=torch.from_numpy(positions),
+        example_ids=torch.from_numpy(owners),
+        image_tokens=torch.from_numpy(image_tokens),
+        pixel_values=torch.from_numpy(np.concatenate([each.pixel_values for each in chosen])),
+        pooling=torch.from_numpy(_pooling(chosen)),
+        rows=torch.tensor([row for row, members in enumerate(rows) for _ in members]),
+        labels=None if chosen[0].labels is None else torch.from_numpy(labels),
+        actions=_stacked([each.actions for each in chosen]),
+        horizon_padding=_stacked([each.horizon_padding for each in chosen]),
+        dimension_padding=torch.from_numpy(np.stack([each.dimension_padding for each in chosen])),
+    )
+
+
+def _pooling(examples: Sequence[Example]) -> NDArray[np.int64]:
+    """Counted over all crops of the batch."""
+    crops = np.cumsum([0] + [len(each.pixel_values) for each in examples[:-1]])
+    patches = examples[0].pixel_values.shape[1]
+    return np.concatenate(
+        [
+            np.where(each.pooling < 0, -1, each.pooling + before * patches)
+            for each, before in zip(examples, crops, strict=True)
+        ]
+    )
+
+
+def _stacked(arrays: Sequence[NDArray[np.generic] | None]) -> torch.Tensor | None:
+    present = [array for array in arrays if array is not None]
+    return torch.from_numpy(np.stack(present)) if present else None
+
+
+def _check(examples: Sequence[Example]) -> None:
+    if not examples:
+        raise DataError("a batch needs an example", code="empty_batch")
+    for name in ("labels", "actions", "horizon_padding"):
+        given = [getattr(each, name) for each in examples]
+        kinds = {None if each is None else each.shape if name != "labels" else () for each in given}
+        if len(kinds) > 1:
+            raise DataError(
+                f"the examples of a batch differ in {name}: {sorted(map(str, kinds))}",
+                code="examples_differ",
+                remedy="encode all with actions or all without, and with one horizon",
+            )

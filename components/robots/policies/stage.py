@@ -1,0 +1,93 @@
+"""The stage `policy`: a tiny checkpoint in full, or a reference to one that lies elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from armature.components.contracts.errors import ConfigurationError
+from armature.components.contracts.stages import Artifact, Stage, StageContext, StageReport
+from armature.components.machine.hub import HUB, commit_of
+from armature.components.machine.project import project_source
+from armature.components.robots.policies.settings import RobotPolicySettings
+
+
+def run_policy(
+    settings: RobotPolicySettings, inputs: Mapping[str, Artifact], out: Path, context: StageContext
+) -> StageReport:
+    """Write `checkpoint/` of a tiny policy to `out`, or `source.json` and `policy.json` for a folder or a hub name.
+
+    The weights of a folder or a hub name are not copied; `load_policy(out)` follows the reference, and takes the
+    settings, completed by norm_tag or by LeRobot's own, from `policy.json`.
+
+    Raises:
+        ConfigurationError: not one source is named, a hub name has no revision, or norm_tag is unknown.
+        DataError: no such folder or repository, or a file of the checkpoint is missing or wrong.
+    """
+    if settings.tiny is not None:
+        _refuse_other_sources(settings)
+        from armature.components.robots.policies.molmoact2.checkpoints.tiny import make_tiny_policy
+
+        make_tiny_policy(out / "checkpoint", settings)
+        context.events.message(f"policy: made a tiny MolmoAct2 from seed {settings.tiny.seed}")
+        return StageReport()
+    from armature.components.models.source import make_reference
+    from armature.components.robots.policies.molmoact2.checkpoints.parts import load_parts
+    from armature.components.robots.policies.settings import POLICY, write_settings
+
+    source = settings.path or settings.checkpoint_path
+    if source is None:
+        raise ConfigurationError(
+            "no policy is named",
+            code="policy_missing",
+            remedy="set one of policy.checkpoint_path, policy.path and policy.tiny",
+        )
+    source = project_source(source)
+    reference = make_reference(source, settings.revision, POLICY)
+    parts = load_parts(source, settings)
+    reference.write(out)
+    write_settings(out, parts.settings)
+    commit = f" at {reference.commit}" if reference.commit else ""
+    context.events.message(f"policy: refers to {source}{commit}")
+    return StageReport()
+
+
+def _refuse_other_sources(settings: RobotPolicySettings) -> None:
+    named = [name for name in ("checkpoint_path", "path") if getattr(settings, name) is not None]
+    if named:
+        raise ConfigurationError(
+            f"policy.tiny and policy.{named[0]} both name a policy",
+            code="policy_ambiguous",
+            remedy="set one of them to nothing",
+        )
+
+
+def policy_sources(settings: RobotPolicySettings, inputs: Mapping[str, Artifact]) -> dict[str, str]:
+    from armature.components.models.source import folder_sources
+    from armature.components.robots.policies.settings import POLICY
+
+    source = settings.path or settings.checkpoint_path
+    return folder_sources(source, POLICY) if source and settings.tiny is None else {}
+
+
+def at_commits(
+    settings: RobotPolicySettings, inputs: Mapping[str, Artifact], say: Callable[[str], None]
+) -> RobotPolicySettings:
+    """
+    Raises:
+        DataError: see `hub_commit`.
+    """
+    named = {
+        "revision": settings.path or settings.checkpoint_path,
+        "checkpoint_revision": settings.path and settings.checkpoint_path,
+        "action_tokenizer_revision": settings.action_tokenizer,
+    }
+    found = {}
+    for key, name in named.items():
+        revision = getattr(settings, key)
+        if name and revision is not None and HUB.fullmatch(name) and not Path(project_source(name)).is_dir():
+            found[key] = commit_of(name, revision, "model", say)
+    return settings.model_copy(update=found)
+
+
+POLICY_STAGE = Stage("policy", 3, RobotPolicySettings, (), run_policy, policy_sources, at_commits)

@@ -1,0 +1,145 @@
+"""What the value head is trained on."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.functional import huber_loss
+
+from armature.components.robots.policies.molmoact2.modeling.model import MolmoAct2
+from armature.components.robots.rl.answer_learner import (
+    ANSWERS,
+    OF_ANSWERS,
+    PADDING,
+    RATIOS,
+    SLOTS,
+    AnswerLearner,
+    Update,
+)
+from armature.components.robots.rl.likelihood import ActionLikelihood
+from armature.components.robots.rl.loader import AnswerBatch, Load, loaded_ahead
+from armature.components.robots.rl.settings import GAE, RobotRLTrainerSettings
+from armature.components.robots.rl.table import AnswerSample
+from armature.components.training.ranks import Ranks
+from armature.components.vlm.objectives import MAX_LOG_RATIO, OBJECTIVES, Tokens
+
+
+def value_loss(values: Tensor, before: Tensor, targets: Tensor, settings: GAE) -> tuple[Tensor, Tensor]:
+    """max(huber(V - R), huber(V_clip - R)) with V_clip = V_old + clip(V - V_old, -value_clip, value_clip), and (bool)
+    where the second is larger: (E,) each.
+
+    huber(e) is e² / 2 where |e| <= d = huber_delta, else d (|e| - d / 2). With `value_clip` 0 it is the first alone.
+    Source of the clip: the PPO of OpenAI's baselines.
+
+    Args:
+        values: (E,), V, with its gradient. before: (E,), V_old, of the rollout. targets: (E,), R.
+    """
+
+    def huber(predicted: Tensor) -> Tensor:
+        return huber_loss(predicted, targets, reduction="none", delta=settings.huber_delta)
+
+    plain = huber(values)
+    if not settings.value_clip:
+        return plain, torch.zeros_like(plain, dtype=torch.bool)
+    clipped = huber(values.clamp(before - settings.value_clip, before + settings.value_clip))
+    return torch.maximum(plain, clipped), clipped > plain
+
+
+class RobotRLLearner(AnswerLearner):
+    """As `AnswerLearner`.
+
+    Args:
+        likelihood: of answers as they were sampled.
+    """
+
+    def __init__(
+        self,
+        model: MolmoAct2,
+        settings: RobotRLTrainerSettings,
+        likelihood: ActionLikelihood,
+        load: Load,
+        ranks: Ranks | None = None,
+        shard: Callable[[MolmoAct2], None] | None = None,
+    ) -> None:
+        self.likelihood, self._chunks = likelihood, settings.ratio == "chunk"
+        if isinstance(settings.advantage, GAE) and shard is None:
+            model.add_value_head(settings.seed, likelihood.of_tokens)
+        super().__init__(model, settings, load, ranks, shard)
+        expert = self.model.action_expert  # as it is before a checkpoint is loaded
+        self._start = [copy.deepcopy(expert).requires_grad_(False)] if settings.kl_coefficient else []
+
+    def score(self, samples: Sequence[AnswerSample]) -> list[float]:
+        """Of each answer the log-prob of all that counts, computed as in training; every rank calls it with the same,
+        and each computes all."""
+        width = self.settings.micro_batch_size
+        scores: list[float] = []
+        parts = [samples[start : start + width] for start in range(0, len(samples), width)]
+        for loaded in loaded_ahead(self._load, parts):
+            scores += self._scores(loaded.to(self.ranks.device))
+        return scores
+
+    def _scores(self, part: AnswerBatch) -> list[float]:
+        """In the samples' order. No graph is left when it returns, before the next part is computed."""
+        (prediction,) = self.likelihood.predict(self.model, part)
+        found = _row_sums(self.likelihood.logprobs(prediction, part), part)
+        return found.detach()[part.order.argsort()].tolist()
+
+    def _losses(
+        self, samples: Sequence[AnswerSample], part: AnswerBatch, update: Update
+    ) -> tuple[Tensor, dict[str, float]]:
+        ratios = self._ratios(update)
+        prediction, *start = self.likelihood.predict(self.model, part, self._start)
+        logprobs = self._per_ratio(self.likelihood.logprobs(prediction, part), part)
+        behavior = self._per_ratio(part.logprobs, part)
+        rows = torch.arange(len(part.advantages), device=behavior.device) if self._chunks else part.rows
+        tokens = Tokens(logprobs, behavior, behavior, part.advantages[rows], rows, len(part.advantages))
+        result = OBJECTIVES[self.settings.objective.name](tokens, self.settings.objective)
+        loss = result.loss.sum() / ratios
+        difference = (logprobs.detach() - behavior).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        found = {
+            "importance_ratio": difference.exp(),
+            "kl": difference.expm1() - difference,
+            "clipped_low_fraction": result.low,
+            "clipped_high_fraction": result.high,
+        }
+        for other in start:
+            found["kl/start"] = self._per_ratio(self.likelihood.divergences(prediction, other, part), part)
+            loss = loss + self.settings.kl_coefficient * found["kl/start"].sum() / ratios
+        if coefficient := self.settings.bc_coefficient:
+            good = torch.tensor([each.episode_id in update.solved for each in samples], device=rows.device)
+            found["bc/loss"] = -logprobs * good[part.order][rows]
+            loss = loss + coefficient * found["bc/loss"].sum() / ratios
+        if isinstance(gae := self.settings.advantage, GAE):
+            found |= self._value_losses(prediction.states, part, gae)
+            loss = loss + gae.value_loss_coef * found["value/loss"].sum() / len(update.samples)
+        found[PADDING] = part.batch.example_ids < 0
+        counts = {RATIOS: len(rows), ANSWERS: len(part.advantages), SLOTS: part.batch.example_ids.numel()}
+        sums = {"loss": loss} | {name: each.sum() for name, each in found.items()}
+        return loss, counts | {name: float(each.detach()) for name, each in sums.items()}
+
+    def _ratios(self, update: Update) -> int:
+        samples = update.samples
+        return len(samples) if self._chunks else sum(len(each.logprobs) for each in samples)
+
+    def _too_far(self, kl: float, update: Update) -> bool:
+        """With `target_kl`: its answers are farther than that from the policy that played."""
+        most = self.settings.target_kl
+        return bool(most) and self.ranks.sum({"kl": kl})["kl"] > most * self._ratios(update)
+
+    def _per_ratio(self, values: Tensor, part: AnswerBatch) -> Tensor:
+        """Of each probability ratio, from those of the counted numbers (N,): (E,) sums, or as they are."""
+        return _row_sums(values, part) if self._chunks else values
+
+    def _value_losses(self, states: Tensor, part: AnswerBatch, settings: GAE) -> dict[str, Tensor]:
+        """(E,) each."""
+        assert self.model.value_head is not None and part.values is not None and part.value_targets is not None
+        found = value_loss(self.model.value_head(states), part.values, part.value_targets, settings)
+        return dict(zip(OF_ANSWERS, found, strict=True))
+
+
+def _row_sums(values: Tensor, part: AnswerBatch) -> Tensor:
+    """(E,) sums of `values` (N,) over the numbers of each answer."""
+    return values.new_zeros(len(part.advantages)).index_add(0, part.rows, values)

@@ -1,0 +1,135 @@
+"""What a policy thinks of answers: log-probs of the numbers that they are made of, for either kind of actions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+from armature.components.robots.policies.molmoact2.modeling.expert import ActionExpert
+from armature.components.robots.policies.molmoact2.modeling.flow import (
+    FlowSamples,
+    loss_logprobs,
+    midpoints,
+    noise_scales,
+    noisy_actions,
+    step_divergences,
+    step_logprobs,
+)
+from armature.components.robots.policies.molmoact2.modeling.model import MolmoAct2
+from armature.components.robots.policies.molmoact2.sampling import InferencePlan, token_logprobs
+from armature.components.robots.rl.loader import AnswerBatch, DrawnSteps, JudgedAnswers
+from armature.components.robots.rl.settings import RobotRolloutSettings
+
+
+class Prediction(NamedTuple):
+    """What log-probs are computed from, with its gradient: velocities (E, T, D), in FPO (E, F, T, D), or logits (N, V).
+
+    states: what a value head reads, (E, T, hidden) of the action expert, or (E, 1, hidden) of the VLM.
+    """
+
+    values: Tensor
+    states: Tensor
+
+
+class ActionLikelihood(Protocol):
+    """Of answers as they were sampled."""
+
+    @property
+    def of_tokens(self) -> bool: ...
+
+    def predict(self, model: MolmoAct2, part: AnswerBatch, others: Sequence[ActionExpert] = ()) -> list[Prediction]:
+        """Of the model, then of those with `others` for its expert."""
+
+    def logprobs(self, prediction: Prediction, part: AnswerBatch) -> Tensor:
+        """(N,) float64 of what is counted."""
+
+    def divergences(self, prediction: Prediction, other: Prediction, part: AnswerBatch) -> Tensor:
+        """(N,) float64: KL(policy || other) of what is counted."""
+
+
+@dataclass(frozen=True)
+class FlowLikelihood:
+    """Of chunks with one step of Flow-SDE. noise_level: η there."""
+
+    plan: InferencePlan
+    noise_level: float
+    of_tokens = False
+
+    @cached_property
+    def _sigmas(self) -> Tensor:
+        return noise_scales(self.plan.steps, self.noise_level)
+
+    def predict(self, model: MolmoAct2, part: AnswerBatch, others: Sequence[ActionExpert] = ()) -> list[Prediction]:
+        assert isinstance(part.drawn, DrawnSteps)
+        plan, times = self.plan, part.drawn.step / self.plan.steps
+        points = part.drawn.before[:, None]
+        found = model.velocities(
+            part.batch, points, times[:, None], plan.bidirectional_images, plan.hides_answers, others
+        )
+        return [Prediction(velocity[:, 0], states[:, 0]) for velocity, states in found]
+
+    def logprobs(self, prediction: Prediction, part: AnswerBatch) -> Tensor:
+        assert isinstance(part.drawn, DrawnSteps)
+        before, after, step = part.drawn
+        return step_logprobs(before, after, prediction.values, step, self._sigmas)[part.counted]
+
+    def divergences(self, prediction: Prediction, other: Prediction, part: AnswerBatch) -> Tensor:
+        assert isinstance(part.drawn, DrawnSteps)
+        return step_divergences(prediction.values, other.values, part.drawn.step, self._sigmas)[part.counted]
+
+
+@dataclass(frozen=True)
+class FlowLossLikelihood:
+    """Of chunks by their flow-matching losses: FPO. All that is random in an answer counts, its first noise too."""
+
+    plan: InferencePlan
+    of_tokens = False
+
+    def predict(self, model: MolmoAct2, part: AnswerBatch, others: Sequence[ActionExpert] = ()) -> list[Prediction]:
+        assert isinstance(part.drawn, JudgedAnswers) and not others, "settings refuse a KL term"
+        noise, actions = part.drawn
+        draws = FlowSamples(midpoints(noise.shape[1], noise.device).expand(len(noise), -1), noise)
+        used = ~part.batch.dimension_padding if self.plan.mask_dimensions else None
+        points, _ = noisy_actions(actions, draws, used)
+        both_ways, hides = self.plan.bidirectional_images, self.plan.hides_answers
+        velocity, states = model.velocities(part.batch, points, draws.times, both_ways, hides)[0]
+        return [Prediction(velocity, states[:, 0])]
+
+    def logprobs(self, prediction: Prediction, part: AnswerBatch) -> Tensor:
+        assert isinstance(part.drawn, JudgedAnswers)
+        return loss_logprobs(prediction.values, part.drawn.actions, part.drawn.noise)[part.counted]
+
+    def divergences(self, prediction: Prediction, other: Prediction, part: AnswerBatch) -> Tensor:
+        raise AssertionError("settings refuse a KL term")
+
+
+@dataclass(frozen=True)
+class TokenLikelihood:
+    """Of action tokens, drawn from softmax(logits / temperature). The action expert plays no part."""
+
+    plan: InferencePlan
+    temperature: float
+    of_tokens = True
+
+    def predict(self, model: MolmoAct2, part: AnswerBatch, others: Sequence[ActionExpert] = ()) -> list[Prediction]:
+        assert not others, "nothing of an action expert can be compared"
+        return [Prediction(*model.answer_logits(part.batch, part.counted, self.plan.bidirectional_images))]
+
+    def logprobs(self, prediction: Prediction, part: AnswerBatch) -> Tensor:
+        return token_logprobs(prediction.values, part.batch.input_ids[part.counted], self.temperature)
+
+    def divergences(self, prediction: Prediction, other: Prediction, part: AnswerBatch) -> Tensor:
+        raise AssertionError("settings refuse a KL term of action tokens")
+
+
+def likelihood_of(settings: RobotRolloutSettings, plan: InferencePlan) -> ActionLikelihood:
+    """As rollouts by `settings` are sampled."""
+    if settings.inference_action_mode == "discrete":
+        return TokenLikelihood(plan, settings.temperature)
+    if settings.likelihood == "fpo":
+        return FlowLossLikelihood(plan)
+    return FlowLikelihood(plan, settings.noise_level)

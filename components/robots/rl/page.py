@@ -1,0 +1,50 @@
+"""What the report of a training by trying shows beside its curves: outcomes by step, and an episode's course."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from armature.components.evaluation.wilson import wilson_interval
+from armature.components.pages.report import Curves, Panel, Table
+from armature.components.robots.rl.table import Answer
+
+_COURSES = {"Mean value along an episode": "value", "Mean log-prob of what was drawn, along an episode": "logprobs"}
+
+
+def outcome_table(history: Sequence[Mapping[str, float]]) -> Table:
+    """How the episodes of every step ended; without rows where the history does not say."""
+    rows = []
+    for row in history:
+        if "success" in row and "rollouts/planned" in row:
+            failed = round(row.get("rollouts/failed", 0))
+            played = round(row["rollouts/planned"]) - failed
+            solved = round(row["success"] * played)
+            counts = [str(round(row["step"])), str(solved), str(played - solved), str(failed)]
+            rows.append([*counts, wilson_interval(solved, played)])
+    return Table("Episodes by outcome", ["step", "solved", "truncated", "failed", "success, 95 % interval"], rows)
+
+
+def course_curves(answers: Sequence[Answer]) -> list[Curves]:
+    """Return the mean value and log-prob of a step's answers by their place in the episode, by how it ended."""
+    solved = {each.episode_id for each in answers if each.done and not each.truncated}
+    by_place: dict[int, dict[str, list[Answer]]] = {}
+    for each in answers:
+        outcome = "solved" if each.episode_id in solved else "truncated"
+        by_place.setdefault(each.chunk, {}).setdefault(outcome, []).append(each)
+    curves = []
+    for title, column in _COURSES.items():
+        rows = []
+        for chunk, groups in sorted(by_place.items()):
+            means = {outcome: _mean(group, column) for outcome, group in groups.items()}
+            rows.append({"step": float(chunk), **{name: mean for name, mean in means.items() if mean is not None}})
+        if any(len(row) > 1 for row in rows):
+            curves.append(Curves([Panel(title, ("solved", "truncated"), axis="chunk")], rows))
+    return curves
+
+
+def _mean(answers: Sequence[Answer], column: str) -> float | None:
+    found = [getattr(each, column) for each in answers]
+    known = [float(np.mean(value)) for value in found if value is not None and np.size(value)]
+    return float(np.mean(known)) if known else None

@@ -1,0 +1,128 @@
+"""What a policy saw and answered in an episode, as rows of the rollout table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from armature.components.artifacts.images import ImageStore, encode_png
+from armature.components.contracts.images import ImageRef
+from armature.components.contracts.robots import RobotObservation
+from armature.components.robots.evaluation.episode import Actions, PlayedEpisode
+from armature.components.robots.evaluation.schedule import PlannedEpisode
+from armature.components.robots.policies.molmoact2.policy import ExploredAnswer, PlainAnswer, SpokenAnswer
+from armature.components.robots.rl.schedule import episode_ids
+from armature.components.robots.rl.table import Answer
+
+PlayedAnswer = PlainAnswer | ExploredAnswer | SpokenAnswer
+
+
+class AnswerRecorder:
+    """The actor of one attempt at an episode: `explored` is called with the observation and the chunk's number.
+
+    Images are encoded while the policy computes.
+    """
+
+    def __init__(self, explored: Callable[[RobotObservation, int], Future[PlayedAnswer]]) -> None:
+        self._explored = explored
+        self._given: list[tuple[RobotObservation, list[tuple[ImageRef, bytes]], PlayedAnswer]] = []
+
+    def __call__(self, observation: RobotObservation, chunk: int) -> Actions:
+        coming = self._explored(observation, chunk)
+        seen = [_encoded(observation.images[name]) for name in _cameras(observation)]
+        answer = coming.result()
+        self._given.append((observation, seen, answer))
+        return answer.actions
+
+    def rows(
+        self,
+        planned: PlannedEpisode,
+        episode: PlayedEpisode,
+        step: int,
+        version: int,
+        images: ImageStore,
+        last_value: float | None,
+        reward: Callable[..., list[float]],
+    ) -> list[Answer]:
+        """One for each answer, in order; the images are put into the store.
+
+        Args:
+            last_value: `value_after` of an episode that is to go on; None: it ends here.
+            reward: `chunk_rewards` of a reward and its discount.
+        """
+        rewards = reward(len(self._given), episode.progress, episode.success, goes_on=last_value is not None)
+        group_id, episode_id = episode_ids(step, planned)
+        rows, done = [], 0
+        images.keep({ref: data for _, seen, _ in self._given for ref, data in seen})
+        for chunk, (observation, seen, answer) in enumerate(self._given):
+            executed = min(len(answer.actions), episode.steps - done)
+            done += executed
+            last = chunk == len(self._given) - 1
+            rows.append(
+                Answer(
+                    group_id=group_id,
+                    episode_id=episode_id,
+                    suite=planned.task.suite,
+                    task=planned.task.index,
+                    language=observation.task,
+                    initial_state=planned.initial_state,
+                    chunk=chunk,
+                    policy_version=version,
+                    cameras=_cameras(observation),
+                    images=tuple(ref for ref, _ in seen),
+                    state=observation.state,
+                    **_drawn(answer, executed),
+                    actions=answer.actions[:executed].reshape(-1),
+                    executed=executed,
+                    reward=rewards[chunk],
+                    done=last,
+                    truncated=last and not episode.success,
+                    value=answer.value,
+                    last_value=(last_value or 0.0) if last else 0.0,
+                )
+            )
+        return rows
+
+    def value_after(self, episode: PlayedEpisode) -> float:
+        """Of what the episode ends with, for which a policy with a value head is asked once more."""
+        value = self._explored(episode.last, len(self._given)).result().value
+        assert value is not None
+        return value
+
+
+def _cameras(observation: RobotObservation) -> tuple[str, ...]:
+    return tuple(sorted(observation.images))
+
+
+def _encoded(pixels: NDArray[np.uint8]) -> tuple[ImageRef, bytes]:
+    image = encode_png(Image.fromarray(pixels))
+    height, width, _ = pixels.shape
+    return ImageRef(image.sha256, image.media_type, width, height), image.data
+
+
+def episode_defect(rows: Sequence[Answer]) -> tuple[str, str] | None:
+    """Why an episode cannot be trained on: a reason of `armature.components.contracts.errors`, and what was seen."""
+    for each in rows:
+        said = (each.value or 0.0, each.last_value)
+        for reason, found in (("bad_logprobs", each.logprobs), ("bad_reward", [each.reward]), ("bad_value", said)):
+            if not np.isfinite(found).all():
+                return reason, f"chunk {each.chunk} has {[*found][:8]}"
+    return None
+
+
+def _drawn(answer: PlayedAnswer, executed: int) -> dict[str, Any]:
+    """What of an answer, of which so many actions were carried out, was drawn at random."""
+    nothing = np.zeros(0, np.float32)
+    drawn: dict[str, Any] = {"before": nothing, "after": nothing, "flow_step": None, "decoded": True}
+    drawn |= {"logprobs": nothing.astype(np.float64), "tokens": nothing.astype(np.int32)}
+    if isinstance(answer, SpokenAnswer):
+        drawn |= {"logprobs": answer.logprobs, "tokens": answer.tokens, "decoded": answer.decoded}
+    elif isinstance(answer, ExploredAnswer):
+        drawn |= {"before": answer.before.reshape(-1), "after": answer.after.reshape(-1), "flow_step": answer.step}
+        drawn |= {"logprobs": answer.logprobs[:executed].reshape(-1)}
+    return drawn

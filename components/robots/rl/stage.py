@@ -1,0 +1,147 @@
+"""The stage train-vla-rl: a policy in, the policy that it becomes by trying in LIBERO out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING
+
+from armature.components.contracts.metrics import counted_reasons, merged, write_json
+from armature.components.contracts.stages import Artifact, Stage, StageContext, StageReport
+from armature.components.robots.rl.settings import GAE, TrainVLARLSettings
+
+if TYPE_CHECKING:
+    from armature.components.robots.rl.table import Answer
+
+History = Sequence[Mapping[str, float]]
+
+
+def train_vla_rl(
+    settings: TrainVLARLSettings, inputs: Mapping[str, Artifact], out: Path, context: StageContext
+) -> StageReport:
+    """Writes `checkpoint/` (released layout, needs nothing else), `history.json`, `lineage.json`, `metrics.json` and
+    the report.
+
+    With evaluations during training the checkpoint has the weights of the best of them.
+
+    Raises:
+        ConfigurationError: policy, simulator and settings do not fit each other.
+        DataError: the weights of the best evaluation are gone.
+        MismatchError: trainer and sampler give other probabilities to the same answers.
+        WorkerError: more episodes than may fail could not be played.
+        TrainerError: the training dies again and again.
+    """
+    from armature.components.artifacts.images import ImageStore
+    from armature.components.configuration.stages import open_store
+    from armature.components.rl.evaluations import BEST
+    from armature.components.robots.evaluation.robot import refuse_cameras
+    from armature.components.robots.evaluation.schedule import refuse_episodes
+    from armature.components.robots.evaluation.stage import open_simulators
+    from armature.components.robots.libero.tasks import suite_tasks
+    from armature.components.robots.policies.molmoact2.policy import open_policy
+    from armature.components.robots.rl.client import RobotRLTrainerClient, RobotRLTraining
+    from armature.components.robots.rl.collect import Collector
+    from armature.components.robots.rl.panel import RobotEvaluations
+    from armature.components.robots.rl.run import RobotRLRun
+    from armature.components.robots.rl.schedule import refuse_groups
+    from armature.components.robots.rl.table import read_rollouts
+
+    plan, machine = settings.rollouts, context.machine
+    refuse_groups(plan, settings.simulator)
+    if settings.evaluation is not None:
+        refuse_episodes(settings.evaluation, settings.simulator)
+    policy = open_policy(
+        inputs["policy"].path,
+        plan.inference_action_mode,
+        rows=plan.rows_per_pass,
+        torch_compile=plan.torch_compile,
+        quantization=plan.quantization,
+    )
+    refuse_cameras(policy.cameras, settings.simulator)
+    training = RobotRLTraining(
+        trainer=settings.trainer,
+        rollouts=plan,
+        policy=inputs["policy"].path.resolve(),
+        images=context.images,
+        fingerprint=context.fingerprint,
+    )
+
+    saved = partial(context.saved, best=context.workspace / BEST)
+    with ExitStack() as opened:
+        arenas = opened.enter_context(open_simulators(settings.simulator, machine, plan.batch))
+        gamma = advantage.gamma if isinstance(advantage := settings.trainer.advantage, GAE) else 1.0
+        progress = partial(context.events.progress, "episodes")
+        collector = Collector(plan, policy, arenas, ImageStore(context.images), progress, gamma)
+        trainer = opened.enter_context(RobotRLTrainerClient(training, machine, context.workspace / "trainer", saved))
+        tasks, store = suite_tasks(plan.suite), open_store(machine)
+        evaluations = None
+        if (panel := settings.evaluation) is not None:
+            known = {str(suite): suite_tasks(suite) for suite in panel.suites}
+            examined = policy.asked(
+                panel.inference_action_mode,
+                panel.rows_per_pass,
+                panel.n_action_steps,
+                panel.num_inference_steps,
+                panel.image_attention_at_inference,
+            )
+            digests, last = {"policy": inputs["policy"].digest}, settings.trainer.max_steps
+            evaluations = RobotEvaluations(panel, known, examined, collector.arenas, digests, context, store, last)
+        run = RobotRLRun(settings, context, store, policy, tasks, collector, trainer, inputs["policy"], evaluations)
+        run.resume(done := trainer.resume())
+        last, history, best = run.train_into(out, done)
+        newest = read_rollouts(run.rollouts(last).path)
+    steps = [row for row in history if row["step"] > 0]
+    write_json(out / "metrics.json", merged(run=summary(steps), best=best))
+    write_pages(out, settings, history, newest, best)
+    episodes = int(sum(row.get("rollouts/planned", 0) for row in steps))
+    return StageReport(
+        rows={"steps": len(steps), "episodes": episodes},
+        drops=counted_reasons(steps),
+    )
+
+
+def summary(history: History) -> dict[str, float]:
+    """Means over the last tenth of the steps, of what they have: a step that changes no weight has no ratio."""
+    tail = history[-max(1, len(history) // 10) :]
+    keys = ("reward", "importance_ratio", "kl", "groups/zero_advantage_fraction", "answers/per_episode", "value/loss")
+    found = {key: [row[key] for row in tail if key in row] for key in keys}
+    return {key: fmean(values) for key, values in found.items() if values}
+
+
+def write_pages(
+    folder: Path,
+    settings: TrainVLARLSettings,
+    history: History,
+    newest: Sequence[Answer],
+    best: Mapping[str, float] | None = None,
+) -> None:
+    """Write `report.html`.
+
+    Args:
+        newest: the answers of the last step.
+        best: see `RobotEvaluations.summary`; none: there were no evaluations.
+    """
+    from armature.components.pages.training import write_training_report
+    from armature.components.robots.rl.page import course_curves, outcome_table
+    from armature.components.robots.rl.panel import RobotEvaluations
+
+    write_training_report(
+        folder,
+        title=f"Reinforcement learning on {settings.rollouts.suite}",
+        history=history,
+        configuration=settings.model_dump(mode="json"),
+        figures=RobotEvaluations.figures(best or {}) | _skipped(history),
+        tables=[outcome_table([row for row in history if row["step"] > 0])],
+        curves=course_curves(newest),
+    )
+
+
+def _skipped(history: History) -> dict[str, str]:
+    skipped = sum(row.get("updates_skipped", 0) for row in history)
+    return {"optimizer steps skipped, gradient not finite": f"{skipped:.0f}"} if skipped else {}
+
+
+TRAIN_VLA_RL_STAGE = Stage("train-vla-rl", 3, TrainVLARLSettings, ("policy",), train_vla_rl)

@@ -1,0 +1,118 @@
+"""The commands of a trainer of policies by rewards, as every rank carries them out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from armature.components.artifacts.images import ImageStore
+from armature.components.contracts.errors import ConfigurationError
+from armature.components.robots.imitation.groups import prepare
+from armature.components.robots.imitation.opening import open_model
+from armature.components.robots.policies.molmoact2.checkpoints.parts import load_parts
+from armature.components.robots.policies.molmoact2.modeling.model import MolmoAct2
+from armature.components.robots.policies.molmoact2.sampling import InferencePlan
+from armature.components.robots.rl.answer_learner import AnswerLearner
+from armature.components.robots.rl.client import RobotRLTraining
+from armature.components.robots.rl.learner import RobotRLLearner
+from armature.components.robots.rl.likelihood import likelihood_of
+from armature.components.robots.rl.loader import KEPT_BYTES, AnswerLoader
+from armature.components.robots.rl.reward_weighted import RewardWeightedLearner
+from armature.components.robots.rl.settings import GAE, RewardWeighted
+from armature.components.robots.rl.table import AnswerSample, read_batch
+from armature.components.training.checkpoints import identity
+from armature.components.training.ranks import Ranks
+from armature.components.training.service_settings import ServiceSettings
+from armature.components.training.service_worker import Command, ServiceWorker
+
+
+class RobotRLWorker(ServiceWorker):
+    """One rank of a trainer of policies by rewards.
+
+    Raises:
+        ConfigurationError: the start of a KL term is to be kept of a policy that is split over ranks.
+        DataError: the checkpoint is not whole.
+    """
+
+    def __init__(self, settings: ServiceSettings, ranks: Ranks) -> None:
+        training = RobotRLTraining.model_validate(settings.training)
+        trainer, self._parts = training.trainer, load_parts(training.policy)
+        if settings.processes.sharding and trainer.kl_coefficient:
+            raise ConfigurationError(
+                "of a policy that is split over ranks no copy of its start is kept",
+                code="start_not_kept",
+                where="trainer.kl_coefficient, machine.trainer_sharding",
+                remedy="train on one GPU, or on CPU processes without sharding, or leave kl_coefficient out",
+            )
+        imitates, policy = isinstance(trainer.objective, RewardWeighted), self._parts.settings
+        if imitates and policy.n_action_steps < policy.chunk_size:
+            raise ConfigurationError(
+                f"the policy carries out {policy.n_action_steps} of the {policy.chunk_size} actions of an answer, and "
+                "the objective reward_weighted learns whole answers",
+                code="answers_in_part",
+                where="trainer.objective, policy.n_action_steps",
+                remedy="train a policy with n_action_steps = chunk_size, or take the objective ppo",
+            )
+        quantization = training.rollouts.quantization if trainer.mode == "expert" else None
+        if settings.processes.sharding and quantization is not None:
+            raise ConfigurationError(
+                "of a policy that is split over ranks no layer computes in 8 bits",
+                code="quantization_not_split",
+                where="rollouts.quantization, machine.trainer_sharding",
+                remedy="train on one GPU, or leave rollouts.quantization out",
+            )
+        plan = InferencePlan.of(policy, self._parts.config)
+        of_tokens = training.rollouts.inference_action_mode == "discrete"
+
+        def begun(model: MolmoAct2) -> None:
+            prepare(model, trainer, policy.semantics)
+            if quantization is not None:
+                model.quantize_text("rollouts.quantization")
+            if isinstance(trainer.advantage, GAE):
+                model.add_value_head(trainer.seed, of_tokens)
+
+        opened = self._opened = open_model(training.policy, self._parts, begun, settings.processes, ranks)
+        who = identity(opened.named, trainer, opened.weights, run=training.fingerprint) if ranks.first else None
+        rollouts = training.rollouts
+        self._load = AnswerLoader(
+            self._parts.processor(),
+            ImageStore(training.images),
+            rollouts.inference_action_mode,
+            trainer.packing,
+            rollouts.flow_samples if rollouts.likelihood == "fpo" else None,
+            imitates,
+            KEPT_BYTES if trainer.loads_again else 0,
+        )
+        given = self._load, ranks, opened.shard
+        self.learner: AnswerLearner
+        if imitates:
+            self.learner = RewardWeightedLearner(opened.model, trainer, plan, policy.num_flow_timesteps, *given)
+        else:
+            self.learner = RobotRLLearner(opened.model, trainer, likelihood_of(rollouts, plan), *given)
+        super().__init__(settings, self.learner, ranks.broadcast(who), trainer.keep_checkpoints, trainer.max_steps)
+
+    def prepare(self, command: Command) -> list[AnswerSample]:
+        """The samples that the command names, if any.
+
+        Raises:
+            DataError: they cannot be trained on.
+        """
+        if "batch" not in command:
+            return []
+        samples = read_batch(Path(command["batch"]))
+        self._load.refuse(samples, command["batch"])
+        return samples
+
+    def train(self, command: Command, prepared: list[AnswerSample]) -> dict[str, float]:
+        return self.learner.step(prepared)
+
+    def perform(self, command: Command, prepared: list[AnswerSample]) -> Any:
+        match command["name"]:
+            case "score" if isinstance(self.learner, RobotRLLearner):
+                return self.learner.score(prepared)
+            case "publish":
+                self._opened.publish(Path(command["folder"]), self._parts, self.ranks)
+                self.ranks.broadcast(None)  # none answers before it is written
+                return None
+            case other:
+                raise ConfigurationError(f"the trainer has no command {other!r}", code="unknown_command")

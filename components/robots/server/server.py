@@ -1,0 +1,210 @@
+"""The policy server: the websocket protocol of openpi's clients.
+
+On connecting, the server sends its metadata as one MessagePack frame. Every request is one frame, an observation; every
+answer one, a map with `actions`, `seed` and `server_timing`, or a text frame that says what is wrong. Requests of a
+connection are answered one after the other. `GET /healthz` says 200 while the policy answers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Callable, Coroutine, Mapping
+from contextlib import suppress
+from http import HTTPStatus
+from typing import Any
+
+from websockets.asyncio.server import Server, ServerConnection, serve
+from websockets.exceptions import ConnectionClosed
+from websockets.http11 import Request, Response
+
+from armature.components.contracts.errors import ArmatureError, ConfigurationError, DataError
+from armature.components.contracts.robots import RobotPolicy
+from armature.components.machine.network import listener
+from armature.components.robots.server.metrics import PolicyServerMetrics, tell
+from armature.components.robots.server.settings import PolicyServerSettings
+from armature.components.robots.server.waiting import BusyError, ChunkAnswer, PolicyQueue
+from armature.components.robots.server.wire import Message, ObservationFormat, pack
+
+log = logging.getLogger(__name__)
+_WEBSOCKETS = logging.getLogger(f"{__name__}.websockets")
+_WEBSOCKETS.setLevel(logging.CRITICAL)  # a failed handshake is no event of ours
+SCHEME = "Api-Key "
+
+
+def refuse_open_address(settings: PolicyServerSettings, with_key: bool) -> None:
+    """
+    Raises:
+        ConfigurationError: no key, and others than programs of this machine could connect.
+    """
+    if not with_key and not settings.local:
+        raise ConfigurationError(
+            "without a key, whoever reaches the address could use the policy",
+            code="key_missing",
+            where=f"host {settings.host}",
+            remedy="use a key, or listen on 127.0.0.1",
+        )
+
+
+class PolicyServer:
+    """Answers whoever has the key. One for each event loop."""
+
+    def __init__(
+        self,
+        policy: RobotPolicy,
+        form: ObservationFormat,
+        settings: PolicyServerSettings,
+        key: str | None,
+        facts: Mapping[str, Any],
+        metrics: PolicyServerMetrics,
+    ) -> None:
+        """
+        Args:
+            key: What connections must bring; None: nothing, on loopback alone.
+            facts: Of the policy, for the metadata.
+
+        Raises:
+            ConfigurationError: see `refuse_open_address`.
+        """
+        refuse_open_address(settings, key is not None)
+        self._form, self._settings, self._key, self._metrics = form, settings, key, metrics
+        self._queue = PolicyQueue(policy, settings.batch, settings.max_waiting)
+        metrics.waiting.set_function(lambda: self._queue.waiting)
+        actions = {"dtype": "float32", "shape": [policy.n_action_steps, policy.action_dimensions]}
+        self._metadata = pack(
+            {"server": "armature", "observation": form.describe(), "actions": actions, "policy": dict(facts)}
+        )
+
+    async def run(self, ready: Callable[[str], None]) -> None:
+        """Serve until it is cancelled.
+
+        Args:
+            ready: is told the address when the policy has answered a first time.
+
+        Raises:
+            ConfigurationError: the address cannot be listened on.
+            ArmatureError: the policy cannot answer.
+        """
+        answering = asyncio.ensure_future(self._queue.run())
+        try:
+            await self._queue.ask(self._form.blank(), 0)
+            server = await self._listen()
+            try:
+                ready(_url(server))
+                await answering
+            finally:
+                server.close()
+                await server.wait_closed()
+        finally:
+            answering.cancel()
+            with suppress(asyncio.CancelledError):
+                await answering
+
+    async def _listen(self) -> Server:
+        settings = self._settings
+        try:
+            return await serve(
+                self._serve,
+                settings.host,
+                settings.port,
+                process_request=self._admit,
+                origins=[None] if self._key is None else None,  # no page of a browser, which cannot send the key
+                compression=None,
+                max_size=settings.max_message_mib * 2**20,
+                max_queue=1,
+                server_header=None,
+                logger=_WEBSOCKETS,
+            )
+        except OSError as error:
+            raise ConfigurationError(
+                f"the address cannot be listened on: {error.strerror}",
+                code="address_unavailable",
+                where=f"{settings.host}:{settings.port} {listener(settings.port)}".strip(),
+                remedy="choose another: --port, --host",
+            ) from error
+
+    def _admit(self, connection: ServerConnection, request: Request) -> Response | None:
+        """The answer to a plain request or to one without the key; None goes on to a websocket."""
+        if request.path == "/healthz":
+            if self._queue.healthy:
+                return connection.respond(HTTPStatus.OK, "OK\n")
+            return connection.respond(HTTPStatus.SERVICE_UNAVAILABLE, "the policy failed, see the server's log\n")
+        given = request.headers.get_all("Authorization")
+        if self._key is None or (len(given) == 1 and _same(given[0], SCHEME + self._key)):
+            return None
+        self._metrics.refused_keys.inc()
+        tell("key refused", _client(connection))
+        return connection.respond(HTTPStatus.UNAUTHORIZED, f"send the header Authorization: {SCHEME}KEY\n")
+
+    async def _serve(self, connection: ServerConnection) -> None:
+        closed = asyncio.ensure_future(connection.wait_closed())
+        self._metrics.connections.inc()
+        tell("connected", _client(connection))
+        try:
+            with suppress(ConnectionClosed):
+                await self._converse(connection, closed)
+        except Exception:
+            log.exception("a connection failed", extra={"facts": {"client": _client(connection)}})
+            raise
+        finally:
+            closed.cancel()
+            self._metrics.connections.dec()
+            tell("disconnected", _client(connection), code=connection.close_code, reason=connection.close_reason)
+
+    async def _converse(self, connection: ServerConnection, closed: asyncio.Future[None]) -> None:
+        await connection.send(self._metadata)
+        answered, previous = 0, dict[str, float]()
+        async for frame in connection:
+            began = time.monotonic()
+            try:
+                request = self._form.read(frame)
+                seed = answered if request.seed is None else request.seed
+                answer = await _unless(closed, self._queue.ask(request.observation, seed))
+            except ArmatureError as error:
+                self._metrics.requests.labels(outcome := _outcome(error)).inc()
+                tell(outcome, _client(connection), what=error.what, where=error.where)
+                await connection.send(str(error))
+                continue
+            if answer is None:
+                return
+            self._metrics.answered(time.monotonic() - began, answer.rows)
+            await connection.send(pack(_message(answer, seed, previous)))
+            answered, previous = answered + 1, {"prev_total_ms": 1000 * (time.monotonic() - began)}
+
+
+async def _unless(closed: asyncio.Future[None], asking: Coroutine[Any, Any, ChunkAnswer]) -> ChunkAnswer | None:
+    """The answer, or None where the connection is closed before it: then nobody waits for it any longer."""
+    task = asyncio.ensure_future(asking)
+    either: set[asyncio.Future[Any]] = {closed, task}
+    try:
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        return await task if task.done() else None
+    finally:
+        task.cancel()
+
+
+def _outcome(error: ArmatureError) -> str:
+    if isinstance(error, BusyError):
+        return "busy"
+    return "refused" if isinstance(error, DataError) else "failed"
+
+
+def _message(answer: ChunkAnswer, seed: int, timing: Mapping[str, float]) -> Message:
+    own = {"infer_ms": 1000 * answer.computed, "wait_ms": 1000 * answer.waited}
+    return {"actions": answer.actions, "seed": seed, "server_timing": {**own, **timing}}
+
+
+def _same(given: str, wanted: str) -> bool:
+    return secrets.compare_digest(given.encode(errors="replace"), wanted.encode())
+
+
+def _client(connection: ServerConnection) -> str:
+    address = connection.remote_address  # None of one that was gone at once
+    return f"{address[0]}:{address[1]}" if address else "unknown"
+
+
+def _url(server: Server) -> str:
+    host, port = next(iter(server.sockets)).getsockname()[:2]
+    return f"ws://[{host}]:{port}" if ":" in host else f"ws://{host}:{port}"

@@ -1,0 +1,381 @@
+"""Messages between robots and the policy server: MessagePack, with numpy's arrays and numbers as maps.
+
+An array is the map {"__ndarray__": true, "data": its bytes in C order, "dtype": "<f4", "shape": [30, 7]}, a number of
+numpy's {"__npgeneric__": true, "data": the number, "dtype": "<f4"}. That is what openpi's clients speak (package
+openpi-client, openpi_client.msgpack_numpy). They write the four keys as binary strings and read only those, so we write
+them so; we read text as well. Nothing is unpickled, and what a message may declare is limited before memory is taken.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import count
+from math import prod
+from typing import Any
+
+import msgpack
+import numpy as np
+from numpy.typing import NDArray
+
+from armature.components.contracts.errors import ConfigurationError, DataError
+from armature.components.contracts.robots import PreviousActions, RobotObservation
+
+Message = dict[str, Any]
+"""Field to value, as MessagePack has it; `value_of` reads arrays and numbers of numpy's."""
+
+ARRAY, NUMBER = "__ndarray__", "__npgeneric__"
+MOST_DIMENSIONS, MOST_ITEMS, MOST_CONTAINERS, LONGEST_TEXT = 8, 256, 256, 2**16
+_DTYPE = re.compile(r"[<>=|]?(b1|[iu][1248]|f[248])|u?int(8|16|32|64)|float(16|32|64)|bool")
+_ARRAY_KEYS, _NUMBER_KEYS = {ARRAY, "data", "dtype", "shape"}, {NUMBER, "data", "dtype"}
+_KINDS: dict[str, tuple[type, ...]] = {"b": (bool,), "i": (int,), "u": (int,), "f": (float, int)}
+
+
+def pack(message: Message) -> bytes:
+    """The frame of a message whose values may be arrays and numbers of numpy's."""
+    frame: bytes = msgpack.packb(message, default=_encoded)
+    return frame
+
+
+def unpack(frame: bytes | str) -> Message:
+    """
+    Raises:
+        DataError: text, not one whole MessagePack map, keys that repeat or are not text, or too many values in it.
+    """
+    if isinstance(frame, str):
+        raise DataError(
+            "the message is a text frame",
+            code="text_frame",
+            where=f"it begins with {frame[:40]!r}",
+            remedy="send one binary frame: a MessagePack map with the fields of the observation",
+        )
+    containers = count(1)
+
+    def keep_list(items: list[Any]) -> list[Any]:
+        _count(next(containers))
+        return items
+
+    def keep_map(pairs: list[tuple[str | bytes, Any]]) -> Message:
+        _count(next(containers))
+        return _map(pairs)
+
+    try:
+        message = msgpack.unpackb(
+            frame,
+            list_hook=keep_list,
+            object_pairs_hook=keep_map,
+            max_array_len=MOST_ITEMS,
+            max_map_len=MOST_ITEMS,
+            max_str_len=LONGEST_TEXT,
+            max_ext_len=0,
+        )
+    except msgpack.ExtraData as error:
+        raise DataError(
+            f"{len(error.extra)} bytes follow the message",
+            code="trailing_bytes",
+            where=f"a frame of {len(frame)} bytes",
+            remedy=_ONE_MAP,
+        ) from error
+    except (ValueError, msgpack.UnpackException) as error:
+        raise DataError(
+            f"the message cannot be read as MessagePack: {str(error) or type(error).__name__}",
+            code="message_unreadable",
+            where=f"a frame of {len(frame)} bytes",
+            remedy=_ONE_MAP,
+        ) from error
+    if not isinstance(message, dict):
+        raise DataError(f"the message is {kind(message)}, not a map", code="message_not_a_map", remedy=_ONE_MAP)
+    return message
+
+
+_ONE_MAP = "send one MessagePack map in each frame, with the fields that the server's metadata names"
+
+
+def value_of(field: str, value: Any) -> Any:
+    """What a field holds: an array, a number, or what MessagePack itself can say.
+
+    Raises:
+        DataError: an array or a number of numpy's whose parts contradict each other, or of another dtype than booleans,
+            integers and floats.
+    """
+    if not isinstance(value, dict):
+        return value
+    if ARRAY in value:
+        return _array(field, value)
+    return _number(field, value) if NUMBER in value else value
+
+
+def kind(value: Any) -> str:
+    """A value for an error message: what it is, not all that it holds."""
+    if isinstance(value, np.ndarray):
+        return f"an array of {value.dtype} with the shape {list(value.shape)}"
+    for container, name in ((dict, "a map"), (list, "a list"), (bytes, "bytes")):
+        if isinstance(value, container):
+            return f"{name} of {len(value)}"
+    return f"{value!r:.60}"
+
+
+def _count(containers: int) -> None:
+    if containers > MOST_CONTAINERS:
+        raise DataError(
+            f"the message has more than {MOST_CONTAINERS} lists and maps", code="too_many_containers", remedy=_ONE_MAP
+        )
+
+
+def _map(pairs: list[tuple[str | bytes, Any]]) -> Message:
+    found: Message = {}
+    for key, value in pairs:
+        name = key.decode() if isinstance(key, bytes) else key
+        if name in found:
+            raise DataError(
+                "a map has the same key twice",
+                code="key_repeated",
+                where=f"{name!r:.60}",
+                remedy="send each field once",
+            )
+        found[name] = value
+    return found
+
+
+def _array(field: str, value: Message) -> NDArray[Any]:
+    _refuse_keys(field, value, _ARRAY_KEYS)
+    dtype, shape, data = _dtype(field, value["dtype"]), value["shape"], value["data"]
+    if (
+        not isinstance(shape, list)
+        or len(shape) > MOST_DIMENSIONS
+        or not all(type(side) is int and side > 0 for side in shape)
+    ):
+        raise _wrong(field, "shape", f"a list of at most {MOST_DIMENSIONS} whole numbers above 0", shape)
+    if not isinstance(data, bytes):
+        raise _wrong(field, "data", "bytes", data)
+    if (needed := prod(shape) * dtype.itemsize) != len(data):
+        raise DataError(
+            f"an array of {dtype} with the shape {shape!s:.80} has {needed} bytes, and {len(data)} came",
+            code="array_size_mismatch",
+            where=f"field {field!r}",
+            remedy="send the array's bytes in C order, all of them",
+        )
+    return np.frombuffer(data, dtype).reshape(shape).astype(dtype.newbyteorder("="), copy=False)
+
+
+def _number(field: str, value: Message) -> bool | int | float:
+    _refuse_keys(field, value, _NUMBER_KEYS)
+    dtype = _dtype(field, value["dtype"])
+    number: bool | int | float = value["data"]
+    if type(number) not in _KINDS[dtype.kind]:
+        raise _wrong(field, "data", f"a number of {dtype}", number)
+    return number
+
+
+def _dtype(field: str, name: Any) -> np.dtype[Any]:
+    if not isinstance(name, str) or not _DTYPE.fullmatch(name):
+        raise _wrong(field, "dtype", "that of booleans, integers or floats, such as '|u1' or '<f4'", name)
+    return np.dtype(name)
+
+
+def _refuse_keys(field: str, value: Message, keys: set[str]) -> None:
+    if value.keys() != keys:
+        raise DataError(
+            f"an array or a number of numpy's has the keys {', '.join(sorted(keys))}; "
+            f"{', '.join(sorted(value)):.80} came",
+            code="invalid_array_keys",
+            where=f"field {field!r}",
+        )
+
+
+def _wrong(field: str, part: str, expected: str, came: Any) -> DataError:
+    return DataError(f"{part} is {kind(came)}, not {expected}", code="invalid_array_part", where=f"field {field!r}")
+
+
+def _encoded(value: Any) -> dict[bytes, Any]:
+    if not isinstance(value, np.ndarray | np.generic) or value.dtype.kind not in _KINDS:
+        raise TypeError(f"{type(value).__name__} cannot be sent")
+    if isinstance(value, np.ndarray):
+        parts = {ARRAY: True, "data": value.tobytes(), "dtype": value.dtype.str, "shape": value.shape}
+    else:
+        parts = {NUMBER: True, "data": value.item(), "dtype": value.dtype.str}
+    return {key.encode(): part for key, part in parts.items()}
+
+
+PROMPT, SEED, PREVIOUS, DELAY = "prompt", "seed", "previous_actions", "inference_delay"
+LONGEST_SIDE, LONGEST_PROMPT, LARGEST_SEED = 4096, 2000, 2**63 - 1
+
+
+@dataclass(frozen=True)
+class PolicyRequest:
+    """An observation, and the seed of its answer's noise; None: the server chooses."""
+
+    observation: RobotObservation
+    seed: int | None
+
+
+@dataclass(frozen=True)
+class ObservationFormat:
+    """The fields of an observation, by the names that clients send them under.
+
+    cameras: (name, the policy's key), in the policy's order. state: name. state_dimensions: of the state.
+    previous: most steps and dimensions of the actions that an answer can continue, and how many actions an answer has;
+    None where it cannot.
+    """
+
+    cameras: tuple[tuple[str, str], ...]
+    state: str
+    state_dimensions: int
+    previous: tuple[int, int, int] | None = None
+
+    @classmethod
+    def of(
+        cls,
+        cameras: Sequence[str],
+        state_dimensions: int,
+        state: str,
+        names: Sequence[str] = (),
+        previous: tuple[int, int, int] | None = None,
+    ) -> ObservationFormat:
+        """
+        Args:
+            cameras: The policy's keys, in its order; empty: it takes any, sorted.
+            state: The name under which the state is sent.
+            names: What clients call the cameras, in the same order; empty: as the policy does.
+            previous: See the class.
+
+        Raises:
+            ConfigurationError: another number of names than cameras, no camera, or a name that stands for two fields.
+        """
+        keys = tuple(cameras) or tuple(sorted(names))
+        sent = tuple(names if cameras and names else keys)
+        if not keys or len(sent) != len(keys):
+            raise ConfigurationError(
+                f"the policy sees {len(keys)} cameras ({', '.join(keys)}), and {len(sent)} are named"
+                if keys
+                else "the policy does not say which cameras it sees",
+                code="camera_names_mismatch",
+                where="--camera",
+                remedy="name every camera as robots send it, in the policy's order: --camera NAME --camera NAME",
+            )
+        form = cls(tuple(zip(sent, keys, strict=True)), state, state_dimensions, previous)
+        if len(set(form.fields)) < len(form.fields):
+            raise ConfigurationError(
+                f"two fields have the same name: {', '.join(form.fields)}",
+                code="field_name_repeated",
+                where="--camera, --state",
+                remedy="give each its own name",
+            )
+        return form
+
+    @property
+    def needed(self) -> tuple[str, ...]:
+        return (*(name for name, _ in self.cameras), self.state, PROMPT)
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """All that are known."""
+        return (*self.needed, SEED, *((PREVIOUS, DELAY) if self.previous else ()))
+
+    def describe(self) -> dict[str, Any]:
+        """For the server's metadata: dtype and shape of each field; None is any length."""
+        described: dict[str, Any] = {
+            **{name: {"dtype": "uint8", "shape": [None, None, 3]} for name, _ in self.cameras},
+            self.state: {"dtype": "float32", "shape": [self.state_dimensions]},
+            PROMPT: {"dtype": "text"},
+            SEED: {"dtype": "int", "optional": True},
+        }
+        if self.previous:
+            described[PREVIOUS] = {"dtype": "float32", "shape": [None, self.previous[1]], "optional": True}
+            described[DELAY] = {"dtype": "int", "optional": True}
+        return described
+
+    def blank(self) -> RobotObservation:
+        """An observation of black images."""
+        black = np.zeros((64, 64, 3), np.uint8)
+        return RobotObservation(
+            {key: black for _, key in self.cameras}, np.zeros(self.state_dimensions, np.float32), "do nothing"
+        )
+
+    def read(self, frame: bytes | str) -> PolicyRequest:
+        """
+        Raises:
+            DataError: not a message, or a field is unknown, missing, or not what it should be; the error names it.
+        """
+        message = unpack(frame)
+        known = self.fields
+        if unknown := sorted(message.keys() - set(known)):
+            raise DataError(
+                f"the observation has an unknown field {unknown[0]!r:.60}",
+                code="unknown_field",
+                remedy=f"send only {', '.join(known)}",
+            )
+        both = (PREVIOUS, DELAY) if PREVIOUS in message or DELAY in message else ()
+        if missing := [name for name in (*self.needed, *both) if name not in message]:
+            raise DataError(
+                f"the observation lacks the field {missing[0]!r}",
+                code="field_missing",
+                where=f"it has {', '.join(sorted(message)) or 'no fields'}",
+                remedy=f"send {', '.join((*self.needed, *both))}",
+            )
+        values = {name: value_of(name, value) for name, value in message.items()}
+        images = {key: _image(name, values[name]) for name, key in self.cameras}
+        previous = self._previous(values[PREVIOUS], values[DELAY]) if both else None
+        observation = RobotObservation(images, self._state(values[self.state]), _prompt(values[PROMPT]), previous)
+        return PolicyRequest(observation, _seed(values[SEED]) if SEED in values else None)
+
+    def _state(self, value: Any) -> NDArray[np.float32]:
+        expected = f"an array of float32 with the shape [{self.state_dimensions}]"
+        if not _is_array(value, "f") or value.shape != (self.state_dimensions,):
+            raise _wrong_field(self.state, expected, value)
+        return _finite(self.state, value)
+
+    def _previous(self, actions: Any, delay: Any) -> PreviousActions:
+        assert self.previous is not None
+        most, dimensions, answered = self.previous
+        if not _is_array(actions, "f") or actions.shape[1:] != (dimensions,) or len(actions) > most:
+            raise _wrong_field(PREVIOUS, f"an array of float32 with the shape [1 to {most}, {dimensions}]", actions)
+        largest = min(len(actions), answered - 1)
+        if type(delay) is not int or not 0 <= delay <= largest:
+            why = f"{len(actions)} previous actions came, and of the {answered} of an answer one must be left"
+            raise _wrong_field(DELAY, f"a whole number from 0 to {largest}: {why}", delay)
+        return PreviousActions(_finite(PREVIOUS, actions), delay)
+
+
+def _finite(name: str, value: NDArray[Any]) -> NDArray[np.float32]:
+    with np.errstate(over="ignore"):
+        numbers: NDArray[np.float32] = value.astype(np.float32)
+    if not np.isfinite(numbers).all():
+        place = np.argwhere(~np.isfinite(numbers))[0].tolist()
+        raise DataError(
+            f"number {place} is {value[tuple(place)]}, which is not finite in float32",
+            code="field_not_finite",
+            where=f"field {name!r}",
+            remedy="send numbers without gaps",
+        )
+    return numbers
+
+
+def _image(name: str, value: Any) -> NDArray[np.uint8]:
+    if not _is_array(value, "u") or value.itemsize != 1 or value.ndim != 3 or value.shape[2] != 3:
+        raise _wrong_field(name, "an array of uint8 with the shape [height, width, 3]: RGB, upright", value)
+    if not 0 < min(value.shape[:2]) <= max(value.shape[:2]) <= LONGEST_SIDE:
+        raise _wrong_field(name, f"an image with sides of 1 to {LONGEST_SIDE} pixels", value)
+    image: NDArray[np.uint8] = value
+    return image
+
+
+def _prompt(value: Any) -> str:
+    if not isinstance(value, str) or not value.strip() or len(value) > LONGEST_PROMPT:
+        raise _wrong_field(PROMPT, f"text of 1 to {LONGEST_PROMPT} characters that says what is to be done", value)
+    return value
+
+
+def _seed(value: Any) -> int:
+    if type(value) is not int or not 0 <= value <= LARGEST_SEED:
+        raise _wrong_field(SEED, f"a whole number from 0 to {LARGEST_SEED}", value)
+    return value
+
+
+def _is_array(value: Any, kinds: str) -> bool:
+    return isinstance(value, np.ndarray) and value.dtype.kind in kinds
+
+
+def _wrong_field(name: str, expected: str, came: Any) -> DataError:
+    return DataError(f"{kind(came)} came", code="invalid_field", where=f"field {name!r}", remedy=f"send {expected}")

@@ -1,0 +1,344 @@
+"""The turns of one task's rollouts, laid side by side with what each of them scored."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from difflib import SequenceMatcher
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from armature.components.contracts.batches import TurnAdvantages
+from armature.components.contracts.errors import ConfigurationError, DataError
+from armature.components.contracts.metrics import merged
+from armature.components.contracts.rollouts import Trajectory, Turn, all_equal
+from armature.components.rollouts.settings import (
+    RLOO,
+    AdmissibleAnchors,
+    BatchSettings,
+    Deviation,
+    ExactAnchors,
+    GiGPO,
+    GroupMean,
+    MeanNorm,
+    MeanStdNorm,
+    PenaltySettings,
+    SimilarAnchors,
+)
+
+Values = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """The N turns of the M trajectories of one group, trajectory by trajectory.
+
+    `member` (N,) int64: which trajectory a turn belongs to. `penalties` (N,): what its defect costs. `scores` (N,):
+    the reward of its whole trajectory less that. `rewards` (M,): those of the trajectories, nothing subtracted.
+    """
+
+    group_id: str
+    trajectories: tuple[Trajectory, ...]
+    turns: tuple[Turn, ...]
+    member: npt.NDArray[np.int64]
+    penalties: Values
+    rewards: Values
+    scores: Values
+
+    @property
+    def weights(self) -> Values:
+        """(N,) so that every trajectory counts once, however many turns it has."""
+        return 1.0 / np.bincount(self.member)[self.member]
+
+    @property
+    def trajectory_scores(self) -> Values:
+        """(M,) the mean score of each trajectory's turns."""
+        return self.rewards - np.bincount(self.member, self.penalties * self.weights, len(self.rewards))
+
+
+def deviation(squares: float, count: float, kind: Deviation) -> float:
+    """The standard deviation of `count` numbers whose squared distances from their mean sum to `squares`."""
+    return float(np.sqrt(squares / max(1.0, count - (kind == "sample"))))
+
+
+def groups_that_differ(rewards: Iterable[tuple[str, float]]) -> list[str]:
+    """Return the groups whose members did not all earn the same, in the order of their first member.
+
+    Args:
+        rewards: for each member the id of its group, and what it earned.
+    """
+    groups: dict[str, list[float]] = defaultdict(list)
+    for group_id, reward in rewards:
+        groups[group_id].append(reward)
+    return [group_id for group_id, earned in groups.items() if not all_equal(earned)]
+
+
+def groups_of(trajectories: Sequence[Trajectory], penalty: PenaltySettings) -> list[Group]:
+    """Groups in the order in which they come. One whose reward is not finite is in none: it cannot be compared.
+
+    Raises:
+        DataError: a trajectory comes twice, which would count it twice in its group's mean.
+    """
+    members: dict[str, list[Trajectory]] = defaultdict(list)
+    seen: set[str] = set()
+    for trajectory in trajectories:
+        if trajectory.trajectory_id in seen:
+            raise DataError(
+                "a trajectory comes twice: it would weigh double in its group",
+                code="trajectory_repeated",
+                where=trajectory.trajectory_id,
+                remedy="give every rollout once",
+            )
+        seen.add(trajectory.trajectory_id)
+        if np.isfinite(trajectory.reward):
+            members[trajectory.group_id].append(trajectory)
+    return [_group(group_id, tuple(group), penalty) for group_id, group in members.items()]
+
+
+def _group(group_id: str, trajectories: tuple[Trajectory, ...], penalty: PenaltySettings) -> Group:
+    costs = {None: 0.0, "format": penalty.format, "inadmissible": penalty.inadmissible}
+    turns = tuple(turn for trajectory in trajectories for turn in trajectory.turns)
+    member = np.repeat(np.arange(len(trajectories)), [len(trajectory.turns) for trajectory in trajectories])
+    penalties = np.array([costs[turn.action_defect] for turn in turns], dtype=np.float64)
+    rewards = np.array([trajectory.reward for trajectory in trajectories], dtype=np.float64)
+    return Group(group_id, trajectories, turns, member, penalties, rewards, rewards[member] - penalties)
+
+
+Labels = npt.NDArray[np.int64]
+
+
+def anchor_labels(turns: Sequence[Turn], anchor: ExactAnchors | AdmissibleAnchors | SimilarAnchors) -> Labels:
+    """(N,) turns at the same state have the same number. A turn whose state has no name is at one of its own."""
+    if isinstance(anchor, SimilarAnchors):
+        keys: list[Hashable] = list(similar([turn.anchor_key for turn in turns], anchor.threshold))
+    elif isinstance(anchor, AdmissibleAnchors):
+        keys = [None if turn.anchor_key is None else (turn.anchor_key, turn.admissible_key) for turn in turns]
+    else:
+        keys = [turn.anchor_key for turn in turns]
+    numbers: dict[Hashable, int] = {}
+    named = (place if key is None else key for place, key in enumerate(keys))
+    return np.array([numbers.setdefault(key, len(numbers)) for key in named], dtype=np.int64)
+
+
+def similar(texts: Sequence[str | None], threshold: float) -> list[str | None]:
+    """For each text the first one of its cluster: the earliest cluster whose first text it resembles takes it.
+
+    Characters are compared without difflib's heuristic that takes frequent ones for junk: from 200 characters on
+    it can make nearly equal texts look like nothing of each other.
+    """
+    firsts: list[str] = []
+    found: dict[str, str] = {}
+    matcher: SequenceMatcher[str] = SequenceMatcher(None, autojunk=False)
+    for text in texts:
+        if text is None or text in found:
+            continue
+        matcher.set_seq2(text)
+        for first in firsts:
+            matcher.set_seq1(first)
+            if (
+                matcher.real_quick_ratio() >= threshold  # two cheap upper bounds first
+                and matcher.quick_ratio() >= threshold
+                and matcher.ratio() >= threshold
+            ):
+                found[text] = first
+                break
+        else:
+            firsts.append(text)
+            found[text] = text
+    return [None if text is None else found[text] for text in texts]
+
+
+GIGPO_EPSILON = 1e-6
+
+
+def gigpo(groups: Sequence[Group], settings: GiGPO) -> tuple[list[Values], dict[str, float]]:
+    """A = A^E + w A^S: the trajectory's reward and the turn's discounted return, each against its own group.
+
+    Raises:
+        ConfigurationError: no turn names the state that it began at.
+    """
+    if groups and not any(turn.anchor_key for group in groups for turn in group.turns):
+        raise ConfigurationError(
+            "GiGPO compares turns that began at the same state, and no observation names its state",
+            code="anchor_key_missing",
+            where="batches.advantage",
+            remedy="use an environment whose observations have an anchor_key, or the advantage group_mean",
+        )
+    episode = [episode_advantages(group, settings) for group in groups]
+    labels = [anchor_labels(group.turns, settings.anchor) for group in groups]
+    step = [step_advantages(group, own, settings) for group, own in zip(groups, labels, strict=True)]
+    total = [first + settings.step_weight * second for first, second in zip(episode, step, strict=True)]
+    return total, _metrics(episode, step, labels)
+
+
+def episode_advantages(group: Group, settings: GiGPO) -> Values:
+    """(N,) A^E = norm(S - mean S), S the trajectory's reward less the turn's penalty (eq. 3).
+
+    Statistics are over trajectories, each of which counts once however long it is, or over rows, that is turns. The
+    trajectory that is alone in its group has no baseline and gets 0; the authors' code gives it its plain score.
+    """
+    if len(group.rewards) == 1:
+        return np.zeros(len(group.turns))
+    rows = settings.statistics == "rows"
+    return normalized(group.scores, np.ones(len(group.turns)) if rows else group.weights, settings.norm)
+
+
+def step_advantages(group: Group, labels: Labels, settings: GiGPO) -> Values:
+    """(N,) A^S = norm(G - mean G) over the turns at the same state, 0 for a turn that is alone there (eq. 7).
+
+    G_t = r_t + gamma G_{t+1} within the trajectory; a turn's penalty is then subtracted from its own G alone.
+    """
+    returns = discounted_returns(group, settings.gamma) - group.penalties
+    advantages = np.zeros(len(returns))
+    for label in np.flatnonzero(np.bincount(labels) > 1):
+        there = labels == label
+        advantages[there] = normalized(returns[there], np.ones(int(there.sum())), settings.norm)
+    return advantages
+
+
+def discounted_returns(group: Group, gamma: float) -> Values:
+    """(N,) G_t = r_t + gamma G_{t+1}, from each turn to the end of its trajectory."""
+    returns = np.zeros(len(group.turns))
+    later = 0.0
+    for row in reversed(range(len(group.turns))):
+        last = row + 1 == len(group.turns) or group.member[row + 1] != group.member[row]
+        later = group.turns[row].reward + (0.0 if last else gamma * later)
+        returns[row] = later
+    return returns
+
+
+def normalized(values: Values, weights: Values, norm: MeanNorm | MeanStdNorm) -> Values:
+    """(N,) `values` less their weighted mean, over max(std, floor) + 1e-6 if `norm` says so.
+
+    std^2 = sum w d^2 / (sum w - 1) of the sample, / sum w of the population: with weights of 1 over the rows, with
+    weights that sum to 1 per trajectory over the trajectories. Equal values give exactly 0.
+    """
+    if all_equal(values):
+        return np.zeros(len(values))
+    centered = values - np.average(values, weights=weights)
+    if isinstance(norm, MeanNorm):
+        return centered
+    spread = deviation(float(weights @ centered**2), float(weights.sum()), norm.deviation)
+    return centered / (max(spread, norm.std_floor) + GIGPO_EPSILON)
+
+
+def _metrics(episode: Sequence[Values], step: Sequence[Values], labels: Sequence[Labels]) -> dict[str, float]:
+    sizes = np.concatenate([np.zeros(0, dtype=np.int64), *(np.bincount(own) for own in labels)])
+    if not sizes.size:
+        return {}
+    return {
+        "advantage/episode_absmean": float(np.abs(np.concatenate(episode)).mean()),
+        "advantage/step_absmean": float(np.abs(np.concatenate(step)).mean()),
+        "anchors/size": float(sizes.mean()),
+        "anchors/size_max": float(sizes.max()),
+        "anchors/singleton_fraction": float((sizes == 1).mean()),
+    }
+
+
+EPSILON = 1e-4
+
+
+@dataclass(frozen=True)
+class Advantages:
+    """`by_turn`: the advantage of every turn. `without_gradient`: ids of groups all of whose turns have 0."""
+
+    by_turn: TurnAdvantages
+    without_gradient: frozenset[str]
+    metrics: dict[str, float]
+
+
+def turn_advantages(trajectories: Sequence[Trajectory], settings: BatchSettings) -> Advantages:
+    """Advantages of all turns, before any is dropped: what cannot be trained on still tells how good the others were.
+
+    Failed members are not part of a group; a group with one trajectory left has nothing to compare it with.
+
+    Raises:
+        DataError: a trajectory comes twice.
+        ConfigurationError: GiGPO without any state to compare turns at.
+    """
+    groups = groups_of(trajectories, settings.penalty)
+    values, metrics = ESTIMATORS[settings.advantage.name](groups, settings.advantage)
+    without = frozenset(group.group_id for group, own in zip(groups, values, strict=True) if not own.any())
+    every = np.concatenate([np.zeros(0), *values])
+    penalties = np.concatenate([np.zeros(0), *(group.penalties for group in groups)])
+    turns = {
+        "advantage/turn_absmean": _mean(np.abs(every)),
+        "groups/count": float(len(groups)),
+        "groups/zero_advantage_fraction": len(without) / max(len(groups), 1),
+        "penalty/turns": float(np.count_nonzero(penalties)),
+        "penalty/mean": _mean(penalties),
+    }
+    by_turn = {
+        (group.trajectories[member].trajectory_id, turn.index): float(value)
+        for group, own in zip(groups, values, strict=True)
+        for member, turn, value in zip(group.member, group.turns, own, strict=True)
+    }
+    return Advantages(by_turn, without, merged(estimator=metrics, turns=turns))
+
+
+def group_mean(groups: Sequence[Group], settings: GroupMean) -> tuple[list[Values], dict[str, float]]:
+    """A = (S - mean_group S) / s, with s = std_group S + 1e-4 (GRPO, arXiv 2402.03300, eq. for outcome
+    supervision), std over the batch of all centered scores, or 1 (Dr. GRPO, arXiv 2503.20783).
+
+    S is the trajectory's reward less the turn's penalty. Every trajectory counts once.
+    """
+    centered = [_centered(group) for group in groups]
+    if settings.scale == "none":
+        return centered, {}
+    if settings.scale == "group_std":
+        pairs = zip(groups, centered, strict=True)
+        kind = settings.deviation
+        return [standardized(own, group.weights, len(group.rewards), kind) for group, own in pairs], {}
+    whole = _spread(groups, centered, settings.deviation)
+    return [own / (whole + EPSILON) for own in centered], {}
+
+
+def standardized(centered: Values, weights: Values, members: int, kind: Deviation) -> Values:
+    """Return (N,) scores less the mean of their group over its standard deviation + 1e-4.
+
+    Args:
+        centered: (N,) scores less the mean of their group.
+        weights: (N,), which add up to 1 for each member of the group.
+    """
+    return centered / (deviation(float(weights @ centered**2), members, kind) + EPSILON)
+
+
+def rloo(groups: Sequence[Group], settings: RLOO) -> tuple[list[Values], dict[str, float]]:
+    """A = S - the mean score of the group's other trajectories (arXiv 2402.14740, eq. 8)."""
+    found = []
+    for group in groups:
+        others = len(group.rewards) - 1
+        if others == 0 or all_equal(group.scores):
+            found.append(np.zeros(len(group.turns)))
+            continue
+        scores = group.trajectory_scores
+        found.append(group.scores - ((scores.sum() - scores) / others)[group.member])
+    return found, {}
+
+
+def _centered(group: Group) -> Values:
+    """(N,) exactly 0 where all scored the same, which sums of floats would not give."""
+    if len(group.rewards) == 1 or all_equal(group.scores):
+        return np.zeros(len(group.turns))
+    return group.scores - group.trajectory_scores.mean()
+
+
+def _spread(groups: Sequence[Group], centered: Sequence[Values], kind: Deviation) -> float:
+    """The standard deviation of `centered`, every trajectory counted once; 0 where there is nothing to compare."""
+    squares = sum(float(group.weights @ own**2) for group, own in zip(groups, centered, strict=True))
+    return deviation(squares, sum(len(group.rewards) for group in groups), kind)
+
+
+def _mean(values: Values) -> float:
+    return float(values.mean()) if values.size else 0.0
+
+
+ESTIMATORS: dict[str, Callable[[Sequence[Group], Any], tuple[list[Values], dict[str, float]]]] = {
+    "group_mean": group_mean,
+    "rloo": rloo,
+    "gigpo": gigpo,
+}
+"""By the name of their settings: groups to the advantages of their turns, and metrics of the estimator's own."""

@@ -1,0 +1,330 @@
+"""The page and what it asks for, over HTTP on loopback, for whoever has the token."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import signal
+import socket
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
+from contextlib import asynccontextmanager
+from importlib import import_module
+from pathlib import Path
+from typing import Any, TypeVar, cast, get_args
+
+import uvicorn
+from pydantic import BaseModel, ValidationError
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.middleware import Middleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.requests import Request
+from starlette.responses import FileResponse, HTMLResponse, PlainTextResponse, Response
+from starlette.routing import Route
+
+from armature.components.artifacts.images import ImageStore
+from armature.components.contracts.errors import ArmatureError, ConfigurationError, DataError
+from armature.components.contracts.files import is_folder, regular
+from armature.components.contracts.images import ImageRef
+from armature.components.contracts.metrics import dump_json
+from armature.components.machine.network import listener
+from armature.components.pages.report import ASSETS, live_page, training_curves
+from armature.components.viewer.address import announced
+from armature.components.viewer.guard import Guard
+from armature.components.viewer.index import LAST_STEP, Query, RolloutIndex, Side, Source
+from armature.components.viewer.runs import MEDIA, ROBOT_TRAINING, Run, evaluations_of, find_runs, group_document
+
+log = logging.getLogger(__name__)
+ModelT = TypeVar("ModelT", bound=BaseModel)
+
+HERE = Path(__file__).parent / "assets"
+FILES = {name: ASSETS / name for name in ("page.css", "rollout.js", "chart.js", "view.js")}
+FILES |= {name: HERE / name for name in ("icon.svg", "robots.js")}
+HOSTS = ["127.0.0.1", "localhost"]
+REFRESH = 0.5
+"""Seconds between looks at the store. The page asks every second: what is new is shown within two."""
+ROBOT_PAGES = "armature.components.robots.pages"
+"""Module that answers for runs of robots, loaded by the first question about one."""
+
+
+class ViewServer:
+    """Answers the page's requests from the store in folder `store`."""
+
+    def __init__(self, store: Path) -> None:
+        self.store = store.resolve()
+        self.index = RolloutIndex(self.store)
+        self._images = ImageStore(self.store / "images")
+        self._fault: dict[str, str] = {}
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._follow, name="store", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        self._closing.set()
+        self._thread.join()
+        self.index.close()
+
+    def _follow(self) -> None:
+        """Read what is new until the page is closed. The page shows an error, which does not end this."""
+        while not self._closing.is_set():
+            try:
+                self.index.refresh(self._closing.is_set)
+                self._fault = {}
+            except Exception as error:
+                log.exception("the store could not be read")
+                self._fault = {str(self.store): f"{type(error).__name__}: {error}"}
+            self._closing.wait(REFRESH)
+
+    def runs(self, request: Request) -> Any:
+        """Every run, the newest first, and what could not be read."""
+        counts = self.index.counts()
+        none: dict[str, Any] = {"rollouts": 0, "failures": 0, "last_step": None, "panels": []}
+        found, problems = find_runs(self.store), self.index.problems | self._fault
+        runs = [
+            {
+                "id": run.fingerprint,
+                "stage": run.stage,
+                "title": run.title,
+                "steps": run.steps,
+                "finished": run.finished,
+                "began": run.began,
+                "recorded": run.recorded,
+                "evaluations": evaluations_of(run, found),
+                "robot": run.robot,
+                **counts.get(run.fingerprint, none),
+                **(_episodes_of(run, problems) if run.stage == ROBOT_TRAINING else {}),
+            }
+            for run in found
+        ]
+        return {"runs": runs, "revision": self.index.revision, "problems": problems}
+
+    def history(self, request: Request) -> Any:
+        """Return the metrics of the steps, thinned out where they are many, and the panels that show them."""
+        curves = training_curves(self._run(request).history())
+        return {"panels": curves.panels, "rows": curves.rows}
+
+    def rollouts(self, request: Request) -> Any:
+        return self.index.search(self._run(request).fingerprint, _query(request))
+
+    def failures(self, request: Request) -> Any:
+        run, query = self._run(request), _query(request)
+        return _robot_pages().find_failures(run, query) if run.robot else self.index.failures(run.fingerprint, query)
+
+    def tasks(self, request: Request) -> Any:
+        return self.index.tasks(self._run(request).fingerprint, _query(request))
+
+    def episodes(self, request: Request) -> Any:
+        return _robot_pages().find_episodes(self._run(request), _question(_robot_pages().EpisodeQuery, _given(request)))
+
+    def episode(self, request: Request) -> Any:
+        return _robot_pages().episode_document(
+            self._run(request), _step(request.path_params["step"]), request.path_params["episode"]
+        )
+
+    def videos(self, request: Request) -> Any:
+        return {"rows": _robot_pages().find_videos(self._run(request), find_runs(self.store))}
+
+    def video(self, request: Request) -> Response:
+        return FileResponse(
+            _robot_pages().video_file(self._run(request), request.path_params["path"]), media_type="video/mp4"
+        )
+
+    def page(self, request: Request) -> Response:
+        """Return the artifact's page, which holds this viewer and its data, as a download.
+
+        A page that was rendered at this address could ask for everything that the store holds.
+        """
+        run = self._run(request)
+        try:
+            page = regular(run.artifact / "report.html")
+        except OSError as error:
+            raise DataError("the run has no page yet", code="run_page_missing", where=str(run.artifact)) from error
+        name = f"{run.stage}-{run.fingerprint[:12]}.html"
+        return FileResponse(page, media_type="text/html", filename=name)
+
+    def changes(self, request: Request) -> Any:
+        """How a task was answered in the steps of a run, in its panel and in the evaluations of a training."""
+        found, run = find_runs(self.store), self._run(request)
+        runs = [run.fingerprint, *evaluations_of(run, found)]
+        return {"rows": self.index.changes(runs, request.query_params.get("task", ""))}
+
+    def compare(self, request: Request) -> Any:
+        """The tasks that two checkpoints played; `first` and `second` are RUN:SOURCE or RUN:SOURCE:STEP."""
+        query = _query(request, without=("first", "second"))
+        first, second = (self._side(request.query_params.get(name, "")) for name in ("first", "second"))
+        return self.index.compare(first, second, query)
+
+    def _side(self, text: str) -> Side:
+        run, source, step = (*text.split(":"), "", "")[:3]
+        if source not in get_args(Source):
+            raise DataError(f"not a side to compare: {text!r}", remedy="give RUN:SOURCE or RUN:SOURCE:STEP")
+        return Side(self._known(run).fingerprint, cast(Source, source), _step(step) if step else None)
+
+    def group(self, request: Request) -> Any:
+        source, step, group = (request.path_params[name] for name in ("source", "step", "group"))
+        return group_document(self._run(request), source, _step(step), group)
+
+    def image(self, request: Request) -> Response:
+        name, _, suffix = request.path_params["name"].partition(".")
+        media = next((media for media, known in MEDIA.items() if known == suffix), "")
+        data = self._images.read(ImageRef(name, media, 0, 0))
+        return Response(data, media_type=media, headers={"Cache-Control": "private, max-age=31536000, immutable"})
+
+    def _run(self, request: Request) -> Run:
+        return self._known(request.path_params["run"])
+
+    def _known(self, fingerprint: str) -> Run:
+        for run in find_runs(self.store):
+            if run.fingerprint == fingerprint:
+                return run
+        raise DataError(f"there is no run {fingerprint!r}", where=str(self.store))
+
+
+def _robot_pages() -> Any:
+    return import_module(ROBOT_PAGES)
+
+
+def view_app(server: ViewServer, token: str) -> Starlette:
+    """The application; the store is followed while it is up."""
+
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        server.start()
+        yield
+        await run_in_threadpool(server.close)
+
+    run = "/api/runs/{run:str}"
+    routes = [
+        Route("/", lambda request: HTMLResponse(live_page())),
+        Route("/assets/{name:str}", _asset),
+        Route("/images/{name:str}", _answer(server.image)),
+        Route("/videos/{run:str}/{path:path}", _answer(server.video)),
+        Route("/api/runs", _answer(server.runs)),
+        Route(f"{run}/history", _answer(server.history)),
+        Route(f"{run}/rollouts", _answer(server.rollouts)),
+        Route(f"{run}/failures", _answer(server.failures)),
+        Route(f"{run}/tasks", _answer(server.tasks)),
+        Route(f"{run}/changes", _answer(server.changes)),
+        Route(f"{run}/episodes", _answer(server.episodes)),
+        Route(f"{run}/episodes/{{step:str}}/{{episode:str}}", _answer(server.episode)),
+        Route(f"{run}/videos", _answer(server.videos)),
+        Route(f"{run}/page", _answer(server.page)),
+        Route(f"{run}/groups/{{source:str}}/{{step:str}}/{{group:path}}", _answer(server.group)),
+        Route("/api/compare", _answer(server.compare)),
+    ]
+    middleware = [Middleware(TrustedHostMiddleware, allowed_hosts=HOSTS), Middleware(Guard, token=token)]
+    return Starlette(routes=routes, middleware=middleware, lifespan=lifespan)
+
+
+def _answer(ask: Callable[[Request], Any]) -> Callable[[Request], Awaitable[Response]]:
+    """An endpoint that answers with JSON, in a thread of its own; what is refused is said in it."""
+
+    async def endpoint(request: Request) -> Response:
+        try:
+            answer = await run_in_threadpool(ask, request)
+            return answer if isinstance(answer, Response) else _json(answer, 200)
+        except BadQuestion as error:
+            return _json({"error": str(error)}, 400)
+        except DataError as error:
+            return _json({"error": str(error)}, 404)
+        except ArmatureError as error:
+            return _json({"error": str(error)}, 500)
+        except Exception as error:  # a document that nests too deeply, or a number that no column holds
+            log.exception("%s cannot be answered", request.url.path)
+            return _json({"error": f"the store has what cannot be shown: {type(error).__name__}: {error!s:.500}"}, 422)
+
+    return endpoint
+
+
+def _json(value: Mapping[str, Any], status: int) -> Response:
+    return Response(dump_json(value), status, media_type="application/json")
+
+
+class BadQuestion(ValueError):
+    """A parameter of the address is not of the form that it should have."""
+
+
+def _question(model: type[ModelT], values: Mapping[str, str]) -> ModelT:
+    """
+    Raises:
+        BadQuestion: an unknown parameter, or a value out of bounds.
+    """
+    try:
+        return model.model_validate(values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise BadQuestion(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from error
+
+
+def _step(text: str) -> int:
+    """
+    Raises:
+        DataError: no step has this number.
+    """
+    if not text.isdecimal() or len(text) > len(str(LAST_STEP)) or int(text) > LAST_STEP:
+        raise DataError(f"there is no step {text[:80]!r}")
+    return int(text)
+
+
+def _query(request: Request, without: Collection[str] = ()) -> Query:
+    return _question(Query, {name: value for name, value in _given(request).items() if name not in without})
+
+
+def _episodes_of(run: Run, problems: dict[str, str]) -> dict[str, Any]:
+    """The counts of a robot's training; a table that cannot be read is one of the problems."""
+    try:
+        return _robot_pages().episode_counts(run)
+    except Exception as error:
+        problems[str(run.artifact)] = f"{type(error).__name__}: {error!s:.500}"
+        return {}
+
+
+def _given(request: Request) -> dict[str, str]:
+    return {name: value for name, value in request.query_params.items() if value != ""}
+
+
+async def _asset(request: Request) -> Response:
+    file = FILES.get(request.path_params["name"])
+    return FileResponse(file) if file is not None else PlainTextResponse("not found", 404)
+
+
+def serve(store: Path, port: int, ready: Callable[[str], None]) -> None:
+    """Listen on loopback, on `port` or, if it is 0, on a free one.
+
+    Args:
+        ready: is told the address, with its token, when the page can be opened.
+
+    Raises:
+        ConfigurationError: there is no such store, or something listens on the port already.
+    """
+    if not is_folder(store):
+        raise ConfigurationError(
+            "there is no artifact store to look at",
+            code="store_missing",
+            where=str(store),
+            remedy="run a recipe here first, or name the store's folder: --store",
+        )
+    with socket.socket() as listening:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listening.bind(("127.0.0.1", port))
+        except OSError as error:
+            raise ConfigurationError(
+                f"port {port} is in use",
+                code="viewer_port_in_use",
+                where=listener(port),
+                remedy="choose another: --port",
+            ) from error
+        listening.listen()
+        token = secrets.token_urlsafe(24)
+        app = view_app(ViewServer(store), token)
+        server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=2))
+        address = f"http://127.0.0.1:{listening.getsockname()[1]}/"
+        if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # nohup ignores it
+            signal.signal(signal.SIGHUP, lambda *_: signal.raise_signal(signal.SIGINT))
+        with announced(store, address):
+            ready(f"{address}?token={token}")
+            server.run(sockets=[listening])

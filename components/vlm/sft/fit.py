@@ -1,0 +1,110 @@
+"""Epochs over the demonstrations, on a trainer service that may die and come back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from armature.components.artifacts.json_lines import History
+from armature.components.contracts.batches import Sample
+from armature.components.contracts.stages import Events
+from armature.components.machine.process import Scratch
+from armature.components.rollouts.batches.table import write_batch
+from armature.components.training.client import run_steps
+from armature.components.vlm.client import TrainerClient
+
+KEPT = {
+    "loss": "loss",
+    "importance_ratio": "probability",  # of a demonstrated token: the demonstrator's own is 1
+    "entropy": "entropy",
+    "grad_norm": "grad_norm",
+    "updates_skipped": "updates_skipped",
+    "learning_rate": "learning_rate",
+    "tokens/trained": "tokens/trained",
+    "tokens_per_second": "tokens_per_second",
+    "timing/train_s": "timing/train",
+    "memory/peak_gib": "memory/peak_gib",
+}
+"""What a trainer says of a step that means something without a sampler, and its name in the history."""
+HELDOUT_LOSS = "heldout/loss"
+
+
+@dataclass(frozen=True)
+class EpochSampler:
+    """Which samples a step trains on. Every epoch goes through all of them in an order of its own."""
+
+    samples: Sequence[Sample]
+    epochs: int
+    samples_per_step: int
+    seed: int
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return -(-len(self.samples) // self.samples_per_step)
+
+    @property
+    def steps(self) -> int:
+        return self.epochs * self.steps_per_epoch
+
+    def of(self, step: int) -> list[Sample]:
+        """The samples of step 1, 2, ..., `steps`; the last step of an epoch takes what is left."""
+        epoch, part = divmod(step - 1, self.steps_per_epoch)
+        order = np.random.default_rng((self.seed, epoch)).permutation(len(self.samples))
+        return [self.samples[row] for row in order[part * self.samples_per_step :][: self.samples_per_step]]
+
+    def ends_epoch(self, step: int) -> bool:
+        return step % self.steps_per_epoch == 0
+
+
+def fit(
+    trainer: TrainerClient,
+    plan: EpochSampler,
+    heldout: Sequence[Sample],
+    save_every: int,
+    history: History,
+    events: Events,
+    out: Path,
+) -> None:
+    """Carry out `plan` from the trainer's newest checkpoint on, and publish the weights to the folder `out`.
+
+    The history's step 0 is before any training.
+
+    A step is recorded before it is saved, so the history never lacks one that the weights contain.
+
+    Raises:
+        TrainerError: the service refuses, or dies again and again.
+    """
+    with Scratch() as folder:
+        batch = Path(folder)
+
+        def held_out_loss() -> dict[str, float]:
+            if not heldout:
+                return {}
+            write_batch(batch, heldout)
+            return {HELDOUT_LOSS: mean_loss(heldout, trainer.score(batch))}
+
+        def one_step(step: int) -> None:
+            write_batch(batch, plan.of(step))
+            report = trainer.step(step, batch)
+            metrics = {name: report[key] for key, name in KEPT.items() if key in report}
+            if plan.ends_epoch(step):
+                metrics |= held_out_loss()
+            history.append(step, metrics)
+            if step % save_every == 0 or step == plan.steps:
+                trainer.save()
+            events.metrics(metrics, step)
+            events.progress("Warm start", step, plan.steps, loss=metrics["loss"], p=metrics["probability"])
+
+        def begin() -> None:
+            history.append(0, held_out_loss())
+
+        run_steps(trainer, plan.steps, begin, one_step, out, events)
+
+
+def mean_loss(samples: Sequence[Sample], scores: Sequence[np.ndarray]) -> float:
+    """Mean of -log p over the trained tokens of all samples, in nats; `scores[i]` (L,) as the trainer gives them."""
+    losses = [-score[1:][sample.loss_mask[1:]] for sample, score in zip(samples, scores, strict=True)]
+    return float(np.concatenate(losses).mean(dtype=np.float64))

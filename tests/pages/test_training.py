@@ -1,0 +1,38 @@
+"""The training report's numbers, counted by hand."""
+
+from __future__ import annotations
+
+from armature.components.pages.training import drops_by_reason, last_figures, write_training_report
+
+HISTORY = [
+    {
+        "step": 1,
+        "reward": 0.0,
+        "mismatch_kl/first_update": 3e-6,
+        "rollouts/planned": 8,
+        "failures/timeout": 1,
+        "rollouts/failed": 1,
+    },
+    {"step": 2, "reward": 1.0, "mismatch_kl/first_update": 1e-6, "rollouts/planned": 8, "drops/too_long": 3},
+]
+
+
+def test_counts():
+    assert drops_by_reason(HISTORY) == {"drops/too_long": 3, "failures/timeout": 1}
+    assert last_figures(HISTORY) == {
+        "steps": "2",
+        "reward, last 1 steps": "1",
+        "mismatch KL, largest": "3e-06",
+        "rollouts": "16, 1 failed",
+    }
+    assert last_figures([]) == {} and drops_by_reason([]) == {}
+
+
+def test_files_repeat(tmp_path):
+    def write() -> list[bytes]:
+        write_training_report(tmp_path, title="run", history=HISTORY, configuration={"trainer": {"seed": 1}})
+        return [path.read_bytes() for path in sorted(tmp_path.iterdir())]
+
+    first = write()
+    assert [path.name for path in sorted(tmp_path.iterdir())] == ["report.html"]
+    assert write() == first and b"trainer.seed" in first[0]

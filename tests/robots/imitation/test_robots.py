@@ -1,0 +1,116 @@
+"""Several robots in one training: other dimensions, other horizons, statistics of their own."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from armature.components.robots.datasets.mixture import Mixture
+from armature.components.robots.datasets.source import DatasetSource, open_sources
+from armature.components.robots.imitation.data import Encoder
+from armature.components.robots.imitation.learner import PolicyLearner
+from armature.components.robots.imitation.robots import robots_of
+from armature.components.robots.policies.molmoact2.checkpoints.checkpoint import load_model, load_policy, save_policy
+from armature.components.robots.policies.molmoact2.modeling.losses import LossPlan
+from tests.refusals import refused
+
+from .conftest import policy_settings
+from .settings import training_settings
+
+
+@pytest.fixture
+def sources(inputs: dict[str, Path]) -> tuple[DatasetSource, DatasetSource]:
+    (only,) = open_sources(inputs["dataset"])
+    return replace(only, tag="arm"), replace(only, tag="slow", horizon=2, action="observation.state")
+
+
+@pytest.fixture
+def statistics(inputs: dict[str, Path]) -> dict[str, dict[str, object]]:
+    document = json.loads((inputs["statistics"] / "stats.json").read_text())
+    return {"arm": document, "slow": document}
+
+
+def test_mixed_robots_have_the_losses_that_they_have_alone(
+    inputs: dict[str, Path], sources: tuple[DatasetSource, DatasetSource], statistics: dict[str, dict[str, object]]
+) -> None:
+    policy, training = policy_settings(), training_settings()
+    robots = robots_of(inputs["policy"], policy, sources, statistics)
+    mixture = Mixture(sources, 3, 0)
+    encoder = Encoder(robots.processors(), robots.saved().config, policy, training)
+    samples = [mixture[position] for position in range(8)]
+    examples = [encoder.example(sample) for sample in samples]
+    tags = [sample.tag for sample in samples]
+    assert set(tags) == {"arm", "slow"}
+    for tag, example in zip(tags, examples, strict=True):
+        horizon, dimensions = {"arm": (3, 3), "slow": (2, 2)}[tag]
+        assert example.actions is not None and example.horizon_padding is not None
+        assert (~example.horizon_padding).sum() == horizon and (~example.dimension_padding).sum() == dimensions
+        assert not example.actions[horizon:].any() and not example.actions[:, dimensions:].any()
+    learner = PolicyLearner(load_model(inputs["policy"], robots.saved()), training, LossPlan.of(policy))
+    together = learner.score([encoder.micro_batch(examples, range(8))])["loss"]
+    alone = [learner.score([encoder.micro_batch([one], [seed])])["loss"] for seed, one in enumerate(examples)]
+    assert together == pytest.approx(np.mean(alone), rel=1e-5)
+
+
+def test_a_policy_of_several_robots_asks_which(
+    inputs: dict[str, Path],
+    sources: tuple[DatasetSource, DatasetSource],
+    statistics: dict[str, dict[str, object]],
+    tmp_path: Path,
+) -> None:
+    robots = robots_of(inputs["policy"], policy_settings(), sources, statistics)
+    parts = robots.saved()
+    save_policy(tmp_path / "saved", parts, load_model(inputs["policy"], parts).state_dict())
+    with refused("normalization_statistics_missing", tmp_path / "saved", "policy.norm_tag"):
+        load_policy(tmp_path / "saved").processor()
+    loaded = load_policy(tmp_path / "saved", policy_settings(tiny=None, norm_tag="slow"))
+    assert (loaded.settings.chunk_size, loaded.processor().action_dimensions) == (2, 2)
+    assert torch.isfinite(next(loaded.model.parameters())).all()
+
+
+def test_tags_that_do_not_fit_are_refused(
+    inputs: dict[str, Path], sources: tuple[DatasetSource, DatasetSource], statistics: dict[str, dict[str, object]]
+) -> None:
+    first, second = sources
+    with refused("statistics_missing", "'slow'", "arm"):
+        robots_of(inputs["policy"], policy_settings(), sources, {"arm": statistics["arm"]})
+    with refused("horizon_mismatch", "dataset.sources", "None", 2):
+        robots_of(inputs["policy"], policy_settings(), (first, replace(second, tag="arm")), statistics)
+
+
+def test_a_norm_tag_with_another_horizon_than_the_windows_is_refused(
+    inputs: dict[str, Path],
+    sources: tuple[DatasetSource, DatasetSource],
+    statistics: dict[str, dict[str, object]],
+    tmp_path: Path,
+) -> None:
+    parts = robots_of(inputs["policy"], policy_settings(), sources, statistics).saved()
+    save_policy(tmp_path / "saved", parts, load_model(inputs["policy"], parts).state_dict())
+    tagged = policy_settings(tiny=None, norm_tag="slow", n_action_steps=2)
+    other = replace(sources[1], horizon=None)
+    with refused("horizon_mismatch", "'slow'", "policy.chunk_size = 2", 3):
+        robots_of(tmp_path / "saved", tagged, (other,), statistics)
+    fitting = robots_of(tmp_path / "saved", tagged, (sources[1],), statistics)
+    assert fitting.horizon == 2
+
+
+def test_cameras_of_a_norm_tag_that_the_dataset_lacks_give_way_to_its_own(
+    inputs: dict[str, Path],
+    sources: tuple[DatasetSource, DatasetSource],
+    statistics: dict[str, dict[str, object]],
+    tmp_path: Path,
+) -> None:
+    parts = robots_of(inputs["policy"], policy_settings(), sources[:1], statistics).saved()
+    other = parts.robot.model_copy(update={"camera_keys": ("observation.images.elsewhere",)})
+    save_policy(tmp_path / "saved", replace(parts, robot=other), load_model(inputs["policy"], parts).state_dict())
+    tagged = policy_settings(tiny=None, norm_tag="trained")
+    robots = robots_of(tmp_path / "saved", tagged, sources[:1], statistics)
+    own = tuple(sources[0].cameras)
+    assert own and robots.parts["arm"].settings.image_keys == own
+    named = policy_settings(tiny=None, norm_tag="trained", image_keys=own[:1])
+    assert robots_of(tmp_path / "saved", named, sources[:1], statistics).parts["arm"].settings.image_keys == own[:1]

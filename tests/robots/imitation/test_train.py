@@ -1,0 +1,156 @@
+"""The training loop in this process, on a tiny policy and a dataset of six episodes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from armature.components.configuration.stages import run_stage
+from armature.components.contracts.machine import Machine
+from armature.components.models.context_parallel import ContextParallel
+from armature.components.robots.datasets.settings import DatasetSettings
+from armature.components.robots.datasets.source import pinned
+from armature.components.robots.imitation.worker import PolicyWorker
+from armature.components.robots.policies.molmoact2.checkpoints.checkpoint import load_policy
+from armature.components.training.checkpoints import TENSORS
+from armature.components.training.optimizer_state import WEIGHT
+from armature.components.training.ranks import Ranks
+from tests.refusals import refused
+from tests.training.rewriting import read
+
+from .conftest import LAYOUT, Job, make_job, write_dataset
+from .settings import AUGMENTATION, LORA
+
+SPEED = ("samples_per_second", "memory/peak_gib")
+
+
+def rows_of(job: Job) -> list[dict[str, float]]:
+    """The history without what depends on the machine."""
+    rows = [json.loads(line) for line in job.history.read_text().splitlines()]
+    return [{k: v for k, v in row.items() if k not in SPEED and not k.startswith("timing/")} for row in rows]
+
+
+def weights_of(job: Job) -> dict[str, torch.Tensor]:
+    return load_file(job.checkpoint / "model.safetensors")
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "full": {"ema_decay": 0.9, "policy": {"action_mode": "both", "llm_residual_dropout": 0.1}},
+    "lora": {
+        "mode": "lora",
+        "lora": LORA,
+        "lora_dropout": 0.1,
+        "packing": {"max_row_tokens": 200, "max_row_examples": 2},
+        "augmentation": AUGMENTATION,
+        "file_shuffle": {"lanes": 2, "window": 2},
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("case", "loaders"), [("full", 0), ("lora", 0), pytest.param("lora", 2, marks=pytest.mark.slow)]
+)
+def test_a_resumed_training_is_one_that_was_never_stopped(
+    inputs: dict[str, Path], tmp_path: Path, case: str, loaders: int
+) -> None:
+    whole, stopped = (
+        make_job(inputs, tmp_path / name, machine=Machine(threads=1, loader_workers=workers), **CASES[case])
+        for name, workers in (("whole", 0), ("stopped", loaders))
+    )
+    whole.train()
+    first, second = (job.service.checkpoints / "step-000002" for job in (whole, stopped))
+    shutil.copytree(first, second)
+    lines = whole.history.read_text().splitlines(keepends=True)
+    stopped.history.write_text("".join(lines[:4]) + '{"step": 4, "lo')  # died while it recorded step 3, after step 2
+    torch.manual_seed(99)
+    stopped.train()
+    kept = {row["step"]: row for row in rows_of(stopped)}
+    assert [kept[step] for step in range(5)] == rows_of(whole)
+    one, two = weights_of(whole), weights_of(stopped)
+    assert all(torch.equal(value, two[name]) for name, value in one.items())
+
+
+def test_a_trained_policy_needs_nothing_else(inputs: dict[str, Path], tmp_path: Path) -> None:
+    job = make_job(inputs, tmp_path, mode="lora_expert", lora=LORA, max_steps=2)
+    job.train()
+    own = tmp_path / "elsewhere"
+    shutil.move(job.checkpoint, own)
+    loaded = load_policy(own)
+    processor = loaded.processor()
+    assert processor.cameras == ("observation.images.front",)
+    assert (processor.state_dimensions, processor.action_dimensions) == (2, 3)
+    assert loaded.settings.norm_tag == "trained"
+    before = load_file(inputs["policy"] / "checkpoint" / "model.safetensors")
+    after = load_file(own / "model.safetensors")
+    assert after.keys() == before.keys()
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert any("action_expert" in name for name in changed)
+    assert not any("wte" in name or "norm" in name for name in changed)
+
+
+def test_what_is_saved_is_the_average(inputs: dict[str, Path], tmp_path: Path) -> None:
+    job = make_job(inputs, tmp_path, ema_decay=0.25, max_steps=2, save_every=1)
+    job.train()
+    average = load_file(inputs["policy"] / "checkpoint" / "model.safetensors")[
+        "model.action_expert.action_embed.weight"
+    ]
+    for step in (1, 2):
+        trained = read(job.service.checkpoints / f"step-{step:06d}" / TENSORS)
+        average = 0.25 * average + 0.75 * trained[WEIGHT + "action_expert.action_embed.weight"]
+    torch.testing.assert_close(weights_of(job)["model.action_expert.action_embed.weight"], average)
+
+
+def test_files_of_a_store_are_fetched_ahead_of_the_updates(
+    inputs: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ARMATURE_CACHE", str(tmp_path / "cache"))
+    write_dataset(tmp_path / "data/dataset", 6, layout=LAYOUT.model_copy(update={"data_files_size_in_mb": 1e-3}))
+    url = "memory://fetched-ahead/dataset"
+    fsspec.filesystem("memory").put(str(tmp_path / "data/dataset"), url, recursive=True)
+    stored = run_stage("dataset", pinned(DatasetSettings(path=url)), {}, Machine(store=str(tmp_path / "store"))).path
+    losses = []
+    for name, dataset in (("folder", tmp_path / "data"), ("store", stored)):
+        shuffle = {"file_shuffle": {"lanes": 1, "window": 2}, "heldout": None}
+        job = make_job(inputs | {"dataset": dataset}, tmp_path / name, max_steps=50, batch_size=2, **shuffle)
+        worker = PolicyWorker(job.service, Ranks())
+        losses.append([worker.run({"name": "step", "step": step}, None)["loss"] for step in (1, 2)])
+    assert losses[0] == losses[1]
+    deadline = time.monotonic() + 10
+    while len(list((tmp_path / "cache/datasets").rglob("data/*/[!.]*.parquet"))) < 4:  # two files of each window
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    ("changes", "code", "shown"),
+    [
+        ({"batch_size": 3, "machine": Machine(trainer_processes=2)}, "batch_not_divisible", ("batch_size 3", 2)),
+        ({"file_shuffle": {"lanes": 3}, "machine": Machine(trainer_processes=2)}, "lanes_not_divisible", (3, 2)),
+        (
+            {"policy": {"image_keys": ("observation.images.top",)}},
+            "camera_image_missing",
+            ("'observation.images.top'",),
+        ),
+        ({"heldout": {"fraction": 0.99}}, "heldout_too_large", ("6 of 6",)),
+    ],
+    ids=["shares", "lanes", "camera", "heldout"],
+)
+def test_what_cannot_be_trained_is_refused(
+    inputs: dict[str, Path], tmp_path: Path, changes: dict[str, Any], code: str, shown: tuple[object, ...]
+) -> None:
+    with refused(code, *shown):
+        make_job(inputs, tmp_path, **changes).train()
+
+
+def test_ranks_that_share_sequences_are_refused(inputs: dict[str, Path], tmp_path: Path) -> None:
+    ranks = Ranks(context=ContextParallel(0, 2, None))
+    with refused("context_parallel_unsupported", "machine.trainer_context_parallel"):
+        make_job(inputs, tmp_path, batch_size=2).train(ranks)

@@ -1,0 +1,21 @@
+"""Settings of a policy for tests: a test names what it is about."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from armature.components.robots.policies.settings import RobotPolicySettings
+
+_PLAIN: dict[str, Any] = {
+    "image_attention_at_inference": "as_trained",
+    "chunk_size": 10,
+    "n_action_steps": 10,
+    "num_flow_timesteps": 2,
+    "llm_residual_dropout": 0.0,
+    "dtype": "float32",
+}
+
+
+def policy_settings(**changes: Any) -> RobotPolicySettings:
+    """The plain settings with `changes`."""
+    return RobotPolicySettings.model_validate(_PLAIN | changes)

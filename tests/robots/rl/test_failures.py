@@ -1,0 +1,232 @@
+"""Episodes that fail in every attempt: which they are, what becomes of their groups, and when a training ends."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from armature.components.artifacts.images import ImageStore
+from armature.components.artifacts.manifest import read_manifest
+from armature.components.contracts.robots import RobotObservation
+from armature.components.contracts.rollouts import Failure
+from armature.components.contracts.stages import Artifact
+from armature.components.machine.workers.channel import WorkerError
+from armature.components.robots.libero.processes import ChunkResult
+from armature.components.robots.libero.progress import GoalProgress
+from armature.components.robots.policies.molmoact2.policy import ExploredAnswer, SpokenAnswer, open_policy
+from armature.components.robots.rl.batch import build_batch
+from armature.components.robots.rl.collect import CollectedEpisodes, Collector, ExploringPolicy
+from armature.components.robots.rl.schedule import plan_step
+from armature.components.robots.rl.table import ROLLOUTS_FILE, read_batch, read_rollouts, write_rollouts
+from armature.components.rollouts.table import FAILURES_FILE, read_failures, write_failures
+from tests.evaluation.libero.playground import TASKS
+from tests.refusals import refused
+from tests.robots.rl.kitchen import Kitchen, calm_policy, rollout_settings
+from tests.robots.rl.test_batch import GRPO, answers
+from tests.robots.rl.test_run import rows, settings, train
+
+
+class Fragile(Kitchen):
+    """Its process dies, with all its slots, whenever a point is pushed farther right than `edge` from its start."""
+
+    def __init__(self, edge: float) -> None:
+        super().__init__()
+        self._edge = edge
+
+    def _carry_out(self, actions: NDArray[np.float32], slot: int, film: bool) -> ChunkResult:
+        carried = super()._carry_out(actions, slot, film)
+        if carried.observation.state[0] > self._starts[slot] + self._edge:
+            self._points.clear()
+            raise WorkerError("the physics failed and took the process along")
+        return carried
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
+    folder = tmp_path_factory.mktemp("start")
+    calm_policy(folder)
+    return Artifact(kind="policy", path=folder, digest="0")
+
+
+def collect(folder: Path, start: Artifact, arenas: list[Kitchen], **changes: object) -> CollectedEpisodes:
+    plan = rollout_settings(noise_level=1.0, failed_fraction=0.9, **changes)
+    policy = open_policy(start.path, "continuous", rows=1)
+    collector = Collector(plan, policy, arenas, ImageStore(folder / "images"), lambda done, total: None)
+    return collector.collect(plan_step(plan, TASKS, 1), 1, 0, bootstrap=False)
+
+
+EDGE = 0.25
+
+
+def test_who_fails_depends_on_neither_batch_nor_processes(tmp_path: Path, start: Artifact) -> None:
+    """An episode whose neighbor takes the process along, again and again, is played to its end."""
+    safe = collect(tmp_path, start, [Kitchen()])
+    tables = []
+    for batch, processes in ((1, 1), (8, 1), (8, 3)):
+        found = collect(tmp_path, start, [Fragile(EDGE) for _ in range(processes)], batch=batch)
+        folder = tmp_path / f"{batch}x{processes}"
+        folder.mkdir()
+        write_rollouts(folder, found.answers)
+        write_failures(folder, found.failures)
+        tables.append([(folder / name).read_bytes() for name in (ROLLOUTS_FILE, FAILURES_FILE)])
+    assert tables[0] == tables[1] == tables[2]
+    lost = {failure.trajectory_id for failure in found.failures}
+    assert 2 <= len(lost) <= 6 and {failure.reason for failure in found.failures} == {"environment_error"}
+    assert all("took the process along" in failure.detail for failure in found.failures)
+    left = [each for each in safe.answers if each.episode_id not in lost]
+    assert [(each.episode_id, each.chunk, each.actions.tobytes()) for each in found.answers] == [
+        (each.episode_id, each.chunk, each.actions.tobytes()) for each in left
+    ]
+
+
+def test_more_than_may_fail_end_the_step_with_their_reasons(tmp_path: Path, start: Artifact) -> None:
+    plan = rollout_settings(failed_fraction=0.3)
+    policy = open_policy(start.path, "continuous", rows=1)
+    collector = Collector(plan, policy, [Fragile(-9.0)], ImageStore(tmp_path), lambda done, total: None)
+    with refused("too_many_episodes_failed", "3 of 8", "3 environment_error", "took the process along"):
+        collector.collect(plan_step(plan, TASKS, 1), 1, 0, bootstrap=False)
+    assert collector.lost == 9
+
+
+def test_those_that_are_left_are_compared_with_each_other() -> None:
+    """Of group a two of four are left, of b one, of c none."""
+    failures = [
+        Failure(f"{group}-{member}", group, "libero_spatial/0", "environment_error", "")
+        for group, members in (("a", (2, 3)), ("b", (1, 2, 3)), ("c", (0, 1, 2, 3)))
+        for member in members
+    ]
+    played = [*answers("a", (2, 1.0), (1, 0.0)), *answers("b", (3, 1.0))]
+    built = build_batch(played, GRPO, failures=failures)
+    assert [each.advantage for each in built.samples] == pytest.approx(
+        [0.5 / (0.5**0.5 + 1e-4)] * 2 + [-0.5 / (0.5**0.5 + 1e-4)]
+    )
+    assert built.drops == {"group_agrees": 3}
+    numbers = {name: built.metrics[name] for name in ("rollouts/planned", "rollouts/failed", "reward", "success")}
+    assert numbers == {
+        "rollouts/planned": 12,
+        "rollouts/failed": 9,
+        "reward": pytest.approx(2 / 3),
+        "success": pytest.approx(2 / 3),
+    }
+    assert built.metrics["failures/environment_error"] == 9
+    assert build_batch(played, GRPO, wanted=3, failures=failures).metrics["groups/rounds"] == 1.0
+
+
+def test_a_run_goes_on_without_the_episodes_that_fail(
+    tmp_path: Path, start: Artifact, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = settings()
+    plan = plan.model_copy(update={"rollouts": plan.rollouts.model_copy(update={"failed_fraction": 0.9})})
+    run = train(tmp_path / "one", start, [Fragile(EDGE)], plan)
+    history = run.history.read()
+    assert [row["step"] for row in history] == [1, 2, 3]
+    for step, row in enumerate(history, start=1):
+        made = run.rollouts(step)
+        found = read_failures(made.path) if (made.path / FAILURES_FILE).exists() else ()
+        played = read_rollouts(made.path)
+        assert row["rollouts/failed"] == len(found) == row.get("failures/environment_error", 0)
+        assert row["rollouts/planned"] == 8 == len({each.episode_id for each in played}) + len(found)
+        assert read_manifest(made.path).drops == Counter(each.reason for each in found)
+        assert not {each.episode_id for each in read_batch(run.batch(step, made).path)} & {
+            each.trajectory_id for each in found
+        }
+    assert sum(row["rollouts/failed"] for row in history) >= 3 and sum(row["updates"] for row in history)
+    said = " ".join(capsys.readouterr().out.split())
+    assert all(
+        f"step {step}: {row['rollouts/failed']:.0f} of 8 rollouts failed: {row['rollouts/failed']:.0f} environ" in said
+        for step, row in enumerate(history, start=1)
+        if row["rollouts/failed"]
+    )
+    many = train(tmp_path / "many", start, [Fragile(EDGE), Fragile(EDGE)], plan)
+    assert rows(many) == rows(run) and many.lineage(3) == run.lineage(3)
+
+
+class Blurred(Kitchen):
+    """Nobody knows how far a point is that was pushed too far right."""
+
+    def progress(self, slot: int = 0) -> list[GoalProgress]:
+        (found,) = super().progress(slot)
+        return [replace(found, reach=np.nan)] if self._points[slot][0] > self._starts[slot] + EDGE else [found]
+
+
+def test_a_reward_that_is_not_finite_costs_its_episode_alone(tmp_path: Path, start: Artifact) -> None:
+    reward = {"name": "potential"}
+    safe = collect(tmp_path, start, [Kitchen()], reward=reward)
+    blurred = collect(tmp_path, start, [Blurred()], reward=reward)
+    fell = {failure.trajectory_id for failure in collect(tmp_path, start, [Fragile(EDGE)]).failures}
+    assert {failure.reason for failure in blurred.failures} == {"bad_reward"}
+    lost = {failure.trajectory_id for failure in blurred.failures}
+    assert lost and lost <= fell  # where the last chunk does it, the reward does not depend on it
+    left = [each.reward for each in safe.answers if each.episode_id not in lost]
+    assert [each.reward for each in blurred.answers] == left and np.isfinite(left).all()
+    assert "nan]" in blurred.failures[0].detail
+
+
+class Dizzy(ExploringPolicy):
+    """Its log-probs or values are not finite in some answers."""
+
+    rows_per_pass = 1
+
+    def __init__(self, start: Artifact, **changes: object) -> None:
+        self._inner, self._changes = open_policy(start.path, "continuous", rows=1), changes
+
+    def prepared(self, observation: RobotObservation) -> RobotObservation:
+        return self._inner.prepared(observation)
+
+    def explore(
+        self, observations: Sequence[RobotObservation], seeds: Sequence[int], noise_level: float
+    ) -> list[ExploredAnswer]:
+        found = self._inner.explore(observations, seeds, noise_level)
+        return [
+            replace(each, **self._changes) if seed % 5 == 0 else each for each, seed in zip(found, seeds, strict=True)
+        ]
+
+    def speak(
+        self, observations: Sequence[RobotObservation], seeds: Sequence[int], temperature: float
+    ) -> list[SpokenAnswer]:
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [({"logprobs": np.full((4, 7), -np.inf)}, "bad_logprobs"), ({"value": float("nan")}, "bad_value")],
+)
+def test_what_the_policy_says_of_an_answer_may_cost_its_episode(
+    changes: dict[str, object], reason: str, tmp_path: Path, start: Artifact
+) -> None:
+    plan = rollout_settings(failed_fraction=0.9)
+    collector = Collector(plan, Dizzy(start, **changes), [Kitchen()], ImageStore(tmp_path), lambda *_: None)
+    found = collector.collect(plan_step(plan, TASKS, 1), 1, 0, bootstrap=False)
+    assert 0 < len(found.failures) < 8 and {failure.reason for failure in found.failures} == {reason}
+    assert collector.lost == 0 and all(np.isfinite(each.logprobs).all() for each in found.answers)
+
+
+class Cursed(Kitchen):
+    """Its process dies in the first step of every episode that begins as the first one did."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first: float | None = None
+
+    def _carry_out(self, actions: NDArray[np.float32], slot: int, film: bool) -> ChunkResult:
+        self.first = self._starts[slot] if self.first is None else self.first
+        if self._starts[slot] == self.first:
+            self._points.clear()
+            raise WorkerError("a cursed state")
+        return super()._carry_out(actions, slot, film)
+
+
+def test_the_pre_flight_plays_another_group_where_none_of_the_first_can_be_played(
+    tmp_path: Path, start: Artifact, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = settings(max_steps=1)
+    plan = plan.model_copy(update={"rollouts": plan.rollouts.model_copy(update={"failed_fraction": 0.5})})
+    assert train(tmp_path, start, [Cursed()], plan).history.read()[-1]["step"] == 1
+    said = " ".join(capsys.readouterr().out.split())
+    assert "pre-flight: 4 of 8 rollouts failed: 4 environment_error" in said and "ratios within" in said

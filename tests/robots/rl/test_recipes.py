@@ -1,0 +1,135 @@
+"""Recipes for the released policy: the settings that were published for others, and a step of them on a tiny policy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from armature.components.configuration import load_recipe
+from armature.components.contracts.stages import Artifact
+from armature.components.robots.rl.settings import TrainVLARLSettings
+from tests.refusals import refused
+from tests.robots.rl.kitchen import Kitchen, calm_policy
+from tests.robots.rl.test_run import train
+
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "molmoact2-spatial": {
+        "rollouts": {"suite": "libero_spatial", "group_size": 1, "max_steps": 240, "noise_level": 0.5},
+        "trainer": {"epochs": 1, "samples_per_update": 2048, "kl_coefficient": 0.0, "mode": "expert", "ratio": "chunk"},
+        "advantage": {
+            "name": "gae",
+            "gamma": 0.99,
+            "gae_lambda": 0.95,
+            "value_lr": 1e-4,
+            "value_clip": 0.2,
+            "huber_delta": 10.0,
+        },
+    },
+    "molmoact2-long": {
+        "rollouts": {"suite": "libero_10", "group_size": 8, "max_steps": 480, "noise_level": 0.5},
+        "trainer": {"epochs": 4, "samples_per_update": 2048, "kl_coefficient": 0.0, "mode": "expert", "ratio": "chunk"},
+        "advantage": {"name": "group_mean"},
+    },
+}
+"""Of RLinf's configurations for pi0.5 (libero_spatial_ppo, libero_10_grpo), under our names."""
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_published_settings(name: str):
+    settings = load_recipe(f"train-vla-rl/{name}").settings_for(TrainVLARLSettings)
+    assert isinstance(settings, TrainVLARLSettings)
+    rollouts, trainer = settings.rollouts, settings.trainer
+    published = PUBLISHED[name]
+    assert rollouts.groups_per_step * rollouts.group_size == 512
+    assert {key: getattr(rollouts, key) for key in published["rollouts"]} == published["rollouts"]
+    assert {key: getattr(trainer, key) for key in published["trainer"]} == published["trainer"]
+    assert trainer.advantage.model_dump().items() >= published["advantage"].items()
+    objective = trainer.objective.model_dump()
+    assert objective == {"name": "ppo", "clip_low": 0.2, "clip_high": 0.2, "dual_clip": 3.0}
+    assert trainer.learning_rates.action_expert == 5e-6 and trainer.final_lr_fraction == 1.0
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_tiny_policy_takes_a_step_of_them(name: str, tmp_path: Path):
+    recipe = load_recipe(f"train-vla-rl/{name}")
+    small = {
+        "rollouts": {"tasks": (0, 2), "initial_states": (0, 3), "max_steps": 8, "batch": 1, "rows_per_pass": 1},
+        "trainer": {"max_steps": 1, "micro_batch_size": 8},
+    }
+    small["rollouts"] |= {"groups_per_step": recipe.dump()["rollouts"]["groups_per_step"] // 16, "torch_compile": False}
+    small["trainer"] |= {"torch_compile": False}
+    sections = ("simulator", "rollouts", "trainer", "preflight")
+    values = {key: recipe.dump()[key] | small.get(key, {}) for key in sections}
+    calm_policy(tmp_path / "policy")
+    start = Artifact(kind="policy", path=tmp_path / "policy", digest="0")
+    run = train(tmp_path, start, [Kitchen()], TrainVLARLSettings.model_validate(values))
+    (row,) = run.history.read()
+    assert row["rollouts/planned"] == 32 and row["updates"] == values["trainer"]["epochs"] and row["grad_norm"] > 0
+    assert ("value/loss" in row) == (name == "molmoact2-spatial")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "place"),
+    [
+        (
+            "policy.action_mode=discrete training.learning_rates.action_expert=5e-5",
+            "rollouts.inference_action_mode is continuous",
+        ),
+        ("evaluation.inference_action_mode=discrete", "evaluation.inference_action_mode is discrete"),
+        ("rollouts.tasks=[0,0]", "tasks: 0, 0"),
+        ("trainer.packing={max_row_tokens=600,max_row_examples=4}", "packing: "),
+        ("trainer.ratio=token", "trainer.ratio token"),
+        ("trainer.objective.name=gspo", "trainer.objective gspo"),
+        ("rollouts.group_size=1", "rollouts.group_size is 1"),
+        ("rollouts.reward.name=potential", "rollouts.reward potential"),
+        ("rollouts.torch_compile=true evaluation.every=1", "evaluation.torch_compile, rollouts.torch_compile"),
+        (
+            "rollouts.quantization=fp8 policy.dtype=bfloat16 evaluation.every=1",
+            "evaluation.quantization, rollouts.quantization",
+        ),
+        ("rollouts.quantization=fp8", "rollouts.quantization: 8-bit"),
+        ("evaluation.quantization=fp8", "evaluation.quantization: 8-bit"),
+        (
+            "rollouts.quantization=fp8 policy.dtype=bfloat16 machine.trainer_processes=2 machine.trainer_gpus=[0,1]",
+            "rollouts.quantization: the trainer's GPUs",
+        ),
+        ("rollouts.quantization=fp8 trainer.mode=full", "trainer.mode full"),
+        ("evaluation.perturbations.layout=[1] simulator.num_steps_wait=1", "simulator.num_steps_wait is 1"),
+        ("evaluation.panel_episodes=7", "panel_episodes = 7"),
+        ("policy.num_inference_steps=1", "policy.num_inference_steps is 1"),
+        ("policy.enable_knowledge_insulation=true", "enable_knowledge_insulation"),
+        ("trainer.learning_rates.connector=1e-4", "learning_rates.connector: "),
+        (
+            "training.mode=expert training.freeze_embedding=true",
+            "learning_rates.vlm, learning_rates.vit, learning_rates.connector: ",
+        ),
+        (
+            "policy.action_mode=both rollouts.inference_action_mode=discrete trainer.mode=full "
+            "rollouts.noise_level=0.5",
+            "learning_rates.action_expert: rollouts.inference_action_mode discrete",
+        ),
+        ("policy.action_mode=discrete", "learning_rates.action_expert: policy.action_mode discrete"),
+    ],
+)
+def test_what_would_fail_after_the_imitation_is_refused(overrides: str, place: str):
+    with refused("value_error", place):
+        load_recipe("train-vla-rl/tiny", overrides.split())
+
+
+@pytest.mark.parametrize(
+    ("override", "code"),
+    [
+        ("rollouts.quantization=int8", "literal_error"),
+        ("rollouts.noise_level=1e-300", "greater_than_equal"),
+        ("rollouts.noise_level=1e20", "less_than_equal"),
+        ("trainer.seed=9223372036854775808", "less_than"),
+        ("training.seed=9223372036854775808", "less_than"),
+        ("policy.tiny.seed=9223372036854775808", "less_than"),
+        ("evaluation.seed=4294967296", "less_than"),
+    ],
+)
+def test_values_out_of_range_are_refused(override: str, code: str):
+    with refused(code, override.partition("=")[0]):
+        load_recipe("train-vla-rl/tiny", [override])

@@ -1,0 +1,45 @@
+"""What playing episodes is said to take: counts by hand, of simulators that need no time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from armature.components.artifacts.images import ImageStore
+from armature.components.machine.workers.channel import WorkerError
+from armature.components.robots.policies.molmoact2.policy import open_policy
+from armature.components.robots.rl.collect import Collector, PlayTimes, TimedSimulators
+from armature.components.robots.rl.schedule import plan_step
+from tests.evaluation.libero.playground import TASKS
+from tests.robots.rl.kitchen import Kitchen, calm_policy, rollout_settings
+
+
+def test_a_step_says_what_its_rollouts_took(tmp_path: Path) -> None:
+    """Two groups of four episodes of two tasks in one slot: each task is built once, and on a CPU a pass is a row."""
+    calm_policy(tmp_path)
+    settings, images = rollout_settings(), ImageStore(tmp_path / "images")
+    collector = Collector(settings, open_policy(tmp_path, "continuous", 8), [Kitchen()], images, lambda *_: None)
+    groups = plan_step(settings, TASKS, 1)
+    answers = collector.collect(groups, 1, 0, bootstrap=False).answers
+    found, tasks = collector.times.since(), len({group[0].task for group in groups})
+    assert found["simulator/builds"] == tasks and found["simulator/resets"] == 8 - tasks
+    assert found["simulator/actions"] == sum(answer.executed for answer in answers)
+    assert found["policy/passes"] == len(answers)
+    spent = {"simulator_build", "simulator_reset", "simulator_step", "policy", "prepare", "keep_answers"}
+    assert {name for name in found if name.startswith("timing/")} == {f"timing/{part}" for part in spent}
+    assert collector.times.since() == {}
+
+
+def test_what_fails_is_not_counted_and_a_lost_process_builds_again() -> None:
+    times = PlayTimes()
+    simulators, still, task = TimedSimulators(Kitchen(deaths=[1]), times), np.zeros((3, 7), np.float32), TASKS[0]
+    simulators.reset(task, 0, 0)
+    with pytest.raises(WorkerError):
+        simulators.step(still)
+    simulators.reset(task, 0, 0)
+    simulators.reset(task, 0, 0)
+    simulators.step(still)
+    found = times.since()
+    assert (found["simulator/builds"], found["simulator/resets"], found["simulator/actions"]) == (2, 1, 3)

@@ -1,0 +1,133 @@
+"""A store with a training that is not finished: rollouts, batches, tasks, a history."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from armature.components.artifacts.images import ImageStore, encode_png
+from armature.components.artifacts.json_lines import History
+from armature.components.artifacts.manifest import write_manifest
+from armature.components.artifacts.store import ArtifactStore
+from armature.components.artifacts.tables import write_table
+from armature.components.configuration.stages import STARTED
+from armature.components.contracts.batches import Sample
+from armature.components.contracts.images import ImageRef
+from armature.components.contracts.rollouts import Failure, GenerateOutputs, Trajectory
+from armature.components.environments.stage import TASKS
+from armature.components.rollouts.batches.ratios import ratios_file, write_log_ratios
+from armature.components.rollouts.batches.table import write_batch
+from armature.components.rollouts.table import write_rollouts
+from tests.pages.conftest import make_trajectory
+
+RUN = "0123456789abcdef0123"
+
+
+@dataclass(frozen=True)
+class Training:
+    """Writes into the store what a run would."""
+
+    root: Path
+    image: ImageRef
+    run: str = RUN
+
+    @property
+    def workspace(self) -> Path:
+        return self.root / "workspaces" / f"train-vlm-{self.run}"
+
+    def begin(self, tasks: Path) -> None:
+        settings = {"environment": {"name": "colors"}, "model": {"source": "tiny"}, "trainer": {"max_steps": 9}}
+        self.workspace.mkdir(parents=True)
+        document = {"settings": settings, "inputs": {"tasks": str(tasks), "model": str(self.root / "gone")}}
+        (self.workspace / STARTED).write_text(json.dumps(document))
+
+    def step(
+        self, step: int, rewards: Sequence[float], completions: Sequence[str] = (), failures: Sequence[Failure] = ()
+    ) -> None:
+        """One group of the task `red`, its tokens with an advantage of twice the reward and a ratio of e^reward."""
+        name, group = f"{self.run}-{step:05d}", f"{step:05d}-0000"
+        trajectories = self._write("rollouts", name, group, rewards, completions, failures)
+        samples = [sample_of(each) for each in trajectories]
+
+        def batch(folder: Path) -> None:
+            write_batch(folder, samples)
+            write_manifest(folder, kind="batches", kind_version=1, rows={}, drops={}, inputs={}, settings={})
+
+        ArtifactStore(self.root).write("batches", f"{self.run}-{step:05d}", batch)
+        ratios = {row: np.full(sample.loss_mask.sum(), sample.reward, np.float32) for row, sample in enumerate(samples)}
+        write_log_ratios(ratios_file(self.workspace, step), samples, ratios)
+        History(self.workspace / "history.jsonl").append(step, {"reward": float(np.mean(rewards))})
+
+    def panel(self, step: int, rewards: Sequence[float], completions: Sequence[str] = ()) -> None:
+        """The held-out panel after `step`: the task `red` too."""
+        self._write("evaluations", f"{self.run}-{step:05d}", "00000-0000", rewards, completions)
+
+    def evaluation(self, run: str, model: Path, rewards: Sequence[float], completions: Sequence[str] = ()) -> None:
+        """An evaluation of `model` on the tasks of this training."""
+        tasks = json.loads((self.workspace / STARTED).read_text())["inputs"]["tasks"]
+        workspace = self.root / "workspaces" / f"evaluate-{run}"
+        workspace.mkdir()
+        inputs = {"tasks": tasks, "model": str(model)}
+        document = {"settings": {"evaluation": {"splits": ["heldout"]}}, "inputs": inputs}
+        (workspace / STARTED).write_text(json.dumps(document))
+        self._write("evaluate", run, "00000-0000", rewards, completions)
+
+    def _write(
+        self,
+        kind: str,
+        name: str,
+        group: str,
+        rewards: Sequence[float],
+        completions: Sequence[str],
+        failures: Sequence[Failure] = (),
+    ) -> list[Trajectory]:
+        said = [*completions, *["red"] * (len(rewards) - len(completions))]
+        trajectories = [
+            replace(
+                make_trajectory(f"{group}-{i:02d}", (self.image,), completion=text, reward=reward, group=group),
+                task_id="red",
+            )
+            for i, (reward, text) in enumerate(zip(rewards, said, strict=True))
+        ]
+
+        def fill(folder: Path) -> None:
+            write_rollouts(folder, GenerateOutputs(trajectories, failures))
+            write_manifest(folder, kind=kind, kind_version=1, rows={}, drops={}, inputs={}, settings={})
+
+        ArtifactStore(self.root).write(kind, name, fill)
+        return trajectories
+
+
+def sample_of(trajectory: Trajectory) -> Sample:
+    (turn,) = trajectory.turns
+    ids = np.concatenate([turn.prompt_token_ids, turn.completion_token_ids])
+    mask = np.arange(len(ids)) >= len(turn.prompt_token_ids)
+    return Sample(
+        sample_id=trajectory.trajectory_id,
+        group_id=trajectory.group_id,
+        trajectory_id=trajectory.trajectory_id,
+        input_ids=ids,
+        loss_mask=mask,
+        behavior_logprobs=np.where(mask, -0.5, 0.0).astype(np.float32),
+        policy_versions=np.where(mask, 0, -1).astype(np.int32),
+        advantages=np.where(mask, 2 * trajectory.reward, 0.0).astype(np.float32),
+        reward=trajectory.reward,
+        images=turn.images,
+    )
+
+
+@pytest.fixture
+def training(tmp_path: Path) -> Training:
+    root, tasks = tmp_path / "store", tmp_path / "tasks"
+    tasks.mkdir()
+    rows: list[dict[str, object]] = [{"task_id": "red", "split": "train", "payload": json.dumps({"color": "red"})}]
+    write_table(tasks / "train.parquet", rows, TASKS)
+    made = Training(root, ImageStore(root / "images").put(encode_png(Image.new("RGB", (56, 56), (220, 40, 40)))))
+    made.begin(tasks)
+    return made

@@ -1,0 +1,104 @@
+"""The page in a real browser: it follows a run, filters, and runs nothing that a model wrote."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import uvicorn
+
+from armature.components.viewer.app import ViewServer, view_app
+from tests.browser import CHROMIUM, NEEDS_CHROMIUM
+from tests.viewer.conftest import RUN, Training
+
+TOKEN = "the-token"
+ATTACK = "</script><img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>"
+
+pytestmark = NEEDS_CHROMIUM
+
+
+@pytest.fixture
+def tab(training: Training) -> Iterator[Any]:
+    from playwright.sync_api import sync_playwright
+
+    training.step(1, [0.0, 1.0], ["blue", ATTACK])
+    server = uvicorn.Server(uvicorn.Config(view_app(ViewServer(training.root), TOKEN), port=0, log_level="warning"))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    port = server.servers[0].sockets[0].getsockname()[1]
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        page = browser.new_page()
+        page.problems = []
+        page.on("console", lambda message: page.problems.append(message.text))
+        page.on("pageerror", lambda error: page.problems.append(str(error)))
+        page.goto(f"http://127.0.0.1:{port}/?token={TOKEN}")
+        page.locator(".chart").first.wait_for()
+        yield page
+        browser.close()
+    server.should_exit = True
+    thread.join()
+
+
+def test_following_a_run(tab: Any, training: Training, record_property: Callable[[str, object], None]) -> None:
+    assert "token" not in tab.url
+    assert tab.inner_text("[data-series=reward] b") == "0.5"
+    training.step(2, [1.0, 1.0], ["green", "red"])
+    written = time.monotonic()
+    tab.locator("[data-series=reward] b", has_text="1").wait_for(timeout=10_000)
+    record_property("seconds until a step is shown", round(time.monotonic() - written, 2))
+    tab.get_by_text("2 of 9").wait_for(timeout=10_000)
+
+    tab.click("[data-tab=rollouts]")
+    tab.locator("#list .row").nth(3).wait_for()
+    assert tab.locator("#list .row").first.get_attribute("data-step") == "2"
+    tab.locator(".tokens").wait_for()
+    assert tab.locator(".images img").first.evaluate("image => image.decode().then(() => image.naturalWidth)") == 56
+    assert tab.inner_text(".truth") == '{\n "color": "red"\n}'
+    tab.fill("#find", "onerror")
+    tab.locator("#count", has_text="1 of 4").wait_for()
+    tab.locator(".group tr[aria-current=true]", has_text=ATTACK).wait_for()
+    assert tab.title() == "Armature: runs"
+    assert tab.locator(".group tbody tr").count() == 2
+    tab.select_option("#coloring", "ratio")
+    assert tab.locator(".tokens span:not(.d4)").count() == 0  # a ratio of e
+    assert tab.problems == []
+    assert RUN[:12] in tab.url
+
+
+def test_how_answers_changed(tab: Any, training: Training) -> None:
+    training.panel(0, [0.0, 0.0], ["blue", "green"])
+    training.step(2, [1.0, 1.0], ["green", "red"])
+    training.panel(2, [1.0, 0.0], ["crimson", "pink"])
+    tab.click("[data-tab=rollouts]")
+    tab.locator("#source option", has_text="held-out panel").wait_for(state="attached")
+    tab.select_option("#source", "panel")
+    tab.locator("#count", has_text="4 of 8").wait_for()
+    tab.locator("#list .row", has_text="panel 2").first.click()
+    tab.click("#across")
+    shown = tab.locator(".times tbody tr")
+    shown.nth(3).wait_for()
+    assert [" ".join(row.split()) for row in shown.locator("td:first-child").all_inner_texts()] == [
+        "panel before step 1",
+        "training step 1",
+        "training step 2",
+        "panel after step 2",
+    ]
+    shown.nth(1).get_by_text(ATTACK).click()
+    tab.locator("#count", has_text="2 of 8").wait_for()
+    tab.locator(".group tr[aria-current=true]", has_text=ATTACK).wait_for()
+
+    tab.click("[data-tab=compare]")
+    tab.locator("#count", has_text="the second is better on 1").wait_for()
+    tab.locator(".pair > div").nth(1).wait_for()
+    assert tab.locator(".pair > div").count() == 2
+    assert tab.locator(".pair > div").nth(0).locator(".text").all_inner_texts() == ["blue", "green"]
+    assert tab.locator(".pair > div").nth(1).locator(".text").all_inner_texts() == ["crimson", "pink"]
+    tab.select_option("#second", f"{RUN}:train")
+    tab.locator(".pair > div").nth(1).locator(".text", has_text="red").wait_for()
+    assert tab.title() == "Armature: runs" and tab.problems == []

@@ -1,0 +1,139 @@
+"""Epochs and restarts, with a trainer that only keeps count."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from armature.components.artifacts.json_lines import History
+from armature.components.configuration.stages import TerminalEvents
+from armature.components.contracts.batches import Sample
+from armature.components.contracts.errors import TrainerError
+from armature.components.rollouts.batches.table import read_batch
+from armature.components.vlm.settings import WarmStartSettings
+from armature.components.vlm.sft.fit import EpochSampler, fit, mean_loss
+from tests.refusals import refused
+from tests.vlm.sft.test_stage import VALUES
+
+
+def sample(name: str, length: int = 4) -> Sample:
+    mask = np.arange(length) >= 2
+    return Sample(
+        sample_id=name,
+        group_id=name,
+        trajectory_id=name,
+        input_ids=np.arange(length, dtype=np.int32),
+        loss_mask=mask,
+        behavior_logprobs=np.zeros(length, dtype=np.float32),
+        policy_versions=np.where(mask, 0, -1).astype(np.int32),
+        advantages=np.zeros(length, dtype=np.float32),
+        reward=1.0,
+        images=(),
+    )
+
+
+class CountingTrainer:
+    """Weights are the list of batches that they contain. It dies once in each of the commands `dies_at`."""
+
+    def __init__(self, *dies_at: int | str) -> None:
+        self.weights: list[list[str]] = []
+        self.saved: list[list[str]] = []
+        self.published: list[list[str]] = []
+        self.alive, self._dies_at = True, set(dies_at)
+
+    def _die_at(self, command: int | str) -> None:
+        if command in self._dies_at:
+            self._dies_at.discard(command)
+            self.alive = False
+            raise TrainerError("killed")
+
+    def resume(self) -> int:
+        self.weights = list(self.saved)
+        return len(self.weights)
+
+    def finish(self) -> None:
+        self.finished = True
+
+    def restart(self) -> None:
+        self.alive, self.weights = True, []
+
+    def step(self, step: int, batch: Path) -> dict[str, float]:
+        self._die_at(step)
+        assert step == len(self.weights) + 1
+        self.weights.append([each.sample_id for each in read_batch(batch)])
+        return {"loss": 1 / step, "importance_ratio": 0.5, "mismatch_kl": 7.0}
+
+    def score(self, batch: Path) -> list[np.ndarray]:
+        self._die_at("score")
+        return [np.where(each.loss_mask, -1.0 / (1 + len(self.weights)), 0.0) for each in read_batch(batch)]
+
+    def save(self) -> None:
+        self._die_at("save")
+        self.saved = list(self.weights)
+
+    def publish(self, folder: Path, version: int) -> None:
+        self._die_at("publish")
+        assert version == len(self.weights)
+        self.published = list(self.weights)
+
+
+PLAN = EpochSampler([sample(f"s{index}") for index in range(5)], epochs=3, samples_per_step=2, seed=0)
+
+
+def run(trainer: CountingTrainer, folder: Path, save_every: int = 2) -> list[dict[str, float]]:
+    history = History(folder / "history.jsonl")
+    fit(trainer, PLAN, [sample("h")], save_every, history, TerminalEvents(), folder / "out")  # type: ignore[arg-type]
+    return history.read()
+
+
+@given(samples=st.integers(1, 30), epochs=st.integers(1, 4), size=st.integers(1, 9), seed=st.integers(0, 9))
+def test_every_epoch_takes_every_sample_once(samples, epochs, size, seed):
+    plan = EpochSampler([sample(str(index)) for index in range(samples)], epochs, size, seed)
+    steps = [[each.sample_id for each in plan.of(step)] for step in range(1, plan.steps + 1)]
+    assert all(1 <= len(step) <= size for step in steps)
+    per_epoch = plan.steps_per_epoch
+    for epoch in range(epochs):
+        taken = Counter(name for step in steps[epoch * per_epoch : (epoch + 1) * per_epoch] for name in step)
+        assert taken == Counter(str(index) for index in range(samples))
+
+
+@pytest.mark.parametrize("dies_at", [(2, 6), ("score",), ("save", 3), ("publish",), (1, "score", "save", "publish")])
+def test_a_trainer_that_dies_ends_with_the_weights_of_one_that_did_not(tmp_path, dies_at):
+    straight, killed = CountingTrainer(), CountingTrainer(*dies_at)
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    assert run(straight, tmp_path / "a") == run(killed, tmp_path / "b")
+    assert straight.published == killed.published and len(straight.published) == PLAN.steps == 9
+
+
+def test_a_run_that_is_started_again_goes_on_and_its_history_is_whole(tmp_path):
+    trainer = CountingTrainer(5)
+    trainer.restart = lambda: (_ for _ in ()).throw(KeyboardInterrupt)  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        run(trainer, tmp_path)
+    again = CountingTrainer()
+    again.saved = trainer.saved
+    history = run(again, tmp_path)
+    assert [row["step"] for row in history] == list(range(10))
+    assert [row["step"] for row in history if "heldout/loss" in row] == [0, 3, 6, 9]
+    assert history[0]["heldout/loss"] == 1.0 and history[9]["heldout/loss"] == pytest.approx(0.1)
+    assert "mismatch_kl" not in history[1]  # there was no sampler
+
+
+def test_held_out_loss_is_the_mean_over_tokens():
+    scores = [np.array([0, 0, -1.0, -2.0]), np.array([9, 9, -6.0])]
+    assert mean_loss([sample("a"), sample("b", 3)], scores) == pytest.approx(3.0)
+
+
+def test_the_trainer_minimizes_cross_entropy_of_tokens_that_count_alike():
+    settings = WarmStartSettings.model_validate(VALUES)
+    trainer = settings.trainer(8)
+    assert (trainer.objective.name, trainer.aggregation, trainer.kl_coefficient) == ("likelihood", "token", 0.0)
+    assert (trainer.learning_rate, trainer.max_steps) == (settings.learning_rate, 8)
+    with refused("warmup_too_long", "warmup_steps = 9", 8):
+        WarmStartSettings.model_validate(VALUES | {"warmup_steps": 9}).trainer(8)

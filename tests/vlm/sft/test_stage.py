@@ -1,0 +1,72 @@
+"""The whole stage on a real trainer service: demonstrations of a real environment into a checkpoint that loads."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from armature.components.artifacts.manifest import open_artifact, read_manifest
+from armature.components.configuration import CONFIGS, read_toml
+from armature.components.configuration.stages import open_store, run_stage
+from armature.components.contracts.machine import Machine
+from armature.components.environments.settings import EnvironmentSettings
+from armature.components.models.settings import ModelSettings
+from armature.components.models.source import locate
+from armature.components.rollouts.table import read_rollouts
+from armature.components.vlm.settings import SFTSettings
+
+VALUES: dict[str, Any] = {
+    "demonstrations": 64,
+    "heldout_demonstrations": 16,
+    "success_reward": 1.0,
+    "max_sequence_tokens": 512,
+    "epochs": 2,
+    "samples_per_step": 16,
+    "learning_rate": 3e-3,
+    "adam_beta1": 0.9,
+    "adam_beta2": 0.999,
+    "adam_epsilon": 1e-8,
+    "weight_decay": 0.0,
+    "max_grad_norm": 1.0,
+    "lr_scheduler": "constant",
+    "warmup_steps": 0,
+    "max_tokens_per_micro_batch": 4096,
+    "max_rows_per_micro_batch": 64,
+    "logprobs": {"name": "torch", "chunk_tokens": 1024},
+    "autocast": "none",
+    "save_every": 4,
+    "keep_checkpoints": 1,
+    "seed": 0,
+}
+
+
+@pytest.mark.slow
+def test_demonstrations_make_a_checkpoint_that_says_them_with_more_certainty(tmp_path):
+    values = read_toml(CONFIGS / "train-vlm/colors.toml")
+    del values["model"]["tiny"]["format"]  # else it knows how to answer before it has seen a demonstration
+    environment = EnvironmentSettings.model_validate(values["environment"])
+    model_settings = ModelSettings.model_validate(values["model"])
+    machine = Machine(store=str(tmp_path / "store"), threads=1)
+    tasks = run_stage("tasks", environment, {}, machine)
+    model = run_stage("model", model_settings, {}, machine)
+    settings = SFTSettings.model_validate({"model": values["model"], "warm_start": VALUES})
+    made = run_stage("sft", settings, {"tasks": tasks, "model": model}, machine)
+
+    manifest = read_manifest(open_artifact(made.path, "sft").path)
+    assert manifest.rows == {"demonstrations": 80, "samples": 64, "steps": 8} and not manifest.drops
+    numbers = json.loads((made.path / "metrics.json").read_text())
+    history = json.loads((made.path / "history.json").read_text())
+    assert [row["step"] for row in history] == list(range(9))
+    assert [row["step"] for row in history if "heldout/loss" in row] == [0, 4, 8]
+    assert numbers["heldout_loss"] < 0.9 * numbers["heldout_loss_before"]
+    assert locate(made.path) == made.path / "checkpoint"
+
+    ((played,),) = [[each for each in open_store(machine) if each.kind == "demonstrations"]]
+    assert json.loads((made.path / "lineage.json").read_text()) == [{"demonstrations": played.digest, "step": 0}]
+    assert {turn.completion for t in read_rollouts(played.path).trajectories for turn in t.turns} <= set(
+        environment.args["colors"]
+    )
+    assert '"trajectories":[{"id":' in (made.path / "report.html").read_text()
+    assert run_stage("sft", settings, {"tasks": tasks, "model": model}, machine).digest == made.digest
