@@ -40,6 +40,12 @@ if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient
 
 
+# What a Prefect server must know before flows run on it: pools, the GPU limit, the watch over dead runs, deployments.
+#
+# Run as a program (`python -m armature.provision [POOL ...]`, pools besides our own) with PREFECT_API_URL set, so that
+# a supervisor need not import Prefect. On Kubernetes pools have the template of a Job, in which $NAME is the
+# environment's variable, and deployments say what its pod needs. Doing it twice changes nothing.
+
 JOB_TEMPLATE = {
     "variables": {"type": "object", "properties": {}, "additionalProperties": False},
     "job_configuration": {"stream_output": True},
@@ -93,6 +99,10 @@ def watch_for_dead_runs(client: SyncPrefectClient) -> None:
 if __name__ == "__main__":
     sys.exit(main())
 
+
+# Deployments: `armature up` creates one for each installed recipe, `armature deploy` one for each recipe it names.
+#
+# Prefect's client creates them; the command `prefect deploy` is slower and needs a file that repeats the recipes.
 
 POOLS = ("cpu", "vllm-gpu", "train-gpu")
 

@@ -188,6 +188,8 @@ def _remote_code(folder: Path) -> bool:
     )
 
 
+# `armature push`: an export to a repository of the Hugging Face hub.
+
 STALE = ["*.safetensors", "*.safetensors.index.json"]
 """Files of an earlier upload that a loader would take for parts of this one."""
 

@@ -169,6 +169,8 @@ def _commit(digest: str) -> str:
     return ""
 
 
+# The README.md of an exported checkpoint: what the hub reads above, what people read below.
+
 Form = Literal["merged", "adapter", "lerobot"]
 LIBRARIES: Mapping[Form, str] = {"merged": "transformers", "adapter": "peft", "lerobot": "lerobot"}
 TASKS: Mapping[Form, str] = {"merged": "image-text-to-text", "adapter": "image-text-to-text", "lerobot": "robotics"}

@@ -24,6 +24,8 @@ from armature.prefect_server import ALLOWED_HOSTS
 PREFECT_PORT, MLFLOW_PORT = 4200, 5000
 
 
+# The programs behind the platform: how each is started, and how one knows that it is up.
+
 STATE = home_folder() / ".armature"
 LOGS = STATE / "logs"
 AUTH_STRING = STATE / "prefect-auth-string"

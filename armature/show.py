@@ -110,6 +110,8 @@ def _key(key: str) -> str:
     return key if BARE.fullmatch(key) else json.dumps(key, ensure_ascii=False)
 
 
+# `armature show`: a recipe's values, or a result and what it was made from.
+
 SECONDS = 5.0
 """A person waits for the answer."""
 

@@ -66,6 +66,8 @@ def parse_job_variables(texts: Sequence[str], template: Mapping[str, Any], pool:
     return given
 
 
+# `armature submit`: a run of a deployment with changed values, on the platform's workers.
+
 POLL_SECONDS = 2.0
 LOGS_PER_CALL = 200
 SUMMARY = "summary"

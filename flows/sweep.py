@@ -38,6 +38,9 @@ def run_cells(recipe: Sweep, tasks: Artifact) -> list[CheckpointResult]:
     return findings
 
 
+# Evaluate every checkpoint with every seed.
+
+
 @flow(name="evaluate", validate_parameters=True)
 @takes(Sweep)
 def sweep(recipe: Sweep) -> list[str] | State[None]:

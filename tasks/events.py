@@ -74,6 +74,8 @@ class PrefectUnits:
         self._executor.shutdown(wait=kind is None, cancel_futures=True)
 
 
+# What a stage reports, shown on the run's page as it happens and sent to MLflow in batches.
+
 FLUSH_SECONDS = 3.0
 LOG_LINE_SECONDS = 15.0
 

@@ -10,6 +10,8 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
 from armature.components.contracts.errors import ArmatureError, ConfigurationError
 
+# Logs that a person can read: our own errors in their three parts, and not one line per finished unit.
+
 _LOGGERS = ("prefect.flow_runs", "prefect.task_runs")
 
 
@@ -30,6 +32,9 @@ def readable_errors() -> None:
         logger = logging.getLogger(name)
         if not any(isinstance(each, _ReadableFilter) for each in logger.filters):
             logger.addFilter(_ReadableFilter())
+
+
+# Spans of flow and task runs, which Prefect makes for OpenTelemetry, sent to a collector.
 
 
 def provider() -> TracerProvider:

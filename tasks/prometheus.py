@@ -81,6 +81,8 @@ class ResourceWatch:
         self._low = self._low | {name} if low else self._low - {name}
 
 
+# What the runs of this process count, for Prometheus, at `machine.metrics`.
+
 COUNTS = tuple(PoolStatistics().counts())
 
 _LABELS = ("run", "stage")

@@ -36,6 +36,8 @@ def link_viewer(label: str, fingerprint: str, store: Path) -> None:
     create_markdown_artifact(f"{said}\n", key=key)
 
 
+# What a person finds on the run's page: the results as a table, and links to where more is.
+
 SHOWN = (
     *("accuracy", "accuracy_low", "accuracy_high", "success", "success_low", "success_high"),
     *("reward", "episodes", "failed", "action_error", "mean_action_error"),

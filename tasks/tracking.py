@@ -54,6 +54,10 @@ def take_the_place_of_lost_runs(run: TrackedRun, parent: TrackedRun | None, fing
     run.tag({names.MAKES_TAG: fingerprint})
 
 
+# Writes to MLflow: one run per flow run, one nested run per stage, artifacts by digest, checkpoints by reference.
+#
+# Nothing of an artifact is uploaded. A dataset or a model in MLflow is a name, our digest and our path.
+
 MetricPoint = tuple[str, float, int, int]
 """Key, value, milliseconds since 1970, step."""
 

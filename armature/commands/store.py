@@ -31,6 +31,8 @@ def verify(root: Path) -> None:
     print(f"{len(checked)} artifact{' is as it was' if len(checked) == 1 else 's are as they were'} made")
 
 
+# Commands that look after the store that several machines share.
+
 app = typer.Typer()
 store_app = typer.Typer(help="The remote store of a recipe, machine.remote_store.", no_args_is_help=True)
 app.add_typer(store_app, name="store")

@@ -24,6 +24,8 @@ from armature.components.contracts.errors import DataError
 from armature.components.contracts.files import regular
 from armature.components.contracts.images import EncodedImage, ImageRef
 
+# Pixels as trainer and server both see them: 8-bit RGB, upright, on white.
+
 _TURNED: dict[object, Image.Transpose] = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -314,6 +316,8 @@ class ImageStore:
         """The image as `decode` shows it."""
         return decode(EncodedImage(self.read(ref), ref.media_type))
 
+
+# The images that the tables of one artifact show, in one ZIP archive that belongs to this artifact alone.
 
 PART_BYTES = 64 * 2**20
 """Unpacked images that are kept together: the disk is waited for once."""

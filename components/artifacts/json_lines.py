@@ -54,6 +54,9 @@ def _end_of_last_line(file: IO[bytes]) -> int:
     return 0
 
 
+# The numbers of every step, kept line by line so that a crash loses none.
+
+
 class History:
     """One JSON object a line with its `step`. A step that was replayed after a crash has its last line count."""
 

@@ -19,6 +19,10 @@ from armature.components.contracts.digests import document_digest
 from armature.components.contracts.errors import ConfigurationError
 from armature.components.machine.project import project_path
 
+# The digest of a module's code: its own file, its package, and what they import of what is not installed.
+#
+# Nothing is imported to find it out. Of a package all Python files count, and data files that they name.
+
 OURS = "armature"
 """The package of this project. Its environments and rewards count by what they import; the stages have versions."""
 ENVIRONMENTS_HERE, REWARDS_HERE = "armature.components.environments", "armature.components.rewards"
@@ -198,6 +202,8 @@ def _walk(folder: Path) -> Iterator[Path]:
 def _content(path: Path) -> str:
     return sha256(path.read_bytes()).hexdigest() if path.stat().st_size < SMALL else file_sha256(path)
 
+
+# Digests of what is read: files that arguments name, and versions of packages.
 
 LONGEST_PATH = 4096
 

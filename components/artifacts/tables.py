@@ -88,6 +88,8 @@ def read_table(
     return table
 
 
+# Parquet files that others made: 300 bytes may stand for gigabytes, so what they decode to is bounded on the way.
+
 FREE = 3 * 2**26
 """Bytes that the smallest file may decode to."""
 RATIO = 200

@@ -65,6 +65,9 @@ class MultimodalBatch:
     advantages: torch.Tensor | None = None
 
 
+# The one method between rollouts and a trainer.
+
+
 class MultimodalAdapter(ABC):
     """Turns rollouts into the inputs of one model family.
 

@@ -47,6 +47,9 @@ def blanked(text: str) -> str:
     return text
 
 
+# Errors in three parts: what is wrong, where, and what to do.
+
+
 class ArmatureError(Exception):
     """The base of every error that a user can act on.
 
@@ -130,6 +133,8 @@ class MismatchError(ArmatureError):
 
     code = "mismatch"
 
+
+# Why a rollout can fail. One that does is counted and left out; the others of its group go on.
 
 LONGEST_DETAIL = 2000
 

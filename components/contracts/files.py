@@ -67,6 +67,9 @@ def _unreadable(what: str, path: Path) -> UnreadableFile:
     return error
 
 
+# Files that somebody else wrote, read by libraries that somebody else wrote.
+
+
 @contextmanager
 def foreign(what: str, *, where: str, remedy: str = "") -> Iterator[None]:
     """Within, whatever a library raises of a damaged file is a DataError; errors of ours pass as they are."""
@@ -79,6 +82,9 @@ def foreign(what: str, *, where: str, remedy: str = "") -> Iterator[None]:
         raise DataError(
             f"{what}: {type(error).__name__}: {detail}", code="foreign_file_unreadable", where=where, remedy=remedy
         ) from error
+
+
+# File names that come from foreign files: they stay in the folder that they are meant for.
 
 
 def confined(name: object, where: str) -> PurePosixPath:

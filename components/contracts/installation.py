@@ -7,6 +7,11 @@ import subprocess
 from contextlib import suppress
 from pathlib import Path
 
+# The folder in which runs keep what outlives them: `.armature` and `.venv-vllm` lie there. Standard library only.
+#
+# It is the working folder, except in the temporary copy of a repository that DVC makes for `dvc exp run --temp` or
+# `--queue` and removes afterwards: there it is the folder of the repository that the working folder is a copy of.
+
 REPOSITORY = "DVC_ROOT"
 """DVC's name for the repository, which a stage's command has; in a copy it is not that of the copy."""
 COPIES = Path(".dvc/tmp/exps")
@@ -31,6 +36,11 @@ def original(path: Path) -> Path:
 def _checkout(folder: Path) -> Path:
     return next(each for each in (folder, *folder.parents) if (each / ".git").exists())
 
+
+# What is installed: its name, its version, and its files that are not code. Standard library only.
+#
+# The links in this folder lead to folders of the repository; a wheel carries what they lead to. So one path holds in a
+# checkout and in a wheel.
 
 DISTRIBUTION = "armature-vla"
 """What pip installs. `armature`, the name of the package and the command, is another project on PyPI."""
@@ -88,6 +98,9 @@ def server_python() -> Path:
     """The interpreter that has vLLM: of `.venv-vllm` in this folder, else of what `armature setup` has made."""
     here, made = home_folder() / ".venv-vllm/bin/python", server_environment()
     return made / "bin/python" if not here.exists() and (made / MADE).exists() else here
+
+
+# Which version of this code runs.
 
 
 def package_version() -> str:

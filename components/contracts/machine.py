@@ -27,6 +27,8 @@ def available_cpus(quota: Path = _QUOTA) -> int:
     return own if limit == "max" else max(1, min(own, int(limit) // int(period)))
 
 
+# Facts of the machine a run is on. None of them changes results, so none of them is hashed.
+
 Scalar = bool | int | float | str
 ADDRESS = r"^(\[[0-9a-fA-F:]+\]|[^\s:/\[\]]+):[0-9]{1,5}$"
 """host:port"""

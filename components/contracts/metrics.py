@@ -15,6 +15,8 @@ from pydantic_core import to_json, to_jsonable_python
 
 from armature.components.contracts.settings import not_json
 
+# Names of metrics: each has one writer, and a name that somebody chose is one part of a metric's name.
+
 _LONGEST = 100
 _PLAIN = re.compile(r"[\w-](?:[\w. -]*[\w.-])?")
 
@@ -68,6 +70,8 @@ def metric_part(name: str) -> str:
     readable = re.sub(r"[^\w. -]", "_", name[:_LONGEST]).strip(" .")
     return f"{readable}-{sha256(name.encode()).hexdigest()[:8]}".lstrip("-")
 
+
+# Numbers that JSON has no word for, between processes and in files.
 
 _FLOATS = TypeAdapter(dict[str, float])
 

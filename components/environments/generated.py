@@ -58,6 +58,8 @@ class GeneratedEnvironment(ABC, Generic[SettingsT]):
     def episode(self, task: Task) -> Episode: ...
 
 
+# Noisy images of one color, for environments that ask about colors.
+
 Channel = Annotated[int, Field(ge=0, le=255)]
 Palette = dict[str, tuple[Channel, Channel, Channel]]
 

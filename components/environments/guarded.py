@@ -15,6 +15,8 @@ from armature.components.contracts.episodes import Environment, Episode, Observa
 from armature.components.contracts.errors import RolloutFailed, said
 from armature.components.machine.process import ForkGuard
 
+# An episode that costs no more than itself: whatever it does ends as an answer or a `RolloutFailed`, in time.
+
 ResultT = TypeVar("ResultT")
 
 PATIENCE = 1.0

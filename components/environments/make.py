@@ -28,6 +28,12 @@ def make_environment(settings: EnvironmentSettings, processes: int = 0) -> Envir
     return environment
 
 
+# What an environment's tasks and rewards depend on besides its settings: its code, and the data that it reads.
+#
+# A class of environments may say its data itself, by a static method `sources(settings)` that maps names to digests;
+# without one, they are the files and folders that its arguments name.
+
+
 def environment_sources(settings: EnvironmentSettings) -> dict[str, str]:
     """Digests by name, the same on every machine that has the same code and data.
 

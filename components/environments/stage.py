@@ -59,6 +59,8 @@ def _cell(title: str, observation: Observation) -> Image.Image:
     return cell
 
 
+# The stage that lists an environment's tasks, and the way back from its artifact to tasks and environment.
+
 TASKS = TableSchema("tasks", 2, pa.schema([("task_id", pa.string()), ("split", pa.string()), ("payload", pa.string())]))
 SPLITS: tuple[Split, ...] = ("train", "heldout")
 PREVIEWED = 16

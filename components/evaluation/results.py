@@ -256,6 +256,9 @@ def _part_means(done: Sequence[EpisodeResult]) -> dict[str, float]:
     return {name: fmean(result.reward_parts.get(name, 0.0) for result in done) for name in names}
 
 
+# The tasks of an evaluation.
+
+
 def planned_tasks(plan: EvaluationSettings, folder: Path) -> list[Task]:
     """Those of every split in the tasks artifact at `folder`, in the order of the splits.
 

@@ -107,6 +107,8 @@ class EvaluateStageSettings(Settings):
     inference: ServerSettings
 
 
+# Recipes that evaluate one checkpoint, or each of several checkpoints with each of several seeds.
+
 ModelSection = Annotated[ModelSettings, Field(description="Where the weights come from and what of them is trained.")]
 EnvironmentSection = Annotated[EnvironmentSettings, Field(description="What is played.")]
 ServerSection = Annotated[ServerSettings, Field(description="What the servers are told.")]

@@ -114,6 +114,8 @@ def _failures(results: Sequence[EpisodeResult]) -> Table | None:
     return Table("Episodes that could not be finished", ["reason", "count"], rows) if rows else None
 
 
+# The stage evaluate: a checkpoint plays every task of some splits, and what it earned is written down.
+
 METRICS_FILE = "metrics.json"
 
 

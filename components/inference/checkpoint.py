@@ -94,6 +94,8 @@ def attends_both_ways(config: Mapping[str, object]) -> bool:
     return bool(config.get("is_mm_prefix_lm", config.get("model_type") in _PREFIX_TYPES))
 
 
+# Low-rank adapters that servers hold beside the weights that they were started with.
+
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """What vLLM (0.26 to 0.32) makes room for."""
 

@@ -170,6 +170,9 @@ def free_port(wanted: int | None, address: str) -> int:
     ) from failure
 
 
+# Model servers on nodes of a Ray cluster.
+
+
 class PlacedHost:
     """A `Host`: the node that has the server's bundle."""
 

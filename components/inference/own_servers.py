@@ -102,6 +102,9 @@ def served_files(model: Path) -> dict[str, Any]:
     return read
 
 
+# The servers that a pool starts itself, on this machine or on a cluster: made, taken from the pool before, ended.
+
+
 class OwnServers:
     """
     Args: see `ServerPool`.

@@ -33,6 +33,8 @@ class Endpoint:
         return key | {"X-Armature-Lease": self.lease} if self.lease else key
 
 
+# What a server may send back: so many bytes, not compressed, JSON where JSON is promised.
+
 PLAIN = {"Accept-Encoding": "identity"}
 """For every request: vLLM compresses nothing, and what is not compressed cannot be a bomb."""
 

@@ -188,6 +188,8 @@ def _show(value: Any) -> str:
     return reprlib.repr(value)
 
 
+# Makes one request of several that differ in their seeds alone, such as the first turns of a group.
+
 WINDOW = 0.02
 """Seconds that a request waits for others with the same prompt."""
 
@@ -275,6 +277,8 @@ def _cancel_if_unwanted(
     if all(future.cancelled() for _, future in run):
         task.cancel()
 
+
+# Asks servers whose weights somebody keeps current: a pool in its own process, or workers that it lends them to.
 
 Prove = Callable[[Replica, str, str], Awaitable[None]]
 """See `ServedWeights.prove`: of a replica, its mark before the request was sent, and that of the answer."""

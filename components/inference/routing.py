@@ -66,6 +66,8 @@ class PoolStatistics:
         return numbers
 
 
+# Which server of a pool answers a request, how often it is tried, and when none may begin.
+
 log = logging.getLogger(__name__)
 
 MAX_ATTEMPTS = 4

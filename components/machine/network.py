@@ -12,6 +12,8 @@ from prometheus_client import CollectorRegistry, start_http_server
 
 from armature.components.contracts.errors import ConfigurationError
 
+# Programs that listen on a port, and the network interfaces on which ours do.
+
 
 def listener(port: int) -> str:
     """Name and process id of the program that listens on TCP port `port`; empty if none can be seen."""
@@ -52,6 +54,8 @@ def network(interface: str) -> str:
     )
 
 
+# When a connection counts as broken whose other end says nothing: its network may be gone, and nobody is told.
+
 SILENCE = 60.0
 """Seconds without an answer of the other end's kernel, however long the work takes that was asked for."""
 PROBES = 3
@@ -72,6 +76,9 @@ def socket_options(silence: float = SILENCE) -> list[tuple[int, int, int]]:
     }
     known = [(getattr(socket, name), value) for name, value in wanted.items() if hasattr(socket, name)]
     return [(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1), *((socket.IPPROTO_TCP, *each) for each in known)]
+
+
+# Numbers at an address, as Prometheus reads them.
 
 
 @contextmanager

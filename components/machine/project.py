@@ -62,6 +62,12 @@ def project(folder: Path | None) -> Iterator[None]:
             os.environ[VARIABLE] = before
 
 
+# Python that a recipe names as "module:attribute": in a file beside the recipe, or installed.
+#
+# What lies beside the recipe is found without being installed, and is not on the import path: only the modules that
+# are named, and those beside them that they import, can be imported. None of them may have the name of another module.
+
+
 def load_object(name: str, noun: str) -> Any:
     """What "module:attribute" stands for; `noun` says in errors what it is.
 

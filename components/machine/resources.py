@@ -11,6 +11,8 @@ from itertools import takewhile
 
 from armature.components.contracts.errors import ConfigurationError
 
+# The GPUs that this process may use, numbered from 0 as torch numbers them: those that CUDA_VISIBLE_DEVICES leaves.
+
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
@@ -49,6 +51,9 @@ def _left() -> list[str] | None:
     if given is None:
         return None
     return list(takewhile(lambda name: name not in ("", "-1"), map(str.strip, given.split(","))))
+
+
+# What Python's garbage collector looks at.
 
 
 def exempt_from_collection() -> None:

@@ -12,6 +12,8 @@ from torch.nn.functional import pad
 
 from armature.components.contracts.errors import ConfigurationError
 
+# Numbers in few bits: blocks of a tensor with a scale each, and for each number the nearest of some codes.
+
 AT_ONCE = 2**24
 """Numbers that are worked on at a time, a multiple of every block: a large tensor takes little besides itself."""
 
@@ -94,6 +96,12 @@ def _dynamic(signed: bool) -> tuple[float, ...]:
 SIGNED, UNSIGNED = Codes(_dynamic(True), block=256), Codes(_dynamic(False), block=256)
 """8 bits for moments: dynamic tree quantization, block-wise (https://arxiv.org/abs/2110.02861)."""
 
+
+# Matrix products in 8 bits: both sides as float8_e4m3fn, one scale for each row of the input and of the weight
+# (https://arxiv.org/abs/2209.05433). An H100's data sheet has twice the operations per second of bf16 for them.
+#
+# The weight stays beside its codes, so a checkpoint is read and written as before. There is no gradient: it is for
+# layers that are frozen, or only asked. On a CPU, where it serves tests, it is slower than bf16.
 
 LARGEST = torch.finfo(torch.float8_e4m3fn).max
 TINY = torch.finfo(torch.float32).tiny

@@ -61,6 +61,8 @@ class _Narrowed(nn.Linear):
         return linear(x, pad(weight, (0, -self.in_features % _TILE)), self.bias)
 
 
+# A model whose layers are compiled: norms, activations and rotations become few kernels.
+
 VARIANTS = 64
 """How many variants of a layer's code are kept: with and without gradients, of the first layer and others, of few and
 many tokens. torch keeps 8 by default, and goes on with plain layers, which are slower and round differently.

@@ -26,6 +26,13 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.to(device, non_blocking=device.type == "cuda")
 
 
+# A packed sequence in slices, one for each of several ranks (context parallelism).
+#
+# All of a model but attention works on tokens alone, so a rank computes those of its slice. Around attention the ranks
+# exchange heads for tokens, after DeepSpeed-Ulysses (https://arxiv.org/abs/2309.14509): each then has all tokens for
+# some of the heads, and attends as one rank would. Every rank of the group calls the functions here in the same order.
+
+
 @dataclass(frozen=True)
 class ContextParallel:
     """This rank among the `size` that share a sequence. `group`: the process group that they exchange tensors in."""

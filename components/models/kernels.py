@@ -1,5 +1,8 @@
 """Triton kernels of models: weights in 4 bits, and the gradient of rows that were taken several times."""
 
+# Triton gives its functions their types.
+# mypy: disable-error-code="no-untyped-def"
+
 from __future__ import annotations
 
 import torch
@@ -8,6 +11,8 @@ import triton.language as tl
 from torch import Tensor
 
 from armature.components.models.blockwise import NF4
+
+# What weights in 4 bits stand for as one Triton kernel, which reads and writes each number once.
 
 BLOCK = 1024
 
@@ -41,6 +46,9 @@ def dequantize(packed: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
 @dequantize.register_fake
 def _(packed: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     return packed.new_empty(2 * packed.numel(), dtype=dtype)
+
+
+# The gradient of rows that were taken several times, as one Triton kernel that adds them up in fp32.
 
 
 @triton.jit

@@ -78,6 +78,8 @@ class MappedWeights(Mapping[str, Tensor]):
         return len(self._own)
 
 
+# Load a model by family, freeze components, add adapters, and save what vLLM can load.
+
 _DEPTH = re.compile(r"(n|num|num_hidden)_(hidden_)?layers|depth")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}

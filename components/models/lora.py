@@ -101,6 +101,8 @@ def quantize(model: PreTrainedModel, family: Family, device: str | torch.device)
         model.set_submodule(name, NF4Linear(layer.to(device)))
 
 
+# Low-rank adapters on exactly named linear layers, and the weights with the adapters merged in.
+
 ALL_LINEARS = "all"
 
 

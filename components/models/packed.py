@@ -105,6 +105,8 @@ def _placed(
     return flat if one else (flat,)
 
 
+# A model on rows that lie in one sequence without padding, in which what several of them begin with lies once.
+
 Holder = TypeVar("Holder", "Packing", FeatureExchange)
 GRIDS = (GRID, "image_grids")
 """Inputs that positions and blocks depend on."""

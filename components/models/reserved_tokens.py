@@ -83,6 +83,8 @@ def _texts(value: Any) -> Iterator[str]:
             yield from _texts(each)
 
 
+# Texts that a model reads as one token with a meaning of its own: an image's place, the end of a turn.
+
 CONFIG = "config.json"
 
 

@@ -64,6 +64,11 @@ def count_image_tokens(processor: Any, image_ids: tuple[int, ...], sizes: Any, *
     return counts
 
 
+# Attention of vision towers whose images or windows lie behind one another, one call for all of them.
+#
+# On a GPU in 16 bits it is PyTorch's FlashAttention for sequences of several lengths; elsewhere, windows of equal
+# lengths are computed together by `scaled_dot_product_attention`.
+
 WINDOWS = "flash_windows"
 """Its name in transformers, which passes lengths to names with "flash" in them, and else calls attention once for each
 image or window."""

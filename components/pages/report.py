@@ -149,6 +149,13 @@ def thinned(history: History, most: int) -> list[Mapping[str, float]]:
     ]
 
 
+# A page for people: figures, curves, images, tables, rollouts and the configuration, in one HTML file.
+#
+# The page is the viewer itself with its data, style and script inside, so it works offline and can be passed on. Its
+# content comes from models and environments, so it is hostile until escaped: text goes into the page through Jinja's
+# autoescaping or as JSON that the script writes with `textContent`. A content security policy names the hashes of the
+# page's own script and style; nothing else is executed, and no address is ever contacted.
+
 ASSETS = Path(__file__).parent / "assets"
 _SCRIPTS = ("rollout.js", "chart.js", "export.js", "view.js")
 

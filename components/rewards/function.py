@@ -21,6 +21,8 @@ from armature.components.contracts.errors import ConfigurationError, RolloutFail
 from armature.components.machine.project import find_module, load_object
 from armature.components.rewards.reward import IsolatedSettings, Reward, RewardInput
 
+# A function of the user's, in a file beside the recipe or in an installed package.
+
 GIVEN = ("completion", "answer", "row")
 
 
@@ -91,6 +93,8 @@ def taken(function: Callable[..., Any], name: str) -> tuple[str, ...]:
         raise ConfigurationError(f"{name!r} does not take the completion", code="completion_not_taken", remedy=remedy)
     return found
 
+
+# A program that grades: JSON on its standard input, a number on its standard output.
 
 LONGEST_OUTPUT = 2**16
 """Bytes that a grade may take; more is not a number."""

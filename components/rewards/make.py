@@ -155,6 +155,9 @@ def _closed() -> RolloutFailed:
     return RolloutFailed("reward_died", "the rewards are closed")
 
 
+# From settings to rewards.
+
+
 class Grader(Protocol):
     """A reward, wherever it runs. Safe to share between threads and event loops."""
 

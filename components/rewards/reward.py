@@ -65,6 +65,9 @@ def own_settings(name: str, values: Mapping[str, Any]) -> NamedReward:
         raise InvalidTable(error, model) from error
 
 
+# What a reward is, and what it is given.
+
+
 @dataclass(frozen=True)
 class RewardInput:
     """A completion, and the task that it is for. `answer` and `row` are JSON; images are not among them."""
@@ -156,6 +159,9 @@ class Reward(ABC, Generic[SettingsT]):
         """
 
 
+# What the grades of a reward depend on besides its settings.
+
+
 def sources_of(own: NamedReward) -> dict[str, str]:
     """Digests and versions by name, of a reward with its own settings.
 
@@ -165,6 +171,8 @@ def sources_of(own: NamedReward) -> dict[str, str]:
     kind: type[Reward[NamedReward]] = REWARDS[own.name]
     return {"code": code_digest(kind.__module__), **kind.sources(own)}
 
+
+# The part of a completion that is graded.
 
 EXTRACT = r"^(all|boxed|</?[A-Za-z_][\w.-]{0,63}>)$"
 """What `extracted` takes."""

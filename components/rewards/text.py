@@ -22,6 +22,8 @@ from armature.components.rewards.reward import (
     last_match,
 )
 
+# The completion is the answer, word for word.
+
 KEPT = "%$€£¥+-#@&_"
 """Punctuation and signs at the ends of a text that mean something there."""
 
@@ -109,6 +111,9 @@ def _is_punctuation(character: str) -> bool:
     return character.isspace() or (unicodedata.category(character)[0] == "P" and character not in KEPT)
 
 
+# A regular expression that the completion matches, or that finds the answer in it.
+
+
 class RegexSettings(ExtractingSettings, CpuBoundSettings):
     """1 if the pattern is found, or if what a group of it found last is the answer; else 0."""
 
@@ -163,6 +168,9 @@ class Regex(Reward[RegexSettings]):
         found = last_match(self._pattern, text)
         said = None if found is None else found.group(group)
         return float(said is not None and normalized(said) in map(normalized, accepted))
+
+
+# The form of a completion: its length, and its tags.
 
 
 class LengthSettings(ExtractingSettings):

@@ -151,6 +151,12 @@ def _remedy_for_drops(drops: Counter[str]) -> str:
     return "look at the reasons above; docs/operations.md explains each"
 
 
+# Whether servers turn tokens into text with the run's tokenizer.
+#
+# Everything that is trained on is token ids, so log-probs agree whatever tokenizer a server has; rewards are of its
+# text.
+
+
 class RecordingGenerator:
     """Answers as `generator` does and keeps every completion in `completions`."""
 

@@ -209,6 +209,9 @@ def write_step(
     return artifact
 
 
+# Evaluations during training: a fixed panel of held-out tasks, played by the weights after some of the steps.
+
+
 @dataclass(frozen=True)
 class HeldoutPanel:
     """What is played. `environment` is not the one that training plays, which so notices nothing of it."""

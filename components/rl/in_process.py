@@ -83,6 +83,9 @@ class InProcessTrainer(TrainerClient):
         )
 
 
+# An adapter of a user's own in the loop.
+
+
 class UserAdapter:
     """An adapter that has only `build_batch`, as the loop asks for samples and the learner for micro-batches.
 

@@ -52,6 +52,9 @@ def _thread_times() -> Mapping[Thread, tuple[int, int]]:
     return times
 
 
+# What the rollouts of one step say about the policy.
+
+
 def rollout_metrics(outputs: GenerateOutputs) -> dict[str, float]:
     """Rewards, lengths, truncation and failures; times are seconds, lengths are tokens.
 
@@ -83,6 +86,9 @@ def rollout_metrics(outputs: GenerateOutputs) -> dict[str, float]:
         "timing/generate_mean": float(np.mean([turn.generate_seconds for turn in turns])),
     }
     return merged(counts=counts, failures=failures, rollouts=rollouts, parts=metrics_below("reward_parts", parts))
+
+
+# Whether there is anything to learn from some rollouts.
 
 
 def no_signal(trajectories: Sequence[Trajectory], settings: BatchSettings) -> str | None:

@@ -203,6 +203,9 @@ def skipped_batches(workspace: Path, named: Collection[int], done: int, last: in
     return frozenset(before | new)
 
 
+# Know before a run whether the machine and the model fit: memory, then log-probs of both sides.
+
+
 def check(settings: TrainVLMSettings, inputs: Mapping[str, Artifact], context: StageContext) -> None:
     """Say what the run needs of memory and how well trainer and server agree. Joined servers stay as they are.
 

@@ -79,6 +79,9 @@ class TrainVlm(ModelSections):
         check(settings, inputs, context)
 
 
+# The stage train-vlm: a model and an environment's tasks in, a trained checkpoint with its history out.
+
+
 def train_vlm(
     settings: TrainVLMSettings, inputs: Mapping[str, Artifact], out: Path, context: StageContext
 ) -> StageReport:

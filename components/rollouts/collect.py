@@ -46,6 +46,9 @@ def allow_open_files(count: int) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (count, hard))
 
 
+# Groups of rollouts, played at the same time.
+
+
 async def collect(
     environment: Environment,
     tasks: Sequence[Task],

@@ -39,6 +39,9 @@ class Generator(Protocol):
         """
 
 
+# What the model server is sent: chat messages whose images are the bytes in the image store.
+
+
 class SharedImages:
     """Stores every distinct image once and keeps its data URL, for all episodes that show it."""
 
@@ -124,6 +127,9 @@ class Conversation:
         """The messages since the last call, as JSON for people: images by their SHA-256."""
         unread, self._unread = self._unread, []
         return json.dumps(unread, ensure_ascii=False)
+
+
+# One episode, played by the policy.
 
 
 @dataclass(frozen=True, slots=True)

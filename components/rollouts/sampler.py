@@ -39,6 +39,8 @@ def task_order(count: int, seed: int, epoch: int, round: int) -> npt.NDArray[np.
     return np.random.default_rng((seed, epoch, round)).permutation(count)
 
 
+# Which tasks tell a group's rollouts apart: where all of them earn the same, there is nothing to learn from.
+
 DIFFICULTY = TableSchema(
     "task-difficulty",
     1,
@@ -129,6 +131,8 @@ def difficulty_counts(tasks: Sequence[TaskDifficulty]) -> dict[str, int]:
     }
 
 
+# Which tasks a step plays, where tasks that lately gave no signal are played less often.
+
 Groups = Callable[[int], Iterable[PlayedGroup]]
 """The groups that a step has played."""
 
@@ -180,6 +184,9 @@ class SignalSampler:
                 if len(chosen) == plan.groups_per_step:
                     break
         return chosen
+
+
+# Dynamic sampling: further tasks are played until enough groups tell good from bad (DAPO, arXiv 2503.14476).
 
 
 async def play_rounds(play: Callable[[int], Awaitable[GenerateOutputs]], plan: RolloutSettings) -> GenerateOutputs:

@@ -9,6 +9,8 @@ from pydantic import ConfigDict, Field, NonNegativeFloat, NonNegativeInt, Positi
 from armature.components.contracts.settings import Settings
 from armature.components.inference.settings import SamplingSettings
 
+# How many rollouts a step takes, and how they are sampled.
+
 
 class RolloutSettings(Settings):
     """A step collects `groups_per_step` groups of `group_size` rollouts each."""
@@ -56,6 +58,8 @@ class RolloutSettings(Settings):
             )
         return self
 
+
+# How rollouts become training samples. Torch-free.
 
 Deviation = Literal["sample", "population"]
 DEVIATION = (

@@ -98,6 +98,8 @@ class ShardQueue(Generic[ShardT, WorkerT]):
             yield shard, worker
 
 
+# Rollouts by workers, on this machine or on nodes of a cluster: what passes through here are references to shards.
+
 WORKER = "armature.components.rollouts.worker"
 SILENCE = 120.0
 """Seconds without a sign of life after which a worker is lost; it gives one every 5 s, once it has started."""

@@ -220,6 +220,8 @@ def _buckets(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
             yield bucket
 
 
+# This process as one of those that train together.
+
 CONNECT = timedelta(minutes=2)
 """All ranks are there when they connect to each other, so this is short, unlike the time for a collective."""
 WATCHDOG = timedelta(minutes=1)

@@ -58,6 +58,8 @@ def read_error(file: Path) -> dict[str, Any] | None:
     return document if isinstance(document, dict) else None
 
 
+# What a trainer service is started with. Torch-free.
+
 WORKERS = Registry(
     "trainer",
     "armature.trainers",

@@ -291,6 +291,9 @@ async def _asset(request: Request) -> Response:
     return FileResponse(file) if file is not None else PlainTextResponse("not found", 404)
 
 
+# Serve the page of a store until it is interrupted.
+
+
 def serve(store: Path, port: int, ready: Callable[[str], None]) -> None:
     """Listen on loopback, on `port` or, if it is 0, on a free one.
 

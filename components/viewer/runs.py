@@ -185,6 +185,8 @@ def _add(found: dict[tuple[str, str], Run], store: Path, stage: str, fingerprint
     found[stage, fingerprint] = run
 
 
+# One group of rollouts in full: every token, image, reward and advantage, and the task that was played.
+
 MEDIA = {media: name.lower() for media, name in FORMATS.items()}
 """The suffix of an image's address by its media type."""
 _decoder = lru_cache(maxsize=8)(token_decoder)

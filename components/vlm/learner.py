@@ -81,6 +81,8 @@ def _named(dtypes: Iterable[torch.dtype]) -> str:
     return ", ".join(sorted(map(str, dtypes)))
 
 
+# One training step: micro-batches in, an updated policy and its metrics out.
+
 Load = Callable[[Sequence[MicroBatch]], Iterator[tuple[MicroBatch, MultimodalBatch]]]
 """Gives each planned micro-batch its tensors, in order."""
 

@@ -184,6 +184,9 @@ def check_head(policy: Policy) -> None:
         )
 
 
+# The trainer's own answer to a probe, with its current weights.
+
+
 @torch.no_grad()
 def answer_probe(policy: Policy, processor: Any, probe: Probe) -> LogProbs:
     """See `Probe`. Of a sharded policy every rank asks."""

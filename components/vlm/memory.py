@@ -56,6 +56,8 @@ def from_main_memory(kept: Kept) -> Tensor:
     return copy.to(device, non_blocking=True)
 
 
+# What training takes of memory, computed before, and whether activations have to be recomputed.
+
 GIB = 2**30
 OVERHEAD = 1.15
 """CUDA's context, NCCL, fragmentation and what is short-lived, over the estimate."""

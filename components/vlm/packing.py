@@ -218,6 +218,8 @@ def _marked(sample: Sample, tokens: Collection[int]) -> Bools:
     return np.isin(sample.input_ids, sorted(tokens))
 
 
+# Which samples go into which forward pass, on which rank.
+
 Part = TypeVar("Part")
 
 

@@ -101,6 +101,9 @@ def _size(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
 
 
+# The policy's weights as a folder that a model server can load.
+
+
 class Publisher:
     """Writes complete checkpoints in the Hugging Face layout, adapters merged in, or lists the same tensors.
 

@@ -243,6 +243,9 @@ class TrainerSettings(UpdateSettings):
         return self
 
 
+# How much is demonstrated, and how the model is trained on it.
+
+
 class WarmStartSettings(UpdateSettings):
     """Supervised training on demonstrations: each goes through the real environment, only answers are trained on."""
 

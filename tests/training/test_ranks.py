@@ -162,7 +162,7 @@ def test_one_machine_never_imports_ray(tmp_path: Path) -> None:
         "from armature.components.machine.workers.worker import make_worker\n"
         "from tests.production.linear_trainer import train\n"
         "train(Path(sys.argv[1]), Machine(trainer_processes=2, threads=1, loader_workers=0))\n"
-        "with make_worker('tests.workers.misbehaving', timeout=60.0) as worker:\n"
+        "with make_worker('tests.machine.workers.misbehaving', timeout=60.0) as worker:\n"
         "    assert worker.call('echo', 1, reply=ANYTHING) == 1\n"
     )
     path = f"{tmp_path}:{installed(tmp_path)}"

@@ -43,6 +43,10 @@ def names_of(problem: str) -> dict[str, str]:
     }
 
 
+# What the installed alfworld brings: the domain and grammar that play, its tables, and its scenes' layouts.
+#
+# Its files are read without importing it: alfworld's own modules make folders in the user's home when imported.
+
 DIGESTS = {
     "data/alfred.pddl": "f1473041ed01da514de1f87adfd7ef0804862361f83ccf63c75e43633b0eb280",
     "data/alfred.twl2": "c5b22f0f73309a7fd7c8e5b71de42ad4803b60766ab4a51cc2feb34162be036b",

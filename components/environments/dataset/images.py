@@ -97,6 +97,8 @@ def image_shards(files: DataFiles) -> list[Shard]:
     return shards
 
 
+# Images as tables hold them: bytes, {bytes, path} as Hugging Face writes them, base64, data URLs, paths.
+
 BASE64 = ("iVBORw0KGgo", "/9j/", "UklGR")
 """How PNG, JPEG and WebP files begin as base64."""
 LONGEST_PATH = 4096

@@ -75,6 +75,8 @@ def _part(part: Any, number: int, image_token: str) -> list[ChatPart]:
     raise BadRow("bad_conversation", f"message {number} has a part that is neither text nor an image")
 
 
+# A row as the policy meets it: what is shown, what the answer is, and digests that name it.
+
 Part = str | TableImage
 
 

@@ -110,6 +110,8 @@ def free_port() -> int:
         return int(taken.getsockname()[1])
 
 
+# One session of a server.
+
 LARGEST_MESSAGE = 64 * 2**20
 """Bytes of one message of a server."""
 CLOSING_SECONDS = 2.0
@@ -232,6 +234,8 @@ class OpenEnvEpisode:
 def _malformed(what: str) -> RolloutFailed:
     return RolloutFailed("environment_error", f"the server's answer cannot be read: {what}")
 
+
+# An OpenEnv server as one of our environments.
 
 SEEDS = 2**31
 SPACING = 1_000_003

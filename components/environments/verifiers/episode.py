@@ -36,6 +36,8 @@ class VerifiersSource(Protocol):
         """Play the row against the endpoint at `base_url`: `reward`, and its parts and metrics by name."""
 
 
+# A chat endpoint on loopback whose answers come from outside.
+
 MAX_BODY = 256 * 2**20
 
 
@@ -129,6 +131,8 @@ def _completion(kind: str, **content: dict[str, str]) -> dict[str, Any]:
         "usage": {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0},
     }
 
+
+# Turns a loop that asks for messages into an episode that is stepped.
 
 Play = Callable[[str], Awaitable[Mapping[str, float]]]
 

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from armature.components.inference.weights.trainer import Parameters
 
 
+# The contract between the pool and a way of moving weights.
+
 Publish = Callable[[Sequence[Endpoint]], Awaitable[None]]
 """Makes the trainer send its weights to these servers, all of them together."""
 
@@ -93,6 +95,9 @@ async def post(
     return reply
 
 
+# Weights through a checkpoint folder that the servers can read.
+
+
 class FileTransfer:
     """Each server loads the folder itself, in place, without starting again."""
 
@@ -118,6 +123,9 @@ class FileTransfer:
                 where=endpoint.url,
                 remedy="read its log",
             )
+
+
+# Weights from the trainer's GPUs: the pool's side of NCCL and CUDA IPC.
 
 
 class DeviceTransfer:
@@ -146,6 +154,8 @@ class DeviceTransfer:
             )
         await publish(endpoints)
 
+
+# What changed since the version before, through a folder that the servers can read.
 
 DELTA = "delta.safetensors"
 """Of `armature_served.deltas`, which cannot be imported without torch."""
@@ -185,6 +195,8 @@ class DeltaTransfer:
                 remedy=_DELTA_REMEDY,
             )
 
+
+# Adapters alone, through a folder that the servers can read.
 
 _ADAPTER_REMEDY = (
     "read its log; a 404 means that it takes no adapters: own servers are started so, one that is joined needs "
@@ -229,6 +241,10 @@ async def _adapters(http: httpx.AsyncClient, endpoint: Endpoint) -> list[str]:
         ) from error
     return [name for name in names if name != MODEL_NAME]
 
+
+# What a name in `machine.weight_transfer` stands for: on the pool's side, and on the trainer's.
+#
+# `adapter` is not one of them: it is what moves where `model.lora.served_as` says so.
 
 WEIGHT_TRANSFERS = Registry(
     "weight transfer",

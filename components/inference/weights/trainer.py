@@ -23,6 +23,8 @@ from torch.multiprocessing.reductions import reduce_tensor
 from armature.components.contracts.errors import WeightSyncError
 from armature.components.inference.replies import BadReply, Endpoint, Reply, exchange_blocking
 
+# vLLM's weight-transfer routes (0.26 and newer), called by the trainer on all servers at once.
+
 Packing = Literal["init", "update"] | None
 _PACKING: dict[str, Packing] = {"0.26.": "update", "0.32.": "init"}
 """vLLM moved it from the one route to the other between these; servers of other versions get tensor after tensor."""
@@ -103,6 +105,8 @@ class ServerControl:
         return reply
 
 
+# The trainer's parameters as the servers expect them.
+
 Parameters = Mapping[str, torch.Tensor]
 """Checkpoint name -> tensor on this rank's GPU; sharded ones as DTensor, on all ranks in the same order."""
 
@@ -159,6 +163,9 @@ def pack(bucket: Parameters, buffer: torch.Tensor) -> torch.Tensor:
 def largest(parameters: Parameters, most: int = BUCKET) -> int:
     """Bytes of the largest bucket."""
     return max(sum(map(size, bucket.values())) for bucket in buckets(parameters, most))
+
+
+# The trainer's side of CUDA IPC: servers on the same GPUs read its memory.
 
 
 class IpcSender:
@@ -245,6 +252,12 @@ class IpcSender:
 def _pickled(handles: Any) -> str:
     return base64.b64encode(pickle.dumps(handles)).decode()
 
+
+# The trainer's side of NCCL: rank 0 broadcasts to the GPUs of all servers.
+#
+# vLLM need not be installed beside the trainer: the rendezvous and the few NCCL calls that its workers expect are made
+# here. Workers join a TCP store of ours, read a pickled `ncclUniqueId` under the key "broadcast_from/0/0", and begin
+# with an all-reduce of one float (vLLM 0.26 to 0.32).
 
 _SUM = 0
 _GEOMETRY = {"packed_buffer_size_bytes": BUCKET, "packed_num_buffers": 2}

@@ -52,6 +52,8 @@ def restored(description: Any) -> ArmatureError:
     raise ValueError("an error without its parts")
 
 
+# Values over a socket: JSON, and arrays as their bytes.
+
 MOST_BYTES = 2**30
 """Of all that answers one request, where a worker has no smaller limit."""
 
@@ -220,6 +222,9 @@ def _value(exactly: Callable[[int], bytearray], most_text: int | None) -> Any:
         raise ValueError("a document of too many levels") from error
     except (TypeError, OverflowError) as error:  # of what stands for an array
         raise ValueError(f"an array that cannot be: {error}") from error
+
+
+# The worker's side.
 
 
 class Handler(Protocol):

@@ -28,8 +28,8 @@ _MODULES = {
     "SampleCollator": "collate",
     "get_adapter": "select",
     "get_collator": "select",
-    "model_inputs": "validate",
-    "validate_batch": "validate",
+    "model_inputs": "family",
+    "validate_batch": "family",
 }
 
 

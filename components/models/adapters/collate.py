@@ -66,6 +66,9 @@ def image_features(features: Features) -> dict[str, Tensor]:
     return {name: value for name, value in features.items() if name != PLACEHOLDER_RUNS}
 
 
+# Samples of different lengths into the right-padded tensors of one batch.
+
+
 def pad_rows(rows: Sequence[np.ndarray[Any, Any]], value: float, dtype: torch.dtype) -> Tensor:
     """(B, longest row), filled with `value` on the right."""
     padded = torch.full((len(rows), max(len(row) for row in rows)), value, dtype=dtype)

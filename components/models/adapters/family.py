@@ -134,6 +134,8 @@ def _describe(tensor: Tensor) -> str:
     return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
 
 
+# The adapter of every family: what differs between families is in the `ImageInputs` of its collator.
+
 log = logging.getLogger(__name__)
 
 

@@ -119,6 +119,9 @@ def _type_ids(together: Any, token: int, where: str) -> str | None:
     return None
 
 
+# The adapter that fits a model.
+
+
 def get_adapter(
     model: Any,
     processor: Any,

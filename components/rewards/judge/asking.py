@@ -193,6 +193,9 @@ def _proxy(url: str) -> str | None:
     return proxy
 
 
+# Replies of judges on disk, by what was asked of whom.
+
+
 class KeptReplies:
     """Of one address. All runs of this machine share them; they can be deleted at any time.
 

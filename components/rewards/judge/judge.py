@@ -97,6 +97,8 @@ def _objects(text: str) -> Iterator[dict[str, Any]]:
         start = text.find("{", end)
 
 
+# The reward `judge`.
+
 CLOSING_SECONDS = 5.0
 
 

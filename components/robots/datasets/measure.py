@@ -134,6 +134,8 @@ def _lists(values: Array) -> pa.Array:
     return array
 
 
+# The statistics of a dataset: measured in units of some episodes, on threads or on workers, and merged.
+
 Finished = Callable[[tuple[int, Measured]], None]
 
 NUMBERS_AT_ONCE, IMAGES_AT_ONCE = 1024, 8

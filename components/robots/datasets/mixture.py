@@ -47,6 +47,9 @@ class RobotSample:
     frame: int
 
 
+# Datasets mixed by weights: an endless, seeded order of samples in which any position can be read at once.
+
+
 class FrameIndex(NamedTuple):
     """A frame of a source, counted over the source's chosen episodes."""
 
@@ -185,6 +188,8 @@ def _file_bounds(source: DatasetSource) -> Array:
     starts = chosen.before(dataset.episodes.file_starts(videos), dataset.episodes)
     return np.unique(np.append(starts, chosen.frames(dataset.episodes)[1][-1]))
 
+
+# Files of datasets behind URLs, fetched before their samples are asked for.
 
 AT_ONCE = 4
 """Files that are fetched at the same time."""

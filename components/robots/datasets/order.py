@@ -83,6 +83,8 @@ class MixtureSchedule:
         return rest * self._weights[source] // total
 
 
+# An order with locality: files are shuffled, and frames within a few files, so that ranks read files of their own.
+
 SCHEDULE, FILES = 0, 1
 
 

@@ -75,6 +75,9 @@ def document(statistics: Mapping[str, FeatureStatistics]) -> dict[str, dict[str,
     return {name: each.document() for name, each in statistics.items()}
 
 
+# Exact statistics of numbers: order statistics of all values, moments in float64, shards that merge.
+
+
 @dataclass(frozen=True)
 class FeatureValues:
     """All values of a feature in some frames, and their moments.

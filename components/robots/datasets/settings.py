@@ -95,6 +95,9 @@ class FileShuffleSettings(Settings):
     window: PositiveInt = Field(8, description="Files of a lane whose frames are shuffled together.")
 
 
+# How a new dataset is laid out and encoded.
+
+
 class VideoSettings(Settings):
     """How frames are encoded. The defaults are LeRobot's."""
 

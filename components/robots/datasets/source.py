@@ -101,6 +101,8 @@ def selection(numbers: Sequence[int]) -> EpisodeSelection:
     return numbers if isinstance(numbers, EpisodeSelection) else EpisodeSelection(numbers)
 
 
+# Datasets as an artifact: references to folders, hub names or URLs, by the digest of what is in them.
+
 REFERENCE = "dataset.json"
 STATE, ACTION = "observation.state", "action"
 

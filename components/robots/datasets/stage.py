@@ -77,6 +77,9 @@ def _channels(name: str, histogram: Histogram) -> Curves:
     return Curves([Panel(name, CHANNELS, axis="value")], rows)
 
 
+# The stage that computes the statistics of a dataset, and the way from its artifact into the dataset.
+
+
 def write_statistics(
     settings: QuantileStatsSettings, inputs: Mapping[str, Artifact], folder: Path, context: StageContext
 ) -> StageReport:

@@ -139,6 +139,9 @@ def _checked(actions: Actions, planned: PlannedEpisode, chunk: int) -> Actions:
     return actions
 
 
+# Episodes that are finished, kept line by line, so that a crash loses none.
+
+
 @dataclass(frozen=True)
 class EpisodeOutcome:
     """One planned episode, played or given up. seconds: of its last attempt, waiting for the policy included.

@@ -188,6 +188,8 @@ def numbers(results: Sequence[LiberoResult]) -> dict[str, float]:
     }
 
 
+# The evaluation as LeRobot writes it, for tools that read its `eval_info.json`.
+
 EVAL_INFO_FILE = "eval_info.json"
 
 Videos = Mapping[EpisodeKey, str]

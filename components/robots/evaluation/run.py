@@ -146,6 +146,8 @@ class InferenceQueue(Generic[AnswerT]):
                 waiting.answer.set_exception(EvaluationAborted())
 
 
+# Many episodes: players in threads, simulators in processes, one policy; and those of an evaluation.
+
 ResultT = TypeVar("ResultT")
 
 

@@ -95,6 +95,8 @@ def side_by_side(images: CameraImages) -> NDArray[np.uint8]:
     return joined[: joined.shape[0] // 2 * 2, : joined.shape[1] // 2 * 2]
 
 
+# Videos of two evaluations side by side: the same beginning, played by two policies.
+
 GAP = 8
 """Black pixels between the two."""
 

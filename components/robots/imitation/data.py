@@ -39,6 +39,9 @@ class PolicyMicroBatch:
         return self.batch.input_ids.numel() - self.tokens
 
 
+# Which examples share a row.
+
+
 def arranged(
     examples: Sequence[Example], packing: PackingSettings | None, pad_side: PadSide, multiple: int, pad_id: int
 ) -> tuple[PolicyBatch, list[int]]:
@@ -80,6 +83,8 @@ def packed_rows(lengths: Sequence[int], settings: PackingSettings) -> list[list[
             free.append(settings.max_row_tokens - length)
     return sorted(sorted(row) for row in rows)
 
+
+# Random changes of training images.
 
 Pixels = NDArray[np.uint8]
 
@@ -131,6 +136,8 @@ def _hue_shifted(image: Image.Image, turn: float) -> Image.Image:
     moved = Image.fromarray(np.asarray(hue) + np.uint8(steps % 256))
     return Image.merge("HSV", (moved, saturation, value)).convert("RGB")
 
+
+# What an update trains on: samples of the mixture, augmented, encoded and put into micro-batches.
 
 ROW_MULTIPLE = 8
 """Rows are padded to one more than a multiple of this."""

@@ -48,6 +48,8 @@ def add_adapters(
     return names
 
 
+# What of a policy is trained, and in which parameter group.
+
 EXPERT = "action_expert."
 VALUE_HEAD = "value_head."
 VISION = "vlm.model.vision_tower."

@@ -67,6 +67,9 @@ def whole_expert(model: MolmoAct2) -> Iterator[None]:
         expert.reshard()
 
 
+# The model of a training of a policy: read whole, or split over ranks while it is read; and written again.
+
+
 @dataclass(frozen=True)
 class OpenedModel:
     """A model that is prepared for its training.

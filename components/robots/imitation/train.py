@@ -43,6 +43,8 @@ class PolicyTrainerClient(ServiceClient):
         return self._ask("measure", self.machine.train_timeout, FLOATS)
 
 
+# The training loop of a policy, on a trainer service that may die and come back.
+
 SHOWN = {
     "loss": "loss",
     "loss/flow": "flow",

@@ -53,6 +53,12 @@ def _compiled(xml: str) -> mujoco.MjModel:
     return mujoco.MjModel.from_xml_string(xml)
 
 
+# robosuite's operational space control and sensors with the same bits, in fewer calls.
+#
+# An action of LIBERO is 25 steps of the physics, and robosuite computes torques for each: with names looked up,
+# Jacobians computed four times, limits put together and 30 sensors asked whether they are due. The first of the 25
+# steps, which sets the goal, stays robosuite's own.
+
 Vector = NDArray[np.float64]
 
 

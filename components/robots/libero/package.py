@@ -37,6 +37,8 @@ def compile_once(first_steps: Callable[[], None]) -> None:
     make_once(Path(os.environ[FOLDER]) / name, lambda _: first_steps())
 
 
+# The libero package: where it and its assets lie, and its import without questions or changes to it.
+
 ASSETS = "ARMATURE_LIBERO_ASSETS"
 """Variable with the folder of scenes, meshes and textures; without it the package finds or fetches its own."""
 

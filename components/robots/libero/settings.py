@@ -19,6 +19,8 @@ from pydantic import (
 from armature.components.contracts.settings import Settings
 from armature.components.robots.datasets.settings import LayoutSettings
 
+# How LIBERO is simulated and drawn.
+
 Suite = Literal["libero_spatial", "libero_object", "libero_goal", "libero_10", "libero_90"]
 
 
@@ -69,6 +71,8 @@ class SimulatorSettings(Settings):
             raise ValueError(f"two cameras have one name: {mapping}")
         return plain
 
+
+# Which perturbations an evaluation adds, and how strong they are.
 
 Strength = Annotated[float, Field(ge=0.0, le=1.0)]
 Strengths = tuple[Strength, ...]
@@ -128,6 +132,9 @@ class PerturbationSettings(Settings):
     def listed(self) -> list[Perturbation]:
         """All, by name as above and by strength as given."""
         return [Perturbation(name, float(one)) for name in type(self).model_fields for one in getattr(self, name)]
+
+
+# What is demonstrated, and how it is recorded.
 
 
 class DemonstrationSettings(Settings):

@@ -56,6 +56,8 @@ def one_pass(sim: Any) -> Iterator[None]:
         del sim.forward, sim.step
 
 
+# One LIBERO task, simulated: reset to a stored initial state, stepped by actions, seen through cameras.
+
 Vector = NDArray[np.float64]
 
 STANDSTILL = np.array([0, 0, 0, 0, 0, 0, -1], np.float64)

@@ -93,6 +93,9 @@ def _task_names() -> dict[str, list[str]]:
     return names
 
 
+# Which tasks can be made easier: solved as soon as the gripper is near the object that they are about.
+
+
 def refuse_unreachable(tasks: Iterable[LiberoTask], simulator: SimulatorSettings) -> None:
     """
     Raises:
@@ -119,6 +122,8 @@ def _part_of_furniture(task: LiberoTask) -> str | None:
     thing = re.findall(r"[^\s()]+", goal)[2]  # (And (Open thing) ...
     return None if thing in objects.split(")", 1)[0].split() else thing
 
+
+# Initial states: arrays that LIBERO stores as pickles, read without running what a pickle says.
 
 LARGEST = 64 * 2**20
 _PICKLE = "archive/data.pkl"

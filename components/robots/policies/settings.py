@@ -103,6 +103,10 @@ class RobotPolicySettings(Settings):
     dtype: Literal["float32", "bfloat16"] = Field("bfloat16", description="Data type of the weights.")
 
 
+# What a policy's checkpoint consists of, beside its settings.
+#
+# Only tables, weights and templates are fetched: code that comes with a checkpoint is never on this machine.
+
 POLICY_FILE = "policy.json"
 POLICY = CheckpointKind(
     name="policy",

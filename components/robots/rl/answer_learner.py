@@ -33,6 +33,9 @@ def update_rows(count: int, settings: RobotRLTrainerSettings, number: int) -> li
     return found
 
 
+# One step of a policy that learns from its own answers, whatever the loss: answers in, changed weights and numbers
+# out.
+
 RATIOS, ANSWERS, SLOTS = "ratios", "answers", "slots"
 """How many there were: what sums are divided by. Slots of rows have a token or padding."""
 OF_ANSWERS, PADDING = ("value/loss", "value/clipped_fraction"), "padding_fraction"

@@ -85,6 +85,8 @@ def _near(meters: float) -> float:
     return 1.0 - tanh(SHARPNESS * meters)
 
 
+# Generalized advantage estimation over the chunks of an episode.
+
 Values = NDArray[np.float64]
 
 
@@ -133,6 +135,9 @@ def _value(answer: Answer) -> float:
             remedy="collect the rollouts with a value head",
         )
     return answer.value
+
+
+# From rollouts to training samples: their advantages, and which groups say nothing.
 
 
 def build_batch(

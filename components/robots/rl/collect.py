@@ -110,6 +110,8 @@ class TimedSimulators:
             raise
 
 
+# Rollouts of one step: players in threads, simulators in processes, one policy that answers who waits.
+
 FAILED = "environment_error"
 """The reason of an episode that failed in every attempt, as in `armature.components.contracts.errors`."""
 

@@ -48,6 +48,9 @@ def value_loss(values: Tensor, before: Tensor, targets: Tensor, settings: GAE) -
     return torch.maximum(plain, clipped), clipped > plain
 
 
+# How answers and their advantages change a policy, by objectives that have probability ratios.
+
+
 class RobotRLLearner(AnswerLearner):
     """As `AnswerLearner`.
 

@@ -83,6 +83,8 @@ class AnswerBatch:
         return self.counted.nonzero()[:, 0] if self.drawn is not None else self.batch.example_ids[self.counted]
 
 
+# Samples as tensors: images from the store, observations through the policy's processor.
+
 KEPT_BYTES = 4 * 2**30
 """Of encoded answers: some 100,000 with images of 84 pixels, 5,000 with the 378 of the released policies."""
 Load = Callable[[Sequence[AnswerSample]], AnswerBatch]

@@ -8,6 +8,8 @@ from datetime import UTC, datetime
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+# What the policy server tells its log: one JSON object a line.
+
 log = logging.getLogger("armature.components.robots.server")
 
 
@@ -31,6 +33,8 @@ class EventFormatter(logging.Formatter):
             line["error"] = self.formatException(record.exc_info)
         return json.dumps(line, default=str)
 
+
+# What the policy server counts, for Prometheus.
 
 OUTCOMES = ("answered", "refused", "busy", "failed")
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 2.0, 5.0, 10.0)

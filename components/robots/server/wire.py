@@ -198,6 +198,8 @@ def _encoded(value: Any) -> dict[bytes, Any]:
     return {key.encode(): part for key, part in parts.items()}
 
 
+# What a robot sends: the fields of a message, and the observation that they make.
+
 PROMPT, SEED, PREVIOUS, DELAY = "prompt", "seed", "previous_actions", "inference_delay"
 LONGEST_SIDE, LONGEST_PROMPT, LARGEST_SEED = 4096, 2000, 2**63 - 1
 

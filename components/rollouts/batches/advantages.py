@@ -107,6 +107,8 @@ def _group(group_id: str, trajectories: tuple[Trajectory, ...], penalty: Penalty
     return Group(group_id, trajectories, turns, member, penalties, rewards, rewards[member] - penalties)
 
 
+# Which turns of a task's rollouts began at the same state.
+
 Labels = npt.NDArray[np.int64]
 
 
@@ -150,6 +152,8 @@ def similar(texts: Sequence[str | None], threshold: float) -> list[str | None]:
             found[text] = text
     return [None if text is None else found[text] for text in texts]
 
+
+# Group-in-group policy optimization (GiGPO, arXiv 2505.10978): trajectories in groups, and turns at one state.
 
 GIGPO_EPSILON = 1e-6
 
@@ -237,6 +241,8 @@ def _metrics(episode: Sequence[Values], step: Sequence[Values], labels: Sequence
         "anchors/singleton_fraction": float((sizes == 1).mean()),
     }
 
+
+# How good each turn was, against its siblings.
 
 EPSILON = 1e-4
 

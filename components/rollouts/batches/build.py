@@ -72,6 +72,8 @@ def refusal(what: str, where: str, row: int, sample: Sample) -> DataError:
     )
 
 
+# From rollouts to the samples of one training step.
+
 log = logging.getLogger(__name__)
 
 

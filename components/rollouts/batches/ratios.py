@@ -73,6 +73,9 @@ def read_log_ratios(path: Path, group_id: str | None = None) -> dict[str, LogRat
     return dict(zip(names, np.split(flat, ends[:-1]), strict=True)) if names else {}
 
 
+# What the trainer knows of the tokens of a step, for the pages that show its rollouts.
+
+
 def read_scores(
     trajectories: Sequence[Trajectory], batch: Path, log_ratios: Path, group_id: str | None = None
 ) -> dict[str, list[TurnScores]]:

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 from armature.components.machine.registry import Registry
 
+# From hidden states to log-probs and entropies: one backend for each value of `[trainer] logprobs`.
+
 EXCLUDED = -1e30
 """Logit of a forbidden token: exp gives 0, and 0 times it is 0, unlike with -inf."""
 
@@ -54,6 +56,9 @@ HEADS = Registry(
         "triton": "armature.components.vlm.heads.fused:FusedHead",
     },
 )
+
+
+# Log-probs from the logits of all trained tokens: any kind of head, and the plainest form to compare with.
 
 
 class StandardHead:

@@ -42,6 +42,17 @@ def add_product(out: Tensor, a: Tensor, b: Tensor) -> Tensor:
     return out.add_(a @ b)
 
 
+# A linear head fused with log-softmax and entropy: no tensor of tokens x vocabulary unless one is kept on purpose.
+#
+# With z the logits after softcap and temperature, p = softmax(z), H = -sum p log p:
+#
+#     log-prob of t = z_t - logsumexp(z)
+#     dL/dz_j = dlogp (1[j = t] - p_j) - dH p_j (log p_j + H)
+#
+# The forward pass keeps logsumexp and H, (N,) each. The backward pass computes z again, a block of the vocabulary at a
+# time: such a block gives its rows of dW at once, and its part of dh. Where `chunk_tokens` allows for the logits of
+# all N tokens, a backend may keep exp(z - m) instead, m being the largest z of a row in each of its blocks.
+
 KeptGradient = Callable[[Tensor, list[Tensor], list[Tensor]], Tensor]
 """Of targets, what was saved and gradients: as `LinearHead.logit_gradient` of the whole vocabulary, once."""
 
@@ -191,6 +202,9 @@ def _linear(head: nn.Module) -> tuple[Tensor, Tensor | None]:
         for adapter in head.active_adapters:
             weight = weight + head.get_delta_weight(adapter)
     return weight, layer.bias
+
+
+# The linear head with log-softmax and entropy in PyTorch, a block of the vocabulary at a time.
 
 
 class ChunkedHead(LinearHead):

@@ -87,6 +87,8 @@ def _image(part: Mapping[str, Any]) -> Image.Image:
     return decode(EncodedImage.from_url(part["image_url"]["url"]))
 
 
+# Demonstrations: a demonstrator's answers, played in the real environment like those of any policy.
+
 _NOTHING_IS_SAMPLED = EvaluationSamplingSettings(temperature=0.0, max_tokens=1)
 
 

@@ -22,7 +22,7 @@ from armature.components.machine.workers.placed import NodeActor, PlacedProgram,
 
 place = ClusterSettings(address=sys.argv[1], num_cpus=0.5, start_timeout=60)
 try:
-    with WorkerActor(place, "tests.workers.misbehaving", timeout=60.0) as worker:
+    with WorkerActor(place, "tests.machine.workers.misbehaving", timeout=60.0) as worker:
         print("the worker answers", worker.call("add", 1, reply=ANYTHING), flush=True)
 except ConfigurationError as error:
     print(error, flush=True)

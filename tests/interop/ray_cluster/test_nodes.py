@@ -28,7 +28,7 @@ from tests.machine.workers.calls import call
 from tests.machine.workers.test_worker import gone
 from tests.robots.datasets.conftest import write
 
-MODULE = "tests.workers.misbehaving"
+MODULE = "tests.machine.workers.misbehaving"
 
 
 def playing_on(nodes: list[Any]) -> list[int]:

@@ -1,4 +1,4 @@
-"""A worker that does whatever a test asks for. It is started as `python -m tests.workers.misbehaving`."""
+"""A worker that does whatever a test asks for. It is started as `python -m tests.machine.workers.misbehaving`."""
 
 from __future__ import annotations
 

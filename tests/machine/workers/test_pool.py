@@ -22,7 +22,7 @@ def key(job: Job) -> str:
 
 
 def pool(count: int) -> WorkerPool[WorkerProcess]:
-    return WorkerPool(lambda: WorkerProcess("tests.workers.misbehaving", timeout=60.0), count)
+    return WorkerPool(lambda: WorkerProcess("tests.machine.workers.misbehaving", timeout=60.0), count)
 
 
 def test_jobs_of_a_key_stay_together_and_failed_ones_are_tried_again() -> None:

@@ -29,7 +29,7 @@ from tests.refusals import refused
 
 from .calls import call, parts
 
-MODULE = "tests.workers.misbehaving"
+MODULE = "tests.machine.workers.misbehaving"
 MakeWorker = Callable[..., Worker]
 
 

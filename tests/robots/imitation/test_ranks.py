@@ -24,7 +24,7 @@ from .test_train import rows_of, weights_of
 SCRIPT = """
 import os, pickle, sys
 from armature.components.training.ranks import joined
-from tests.vla.conftest import Job
+from tests.robots.imitation.conftest import Job
 
 os.environ.update(ARMATURE_RENDEZVOUS=sys.argv[1] + ".store", WORLD_SIZE="2")
 other = os.fork()  # as the real parent would have started it, but with what is imported

@@ -139,7 +139,7 @@ class Forked:
 def forked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forked]:
     log, pipe = tmp_path_factory.mktemp("forked") / "log", subprocess.PIPE
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
-    command = [sys.executable, "-m", "tests.vla_rl.forked_ranks"]
+    command = [sys.executable, "-m", "tests.robots.rl.forked_ranks"]
     with (
         log.open("w") as file,
         subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=file, text=True, env=environment) as program,

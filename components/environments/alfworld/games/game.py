@@ -86,6 +86,8 @@ class FolderGames(Settings):
 GamesSettings = Annotated[GeneratedGames | FolderGames, Field(discriminator="source")]
 
 
+# What a game file or a task may hand to the engine: a PDDL problem of known shape, and a plain sentence.
+
 LONGEST_PROBLEM = 2**20
 LONGEST_NAME = 150
 """fast-downward's library copies an operator, a name and up to six arguments, into 1,024 bytes."""

@@ -173,6 +173,9 @@ def _trajectory(
     }
 
 
+# Games by their settings, and what they depend on besides them.
+
+
 def load_games(games: GeneratedGames | FolderGames, source: Source, *, count: int, seed: int) -> Iterator[Game]:
     """`count` games of the split `source`; a larger count begins with the same games.
 

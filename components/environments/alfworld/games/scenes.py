@@ -15,6 +15,8 @@ from armature.components.environments.alfworld import packaged
 from armature.components.environments.alfworld.games.game import GeneratedGames
 from armature.components.environments.alfworld.packaged import names_of
 
+# Rooms: the receptacles of alfworld's scenes, and objects spread over them.
+
 LAMP = "DeskLamp"
 LAMP_HOSTS = frozenset({"Desk", "SideTable", "Dresser", "DiningTable", "Shelf", "CoffeeTable"})
 LEFT_OUT = frozenset({"TeddyBear"})
@@ -123,6 +125,8 @@ def _placed(kind: str, host: str, room: SceneLayout, taken: dict[str, str], rand
     return None
 
 
+# PDDL problems of ALFRED's domain: how a scene is written down.
+
 _PROPERTIES = {
     "Cleanable": "cleanable",
     "Heatable": "heatable",
@@ -188,6 +192,8 @@ def write_problem(name: str, scene: Scene, goal: str) -> str:
         f"(define (problem {name})\n(:domain alfred)\n(:objects\n {lines(declared)})\n(:init\n {lines(facts)})\n{goal}"
     )
 
+
+# The commands that win a generated game: go, open, take, treat, go, open, put down.
 
 TREATMENTS = {
     "pick_clean_then_place_in_recep": ("clean", "Cleanable", "SinkBasin"),

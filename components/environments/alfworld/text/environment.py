@@ -124,6 +124,8 @@ def draw(cells: tuple[str | None, ...], size: int) -> EncodedImage:
     return encode_png(image)
 
 
+# Plans as one would act who does not know where things are: with looks into places where they are not.
+
 _REACHED = re.compile(r"\(receptacleatlocation (\S+) ([^\s)]+)\)")
 
 
@@ -158,6 +160,9 @@ def with_detours(plan: Sequence[str], problem: str, most: int, random: Random) -
         if places[place] in constants.OPENABLE_CLASS_SET:
             commands.append(f"open {place}")
     return [*commands, *(command for command in plan if command not in commands or not command.startswith("open "))]
+
+
+# ALFWorld's text games: each turn says what happened and asks for a command.
 
 
 class AlfworldTextSettings(Settings):

@@ -128,6 +128,8 @@ def translate(action: Mapping[str, Any], release: Release) -> dict[str, Any]:
     return said
 
 
+# alfworld's agent of high-level commands in AI2-THOR, with the commands and the names of the text game.
+
 _MOVE = re.compile(r"move (\S+ \d+) to (\S+ \d+)")
 _PUT = re.compile(r"put (\S+ \d+) (?:in/on|in|on) (\S+ \d+)")
 _USES = {"microwave": "heat", "fridge": "cool", "sinkbasin": "clean", "bathtubbasin": "clean"}

@@ -97,6 +97,9 @@ def encode_frame(frame: np.ndarray) -> EncodedImage:
     return encode_png(Image.fromarray(np.ascontiguousarray(frame)))
 
 
+# ALFWorld in AI2-THOR: each turn shows what the agent sees, and says what the text game would say.
+
+
 class AlfworldThorSettings(Settings):
     """The games, the words around them, the image, and what is rewarded."""
 

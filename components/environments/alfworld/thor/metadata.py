@@ -18,6 +18,8 @@ class PlayerError(ArmatureError):
     code = "player_failed"
 
 
+# The part of a player's answer that we and alfworld read.
+
 LONGEST_SIDE = 4096
 """Pixels; a frame's size is believed up to here."""
 

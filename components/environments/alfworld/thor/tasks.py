@@ -11,6 +11,8 @@ from armature.components.contracts.errors import DataError
 from armature.components.contracts.settings import Settings
 from armature.components.environments.alfworld.games.game import Kind
 
+# A THOR task's payload: the game, and the scene that it is played in.
+
 
 class _AlfredPart(BaseModel):
     """Other keys of ALFRED's files are kept as they are."""
@@ -83,6 +85,9 @@ def thor_game(task: Task) -> ThorGame:
             where=f"task {task.task_id}",
             remedy="list the tasks with the environment alfworld/thor, which keeps each game's scene",
         ) from error
+
+
+# What a turn in AI2-THOR earns.
 
 
 class TerminalReward(Settings):

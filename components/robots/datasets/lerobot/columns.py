@@ -105,6 +105,8 @@ def described(features: dict[str, Feature]) -> bytes:
     return json.dumps({"info": {"features": kinds}}).encode()
 
 
+# The columns that say which frame a row of a data file is: episode, number, time.
+
 TOLERANCE = 1e-4
 """Seconds that a time may be off: LeRobot's `tolerance_s`."""
 PLACES = ("episode_index", "frame_index", "index", "timestamp")
@@ -180,6 +182,9 @@ class ExpectedRows:
             )
         values: Array = to_numpy(column, name, OWN_FEATURES[name], f"{path}, from episode {self.episode}")[:, 0]
         return values
+
+
+# Which frames of an episode stand for all of them where images are counted.
 
 
 def sampled(length: int) -> list[int]:

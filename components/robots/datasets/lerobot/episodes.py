@@ -48,6 +48,8 @@ class MappedFile(ABC):
         """Map it; what is mapped is left out by `__getstate__`."""
 
 
+# The tasks of a dataset by their number, without an object for each.
+
 FORMAT = 2
 """Raised when the same file gives another list, or is checked for more."""
 
@@ -113,6 +115,8 @@ class TaskList(MappedFile, Mapping[int, str]):
         with pa.ipc.new_file(str(target), table.schema) as writer:
             writer.write_table(table)
 
+
+# The list of a dataset's episodes: numbers in one file that all processes of a machine map, an episode when asked.
 
 AT_ONCE = 2**16
 """Rows of meta/episodes in memory while the numbers are written."""

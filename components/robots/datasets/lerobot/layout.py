@@ -171,6 +171,9 @@ def place(template: str, **values: str | int) -> PurePosixPath:
     return confined(text, where)
 
 
+# Where the files of a dataset are: in a folder, or wherever they can be fetched from.
+
+
 class DatasetFiles(Protocol):
     """The files of one dataset, named by their paths in it. Pickles: other processes open the same files."""
 

@@ -60,6 +60,8 @@ def paraphrase(instruction: str, strength: float, rng: np.random.Generator) -> s
     return f"{scene}: {words}" if strength > 2 / 3 else words
 
 
+# Perturbations by name. What is drawn follows from name, task and seed alone, whatever the strength.
+
 Perturb = Callable[[PerturbedScene, float, np.random.Generator], None]
 
 SEEN: dict[str, Perturb] = {"camera": perturb_camera, "light": perturb_light, "texture": perturb_texture}

@@ -98,6 +98,8 @@ def bounds(model: mujoco.MjModel, data: mujoco.MjData, geoms: Collection[int]) -
     return (centers - halves).min(axis=0), (centers + halves).max(axis=0)
 
 
+# What is seen, changed: cameras, lights, textures. A reset has a new model, so nothing has to be undone.
+
 ORBIT = np.radians([10.0, 20.0, 5.0])
 """Around the camera's own axes: to the right, up, and backward."""
 DISTANCE, FIELD = 0.15, 0.15
@@ -185,6 +187,8 @@ def _pattern(height: int, width: int, rng: np.random.Generator) -> NDArray[np.fl
     chosen = [(down + right) % 2, right % 2, blots[down, right]][kind]
     return np.asarray(colors[chosen])
 
+
+# Where things are, changed when they have come to rest: objects and the robot's joints. Nothing then penetrates.
 
 LAYOUT, DISTRACTORS, YAW = 0.05, 0.10, np.radians(30.0)
 JOINTS = 0.15

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from armature.components.robots.libero.simulator import LiberoSimulator
 
 
+# What the scripted policy does in a task: which object, how it is taken, and where it goes.
+
 Vector = NDArray[np.float64]
 
 CLEARANCE = 0.008

@@ -220,6 +220,9 @@ def _length(vector: Vector) -> float:
     return float(np.linalg.norm(vector))
 
 
+# Episodes of the scripted policy.
+
+
 @dataclass(frozen=True)
 class DemonstrationOutcome:
     """How an episode ended. `phase` is the policy's last one, `retries` how often it took the object again."""

@@ -267,6 +267,13 @@ class MolmoAct2Config(_Section):
                 )
 
 
+# What the three published versions do differently when they train.
+#
+# A fourth difference is not kept as an option: the seed's and 0.6.1's padding on the right counted as context for the
+# action expert, so that an example's loss depended on the lengths of its neighbors in the batch. Here padding is never
+# context.
+
+
 @dataclass(frozen=True)
 class TrainingSemantics:
     """Per version of LeRobot's policy.

@@ -64,6 +64,14 @@ class TokenDraws:
         return torch.stack(self._logprobs, dim=1)
 
 
+# What a trained policy answers: actions by Euler steps from noise, or action tokens one by one.
+#
+# A row's answer has the same bits whatever is asked beside it. On a CPU rows run one by one and nothing is padded: its
+# matrix products sum in an order that depends on a row's place, so that a row moved within a group changes in its last
+# bits. On a GPU rows run in groups of a constant size, where every place gives the same, and beside rows of their own
+# width alone: that of a row is its length, rounded up.
+
+
 @dataclass(frozen=True)
 class InferencePlan:
     """bidirectional_images, hides_answers, mask_dimensions: as in `LossPlan`. steps: of Euler's method."""

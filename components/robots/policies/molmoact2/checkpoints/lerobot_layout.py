@@ -241,6 +241,11 @@ def read_json(file: Path) -> dict[str, Any]:
     return content
 
 
+# A policy written as LeRobot saves it, with what LeRobot takes from a released checkpoint in `base/`.
+#
+# LeRobot itself builds the model from `checkpoint_path` before it reads our weights: name a released checkpoint there,
+# or a folder that `save_policy` wrote.
+
 POSTPROCESSOR, UNNORMALIZER = "policy_postprocessor", "molmoact2_masked_unnormalizer"
 IMAGE_SHAPE = (3, 256, 256)  # declared shape of a camera; LeRobot resizes whatever comes
 _MODES = {ours: theirs for theirs, ours in NORMALIZATIONS.items()}

@@ -103,6 +103,19 @@ def flow_errors(velocity: Tensor, target: Tensor, valid: Tensor | None, used: Te
     return ((squares * counted).sum(-1) / counted.sum(-1).clamp(min=1.0)).mean((1, 2))
 
 
+# Flow-SDE: one denoising step of a flow-matching policy is drawn from a normal distribution, the others are Euler's.
+#
+# Time runs from noise (t = 0) to actions (t = 1) in N steps of δ = 1 / N, t_k = k / N. At a point x with velocity v
+# the noise is ε = x - t v. The drawn step has
+#
+#     s_k = η sqrt((1 - t_k) / t_k), with t_1 in place of t_0
+#     μ_k = x + δ (v - s_k² ε / (2 (1 - t_k)))
+#     x_(k+1) ~ N(μ_k, s_k² δ)
+#
+# which leaves the marginals of the flow as they are up to the size of a step. Source: πRL (arXiv 2510.25889), there
+# with time in the other direction.
+
+
 def noise_scales(steps: int, noise_level: float) -> Tensor:
     """(N,) float64: s_k of every step.
 
@@ -160,6 +173,14 @@ def step_divergences(velocity: Tensor, other: Tensor, step: Tensor, sigmas: Tens
     moved = drift(nowhere, velocity.double() - other.double(), time, sigma) / steps
     return 0.5 * (moved / sigma).square() * steps
 
+
+# Chunks that go on where the robot is: real-time chunking (Black et al. 2025, arXiv 2506.07339).
+#
+# While a chunk is computed the robot carries out the one before. The velocity of flow matching is pulled to what is
+# left of that chunk, Y: with the estimate A1(x) = x + (1 - t) v(x, t) of the actions, weights w of the steps and time
+# t, from noise (0) to actions (1),
+#
+#     v + min(beta, (t^2 + (1 - t)^2) / (t (1 - t))) (Y - A1)^T diag(w) dA1/dx
 
 MOST_GUIDANCE = 5.0
 """beta of the paper."""

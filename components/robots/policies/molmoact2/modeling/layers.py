@@ -46,6 +46,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
 
 
+# The value of what a policy sees: how much reward is still to come.
+
+
 class ValueHead(nn.Module):
     """V = MLP(mean over the chunk of the action expert's last states, normed), in float32.
 
@@ -75,6 +78,9 @@ class ValueHead(nn.Module):
         with torch.autocast(states.device.type, enabled=False):
             y: Tensor = self.layers(rms(precise(states.detach())).mean(1))
         return y.squeeze(-1)
+
+
+# Which tokens attend to which: among the tokens of an example, and from the action expert.
 
 
 def attention_mask(batch: PolicyBatch, bidirectional_images: bool) -> Tensor:

@@ -101,6 +101,11 @@ class ActionVocabulary:
         )
 
 
+# Chunks of actions as tokens: the FAST scheme (Pertsch et al., 2025) in its released file layout.
+#
+# A chunk (T, D) in [-1, 1] becomes the orthonormal DCT-II of each dimension over time, times a scale, rounded. The T x
+# D integers, time first, minus the smallest one, are characters of a text, which a byte-level BPE shortens.
+
 TOKENIZER, TOKENIZER_CONFIG, CONFIG = "tokenizer.json", "tokenizer_config.json", "processor_config.json"
 _CHARACTERS = 0x800  # of at most two bytes; far more than coefficients reach
 _BROKEN = "\ufffd"

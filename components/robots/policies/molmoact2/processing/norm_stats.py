@@ -306,6 +306,8 @@ def _first(error: ValidationError) -> str:
     return f"{'.'.join(str(part) for part in problem['loc'])}: {problem['msg']} (given {problem['input']!r:.80})"
 
 
+# Between a dataset's units and the range that the policy works in.
+
 _TINY, _SMALL = np.float32(1e-8), np.float32(1e-6)
 _NEEDED = {"quantiles": ("q01", "q99"), "mean_std": ("mean", "std"), "identity": ()}
 

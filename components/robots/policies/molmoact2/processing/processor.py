@@ -41,6 +41,8 @@ def _threads() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(available_cpus(), "encode")
 
 
+# What a robot sees and did, as an example for the model; and the model's answer, as actions of the robot.
+
 _REMEMBERED = 10_000  # texts whose tokens are kept
 _TOKENIZING = Lock()  # a fast tokenizer refuses a second thread
 
