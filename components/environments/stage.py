@@ -96,7 +96,7 @@ def write_tasks(
 
 TASKS_STAGE = Stage(
     "tasks",
-    4,
+    5,
     EnvironmentSettings,
     (),
     write_tasks,

@@ -200,4 +200,4 @@ async def play(
             )
 
 
-EVALUATE_STAGE = Stage("evaluate", 5, EvaluateStageSettings, ("tasks", "model"), evaluate, sources_of_tasks)
+EVALUATE_STAGE = Stage("evaluate", 6, EvaluateStageSettings, ("tasks", "model"), evaluate, sources_of_tasks)

@@ -149,7 +149,7 @@ def sources(settings: TrainVLMSettings, inputs: Mapping[str, Artifact]) -> Mappi
 
 TRAIN_VLM_STAGE = Stage(
     name="train-vlm",
-    version=5,
+    version=6,
     settings=TrainVLMSettings,
     inputs=("tasks", "model"),
     run=train_vlm,

@@ -110,7 +110,7 @@ def write_statistics(
     return StageReport(rows=counted(sources))
 
 
-QUANTILE_STATS_STAGE = Stage("quantile-stats", 4, QuantileStatsSettings, ("dataset",), write_statistics)
+QUANTILE_STATS_STAGE = Stage("quantile-stats", 5, QuantileStatsSettings, ("dataset",), write_statistics)
 
 
 def read_statistics(artifact: Path, tags: Sequence[str]) -> dict[str, dict[str, Any]]:

@@ -214,5 +214,5 @@ def compare_libero(
     return StageReport(rows={"pairs": whole.pairs, "videos": len(videos)})
 
 
-EVALUATE_LIBERO_STAGE = Stage("evaluate-libero", 2, EvaluateLiberoStageSettings, ("policy",), evaluate_libero)
-COMPARE_LIBERO_STAGE = Stage("compare-libero", 3, CompareLiberoSettings, ("first", "second"), compare_libero)
+EVALUATE_LIBERO_STAGE = Stage("evaluate-libero", 3, EvaluateLiberoStageSettings, ("policy",), evaluate_libero)
+COMPARE_LIBERO_STAGE = Stage("compare-libero", 4, CompareLiberoSettings, ("first", "second"), compare_libero)

@@ -106,4 +106,4 @@ def compared_errors(error: float, constant: float) -> str:
     return f"{error:.3g}, {said} that of the mean action ({constant:.3g})"
 
 
-TRAIN_VLA_STAGE = Stage("train-vla", 3, TrainVLASettings, INPUTS, train_vla)
+TRAIN_VLA_STAGE = Stage("train-vla", 4, TrainVLASettings, INPUTS, train_vla)

@@ -176,4 +176,4 @@ def _split(outputs: GenerateOutputs, split: str) -> GenerateOutputs:
     return GenerateOutputs([trajectory for trajectory in outputs.trajectories if trajectory.split == split])
 
 
-SFT_STAGE = Stage("sft", 3, SFTSettings, ("tasks", "model"), warm_start, sources_of_tasks)
+SFT_STAGE = Stage("sft", 4, SFTSettings, ("tasks", "model"), warm_start, sources_of_tasks)

@@ -58,7 +58,7 @@ def record(
     return StageReport(rows={"episodes": len(reached), "frames": frames}, drops={"goal not reached": len(failures)})
 
 
-DEMONSTRATIONS_STAGE = Stage("demonstrations", 1, DemonstrationsStageSettings, (), record)
+DEMONSTRATIONS_STAGE = Stage("demonstrations", 2, DemonstrationsStageSettings, (), record)
 
 
 def _play(
