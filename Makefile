@@ -31,7 +31,7 @@ interop-cluster: .venv-cluster/.made .venv-checkov/.made
 	.venv-cluster/bin/python -m pytest tests/interop/cluster
 
 interop-ray: .venv-ray/.made
-	.venv-ray/bin/python -m pytest tests/workers -k actor  # those in processes of this machine are in make test
+	.venv-ray/bin/python -m pytest tests/machine/workers -k actor  # those in processes of this machine are in make test
 	.venv-ray/bin/python -m pytest tests/rollouts/test_shards.py -k actor
 	.venv-ray/bin/python -m pytest tests/inference/test_hosts.py
 	.venv-ray/bin/python -m pytest tests/interop/ray_cluster

@@ -192,7 +192,7 @@ def _stop_together(children: Iterable[Program]) -> None:
 def _provision(platform: Platform) -> None:
     began = time.monotonic()
     log = LOGS / "provision.log"
-    command = [sys.executable, "-m", "armature.deployments", *platform.pools]
+    command = [sys.executable, "-m", "armature.provision", *platform.pools]
     with program(command, log=log.resolve(), env=prefect_environment(platform.api_url)) as child:
         if child.wait() != 0:
             raise ServerError(

@@ -19,8 +19,8 @@ from prefect.types._datetime import now
 
 from armature import deployments, submit
 from armature.components.configuration import load_recipe
-from armature.deployments import JOB_TEMPLATE
 from armature.init import write_project
+from armature.provision import JOB_TEMPLATE
 
 JOBS = json.loads(
     Template((Path(__file__).parents[2] / "infra/kubernetes/base/job-template.json").read_text()).substitute(
