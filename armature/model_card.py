@@ -1,4 +1,4 @@
-"""What is known of a checkpoint: how it was made and from what, and how it did, as the artifacts say it."""
+"""The README.md of an exported checkpoint: what the hub reads above, what people read below."""
 
 from __future__ import annotations
 
@@ -27,6 +27,8 @@ from armature.components.contracts.stages import Artifact
 from armature.components.machine.hub import HUB
 from armature.components.models.source import REFERENCE, SourceReference
 from armature.show import toml_text
+
+# What is known of a checkpoint: how it was made and from what, and how it did, as the artifacts say it.
 
 START = ("model", "policy")
 """Names of the input that a training begins with, and kinds of what nobody has trained."""
@@ -168,8 +170,6 @@ def _commit(digest: str) -> str:
         return code_commit(digest)
     return ""
 
-
-# The README.md of an exported checkpoint: what the hub reads above, what people read below.
 
 Form = Literal["merged", "adapter", "lerobot"]
 LIBRARIES: Mapping[Form, str] = {"merged": "transformers", "adapter": "peft", "lerobot": "lerobot"}

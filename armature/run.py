@@ -16,7 +16,8 @@ from armature.check import check_ahead
 from armature.components.configuration import Recipe
 from armature.components.contracts.errors import ArmatureError, ConfigurationError, ServerError
 from armature.components.machine.project import project
-from armature.services import PREFECT_PORT, free_port, prefect_environment, prefect_server, wait_until_ready
+from armature.ports import PREFECT_PORT
+from armature.services import free_port, prefect_environment, prefect_server, wait_until_ready
 
 if TYPE_CHECKING:
     from prefect import State

@@ -1,4 +1,4 @@
-"""Where the platform listens if nothing else is asked for."""
+"""The programs behind the platform: how each is started, and how one knows that it is up."""
 
 from __future__ import annotations
 
@@ -20,11 +20,6 @@ from armature.components.machine.network import listener
 from armature.components.machine.private_files import private_folder, sqlite_url, write_private
 from armature.components.machine.process import Program
 from armature.prefect_server import ALLOWED_HOSTS
-
-PREFECT_PORT, MLFLOW_PORT = 4200, 5000
-
-
-# The programs behind the platform: how each is started, and how one knows that it is up.
 
 STATE = home_folder() / ".armature"
 LOGS = STATE / "logs"

@@ -1,4 +1,4 @@
-"""A resolved recipe as TOML, in which what the recipe itself says is marked."""
+"""`armature show`: a recipe's values, or a result and what it was made from."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from armature.components.contracts.errors import ConfigurationError
 from armature.components.environments import ENVIRONMENTS
 from armature.components.environments.settings import EnvironmentSettings
 from armature.components.machine.project import project
+
+# A resolved recipe as TOML, in which what the recipe itself says is marked.
 
 RECIPE, OVERRIDE = "recipe", "--set"
 BARE = re.compile(r"[A-Za-z0-9_-]+")
@@ -109,8 +111,6 @@ def _value(value: Any) -> str:
 def _key(key: str) -> str:
     return key if BARE.fullmatch(key) else json.dumps(key, ensure_ascii=False)
 
-
-# `armature show`: a recipe's values, or a result and what it was made from.
 
 SECONDS = 5.0
 """A person waits for the answer."""

@@ -1,4 +1,4 @@
-"""`armature submit --job-variable`: what a run asks for of the variables in a work pool's template of Jobs."""
+"""`armature submit`: a run of a deployment with changed values, on the platform's workers."""
 
 from __future__ import annotations
 
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient
     from prefect.client.schemas.objects import FlowRun
     from prefect.client.schemas.responses import DeploymentResponse
+
+
+# `armature submit --job-variable`: what a run asks for of the variables in a work pool's template of Jobs.
 
 
 def parse_job_variables(texts: Sequence[str], template: Mapping[str, Any], pool: str) -> dict[str, Any]:
@@ -65,8 +68,6 @@ def parse_job_variables(texts: Sequence[str], template: Mapping[str, Any], pool:
         )
     return given
 
-
-# `armature submit`: a run of a deployment with changed values, on the platform's workers.
 
 POLL_SECONDS = 2.0
 LOGS_PER_CALL = 200

@@ -16,8 +16,7 @@ GROUPS, GROUP_SIZE, SIDE, TOKENS = 16, 8, 224, 64
 def measure() -> list[Row]:
     from armature.components.artifacts.images import ImageStore
     from armature.components.models.tiny import make_tiny_checkpoint
-    from armature.components.rollouts.batches.build import build_batch
-    from armature.components.rollouts.batches.table import read_batch, write_batch
+    from armature.components.rollouts.batches.table import build_batch, read_batch, write_batch
     from armature.components.rollouts.settings import BatchSettings
     from armature.components.vlm.loader import MicroBatchLoader
     from armature.components.vlm.packing import micro_batches

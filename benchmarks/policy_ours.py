@@ -11,8 +11,8 @@ import torch
 
 from armature.components.models.settings import AdapterSettings
 from armature.components.robots.imitation.data import PolicyMicroBatch
-from armature.components.robots.imitation.groups import prepare
 from armature.components.robots.imitation.learner import PolicyLearner
+from armature.components.robots.imitation.opening import prepare
 from armature.components.robots.imitation.settings import Mode, VLATrainerSettings
 from armature.components.robots.policies.molmoact2.checkpoints.weights import (
     FREQUENCIES,

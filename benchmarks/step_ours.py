@@ -35,7 +35,7 @@ from armature.components.models.load import RECOMPUTATION, freeze
 from armature.components.models.lora import NF4Linear, add_adapters, quantize
 from armature.components.models.settings import LoraSettings
 from armature.components.models.varlen import choose_kernels
-from armature.components.rollouts.batches.build import build_batch
+from armature.components.rollouts.batches.table import build_batch
 from armature.components.rollouts.settings import BatchSettings
 from armature.components.training.ranks import Ranks
 from armature.components.vlm.learner import Learner

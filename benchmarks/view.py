@@ -14,7 +14,7 @@ import pyarrow.dataset as ds
 
 from armature.components.artifacts.tables import write_table
 from armature.components.rollouts.table import FAILURES, ROLLOUTS
-from armature.components.viewer.index import Query, RolloutIndex
+from armature.components.viewer.tables import Query, RolloutIndex
 from benchmarks.table import Row, alternate, seconds
 
 STEPS, GROUPS, SIZE, ROUNDS, TOKENS = 1000, 125, 8, 5, 20

@@ -25,7 +25,7 @@ import torch
 from armature.components.artifacts.images import ImageStore
 from armature.components.contracts.machine import available_cpus
 from armature.components.contracts.robots import RobotObservation
-from armature.components.robots.imitation.groups import prepare
+from armature.components.robots.imitation.opening import prepare
 from armature.components.robots.libero.processes import SimulatorProcess
 from armature.components.robots.libero.settings import SimulatorSettings, Suite
 from armature.components.robots.libero.tasks import suite_tasks

@@ -25,8 +25,7 @@ from armature.components.inference.pool import ServerPool
 from armature.components.models.adapters import get_adapter
 from armature.components.models.load import load_processor
 from armature.components.models.tiny import make_tiny_checkpoint
-from armature.components.rollouts.batches.build import build_batch
-from armature.components.rollouts.batches.table import write_batch
+from armature.components.rollouts.batches.table import build_batch, write_batch
 from armature.components.rollouts.collect import collect
 from armature.components.rollouts.sampler import tasks_of_step
 from armature.components.vlm.client import TrainerClient, TrainerPolicySettings

@@ -25,9 +25,9 @@ from armature.components.robots.datasets.quantiles import document
 from armature.components.robots.datasets.settings import ALONE, QuantileStatsSettings
 from armature.components.robots.datasets.source import ACTION, STATE, DatasetSource, split
 from armature.components.robots.imitation.data import Encoder, UpdateDataset
-from armature.components.robots.imitation.groups import prepare
 from armature.components.robots.imitation.heldout import HeldoutEvaluator, evenly_spread
 from armature.components.robots.imitation.learner import PolicyLearner
+from armature.components.robots.imitation.opening import prepare
 from armature.components.robots.imitation.robots import robots_of
 from armature.components.robots.imitation.settings import HeldoutSettings, LearningRates, VLATrainerSettings
 from armature.components.robots.policies.molmoact2.checkpoints.checkpoint import load_model, save_policy

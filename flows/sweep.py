@@ -1,4 +1,4 @@
-"""The cells of a sweep: each a task of its own, so that each has its own log, state and retry."""
+"""Evaluate every checkpoint with every seed."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from armature.tasks.flow_run import tracked_flow
 from armature.tasks.parameters import takes
 from armature.tasks.reports import CheckpointResult, report
 from armature.tasks.run_stage import run
+
+# The cells of a sweep: each a task of its own, so that each has its own log, state and retry.
 
 
 @task(name="cell", task_run_name="{checkpoint}-seed{seed}", cache_policy=NO_CACHE, persist_result=False)
@@ -36,9 +38,6 @@ def run_cells(recipe: Sweep, tasks: Artifact) -> list[CheckpointResult]:
         done = state.is_completed()
         findings.append(CheckpointResult(name, state.result() if done else None, "" if done else str(state.message)))
     return findings
-
-
-# Evaluate every checkpoint with every seed.
 
 
 @flow(name="evaluate", validate_parameters=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from prefect import flow
 
 from armature.components.evaluation.results import planned_tasks
-from armature.components.rl.stage import TrainVlm
+from armature.components.rl.recipe import TrainVlm
 from armature.tasks.flow_run import deployment_name, tracked_flow
 from armature.tasks.parameters import takes
 from armature.tasks.reports import CheckpointResult, promote_candidate, report

@@ -1,4 +1,4 @@
-"""Units of a long stage as Prefect task runs, so that each shows on the run's page with its times and its error."""
+"""What a stage reports, shown on the run's page as it happens and sent to MLflow in batches."""
 
 from __future__ import annotations
 
@@ -28,6 +28,8 @@ from armature.components.contracts.stages import Artifact, ResultT
 from armature.tasks.patience import patience
 from armature.tasks.prometheus import RUNS, ResourceWatch, free_bytes
 from armature.tasks.tracking import TrackedRun
+
+# Units of a long stage as Prefect task runs, so that each shows on the run's page with its times and its error.
 
 
 class PrefectUnits:
@@ -73,8 +75,6 @@ class PrefectUnits:
         # After an error nobody waits: a unit may be waiting for a server that is being stopped.
         self._executor.shutdown(wait=kind is None, cancel_futures=True)
 
-
-# What a stage reports, shown on the run's page as it happens and sent to MLflow in batches.
 
 FLUSH_SECONDS = 3.0
 LOG_LINE_SECONDS = 15.0

@@ -1,4 +1,4 @@
-"""What is left of disk and memory, and a warning before they run out."""
+"""What the runs of this process count, for Prometheus, at `machine.metrics`."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ from armature.components.contracts.installation import home_folder
 from armature.components.inference.pool import OPEN
 from armature.components.inference.routing import PoolStatistics
 from armature.components.machine.network import metrics_server
+
+# What is left of disk and memory, and a warning before they run out.
 
 _GIB = 2**30
 
@@ -80,8 +82,6 @@ class ResourceWatch:
             yield text
         self._low = self._low | {name} if low else self._low - {name}
 
-
-# What the runs of this process count, for Prometheus, at `machine.metrics`.
 
 COUNTS = tuple(PoolStatistics().counts())
 

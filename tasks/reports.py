@@ -1,4 +1,4 @@
-"""Where the curves and the rollouts of a stage are looked at, said on the run's page."""
+"""What a person finds on the run's page: the results as a table, and links to where more is."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ from armature.tasks.outputs import numbers, pages
 from armature.tasks.promotion import measure_of_candidate, promote
 from armature.tasks.tracking import TrackedRun, find_model
 
+# Where the curves and the rollouts of a stage are looked at, said on the run's page.
+
 
 def link_viewer(label: str, fingerprint: str, store: Path) -> None:
     """Say how to look at a stage, called `label`, while it runs, with a link to it where a viewer of `store` is up.
@@ -35,8 +37,6 @@ def link_viewer(label: str, fingerprint: str, store: Path) -> None:
     key = re.sub("[^a-z0-9]+", "-", f"rollouts {label}".lower()).strip("-")
     create_markdown_artifact(f"{said}\n", key=key)
 
-
-# What a person finds on the run's page: the results as a table, and links to where more is.
 
 SHOWN = (
     *("accuracy", "accuracy_low", "accuracy_high", "success", "success_low", "success_high"),

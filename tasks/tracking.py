@@ -1,4 +1,7 @@
-"""Runs in MLflow whose process or machine is gone: who makes their artifact in their place ends them."""
+"""Writes to MLflow: one run per flow run, one nested run per stage, artifacts by digest, checkpoints by reference.
+
+Nothing of an artifact is uploaded. A dataset or a model in MLflow is a name, our digest and our path.
+"""
 
 from __future__ import annotations
 
@@ -36,6 +39,8 @@ from armature.tasks import mlflow_client as names
 from armature.tasks.mlflow_client import client, experiment_id, page
 from armature.tasks.patience import patience, patiently
 
+# Runs in MLflow whose process or machine is gone: who makes their artifact in their place ends them.
+
 
 def take_the_place_of_lost_runs(run: TrackedRun, parent: TrackedRun | None, fingerprint: str) -> None:
     """Mark `run` as the one that makes an artifact; runs that made it before and never ended are KILLED, and so are the
@@ -53,10 +58,6 @@ def take_the_place_of_lost_runs(run: TrackedRun, parent: TrackedRun | None, fing
             client().set_terminated(flow, "KILLED")
     run.tag({names.MAKES_TAG: fingerprint})
 
-
-# Writes to MLflow: one run per flow run, one nested run per stage, artifacts by digest, checkpoints by reference.
-#
-# Nothing of an artifact is uploaded. A dataset or a model in MLflow is a name, our digest and our path.
 
 MetricPoint = tuple[str, float, int, int]
 """Key, value, milliseconds since 1970, step."""

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from PIL import Image
 from sqlalchemy import create_engine, make_url, text
 
-from armature.commands.store import verify
 from armature.components.artifacts.cache import DownloadCache
 from armature.components.artifacts.tables import read_table, write_table
 from armature.components.configuration import load_recipe
@@ -37,6 +36,7 @@ from armature.components.robots.datasets.lerobot.video import VideoSettings
 from armature.components.robots.datasets.lerobot.writer import create_dataset
 from armature.components.robots.datasets.remote import open_files
 from armature.components.robots.datasets.settings import LayoutSettings
+from armature.verify import verify
 from tests.hostile_names import EVERY_CHARACTER, HOSTILE_NAMES
 from tests.refusals import refused
 

@@ -7,7 +7,7 @@ from typing import Annotated, Optional
 
 import typer
 
-from armature.services import MLFLOW_PORT, PREFECT_PORT
+from armature.ports import MLFLOW_PORT, PREFECT_PORT
 
 app = typer.Typer()
 

@@ -71,6 +71,6 @@ def verify(
 
     A run compares sizes, times and inodes, and reads what differs.
     """
-    from armature.commands.store import verify as verify_store
+    from armature.verify import verify as verify_store
 
     verify_store(store)

@@ -105,7 +105,7 @@ RECIPES = Registry(
     {
         "alfworld-games": "armature.components.environments.alfworld.stage:AlfworldGames",
         "quantile-stats": f"{_ROBOTS}:QuantileStats",
-        "train-vlm": "armature.components.rl.stage:TrainVlm",
+        "train-vlm": "armature.components.rl.recipe:TrainVlm",
         "evaluate": "armature.components.evaluation.settings:Evaluate",
         "evaluate/sweep": "armature.components.evaluation.settings:Sweep",
         "demonstrations": f"{_ROBOTS}:Demonstrations",

@@ -1,4 +1,4 @@
-"""The secrets that this process has read: no error shows them, whatever text from outside holds them."""
+"""Errors in three parts: what is wrong, where, and what to do."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from base64 import b64encode
 from html import escape
 from json import dumps
 from urllib.parse import quote, quote_plus
+
+# The secrets that this process has read: no error shows them, whatever text from outside holds them.
 
 SHORTEST = 4
 """Characters of a secret; a shorter value is in too many texts by chance."""
@@ -45,9 +47,6 @@ def blanked(text: str) -> str:
     for form in sorted(_forms, key=len, reverse=True):
         text = text.replace(form, "***")
     return text
-
-
-# Errors in three parts: what is wrong, where, and what to do.
 
 
 class ArmatureError(Exception):

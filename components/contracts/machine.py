@@ -1,4 +1,4 @@
-"""The CPUs that this process may use."""
+"""Facts of the machine a run is on. None of them changes results, so none of them is hashed."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from armature.components.contracts.installation import server_python
 from armature.components.contracts.secrets import Environment, refuse_plain_arguments, refuse_plain_url, resolve
 from armature.components.contracts.settings import Settings
 
+# The CPUs that this process may use.
+
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
@@ -26,8 +28,6 @@ def available_cpus(quota: Path = _QUOTA) -> int:
         return own
     return own if limit == "max" else max(1, min(own, int(limit) // int(period)))
 
-
-# Facts of the machine a run is on. None of them changes results, so none of them is hashed.
 
 Scalar = bool | int | float | str
 ADDRESS = r"^(\[[0-9a-fA-F:]+\]|[^\s:/\[\]]+):[0-9]{1,5}$"

@@ -1,4 +1,4 @@
-"""Threads beside the event loop, for code that may block it."""
+"""An episode that costs no more than itself: whatever it does ends as an answer or a `RolloutFailed`, in time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from armature.components.contracts.episodes import Environment, Episode, Observa
 from armature.components.contracts.errors import RolloutFailed, said
 from armature.components.machine.process import ForkGuard
 
-# An episode that costs no more than itself: whatever it does ends as an answer or a `RolloutFailed`, in time.
+# Threads beside the event loop, for code that may block it.
 
 ResultT = TypeVar("ResultT")
 

@@ -1,4 +1,4 @@
-"""What tasks look like: a grid of first observations."""
+"""The stage that lists an environment's tasks, and the way back from its artifact to tasks and environment."""
 
 from __future__ import annotations
 
@@ -26,6 +26,8 @@ from armature.components.contracts.stages import Artifact, Stage, StageContext, 
 from armature.components.environments.guarded import GuardedEpisode
 from armature.components.environments.make import at_commit, environment_sources, evaluated_sources, make_environment
 from armature.components.environments.settings import EnvironmentSettings
+
+# What tasks look like: a grid of first observations.
 
 WIDTH, IMAGE, LINES, COLUMNS = 224, 192, 5, 4
 HEIGHT = IMAGE + 12 * LINES + 12
@@ -58,8 +60,6 @@ def _cell(title: str, observation: Observation) -> Image.Image:
     ImageDraw.Draw(cell).multiline_text((8, IMAGE), caption, "black", ImageFont.load_default_imagefont())
     return cell
 
-
-# The stage that lists an environment's tasks, and the way back from its artifact to tasks and environment.
 
 TASKS = TableSchema("tasks", 2, pa.schema([("task_id", pa.string()), ("split", pa.string()), ("payload", pa.string())]))
 SPLITS: tuple[Split, ...] = ("train", "heldout")

@@ -1,4 +1,4 @@
-"""An evaluation as a page."""
+"""The stage evaluate: a checkpoint plays every task of some splits, and what it earned is written down."""
 
 from __future__ import annotations
 
@@ -36,6 +36,8 @@ from armature.components.pages.records import token_decoder
 from armature.components.pages.report import HtmlReport, Rollouts, Table, write_report
 from armature.components.rollouts.collect import collect
 from armature.components.rollouts.table import write_rollouts
+
+# An evaluation as a page.
 
 COLUMNS = ("episodes", "failed", "accuracy, 95 % interval", "mean reward", "mean turns")
 PER_EPISODE = {
@@ -113,8 +115,6 @@ def _failures(results: Sequence[EpisodeResult]) -> Table | None:
     rows = [[reason, str(count)] for reason, count in reasons.most_common()]
     return Table("Episodes that could not be finished", ["reason", "count"], rows) if rows else None
 
-
-# The stage evaluate: a checkpoint plays every task of some splits, and what it earned is written down.
 
 METRICS_FILE = "metrics.json"
 

@@ -1,4 +1,4 @@
-"""Servers that stay up between the stages of a flow, for the next stage that asks for the same."""
+"""The servers that a pool starts itself, on this machine or on a cluster: made, taken from the pool before, ended."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ from armature.components.inference.replica import Replica
 from armature.components.inference.server import VllmServer
 from armature.components.inference.settings import ServerSettings
 from armature.components.machine.workers.placed import PlacementBundles
+
+# Servers that stay up between the stages of a flow, for the next stage that asks for the same.
 
 _NOT_SERVED = frozenset({"manifest.json", "generation_config.json"})
 _PADDING = frozenset(
@@ -100,9 +102,6 @@ def served_files(model: Path) -> dict[str, Any]:
                 document = {key: value for key, value in document.items() if key not in _PADDING}
             read[file.name] = document
     return read
-
-
-# The servers that a pool starts itself, on this machine or on a cluster: made, taken from the pool before, ended.
 
 
 class OwnServers:

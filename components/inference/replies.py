@@ -1,4 +1,4 @@
-"""Where a server is."""
+"""What a server may send back: so many bytes, not compressed, JSON where JSON is promised."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from typing import Any
 import httpx
 
 from armature.components.contracts.errors import ServerError, blanked
+
+# Where a server is.
 
 
 @dataclass(frozen=True)
@@ -32,8 +34,6 @@ class Endpoint:
         key = {"Authorization": f"Bearer {self.api_key}"}
         return key | {"X-Armature-Lease": self.lease} if self.lease else key
 
-
-# What a server may send back: so many bytes, not compressed, JSON where JSON is promised.
 
 PLAIN = {"Accept-Encoding": "identity"}
 """For every request: vLLM compresses nothing, and what is not compressed cannot be a bomb."""

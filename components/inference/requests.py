@@ -1,4 +1,4 @@
-"""The door of the pool: nothing that a server answers is believed before it was checked here."""
+"""Asks servers whose weights somebody keeps current: a pool in its own process, or workers that it lends them to."""
 
 from __future__ import annotations
 
@@ -27,6 +27,8 @@ from armature.components.inference.client import (
 )
 from armature.components.inference.replica import Replica
 from armature.components.inference.routing import Router
+
+# The door of the pool: nothing that a server answers is believed before it was checked here.
 
 FINISHED = frozenset({"stop", "length"})
 """The finish reasons of a sample that is whole."""
@@ -277,8 +279,6 @@ def _cancel_if_unwanted(
     if all(future.cancelled() for _, future in run):
         task.cancel()
 
-
-# Asks servers whose weights somebody keeps current: a pool in its own process, or workers that it lends them to.
 
 Prove = Callable[[Replica, str, str], Awaitable[None]]
 """See `ServedWeights.prove`: of a replica, its mark before the request was sent, and that of the answer."""

@@ -1,4 +1,4 @@
-"""What a pool counts."""
+"""Which server of a pool answers a request, how often it is tried, and when none may begin."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from typing import TypeVar
 from armature.components.contracts.errors import ServerError, WeightSyncError
 from armature.components.inference.client import Completion, GenerationFailure, TransientError
 from armature.components.inference.replica import Replica
+
+# What a pool counts.
 
 
 @dataclass
@@ -65,8 +67,6 @@ class PoolStatistics:
         numbers["mean_request_seconds"] = self.request_seconds / max(self.requests, 1)
         return numbers
 
-
-# Which server of a pool answers a request, how often it is tried, and when none may begin.
 
 log = logging.getLogger(__name__)
 

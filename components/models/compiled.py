@@ -1,8 +1,4 @@
-"""Gated MLPs of a width that tensor cores read slowly compute with zeros behind it.
-
-Rows of bf16 that are not whole 16 bytes, such as the 3,420 features of Qwen2.5-VL's vision MLP, take kernels of a third
-of the speed. Only products have the zeros: parameters and their gradients keep their shapes.
-"""
+"""A model whose layers are compiled: norms, activations and rotations become few kernels."""
 
 from __future__ import annotations
 
@@ -23,6 +19,11 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from armature.components.contracts.errors import ConfigurationError
 from armature.components.families.family import family_of
 from armature.components.models.varlen import in_one_graph, under_autocast
+
+# Gated MLPs of a width that tensor cores read slowly compute with zeros behind it.
+#
+# Rows of bf16 that are not whole 16 bytes, such as the 3,420 features of Qwen2.5-VL's vision MLP, take kernels of a
+# third of the speed. Only products have the zeros: parameters and their gradients keep their shapes.
 
 _ALIGNED, _TILE = 8, 64
 _WIDENED, _NARROWED = ("gate_proj", "up_proj"), "down_proj"
@@ -60,8 +61,6 @@ class _Narrowed(nn.Linear):
         (weight,) = under_autocast(self.weight)
         return linear(x, pad(weight, (0, -self.in_features % _TILE)), self.bias)
 
-
-# A model whose layers are compiled: norms, activations and rotations become few kernels.
 
 VARIANTS = 64
 """How many variants of a layer's code are kept: with and without gradients, of the first layer and others, of few and

@@ -1,4 +1,9 @@
-"""Tensors on their way to a device."""
+"""A packed sequence in slices, one for each of several ranks (context parallelism).
+
+All of a model but attention works on tokens alone, so a rank computes those of its slice. Around attention the ranks
+exchange heads for tokens, after DeepSpeed-Ulysses (https://arxiv.org/abs/2309.14509): each then has all tokens for some
+of the heads, and attends as one rank would. Every rank of the group calls the functions here in the same order.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +20,8 @@ from torch.autograd.function import once_differentiable
 
 from armature.components.contracts.errors import ConfigurationError
 
+# Tensors on their way to a device.
+
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """As `tensor.to(device)`, without waiting for what a GPU has been given to do before.
@@ -24,13 +31,6 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     if device.type == "cuda" and tensor.device.type == "cpu":
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=device.type == "cuda")
-
-
-# A packed sequence in slices, one for each of several ranks (context parallelism).
-#
-# All of a model but attention works on tokens alone, so a rank computes those of its slice. Around attention the ranks
-# exchange heads for tokens, after DeepSpeed-Ulysses (https://arxiv.org/abs/2309.14509): each then has all tokens for
-# some of the heads, and attends as one rank would. Every rank of the group calls the functions here in the same order.
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Weights that stay in their files until they are asked for, one at a time."""
+"""Load a model by family, freeze components, add adapters, and save what vLLM can load."""
 
 from __future__ import annotations
 
@@ -33,6 +33,8 @@ from armature.components.models.molmo2 import has_second_layout, to_hub
 from armature.components.models.settings import ModelSettings
 from armature.components.models.source import local_code_options, locate
 from armature.components.models.varlen import choose_kernels, complete_processor, is_remote, register_body
+
+# Weights that stay in their files until they are asked for, one at a time.
 
 Model = TypeVar("Model", bound=nn.Module)
 _PEFT = "base_model.model."
@@ -77,8 +79,6 @@ class MappedWeights(Mapping[str, Tensor]):
     def __len__(self) -> int:
         return len(self._own)
 
-
-# Load a model by family, freeze components, add adapters, and save what vLLM can load.
 
 _DEPTH = re.compile(r"(n|num|num_hidden)_(hidden_)?layers|depth")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

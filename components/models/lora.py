@@ -1,8 +1,4 @@
-"""Frozen weights in 4 bits under adapters (QLoRA, https://arxiv.org/abs/2305.14314).
-
-A weight is what its 4 bits stand for, rounded to the dtype of the model: with that the trainer computes, and that is
-what servers get. Quantized again it gives the same bits.
-"""
+"""Low-rank adapters on exactly named linear layers, and the weights with the adapters merged in."""
 
 from __future__ import annotations
 
@@ -25,6 +21,11 @@ from armature.components.families.family import COMPONENTS, Family
 from armature.components.models.blockwise import NF4
 from armature.components.models.flash import TRITON
 from armature.components.models.settings import LoraSettings
+
+# Frozen weights in 4 bits under adapters (QLoRA, https://arxiv.org/abs/2305.14314).
+#
+# A weight is what its 4 bits stand for, rounded to the dtype of the model: with that the trainer computes, and that is
+# what servers get. Quantized again it gives the same bits.
 
 SCALES = "scales"
 
@@ -100,8 +101,6 @@ def quantize(model: PreTrainedModel, family: Family, device: str | torch.device)
     for name, layer in list(quantized_layers(model, family)):
         model.set_submodule(name, NF4Linear(layer.to(device)))
 
-
-# Low-rank adapters on exactly named linear layers, and the weights with the adapters merged in.
 
 ALL_LINEARS = "all"
 

@@ -1,4 +1,4 @@
-"""The vision tower on distinct images, and their features where rows show them."""
+"""A model on rows that lie in one sequence without padding, in which what several of them begin with lies once."""
 
 from __future__ import annotations
 
@@ -26,6 +26,8 @@ from armature.components.models.context_parallel import (
     to_device,
 )
 from armature.components.models.packed_attention import PACKED, REMEDY, Segments
+
+# The vision tower on distinct images, and their features where rows show them.
 
 Features = Tensor | Sequence[Tensor]
 GRID = "image_grid_thw"
@@ -104,8 +106,6 @@ def _placed(
         flat = torch.cat([parts[image] for image in shown])
     return flat if one else (flat,)
 
-
-# A model on rows that lie in one sequence without padding, in which what several of them begin with lies once.
 
 Holder = TypeVar("Holder", "Packing", FeatureExchange)
 GRIDS = (GRID, "image_grids")

@@ -1,4 +1,4 @@
-"""Tokens with a text of their own in a checkpoint's tokenizer, read from its files without loading it."""
+"""Texts that a model reads as one token with a meaning of its own: an image's place, the end of a turn."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ from armature.components.machine.hub import hub_commit
 from armature.components.machine.project import project_source
 from armature.components.models.settings import ModelSettings
 from armature.components.models.source import fetch_files, locate, refuse_unnamed
+
+# Tokens with a text of their own in a checkpoint's tokenizer, read from its files without loading it.
 
 LARGEST_FILE = 2**28
 TOKENIZER, TOKENIZER_CONFIG, SPECIAL, ADDED = FILES = (
@@ -82,8 +84,6 @@ def _texts(value: Any) -> Iterator[str]:
         for each in value.values() if isinstance(value, dict) else value:
             yield from _texts(each)
 
-
-# Texts that a model reads as one token with a meaning of its own: an image's place, the end of a turn.
 
 CONFIG = "config.json"
 

@@ -1,4 +1,8 @@
-"""What code that comes with a checkpoint lacks of what native classes have."""
+"""Attention of vision towers whose images or windows lie behind one another, one call for all of them.
+
+On a GPU in 16 bits it is PyTorch's FlashAttention for sequences of several lengths; elsewhere, windows of equal lengths
+are computed together by `scaled_dot_product_attention`.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +18,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AutoModel, PreTrainedModel, ProcessorMixin
 
 from armature.components.families.family import Family, image_token_ids
+
+# What code that comes with a checkpoint lacks of what native classes have.
 
 MODULES = "transformers_modules"  # the package that transformers puts such code into
 
@@ -63,11 +69,6 @@ def count_image_tokens(processor: Any, image_ids: tuple[int, ...], sizes: Any, *
         counts["num_image_patches"].append(int(outputs["pixel_values"].shape[0]))
     return counts
 
-
-# Attention of vision towers whose images or windows lie behind one another, one call for all of them.
-#
-# On a GPU in 16 bits it is PyTorch's FlashAttention for sequences of several lengths; elsewhere, windows of equal
-# lengths are computed together by `scaled_dot_product_attention`.
 
 WINDOWS = "flash_windows"
 """Its name in transformers, which passes lengths to names with "flash" in them, and else calls attention once for each

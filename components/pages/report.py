@@ -1,4 +1,10 @@
-"""Learning curves from a run's history: one dict of numbers per step. The page's script draws them."""
+"""A page for people: figures, curves, images, tables, rollouts and the configuration, in one HTML file.
+
+The page is the viewer itself with its data, style and script inside, so it works offline and can be passed on. Its
+content comes from models and environments, so it is hostile until escaped: text goes into the page through Jinja's
+autoescaping or as JSON that the script writes with `textContent`. A content security policy names the hashes of the
+page's own script and style; nothing else is executed, and no address is ever contacted.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +29,8 @@ from armature.components.contracts.images import EncodedImage, ImageRef, data_ur
 from armature.components.contracts.metrics import dump_json
 from armature.components.contracts.rollouts import Failure, Trajectory
 from armature.components.pages.records import Decode, TurnScores, rollout_record
+
+# Learning curves from a run's history: one dict of numbers per step. The page's script draws them.
 
 History = Sequence[Mapping[str, float]]
 MOST_POINTS = 1500
@@ -148,13 +156,6 @@ def thinned(history: History, most: int) -> list[Mapping[str, float]]:
         if place % every == 0 or place == len(history) or "heldout/accuracy" in row
     ]
 
-
-# A page for people: figures, curves, images, tables, rollouts and the configuration, in one HTML file.
-#
-# The page is the viewer itself with its data, style and script inside, so it works offline and can be passed on. Its
-# content comes from models and environments, so it is hostile until escaped: text goes into the page through Jinja's
-# autoescaping or as JSON that the script writes with `textContent`. A content security policy names the hashes of the
-# page's own script and style; nothing else is executed, and no address is ever contacted.
 
 ASSETS = Path(__file__).parent / "assets"
 _SCRIPTS = ("rollout.js", "chart.js", "export.js", "view.js")

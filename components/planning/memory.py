@@ -18,8 +18,8 @@ from armature.components.machine.project import project_source
 from armature.components.machine.registry import suggestion
 from armature.components.models.settings import ModelSettings
 from armature.components.models.source import local_code_options
+from armature.components.rl.recipe import TrainVlm
 from armature.components.rl.settings import TrainVLMSettings
-from armature.components.rl.stage import TrainVlm
 from armature.components.training.processes import SERVER_SHARE, TrainerProcesses
 from armature.components.training.sharding import blocks, n_parameters
 from armature.components.vlm.memory import GIB, OVERHEAD, MemoryEstimate, estimate_memory_of

@@ -17,8 +17,8 @@ from armature.components.contracts.settings import Settings
 from armature.components.environments import ENVIRONMENTS
 from armature.components.models.settings import ModelSettings
 from armature.components.planning.memory import Gpu, ModelSizes, server_parts, sizes_of
+from armature.components.rl.recipe import TrainVlm
 from armature.components.rl.settings import TrainVLMSettings
-from armature.components.rl.stage import TrainVlm
 from armature.components.vlm.memory import GIB, OVERHEAD
 from armature.components.vlm.settings import TrainerSettings
 

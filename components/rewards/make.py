@@ -1,4 +1,4 @@
-"""Rewards in processes of their own, which may hang or die: that costs a rollout, and the next one finds another."""
+"""From settings to rewards."""
 
 from __future__ import annotations
 
@@ -28,6 +28,8 @@ from armature.components.rewards.reward import (
     RewardSettings,
     sources_of,
 )
+
+# Rewards in processes of their own, which may hang or die: that costs a rollout, and the next one finds another.
 
 WORKER = "armature.components.rewards.worker"
 START_SECONDS = 120.0
@@ -153,9 +155,6 @@ def _end(workers: list[Worker], jobs: SimpleQueue[Job | None]) -> None:
 
 def _closed() -> RolloutFailed:
     return RolloutFailed("reward_died", "the rewards are closed")
-
-
-# From settings to rewards.
 
 
 class Grader(Protocol):

@@ -1,4 +1,4 @@
-"""Which rewards, with which weights and arguments."""
+"""What a reward is, and what it is given."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ from armature.components.artifacts.sources import code_digest
 from armature.components.contracts.errors import RolloutFailed
 from armature.components.contracts.settings import InvalidTable, Settings
 from armature.components.rewards import REWARDS
+
+# Which rewards, with which weights and arguments.
 
 
 class NamedReward(Settings):
@@ -63,9 +65,6 @@ def own_settings(name: str, values: Mapping[str, Any]) -> NamedReward:
         return model.model_validate(dict(values))
     except ValidationError as error:
         raise InvalidTable(error, model) from error
-
-
-# What a reward is, and what it is given.
 
 
 @dataclass(frozen=True)

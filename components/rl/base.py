@@ -19,7 +19,7 @@ from armature.components.models.source import CHECKPOINT
 from armature.components.rl.evaluations import Evaluations, write_step
 from armature.components.rl.loop import LoopPlan, run_loop
 from armature.components.rl.metrics import CpuTimes
-from armature.components.rollouts.batches.build import BuiltBatch
+from armature.components.rollouts.batches.table import BuiltBatch
 from armature.components.training.client import ServiceClient, with_restarts
 
 BATCH_METRICS = "metrics.json"

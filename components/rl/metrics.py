@@ -1,4 +1,4 @@
-"""How long the threads of a run computed, and how long they waited for a CPU that others had."""
+"""What the rollouts of one step say about the policy."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from armature.components.contracts.metrics import merged, metrics_below
 from armature.components.contracts.rollouts import GenerateOutputs, Trajectory
 from armature.components.rollouts.batches.advantages import turn_advantages
 from armature.components.rollouts.settings import BatchSettings
+
+# How long the threads of a run computed, and how long they waited for a CPU that others had.
 
 Thread = tuple[int, int]
 
@@ -50,9 +52,6 @@ def _thread_times() -> Mapping[Thread, tuple[int, int]]:
                 continue
             times[process.pid, int(file.parent.name)] = ran, waited
     return times
-
-
-# What the rollouts of one step say about the policy.
 
 
 def rollout_metrics(outputs: GenerateOutputs) -> dict[str, float]:

@@ -35,9 +35,8 @@ from armature.components.rl.loop import LoopPlan
 from armature.components.rl.metrics import no_signal, rollout_metrics
 from armature.components.rl.reporting import ShownStep
 from armature.components.rl.settings import LoopSettings
-from armature.components.rollouts.batches.build import BuiltBatch, SampleSource, Vocabulary, build_batch
 from armature.components.rollouts.batches.ratios import ratios_file
-from armature.components.rollouts.batches.table import write_batch
+from armature.components.rollouts.batches.table import BuiltBatch, SampleSource, Vocabulary, build_batch, write_batch
 from armature.components.rollouts.collect import collect
 from armature.components.rollouts.play import Generator
 from armature.components.rollouts.sampler import (

@@ -21,8 +21,8 @@ from armature.components.contracts.files import regular
 from armature.components.evaluation.wilson import wilson_interval
 from armature.components.robots.evaluation.results import LiberoResult, read_results, video_path
 from armature.components.rollouts.table import FAILURES_FILE, read_failures
-from armature.components.viewer.index import Number, Query
 from armature.components.viewer.runs import MEDIA, ROBOT_EVALUATION, Run, evaluations_of
+from armature.components.viewer.tables import Number, Query
 
 Outcome = Literal["solved", "truncated"]
 _COLUMNS = ("episode_id", "group_id", "task", "language", "initial_state", "chunk", "executed", "reward", "truncated")

@@ -17,7 +17,7 @@ from armature.components.machine.project import project_source
 from armature.components.models.source import locate
 from armature.components.planning.memory import Gpu, RecipeMemory
 from armature.components.planning.step import STEP_HEAD, Plan, StepTime, assumptions, plan_title, step_cells
-from armature.components.robots.imitation.groups import prepare
+from armature.components.robots.imitation.opening import prepare
 from armature.components.robots.imitation.settings import PolicyUpdateSettings, VLATrainerSettings
 from armature.components.robots.policies.molmoact2.checkpoints.lerobot_layout import read_json
 from armature.components.robots.policies.molmoact2.checkpoints.parts import CONFIG

@@ -1,4 +1,4 @@
-"""How many files this process may have open at once: episodes and requests take some each."""
+"""Groups of rollouts, played at the same time."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ from armature.components.contracts.stages import Events
 from armature.components.environments.guarded import HANDLES
 from armature.components.inference.client import Sampling
 from armature.components.rollouts.play import EpisodeRunner, Generator, RolloutId, SharedImages
+
+# How many files this process may have open at once: episodes and requests take some each.
 
 OTHER_FILES = 512
 """For what is neither an episode nor its request."""
@@ -44,9 +46,6 @@ def allow_open_files(count: int) -> None:
             remedy="lower machine.max_concurrent, or raise the limit (ulimit -n)",
         )
     resource.setrlimit(resource.RLIMIT_NOFILE, (count, hard))
-
-
-# Groups of rollouts, played at the same time.
 
 
 async def collect(

@@ -1,4 +1,4 @@
-"""What rollouts need of a model server."""
+"""One episode, played by the policy."""
 
 from __future__ import annotations
 
@@ -23,6 +23,8 @@ from armature.components.contracts.images import EncodedImage, ImageRef
 from armature.components.contracts.rollouts import Trajectory, Turn
 from armature.components.environments.guarded import GuardedEpisode
 from armature.components.inference.client import Completion, GenerationFailure, Message, ReservedToken, Sampling
+
+# What rollouts need of a model server.
 
 
 class Generator(Protocol):
@@ -127,9 +129,6 @@ class Conversation:
         """The messages since the last call, as JSON for people: images by their SHA-256."""
         unread, self._unread = self._unread, []
         return json.dumps(unread, ensure_ascii=False)
-
-
-# One episode, played by the policy.
 
 
 @dataclass(frozen=True, slots=True)

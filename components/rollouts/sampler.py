@@ -1,4 +1,4 @@
-"""Which tasks a step plays."""
+"""Which tasks a step plays, where tasks that lately gave no signal are played less often."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ from armature.components.contracts.rollouts import GenerateOutputs, all_equal
 from armature.components.rollouts.batches.advantages import groups_that_differ
 from armature.components.rollouts.settings import RolloutSettings
 from armature.components.rollouts.table import ROLLOUTS
+
+# Which tasks a step plays.
 
 
 def tasks_of_step(tasks: Sequence[Task], groups_per_step: int, step: int, seed: int, round: int = 0) -> list[Task]:
@@ -130,8 +132,6 @@ def difficulty_counts(tasks: Sequence[TaskDifficulty]) -> dict[str, int]:
         "tasks/right_or_wrong": sum(0 < task.all_right < task.groups for task in silent),
     }
 
-
-# Which tasks a step plays, where tasks that lately gave no signal are played less often.
 
 Groups = Callable[[int], Iterable[PlayedGroup]]
 """The groups that a step has played."""

@@ -1,4 +1,4 @@
-"""Shards of a step: which wait for a worker, which are played since when, and which are late."""
+"""Rollouts by workers, on this machine or on nodes of a cluster: what passes through here are references to shards."""
 
 from __future__ import annotations
 
@@ -35,6 +35,8 @@ from armature.components.rollouts.collect import CollectionProgress, failures_sa
 from armature.components.rollouts.settings import RolloutSettings
 from armature.components.rollouts.table import read_rollouts
 from armature.components.rollouts.worker import ALIVE_EVERY, SHARDS, WorkerPlan
+
+# Shards of a step: which wait for a worker, which are played since when, and which are late.
 
 ShardT = TypeVar("ShardT")
 WorkerT = TypeVar("WorkerT")
@@ -97,8 +99,6 @@ class ShardQueue(Generic[ShardT, WorkerT]):
             self.late.append(shard)
             yield shard, worker
 
-
-# Rollouts by workers, on this machine or on nodes of a cluster: what passes through here are references to shards.
 
 WORKER = "armature.components.rollouts.worker"
 SILENCE = 120.0

@@ -1,4 +1,4 @@
-"""Errors between the processes of a trainer service and its client, as JSON."""
+"""What a trainer service is started with. Torch-free."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from armature.components.contracts.errors import ArmatureError, ConfigurationErr
 from armature.components.contracts.machine import Machine
 from armature.components.machine.registry import Registry
 from armature.components.training.processes import TrainerProcesses
+
+# Errors between the processes of a trainer service and its client, as JSON.
 
 
 class FatalServiceError(Exception):
@@ -57,8 +59,6 @@ def read_error(file: Path) -> dict[str, Any] | None:
         return None
     return document if isinstance(document, dict) else None
 
-
-# What a trainer service is started with. Torch-free.
 
 WORKERS = Registry(
     "trainer",

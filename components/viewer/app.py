@@ -32,8 +32,8 @@ from armature.components.machine.network import listener
 from armature.components.pages.report import ASSETS, live_page, training_curves
 from armature.components.viewer.address import announced
 from armature.components.viewer.guard import Guard
-from armature.components.viewer.index import LAST_STEP, Query, RolloutIndex, Side, Source
 from armature.components.viewer.runs import MEDIA, ROBOT_TRAINING, Run, evaluations_of, find_runs, group_document
+from armature.components.viewer.tables import LAST_STEP, Query, RolloutIndex, Side, Source
 
 log = logging.getLogger(__name__)
 ModelT = TypeVar("ModelT", bound=BaseModel)

@@ -1,4 +1,4 @@
-"""In which data type a model's weights are trained."""
+"""One training step: micro-batches in, an updated policy and its metrics out."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from armature.components.models.compiled import compile_layers, pad_widths
 from armature.components.models.context_parallel import to_device
 from armature.components.models.lora import base_model
 from armature.components.models.packed import laid_out
-from armature.components.rollouts.batches.build import check_samples
+from armature.components.rollouts.batches.table import check_samples
 from armature.components.training.engine import ALL, ParameterGroup, TrainingEngine, peak_memory_gib
 from armature.components.training.ranks import Ranks
 from armature.components.training.schedule import learning_rate
@@ -35,6 +35,8 @@ from armature.components.vlm.metrics import Meter, batch_report
 from armature.components.vlm.objectives import Tokens, loss_of, normalizer
 from armature.components.vlm.packing import MicroBatch, PackedBatch, micro_batches, packed_micro_batches, share, updates
 from armature.components.vlm.settings import TrainerSettings
+
+# In which data type a model's weights are trained.
 
 
 def prepare_weights(model: nn.Module, settings: TrainerSettings) -> nn.Module:
@@ -80,8 +82,6 @@ def _dtypes(model: nn.Module) -> set[torch.dtype]:
 def _named(dtypes: Iterable[torch.dtype]) -> str:
     return ", ".join(sorted(map(str, dtypes)))
 
-
-# One training step: micro-batches in, an updated policy and its metrics out.
 
 Load = Callable[[Sequence[MicroBatch]], Iterator[tuple[MicroBatch, MultimodalBatch]]]
 """Gives each planned micro-batch its tensors, in order."""

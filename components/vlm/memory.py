@@ -1,4 +1,4 @@
-"""What the backward pass needs, in main memory until then."""
+"""What training takes of memory, computed before, and whether activations have to be recomputed."""
 
 from __future__ import annotations
 
@@ -22,6 +22,8 @@ from armature.components.models.settings import ModelSettings
 from armature.components.training.processes import TrainerProcesses
 from armature.components.training.sharding import blocks, n_parameters
 from armature.components.vlm.settings import ChunkedLogprobs, TrainerSettings
+
+# What the backward pass needs, in main memory until then.
 
 SMALLEST = 16 * 1024
 """Bytes of the tensors that are worth a copy."""
@@ -55,8 +57,6 @@ def from_main_memory(kept: Kept) -> Tensor:
     device, copy = kept
     return copy.to(device, non_blocking=True)
 
-
-# What training takes of memory, computed before, and whether activations have to be recomputed.
 
 GIB = 2**30
 OVERHEAD = 1.15

@@ -1,4 +1,4 @@
-"""The folders of a series of versions of the weights: which are kept, and what changed from one to the next."""
+"""The policy's weights as a folder that a model server can load."""
 
 from __future__ import annotations
 
@@ -31,6 +31,8 @@ from armature.components.models.lora import (
 from armature.components.models.molmo2 import has_second_layout, to_hub
 from armature.components.models.source import ADAPTER
 from armature.components.training.ranks import Ranks, whole
+
+# The folders of a series of versions of the weights: which are kept, and what changed from one to the next.
 
 KEEP_VERSIONS = 2
 
@@ -99,9 +101,6 @@ def _gathered(tensors: Iterable[tuple[str, Tensor]]) -> bool:
 
 def _size(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-
-
-# The policy's weights as a folder that a model server can load.
 
 
 class Publisher:

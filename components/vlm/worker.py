@@ -24,9 +24,8 @@ from armature.components.inference.weights import WEIGHT_SENDERS, WeightSender
 from armature.components.models.adapters import get_collator
 from armature.components.models.load import load_model, load_processor, read_model
 from armature.components.models.lora import base_model
-from armature.components.rollouts.batches.build import check_samples, refusal
 from armature.components.rollouts.batches.ratios import write_log_ratios
-from armature.components.rollouts.batches.table import read_batch
+from armature.components.rollouts.batches.table import check_samples, read_batch, refusal
 from armature.components.training.checkpoints import identity
 from armature.components.training.ranks import Ranks
 from armature.components.training.service_settings import ServiceSettings

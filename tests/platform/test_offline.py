@@ -12,7 +12,7 @@ import pytest
 
 from armature.components.contracts.images import ImageRef
 from armature.components.contracts.rollouts import GenerateOutputs
-from armature.components.rollouts.batches.build import build_batch
+from armature.components.rollouts.batches.table import build_batch
 from armature.components.rollouts.settings import BatchSettings
 from tests.pages.conftest import make_trajectory
 

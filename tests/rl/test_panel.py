@@ -24,7 +24,7 @@ from armature.components.rl.evaluations import HeldoutPanel, PanelEvaluations, b
 from armature.components.rl.run import RLRun, RunParts
 from armature.components.rl.settings import LoopSettings, TrainVLMSettings
 from armature.components.rl.trainer import MultimodalGRPOTrainer
-from armature.components.rollouts.batches.build import MOST_TOKENS
+from armature.components.rollouts.batches.table import MOST_TOKENS
 from tests.refusals import refused
 from tests.rl.test_rounds import NotingTrainer, PoolOfOne, Scripted, Tells, Unmerged, context
 from tests.rl.test_trainer import COLORS, LocalSampler, config, reward, run, samplers

@@ -29,8 +29,7 @@ from armature.components.rl.loop import run_loop
 from armature.components.rl.open import skipped_batches
 from armature.components.rl.run import RLRun, RunParts
 from armature.components.rl.settings import TrainVLMSettings
-from armature.components.rollouts.batches.build import MOST_TOKENS
-from armature.components.rollouts.batches.table import read_batch
+from armature.components.rollouts.batches.table import MOST_TOKENS, read_batch
 from armature.components.rollouts.play import RolloutId
 from armature.components.rollouts.sampler import difficulty, tasks_of_step
 from armature.components.rollouts.table import read_rollouts

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from armature.components.contracts.metrics import merged
 from armature.components.contracts.rollouts import GenerateOutputs
 from armature.components.rl.metrics import rollout_metrics
-from armature.components.rollouts.batches.build import build_batch
+from armature.components.rollouts.batches.table import build_batch
 from armature.components.rollouts.settings import BatchSettings
 from armature.components.vlm.metrics import batch_report
 from tests.builders import make_trajectory, make_turn

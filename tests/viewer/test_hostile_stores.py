@@ -23,7 +23,7 @@ from armature.components.configuration.stages import STARTED
 from armature.components.environments.stage import TASKS
 from armature.components.viewer import app, tables
 from armature.components.viewer.app import ViewServer, view_app
-from armature.components.viewer.index import RolloutIndex
+from armature.components.viewer.tables import RolloutIndex
 from tests.hostile_names import HOSTILE_NAMES
 from tests.viewer.conftest import RUN, Training
 

@@ -9,7 +9,7 @@ import pytest
 
 from armature.components.contracts.rollouts import Failure
 from armature.components.rollouts.batches.ratios import ratios_file
-from armature.components.viewer.index import Query, RolloutIndex, Side
+from armature.components.viewer.tables import Query, RolloutIndex, Side
 from tests.viewer.conftest import RUN, Training
 
 

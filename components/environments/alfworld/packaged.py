@@ -1,4 +1,7 @@
-"""What things are called: `apple 1`, `fridge 1`, and the same name in the text game and in AI2-THOR."""
+"""What the installed alfworld brings: the domain and grammar that play, its tables, and its scenes' layouts.
+
+Its files are read without importing it: alfworld's own modules make folders in the user's home when imported.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,8 @@ from types import ModuleType
 
 from armature.components.contracts.errors import ConfigurationError
 from armature.components.contracts.installation import install_command
+
+# What things are called: `apple 1`, `fridge 1`, and the same name in the text game and in AI2-THOR.
 
 _DECLARED = re.compile(r"([^\s()]+) - (?:object|receptacle)\b")
 _ESCAPED = {"_bar_": "|", "_minus_": "-", "_plus_": "+", "_dot_": ".", "_comma_": ","}
@@ -42,10 +47,6 @@ def names_of(problem: str) -> dict[str, str]:
         for position, object_id in enumerate(ids)
     }
 
-
-# What the installed alfworld brings: the domain and grammar that play, its tables, and its scenes' layouts.
-#
-# Its files are read without importing it: alfworld's own modules make folders in the user's home when imported.
 
 DIGESTS = {
     "data/alfred.pddl": "f1473041ed01da514de1f87adfd7ef0804862361f83ccf63c75e43633b0eb280",

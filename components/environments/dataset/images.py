@@ -1,4 +1,4 @@
-"""A folder of images as rows: by its metadata files, or an image's class is the folder that it is in."""
+"""Images as tables hold them: bytes, {bytes, path} as Hugging Face writes them, base64, data URLs, paths."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ from armature.components.contracts.images import EncodedImage
 from armature.components.environments.dataset.bad_rows import BadRow
 from armature.components.environments.dataset.files import DataFiles
 from armature.components.environments.dataset.shards import READERS, Row, Shard
+
+# A folder of images as rows: by its metadata files, or an image's class is the folder that it is in.
 
 SUFFIXES = {".png", ".jpg", ".jpeg", ".webp"}
 METADATA = {f"metadata.{kind}": kind for kind in ("jsonl", "csv", "parquet")}
@@ -96,8 +98,6 @@ def image_shards(files: DataFiles) -> list[Shard]:
             shards.append(ClassFolder(folder, found[folder]))
     return shards
 
-
-# Images as tables hold them: bytes, {bytes, path} as Hugging Face writes them, base64, data URLs, paths.
 
 BASE64 = ("iVBORw0KGgo", "/9j/", "UklGR")
 """How PNG, JPEG and WebP files begin as base64."""

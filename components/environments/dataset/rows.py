@@ -1,4 +1,4 @@
-"""Conversations as Hugging Face and OpenAI write them: messages with a role and content, text or a list of parts."""
+"""A row as the policy meets it: what is shown, what the answer is, and digests that name it."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ from armature.components.environments.dataset.template import Place, column_name
 from armature.components.environments.dataset.values import read_json
 from armature.components.rewards.make import reward_columns
 from armature.components.rewards.reward import extracted
+
+# Conversations as Hugging Face and OpenAI write them: messages with a role and content, text or a list of parts.
 
 ChatPart = str | Place | TableImage
 ROLES: dict[str, Role] = {name: name for name in get_args(Role)}
@@ -74,8 +76,6 @@ def _part(part: Any, number: int, image_token: str) -> list[ChatPart]:
         return [Place.IMAGE] if given is None else list(table_images(given, "image"))
     raise BadRow("bad_conversation", f"message {number} has a part that is neither text nor an image")
 
-
-# A row as the policy meets it: what is shown, what the answer is, and digests that name it.
 
 Part = str | TableImage
 

@@ -1,4 +1,4 @@
-"""The server that a command starts on this machine."""
+"""An OpenEnv server as one of our environments."""
 
 from __future__ import annotations
 
@@ -26,6 +26,8 @@ from armature.components.environments.openenv.settings import PORT, OpenEnvSetti
 from armature.components.machine.process import Program, Scratch
 from armature.components.machine.project import project_folder
 from armature.components.rewards.function import program_path
+
+# The server that a command starts on this machine.
 
 
 class LocalServer:
@@ -234,8 +236,6 @@ class OpenEnvEpisode:
 def _malformed(what: str) -> RolloutFailed:
     return RolloutFailed("environment_error", f"the server's answer cannot be read: {what}")
 
-
-# An OpenEnv server as one of our environments.
 
 SEEDS = 2**31
 SPACING = 1_000_003

@@ -1,4 +1,4 @@
-"""What both interfaces of verifiers give: rows, and a way to play one."""
+"""Turns a loop that asks for messages into an episode that is stepped."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from typing import Any, Protocol
 from armature.components.contracts.episodes import Observation, Outcome
 from armature.components.contracts.errors import DataError
 from armature.components.contracts.images import EncodedImage
+
+# What both interfaces of verifiers give: rows, and a way to play one.
 
 
 @dataclass(frozen=True)
@@ -131,8 +133,6 @@ def _completion(kind: str, **content: dict[str, str]) -> dict[str, Any]:
         "usage": {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0},
     }
 
-
-# Turns a loop that asks for messages into an episode that is stepped.
 
 Play = Callable[[str], Awaitable[Mapping[str, float]]]
 

@@ -1,4 +1,4 @@
-"""What goes wrong with a worker, and which errors of its handler come back as they are."""
+"""Values over a socket: JSON, and arrays as their bytes."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ import numpy as np
 
 from armature.components.contracts.errors import ArmatureError, ConfigurationError, DataError, said
 from armature.components.machine.process import ForkGuard
+
+# What goes wrong with a worker, and which errors of its handler come back as they are.
 
 
 class WorkerError(ArmatureError):
@@ -51,8 +53,6 @@ def restored(description: Any) -> ArmatureError:
             return _KNOWN.get(kind, WorkerError)(what, code=code, where=where, remedy=remedy)
     raise ValueError("an error without its parts")
 
-
-# Values over a socket: JSON, and arrays as their bytes.
 
 MOST_BYTES = 2**30
 """Of all that answers one request, where a worker has no smaller limit."""

@@ -1,4 +1,4 @@
-"""One image through the family's processor: its features, and the tokens that they need."""
+"""Samples of different lengths into the right-padded tensors of one batch."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ from armature.components.contracts.images import ImageRef
 from armature.components.families.family import ImageInputs
 from armature.components.families.joins import Features
 from armature.components.models.adapters.sequences import runs_fit
+
+# One image through the family's processor: its features, and the tokens that they need.
 
 ImageSource = Callable[[ImageRef], Image.Image]
 
@@ -64,9 +66,6 @@ def is_missing(error: Exception) -> bool:
 def image_features(features: Features) -> dict[str, Tensor]:
     """The features without what is only kept beside them."""
     return {name: value for name, value in features.items() if name != PLACEHOLDER_RUNS}
-
-
-# Samples of different lengths into the right-padded tensors of one batch.
 
 
 def pad_rows(rows: Sequence[np.ndarray[Any, Any]], value: float, dtype: torch.dtype) -> Tensor:

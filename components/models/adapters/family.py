@@ -1,4 +1,4 @@
-"""Checks of a batch before it reaches a model, and the keyword arguments that it becomes."""
+"""The adapter of every family: what differs between families is in the `ImageInputs` of its collator."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ from armature.components.contracts.images import ImageRef
 from armature.components.contracts.rollouts import GenerateOutputs, Turn
 from armature.components.models.adapters.collate import PLACEHOLDER_RUNS, ImageSource, SampleCollator, is_missing
 from armature.components.models.adapters.sequences import merge_turns, runs_fit, sample_of, turn_defect
+
+# Checks of a batch before it reaches a model, and the keyword arguments that it becomes.
 
 REMEDY = "correct the adapter's build_batch; armature.components.contracts.batches.MultimodalBatch names every shape"
 INTEGERS = (torch.int64, torch.int32)
@@ -133,8 +135,6 @@ def _finite(name: str, tensor: Tensor) -> None:
 def _describe(tensor: Tensor) -> str:
     return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
 
-
-# The adapter of every family: what differs between families is in the `ImageInputs` of its collator.
 
 log = logging.getLogger(__name__)
 

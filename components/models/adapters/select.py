@@ -1,4 +1,4 @@
-"""An entry for a family that nobody has described, inferred from its processor and then proved against it."""
+"""The adapter that fits a model."""
 
 from __future__ import annotations
 
@@ -25,6 +25,8 @@ from armature.components.models.adapters.collate import (
 )
 from armature.components.models.adapters.family import FamilyAdapter
 from armature.components.models.source import locate
+
+# An entry for a family that nobody has described, inferred from its processor and then proved against it.
 
 # Wide, tall, small and large, so that tiles, grids and padding differ.
 SIZES = ((100, 80), (64, 150), (500, 90), (700, 900))
@@ -117,9 +119,6 @@ def _type_ids(together: Any, token: int, where: str) -> str | None:
                 )
             return name
     return None
-
-
-# The adapter that fits a model.
 
 
 def get_adapter(

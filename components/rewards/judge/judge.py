@@ -1,4 +1,4 @@
-"""What a judge is asked, and the grade in what it replies."""
+"""The reward `judge`."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ from armature.components.rewards.judge.asking import JudgeClient, KeptReplies
 from armature.components.rewards.judge.settings import PLACE, JudgeSettings, check_url
 from armature.components.rewards.number import read_number
 from armature.components.rewards.reward import BadAnswer, RewardInput, extracted
+
+# What a judge is asked, and the grade in what it replies.
 
 _OF = re.compile(r"(?<=\d)\W{0,4}/\W{0,4}\d+(?:\.\d+)?")
 """In 7/10, what the grade is out of."""
@@ -96,8 +98,6 @@ def _objects(text: str) -> Iterator[dict[str, Any]]:
             end = start + 1
         start = text.find("{", end)
 
-
-# The reward `judge`.
 
 CLOSING_SECONDS = 5.0
 

@@ -1,4 +1,4 @@
-"""What was measured of some episodes: it merges, and travels between processes."""
+"""The statistics of a dataset: measured in units of some episodes, on threads or on workers, and merged."""
 
 from __future__ import annotations
 
@@ -24,6 +24,8 @@ from armature.components.robots.datasets.lerobot.reader import Dataset
 from armature.components.robots.datasets.quantiles import Array, FeatureStatistics, FeatureValues
 from armature.components.robots.datasets.settings import QuantileStatsSettings
 from armature.components.robots.datasets.source import selection
+
+# What was measured of some episodes: it merges, and travels between processes.
 
 
 @dataclass(frozen=True)
@@ -133,8 +135,6 @@ def _lists(values: Array) -> pa.Array:
         array = pa.ListArray.from_arrays(np.arange(len(array) // length + 1, dtype=np.int32) * length, array)
     return array
 
-
-# The statistics of a dataset: measured in units of some episodes, on threads or on workers, and merged.
 
 Finished = Callable[[tuple[int, Measured]], None]
 

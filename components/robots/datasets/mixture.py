@@ -1,4 +1,4 @@
-"""One sample that a robot policy learns from."""
+"""Datasets mixed by weights: an endless, seeded order of samples in which any position can be read at once."""
 
 from __future__ import annotations
 
@@ -28,6 +28,8 @@ from armature.components.robots.datasets.quantiles import Array
 from armature.components.robots.datasets.settings import FileShuffleSettings
 from armature.components.robots.datasets.source import DatasetSource, selection
 
+# One sample that a robot policy learns from.
+
 
 @dataclass(frozen=True)
 class RobotSample:
@@ -45,9 +47,6 @@ class RobotSample:
     source: int
     episode: int
     frame: int
-
-
-# Datasets mixed by weights: an endless, seeded order of samples in which any position can be read at once.
 
 
 class FrameIndex(NamedTuple):

@@ -1,4 +1,4 @@
-"""What is known of one feature: the numbers that LeRobot's stats.json holds, and the order statistics behind them."""
+"""Exact statistics of numbers: order statistics of all values, moments in float64, shards that merge."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from armature.components.contracts.errors import DataError
+
+# What is known of one feature: the numbers that LeRobot's stats.json holds, and the order statistics behind them.
 
 QUANTILES = {"q01": 0.01, "q10": 0.10, "q50": 0.50, "q90": 0.90, "q99": 0.99}
 LEVELS = np.array(list(QUANTILES.values()))
@@ -73,9 +75,6 @@ def between(low: Array, high: Array, weight: Array) -> Array:
 def document(statistics: Mapping[str, FeatureStatistics]) -> dict[str, dict[str, list[Any]]]:
     """stats.json for several features."""
     return {name: each.document() for name, each in statistics.items()}
-
-
-# Exact statistics of numbers: order statistics of all values, moments in float64, shards that merge.
 
 
 @dataclass(frozen=True)

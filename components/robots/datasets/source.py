@@ -1,4 +1,4 @@
-"""Which episodes of a dataset are used."""
+"""Datasets as an artifact: references to folders, hub names or URLs, by the digest of what is in them."""
 
 from __future__ import annotations
 
@@ -25,6 +25,8 @@ from armature.components.robots.datasets.lerobot.reader import Dataset, open_dat
 from armature.components.robots.datasets.quantiles import Array
 from armature.components.robots.datasets.remote import RECORDED, open_files
 from armature.components.robots.datasets.settings import ALONE, QUICK, DatasetSettings, SourceSettings
+
+# Which episodes of a dataset are used.
 
 
 class EpisodeSelection(Sequence[int]):
@@ -100,8 +102,6 @@ def selection(numbers: Sequence[int]) -> EpisodeSelection:
     """The numbers, ascending, as runs."""
     return numbers if isinstance(numbers, EpisodeSelection) else EpisodeSelection(numbers)
 
-
-# Datasets as an artifact: references to folders, hub names or URLs, by the digest of what is in them.
 
 REFERENCE = "dataset.json"
 STATE, ACTION = "observation.state", "action"

@@ -1,4 +1,4 @@
-"""Statistics of a dataset as a page: how each number is spread, and what will be scaled by."""
+"""The stage that computes the statistics of a dataset, and the way from its artifact into the dataset."""
 
 from __future__ import annotations
 
@@ -25,6 +25,8 @@ from armature.components.robots.datasets.measure import Measured, cores, measure
 from armature.components.robots.datasets.quantiles import QUANTILES, FeatureStatistics, FeatureValues, document
 from armature.components.robots.datasets.settings import QuantileStatsSettings
 from armature.components.robots.datasets.source import DatasetSource, counted, open_sources, selection
+
+# Statistics of a dataset as a page: how each number is spread, and what will be scaled by.
 
 CHANNELS, BINS = ("red", "green", "blue"), 60
 SHOWN = 32
@@ -75,9 +77,6 @@ def _channels(name: str, histogram: Histogram) -> Curves:
         for value, counts in enumerate(histogram.counts.T)
     ]
     return Curves([Panel(name, CHANNELS, axis="value")], rows)
-
-
-# The stage that computes the statistics of a dataset, and the way from its artifact into the dataset.
 
 
 def write_statistics(

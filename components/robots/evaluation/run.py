@@ -1,4 +1,4 @@
-"""One policy for many players: those that wait at the same time are answered in one call."""
+"""Many episodes: players in threads, simulators in processes, one policy; and those of an evaluation."""
 
 from __future__ import annotations
 
@@ -28,6 +28,8 @@ from armature.components.robots.evaluation.episode import (
 from armature.components.robots.evaluation.schedule import EpisodeKey, PlannedEpisode, TaskKey, noise_seed
 from armature.components.robots.evaluation.settings import LiberoEvaluationSettings
 from armature.components.robots.libero.tasks import ACTION_NAMES
+
+# One policy for many players: those that wait at the same time are answered in one call.
 
 AnswerT = TypeVar("AnswerT")
 
@@ -145,8 +147,6 @@ class InferenceQueue(Generic[AnswerT]):
             if isinstance(waiting, _Question):
                 waiting.answer.set_exception(EvaluationAborted())
 
-
-# Many episodes: players in threads, simulators in processes, one policy; and those of an evaluation.
 
 ResultT = TypeVar("ResultT")
 

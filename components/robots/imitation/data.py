@@ -1,4 +1,4 @@
-"""What goes through a model at once."""
+"""What an update trains on: samples of the mixture, augmented, encoded and put into micro-batches."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ from armature.components.robots.policies.molmoact2.modeling.flow import FlowSamp
 from armature.components.robots.policies.molmoact2.processing.batch import Example, PadSide, PolicyBatch, collate, pack
 from armature.components.robots.policies.molmoact2.processing.processor import Processor
 from armature.components.robots.policies.settings import RobotPolicySettings
+
+# What goes through a model at once.
 
 
 @dataclass(frozen=True)
@@ -136,8 +138,6 @@ def _hue_shifted(image: Image.Image, turn: float) -> Image.Image:
     moved = Image.fromarray(np.asarray(hue) + np.uint8(steps % 256))
     return Image.merge("HSV", (moved, saturation, value)).convert("RGB")
 
-
-# What an update trains on: samples of the mixture, augmented, encoded and put into micro-batches.
 
 ROW_MULTIPLE = 8
 """Rows are padded to one more than a multiple of this."""

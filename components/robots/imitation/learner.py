@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from armature.components.robots.imitation.data import PolicyMicroBatch
-from armature.components.robots.imitation.groups import parameter_groups
+from armature.components.robots.imitation.opening import parameter_groups
 from armature.components.robots.imitation.settings import VLATrainerSettings
 from armature.components.robots.policies.molmoact2.modeling.losses import LossDenominators, LossPlan, PolicyLosses
 from armature.components.robots.policies.molmoact2.modeling.model import MolmoAct2

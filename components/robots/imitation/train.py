@@ -1,4 +1,4 @@
-"""The client of a trainer of policies. Torch-free."""
+"""The training loop of a policy, on a trainer service that may die and come back."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from armature.components.artifacts.json_lines import History
 from armature.components.contracts.stages import Events
 from armature.components.robots.imitation.settings import TrainVLASettings, VLATrainerSettings
 from armature.components.training.client import FLOATS, ServiceClient, run_steps
+
+# The client of a trainer of policies. Torch-free.
 
 
 class PolicyTraining(BaseModel):
@@ -42,8 +44,6 @@ class PolicyTrainerClient(ServiceClient):
         """Losses and action errors on held-out frames, of the averaged weights if there are; {} without such frames."""
         return self._ask("measure", self.machine.train_timeout, FLOATS)
 
-
-# The training loop of a policy, on a trainer service that may die and come back.
 
 SHOWN = {
     "loss": "loss",

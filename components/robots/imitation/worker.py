@@ -13,10 +13,9 @@ from armature.components.robots.datasets.mixture import Mixture
 from armature.components.robots.datasets.source import open_sources, split
 from armature.components.robots.datasets.stage import read_statistics
 from armature.components.robots.imitation.data import Encoder, PolicyMicroBatch, UpdateDataset, load
-from armature.components.robots.imitation.groups import prepare
 from armature.components.robots.imitation.heldout import HeldoutEvaluator, evenly_spread
 from armature.components.robots.imitation.learner import PolicyLearner
-from armature.components.robots.imitation.opening import open_model
+from armature.components.robots.imitation.opening import open_model, prepare
 from armature.components.robots.imitation.robots import robots_of
 from armature.components.robots.imitation.settings import VLATrainerSettings
 from armature.components.robots.imitation.train import PolicyTraining

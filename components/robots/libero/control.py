@@ -1,4 +1,9 @@
-"""What robosuite compiles again at every reset, compiled once, with the same bits."""
+"""robosuite's operational space control and sensors with the same bits, in fewer calls.
+
+An action of LIBERO is 25 steps of the physics, and robosuite computes torques for each: with names looked up, Jacobians
+computed four times, limits put together and 30 sensors asked whether they are due.
+The first of the 25 steps, which sets the goal, stays robosuite's own.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 from robosuite.controllers.osc import OperationalSpaceController
 from robosuite.utils.control_utils import nullspace_torques, opspace_matrices, orientation_error
+
+# What robosuite compiles again at every reset, compiled once, with the same bits.
 
 KEPT = 4
 """Compiled documents of a process: of the tasks that its simulators play. One takes up to some 100 MB."""
@@ -52,12 +59,6 @@ def kept_models() -> Iterator[Compiled]:
 def _compiled(xml: str) -> mujoco.MjModel:
     return mujoco.MjModel.from_xml_string(xml)
 
-
-# robosuite's operational space control and sensors with the same bits, in fewer calls.
-#
-# An action of LIBERO is 25 steps of the physics, and robosuite computes torques for each: with names looked up,
-# Jacobians computed four times, limits put together and 30 sensors asked whether they are due. The first of the 25
-# steps, which sets the goal, stays robosuite's own.
 
 Vector = NDArray[np.float64]
 

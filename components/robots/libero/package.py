@@ -1,4 +1,4 @@
-"""robosuite's controllers, compiled by one process of a machine for all."""
+"""The libero package: where it and its assets lie, and its import without questions or changes to it."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from armature.components.artifacts.cache import DownloadCache, make_once
 from armature.components.contracts.errors import ConfigurationError
 from armature.components.contracts.installation import install_command
 from armature.components.machine.process import Scratch
+
+# robosuite's controllers, compiled by one process of a machine for all.
 
 FOLDER = "NUMBA_CACHE_DIR"
 """Numba's variable with the folder of what it has compiled."""
@@ -36,8 +38,6 @@ def compile_once(first_steps: Callable[[], None]) -> None:
     name = "-".join([version("robosuite"), version("numba"), get_host_cpu_name()])
     make_once(Path(os.environ[FOLDER]) / name, lambda _: first_steps())
 
-
-# The libero package: where it and its assets lie, and its import without questions or changes to it.
 
 ASSETS = "ARMATURE_LIBERO_ASSETS"
 """Variable with the folder of scenes, meshes and textures; without it the package finds or fetches its own."""

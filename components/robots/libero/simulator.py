@@ -1,4 +1,4 @@
-"""What robosuite computes three times for each step of the physics, computed once, with the same bits."""
+"""One LIBERO task, simulated: reset to a stored initial state, stepped by actions, seen through cameras."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from armature.components.robots.libero.package import assets_folder, import_libe
 from armature.components.robots.libero.progress import GoalProgress, goal_progress
 from armature.components.robots.libero.settings import IMAGES, Perturbation, SimulatorSettings
 from armature.components.robots.libero.tasks import ACTION_NAMES, LiberoTask, load_initial_states
+
+# What robosuite computes three times for each step of the physics, computed once, with the same bits.
 
 
 @contextmanager
@@ -55,8 +57,6 @@ def one_pass(sim: Any) -> Iterator[None]:
     finally:
         del sim.forward, sim.step
 
-
-# One LIBERO task, simulated: reset to a stored initial state, stepped by actions, seen through cameras.
 
 Vector = NDArray[np.float64]
 

@@ -1,4 +1,6 @@
-"""Which answers of a step each update has. Torch-free."""
+"""One step of a policy that learns from its own answers, whatever the loss: answers in, changed weights and numbers
+out.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +15,15 @@ from time import perf_counter
 import numpy as np
 from torch import Tensor
 
-from armature.components.robots.imitation.groups import parameter_groups, scheduled
+from armature.components.robots.imitation.opening import parameter_groups, scheduled
 from armature.components.robots.policies.molmoact2.modeling.model import MolmoAct2
 from armature.components.robots.rl.loader import AnswerBatch, Load, loaded_ahead
 from armature.components.robots.rl.settings import GAE, RobotRLTrainerSettings
 from armature.components.robots.rl.table import AnswerSample
 from armature.components.training.engine import AppliedUpdate, ParameterGroup, TrainingEngine, peak_memory_gib
 from armature.components.training.ranks import Ranks
+
+# Which answers of a step each update has. Torch-free.
 
 
 def update_rows(count: int, settings: RobotRLTrainerSettings, number: int) -> list[list[int]]:
@@ -32,9 +36,6 @@ def update_rows(count: int, settings: RobotRLTrainerSettings, number: int) -> li
         found += [order[part::parts] for part in range(parts)]
     return found
 
-
-# One step of a policy that learns from its own answers, whatever the loss: answers in, changed weights and numbers
-# out.
 
 RATIOS, ANSWERS, SLOTS = "ratios", "answers", "slots"
 """How many there were: what sums are divided by. Slots of rows have a token or padding."""

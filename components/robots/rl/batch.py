@@ -1,4 +1,4 @@
-"""What an episode earns, chunk by chunk."""
+"""From rollouts to training samples: their advantages, and which groups say nothing."""
 
 from __future__ import annotations
 
@@ -24,8 +24,10 @@ from armature.components.robots.rl.settings import (
 )
 from armature.components.robots.rl.table import Answer, AnswerSample, with_advantage
 from armature.components.rollouts.batches.advantages import EPSILON, groups_that_differ, standardized
-from armature.components.rollouts.batches.build import BuiltBatch
+from armature.components.rollouts.batches.table import BuiltBatch
 from armature.components.rollouts.settings import Deviation
+
+# What an episode earns, chunk by chunk.
 
 REACH, GRASP, PLACE, SHARPNESS = 0.3, 0.2, 0.3, 5.0
 """Shares of a predicate that does not hold yet, 0.8 in all; per meter, how fast nearness falls."""
@@ -135,9 +137,6 @@ def _value(answer: Answer) -> float:
             remedy="collect the rollouts with a value head",
         )
     return answer.value
-
-
-# From rollouts to training samples: their advantages, and which groups say nothing.
 
 
 def build_batch(

@@ -1,4 +1,4 @@
-"""What it takes to play the episodes of a step: seconds of simulators, of the policy, and of keeping what was seen."""
+"""Rollouts of one step: players in threads, simulators in processes, one policy that answers who waits."""
 
 from __future__ import annotations
 
@@ -33,6 +33,8 @@ from armature.components.robots.rl.schedule import answer_seed, episode_ids
 from armature.components.robots.rl.settings import RobotRolloutSettings, SuccessReward
 from armature.components.robots.rl.table import Answer
 from armature.components.rollouts.collect import failures_said
+
+# What it takes to play the episodes of a step: seconds of simulators, of the policy, and of keeping what was seen.
 
 
 class PlayTimes:
@@ -109,8 +111,6 @@ class TimedSimulators:
             self._built.clear()
             raise
 
-
-# Rollouts of one step: players in threads, simulators in processes, one policy that answers who waits.
 
 FAILED = "environment_error"
 """The reason of an episode that failed in every attempt, as in `armature.components.contracts.errors`."""

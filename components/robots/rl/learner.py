@@ -1,4 +1,4 @@
-"""What the value head is trained on."""
+"""How answers and their advantages change a policy, by objectives that have probability ratios."""
 
 from __future__ import annotations
 
@@ -26,6 +26,8 @@ from armature.components.robots.rl.table import AnswerSample
 from armature.components.training.ranks import Ranks
 from armature.components.vlm.objectives import MAX_LOG_RATIO, OBJECTIVES, Tokens
 
+# What the value head is trained on.
+
 
 def value_loss(values: Tensor, before: Tensor, targets: Tensor, settings: GAE) -> tuple[Tensor, Tensor]:
     """max(huber(V - R), huber(V_clip - R)) with V_clip = V_old + clip(V - V_old, -value_clip, value_clip), and (bool)
@@ -46,9 +48,6 @@ def value_loss(values: Tensor, before: Tensor, targets: Tensor, settings: GAE) -
         return plain, torch.zeros_like(plain, dtype=torch.bool)
     clipped = huber(values.clamp(before - settings.value_clip, before + settings.value_clip))
     return torch.maximum(plain, clipped), clipped > plain
-
-
-# How answers and their advantages change a policy, by objectives that have probability ratios.
 
 
 class RobotRLLearner(AnswerLearner):

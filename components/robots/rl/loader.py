@@ -1,4 +1,4 @@
-"""Answers as tensors."""
+"""Samples as tensors: images from the store, observations through the policy's processor."""
 
 from __future__ import annotations
 
@@ -27,6 +27,8 @@ from armature.components.robots.policies.molmoact2.processing.batch import Examp
 from armature.components.robots.policies.molmoact2.processing.processor import Processor, in_threads
 from armature.components.robots.policies.molmoact2.sampling import InferencePlan
 from armature.components.robots.rl.table import AnswerSample, Floats
+
+# Answers as tensors.
 
 
 class DrawnSteps(NamedTuple):
@@ -82,8 +84,6 @@ class AnswerBatch:
         """(N,) int64: which answer a counted number belongs to."""
         return self.counted.nonzero()[:, 0] if self.drawn is not None else self.batch.example_ids[self.counted]
 
-
-# Samples as tensors: images from the store, observations through the policy's processor.
 
 KEPT_BYTES = 4 * 2**30
 """Of encoded answers: some 100,000 with images of 84 pixels, 5,000 with the 378 of the released policies."""

@@ -31,7 +31,7 @@ from armature.components.robots.rl.table import (
     write_batch,
     write_rollouts,
 )
-from armature.components.rollouts.batches.build import BuiltBatch
+from armature.components.rollouts.batches.table import BuiltBatch
 from armature.components.rollouts.collect import failures_said
 from armature.components.rollouts.table import FAILURES_FILE, read_failures, write_failures
 

@@ -7,8 +7,7 @@ from typing import Any
 
 from armature.components.artifacts.images import ImageStore
 from armature.components.contracts.errors import ConfigurationError
-from armature.components.robots.imitation.groups import prepare
-from armature.components.robots.imitation.opening import open_model
+from armature.components.robots.imitation.opening import open_model, prepare
 from armature.components.robots.policies.molmoact2.checkpoints.parts import load_parts
 from armature.components.robots.policies.molmoact2.modeling.model import MolmoAct2
 from armature.components.robots.policies.molmoact2.sampling import InferencePlan

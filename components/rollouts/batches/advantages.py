@@ -1,4 +1,4 @@
-"""The turns of one task's rollouts, laid side by side with what each of them scored."""
+"""How good each turn was, against its siblings."""
 
 from __future__ import annotations
 
@@ -28,6 +28,8 @@ from armature.components.rollouts.settings import (
     PenaltySettings,
     SimilarAnchors,
 )
+
+# The turns of one task's rollouts, laid side by side with what each of them scored.
 
 Values = npt.NDArray[np.float64]
 
@@ -241,8 +243,6 @@ def _metrics(episode: Sequence[Values], step: Sequence[Values], labels: Sequence
         "anchors/singleton_fraction": float((sizes == 1).mean()),
     }
 
-
-# How good each turn was, against its siblings.
 
 EPSILON = 1e-4
 

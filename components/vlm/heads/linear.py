@@ -1,4 +1,14 @@
-"""Matrix products whose sums stay in fp32 where the factors are bf16."""
+"""A linear head fused with log-softmax and entropy: no tensor of tokens x vocabulary unless one is kept on purpose.
+
+With z the logits after softcap and temperature, p = softmax(z), H = -sum p log p:
+
+    log-prob of t = z_t - logsumexp(z)
+    dL/dz_j = dlogp (1[j = t] - p_j) - dH p_j (log p_j + H)
+
+The forward pass keeps logsumexp and H, (N,) each. The backward pass computes z again, a block of the vocabulary at a
+time: such a block gives its rows of dW at once, and its part of dh. Where `chunk_tokens` allows for the logits of all N
+tokens, a backend may keep exp(z - m) instead, m being the largest z of a row in each of its blocks.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +23,8 @@ from torch.autograd.function import once_differentiable
 
 from armature.components.contracts.errors import ConfigurationError
 from armature.components.vlm.heads.backends import EXCLUDED, HeadSettings
+
+# Matrix products whose sums stay in fp32 where the factors are bf16.
 
 
 def linear(bias: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
@@ -41,17 +53,6 @@ def add_product(out: Tensor, a: Tensor, b: Tensor) -> Tensor:
         return torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
     return out.add_(a @ b)
 
-
-# A linear head fused with log-softmax and entropy: no tensor of tokens x vocabulary unless one is kept on purpose.
-#
-# With z the logits after softcap and temperature, p = softmax(z), H = -sum p log p:
-#
-#     log-prob of t = z_t - logsumexp(z)
-#     dL/dz_j = dlogp (1[j = t] - p_j) - dH p_j (log p_j + H)
-#
-# The forward pass keeps logsumexp and H, (N,) each. The backward pass computes z again, a block of the vocabulary at a
-# time: such a block gives its rows of dW at once, and its part of dh. Where `chunk_tokens` allows for the logits of
-# all N tokens, a backend may keep exp(z - m) instead, m being the largest z of a row in each of its blocks.
 
 KeptGradient = Callable[[Tensor, list[Tensor], list[Tensor]], Tensor]
 """Of targets, what was saved and gradients: as `LinearHead.logit_gradient` of the whole vocabulary, once."""

@@ -1,4 +1,4 @@
-"""Chat messages as the token ids that a model server would return for them."""
+"""Demonstrations: a demonstrator's answers, played in the real environment like those of any policy."""
 
 from __future__ import annotations
 
@@ -22,6 +22,8 @@ from armature.components.inference.client import Completion, GenerationFailure, 
 from armature.components.inference.settings import EvaluationSamplingSettings
 from armature.components.rollouts.collect import allow_episodes
 from armature.components.rollouts.play import EpisodeRunner, RolloutId, SharedImages
+
+# Chat messages as the token ids that a model server would return for them.
 
 
 @contextmanager
@@ -86,8 +88,6 @@ def _for_template(part: Mapping[str, Any]) -> Mapping[str, Any]:
 def _image(part: Mapping[str, Any]) -> Image.Image:
     return decode(EncodedImage.from_url(part["image_url"]["url"]))
 
-
-# Demonstrations: a demonstrator's answers, played in the real environment like those of any policy.
 
 _NOTHING_IS_SAMPLED = EvaluationSamplingSettings(temperature=0.0, max_tokens=1)
 

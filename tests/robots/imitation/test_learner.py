@@ -18,9 +18,8 @@ from armature.components.robots.datasets.mixture import Mixture
 from armature.components.robots.datasets.source import open_sources
 from armature.components.robots.datasets.stage import read_statistics
 from armature.components.robots.imitation.data import Encoder, UpdateDataset
-from armature.components.robots.imitation.groups import prepare
 from armature.components.robots.imitation.learner import PolicyLearner
-from armature.components.robots.imitation.opening import units
+from armature.components.robots.imitation.opening import prepare, units
 from armature.components.robots.imitation.robots import RobotsByTag, robots_of
 from armature.components.robots.policies.molmoact2.checkpoints.checkpoint import load_model
 from armature.components.robots.policies.molmoact2.modeling.losses import LossPlan

@@ -6,7 +6,7 @@ from torch import nn
 
 from armature.components.models.lora import merged_weights
 from armature.components.models.settings import AdapterSettings
-from armature.components.robots.imitation.groups import add_adapters
+from armature.components.robots.imitation.opening import add_adapters
 from armature.components.robots.policies.molmoact2.modeling.model import MolmoAct2
 from tests.refusals import refused
 from tests.robots.policies.molmoact2.examples import CONFIG, as_batch, make_examples

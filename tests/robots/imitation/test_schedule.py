@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from armature.components.robots.imitation.groups import parameter_groups
+from armature.components.robots.imitation.opening import parameter_groups
 from tests.refusals import refused
 
 from .settings import LORA, training_settings

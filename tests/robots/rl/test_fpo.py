@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from armature.components.artifacts.images import ImageStore
-from armature.components.robots.imitation.groups import prepare
+from armature.components.robots.imitation.opening import prepare
 from armature.components.robots.policies.molmoact2.checkpoints.checkpoint import LoadedPolicy
 from armature.components.robots.policies.molmoact2.sampling import InferencePlan
 from armature.components.robots.rl.answer_learner import Update

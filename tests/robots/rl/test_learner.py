@@ -17,7 +17,7 @@ import torch
 
 from armature.components.artifacts.images import ImageStore
 from armature.components.contracts.errors import DataError
-from armature.components.robots.imitation.groups import prepare
+from armature.components.robots.imitation.opening import prepare
 from armature.components.robots.policies.molmoact2.checkpoints.checkpoint import LoadedPolicy, load_policy
 from armature.components.robots.policies.molmoact2.policy import MolmoAct2Policy
 from armature.components.robots.policies.molmoact2.sampling import InferencePlan

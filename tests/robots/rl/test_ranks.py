@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from armature.components.artifacts.images import ImageStore
 from armature.components.contracts.machine import Machine
-from armature.components.robots.imitation.groups import GROUPS
+from armature.components.robots.imitation.opening import GROUPS
 from armature.components.robots.policies.molmoact2 import policy as policies
 from armature.components.robots.policies.molmoact2.checkpoints.checkpoint import save_policy
 from armature.components.robots.policies.molmoact2.policy import open_policy

@@ -18,7 +18,7 @@ from armature.components.configuration import load_recipe
 from armature.components.contracts.errors import ConfigurationError
 from armature.components.contracts.robots import RobotObservation
 from armature.components.contracts.stages import Artifact
-from armature.components.robots.imitation.groups import prepare
+from armature.components.robots.imitation.opening import prepare
 from armature.components.robots.policies.molmoact2.checkpoints.checkpoint import LoadedPolicy
 from armature.components.robots.policies.molmoact2.modeling.flow import FlowSamples
 from armature.components.robots.policies.molmoact2.modeling.losses import LossPlan

@@ -17,7 +17,7 @@ from scipy.stats import chisquare
 from armature.components.artifacts.images import ImageStore
 from armature.components.contracts.robots import RobotObservation
 from armature.components.contracts.stages import Artifact
-from armature.components.robots.imitation.groups import prepare
+from armature.components.robots.imitation.opening import prepare
 from armature.components.robots.libero.settings import SimulatorSettings
 from armature.components.robots.policies.molmoact2 import policy
 from armature.components.robots.policies.molmoact2.checkpoints.checkpoint import LoadedPolicy, load_policy, save_policy

@@ -12,9 +12,8 @@ from armature.components.contracts.batches import Sample
 from armature.components.contracts.errors import DataError
 from armature.components.contracts.images import ImageRef
 from armature.components.contracts.rollouts import GenerateOutputs, Trajectory
-from armature.components.rollouts.batches.build import build_batch
 from armature.components.rollouts.batches.ratios import read_log_ratios, write_log_ratios
-from armature.components.rollouts.batches.table import read_batch, write_batch
+from armature.components.rollouts.batches.table import build_batch, read_batch, write_batch
 from tests.builders import make_sample
 
 from .conftest import GROUPS, batch_settings

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from armature.components.contracts.batches import Sample
-from armature.components.rollouts.batches.build import check_samples, sample_defect
+from armature.components.rollouts.batches.table import check_samples, sample_defect
 from tests.builders import make_sample
 from tests.refusals import refused
 

@@ -12,7 +12,7 @@ from armature.components.configuration import CONFIGS, Recipe, build_recipe, rea
 from armature.components.contracts.batches import Sample, TurnAdvantages
 from armature.components.contracts.rollouts import GenerateOutputs
 from armature.components.models.adapters.sequences import merge_turns, sample_of
-from armature.components.rollouts.batches.build import build_batch
+from armature.components.rollouts.batches.table import build_batch
 from armature.components.rollouts.sampler import choose_groups
 from armature.components.vlm.settings import TrainerSettings
 

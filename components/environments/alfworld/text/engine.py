@@ -1,4 +1,9 @@
-"""Shared libraries without what is not loaded."""
+"""alfworld's own text engine, with what it computes again and again kept. Imported in worker processes only.
+
+What a game says and allows is decided where it always is: transitions and goals in fast-downward's library, texts in
+textworld's grammar. Kept are things that cannot change during a game. Importing this module changes these packages
+for the whole process, because their functions call each other by module and there is nothing to subclass.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +27,8 @@ from textworld.logic import Action, Placeholder, Variable
 
 from armature.components.environments.alfworld import packaged
 
+# Shared libraries without what is not loaded.
+
 _SEGMENT = struct.Struct("<IIQQQQQQ")
 
 
@@ -38,12 +45,6 @@ def loadable_part(library: bytes) -> bytes:
     segments = (_SEGMENT.unpack_from(library, offset + index * size) for index in range(count))
     return library[: max(start + length for _, _, start, _, _, length, _, _ in segments)]
 
-
-# alfworld's own text engine, with what it computes again and again kept. Imported in worker processes only.
-#
-# What a game says and allows is decided where it always is: transitions and goals in fast-downward's library, texts in
-# textworld's grammar. Kept are things that cannot change during a game. Importing this module changes these packages
-# for the whole process, because their functions call each other by module and there is nothing to subclass.
 
 KEPT_PROBLEMS = 32
 """Translated problems that are kept, a few MB each: the members of a group play the same one."""

@@ -1,8 +1,4 @@
-"""A small image of what the text has said: colored cells for the goal, the place, what is held and what is seen.
-
-Nothing is drawn that the game has not said. A cell is the color pair of a kind of thing, so that a model with small
-images can tell what is meant by looking alone.
-"""
+"""ALFWorld's text games: each turn says what happened and asks for a command."""
 
 from __future__ import annotations
 
@@ -34,6 +30,11 @@ from armature.components.environments.alfworld.games.scenes import escaped, may_
 from armature.components.environments.alfworld.packaged import names_of
 from armature.components.environments.alfworld.prompts import EpisodePrompts, PromptSettings, parse_action
 from armature.components.environments.alfworld.text.host import EngineHost, EngineReply, HostedGame, shared_host
+
+# A small image of what the text has said: colored cells for the goal, the place, what is held and what is seen.
+#
+# Nothing is drawn that the game has not said. A cell is the color pair of a kind of thing, so that a model with small
+# images can tell what is meant by looking alone.
 
 GRID = 4
 COLORS = (
@@ -160,9 +161,6 @@ def with_detours(plan: Sequence[str], problem: str, most: int, random: Random) -
         if places[place] in constants.OPENABLE_CLASS_SET:
             commands.append(f"open {place}")
     return [*commands, *(command for command in plan if command not in commands or not command.startswith("open "))]
-
-
-# ALFWorld's text games: each turn says what happened and asks for a command.
 
 
 class AlfworldTextSettings(Settings):

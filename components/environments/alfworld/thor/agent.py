@@ -1,9 +1,4 @@
-"""alfworld's actions in the words of a player's release.
-
-alfworld speaks to AI2-THOR 2.1.0, whose player reads the arguments it knows and overlooks the others. From
-release 3 on the player looks for a method with exactly these arguments and answers InvalidArgument if there is
-none; some arguments have other names, and PutObject names the receptacle where 2.1 named what is held.
-"""
+"""alfworld's agent of high-level commands in AI2-THOR, with the commands and the names of the text game."""
 
 from __future__ import annotations
 
@@ -23,6 +18,12 @@ from armature.components.environments.alfworld.packaged import kind_of
 from armature.components.environments.alfworld.prompts import NOTHING
 from armature.components.environments.alfworld.thor.metadata import PlayerError
 from armature.components.machine.registry import suggestion
+
+# alfworld's actions in the words of a player's release.
+#
+# alfworld speaks to AI2-THOR 2.1.0, whose player reads the arguments it knows and overlooks the others. From release 3
+# on the player looks for a method with exactly these arguments and answers InvalidArgument if there is none; some
+# arguments have other names, and PutObject names the receptacle where 2.1 named what is held.
 
 Release = Literal["2.1", "5.0"]
 RELEASES: tuple[Release, ...] = get_args(Release)
@@ -127,8 +128,6 @@ def translate(action: Mapping[str, Any], release: Release) -> dict[str, Any]:
         raise PlayerError(f"{name} has a value that is not JSON: {error}", code="action_not_json") from error
     return said
 
-
-# alfworld's agent of high-level commands in AI2-THOR, with the commands and the names of the text game.
 
 _MOVE = re.compile(r"move (\S+ \d+) to (\S+ \d+)")
 _PUT = re.compile(r"put (\S+ \d+) (?:in/on|in|on) (\S+ \d+)")

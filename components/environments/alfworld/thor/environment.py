@@ -1,4 +1,4 @@
-"""One game played in AI2-THOR."""
+"""ALFWorld in AI2-THOR: each turn shows what the agent sees, and says what the text game would say."""
 
 from __future__ import annotations
 
@@ -34,6 +34,9 @@ from armature.components.environments.alfworld.thor.tasks import (
 if TYPE_CHECKING:
     from armature.components.environments.alfworld.thor.agent import ThorAgent
     from armature.components.environments.alfworld.thor.player import ThorPlayer
+
+
+# One game played in AI2-THOR.
 
 
 class ThorEpisode:
@@ -95,9 +98,6 @@ class ThorEpisode:
 def encode_frame(frame: np.ndarray) -> EncodedImage:
     """(height, width, 3) uint8 in the order red, green, blue, as PNG."""
     return encode_png(Image.fromarray(np.ascontiguousarray(frame)))
-
-
-# ALFWorld in AI2-THOR: each turn shows what the agent sees, and says what the text game would say.
 
 
 class AlfworldThorSettings(Settings):

@@ -1,4 +1,4 @@
-"""What goes wrong between us and AI2-THOR's player."""
+"""The part of a player's answer that we and alfworld read."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
 
 from armature.components.contracts.errors import ArmatureError
+
+# What goes wrong between us and AI2-THOR's player.
 
 
 class PlayerError(ArmatureError):
@@ -17,8 +19,6 @@ class PlayerError(ArmatureError):
 
     code = "player_failed"
 
-
-# The part of a player's answer that we and alfworld read.
 
 LONGEST_SIDE = 4096
 """Pixels; a frame's size is believed up to here."""

@@ -1,4 +1,4 @@
-"""What is written once under the cache and mapped from there: all processes of a machine share its pages."""
+"""The list of a dataset's episodes: numbers in one file that all processes of a machine map, an episode when asked."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ from armature.components.contracts.errors import DataError
 from armature.components.contracts.files import foreign
 from armature.components.robots.datasets.lerobot.layout import TASKS, VIDEO, DatasetFiles, DatasetInfo
 from armature.components.robots.datasets.quantiles import Array
+
+# What is written once under the cache and mapped from there: all processes of a machine share its pages.
 
 
 class MappedFile(ABC):
@@ -115,8 +117,6 @@ class TaskList(MappedFile, Mapping[int, str]):
         with pa.ipc.new_file(str(target), table.schema) as writer:
             writer.write_table(table)
 
-
-# The list of a dataset's episodes: numbers in one file that all processes of a machine map, an episode when asked.
 
 AT_ONCE = 2**16
 """Rows of meta/episodes in memory while the numbers are written."""

@@ -16,8 +16,13 @@ from armature.components.robots.datasets.lerobot.layout import Feature
 from armature.components.robots.datasets.lerobot.video import VideoWriter
 from armature.components.robots.datasets.lerobot.writer import create_dataset
 from armature.components.robots.datasets.source import RECORDED
-from armature.components.robots.libero.demonstrations.episodes import DemonstrationJob, DemonstrationJournal, jobs_of
-from armature.components.robots.libero.demonstrations.page import Preview, demonstrations_report
+from armature.components.robots.libero.demonstrations.episodes import (
+    DemonstrationJob,
+    DemonstrationJournal,
+    Preview,
+    demonstrations_report,
+    jobs_of,
+)
 from armature.components.robots.libero.processes import SimulatorProcess
 from armature.components.robots.libero.scripted.policy import DemonstrationOutcome
 from armature.components.robots.libero.settings import DemonstrationsStageSettings, SimulatorSettings

@@ -1,4 +1,4 @@
-"""Instructions in other words, by templates: what is to be done stays the same."""
+"""Perturbations by name. What is drawn follows from name, task and seed alone, whatever the strength."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ from armature.components.robots.libero.perturbations.scene import (
 )
 from armature.components.robots.libero.settings import Perturbation
 from armature.components.robots.libero.tasks import LiberoTask
+
+# Instructions in other words, by templates: what is to be done stays the same.
 
 SYNONYMS = {
     "pick up": ("grab", "take", "lift up", "grasp"),
@@ -59,8 +61,6 @@ def paraphrase(instruction: str, strength: float, rng: np.random.Generator) -> s
         words = request.format(words)
     return f"{scene}: {words}" if strength > 2 / 3 else words
 
-
-# Perturbations by name. What is drawn follows from name, task and seed alone, whatever the strength.
 
 Perturb = Callable[[PerturbedScene, float, np.random.Generator], None]
 

@@ -1,4 +1,4 @@
-"""Where a two-finger gripper takes an object from above. Meters and radians, in the world's frame."""
+"""What the scripted policy does in a task: which object, how it is taken, and where it goes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from armature.components.robots.libero.simulator import LiberoSimulator
 
 
-# What the scripted policy does in a task: which object, how it is taken, and where it goes.
+# Where a two-finger gripper takes an object from above. Meters and radians, in the world's frame.
 
 Vector = NDArray[np.float64]
 

@@ -1,4 +1,10 @@
-"""Action tokens drawn at random, and their probabilities: p = softmax(logits / temperature)."""
+"""What a trained policy answers: actions by Euler steps from noise, or action tokens one by one.
+
+A row's answer has the same bits whatever is asked beside it. On a CPU rows run one by one and nothing is padded: its
+matrix products sum in an order that depends on a row's place, so that a row moved within a group changes in its last
+bits. On a GPU rows run in groups of a constant size, where every place gives the same, and beside rows of their own
+width alone: that of a row is its length, rounded up.
+"""
 
 from __future__ import annotations
 
@@ -28,6 +34,8 @@ from armature.components.robots.policies.molmoact2.modeling.model import MolmoAc
 from armature.components.robots.policies.molmoact2.modeling.vlm import BackboneOutput, KeyValue
 from armature.components.robots.policies.molmoact2.processing.batch import Example, PolicyBatch, collate
 from armature.components.robots.policies.settings import RobotPolicySettings
+
+# Action tokens drawn at random, and their probabilities: p = softmax(logits / temperature).
 
 
 def token_logprobs(logits: Tensor, tokens: Tensor, temperature: float) -> Tensor:
@@ -62,14 +70,6 @@ class TokenDraws:
     def logprobs(self) -> Tensor:
         """(B, steps) float64 of all tokens that were drawn."""
         return torch.stack(self._logprobs, dim=1)
-
-
-# What a trained policy answers: actions by Euler steps from noise, or action tokens one by one.
-#
-# A row's answer has the same bits whatever is asked beside it. On a CPU rows run one by one and nothing is padded: its
-# matrix products sum in an order that depends on a row's place, so that a row moved within a group changes in its last
-# bits. On a GPU rows run in groups of a constant size, where every place gives the same, and beside rows of their own
-# width alone: that of a row is its length, rounded up.
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,12 @@ from armature.components.contracts.machine import Machine
 from armature.components.contracts.robots import RobotObservation
 from armature.components.contracts.stages import StageContext, StageReport
 from armature.components.robots.datasets.source import open_sources
-from armature.components.robots.libero.demonstrations.episodes import DemonstrationJournal, jobs_of
-from armature.components.robots.libero.demonstrations.page import Preview, demonstrations_report
+from armature.components.robots.libero.demonstrations.episodes import (
+    DemonstrationJournal,
+    Preview,
+    demonstrations_report,
+    jobs_of,
+)
 from armature.components.robots.libero.demonstrations.stage import record
 from armature.components.robots.libero.processes import Demonstration
 from armature.components.robots.libero.scripted.policy import DemonstrationOutcome

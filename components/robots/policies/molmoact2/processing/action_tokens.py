@@ -1,4 +1,8 @@
-"""The special tokens that an example is made of."""
+"""Chunks of actions as tokens: the FAST scheme (Pertsch et al., 2025) in its released file layout.
+
+A chunk (T, D) in [-1, 1] becomes the orthonormal DCT-II of each dimension over time, times a scale, rounded. The T x D
+integers, time first, minus the smallest one, are characters of a text, which a byte-level BPE shortens.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +23,8 @@ from armature.components.contracts.files import read_bytes, regular
 from armature.components.contracts.metrics import read_finite
 from armature.components.robots.policies.molmoact2.configuration import MolmoAct2Config
 from armature.components.robots.policies.molmoact2.processing.batch import Floats
+
+# The special tokens that an example is made of.
 
 
 @dataclass(frozen=True)
@@ -100,11 +106,6 @@ class ActionVocabulary:
             pad=pad,
         )
 
-
-# Chunks of actions as tokens: the FAST scheme (Pertsch et al., 2025) in its released file layout.
-#
-# A chunk (T, D) in [-1, 1] becomes the orthonormal DCT-II of each dimension over time, times a scale, rounded. The T x
-# D integers, time first, minus the smallest one, are characters of a text, which a byte-level BPE shortens.
 
 TOKENIZER, TOKENIZER_CONFIG, CONFIG = "tokenizer.json", "tokenizer_config.json", "processor_config.json"
 _CHARACTERS = 0x800  # of at most two bytes; far more than coefficients reach

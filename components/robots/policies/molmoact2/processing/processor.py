@@ -1,4 +1,4 @@
-"""Observations are encoded in threads: most of it is resizing images, which other threads need not wait for."""
+"""What a robot sees and did, as an example for the model; and the model's answer, as actions of the robot."""
 
 from __future__ import annotations
 
@@ -27,6 +27,8 @@ from armature.components.robots.policies.molmoact2.processing.images import Imag
 from armature.components.robots.policies.molmoact2.processing.norm_stats import Normalizer, RobotMetadata
 from armature.components.robots.policies.settings import RobotPolicySettings
 
+# Observations are encoded in threads: most of it is resizing images, which other threads need not wait for.
+
 Given = TypeVar("Given")
 Made = TypeVar("Made")
 
@@ -40,8 +42,6 @@ def in_threads(function: Callable[[Given], Made], items: Sequence[Given]) -> lis
 def _threads() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(available_cpus(), "encode")
 
-
-# What a robot sees and did, as an example for the model; and the model's answer, as actions of the robot.
 
 _REMEMBERED = 10_000  # texts whose tokens are kept
 _TOKENIZING = Lock()  # a fast tokenizer refuses a second thread
