@@ -15,7 +15,7 @@ from pathlib import Path
 from armature.components.contracts.errors import ServerError, keep_secret
 from armature.components.contracts.machine import Machine
 from armature.components.families.family import family_of
-from armature.components.inference.checkpoint import ServedAdapters, longest_sequence, read_config
+from armature.components.inference.command import ServedAdapters, longest_sequence, read_config
 from armature.components.inference.server import VllmServer
 from armature.components.inference.settings import ServerSettings
 from armature.components.machine.private_files import private_folder

@@ -28,9 +28,15 @@ from peft import PeftModel
 
 from armature.components.contracts.machine import Machine
 from armature.components.families.family import family_of
-from armature.components.inference.checkpoint import ServedAdapters, placeholder_token_ids, served_name, vocabulary
 from armature.components.inference.client import MODEL_NAME
-from armature.components.inference.command import server_command, server_environment
+from armature.components.inference.command import (
+    ServedAdapters,
+    placeholder_token_ids,
+    served_name,
+    server_command,
+    server_environment,
+    vocabulary,
+)
 from armature.components.inference.lease import weights_mark
 from armature.components.inference.probe import SIXTEEN_BITS, Probe, ask_probe, distance, make_probe
 from armature.components.inference.replica import Replica, reset_caches

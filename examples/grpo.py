@@ -20,7 +20,7 @@ from armature.components.artifacts.images import ImageStore
 from armature.components.configuration.stages import TerminalEvents
 from armature.components.environments.make import make_environment
 from armature.components.evaluation.results import collect_results, metrics
-from armature.components.inference.checkpoint import vocabulary
+from armature.components.inference.command import vocabulary
 from armature.components.inference.pool import ServerPool
 from armature.components.models.adapters import get_adapter
 from armature.components.models.load import load_processor

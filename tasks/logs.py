@@ -1,16 +1,10 @@
-"""Logs that a person can read, and spans of runs for OpenTelemetry."""
+"""Logs that a person can read: our own errors in their three parts, and not one line per finished unit."""
 
 from __future__ import annotations
 
 import logging
-import os
 
-from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import BatchSpanProcessor
-
-from armature.components.contracts.errors import ArmatureError, ConfigurationError
-
-# Logs that a person can read: our own errors in their three parts, and not one line per finished unit.
+from armature.components.contracts.errors import ArmatureError
 
 _LOGGERS = ("prefect.flow_runs", "prefect.task_runs")
 
@@ -32,28 +26,3 @@ def readable_errors() -> None:
         logger = logging.getLogger(name)
         if not any(isinstance(each, _ReadableFilter) for each in logger.filters):
             logger.addFilter(_ReadableFilter())
-
-
-# Spans of flow and task runs, which Prefect makes for OpenTelemetry, sent to a collector.
-
-
-def provider() -> TracerProvider:
-    """What `OTEL_PYTHON_TRACER_PROVIDER=armature` names: spans are sent by OTLP over HTTP in the background, as
-    OpenTelemetry's other variables say.
-
-    Raises:
-        ConfigurationError: what sends them is not installed.
-    """
-    try:
-        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-    except ImportError as error:
-        raise ConfigurationError(
-            f"traces cannot be sent: {error}",
-            code="opentelemetry_missing",
-            where="OTEL_PYTHON_TRACER_PROVIDER",
-            remedy="pip install 'armature-vla[otel]', or unset the variable",
-        ) from error
-    os.environ.setdefault("OTEL_SERVICE_NAME", "armature")
-    tracer_provider = TracerProvider()
-    tracer_provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
-    return tracer_provider

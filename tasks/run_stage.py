@@ -27,8 +27,7 @@ from armature.components.viewer.runs import STAGES as VIEWED
 from armature.tasks import mlflow_client as names
 from armature.tasks.events import PrefectEvents, PrefectUnits
 from armature.tasks.flow_run import current_run, provenance
-from armature.tasks.outputs import record_output
-from armature.tasks.reports import link_viewer
+from armature.tasks.reports import link_viewer, record_output
 from armature.tasks.tracking import TrackedRun, take_the_place_of_lost_runs, tracked
 
 GPU_LIMIT = "gpu"

@@ -23,7 +23,7 @@ from armature.components.contracts.images import ImageRef
 from armature.components.environments.make import make_environment
 from armature.components.environments.settings import EnvironmentSettings
 from armature.components.environments.stage import ENVIRONMENT, TASKS, read_environment
-from armature.components.inference.checkpoint import read_config
+from armature.components.inference.command import read_config
 from armature.components.machine.project import project
 from armature.components.rewards.make import make_rewards
 from armature.components.rewards.reward import RewardSettings

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from armature.components.contracts.machine import Machine
-from armature.components.inference.checkpoint import ServedAdapters
+from armature.components.inference.command import ServedAdapters
 from armature.components.inference.host import PlacedHost
 from armature.components.inference.replica import Replica
 from armature.components.inference.server import VllmServer

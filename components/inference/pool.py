@@ -17,12 +17,6 @@ import httpx
 
 from armature.components.contracts.errors import keep_secret
 from armature.components.contracts.machine import Machine
-from armature.components.inference.checkpoint import (
-    ServedAdapters,
-    placeholder_token_ids,
-    sampled_token_ids,
-    vocabulary,
-)
 from armature.components.inference.client import (
     OTHER_WEIGHTS,
     Completion,
@@ -31,6 +25,7 @@ from armature.components.inference.client import (
     Sampling,
     TransientError,
 )
+from armature.components.inference.command import ServedAdapters, placeholder_token_ids, sampled_token_ids, vocabulary
 from armature.components.inference.determinism import Repeatability
 from armature.components.inference.lease import describe_run
 from armature.components.inference.lending import LentServer, SuspectServer, lend

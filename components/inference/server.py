@@ -14,9 +14,8 @@ import psutil
 from armature.components.contracts.errors import ServerError
 from armature.components.contracts.installation import SERVED
 from armature.components.contracts.machine import Machine
-from armature.components.inference.checkpoint import ServedAdapters
 from armature.components.inference.client import MODEL_NAME
-from armature.components.inference.command import is_deterministic, server_command, server_environment
+from armature.components.inference.command import ServedAdapters, is_deterministic, server_command, server_environment
 from armature.components.inference.host import Host, LocalHost, ServerNeeds
 from armature.components.inference.replies import BadReply, Endpoint, exchange
 from armature.components.inference.settings import ServerSettings

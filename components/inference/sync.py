@@ -12,8 +12,8 @@ import httpx
 
 from armature.components.artifacts.tensors import read_tensors
 from armature.components.contracts.errors import ArmatureError, ServerError, WeightSyncError
-from armature.components.inference.checkpoint import read_config, served_name
 from armature.components.inference.client import MODEL_NAME, OTHER_WEIGHTS, TransientError
+from armature.components.inference.command import read_config, served_name
 from armature.components.inference.lease import in_order, weights_mark
 from armature.components.inference.probe import Probe, ProbeAnswer, SyncProof
 from armature.components.inference.replica import Replica, pause, reset_caches, resume

@@ -6,11 +6,14 @@ import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING
 
 import psutil
-from prometheus_client import CollectorRegistry, start_http_server
 
 from armature.components.contracts.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
 
 # Programs that listen on a port, and the network interfaces on which ours do.
 
@@ -91,6 +94,8 @@ def metrics_server(address: str, registry: CollectorRegistry, where: str) -> Ite
     Raises:
         ConfigurationError: nothing can listen there.
     """
+    from prometheus_client import start_http_server
+
     host, _, port = address.rpartition(":")
     try:
         server, thread = start_http_server(int(port), host.strip("[]"), registry)

@@ -24,7 +24,7 @@ from armature.components.environments.settings import EnvironmentSettings
 from armature.components.environments.stage import load_tasks
 from armature.components.evaluation.settings import PanelSettings
 from armature.components.families.family import COMPONENTS, family_of
-from armature.components.inference.checkpoint import ServedAdapters, vocabulary
+from armature.components.inference.command import ServedAdapters, vocabulary
 from armature.components.inference.pool import ServerPool
 from armature.components.models.adapters import get_adapter
 from armature.components.models.load import load_config, load_model, load_processor, save_checkpoint

@@ -22,7 +22,7 @@ from armature.components.contracts.rollouts import GenerateOutputs, Trajectory
 from armature.components.contracts.stages import StageContext
 from armature.components.environments.make import environment_sources, make_environment
 from armature.components.environments.settings import EnvironmentSettings
-from armature.components.inference.checkpoint import placeholder_token_ids, vocabulary
+from armature.components.inference.command import placeholder_token_ids, vocabulary
 from armature.components.inference.pool import ServerPool
 from armature.components.inference.settings import ServerSettings
 from armature.components.models.adapters import FamilyAdapter, MultimodalAdapter, get_adapter

@@ -24,7 +24,8 @@ from armature.components.robots.policies.molmoact2.checkpoints.parts import CONF
 from armature.components.robots.policies.molmoact2.checkpoints.tiny import tiny_config
 from armature.components.robots.policies.molmoact2.configuration import MolmoAct2Config
 from armature.components.robots.policies.molmoact2.modeling.model import MolmoAct2
-from armature.components.robots.policies.settings import POLICY_WITHOUT_WEIGHTS, RobotPolicySettings
+from armature.components.robots.policies.settings import RobotPolicySettings
+from armature.components.robots.policies.source import POLICY_WITHOUT_WEIGHTS
 from armature.components.robots.recipes import EvaluateLibero, TrainVla, TrainVlaRl
 from armature.components.robots.rl.settings import RobotRLTrainerSettings, TrainVLARLSettings
 from armature.components.training.processes import TrainerProcesses

@@ -307,7 +307,7 @@ class EvaluateLibero(Sections):
 def _refuse_unnamed(policy: RobotPolicySettings) -> None:
     from armature.components.machine.project import project_source
     from armature.components.models.source import refuse_unnamed
-    from armature.components.robots.policies.settings import POLICY
+    from armature.components.robots.policies.source import POLICY
 
     if source := policy.path or policy.checkpoint_path:
         refuse_unnamed(project_source(source), policy.revision, POLICY)

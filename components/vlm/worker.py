@@ -17,7 +17,7 @@ from armature.components.contracts.batches import MultimodalBatch, Sample
 from armature.components.contracts.errors import ConfigurationError, DataError
 from armature.components.contracts.images import ImageRef
 from armature.components.families.family import family_of
-from armature.components.inference.checkpoint import vocabulary
+from armature.components.inference.command import vocabulary
 from armature.components.inference.probe import Probe
 from armature.components.inference.replies import Endpoint
 from armature.components.inference.weights import WEIGHT_SENDERS, WeightSender

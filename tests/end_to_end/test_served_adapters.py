@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from armature.components.contracts.errors import WeightSyncError
 from armature.components.contracts.machine import Machine
-from armature.components.inference.checkpoint import ServedAdapters
+from armature.components.inference.command import ServedAdapters
 from armature.components.inference.pool import ServerPool
 from armature.components.inference.probe import ProbeAnswer
 from armature.components.inference.settings import EvaluationSamplingSettings, ServerSettings

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from armature.components.contracts.machine import Machine
-from armature.components.inference.checkpoint import ServedAdapters
-from armature.components.inference.command import server_command, server_environment
+from armature.components.inference.command import ServedAdapters, server_command, server_environment
 from armature.components.inference.pool import ServerPool
 from armature.components.inference.settings import ServerSettings
 from tests.inference.conftest import MESSAGES, SAMPLING

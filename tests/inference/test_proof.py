@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from armature.components.inference.checkpoint import vocabulary
+from armature.components.inference.command import vocabulary
 from armature.components.inference.monitor import EJECT_AFTER
 from armature.components.inference.pool import ServerPool
 from armature.components.inference.probe import LIKELIEST, ProbeAnswer, make_probe

@@ -22,8 +22,7 @@ from starlette.routing import Route
 
 from armature.components.contracts.machine import Machine
 from armature.components.inference import host
-from armature.components.inference.checkpoint import ServedAdapters
-from armature.components.inference.command import server_command, server_environment
+from armature.components.inference.command import ServedAdapters, server_command, server_environment
 from armature.components.inference.host import free_port
 from armature.components.inference.server import VllmServer
 from armature.components.inference.settings import ServerSettings

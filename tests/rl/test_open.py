@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from armature.components.inference.checkpoint import ServedAdapters
+from armature.components.inference.command import ServedAdapters
 from armature.components.models.settings import LoraSettings, ModelSettings
 from armature.components.models.tiny import make_tiny_checkpoint
 from armature.components.rl.open import served_adapters

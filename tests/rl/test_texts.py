@@ -17,8 +17,8 @@ from armature.components.contracts.machine import Machine
 from armature.components.contracts.stages import StageContext
 from armature.components.environments.make import make_environment
 from armature.components.environments.stage import load_tasks
-from armature.components.inference.checkpoint import vocabulary
 from armature.components.inference.client import Completion
+from armature.components.inference.command import vocabulary
 from armature.components.inference.pool import ServerPool
 from armature.components.models.adapters import get_adapter
 from armature.components.models.load import load_processor

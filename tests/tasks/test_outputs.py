@@ -13,8 +13,7 @@ from armature.components.contracts.episodes import Task
 from armature.components.contracts.rollouts import GenerateOutputs
 from armature.components.contracts.stages import Artifact
 from armature.components.evaluation.results import collect_results, metrics
-from armature.tasks.outputs import numbers
-from armature.tasks.reports import CheckpointResult, _final_numbers
+from armature.tasks.reports import CheckpointResult, _final_numbers, numbers
 from armature.tasks.tracking import flatten
 from tests.contracts.test_metric_names import HOSTILE
 from tests.pages.conftest import make_trajectory

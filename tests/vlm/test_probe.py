@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from armature.components.inference.checkpoint import vocabulary
+from armature.components.inference.command import vocabulary
 from armature.components.inference.probe import LIKELIEST, WORDS, Probe, make_probe
 from armature.components.rollouts.batches.table import write_batch
 from tests.refusals import refused

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import httpx
 
 from armature.components.contracts.errors import WeightSyncError
-from armature.components.inference.checkpoint import served_name
 from armature.components.inference.client import MODEL_NAME
+from armature.components.inference.command import served_name
 from armature.components.inference.replies import Endpoint, Reply, exchange
 from armature.components.machine.registry import Registry
 

@@ -33,7 +33,7 @@ def run_policy(
         return StageReport()
     from armature.components.models.source import make_reference
     from armature.components.robots.policies.molmoact2.checkpoints.parts import load_parts
-    from armature.components.robots.policies.settings import POLICY, write_settings
+    from armature.components.robots.policies.source import POLICY, write_settings
 
     source = settings.path or settings.checkpoint_path
     if source is None:
@@ -64,7 +64,7 @@ def _refuse_other_sources(settings: RobotPolicySettings) -> None:
 
 def policy_sources(settings: RobotPolicySettings, inputs: Mapping[str, Artifact]) -> dict[str, str]:
     from armature.components.models.source import folder_sources
-    from armature.components.robots.policies.settings import POLICY
+    from armature.components.robots.policies.source import POLICY
 
     source = settings.path or settings.checkpoint_path
     return folder_sources(source, POLICY) if source and settings.tiny is None else {}

@@ -26,7 +26,7 @@ from armature.components.contracts.errors import ArmatureError, ConfigurationErr
 from armature.components.contracts.files import read_bytes
 from armature.components.environments.dataset import shards
 from armature.components.environments.dataset.bad_rows import BadRow
-from armature.components.inference.checkpoint import read_config
+from armature.components.inference.command import read_config
 from armature.components.rewards.make import make_rewards
 from armature.components.rewards.reward import RewardSettings
 from armature.components.robots.datasets.lerobot.layout import read_info

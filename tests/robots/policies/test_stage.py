@@ -24,7 +24,8 @@ from armature.components.models.source import locate
 from armature.components.robots.policies.molmoact2.checkpoints.checkpoint import load_policy
 from armature.components.robots.policies.molmoact2.processing.batch import Example
 from armature.components.robots.policies.molmoact2.processing.norm_stats import RobotMetadata
-from armature.components.robots.policies.settings import POLICY, TinyPolicySettings
+from armature.components.robots.policies.settings import TinyPolicySettings
+from armature.components.robots.policies.source import POLICY
 from armature.components.robots.policies.stage import POLICY_STAGE
 from tests.refusals import refused
 from tests.robots.policies.molmoact2 import released

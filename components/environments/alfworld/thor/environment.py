@@ -19,7 +19,7 @@ from armature.components.environments.alfworld.games.game import GamesSettings, 
 from armature.components.environments.alfworld.games.generate import games_sources, load_games
 from armature.components.environments.alfworld.packaged import names_of
 from armature.components.environments.alfworld.prompts import EpisodePrompts, PromptSettings, parse_action
-from armature.components.environments.alfworld.thor.agent import Release
+from armature.components.environments.alfworld.thor.actions import Release
 from armature.components.environments.alfworld.thor.metadata import LONGEST_SIDE
 from armature.components.environments.alfworld.thor.pool import ThorPlayerPool
 from armature.components.environments.alfworld.thor.tasks import (

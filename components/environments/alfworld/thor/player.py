@@ -22,7 +22,8 @@ from alfworld.env import tasks
 from alfworld.env.thor_env import ThorEnv
 
 from armature.components.contracts.errors import ConfigurationError
-from armature.components.environments.alfworld.thor.agent import Release, ThorAgent, translate
+from armature.components.environments.alfworld.thor.actions import Release, translate
+from armature.components.environments.alfworld.thor.agent import ThorAgent
 from armature.components.environments.alfworld.thor.metadata import PlayerError
 from armature.components.environments.alfworld.thor.server import PlayerServer
 from armature.components.machine.process import Program, Scratch

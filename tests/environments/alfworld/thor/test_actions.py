@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import settings as run
 from hypothesis import strategies as st
 
-from armature.components.environments.alfworld.thor.agent import FORMS, RELEASES, Release, translate
+from armature.components.environments.alfworld.thor.actions import FORMS, RELEASES, Release, translate
 from armature.components.environments.alfworld.thor.metadata import PlayerError
 from armature.components.environments.alfworld.thor.tasks import PotentialReward, RewardTracker, TerminalReward, weights
 from tests.refusals import refused

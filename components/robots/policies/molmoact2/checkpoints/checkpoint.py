@@ -51,7 +51,8 @@ from armature.components.robots.policies.molmoact2.processing.norm_stats import 
     norm_stats,
 )
 from armature.components.robots.policies.molmoact2.processing.processor import Processor
-from armature.components.robots.policies.settings import POLICY, RobotPolicySettings, write_settings
+from armature.components.robots.policies.settings import RobotPolicySettings
+from armature.components.robots.policies.source import POLICY, write_settings
 
 VALUE_HEAD_FILE = "value_head.safetensors"
 OWN_TAG = "trained"

@@ -29,7 +29,8 @@ from armature.components.robots.policies.molmoact2.processing.norm_stats import 
     RobotMetadata,
     resolve,
 )
-from armature.components.robots.policies.settings import POLICY_WITHOUT_WEIGHTS, Normalization, RobotPolicySettings
+from armature.components.robots.policies.settings import Normalization, RobotPolicySettings
+from armature.components.robots.policies.source import POLICY_WITHOUT_WEIGHTS
 
 CONFIG, BASE = "config.json", "base"
 PREPROCESSOR, NORMALIZER, PACK = "policy_preprocessor", "molmoact2_masked_normalizer", "molmoact2_pack_inputs"

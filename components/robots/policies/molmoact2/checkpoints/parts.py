@@ -27,7 +27,8 @@ from armature.components.robots.policies.molmoact2.processing.norm_stats import 
     training_robot,
 )
 from armature.components.robots.policies.molmoact2.processing.processor import Processor
-from armature.components.robots.policies.settings import POLICY_WITHOUT_WEIGHTS, RobotPolicySettings, read_settings
+from armature.components.robots.policies.settings import RobotPolicySettings
+from armature.components.robots.policies.source import POLICY_WITHOUT_WEIGHTS, read_settings
 
 CONFIG, PROCESSOR_CONFIG, ACTION_TOKENIZER = "config.json", "processor_config.json", "action_tokenizer"
 
