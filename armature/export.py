@@ -35,7 +35,7 @@ from armature.model_card import Form, TrainingRecord, model_card, read_record
 
 CARD = "README.md"
 RELEASED = "allenai/MolmoAct2"
-HAS_POLICY = "armature.components.robots.policies.settings:has_policy"
+HAS_POLICY = "armature.components.robots.policies.source:has_policy"
 EXPORT_POLICY = "armature.components.robots.policies.molmoact2.checkpoints.checkpoint:export_lerobot"
 """Functions that know checkpoints of robot policies, loaded on use."""
 

@@ -1,4 +1,4 @@
-"""What a stage wrote made visible: in MLflow as numbers, histories, pages and lineage, on the run's page as a table and links."""
+"""What a stage wrote, made visible: in MLflow as numbers, pages and lineage, on the run's page as a table and links."""
 
 from __future__ import annotations
 

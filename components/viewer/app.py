@@ -1,4 +1,4 @@
-"""The page of a store and what it asks for, over HTTP on loopback, for whoever has the token that `armature view` printed."""
+"""The page of a store and what it asks for, over HTTP on loopback, for the holder of the token of `armature view`."""
 
 from __future__ import annotations
 
