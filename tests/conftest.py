@@ -162,9 +162,9 @@ def environment_of_one_test() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def secrets_of_one_test(monkeypatch) -> None:
     """What a test reads as a secret, such as "another", is not blanked in the errors of the next one."""
-    from armature.components.contracts import errors as secret_values
+    from armature.components.contracts import errors
 
-    monkeypatch.setattr(secret_values, "_forms", set(secret_values._forms))
+    monkeypatch.setattr(errors, "_forms", set(errors._forms))
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,7 @@ def test_a_function_beside_the_recipe_is_found_with_what_it_imports_and_nothing_
 
 
 def test_a_child_process_finds_it_too(beside):
-    code = "from armature.components import project_modules as p; print(p.load_object('own_reward:short', '')('red'))"
+    code = "from armature.components.machine import project as p; print(p.load_object('own_reward:short', '')('red'))"
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
     done = subprocess.run([sys.executable, "-c", code], env=environment, cwd="/", capture_output=True, text=True)
     assert done.stdout == "1.0\n", done.stderr

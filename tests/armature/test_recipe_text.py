@@ -62,4 +62,4 @@ def test_what_the_command_line_says_is_marked_as_such():
 
 def test_descriptions_stand_above_what_they_describe():
     lines = recipe_text("train-vlm/colors", describe=True).splitlines()
-    assert lines[lines.index("warmup_steps = 0") - 1] == "# Steps over which the learning rate rises linearly."
+    assert lines[lines.index("warmup_steps = 0") - 1] == "# Steps over which learning rates rise linearly."

@@ -37,11 +37,11 @@ except client.TransientError as error:
 """
 RANK = """
 from datetime import timedelta
-from armature.components.training import launch
+from armature.components.training import ranks
 from armature.components.training.processes import TrainerProcesses
 
-launch.CONNECT = timedelta(seconds=5)
-with launch.joined(TrainerProcesses(threads=1), seed=0):
+ranks.CONNECT = timedelta(seconds=5)
+with ranks.joined(TrainerProcesses(threads=1), seed=0):
     raise AssertionError("they are cut off from each other")
 """
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from armature.components.training.ranks import Ranks
-from armature.components.vlm import memory as offloading
+from armature.components.vlm import memory
 from armature.components.vlm.learner import Learner
 
 from .conftest import LORA, step, trainer_settings
@@ -27,8 +27,8 @@ from .conftest import LORA, step, trainer_settings
 )
 def test_a_step_has_the_same_bits(tiny, model, changes, monkeypatch):
     moved: list[torch.Tensor] = []
-    back = offloading.from_main_memory
-    monkeypatch.setattr(offloading, "from_main_memory", lambda kept: [back(kept), moved.append(kept)][0])
+    back = memory.from_main_memory
+    monkeypatch.setattr(memory, "from_main_memory", lambda kept: [back(kept), moved.append(kept)][0])
     device, done = changes.pop("device", "cpu"), []
     for offload in (False, True):
         torch.manual_seed(0)  # of the adapters
@@ -48,26 +48,26 @@ def test_a_step_has_the_same_bits(tiny, model, changes, monkeypatch):
 def test_weights_and_what_is_small_stay():
     weight = nn.Parameter(torch.randn(256, 256))
     for tensor in (weight, weight.t(), weight[:128], torch.randn(8)):
-        assert offloading.to_main_memory(tensor) is tensor
+        assert memory.to_main_memory(tensor) is tensor
     hidden = torch.randn(256, 256).t()
-    kept = offloading.to_main_memory(hidden)
+    kept = memory.to_main_memory(hidden)
     assert isinstance(kept, tuple) and kept[1].data_ptr() != hidden.data_ptr()
-    assert torch.equal(offloading.from_main_memory(kept), hidden) and kept[1].stride() == hidden.stride()
+    assert torch.equal(memory.from_main_memory(kept), hidden) and kept[1].stride() == hidden.stride()
 
 
 def test_no_weight_is_copied_by_a_layer_of_a_model(tiny, monkeypatch):
     model = tiny.model()
     weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     copied: list[int] = []
-    to = offloading.to_main_memory
+    to = memory.to_main_memory
 
     def noted(tensor: torch.Tensor) -> Any:
         kept = to(tensor)
         copied.extend([tensor.untyped_storage().data_ptr()] if isinstance(kept, tuple) else [])
         return kept
 
-    monkeypatch.setattr(offloading, "to_main_memory", noted)
+    monkeypatch.setattr(memory, "to_main_memory", noted)
     ids = torch.arange(64)[None]
-    with offloading.offloaded_activations():
+    with memory.offloaded_activations():
         model(input_ids=ids, mm_token_type_ids=torch.zeros_like(ids)).logits.sum().backward()
     assert copied and weights.isdisjoint(copied)

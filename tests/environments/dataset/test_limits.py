@@ -18,7 +18,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from armature.components.artifacts import tables as parquet
+from armature.components.artifacts import tables
 from armature.components.artifacts.images import MAX_BYTES
 from armature.components.artifacts.tensors import read_tensors
 from armature.components.configuration import load_recipe
@@ -92,8 +92,8 @@ def _write_bombs(folder: Path) -> None:
 def test_a_small_file_with_large_rows_is_refused_before_they_are_written(
     kind: str, bombs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(parquet, "FREE", parquet.FREE // 16)
-    monkeypatch.setattr(parquet, "BATCH_BYTES", parquet.BATCH_BYTES // 16)
+    monkeypatch.setattr(tables, "FREE", tables.FREE // 16)
+    monkeypatch.setattr(tables, "BATCH_BYTES", tables.BATCH_BYTES // 16)
     path = bombs / f"{kind}.parquet"
     assert path.stat().st_size < MIB
     outcome, grown = _in_child(_scan, path)

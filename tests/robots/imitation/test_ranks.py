@@ -36,7 +36,7 @@ with joined(jobs[0].service.processes, seed=0) as ranks:
 if other:
     sys.exit(os.waitstatus_to_exitcode(os.waitpid(other, 0)[1]))
 """
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 RANKS: dict[str, Any] = {"threads": 1, "loader_workers": 0, "ready_timeout": 120}
 CLUSTER = ClusterSettings(address="auto", trainer=TrainerBundle())
 MACHINES = {

@@ -138,7 +138,7 @@ class Forked:
 @pytest.fixture(scope="module")
 def forked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forked]:
     log, pipe = tmp_path_factory.mktemp("forked") / "log", subprocess.PIPE
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[3])}
     command = [sys.executable, "-m", "tests.robots.rl.forked_ranks"]
     with (
         log.open("w") as file,
