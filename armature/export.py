@@ -206,7 +206,7 @@ def push(
 ) -> str:
     """Upload a checkpoint as `export` writes it, or a folder that it wrote as it is; returns the commit's address.
 
-    The repository is made where there is none. Large files that arrived before are not sent again.
+    A missing repository is created. Large files that it has already are not sent again.
 
     Raises:
         ConfigurationError: no token, not a name of the hub, or a repository of another kind or visibility.
@@ -246,7 +246,7 @@ def push(
 
 @contextmanager
 def _folder(source: str, name: str, store: Path, adapter: bool, base: str) -> Iterator[Path]:
-    """What is uploaded: an export as it is, else one that is made for it."""
+    """The folder to upload: an export as it is, or one that is made of a checkpoint."""
     if (Path(source) / CARD).is_file() and not (Path(source) / MANIFEST).is_file():
         if adapter:
             raise ConfigurationError(

@@ -28,13 +28,13 @@ from armature.components.machine.hub import HUB
 from armature.components.models.source import REFERENCE, SourceReference
 from armature.show import toml_text
 
-# What is known of a checkpoint: how it was made and from what, and how it did, as the artifacts say it.
+# The record of a checkpoint, read from its artifacts: how and from what it was made, and its results.
 
 START = ("model", "policy")
 """Names of the input that a training begins with, and kinds of what nobody has trained."""
 EVALUATIONS = ("evaluate", "evaluate-libero")
 SECONDS = 5.0
-"""How long MLflow is waited for."""
+"""Seconds to wait for an answer of MLflow."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class TrainingRecord:
 
     @property
     def adapter_stands_on_base(self) -> bool:
-        """Whether the training began with the base itself, not with what another one had made of it."""
+        """True if the training began with the base itself, and not with a checkpoint trained from it."""
         begun = [manifest.kind for name, manifest in self.inputs.values() if name in START]
         return self.base is not None and begun == ["model"]
 

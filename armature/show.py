@@ -48,7 +48,7 @@ def recipe_text(name: str, overrides: Sequence[str] = (), *, describe: bool = Fa
 
 
 def toml_text(values: Mapping[str, Any], at: tuple[str, ...] = ()) -> str:
-    """A document as TOML: values first, then tables. What is none is left out."""
+    """A document as TOML: values first, then tables. None is left out."""
     lines = [f"{_key(key)} = {_value(part)}" for key, part in values.items() if not isinstance(part, Mapping | None)]
     tables = {key: part for key, part in values.items() if isinstance(part, Mapping)}
     head = [f"\n[{'.'.join(map(_key, at))}]"] if at and (lines or not tables) else []
@@ -99,7 +99,7 @@ def _holds(values: Any, at: Sequence[str]) -> bool:
 
 
 def _value(value: Any) -> str:
-    """A value on one line. TOML has no null: what is none in a table is left out."""
+    """A value on one line. TOML has no null, so a table leaves None out."""
     if isinstance(value, Mapping):
         parts = [f"{_key(key)} = {_value(part)}" for key, part in value.items() if part is not None]
         return "{ " + ", ".join(parts) + " }" if parts else "{}"

@@ -221,7 +221,7 @@ class TrainingRun(ABC):
         else:
             self.evaluations.refuse_lost_weights(last)
             link_folder(self.evaluations.best_weights, folder)
-        self.trainer.finish()
+        self.trainer.settle()
 
     def lineage(self, last: int) -> list[dict[str, Any]]:
         """Return, for each step, the digests of its rollouts, its batch, a batch that was made and then skipped, and

@@ -72,9 +72,6 @@ class InProcessTrainer(TrainerClient):
 
     def stop(self) -> None: ...
 
-    def finish(self) -> None:
-        self.settle()
-
     def _ask(self, name: str, timeout: float, result: TypeAdapter[ResultT], **arguments: Any) -> ResultT:
         command = {"name": name, **arguments}
         known = self._worker.recorded(command)

@@ -128,10 +128,6 @@ class ServiceClient:
         if self._places is not None:
             self._places.close()
 
-    def finish(self) -> None:
-        """Wait until the last checkpoint is on the disk; raises what `settle` does."""
-        self.settle()
-
     def resume(self) -> int:
         """Load the newest checkpoint, if there is one. The number of steps that the weights contain."""
         return self._ask("resume", self.machine.ready_timeout, WHOLE)
@@ -326,4 +322,4 @@ def run_steps(
     for step in range(done + 1, steps + 1):
         with_restarts(trainer, step - 1, partial(one_step, step), one_step, events)
     with_restarts(trainer, steps, lambda: trainer.publish(out, steps), one_step, events)
-    trainer.finish()
+    trainer.settle()

@@ -100,7 +100,7 @@ class WritingTrainer(NotingTrainer):
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "weights").write_text(str(version))
 
-    def finish(self) -> None: ...
+    def settle(self) -> None: ...
 
 
 @pytest.fixture(scope="module")

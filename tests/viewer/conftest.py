@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import uvicorn
 from PIL import Image
 
 from armature.components.artifacts.images import ImageStore, encode_png
@@ -24,9 +29,37 @@ from armature.components.environments.stage import TASKS
 from armature.components.rollouts.batches.ratios import ratios_file, write_log_ratios
 from armature.components.rollouts.batches.table import write_batch
 from armature.components.rollouts.table import write_rollouts
+from armature.components.viewer.app import ViewServer, view_app
+from tests.browser import CHROMIUM
 from tests.pages.conftest import make_trajectory
 
 RUN = "0123456789abcdef0123"
+TOKEN = "the-token"
+
+
+@contextmanager
+def viewed(root: Path, query: str = "") -> Iterator[Any]:
+    """The viewer of the store at `root` in a browser; the page has the list `problems`, of its console and errors."""
+    from playwright.sync_api import sync_playwright
+
+    server = uvicorn.Server(uvicorn.Config(view_app(ViewServer(root), TOKEN), port=0, log_level="warning"))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    port = server.servers[0].sockets[0].getsockname()[1]
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        page = browser.new_page()
+        page.problems = []
+        page.on("console", lambda message: page.problems.append(message.text))
+        page.on("pageerror", lambda error: page.problems.append(str(error)))
+        page.goto(f"http://127.0.0.1:{port}/?token={TOKEN}{query}")
+        page.locator(".chart").first.wait_for()
+        yield page
+        browser.close()
+    server.should_exit = True
+    thread.join()
 
 
 @dataclass(frozen=True)

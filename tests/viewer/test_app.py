@@ -21,9 +21,8 @@ from armature.components.pages.report import HtmlReport, write_report
 from armature.components.rollouts.batches.table import write_batch
 from armature.components.viewer.address import RECORD, announced, viewer_address
 from armature.components.viewer.app import ViewServer, view_app
-from tests.viewer.conftest import RUN, Training
+from tests.viewer.conftest import RUN, TOKEN, Training
 
-TOKEN = "the-token"
 ADDRESS = "http://127.0.0.1:8000"
 
 

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-import uvicorn
 
-from armature.components.viewer.app import ViewServer, view_app
-from tests.browser import CHROMIUM, NEEDS_CHROMIUM
-from tests.viewer.conftest import RUN, Training
+from tests.browser import NEEDS_CHROMIUM
+from tests.viewer.conftest import RUN, Training, viewed
 
-TOKEN = "the-token"
 ATTACK = "</script><img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>"
 
 pytestmark = NEEDS_CHROMIUM
@@ -22,27 +18,9 @@ pytestmark = NEEDS_CHROMIUM
 
 @pytest.fixture
 def tab(training: Training) -> Iterator[Any]:
-    from playwright.sync_api import sync_playwright
-
     training.step(1, [0.0, 1.0], ["blue", ATTACK])
-    server = uvicorn.Server(uvicorn.Config(view_app(ViewServer(training.root), TOKEN), port=0, log_level="warning"))
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    while not server.started:
-        time.sleep(0.01)
-    port = server.servers[0].sockets[0].getsockname()[1]
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        page = browser.new_page()
-        page.problems = []
-        page.on("console", lambda message: page.problems.append(message.text))
-        page.on("pageerror", lambda error: page.problems.append(str(error)))
-        page.goto(f"http://127.0.0.1:{port}/?token={TOKEN}")
-        page.locator(".chart").first.wait_for()
+    with viewed(training.root) as page:
         yield page
-        browser.close()
-    server.should_exit = True
-    thread.join()
 
 
 def test_following_a_run(tab: Any, training: Training, record_property: Callable[[str, object], None]) -> None:

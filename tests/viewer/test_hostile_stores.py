@@ -25,9 +25,8 @@ from armature.components.viewer import app, tables
 from armature.components.viewer.app import ViewServer, view_app
 from armature.components.viewer.tables import RolloutIndex
 from tests.hostile_names import HOSTILE_NAMES
-from tests.viewer.conftest import RUN, Training
+from tests.viewer.conftest import RUN, TOKEN, Training
 
-TOKEN = "the-token"
 DEEP = "[" * 100_000 + "]" * 100_000
 SHOWN_DEEP = "[" * 300 + "]" * 300
 HUGE = "1" + "0" * 400

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import uvicorn
 from starlette.testclient import TestClient
 
 from armature.components.contracts.rollouts import Failure
 from armature.components.evaluation.wilson import wilson_interval
 from armature.components.rollouts.table import write_failures
 from armature.components.viewer.app import ViewServer, view_app
-from tests.browser import CHROMIUM, NEEDS_CHROMIUM
+from tests.browser import NEEDS_CHROMIUM
+from tests.viewer.conftest import viewed
 from tests.viewer.robots import AFTER, BEFORE, RUN, make_evaluation, make_step, make_training
 from tests.viewer.test_app import ADDRESS, TOKEN, bearer
 
@@ -111,26 +110,8 @@ def test_videos_of_the_same_beginning_before_and_after(client: TestClient, store
 
 @pytest.fixture
 def tab(store: Path) -> Iterator[Any]:
-    from playwright.sync_api import sync_playwright
-
-    server = uvicorn.Server(uvicorn.Config(view_app(ViewServer(store), TOKEN), port=0, log_level="warning"))
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    while not server.started:
-        time.sleep(0.01)
-    port = server.servers[0].sockets[0].getsockname()[1]
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        page = browser.new_page()
-        page.problems = []
-        page.on("console", lambda message: page.problems.append(message.text))
-        page.on("pageerror", lambda error: page.problems.append(str(error)))
-        page.goto(f"http://127.0.0.1:{port}/?token={TOKEN}&run={RUN}")
-        page.locator(".chart").first.wait_for()
+    with viewed(store, f"&run={RUN}") as page:
         yield page
-        browser.close()
-    server.should_exit = True
-    thread.join()
 
 
 def wait_until(tab: Any, condition: str) -> None:

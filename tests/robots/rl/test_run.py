@@ -76,9 +76,6 @@ class InProcessTrainer(RobotRLTrainerClient):
         self.machine, self._saved = machine, not_sent
         self._worker = RobotRLWorker(service_settings(training, machine, folder), Ranks())
 
-    def finish(self) -> None:
-        self.settle()
-
     def _ask(self, name: str, timeout: float, result: TypeAdapter[Any], **arguments: Any) -> Any:
         command = {"name": name, **arguments}
         recorded = self._worker.recorded(command)

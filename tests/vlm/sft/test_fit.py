@@ -56,7 +56,7 @@ class CountingTrainer:
         self.weights = list(self.saved)
         return len(self.weights)
 
-    def finish(self) -> None:
+    def settle(self) -> None:
         self.finished = True
 
     def restart(self) -> None:
