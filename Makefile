@@ -55,6 +55,7 @@ lint: .venv/.made  ## style, types and the layer rule
 	$(BIN)/mypy
 	$(BIN)/mypy examples
 	$(BIN)/lint-imports
+	$(BIN)/python -m tests.words
 
 size: .venv/.made  ## what the project weighs: code lines, files, packages, words
 	@$(BIN)/python -m tests.size

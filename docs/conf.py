@@ -36,7 +36,8 @@ def describe_fields(app: Sphinx, what: str, name: str, found: Any, options: Any,
     if what == "class" and isclass(found) and issubclass(found, BaseModel):
         for field, about in found.model_fields.items():
             default = about.get_default(call_default_factory=True)
-            lines += ["", f"``{field} = {str(default) or repr(default)}``", f"    {about.description}"]
+            description = " ".join((about.description or "").split())
+            lines += ["", f"``{field} = {str(default) or repr(default)}``", f"    {description}"]
 
 
 def shorten_signature(

@@ -44,18 +44,14 @@ class Bundle(Settings):
     """What it is, for messages."""
     SETTING: ClassVar[str]
 
-    num_cpus: PositiveInt = Field(4, description="CPUs that each takes of its node.")
-    memory_gib: NonNegativeFloat = Field(
-        0.0, description="GiB of memory that each takes of its node; 0: it is not counted."
-    )
-    resources: Resources = Field(
-        {}, description="What else each takes, by the names that `ray start --resources` gave: {fast = 1}."
-    )
-    strategy: Literal["SPREAD", "PACK", "STRICT_SPREAD", "STRICT_PACK"] = Field(
-        "SPREAD",
-        description="How Ray places them: SPREAD over the nodes, PACK on as few as there is room on; with STRICT_ in "
-        "no other way.",
-    )
+    num_cpus: PositiveInt = 4
+    """CPUs that each takes of its node."""
+    memory_gib: NonNegativeFloat = 0.0
+    """GiB of memory that each takes of its node; 0: it is not counted."""
+    resources: Resources = Field({})
+    """What else each takes, by the names that `ray start --resources` gave: {fast = 1}."""
+    strategy: Literal["SPREAD", "PACK", "STRICT_SPREAD", "STRICT_PACK"] = "SPREAD"
+    """How Ray places them: SPREAD over the nodes, PACK on as few as there is room on; with STRICT_ in no other way."""
 
     @property
     def gpus(self) -> int:
@@ -83,9 +79,8 @@ class ServerBundle(Bundle):
     WHAT = "a model server"
     SETTING = "machine.cluster.servers"
 
-    tensor_parallel_size: NonNegativeInt = Field(
-        0, description="GPUs of its node that a server takes, over which vLLM splits the model; 0: it is on CPU."
-    )
+    tensor_parallel_size: NonNegativeInt = 0
+    """GPUs of its node that a server takes, over which vLLM splits the model; 0: it is on CPU."""
 
     @property
     def gpus(self) -> int:
@@ -98,9 +93,8 @@ class TrainerBundle(Bundle):
     WHAT = "the trainer's ranks"
     SETTING = "machine.cluster.trainer"
 
-    num_gpus: NonNegativeInt = Field(
-        0, description="GPUs of each node that the ranks on it take, one each; 0: they are on CPU."
-    )
+    num_gpus: NonNegativeInt = 0
+    """GPUs of each node that the ranks on it take, one each; 0: they are on CPU."""
 
     @property
     def gpus(self) -> int:
@@ -110,34 +104,22 @@ class TrainerBundle(Bundle):
 class ClusterSettings(Settings):
     """A Ray cluster that exists, and what each worker takes of it."""
 
-    address: str = Field(
-        pattern=r"^(auto|(ray://)?(\[[0-9a-fA-F:]+\]|[^\s:/@\[\]]+):[0-9]{1,5})$",
-        description="HOST:PORT of the cluster's head, ray://HOST:PORT from outside of it, or auto on one of its nodes.",
-    )
-    num_cpus: Annotated[NonNegativeFloat, AfterValidator(_countable)] = Field(
-        1.0, description="CPUs that a worker takes of its node."
-    )
-    num_gpus: Annotated[NonNegativeFloat, AfterValidator(_countable), AfterValidator(_whole_or_shared)] = Field(
-        0.0, description="GPUs that a worker takes of its node, to draw with."
-    )
-    memory_gib: NonNegativeFloat = Field(
-        0.0, description="GiB of memory that a worker takes of its node; 0: it is not counted."
-    )
-    resources: Resources = Field(
-        {}, description="What else a worker takes, by the names that `ray start --resources` gave: {simulator = 1}."
-    )
-    start_timeout: PositiveFloat = Field(
-        600.0,
-        description="Seconds until nodes have room for a worker, a server or the trainer; it may have to grow first.",
-    )
-    servers: ServerBundle | None = Field(
-        None, description="What each of machine.servers takes of its node. None: servers are on the run's machine."
-    )
-    trainer: TrainerBundle | None = Field(
-        None,
-        description="What the trainer's ranks take of each of machine.trainer_nodes. None: they are on the run's "
-        "machine.",
-    )
+    address: str = Field(pattern=r"^(auto|(ray://)?(\[[0-9a-fA-F:]+\]|[^\s:/@\[\]]+):[0-9]{1,5})$")
+    """HOST:PORT of the cluster's head, ray://HOST:PORT from outside of it, or auto on one of its nodes."""
+    num_cpus: Annotated[NonNegativeFloat, AfterValidator(_countable)] = 1.0
+    """CPUs that a worker takes of its node."""
+    num_gpus: Annotated[NonNegativeFloat, AfterValidator(_countable), AfterValidator(_whole_or_shared)] = 0.0
+    """GPUs that a worker takes of its node, to draw with."""
+    memory_gib: NonNegativeFloat = 0.0
+    """GiB of memory that a worker takes of its node; 0: it is not counted."""
+    resources: Resources = Field({})
+    """What else a worker takes, by the names that `ray start --resources` gave: {simulator = 1}."""
+    start_timeout: PositiveFloat = 600.0
+    """Seconds until nodes have room for a worker, a server or the trainer; it may have to grow first."""
+    servers: ServerBundle | None = None
+    """What each of machine.servers takes of its node. None: servers are on the run's machine."""
+    trainer: TrainerBundle | None = None
+    """What the trainer's ranks take of each of machine.trainer_nodes. None: they are on the run's machine."""
 
     def options(self) -> dict[str, Any]:
         """What Ray is told of each worker."""

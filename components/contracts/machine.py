@@ -40,134 +40,92 @@ class Machine(Settings):
     """Where artifacts lie, which servers generate, which devices train, and how long to wait for each."""
 
     model_config = ConfigDict(title="Machine")
-    store: str = Field(".armature/store", description="Folder of the artifact store.")
-    remote_store: Annotated[str | None, BeforeValidator(refuse_plain_url)] = Field(
-        None,
-        description="fsspec URL (s3://bucket/prefix) that artifacts, their images and checkpoints are copied to and "
-        "found in.",
-    )
-    force: tuple[str, ...] = Field(
-        (), description="Stages that are made again, with all that depends on them, though they were made before."
-    )
-    servers: PositiveInt = Field(1, description="vLLM servers to start when no endpoints are given.")
-    endpoints: Annotated[tuple[str, ...], BeforeValidator(refuse_plain_url)] = Field(
-        (), description="Base URLs of running vLLM servers to join instead."
-    )
-    weight_transfer: Literal["file", "delta", "nccl", "ipc"] = Field(
-        "file",
-        description="How new weights reach the servers: as a checkpoint's folder (file), as what changed since the "
-        "last one, which servers keep in main memory (delta), or between GPUs (nccl, ipc).",
-    )
-    server_python: Path | None = Field(
-        None,
-        description="Interpreter that has vLLM. None: that of .venv-vllm in this folder, else of `armature setup`.",
-    )
-    server_gpus: tuple[tuple[NonNegativeInt, ...], ...] = Field(
-        (),
-        description="CUDA devices of each local server, e.g. [[0, 1], [2, 3]], counted from 0 among those that "
-        "CUDA_VISIBLE_DEVICES leaves; empty on CPU.",
-    )
-    server_arguments: Annotated[dict[str, Scalar], BeforeValidator(refuse_plain_arguments)] = Field(
-        {}, description="More vLLM arguments, e.g. {gpu_memory_utilization = 0.8}."
-    )
-    server_environment: Environment = Field(
-        {},
-        description="More environment variables for vLLM, e.g. {NCCL_DEBUG = 'INFO', HF_TOKEN = {env = 'HF_TOKEN'}}.",
-    )
-    trainer_processes: PositiveInt = Field(1, description="Ranks of the trainer on each node.")
-    trainer_gpus: tuple[NonNegativeInt, ...] = Field(
-        (), description="CUDA devices of the trainer on each node, counted as in server_gpus; empty on CPU."
-    )
-    trainer_nodes: PositiveInt = Field(
-        1,
-        description="Nodes of the cluster that train; more than one needs cluster.trainer.",
-    )
-    trainer_sharding: Literal["full", "hybrid", "none"] | None = Field(
-        None,
-        description="How the trainer's ranks split the model with FSDP2: full, over all of them; hybrid (HSDP), over "
-        "those of a node, with a copy on each node; none: each rank has the whole model. None: full on several GPUs, "
-        "none on CPU.",
-    )
-    trainer_context_parallel: PositiveInt = Field(
-        1,
-        description="Ranks that compute one sequence together, each a part of its tokens: for sequences that one GPU "
-        "does not hold. Needs trainer.packing, and a model whose attention heads it divides.",
-    )
-    trainer_interface: str | None = Field(
-        None,
-        pattern=r"^[^\s=,^]+$",
-        description="Network interface (eth1), or this machine's address on it, that ranks of several nodes, or "
-        "trainer and distant servers with nccl, speak over. Private: whoever reaches it can disturb a training. None: "
-        "loopback only; with cluster.trainer the network of Ray.",
-    )
-    trainer_environment: Environment = Field(
-        {}, description="More environment variables for the trainer, as for the servers."
-    )
-    threads: int = Field(0, ge=0, description="CPU threads of each trainer rank and server; 0 lets torch choose.")
-    loader_workers: int = Field(1, ge=0, description="Processes that decode images and build micro-batches.")
-    environment_processes: int = Field(
-        0, ge=0, description="Processes that play episodes of environments that need some; 0: half of the cores."
-    )
-    rollout_workers: int = Field(
-        0,
-        ge=0,
-        description="Worker processes, on the cluster if there is one, that collect the rollouts of train-vlm: each "
-        "plays whole groups and asks the servers itself. 0: the run's own process does.",
-    )
-    rollout_straggler_timeout: PositiveFloat | None = Field(
-        None,
-        description="Seconds that training waits for a shard of a rollout worker, with nothing else to do, until it is "
-        "taken from it and played by a worker that is free. None: as long as the worker takes.",
-    )
-    cluster: ClusterSettings | None = Field(
-        None,
-        description="The Ray cluster that has those processes, those of statistics, with its `servers` the vLLM "
-        "servers and with its `trainer` the trainer's ranks, in place of this machine.",
-    )
-    statistics_workers: int = Field(
-        0,
-        ge=0,
-        description="Worker processes that compute statistics of datasets, on the cluster if there is one; 0: threads "
-        "of this process.",
-    )
-    skip_batches: tuple[PositiveInt, ...] = Field(
-        (),
-        description="Steps of an RL run to make without an update, for a batch that cannot be trained on; the run "
-        "remembers them, and history and lineage say so.",
-    )
-    lease_timeout: float = Field(
-        0.0, ge=0, description="Seconds to wait for a server that another run has; 0 refuses at once."
-    )
-    max_concurrent: PositiveInt = Field(128, description="Concurrent requests over the whole pool.")
-    ready_timeout: PositiveFloat = Field(600.0, description="Seconds for a server or the trainer to come up.")
-    generation_timeout: PositiveFloat = Field(600.0, description="Seconds for one generation request.")
-    environment_timeout: PositiveFloat = Field(
-        120.0, description="Seconds for one reset, step or close of an environment."
-    )
-    sync_timeout: PositiveFloat = Field(300.0, description="Seconds for new weights to reach every server.")
-    sync_tolerance: PositiveFloat | None = Field(
-        None,
-        description="Largest root mean square difference, in nats, of a server's log-probs of a probe from the "
-        "trainer's after a sync; by default 1e-4 where both compute in float32 on CPU, 5e-3 in float32 on a GPU or "
-        "a joined server, 0.1 with 16 bits, 0.5 with servers in 8.",
-    )
-    node_timeout: float = Field(
-        60.0,
-        ge=4,
-        description="Seconds without a sign of life from the node of the trainer's first rank until it is lost.",
-    )
-    rank_timeout: float = Field(
-        1800.0,
-        ge=1,
-        description="Seconds that ranks of the trainer wait for each other in a collective, before one counts as hung.",
-    )
-    train_timeout: PositiveFloat = Field(3600.0, description="Seconds for one training step.")
-    metrics: str | None = Field(
-        None,
-        pattern=ADDRESS,
-        description="Address (127.0.0.1:9464) where a run shows its numbers to Prometheus; port 0 takes a free one. "
-        "None: nothing listens. It asks for no password: whoever reaches it can read them.",
-    )
+    store: str = ".armature/store"
+    """Folder of the artifact store."""
+    remote_store: Annotated[str | None, BeforeValidator(refuse_plain_url)] = None
+    """fsspec URL (s3://bucket/prefix) that artifacts, their images and checkpoints are copied to and found in."""
+    force: tuple[str, ...] = ()
+    """Stages that are made again, with all that depends on them, though they were made before."""
+    servers: PositiveInt = 1
+    """vLLM servers to start when no endpoints are given."""
+    endpoints: Annotated[tuple[str, ...], BeforeValidator(refuse_plain_url)] = ()
+    """Base URLs of running vLLM servers to join instead."""
+    weight_transfer: Literal["file", "delta", "nccl", "ipc"] = "file"
+    """How new weights reach the servers: as a checkpoint's folder (file), as what changed since the last one, which
+    servers keep in main memory (delta), or between GPUs (nccl, ipc)."""
+    server_python: Path | None = None
+    """Interpreter that has vLLM. None: that of .venv-vllm in this folder, else of `armature setup`."""
+    server_gpus: tuple[tuple[NonNegativeInt, ...], ...] = ()
+    """CUDA devices of each local server, e.g. [[0, 1], [2, 3]], counted from 0 among those that CUDA_VISIBLE_DEVICES
+    leaves; empty on CPU."""
+    server_arguments: Annotated[dict[str, Scalar], BeforeValidator(refuse_plain_arguments)] = Field({})
+    """More vLLM arguments, e.g. {gpu_memory_utilization = 0.8}."""
+    server_environment: Environment = Field({})
+    """More environment variables for vLLM, e.g. {NCCL_DEBUG = 'INFO', HF_TOKEN = {env = 'HF_TOKEN'}}."""
+    trainer_processes: PositiveInt = 1
+    """Ranks of the trainer on each node."""
+    trainer_gpus: tuple[NonNegativeInt, ...] = ()
+    """CUDA devices of the trainer on each node, counted as in server_gpus; empty on CPU."""
+    trainer_nodes: PositiveInt = 1
+    """Nodes of the cluster that train; more than one needs cluster.trainer."""
+    trainer_sharding: Literal["full", "hybrid", "none"] | None = None
+    """How the trainer's ranks split the model with FSDP2: full, over all of them; hybrid (HSDP), over those of a node,
+    with a copy on each node; none: each rank has the whole model. None: full on several GPUs, none on CPU."""
+    trainer_context_parallel: PositiveInt = 1
+    """Ranks that compute one sequence together, each a part of its tokens: for sequences that one GPU does not hold.
+    Needs trainer.packing, and a model whose attention heads it divides."""
+    trainer_interface: str | None = Field(None, pattern=r"^[^\s=,^]+$")
+    """Network interface (eth1), or this machine's address on it, that ranks of several nodes, or trainer and distant
+    servers with nccl, speak over. Private: whoever reaches it can disturb a training. None: loopback only; with
+    cluster.trainer the network of Ray."""
+    trainer_environment: Environment = Field({})
+    """More environment variables for the trainer, as for the servers."""
+    threads: int = Field(0, ge=0)
+    """CPU threads of each trainer rank and server; 0 lets torch choose."""
+    loader_workers: int = Field(1, ge=0)
+    """Processes that decode images and build micro-batches."""
+    environment_processes: int = Field(0, ge=0)
+    """Processes that play episodes of environments that need some; 0: half of the cores."""
+    rollout_workers: int = Field(0, ge=0)
+    """Worker processes, on the cluster if there is one, that collect the rollouts of train-vlm: each plays whole groups
+    and asks the servers itself. 0: the run's own process does."""
+    rollout_straggler_timeout: PositiveFloat | None = None
+    """Seconds that training waits for a shard of a rollout worker, with nothing else to do, until it is taken from it
+    and played by a worker that is free. None: as long as the worker takes."""
+    cluster: ClusterSettings | None = None
+    """The Ray cluster that has those processes, those of statistics, with its `servers` the vLLM servers and with its
+    `trainer` the trainer's ranks, in place of this machine."""
+    statistics_workers: int = Field(0, ge=0)
+    """Worker processes that compute statistics of datasets, on the cluster if there is one; 0: threads of this
+    process."""
+    skip_batches: tuple[PositiveInt, ...] = ()
+    """Steps of an RL run to make without an update, for a batch that cannot be trained on; the run remembers them, and
+    history and lineage say so."""
+    lease_timeout: float = Field(0.0, ge=0)
+    """Seconds to wait for a server that another run has; 0 refuses at once."""
+    max_concurrent: PositiveInt = 128
+    """Concurrent requests over the whole pool."""
+    ready_timeout: PositiveFloat = 600.0
+    """Seconds for a server or the trainer to come up."""
+    generation_timeout: PositiveFloat = 600.0
+    """Seconds for one generation request."""
+    environment_timeout: PositiveFloat = 120.0
+    """Seconds for one reset, step or close of an environment."""
+    sync_timeout: PositiveFloat = 300.0
+    """Seconds for new weights to reach every server."""
+    sync_tolerance: PositiveFloat | None = None
+    """Largest root mean square difference, in nats, of a server's log-probs of a probe from the trainer's after a sync;
+    by default 1e-4 where both compute in float32 on CPU, 5e-3 in float32 on a GPU or a joined server, 0.1 with 16 bits,
+    0.5 with servers in 8."""
+    node_timeout: float = Field(60.0, ge=4)
+    """Seconds without a sign of life from the node of the trainer's first rank until it is lost."""
+    rank_timeout: float = Field(1800.0, ge=1)
+    """Seconds that ranks of the trainer wait for each other in a collective, before one counts as hung."""
+    train_timeout: PositiveFloat = 3600.0
+    """Seconds for one training step."""
+    metrics: str | None = Field(None, pattern=ADDRESS)
+    """Address (127.0.0.1:9464) where a run shows its numbers to Prometheus; port 0 takes a free one. None: nothing
+    listens. It asks for no password: whoever reaches it can read them."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

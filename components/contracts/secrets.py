@@ -25,7 +25,8 @@ class EnvironmentReference(Settings):
 
     model_config = ConfigDict(title="Environment variable")
 
-    env: str = Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", description="Name of the variable.")
+    env: str = Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")
+    """Name of the variable."""
 
 
 class BlockReference(Settings):
@@ -33,7 +34,8 @@ class BlockReference(Settings):
 
     model_config = ConfigDict(title="Secret block")
 
-    prefect_secret: str = Field(min_length=1, description="Name of the block.")
+    prefect_secret: str = Field(min_length=1)
+    """Name of the block."""
 
 
 BLOCKS: dict[str, str] = {}

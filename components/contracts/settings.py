@@ -81,12 +81,15 @@ class Settings(BaseModel):
         extra="forbid",
         frozen=True,
         allow_inf_nan=False,
+        use_attribute_docstrings=True,  # the sentence below a field is its description
         hide_input_in_errors=True,  # a traceback would show a key that was written in plain text
         field_title_generator=lambda name, _: name.replace("_", " ").capitalize(),  # sections have one as well
     )
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        for field in cls.model_fields.values():
+            field.description = field.description and " ".join(field.description.split())
         schema = handler(source)
         _make_exact(schema)
         return schema

@@ -14,9 +14,12 @@ from armature.components.environments.generated import ColorImageSettings, Gener
 class ColorsSettings(ColorImageSettings):
     """One image, one question, one answer."""
 
-    question: str = Field("What colour is this?", min_length=1, description="What is asked below the image.")
-    correct_weight: float = Field(1.0, description="Reward for answering with exactly the color's name.")
-    format_weight: float = Field(0.0, description="Reward for answering with exactly one of the colors' names.")
+    question: str = Field("What colour is this?", min_length=1)
+    """What is asked below the image."""
+    correct_weight: float = 1.0
+    """Reward for answering with exactly the color's name."""
+    format_weight: float = 0.0
+    """Reward for answering with exactly one of the colors' names."""
 
 
 class Colors(GeneratedEnvironment[ColorsSettings]):

@@ -26,18 +26,22 @@ _BOXED = re.compile(r"\\boxed\{([^{}]*)\}")
 class CoordinatesSettings(Settings):
     """A dot on a square image."""
 
-    image_size: int = Field(224, ge=16, le=2048, description="Width and height of the image in pixels.")
-    dot_radius: PositiveInt = Field(8, description="Radius of the dot in pixels.")
-    tolerance: PositiveFloat = Field(
-        16.0, description="Largest distance in pixels from the dot's center that is a hit."
-    )
-    guesses: PositiveInt = Field(1, description="Guesses (turns) in an episode; each miss is answered with a hint.")
-    show_guess: bool = Field(False, description="Whether a hint comes with an image that marks the guess.")
-    hit_weight: float = Field(1.0, description="Reward for a hit.")
-    closeness_weight: float = Field(
-        0.0, description="Reward for the last guess's closeness: 1 at the center, 0 a whole image_size away."
-    )
-    format_weight: float = Field(0.0, description="Reward for giving every answer as x,y.")
+    image_size: int = Field(224, ge=16, le=2048)
+    """Width and height of the image in pixels."""
+    dot_radius: PositiveInt = 8
+    """Radius of the dot in pixels."""
+    tolerance: PositiveFloat = 16.0
+    """Largest distance in pixels from the dot's center that is a hit."""
+    guesses: PositiveInt = 1
+    """Guesses (turns) in an episode; each miss is answered with a hint."""
+    show_guess: bool = False
+    """Whether a hint comes with an image that marks the guess."""
+    hit_weight: float = 1.0
+    """Reward for a hit."""
+    closeness_weight: float = 0.0
+    """Reward for the last guess's closeness: 1 at the center, 0 a whole image_size away."""
+    format_weight: float = 0.0
+    """Reward for giving every answer as x,y."""
 
     @model_validator(mode="after")
     def _dot_fits(self) -> Self:

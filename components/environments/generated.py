@@ -98,17 +98,16 @@ COLORS: Palette = {
 class ColorImageSettings(Settings):
     """How images of a color look."""
 
-    colors: Annotated[Palette, AfterValidator(_answerable)] = Field(
-        COLORS, min_length=2, description="The colors by name, e.g. {red = [220, 40, 40]}; names are the answers."
-    )
-    image_size: int = Field(56, ge=8, le=2048, description="Width and height of an image in pixels.")
-    noise: float = Field(16.0, ge=0, le=255, description="Standard deviation of each pixel's noise, of 255 levels.")
-    tint_jitter: float = Field(
-        12.0, ge=0, le=255, description="Largest shift of a whole image's red, green and blue, each, of 255 levels."
-    )
-    brightness_jitter: float = Field(
-        0.12, ge=0, lt=1, description="Largest change of a whole image's brightness, as a part of it."
-    )
+    colors: Annotated[Palette, AfterValidator(_answerable)] = Field(COLORS, min_length=2)
+    """The colors by name, e.g. {red = [220, 40, 40]}; names are the answers."""
+    image_size: int = Field(56, ge=8, le=2048)
+    """Width and height of an image in pixels."""
+    noise: float = Field(16.0, ge=0, le=255)
+    """Standard deviation of each pixel's noise, of 255 levels."""
+    tint_jitter: float = Field(12.0, ge=0, le=255)
+    """Largest shift of a whole image's red, green and blue, each, of 255 levels."""
+    brightness_jitter: float = Field(0.12, ge=0, lt=1)
+    """Largest change of a whole image's brightness, as a part of it."""
 
     @property
     def names(self) -> tuple[str, ...]:

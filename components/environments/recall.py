@@ -19,20 +19,22 @@ NUMBER = "{number}"
 class RecallSettings(ColorImageSettings):
     """Turns that show an image, then turns that show none, then the question."""
 
-    images: PositiveInt = Field(1, description="Turns that show an image, each of another color.")
-    filler_turns: NonNegativeInt = Field(0, description="Turns without an image between the last one and the question.")
-    asked: Literal["first", "last", "random"] = Field("first", description="Which image's color is asked for.")
-    remember: str = Field(
-        "Remember this picture.", min_length=1, description="Said below an image; {number} is the image's number."
-    )
-    filler: str = Field("Go on.", min_length=1, description="Said in a turn without an image.")
-    question: str = Field(
-        "Which colour was it?",
-        min_length=1,
-        description="The last turn; {number} is the number of the image asked for.",
-    )
-    correct_weight: float = Field(1.0, description="Reward for answering with exactly the color's name.")
-    format_weight: float = Field(0.0, description="Reward for answering with exactly one of the colors' names.")
+    images: PositiveInt = 1
+    """Turns that show an image, each of another color."""
+    filler_turns: NonNegativeInt = 0
+    """Turns without an image between the last one and the question."""
+    asked: Literal["first", "last", "random"] = "first"
+    """Which image's color is asked for."""
+    remember: str = Field("Remember this picture.", min_length=1)
+    """Said below an image; {number} is the image's number."""
+    filler: str = Field("Go on.", min_length=1)
+    """Said in a turn without an image."""
+    question: str = Field("Which colour was it?", min_length=1)
+    """The last turn; {number} is the number of the image asked for."""
+    correct_weight: float = 1.0
+    """Reward for answering with exactly the color's name."""
+    format_weight: float = 0.0
+    """Reward for answering with exactly one of the colors' names."""
 
     @model_validator(mode="after")
     def _can_be_answered(self) -> Self:

@@ -22,27 +22,19 @@ from armature.components.environments import ENVIRONMENTS
 class EnvironmentSettings(Settings):
     """Together with the code's version these values determine every task."""
 
-    name: str = Field(
-        description="Registered name (colors, recall, coordinates, verifiers, ...), or MODULE:CLASS of a module "
-        "beside the recipe."
-    )
-    args: dict[str, Any] = Field(
-        {},
-        validate_default=True,
-        description="The environment's own settings; unknown keys are refused.",
-    )
-    train_tasks: PositiveInt | None = Field(
-        None, description="Tasks in the training split; a dataset has at most so many, or all of its rows."
-    )
-    heldout_tasks: PositiveInt | None = Field(
-        None, description="Tasks in the held-out split, never trained on; as train_tasks."
-    )
-    seed: NonNegativeInt = Field(0, lt=2**31, description="Seed of both splits' tasks.")
-    evaluation_args: dict[str, Any] = Field(
-        {},
-        description="What of args is otherwise when an evaluation plays the tasks, so that success is measured in a "
-        "published setting, whatever helps training: {max_invalid_actions = 0}.",
-    )
+    name: str
+    """Registered name (colors, recall, coordinates, verifiers, ...), or MODULE:CLASS of a module beside the recipe."""
+    args: dict[str, Any] = Field({}, validate_default=True)
+    """The environment's own settings; unknown keys are refused."""
+    train_tasks: PositiveInt | None = None
+    """Tasks in the training split; a dataset has at most so many, or all of its rows."""
+    heldout_tasks: PositiveInt | None = None
+    """Tasks in the held-out split, never trained on; as train_tasks."""
+    seed: NonNegativeInt = Field(0, lt=2**31)
+    """Seed of both splits' tasks."""
+    evaluation_args: dict[str, Any] = Field({})
+    """What of args is otherwise when an evaluation plays the tasks, so that success is measured in a published setting,
+    whatever helps training: {max_invalid_actions = 0}."""
 
     @field_validator("args")
     @classmethod

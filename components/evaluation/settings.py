@@ -18,12 +18,14 @@ from armature.components.models.settings import ModelSettings
 class PlaySettings(Settings):
     """How a task is played, and what counts as solved."""
 
-    samples_per_task: PositiveInt = Field(
-        1, description="Episodes per task; more than one needs a temperature above 0."
-    )
-    success_reward: float = Field(1.0, description="An episode counts as solved from this reward on.")
-    sampling: EvaluationSamplingSettings = Field(description="How tokens are chosen; temperature 0 is greedy.")
-    seed: NonNegativeInt = Field(0, description="Seed of every request.")
+    samples_per_task: PositiveInt = 1
+    """Episodes per task; more than one needs a temperature above 0."""
+    success_reward: float = 1.0
+    """An episode counts as solved from this reward on."""
+    sampling: EvaluationSamplingSettings
+    """How tokens are chosen; temperature 0 is greedy."""
+    seed: NonNegativeInt = 0
+    """Seed of every request."""
 
     @model_validator(mode="after")
     def _samples_differ(self) -> Self:
@@ -40,13 +42,12 @@ class EvaluationSettings(PlaySettings):
 
     model_config = ConfigDict(title="Evaluation")
 
-    splits: tuple[Split, ...] = Field(
-        ("heldout",),
-        min_length=1,
-        description="Which tasks: heldout were never trained on. The first split's numbers are the headline.",
-    )
-    max_tasks: NonNegativeInt = Field(0, description="Play only the first tasks of each split; 0 plays all.")
-    kind_field: str = Field("", description="Field of the tasks' payload to break accuracy down by; empty for none.")
+    splits: tuple[Split, ...] = Field(("heldout",), min_length=1)
+    """Which tasks: heldout were never trained on. The first split's numbers are the headline."""
+    max_tasks: NonNegativeInt = 0
+    """Play only the first tasks of each split; 0 plays all."""
+    kind_field: str = ""
+    """Field of the tasks' payload to break accuracy down by; empty for none."""
 
     @field_validator("splits")
     @classmethod
@@ -59,14 +60,11 @@ class EvaluationSettings(PlaySettings):
 class EvaluationSchedule(Settings):
     """When a training is evaluated, and when evaluations end it."""
 
-    every: NonNegativeInt = Field(
-        0,
-        description="Steps between evaluations during training; the first is before step 1, the last after the last "
-        "step. Training is the same with and without them. 0: none.",
-    )
-    patience: NonNegativeInt = Field(
-        0, description="Training ends after so many evaluations in a row that were not better than the best; 0: never."
-    )
+    every: NonNegativeInt = 0
+    """Steps between evaluations during training; the first is before step 1, the last after the last step. Training is
+    the same with and without them. 0: none."""
+    patience: NonNegativeInt = 0
+    """Training ends after so many evaluations in a row that were not better than the best; 0: never."""
 
     @model_validator(mode="after")
     def _patience_needs_evaluations(self) -> Self:
@@ -81,9 +79,8 @@ class EvaluationSchedule(Settings):
 class PanelSettings(EvaluationSchedule, PlaySettings):
     """The panel: held-out tasks that the policy plays between the steps of its training."""
 
-    panel_tasks: PositiveInt = Field(
-        64, description="How many held-out tasks are played during training: the first ones, each time the same."
-    )
+    panel_tasks: PositiveInt = 64
+    """How many held-out tasks are played during training: the first ones, each time the same."""
 
 
 class TrainEvaluationSettings(PanelSettings, EvaluationSettings):
@@ -136,7 +133,8 @@ class SweepSettings(Settings):
     model_config = ConfigDict(title="Sweep")
 
     checkpoints: list[str] = Field(min_length=1, description=f"Each: {CHECKPOINT[0].lower()}{CHECKPOINT[1:]}")
-    seeds: list[NonNegativeInt] = Field(min_length=1, description="Seeds of the requests, one evaluation each.")
+    seeds: list[NonNegativeInt] = Field(min_length=1)
+    """Seeds of the requests, one evaluation each."""
 
 
 class ModelSections(Sections):
@@ -169,7 +167,8 @@ class Evaluate(ModelSections):
 
     FLOW = "armature.flows.evaluate.evaluate"
 
-    subject: SubjectSettings = Field(description="The checkpoint.")
+    subject: SubjectSettings
+    """The checkpoint."""
     model: ModelSection
     environment: EnvironmentSection
     inference: ServerSection
@@ -182,7 +181,8 @@ class Sweep(ModelSections):
 
     FLOW = "armature.flows.sweep.sweep"
 
-    sweep: SweepSettings = Field(description="The checkpoints and the seeds.")
+    sweep: SweepSettings
+    """The checkpoints and the seeds."""
     model: ModelSection
     environment: EnvironmentSection
     inference: ServerSection

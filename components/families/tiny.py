@@ -24,8 +24,10 @@ class Transcript(Settings):
     In `user`, `{image}` stands for an image; in `assistant`, `{answer}` for an answer drawn at random.
     """
 
-    user: tuple[str, ...] = Field(description="The user's turns, e.g. '{image}What color is this?'.", min_length=1)
-    assistant: tuple[str, ...] = Field(description="The assistant's turns, as many.", min_length=1)
+    user: tuple[str, ...] = Field(min_length=1)
+    """The user's turns, e.g. '{image}What color is this?'."""
+    assistant: tuple[str, ...] = Field(min_length=1)
+    """The assistant's turns, as many."""
 
     @model_validator(mode="after")
     def _turns_alternate(self) -> Self:
@@ -40,50 +42,63 @@ class FormatSettings(Settings):
     It gives random weights what every pretrained model has: the environment's answer format, at chance accuracy.
     """
 
-    system: str = Field("", description="System prompt of every conversation; empty for none.")
-    transcripts: tuple[Transcript, ...] = Field(description="Conversations, used in turn.", min_length=1)
-    answers: tuple[str, ...] = Field(description="What {answer} is drawn from, each equally often.", min_length=1)
-    image_side: PositiveInt = Field(56, description="Width and height of the blank images, in pixels.")
-    steps: PositiveInt = Field(150, description="Optimizer steps.")
-    batch_size: PositiveInt = Field(32, description="Conversations per step.")
-    learning_rate: PositiveFloat = Field(
-        1e-2, description="Peak learning rate of AdamW, after a warm-up of five steps and before a cosine decay."
-    )
-    trained: Literal["embeddings", "language"] = Field(
-        "embeddings",
-        description="What learns the format: the input and output embeddings, or the whole language model.",
-    )
+    system: str = ""
+    """System prompt of every conversation; empty for none."""
+    transcripts: tuple[Transcript, ...] = Field(min_length=1)
+    """Conversations, used in turn."""
+    answers: tuple[str, ...] = Field(min_length=1)
+    """What {answer} is drawn from, each equally often."""
+    image_side: PositiveInt = 56
+    """Width and height of the blank images, in pixels."""
+    steps: PositiveInt = 150
+    """Optimizer steps."""
+    batch_size: PositiveInt = 32
+    """Conversations per step."""
+    learning_rate: PositiveFloat = 1e-2
+    """Peak learning rate of AdamW, after a warm-up of five steps and before a cosine decay."""
+    trained: Literal["embeddings", "language"] = "embeddings"
+    """What learns the format: the input and output embeddings, or the whole language model."""
 
 
 class TinySettings(Settings):
     """Sizes of a checkpoint made from a seed. Attention heads must be 32, 64, 80, 96, 112 or 128 wide for vLLM."""
 
-    seed: NonNegativeInt = Field(0, description="Seed of the weights.")
-    hidden_size: PositiveInt = Field(64, description="Width of the language model.", multiple_of=32)
-    intermediate_size: PositiveInt = Field(128, description="Width of its feed-forward layers.")
-    layers: PositiveInt = Field(2, description="Layers of the language model.")
-    heads: PositiveInt = Field(2, description="Attention heads of the language model.")
-    key_value_heads: PositiveInt = Field(2, description="Key and value heads of the language model.")
-    vision_hidden_size: PositiveInt = Field(64, description="Width of the vision tower.", multiple_of=32)
-    vision_intermediate_size: PositiveInt = Field(128, description="Width of its feed-forward layers.")
-    vision_layers: PositiveInt = Field(1, description="Layers of the vision tower.")
-    vision_heads: PositiveInt = Field(2, description="Attention heads of the vision tower.")
-    image_side: PositiveInt = Field(
-        224,
-        description="Largest (Qwen, Pixtral) or fixed (others) side of an image or its crops in pixels.",
-        multiple_of=28,
-    )
-    max_positions: PositiveInt = Field(2048, description="Longest sequence in tokens.")
-    vocabulary_size: PositiveInt = Field(384, description="Most tokens the tokenizer may have.", ge=300)
-    corpus: tuple[str, ...] = Field(
-        (), description="Texts that the tokenizer learns before its own few sentences, to write them in few tokens."
-    )
-    initializer_range: PositiveFloat = Field(0.02, description="Standard deviation of the language model's weights.")
-    vision_initializer_range: PositiveFloat = Field(
-        0.02, description="Standard deviation of the vision tower's weights."
-    )
-    tie_embeddings: bool = Field(False, description="Whether input and output embeddings are one matrix.")
-    format: FormatSettings | None = Field(None, description="Teaches an answer format; leave out for none.")
+    seed: NonNegativeInt = 0
+    """Seed of the weights."""
+    hidden_size: PositiveInt = Field(64, multiple_of=32)
+    """Width of the language model."""
+    intermediate_size: PositiveInt = 128
+    """Width of its feed-forward layers."""
+    layers: PositiveInt = 2
+    """Layers of the language model."""
+    heads: PositiveInt = 2
+    """Attention heads of the language model."""
+    key_value_heads: PositiveInt = 2
+    """Key and value heads of the language model."""
+    vision_hidden_size: PositiveInt = Field(64, multiple_of=32)
+    """Width of the vision tower."""
+    vision_intermediate_size: PositiveInt = 128
+    """Width of its feed-forward layers."""
+    vision_layers: PositiveInt = 1
+    """Layers of the vision tower."""
+    vision_heads: PositiveInt = 2
+    """Attention heads of the vision tower."""
+    image_side: PositiveInt = Field(224, multiple_of=28)
+    """Largest (Qwen, Pixtral) or fixed (others) side of an image or its crops in pixels."""
+    max_positions: PositiveInt = 2048
+    """Longest sequence in tokens."""
+    vocabulary_size: PositiveInt = Field(384, ge=300)
+    """Most tokens the tokenizer may have."""
+    corpus: tuple[str, ...] = ()
+    """Texts that the tokenizer learns before its own few sentences, to write them in few tokens."""
+    initializer_range: PositiveFloat = 0.02
+    """Standard deviation of the language model's weights."""
+    vision_initializer_range: PositiveFloat = 0.02
+    """Standard deviation of the vision tower's weights."""
+    tie_embeddings: bool = False
+    """Whether input and output embeddings are one matrix."""
+    format: FormatSettings | None = None
+    """Teaches an answer format; leave out for none."""
 
     @model_validator(mode="after")
     def _heads_divide(self) -> Self:

@@ -20,21 +20,23 @@ class SamplingSettings(Settings):
     top_p: ClassVar[float] = 1.0
     top_k: ClassVar[int] = 0
 
-    temperature: float = Field(1.0, gt=0, le=2, description="Softmax temperature; the trainer divides by the same.")
-    max_tokens: int = Field(gt=0, description="Longest completion of one turn, in tokens.")
+    temperature: float = Field(1.0, gt=0, le=2)
+    """Softmax temperature; the trainer divides by the same."""
+    max_tokens: int = Field(gt=0)
+    """Longest completion of one turn, in tokens."""
 
 
 class EvaluationSamplingSettings(Settings):
     """How completions are sampled for evaluation, where no ratio is computed and any distribution will do."""
 
-    temperature: float = Field(
-        1.0, ge=0, le=2, description="Softmax temperature; 0 is greedy: the likeliest token at every step."
-    )
-    max_tokens: int = Field(gt=0, description="Longest completion of one turn, in tokens.")
-    top_p: float = Field(
-        1.0, gt=0, le=1, description="Sample from the smallest set of tokens with this probability; 1 keeps all."
-    )
-    top_k: int = Field(0, ge=0, description="Sample from this many of the likeliest tokens; 0 keeps all.")
+    temperature: float = Field(1.0, ge=0, le=2)
+    """Softmax temperature; 0 is greedy: the likeliest token at every step."""
+    max_tokens: int = Field(gt=0)
+    """Longest completion of one turn, in tokens."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Sample from the smallest set of tokens with this probability; 1 keeps all."""
+    top_k: int = Field(0, ge=0)
+    """Sample from this many of the likeliest tokens; 0 keeps all."""
 
     @model_validator(mode="after")
     def _greedy_is_greedy(self) -> Self:
@@ -48,20 +50,17 @@ class EvaluationSamplingSettings(Settings):
 class ServerSettings(Settings):
     """What a vLLM server is told that changes what it samples."""
 
-    max_model_len: int = Field(ge=16, description="Longest prompt and completion together, in tokens.")
-    max_images_per_prompt: int = Field(1, ge=0, description="Images in one prompt, those of earlier turns included.")
-    dtype: Literal["float32", "bfloat16", "float16"] = Field(
-        "bfloat16", description="Data type of the served weights; log-probs agree best with the trainer's own."
-    )
-    quantization: Literal["fp8"] | None = Field(
-        None,
-        description="fp8: the products of the text layers are computed in 8 bits, weights scaled by output channel and "
-        "activations by token. Needs servers on GPUs; training needs trainer.correction, for these servers sample from "
-        "another distribution than the trainer's.",
-    )
-    deterministic: bool | None = Field(
-        None,
-        description="Whether an answer's bits depend on its request and the weights alone, so that the same seed gives "
-        "the same run, whatever else the machine does. Left out: on CPU in float32, for servers of the pool's own, "
-        "with a warning where the processor does not keep it. True is refused where it cannot be promised.",
-    )
+    max_model_len: int = Field(ge=16)
+    """Longest prompt and completion together, in tokens."""
+    max_images_per_prompt: int = Field(1, ge=0)
+    """Images in one prompt, those of earlier turns included."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    """Data type of the served weights; log-probs agree best with the trainer's own."""
+    quantization: Literal["fp8"] | None = None
+    """fp8: the products of the text layers are computed in 8 bits, weights scaled by output channel and activations by
+    token. Needs servers on GPUs; training needs trainer.correction, for these servers sample from another distribution
+    than the trainer's."""
+    deterministic: bool | None = None
+    """Whether an answer's bits depend on its request and the weights alone, so that the same seed gives the same run,
+    whatever else the machine does. Left out: on CPU in float32, for servers of the pool's own, with a warning where the
+    processor does not keep it. True is refused where it cannot be promised."""

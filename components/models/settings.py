@@ -20,64 +20,54 @@ class AdapterSettings(Settings):
     """Low-rank adapters (https://arxiv.org/abs/2106.09685): a layer's output gets alpha / rank * B A x, with B = 0 at
     first."""
 
-    rank: PositiveInt = Field(16, description="Rank of each adapter.")
-    alpha: PositiveFloat = Field(32.0, description="Scale: an adapter's output is multiplied by alpha / rank.")
+    rank: PositiveInt = 16
+    """Rank of each adapter."""
+    alpha: PositiveFloat = 32.0
+    """Scale: an adapter's output is multiplied by alpha / rank."""
 
 
 class LoraSettings(AdapterSettings):
     """Low-rank adapters of a language model."""
 
     targets: tuple[str, ...] = Field(
-        ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
-        description="Last names of the linear layers that get adapters, e.g. q_proj; 'all' for every linear.",
-        min_length=1,
+        ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"), min_length=1
     )
-    scope: Literal["language", "all"] = Field(
-        "language", description="Where targets are looked for: in the language model, or in all of the model."
-    )
-    served_as: Literal["merged", "adapter"] = Field(
-        "merged",
-        description="What servers get at a sync: the whole weights with the adapters merged in, or, beside the weights "
-        "that they started with, the adapters alone. These are megabytes, and cost time in sampling.",
-    )
+    """Last names of the linear layers that get adapters, e.g. q_proj; 'all' for every linear."""
+    scope: Literal["language", "all"] = "language"
+    """Where targets are looked for: in the language model, or in all of the model."""
+    served_as: Literal["merged", "adapter"] = "merged"
+    """What servers get at a sync: the whole weights with the adapters merged in, or, beside the weights that they
+    started with, the adapters alone. These are megabytes, and cost time in sampling."""
 
 
 class ModelSettings(Settings):
     """The model: where its weights come from and what of it is trained."""
 
-    source: str = Field(
-        description="A hub name, a folder (/x, ./x, ../x), or tiny/FAMILY for a checkpoint made from a seed."
-    )
-    revision: str | None = Field(
-        None, description="Commit, tag or branch; needed for a hub name. A commit cannot be moved."
-    )
-    dtype: Literal["float32", "bfloat16"] = Field("bfloat16", description="Data type of the weights.")
-    attn_implementation: Literal["auto", "eager", "sdpa", "flash_attention_2"] = Field(
-        "auto",
-        description="Attention kernels: those of torch that suit the model and the device, or by their names in "
-        "transformers.",
-    )
-    image_attention: ImageAttention | None = Field(
-        None,
-        description="Attention among an image's tokens, where the family has the choice (Gemma3, Molmo2): written into "
-        "a tiny checkpoint, compared with any other. Leave out for what the checkpoint says.",
-    )
-    trust_remote_code: bool = Field(
-        False, description="Run code that comes with the checkpoint; a hub name then needs a full commit hash."
-    )
-    freeze: tuple[Component, ...] = Field((), description="Components that are not trained.")
-    lora: LoraSettings | None = Field(None, description="Train adapters instead of the weights; leave out for none.")
-    quantization: Literal["nf4"] | None = Field(
-        None,
-        description="Keep the language model's frozen weights, below its adapters, in 4 bits (QLoRA): nf4. Servers get "
-        "what these stand for, in model.dtype.",
-    )
-    gradient_checkpointing: bool | Literal["auto"] = Field(
-        False,
-        description="Recompute activations in the backward pass to save memory; auto: where by the estimate of "
-        "`armature check` the memory does not hold them. Numbers are the same.",
-    )
-    tiny: TinySettings | None = Field(None, description="Sizes for tiny/FAMILY; leave out for other sources.")
+    source: str
+    """A hub name, a folder (/x, ./x, ../x), or tiny/FAMILY for a checkpoint made from a seed."""
+    revision: str | None = None
+    """Commit, tag or branch; needed for a hub name. A commit cannot be moved."""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Data type of the weights."""
+    attn_implementation: Literal["auto", "eager", "sdpa", "flash_attention_2"] = "auto"
+    """Attention kernels: those of torch that suit the model and the device, or by their names in transformers."""
+    image_attention: ImageAttention | None = None
+    """Attention among an image's tokens, where the family has the choice (Gemma3, Molmo2): written into a tiny
+    checkpoint, compared with any other. Leave out for what the checkpoint says."""
+    trust_remote_code: bool = False
+    """Run code that comes with the checkpoint; a hub name then needs a full commit hash."""
+    freeze: tuple[Component, ...] = ()
+    """Components that are not trained."""
+    lora: LoraSettings | None = None
+    """Train adapters instead of the weights; leave out for none."""
+    quantization: Literal["nf4"] | None = None
+    """Keep the language model's frozen weights, below its adapters, in 4 bits (QLoRA): nf4. Servers get what these
+    stand for, in model.dtype."""
+    gradient_checkpointing: bool | Literal["auto"] = False
+    """Recompute activations in the backward pass to save memory; auto: where by the estimate of `armature check` the
+    memory does not hold them. Numbers are the same."""
+    tiny: TinySettings | None = None
+    """Sizes for tiny/FAMILY; leave out for other sources."""
 
     @field_validator("source")
     @classmethod

@@ -39,14 +39,22 @@ class Assumptions(Settings):
     H100s. The first ones are of the mean episode: `armature plan` takes them from the recipe where it says them.
     """
 
-    turns: PositiveFloat = Field(1.0, description="assumed: turns of an episode")
-    dialogue: bool = Field(False, description="of the environment: a turn's prompt holds the conversation before it")
-    prompt_tokens: PositiveInt = Field(512, description="assumed: tokens of the first prompt, images included")
-    turn_tokens: PositiveInt = Field(256, description="assumed: tokens of a later observation, images included")
-    images_per_turn: NonNegativeInt = Field(1, description="assumed: images of an observation")
-    completion_tokens: PositiveFloat = Field(128, description="assumed: tokens of an answer")
-    environment_seconds: NonNegativeFloat = Field(0.05, description="assumed: of the environment for a turn")
-    longest: float = Field(2.0, ge=1, description="assumed: tokens of the longest episode, over the mean")
+    turns: PositiveFloat = 1.0
+    """assumed: turns of an episode"""
+    dialogue: bool = False
+    """of the environment: a turn's prompt holds the conversation before it"""
+    prompt_tokens: PositiveInt = 512
+    """assumed: tokens of the first prompt, images included"""
+    turn_tokens: PositiveInt = 256
+    """assumed: tokens of a later observation, images included"""
+    images_per_turn: NonNegativeInt = 1
+    """assumed: images of an observation"""
+    completion_tokens: PositiveFloat = 128
+    """assumed: tokens of an answer"""
+    environment_seconds: NonNegativeFloat = 0.05
+    """assumed: of the environment for a turn"""
+    longest: float = Field(2.0, ge=1)
+    """assumed: tokens of the longest episode, over the mean"""
     trainer_mfu: PositiveFloat = Field(0.26, description="fitted: of the bf16 FLOPs, not packed, two models" + STEP)
     packed_mfu: PositiveFloat = Field(0.4, description="fitted: packed, not compiled, one case" + STEP)
     compiled_mfu: PositiveFloat = Field(0.49, description="fitted: packed and compiled, three cases" + STEP)
@@ -57,19 +65,29 @@ class Assumptions(Settings):
     # Two GPUs took 1,775 ms for half of 3,225, and 117 ms besides, less the 42 ms of one GPU, in 207 collectives.
     sharded_loss: NonNegativeFloat = Field(2 * 1775 / 3225 - 1, description="measured: more, beside NCCL" + TWO)
     collective_seconds: NonNegativeFloat = Field(0.075 / 207, description="measured: of a collective, exposed" + TWO)
-    prefill_mfu: PositiveFloat = Field(0.4, description="assumed: of the bf16 FLOPs for prompts and decoded tokens")
-    memory_share: PositiveFloat = Field(0.7, description="assumed: of the memory bandwidth, when weights are read")
-    network_share: PositiveFloat = Field(0.7, description="assumed: of NVLink and network, in collectives")
-    pass_seconds: NonNegativeFloat = Field(0.003, description="assumed: of a server's forward pass besides the GPU's")
-    hop_seconds: NonNegativeFloat = Field(5e-6, description="assumed: of one rank to the next in a ring")
-    request_seconds: NonNegativeFloat = Field(0.0015, description="assumed: of the flow's event loop for a turn")
-    image_seconds: NonNegativeFloat = Field(0.037 / 50, description="measured: of the event loop for an image")
-    rollout_seconds: NonNegativeFloat = Field(1 / 5259, description="measured: of a rollout in a batch")
-    sync_seconds: NonNegativeFloat = Field(0.15, description="measured: 0.12 to 0.19 s of a sync of a tiny model")
+    prefill_mfu: PositiveFloat = 0.4
+    """assumed: of the bf16 FLOPs for prompts and decoded tokens"""
+    memory_share: PositiveFloat = 0.7
+    """assumed: of the memory bandwidth, when weights are read"""
+    network_share: PositiveFloat = 0.7
+    """assumed: of NVLink and network, in collectives"""
+    pass_seconds: NonNegativeFloat = 0.003
+    """assumed: of a server's forward pass besides the GPU's"""
+    hop_seconds: NonNegativeFloat = 5e-6
+    """assumed: of one rank to the next in a ring"""
+    request_seconds: NonNegativeFloat = 0.0015
+    """assumed: of the flow's event loop for a turn"""
+    image_seconds: NonNegativeFloat = 0.037 / 50
+    """measured: of the event loop for an image"""
+    rollout_seconds: NonNegativeFloat = 1 / 5259
+    """measured: of a rollout in a batch"""
+    sync_seconds: NonNegativeFloat = 0.15
+    """measured: 0.12 to 0.19 s of a sync of a tiny model"""
     tensor_seconds: NonNegativeFloat = Field(0.125 / 824, description="measured: to publish a tensor" + SYNC)
     load_bandwidth: PositiveFloat = Field(12e9, description="measured: bytes/s that vLLM loads" + SYNC)
     write_bandwidth: PositiveFloat = Field(0.56e9, description="measured: bytes/s of a checkpoint on a disk" + SYNC)
-    shared_bandwidth: PositiveFloat = Field(2e9, description="assumed: bytes/s of the folder that servers load from")
+    shared_bandwidth: PositiveFloat = 2e9
+    """assumed: bytes/s of the folder that servers load from"""
     delta_bandwidth: PositiveFloat = Field(4e9, description="measured: bytes/s of weights that are compared" + SYNC)
     delta_share: PositiveFloat = Field(0.03, description="measured: moved of weights of which 2 % changed" + SYNC)
     adapter_publish: NonNegativeFloat = Field(0.28, description="measured: seconds to publish adapters" + SYNC)

@@ -32,16 +32,15 @@ _UNITS = {"fraction": 1.0, "percent": 100.0, "thousandths": 1000.0}
 class BoxSettings(ExtractingSettings):
     """How coordinates are written."""
 
-    answer_form: Literal["xyxy", "xywh"] = Field(
-        "xyxy", description="A box in the answer: left, top, right, bottom; or left, top, width, height."
-    )
-    units: Literal["answer", "fraction", "percent", "thousandths"] = Field(
-        "answer",
-        description="Of the completion's coordinates: those of the answer, or parts of the image's width and height "
-        "(Molmo: percent; Qwen2-VL: thousandths).",
-    )
-    width: str = Field("width", description="Column with the image's width in the answer's units, if units needs it.")
-    height: str = Field("height", description="Column with the image's height.")
+    answer_form: Literal["xyxy", "xywh"] = "xyxy"
+    """A box in the answer: left, top, right, bottom; or left, top, width, height."""
+    units: Literal["answer", "fraction", "percent", "thousandths"] = "answer"
+    """Of the completion's coordinates: those of the answer, or parts of the image's width and height (Molmo: percent;
+    Qwen2-VL: thousandths)."""
+    width: str = "width"
+    """Column with the image's width in the answer's units, if units needs it."""
+    height: str = "height"
+    """Column with the image's height."""
 
 
 BoxSettingsT = TypeVar("BoxSettingsT", bound=BoxSettings)
@@ -65,9 +64,8 @@ def _size_columns(settings: BoxSettings) -> tuple[str, ...]:
 class BoxIoUSettings(BoxSettings):
     """The intersection of two boxes over their union, or whether that reaches a threshold."""
 
-    threshold: float | None = Field(
-        None, gt=0, le=1, description="Worth 1 from this value on, else 0; unset: the value itself is the reward."
-    )
+    threshold: float | None = Field(None, gt=0, le=1)
+    """Worth 1 from this value on, else 0; unset: the value itself is the reward."""
 
 
 class BoxIoU(BoxReward[BoxIoUSettings]):

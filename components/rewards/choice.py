@@ -195,7 +195,8 @@ _ITEMS = re.compile(rf"(?:^[^\w\n]{{0,8}}|[,;]\s)({_LABEL})[)}}.:]", re.MULTILIN
 class ChoiceSettings(ExtractingSettings):
     """1 if the letter that is chosen is the answer's, else 0."""
 
-    choices: int = Field(4, ge=2, le=26, description="How many letters there are: 4 for A to D.")
+    choices: int = Field(4, ge=2, le=26)
+    """How many letters there are: 4 for A to D."""
 
 
 class Choice(Reward[ChoiceSettings]):

@@ -29,10 +29,8 @@ GIVEN = ("completion", "answer", "row")
 class FunctionSettings(IsolatedSettings):
     """The number that a Python function returns."""
 
-    function: str = Field(
-        pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$",
-        description="MODULE:FUNCTION, of a file beside the recipe or of an installed package.",
-    )
+    function: str = Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")
+    """MODULE:FUNCTION, of a file beside the recipe or of an installed package."""
 
 
 class Function(Reward[FunctionSettings]):
@@ -107,14 +105,11 @@ COMPLAINT_SECONDS = 1.0
 class CommandSettings(IsolatedSettings):
     """The number that a program prints."""
 
-    command: tuple[str, ...] = Field(
-        min_length=1,
-        description="The program and its arguments, without a shell. A program with a slash in its name is beside the "
-        "recipe, another one on PATH.",
-    )
-    timeout: PositiveFloat = Field(
-        30.0, le=3600, description="Seconds that one grade may take. The rollout of one that takes longer fails."
-    )
+    command: tuple[str, ...] = Field(min_length=1)
+    """The program and its arguments, without a shell. A program with a slash in its name is beside the recipe, another
+    one on PATH."""
+    timeout: PositiveFloat = Field(30.0, le=3600)
+    """Seconds that one grade may take. The rollout of one that takes longer fails."""
 
 
 class Command(Reward[CommandSettings]):

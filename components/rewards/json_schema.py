@@ -11,7 +11,7 @@ from jsonschema import Draft202012Validator
 from jsonschema.exceptions import SchemaError
 from jsonschema.protocols import Validator
 from jsonschema.validators import validator_for
-from pydantic import Field, model_validator
+from pydantic import model_validator
 from referencing import Registry, Resource
 from referencing.exceptions import Unresolvable
 from referencing.jsonschema import DRAFT202012
@@ -25,8 +25,10 @@ from armature.components.rewards.reward import CpuBoundSettings, ExtractingSetti
 class JsonSchemaSettings(ExtractingSettings, CpuBoundSettings):
     """1 if the completion is JSON that the schema allows, else 0."""
 
-    json_schema: dict[str, Any] | None = Field(None, description="The schema; of the draft that its $schema names.")
-    file: str | None = Field(None, description="A JSON file beside the recipe that holds the schema.")
+    json_schema: dict[str, Any] | None = None
+    """The schema; of the draft that its $schema names."""
+    file: str | None = None
+    """A JSON file beside the recipe that holds the schema."""
 
     @model_validator(mode="after")
     def _one_of_both(self) -> Self:

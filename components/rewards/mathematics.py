@@ -8,7 +8,7 @@ import resource
 from pathlib import Path
 from typing import Any, ClassVar
 
-from pydantic import Field, PositiveInt
+from pydantic import PositiveInt
 
 from armature.components.artifacts.sources import versions
 from armature.components.contracts.errors import ConfigurationError
@@ -33,9 +33,8 @@ _WORD = re.compile(r"(?<![A-Za-z\\])[A-Za-z]{2,}")
 class MathSettings(ExtractingSettings, CpuBoundSettings):
     """1 if the completion's last expression equals the answer mathematically, else 0."""
 
-    longest: PositiveInt = Field(
-        20_000, description="Characters of a completion that are looked at: the last ones, where the answer is."
-    )
+    longest: PositiveInt = 20_000
+    """Characters of a completion that are looked at: the last ones, where the answer is."""
 
 
 class Math(Reward[MathSettings]):

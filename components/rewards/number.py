@@ -6,7 +6,7 @@ import math
 import re
 from typing import Any, ClassVar, Literal
 
-from pydantic import Field, NonNegativeFloat
+from pydantic import NonNegativeFloat
 
 from armature.components.rewards.reward import (
     UNSPACED,
@@ -71,12 +71,14 @@ _NUMBER = re.compile(
 class NumberSettings(ExtractingSettings):
     """1 if the number is at most max(absolute, relative * |answer|) from the answer, else 0."""
 
-    absolute: NonNegativeFloat = Field(0.0, description="Largest difference that is right.")
-    relative: NonNegativeFloat = Field(1e-9, description="Largest difference that is right, as a share of the answer.")
-    take: Literal["last", "first", "only"] = Field(
-        "last", description="Which number of the completion counts; only: there is nothing beside it."
-    )
-    percent: Literal["hundredths", "ignored"] = Field("hundredths", description="Whether 12% is 0.12 or 12.")
+    absolute: NonNegativeFloat = 0.0
+    """Largest difference that is right."""
+    relative: NonNegativeFloat = 1e-9
+    """Largest difference that is right, as a share of the answer."""
+    take: Literal["last", "first", "only"] = "last"
+    """Which number of the completion counts; only: there is nothing beside it."""
+    percent: Literal["hundredths", "ignored"] = "hundredths"
+    """Whether 12% is 0.12 or 12."""
 
 
 class Number(Reward[NumberSettings]):

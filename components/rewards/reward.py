@@ -24,11 +24,12 @@ from armature.components.rewards import REWARDS
 class NamedReward(Settings):
     """What every reward is told."""
 
-    name: str = Field(description="Registered name: exact_match, choice, number, function, ...")
-    weight: float = Field(1.0, description="What the reward is multiplied by in the sum; 0: it is only recorded.")
-    label: str = Field(
-        "", max_length=100, description="Its name in tables and curves, for two rewards of one name; empty: the name."
-    )
+    name: str
+    """Registered name: exact_match, choice, number, function, ..."""
+    weight: float = 1.0
+    """What the reward is multiplied by in the sum; 0: it is only recorded."""
+    label: str = Field("", max_length=100)
+    """Its name in tables and curves, for two rewards of one name; empty: the name."""
 
     @property
     def part(self) -> str:
@@ -79,9 +80,8 @@ class RewardInput:
 class IsolatedSettings(NamedReward):
     """Of a reward in a process of its own."""
 
-    timeout: PositiveFloat = Field(
-        10.0, le=3600, description="Seconds that one grade may take. The rollout of one that takes longer fails."
-    )
+    timeout: PositiveFloat = Field(10.0, le=3600)
+    """Seconds that one grade may take. The rollout of one that takes longer fails."""
 
     @property
     def patience(self) -> float:
@@ -92,12 +92,9 @@ class IsolatedSettings(NamedReward):
 class CpuBoundSettings(IsolatedSettings):
     """Of a reward whose code is ours: only the completion decides how long it takes."""
 
-    timeout: PositiveFloat = Field(
-        10.0,
-        le=3600,
-        description="Seconds of CPU time that one grade may take. A completion that takes more is worth 0; a process "
-        "that gives no grade for four times as long by the clock is ended, and the rollout fails.",
-    )
+    timeout: PositiveFloat = Field(10.0, le=3600)
+    """Seconds of CPU time that one grade may take. A completion that takes more is worth 0; a process that gives no
+    grade for four times as long by the clock is ended, and the rollout fails."""
 
     @property
     def patience(self) -> float:
@@ -186,12 +183,9 @@ _BRACES = re.compile(r"\\(?:boxed|fbox)\s{0,8}\{|\\.|[{}]", re.DOTALL)
 class ExtractingSettings(NamedReward):
     """Of rewards that may look at a part of the completion alone."""
 
-    extract: str = Field(
-        "all",
-        pattern=EXTRACT,
-        description="What of the completion is graded: all; boxed: the last \\boxed{...}; <answer>: what is between "
-        "the last such tag and its end; </think>: what follows the last of it. Where that is missing, the reward is 0.",
-    )
+    extract: str = Field("all", pattern=EXTRACT)
+    """What of the completion is graded: all; boxed: the last \\boxed{...}; <answer>: what is between the last such tag
+    and its end; </think>: what follows the last of it. Where that is missing, the reward is 0."""
 
 
 def extracted(completion: str, extract: str) -> str | None:

@@ -31,13 +31,13 @@ KEPT = "%$€£¥+-#@&_"
 class ExactMatchSettings(ExtractingSettings):
     """1 if the completion is one of the accepted answers, else 0. Unicode is normalized (NFKC), and whitespace."""
 
-    ignore_case: bool = Field(True, description="RED is red.")
-    ignore_punctuation: bool = Field(True, description='"Red." is Red: at both ends, not within.')
-    relative: NonNegativeFloat = Field(
-        0.0,
-        description="Where answer and completion are both nothing but a number: largest difference that is right, as a "
-        "share of the answer. 0.05 gives the relaxed accuracy of ChartQA.",
-    )
+    ignore_case: bool = True
+    """RED is red."""
+    ignore_punctuation: bool = True
+    """"Red." is Red: at both ends, not within."""
+    relative: NonNegativeFloat = 0.0
+    """Where answer and completion are both nothing but a number: largest difference that is right, as a share of the
+    answer. 0.05 gives the relaxed accuracy of ChartQA."""
 
 
 class ExactMatch(Reward[ExactMatchSettings]):
@@ -117,12 +117,11 @@ def _is_punctuation(character: str) -> bool:
 class RegexSettings(ExtractingSettings, CpuBoundSettings):
     """1 if the pattern is found, or if what a group of it found last is the answer; else 0."""
 
-    pattern: str = Field(max_length=10_000, description="A regular expression of Python's, searched anywhere.")
-    group: int | str | None = Field(
-        None,
-        description="Number or name of the group that is compared with the answer, as exact_match does; unset: the "
-        "pattern alone counts.",
-    )
+    pattern: str = Field(max_length=10_000)
+    """A regular expression of Python's, searched anywhere."""
+    group: int | str | None = None
+    """Number or name of the group that is compared with the answer, as exact_match does; unset: the pattern alone
+    counts."""
 
     @field_validator("pattern")
     @classmethod
@@ -176,14 +175,14 @@ class Regex(Reward[RegexSettings]):
 class LengthSettings(ExtractingSettings):
     """1 between the bounds; outside, 0, or falling linearly to 0."""
 
-    unit: Literal["characters", "words"] = Field(
-        "characters", description="What is counted. The bound on tokens is rollouts.sampling.max_tokens."
-    )
-    at_least: NonNegativeInt = Field(0, description="Shortest length that is worth 1.")
-    at_most: NonNegativeInt | None = Field(None, description="Longest length that is worth 1; unset: no bound.")
-    slope: NonNegativeInt = Field(
-        0, description="Over how many more, or fewer, the reward falls to 0; 0: at once, a hard bound."
-    )
+    unit: Literal["characters", "words"] = "characters"
+    """What is counted. The bound on tokens is rollouts.sampling.max_tokens."""
+    at_least: NonNegativeInt = 0
+    """Shortest length that is worth 1."""
+    at_most: NonNegativeInt | None = None
+    """Longest length that is worth 1; unset: no bound."""
+    slope: NonNegativeInt = 0
+    """Over how many more, or fewer, the reward falls to 0; 0: at once, a hard bound."""
 
     @model_validator(mode="after")
     def _a_bound_that_can_be_met(self) -> Self:
@@ -211,10 +210,10 @@ class Length(Reward[LengthSettings]):
 class FormatTagsSettings(NamedReward):
     """1 if the completion is these tags, in this order, each once and with something in it, and nothing else."""
 
-    tags: tuple[str, ...] = Field(("think", "answer"), min_length=1, max_length=20, description="Names of the tags.")
-    first_is_open: bool = Field(
-        False, description="The prompt ends with the first tag already, as templates of some thinking models do."
-    )
+    tags: tuple[str, ...] = Field(("think", "answer"), min_length=1, max_length=20)
+    """Names of the tags."""
+    first_is_open: bool = False
+    """The prompt ends with the first tag already, as templates of some thinking models do."""
 
     @model_validator(mode="after")
     def _names(self) -> Self:

@@ -44,74 +44,107 @@ class MultimodalRLConfig(BaseModel):
     them with the objective `mask_ratio` in updates of `batch_size` samples.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
-    output_dir: Path = Field(Path("outputs"), description="Checkpoints, published weights, rollouts and history.jsonl.")
-    run_name: str | None = Field(None, description="Name of the run: a folder of its own under output_dir.")
-    seed: NonNegativeInt = Field(42, description="Seed of the tasks, of sampling and of the trainer.")
+    output_dir: Path = Path("outputs")
+    """Checkpoints, published weights, rollouts and history.jsonl."""
+    run_name: str | None = None
+    """Name of the run: a folder of its own under output_dir."""
+    seed: NonNegativeInt = 42
+    """Seed of the tasks, of sampling and of the trainer."""
 
-    env_id: str = Field("", description="Registered environment; empty: set_environment is called.")
-    env_args: dict[str, Any] = Field(default_factory=dict, description="The environment's own settings.")
-    env_tasks: PositiveInt = Field(1000, description="Training tasks that the environment draws.")
-    max_steps: PositiveInt = Field(500, description="Training steps.")
-    rollouts_per_step: PositiveInt = Field(512, description="Episodes of a step.")
-    rollouts_per_example: PositiveInt | None = Field(
-        None,
-        description="Episodes per task, compared with each other; 1 compares with the whole step. "
-        "Default: the greatest common divisor of rollouts_per_step and 8.",
-    )
-    primary_reward_key: str | None = Field(None, description="Reward part to train on instead of the sum.")
-    temperature: PositiveFloat = Field(1.0, description="Of sampling, and of the trainer's log-probs.")
-    max_tokens: PositiveInt = Field(512, description="Longest completion of one turn.")
+    env_id: str = ""
+    """Registered environment; empty: set_environment is called."""
+    env_args: dict[str, Any] = Field(default_factory=dict)
+    """The environment's own settings."""
+    env_tasks: PositiveInt = 1000
+    """Training tasks that the environment draws."""
+    max_steps: PositiveInt = 500
+    """Training steps."""
+    rollouts_per_step: PositiveInt = 512
+    """Episodes of a step."""
+    rollouts_per_example: PositiveInt | None = None
+    """Episodes per task, compared with each other; 1 compares with the whole step. Default: the greatest common divisor
+    of rollouts_per_step and 8."""
+    primary_reward_key: str | None = None
+    """Reward part to train on instead of the sum."""
+    temperature: PositiveFloat = 1.0
+    """Of sampling, and of the trainer's log-probs."""
+    max_tokens: PositiveInt = 512
+    """Longest completion of one turn."""
 
-    batch_size: PositiveInt = Field(512, description="Samples per optimizer update.")
-    micro_batch_size: PositiveInt = Field(4, description="Most samples of one forward pass.")
-    max_tokens_per_micro_batch: PositiveInt = Field(16384, description="Most padded tokens of one forward pass.")
-    packing: bool = Field(
-        False,
-        description="Compute what samples of a forward pass begin with once, each distinct image once, and no padding; "
-        "needs the adapter of the model's family.",
-    )
-    mask_ratio_low: NonNegativeFloat = Field(0.1, description="Tokens with a smaller importance ratio are dropped.")
-    mask_ratio_high: PositiveFloat = Field(10.0, description="Tokens with a larger importance ratio are dropped.")
-    aggregation: Aggregation = Field("sum", description="How tokens make one loss; the published trainer sums.")
-    learning_rate: PositiveFloat = Field(5e-5, description="Peak learning rate of AdamW.")
-    adam_beta1: float = Field(0.9, description="AdamW's decay of the first moment.")
-    adam_beta2: float = Field(0.999, description="AdamW's decay of the second moment.")
-    adam_epsilon: PositiveFloat = Field(1e-8, description="AdamW's epsilon.")
-    weight_decay: NonNegativeFloat = Field(0.0, description="AdamW's weight decay.")
-    max_grad_norm: PositiveFloat = Field(1.0, description="Gradients are scaled down to this norm.")
-    lr_scheduler_type: Literal["constant", "linear", "cosine"] = Field("constant", description="Decay of the rate.")
-    warmup_steps: NonNegativeInt = Field(0, description="Steps over which the rate rises linearly.")
-    logprobs: Logprobs = Field("torch", description="How log-probs are computed; triton needs a GPU.")
-    torch_compile: bool = Field(False, description="Compile the model's layers, which takes a minute or two.")
-    bf16: bool = Field(False, description="Matrix products in bf16; the trained weights stay fp32.")
-    gradient_checkpointing: bool = Field(False, description="Recompute activations in backward to save memory.")
-    save_steps: PositiveInt = Field(500, description="Steps between checkpoints.")
-    save_total_limit: PositiveInt = Field(2, description="Newest checkpoints that are kept.")
+    batch_size: PositiveInt = 512
+    """Samples per optimizer update."""
+    micro_batch_size: PositiveInt = 4
+    """Most samples of one forward pass."""
+    max_tokens_per_micro_batch: PositiveInt = 16384
+    """Most padded tokens of one forward pass."""
+    packing: bool = False
+    """Compute what samples of a forward pass begin with once, each distinct image once, and no padding; needs the
+    adapter of the model's family."""
+    mask_ratio_low: NonNegativeFloat = 0.1
+    """Tokens with a smaller importance ratio are dropped."""
+    mask_ratio_high: PositiveFloat = 10.0
+    """Tokens with a larger importance ratio are dropped."""
+    aggregation: Aggregation = "sum"
+    """How tokens make one loss; the published trainer sums."""
+    learning_rate: PositiveFloat = 5e-5
+    """Peak learning rate of AdamW."""
+    adam_beta1: float = 0.9
+    """AdamW's decay of the first moment."""
+    adam_beta2: float = 0.999
+    """AdamW's decay of the second moment."""
+    adam_epsilon: PositiveFloat = 1e-8
+    """AdamW's epsilon."""
+    weight_decay: NonNegativeFloat = 0.0
+    """AdamW's weight decay."""
+    max_grad_norm: PositiveFloat = 1.0
+    """Gradients are scaled down to this norm."""
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
+    """Decay of the rate."""
+    warmup_steps: NonNegativeInt = 0
+    """Steps over which the rate rises linearly."""
+    logprobs: Logprobs = "torch"
+    """How log-probs are computed; triton needs a GPU."""
+    torch_compile: bool = False
+    """Compile the model's layers, which takes a minute or two."""
+    bf16: bool = False
+    """Matrix products in bf16; the trained weights stay fp32."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in backward to save memory."""
+    save_steps: PositiveInt = 500
+    """Steps between checkpoints."""
+    save_total_limit: PositiveInt = 2
+    """Newest checkpoints that are kept."""
 
-    eval_steps: NonNegativeInt = Field(
-        0,
-        description="Steps between evaluations on held-out tasks; the first is before step 1, the last after the last "
-        "step, and the best weights become the result. 0: none.",
-    )
-    eval_tasks: PositiveInt = Field(64, description="Held-out tasks of an evaluation: the first ones, each time.")
-    eval_temperature: float = Field(0.0, ge=0, le=2, description="Of sampling in evaluations; 0 is greedy.")
-    eval_success_reward: float = Field(1.0, description="A held-out episode counts as solved from this reward on.")
-    eval_patience: NonNegativeInt = Field(
-        0, description="Training ends after so many evaluations in a row that were not better than the best; 0: never."
-    )
+    eval_steps: NonNegativeInt = 0
+    """Steps between evaluations on held-out tasks; the first is before step 1, the last after the last step, and the
+    best weights become the result. 0: none."""
+    eval_tasks: PositiveInt = 64
+    """Held-out tasks of an evaluation: the first ones, each time."""
+    eval_temperature: float = Field(0.0, ge=0, le=2)
+    """Of sampling in evaluations; 0 is greedy."""
+    eval_success_reward: float = 1.0
+    """A held-out episode counts as solved from this reward on."""
+    eval_patience: NonNegativeInt = 0
+    """Training ends after so many evaluations in a row that were not better than the best; 0: never."""
 
-    max_mismatch_kl: PositiveFloat = Field(
-        1e-2, description="Refuse to train above this KL between server and trainer, measured before the first step."
-    )
-    vllm_server_host: str = Field("0.0.0.0", description="Host of the vLLM server; 0.0.0.0 means this machine.")
-    vllm_server_port: int = Field(8000, gt=0, lt=65536, description="Port of the vLLM server.")
-    vllm_server_timeout: PositiveFloat = Field(600.0, description="Seconds to wait for the server to be ready.")
-    generation_timeout: PositiveFloat = Field(600.0, description="Seconds for one generation request.")
-    max_concurrent: PositiveInt = Field(128, description="Concurrent episodes.")
-    sync_to_vllm_every: NonNegativeInt = Field(1, description="Steps between weight updates of the server; 0: never.")
-    log_every_steps: PositiveInt = Field(10, description="Steps between lines of the progress bar.")
+    max_mismatch_kl: PositiveFloat = 1e-2
+    """Refuse to train above this KL between server and trainer, measured before the first step."""
+    vllm_server_host: str = "0.0.0.0"
+    """Host of the vLLM server; 0.0.0.0 means this machine."""
+    vllm_server_port: int = Field(8000, gt=0, lt=65536)
+    """Port of the vLLM server."""
+    vllm_server_timeout: PositiveFloat = 600.0
+    """Seconds to wait for the server to be ready."""
+    generation_timeout: PositiveFloat = 600.0
+    """Seconds for one generation request."""
+    max_concurrent: PositiveInt = 128
+    """Concurrent episodes."""
+    sync_to_vllm_every: NonNegativeInt = 1
+    """Steps between weight updates of the server; 0: never."""
+    log_every_steps: PositiveInt = 10
+    """Steps between lines of the progress bar."""
 
     def __init__(self, **options: Any) -> None:
         for name in options:

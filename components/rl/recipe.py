@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from pydantic import Field
-
 from armature.components.configuration.recipes import MachineSection
 from armature.components.contracts.machine import Machine
 from armature.components.contracts.stages import Artifact, StageContext
@@ -36,18 +34,19 @@ class TrainVlm(ModelSections):
     model: ModelSection
     environment: EnvironmentSection
     inference: ServerSection
-    rollouts: RolloutSettings = Field(description="How much is played per step, and how tokens are sampled.")
-    batches: BatchSettings = Field(description="From rollouts to training samples.")
-    trainer: TrainerSettings = Field(description="Objective, optimizer and number of steps.")
-    preflight: PreflightSettings = Field(description="What trainer and server must agree on before the first step.")
-    evaluation: TrainEvaluationSettings = Field(
-        description="Which tasks are played, how often, and what counts as solved: by the trained model, and during "
-        "training."
-    )
+    rollouts: RolloutSettings
+    """How much is played per step, and how tokens are sampled."""
+    batches: BatchSettings
+    """From rollouts to training samples."""
+    trainer: TrainerSettings
+    """Objective, optimizer and number of steps."""
+    preflight: PreflightSettings
+    """What trainer and server must agree on before the first step."""
+    evaluation: TrainEvaluationSettings
+    """Which tasks are played, how often, and what counts as solved: by the trained model, and during training."""
     machine: MachineSection = Machine()
-    warm_start: WarmStartSettings | None = Field(
-        None, description="Training on demonstrations before that on rewards; leave it out for none."
-    )
+    warm_start: WarmStartSettings | None = None
+    """Training on demonstrations before that on rewards; leave it out for none."""
 
     def refuse_sources(self) -> None:
         from armature.components.machine.project import project_source

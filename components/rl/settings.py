@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal, Self
 
-from pydantic import ConfigDict, Field, PositiveFloat, PositiveInt, field_validator, model_validator
+from pydantic import ConfigDict, PositiveFloat, PositiveInt, field_validator, model_validator
 
 from armature.components.contracts.settings import Settings
 from armature.components.environments.settings import EnvironmentSettings
@@ -20,17 +20,15 @@ class PreflightSettings(Settings):
 
     model_config = ConfigDict(title="Pre-flight")
 
-    groups: PositiveInt = Field(4, description="Groups of rollouts that are scored by both sides.")
-    max_mismatch_kl: PositiveFloat = Field(1e-3, description="Refuse to train above this k3 KL(server || trainer).")
-    max_step_mismatch_kl: PositiveFloat = Field(
-        0.1,
-        description="Largest k3 KL(server || trainer) of a step's first update, where its rollouts are of the weights "
-        "before it (not of earlier ones, as max_staleness allows: then the policy has moved since).",
-    )
-    step_mismatch: Literal["stop", "warn"] = Field(
-        "stop",
-        description="Whether a step above max_step_mismatch_kl ends the run before it is saved, or is only said.",
-    )
+    groups: PositiveInt = 4
+    """Groups of rollouts that are scored by both sides."""
+    max_mismatch_kl: PositiveFloat = 1e-3
+    """Refuse to train above this k3 KL(server || trainer)."""
+    max_step_mismatch_kl: PositiveFloat = 0.1
+    """Largest k3 KL(server || trainer) of a step's first update, where its rollouts are of the weights before it (not
+    of earlier ones, as max_staleness allows: then the policy has moved since)."""
+    step_mismatch: Literal["stop", "warn"] = "stop"
+    """Whether a step above max_step_mismatch_kl ends the run before it is saved, or is only said."""
 
 
 class LoopSettings(Settings):

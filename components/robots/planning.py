@@ -42,8 +42,10 @@ TEXT_TOKENS, ACTION_TOKENS = 100, 40
 class RobotAssumptions(Settings):
     """What is not on a data sheet. The descriptions say where each is from; measured is on H200s and 16 cores."""
 
-    success: float = Field(0.5, ge=0, le=1, description="assumed: share of the episodes that solve their task")
-    solved_actions: float = Field(0.6, gt=0, le=1, description="assumed: mean actions of one that does, over max_steps")
+    success: float = Field(0.5, ge=0, le=1)
+    """assumed: share of the episodes that solve their task"""
+    solved_actions: float = Field(0.6, gt=0, le=1)
+    """assumed: mean actions of one that does, over max_steps"""
     # 9.84 ms more for each row of an answer; 33 ms for one row, less its FLOPs, for 36 layers and 10 denoising steps.
     policy_mfu: PositiveFloat = Field(0.412, description="measured: of the FLOPs, of a further answer" + POLICIES)
     layer_seconds: NonNegativeFloat = Field(0.0231 / 360, description="measured: of a layer, besides" + POLICIES)
@@ -52,16 +54,21 @@ class RobotAssumptions(Settings):
     fp8_time: PositiveFloat = Field(0.8, description="measured: time of a further row in fp8, over bf16" + TRYING)
     micro_batch_seconds: NonNegativeFloat = Field(0.31 / 36, description="measured: of a layer, at least" + POLICIES)
     action_seconds: NonNegativeFloat = Field(0.015, description="measured: of a core for an action" + TRYING)
-    waiting_seconds: NonNegativeFloat = Field(
-        0.01, description="assumed: of a core for a step of waiting after a reset"
-    )
-    reset_seconds: NonNegativeFloat = Field(0.2, description="assumed: of a core for a reset, without its waiting")
+    waiting_seconds: NonNegativeFloat = 0.01
+    """assumed: of a core for a step of waiting after a reset"""
+    reset_seconds: NonNegativeFloat = 0.2
+    """assumed: of a core for a reset, without its waiting"""
     build_seconds: NonNegativeFloat = Field(2.5, description="measured: of a core to build a task's simulator" + TRYING)
-    keep_seconds: NonNegativeFloat = Field(0.01, description="assumed: to encode and store the images of an answer")
-    batch_answer_seconds: NonNegativeFloat = Field(1e-4, description="assumed: for an answer in the batch of a step")
-    network_share: PositiveFloat = Field(0.7, description="assumed: of NVLink and network, in collectives")
-    memory_share: PositiveFloat = Field(0.7, description="assumed: of the memory bandwidth, in the optimizer")
-    write_bandwidth: PositiveFloat = Field(1e9, description="assumed: bytes/s of weights to a folder, and from it")
+    keep_seconds: NonNegativeFloat = 0.01
+    """assumed: to encode and store the images of an answer"""
+    batch_answer_seconds: NonNegativeFloat = 1e-4
+    """assumed: for an answer in the batch of a step"""
+    network_share: PositiveFloat = 0.7
+    """assumed: of NVLink and network, in collectives"""
+    memory_share: PositiveFloat = 0.7
+    """assumed: of the memory bandwidth, in the optimizer"""
+    write_bandwidth: PositiveFloat = 1e9
+    """assumed: bytes/s of weights to a folder, and from it"""
 
 
 @dataclass(frozen=True)

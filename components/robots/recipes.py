@@ -51,9 +51,11 @@ class QuantileStats(Sections):
 
     FLOW = "armature.flows.quantile_stats.quantile_stats"
 
-    dataset: DatasetSettings = Field(description="The dataset, or several. What is there now is what is measured.")
+    dataset: DatasetSettings
+    """The dataset, or several. What is there now is what is measured."""
     statistics: StatisticsSection
-    augment: AugmentStatsSettings = Field(description="Whether the dataset gets the statistics.")
+    augment: AugmentStatsSettings
+    """Whether the dataset gets the statistics."""
     machine: MachineSection = Machine()
 
 
@@ -63,8 +65,10 @@ class Demonstrations(Sections):
     FLOW = "armature.flows.demonstrations.demonstrations"
 
     simulator: SimulatorSection
-    demonstrations: DemonstrationSettings = Field(description="Which tasks are demonstrated, and how often.")
-    layout: LayoutSettings = Field(description="How the dataset is stored.")
+    demonstrations: DemonstrationSettings
+    """Which tasks are demonstrated, and how often."""
+    layout: LayoutSettings
+    """How the dataset is stored."""
     machine: MachineSection = Machine()
 
 
@@ -80,27 +84,24 @@ class TrainVla(Sections):
     FIRST_STAGES = ("policy",)
     MEMORY = f"{PLANNING}:recipe_memory"
 
-    policy: RobotPolicySettings = Field(
-        description="Where the weights come from, and what the policy is told of the robot."
-    )
+    policy: RobotPolicySettings
+    """Where the weights come from, and what the policy is told of the robot."""
     statistics: StatisticsSection
-    training: VLATrainerSettings = Field(description="What of the policy is trained, and how.")
+    training: VLATrainerSettings
+    """What of the policy is trained, and how."""
     machine: MachineSection = Machine()
-    simulator: SimulatorSettings | None = Field(
-        None, description="How LIBERO is simulated and drawn, for demonstrations and the evaluation."
-    )
-    evaluation: LiberoEvaluationSettings | None = Field(
-        None, description="Which tasks the result plays, how often, and by which seeds; leave it out for none."
-    )
-    dataset: DatasetSettings | None = Field(None, description="The dataset, or several to be mixed.")
-    demonstrations: DemonstrationSettings | None = Field(
-        None, description="What the scripted policy demonstrates, in place of a dataset."
-    )
-    layout: LayoutSettings | None = Field(None, description="How the demonstrations are stored; goes with them.")
-    comparison: CompareLiberoSettings | None = Field(
-        None,
-        description="Evaluates the policy before training as well, and compares; it has to know the robot then.",
-    )
+    simulator: SimulatorSettings | None = None
+    """How LIBERO is simulated and drawn, for demonstrations and the evaluation."""
+    evaluation: LiberoEvaluationSettings | None = None
+    """Which tasks the result plays, how often, and by which seeds; leave it out for none."""
+    dataset: DatasetSettings | None = None
+    """The dataset, or several to be mixed."""
+    demonstrations: DemonstrationSettings | None = None
+    """What the scripted policy demonstrates, in place of a dataset."""
+    layout: LayoutSettings | None = None
+    """How the demonstrations are stored; goes with them."""
+    comparison: CompareLiberoSettings | None = None
+    """Evaluates the policy before training as well, and compares; it has to know the robot then."""
 
     @model_validator(mode="after")
     def _fit_together(self) -> Self:
@@ -174,27 +175,28 @@ class TrainVlaRl(Sections):
     MEMORY = f"{PLANNING}:recipe_memory"
     PLAN = f"{PLANNING}:plan_robots"
 
-    policy: RobotPolicySettings = Field(
-        description="Where the weights come from, and what the policy is told of the robot."
-    )
+    policy: RobotPolicySettings
+    """Where the weights come from, and what the policy is told of the robot."""
     simulator: SimulatorSection
-    rollouts: RobotRolloutSettings = Field(description="How much is played per step, and how actions are sampled.")
-    trainer: RobotRLTrainerSettings = Field(description="Objective, optimizer and number of steps.")
-    preflight: RobotPreflightSettings = Field(
-        description="What sampler and trainer must agree on before the first step."
-    )
-    evaluation: TrainLiberoEvaluationSettings = Field(
-        description="Which tasks are played, how often, and by which seeds: by the policies before and after, and "
-        "during training."
-    )
-    comparison: CompareLiberoSettings = Field(description="How the policies before and after are compared.")
+    rollouts: RobotRolloutSettings
+    """How much is played per step, and how actions are sampled."""
+    trainer: RobotRLTrainerSettings
+    """Objective, optimizer and number of steps."""
+    preflight: RobotPreflightSettings
+    """What sampler and trainer must agree on before the first step."""
+    evaluation: TrainLiberoEvaluationSettings
+    """Which tasks are played, how often, and by which seeds: by the policies before and after, and during training."""
+    comparison: CompareLiberoSettings
+    """How the policies before and after are compared."""
     machine: MachineSection = Machine()
-    demonstrations: DemonstrationSettings | None = Field(
-        None, description="What the scripted policy demonstrates first."
-    )
-    layout: LayoutSettings | None = Field(None, description="How the demonstrations are stored.")
-    statistics: QuantileStatsSettings | None = Field(None, description="Which features of them are measured.")
-    training: VLATrainerSettings | None = Field(None, description="The training on demonstrations.")
+    demonstrations: DemonstrationSettings | None = None
+    """What the scripted policy demonstrates first."""
+    layout: LayoutSettings | None = None
+    """How the demonstrations are stored."""
+    statistics: QuantileStatsSettings | None = None
+    """Which features of them are measured."""
+    training: VLATrainerSettings | None = None
+    """The training on demonstrations."""
 
     @model_validator(mode="after")
     def _fit_together(self) -> Self:
@@ -283,14 +285,15 @@ class EvaluateLibero(Sections):
     JOINED = (EvaluateLiberoStageSettings,)
     MEMORY = f"{PLANNING}:recipe_memory"
 
-    policy: RobotPolicySettings = Field(description="The policy.")
+    policy: RobotPolicySettings
+    """The policy."""
     simulator: SimulatorSection
     evaluation: LiberoEvaluationSection
-    comparison: CompareLiberoSettings = Field(description="How the two are compared, where there is another.")
+    comparison: CompareLiberoSettings
+    """How the two are compared, where there is another."""
     machine: MachineSection = Machine()
-    against: RobotPolicySettings | None = Field(
-        None, description="Another policy, which plays the same episodes; leave it out for none."
-    )
+    against: RobotPolicySettings | None = None
+    """Another policy, which plays the same episodes; leave it out for none."""
 
     @model_validator(mode="after")
     def _quantized_products_are_there(self) -> Self:

@@ -15,35 +15,27 @@ from armature.components.inference.settings import SamplingSettings
 class RolloutSettings(Settings):
     """A step collects `groups_per_step` groups of `group_size` rollouts each."""
 
-    groups_per_step: PositiveInt = Field(16, description="Tasks per step, each played by one group.")
-    group_size: int = Field(8, ge=2, description="Rollouts of the same task, which are compared with each other.")
-    sampling: SamplingSettings = Field(description="How tokens are sampled.")
-    max_rounds: PositiveInt = Field(
-        1,
-        description="1: every group counts as it is. More: further tasks are played, groups_per_step in each round, "
-        "until as many groups have rewards that differ, or after so many rounds (dynamic sampling).",
-    )
-    repeat_no_signal: float = Field(
-        1.0,
-        ge=0.01,
-        le=1,
-        description="Probability that an epoch has a task whose last group had equal rewards, which teach nothing; "
-        "others come in its place. 1: every epoch has every task.",
-    )
-    max_staleness: int = Field(
-        0,
-        ge=0,
-        le=4,
-        description="0: generate and train in turn; 1: generate the next step while training this one; more, with "
-        "in_flight_updates: the next steps.",
-    )
-    in_flight_updates: bool = Field(
-        False,
-        description="Weights change while episodes are being played, within an answer too, and episodes of the next "
-        "max_staleness steps begin as soon as there is room. Faster where episodes are uneven; which weights sample a "
-        "token depends on the time that everything takes, so a seed no longer gives one run.",
-    )
-    seed: NonNegativeInt = Field(0, description="Seed of the tasks' order and of every request.")
+    groups_per_step: PositiveInt = 16
+    """Tasks per step, each played by one group."""
+    group_size: int = Field(8, ge=2)
+    """Rollouts of the same task, which are compared with each other."""
+    sampling: SamplingSettings
+    """How tokens are sampled."""
+    max_rounds: PositiveInt = 1
+    """1: every group counts as it is. More: further tasks are played, groups_per_step in each round, until as many
+    groups have rewards that differ, or after so many rounds (dynamic sampling)."""
+    repeat_no_signal: float = Field(1.0, ge=0.01, le=1)
+    """Probability that an epoch has a task whose last group had equal rewards, which teach nothing; others come in its
+    place. 1: every epoch has every task."""
+    max_staleness: int = Field(0, ge=0, le=4)
+    """0: generate and train in turn; 1: generate the next step while training this one; more, with in_flight_updates:
+    the next steps."""
+    in_flight_updates: bool = False
+    """Weights change while episodes are being played, within an answer too, and episodes of the next max_staleness
+    steps begin as soon as there is room. Faster where episodes are uneven; which weights sample a token depends on the
+    time that everything takes, so a seed no longer gives one run."""
+    seed: NonNegativeInt = 0
+    """Seed of the tasks' order and of every request."""
 
     @model_validator(mode="after")
     def _how_far_rollouts_run_ahead(self) -> Self:
@@ -70,10 +62,10 @@ DEVIATION = (
 class GroupMean(Settings):
     """A trajectory is as good as it is better than the mean of its group: GRPO, Dr. GRPO, DAPO, GSPO."""
 
-    name: Literal["group_mean"] = Field(description="Which advantage: group_mean.")
-    scale: Literal["group_std", "batch_std", "none"] = Field(
-        "group_std", description="What centered rewards are divided by; none is Dr. GRPO's choice."
-    )
+    name: Literal["group_mean"]
+    """Which advantage: group_mean."""
+    scale: Literal["group_std", "batch_std", "none"] = "group_std"
+    """What centered rewards are divided by; none is Dr. GRPO's choice."""
     deviation: Deviation = Field("sample", description=DEVIATION)
 
     @model_validator(mode="after")
@@ -86,63 +78,67 @@ class GroupMean(Settings):
 class RLOO(Settings):
     """A trajectory is as good as it is better than the mean of the others in its group."""
 
-    name: Literal["rloo"] = Field(description="Which advantage: rloo.")
+    name: Literal["rloo"]
+    """Which advantage: rloo."""
 
 
 class MeanNorm(Settings):
     """Scores less their mean."""
 
-    name: Literal["mean_norm"] = Field(description="Which normalization: mean_norm.")
+    name: Literal["mean_norm"]
+    """Which normalization: mean_norm."""
 
 
 class MeanStdNorm(Settings):
     """Scores less their mean, over their standard deviation."""
 
-    name: Literal["mean_std_norm"] = Field(description="Which normalization: mean_std_norm.")
+    name: Literal["mean_std_norm"]
+    """Which normalization: mean_std_norm."""
     deviation: Deviation = Field("sample", description=DEVIATION)
-    std_floor: NonNegativeFloat = Field(
-        0.0,
-        description="Standard deviations below this count as this, in units of reward: without a floor the small "
-        "penalty of one unreadable answer becomes the largest advantage where all have failed.",
-    )
+    std_floor: NonNegativeFloat = 0.0
+    """Standard deviations below this count as this, in units of reward: without a floor the small penalty of one
+    unreadable answer becomes the largest advantage where all have failed."""
 
 
 class ExactAnchors(Settings):
     """Two turns are at the same state where their observations are equal."""
 
-    name: Literal["exact"] = Field(description="Which states are the same: exact.")
+    name: Literal["exact"]
+    """Which states are the same: exact."""
 
 
 class AdmissibleAnchors(Settings):
     """Two turns are at the same state where their observations and their admissible actions are equal."""
 
-    name: Literal["admissible"] = Field(description="Which states are the same: admissible.")
+    name: Literal["admissible"]
+    """Which states are the same: admissible."""
 
 
 class SimilarAnchors(Settings):
     """Two turns are at the same state where their observations are nearly the same text."""
 
-    name: Literal["similar"] = Field(description="Which states are the same: similar.")
-    threshold: float = Field(0.95, gt=0, lt=1, description="Least ratio of equal characters, as difflib counts them.")
+    name: Literal["similar"]
+    """Which states are the same: similar."""
+    threshold: float = Field(0.95, gt=0, lt=1)
+    """Least ratio of equal characters, as difflib counts them."""
 
 
 class GiGPO(Settings):
     """The trajectory against its group, and each turn against the turns that began at the same state."""
 
-    name: Literal["gigpo"] = Field(description="Which advantage: gigpo.")
-    gamma: float = Field(0.95, ge=0, le=1, description="Discount per turn of the return that turns are compared by.")
-    step_weight: NonNegativeFloat = Field(1.0, description="Weight of the turn's advantage beside the trajectory's.")
-    statistics: Literal["trajectories", "rows"] = Field(
-        "trajectories",
-        description="What counts once in a group's mean and deviation: a trajectory (the paper) or a turn (its code), "
-        "where long trajectories weigh more.",
-    )
-    norm: MeanNorm | MeanStdNorm = Field(
-        MeanStdNorm(name="mean_std_norm"), discriminator="name", description="What advantages are measured in."
-    )
-    anchor: ExactAnchors | AdmissibleAnchors | SimilarAnchors = Field(
-        ExactAnchors(name="exact"), discriminator="name", description="When two turns of a group are at the same state."
-    )
+    name: Literal["gigpo"]
+    """Which advantage: gigpo."""
+    gamma: float = Field(0.95, ge=0, le=1)
+    """Discount per turn of the return that turns are compared by."""
+    step_weight: NonNegativeFloat = 1.0
+    """Weight of the turn's advantage beside the trajectory's."""
+    statistics: Literal["trajectories", "rows"] = "trajectories"
+    """What counts once in a group's mean and deviation: a trajectory (the paper) or a turn (its code), where long
+    trajectories weigh more."""
+    norm: MeanNorm | MeanStdNorm = Field(MeanStdNorm(name="mean_std_norm"), discriminator="name")
+    """What advantages are measured in."""
+    anchor: ExactAnchors | AdmissibleAnchors | SimilarAnchors = Field(ExactAnchors(name="exact"), discriminator="name")
+    """When two turns of a group are at the same state."""
 
 
 Advantage = Annotated[GroupMean | RLOO | GiGPO, Field(discriminator="name")]
@@ -151,8 +147,10 @@ Advantage = Annotated[GroupMean | RLOO | GiGPO, Field(discriminator="name")]
 class PenaltySettings(Settings):
     """What an answer that was not an action costs its own turn. Rewards as they are reported stay as they are."""
 
-    format: NonNegativeFloat = Field(0.0, description="Subtracted from a turn whose answer could not be read.")
-    inadmissible: NonNegativeFloat = Field(0.0, description="Subtracted from a turn whose action was not possible.")
+    format: NonNegativeFloat = 0.0
+    """Subtracted from a turn whose answer could not be read."""
+    inadmissible: NonNegativeFloat = 0.0
+    """Subtracted from a turn whose action was not possible."""
 
 
 class BatchSettings(Settings):
@@ -160,11 +158,11 @@ class BatchSettings(Settings):
 
     model_config = ConfigDict(title="Batches")
 
-    advantage: Advantage = Field(
-        GroupMean(name="group_mean"), description="How the advantage of a turn is estimated, and its parameters."
-    )
-    penalty: PenaltySettings = Field(PenaltySettings(), description="What answers that were not actions cost.")
-    skip_zero_advantage: bool = Field(
-        True, description="Leave out groups all of whose turns have advantage 0; they carry no gradient."
-    )
-    max_sequence_tokens: PositiveInt = Field(description="Turns that would end beyond this are dropped and counted.")
+    advantage: Advantage = GroupMean(name="group_mean")
+    """How the advantage of a turn is estimated, and its parameters."""
+    penalty: PenaltySettings = PenaltySettings()
+    """What answers that were not actions cost."""
+    skip_zero_advantage: bool = True
+    """Leave out groups all of whose turns have advantage 0; they carry no gradient."""
+    max_sequence_tokens: PositiveInt
+    """Turns that would end beyond this are dropped and counted."""

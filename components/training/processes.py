@@ -39,25 +39,29 @@ class TrainerProcesses(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    processes: PositiveInt = Field(1, description="Ranks on each node.")
-    nodes: PositiveInt = Field(1, description="They see the same folders under the same names.")
-    interface: str | None = Field(
-        None,
-        description="Name or address of the interface to the network that nodes speak over, or NCCL with servers "
-        "elsewhere; None: loopback.",
-    )
-    gpus: tuple[int, ...] = Field((), description="CUDA devices of each node, one per process; empty on CPU.")
-    sharding: Literal["full", "hybrid"] | None = Field(
-        None, description="Split the model over all ranks (FSDP2), or over those of a node; None: copy it to each rank."
-    )
-    context_parallel: PositiveInt = Field(1, description="Ranks that share a sequence; they divide all ranks evenly.")
-    server_share: float | None = Field(
-        None, description="Part of one of these GPUs that a server of the run takes; None: no server is on them."
-    )
-    threads: NonNegativeInt = Field(0, description="Of torch in each rank; 0 lets it choose.")
-    environment: Environment = Field(default_factory=dict, description="More variables of the ranks.")
-    ready_timeout: PositiveFloat = Field(600.0, description="Seconds that ranks wait for each other to start.")
-    rank_timeout: PositiveFloat = Field(1800.0, description="Seconds that ranks wait for each other in a collective.")
+    processes: PositiveInt = 1
+    """Ranks on each node."""
+    nodes: PositiveInt = 1
+    """They see the same folders under the same names."""
+    interface: str | None = None
+    """Name or address of the interface to the network that nodes speak over, or NCCL with servers elsewhere; None:
+    loopback."""
+    gpus: tuple[int, ...] = ()
+    """CUDA devices of each node, one per process; empty on CPU."""
+    sharding: Literal["full", "hybrid"] | None = None
+    """Split the model over all ranks (FSDP2), or over those of a node; None: copy it to each rank."""
+    context_parallel: PositiveInt = 1
+    """Ranks that share a sequence; they divide all ranks evenly."""
+    server_share: float | None = None
+    """Part of one of these GPUs that a server of the run takes; None: no server is on them."""
+    threads: NonNegativeInt = 0
+    """Of torch in each rank; 0 lets it choose."""
+    environment: Environment = Field(default_factory=dict)
+    """More variables of the ranks."""
+    ready_timeout: PositiveFloat = 600.0
+    """Seconds that ranks wait for each other to start."""
+    rank_timeout: PositiveFloat = 1800.0
+    """Seconds that ranks wait for each other in a collective."""
 
     @classmethod
     def of(cls, machine: Machine) -> TrainerProcesses:

@@ -15,22 +15,27 @@ Scheduler = Literal["constant", "linear", "cosine"]
 class OptimizerSettings(Settings):
     """AdamW, its checkpoints and its seed: the same for every model."""
 
-    adam_beta1: float = Field(0.9, ge=0, lt=1, description="AdamW's decay of the first moment.")
-    adam_beta2: float = Field(0.999, ge=0, lt=1, description="AdamW's decay of the second moment.")
-    adam_epsilon: PositiveFloat = Field(1e-8, description="AdamW's epsilon.")
-    weight_decay: NonNegativeFloat = Field(0.0, description="AdamW's decoupled weight decay.")
-    max_grad_norm: PositiveFloat = Field(
-        1.0, description="Gradients are clipped to this norm; those of a robot policy for each parameter group."
-    )
-    warmup_steps: NonNegativeInt = Field(0, description="Steps over which learning rates rise linearly.")
-    torch_compile: bool = Field(
-        False,
-        description="Compile the model's layers: their small operations become few kernels. Takes a minute or two at "
-        "the start of a run, and moves the last bits.",
-    )
-    save_every: PositiveInt = Field(10, description="Steps between checkpoints to resume from.")
-    keep_checkpoints: PositiveInt = Field(2, description="Newest checkpoints that are kept.")
-    seed: NonNegativeInt = Field(0, lt=2**63, description="Seed of the trainer's random numbers.")
+    adam_beta1: float = Field(0.9, ge=0, lt=1)
+    """AdamW's decay of the first moment."""
+    adam_beta2: float = Field(0.999, ge=0, lt=1)
+    """AdamW's decay of the second moment."""
+    adam_epsilon: PositiveFloat = 1e-8
+    """AdamW's epsilon."""
+    weight_decay: NonNegativeFloat = 0.0
+    """AdamW's decoupled weight decay."""
+    max_grad_norm: PositiveFloat = 1.0
+    """Gradients are clipped to this norm; those of a robot policy for each parameter group."""
+    warmup_steps: NonNegativeInt = 0
+    """Steps over which learning rates rise linearly."""
+    torch_compile: bool = False
+    """Compile the model's layers: their small operations become few kernels. Takes a minute or two at the start of a
+    run, and moves the last bits."""
+    save_every: PositiveInt = 10
+    """Steps between checkpoints to resume from."""
+    keep_checkpoints: PositiveInt = 2
+    """Newest checkpoints that are kept."""
+    seed: NonNegativeInt = Field(0, lt=2**63)
+    """Seed of the trainer's random numbers."""
 
 
 def learning_rate(step: float, *, peak: float, warmup: int, steps: int, scheduler: Scheduler) -> float:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, Protocol
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat
+from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveFloat
 
 from armature.components.contracts import errors
 from armature.components.contracts.errors import ArmatureError, ConfigurationError, TrainerError
@@ -87,10 +87,13 @@ class ServiceSettings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    worker: str = Field(description="Name in WORKERS.")
-    training: dict[str, Any] = Field(description="What that worker reads.")
+    worker: str
+    """Name in WORKERS."""
+    training: dict[str, Any]
+    """What that worker reads."""
     seed: NonNegativeInt
-    workspace: Path = Field(description="Checkpoints, address and log of the service.")
+    workspace: Path
+    """Checkpoints, address and log of the service."""
     processes: TrainerProcesses
     loader_workers: NonNegativeInt
     weight_transfer: Literal["file", "delta", "nccl", "ipc"]

@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, TypeAdapter
+from pydantic import BaseModel, ConfigDict, PositiveFloat, TypeAdapter
 
 from armature.components.inference.probe import Probe, ProbeAnswer
 from armature.components.inference.replies import Endpoint
@@ -38,11 +38,14 @@ class TrainerPolicySettings(BaseModel):
 
     WORKER: ClassVar[str] = "tokens"
 
-    model_path: Path = Field(description="Folder of the model that the run begins with.")
+    model_path: Path
+    """Folder of the model that the run begins with."""
     model: ModelSettings
     trainer: TrainerSettings
-    temperature: PositiveFloat = Field(description="Temperature of the sampler.")
-    images: Path = Field(description="Root of the image store.")
+    temperature: PositiveFloat
+    """Temperature of the sampler."""
+    images: Path
+    """Root of the image store."""
 
     @property
     def seed(self) -> int:

@@ -29,9 +29,12 @@ Logprobs = Literal["normal", "torch", "triton"]
 class MaskRatio(Settings):
     """Policy gradient with importance ratios; tokens whose ratio leaves the band are dropped."""
 
-    name: Literal["mask_ratio"] = Field(description="Which objective: mask_ratio.")
-    mask_ratio_low: NonNegativeFloat = Field(0.125, description="Tokens with a smaller ratio are dropped.")
-    mask_ratio_high: PositiveFloat = Field(8.0, description="Tokens with a larger ratio are dropped.")
+    name: Literal["mask_ratio"]
+    """Which objective: mask_ratio."""
+    mask_ratio_low: NonNegativeFloat = 0.125
+    """Tokens with a smaller ratio are dropped."""
+    mask_ratio_high: PositiveFloat = 8.0
+    """Tokens with a larger ratio are dropped."""
 
     @model_validator(mode="after")
     def _band(self) -> MaskRatio:
@@ -45,45 +48,53 @@ class MaskRatio(Settings):
 class PPO(Settings):
     """Clipped surrogate with separate lower and upper clip."""
 
-    name: Literal["ppo"] = Field(description="Which objective: ppo.")
-    clip_low: float = Field(0.2, gt=0, lt=1, description="The ratio is clipped below at 1 - clip_low.")
-    clip_high: PositiveFloat = Field(0.2, description="The ratio is clipped above at 1 + clip_high.")
-    dual_clip: float | None = Field(
-        None, gt=1, description="Where the advantage A is negative a token's loss is at most this times |A|; none: any."
-    )
+    name: Literal["ppo"]
+    """Which objective: ppo."""
+    clip_low: float = Field(0.2, gt=0, lt=1)
+    """The ratio is clipped below at 1 - clip_low."""
+    clip_high: PositiveFloat = 0.2
+    """The ratio is clipped above at 1 + clip_high."""
+    dual_clip: float | None = Field(None, gt=1)
+    """Where the advantage A is negative a token's loss is at most this times |A|; none: any."""
 
 
 class GSPO(Settings):
     """Clipped surrogate on the length-normalized ratio of the whole sequence."""
 
-    name: Literal["gspo"] = Field(description="Which objective: gspo.")
-    clip_low: float = Field(3e-4, gt=0, lt=1, description="The sequence ratio is clipped below at 1 - clip_low.")
-    clip_high: PositiveFloat = Field(4e-4, description="The sequence ratio is clipped above at 1 + clip_high.")
+    name: Literal["gspo"]
+    """Which objective: gspo."""
+    clip_low: float = Field(3e-4, gt=0, lt=1)
+    """The sequence ratio is clipped below at 1 - clip_low."""
+    clip_high: PositiveFloat = 4e-4
+    """The sequence ratio is clipped above at 1 + clip_high."""
 
 
 class CISPO(Settings):
     """REINFORCE weighted by a clipped importance weight without gradient: no token loses its gradient."""
 
-    name: Literal["cispo"] = Field(description="Which objective: cispo.")
-    clip_high: PositiveFloat = Field(4.0, description="The importance weight is clipped above at 1 + clip_high.")
+    name: Literal["cispo"]
+    """Which objective: cispo."""
+    clip_high: PositiveFloat = 4.0
+    """The importance weight is clipped above at 1 + clip_high."""
 
 
 class Likelihood(Settings):
     """Cross-entropy of the trained tokens, whatever their advantage: supervised training."""
 
-    name: Literal["likelihood"] = Field(description="Which objective: likelihood.")
+    name: Literal["likelihood"]
+    """Which objective: likelihood."""
 
 
 class FunctionObjective(Settings):
     """A loss of the user's own: a function in a file beside the recipe or in an installed package."""
 
-    name: Literal["function"] = Field(description="Which objective: function.")
-    function: str = Field(
-        description="MODULE:FUNCTION. It is called with the trained tokens (log-probs, advantages and more, (N,) each) "
-        "and gives the loss of each, (N,).",
-        pattern=r"^[\w.]+:\w+$",
-    )
-    args: dict[str, Any] = Field({}, description="Further arguments of the function, by name.")
+    name: Literal["function"]
+    """Which objective: function."""
+    function: str = Field(pattern=r"^[\w.]+:\w+$")
+    """MODULE:FUNCTION. It is called with the trained tokens (log-probs, advantages and more, (N,) each) and gives the
+    loss of each, (N,)."""
+    args: dict[str, Any] = Field({})
+    """Further arguments of the function, by name."""
 
 
 def _by_name(objective: Any) -> Any:
@@ -103,7 +114,8 @@ Objective = Annotated[
 class NoCorrection(Settings):
     """The objective's ratio is against the sampler's log-probs."""
 
-    mode: Literal["none"] = Field(description="Which correction: none.")
+    mode: Literal["none"]
+    """Which correction: none."""
 
 
 class ImportanceCorrection(Settings):
@@ -113,14 +125,14 @@ class ImportanceCorrection(Settings):
     multiplied by w = exp(log-prob at the start - sampler's log-prob), without gradient.
     """
 
-    mode: Literal["truncate", "mask"] = Field(
-        description="Which correction: weights outside floor and cap are cut to them (truncate) or set to 0 (mask)."
-    )
-    level: Literal["token", "sequence"] = Field(
-        "token", description="One weight per token, or their product per sequence."
-    )
-    cap: PositiveFloat = Field(2.0, description="Largest importance weight.")
-    floor: NonNegativeFloat = Field(0.0, description="Smallest importance weight; 0: any.")
+    mode: Literal["truncate", "mask"]
+    """Which correction: weights outside floor and cap are cut to them (truncate) or set to 0 (mask)."""
+    level: Literal["token", "sequence"] = "token"
+    """One weight per token, or their product per sequence."""
+    cap: PositiveFloat = 2.0
+    """Largest importance weight."""
+    floor: NonNegativeFloat = 0.0
+    """Smallest importance weight; 0: any."""
 
     @model_validator(mode="after")
     def _bounds(self) -> ImportanceCorrection:
@@ -132,57 +144,47 @@ class ImportanceCorrection(Settings):
 class WholeLogprobs(Settings):
     """The logits of all trained tokens at once."""
 
-    name: Literal["normal"] = Field(description="Which way: normal.")
+    name: Literal["normal"]
+    """Which way: normal."""
 
 
 class ChunkedLogprobs(Settings):
     """The logits a chunk at a time, which are made again for the backward pass."""
 
-    name: Literal["torch", "triton"] = Field(description="Which way: torch, or triton in kernels of a GPU.")
-    chunk_tokens: PositiveInt = Field(
-        2048,
-        description="Trained tokens whose logits fit into memory at once. If a micro-batch has no more trained tokens "
-        "than this, `triton` computes logits once and keeps 2 bytes of each (fp32: 4) until the backward pass.",
-    )
+    name: Literal["torch", "triton"]
+    """Which way: torch, or triton in kernels of a GPU."""
+    chunk_tokens: PositiveInt = 2048
+    """Trained tokens whose logits fit into memory at once. If a micro-batch has no more trained tokens than this,
+    `triton` computes logits once and keeps 2 bytes of each (fp32: 4) until the backward pass."""
 
 
 class UpdateSettings(OptimizerSettings):
     """The optimizer of a language model, and what of it exists at once: the same for every objective."""
 
-    learning_rate: PositiveFloat = Field(description="Peak learning rate of AdamW.")
-    lr_scheduler: Scheduler = Field("constant", description="Decay of the learning rate after the warm-up.")
-    max_tokens_per_micro_batch: PositiveInt = Field(
-        16384, description="Padded tokens of one forward pass, image tokens included."
-    )
-    max_rows_per_micro_batch: PositiveInt = Field(64, description="Sequences of one forward pass.")
-    packing: bool = Field(
-        False,
-        description="Compute what the sequences of a forward pass begin with once, each distinct image once, and no "
-        "padding: the same gradients in less time. max_tokens_per_micro_batch then counts tokens that are computed.",
-    )
-    logprobs: WholeLogprobs | ChunkedLogprobs = Field(
-        ChunkedLogprobs(name="torch"),
-        discriminator="name",
-        description="How log-probs of the trained tokens are computed.",
-    )
-    weights: Literal["float32", "bfloat16"] = Field(
-        "float32",
-        description="Data type that trained weights compute in. bfloat16, for a model of dtype bfloat16: the optimizer "
-        "updates their float32 masters, gradients are summed in float32, and there is no autocast.",
-    )
-    autocast: Literal["none", "bf16"] = Field(
-        "none", description="Data type of matrix products; weights stay as loaded."
-    )
-    activation_offloading: bool = Field(
-        False,
-        description="Keep what the backward pass needs in main memory until then: less memory of the GPU, more time, "
-        "the same numbers. With model.gradient_checkpointing it is one tensor for each layer.",
-    )
-    optimizer_states: Literal["device", "cpu", "8bit"] = Field(
-        "device",
-        description="Where the states of AdamW are: on the device; in main memory (cpu), from where a GPU fetches them "
-        "for an update of the same bits; or on the device with both moments in 8 bits, a quarter of their memory.",
-    )
+    learning_rate: PositiveFloat
+    """Peak learning rate of AdamW."""
+    lr_scheduler: Scheduler = "constant"
+    """Decay of the learning rate after the warm-up."""
+    max_tokens_per_micro_batch: PositiveInt = 16384
+    """Padded tokens of one forward pass, image tokens included."""
+    max_rows_per_micro_batch: PositiveInt = 64
+    """Sequences of one forward pass."""
+    packing: bool = False
+    """Compute what the sequences of a forward pass begin with once, each distinct image once, and no padding: the same
+    gradients in less time. max_tokens_per_micro_batch then counts tokens that are computed."""
+    logprobs: WholeLogprobs | ChunkedLogprobs = Field(ChunkedLogprobs(name="torch"), discriminator="name")
+    """How log-probs of the trained tokens are computed."""
+    weights: Literal["float32", "bfloat16"] = "float32"
+    """Data type that trained weights compute in. bfloat16, for a model of dtype bfloat16: the optimizer updates their
+    float32 masters, gradients are summed in float32, and there is no autocast."""
+    autocast: Literal["none", "bf16"] = "none"
+    """Data type of matrix products; weights stay as loaded."""
+    activation_offloading: bool = False
+    """Keep what the backward pass needs in main memory until then: less memory of the GPU, more time, the same numbers.
+    With model.gradient_checkpointing it is one tensor for each layer."""
+    optimizer_states: Literal["device", "cpu", "8bit"] = "device"
+    """Where the states of AdamW are: on the device; in main memory (cpu), from where a GPU fetches them for an update
+    of the same bits; or on the device with both moments in 8 bits, a quarter of their memory."""
 
     @model_validator(mode="after")
     def _one_way_to_bf16(self) -> UpdateSettings:
@@ -194,29 +196,26 @@ class UpdateSettings(OptimizerSettings):
 class TrainerSettings(UpdateSettings):
     """How batches become updates. A step is one batch; it makes one update or several."""
 
-    objective: Objective = Field(PPO(name="ppo"), description="The loss and its parameters.")
-    aggregation: Aggregation = Field(
-        "token",
-        description="Tokens to one number: sum (mask_ratio as first published), token (mean over all tokens), "
-        "sequence (mean of the sequences' means) or dr_grpo (sum / (sequences * dr_grpo_length)).",
-    )
-    dr_grpo_length: PositiveInt | None = Field(
-        None, description="The constant length of aggregation dr_grpo, usually the longest completion."
-    )
-    correction: NoCorrection | ImportanceCorrection = Field(
-        NoCorrection(mode="none"),
-        discriminator="mode",
-        description="Importance correction for the sampler's log-probs.",
-    )
-    kl_coefficient: NonNegativeFloat = Field(0.0, description="Weight of the KL to the initial model; 0: none.")
-    kl_estimator: KLEstimator = Field(
-        "k3",
-        description="What estimates this KL, with d = log-prob of the initial model - log-prob: k1 is -d, k2 is "
-        "d^2 / 2, k3 is exp(d) - 1 - d.",
-    )
-    entropy_coefficient: NonNegativeFloat = Field(0.0, description="Weight of the entropy bonus; 0: none.")
-    max_steps: PositiveInt = Field(description="Steps of the run; the decay ends there.")
-    samples_per_update: NonNegativeInt = Field(0, description="Sequences per optimizer update; 0: the whole batch.")
+    objective: Objective = PPO(name="ppo")
+    """The loss and its parameters."""
+    aggregation: Aggregation = "token"
+    """Tokens to one number: sum (mask_ratio as first published), token (mean over all tokens), sequence (mean of the
+    sequences' means) or dr_grpo (sum / (sequences * dr_grpo_length))."""
+    dr_grpo_length: PositiveInt | None = None
+    """The constant length of aggregation dr_grpo, usually the longest completion."""
+    correction: NoCorrection | ImportanceCorrection = Field(NoCorrection(mode="none"), discriminator="mode")
+    """Importance correction for the sampler's log-probs."""
+    kl_coefficient: NonNegativeFloat = 0.0
+    """Weight of the KL to the initial model; 0: none."""
+    kl_estimator: KLEstimator = "k3"
+    """What estimates this KL, with d = log-prob of the initial model - log-prob: k1 is -d, k2 is d^2 / 2, k3 is exp(d)
+    - 1 - d."""
+    entropy_coefficient: NonNegativeFloat = 0.0
+    """Weight of the entropy bonus; 0: none."""
+    max_steps: PositiveInt
+    """Steps of the run; the decay ends there."""
+    samples_per_update: NonNegativeInt = 0
+    """Sequences per optimizer update; 0: the whole batch."""
 
     @model_validator(mode="after")
     def _consistent(self) -> TrainerSettings:
@@ -251,16 +250,18 @@ class WarmStartSettings(UpdateSettings):
 
     model_config = ConfigDict(title="Warm start")
 
-    demonstrations: NonNegativeInt = Field(
-        0, description="Tasks of the training split to demonstrate, from its first; 0: all."
-    )
-    heldout_demonstrations: NonNegativeInt = Field(
-        0, description="Demonstrations of held-out tasks whose loss is reported, never trained on; 0: none."
-    )
-    success_reward: float = Field(1.0, description="A demonstration that earns less is left out and counted.")
-    max_sequence_tokens: PositiveInt = Field(description="Turns that would end beyond this are dropped and counted.")
-    epochs: PositiveInt = Field(1, description="How often every demonstration is trained on.")
-    samples_per_step: PositiveInt = Field(32, description="Sequences of one step, which makes one update.")
+    demonstrations: NonNegativeInt = 0
+    """Tasks of the training split to demonstrate, from its first; 0: all."""
+    heldout_demonstrations: NonNegativeInt = 0
+    """Demonstrations of held-out tasks whose loss is reported, never trained on; 0: none."""
+    success_reward: float = 1.0
+    """A demonstration that earns less is left out and counted."""
+    max_sequence_tokens: PositiveInt
+    """Turns that would end beyond this are dropped and counted."""
+    epochs: PositiveInt = 1
+    """How often every demonstration is trained on."""
+    samples_per_step: PositiveInt = 32
+    """Sequences of one step, which makes one update."""
 
     def trainer(self, max_steps: int) -> TrainerSettings:
         """A trainer that minimizes the cross-entropy of the answers' tokens, each counting alike.

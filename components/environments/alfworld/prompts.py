@@ -49,9 +49,9 @@ You can do one of these actions now:
 First think about the next step, inside <think> </think>. Then give exactly one of the actions, inside <action> \
 </action>.""",
         min_length=1,
-        description="The first turn: {observation} is all that the game says, {room} its description of the room, "
-        "{task} the goal, {actions} the admissible actions.",
     )
+    """The first turn: {observation} is all that the game says, {room} its description of the room, {task} the goal,
+    {actions} the admissible actions."""
     later: str = Field(
         """\
 You are an agent in a household simulation. Your task is: {task}
@@ -63,30 +63,29 @@ You can do one of these actions now:
 First think about the next step, inside <think> </think>. Then give exactly one of the actions, inside <action> \
 </action>.""",
         min_length=1,
-        description="Later turns: {observation}, {task}, {actions}; {step} is this turn's number, {steps} how many "
-        "actions were taken, {history} the last of them and {recalled} how many these are. With history_length = 0 "
-        "it is not used: each turn then looks like the first.",
     )
-    past: str = Field(
-        "[Observation {step}: '{observation}', Action {step}: '{action}']",
-        min_length=1,
-        description="One step of {history}: {step}, {observation}, {action} taken then.",
-    )
-    past_separator: str = Field("\n", description="What stands between two steps of {history}.")
-    action: str = Field("'{action}'", min_length=1, description="How one of {actions} is written: {action}.")
-    action_separator: str = Field("\n ", description="What stands between two of {actions}.")
-    history_length: NonNegativeInt = Field(2, description="Past steps that a prompt recalls.")
-    invalid_actions: Literal["shown", "left_out"] = Field(
-        "shown",
-        description="What an action that was not possible leaves behind: shown (a step, and that nothing happened) or "
-        "left_out (nothing: the same is asked again).",
-    )
-    thinking: bool = Field(True, description="Whether an answer without <think>...</think> counts as unreadable.")
+    """Later turns: {observation}, {task}, {actions}; {step} is this turn's number, {steps} how many actions were taken,
+    {history} the last of them and {recalled} how many these are. With history_length = 0 it is not used: each turn then
+    looks like the first."""
+    past: str = Field("[Observation {step}: '{observation}', Action {step}: '{action}']", min_length=1)
+    """One step of {history}: {step}, {observation}, {action} taken then."""
+    past_separator: str = "\n"
+    """What stands between two steps of {history}."""
+    action: str = Field("'{action}'", min_length=1)
+    """How one of {actions} is written: {action}."""
+    action_separator: str = "\n "
+    """What stands between two of {actions}."""
+    history_length: NonNegativeInt = 2
+    """Past steps that a prompt recalls."""
+    invalid_actions: Literal["shown", "left_out"] = "shown"
+    """What an action that was not possible leaves behind: shown (a step, and that nothing happened) or left_out
+    (nothing: the same is asked again)."""
+    thinking: bool = True
+    """Whether an answer without <think>...</think> counts as unreadable."""
     answer: str = Field(
-        "<think>The next step towards the goal is to {action}.</think><action>{action}</action>",
-        min_length=1,
-        description="An answer as a demonstration gives it; {action} is its command.",
+        "<think>The next step towards the goal is to {action}.</think><action>{action}</action>", min_length=1
     )
+    """An answer as a demonstration gives it; {action} is its command."""
 
     @model_validator(mode="after")
     def _places_are_known(self) -> Self:

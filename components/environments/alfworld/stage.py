@@ -23,11 +23,16 @@ from armature.components.machine.workers.worker import Worker
 class GamesStageSettings(Settings):
     """Which games, and how many of each split."""
 
-    games: GamesSettings = Field(GeneratedGames(source="generated"), description="Where games come from.")
-    train: NonNegativeInt = Field(description="Games of the training split.")
-    valid_seen: NonNegativeInt = Field(description="Held-out games in scenes of the training split.")
-    valid_unseen: NonNegativeInt = Field(description="Games in scenes that are in no other split.")
-    seed: NonNegativeInt = Field(0, lt=2**31, description="Seed of the games, or of their choice from a folder.")
+    games: GamesSettings = GeneratedGames(source="generated")
+    """Where games come from."""
+    train: NonNegativeInt
+    """Games of the training split."""
+    valid_seen: NonNegativeInt
+    """Held-out games in scenes of the training split."""
+    valid_unseen: NonNegativeInt
+    """Games in scenes that are in no other split."""
+    seed: NonNegativeInt = Field(0, lt=2**31)
+    """Seed of the games, or of their choice from a folder."""
 
 
 class AlfworldGames(Sections):
@@ -35,7 +40,8 @@ class AlfworldGames(Sections):
 
     FLOW = "armature.flows.alfworld_games.alfworld_games"
 
-    games: GamesStageSettings = Field(description="Which games, and how many of each split.")
+    games: GamesStageSettings
+    """Which games, and how many of each split."""
     machine: MachineSection = Machine()
 
 

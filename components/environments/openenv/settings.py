@@ -25,55 +25,37 @@ class OpenEnvSettings(Settings):
     """An OpenEnv server that runs, or the command that starts one on this machine."""
 
     base_url: Annotated[str | None, BeforeValidator(refuse_plain_url)] = Field(
-        None,
-        pattern=r"^https?://[^\s/?#@]+(/[^\s?#@]*)?$",
-        description="Address of a server that runs, such as http://127.0.0.1:8000; or set command.",
+        None, pattern=r"^https?://[^\s/?#@]+(/[^\s?#@]*)?$"
     )
-    api_key: Annotated[EnvironmentReference | BlockReference | None, BeforeValidator(refuse_plain_key)] = Field(
-        None, description='Where the bearer token of that server is: { env = "NAME" }; unset: it needs none.'
-    )
-    command: tuple[str, ...] = Field(
-        (),
-        description="Instead: a program and its arguments, without a shell, which starts a server on 127.0.0.1 in the "
-        "recipe's folder. {port} is replaced by a free port. A program with a slash in its name is beside the recipe.",
-    )
-    start_timeout: PositiveFloat = Field(60.0, le=3600, description="Seconds for that server to come up.")
-    revision: str = Field(
-        "",
-        description="Version or commit of the server's code, for what cannot be seen from here: another one makes new "
-        "artifacts.",
-    )
-    reset: dict[str, Any] = Field(
-        {}, description="More arguments of the environment's reset; each task gives it a seed besides."
-    )
-    system_prompt: str | None = Field(None, description="What the policy is told first; unset: nothing.")
-    prompt: str = Field(
-        "",
-        description="What is shown of each observation: {FIELD} and {FIELD.KEY} are replaced, {image} and {images} are "
-        "places of images. Empty: the observation as JSON, after its images.",
-    )
-    images: tuple[str, ...] = Field(
-        (),
-        description="Fields that hold an image: a data URL, base64 of a PNG, JPEG or WebP, or rows of pixels, gray or "
-        "RGB from 0 to 255. One that is null is no image.",
-    )
-    action: Literal["json"] | dict[str, Any] = Field(
-        "json",
-        description="What of an answer is the action: json, the last JSON object in it; or a table of the action's "
-        'fields, in whose texts {completion} is replaced: { message = "{completion}" }.',
-    )
-    extract: str = Field(
-        "all",
-        pattern=EXTRACT,
-        description="The part of an answer that the action is made of, as rewards take it: all, boxed, <answer>, "
-        "</think>.",
-    )
-    invalid_reward: float = Field(
-        0.0,
-        allow_inf_nan=False,
-        description="Reward of an answer that is no action, or that the server's types refuse; it ends the episode.",
-    )
-    max_turns: PositiveInt = Field(description="Turns after which an episode is ended.")
+    """Address of a server that runs, such as http://127.0.0.1:8000; or set command."""
+    api_key: Annotated[EnvironmentReference | BlockReference | None, BeforeValidator(refuse_plain_key)] = None
+    """Where the bearer token of that server is: { env = "NAME" }; unset: it needs none."""
+    command: tuple[str, ...] = ()
+    """Instead: a program and its arguments, without a shell, which starts a server on 127.0.0.1 in the recipe's folder.
+    {port} is replaced by a free port. A program with a slash in its name is beside the recipe."""
+    start_timeout: PositiveFloat = Field(60.0, le=3600)
+    """Seconds for that server to come up."""
+    revision: str = ""
+    """Version or commit of the server's code, for what cannot be seen from here: another one makes new artifacts."""
+    reset: dict[str, Any] = Field({})
+    """More arguments of the environment's reset; each task gives it a seed besides."""
+    system_prompt: str | None = None
+    """What the policy is told first; unset: nothing."""
+    prompt: str = ""
+    """What is shown of each observation: {FIELD} and {FIELD.KEY} are replaced, {image} and {images} are places of
+    images. Empty: the observation as JSON, after its images."""
+    images: tuple[str, ...] = ()
+    """Fields that hold an image: a data URL, base64 of a PNG, JPEG or WebP, or rows of pixels, gray or RGB from 0 to
+    255. One that is null is no image."""
+    action: Literal["json"] | dict[str, Any] = "json"
+    """What of an answer is the action: json, the last JSON object in it; or a table of the action's fields, in whose
+    texts {completion} is replaced: { message = "{completion}" }."""
+    extract: str = Field("all", pattern=EXTRACT)
+    """The part of an answer that the action is made of, as rewards take it: all, boxed, <answer>, </think>."""
+    invalid_reward: float = Field(0.0, allow_inf_nan=False)
+    """Reward of an answer that is no action, or that the server's types refuse; it ends the episode."""
+    max_turns: PositiveInt
+    """Turns after which an episode is ended."""
 
     @field_validator("prompt")
     @classmethod

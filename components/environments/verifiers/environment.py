@@ -22,15 +22,14 @@ from armature.components.environments.verifiers.episode import Row, VerifiersEpi
 class VerifiersSettings(Settings):
     """Which verifiers environment, and through which of its two interfaces."""
 
-    interface: Literal["legacy", "v1"] = Field(
-        description="legacy: load_environment with datasets and rubrics (0.1.9 to 0.3); v1: tasksets (0.4)."
-    )
-    id: str = Field(min_length=1, description="The environment's or the taskset's package.")
-    args: dict[str, Any] = Field(
-        default_factory=dict,
-        description="legacy: arguments of load_environment; v1: the env section, e.g. {agent = {harness = {...}}}.",
-    )
-    max_turns: PositiveInt = Field(description="Turns after which an episode is ended and scored.")
+    interface: Literal["legacy", "v1"]
+    """legacy: load_environment with datasets and rubrics (0.1.9 to 0.3); v1: tasksets (0.4)."""
+    id: str = Field(min_length=1)
+    """The environment's or the taskset's package."""
+    args: dict[str, Any] = Field(default_factory=dict)
+    """legacy: arguments of load_environment; v1: the env section, e.g. {agent = {harness = {...}}}."""
+    max_turns: PositiveInt
+    """Turns after which an episode is ended and scored."""
 
 
 class VerifiersEnvironment:

@@ -34,41 +34,38 @@ PLACE = re.compile(r"\{([^\W\d]\w*)\}")
 class JudgeSettings(ExtractingSettings):
     """The grade of a model behind an OpenAI-compatible address, from 0 for the worst grade to 1 for the best."""
 
-    model: str = Field(min_length=1, description="Name of the model there.")
-    base_url: Annotated[str | EnvironmentReference, BeforeValidator(refuse_plain_url)] = Field(
-        description='Address up to and with /v1, or { env = "NAME" }: the variable that holds it.'
-    )
-    api_key: Annotated[EnvironmentReference | BlockReference | None, BeforeValidator(refuse_plain_key)] = Field(
-        None, description='Where its key is: { env = "NAME" }; unset: it needs none.'
-    )
-    template: Annotated[str, AfterValidator(partial(normalize, "NFC"))] = Field(
-        min_length=1,
-        description="What it is asked. {completion}, {answer} and {COLUMN} are replaced; it is shown no images.",
-    )
-    system: str = Field("", description="The system message; empty: none.")
-    after: str = Field(
-        "Grade:", description="The grade follows the last of these in the reply; empty: the reply is the grade."
-    )
-    json_key: str | None = Field(
-        None, description="Instead: the grade is under this key of the last JSON object in the reply."
-    )
-    verdicts: dict[str, float] = Field(
-        {}, description="Grades by the word that is said: {yes = 1, no = 0}; empty: numbers are said."
-    )
-    worst: float = Field(0.0, description="The grade that is worth 0; one beyond it is no grade.")
-    best: float = Field(1.0, description="The grade that is worth 1.")
-    temperature: NonNegativeFloat = Field(0.0, description="Of its sampling.")
-    max_tokens: PositiveInt = Field(512, description="Longest reply.")
-    extra_body: Annotated[dict[str, Any], BeforeValidator(refuse_plain_variables)] = Field(
-        {}, description="More fields of the request, as the server knows them."
-    )
-    timeout: PositiveFloat = Field(60.0, le=3600, description="Seconds for one request.")
-    attempts: PositiveInt = Field(
-        5, le=100, description="Requests for one grade, when it answers too late, with 429 or 5xx, or not at all."
-    )
-    longest_wait: PositiveFloat = Field(
-        30.0, description="Most seconds between two of them; who is told to wait longer gives up."
-    )
+    model: str = Field(min_length=1)
+    """Name of the model there."""
+    base_url: Annotated[str | EnvironmentReference, BeforeValidator(refuse_plain_url)]
+    """Address up to and with /v1, or { env = "NAME" }: the variable that holds it."""
+    api_key: Annotated[EnvironmentReference | BlockReference | None, BeforeValidator(refuse_plain_key)] = None
+    """Where its key is: { env = "NAME" }; unset: it needs none."""
+    template: Annotated[str, AfterValidator(partial(normalize, "NFC"))] = Field(min_length=1)
+    """What it is asked. {completion}, {answer} and {COLUMN} are replaced; it is shown no images."""
+    system: str = ""
+    """The system message; empty: none."""
+    after: str = "Grade:"
+    """The grade follows the last of these in the reply; empty: the reply is the grade."""
+    json_key: str | None = None
+    """Instead: the grade is under this key of the last JSON object in the reply."""
+    verdicts: dict[str, float] = Field({})
+    """Grades by the word that is said: {yes = 1, no = 0}; empty: numbers are said."""
+    worst: float = 0.0
+    """The grade that is worth 0; one beyond it is no grade."""
+    best: float = 1.0
+    """The grade that is worth 1."""
+    temperature: NonNegativeFloat = 0.0
+    """Of its sampling."""
+    max_tokens: PositiveInt = 512
+    """Longest reply."""
+    extra_body: Annotated[dict[str, Any], BeforeValidator(refuse_plain_variables)] = Field({})
+    """More fields of the request, as the server knows them."""
+    timeout: PositiveFloat = Field(60.0, le=3600)
+    """Seconds for one request."""
+    attempts: PositiveInt = Field(5, le=100)
+    """Requests for one grade, when it answers too late, with 429 or 5xx, or not at all."""
+    longest_wait: PositiveFloat = 30.0
+    """Most seconds between two of them; who is told to wait longer gives up."""
 
     @model_validator(mode="after")
     def _can_be_asked(self) -> Self:

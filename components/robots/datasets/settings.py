@@ -19,25 +19,26 @@ _DIGEST = (
 class SourceSettings(Settings):
     """A dataset, and how a policy is to see it."""
 
-    path: str = Field(
-        min_length=1,
-        description="A LeRobotDataset v3.0: its folder (that holds meta/info.json), its hub name (owner/name), or a "
-        "URL (s3://bucket/dataset). Of the last two only the files that are needed are fetched.",
-    )
-    revision: str | None = Field(None, description="Commit of a hub dataset; needed for hub names.")
+    path: str = Field(min_length=1)
+    """A LeRobotDataset v3.0: its folder (that holds meta/info.json), its hub name (owner/name), or a URL
+    (s3://bucket/dataset). Of the last two only the files that are needed are fetched."""
+    revision: str | None = None
+    """Commit of a hub dataset; needed for hub names."""
     digest: str | None = Field(None, description=_DIGEST)
-    tag: str = Field(
-        pattern=r"^[A-Za-z0-9_-][A-Za-z0-9_.-]*$",
-        description="Names the robot: datasets of one tag share their statistics.",
-    )
-    weight: PositiveFloat = Field(1.0, description="Its share of the samples, over the sum of all weights.")
-    horizon: PositiveInt | None = Field(None, description="Actions of a chunk at its own fps; none: the policy's.")
-    state: str | None = Field(None, description="Feature with the state; none: observation.state, if there is one.")
-    action: str | None = Field(None, description="Feature with the action; none: action.")
-    cameras: dict[str, str] | None = Field(
-        None, description="The policy's name of each camera and the dataset's feature; none: all, by their own names."
-    )
-    episodes: tuple[NonNegativeInt, ...] | None = Field(None, description="The episodes that are used; none: all.")
+    tag: str = Field(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9_.-]*$")
+    """Names the robot: datasets of one tag share their statistics."""
+    weight: PositiveFloat = 1.0
+    """Its share of the samples, over the sum of all weights."""
+    horizon: PositiveInt | None = None
+    """Actions of a chunk at its own fps; none: the policy's."""
+    state: str | None = None
+    """Feature with the state; none: observation.state, if there is one."""
+    action: str | None = None
+    """Feature with the action; none: action."""
+    cameras: dict[str, str] | None = None
+    """The policy's name of each camera and the dataset's feature; none: all, by their own names."""
+    episodes: tuple[NonNegativeInt, ...] | None = None
+    """The episodes that are used; none: all."""
 
 
 ALONE = "default"
@@ -47,10 +48,13 @@ ALONE = "default"
 class DatasetSettings(Settings):
     """One dataset by its path, or several to be mixed."""
 
-    path: str | None = Field(None, min_length=1, description="Folder, hub name or URL of the only dataset.")
-    revision: str | None = Field(None, description="Commit of a hub dataset; needed for hub names.")
+    path: str | None = Field(None, min_length=1)
+    """Folder, hub name or URL of the only dataset."""
+    revision: str | None = None
+    """Commit of a hub dataset; needed for hub names."""
     digest: str | None = Field(None, description=_DIGEST)
-    sources: tuple[SourceSettings, ...] | None = Field(None, description="Several datasets, instead of path.")
+    sources: tuple[SourceSettings, ...] | None = None
+    """Several datasets, instead of path."""
 
     @model_validator(mode="after")
     def _one_way(self) -> Self:
@@ -70,29 +74,26 @@ class DatasetSettings(Settings):
 class QuantileStatsSettings(Settings):
     """What statistics are of."""
 
-    features: tuple[str, ...] = Field((), description="Names of features; empty for all that are numbers or images.")
-    images: Literal["sampled", "all"] = Field(
-        "sampled",
-        description="Frames whose images are counted: sampled (LeRobot's length**0.75 of each episode, 100 to "
-        "10,000) or all.",
-    )
+    features: tuple[str, ...] = ()
+    """Names of features; empty for all that are numbers or images."""
+    images: Literal["sampled", "all"] = "sampled"
+    """Frames whose images are counted: sampled (LeRobot's length**0.75 of each episode, 100 to 10,000) or all."""
 
 
 class AugmentStatsSettings(Settings):
     """What becomes of the dataset."""
 
-    in_place: bool = Field(False, description="Put the statistics into the dataset's meta/stats.json, in one step.")
+    in_place: bool = False
+    """Put the statistics into the dataset's meta/stats.json, in one step."""
 
 
 class FileShuffleSettings(Settings):
     """Shuffles files, and frames within a few files: a rank reads only the files of its lanes."""
 
-    lanes: PositiveInt = Field(
-        8,
-        description="Lanes that each epoch's files are dealt to; sample p is of lane p % lanes. A multiple of the "
-        "trainer's ranks.",
-    )
-    window: PositiveInt = Field(8, description="Files of a lane whose frames are shuffled together.")
+    lanes: PositiveInt = 8
+    """Lanes that each epoch's files are dealt to; sample p is of lane p % lanes. A multiple of the trainer's ranks."""
+    window: PositiveInt = 8
+    """Files of a lane whose frames are shuffled together."""
 
 
 # How a new dataset is laid out and encoded.
@@ -101,18 +102,24 @@ class FileShuffleSettings(Settings):
 class VideoSettings(Settings):
     """How frames are encoded. The defaults are LeRobot's."""
 
-    codec: str = Field("libsvtav1", description="A PyAV encoder: libsvtav1, libx264, ...")
-    pixel_format: str = Field("yuv420p", description="Pixel format; yuv420p is what every player shows.")
-    quality: NonNegativeInt = Field(30, description="The encoder's crf: lower is better and larger.")
-    keyframe_every: PositiveInt = Field(2, description="Frames from one keyframe to the next.")
+    codec: str = "libsvtav1"
+    """A PyAV encoder: libsvtav1, libx264, ..."""
+    pixel_format: str = "yuv420p"
+    """Pixel format; yuv420p is what every player shows."""
+    quality: NonNegativeInt = 30
+    """The encoder's crf: lower is better and larger."""
+    keyframe_every: PositiveInt = 2
+    """Frames from one keyframe to the next."""
 
 
 class LayoutSettings(Settings):
     """How a new dataset is laid out. The defaults are LeRobot's."""
 
-    chunks_size: PositiveInt = Field(1000, description="Most files of a folder.")
-    data_files_size_in_mb: PositiveFloat = Field(100.0, description="A data file is closed at this size.")
-    video_files_size_in_mb: PositiveFloat = Field(200.0, description="A video file is closed at this size.")
-    video: VideoSettings | None = Field(
-        VideoSettings(), description="How videos are encoded; needed where a feature is one."
-    )
+    chunks_size: PositiveInt = 1000
+    """Most files of a folder."""
+    data_files_size_in_mb: PositiveFloat = 100.0
+    """A data file is closed at this size."""
+    video_files_size_in_mb: PositiveFloat = 200.0
+    """A video file is closed at this size."""
+    video: VideoSettings | None = VideoSettings()
+    """How videos are encoded; needed where a feature is one."""

@@ -19,61 +19,81 @@ Mode = Literal["full", "lora", "lora_expert", "expert"]
 class PackingSettings(Settings):
     """Several examples in one row, which cannot attend to one another."""
 
-    max_row_tokens: PositiveInt = Field(description="Tokens of a row; a longer example has a row of its own.")
-    max_row_examples: PositiveInt = Field(description="Examples of a row.")
+    max_row_tokens: PositiveInt
+    """Tokens of a row; a longer example has a row of its own."""
+    max_row_examples: PositiveInt
+    """Examples of a row."""
 
 
 class LearningRates(Settings):
     """Peak learning rates; with adapters, vlm, vit and connector are those of the adapters."""
 
-    vlm: PositiveFloat = Field(1e-5, description="Text layers, embedding and output head.")
-    vit: PositiveFloat = Field(5e-6, description="Vision tower.")
-    connector: PositiveFloat = Field(5e-6, description="Image pooling and projector, and the embedding's new rows.")
-    action_expert: PositiveFloat = Field(5e-5, description="The action expert.")
+    vlm: PositiveFloat = 1e-5
+    """Text layers, embedding and output head."""
+    vit: PositiveFloat = 5e-6
+    """Vision tower."""
+    connector: PositiveFloat = 5e-6
+    """Image pooling and projector, and the embedding's new rows."""
+    action_expert: PositiveFloat = 5e-5
+    """The action expert."""
 
 
 class ImageAugmentationSettings(Settings):
     """What happens to a training image: crop, rotation, colors in a random order, blur; it keeps its size."""
 
-    crop_side: float = Field(
-        0.95, gt=0.0, le=1.0, description="Side of the crop, of the image's: 0.95 has 0.9025 of it."
-    )
-    rotation_degrees: NonNegativeFloat = Field(5.0, description="Largest rotation in degrees, either way.")
-    brightness: float = Field(0.2, ge=0.0, lt=1.0, description="The factor is drawn from 1 - this to 1 + this.")
-    contrast: float = Field(0.2, ge=0.0, lt=1.0, description="As brightness.")
-    saturation: float = Field(0.2, ge=0.0, lt=1.0, description="As brightness.")
-    hue: float = Field(0.05, ge=0.0, le=0.5, description="Largest shift, of a whole turn, either way.")
-    blur_probability: float = Field(0.2, ge=0.0, le=1.0, description="Gaussian blur of 0.1 to 2 pixels, this often.")
+    crop_side: float = Field(0.95, gt=0.0, le=1.0)
+    """Side of the crop, of the image's: 0.95 has 0.9025 of it."""
+    rotation_degrees: NonNegativeFloat = 5.0
+    """Largest rotation in degrees, either way."""
+    brightness: float = Field(0.2, ge=0.0, lt=1.0)
+    """The factor is drawn from 1 - this to 1 + this."""
+    contrast: float = Field(0.2, ge=0.0, lt=1.0)
+    """As brightness."""
+    saturation: float = Field(0.2, ge=0.0, lt=1.0)
+    """As brightness."""
+    hue: float = Field(0.05, ge=0.0, le=0.5)
+    """Largest shift, of a whole turn, either way."""
+    blur_probability: float = Field(0.2, ge=0.0, le=1.0)
+    """Gaussian blur of 0.1 to 2 pixels, this often."""
 
 
 class HeldoutSettings(Settings):
     """Episodes that are never trained on, to measure the loss and the action error."""
 
-    fraction: float = Field(gt=0, lt=1, description="Share of each dataset's episodes.")
-    frames: PositiveInt = Field(1024, description="Frames of theirs that are measured.")
-    every: PositiveInt = Field(2000, description="Updates between measurements.")
+    fraction: float = Field(gt=0, lt=1)
+    """Share of each dataset's episodes."""
+    frames: PositiveInt = 1024
+    """Frames of theirs that are measured."""
+    every: PositiveInt = 2000
+    """Updates between measurements."""
 
 
 class PolicyUpdateSettings(OptimizerSettings):
     """What of a policy is trained, and its optimizer: the same on demonstrations and on rewards."""
 
-    mode: Mode = Field(
-        "full",
-        description="full: all weights. lora: adapters on the VLM, all of the action expert. lora_expert: adapters on "
-        "both. expert: the action expert alone.",
-    )
-    lora: AdapterSettings | None = Field(None, description="Adapters of the modes lora and lora_expert.")
-    freeze_embedding: bool = Field(True, description="Leave the input embedding as it is, in full training.")
-    max_steps: PositiveInt = Field(description="Optimizer updates.")
-    micro_batch_size: PositiveInt = Field(description="Examples of one forward pass of a rank.")
-    learning_rates: LearningRates = Field(LearningRates(), description="Peak learning rate of each part.")
-    packing: PackingSettings | None = Field(None, description="Packs the examples of a forward pass; none: padding.")
-    adam_beta2: float = Field(0.95, ge=0, lt=1, description="AdamW's decay of the second moment.")
-    adam_epsilon: PositiveFloat = Field(1e-6, description="AdamW's epsilon.")
-    decay_steps: PositiveInt | None = Field(
-        None, description="Step at which the cosine ends, also when the run is shorter; none: with the run."
-    )
-    final_lr_fraction: float = Field(0.1, ge=0, le=1, description="Learning rate after the decay, of the peak's.")
+    mode: Mode = "full"
+    """full: all weights. lora: adapters on the VLM, all of the action expert. lora_expert: adapters on both. expert:
+    the action expert alone."""
+    lora: AdapterSettings | None = None
+    """Adapters of the modes lora and lora_expert."""
+    freeze_embedding: bool = True
+    """Leave the input embedding as it is, in full training."""
+    max_steps: PositiveInt
+    """Optimizer updates."""
+    micro_batch_size: PositiveInt
+    """Examples of one forward pass of a rank."""
+    learning_rates: LearningRates = LearningRates()
+    """Peak learning rate of each part."""
+    packing: PackingSettings | None = None
+    """Packs the examples of a forward pass; none: padding."""
+    adam_beta2: float = Field(0.95, ge=0, lt=1)
+    """AdamW's decay of the second moment."""
+    adam_epsilon: PositiveFloat = 1e-6
+    """AdamW's epsilon."""
+    decay_steps: PositiveInt | None = None
+    """Step at which the cosine ends, also when the run is shorter; none: with the run."""
+    final_lr_fraction: float = Field(0.1, ge=0, le=1)
+    """Learning rate after the decay, of the peak's."""
 
     @model_validator(mode="after")
     def _parts_fit(self) -> Self:
@@ -105,24 +125,23 @@ class VLATrainerSettings(PolicyUpdateSettings):
 
     model_config = ConfigDict(title="Training")
 
-    gradient_checkpointing: bool = Field(
-        False, description="Recompute activations in the backward pass to save memory."
-    )
-    lora_dropout: float = Field(0.05, ge=0.0, lt=1.0, description="Dropout before each adapter of section lora.")
-    save_every: PositiveInt = Field(1000, description="Steps between checkpoints to resume from.")
-    batch_size: PositiveInt = Field(description="Examples of an update, of all ranks together.")
-    ema_decay: float | None = Field(
-        None, gt=0, lt=1, description="Moving average of the trained weights, which is what is saved; none: no average."
-    )
-    augmentation: ImageAugmentationSettings | None = Field(None, description="Changes training images; none: nothing.")
-    file_shuffle: FileShuffleSettings | None = Field(
-        None,
-        description="Shuffles files, and frames within a few of them, so that a rank reads its own files alone; none: "
-        "shuffles all frames.",
-    )
-    heldout: HeldoutSettings | None = Field(
-        None, description="Measures on episodes that are not trained on; none: trains on all."
-    )
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass to save memory."""
+    lora_dropout: float = Field(0.05, ge=0.0, lt=1.0)
+    """Dropout before each adapter of section lora."""
+    save_every: PositiveInt = 1000
+    """Steps between checkpoints to resume from."""
+    batch_size: PositiveInt
+    """Examples of an update, of all ranks together."""
+    ema_decay: float | None = Field(None, gt=0, lt=1)
+    """Moving average of the trained weights, which is what is saved; none: no average."""
+    augmentation: ImageAugmentationSettings | None = None
+    """Changes training images; none: nothing."""
+    file_shuffle: FileShuffleSettings | None = None
+    """Shuffles files, and frames within a few of them, so that a rank reads its own files alone; none: shuffles all
+    frames."""
+    heldout: HeldoutSettings | None = None
+    """Measures on episodes that are not trained on; none: trains on all."""
 
     @model_validator(mode="after")
     def _something_is_dropped(self) -> Self:

@@ -32,35 +32,29 @@ class SimulatorSettings(Settings):
     """One section for demonstrations and for evaluation: a policy must see what it was trained on."""
 
     camera_name_mapping: dict[str, str] = Field(
-        {"agentview": "image", "robot0_eye_in_hand": "wrist_image"},
-        min_length=1,
-        description="Camera of the simulator to its name in a dataset, after observation.images: agentview = image.",
+        {"agentview": "image", "robot0_eye_in_hand": "wrist_image"}, min_length=1
     )
-    resolution: PositiveInt = Field(256, description="Pixels of a side of the square images.")
-    control_freq: PositiveInt = Field(20, description="Actions per second, which LIBERO's data have 20 of.")
-    num_steps_wait: NonNegativeInt = Field(
-        50,
-        description="Steps without motion after a reset. Initial states were stored before their objects had come to "
-        "rest; LeRobot waits 10, published results of MolmoAct2 wait 50.",
-    )
-    reflections: bool = Field(
-        True, description="Floors and tables mirror, as in LIBERO's data; most of the drawing time."
-    )
-    offscreen_samples: NonNegativeInt = Field(4, description="Samples per pixel (anti-aliasing).")
-    assets: Literal["compact"] | None = Field(
-        None,
-        description="compact: shapes of one color each instead of LIBERO's meshes and textures, for machines that "
-        "cannot fetch those. Motions are the same, images are not. For libero_spatial, libero_object, libero_goal.",
-    )
-    reach_distance: PositiveFloat | None = Field(
-        None,
-        description="An easier task: solved as soon as the gripper is this near the object that the task is about, in "
-        "meters from its origin, for demonstrations, too; none: the task's own goal. Tasks that begin with a drawer, a "
-        "door or a knob cannot be made easier.",
-    )
-    trusted_initial_states: tuple[str, ...] = Field(
-        (), description="SHA-256 of files of initial states that are loaded although the package never had them."
-    )
+    """Camera of the simulator to its name in a dataset, after observation.images: agentview = image."""
+    resolution: PositiveInt = 256
+    """Pixels of a side of the square images."""
+    control_freq: PositiveInt = 20
+    """Actions per second, which LIBERO's data have 20 of."""
+    num_steps_wait: NonNegativeInt = 50
+    """Steps without motion after a reset. Initial states were stored before their objects had come to rest; LeRobot
+    waits 10, published results of MolmoAct2 wait 50."""
+    reflections: bool = True
+    """Floors and tables mirror, as in LIBERO's data; most of the drawing time."""
+    offscreen_samples: NonNegativeInt = 4
+    """Samples per pixel (anti-aliasing)."""
+    assets: Literal["compact"] | None = None
+    """compact: shapes of one color each instead of LIBERO's meshes and textures, for machines that cannot fetch those.
+    Motions are the same, images are not. For libero_spatial, libero_object, libero_goal."""
+    reach_distance: PositiveFloat | None = None
+    """An easier task: solved as soon as the gripper is this near the object that the task is about, in meters from its
+    origin, for demonstrations, too; none: the task's own goal. Tasks that begin with a drawer, a door or a knob cannot
+    be made easier."""
+    trusted_initial_states: tuple[str, ...] = ()
+    """SHA-256 of files of initial states that are loaded although the package never had them."""
 
     @field_validator("camera_name_mapping")
     @classmethod
@@ -93,33 +87,24 @@ class Perturbation:
 class PerturbationSettings(Settings):
     """Each by its strengths, from 0, which changes nothing, to 1; every planned episode is played again with each."""
 
-    camera: Strengths = Field(
-        (),
-        description="Every camera turns around the point that it looks at, by up to 20° sideways and 10° up or down, "
-        "moves nearer or farther by up to 15 % and rolls by up to 5°; its field of view changes by up to 15 %.",
-    )
-    light: Strengths = Field(
-        (),
-        description="Lights move by up to 1.5 m and turn by up to 30°, become up to 2.5 times brighter or darker, and "
-        "change their color by up to 30 %; ambient light is added.",
-    )
-    texture: Strengths = Field(
-        (),
-        description="Table, floor, walls and background fade to random patterns and colors; at 1 nothing of theirs is "
-        "left.",
-    )
-    layout: Strengths = Field(
-        (),
-        description="Every object that stands freely is moved by up to 5 cm and turned by up to 30°, with what stands "
-        "on it. One that finds no free place stays.",
-    )
-    distractors: Strengths = Field((), description="As layout, only objects that the task is not about; up to 10 cm.")
-    robot: Strengths = Field((), description="Each joint of the arm begins up to 0.15 rad elsewhere, touching nothing.")
-    language: Strengths = Field(
-        (),
-        description="The instruction in other words. Up to 1/3: other verbs; up to 2/3: as a request, too; above: in "
-        "two steps after a sentence about the scene, too.",
-    )
+    camera: Strengths = ()
+    """Every camera turns around the point that it looks at, by up to 20° sideways and 10° up or down, moves nearer or
+    farther by up to 15 % and rolls by up to 5°; its field of view changes by up to 15 %."""
+    light: Strengths = ()
+    """Lights move by up to 1.5 m and turn by up to 30°, become up to 2.5 times brighter or darker, and change their
+    color by up to 30 %; ambient light is added."""
+    texture: Strengths = ()
+    """Table, floor, walls and background fade to random patterns and colors; at 1 nothing of theirs is left."""
+    layout: Strengths = ()
+    """Every object that stands freely is moved by up to 5 cm and turned by up to 30°, with what stands on it. One that
+    finds no free place stays."""
+    distractors: Strengths = ()
+    """As layout, only objects that the task is not about; up to 10 cm."""
+    robot: Strengths = ()
+    """Each joint of the arm begins up to 0.15 rad elsewhere, touching nothing."""
+    language: Strengths = ()
+    """The instruction in other words. Up to 1/3: other verbs; up to 2/3: as a request, too; above: in two steps after a
+    sentence about the scene, too."""
 
     @model_validator(mode="after")
     def _each_once(self) -> Self:
@@ -142,23 +127,21 @@ class DemonstrationSettings(Settings):
 
     model_config = ConfigDict(title="Demonstrations")
 
-    suite: Suite = Field(description="The suite whose tasks are demonstrated.")
-    tasks: tuple[NonNegativeInt, ...] = Field(
-        (), description="Numbers of tasks in the suite; empty: all that the scripted policy can do."
-    )
-    episodes_per_task: PositiveInt = Field(
-        50, description="Episodes of each task; more than the 50 stored states begin again at the first."
-    )
-    first_initial_state: NonNegativeInt = Field(
-        0, description="Initial state of the first episode; keep others for evaluation."
-    )
-    seed: NonNegativeInt = Field(0, description="Seed of the furniture's places and of the noise.")
-    noise: NonNegativeFloat = Field(
-        0.1,
-        description="Standard deviation of what disturbs its motions (of 1, the largest). What is recorded "
-        "is what the scripted policy wanted, so that a policy learns to recover; 0 disturbs nothing.",
-    )
-    storage: Literal["image", "video"] = Field("video", description="Images as PNG in the data files, or as videos.")
+    suite: Suite
+    """The suite whose tasks are demonstrated."""
+    tasks: tuple[NonNegativeInt, ...] = ()
+    """Numbers of tasks in the suite; empty: all that the scripted policy can do."""
+    episodes_per_task: PositiveInt = 50
+    """Episodes of each task; more than the 50 stored states begin again at the first."""
+    first_initial_state: NonNegativeInt = 0
+    """Initial state of the first episode; keep others for evaluation."""
+    seed: NonNegativeInt = 0
+    """Seed of the furniture's places and of the noise."""
+    noise: NonNegativeFloat = 0.1
+    """Standard deviation of what disturbs its motions (of 1, the largest). What is recorded is what the scripted policy
+    wanted, so that a policy learns to recover; 0 disturbs nothing."""
+    storage: Literal["image", "video"] = "video"
+    """Images as PNG in the data files, or as videos."""
 
 
 class DemonstrationsStageSettings(Settings):

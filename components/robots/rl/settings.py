@@ -28,23 +28,26 @@ NOISE_LEVEL, FLOW_SAMPLES = 0.5, 8
 class SuccessReward(Settings):
     """1 for the answer that solves the task, 0 for all others."""
 
-    name: Literal["success"] = Field(description="Which reward: success.")
+    name: Literal["success"]
+    """Which reward: success."""
 
 
 class ProgressReward(Settings):
     """Success, and for an episode that fails a part of it, by how far the task has come."""
 
-    name: Literal["progress"] = Field(description="Which reward: progress.")
-    weight: float = Field(
-        0.5, gt=0, lt=1, description="Times the progress at the end, below 1: what an episode that fails earns."
-    )
+    name: Literal["progress"]
+    """Which reward: progress."""
+    weight: float = Field(0.5, gt=0, lt=1)
+    """Times the progress at the end, below 1: what an episode that fails earns."""
 
 
 class PotentialShaping(Settings):
     """Success, and with every answer the difference of progress: potential-based shaping (Ng et al. 1999)."""
 
-    name: Literal["potential"] = Field(description="Which reward: potential.")
-    weight: PositiveFloat = Field(1.0, description="Times gamma Phi(after) - Phi(before), Phi from 0 to 1.")
+    name: Literal["potential"]
+    """Which reward: potential."""
+    weight: PositiveFloat = 1.0
+    """Times gamma Phi(after) - Phi(before), Phi from 0 to 1."""
 
 
 class RobotRolloutSettings(PlayerSettings):
@@ -52,56 +55,38 @@ class RobotRolloutSettings(PlayerSettings):
 
     model_config = ConfigDict(title="Rollouts")
 
-    suite: Suite = Field(description="The suite whose tasks are played.")
-    groups_per_step: PositiveInt = Field(description="Groups of a step; tasks and initial states take turns.")
-    group_size: PositiveInt = Field(8, description="Episodes of a group, which are compared with each other.")
-    max_steps: PositiveInt = Field(description="Actions of an episode at most.")
-    likelihood: Literal["flow_sde", "fpo", "none"] = Field(
-        "flow_sde",
-        description="Continuous actions: flow_sde: one denoising step of an answer is drawn, and its density counts. "
-        "fpo: answers are those of an evaluation, and their flow-matching losses stand for log-probs. none: answers "
-        "are those of an evaluation, for the objective reward_weighted.",
-    )
-    flow_samples: PositiveInt = Field(
-        FLOW_SAMPLES,
-        description="fpo: times at which an answer's loss is computed, each with a noise of its own.",
-    )
-    noise_level: float = Field(
-        NOISE_LEVEL,
-        ge=1e-3,  # far below, float32 cannot hold what is drawn; far above, no action is finite
-        le=10,
-        description="flow_sde: its η, how widely the one random denoising step of an answer is drawn.",
-    )
-    temperature: float = Field(
-        1.0,
-        ge=0.01,
-        le=10,
-        description="Discrete actions: tokens are drawn from softmax(logits / temperature).",
-    )
-    max_rounds: PositiveInt = Field(
-        1,
-        description="1: every group counts as it is. More: further groups are played, groups_per_step in each round, "
-        "until as many have rewards that differ, or after so many rounds (dynamic sampling).",
-    )
-    max_staleness: int = Field(
-        0,
-        ge=0,
-        le=1,
-        description="0: play and train in turn; 1: play the next step, by weights one step older, meanwhile.",
-    )
+    suite: Suite
+    """The suite whose tasks are played."""
+    groups_per_step: PositiveInt
+    """Groups of a step; tasks and initial states take turns."""
+    group_size: PositiveInt = 8
+    """Episodes of a group, which are compared with each other."""
+    max_steps: PositiveInt
+    """Actions of an episode at most."""
+    likelihood: Literal["flow_sde", "fpo", "none"] = "flow_sde"
+    """Continuous actions: flow_sde: one denoising step of an answer is drawn, and its density counts. fpo: answers are
+    those of an evaluation, and their flow-matching losses stand for log-probs. none: answers are those of an
+    evaluation, for the objective reward_weighted."""
+    flow_samples: PositiveInt = FLOW_SAMPLES
+    """fpo: times at which an answer's loss is computed, each with a noise of its own."""
+    noise_level: float = Field(NOISE_LEVEL, ge=1e-3, le=10)
+    """flow_sde: its η, how widely the one random denoising step of an answer is drawn."""
+    temperature: float = Field(1.0, ge=0.01, le=10)
+    """Discrete actions: tokens are drawn from softmax(logits / temperature)."""
+    max_rounds: PositiveInt = 1
+    """1: every group counts as it is. More: further groups are played, groups_per_step in each round, until as many
+    have rewards that differ, or after so many rounds (dynamic sampling)."""
+    max_staleness: int = Field(0, ge=0, le=1)
+    """0: play and train in turn; 1: play the next step, by weights one step older, meanwhile."""
     reward: SuccessReward | ProgressReward | PotentialShaping = Field(
-        SuccessReward(name="success"),
-        discriminator="name",
-        description="What an episode earns.",
+        SuccessReward(name="success"), discriminator="name"
     )
-    seed: NonNegativeInt = Field(0, description="Seed of the order of initial states, the simulator and all noise.")
-    failed_fraction: float = Field(
-        0.25,
-        ge=0,
-        lt=1,
-        description="Of the episodes of a step (with max_rounds: of a round), those that may fail in all attempts: "
-        "they are left out and counted, and the others of their group compared. One more ends the training.",
-    )
+    """What an episode earns."""
+    seed: NonNegativeInt = 0
+    """Seed of the order of initial states, the simulator and all noise."""
+    failed_fraction: float = Field(0.25, ge=0, lt=1)
+    """Of the episodes of a step (with max_rounds: of a round), those that may fail in all attempts: they are left out
+    and counted, and the others of their group compared. One more ends the training."""
 
     @model_validator(mode="after")
     def _randomness_is_of_its_mode(self) -> Self:
@@ -125,49 +110,46 @@ class RobotRolloutSettings(PlayerSettings):
 class EpisodeGroupMean(Settings):
     """An episode is as good as it is better than the mean of its group, in its standard deviations: GRPO."""
 
-    name: Literal["group_mean"] = Field(description="Which advantage: group_mean.")
+    name: Literal["group_mean"]
+    """Which advantage: group_mean."""
     deviation: Deviation = Field("sample", description=DEVIATION)
 
 
 class GAE(Settings):
     """Generalized advantage estimation over an episode's chunks, with a value head that is trained along: PPO."""
 
-    name: Literal["gae"] = Field(description="Which advantage: gae.")
-    gamma: float = Field(0.99, ge=0, le=1, description="Discount per chunk.")
-    gae_lambda: float = Field(
-        0.95, ge=0, le=1, description="1: advantages are of returns; 0: of one chunk and the next value."
-    )
-    bootstrap_truncated: bool = Field(
-        True,
-        description="An episode whose actions are used up goes on with the value of its last observation; false: it is "
-        "worth nothing from there, as where the time is part of the task.",
-    )
-    value_lr: PositiveFloat = Field(1e-4, description="Peak learning rate of the value head.")
-    value_loss_coef: PositiveFloat = Field(1.0, description="The value's loss is multiplied by it.")
-    value_clip: NonNegativeFloat = Field(
-        0.2, description="A value earns nothing by moving farther than this from that of the rollout; 0: no clip."
-    )
-    huber_delta: PositiveFloat = Field(
-        10.0, description="Errors of the value up to this are squared, larger ones count linearly."
-    )
+    name: Literal["gae"]
+    """Which advantage: gae."""
+    gamma: float = Field(0.99, ge=0, le=1)
+    """Discount per chunk."""
+    gae_lambda: float = Field(0.95, ge=0, le=1)
+    """1: advantages are of returns; 0: of one chunk and the next value."""
+    bootstrap_truncated: bool = True
+    """An episode whose actions are used up goes on with the value of its last observation; false: it is worth nothing
+    from there, as where the time is part of the task."""
+    value_lr: PositiveFloat = 1e-4
+    """Peak learning rate of the value head."""
+    value_loss_coef: PositiveFloat = 1.0
+    """The value's loss is multiplied by it."""
+    value_clip: NonNegativeFloat = 0.2
+    """A value earns nothing by moving farther than this from that of the rollout; 0: no clip."""
+    huber_delta: PositiveFloat = 10.0
+    """Errors of the value up to this are squared, larger ones count linearly."""
 
 
 class RewardWeighted(Settings):
     """Flow matching on the policy's own answers, each weighed by what its episode earned; there are no probability
     ratios: reward-weighted regression (Peters & Schaal, ICML 2007)."""
 
-    name: Literal["reward_weighted"] = Field(description="Which objective: reward_weighted.")
-    beta: NonNegativeFloat = Field(
-        0.0,
-        description="An answer is weighted by exp((R - best) / beta), where R is what its episode earned, and best the "
-        "most that one earned; 0: answers of solved episodes have weight 1, others are left out.",
-    )
-    earlier_steps: NonNegativeInt = Field(
-        0, description="So many steps before this one are trained on again, with their rollouts as they were."
-    )
-    warmup_updates: NonNegativeInt = Field(
-        0, description="Updates at the beginning of each step over which learning rates rise linearly."
-    )
+    name: Literal["reward_weighted"]
+    """Which objective: reward_weighted."""
+    beta: NonNegativeFloat = 0.0
+    """An answer is weighted by exp((R - best) / beta), where R is what its episode earned, and best the most that one
+    earned; 0: answers of solved episodes have weight 1, others are left out."""
+    earlier_steps: NonNegativeInt = 0
+    """So many steps before this one are trained on again, with their rollouts as they were."""
+    warmup_updates: NonNegativeInt = 0
+    """Updates at the beginning of each step over which learning rates rise linearly."""
 
 
 class RobotRLTrainerSettings(PolicyUpdateSettings):
@@ -175,43 +157,31 @@ class RobotRLTrainerSettings(PolicyUpdateSettings):
 
     model_config = ConfigDict(title="Trainer")
 
-    max_steps: PositiveInt = Field(description="Steps of the run, each of new rollouts; the decay ends there.")
-    mode: Mode = Field(
-        "expert",
-        description="full: all weights. lora: adapters on the VLM, all of the action expert. lora_expert: adapters on "
-        "both. expert: the action expert alone.",
-    )
-    objective: PPO | GSPO | CISPO | RewardWeighted = Field(
-        PPO(name="ppo"), discriminator="name", description="The loss and its parameters."
-    )
-    advantage: EpisodeGroupMean | GAE = Field(
-        EpisodeGroupMean(name="group_mean"),
-        discriminator="name",
-        description="How good an answer was.",
-    )
-    ratio: Literal["chunk", "dimension", "token"] = Field(
-        "chunk",
-        description="What has a probability ratio of its own: a chunk of actions, each of its numbers (dimension), or "
-        "each of its tokens (token).",
-    )
-    kl_coefficient: NonNegativeFloat = Field(
-        0.0,
-        description="Weight of the KL divergence to the policy that the training began with; 0: none.",
-    )
-    bc_coefficient: NonNegativeFloat = Field(
-        0.0,
-        description="Weight of the behavior cloning of answers from episodes that solved their task; 0: none.",
-    )
-    target_kl: NonNegativeFloat = Field(
-        0.0,
-        description="End a step's updates before one whose probability ratios have a larger mean KL divergence from "
-        "the policy that played; 0: make all of them.",
-    )
-    samples_per_update: NonNegativeInt = Field(
-        0, description="Answers per optimizer update at most, spread evenly; 0: all of the step."
-    )
-    epochs: PositiveInt = Field(1, description="How often a step's answers are trained on.")
-    save_every: PositiveInt = Field(1, description="Steps between checkpoints to resume from.")
+    max_steps: PositiveInt
+    """Steps of the run, each of new rollouts; the decay ends there."""
+    mode: Mode = "expert"
+    """full: all weights. lora: adapters on the VLM, all of the action expert. lora_expert: adapters on both. expert:
+    the action expert alone."""
+    objective: PPO | GSPO | CISPO | RewardWeighted = Field(PPO(name="ppo"), discriminator="name")
+    """The loss and its parameters."""
+    advantage: EpisodeGroupMean | GAE = Field(EpisodeGroupMean(name="group_mean"), discriminator="name")
+    """How good an answer was."""
+    ratio: Literal["chunk", "dimension", "token"] = "chunk"
+    """What has a probability ratio of its own: a chunk of actions, each of its numbers (dimension), or each of its
+    tokens (token)."""
+    kl_coefficient: NonNegativeFloat = 0.0
+    """Weight of the KL divergence to the policy that the training began with; 0: none."""
+    bc_coefficient: NonNegativeFloat = 0.0
+    """Weight of the behavior cloning of answers from episodes that solved their task; 0: none."""
+    target_kl: NonNegativeFloat = 0.0
+    """End a step's updates before one whose probability ratios have a larger mean KL divergence from the policy that
+    played; 0: make all of them."""
+    samples_per_update: NonNegativeInt = 0
+    """Answers per optimizer update at most, spread evenly; 0: all of the step."""
+    epochs: PositiveInt = 1
+    """How often a step's answers are trained on."""
+    save_every: PositiveInt = 1
+    """Steps between checkpoints to resume from."""
 
     @property
     def weighting(self) -> EpisodeGroupMean | GAE | RewardWeighted:
@@ -253,10 +223,8 @@ class RobotPreflightSettings(Settings):
 
     model_config = ConfigDict(title="Pre-flight")
 
-    max_ratio_error: PositiveFloat = Field(
-        1e-5,
-        description="Refuse to train where an answer's probability ratio, trainer over sampler, is farther from 1.",
-    )
+    max_ratio_error: PositiveFloat = 1e-5
+    """Refuse to train where an answer's probability ratio, trainer over sampler, is farther from 1."""
 
 
 class TrainVLARLSettings(Settings):

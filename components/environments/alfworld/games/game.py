@@ -59,28 +59,34 @@ class Game:
 class GeneratedGames(Settings):
     """Games made from the scenes' layouts that come with alfworld; no data is needed."""
 
-    source: Literal["generated"] = Field(description="generated: made from a seed.")
-    kinds: tuple[Kind, ...] = Field(KINDS, min_length=1, description="Task types; games take turns through them.")
-    rooms: tuple[Room, ...] = Field(ROOMS, min_length=1, description="Rooms that games may play in.")
-    density: float = Field(0.5, gt=0, le=1, description="Chance that an object that a scene may hold is there.")
-    most_instances: PositiveInt = Field(2, description="Most copies of an object.")
-    most_receptacles: PositiveInt = Field(
-        20, description="Most receptacles of a room; the others and what is on them are left out. Rooms have up to 40."
-    )
+    source: Literal["generated"]
+    """generated: made from a seed."""
+    kinds: tuple[Kind, ...] = Field(KINDS, min_length=1)
+    """Task types; games take turns through them."""
+    rooms: tuple[Room, ...] = Field(ROOMS, min_length=1)
+    """Rooms that games may play in."""
+    density: float = Field(0.5, gt=0, le=1)
+    """Chance that an object that a scene may hold is there."""
+    most_instances: PositiveInt = 2
+    """Most copies of an object."""
+    most_receptacles: PositiveInt = 20
+    """Most receptacles of a room; the others and what is on them are left out. Rooms have up to 40."""
 
 
 class FolderGames(Settings):
     """Games in ALFWorld's own layout: its data, or what the stage alfworld-games has written."""
 
-    source: Literal["folder"] = Field(description="folder: read from files.")
-    path: str = Field(min_length=1, description="The folder that holds train, valid_seen and valid_unseen.")
-    digest: str = Field("", description="Digest of the games' files. Leave it empty to be told what it is.")
-    kinds: tuple[Kind, ...] = Field(KINDS, min_length=1, description="Task types; games of others are left out.")
-    replaced_grammars: tuple[str, ...] = Field(
-        (),
-        description="SHA-256 of grammars that games may bring besides the installed one. A game's grammar is never "
-        "used: such a game is played with the installed one.",
-    )
+    source: Literal["folder"]
+    """folder: read from files."""
+    path: str = Field(min_length=1)
+    """The folder that holds train, valid_seen and valid_unseen."""
+    digest: str = ""
+    """Digest of the games' files. Leave it empty to be told what it is."""
+    kinds: tuple[Kind, ...] = Field(KINDS, min_length=1)
+    """Task types; games of others are left out."""
+    replaced_grammars: tuple[str, ...] = ()
+    """SHA-256 of grammars that games may bring besides the installed one. A game's grammar is never used: such a game
+    is played with the installed one."""
 
 
 GamesSettings = Annotated[GeneratedGames | FolderGames, Field(discriminator="source")]

@@ -53,14 +53,17 @@ _PUT = re.compile(r"^You move the [a-z]+ \d+ to")
 class NoImage(Settings):
     """Text alone."""
 
-    form: Literal["none"] = Field(description="none: turns hold no image.")
+    form: Literal["none"]
+    """none: turns hold no image."""
 
 
 class Schematic(Settings):
     """Four rows of four cells: the goal's things; the place and what is held; then eight things that are seen."""
 
-    form: Literal["schematic"] = Field(description="schematic: colored cells for what the text has said.")
-    image_size: int = Field(56, ge=16, le=1024, multiple_of=GRID, description="Width and height in pixels.")
+    form: Literal["schematic"]
+    """schematic: colored cells for what the text has said."""
+    image_size: int = Field(56, ge=16, le=1024, multiple_of=GRID)
+    """Width and height in pixels."""
 
 
 @dataclass
@@ -166,30 +169,25 @@ def with_detours(plan: Sequence[str], problem: str, most: int, random: Random) -
 class AlfworldTextSettings(Settings):
     """The games, the words around them, the image, and what winning is worth."""
 
-    games: GamesSettings = Field(GeneratedGames(source="generated"), description="Where games come from.")
-    heldout_source: Literal["valid_seen", "valid_unseen"] = Field(
-        "valid_seen",
-        description="The split that held-out tasks are from: other games in scenes of the training split, or scenes "
-        "that are in no training game.",
-    )
-    prompt: PromptSettings = Field(
-        PromptSettings(), description="What the policy is asked, and how its answer is read."
-    )
-    image: Annotated[NoImage | Schematic, Field(discriminator="form")] = Field(
-        NoImage(form="none"), description="What is shown before the text."
-    )
-    max_turns: PositiveInt = Field(50, description="Most turns of an episode.")
-    max_invalid_actions: NonNegativeInt = Field(
-        0,
-        description="The episode is lost at this many answers that were not admissible actions; 0: never, as usual. "
-        "A policy that is stuck fills its other turns with one action again and again: noise to learn from.",
-    )
-    won_weight: float = Field(10.0, description="Reward for reaching the goal, given in the turn that reaches it.")
-    detours: NonNegativeInt = Field(
-        2,
-        description="Most places that a demonstration looks into in vain before it goes where its first object is. "
-        "With 0, whoever learns from it never sees a place where the object is not.",
-    )
+    games: GamesSettings = GeneratedGames(source="generated")
+    """Where games come from."""
+    heldout_source: Literal["valid_seen", "valid_unseen"] = "valid_seen"
+    """The split that held-out tasks are from: other games in scenes of the training split, or scenes that are in no
+    training game."""
+    prompt: PromptSettings = PromptSettings()
+    """What the policy is asked, and how its answer is read."""
+    image: Annotated[NoImage | Schematic, Field(discriminator="form")] = NoImage(form="none")
+    """What is shown before the text."""
+    max_turns: PositiveInt = 50
+    """Most turns of an episode."""
+    max_invalid_actions: NonNegativeInt = 0
+    """The episode is lost at this many answers that were not admissible actions; 0: never, as usual. A policy that is
+    stuck fills its other turns with one action again and again: noise to learn from."""
+    won_weight: float = 10.0
+    """Reward for reaching the goal, given in the turn that reaches it."""
+    detours: NonNegativeInt = 2
+    """Most places that a demonstration looks into in vain before it goes where its first object is. With 0, whoever
+    learns from it never sees a place where the object is not."""
 
 
 class AlfworldText:

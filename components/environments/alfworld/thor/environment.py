@@ -103,22 +103,23 @@ def encode_frame(frame: np.ndarray) -> EncodedImage:
 class AlfworldThorSettings(Settings):
     """The games, the words around them, the image, and what is rewarded."""
 
-    games: GamesSettings = Field(description="Where games come from.")
-    heldout_source: Source = Field("valid_seen", description="The games' split that the held-out tasks are taken from.")
-    prompt: PromptSettings = Field(
-        PromptSettings(), description="What the policy is asked, and how its answer is read."
-    )
-    width: PositiveInt = Field(300, le=LONGEST_SIDE, description="Pixels of a frame; AI2-THOR's default is 300.")
-    height: PositiveInt = Field(300, le=LONGEST_SIDE, description="Pixels of a frame.")
-    player: Release = Field(
-        "5.0",
-        description="Release of AI2-THOR's player. ai2thor fetches 5.0; 2.1, which ALFRED's data was made with, "
-        "is named by the environment variable ARMATURE_THOR_PLAYER.",
-    )
-    max_turns: PositiveInt = Field(50, description="Most turns of an episode.")
-    reward: RewardSettings = Field(
-        PotentialReward(name="potential"), description="What a turn earns: terminal (the win alone) or potential."
-    )
+    games: GamesSettings
+    """Where games come from."""
+    heldout_source: Source = "valid_seen"
+    """The games' split that the held-out tasks are taken from."""
+    prompt: PromptSettings = PromptSettings()
+    """What the policy is asked, and how its answer is read."""
+    width: PositiveInt = Field(300, le=LONGEST_SIDE)
+    """Pixels of a frame; AI2-THOR's default is 300."""
+    height: PositiveInt = Field(300, le=LONGEST_SIDE)
+    """Pixels of a frame."""
+    player: Release = "5.0"
+    """Release of AI2-THOR's player. ai2thor fetches 5.0; 2.1, which ALFRED's data was made with, is named by the
+    environment variable ARMATURE_THOR_PLAYER."""
+    max_turns: PositiveInt = 50
+    """Most turns of an episode."""
+    reward: RewardSettings = PotentialReward(name="potential")
+    """What a turn earns: terminal (the win alone) or potential."""
 
 
 class AlfworldThor:

@@ -93,8 +93,10 @@ def thor_game(task: Task) -> ThorGame:
 class TerminalReward(Settings):
     """The win alone."""
 
-    name: Literal["terminal"] = Field(description="terminal: nothing but the win is rewarded.")
-    won_weight: float = Field(10.0, description="Reward for the win.")
+    name: Literal["terminal"]
+    """terminal: nothing but the win is rewarded."""
+    won_weight: float = 10.0
+    """Reward for the win."""
 
 
 class PotentialReward(Settings):
@@ -104,9 +106,12 @@ class PotentialReward(Settings):
     undone is taken back.
     """
 
-    name: Literal["potential"] = Field(description="potential: progress is rewarded as well, when it is made.")
-    won_weight: float = Field(10.0, description="Reward for the win.")
-    progress_weight: float = Field(1.0, description="Reward for all of the goal's conditions; a part earns its share.")
+    name: Literal["potential"]
+    """potential: progress is rewarded as well, when it is made."""
+    won_weight: float = 10.0
+    """Reward for the win."""
+    progress_weight: float = 1.0
+    """Reward for all of the goal's conditions; a part earns its share."""
 
 
 RewardSettings = Annotated[TerminalReward | PotentialReward, Field(discriminator="name")]
