@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from benchmarks import lerobot_gpu, rl_step_gpu, step_gpu
-from tests.environments.libero.simulated import needs_libero
+from tests.robots.libero.simulated import needs_libero
 
 ROOT = Path(__file__).parents[2]
 

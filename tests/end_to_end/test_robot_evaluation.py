@@ -23,9 +23,9 @@ from armature.components.robots.libero.settings import PerturbationSettings
 from armature.components.robots.libero.tasks import suite_tasks
 from armature.components.robots.policies.molmoact2.checkpoints.checkpoint import load_policy, save_policy
 from armature.components.robots.policies.molmoact2.policy import MolmoAct2Policy, open_policy
-from tests.environments.libero.simulated import simulator
-from tests.evaluation.libero.playground import settings
-from tests.evaluation.libero.test_stage import Events, context
+from tests.robots.evaluation.playground import settings
+from tests.robots.evaluation.test_stage import Events, context
+from tests.robots.libero.simulated import simulator
 from tests.robots.policies.molmoact2 import released
 
 pytestmark = pytest.mark.slow

@@ -16,7 +16,7 @@ from armature.components.robots.policies.molmoact2.policy import open_policy
 from armature.components.robots.rl.collect import Collector
 from armature.components.robots.rl.schedule import plan_step
 from armature.components.robots.rl.table import ROLLOUTS_FILE, write_rollouts
-from tests.environments.libero.simulated import needs_libero, simulator
+from tests.robots.libero.simulated import needs_libero, simulator
 from tests.robots.rl.kitchen import calm_policy, rollout_settings
 from tests.robots.rl.test_tokens import spoken
 

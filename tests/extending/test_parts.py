@@ -167,7 +167,7 @@ def policy() -> Any:
     from armature.components.robots.evaluation.episode import EvaluationJournal
     from armature.components.robots.evaluation.run import Evaluation
     from armature.components.robots.evaluation.schedule import plan_episodes
-    from tests.evaluation.libero.playground import TASKS, Plane, settings
+    from tests.robots.evaluation.playground import TASKS, Plane, settings
 
     chosen = settings()
     planned = plan_episodes(chosen, {"libero_spatial": TASKS})

@@ -23,10 +23,10 @@ from armature.components.machine.workers.worker import workers_on
 from armature.components.robots.datasets.settings import DatasetSettings, QuantileStatsSettings
 from armature.components.robots.datasets.source import pinned
 from tests.environments.alfworld.text.test_engine import games, said_by
-from tests.environments.libero.demonstrations.test_stage import files, settings
 from tests.machine.workers.calls import call
 from tests.machine.workers.test_worker import gone
 from tests.robots.datasets.conftest import write
+from tests.robots.libero.demonstrations.test_stage import files, settings
 
 MODULE = "tests.machine.workers.misbehaving"
 

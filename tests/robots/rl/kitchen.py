@@ -17,7 +17,7 @@ from armature.components.robots.libero.settings import Perturbation
 from armature.components.robots.libero.tasks import LiberoTask
 from armature.components.robots.policies.molmoact2.checkpoints.checkpoint import LoadedPolicy, load_policy, save_policy
 from armature.components.robots.rl.settings import RobotRolloutSettings
-from tests.evaluation.libero.playground import Plane
+from tests.robots.evaluation.playground import Plane
 from tests.robots.policies.molmoact2 import released
 
 WAY = 0.4

@@ -25,8 +25,8 @@ from armature.components.robots.rl.collect import CollectedEpisodes, Collector, 
 from armature.components.robots.rl.schedule import plan_step
 from armature.components.robots.rl.table import ROLLOUTS_FILE, read_batch, read_rollouts, write_rollouts
 from armature.components.rollouts.table import FAILURES_FILE, read_failures, write_failures
-from tests.evaluation.libero.playground import TASKS
 from tests.refusals import refused
+from tests.robots.evaluation.playground import TASKS
 from tests.robots.rl.kitchen import Kitchen, calm_policy, rollout_settings
 from tests.robots.rl.test_batch import GRPO, answers
 from tests.robots.rl.test_run import rows, settings, train

@@ -28,8 +28,8 @@ from armature.components.robots.rl.loader import AnswerBatch, AnswerLoader, _byt
 from armature.components.robots.rl.schedule import plan_step
 from armature.components.robots.rl.settings import RobotRLTrainerSettings
 from armature.components.robots.rl.table import Answer, AnswerSample, with_advantage, write_rollouts
-from tests.evaluation.libero.playground import TASKS
 from tests.refusals import refused
+from tests.robots.evaluation.playground import TASKS
 from tests.robots.rl.kitchen import Kitchen, calm_policy, rollout_settings
 
 

@@ -35,8 +35,8 @@ from armature.components.robots.rl.table import (
     write_batch,
     write_rollouts,
 )
-from tests.evaluation.libero.playground import TASKS
 from tests.refusals import refused
+from tests.robots.evaluation.playground import TASKS
 from tests.robots.rl.kitchen import Kitchen, calm_policy, rollout_settings
 from tests.robots.rl.test_batch import answers as made
 from tests.robots.rl.test_learner import learner

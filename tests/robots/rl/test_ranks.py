@@ -31,8 +31,8 @@ from armature.components.robots.rl.worker import RobotRLWorker
 from armature.components.training.processes import private_folder
 from armature.components.training.ranks import Ranks
 from armature.components.training.service_settings import ServiceSettings, service_settings
-from tests.evaluation.libero.playground import TASKS
 from tests.refusals import refused
+from tests.robots.evaluation.playground import TASKS
 from tests.robots.rl.kitchen import Kitchen, calm_policy, rollout_settings
 from tests.robots.rl.test_run import InProcessTrainer
 from tests.robots.rl.test_tokens import spoken

@@ -33,8 +33,8 @@ from armature.components.robots.rl.schedule import answer_seed, plan_step
 from armature.components.robots.rl.settings import RewardWeighted, RobotRLTrainerSettings, TrainVLARLSettings
 from armature.components.robots.rl.table import Answer, AnswerSample, read_batch, read_rollouts, with_advantage
 from armature.components.training.engine import AppliedUpdate
-from tests.evaluation.libero.playground import TASKS
 from tests.refusals import refused
+from tests.robots.evaluation.playground import TASKS
 from tests.robots.rl.kitchen import Kitchen, calm_policy, rollout_settings
 from tests.robots.rl.test_batch import answers as made
 from tests.robots.rl.test_learner import play

@@ -29,9 +29,9 @@ from armature.components.robots.rl.settings import (
     TrainVLARLSettings,
 )
 from armature.components.robots.rl.table import Answer
-from tests.environments.libero.simulated import needs_libero, simulator
-from tests.evaluation.libero.playground import TASKS
 from tests.refusals import refused
+from tests.robots.evaluation.playground import TASKS
+from tests.robots.libero.simulated import needs_libero, simulator
 from tests.robots.rl.kitchen import Kitchen, calm_policy, rollout_settings
 
 SUCCESS = SuccessReward(name="success")

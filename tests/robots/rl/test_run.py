@@ -30,8 +30,8 @@ from armature.components.robots.rl.table import read_batch, read_rollouts
 from armature.components.robots.rl.worker import RobotRLWorker
 from armature.components.training.ranks import Ranks
 from armature.components.training.service_settings import service_settings
-from tests.evaluation.libero.playground import TASKS
 from tests.refusals import refused
+from tests.robots.evaluation.playground import TASKS
 from tests.robots.rl.kitchen import Kitchen, calm_policy, rollout_settings
 
 

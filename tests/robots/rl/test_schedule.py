@@ -1,8 +1,8 @@
 from __future__ import annotations
 
 from armature.components.robots.rl.schedule import answer_seed, plan_step
-from tests.evaluation.libero.playground import TASKS
 from tests.refusals import refused
+from tests.robots.evaluation.playground import TASKS
 from tests.robots.rl.kitchen import rollout_settings
 
 

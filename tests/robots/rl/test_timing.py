@@ -12,7 +12,7 @@ from armature.components.machine.workers.channel import WorkerError
 from armature.components.robots.policies.molmoact2.policy import open_policy
 from armature.components.robots.rl.collect import Collector, PlayTimes, TimedSimulators
 from armature.components.robots.rl.schedule import plan_step
-from tests.evaluation.libero.playground import TASKS
+from tests.robots.evaluation.playground import TASKS
 from tests.robots.rl.kitchen import Kitchen, calm_policy, rollout_settings
 
 

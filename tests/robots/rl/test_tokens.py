@@ -46,8 +46,8 @@ from armature.components.robots.rl.table import (
     write_batch,
     write_rollouts,
 )
-from tests.evaluation.libero.playground import TASKS
 from tests.refusals import refused
+from tests.robots.evaluation.playground import TASKS
 from tests.robots.policies.molmoact2 import released
 from tests.robots.rl.kitchen import Kitchen, rollout_settings
 from tests.robots.rl.test_run import panel, train

@@ -20,8 +20,8 @@ from armature.components.machine.workers.pool import StickyQueue
 from armature.components.robots.evaluation.episode import EpisodeOutcome, EvaluationJournal
 from armature.components.robots.evaluation.run import Evaluation, InferenceQueue
 from armature.components.robots.evaluation.schedule import EpisodeKey, noise_seed, plan_episodes
-from tests.evaluation.libero.playground import TASKS, Homing, Plane, settings
 from tests.refusals import refused
+from tests.robots.evaluation.playground import TASKS, Homing, Plane, settings
 
 pytestmark = pytest.mark.timeout(30)
 

@@ -26,7 +26,7 @@ from armature.components.robots.libero.processes import SimulatorProcess
 from armature.components.robots.libero.settings import Perturbation, PerturbationSettings
 from armature.components.robots.libero.simulator import LiberoSimulator
 from armature.components.robots.libero.tasks import MAX_STEPS, suite_tasks
-from tests.environments.libero.simulated import needs_libero, physics, simulator
+from tests.robots.libero.simulated import needs_libero, physics, simulator
 
 pytestmark = needs_libero
 

@@ -1,6 +1,6 @@
 """Where LIBERO's own meshes end after ten random actions: what our simple shapes are held to, recorded once.
 
-With the original assets: ARMATURE_LIBERO_ASSETS=/path/to/assets python -m tests.environments.libero.mesh_physics
+With the original assets: ARMATURE_LIBERO_ASSETS=/path/to/assets python -m tests.robots.libero.mesh_physics
 """
 
 from __future__ import annotations

@@ -24,9 +24,9 @@ from armature.components.robots.evaluation.settings import CompareLiberoSettings
 from armature.components.robots.evaluation.stage import compare_libero, evaluate_policy
 from armature.components.robots.evaluation.videos import chosen, differs, film, side_by_side, write_video
 from armature.components.robots.libero.settings import PerturbationSettings
-from tests.environments.libero.simulated import simulator
-from tests.evaluation.libero.playground import TASKS, Homing, Plane, settings
 from tests.refusals import refused
+from tests.robots.evaluation.playground import TASKS, Homing, Plane, settings
+from tests.robots.libero.simulated import simulator
 
 SIMULATOR = simulator(camera_name_mapping={"agentview_image": "image", "robot0_eye_in_hand_image": "wrist_image"})
 
