@@ -10,8 +10,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from armature.components.artifacts.images import encode_png
+    from armature.components.artifacts.images import ImageStore, encode_png
     from armature.components.configuration import Recipe, load_recipe, recipe_names
+    from armature.components.configuration.stages import TerminalEvents
     from armature.components.contracts.batches import MultimodalAdapter, MultimodalBatch
     from armature.components.contracts.episodes import EarlierMessage, Environment, Episode, Observation, Outcome, Task
     from armature.components.contracts.errors import ArmatureError, ConfigurationError
@@ -20,11 +21,21 @@ if TYPE_CHECKING:
     from armature.components.contracts.rollouts import GenerateOutputs
     from armature.components.contracts.settings import Settings
     from armature.components.environments.generated import GeneratedEnvironment
+    from armature.components.environments.make import make_environment
+    from armature.components.evaluation.results import EpisodeResult, accuracy, collect_results
+    from armature.components.inference.pool import ServerPool
     from armature.components.machine.project import project_path
     from armature.components.models.adapters import get_adapter, validate_batch
+    from armature.components.models.tiny.build import make_tiny_checkpoint
     from armature.components.rl.config import MultimodalRLConfig
     from armature.components.rl.trainer import MultimodalGRPOTrainer
+    from armature.components.rollouts.batches.table import build_batch
+    from armature.components.rollouts.collect import collect
+    from armature.components.rollouts.sampler import tasks_of_step
+    from armature.components.rollouts.table import read_rollouts
+    from armature.components.vlm.client import TrainerClient, TrainerPolicySettings
     from armature.run import run_recipe
+    from armature.serve import vllm_server
 
 # Before torch is loaded, here and in child programs: with threads that wait spinning, a training step took 15 s instead
 # of 2 s on two cores as soon as another process ran.
@@ -37,8 +48,10 @@ __all__ = [
     "EncodedImage",
     "Environment",
     "Episode",
+    "EpisodeResult",
     "GenerateOutputs",
     "GeneratedEnvironment",
+    "ImageStore",
     "MultimodalAdapter",
     "MultimodalBatch",
     "MultimodalGRPOTrainer",
@@ -48,15 +61,28 @@ __all__ = [
     "Recipe",
     "RobotObservation",
     "RobotPolicy",
+    "ServerPool",
     "Settings",
     "Task",
+    "TerminalEvents",
+    "TrainerClient",
+    "TrainerPolicySettings",
+    "accuracy",
+    "build_batch",
+    "collect",
+    "collect_results",
     "encode_png",
     "get_adapter",
     "load_recipe",
+    "make_environment",
+    "make_tiny_checkpoint",
     "project_path",
+    "read_rollouts",
     "recipe_names",
     "run_recipe",
+    "tasks_of_step",
     "validate_batch",
+    "vllm_server",
 ]
 
 _MODULES = {
@@ -66,8 +92,10 @@ _MODULES = {
     "EncodedImage": "armature.components.contracts.images",
     "Environment": "armature.components.contracts.episodes",
     "Episode": "armature.components.contracts.episodes",
+    "EpisodeResult": "armature.components.evaluation.results",
     "GenerateOutputs": "armature.components.contracts.rollouts",
     "GeneratedEnvironment": "armature.components.environments.generated",
+    "ImageStore": "armature.components.artifacts.images",
     "MultimodalAdapter": "armature.components.contracts.batches",
     "MultimodalBatch": "armature.components.contracts.batches",
     "MultimodalGRPOTrainer": "armature.components.rl.trainer",
@@ -77,15 +105,28 @@ _MODULES = {
     "Recipe": "armature.components.configuration",
     "RobotObservation": "armature.components.contracts.robots",
     "RobotPolicy": "armature.components.contracts.robots",
+    "ServerPool": "armature.components.inference.pool",
     "Settings": "armature.components.contracts.settings",
     "Task": "armature.components.contracts.episodes",
+    "TerminalEvents": "armature.components.configuration.stages",
+    "TrainerClient": "armature.components.vlm.client",
+    "TrainerPolicySettings": "armature.components.vlm.client",
+    "accuracy": "armature.components.evaluation.results",
+    "build_batch": "armature.components.rollouts.batches.table",
+    "collect": "armature.components.rollouts.collect",
+    "collect_results": "armature.components.evaluation.results",
     "encode_png": "armature.components.artifacts.images",
     "get_adapter": "armature.components.models.adapters",
     "load_recipe": "armature.components.configuration",
+    "make_environment": "armature.components.environments.make",
+    "make_tiny_checkpoint": "armature.components.models.tiny.build",
     "project_path": "armature.components.machine.project",
+    "read_rollouts": "armature.components.rollouts.table",
     "recipe_names": "armature.components.configuration",
     "run_recipe": "armature.run",
+    "tasks_of_step": "armature.components.rollouts.sampler",
     "validate_batch": "armature.components.models.adapters",
+    "vllm_server": "armature.serve",
 }
 
 

@@ -8,9 +8,10 @@ import os
 import secrets
 import shlex
 import signal
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from armature.components.contracts.errors import ServerError, keep_secret
 from armature.components.contracts.machine import Machine
@@ -62,6 +63,39 @@ def serve_model(
     server = VllmServer(settings, machine, index=0, log_folder=private_folder(LOGS), api_key=key, adapters=adapters)
     with suppress(asyncio.CancelledError):
         asyncio.run(_serve(server, folder, say))
+
+
+@contextmanager
+def vllm_server(model: str | Path, log_folder: Path = LOGS, **settings: Any) -> Iterator[VllmServer]:
+    """Run a vLLM server on `model` for the length of a `with` block, for scripts and notebooks.
+
+    The server's key is VLLM_API_KEY. If that variable is not set, a new key is stored in it, so that trainers and
+    clients in this process can join the server.
+
+    Args:
+        model: a checkpoint folder, or an artifact of a checkpoint.
+        log_folder: receives the server's log files.
+        settings: fields of `ServerSettings`, the `[inference]` section of a recipe.
+
+    Raises:
+        ConfigurationError: a setting is unknown, or the model's family is.
+        DataError: `model` is not a checkpoint.
+        ServerError: the server does not start; the error shows the last lines of its log.
+
+    Example:
+        with vllm_server("outputs/model", max_model_len=2048) as server:
+            config = MultimodalRLConfig(vllm_server_port=server.port, ...)
+    """
+    key = os.environ.setdefault("VLLM_API_KEY", secrets.token_urlsafe(32))
+    keep_secret(key)
+    server = VllmServer(
+        ServerSettings(**settings), Machine(), index=0, log_folder=private_folder(log_folder), api_key=key
+    )
+    asyncio.run(server.start(locate(str(model))))
+    try:
+        yield server
+    finally:
+        server.end()
 
 
 async def _serve(server: VllmServer, folder: Path, say: Callable[[str], None]) -> None:

@@ -1,9 +1,11 @@
 """GRPO on a page: a tiny vision-language model learns to name the color of an image.
 
-Collect rollouts on a vLLM server, build a batch with group-relative advantages, apply it as one step, publish the
-weights, sync the server, and evaluate on held-out tasks. `armature run train-vlm/colors` is the same loop with resume,
-restarts, tracking and reports. Two cores and no GPU are enough: `python examples/grpo.py`, some three minutes.
-Arguments change the recipe's values: `python examples/grpo.py trainer.max_steps=20`.
+Each step collects rollouts on a vLLM server, builds a batch with group-relative advantages, applies it, publishes the
+weights and loads them into the server. Held-out tasks are evaluated at the end. Two cores and no GPU are enough:
+`python examples/grpo.py` takes three minutes. Arguments change values of the recipe, e.g. `trainer.max_steps=20`.
+
+This script leaves out what `armature run train-vlm/colors` adds: resuming, restarts, the comparison of trainer and
+server before the first step, tracking and reports. Its final weights are the recipe's, bit for bit.
 """
 
 from __future__ import annotations
@@ -15,27 +17,29 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-import armature
-from armature.components.artifacts.images import ImageStore
-from armature.components.configuration.stages import TerminalEvents
-from armature.components.environments.make import make_environment
-from armature.components.evaluation.results import collect_results, metrics
-from armature.components.inference.command import vocabulary
-from armature.components.inference.pool import ServerPool
-from armature.components.models.adapters import get_adapter
-from armature.components.models.load import load_processor
-from armature.components.models.tiny import make_tiny_checkpoint
-from armature.components.rollouts.batches.table import build_batch, write_batch
-from armature.components.rollouts.collect import collect
-from armature.components.rollouts.sampler import tasks_of_step
-from armature.components.vlm.client import TrainerClient, TrainerPolicySettings
+from armature import (
+    ImageStore,
+    ServerPool,
+    TerminalEvents,
+    TrainerClient,
+    TrainerPolicySettings,
+    accuracy,
+    build_batch,
+    collect,
+    collect_results,
+    get_adapter,
+    load_recipe,
+    make_environment,
+    make_tiny_checkpoint,
+    tasks_of_step,
+)
 
 
 async def train(work: Path, overrides: list[str]) -> float:
-    """The accuracy on the held-out tasks after the last step."""
-    settings: dict[str, Any] = dict(armature.load_recipe("train-vlm/colors", overrides).sections)
+    """Return the accuracy on the held-out tasks after the last step."""
+    settings: dict[str, Any] = dict(load_recipe("train-vlm/colors", overrides).sections)
     machine, model, plan, trainer = (settings[name] for name in ("machine", "model", "rollouts", "trainer"))
-    images, events = ImageStore(work / "images"), TerminalEvents()
+    images = ImageStore(work / "images")
 
     # The model, and the environment with its tasks: an image and a question each, and a reward for the answer.
     start = make_tiny_checkpoint("qwen2-vl", work / "model", model.tiny.seed, model.tiny)
@@ -43,13 +47,18 @@ async def train(work: Path, overrides: list[str]) -> float:
     tasks, heldout = (list(environment.tasks(split)) for split in ("train", "heldout"))
 
     # The adapter knows the model family: which tokens stand for an image, and how rollouts become training samples.
-    adapter = get_adapter(start, load_processor(start, model), images.open, settings["batches"].max_sequence_tokens)
-    forbidden = sorted(adapter.collator.forbidden_token_ids)
+    adapter = get_adapter(start, images=images.open, max_tokens=settings["batches"].max_sequence_tokens)
     policy = TrainerPolicySettings(
         model_path=start, model=model, trainer=trainer, temperature=plan.sampling.temperature, images=images.root
     )
+    # Trainer and server leave the same tokens out of their softmax, those that stand for images.
+    forbidden = sorted(adapter.collator.forbidden_token_ids)
     pool = ServerPool(start, settings["inference"], machine, log_folder=work / "logs", forbidden_token_ids=forbidden)
-    with closing(environment), closing(events), TrainerClient(policy, machine, work / "trainer") as client:
+    with (
+        closing(environment),
+        closing(TerminalEvents()) as events,
+        TrainerClient(policy, machine, work / "trainer") as client,
+    ):
         async with pool:
 
             async def play(tasks: list[Any], samples: int, step: int, sampling: Any) -> Any:
@@ -57,25 +66,24 @@ async def train(work: Path, overrides: list[str]) -> float:
                 return await collect(environment, tasks, samples, pool, images, sampling, **options)
 
             for step in range(1, trainer.max_steps + 1):
-                # 1. Rollouts: each task is played group_size times by the weights of the step before.
+                # 1. Rollouts: the weights of the step before play each task group_size times.
                 chosen = tasks_of_step(tasks, plan.groups_per_step, step, plan.seed)
                 rollouts = await play(chosen, plan.group_size, step, plan.sampling)
 
-                # 2. The batch: a sample's advantage is its reward less the mean of its group, and the tokens and
-                #    log-probs are those that the server returned. Groups that agree teach nothing and are left out.
-                batch = build_batch(rollouts, adapter, settings["batches"], vocabulary(start))
-                folder = work / f"batch-{step:05d}"
-                folder.mkdir()
-                write_batch(folder, batch.samples)
+                # 2. The batch: a sample's advantage is its reward less the mean of its group. Its tokens and log-probs
+                #    are those that the server returned. Groups whose rewards are all equal are left out.
+                batch = build_batch(rollouts, adapter, settings["batches"])
+                folder = batch.write(work / f"batch-{step:05d}")
 
-                # 3. The step: the clipped or masked policy gradient of all samples, and AdamW.
+                # 3. The step: the policy gradient of all samples, and AdamW.
                 report = await asyncio.to_thread(client.step, step, folder)
 
-                # 4. The server gets the new weights, and proves it: it answers a probe as the trainer does.
-                answer = await asyncio.to_thread(client.probe, pool.weights.probe, step)
+                # 4. The server loads the new weights. Both sides compute the log-probs of one probe prompt, which shows
+                #    that the server has the trainer's weights.
+                probe = await asyncio.to_thread(client.probe, pool.weights.probe, step)
                 weights = work / "weights" / f"{step:06d}"
                 await asyncio.to_thread(client.publish, weights, step)
-                await pool.sync(weights, step, None, answer)
+                await pool.sync(weights, step, None, probe)
 
                 rewards = [trajectory.reward for trajectory in rollouts.trajectories]
                 shown = {"rew": sum(rewards) / len(rewards), "kl": report.get("mismatch_kl", 0.0)}
@@ -84,8 +92,7 @@ async def train(work: Path, overrides: list[str]) -> float:
             # 5. Evaluation: every held-out task once.
             evaluation = settings["evaluation"]
             played = await play(heldout, 1, 0, evaluation.sampling)
-    results = collect_results(played, heldout, evaluation.success_reward, evaluation.kind_field)
-    return float(metrics(results, ["heldout"])["accuracy"])
+    return accuracy(collect_results(played, heldout, evaluation.success_reward)).estimate
 
 
 if __name__ == "__main__":

@@ -1,23 +1,21 @@
 """An environment of your own on a page, and GRPO on it: is an image light or dark?
 
-An environment lists tasks and plays an episode of a task: `reset` shows something, `step` takes an answer and rewards
-it, part by part. Here an episode has one turn; an outcome with another observation would go on. Two cores and no GPU
-are enough: `python examples/own_environment.py`, about a minute.
+An environment lists tasks and plays an episode of a task: `reset` returns the first observation, `step` takes an answer
+and returns its reward, part by part. An episode has one turn here. An outcome with another observation would continue
+it. Two cores and no GPU are enough: `python examples/own_environment.py` takes a minute.
 
-Recipes find an environment by its name, if the package that holds it says in its pyproject.toml
+Recipes find an environment by its name if the package that holds it declares it in its pyproject.toml:
 
     [project.entry-points."armature.environments"]
     shades = "own_environment:Shades"
 
 Then `armature run train-vlm/colors --set environment.name=shades --set evaluation.kind_field=shade` trains on it as
-well. docs/extending.md has the rest: several turns, invalid actions, demonstrations, state keys for GiGPO.
+well. This script leaves out several turns, invalid actions, demonstrations and state keys for GiGPO, which
+docs/extending.md shows.
 """
 
 from __future__ import annotations
 
-import asyncio
-import os
-import secrets
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -36,19 +34,17 @@ from armature import (
     Settings,
     Task,
     encode_png,
+    make_tiny_checkpoint,
+    vllm_server,
 )
-from armature.components.contracts.machine import Machine
-from armature.components.families.tiny import FormatSettings, TinySettings, Transcript
-from armature.components.inference.server import VllmServer
-from armature.components.inference.settings import ServerSettings
-from armature.components.models.tiny import make_tiny_checkpoint
 
 QUESTION = "Is this light or dark?"
 LEVELS = {"light": 160, "dark": 96}
 
 
 class ShadesSettings(Settings):
-    noise: float = Field(16.0, ge=0, description="Standard deviation of a pixel's noise, of 255 levels.")
+    noise: float = Field(16.0, ge=0)
+    """Standard deviation of a pixel's noise, of 255 levels."""
 
 
 class Shades(GeneratedEnvironment[ShadesSettings]):
@@ -83,18 +79,17 @@ class ShadesEpisode:
 
 
 def train(work: Path, steps: int) -> dict[str, float]:
-    """The metrics of the last step of a tiny model that begins by answering light or dark at random."""
-    asked = Transcript(user=(f"{{image}}{QUESTION}",), assistant=("{answer}",))
-    answers = FormatSettings(transcripts=(asked,), answers=tuple(LEVELS))
-    sizes = TinySettings(initializer_range=0.1, vision_initializer_range=0.1, format=answers)
-    model = make_tiny_checkpoint("qwen2-vl", work / "model", seed=3, settings=sizes)
+    """Return the metrics of the last step of a tiny model that begins by answering light or dark at random."""
+    conversation = {"user": [f"{{image}}{QUESTION}"], "assistant": ["{answer}"]}
+    settings = {
+        "initializer_range": 0.1,
+        "vision_initializer_range": 0.1,
+        "format": {"transcripts": [conversation], "answers": list(LEVELS)},
+    }
+    model = make_tiny_checkpoint("qwen2-vl", work / "model", seed=3, settings=settings)
 
-    # A vLLM server for the trainer to join. Yours may be up already: give its port below, its key as VLLM_API_KEY.
-    key = os.environ.setdefault("VLLM_API_KEY", secrets.token_urlsafe(32))
-    settings = ServerSettings(max_model_len=512, dtype="float32")
-    server = VllmServer(settings, Machine(threads=1), index=0, log_folder=work / "servers", api_key=key)
-    asyncio.run(server.start(model))
-    try:
+    # The trainer joins a vLLM server. To use one that is up, give its port below and its key as VLLM_API_KEY.
+    with vllm_server(model, work / "servers", max_model_len=512, dtype="float32") as server:
         config = MultimodalRLConfig(
             output_dir=work,
             max_steps=steps,
@@ -104,13 +99,11 @@ def train(work: Path, steps: int) -> dict[str, float]:
             max_tokens=4,
             learning_rate=1e-3,
             log_every_steps=1,
-            vllm_server_port=int(server.url.rpartition(":")[2]),
+            vllm_server_port=server.port,
         )
         trainer = MultimodalGRPOTrainer(model, config=config)
         trainer.set_environment(Shades(ShadesSettings(), train_tasks=1024, heldout_tasks=1, seed=0, processes=1))
         return trainer.train()
-    finally:
-        asyncio.run(server.stop())
 
 
 if __name__ == "__main__":

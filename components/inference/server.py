@@ -59,6 +59,11 @@ class VllmServer:
         return f"vllm-{self.index}"
 
     @property
+    def port(self) -> int:
+        """Port that the server listens on, after `start`."""
+        return int(self.url.rpartition(":")[2])
+
+    @property
     def alive(self) -> bool:
         return self._host.alive
 

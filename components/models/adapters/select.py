@@ -24,6 +24,8 @@ from armature.components.models.adapters.collate import (
     process_one,
 )
 from armature.components.models.adapters.family import FamilyAdapter
+from armature.components.models.load import load_processor
+from armature.components.models.settings import ModelSettings
 from armature.components.models.source import locate
 
 # An entry for a family that nobody has described, inferred from its processor and then proved against it.
@@ -123,18 +125,27 @@ def _type_ids(together: Any, token: int, where: str) -> str | None:
 
 def get_adapter(
     model: Any,
-    processor: Any,
+    processor: Any = None,
     images: ImageSource | None = None,
     max_tokens: int | None = None,
 ) -> FamilyAdapter:
-    """The adapter for `model`: its configuration, a checkpoint folder or artifact, a family name or a `model_type`.
+    """Return the adapter that turns rollouts of a model family into training samples and batches.
 
-    `processor` is the model's Hugging Face processor, `images` opens an image by its reference, and `max_tokens`
-    bounds the length of a sample (None: unbounded).
+    Args:
+        model: a checkpoint folder or artifact, a model configuration, a family name or a `model_type`.
+        processor: the model's Hugging Face processor; None: the one in the checkpoint folder `model`.
+        images: opens an image by its reference, e.g. `ImageStore(...).open`.
+        max_tokens: longest sample in tokens; None: no limit.
 
     Raises:
-        ConfigurationError: as `get_collator` does.
+        ConfigurationError: no family fits, or the processor takes no images or writes another image token.
+        DataError: `processor` is None and cannot be loaded.
+
+    Example:
+        adapter = get_adapter("outputs/model", images=ImageStore(Path("images")).open)
+        batch = adapter.build_batch(rollouts)
     """
+    processor = processor or load_processor(model, ModelSettings(source=str(model)))
     return FamilyAdapter(get_collator(model, processor), images, max_tokens)
 
 

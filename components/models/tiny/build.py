@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,18 +27,33 @@ SMALL = TinySettings(
 def make_tiny_checkpoint(
     family: str,
     folder: Path,
-    seed: int,
-    settings: TinySettings = SMALL,
+    seed: int = 0,
+    settings: TinySettings | Mapping[str, Any] = SMALL,
     image_attention: ImageAttention | None = None,
 ) -> Path:
-    """Write a checkpoint of `family` to `folder`: configuration, fp32 weights, tokenizer, template, processor.
+    """Make a small model with random weights in the layout of released checkpoints and return its folder.
 
-    `seed` stands for `settings.seed`. The same arguments give the same bytes on the same kind of processor. The
-    default sizes are those that tests use. `image_attention` is that of `ModelSettings`.
+    Transformers and vLLM load it like any checkpoint of the family. The same arguments give the same bytes on the same
+    kind of processor.
+
+    Args:
+        family: a model family that has a tiny checkpoint, e.g. "qwen2-vl".
+        folder: receives the configuration, fp32 weights, tokenizer, chat template and processor.
+        seed: draws the weights; `settings.seed` is not read.
+        settings: sizes and the answer format to learn, as `TinySettings` or a mapping of its fields.
+        image_attention: attention between the tokens of an image, as in `ModelSettings`; None: the family's own.
 
     Raises:
-        ConfigurationError: no recipe for the family, or it leaves no choice of image attention.
+        ConfigurationError: the family has no tiny checkpoint, or leaves no choice of image attention.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     checkpoint = make_tiny_checkpoint("qwen2-vl", Path(folder) / "model", seed=3)
+        ...     (checkpoint / "model.safetensors").is_file()
+        True
     """
+    settings = TinySettings.model_validate(settings)
     recipe = tiny_recipe(family)
     tokenizer = train_tokenizer(
         recipe.vocabulary,

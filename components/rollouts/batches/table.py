@@ -100,6 +100,12 @@ class BuiltBatch(Generic[SampleT]):
     drops: Counter[str]
     metrics: dict[str, float]
 
+    def write(self: BuiltBatch[Sample], folder: Path) -> Path:
+        """Write the samples to a new folder, as the Parquet file that trainers read, and return that folder."""
+        folder.mkdir(parents=True)
+        write_batch(folder, self.samples)
+        return folder
+
 
 def build_batch(
     outputs: GenerateOutputs,
