@@ -40,10 +40,10 @@ from armature.components.robots.policies.settings import RobotPolicySettings, Ti
 from armature.components.robots.rl.collect import Collector
 from armature.components.robots.rl.learner import RobotRLLearner
 from armature.components.robots.rl.likelihood import FlowLikelihood
-from armature.components.robots.rl.loader import AnswerLoader
+from armature.components.robots.rl.loader import ActionChunkLoader
 from armature.components.robots.rl.schedule import plan_step
 from armature.components.robots.rl.settings import RobotRLTrainerSettings, RobotRolloutSettings
-from armature.components.robots.rl.table import AnswerSample, with_advantage
+from armature.components.robots.rl.table import ActionChunkSample, with_advantage
 from armature.components.training.ranks import Ranks
 from benchmarks.policy_case import RELEASED
 from benchmarks.step_case import need_gpu
@@ -121,7 +121,7 @@ def answers(loaded: LoadedPolicy, seen: list[RobotObservation], rows: int) -> di
     return found | {"ms": 1e3 * statistics.median(whole[2:]), "model_ms": 1e3 * statistics.median(model[2:])}
 
 
-def play(loaded: LoadedPolicy, folder: Path, small: bool) -> tuple[dict[str, Any], list[AnswerSample]]:
+def play(loaded: LoadedPolicy, folder: Path, small: bool) -> tuple[dict[str, Any], list[ActionChunkSample]]:
     """Episodes in simulators, all cores busy; the first that each core plays are not counted."""
     processes = max(1, available_cpus())
     slots = 2 if small else 4 * processes
@@ -150,13 +150,13 @@ def play(loaded: LoadedPolicy, folder: Path, small: bool) -> tuple[dict[str, Any
     return shape | rates | collector.times.since(), samples
 
 
-def observed(images: ImageStore, sample: AnswerSample) -> RobotObservation:
+def observed(images: ImageStore, sample: ActionChunkSample) -> RobotObservation:
     shown = {name: np.asarray(images.open(ref)) for name, ref in zip(sample.cameras, sample.images, strict=True)}
     return RobotObservation(shown, sample.state, sample.language)
 
 
 def train(
-    loaded: LoadedPolicy, samples: list[AnswerSample], folder: Path, device: torch.device, compiled: bool
+    loaded: LoadedPolicy, samples: list[ActionChunkSample], folder: Path, device: torch.device, compiled: bool
 ) -> dict[str, Any]:
     """One epoch over the answers, expert alone, after one that is not counted."""
     micro = min(MICRO_BATCH, len(samples))
@@ -165,7 +165,7 @@ def train(
     )
     prepare(loaded.model, settings, loaded.settings.semantics)
     likelihood = FlowLikelihood(InferencePlan.of(loaded.settings, loaded.config), NOISE)
-    load = AnswerLoader(loaded.processor(), ImageStore(folder))
+    load = ActionChunkLoader(loaded.processor(), ImageStore(folder))
     learner = RobotRLLearner(loaded.model, settings, likelihood, load, Ranks(device=device))
     learner.step(samples[: 2 * micro])
     began = time.perf_counter()

@@ -18,7 +18,7 @@ from armature.components.configuration.stages import STARTED
 from armature.components.robots.datasets.lerobot.video import VideoWriter
 from armature.components.robots.evaluation.results import LiberoResult, video_path, write_results
 from armature.components.robots.evaluation.videos import ENCODING
-from armature.components.robots.rl.table import Answer, with_advantage, write_batch, write_rollouts
+from armature.components.robots.rl.table import ActionChunk, with_advantage, write_batch, write_rollouts
 from tests.robots.rl.test_batch import answers
 
 RUN, BEFORE, AFTER = "a" * 20, "b" * 20, "c" * 20
@@ -40,7 +40,7 @@ def write(root: Path, kind: str, name: str, fill: Any) -> None:
     ArtifactStore(root).write(kind, name, whole)
 
 
-def make_step(root: Path, step: int, *episodes: tuple[int, float]) -> list[Answer]:
+def make_step(root: Path, step: int, *episodes: tuple[int, float]) -> list[ActionChunk]:
     """One group; see `answers`. Values fall, log-probs rise along an episode."""
     image = ImageStore(root / "images").put(encode_png(Image.new("RGB", (24, 24), (220, 40, 40))))
     rows = [

@@ -22,7 +22,7 @@ from armature.components.robots.rl.settings import (
     RewardWeighted,
     SuccessReward,
 )
-from armature.components.robots.rl.table import Answer, AnswerSample, with_advantage
+from armature.components.robots.rl.table import ActionChunk, ActionChunkSample, with_advantage
 from armature.components.rollouts.batches.advantages import EPSILON, groups_that_differ, standardized
 from armature.components.rollouts.batches.table import BuiltBatch
 from armature.components.rollouts.settings import Deviation
@@ -106,7 +106,7 @@ def gae(rewards: Sequence[float], values: Sequence[float], last_value: float, ga
     return advantages
 
 
-def answer_advantages(answers: Sequence[Answer], settings: GAE) -> tuple[Values, Values, dict[str, float]]:
+def answer_advantages(answers: Sequence[ActionChunk], settings: GAE) -> tuple[Values, Values, dict[str, float]]:
     """Of every answer the advantage, less the mean of all and in their standard deviations (+ 1e-4), and what its value
     is to become, A + V before that; then metrics.
 
@@ -128,7 +128,7 @@ def answer_advantages(answers: Sequence[Answer], settings: GAE) -> tuple[Values,
     return (advantages - advantages.mean()) / (advantages.std() + EPSILON), targets, metrics
 
 
-def _value(answer: Answer) -> float:
+def _value(answer: ActionChunk) -> float:
     if answer.value is None:
         raise DataError(
             "the answer has no value, which advantage gae needs",
@@ -140,12 +140,12 @@ def _value(answer: Answer) -> float:
 
 
 def build_batch(
-    answers: Sequence[Answer],
+    answers: Sequence[ActionChunk],
     advantage: EpisodeGroupMean | GAE | RewardWeighted,
     wanted: int | None = None,
     failures: Sequence[Failure] = (),
-    earlier: Sequence[Answer] = (),
-) -> BuiltBatch[AnswerSample]:
+    earlier: Sequence[ActionChunk] = (),
+) -> BuiltBatch[ActionChunkSample]:
     """The answers with their advantages; with GAE all of them, with values to learn; where they are weighed by rewards,
     these weights are their advantages.
 
@@ -194,13 +194,13 @@ def build_batch(
     return BuiltBatch(samples, +drops, merged(advantages=metrics, episodes=played_metrics, failures=failed))
 
 
-def differing_groups(answers: Sequence[Answer]) -> list[str]:
+def differing_groups(answers: Sequence[ActionChunk]) -> list[str]:
     """Return the groups, in order, whose episodes did not all earn the same."""
     groups = _returns(answers).items()
     return groups_that_differ((name, earned) for name, group in groups for earned in group.values())
 
 
-def _returns(answers: Sequence[Answer]) -> dict[str, dict[str, float]]:
+def _returns(answers: Sequence[ActionChunk]) -> dict[str, dict[str, float]]:
     """The sum of an episode's rewards, by group and episode."""
     returns: dict[str, dict[str, float]] = {}
     for answer in answers:
@@ -209,7 +209,7 @@ def _returns(answers: Sequence[Answer]) -> dict[str, dict[str, float]]:
     return returns
 
 
-def _weighted(answers: Sequence[Answer], settings: RewardWeighted) -> list[AnswerSample]:
+def _weighted(answers: Sequence[ActionChunk], settings: RewardWeighted) -> list[ActionChunkSample]:
     """Those that weigh anything as normal float32, which they are stored as; see `RewardWeighted.beta`."""
     earned = {name: value for group in _returns(answers).values() for name, value in group.items()}
     solved = {each.episode_id for each in answers if each.done and not each.truncated}
@@ -223,8 +223,8 @@ def _weighted(answers: Sequence[Answer], settings: RewardWeighted) -> list[Answe
 
 
 def _compared(
-    answers: Sequence[Answer], returns: dict[str, dict[str, float]], deviation: Deviation
-) -> list[AnswerSample]:
+    answers: Sequence[ActionChunk], returns: dict[str, dict[str, float]], deviation: Deviation
+) -> list[ActionChunkSample]:
     """Give each answer of the groups in `returns` its advantage, see `standardized`: an episode is scored by the sum of
     its rewards. Each group has two episodes or more."""
     advantages: dict[str, float] = {}

@@ -26,12 +26,12 @@ from armature.components.robots.libero.processes import ChunkResult
 from armature.components.robots.libero.progress import GoalProgress
 from armature.components.robots.libero.settings import Perturbation
 from armature.components.robots.libero.tasks import LiberoTask
-from armature.components.robots.policies.molmoact2.policy import ExploredAnswer, PlainAnswer, SpokenAnswer
+from armature.components.robots.policies.molmoact2.policy import FlowChunk, PlainChunk, TokenChunk
 from armature.components.robots.rl.batch import chunk_rewards
-from armature.components.robots.rl.record import AnswerRecorder, PlayedAnswer, episode_defect
+from armature.components.robots.rl.record import ActionChunkRecorder, PredictedChunk, episode_defect
 from armature.components.robots.rl.schedule import answer_seed, episode_ids
 from armature.components.robots.rl.settings import RobotRolloutSettings, SuccessReward
-from armature.components.robots.rl.table import Answer
+from armature.components.robots.rl.table import ActionChunk
 from armature.components.rollouts.collect import failures_said
 
 # What it takes to play the episodes of a step: seconds of simulators, of the policy, and of keeping what was seen.
@@ -116,7 +116,7 @@ FAILED = "environment_error"
 """The reason of an episode that failed in every attempt, as in `armature.components.contracts.errors`."""
 
 
-class ExploringPolicy(Protocol):
+class RolloutPolicy(Protocol):
     """Row i depends on observation i and seed i alone, to the last bit; see `MolmoAct2Policy`."""
 
     @property
@@ -124,26 +124,26 @@ class ExploringPolicy(Protocol):
 
     def prepared(self, observation: RobotObservation) -> RobotObservation: ...
 
-    def answer(self, observations: Sequence[RobotObservation], seeds: Sequence[int]) -> list[PlainAnswer]: ...
+    def answer(self, observations: Sequence[RobotObservation], seeds: Sequence[int]) -> list[PlainChunk]: ...
 
     def explore(
         self, observations: Sequence[RobotObservation], seeds: Sequence[int], noise_level: float
-    ) -> list[ExploredAnswer]: ...
+    ) -> list[FlowChunk]: ...
 
     def judge(
         self, observations: Sequence[RobotObservation], seeds: Sequence[int], flow_samples: int
-    ) -> list[ExploredAnswer]: ...
+    ) -> list[FlowChunk]: ...
 
     def speak(
         self, observations: Sequence[RobotObservation], seeds: Sequence[int], temperature: float
-    ) -> list[SpokenAnswer]: ...
+    ) -> list[TokenChunk]: ...
 
 
 @dataclass(frozen=True)
 class CollectedEpisodes:
     """The answers of the episodes that were played, by group, member and chunk; and the episodes that failed."""
 
-    answers: list[Answer]
+    answers: list[ActionChunk]
     failures: list[Failure]
 
 
@@ -163,7 +163,7 @@ class Collector:
     def __init__(
         self,
         settings: RobotRolloutSettings,
-        policy: ExploringPolicy,
+        policy: RolloutPolicy,
         arenas: Sequence[SimulatorClient],
         images: ImageStore,
         told: Callable[[int, int], None],
@@ -185,7 +185,7 @@ class Collector:
     ) -> CollectedEpisodes:
         """
         Args:
-            bootstrap: episodes that fail are to go on; see `AnswerRecorder.value_after`.
+            bootstrap: episodes that fail are to go on; see `ActionChunkRecorder.value_after`.
             may_fail: how many episodes; None: `failed_fraction` of them.
 
         Raises:
@@ -193,15 +193,15 @@ class Collector:
             DataError: the policy answered with something that is not an action.
         """
         planned = [episode for group in groups for episode in group]
-        played: dict[PlannedEpisode, list[Answer]] = {}
+        played: dict[PlannedEpisode, list[ActionChunk]] = {}
         failed: dict[PlannedEpisode, Failure] = {}
         most = int(self._settings.failed_fraction * len(planned)) if may_fail is None else may_fail
         queue = InferenceQueue(self._answers, self._policy.rows_per_pass, self._prepared)
 
-        def attempt(simulator: SimulatorSlot, episode: PlannedEpisode) -> list[Answer]:
+        def attempt(simulator: SimulatorSlot, episode: PlannedEpisode) -> list[ActionChunk]:
             return self._play(simulator, episode, queue, step, version, bootstrap)
 
-        def finish(episode: PlannedEpisode, attempted: AttemptedEpisode[list[Answer]]) -> None:
+        def finish(episode: PlannedEpisode, attempted: AttemptedEpisode[list[ActionChunk]]) -> None:
             self.lost += attempted.lost
             rows = attempted.result
             defect = (FAILED, str(attempted.problem)) if rows is None else episode_defect(rows)
@@ -229,7 +229,7 @@ class Collector:
         with self.times.measured("prepare"):
             return self._policy.prepared(observation)
 
-    def _answers(self, observations: Sequence[RobotObservation], seeds: Sequence[int]) -> Sequence[PlayedAnswer]:
+    def _answers(self, observations: Sequence[RobotObservation], seeds: Sequence[int]) -> Sequence[PredictedChunk]:
         settings = self._settings
         with self.times.measured("policy") as counted:
             counted["policy/passes"] = 1
@@ -245,15 +245,15 @@ class Collector:
         self,
         simulator: SimulatorSlot,
         planned: PlannedEpisode,
-        queue: InferenceQueue[PlayedAnswer],
+        queue: InferenceQueue[PredictedChunk],
         step: int,
         version: int,
         bootstrap: bool,
-    ) -> list[Answer]:
-        def explored(observation: RobotObservation, chunk: int) -> Future[PlayedAnswer]:
+    ) -> list[ActionChunk]:
+        def explored(observation: RobotObservation, chunk: int) -> Future[PredictedChunk]:
             return queue.ask(observation, answer_seed(self._settings, step, planned, chunk))
 
-        recorder, reward = AnswerRecorder(explored), self._settings.reward
+        recorder, reward = ActionChunkRecorder(explored), self._settings.reward
         measure = not isinstance(reward, SuccessReward)
         episode = play_episode(simulator.arena, simulator.slot, planned, recorder, measure=measure)
         last_value = recorder.value_after(episode) if bootstrap and not episode.success else None

@@ -10,19 +10,19 @@ from torch import Tensor
 from torch.nn.functional import huber_loss
 
 from armature.components.robots.policies.molmoact2.modeling.model import MolmoAct2
-from armature.components.robots.rl.answer_learner import (
+from armature.components.robots.rl.chunk_learner import (
     ANSWERS,
     OF_ANSWERS,
     PADDING,
     RATIOS,
     SLOTS,
-    AnswerLearner,
+    ActionChunkLearner,
     Update,
 )
 from armature.components.robots.rl.likelihood import ActionLikelihood
-from armature.components.robots.rl.loader import AnswerBatch, Load, loaded_ahead
+from armature.components.robots.rl.loader import ActionChunkBatch, Load, loaded_ahead
 from armature.components.robots.rl.settings import GAE, RobotRLTrainerSettings
-from armature.components.robots.rl.table import AnswerSample
+from armature.components.robots.rl.table import ActionChunkSample
 from armature.components.training.ranks import Ranks
 from armature.components.vlm.objectives import MAX_LOG_RATIO, OBJECTIVES, Tokens
 
@@ -50,8 +50,8 @@ def value_loss(values: Tensor, before: Tensor, targets: Tensor, settings: GAE) -
     return torch.maximum(plain, clipped), clipped > plain
 
 
-class RobotRLLearner(AnswerLearner):
-    """As `AnswerLearner`.
+class RobotRLLearner(ActionChunkLearner):
+    """As `ActionChunkLearner`.
 
     Args:
         likelihood: of answers as they were sampled.
@@ -73,7 +73,7 @@ class RobotRLLearner(AnswerLearner):
         expert = self.model.action_expert  # as it is before a checkpoint is loaded
         self._start = [copy.deepcopy(expert).requires_grad_(False)] if settings.kl_coefficient else []
 
-    def score(self, samples: Sequence[AnswerSample]) -> list[float]:
+    def score(self, samples: Sequence[ActionChunkSample]) -> list[float]:
         """Of each answer the log-prob of all that counts, computed as in training; every rank calls it with the same,
         and each computes all."""
         width = self.settings.micro_batch_size
@@ -83,14 +83,14 @@ class RobotRLLearner(AnswerLearner):
             scores += self._scores(loaded.to(self.ranks.device))
         return scores
 
-    def _scores(self, part: AnswerBatch) -> list[float]:
+    def _scores(self, part: ActionChunkBatch) -> list[float]:
         """In the samples' order. No graph is left when it returns, before the next part is computed."""
         (prediction,) = self.likelihood.predict(self.model, part)
         found = _row_sums(self.likelihood.logprobs(prediction, part), part)
         return found.detach()[part.order.argsort()].tolist()
 
     def _losses(
-        self, samples: Sequence[AnswerSample], part: AnswerBatch, update: Update
+        self, samples: Sequence[ActionChunkSample], part: ActionChunkBatch, update: Update
     ) -> tuple[Tensor, dict[str, float]]:
         ratios = self._ratios(update)
         prediction, *start = self.likelihood.predict(self.model, part, self._start)
@@ -131,17 +131,17 @@ class RobotRLLearner(AnswerLearner):
         most = self.settings.target_kl
         return bool(most) and self.ranks.sum({"kl": kl})["kl"] > most * self._ratios(update)
 
-    def _per_ratio(self, values: Tensor, part: AnswerBatch) -> Tensor:
+    def _per_ratio(self, values: Tensor, part: ActionChunkBatch) -> Tensor:
         """Of each probability ratio, from those of the counted numbers (N,): (E,) sums, or as they are."""
         return _row_sums(values, part) if self._chunks else values
 
-    def _value_losses(self, states: Tensor, part: AnswerBatch, settings: GAE) -> dict[str, Tensor]:
+    def _value_losses(self, states: Tensor, part: ActionChunkBatch, settings: GAE) -> dict[str, Tensor]:
         """(E,) each."""
         assert self.model.value_head is not None and part.values is not None and part.value_targets is not None
         found = value_loss(self.model.value_head(states), part.values, part.value_targets, settings)
         return dict(zip(OF_ANSWERS, found, strict=True))
 
 
-def _row_sums(values: Tensor, part: AnswerBatch) -> Tensor:
+def _row_sums(values: Tensor, part: ActionChunkBatch) -> Tensor:
     """(E,) sums of `values` (N,) over the numbers of each answer."""
     return values.new_zeros(len(part.advantages)).index_add(0, part.rows, values)

@@ -21,7 +21,7 @@ from armature.components.robots.policies.molmoact2.modeling.flow import (
 )
 from armature.components.robots.policies.molmoact2.modeling.model import MolmoAct2
 from armature.components.robots.policies.molmoact2.sampling import InferencePlan, token_logprobs
-from armature.components.robots.rl.loader import AnswerBatch, DrawnSteps, JudgedAnswers
+from armature.components.robots.rl.loader import ActionChunkBatch, DrawnSteps, FlowLossInputs
 from armature.components.robots.rl.settings import RobotRolloutSettings
 
 
@@ -41,13 +41,15 @@ class ActionLikelihood(Protocol):
     @property
     def of_tokens(self) -> bool: ...
 
-    def predict(self, model: MolmoAct2, part: AnswerBatch, others: Sequence[ActionExpert] = ()) -> list[Prediction]:
+    def predict(
+        self, model: MolmoAct2, part: ActionChunkBatch, others: Sequence[ActionExpert] = ()
+    ) -> list[Prediction]:
         """Of the model, then of those with `others` for its expert."""
 
-    def logprobs(self, prediction: Prediction, part: AnswerBatch) -> Tensor:
+    def logprobs(self, prediction: Prediction, part: ActionChunkBatch) -> Tensor:
         """(N,) float64 of what is counted."""
 
-    def divergences(self, prediction: Prediction, other: Prediction, part: AnswerBatch) -> Tensor:
+    def divergences(self, prediction: Prediction, other: Prediction, part: ActionChunkBatch) -> Tensor:
         """(N,) float64: KL(policy || other) of what is counted."""
 
 
@@ -63,7 +65,9 @@ class FlowLikelihood:
     def _sigmas(self) -> Tensor:
         return noise_scales(self.plan.steps, self.noise_level)
 
-    def predict(self, model: MolmoAct2, part: AnswerBatch, others: Sequence[ActionExpert] = ()) -> list[Prediction]:
+    def predict(
+        self, model: MolmoAct2, part: ActionChunkBatch, others: Sequence[ActionExpert] = ()
+    ) -> list[Prediction]:
         assert isinstance(part.drawn, DrawnSteps)
         plan, times = self.plan, part.drawn.step / self.plan.steps
         points = part.drawn.before[:, None]
@@ -72,12 +76,12 @@ class FlowLikelihood:
         )
         return [Prediction(velocity[:, 0], states[:, 0]) for velocity, states in found]
 
-    def logprobs(self, prediction: Prediction, part: AnswerBatch) -> Tensor:
+    def logprobs(self, prediction: Prediction, part: ActionChunkBatch) -> Tensor:
         assert isinstance(part.drawn, DrawnSteps)
         before, after, step = part.drawn
         return step_logprobs(before, after, prediction.values, step, self._sigmas)[part.counted]
 
-    def divergences(self, prediction: Prediction, other: Prediction, part: AnswerBatch) -> Tensor:
+    def divergences(self, prediction: Prediction, other: Prediction, part: ActionChunkBatch) -> Tensor:
         assert isinstance(part.drawn, DrawnSteps)
         return step_divergences(prediction.values, other.values, part.drawn.step, self._sigmas)[part.counted]
 
@@ -89,8 +93,10 @@ class FlowLossLikelihood:
     plan: InferencePlan
     of_tokens = False
 
-    def predict(self, model: MolmoAct2, part: AnswerBatch, others: Sequence[ActionExpert] = ()) -> list[Prediction]:
-        assert isinstance(part.drawn, JudgedAnswers) and not others, "settings refuse a KL term"
+    def predict(
+        self, model: MolmoAct2, part: ActionChunkBatch, others: Sequence[ActionExpert] = ()
+    ) -> list[Prediction]:
+        assert isinstance(part.drawn, FlowLossInputs) and not others, "settings refuse a KL term"
         noise, actions = part.drawn
         draws = FlowSamples(midpoints(noise.shape[1], noise.device).expand(len(noise), -1), noise)
         used = ~part.batch.dimension_padding if self.plan.mask_dimensions else None
@@ -99,11 +105,11 @@ class FlowLossLikelihood:
         velocity, states = model.velocities(part.batch, points, draws.times, both_ways, hides)[0]
         return [Prediction(velocity, states[:, 0])]
 
-    def logprobs(self, prediction: Prediction, part: AnswerBatch) -> Tensor:
-        assert isinstance(part.drawn, JudgedAnswers)
+    def logprobs(self, prediction: Prediction, part: ActionChunkBatch) -> Tensor:
+        assert isinstance(part.drawn, FlowLossInputs)
         return loss_logprobs(prediction.values, part.drawn.actions, part.drawn.noise)[part.counted]
 
-    def divergences(self, prediction: Prediction, other: Prediction, part: AnswerBatch) -> Tensor:
+    def divergences(self, prediction: Prediction, other: Prediction, part: ActionChunkBatch) -> Tensor:
         raise AssertionError("settings refuse a KL term")
 
 
@@ -115,14 +121,16 @@ class TokenLikelihood:
     temperature: float
     of_tokens = True
 
-    def predict(self, model: MolmoAct2, part: AnswerBatch, others: Sequence[ActionExpert] = ()) -> list[Prediction]:
+    def predict(
+        self, model: MolmoAct2, part: ActionChunkBatch, others: Sequence[ActionExpert] = ()
+    ) -> list[Prediction]:
         assert not others, "nothing of an action expert can be compared"
         return [Prediction(*model.answer_logits(part.batch, part.counted, self.plan.bidirectional_images))]
 
-    def logprobs(self, prediction: Prediction, part: AnswerBatch) -> Tensor:
+    def logprobs(self, prediction: Prediction, part: ActionChunkBatch) -> Tensor:
         return token_logprobs(prediction.values, part.batch.input_ids[part.counted], self.temperature)
 
-    def divergences(self, prediction: Prediction, other: Prediction, part: AnswerBatch) -> Tensor:
+    def divergences(self, prediction: Prediction, other: Prediction, part: ActionChunkBatch) -> Tensor:
         raise AssertionError("settings refuse a KL term of action tokens")
 
 

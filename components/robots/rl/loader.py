@@ -26,7 +26,7 @@ from armature.components.robots.policies.molmoact2.policy import InferenceMode
 from armature.components.robots.policies.molmoact2.processing.batch import Example, PolicyBatch
 from armature.components.robots.policies.molmoact2.processing.processor import Processor, in_threads
 from armature.components.robots.policies.molmoact2.sampling import InferencePlan
-from armature.components.robots.rl.table import AnswerSample, Floats
+from armature.components.robots.rl.table import ActionChunkSample, Floats
 
 # Answers as tensors.
 
@@ -39,7 +39,7 @@ class DrawnSteps(NamedTuple):
     step: Tensor
 
 
-class JudgedAnswers(NamedTuple):
+class FlowLossInputs(NamedTuple):
     """Answers with the noise of their flow-matching losses: (E, F, T, D) and (E, T, D) float32."""
 
     noise: Tensor
@@ -53,7 +53,7 @@ class CarriedActions(NamedTuple):
 
 
 @dataclass(frozen=True)
-class AnswerBatch:
+class ActionChunkBatch:
     """E answers, of which N numbers count: those that a policy has drawn and that reached the robot.
 
     batch: the observations, followed by the answer where it is action tokens. drawn: of flow matching; None: tokens.
@@ -65,19 +65,19 @@ class AnswerBatch:
 
     batch: PolicyBatch
     order: Tensor
-    drawn: DrawnSteps | JudgedAnswers | CarriedActions | None
+    drawn: DrawnSteps | FlowLossInputs | CarriedActions | None
     counted: Tensor
     logprobs: Tensor
     advantages: Tensor
     values: Tensor | None
     value_targets: Tensor | None
 
-    def to(self, device: torch.device) -> AnswerBatch:
+    def to(self, device: torch.device) -> ActionChunkBatch:
         moved: dict[str, Any] = {
             name: None if value is None else value.to(device) for name, value in vars(self).items() if name != "drawn"
         }
         drawn = None if self.drawn is None else type(self.drawn)(*(each.to(device) for each in self.drawn))
-        return AnswerBatch(**moved, drawn=drawn)
+        return ActionChunkBatch(**moved, drawn=drawn)
 
     @property
     def rows(self) -> Tensor:
@@ -87,11 +87,11 @@ class AnswerBatch:
 
 KEPT_BYTES = 4 * 2**30
 """Of encoded answers: some 100,000 with images of 84 pixels, 5,000 with the 378 of the released policies."""
-Load = Callable[[Sequence[AnswerSample]], AnswerBatch]
+Load = Callable[[Sequence[ActionChunkSample]], ActionChunkBatch]
 
 
 @dataclass(frozen=True)
-class AnswerLoader:
+class ActionChunkLoader:
     """Turns answers into tensors.
 
     mode: of the actions that answers give. packing: of the answers of a forward pass; None: one to a row.
@@ -107,7 +107,7 @@ class AnswerLoader:
     imitated: bool = False
     kept_bytes: int = KEPT_BYTES
 
-    def __call__(self, samples: Sequence[AnswerSample]) -> AnswerBatch:
+    def __call__(self, samples: Sequence[ActionChunkSample]) -> ActionChunkBatch:
         """
         Raises:
             DataError: an image is not in the store, or the policy cannot read the observation.
@@ -115,7 +115,7 @@ class AnswerLoader:
         examples = in_threads(self._kept, samples)
         batch, order = arranged(examples, self.packing, "left", 1, self.processor.vocabulary.pad)
         samples, discrete = [samples[number] for number in order], self.mode == "discrete"
-        return AnswerBatch(
+        return ActionChunkBatch(
             batch=batch,
             order=torch.tensor(order),
             drawn=None if discrete else self._drawn(samples),
@@ -126,7 +126,7 @@ class AnswerLoader:
             value_targets=_column([each.value_target for each in samples]),
         )
 
-    def refuse(self, samples: Sequence[AnswerSample], where: str) -> None:
+    def refuse(self, samples: Sequence[ActionChunkSample], where: str) -> None:
         """
         Raises:
             DataError: a sample is not one of this policy, or has a number that is not finite, or an image that is not
@@ -161,7 +161,7 @@ class AnswerLoader:
                 "folder the batch is made again from its rollouts; without theirs they are played again",
             )
 
-    def _lost_image(self, sample: AnswerSample, sound: set[ImageRef]) -> str | None:
+    def _lost_image(self, sample: ActionChunkSample, sound: set[ImageRef]) -> str | None:
         """Args: sound: images that have been read; those of `sample` are added."""
         try:
             for ref in {*sample.images} - sound:
@@ -179,7 +179,7 @@ class AnswerLoader:
     def _steps(self) -> int:
         return InferencePlan.of(self.processor.settings, self.processor.config).steps
 
-    def _sizes(self, sample: AnswerSample) -> tuple[int, int, int]:
+    def _sizes(self, sample: ActionChunkSample) -> tuple[int, int, int]:
         """Of points and log-probs, as they are to be."""
         if self.mode == "discrete":
             return 0, 0, max(1, len(sample.tokens))
@@ -187,10 +187,10 @@ class AnswerLoader:
         return points * (self.flow_samples or 1), points, sample.executed * self.processor.action_dimensions
 
     @cached_property
-    def _kept(self) -> Callable[[AnswerSample], Example]:
+    def _kept(self) -> Callable[[ActionChunkSample], Example]:
         return cached(LRUCache(self.kept_bytes, _bytes), _observed, Lock())(self._example)
 
-    def _example(self, sample: AnswerSample) -> Example:
+    def _example(self, sample: ActionChunkSample) -> Example:
         """The observation, and the answer after it where it is tokens."""
         seen = self.processor.encode(self._observation(sample), where=sample.episode_id)
         said = sample.tokens.astype(np.int64)
@@ -200,17 +200,17 @@ class AnswerLoader:
         )
         return replace(seen, input_ids=ids, image_tokens=images)
 
-    def _drawn(self, samples: Sequence[AnswerSample]) -> DrawnSteps | JudgedAnswers | CarriedActions:
+    def _drawn(self, samples: Sequence[ActionChunkSample]) -> DrawnSteps | FlowLossInputs | CarriedActions:
         shape = self.processor.horizon, self.processor.config.max_action_dim
         if self.imitated:
             return CarriedActions(torch.from_numpy(np.stack([self._normalized(each, shape) for each in samples])))
         before = torch.from_numpy(np.stack([each.before for each in samples])).unflatten(1, (-1, *shape))
         after = torch.from_numpy(np.stack([each.after for each in samples])).unflatten(1, shape)
         if self.flow_samples is not None:
-            return JudgedAnswers(before, after)
+            return FlowLossInputs(before, after)
         return DrawnSteps(before[:, 0], after, torch.tensor([each.flow_step for each in samples]))
 
-    def _normalized(self, sample: AnswerSample, shape: tuple[int, int]) -> Floats:
+    def _normalized(self, sample: ActionChunkSample, shape: tuple[int, int]) -> Floats:
         """(T, max_action_dim)."""
         own = self.processor.action_dimensions
         carried = sample.actions.reshape(sample.executed, own)
@@ -218,25 +218,25 @@ class AnswerLoader:
         normalized = self.processor.action.normalize(whole, f"{sample.episode_id}, chunk {sample.chunk}")
         return np.pad(normalized, ((0, 0), (0, shape[1] - own)))
 
-    def _counted(self, samples: Sequence[AnswerSample]) -> Tensor:
+    def _counted(self, samples: Sequence[ActionChunkSample]) -> Tensor:
         """(E, T, D) bool."""
         counted = np.zeros((len(samples), self.processor.horizon, self.processor.config.max_action_dim), bool)
         for row, each in enumerate(samples):
             counted[row, : each.executed, : self.processor.action_dimensions] = True
         return torch.from_numpy(counted)
 
-    def _observation(self, one: AnswerSample) -> RobotObservation:
+    def _observation(self, one: ActionChunkSample) -> RobotObservation:
         images = {name: np.asarray(self.images.open(ref)) for name, ref in zip(one.cameras, one.images, strict=True)}
         return RobotObservation(images, one.state, one.language)
 
 
-def loaded_ahead(load: Load, parts: Sequence[Sequence[AnswerSample]]) -> Generator[AnswerBatch]:
+def loaded_ahead(load: Load, parts: Sequence[Sequence[ActionChunkSample]]) -> Generator[ActionChunkBatch]:
     """What `load` makes of each part, in order: that of the next one is made in a thread meanwhile, and of no other.
 
     Close it where not all are taken. Raises what `load` does, in its part's turn.
     """
     with ThreadPoolExecutor(1, "answers") as thread:
-        coming = deque[Future[AnswerBatch]]()
+        coming = deque[Future[ActionChunkBatch]]()
         for part in parts:
             coming.append(thread.submit(load, part))
             if len(coming) > 1:
@@ -245,7 +245,7 @@ def loaded_ahead(load: Load, parts: Sequence[Sequence[AnswerSample]]) -> Generat
             yield coming.popleft().result()
 
 
-def _answered(batch: PolicyBatch, samples: Sequence[AnswerSample]) -> Tensor:
+def _answered(batch: PolicyBatch, samples: Sequence[ActionChunkSample]) -> Tensor:
     """(B, L) bool: the last tokens of each example."""
     seen = batch.example_ids >= 0
     lengths = torch.bincount(batch.example_ids[seen])
@@ -253,7 +253,7 @@ def _answered(batch: PolicyBatch, samples: Sequence[AnswerSample]) -> Tensor:
     return seen & (batch.position_ids >= first[batch.example_ids])
 
 
-def _observed(sample: AnswerSample) -> Hashable:
+def _observed(sample: ActionChunkSample) -> Hashable:
     """All that its example is made of."""
     seen = tuple(zip(sample.cameras, sample.images, strict=True))
     return seen, sample.state.tobytes(), sample.language, sample.tokens.tobytes()
@@ -273,7 +273,7 @@ def _column(values: Sequence[float | None]) -> Tensor | None:
     return torch.tensor(known, dtype=torch.float32) if len(known) == len(values) else None
 
 
-def _numbers(sample: AnswerSample) -> list[ArrayLike]:
+def _numbers(sample: ActionChunkSample) -> list[ArrayLike]:
     """All that training computes with."""
     known = [value for value in (sample.value, sample.value_target) if value is not None]
     drawn: list[ArrayLike] = [sample.before, sample.after, sample.logprobs]

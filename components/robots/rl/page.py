@@ -8,7 +8,7 @@ import numpy as np
 
 from armature.components.evaluation.wilson import wilson_interval
 from armature.components.pages.report import Curves, Panel, Table
-from armature.components.robots.rl.table import Answer
+from armature.components.robots.rl.table import ActionChunk
 
 _COURSES = {"Mean value along an episode": "value", "Mean log-prob of what was drawn, along an episode": "logprobs"}
 
@@ -26,10 +26,10 @@ def outcome_table(history: Sequence[Mapping[str, float]]) -> Table:
     return Table("Episodes by outcome", ["step", "solved", "truncated", "failed", "success, 95 % interval"], rows)
 
 
-def course_curves(answers: Sequence[Answer]) -> list[Curves]:
+def course_curves(answers: Sequence[ActionChunk]) -> list[Curves]:
     """Return the mean value and log-prob of a step's answers by their place in the episode, by how it ended."""
     solved = {each.episode_id for each in answers if each.done and not each.truncated}
-    by_place: dict[int, dict[str, list[Answer]]] = {}
+    by_place: dict[int, dict[str, list[ActionChunk]]] = {}
     for each in answers:
         outcome = "solved" if each.episode_id in solved else "truncated"
         by_place.setdefault(each.chunk, {}).setdefault(outcome, []).append(each)
@@ -44,7 +44,7 @@ def course_curves(answers: Sequence[Answer]) -> list[Curves]:
     return curves
 
 
-def _mean(answers: Sequence[Answer], column: str) -> float | None:
+def _mean(answers: Sequence[ActionChunk], column: str) -> float | None:
     found = [getattr(each, column) for each in answers]
     known = [float(np.mean(value)) for value in found if value is not None and np.size(value)]
     return float(np.mean(known)) if known else None

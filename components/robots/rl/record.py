@@ -15,22 +15,22 @@ from armature.components.contracts.images import ImageRef
 from armature.components.contracts.robots import RobotObservation
 from armature.components.robots.evaluation.episode import Actions, PlayedEpisode
 from armature.components.robots.evaluation.schedule import PlannedEpisode
-from armature.components.robots.policies.molmoact2.policy import ExploredAnswer, PlainAnswer, SpokenAnswer
+from armature.components.robots.policies.molmoact2.policy import FlowChunk, PlainChunk, TokenChunk
 from armature.components.robots.rl.schedule import episode_ids
-from armature.components.robots.rl.table import Answer
+from armature.components.robots.rl.table import ActionChunk
 
-PlayedAnswer = PlainAnswer | ExploredAnswer | SpokenAnswer
+PredictedChunk = PlainChunk | FlowChunk | TokenChunk
 
 
-class AnswerRecorder:
+class ActionChunkRecorder:
     """The actor of one attempt at an episode: `explored` is called with the observation and the chunk's number.
 
     Images are encoded while the policy computes.
     """
 
-    def __init__(self, explored: Callable[[RobotObservation, int], Future[PlayedAnswer]]) -> None:
+    def __init__(self, explored: Callable[[RobotObservation, int], Future[PredictedChunk]]) -> None:
         self._explored = explored
-        self._given: list[tuple[RobotObservation, list[tuple[ImageRef, bytes]], PlayedAnswer]] = []
+        self._given: list[tuple[RobotObservation, list[tuple[ImageRef, bytes]], PredictedChunk]] = []
 
     def __call__(self, observation: RobotObservation, chunk: int) -> Actions:
         coming = self._explored(observation, chunk)
@@ -48,7 +48,7 @@ class AnswerRecorder:
         images: ImageStore,
         last_value: float | None,
         reward: Callable[..., list[float]],
-    ) -> list[Answer]:
+    ) -> list[ActionChunk]:
         """One for each answer, in order; the images are put into the store.
 
         Args:
@@ -64,7 +64,7 @@ class AnswerRecorder:
             done += executed
             last = chunk == len(self._given) - 1
             rows.append(
-                Answer(
+                ActionChunk(
                     group_id=group_id,
                     episode_id=episode_id,
                     suite=planned.task.suite,
@@ -105,7 +105,7 @@ def _encoded(pixels: NDArray[np.uint8]) -> tuple[ImageRef, bytes]:
     return ImageRef(image.sha256, image.media_type, width, height), image.data
 
 
-def episode_defect(rows: Sequence[Answer]) -> tuple[str, str] | None:
+def episode_defect(rows: Sequence[ActionChunk]) -> tuple[str, str] | None:
     """Why an episode cannot be trained on: a reason of `armature.components.contracts.errors`, and what was seen."""
     for each in rows:
         said = (each.value or 0.0, each.last_value)
@@ -115,14 +115,14 @@ def episode_defect(rows: Sequence[Answer]) -> tuple[str, str] | None:
     return None
 
 
-def _drawn(answer: PlayedAnswer, executed: int) -> dict[str, Any]:
+def _drawn(answer: PredictedChunk, executed: int) -> dict[str, Any]:
     """What of an answer, of which so many actions were carried out, was drawn at random."""
     nothing = np.zeros(0, np.float32)
     drawn: dict[str, Any] = {"before": nothing, "after": nothing, "flow_step": None, "decoded": True}
     drawn |= {"logprobs": nothing.astype(np.float64), "tokens": nothing.astype(np.int32)}
-    if isinstance(answer, SpokenAnswer):
+    if isinstance(answer, TokenChunk):
         drawn |= {"logprobs": answer.logprobs, "tokens": answer.tokens, "decoded": answer.decoded}
-    elif isinstance(answer, ExploredAnswer):
+    elif isinstance(answer, FlowChunk):
         drawn |= {"before": answer.before.reshape(-1), "after": answer.after.reshape(-1), "flow_step": answer.step}
         drawn |= {"logprobs": answer.logprobs[:executed].reshape(-1)}
     return drawn

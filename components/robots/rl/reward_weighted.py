@@ -11,15 +11,15 @@ from torch import Tensor
 from armature.components.robots.policies.molmoact2.modeling.flow import FlowSamples, flow_errors, noisy_actions
 from armature.components.robots.policies.molmoact2.modeling.model import MolmoAct2
 from armature.components.robots.policies.molmoact2.sampling import InferencePlan
-from armature.components.robots.rl.answer_learner import ANSWERS, PADDING, SLOTS, AnswerLearner, Update
-from armature.components.robots.rl.loader import AnswerBatch, CarriedActions, Load
+from armature.components.robots.rl.chunk_learner import ANSWERS, PADDING, SLOTS, ActionChunkLearner, Update
+from armature.components.robots.rl.loader import ActionChunkBatch, CarriedActions, Load
 from armature.components.robots.rl.settings import RewardWeighted, RobotRLTrainerSettings
-from armature.components.robots.rl.table import AnswerSample
+from armature.components.robots.rl.table import ActionChunkSample
 from armature.components.training.engine import AppliedUpdate
 from armature.components.training.ranks import Ranks
 
 
-class RewardWeightedLearner(AnswerLearner):
+class RewardWeightedLearner(ActionChunkLearner):
     """An update minimizes the mean of w_i e_i / W over its answers: w is the advantage that the batch has, W the mean
     advantage of the step's answers, e the flow-matching error of what was carried out, at times and noises that are
     drawn for each answer and update.
@@ -43,7 +43,7 @@ class RewardWeightedLearner(AnswerLearner):
         super().__init__(model, settings, load, ranks, shard)
 
     def _losses(
-        self, samples: Sequence[AnswerSample], part: AnswerBatch, update: Update
+        self, samples: Sequence[ActionChunkSample], part: ActionChunkBatch, update: Update
     ) -> tuple[Tensor, dict[str, float]]:
         assert isinstance(part.drawn, CarriedActions)
         (actions,), plan, config = part.drawn, self._plan, self.model.config
@@ -67,7 +67,7 @@ class RewardWeightedLearner(AnswerLearner):
         return self.update(update.step, update.step - 1 + done / update.count, rise)
 
 
-def draw_seed(seed: int, update: Update, sample: AnswerSample) -> int:
+def draw_seed(seed: int, update: Update, sample: ActionChunkSample) -> int:
     """Of the times and noises of an answer in an update, whatever batch and rank it comes to."""
     key = (seed, update.step, update.index, sample.episode_id, sample.chunk)
     return int.from_bytes(sha256(json.dumps(key).encode()).digest()[:8], "big") >> 1

@@ -24,8 +24,8 @@ from armature.components.robots.rl.panel import RobotEvaluations
 from armature.components.robots.rl.schedule import plan_step
 from armature.components.robots.rl.settings import GAE, RewardWeighted, TrainVLARLSettings
 from armature.components.robots.rl.table import (
-    Answer,
-    AnswerSample,
+    ActionChunk,
+    ActionChunkSample,
     read_rollouts,
     with_advantage,
     write_batch,
@@ -81,7 +81,7 @@ class RobotRLRun(TrainingRun):
     def _play(self, step: int) -> Artifact:
         """Collect with the weights that the policy has: those after the step before, or with `max_staleness` after the
         one before that."""
-        plan, answers, failures, episodes = self.settings.rollouts, list[Answer](), list[Failure](), 0
+        plan, answers, failures, episodes = self.settings.rollouts, list[ActionChunk](), list[Failure](), 0
         lost = self._collector.lost
         self._collector.times.since()
         for number in range(plan.max_rounds):
@@ -107,7 +107,7 @@ class RobotRLRun(TrainingRun):
         rows, drops = {"answers": len(answers), "episodes": episodes}, dict(Counter(each.reason for each in failures))
         return self._write(self.ROLLOUTS, step, fill, rows=rows, drops=drops, inputs={"policy": self._start.digest})
 
-    def _build(self, step: int, rollouts: Artifact) -> tuple[BuiltBatch[AnswerSample], dict[str, str]]:
+    def _build(self, step: int, rollouts: Artifact) -> tuple[BuiltBatch[ActionChunkSample], dict[str, str]]:
         failures = read_failures(rollouts.path) if (rollouts.path / FAILURES_FILE).is_file() else ()
         plan, weighting = self.settings.rollouts, self.settings.trainer.weighting
         wanted = plan.groups_per_step if plan.max_rounds > 1 else None
@@ -128,7 +128,7 @@ class RobotRLRun(TrainingRun):
             )
         return built, {f"rollouts of {len(earlier) - index} before": made.digest for index, made in enumerate(earlier)}
 
-    def _write_samples(self, folder: Path, samples: Sequence[AnswerSample]) -> None:
+    def _write_samples(self, folder: Path, samples: Sequence[ActionChunkSample]) -> None:
         write_batch(folder, samples)
 
     def _apply(self, step: int, batch: Artifact) -> dict[str, float]:
@@ -160,7 +160,7 @@ class RobotRLRun(TrainingRun):
         """
         if isinstance(self.settings.trainer.objective, RewardWeighted):
             return  # it has no probability ratios
-        plan, answers, failures = self.settings.rollouts, list[Answer](), list[Failure]()
+        plan, answers, failures = self.settings.rollouts, list[ActionChunk](), list[Failure]()
         most = int(plan.failed_fraction * plan.groups_per_step * plan.group_size)
         while not answers:
             groups = plan_step(plan, self._tasks, 0, len(failures) // plan.group_size)

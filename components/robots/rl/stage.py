@@ -14,7 +14,7 @@ from armature.components.contracts.stages import Artifact, Stage, StageContext, 
 from armature.components.robots.rl.settings import GAE, TrainVLARLSettings
 
 if TYPE_CHECKING:
-    from armature.components.robots.rl.table import Answer
+    from armature.components.robots.rl.table import ActionChunk
 
 History = Sequence[Mapping[str, float]]
 
@@ -115,7 +115,7 @@ def write_pages(
     folder: Path,
     settings: TrainVLARLSettings,
     history: History,
-    newest: Sequence[Answer],
+    newest: Sequence[ActionChunk],
     best: Mapping[str, float] | None = None,
 ) -> None:
     """Write `report.html`.

@@ -61,7 +61,7 @@ Floats = NDArray[np.float32]
 
 
 @dataclass(frozen=True, eq=False)
-class Answer:
+class ActionChunk:
     """One answer of a policy within an episode, and what followed.
 
     before, after: the points of the drawn denoising step `flow_step`, (T x max_action_dim,) float32; where none is
@@ -101,43 +101,43 @@ class Answer:
 
 
 @dataclass(frozen=True, eq=False)
-class AnswerSample(Answer):
+class ActionChunkSample(ActionChunk):
     """An answer that is trained on. value_target: what its value is to become, None without a value head."""
 
     advantage: float
     value_target: float | None
 
 
-def write_rollouts(folder: Path, answers: Sequence[Answer]) -> None:
+def write_rollouts(folder: Path, answers: Sequence[ActionChunk]) -> None:
     _write(folder / ROLLOUTS_FILE, answers, ROLLOUTS)
 
 
-def read_rollouts(folder: Path) -> list[Answer]:
+def read_rollouts(folder: Path) -> list[ActionChunk]:
     """
     Raises:
         DataError: no rollout table of this version.
     """
-    return [Answer(**row) for row in _rows(folder / ROLLOUTS_FILE, ROLLOUTS)]
+    return [ActionChunk(**row) for row in _rows(folder / ROLLOUTS_FILE, ROLLOUTS)]
 
 
-def write_batch(folder: Path, samples: Sequence[AnswerSample]) -> None:
+def write_batch(folder: Path, samples: Sequence[ActionChunkSample]) -> None:
     _write(folder / BATCH_FILE, samples, BATCH)
 
 
-def read_batch(folder: Path) -> list[AnswerSample]:
+def read_batch(folder: Path) -> list[ActionChunkSample]:
     """
     Raises:
         DataError: no batch table of this version.
     """
-    return [AnswerSample(**row) for row in _rows(folder / BATCH_FILE, BATCH)]
+    return [ActionChunkSample(**row) for row in _rows(folder / BATCH_FILE, BATCH)]
 
 
-def with_advantage(answer: Answer, advantage: float, value_target: float | None = None) -> AnswerSample:
-    known = {each.name: getattr(answer, each.name) for each in fields(Answer)}
-    return AnswerSample(**known, advantage=advantage, value_target=value_target)
+def with_advantage(answer: ActionChunk, advantage: float, value_target: float | None = None) -> ActionChunkSample:
+    known = {each.name: getattr(answer, each.name) for each in fields(ActionChunk)}
+    return ActionChunkSample(**known, advantage=advantage, value_target=value_target)
 
 
-def _write(path: Path, answers: Sequence[Answer], schema: TableSchema) -> None:
+def _write(path: Path, answers: Sequence[ActionChunk], schema: TableSchema) -> None:
     rows = [vars(answer) | {"images": [asdict(ref) for ref in answer.images]} for answer in answers]
     write_table(path, rows, schema)
 

@@ -11,14 +11,14 @@ from armature.components.robots.imitation.opening import open_model, prepare
 from armature.components.robots.policies.molmoact2.checkpoints.parts import load_parts
 from armature.components.robots.policies.molmoact2.modeling.model import MolmoAct2
 from armature.components.robots.policies.molmoact2.sampling import InferencePlan
-from armature.components.robots.rl.answer_learner import AnswerLearner
+from armature.components.robots.rl.chunk_learner import ActionChunkLearner
 from armature.components.robots.rl.client import RobotRLTraining
 from armature.components.robots.rl.learner import RobotRLLearner
 from armature.components.robots.rl.likelihood import likelihood_of
-from armature.components.robots.rl.loader import KEPT_BYTES, AnswerLoader
+from armature.components.robots.rl.loader import KEPT_BYTES, ActionChunkLoader
 from armature.components.robots.rl.reward_weighted import RewardWeightedLearner
 from armature.components.robots.rl.settings import GAE, RewardWeighted
-from armature.components.robots.rl.table import AnswerSample, read_batch
+from armature.components.robots.rl.table import ActionChunkSample, read_batch
 from armature.components.training.checkpoints import identity
 from armature.components.training.ranks import Ranks
 from armature.components.training.service_settings import ServiceSettings
@@ -73,7 +73,7 @@ class RobotRLWorker(ServiceWorker):
         opened = self._opened = open_model(training.policy, self._parts, begun, settings.processes, ranks)
         who = identity(opened.named, trainer, opened.weights, run=training.fingerprint) if ranks.first else None
         rollouts = training.rollouts
-        self._load = AnswerLoader(
+        self._load = ActionChunkLoader(
             self._parts.processor(),
             ImageStore(training.images),
             rollouts.inference_action_mode,
@@ -83,14 +83,14 @@ class RobotRLWorker(ServiceWorker):
             KEPT_BYTES if trainer.loads_again else 0,
         )
         given = self._load, ranks, opened.shard
-        self.learner: AnswerLearner
+        self.learner: ActionChunkLearner
         if imitates:
             self.learner = RewardWeightedLearner(opened.model, trainer, plan, policy.num_flow_timesteps, *given)
         else:
             self.learner = RobotRLLearner(opened.model, trainer, likelihood_of(rollouts, plan), *given)
         super().__init__(settings, self.learner, ranks.broadcast(who), trainer.keep_checkpoints, trainer.max_steps)
 
-    def prepare(self, command: Command) -> list[AnswerSample]:
+    def prepare(self, command: Command) -> list[ActionChunkSample]:
         """The samples that the command names, if any.
 
         Raises:
@@ -102,10 +102,10 @@ class RobotRLWorker(ServiceWorker):
         self._load.refuse(samples, command["batch"])
         return samples
 
-    def train(self, command: Command, prepared: list[AnswerSample]) -> dict[str, float]:
+    def train(self, command: Command, prepared: list[ActionChunkSample]) -> dict[str, float]:
         return self.learner.step(prepared)
 
-    def perform(self, command: Command, prepared: list[AnswerSample]) -> Any:
+    def perform(self, command: Command, prepared: list[ActionChunkSample]) -> Any:
         match command["name"]:
             case "score" if isinstance(self.learner, RobotRLLearner):
                 return self.learner.score(prepared)

@@ -9,14 +9,14 @@ from armature.components.contracts.images import ImageRef
 from armature.components.robots.rl.batch import build_batch, differing_groups
 from armature.components.robots.rl.run import refuse_ratios
 from armature.components.robots.rl.settings import EpisodeGroupMean
-from armature.components.robots.rl.table import Answer, read_batch, write_batch
+from armature.components.robots.rl.table import ActionChunk, read_batch, write_batch
 from tests.refusals import refused
 
 GRPO = EpisodeGroupMean(name="group_mean")
 REF = ImageRef("a" * 64, "image/png", 4, 4)
 
 
-def answers(group: str, *episodes: tuple[int, float]) -> list[Answer]:
+def answers(group: str, *episodes: tuple[int, float]) -> list[ActionChunk]:
     """Of episodes with so many answers, the last of which earns the reward."""
     found = []
     for number, (count, reward) in enumerate(episodes):
@@ -24,7 +24,7 @@ def answers(group: str, *episodes: tuple[int, float]) -> list[Answer]:
             last = chunk == count - 1
             numbers = np.full(6, number + chunk / 8, np.float32)
             found.append(
-                Answer(
+                ActionChunk(
                     group_id=group,
                     episode_id=f"{group}-{number}",
                     suite="libero_spatial",

@@ -19,9 +19,9 @@ from armature.components.contracts.stages import Artifact
 from armature.components.machine.workers.channel import WorkerError
 from armature.components.robots.libero.processes import ChunkResult
 from armature.components.robots.libero.progress import GoalProgress
-from armature.components.robots.policies.molmoact2.policy import ExploredAnswer, SpokenAnswer, open_policy
+from armature.components.robots.policies.molmoact2.policy import FlowChunk, TokenChunk, open_policy
 from armature.components.robots.rl.batch import build_batch
-from armature.components.robots.rl.collect import CollectedEpisodes, Collector, ExploringPolicy
+from armature.components.robots.rl.collect import CollectedEpisodes, Collector, RolloutPolicy
 from armature.components.robots.rl.schedule import plan_step
 from armature.components.robots.rl.table import ROLLOUTS_FILE, read_batch, read_rollouts, write_rollouts
 from armature.components.rollouts.table import FAILURES_FILE, read_failures, write_failures
@@ -168,7 +168,7 @@ def test_a_reward_that_is_not_finite_costs_its_episode_alone(tmp_path: Path, sta
     assert "nan]" in blurred.failures[0].detail
 
 
-class Dizzy(ExploringPolicy):
+class Dizzy(RolloutPolicy):
     """Its log-probs or values are not finite in some answers."""
 
     rows_per_pass = 1
@@ -181,7 +181,7 @@ class Dizzy(ExploringPolicy):
 
     def explore(
         self, observations: Sequence[RobotObservation], seeds: Sequence[int], noise_level: float
-    ) -> list[ExploredAnswer]:
+    ) -> list[FlowChunk]:
         found = self._inner.explore(observations, seeds, noise_level)
         return [
             replace(each, **self._changes) if seed % 5 == 0 else each for each, seed in zip(found, seeds, strict=True)
@@ -189,7 +189,7 @@ class Dizzy(ExploringPolicy):
 
     def speak(
         self, observations: Sequence[RobotObservation], seeds: Sequence[int], temperature: float
-    ) -> list[SpokenAnswer]:
+    ) -> list[TokenChunk]:
         raise NotImplementedError
 
 

@@ -13,12 +13,18 @@ from armature.components.artifacts.images import ImageStore
 from armature.components.robots.imitation.opening import prepare
 from armature.components.robots.policies.molmoact2.checkpoints.checkpoint import LoadedPolicy
 from armature.components.robots.policies.molmoact2.sampling import InferencePlan
-from armature.components.robots.rl.answer_learner import Update
+from armature.components.robots.rl.chunk_learner import Update
 from armature.components.robots.rl.learner import RobotRLLearner
 from armature.components.robots.rl.likelihood import FlowLossLikelihood
-from armature.components.robots.rl.loader import AnswerLoader, JudgedAnswers
+from armature.components.robots.rl.loader import ActionChunkLoader, FlowLossInputs
 from armature.components.robots.rl.settings import RobotRLTrainerSettings
-from armature.components.robots.rl.table import Answer, AnswerSample, read_rollouts, with_advantage, write_rollouts
+from armature.components.robots.rl.table import (
+    ActionChunk,
+    ActionChunkSample,
+    read_rollouts,
+    with_advantage,
+    write_rollouts,
+)
 from tests.refusals import refused
 from tests.robots.rl.kitchen import Kitchen
 from tests.robots.rl.test_learner import play
@@ -27,12 +33,12 @@ SAMPLES = 5
 
 
 @pytest.fixture(scope="module")
-def answers(loaded: LoadedPolicy, images: ImageStore) -> list[Answer]:
+def answers(loaded: LoadedPolicy, images: ImageStore) -> list[ActionChunk]:
     return play(loaded, images, [Kitchen()], likelihood="fpo", flow_samples=SAMPLES)
 
 
-def loader(loaded: LoadedPolicy, images: ImageStore) -> AnswerLoader:
-    return AnswerLoader(loaded.processor(), images, flow_samples=SAMPLES)
+def loader(loaded: LoadedPolicy, images: ImageStore) -> ActionChunkLoader:
+    return ActionChunkLoader(loaded.processor(), images, flow_samples=SAMPLES)
 
 
 def learner(loaded: LoadedPolicy, images: ImageStore, width: int = 7, ratio: str = "chunk") -> RobotRLLearner:
@@ -45,13 +51,13 @@ def learner(loaded: LoadedPolicy, images: ImageStore, width: int = 7, ratio: str
     return RobotRLLearner(model, settings, likelihood, loader(loaded, images))
 
 
-def judged(answers: list[Answer]) -> list[AnswerSample]:
+def judged(answers: list[ActionChunk]) -> list[ActionChunkSample]:
     """Every other answer was good."""
     return [with_advantage(answer, 1.0 - 2.0 * (number % 2)) for number, answer in enumerate(answers)]
 
 
 def test_rollouts_depend_on_neither_batch_nor_deaths_and_are_read_as_written(
-    loaded: LoadedPolicy, images: ImageStore, answers: list[Answer], tmp_path: Path
+    loaded: LoadedPolicy, images: ImageStore, answers: list[ActionChunk], tmp_path: Path
 ) -> None:
     arenas = [Kitchen(), Kitchen((5,)), Kitchen((3, 4))]
     other = play(loaded, images, arenas, likelihood="fpo", flow_samples=SAMPLES, batch=4)
@@ -69,7 +75,7 @@ def test_rollouts_depend_on_neither_batch_nor_deaths_and_are_read_as_written(
 
 @pytest.mark.parametrize("ratio", ["chunk", "dimension"])
 def test_ratios_are_one_before_the_first_update_and_then_follow_the_advantages(
-    ratio: str, loaded: LoadedPolicy, images: ImageStore, answers: list[Answer]
+    ratio: str, loaded: LoadedPolicy, images: ImageStore, answers: list[ActionChunk]
 ) -> None:
     samples, trainer = judged(answers), learner(loaded, images, ratio=ratio)
     before = np.array(trainer.score(samples))
@@ -83,7 +89,7 @@ def test_ratios_are_one_before_the_first_update_and_then_follow_the_advantages(
 
 
 def test_the_gradient_is_that_of_flow_matching_weighed_by_advantages(
-    loaded: LoadedPolicy, images: ImageStore, answers: list[Answer]
+    loaded: LoadedPolicy, images: ImageStore, answers: list[ActionChunk]
 ) -> None:
     """d/dθ -mean A exp(loss_old - loss) at the policy that played is mean A d loss, by plain operations."""
     samples = judged(answers)
@@ -92,7 +98,7 @@ def test_the_gradient_is_that_of_flow_matching_weighed_by_advantages(
     parameters = [each for each in trainer.model.action_expert.parameters() if each.requires_grad]
     found = torch.autograd.grad(loss, parameters)
     part = trainer._load(samples)
-    assert isinstance(part.drawn, JudgedAnswers)
+    assert isinstance(part.drawn, FlowLossInputs)
     plan, own, total = trainer.likelihood.plan, loaded.processor().action_dimensions, torch.zeros(())
     for row, sample in enumerate(samples):
         alone = trainer._load([sample])
@@ -111,10 +117,10 @@ def test_the_gradient_is_that_of_flow_matching_weighed_by_advantages(
 
 
 def test_an_answer_with_a_drawn_step_is_refused(
-    loaded: LoadedPolicy, images: ImageStore, answers: list[Answer]
+    loaded: LoadedPolicy, images: ImageStore, answers: list[ActionChunk]
 ) -> None:
     loader(loaded, images).refuse(judged(answers), "here")
     with refused("answer_not_trainable", "here, row 0"):
         loader(loaded, images).refuse(judged(play(loaded, images, [Kitchen()])), "here")
     with refused("answer_not_trainable", "here, row 0"):
-        AnswerLoader(loaded.processor(), images).refuse(judged(answers), "here")
+        ActionChunkLoader(loaded.processor(), images).refuse(judged(answers), "here")

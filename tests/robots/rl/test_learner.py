@@ -24,10 +24,10 @@ from armature.components.robots.policies.molmoact2.sampling import InferencePlan
 from armature.components.robots.rl.collect import Collector
 from armature.components.robots.rl.learner import RobotRLLearner
 from armature.components.robots.rl.likelihood import FlowLikelihood
-from armature.components.robots.rl.loader import AnswerBatch, AnswerLoader, _bytes, loaded_ahead
+from armature.components.robots.rl.loader import ActionChunkBatch, ActionChunkLoader, _bytes, loaded_ahead
 from armature.components.robots.rl.schedule import plan_step
 from armature.components.robots.rl.settings import RobotRLTrainerSettings
-from armature.components.robots.rl.table import Answer, AnswerSample, with_advantage, write_rollouts
+from armature.components.robots.rl.table import ActionChunk, ActionChunkSample, with_advantage, write_rollouts
 from tests.refusals import refused
 from tests.robots.evaluation.playground import TASKS
 from tests.robots.rl.kitchen import Kitchen, calm_policy, rollout_settings
@@ -35,7 +35,7 @@ from tests.robots.rl.kitchen import Kitchen, calm_policy, rollout_settings
 
 def play(
     loaded: LoadedPolicy, images: ImageStore, arenas: Sequence[Kitchen], step: int = 1, **changes: Any
-) -> list[Answer]:
+) -> list[ActionChunk]:
     settings = rollout_settings(**changes)
     policy = MolmoAct2Policy(loaded.model, loaded.processor(), loaded.settings, "continuous", rows=1)
     collector = Collector(settings, policy, arenas, images, lambda done, total: None)
@@ -43,7 +43,7 @@ def play(
 
 
 @pytest.fixture(scope="module")
-def answers(loaded: LoadedPolicy, images: ImageStore) -> list[Answer]:
+def answers(loaded: LoadedPolicy, images: ImageStore) -> list[ActionChunk]:
     return play(loaded, images, [Kitchen()])
 
 
@@ -53,17 +53,17 @@ def learner(loaded: LoadedPolicy, images: ImageStore, **changes: Any) -> RobotRL
     settings = RobotRLTrainerSettings.model_validate(values | changes)
     prepare(model, settings, loaded.settings.semantics)
     likelihood = FlowLikelihood(InferencePlan.of(loaded.settings, loaded.config), 0.5)
-    load = AnswerLoader(loaded.processor(), images, packing=settings.packing)
+    load = ActionChunkLoader(loaded.processor(), images, packing=settings.packing)
     return RobotRLLearner(model, settings, likelihood, load)
 
 
-def judged(answers: Sequence[Answer]) -> list[AnswerSample]:
+def judged(answers: Sequence[ActionChunk]) -> list[ActionChunkSample]:
     """Every other answer was good."""
     return [with_advantage(answer, 1.0 - 2.0 * (number % 2)) for number, answer in enumerate(answers)]
 
 
 def test_rollouts_depend_on_neither_batch_nor_processes_nor_deaths(
-    loaded: LoadedPolicy, images: ImageStore, answers: list[Answer], tmp_path: Path
+    loaded: LoadedPolicy, images: ImageStore, answers: list[ActionChunk], tmp_path: Path
 ) -> None:
     others = [(8, [Kitchen()]), (4, [Kitchen(), Kitchen((5,)), Kitchen((3, 4)), Kitchen()])]
     tables = []
@@ -76,8 +76,8 @@ def test_rollouts_depend_on_neither_batch_nor_processes_nor_deaths(
         play(loaded, images, [Kitchen(range(1, 100))])
 
 
-def test_an_answer_says_what_was_carried_out_and_how_its_episode_ended(answers: list[Answer]) -> None:
-    by_episode: dict[str, list[Answer]] = {}
+def test_an_answer_says_what_was_carried_out_and_how_its_episode_ended(answers: list[ActionChunk]) -> None:
+    by_episode: dict[str, list[ActionChunk]] = {}
     for answer in answers:
         by_episode.setdefault(answer.episode_id, []).append(answer)
     assert len(by_episode) == 8
@@ -96,7 +96,7 @@ def test_an_answer_says_what_was_carried_out_and_how_its_episode_ended(answers: 
 
 @pytest.mark.parametrize("ratio", ["chunk", "dimension"])
 def test_ratios_are_one_before_the_first_update_and_then_follow_the_advantages(
-    ratio: str, loaded: LoadedPolicy, images: ImageStore, answers: list[Answer]
+    ratio: str, loaded: LoadedPolicy, images: ImageStore, answers: list[ActionChunk]
 ) -> None:
     samples = judged(answers)
     trainer = learner(loaded, images, ratio=ratio)
@@ -128,7 +128,7 @@ def test_ratios_are_one_where_both_sides_compute_in_8_bits_and_only_there(tmp_pa
 
 
 def test_scores_keep_the_graph_of_one_micro_batch(
-    loaded: LoadedPolicy, images: ImageStore, answers: list[Answer]
+    loaded: LoadedPolicy, images: ImageStore, answers: list[ActionChunk]
 ) -> None:
     sizes: list[int] = []
 
@@ -154,7 +154,7 @@ def test_scores_keep_the_graph_of_one_micro_batch(
 
 
 def test_micro_batches_and_epochs_are_sums_of_the_same_answers(
-    loaded: LoadedPolicy, images: ImageStore, answers: list[Answer]
+    loaded: LoadedPolicy, images: ImageStore, answers: list[ActionChunk]
 ) -> None:
     samples = judged(answers)
     reports = [learner(loaded, images, micro_batch_size=width).step(samples) for width in (3, 100)]
@@ -168,7 +168,7 @@ def test_micro_batches_and_epochs_are_sums_of_the_same_answers(
 
 
 def test_a_step_ends_before_an_update_that_is_too_far_from_the_policy_that_played(
-    loaded: LoadedPolicy, images: ImageStore, answers: list[Answer]
+    loaded: LoadedPolicy, images: ImageStore, answers: list[ActionChunk]
 ) -> None:
     samples, plan = judged(answers), {"samples_per_update": 5, "epochs": 2}
     whole, near, far = (learner(loaded, images, target_kl=most, **plan) for most in (0.0, 1e-9, 1e3))
@@ -190,13 +190,13 @@ def test_a_step_ends_before_an_update_that_is_too_far_from_the_policy_that_playe
 
 
 def test_the_next_part_is_loaded_meanwhile_and_no_other(
-    loaded: LoadedPolicy, images: ImageStore, answers: list[Answer]
+    loaded: LoadedPolicy, images: ImageStore, answers: list[ActionChunk]
 ) -> None:
-    load, samples = AnswerLoader(loaded.processor(), images), judged(answers)
+    load, samples = ActionChunkLoader(loaded.processor(), images), judged(answers)
     parts = [samples[start : start + 2] for start in range(0, 8, 2)]
     begun: SimpleQueue[int] = SimpleQueue()
 
-    def told(part: Sequence[AnswerSample]) -> AnswerBatch:
+    def told(part: Sequence[ActionChunkSample]) -> ActionChunkBatch:
         begun.put(parts.index(part))
         if part is parts[3]:
             raise DataError("an image is lost", code="image_lost")
@@ -218,10 +218,10 @@ def test_answers_that_are_loaded_again_are_not_decoded_again_while_there_is_room
 ) -> None:
     images = ImageStore(tmp_path / "images")
     samples, processor = judged(play(loaded, images, [Kitchen()])), loaded.processor()
-    load, fresh = AnswerLoader(processor, images), AnswerLoader(processor, images)
+    load, fresh = ActionChunkLoader(processor, images), ActionChunkLoader(processor, images)
     first = [load([sample]) for sample in samples]
     narrow, none = (
-        AnswerLoader(processor, images, kept_bytes=count * _bytes(load._example(samples[0]))) for count in (2, 0)
+        ActionChunkLoader(processor, images, kept_bytes=count * _bytes(load._example(samples[0]))) for count in (2, 0)
     )
     for each in (narrow, none):
         each(samples)
@@ -242,9 +242,9 @@ def test_answers_that_are_loaded_again_are_not_decoded_again_while_there_is_room
 
 
 def test_an_answer_of_another_policy_is_refused(
-    loaded: LoadedPolicy, images: ImageStore, answers: list[Answer]
+    loaded: LoadedPolicy, images: ImageStore, answers: list[ActionChunk]
 ) -> None:
-    load = AnswerLoader(loaded.processor(), images)
+    load = ActionChunkLoader(loaded.processor(), images)
     samples = judged(answers)
     load.refuse(samples, "here")
     for before in (samples[2].before[:-1], np.full_like(samples[2].after, np.nan)):
@@ -270,7 +270,7 @@ def test_an_answer_of_another_policy_is_refused(
 
 @pytest.mark.parametrize("ratio", ["chunk", "dimension"])
 def test_behavior_cloning_adds_the_log_probs_of_solved_episodes(
-    ratio: str, loaded: LoadedPolicy, images: ImageStore, answers: list[Answer]
+    ratio: str, loaded: LoadedPolicy, images: ImageStore, answers: list[ActionChunk]
 ) -> None:
     samples = judged(answers)
     plain, cloning = (learner(loaded, images, ratio=ratio, bc_coefficient=weight) for weight in (0.0, 0.3))
@@ -288,7 +288,7 @@ def test_behavior_cloning_adds_the_log_probs_of_solved_episodes(
 
 
 def test_adapters_begin_as_the_policy_and_change_it(
-    loaded: LoadedPolicy, images: ImageStore, answers: list[Answer]
+    loaded: LoadedPolicy, images: ImageStore, answers: list[ActionChunk]
 ) -> None:
     samples, rates = judged(answers), dict.fromkeys(("vlm", "vit", "connector", "action_expert"), 1e-3)
     adapted = {"mode": "lora_expert", "lora": {"rank": 2}, "learning_rates": rates}

@@ -15,14 +15,14 @@ from torch import Tensor
 from armature.components.artifacts.images import ImageStore
 from armature.components.robots.policies.molmoact2 import policy
 from armature.components.robots.policies.molmoact2.checkpoints.checkpoint import LoadedPolicy
-from armature.components.robots.rl.answer_learner import Update
+from armature.components.robots.rl.chunk_learner import Update
 from armature.components.robots.rl.learner import RobotRLLearner
-from armature.components.robots.rl.table import Answer, AnswerSample, with_advantage
+from armature.components.robots.rl.table import ActionChunk, ActionChunkSample, with_advantage
 from tests.robots.rl import test_learner as chunks
 from tests.robots.rl import test_tokens as tokens
 from tests.robots.rl.kitchen import Kitchen, calm_policy
 
-Case = tuple[LoadedPolicy, ImageStore, Sequence[Answer], Any]
+Case = tuple[LoadedPolicy, ImageStore, Sequence[ActionChunk], Any]
 WORDS = ("put it down", "pick up the black bowl and place it on the plate", "go")
 """Of as many tokens as are needed for rows of different lengths."""
 PACKED = {"max_row_tokens": 1600, "max_row_examples": 5}
@@ -76,7 +76,7 @@ def learner(case: Case, packing: dict[str, int] | None, mode: str, advantage: di
     return trainer
 
 
-def judged(answers: Sequence[Answer], valued: bool) -> list[AnswerSample]:
+def judged(answers: Sequence[ActionChunk], valued: bool) -> list[ActionChunkSample]:
     samples = [with_advantage(each, 1.0 - 1.5 * (number % 2)) for number, each in enumerate(answers)]
     if valued:
         samples = [replace(each, value=0.3, value_target=0.1 * number) for number, each in enumerate(samples)]
@@ -88,7 +88,7 @@ def far(one: Tensor, other: Tensor) -> float:
     return float((one - other).double().norm() / other.double().norm())
 
 
-def logprobs_and_values(trainer: RobotRLLearner, samples: Sequence[AnswerSample]) -> tuple[Tensor, Tensor | None]:
+def logprobs_and_values(trainer: RobotRLLearner, samples: Sequence[ActionChunkSample]) -> tuple[Tensor, Tensor | None]:
     """Of all numbers that count, answer by answer; and (E,)."""
     with torch.no_grad():
         part = trainer._load(samples)
@@ -99,7 +99,7 @@ def logprobs_and_values(trainer: RobotRLLearner, samples: Sequence[AnswerSample]
         return logprobs, None if head is None else head(prediction.states)[part.order.argsort()]
 
 
-def gradients(trainer: RobotRLLearner, samples: Sequence[AnswerSample]) -> tuple[float, Tensor]:
+def gradients(trainer: RobotRLLearner, samples: Sequence[ActionChunkSample]) -> tuple[float, Tensor]:
     """Of the loss of an update in two micro-batches, all in one vector."""
     total, solved = 0.0, frozenset(each.episode_id for each in samples if each.done and not each.truncated)
     for part in (samples[:5], samples[5:]):

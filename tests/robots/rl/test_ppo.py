@@ -24,12 +24,12 @@ from armature.components.robots.policies.molmoact2.policy import MolmoAct2Policy
 from armature.components.robots.rl.batch import build_batch
 from armature.components.robots.rl.collect import Collector
 from armature.components.robots.rl.learner import RobotRLLearner, value_loss
-from armature.components.robots.rl.loader import AnswerLoader
+from armature.components.robots.rl.loader import ActionChunkLoader
 from armature.components.robots.rl.schedule import plan_step
 from armature.components.robots.rl.settings import GAE, RobotRLTrainerSettings, TrainVLARLSettings
 from armature.components.robots.rl.table import (
-    Answer,
-    AnswerSample,
+    ActionChunk,
+    ActionChunkSample,
     read_batch,
     with_advantage,
     write_batch,
@@ -55,7 +55,7 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> ImageStore:
     return ImageStore(tmp_path_factory.mktemp("images"))
 
 
-def play(loaded: LoadedPolicy, images: ImageStore, arenas: Sequence[Kitchen], **changes: Any) -> list[Answer]:
+def play(loaded: LoadedPolicy, images: ImageStore, arenas: Sequence[Kitchen], **changes: Any) -> list[ActionChunk]:
     settings = rollout_settings(**changes)
     policy = MolmoAct2Policy(loaded.model, loaded.processor(), loaded.settings, "continuous", rows=1)
     collector = Collector(settings, policy, arenas, images, lambda done, total: None)
@@ -63,7 +63,7 @@ def play(loaded: LoadedPolicy, images: ImageStore, arenas: Sequence[Kitchen], **
 
 
 @pytest.fixture(scope="module")
-def answers(loaded: LoadedPolicy, images: ImageStore) -> list[Answer]:
+def answers(loaded: LoadedPolicy, images: ImageStore) -> list[ActionChunk]:
     return play(loaded, images, [Kitchen()])
 
 
@@ -75,7 +75,7 @@ def ppo_learner(loaded: LoadedPolicy, images: ImageStore, gae: dict[str, Any] | 
     return trainer
 
 
-def values_of(trainer: RobotRLLearner, samples: Sequence[AnswerSample]) -> np.ndarray:
+def values_of(trainer: RobotRLLearner, samples: Sequence[ActionChunkSample]) -> np.ndarray:
     """Of each answer alone, as rows are sampled on a CPU."""
     assert trainer.model.value_head is not None
     with torch.no_grad():
@@ -83,7 +83,7 @@ def values_of(trainer: RobotRLLearner, samples: Sequence[AnswerSample]) -> np.nd
         return np.array([float(trainer.model.value_head(each)) for each in states])
 
 
-def valued(answers: Sequence[Answer], values: Sequence[float], last_values: Sequence[float]) -> list[Answer]:
+def valued(answers: Sequence[ActionChunk], values: Sequence[float], last_values: Sequence[float]) -> list[ActionChunk]:
     return [
         replace(*each[:1], value=each[1], last_value=each[2]) for each in zip(answers, values, last_values, strict=True)
     ]
@@ -134,7 +134,7 @@ def test_the_values_loss_is_that_of_a_hand_computation(clip: float) -> None:
 
 
 def test_values_are_stored_by_the_policy_that_acts_and_depend_on_neither_batch_nor_processes(
-    loaded: LoadedPolicy, images: ImageStore, answers: list[Answer], tmp_path: Path
+    loaded: LoadedPolicy, images: ImageStore, answers: list[ActionChunk], tmp_path: Path
 ) -> None:
     others = [(8, [Kitchen()]), (4, [Kitchen(), Kitchen((5,)), Kitchen((3, 4)), Kitchen()])]
     tables = []
@@ -153,7 +153,7 @@ def test_values_are_stored_by_the_policy_that_acts_and_depend_on_neither_batch_n
 
 @pytest.mark.parametrize("ratio", ["chunk", "dimension"])
 def test_a_step_of_ppo_is_that_of_a_hand_computation(
-    ratio: str, loaded: LoadedPolicy, images: ImageStore, answers: list[Answer], tmp_path: Path
+    ratio: str, loaded: LoadedPolicy, images: ImageStore, answers: list[ActionChunk], tmp_path: Path
 ) -> None:
     options = {"value_lr": 1e-2, "value_clip": 0.01, "value_loss_coef": 0.7, "huber_delta": 0.3}
     trainer = ppo_learner(loaded, images, options, ratio=ratio, learning_rates={"action_expert": 3e-3})
@@ -189,7 +189,7 @@ def test_a_step_of_ppo_is_that_of_a_hand_computation(
 
 
 def test_micro_batches_are_sums_of_the_same_answers_and_the_value_leaves_the_policy_alone(
-    loaded: LoadedPolicy, images: ImageStore, answers: list[Answer]
+    loaded: LoadedPolicy, images: ImageStore, answers: list[ActionChunk]
 ) -> None:
     samples = build_batch(answers, GAE(name="gae")).samples
     trainers = [
@@ -207,7 +207,9 @@ def test_micro_batches_are_sums_of_the_same_answers_and_the_value_leaves_the_pol
     assert all(torch.equal(value, experts[1][name]) for name, value in experts[0].items())
 
 
-def test_the_value_head_learns_the_returns(loaded: LoadedPolicy, images: ImageStore, answers: list[Answer]) -> None:
+def test_the_value_head_learns_the_returns(
+    loaded: LoadedPolicy, images: ImageStore, answers: list[ActionChunk]
+) -> None:
     trainer = learner(
         loaded,
         images,
@@ -246,7 +248,7 @@ def test_settings_of_ppo_are_checked() -> None:
 
 @pytest.mark.parametrize("ratio", ["chunk", "dimension"])
 def test_the_kl_term_is_that_of_torch_and_holds_the_policy_near_its_start(
-    ratio: str, loaded: LoadedPolicy, images: ImageStore, answers: list[Answer]
+    ratio: str, loaded: LoadedPolicy, images: ImageStore, answers: list[ActionChunk]
 ) -> None:
     samples = build_batch(answers, GAE(name="gae")).samples
     plain, held = (
@@ -285,9 +287,9 @@ def test_the_kl_term_is_that_of_torch_and_holds_the_policy_near_its_start(
 
 @pytest.mark.parametrize("name", ["value", "value_target"])
 def test_a_value_that_is_not_finite_is_refused(
-    name: str, loaded: LoadedPolicy, images: ImageStore, answers: list[Answer]
+    name: str, loaded: LoadedPolicy, images: ImageStore, answers: list[ActionChunk]
 ) -> None:
-    load, samples = AnswerLoader(loaded.processor(), images), build_batch(answers, GAE(name="gae")).samples
+    load, samples = ActionChunkLoader(loaded.processor(), images), build_batch(answers, GAE(name="gae")).samples
     load.refuse(samples, "here")
     with refused("answer_not_trainable", "here, row 1"):
         load.refuse([samples[0], replace(samples[1], **{name: float("inf")})], "here")

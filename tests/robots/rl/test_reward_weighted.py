@@ -25,13 +25,19 @@ from armature.components.robots.policies.molmoact2.modeling.losses import LossPl
 from armature.components.robots.policies.molmoact2.policy import MolmoAct2Policy
 from armature.components.robots.policies.molmoact2.processing.batch import collate
 from armature.components.robots.policies.molmoact2.sampling import InferencePlan
-from armature.components.robots.rl.answer_learner import Update
 from armature.components.robots.rl.batch import build_batch
-from armature.components.robots.rl.loader import AnswerLoader
+from armature.components.robots.rl.chunk_learner import Update
+from armature.components.robots.rl.loader import ActionChunkLoader
 from armature.components.robots.rl.reward_weighted import RewardWeightedLearner, draw_seed
 from armature.components.robots.rl.schedule import answer_seed, plan_step
 from armature.components.robots.rl.settings import RewardWeighted, RobotRLTrainerSettings, TrainVLARLSettings
-from armature.components.robots.rl.table import Answer, AnswerSample, read_batch, read_rollouts, with_advantage
+from armature.components.robots.rl.table import (
+    ActionChunk,
+    ActionChunkSample,
+    read_batch,
+    read_rollouts,
+    with_advantage,
+)
 from armature.components.training.engine import AppliedUpdate
 from tests.refusals import refused
 from tests.robots.evaluation.playground import TASKS
@@ -45,7 +51,7 @@ FILTER = RewardWeighted(name="reward_weighted")
 
 
 @pytest.fixture(scope="module")
-def answers(loaded: LoadedPolicy, images: ImageStore) -> list[Answer]:
+def answers(loaded: LoadedPolicy, images: ImageStore) -> list[ActionChunk]:
     return play(loaded, images, [Kitchen()], likelihood="none", group_size=1, groups_per_step=4)
 
 
@@ -55,7 +61,7 @@ def learner(loaded: LoadedPolicy, images: ImageStore, **changes: Any) -> RewardW
     chosen = RobotRLTrainerSettings.model_validate(values | changes)
     prepare(model, chosen, loaded.settings.semantics)
     plan = InferencePlan.of(loaded.settings, loaded.config)
-    load = AnswerLoader(loaded.processor(), images, imitated=True)
+    load = ActionChunkLoader(loaded.processor(), images, imitated=True)
     return RewardWeightedLearner(model, chosen, plan, FLOW_TIMESTEPS, load)
 
 
@@ -88,7 +94,9 @@ def test_a_tiny_beta_imitates_the_best_episodes_of_a_step_without_success() -> N
     assert replayed.drops == {"weightless_episode": 2} and replayed.metrics["answers/replayed"] == 4
 
 
-def test_answers_are_those_of_an_evaluation(loaded: LoadedPolicy, images: ImageStore, answers: list[Answer]) -> None:
+def test_answers_are_those_of_an_evaluation(
+    loaded: LoadedPolicy, images: ImageStore, answers: list[ActionChunk]
+) -> None:
     plan = rollout_settings(likelihood="none", group_size=1, groups_per_step=4)
     policy = MolmoAct2Policy(loaded.model, loaded.processor(), loaded.settings, "continuous", rows=1)
     groups = plan_step(plan, TASKS, 1)
@@ -101,12 +109,12 @@ def test_answers_are_those_of_an_evaluation(loaded: LoadedPolicy, images: ImageS
         assert each.flow_step is None and not (len(each.before) or len(each.after) or len(each.logprobs))
 
 
-def weighed(answers: list[Answer]) -> list[AnswerSample]:
+def weighed(answers: list[ActionChunk]) -> list[ActionChunkSample]:
     return [with_advantage(each, 1.0 / (2 + number)) for number, each in enumerate(answers)]
 
 
 def test_the_gradient_is_that_of_plain_imitation_with_the_same_weights(
-    loaded: LoadedPolicy, images: ImageStore, answers: list[Answer]
+    loaded: LoadedPolicy, images: ImageStore, answers: list[ActionChunk]
 ) -> None:
     """The model's own training loss of each answer alone, from actions in the dataset's units."""
     samples, trainer = weighed(answers), learner(loaded, images)
@@ -151,7 +159,7 @@ def test_the_gradient_is_that_of_plain_imitation_with_the_same_weights(
 
 
 def test_learning_rates_rise_in_each_step_and_fall_over_the_run(
-    loaded: LoadedPolicy, images: ImageStore, answers: list[Answer]
+    loaded: LoadedPolicy, images: ImageStore, answers: list[ActionChunk]
 ) -> None:
     rates = {"action_expert": 2e-3}
     trainer = learner(loaded, images, learning_rates=rates, samples_per_update=4, epochs=2, final_lr_fraction=0.2)
@@ -242,7 +250,7 @@ def test_a_recipe_whose_policy_carries_out_parts_of_chunks_is_refused_before_any
 
 
 def test_updates_of_answers_that_weigh_little_stay_small(
-    loaded: LoadedPolicy, images: ImageStore, answers: list[Answer]
+    loaded: LoadedPolicy, images: ImageStore, answers: list[ActionChunk]
 ) -> None:
     """One good answer among many bad ones: updates without it have gradients as small as their weights."""
     samples = [with_advantage(each, 1e-6 if number else 1.0) for number, each in enumerate(answers)]

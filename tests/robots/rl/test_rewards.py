@@ -28,7 +28,7 @@ from armature.components.robots.rl.settings import (
     SuccessReward,
     TrainVLARLSettings,
 )
-from armature.components.robots.rl.table import Answer
+from armature.components.robots.rl.table import ActionChunk
 from tests.refusals import refused
 from tests.robots.evaluation.playground import TASKS
 from tests.robots.libero.simulated import needs_libero, simulator
@@ -107,7 +107,7 @@ def test_rollouts_have_the_rewards_of_what_the_simulator_measured(tmp_path: Path
             self.told.append(potential(goals))
             return goals
 
-    def play(reward: dict[str, object], batch: int) -> tuple[list[Answer], list[float]]:
+    def play(reward: dict[str, object], batch: int) -> tuple[list[ActionChunk], list[float]]:
         settings, arena = rollout_settings(reward=reward, batch=batch), Watched()
         images = ImageStore(tmp_path / "images")
         collector = Collector(settings, policy, [arena], images, lambda done, total: None, gamma=0.9)

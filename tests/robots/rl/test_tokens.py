@@ -29,7 +29,7 @@ from armature.components.robots.rl.batch import build_batch
 from armature.components.robots.rl.collect import Collector
 from armature.components.robots.rl.learner import RobotRLLearner
 from armature.components.robots.rl.likelihood import TokenLikelihood
-from armature.components.robots.rl.loader import AnswerLoader
+from armature.components.robots.rl.loader import ActionChunkLoader
 from armature.components.robots.rl.schedule import plan_step
 from armature.components.robots.rl.settings import (
     GAE,
@@ -39,8 +39,8 @@ from armature.components.robots.rl.settings import (
     TrainVLARLSettings,
 )
 from armature.components.robots.rl.table import (
-    Answer,
-    AnswerSample,
+    ActionChunk,
+    ActionChunkSample,
     read_batch,
     with_advantage,
     write_batch,
@@ -118,7 +118,7 @@ def policy_of(loaded: LoadedPolicy) -> MolmoAct2Policy:
 
 def play(
     loaded: LoadedPolicy, images: ImageStore, arenas: Sequence[Kitchen], step: int = 1, **changes: Any
-) -> list[Answer]:
+) -> list[ActionChunk]:
     discrete = {"inference_action_mode": "discrete", "temperature": TEMPERATURE, "group_size": 3}
     settings = rollout_settings(**discrete | changes)
     collector = Collector(settings, policy_of(loaded), arenas, images, lambda done, total: None)
@@ -127,7 +127,7 @@ def play(
 
 
 @pytest.fixture(scope="module")
-def answers(loaded: LoadedPolicy, images: ImageStore) -> list[Answer]:
+def answers(loaded: LoadedPolicy, images: ImageStore) -> list[ActionChunk]:
     return play(loaded, images, [Kitchen()])
 
 
@@ -140,15 +140,15 @@ def learner(
     settings = RobotRLTrainerSettings.model_validate(values | changes)
     prepare(model, settings, loaded.settings.semantics)
     likelihood = TokenLikelihood(InferencePlan.of(loaded.settings, loaded.config), temperature)
-    load = AnswerLoader(loaded.processor(), images, "discrete", settings.packing)
+    load = ActionChunkLoader(loaded.processor(), images, "discrete", settings.packing)
     return RobotRLLearner(model, settings, likelihood, load)
 
 
-def judged(answers: Sequence[Answer]) -> list[AnswerSample]:
+def judged(answers: Sequence[ActionChunk]) -> list[ActionChunkSample]:
     return [with_advantage(answer, 1.0 - 1.5 * (number % 2)) for number, answer in enumerate(answers)]
 
 
-def plainly(loaded: LoadedPolicy, images: ImageStore, sample: Answer, model: Any = None) -> np.ndarray:
+def plainly(loaded: LoadedPolicy, images: ImageStore, sample: ActionChunk, model: Any = None) -> np.ndarray:
     """(K,) ln softmax(logits / temperature) of the sample's tokens, from a full pass in float64 for each of them."""
     processor, model = loaded.processor(), copy.deepcopy(model or loaded.model).double()
     seen = {name: np.asarray(images.open(ref)) for name, ref in zip(sample.cameras, sample.images, strict=True)}
@@ -182,7 +182,7 @@ def test_tokens_are_drawn_by_their_probabilities_and_row_by_row() -> None:
 
 
 def test_log_probs_are_those_of_a_plain_recomputation(
-    loaded: LoadedPolicy, images: ImageStore, answers: list[Answer]
+    loaded: LoadedPolicy, images: ImageStore, answers: list[ActionChunk]
 ) -> None:
     for each in answers[:3]:
         assert each.logprobs == pytest.approx(plainly(loaded, images, each), abs=1e-5)
@@ -193,7 +193,7 @@ def test_log_probs_are_those_of_a_plain_recomputation(
 
 
 def test_rollouts_depend_on_neither_batch_nor_processes_nor_deaths(
-    loaded: LoadedPolicy, images: ImageStore, answers: list[Answer], tmp_path: Path
+    loaded: LoadedPolicy, images: ImageStore, answers: list[ActionChunk], tmp_path: Path
 ) -> None:
     others = [(8, [Kitchen()]), (4, [Kitchen(), Kitchen((5,)), Kitchen((3, 4)), Kitchen()])]
     tables = []
@@ -206,7 +206,7 @@ def test_rollouts_depend_on_neither_batch_nor_processes_nor_deaths(
     assert build_batch(answers, EpisodeGroupMean(name="group_mean")).metrics["answers/undecoded"] == undecoded > 0
 
 
-def hand_loss(objective: str, ratio: str, samples: Sequence[AnswerSample], now: Sequence[np.ndarray]) -> float:
+def hand_loss(objective: str, ratio: str, samples: Sequence[ActionChunkSample], now: Sequence[np.ndarray]) -> float:
     """The mean over ratios of each objective's loss, from its paper's formula."""
     losses: list[float] = []
     for sample, logprobs in zip(samples, now, strict=True):
@@ -226,7 +226,7 @@ def hand_loss(objective: str, ratio: str, samples: Sequence[AnswerSample], now: 
 @pytest.mark.parametrize("objective", ["ppo", "gspo", "cispo"])
 @pytest.mark.parametrize("ratio", ["token", "chunk"])
 def test_updates_are_those_of_the_objectives_formulas(
-    objective: str, ratio: str, loaded: LoadedPolicy, images: ImageStore, answers: list[Answer], tmp_path: Path
+    objective: str, ratio: str, loaded: LoadedPolicy, images: ImageStore, answers: list[ActionChunk], tmp_path: Path
 ) -> None:
     write_batch(tmp_path, judged(answers[:4]))
     samples = read_batch(tmp_path)
@@ -250,7 +250,7 @@ def test_updates_are_those_of_the_objectives_formulas(
 
 
 def test_micro_batches_are_sums_of_the_same_answers(
-    loaded: LoadedPolicy, images: ImageStore, answers: list[Answer]
+    loaded: LoadedPolicy, images: ImageStore, answers: list[ActionChunk]
 ) -> None:
     samples = judged(answers[:4])
     reports = [learner(loaded, images, micro_batch_size=width).step(samples) for width in (1, 4, 100)]
@@ -319,8 +319,10 @@ def test_a_run_of_action_tokens_with_evaluations(loaded: LoadedPolicy, tmp_path:
     assert run.evaluations is not None and run.evaluations.metrics[0]["episodes"] == 12
 
 
-def test_samples_of_another_kind_are_refused(loaded: LoadedPolicy, images: ImageStore, answers: list[Answer]) -> None:
-    load, samples = AnswerLoader(loaded.processor(), images, "discrete"), judged(answers)
+def test_samples_of_another_kind_are_refused(
+    loaded: LoadedPolicy, images: ImageStore, answers: list[ActionChunk]
+) -> None:
+    load, samples = ActionChunkLoader(loaded.processor(), images, "discrete"), judged(answers)
     load.refuse(samples, "here")
     unknown = replace(samples[0], tokens=np.full_like(samples[0].tokens, 100_000))
     for wrong in (

@@ -35,7 +35,7 @@ class EncodedObservation(RobotObservation):
 
 
 @dataclass(frozen=True)
-class PlainAnswer:
+class PlainChunk:
     """A chunk as an evaluation has it: (n_action_steps, action dimensions) float32 in the dataset's units."""
 
     actions: Floats
@@ -43,7 +43,7 @@ class PlainAnswer:
 
 
 @dataclass(frozen=True)
-class ExploredAnswer:
+class FlowChunk:
     """A chunk with its log-prob, because one step of its denoising was drawn from a normal distribution, or with what
     its flow-matching losses say in place of it.
 
@@ -63,7 +63,7 @@ class ExploredAnswer:
 
 
 @dataclass(frozen=True)
-class SpokenAnswer:
+class TokenChunk:
     """A chunk whose action tokens were drawn one by one.
 
     actions: (n_action_steps, action dimensions) float32 in the dataset's units; the middle of each dimension's range
@@ -149,13 +149,13 @@ class MolmoAct2Policy:
             chunks = self._sampled(examples, seeds, [observation.previous for observation in observations])
         return self._processor.decode(chunks)[:, : self.n_action_steps]
 
-    def answer(self, observations: Sequence[RobotObservation], seeds: Sequence[int]) -> list[PlainAnswer]:
+    def answer(self, observations: Sequence[RobotObservation], seeds: Sequence[int]) -> list[PlainChunk]:
         """As `predict`."""
-        return [PlainAnswer(actions) for actions in self.predict(observations, seeds)]
+        return [PlainChunk(actions) for actions in self.predict(observations, seeds)]
 
     def explore(
         self, observations: Sequence[RobotObservation], seeds: Sequence[int], noise_level: float
-    ) -> list[ExploredAnswer]:
+    ) -> list[FlowChunk]:
         """As `predict`, from the same noise, with one step of each answer drawn at random; see `Sampler.explore`."""
         sampler = self._sampler
         examples = in_threads(self._example, observations)
@@ -167,7 +167,7 @@ class MolmoAct2Policy:
 
     def judge(
         self, observations: Sequence[RobotObservation], seeds: Sequence[int], flow_samples: int
-    ) -> list[ExploredAnswer]:
+    ) -> list[FlowChunk]:
         """As `predict`, from the same noise, with each answer's flow-matching losses; see `Sampler.judge`."""
         examples = in_threads(self._example, observations)
         chunks = self._sampler.judge(examples, seeds, flow_samples)
@@ -176,14 +176,14 @@ class MolmoAct2Policy:
 
     def speak(
         self, observations: Sequence[RobotObservation], seeds: Sequence[int], temperature: float
-    ) -> list[SpokenAnswer]:
+    ) -> list[TokenChunk]:
         """As `predict` of action tokens, which are drawn: row i by seed i alone."""
         examples = in_threads(self._example, observations)
         drawn = self._sampler.draw(examples, seeds, self._most_tokens, temperature)
         chunks, decoded = self._decoded([each.tokens for each in drawn])
         actions = self._processor.decode(chunks)[:, : self.n_action_steps]
         return [
-            SpokenAnswer(
+            TokenChunk(
                 actions=actions[row],
                 tokens=np.array(each.tokens, np.int32),
                 logprobs=np.array(each.logprobs),
@@ -274,11 +274,11 @@ class MolmoAct2Policy:
         steps: Sequence[int | None],
         logprobs: Tensor,
         values: Tensor | None,
-    ) -> list[ExploredAnswer]:
+    ) -> list[FlowChunk]:
         """Of each row, from the normalized actions (N, T, max_action_dim) and what an answer tells of them."""
         actions, carried, own = self._processor.decode(normalized.numpy()), self.n_action_steps, self.action_dimensions
         return [
-            ExploredAnswer(
+            FlowChunk(
                 actions=actions[row, :carried],
                 before=before[row].numpy(),
                 after=after[row].numpy(),

@@ -101,7 +101,7 @@ def row_noise(seeds: Sequence[int], horizon: int, dimensions: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class ExploredChunks:
+class FlowSDEChunks:
     """Chunks of N rows with one step drawn at random, on the CPU; see `flow_sde`.
 
     actions, before, after, velocity: (N, T, max_action_dim) float32: the normalized actions, and of the drawn step the
@@ -118,7 +118,7 @@ class ExploredChunks:
 
 
 @dataclass(frozen=True)
-class JudgedChunks:
+class ScoredChunks:
     """Euler's chunks of N rows with their flow-matching losses, on the CPU; see `flow.loss_logprobs`.
 
     actions: (N, T, max_action_dim) float32, normalized. noise: (N, F, T, max_action_dim) float32, of the losses.
@@ -182,7 +182,7 @@ class Sampler:
         sharded = any(isinstance(module, FSDPModule) for module in model.modules())
         self._euler_steps = self._euler if sharded else GraphedFunction(self._euler, self.device)
         self._flow_sde_steps = self._flow_sde if sharded else GraphedFunction(self._flow_sde, self.device)
-        self._judged_steps = self._judged if sharded else GraphedFunction(self._judged, self.device)
+        self._scored_steps = self._scored if sharded else GraphedFunction(self._scored, self.device)
 
     @torch.no_grad()
     def sample(self, examples: Sequence[Example], seeds: Sequence[int]) -> Tensor:
@@ -212,7 +212,7 @@ class Sampler:
         return chunks
 
     @torch.no_grad()
-    def explore(self, examples: Sequence[Example], seeds: Sequence[int], noise_level: float) -> ExploredChunks:
+    def explore(self, examples: Sequence[Example], seeds: Sequence[int], noise_level: float) -> FlowSDEChunks:
         """As `sample`, from the same noise, but with one step of Flow-SDE in each row.
 
         Which step, and how it falls, is drawn from the row's seed after the noise.
@@ -232,10 +232,10 @@ class Sampler:
             examples,
             lambda rows, batch: self._flow_sde_steps([*(each[rows] for each in random), *batch.observed()]),
         )
-        return ExploredChunks(actions, before, after, velocity, drawn, values[0] if values else None)
+        return FlowSDEChunks(actions, before, after, velocity, drawn, values[0] if values else None)
 
     @torch.no_grad()
-    def judge(self, examples: Sequence[Example], seeds: Sequence[int], flow_samples: int) -> JudgedChunks:
+    def judge(self, examples: Sequence[Example], seeds: Sequence[int], flow_samples: int) -> ScoredChunks:
         """As `sample`, from the same noise, with the losses of each row's answer at `flow_samples` times.
 
         Their noise is drawn from the row's seed after the answer's.
@@ -246,9 +246,9 @@ class Sampler:
         shape = (self.horizon, self.model.config.max_action_dim)
         noise = torch.stack([_draw_noises(seed, shape, flow_samples) for seed in seeds])
         actions, logprobs, *values = self._in_groups(
-            examples, lambda rows, batch: self._judged_steps([noise[rows], *batch.observed()])
+            examples, lambda rows, batch: self._scored_steps([noise[rows], *batch.observed()])
         )
-        return JudgedChunks(actions, noise[:, 1:], logprobs, values[0] if values else None)
+        return ScoredChunks(actions, noise[:, 1:], logprobs, values[0] if values else None)
 
     @torch.no_grad()
     def generate(self, examples: Sequence[Example], max_steps: int) -> list[list[int]]:
@@ -332,7 +332,7 @@ class Sampler:
             x = x + self._velocity(x, step, given) * given.used / self.plan.steps
         return x
 
-    def _judged(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+    def _scored(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         """noise (N, 1 + F, T, D), then `observed`: actions and their log-probs (N, T, D), and with a value head (N,)
         values."""
         noise, *observed = (one.to(self.device) for one in inputs)

@@ -225,7 +225,7 @@ def test_an_example_beyond_the_width_is_refused() -> None:
 def test_a_cuda_graph_samples_what_the_loop_does_and_rows_keep_their_bits() -> None:
     model, examples = _calm_model().cuda(), _observed(3)
     plain = _sampler(model, 2)
-    plain._euler_steps, plain._flow_sde_steps, plain._judged_steps = plain._euler, plain._flow_sde, plain._judged
+    plain._euler_steps, plain._flow_sde_steps, plain._scored_steps = plain._euler, plain._flow_sde, plain._scored
     graphed = _sampler(model, 2)
     expected, explored = plain.sample(examples, SEEDS), plain.explore(examples, SEEDS, 0.5)
     judged = plain.judge(examples, SEEDS, 4)

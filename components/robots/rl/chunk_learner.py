@@ -17,9 +17,9 @@ from torch import Tensor
 
 from armature.components.robots.imitation.opening import parameter_groups, scheduled
 from armature.components.robots.policies.molmoact2.modeling.model import MolmoAct2
-from armature.components.robots.rl.loader import AnswerBatch, Load, loaded_ahead
+from armature.components.robots.rl.loader import ActionChunkBatch, Load, loaded_ahead
 from armature.components.robots.rl.settings import GAE, RobotRLTrainerSettings
-from armature.components.robots.rl.table import AnswerSample
+from armature.components.robots.rl.table import ActionChunkSample
 from armature.components.training.engine import AppliedUpdate, ParameterGroup, TrainingEngine, peak_memory_gib
 from armature.components.training.ranks import Ranks
 
@@ -53,12 +53,12 @@ class Update:
     step: int
     index: int
     count: int
-    samples: Sequence[AnswerSample]
+    samples: Sequence[ActionChunkSample]
     solved: frozenset[str]
     mean_advantage: float
 
 
-class AnswerLearner(TrainingEngine[MolmoAct2]):
+class ActionChunkLearner(TrainingEngine[MolmoAct2]):
     """A policy, its optimizer, and in which updates answers change them.
 
     Args:
@@ -103,7 +103,7 @@ class AnswerLearner(TrainingEngine[MolmoAct2]):
 
     @abstractmethod
     def _losses(
-        self, samples: Sequence[AnswerSample], part: AnswerBatch, update: Update
+        self, samples: Sequence[ActionChunkSample], part: ActionChunkBatch, update: Update
     ) -> tuple[Tensor, dict[str, float]]:
         """The addend of some answers of an update, and sums of metrics, with how many RATIOS, ANSWERS and SLOTS.
 
@@ -111,7 +111,7 @@ class AnswerLearner(TrainingEngine[MolmoAct2]):
             part: what the samples were loaded as, on the model's device.
         """
 
-    def step(self, samples: Sequence[AnswerSample]) -> dict[str, float]:
+    def step(self, samples: Sequence[ActionChunkSample]) -> dict[str, float]:
         """Train on the answers of one step, `epochs` times; every rank calls it with the same.
 
         A step without answers, because every group agreed or none was solved, changes nothing and counts. With
@@ -172,7 +172,7 @@ class AnswerLearner(TrainingEngine[MolmoAct2]):
     def _updates(self, count: int, number: int) -> list[list[int]]:
         return update_rows(count, self.settings, number)
 
-    def _own(self, samples: Sequence[AnswerSample]) -> list[tuple[Sequence[AnswerSample], bool]]:
+    def _own(self, samples: Sequence[ActionChunkSample]) -> list[tuple[Sequence[ActionChunkSample], bool]]:
         """The micro-batches of this rank, and whether they count.
 
         Where ranks gather a model that is split, one that has fewer micro-batches than others computes dummy samples.
