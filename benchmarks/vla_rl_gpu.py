@@ -112,10 +112,10 @@ def answers(loaded: LoadedPolicy, seen: list[RobotObservation], rows: int) -> di
     whole, model = [], []
     for seed in range(8):
         began = time.perf_counter()
-        policy.explore(given, range(seed, seed + rows), NOISE)
+        policy.sample_flow_sde(given, range(seed, seed + rows), NOISE)
         whole.append(time.perf_counter() - began)
         began = time.perf_counter()
-        policy._sampler.explore(examples, range(seed, seed + rows), NOISE)
+        policy._sampler.sample_flow_sde(examples, range(seed, seed + rows), NOISE)
         model.append(time.perf_counter() - began)
     found = {"rows": rows, "tokens": examples[0].length, "width": policy._sampler._width(examples[0])}
     return found | {"ms": 1e3 * statistics.median(whole[2:]), "model_ms": 1e3 * statistics.median(model[2:])}

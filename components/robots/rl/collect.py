@@ -126,15 +126,15 @@ class RolloutPolicy(Protocol):
 
     def answer(self, observations: Sequence[RobotObservation], seeds: Sequence[int]) -> list[PlainChunk]: ...
 
-    def explore(
+    def sample_flow_sde(
         self, observations: Sequence[RobotObservation], seeds: Sequence[int], noise_level: float
     ) -> list[FlowChunk]: ...
 
-    def judge(
+    def score_flow_losses(
         self, observations: Sequence[RobotObservation], seeds: Sequence[int], flow_samples: int
     ) -> list[FlowChunk]: ...
 
-    def speak(
+    def sample_action_tokens(
         self, observations: Sequence[RobotObservation], seeds: Sequence[int], temperature: float
     ) -> list[TokenChunk]: ...
 
@@ -234,12 +234,12 @@ class Collector:
         with self.times.measured("policy") as counted:
             counted["policy/passes"] = 1
             if settings.inference_action_mode == "discrete":
-                return self._policy.speak(observations, seeds, settings.temperature)
+                return self._policy.sample_action_tokens(observations, seeds, settings.temperature)
             if settings.likelihood == "fpo":
-                return self._policy.judge(observations, seeds, settings.flow_samples)
+                return self._policy.score_flow_losses(observations, seeds, settings.flow_samples)
             if settings.likelihood == "none":
                 return self._policy.answer(observations, seeds)
-            return self._policy.explore(observations, seeds, settings.noise_level)
+            return self._policy.sample_flow_sde(observations, seeds, settings.noise_level)
 
     def _play(
         self,

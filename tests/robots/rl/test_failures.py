@@ -179,15 +179,15 @@ class Dizzy(RolloutPolicy):
     def prepared(self, observation: RobotObservation) -> RobotObservation:
         return self._inner.prepared(observation)
 
-    def explore(
+    def sample_flow_sde(
         self, observations: Sequence[RobotObservation], seeds: Sequence[int], noise_level: float
     ) -> list[FlowChunk]:
-        found = self._inner.explore(observations, seeds, noise_level)
+        found = self._inner.sample_flow_sde(observations, seeds, noise_level)
         return [
             replace(each, **self._changes) if seed % 5 == 0 else each for each, seed in zip(found, seeds, strict=True)
         ]
 
-    def speak(
+    def sample_action_tokens(
         self, observations: Sequence[RobotObservation], seeds: Sequence[int], temperature: float
     ) -> list[TokenChunk]:
         raise NotImplementedError

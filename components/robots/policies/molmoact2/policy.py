@@ -153,28 +153,28 @@ class MolmoAct2Policy:
         """As `predict`."""
         return [PlainChunk(actions) for actions in self.predict(observations, seeds)]
 
-    def explore(
+    def sample_flow_sde(
         self, observations: Sequence[RobotObservation], seeds: Sequence[int], noise_level: float
     ) -> list[FlowChunk]:
-        """As `predict`, from the same noise, with one step of each answer drawn at random; see `Sampler.explore`."""
+        """Predict from the same noise as `predict`, with one random Flow-SDE step per row (see `Sampler`)."""
         sampler = self._sampler
         examples = in_threads(self._example, observations)
-        chunks = sampler.explore(examples, seeds, noise_level)
+        chunks = sampler.sample_flow_sde(examples, seeds, noise_level)
         sigmas = noise_scales(sampler.plan.steps, noise_level)
         logprobs = step_logprobs(chunks.before, chunks.after, chunks.velocity, chunks.step, sigmas)
         steps = chunks.step.tolist()
         return self._explored(chunks.actions, chunks.before, chunks.after, steps, logprobs, chunks.values)
 
-    def judge(
+    def score_flow_losses(
         self, observations: Sequence[RobotObservation], seeds: Sequence[int], flow_samples: int
     ) -> list[FlowChunk]:
-        """As `predict`, from the same noise, with each answer's flow-matching losses; see `Sampler.judge`."""
+        """Predict the same chunks as `predict`, and score each by its flow-matching losses (see `Sampler`)."""
         examples = in_threads(self._example, observations)
-        chunks = self._sampler.judge(examples, seeds, flow_samples)
+        chunks = self._sampler.score_flow_losses(examples, seeds, flow_samples)
         steps = [None] * len(examples)
         return self._explored(chunks.actions, chunks.noise, chunks.actions, steps, chunks.logprobs, chunks.values)
 
-    def speak(
+    def sample_action_tokens(
         self, observations: Sequence[RobotObservation], seeds: Sequence[int], temperature: float
     ) -> list[TokenChunk]:
         """As `predict` of action tokens, which are drawn: row i by seed i alone."""
@@ -194,9 +194,9 @@ class MolmoAct2Policy:
         ]
 
     def add_value_head(self, seed: int) -> None:
-        """From now on `explore`, `judge` and `speak` tell values, 0 until `load_weights`.
+        """Add a value head, whose values are returned by all methods that sample or score chunks.
 
-        Call it before the first answer.
+        Values are 0 until `load_weights`. Call this method before the first prediction.
         """
         self._sampler.model.add_value_head(seed, of_tokens=self._mode == "discrete")
 

@@ -212,7 +212,7 @@ class Sampler:
         return chunks
 
     @torch.no_grad()
-    def explore(self, examples: Sequence[Example], seeds: Sequence[int], noise_level: float) -> FlowSDEChunks:
+    def sample_flow_sde(self, examples: Sequence[Example], seeds: Sequence[int], noise_level: float) -> FlowSDEChunks:
         """As `sample`, from the same noise, but with one step of Flow-SDE in each row.
 
         Which step, and how it falls, is drawn from the row's seed after the noise.
@@ -235,7 +235,7 @@ class Sampler:
         return FlowSDEChunks(actions, before, after, velocity, drawn, values[0] if values else None)
 
     @torch.no_grad()
-    def judge(self, examples: Sequence[Example], seeds: Sequence[int], flow_samples: int) -> ScoredChunks:
+    def score_flow_losses(self, examples: Sequence[Example], seeds: Sequence[int], flow_samples: int) -> ScoredChunks:
         """As `sample`, from the same noise, with the losses of each row's answer at `flow_samples` times.
 
         Their noise is drawn from the row's seed after the answer's.

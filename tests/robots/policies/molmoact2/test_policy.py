@@ -67,8 +67,8 @@ def test_prepared_observations_are_not_encoded_again_and_have_the_same_answers(p
     assert [each.images for each in prepared] == [each.images for each in OBSERVATIONS]
     blind = [replace(each, images={}) for each in prepared]
     mixed = [*blind[:2], *OBSERVATIONS[2:4], blind[4]]
-    expected = policy.explore(OBSERVATIONS, SEEDS, 0.5)
-    for found, wanted in zip(policy.explore(mixed, SEEDS, 0.5), expected, strict=True):
+    expected = policy.sample_flow_sde(OBSERVATIONS, SEEDS, 0.5)
+    for found, wanted in zip(policy.sample_flow_sde(mixed, SEEDS, 0.5), expected, strict=True):
         assert found.actions.tobytes() == wanted.actions.tobytes()
         assert found.logprobs.tobytes() == wanted.logprobs.tobytes()
     assert policy.predict(mixed, SEEDS).tobytes() == policy.predict(OBSERVATIONS, SEEDS).tobytes()

@@ -78,20 +78,20 @@ def test_ten_euler_steps_are_those_of_the_formulas(mask_dimensions: bool) -> Non
 def test_a_row_explores_from_the_same_noise_and_keeps_its_bits() -> None:
     examples, seeds = _observed(3), [*SEEDS, 3, 4, 5, 6, 7, 8]
     sampler = Sampler(_calm_model(), PLAN, horizon=HORIZON, group=3, width=40, pad_id=0)
-    assert sampler.explore(examples, SEEDS, 0.5).values is None
+    assert sampler.sample_flow_sde(examples, SEEDS, 0.5).values is None
     torch.nn.init.normal_(sampler.model.add_value_head(0).layers[-1].weight)
-    together = sampler.explore(examples * 3, seeds, 0.5)
+    together = sampler.sample_flow_sde(examples * 3, seeds, 0.5)
     assert len(set(together.step.tolist())) > 2
     assert together.values is not None and len(set(together.values.tolist())) == 7  # two rows come twice
     for row, seed in enumerate(seeds):
-        alone = sampler.explore(examples[row % 3 :][:1], [seed], 0.5)
+        alone = sampler.sample_flow_sde(examples[row % 3 :][:1], [seed], 0.5)
         assert all(torch.equal(value[0], vars(together)[name][row]) for name, value in vars(alone).items())
         step = int(together.step[row])
         cut = Sampler(sampler.model, replace(PLAN, steps=10), horizon=HORIZON, group=1, width=40, pad_id=0)
         cut._velocity = lambda x, k, rest, own=sampler._velocity, step=step: own(x, k, rest) * (k < step)  # type: ignore
         assert torch.equal(cut.sample(examples[row % 3 :][:1], [seed])[0], together.before[row])
         assert not together.after[row, :, USED:].any() and together.after[row, :, :USED].all()
-    narrow = sampler.explore(examples, SEEDS, 1e-7).actions
+    narrow = sampler.sample_flow_sde(examples, SEEDS, 1e-7).actions
     torch.testing.assert_close(narrow, sampler.sample(examples, SEEDS), rtol=0, atol=1e-5)
 
 
@@ -99,12 +99,12 @@ def test_a_row_explores_from_the_same_noise_and_keeps_its_bits() -> None:
 def test_a_judged_answer_is_the_one_of_an_evaluation_with_the_losses_of_the_formulas(mask_dimensions: bool) -> None:
     model, examples, seeds = _calm_model(), _observed(3), [*SEEDS, 3, 4, 5]
     sampler = _sampler(model, mask_dimensions=mask_dimensions)
-    found = sampler.judge(examples * 2, seeds, 4)
+    found = sampler.score_flow_losses(examples * 2, seeds, 4)
     assert torch.equal(found.actions, sampler.sample(examples * 2, seeds)) and found.values is None
     weights = {name: value.detach().double() for name, value in model.action_expert.named_parameters()}
     used = torch.arange(DIMENSIONS) < (USED if mask_dimensions else DIMENSIONS)
     for row, seed in enumerate(seeds):
-        alone = sampler.judge(examples[row % 3 :][:1], [seed], 4)
+        alone = sampler.score_flow_losses(examples[row % 3 :][:1], [seed], 4)
         assert all(
             torch.equal(vars(alone)[name][0], vars(found)[name][row]) for name in ("actions", "noise", "logprobs")
         )
@@ -122,7 +122,7 @@ def test_a_judged_answer_is_the_one_of_an_evaluation_with_the_losses_of_the_form
             errors += (velocity - (actions - noise)) ** 2 / 4
         torch.testing.assert_close(found.logprobs[row][:, used], -errors[:, used], rtol=1e-5, atol=1e-5)
     torch.nn.init.normal_(model.add_value_head(0).layers[-1].weight)
-    valued = sampler.judge(examples, SEEDS, 4).values
+    valued = sampler.score_flow_losses(examples, SEEDS, 4).values
     assert valued is not None and len(set(valued.tolist())) == 3
 
 
@@ -151,8 +151,8 @@ def test_a_row_on_a_gpu_is_as_wide_as_itself_in_tiles(monkeypatch: pytest.Monkey
     assert [(rows, batch.input_ids.shape[1]) for rows, batch in sampler._groups(examples)] == groups[group]
     for answers in (
         lambda one: {"actions": one.sample(examples, SEEDS)},
-        lambda one: vars(one.explore(examples, SEEDS, 0.5)),
-        lambda one: vars(one.judge(examples, SEEDS, 2)),
+        lambda one: vars(one.sample_flow_sde(examples, SEEDS, 0.5)),
+        lambda one: vars(one.score_flow_losses(examples, SEEDS, 2)),
     ):
         torch.testing.assert_close(answers(sampler), answers(plain), rtol=0, atol=1e-4)
     assert sampler.generate(examples, 6) == plain.generate(examples, 6)
@@ -227,13 +227,13 @@ def test_a_cuda_graph_samples_what_the_loop_does_and_rows_keep_their_bits() -> N
     plain = _sampler(model, 2)
     plain._euler_steps, plain._flow_sde_steps, plain._scored_steps = plain._euler, plain._flow_sde, plain._scored
     graphed = _sampler(model, 2)
-    expected, explored = plain.sample(examples, SEEDS), plain.explore(examples, SEEDS, 0.5)
-    judged = plain.judge(examples, SEEDS, 4)
+    expected, explored = plain.sample(examples, SEEDS), plain.sample_flow_sde(examples, SEEDS, 0.5)
+    judged = plain.score_flow_losses(examples, SEEDS, 4)
     for _ in range(2):
         assert torch.equal(graphed.sample(examples, SEEDS), expected)
-        found = graphed.explore(examples, SEEDS, 0.5)
+        found = graphed.sample_flow_sde(examples, SEEDS, 0.5)
         assert all(torch.equal(value, vars(found)[name]) for name, value in vars(explored).items() if name != "values")
-        losses = graphed.judge(examples, SEEDS, 4)
+        losses = graphed.score_flow_losses(examples, SEEDS, 4)
         assert all(torch.equal(value, vars(losses)[name]) for name, value in vars(judged).items() if name != "values")
     for index in range(3):
         assert torch.equal(graphed.sample(examples[index : index + 1], SEEDS[index : index + 1])[0], expected[index])
