@@ -19,7 +19,7 @@ class Sleeping:
         time.sleep(GENERATE)
         return step
 
-    def awaits(self, step: int) -> None: ...
+    def wait_for_rollouts(self, step: int) -> None: ...
 
     def batch(self, step: int, rollouts: Any) -> Any:
         return step

@@ -140,7 +140,7 @@ class TrainingRun(ABC):
         return self.store.find(self.ROLLOUTS, self._key(step)) or self._play(step)
 
     @abstractmethod
-    def awaits(self, step: int) -> None:
+    def wait_for_rollouts(self, step: int) -> None:
         """Hurry the rollouts of `step`: nothing goes on without them."""
 
     def batch(self, step: int, rollouts: Artifact) -> Artifact:

@@ -24,29 +24,56 @@ SHOWN = {
 
 
 class StepUnits(Protocol):
-    """The units of one step. Each can be asked again after a crash and returns what it made before.
+    """The units of work of which `run_loop` makes a training step.
 
-    `awaits` is no unit: it says that nothing goes on without the rollouts of `step`, by the bound of staleness.
-    `record` returns the metrics that it has recorded: those of the trainer and the loop, and all others of the step.
+    A unit may be called again after a crash; it then returns what it made before.
     """
 
-    def rollouts(self, step: int) -> Artifact: ...
+    def rollouts(self, step: int) -> Artifact:
+        """Play the rollouts of `step` and return them as an artifact."""
+        ...
 
-    def awaits(self, step: int) -> None: ...
+    def wait_for_rollouts(self, step: int) -> None:
+        """Be told that the loop cannot continue without the rollouts of `step`. Called just before it blocks on them.
 
-    def batch(self, step: int, rollouts: Artifact) -> Artifact: ...
+        An implementation may replace workers that are late, or do nothing.
+        """
+        ...
 
-    def train(self, step: int, batch: Artifact) -> dict[str, float]: ...
+    def batch(self, step: int, rollouts: Artifact) -> Artifact:
+        """Turn the rollouts of `step` into its batch of training samples."""
+        ...
 
-    def save(self, step: int) -> None: ...
+    def train(self, step: int, batch: Artifact) -> dict[str, float]:
+        """Apply `step` to the weights and return the trainer's metrics."""
+        ...
 
-    def sync(self, version: int) -> None: ...
+    def save(self, step: int) -> None:
+        """Write a checkpoint if one is due after `step`."""
+        ...
 
-    def evaluates(self, step: int) -> bool: ...
+    def sync(self, version: int) -> None:
+        """Give the weights after step `version` to the servers that sample."""
+        ...
 
-    def evaluate(self, step: int) -> bool: ...
+    def evaluates(self, step: int) -> bool:
+        """Tell whether an evaluation is due after `step`."""
+        ...
 
-    def record(self, step: int, metrics: dict[str, float]) -> dict[str, float]: ...
+    def evaluate(self, step: int) -> bool:
+        """Evaluate the weights after `step`; True ends the training."""
+        ...
+
+    def record(self, step: int, metrics: dict[str, float]) -> dict[str, float]:
+        """Add the metrics of `step` to the history.
+
+        Args:
+            metrics: of the trainer and the loop.
+
+        Returns:
+            The complete row: `metrics`, and what rollouts, batch and evaluation of the step add to them.
+        """
+        ...
 
 
 @dataclass(frozen=True)
@@ -95,7 +122,7 @@ def run_loop(steps: StepUnits, first: int, plan: LoopPlan, units: Units, events:
     postfix: dict[str, float] = {}
     for step in range(first, last + 1):
         clock = _Clock()
-        steps.awaits(step)
+        steps.wait_for_rollouts(step)
         rollouts = pending.popleft().result()
         clock.lap("timing/wait_for_rollouts")
         if overlaps:
@@ -105,7 +132,7 @@ def run_loop(steps: StepUnits, first: int, plan: LoopPlan, units: Units, events:
         metrics = units.submit(f"step-{step:05d}", steps.train, step, batch).result()
         clock.lap("timing/train")
         if overlaps and pending:
-            steps.awaits(step + 1)
+            steps.wait_for_rollouts(step + 1)
             pending[0].result()
             clock.lap("timing/wait_for_rollouts")
         steps.save(step)

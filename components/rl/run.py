@@ -117,7 +117,7 @@ class RLRun(TrainingRun):
             self.parts.workers.forget(step)
         return made
 
-    def awaits(self, step: int) -> None:
+    def wait_for_rollouts(self, step: int) -> None:
         """Replace workers that are late with the rollouts of `step`, which training waits for."""
         if self.parts.workers is not None:
             self.parts.workers.awaited(step)

@@ -48,7 +48,7 @@ class RecordingSteps:
         self._note(f"rollouts {step} end")
         return Artifact(kind="rollouts", path=Path(str(step)), digest=str(step))
 
-    def awaits(self, step: int) -> None:
+    def wait_for_rollouts(self, step: int) -> None:
         self._note(f"rollouts {step} awaited")
 
     def batch(self, step: int, rollouts: Artifact) -> Artifact:

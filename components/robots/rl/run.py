@@ -76,7 +76,7 @@ class RobotRLRun(TrainingRun):
     def version(self) -> int:
         return self._version
 
-    def awaits(self, step: int) -> None: ...
+    def wait_for_rollouts(self, step: int) -> None: ...
 
     def _play(self, step: int) -> Artifact:
         """Collect with the weights that the policy has: those after the step before, or with `max_staleness` after the
