@@ -96,6 +96,7 @@ def test_unknown_names_suggest_the_nearest():
         ("trainer.correction={mode='none', cap=2.0}", "extra_forbidden", "trainer.correction.cap 'none' mode"),
         ("trainer.objective.mask_ratio_lo=0.1", "extra_forbidden", "'mask_ratio' 'mask_ratio_low'"),
         ("trainer.objective={name='ppo', clip_hihg=0.2}", "extra_forbidden", "objective.clip_hihg 'ppo' 'clip_high'"),
+        ("evaluation.panel_tasks=8", "extra_forbidden", "evaluation.panel_tasks 'heldout_tasks'"),
         ("trainer.dr_grpo_length=4", "without_effect", "dr_grpo_length token"),
         ("trainer.aggregation=dr_grpo", "dr_grpo_length_missing", "dr_grpo_length"),
         ("trainer.logprobs={name='normal', chunk_tokens=8}", "extra_forbidden", "logprobs.chunk_tokens 'normal'"),

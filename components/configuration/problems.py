@@ -16,6 +16,10 @@ SHORT = reprlib.Repr()
 SHORT.maxstring = SHORT.maxother = SHORT.maxlong = 200
 
 
+NEW_NAMES = {"panel_tasks": "heldout_tasks", "panel_episodes": "heldout_episodes"}
+"""New name of each setting that was renamed, by its old name."""
+
+
 def code_of(error: ValidationError) -> str:
     """Return the type of the first problem, which is the code: pydantic's, or ours from a PydanticCustomError."""
     first = error.errors()[0]
@@ -40,7 +44,8 @@ def explain(error: ValidationError, section: str, model: type[BaseModel]) -> str
         message = problem["msg"].removeprefix("Value error, ")
         line = f"{key}: {message}" if key else message
         if problem["type"] == "extra_forbidden":
-            line = f"{key} is not a setting{f' of {variant!r}' if variant else ''}; {suggestion(path[-1], known)}"
+            line = f"{key} is not a setting{f' of {variant!r}' if variant else ''}; "
+            line += f"it is now called {new!r}" if (new := NEW_NAMES.get(path[-1])) else suggestion(path[-1], known)
         elif problem["type"] == "union_tag_not_found":
             discriminator = problem["ctx"]["discriminator"].strip("'")
             line = f"{key}.{discriminator}: Field required"

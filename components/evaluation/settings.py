@@ -76,25 +76,27 @@ class EvaluationSchedule(Settings):
         return self
 
 
-class PanelSettings(EvaluationSchedule, PlaySettings):
-    """The panel: held-out tasks that the policy plays between the steps of its training."""
+class HeldoutSetSettings(EvaluationSchedule, PlaySettings):
+    """A fixed set of held-out tasks that the policy plays between the steps of its training."""
 
-    panel_tasks: PositiveInt = 64
-    """How many held-out tasks are played during training: the first ones, each time the same."""
+    heldout_tasks: PositiveInt = 64
+    """Number of held-out tasks played in each evaluation during training; always the first ones of the split."""
 
 
-class TrainEvaluationSettings(PanelSettings, EvaluationSettings):
+class TrainEvaluationSettings(HeldoutSetSettings, EvaluationSettings):
     """An evaluation of the trained model, and with `every` one of each so many steps while it trains.
 
     Both play by the same sampling and seed, so that a task is asked the same of every checkpoint.
     """
 
     @property
-    def panel(self) -> PanelSettings | None:
-        """What the training depends on; None without evaluations during it."""
+    def heldout_set(self) -> HeldoutSetSettings | None:
+        """The settings of evaluations during training, on which the training depends; None without such evaluations."""
         if not self.every:
             return None
-        return PanelSettings.model_validate({name: getattr(self, name) for name in PanelSettings.model_fields})
+        return HeldoutSetSettings.model_validate(
+            {name: getattr(self, name) for name in HeldoutSetSettings.model_fields}
+        )
 
 
 class EvaluateStageSettings(Settings):

@@ -19,7 +19,7 @@ from pydantic import (
 
 from armature.components.contracts.errors import ConfigurationError
 from armature.components.contracts.machine import Machine
-from armature.components.evaluation.settings import PanelSettings
+from armature.components.evaluation.settings import HeldoutSetSettings
 from armature.components.inference.settings import EvaluationSamplingSettings, SamplingSettings
 from armature.components.machine.registry import suggestion
 from armature.components.rl.settings import LoopSettings, PreflightSettings
@@ -173,7 +173,7 @@ class MultimodalRLConfig(BaseModel):
                 code="evaluates_old_weights",
                 remedy="set sync_to_vllm_every = 1, or eval_steps = 0",
             )
-        self.settings(), self.panel()
+        self.settings(), self.heldout_set()
 
     @property
     def group_size(self) -> int:
@@ -228,7 +228,7 @@ class MultimodalRLConfig(BaseModel):
             code = error.errors()[0]["type"]
             raise ConfigurationError(f"the options contradict each other: {error}", code=code) from error
 
-    def panel(self) -> PanelSettings | None:
+    def heldout_set(self) -> HeldoutSetSettings | None:
         """What is evaluated between steps; None: nothing.
 
         Raises:
@@ -242,9 +242,9 @@ class MultimodalRLConfig(BaseModel):
             )
         if not self.eval_steps:
             return None
-        return PanelSettings(
+        return HeldoutSetSettings(
             every=self.eval_steps,
-            panel_tasks=self.eval_tasks,
+            heldout_tasks=self.eval_tasks,
             patience=self.eval_patience,
             success_reward=self.eval_success_reward,
             sampling=EvaluationSamplingSettings(temperature=self.eval_temperature, max_tokens=self.max_tokens),

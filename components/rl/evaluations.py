@@ -28,7 +28,7 @@ from armature.components.evaluation.results import (
     split_metrics,
     write_results,
 )
-from armature.components.evaluation.settings import EvaluationSchedule, PanelSettings
+from armature.components.evaluation.settings import EvaluationSchedule, HeldoutSetSettings
 from armature.components.evaluation.wilson import Interval
 from armature.components.inference.pool import ServerPool
 from armature.components.rollouts.collect import collect
@@ -209,21 +209,25 @@ def write_step(
     return artifact
 
 
-# Evaluations during training: a fixed panel of held-out tasks, played by the weights after some of the steps.
+# Evaluations during training: the weights after some of the steps play a fixed set of held-out tasks.
 
 
 @dataclass(frozen=True)
-class HeldoutPanel:
-    """What is played. `environment` is not the one that training plays, which so notices nothing of it."""
+class HeldoutSet:
+    """Tasks played in every evaluation during training, with the environment that plays them.
 
-    settings: PanelSettings
+    `environment` is an instance of its own, so evaluation cannot disturb training. `digests` are the digests of the
+    inputs that the tasks come from, by name, for the manifest.
+    """
+
+    settings: HeldoutSetSettings
     tasks: Sequence[Task]
     environment: Environment
     digests: Mapping[str, str]
 
 
-class PanelEvaluations(Evaluations):
-    """Those of a panel that is played on servers."""
+class HeldoutEvaluations(Evaluations):
+    """Evaluations during training that play a held-out set on model servers."""
 
     KIND, STAGE, RATE, SUMMARY = "evaluations", "train-vlm", "accuracy", ("reward", "tasks")
     HISTORY_KEYS = {  # noqa: RUF012
@@ -237,18 +241,18 @@ class PanelEvaluations(Evaluations):
 
     def __init__(
         self,
-        panel: HeldoutPanel,
+        heldout: HeldoutSet,
         pool: ServerPool,
         portal: BlockingPortal,
         context: StageContext,
         store: ArtifactStore,
         last: int,
     ) -> None:
-        self.panel, self._pool, self._portal = panel, pool, portal
-        super().__init__(panel.settings, context, store, last)
+        self.heldout, self._pool, self._portal = heldout, pool, portal
+        super().__init__(heldout.settings, context, store, last)
 
     def play(self, step: int) -> None:
-        """Play every task of the panel with the weights after `step`, which the servers hold, and write the results.
+        """Play every held-out task with the weights after `step`, which the servers hold, and write the results.
 
         Raises:
             ServerError: no episode could be finished, or others than these weights played.
@@ -259,10 +263,10 @@ class PanelEvaluations(Evaluations):
         """Seeds are those of the evaluation stage, the same at every step. Afterwards the servers have forgotten the
         prompts and images: rollouts find them as they would without an evaluation.
         """
-        settings, context = self.panel.settings, self._context
+        settings, context = self.heldout.settings, self._context
         outputs = await collect(
-            self.panel.environment,
-            self.panel.tasks,
+            self.heldout.environment,
+            self.heldout.tasks,
             settings.samples_per_task,
             self._pool,
             ImageStore(context.images),
@@ -285,8 +289,8 @@ class PanelEvaluations(Evaluations):
                 code="other_weights_played",
                 remedy="start the run again: it resumes from its last checkpoint",
             )
-        settings = self.panel.settings
-        results = collect_results(outputs, self.panel.tasks, settings.success_reward)
+        settings = self.heldout.settings
+        results = collect_results(outputs, self.heldout.tasks, settings.success_reward)
         if failures := failures_said(results):
             self._context.events.message(f"evaluation after step {step}: {failures}")
 
@@ -294,8 +298,8 @@ class PanelEvaluations(Evaluations):
             write_rollouts(folder, outputs)
             write_results(folder, results)
 
-        rows = {"tasks": len(self.panel.tasks), "episodes": len(results)}
-        self._write(step, split_metrics(results), fill, rows=rows, drops=outputs.drops, inputs=self.panel.digests)
+        rows = {"tasks": len(self.heldout.tasks), "episodes": len(results)}
+        self._write(step, split_metrics(results), fill, rows=rows, drops=outputs.drops, inputs=self.heldout.digests)
 
     def measure(self, metrics: Mapping[str, Any]) -> Measure:
         """The accuracy, then the mean reward, which tells apart what solves equally many tasks."""

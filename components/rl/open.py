@@ -22,7 +22,7 @@ from armature.components.contracts.stages import Artifact, StageContext
 from armature.components.environments.make import make_environment
 from armature.components.environments.settings import EnvironmentSettings
 from armature.components.environments.stage import load_tasks
-from armature.components.evaluation.settings import PanelSettings
+from armature.components.evaluation.settings import HeldoutSetSettings
 from armature.components.families.family import COMPONENTS, family_of
 from armature.components.inference.command import ServedAdapters, vocabulary
 from armature.components.inference.pool import ServerPool
@@ -30,7 +30,7 @@ from armature.components.models.adapters import get_adapter
 from armature.components.models.load import load_config, load_model, load_processor, save_checkpoint
 from armature.components.models.settings import ModelSettings
 from armature.components.models.source import locate
-from armature.components.rl.evaluations import BEST, HeldoutPanel
+from armature.components.rl.evaluations import BEST, HeldoutSet
 from armature.components.rl.run import RLRun, RunParts
 from armature.components.rl.settings import LoopSettings, TrainVLMSettings
 from armature.components.rollouts.shards import RolloutWorkers
@@ -90,7 +90,7 @@ def open_run(
             servers=servers,
             trainer=TrainerClient(policy, context.machine, context.workspace / "trainer", saved),
             digests={"tasks": inputs["tasks"].digest},
-            panel=_panel(settings.evaluation, settings.environment, inputs["tasks"], context, opened)
+            heldout=_heldout_set(settings.evaluation, settings.environment, inputs["tasks"], context, opened)
             if settings.evaluation is not None
             else None,
             workers=opened.enter_context(closing(_workers(settings, context, store, servers)))
@@ -147,12 +147,16 @@ def _workers(
     return RolloutWorkers(plan, settings.environment, servers, store, machine, run)
 
 
-def _panel(
-    plan: PanelSettings, environment: EnvironmentSettings, tasks: Artifact, context: StageContext, opened: ExitStack
-) -> HeldoutPanel:
+def _heldout_set(
+    plan: HeldoutSetSettings,
+    environment: EnvironmentSettings,
+    tasks: Artifact,
+    context: StageContext,
+    opened: ExitStack,
+) -> HeldoutSet:
     played = opened.enter_context(closing(_environment(environment.for_evaluation(), context)))
-    listed = load_tasks(tasks.path, "heldout")[: plan.panel_tasks]
-    return HeldoutPanel(plan, listed, played, {"tasks": tasks.digest})
+    listed = load_tasks(tasks.path, "heldout")[: plan.heldout_tasks]
+    return HeldoutSet(plan, listed, played, {"tasks": tasks.digest})
 
 
 @contextmanager

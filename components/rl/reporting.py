@@ -11,7 +11,7 @@ from armature.components.contracts.rollouts import Failure, Trajectory
 from armature.components.pages.records import TurnScores, token_decoder
 from armature.components.pages.report import Rollouts, Table
 from armature.components.pages.training import write_training_report
-from armature.components.rl.evaluations import PanelEvaluations
+from armature.components.rl.evaluations import HeldoutEvaluations
 from armature.components.rl.settings import TrainVLMSettings
 from armature.components.rollouts.batches.ratios import read_scores
 from armature.components.rollouts.table import read_rollouts
@@ -64,7 +64,7 @@ def write_pages(
         title=f"Training {settings.model.source} on {settings.environment.name}",
         history=history,
         configuration=settings.model_dump(mode="json"),
-        figures=PanelEvaluations.figures(best),
+        figures=HeldoutEvaluations.figures(best),
         tables=[Table("Tasks", ["groups", "tasks"], [[said, f"{tasks[name]:,}"] for name, said in TASKS.items()])],
         rollouts=Rollouts(trajectories, failures, ImageStore(images), decode, steps, scores),
     )

@@ -30,7 +30,7 @@ from armature.components.rl.agreement import (
     step_mismatch,
 )
 from armature.components.rl.base import TrainingRun
-from armature.components.rl.evaluations import HeldoutPanel, PanelEvaluations
+from armature.components.rl.evaluations import HeldoutEvaluations, HeldoutSet
 from armature.components.rl.loop import LoopPlan
 from armature.components.rl.metrics import no_signal, rollout_metrics
 from armature.components.rl.reporting import ShownStep
@@ -58,9 +58,9 @@ class RunParts:
 
     `tokenizer` is that of the policy, a fast one of transformers; `digests` are those of what is played, by name, for
     the manifests of rollouts; the servers get new weights after every `sync_every` steps, 0: never; `rewarded` may
-    change what is played before it is kept; `panel` is played between steps, for which servers need the weights of
-    each: `sync_every` is 1 then; `workers` collect the rollouts of steps in place of this process; with `adapters` the
-    servers get these alone, as the pool was told.
+    change what is played before it is kept; `heldout` is played between steps, for which servers need the weights
+    of each: `sync_every` is 1 then; `workers` collect the rollouts of steps in place of this process; with `adapters`
+    the servers get these alone, as the pool was told.
     """
 
     environment: Environment
@@ -73,7 +73,7 @@ class RunParts:
     digests: Mapping[str, str]
     sync_every: int = 1
     rewarded: Callable[[GenerateOutputs], GenerateOutputs] = lambda outputs: outputs
-    panel: HeldoutPanel | None = None
+    heldout: HeldoutSet | None = None
     workers: RolloutWorkers | None = None
     adapters: bool = False
 
@@ -94,8 +94,8 @@ class RLRun(TrainingRun):
     ) -> None:
         self.settings, self.parts, self.pool, self.portal = settings, parts, parts.servers, portal
         plan, last, evaluations = settings.rollouts, settings.trainer.max_steps, None
-        if parts.panel is not None:
-            evaluations = PanelEvaluations(parts.panel, parts.servers, portal, context, store, last)
+        if parts.heldout is not None:
+            evaluations = HeldoutEvaluations(parts.heldout, parts.servers, portal, context, store, last)
         loop = LoopPlan(last, settings.trainer.save_every, plan.max_staleness, plan.in_flight_updates, parts.sync_every)
         super().__init__(loop, context, store, parts.trainer, evaluations)
         self.images = ImageStore(context.images)

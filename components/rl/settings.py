@@ -8,7 +8,7 @@ from pydantic import ConfigDict, PositiveFloat, PositiveInt, field_validator, mo
 
 from armature.components.contracts.settings import Settings
 from armature.components.environments.settings import EnvironmentSettings
-from armature.components.evaluation.settings import PanelSettings, TrainEvaluationSettings
+from armature.components.evaluation.settings import HeldoutSetSettings, TrainEvaluationSettings
 from armature.components.inference.settings import ServerSettings
 from armature.components.models.settings import ModelSettings
 from armature.components.rollouts.settings import BatchSettings, RolloutSettings
@@ -50,13 +50,13 @@ class TrainVLMSettings(Settings):
     batches: BatchSettings
     trainer: TrainerSettings
     preflight: PreflightSettings
-    evaluation: PanelSettings | None = None
+    evaluation: HeldoutSetSettings | None = None
 
     @field_validator("evaluation", mode="before")
     @classmethod
     def _what_is_played_during_training(cls, value: Any) -> Any:
         """Of the section: how the trained model is evaluated does not change it."""
-        return value.panel if isinstance(value, TrainEvaluationSettings) else value
+        return value.heldout_set if isinstance(value, TrainEvaluationSettings) else value
 
     @model_validator(mode="after")
     def _what_is_not_repeatable_is_not_promised(self) -> Self:

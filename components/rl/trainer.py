@@ -30,7 +30,7 @@ from armature.components.models.load import RECOMPUTATION, load_model, load_proc
 from armature.components.models.settings import ModelSettings
 from armature.components.models.source import locate
 from armature.components.rl.config import MultimodalRLConfig
-from armature.components.rl.evaluations import HeldoutPanel
+from armature.components.rl.evaluations import HeldoutSet
 from armature.components.rl.in_process import InProcessTrainer, UserAdapter
 from armature.components.rl.open import open_parts
 from armature.components.rl.run import RunParts
@@ -177,8 +177,8 @@ class MultimodalGRPOTrainer:
         assert self.environment is not None
         made_from = settings.model_dump(mode="json", exclude={"preflight": True, "trainer": NOT_COMPARED})
         played = [made_from, self._played, config.primary_reward_key]
-        if (panel := config.panel()) is not None:
-            played.append(panel.model_dump(mode="json", exclude={"patience"}))
+        if (heldout := config.heldout_set()) is not None:
+            played.append(heldout.model_dump(mode="json", exclude={"patience"}))
         self._key = document_digest(played)[:20]
         assert self._examined is not None
         with (
@@ -197,7 +197,7 @@ class MultimodalGRPOTrainer:
                 digests={},
                 sync_every=config.sync_to_vllm_every,
                 rewarded=self._rewarded,
-                panel=self._panel(examined),
+                heldout=self._heldout_set(examined),
             )
             context = StageContext(self.machine, events, ThreadUnits(), config.folder, self.store.images, self._key)
             with (
@@ -212,14 +212,14 @@ class MultimodalGRPOTrainer:
         logs = self.config.folder / "logs"
         return ServerPool(weights, self.served, self.machine, logs, forbidden_token_ids=self.forbidden)
 
-    def _panel(self, environment: Environment) -> HeldoutPanel | None:
+    def _heldout_set(self, environment: Environment) -> HeldoutSet | None:
         """
         Raises:
             ConfigurationError: the environment has no held-out tasks.
         """
-        if (plan := self.config.panel()) is None:
+        if (plan := self.config.heldout_set()) is None:
             return None
-        tasks = list(islice(environment.tasks("heldout"), plan.panel_tasks))
+        tasks = list(islice(environment.tasks("heldout"), plan.heldout_tasks))
         if not tasks:
             raise ConfigurationError(
                 "the environment has no held-out tasks to evaluate with",
@@ -227,7 +227,7 @@ class MultimodalGRPOTrainer:
                 where="eval_steps",
                 remedy='have tasks("heldout") list some, or leave eval_steps out',
             )
-        return HeldoutPanel(plan, tasks, environment, {})
+        return HeldoutSet(plan, tasks, environment, {})
 
     def _rollouts(self, step: int) -> GenerateOutputs:
         return read_rollouts(self.store.home("rollouts", f"{self._key}-{step:05d}"))

@@ -54,7 +54,7 @@ def episode_counts(run: Run) -> dict[str, Any]:
     played = sum(len(_of_step(folder)) for folder in steps.values())
     tables = [folder / FAILURES_FILE for folder in steps.values()]
     failed = sum(pq.read_metadata(table).num_rows for table in tables if table.is_file())
-    return {"rollouts": played, "failures": failed, "last_step": max(steps, default=None), "panels": []}
+    return {"rollouts": played, "failures": failed, "last_step": max(steps, default=None), "heldout_steps": []}
 
 
 def find_episodes(run: Run, query: EpisodeQuery) -> dict[str, Any]:

@@ -159,7 +159,7 @@ class ViewServer:
     def runs(self, request: Request) -> Any:
         """Every run, the newest first, and what could not be read."""
         counts = self.index.counts()
-        none: dict[str, Any] = {"rollouts": 0, "failures": 0, "last_step": None, "panels": []}
+        none: dict[str, Any] = {"rollouts": 0, "failures": 0, "last_step": None, "heldout_steps": []}
         found, problems = find_runs(self.store), self.index.problems | self._fault
         runs = [
             {
@@ -224,7 +224,7 @@ class ViewServer:
         return FileResponse(page, media_type="text/html", filename=name)
 
     def changes(self, request: Request) -> Any:
-        """How a task was answered in the steps of a run, in its panel and in the evaluations of a training."""
+        """How a task was answered in the steps of a run, in its held-out set and in the evaluations of a training."""
         found, run = find_runs(self.store), self._run(request)
         runs = [run.fingerprint, *evaluations_of(run, found)]
         return {"rows": self.index.changes(runs, request.query_params.get("task", ""))}

@@ -84,10 +84,10 @@ class Run:
         return 0
 
     def rollouts(self, source: str, step: int) -> Path:
-        """The folder with the rollout tables of a step, or of its panel; an evaluation has them in its artifact."""
+        """Folder of the rollout tables of a step or of its held-out set; an evaluation has them in its artifact."""
         if self.stage == EVALUATION:
             return self.artifact
-        return self.store / ("evaluations" if source == "panel" else "rollouts") / f"{self.fingerprint}-{step:05d}"
+        return self.store / ("evaluations" if source == "heldout" else "rollouts") / f"{self.fingerprint}-{step:05d}"
 
     def robot_steps(self) -> dict[int, Path]:
         """The folders with the rollouts of a robot policy, by step."""

@@ -43,7 +43,7 @@ CREATE TABLE ratios (folder VARCHAR, run VARCHAR, step INTEGER, trajectory_id VA
 _PLACE = """
     regexp_extract(filename, '^(.*)/[^/]*$', 1) AS folder,
     CASE regexp_extract(filename, '/([^/]*)/[^/]*/[^/]*$', 1)
-        WHEN 'rollouts' THEN 'train' WHEN 'evaluations' THEN 'panel' ELSE 'evaluation' END AS source,
+        WHEN 'rollouts' THEN 'train' WHEN 'evaluations' THEN 'heldout' ELSE 'evaluation' END AS source,
     regexp_extract(filename, '/([^/-]*)(-[0-9]+)?/[^/]*$', 1) AS run,
     coalesce(try_cast(regexp_extract(filename, '-([0-9]+)/[^/]*$', 1) AS INTEGER), 0) AS step
 """
@@ -262,8 +262,8 @@ LAST_STEP = 2**31 - 1
 """The largest number in a column of steps."""
 Number = Annotated[int, Field(ge=0, le=LAST_STEP)]
 Order = Literal["order", "newest", "reward-", "reward+", "length-", "surprise+", "ratio-"]
-Source = Literal["train", "panel", "evaluation"]
-"""A training's own rollouts, its held-out panel between steps, or an evaluation."""
+Source = Literal["train", "heldout", "evaluation"]
+"""A training's own rollouts, its held-out tasks between steps, or an evaluation."""
 
 
 class Query(BaseModel):
@@ -416,18 +416,21 @@ class RolloutIndex(RolloutTables):
         return {"total": total, "better": better, "worse": worse, "rows": rows}
 
     def counts(self) -> Mapping[str, dict[str, Any]]:
-        """Rollouts, failures and the newest step of every run that has any, and after which steps its panel played."""
+        """Rollouts, failures, the newest step and the steps with held-out rollouts, of every run that has rollouts."""
         revision = self.revision
         if self._counts[0] != revision:
             rows = self._rows(
                 """SELECT run, sum(rollouts)::BIGINT AS rollouts, sum(failures)::BIGINT AS failures,
-                max(step) FILTER (source != 'panel') AS last_step,
-                list(DISTINCT step ORDER BY step) FILTER (source = 'panel') AS panels
+                max(step) FILTER (source != 'heldout') AS last_step,
+                list(DISTINCT step ORDER BY step) FILTER (source = 'heldout') AS heldout_steps
                 FROM (SELECT run, source, step, count(*) AS rollouts, 0 AS failures FROM rollouts GROUP BY ALL
                 UNION ALL SELECT run, source, step, 0, count(*) FROM failures GROUP BY ALL) GROUP BY run""",
                 [],
             )
-            self._counts = revision, {row.pop("run"): row | {"panels": row["panels"] or []} for row in rows}
+            self._counts = (
+                revision,
+                {row.pop("run"): row | {"heldout_steps": row["heldout_steps"] or []} for row in rows},
+            )
         return self._counts[1]
 
 

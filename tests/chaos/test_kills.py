@@ -29,7 +29,7 @@ from tests.chaos.training import children, is_server, is_trainer
 from tests.conftest import SharedServer
 
 STEPS, GROUPS, MEMBERS = 10, 4, 4
-EVERY, PANEL = 5, 48
+EVERY, HELDOUT = 5, 48
 OVERRIDES = (
     f"trainer.max_steps={STEPS}",
     "trainer.save_every=3",
@@ -38,7 +38,7 @@ OVERRIDES = (
     "batches.skip_zero_advantage=false",
     "preflight.groups=2",
     f"evaluation.every={EVERY}",
-    f"evaluation.panel_tasks={PANEL}",
+    f"evaluation.heldout_tasks={HELDOUT}",
     "model.tiny.format.steps=20",
 )
 
@@ -76,10 +76,10 @@ class Run:
             return subprocess.Popen([*command, *out], stdout=log, stderr=log, start_new_session=True)
 
     def evaluations_begun(self) -> int:
-        return self.log.read_text(errors="replace").count(f"| 0/{PANEL} ")
+        return self.log.read_text(errors="replace").count(f"| 0/{HELDOUT} ")
 
     def evaluated(self) -> list[int]:
-        """After which steps the panel was played."""
+        """Steps after which the held-out set was played."""
         return sorted(int(folder.name[-5:]) for folder in (self.folder / "store/evaluations").glob("*-?????"))
 
     def history(self) -> list[int]:
@@ -155,7 +155,7 @@ def test_the_evaluation_that_was_killed_was_played_once_and_whole(killed_run):
     assert killed_run.evaluated() == [0, EVERY, STEPS]
     for folder in (killed_run.folder / "store/evaluations").glob("*-?????"):
         outputs = read_rollouts(folder)
-        assert len({each.task_id for each in outputs.trajectories}) == len(outputs.trajectories) == PANEL
+        assert len({each.task_id for each in outputs.trajectories}) == len(outputs.trajectories) == HELDOUT
         assert {turn.policy_version for each in outputs.trajectories for turn in each.turns} == {int(folder.name[-5:])}
 
 

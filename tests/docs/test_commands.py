@@ -144,4 +144,4 @@ def test_the_file_for_train_multimodal_is_one(tmp_path):
     layout = parse(["@", str(tmp_path / "own.toml")])
     config = MultimodalRLConfig(env_id=layout.env.id, env_args=layout.env.args, **layout.trainer.args)
     EnvironmentSettings(name=config.env_id, args=config.env_args, train_tasks=8, heldout_tasks=8)
-    assert config.panel() is not None
+    assert config.heldout_set() is not None

@@ -33,7 +33,7 @@ def test_it_ends_with_the_weights_of_the_stage(joined_url: str, tmp_path: Path) 
     accuracy = asyncio.run(train(tmp_path / "example", overrides))
     assert 0 <= accuracy <= 1
 
-    evaluated = ["evaluation.every=2", "evaluation.panel_tasks=8"]
+    evaluated = ["evaluation.every=2", "evaluation.heldout_tasks=8"]
     recipe = load_recipe("train-vlm/colors", [*overrides, *evaluated])
     machine = recipe.sections["machine"]
     assert isinstance(machine, Machine)

@@ -97,8 +97,8 @@ class Training:
         write_log_ratios(ratios_file(self.workspace, step), samples, ratios)
         History(self.workspace / "history.jsonl").append(step, {"reward": float(np.mean(rewards))})
 
-    def panel(self, step: int, rewards: Sequence[float], completions: Sequence[str] = ()) -> None:
-        """The held-out panel after `step`: the task `red` too."""
+    def heldout(self, step: int, rewards: Sequence[float], completions: Sequence[str] = ()) -> None:
+        """The held-out tasks after `step`: the task `red` too."""
         self._write("evaluations", f"{self.run}-{step:05d}", "00000-0000", rewards, completions)
 
     def evaluation(self, run: str, model: Path, rewards: Sequence[float], completions: Sequence[str] = ()) -> None:

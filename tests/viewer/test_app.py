@@ -187,7 +187,7 @@ def test_the_command(training: Training) -> None:
     [
         ("/api/runs/unknown/rollouts", 404),
         (f"/api/runs/{RUN}/groups/train/7/none", 404),
-        (f"/api/runs/{RUN}/groups/panel/7/none", 404),
+        (f"/api/runs/{RUN}/groups/heldout/7/none", 404),
         (f"/api/compare?first={RUN}:train&second={RUN}:unknown:1", 404),
         (f"/api/compare?first={RUN}:train:1:2&second={RUN}:train:x", 404),
         (f"/api/compare?first={RUN}:train", 404),

@@ -50,22 +50,22 @@ def test_following_a_run(tab: Any, training: Training, record_property: Callable
 
 
 def test_how_answers_changed(tab: Any, training: Training) -> None:
-    training.panel(0, [0.0, 0.0], ["blue", "green"])
+    training.heldout(0, [0.0, 0.0], ["blue", "green"])
     training.step(2, [1.0, 1.0], ["green", "red"])
-    training.panel(2, [1.0, 0.0], ["crimson", "pink"])
+    training.heldout(2, [1.0, 0.0], ["crimson", "pink"])
     tab.click("[data-tab=rollouts]")
-    tab.locator("#source option", has_text="held-out panel").wait_for(state="attached")
-    tab.select_option("#source", "panel")
+    tab.locator("#source option", has_text="held-out tasks").wait_for(state="attached")
+    tab.select_option("#source", "heldout")
     tab.locator("#count", has_text="4 of 8").wait_for()
-    tab.locator("#list .row", has_text="panel 2").first.click()
+    tab.locator("#list .row", has_text="held-out 2").first.click()
     tab.click("#across")
     shown = tab.locator(".times tbody tr")
     shown.nth(3).wait_for()
     assert [" ".join(row.split()) for row in shown.locator("td:first-child").all_inner_texts()] == [
-        "panel before step 1",
+        "held-out before step 1",
         "training step 1",
         "training step 2",
-        "panel after step 2",
+        "held-out after step 2",
     ]
     shown.nth(1).get_by_text(ATTACK).click()
     tab.locator("#count", has_text="2 of 8").wait_for()

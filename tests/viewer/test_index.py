@@ -54,7 +54,7 @@ def test_failures_and_tasks(training: Training, index: RolloutIndex) -> None:
     assert (task["task_id"], task["rollouts"], task["reward"]) == ("red", 4, pytest.approx(0.25))
     assert (task["groups"], task["equal_groups"]) == (2, 1)
     assert (task["first_reward"], task["last_reward"]) == (0.0, 0.5)
-    assert index.counts() == {RUN: {"rollouts": 4, "failures": 1, "last_step": 2, "panels": []}}
+    assert index.counts() == {RUN: {"rollouts": 4, "failures": 1, "last_step": 2, "heldout_steps": []}}
 
 
 def test_two_runs_on_the_same_tasks(training: Training, index: RolloutIndex) -> None:
@@ -68,26 +68,26 @@ def test_two_runs_on_the_same_tasks(training: Training, index: RolloutIndex) -> 
     (row,) = answer["rows"]
     assert (row["first_reward"], row["second_reward"], row["second_completion"]) == (0.25, 1.0, "crimson")
     assert (row["second_step"], row["second_group"]) == (1, "00001-0000")
-    assert index.compare(Side(RUN, "panel"), Side(other.run, "train"), Query())["total"] == 0
+    assert index.compare(Side(RUN, "heldout"), Side(other.run, "train"), Query())["total"] == 0
 
 
-def test_a_panel_between_steps_is_told_apart(training: Training, index: RolloutIndex) -> None:
-    training.panel(0, [0.0], ["blue"])
+def test_held_out_rollouts_have_their_own_source(training: Training, index: RolloutIndex) -> None:
+    training.heldout(0, [0.0], ["blue"])
     training.step(1, [0.5, 0.0, 0.5], ["pink", "blue", "pink"])
     training.step(2, [1.0])
-    training.panel(2, [1.0], ["red"])
+    training.heldout(2, [1.0], ["red"])
     index.refresh()
-    assert found(index, source="panel") == ["00000-0000-00", "00000-0000-00"]
+    assert found(index, source="heldout") == ["00000-0000-00", "00000-0000-00"]
     assert len(found(index, source="train")) == 4
     counts = index.counts()[RUN]
-    assert (counts["rollouts"], counts["last_step"], counts["panels"]) == (6, 2, [0, 2])
-    answer = index.compare(Side(RUN, "panel", 0), Side(RUN, "panel", 2), Query())
+    assert (counts["rollouts"], counts["last_step"], counts["heldout_steps"]) == (6, 2, [0, 2])
+    answer = index.compare(Side(RUN, "heldout", 0), Side(RUN, "heldout", 2), Query())
     (row,) = answer["rows"]
     assert (row["first_reward"], row["second_reward"], answer["better"]) == (0.0, 1.0, 1)
     assert (row["first_completion"], row["second_completion"]) == ("blue", "red")
     times = index.changes([RUN], "red")
     played = [(time["source"], time["step"]) for time in times]
-    assert played == [("panel", 0), ("train", 1), ("train", 2), ("panel", 2)]
+    assert played == [("heldout", 0), ("train", 1), ("train", 2), ("heldout", 2)]
     assert (times[1]["rollouts"], times[1]["reward"], times[1]["different"]) == (3, pytest.approx(1 / 3), 2)
     answers = [(one["answer"], one["n"], one["reward"]) for one in times[1]["answers"]]
     assert answers == [("pink", 2, 0.5), ("blue", 1, 0.0)]

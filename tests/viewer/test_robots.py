@@ -216,7 +216,7 @@ def test_episodes_that_failed_are_counted_and_listed_with_their_reasons(client: 
         (1, "00001-000000-0008", "libero_spatial/0", "lost <0>"),
         (1, "00001-000000-0009", "libero_spatial/1", "lost <1>"),
     ]
-    asked = ("find=FINITE", "task=libero_spatial/1", "last_step=1&first_step=1", "limit=1&offset=2", "source=panel")
+    asked = ("find=FINITE", "task=libero_spatial/1", "last_step=1&first_step=1", "limit=1&offset=2", "source=heldout")
     assert [(found(query)["total"], len(found(query)["rows"])) for query in asked] == [
         *((1, 1), (1, 1), (2, 2), (3, 1), (0, 0))
     ]

@@ -12,7 +12,7 @@ const exported = (() => {
   const steps = saved.trajectories.map((t) => t.step).filter((step) => step !== null);
   const last = steps.length ? steps.reduce((a, b) => Math.max(a, b)) : null;
   const run = { id: "page", stage: "", title: saved.title, steps: last, last_step: last, finished: true, began: 0, evaluations: {}, robot: false,
-    rollouts: rows.length, failures: failures.length, panels: [] };
+    rollouts: rows.length, failures: failures.length, heldout_steps: [] };
   const orders = {
     "newest": (a, b) => b.step - a.step,
     "order": () => 0,

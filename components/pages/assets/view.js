@@ -102,12 +102,12 @@ function remember() {
   if (run && !saved) history.replaceState(null, "", `#${new URLSearchParams({ run: run.id.slice(0, 12), tab })}`);
 }
 
-/* ---- who played: a training, its panel between steps, an evaluation ---- */
+/* ---- who played: a training, its held-out tasks between steps, an evaluation ---- */
 
 function sources() {
   if (!run.steps) return [["evaluation", "evaluation"]];
   const evaluations = Object.entries(run.evaluations).filter(([id]) => byId(id)?.rollouts);
-  return [["train", "in training"], ...(run.panels.length ? [["panel", "held-out panel"], ["", "training and panel"]] : []),
+  return [["train", "in training"], ...(run.heldout_steps.length ? [["heldout", "held-out tasks"], ["", "training and held-out"]] : []),
     ...evaluations.map(([id, when]) => [`of ${id}`, `evaluation ${when}`])];
 }
 function played() {
@@ -116,18 +116,18 @@ function played() {
 }
 function moment(row) {
   if (row.source === "train") return `training step ${row.step}`;
-  if (row.source === "panel") return row.step ? `panel after step ${row.step}` : "panel before step 1";
+  if (row.source === "heldout") return row.step ? `held-out after step ${row.step}` : "held-out before step 1";
   return `evaluation ${run.evaluations[row.run] ?? ""}`;
 }
 function sidesOf(each) {
   if (!each.rollouts || each.robot) return [];
   if (!each.steps) return [[`${each.id}:evaluation`, trainingOf(each)?.evaluations[each.id] ?? "its evaluation"]];
-  return [...each.panels.map((step) => [`${each.id}:panel:${step}`, step ? `panel after step ${step}` : "panel before step 1"]), [`${each.id}:train`, "its training rollouts"]];
+  return [...each.heldout_steps.map((step) => [`${each.id}:heldout:${step}`, step ? `held-out after step ${step}` : "held-out before step 1"]), [`${each.id}:train`, "its training rollouts"]];
 }
-/* What is compared unless something is chosen: a training's first and last panel, or before and after it. */
+/* What is compared unless something is chosen: a training's first and last held-out evaluation, or before and after it. */
 function usual() {
   const sides = sidesOf(run).map(([value]) => value), training = run.steps ? run : trainingOf(run);
-  if (run.panels.length > 1) return [sides[0], sides[run.panels.length - 1]];
+  if (run.heldout_steps.length > 1) return [sides[0], sides[run.heldout_steps.length - 1]];
   const of = (when) => Object.entries(training?.evaluations ?? {}).find(([id, each]) => each === when && byId(id)?.rollouts)?.[0];
   if (of("before training") && of("after training")) return [`${of("before training")}:evaluation`, `${of("after training")}:evaluation`];
   const other = runs.find((each) => each.id !== run.id && each.stage === run.stage && each.rollouts) ?? run;
@@ -194,7 +194,7 @@ const lists = {
     ask: (offset) => page("rollouts", offset),
     key: (r) => `${r.source} ${r.step} ${r.trajectory_id}`,
     count: (a) => `${whole(a.total)} of ${whole(byId(played().id)?.rollouts)}` + (a.total ? `, mean reward ${number(a.mean)}` : ""),
-    line: (r) => [(r.source === "evaluation" ? "" : r.source === "panel" ? `panel ${r.step} · ` : `step ${r.step} · `) + r.task_id, r.completion || "(empty)", [r.reward]],
+    line: (r) => [(r.source === "evaluation" ? "" : r.source === "heldout" ? `held-out ${r.step} · ` : `step ${r.step} · `) + r.task_id, r.completion || "(empty)", [r.reward]],
     open: openRollout,
   },
   tasks: {
@@ -296,8 +296,8 @@ async function openTask(row) {
     h("td", {}, h("div", { class: "answers" }, time.answers.map((each) => h("button", { type: "button", class: "said-here", onclick: () => go(time, each) },
       pill(each.reward), h("span", {}, short(each.answer.trim(), 240) || "(empty)"), each.n > 1 && h("span", { class: "soft" }, `× ${whole(each.n)}`))),
     time.different > time.answers.length && h("span", { class: "soft" }, `and ${plural(time.different - time.answers.length, "other")}`))));
-  const curve = ["train", "panel"].map((source) => ({ source, points: times.filter((time) => time.source === source) })).filter(({ points }) => points.length > 1)
-    .map(({ source, points }) => chart({ title: source === "train" ? "Reward in training" : "Reward in the panel", series: ["reward"] }, points));
+  const curve = ["train", "heldout"].map((source) => ({ source, points: times.filter((time) => time.source === source) })).filter(({ points }) => points.length > 1)
+    .map(({ source, points }) => chart({ title: source === "train" ? "Reward in training" : "Reward on held-out tasks", series: ["reward"] }, points));
   return [h("div", { class: "heading" }, h("span", { class: "id" }, row.task_id), pill(row.reward)), prompt(shown), truth(shown.task),
     h("h2", {}, "How its answers changed"), curve.length ? h("div", { class: "charts" }, curve) : null,
     h("div", { class: "wide" }, h("table", { class: "plain times" }, h("thead", {}, h("tr", {}, ["played", "mean reward", "rollouts", "answers, the most frequent first"].map((name, i) => h("th", { class: i === 2 ? "number" : null }, name)))),
@@ -316,7 +316,7 @@ async function openPair(row) {
 }
 function showTask(task) {
   clear();
-  if (run.steps) $("source").value = run.panels.length ? "" : "train";
+  if (run.steps) $("source").value = run.heldout_steps.length ? "" : "train";
   $("task").value = task;
   show("tasks");
 }

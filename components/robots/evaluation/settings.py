@@ -97,25 +97,25 @@ class TrainLiberoEvaluationSettings(EvaluationSchedule, LiberoEvaluationSettings
     Both play by the same seeds, and draw nothing but the noise that answers begin with.
     """
 
-    panel_episodes: PositiveInt = 20
+    heldout_episodes: PositiveInt = 20
     """Episodes of each task that are played during training: the first ones, each time the same."""
 
     @model_validator(mode="after")
-    def _panel_needs_evaluations(self) -> Self:
-        if self.panel_episodes != type(self).model_fields["panel_episodes"].default and not self.every:
+    def _heldout_episodes_need_evaluations(self) -> Self:
+        if self.heldout_episodes != type(self).model_fields["heldout_episodes"].default and not self.every:
             raise ValueError(
-                f"panel_episodes = {self.panel_episodes} are played during training, and nothing is: set every, or "
-                "leave panel_episodes out"
+                f"heldout_episodes = {self.heldout_episodes} are played during training, and nothing is: set every, or "
+                "leave heldout_episodes out"
             )
         return self
 
     @property
-    def panel(self) -> Self | None:
+    def heldout_set(self) -> Self | None:
         """What the training depends on; None without evaluations during it."""
         if not self.every:
             return None
         left = {name: type(self).model_fields[name].default for name in self.AFTER_TRAINING}
-        return self.model_copy(update=left | {"episodes_per_task": self.panel_episodes})
+        return self.model_copy(update=left | {"episodes_per_task": self.heldout_episodes})
 
 
 class EvaluateLiberoStageSettings(Settings):

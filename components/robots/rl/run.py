@@ -20,7 +20,7 @@ from armature.components.robots.policies.molmoact2.policy import MolmoAct2Policy
 from armature.components.robots.rl.batch import build_batch, differing_groups
 from armature.components.robots.rl.client import RobotRLTrainerClient
 from armature.components.robots.rl.collect import Collector
-from armature.components.robots.rl.panel import RobotEvaluations
+from armature.components.robots.rl.heldout import RobotEvaluations
 from armature.components.robots.rl.schedule import plan_step
 from armature.components.robots.rl.settings import GAE, RewardWeighted, TrainVLARLSettings
 from armature.components.robots.rl.table import (

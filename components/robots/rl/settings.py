@@ -240,7 +240,7 @@ class TrainVLARLSettings(Settings):
     @classmethod
     def _what_is_played_during_training(cls, value: Any) -> Any:
         """Of the section: how the trained policy is evaluated does not change it."""
-        return value.panel if isinstance(value, TrainLiberoEvaluationSettings) else value
+        return value.heldout_set if isinstance(value, TrainLiberoEvaluationSettings) else value
 
     @model_validator(mode="after")
     def _one_policy_plays(self) -> Self:

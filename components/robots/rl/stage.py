@@ -44,7 +44,7 @@ def train_vla_rl(
     from armature.components.robots.policies.molmoact2.policy import open_policy
     from armature.components.robots.rl.client import RobotRLTrainerClient, RobotRLTraining
     from armature.components.robots.rl.collect import Collector
-    from armature.components.robots.rl.panel import RobotEvaluations
+    from armature.components.robots.rl.heldout import RobotEvaluations
     from armature.components.robots.rl.run import RobotRLRun
     from armature.components.robots.rl.schedule import refuse_groups
     from armature.components.robots.rl.table import read_rollouts
@@ -78,17 +78,17 @@ def train_vla_rl(
         trainer = opened.enter_context(RobotRLTrainerClient(training, machine, context.workspace / "trainer", saved))
         tasks, store = suite_tasks(plan.suite), open_store(machine)
         evaluations = None
-        if (panel := settings.evaluation) is not None:
-            known = {str(suite): suite_tasks(suite) for suite in panel.suites}
+        if (heldout := settings.evaluation) is not None:
+            known = {str(suite): suite_tasks(suite) for suite in heldout.suites}
             examined = policy.asked(
-                panel.inference_action_mode,
-                panel.rows_per_pass,
-                panel.n_action_steps,
-                panel.num_inference_steps,
-                panel.image_attention_at_inference,
+                heldout.inference_action_mode,
+                heldout.rows_per_pass,
+                heldout.n_action_steps,
+                heldout.num_inference_steps,
+                heldout.image_attention_at_inference,
             )
             digests, last = {"policy": inputs["policy"].digest}, settings.trainer.max_steps
-            evaluations = RobotEvaluations(panel, known, examined, collector.arenas, digests, context, store, last)
+            evaluations = RobotEvaluations(heldout, known, examined, collector.arenas, digests, context, store, last)
         run = RobotRLRun(settings, context, store, policy, tasks, collector, trainer, inputs["policy"], evaluations)
         run.resume(done := trainer.resume())
         last, history, best = run.train_into(out, done)
@@ -125,8 +125,8 @@ def write_pages(
         best: see `RobotEvaluations.summary`; none: there were no evaluations.
     """
     from armature.components.pages.training import write_training_report
+    from armature.components.robots.rl.heldout import RobotEvaluations
     from armature.components.robots.rl.page import course_curves, outcome_table
-    from armature.components.robots.rl.panel import RobotEvaluations
 
     write_training_report(
         folder,

@@ -97,7 +97,7 @@ def test_a_tiny_policy_takes_a_step_of_them(name: str, tmp_path: Path):
         ),
         ("rollouts.quantization=fp8 trainer.mode=full", "trainer.mode full"),
         ("evaluation.perturbations.layout=[1] simulator.num_steps_wait=1", "simulator.num_steps_wait is 1"),
-        ("evaluation.panel_episodes=7", "panel_episodes = 7"),
+        ("evaluation.heldout_episodes=7", "heldout_episodes = 7"),
         ("policy.num_inference_steps=1", "policy.num_inference_steps is 1"),
         ("policy.enable_knowledge_insulation=true", "enable_knowledge_insulation"),
         ("trainer.learning_rates.connector=1e-4", "learning_rates.connector: "),

@@ -22,7 +22,7 @@ from armature.components.robots.policies.molmoact2.checkpoints.checkpoint import
 from armature.components.robots.policies.molmoact2.policy import open_policy
 from armature.components.robots.rl.client import RobotRLTrainerClient, RobotRLTraining
 from armature.components.robots.rl.collect import Collector
-from armature.components.robots.rl.panel import RobotEvaluations
+from armature.components.robots.rl.heldout import RobotEvaluations
 from armature.components.robots.rl.run import RobotRLRun
 from armature.components.robots.rl.settings import RobotPreflightSettings, RobotRLTrainerSettings, TrainVLARLSettings
 from armature.components.robots.rl.stage import summary
@@ -46,16 +46,16 @@ def settings(
         ),
         trainer=RobotRLTrainerSettings.model_validate(values | changes),
         preflight=RobotPreflightSettings(),
-        evaluation=None if evaluation is None else panel(**evaluation),
+        evaluation=None if evaluation is None else heldout_set(**evaluation),
     )
 
 
-def panel(**changes: Any) -> TrainLiberoEvaluationSettings:
+def heldout_set(**changes: Any) -> TrainLiberoEvaluationSettings:
     values: dict[str, Any] = {
         "suites": ("libero_spatial",),
         "tasks": (0, 2),
         "initial_states": (1, 2, 4),
-        "panel_episodes": 6,
+        "heldout_episodes": 6,
         "max_steps": {"libero_spatial": 6},
         "batch": 2,
         "rows_per_pass": 1,

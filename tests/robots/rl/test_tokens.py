@@ -50,7 +50,7 @@ from tests.refusals import refused
 from tests.robots.evaluation.playground import TASKS
 from tests.robots.policies.molmoact2 import released
 from tests.robots.rl.kitchen import Kitchen, rollout_settings
-from tests.robots.rl.test_run import panel, train
+from tests.robots.rl.test_run import heldout_set, train
 
 TEMPERATURE = 0.7
 CHUNK = 4
@@ -310,7 +310,7 @@ def test_a_run_of_action_tokens_with_evaluations(loaded: LoadedPolicy, tmp_path:
         rollouts=rollout_settings(inference_action_mode="discrete", batch=4, group_size=8),
         trainer=RobotRLTrainerSettings.model_validate(trainer | {"learning_rates": rates}),
         preflight=RobotPreflightSettings(),
-        evaluation=panel(inference_action_mode="discrete", every=2),
+        evaluation=heldout_set(inference_action_mode="discrete", every=2),
     )
     run = train(tmp_path, Artifact(kind="policy", path=tmp_path / "start", digest="0"), [Kitchen()], plan)
     first, *_, last = run.history.read()

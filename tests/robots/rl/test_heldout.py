@@ -19,7 +19,7 @@ from armature.components.machine.workers.channel import WorkerError
 from armature.components.robots.evaluation.results import read_results
 from armature.components.robots.evaluation.settings import TrainLiberoEvaluationSettings
 from armature.components.robots.libero.processes import ChunkResult
-from armature.components.robots.rl.panel import judgement
+from armature.components.robots.rl.heldout import judgement
 from armature.components.robots.rl.settings import TrainVLARLSettings
 from armature.components.robots.rl.stage import write_pages
 from armature.components.robots.rl.table import read_rollouts
@@ -46,10 +46,10 @@ def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
 
 
-def test_the_panel_has_no_perturbations() -> None:
+def test_held_out_episodes_have_no_perturbations() -> None:
     plan = {"suites": ["libero_spatial"], "every": 2, "perturbations": {"camera": [1.0]}}
-    panel = TrainLiberoEvaluationSettings.model_validate(plan).panel
-    assert panel is not None and panel.perturbations.listed() == []
+    heldout = TrainLiberoEvaluationSettings.model_validate(plan).heldout_set
+    assert heldout is not None and heldout.perturbations.listed() == []
 
 
 def test_training_is_the_same_with_evaluations_also_after_a_kill_in_one(tmp_path: Path, start: Artifact) -> None:
@@ -144,7 +144,7 @@ def test_how_the_trained_policy_is_evaluated_does_not_train_it_again() -> None:
     assert recipe_settings().evaluation is None
     assert printed() == printed("evaluation.videos_per_task=0", "evaluation.episodes_per_task=3")
     every = "evaluation.every=5"
-    assert printed() != printed(every) != printed(every, "evaluation.panel_episodes=7")
+    assert printed() != printed(every) != printed(every, "evaluation.heldout_episodes=7")
     assert printed(every) == printed(every, "evaluation.videos_per_task=0", "evaluation.episodes_per_task=3")
 
 

@@ -17,10 +17,10 @@ from armature.components.artifacts.store import ArtifactStore
 from armature.components.configuration import load_recipe
 from armature.components.configuration.stages import STAGES, fingerprint
 from armature.components.contracts.episodes import Observation, Outcome, Task
-from armature.components.evaluation.settings import EvaluateStageSettings, PanelSettings
+from armature.components.evaluation.settings import EvaluateStageSettings, HeldoutSetSettings
 from armature.components.inference.client import Completion
 from armature.components.rl.config import MultimodalRLConfig
-from armature.components.rl.evaluations import HeldoutPanel, PanelEvaluations, best_step
+from armature.components.rl.evaluations import HeldoutEvaluations, HeldoutSet, best_step
 from armature.components.rl.run import RLRun, RunParts
 from armature.components.rl.settings import LoopSettings, TrainVLMSettings
 from armature.components.rl.trainer import MultimodalGRPOTrainer
@@ -34,7 +34,7 @@ __all__ = ["make_tiny", "samplers", "tiny"]  # fixtures
 
 TASKS, STEPS = 4, 6
 COOLER = 0.7
-PANEL = {"every": 2, "panel_tasks": TASKS, "sampling": {"max_tokens": 4, "temperature": 0.0}}
+HELDOUT = {"every": 2, "heldout_tasks": TASKS, "sampling": {"max_tokens": 4, "temperature": 0.0}}
 
 
 class Exam:
@@ -115,7 +115,7 @@ def made_run(folder: Path, portal: BlockingPortal, policy: Examined, **changes: 
     settings = load_recipe("train-vlm/colors", overrides).settings_for(TrainVLMSettings)
     assert isinstance(settings, TrainVLMSettings)
     exam = Exam()
-    panel = HeldoutPanel(PanelSettings.model_validate(PANEL | changes), exam.listed, cast(Any, exam), {})
+    heldout = HeldoutSet(HeldoutSetSettings.model_validate(HELDOUT | changes), exam.listed, cast(Any, exam), {})
     parts = RunParts(
         environment=Tells(),
         tasks=Tells().tasks("train"),
@@ -125,7 +125,7 @@ def made_run(folder: Path, portal: BlockingPortal, policy: Examined, **changes: 
         servers=cast(Any, ForgettingPool(policy)),
         trainer=cast(Any, WritingTrainer(policy)),
         digests={},
-        panel=panel,
+        heldout=heldout,
     )
     run = RLRun(settings.loop, context(folder), ArtifactStore(folder), parts, portal)
     run.preflight = lambda: NoPreflight()  # type: ignore[assignment, method-assign, return-value]
@@ -239,7 +239,7 @@ def test_an_evaluation_that_was_killed_is_played_again_and_counted_once(tmp_path
         assert ours.read_bytes() == (made.path / "results.parquet").read_bytes()
 
 
-def test_servers_forget_the_panel_before_they_see_a_rollout(tmp_path: Path, portal: BlockingPortal) -> None:
+def test_servers_forget_held_out_prompts_before_rollouts(tmp_path: Path, portal: BlockingPortal) -> None:
     policy = policy_of([0, 1, 2, 3])
     made_run(tmp_path, portal, policy).train_from(0)
     asked = [entry for place, entry in enumerate(policy.log) if place == 0 or policy.log[place - 1] != entry]
@@ -262,7 +262,7 @@ def test_no_finished_episode_and_other_weights_are_errors(tmp_path: Path, portal
 # On a model that is trained
 
 
-PANEL_OPTIONS = {"eval_steps": 2, "eval_tasks": 3, "eval_temperature": COOLER}
+HELDOUT_OPTIONS = {"eval_steps": 2, "eval_tasks": 3, "eval_temperature": COOLER}
 
 
 def trained(tiny: Tiny, folder: Path, **options: Any) -> str:
@@ -294,9 +294,9 @@ def test_the_weights_are_those_of_a_training_without_evaluations_also_after_a_ki
 
     monkeypatch.setattr(MultimodalRLConfig, "settings", ahead)
     plain = trained(tiny, tmp_path / "plain")
-    assert trained(tiny, tmp_path / "panel", **PANEL_OPTIONS) == plain
+    assert trained(tiny, tmp_path / "evaluated", **HELDOUT_OPTIONS) == plain
     assert samplers[-1].synced == [1, 2, 3]
-    assert [row["policy_version/max"] for row in run(tmp_path / "panel") if row["step"]] == [0, 0, 1]
+    assert [row["policy_version/max"] for row in run(tmp_path / "evaluated") if row["step"]] == [0, 0, 1]
 
     asked, complete = [], LocalSampler.complete
 
@@ -309,10 +309,10 @@ def test_the_weights_are_those_of_a_training_without_evaluations_also_after_a_ki
 
     monkeypatch.setattr(LocalSampler, "complete", lost)
     with pytest.raises(ConnectionError):
-        trained(tiny, tmp_path / "cut", **PANEL_OPTIONS)
-    assert trained(tiny, tmp_path / "cut", **PANEL_OPTIONS) == plain
+        trained(tiny, tmp_path / "cut", **HELDOUT_OPTIONS)
+    assert trained(tiny, tmp_path / "cut", **HELDOUT_OPTIONS) == plain
     assert len(set(asked)) == 3  # the same seeds at every step
-    results = [sorted((tmp_path / run / "store/evaluations").glob("*/results.parquet")) for run in ("panel", "cut")]
+    results = [sorted((tmp_path / run / "store/evaluations").glob("*/results.parquet")) for run in ("evaluated", "cut")]
     assert len(results[0]) == 3
     assert [one.read_bytes() for one in results[0]] == [one.read_bytes() for one in results[1]]
 
@@ -337,7 +337,7 @@ def test_how_the_trained_model_is_evaluated_does_not_train_it_again() -> None:
     assert prints("evaluation.every=5", "evaluation.seed=3")[0] != prints("evaluation.every=5")[0]
 
 
-def test_a_training_depends_on_the_environment_as_its_panel_plays_it() -> None:
+def test_training_fingerprint_covers_the_held_out_environment() -> None:
     def sources(*overrides: str) -> set[str]:
         settings = load_recipe("train-vlm/colors", overrides).settings_for(TrainVLMSettings)
         return set(STAGES["train-vlm"].sources(settings, {}))
@@ -363,7 +363,7 @@ def test_a_resumed_run_keeps_the_numbers_of_the_step_that_it_resumes_from(tmp_pa
     """They have one writer: the process that made the step, and for the evaluation its artifact."""
     history = History(tmp_path / "history.jsonl")
     history.append(2, {"loss": 1.0, "timing/step": 3.0, "timing/cpu": 2.5, "heldout/accuracy": 0.25})
-    evaluations = PanelEvaluations.__new__(PanelEvaluations)
+    evaluations = HeldoutEvaluations.__new__(HeldoutEvaluations)
     evaluations.metrics = {2: {"accuracy": 0.5, "reward": 0.5}}
     whole = {"loss": 1.0, "timing/step": 3.0, "timing/cpu": 2.5, "heldout/accuracy": 0.5, "heldout/reward": 0.5}
     assert evaluations.complete(history, 2) == whole

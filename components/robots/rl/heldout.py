@@ -24,10 +24,10 @@ SIGNIFICANT = 0.05
 
 
 class RobotEvaluations(Evaluations):
-    """Those of a panel that is played in LIBERO, each compared, episode by episode, with that before step 1.
+    """Evaluations of held-out episodes in LIBERO, each compared, episode by episode, with that before step 1.
 
     Args:
-        panel: as `TrainLiberoEvaluationSettings.panel` gives it.
+        heldout: as `TrainLiberoEvaluationSettings.heldout_set` gives it.
         known: the tasks of each suite.
         policy: answers with the weights that are evaluated.
         digests: of what the training began with, by name.
@@ -48,7 +48,7 @@ class RobotEvaluations(Evaluations):
 
     def __init__(
         self,
-        panel: TrainLiberoEvaluationSettings,
+        heldout: TrainLiberoEvaluationSettings,
         known: Mapping[str, Sequence[LiberoTask]],
         policy: MolmoAct2Policy,
         arenas: Sequence[SimulatorClient],
@@ -57,12 +57,12 @@ class RobotEvaluations(Evaluations):
         store: ArtifactStore,
         last: int,
     ) -> None:
-        self._panel, self._planned = panel, plan_episodes(panel, known)
+        self._heldout, self._planned = heldout, plan_episodes(heldout, known)
         self._policy, self._arenas, self._digests = policy, arenas, digests
-        super().__init__(panel, context, store, last)
+        super().__init__(heldout, context, store, last)
 
     def play(self, step: int) -> None:
-        """Play every episode of the panel by the weights after `step`, which the policy has, and write what it says.
+        """Play every held-out episode by the weights after `step`, which the policy has, and write what it says.
 
         Episodes that an attempt finished before it was stopped are not played again.
 
@@ -76,7 +76,7 @@ class RobotEvaluations(Evaluations):
             solved = sum(outcome.success for outcome in finished) / len(finished)
             self._context.events.progress("evaluation", len(finished), total, success=solved)
 
-        played = Evaluation(self._panel, self._planned, EvaluationJournal(journal), told)
+        played = Evaluation(self._heldout, self._planned, EvaluationJournal(journal), told)
         results = collect_results(self._planned, played.run(self._policy, self._arenas))
         numbers = metrics(results) | {"steps": fmean(result.steps for result in results)}
         if step:
