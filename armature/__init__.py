@@ -29,6 +29,10 @@ if TYPE_CHECKING:
     from armature.components.models.tiny.build import make_tiny_checkpoint
     from armature.components.rl.config import MultimodalRLConfig
     from armature.components.rl.trainer import MultimodalGRPOTrainer
+    from armature.components.robots.datasets.lerobot.writer import create_dataset
+    from armature.components.robots.imitation.settings import VLATrainerSettings
+    from armature.components.robots.imitation.trainer import PolicyTrainer
+    from armature.components.robots.policies.settings import RobotPolicySettings
     from armature.components.rollouts.batches.table import build_batch
     from armature.components.rollouts.collect import collect
     from armature.components.rollouts.sampler import tasks_of_step
@@ -58,19 +62,23 @@ __all__ = [
     "MultimodalRLConfig",
     "Observation",
     "Outcome",
+    "PolicyTrainer",
     "Recipe",
     "RobotObservation",
     "RobotPolicy",
+    "RobotPolicySettings",
     "ServerPool",
     "Settings",
     "Task",
     "TerminalEvents",
     "TrainerClient",
     "TrainerPolicySettings",
+    "VLATrainerSettings",
     "accuracy",
     "build_batch",
     "collect",
     "collect_results",
+    "create_dataset",
     "encode_png",
     "get_adapter",
     "load_recipe",
@@ -102,19 +110,23 @@ _MODULES = {
     "MultimodalRLConfig": "armature.components.rl.config",
     "Observation": "armature.components.contracts.episodes",
     "Outcome": "armature.components.contracts.episodes",
+    "PolicyTrainer": "armature.components.robots.imitation.trainer",
     "Recipe": "armature.components.configuration",
     "RobotObservation": "armature.components.contracts.robots",
     "RobotPolicy": "armature.components.contracts.robots",
+    "RobotPolicySettings": "armature.components.robots.policies.settings",
     "ServerPool": "armature.components.inference.pool",
     "Settings": "armature.components.contracts.settings",
     "Task": "armature.components.contracts.episodes",
     "TerminalEvents": "armature.components.configuration.stages",
     "TrainerClient": "armature.components.vlm.client",
     "TrainerPolicySettings": "armature.components.vlm.client",
+    "VLATrainerSettings": "armature.components.robots.imitation.settings",
     "accuracy": "armature.components.evaluation.results",
     "build_batch": "armature.components.rollouts.batches.table",
     "collect": "armature.components.rollouts.collect",
     "collect_results": "armature.components.evaluation.results",
+    "create_dataset": "armature.components.robots.datasets.lerobot.writer",
     "encode_png": "armature.components.artifacts.images",
     "get_adapter": "armature.components.models.adapters",
     "load_recipe": "armature.components.configuration",

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from armature import PolicyTrainer
 from armature.components.configuration.stages import run_stage
 from armature.components.contracts.machine import Machine
 from armature.components.contracts.stages import Artifact
@@ -15,14 +16,15 @@ from armature.components.robots.datasets.settings import DatasetSettings, Quanti
 from armature.components.robots.imitation.settings import TrainVLASettings
 
 EXAMPLE = runpy.run_path(str(Path(__file__).resolve().parents[2] / "examples/train_policy.py"))
-POLICY, TRAINING, record, train = (EXAMPLE[name] for name in ("POLICY", "TRAINING", "record", "train"))
+POLICY, TRAINING, record = (EXAMPLE[name] for name in ("POLICY", "TRAINING", "record"))
 
 
 @pytest.mark.slow
 def test_the_policy_looks_at_the_image(tmp_path: Path) -> None:
     record(tmp_path / "dataset", episodes=40)
-    found = train(tmp_path, tmp_path / "dataset", POLICY, TRAINING.model_copy(update={"max_steps": 60}))
-    assert found["heldout/action_error"] < 0.4 * found["heldout/mean_action_error"]
+    trainer = PolicyTrainer(tmp_path / "dataset", POLICY, TRAINING.model_copy(update={"max_steps": 60}), tmp_path)
+    metrics = trainer.train()
+    assert metrics["heldout/action_error"] < 0.4 * metrics["heldout/mean_action_error"]
 
 
 @pytest.mark.slow
@@ -30,7 +32,9 @@ def test_it_makes_the_policy_of_the_stages(tmp_path: Path) -> None:
     dataset, machine = tmp_path / "dataset", Machine(store=str(tmp_path / "store"), threads=1, loader_workers=0)
     training = TRAINING.model_copy(update={"max_steps": 3, "warmup_steps": 1})
     record(dataset, episodes=10)
-    found = train(tmp_path, dataset, POLICY, training)
+    trainer = PolicyTrainer(dataset, POLICY, training, tmp_path)
+    metrics = trainer.train()
+    trainer.save(tmp_path / "checkpoint")
 
     def made(stage: str, settings: Any, **inputs: Artifact) -> Artifact:
         return run_stage(stage, settings, inputs, machine)
@@ -44,4 +48,4 @@ def test_it_makes_the_policy_of_the_stages(tmp_path: Path) -> None:
     for name in names:
         assert (tmp_path / "checkpoint" / name).read_bytes() == (trained.path / "checkpoint" / name).read_bytes(), name
     history = (trained.path / "metrics.json").read_text()
-    assert str(found["heldout/action_error"]) in history
+    assert str(metrics["heldout/action_error"]) in history

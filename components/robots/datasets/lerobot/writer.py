@@ -298,12 +298,29 @@ class DatasetWriter:
 
 @contextmanager
 def create_dataset(
-    root: Path, *, fps: float, robot_type: str | None, features: Mapping[str, Feature], layout: LayoutSettings
+    root: Path,
+    *,
+    fps: float,
+    robot_type: str | None,
+    features: Mapping[str, Feature | Mapping[str, Any]],
+    layout: LayoutSettings = LayoutSettings(),  # noqa: B008 - it is frozen
 ) -> Iterator[DatasetWriter]:
-    """A new dataset at `root`, which appears, whole, when the block ends well.
+    """Write a new LeRobot dataset (v3.0) within a `with` block. It appears at `root` when the block ends without error.
+
+    Args:
+        root: folder of the dataset; it must not exist yet.
+        fps: frames per second.
+        robot_type: name of the robot, or None.
+        features: columns and cameras by name, as LeRobot's info.json describes them: dtype, shape and names.
+        layout: sizes of files and video settings.
 
     Raises:
         DataError: there is something at `root`, no episode was added, or the disk is full.
+
+    Example:
+        features = {"action": {"dtype": "float32", "shape": [2], "names": ["dx", "dy"]}}
+        with create_dataset(Path("my-dataset"), fps=10.0, robot_type="arm", features=features) as writer:
+            writer.add_episode({"action": actions}, "move the arm to the block")
     """
     root = root.absolute()  # Arrow and FFmpeg take a relative path that begins with "name:" for a URL
     if root.exists():
@@ -312,7 +329,8 @@ def create_dataset(
         )
     root.parent.mkdir(parents=True, exist_ok=True)
     with whole_folder(root) as folder:
-        writer = DatasetWriter(folder, fps, robot_type, features, layout)
+        columns = {name: Feature.model_validate(feature) for name, feature in features.items()}
+        writer = DatasetWriter(folder, fps, robot_type, columns, layout)
         try:
             yield writer
             writer.finish()
