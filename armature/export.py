@@ -23,7 +23,7 @@ from huggingface_hub.errors import (
 )
 from huggingface_hub.utils import validate_repo_id
 
-from armature.components.artifacts.disk import replaced_folder
+from armature.components.artifacts.disk import atomic_replacement
 from armature.components.artifacts.manifest import MANIFEST
 from armature.components.contracts.errors import ArmatureError, ConfigurationError, DataError
 from armature.components.contracts.files import is_folder
@@ -61,7 +61,7 @@ class Export:
             (out / CARD).write_text(model_card(self.record, name, self.form))
             return out
         folder = self._folder()
-        with replaced_folder(out) as new:
+        with atomic_replacement(out) as new:
             for path in sorted(folder.rglob("*")):
                 below = path.relative_to(folder)
                 if path.is_file() and (self.form == "adapter" or ADAPTER not in below.parts) and below.name != CARD:

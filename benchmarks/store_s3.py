@@ -48,7 +48,7 @@ def _ours(folder: Path, server: Server) -> tuple[float, int]:
     store = ArtifactStore(folder / "one", "s3://bucket/prefix", say=lambda line: print(line, file=sys.stderr))
     store.find("stage", "f1")
     before = _requests(server)
-    return seconds(store.settle), _requests(server) - before
+    return seconds(store.send_waiting), _requests(server) - before
 
 
 def _baseline(home: Path, server: Server) -> tuple[float, int]:

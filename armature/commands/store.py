@@ -31,4 +31,4 @@ def send(name: Name, machine: MachineOverrides = None) -> None:
             where="machine.remote_store",
             remedy="name it: --machine remote_store=URL",
         )
-    print(f"sent to {facts.remote_store}: {open_store(facts).settle()} artifacts")
+    print(f"sent to {facts.remote_store}: {open_store(facts).send_waiting()} artifacts")

@@ -28,7 +28,7 @@ LOCK, CONTENT = "lock", "content"
 
 
 @contextmanager
-def full_disk_said(where: Path) -> Iterator[None]:
+def raising_disk_full(where: Path) -> Iterator[None]:
     """
     Raises:
         StoreError: the disk is full, or a file grew past a limit.
@@ -47,7 +47,7 @@ def full_disk_said(where: Path) -> Iterator[None]:
 
 
 @contextmanager
-def usable(where: Path) -> Iterator[None]:
+def raising_store_errors(where: Path) -> Iterator[None]:
     """For a block that touches nothing but the store at `where`.
 
     Raises:
@@ -55,7 +55,7 @@ def usable(where: Path) -> Iterator[None]:
         StoreError: the disk is full.
     """
     try:
-        with full_disk_said(where):
+        with raising_disk_full(where):
             yield
     except (OSError, ValueError, RuntimeError) as error:  # a NUL in the path; a link to itself (Python 3.12: OSError)
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
@@ -89,14 +89,14 @@ def write_files(files: Mapping[Path, bytes], beside: Path) -> None:
 
 
 @contextmanager
-def whole_folder(home: Path) -> Iterator[Path]:
+def atomic_folder(home: Path) -> Iterator[Path]:
     """A temporary folder that becomes `home` by one rename that lasts when the block ends well; the first writer wins.
 
     Raises:
         StoreError: the disk is full or a file grew past a limit; nothing is left.
     """
     _remove_left(home)
-    with full_disk_said(home), locked_sibling(home) as work:
+    with raising_disk_full(home), locked_sibling(home) as work:
         content = work / CONTENT
         content.mkdir()
         yield content
@@ -115,7 +115,7 @@ def place_folder(content: Path, home: Path) -> None:
 
 
 @contextmanager
-def replaced_folder(folder: Path) -> Iterator[Path]:
+def atomic_replacement(folder: Path) -> Iterator[Path]:
     """An empty folder that takes the place of `folder` when the block ends well; until then that one is as it was.
 
     Raises:
@@ -123,7 +123,7 @@ def replaced_folder(folder: Path) -> Iterator[Path]:
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     _remove_left(folder)
-    with full_disk_said(folder), locked_sibling(folder) as scratch:
+    with raising_disk_full(folder), locked_sibling(folder) as scratch:
         new = scratch / "new"
         new.mkdir()
         yield new
@@ -135,7 +135,7 @@ def replaced_folder(folder: Path) -> Iterator[Path]:
 def link_folder(source: Path, target: Path) -> None:
     """Put the files of `source` at `target` by hard links (copies on another disk), replacing what is there."""
 
-    with replaced_folder(target) as new:
+    with atomic_replacement(target) as new:
         shutil.copytree(source, new, copy_function=link_file, dirs_exist_ok=True)
 
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
-from armature.components.artifacts.disk import full_disk_said
+from armature.components.artifacts.disk import raising_disk_full
 from armature.components.contracts.metrics import dump_json, read_floats
 
 BLOCK = 4096
@@ -28,7 +28,7 @@ class JsonLines:
         Raises:
             StoreError: the disk is full; the next row takes the place of what was written.
         """
-        with full_disk_said(self.path), self._lock, self.path.open("a+b") as file:
+        with raising_disk_full(self.path), self._lock, self.path.open("a+b") as file:
             file.truncate(_end_of_last_line(file))  # a line that a crash cut off would spoil this one
             file.write(row + b"\n")
             file.flush()

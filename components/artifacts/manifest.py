@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 
-from armature.components.artifacts.record import Record, differences, examine
+from armature.components.artifacts.record import Record, differences, scan_files
 from armature.components.contracts.digests import document_digest, folder_digest, listing_digest
 from armature.components.contracts.errors import DataError
 from armature.components.contracts.installation import installed_version
@@ -100,7 +100,7 @@ def read_manifest(folder: Path) -> Manifest:
         ) from error
 
 
-def verified(
+def verify_artifact(
     folder: Path,
     kind: str | None = None,
     known: Record | None = None,
@@ -114,7 +114,7 @@ def verified(
         kind: what it has to be.
         known: what it held; files that lie as it says are not read.
         everything: read them as well.
-        links: see `examine`.
+        links: see `scan_files`.
 
     Raises:
         DataError: not an artifact, of another kind, or with files that were changed, added or removed.
@@ -127,7 +127,7 @@ def verified(
             where=str(folder),
             remedy=f"give the folder that stage {kind!r} wrote",
         )
-    record = examine(folder, None if everything else known, links)
+    record = scan_files(folder, None if everything else known, links)
     found = record.md5s
     content = listing_digest({name: md5 for name, md5 in found.items() if name != MANIFEST})
     if content != manifest.content or (known is not None and known.digest != record.digest):
@@ -146,7 +146,7 @@ def open_artifact(folder: Path, kind: str | None = None) -> Artifact:
     """The artifact in `folder`, every file read and checked against the manifest.
 
     Raises:
-        DataError: see `verified`.
+        DataError: see `verify_artifact`.
     """
-    digest = verified(folder, kind, links=True).digest
+    digest = verify_artifact(folder, kind, links=True).digest
     return Artifact(kind=read_manifest(folder).kind, path=folder, digest=digest)

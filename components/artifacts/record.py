@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from armature.components.artifacts.disk import full_disk_said, write_file
+from armature.components.artifacts.disk import raising_disk_full, write_file
 from armature.components.contracts.digests import file_digest, listing_digest
 from armature.components.contracts.errors import DataError
 
@@ -78,11 +78,11 @@ def write_record(home: Path, record: Record) -> None:
     Raises:
         StoreError: the disk is full; the artifact is whole without its record.
     """
-    with full_disk_said(record_path(home)):
+    with raising_disk_full(record_path(home)):
         write_file(record_path(home), record.model_dump_json().encode())
 
 
-def examine(folder: Path, known: Record | None = None, links: bool = False) -> Record:
+def scan_files(folder: Path, known: Record | None = None, links: bool = False) -> Record:
     """What the files of `folder` hold; those that lie as `known` says are not read.
 
     Args:

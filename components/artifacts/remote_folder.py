@@ -19,7 +19,7 @@ from fsspec.implementations.local import LocalFileSystem
 from fsspec.spec import AbstractFileSystem
 from pydantic import BaseModel, ValidationError
 
-from armature.components.artifacts.disk import FULL, full_disk_said, sync
+from armature.components.artifacts.disk import FULL, raising_disk_full, sync
 from armature.components.contracts.errors import ArmatureError, ConfigurationError, DataError, StoreError
 from armature.components.contracts.installation import install_command
 
@@ -283,7 +283,7 @@ class RemoteFolder(RemoteFiles):
 
     def put(self, files: Mapping[str, Path]) -> None:
         """Copy local files to these names, one request for each that is not large."""
-        with full_disk_said(Path(self._root)):
+        with raising_disk_full(Path(self._root)):
             calls = [(str(source), self._path(name)) for name, source in files.items()]
             self._all(self._filesystem.put_file, calls)
 

@@ -28,17 +28,17 @@ from tqdm import tqdm
 
 from armature.components.artifacts.disk import (
     CONTENT,
+    atomic_folder,
     collect,
-    full_disk_said,
     locked_sibling,
     place_folder,
+    raising_disk_full,
+    raising_store_errors,
     try_lock,
-    usable,
-    whole_folder,
     write_file,
 )
 from armature.components.artifacts.images import ImageStore
-from armature.components.artifacts.manifest import MANIFEST, verified
+from armature.components.artifacts.manifest import MANIFEST, verify_artifact
 from armature.components.artifacts.record import FileState, Record, read_record, record_path, write_record
 from armature.components.artifacts.remote import NO_STAGES, RemoteMarker, RemoteStore
 from armature.components.artifacts.remote_attempts import CheckpointSender
@@ -54,14 +54,14 @@ class ArtifactStore:
     stages are copied to, and found in.
 
     An artifact is sent when it is written. Where another machine was first, its artifact takes the place of this one.
-    What the remote does not take is kept, and sent by the next stage in this store, or by `settle`.
+    What the remote does not take is kept, and sent by the next stage in this store, or by `send_waiting`.
 
     Args:
         say: is told what is waited for, and what could not be sent.
     """
 
     def __init__(self, root: Path, remote: str | None = None, say: Callable[[str], None] = tqdm.write) -> None:
-        with usable(root):
+        with raising_store_errors(root):
             self.root = root.resolve()
         self._say = say
         self.remote = RemoteStore(remote, self.root, say) if remote else None
@@ -78,10 +78,10 @@ class ArtifactStore:
     def workspace(self, stage: str, fingerprint: str) -> Path:
         """
         Raises:
-            ConfigurationError: see `usable`, as for every method.
+            ConfigurationError: see `raising_store_errors`, as for every method.
         """
         folder = self.root / "workspaces" / f"{stage}-{fingerprint}"
-        with usable(self.root):
+        with raising_store_errors(self.root):
             folder.mkdir(parents=True, exist_ok=True)
         return folder
 
@@ -93,7 +93,7 @@ class ArtifactStore:
             StoreError: the remote does not answer.
         """
         home = self.home(stage, fingerprint)
-        with usable(self.root):
+        with raising_store_errors(self.root):
             here = os.path.lexists(home)
         if not here:
             marker = self.remote.marker(stage, fingerprint) if self.remote else None
@@ -130,7 +130,7 @@ class ArtifactStore:
             if not home.is_dir() or home.name.startswith(".") or home.parent.name in NO_STAGES:
                 continue
             try:
-                verified(home, home.parent.name, read_record(home), everything=True)
+                verify_artifact(home, home.parent.name, read_record(home), everything=True)
                 yield home, None
             except DataError as error:
                 yield home, error
@@ -145,11 +145,11 @@ class ArtifactStore:
             StoreError: the disk is full, and nothing is left behind.
         """
         home = self.home(stage, fingerprint)
-        with usable(self.root):
+        with raising_store_errors(self.root):
             home.parent.mkdir(parents=True, exist_ok=True)
-        with whole_folder(home) as folder:
+        with atomic_folder(home) as folder:
             fill(folder)
-            record = verified(folder, stage)
+            record = verify_artifact(folder, stage)
         self._keep(home, record)
         made = self._open(home)
         if self.remote is None or time.monotonic() < self._away_until:
@@ -157,7 +157,7 @@ class ArtifactStore:
         self._or_warn(partial(self._send, self.remote, home))
         return self._open(home)
 
-    def settle(self, adopt: bool = True) -> int:
+    def send_waiting(self, adopt: bool = True) -> int:
         """Send every artifact that was written or found here and that the remote lacks; their number.
 
         Args:
@@ -192,9 +192,9 @@ class ArtifactStore:
         """
         if self.remote is not None:
             workspace = self.workspace(stage, fingerprint)
-            with full_disk_said(self.root):
+            with raising_disk_full(self.root):
                 attempt = self.remote.attempts.begin(workspace, afresh)
-            before = partial(self.settle, adopt=False)
+            before = partial(self.send_waiting, adopt=False)
             self._senders[workspace.name] = self.remote.attempts.sender(workspace, attempt, before)
 
     def send_checkpoint(self, stage: str, fingerprint: str, checkpoint: Path, best: Path | None = None) -> None:
@@ -207,7 +207,7 @@ class ArtifactStore:
     def finish(self, stage: str, fingerprint: str) -> None:
         """Send what a stage has made, after which its checkpoints in the remote are of no use and deleted."""
         self.end_checkpoints(stage, fingerprint)
-        if self.remote is not None and self.settle_or_warn():
+        if self.remote is not None and self.send_waiting_or_warn():
             self._or_warn(partial(self.remote.attempts.remove, f"{stage}-{fingerprint}"))
 
     def end_checkpoints(self, stage: str, fingerprint: str) -> None:
@@ -216,9 +216,9 @@ class ArtifactStore:
         if sender := self._senders.pop(f"{stage}-{fingerprint}", None):
             sender.end()
 
-    def settle_or_warn(self) -> bool:
-        """`settle`; whether the remote has taken everything, which is said where it has not."""
-        return self._or_warn(self.settle)
+    def send_waiting_or_warn(self) -> bool:
+        """`send_waiting`; whether the remote has taken everything, which is said where it has not."""
+        return self._or_warn(self.send_waiting)
 
     @contextmanager
     def lock(self, stage: str, fingerprint: str) -> Iterator[None]:
@@ -227,16 +227,16 @@ class ArtifactStore:
         What killed attempts left half-written in the store is removed.
         """
         workspace = self.workspace(stage, fingerprint)
-        with usable(self.root):
+        with raising_store_errors(self.root):
             file = (workspace / ".lock").open("a+")
         with file:
             if not try_lock(file):
                 self._say(f"{stage}: waits for {_holder(file)}, which makes the same artifact ({fingerprint})")
                 fcntl.flock(file, fcntl.LOCK_EX)
-            with usable(self.root):
+            with raising_store_errors(self.root):
                 self._collect()
                 _sign(file)
-            self.settle_or_warn()
+            self.send_waiting_or_warn()
             yield
 
     def set_aside(self, stage: str, fingerprint: str) -> None:
@@ -257,7 +257,7 @@ class ArtifactStore:
 
     def _move_aside(self, name: str, paths: list[Path]) -> Path:
         aside = self.root / "replaced" / f"{name}-{datetime.now(UTC):%Y%m%dT%H%M%S.%f}"
-        with usable(self.root):
+        with raising_store_errors(self.root):
             for path in paths:
                 if os.path.lexists(path):
                     target = aside / path.relative_to(self.root)
@@ -287,7 +287,7 @@ class ArtifactStore:
 
     def _open(self, home: Path) -> Artifact:
         stage, known = home.parent.name, read_record(home)
-        record = verified(home, stage, known)
+        record = verify_artifact(home, stage, known)
         if known is not None:
             record = record.model_copy(update={"pushed": known.pushed})
         if record != known:
@@ -307,7 +307,7 @@ class ArtifactStore:
             return path.read_text()
         except FileNotFoundError:
             copy_id = uuid4().hex
-        with usable(self.root):
+        with raising_store_errors(self.root):
             path.parent.mkdir(parents=True, exist_ok=True)
             write_file(path, copy_id.encode())
         return copy_id
@@ -316,7 +316,7 @@ class ArtifactStore:
     def _sending(self, kind: int) -> Iterator[None]:
         """Many may send at once (LOCK_SH); nobody does while artifacts are moved (LOCK_EX)."""
         folder = self.root / "remote"
-        with usable(self.root):
+        with raising_store_errors(self.root):
             folder.mkdir(parents=True, exist_ok=True)
             file = (folder / ".lock").open("a+")
         with file:
@@ -324,7 +324,7 @@ class ArtifactStore:
             yield
 
     def _send(self, remote: RemoteStore, home: Path, adopt: bool = True) -> None:
-        with full_disk_said(self.root), self._sending(fcntl.LOCK_SH):
+        with raising_disk_full(self.root), self._sending(fcntl.LOCK_SH):
             record = read_record(home) if home.is_dir() else None
             if record is None or remote.url in record.pushed:  # set aside or discarded; or sent by another process
                 marker = None
@@ -366,10 +366,10 @@ class ArtifactStore:
 
     def _fetch(self, remote: RemoteStore, home: Path, marker: RemoteMarker) -> bool:
         """Fetch an artifact, unless it is deleted meanwhile."""
-        with usable(self.root):
+        with raising_store_errors(self.root):
             home.parent.mkdir(parents=True, exist_ok=True)
         try:
-            with whole_folder(home) as folder:
+            with atomic_folder(home) as folder:
                 record = _fetched(remote, home, marker, folder)
         except DataError:
             if remote.marker(home.parent.name, home.name) != marker:
@@ -381,7 +381,7 @@ class ArtifactStore:
     def _adopt(self, remote: RemoteStore, home: Path, marker: RemoteMarker) -> None:
         """Put the artifact of the machine that was first in the place of the one that was made here."""
         name = f"{home.parent.name}-{home.name}"
-        with full_disk_said(self.root), locked_sibling(home) as work:
+        with raising_disk_full(self.root), locked_sibling(home) as work:
             folder = work / CONTENT
             folder.mkdir()
             record = _fetched(remote, home, marker, folder)
@@ -414,7 +414,7 @@ def _fetched(remote: RemoteStore, home: Path, marker: RemoteMarker, folder: Path
     remote.fetch(stage, fingerprint, marker, folder)
     damage = None
     try:
-        record = verified(folder, stage)
+        record = verify_artifact(folder, stage)
         if record.digest != marker.digest:
             damage = DataError(f"the digest of its files is {record.digest}, not {marker.digest}")
     except DataError as error:

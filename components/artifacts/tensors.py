@@ -10,7 +10,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from armature.components.artifacts.disk import full_disk_said
+from armature.components.artifacts.disk import atomic_replacement, raising_disk_full
 from armature.components.contracts.errors import DataError, StoreError
 from armature.components.contracts.files import bare_name, read_bytes, regular
 
@@ -34,15 +34,15 @@ def open_tensors(path: Path, framework: str = "numpy") -> Any:
 
 
 @contextmanager
-def saving(folder: Path) -> Iterator[None]:
-    """For a block that writes a checkpoint to `folder`.
+def checkpoint_folder(folder: Path) -> Iterator[Path]:
+    """Yield an empty folder to write a checkpoint into; it replaces `folder` atomically when the block ends well.
 
     Raises:
-        StoreError: it could not be written, as on a full disk.
+        StoreError: the checkpoint could not be written, as on a full disk.
     """
     try:
-        with full_disk_said(folder):
-            yield
+        with raising_disk_full(folder), atomic_replacement(folder) as new:
+            yield new
     except SafetensorError as error:  # safetensors has no OSError
         raise StoreError(
             f"{folder.name} could not be written: {error}",

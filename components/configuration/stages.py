@@ -178,7 +178,7 @@ def run_stage(
         made = None if again else store.find(name, key)
         if made is not None:
             events.message(f"{name}: already made, {made.path}")
-            store.settle_or_warn()
+            store.send_waiting_or_warn()
             return made
         begins(key)
         if again:

@@ -21,8 +21,7 @@ from transformers import (
     ProcessorMixin,
 )
 
-from armature.components.artifacts.disk import replaced_folder
-from armature.components.artifacts.tensors import read_tensors, saving
+from armature.components.artifacts.tensors import checkpoint_folder, read_tensors
 from armature.components.contracts.errors import ConfigurationError, DataError
 from armature.components.contracts.files import foreign
 from armature.components.families.family import Family, family_of
@@ -261,7 +260,7 @@ def save_checkpoint(
     """
     base, state = base_model(model), dict(merged_weights(model) if weights is None else weights)
     ours = has_second_layout(base.config) and not is_remote(base)  # code of its own has the names of its files
-    with saving(folder), replaced_folder(folder) as new:
+    with checkpoint_folder(folder) as new:
         if ours:  # what transformers itself writes would be wrong
             base.save_pretrained(new, state_dict=to_hub(state, base.config), save_original_format=False)
         else:

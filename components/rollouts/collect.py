@@ -7,7 +7,7 @@ import resource
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 
-from armature.components.artifacts.disk import full_disk_said
+from armature.components.artifacts.disk import raising_disk_full
 from armature.components.artifacts.images import ImageStore
 from armature.components.contracts.episodes import Environment, Task
 from armature.components.contracts.errors import ConfigurationError, RolloutFailed
@@ -88,7 +88,7 @@ async def collect(
         return result
 
     room = room or asyncio.Semaphore(machine.max_concurrent)
-    with full_disk_said(images.root):
+    with raising_disk_full(images.root):
         outputs = await play_groups(play, tasks, group_size, room, step=step, first_group=first_group)
     if outputs.failures:
         events.message(failures_said(outputs.failures, len(tasks) * group_size, f"{name}, step {step}"))

@@ -99,7 +99,7 @@ class RolloutWorker:
                     raise
                 made = False
             suspects = [asdict(each) for each in borrowed.suspects.values()]
-        self._store.settle()
+        self._store.send_waiting()
         return {"made": made, "suspects": suspects}
 
     async def _collect(

@@ -17,7 +17,7 @@ from threading import Thread
 
 import pytest
 
-from armature.components.artifacts.disk import replaced_folder
+from armature.components.artifacts.disk import atomic_replacement
 from armature.components.artifacts.store import ArtifactStore
 from armature.components.machine.private_files import write_private
 from tests.refusals import refused
@@ -116,14 +116,14 @@ from armature.components.artifacts.cache import make_once
 make_once(folder / "file", lambda path: (path.write_text("half"), kill()))
 """,
     "replaced folder": """
-from armature.components.artifacts.disk import replaced_folder
-with replaced_folder(folder / "weights") as new:
+from armature.components.artifacts.disk import atomic_replacement
+with atomic_replacement(folder / "weights") as new:
     (new / "half").write_text("half")
     kill()
 """,
     "new folder": """
-from armature.components.artifacts.disk import whole_folder
-with whole_folder(folder / "dataset") as new:
+from armature.components.artifacts.disk import atomic_folder
+with atomic_folder(folder / "dataset") as new:
     (new / "half").write_text("half")
     kill()
 """,
@@ -180,6 +180,6 @@ def test_replaced_folder_leaves_other_hidden_folders_alone(tmp_path):
     os.utime(mine, (0, 0))
     with (alive / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        with replaced_folder(tmp_path / "weights"):
+        with atomic_replacement(tmp_path / "weights"):
             pass
     assert mine.exists() and alive.exists() and (tmp_path / "weights").is_dir()

@@ -90,7 +90,7 @@ def unsteady(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Unsteady]]:
 
 def made_on(store: ArtifactStore, fill: Callable[[Path], None] | None = None) -> Artifact:
     made = store.write("stage", "f1", fill or filled())
-    store.settle()
+    store.send_waiting()
     return made
 
 
@@ -160,15 +160,15 @@ def test_what_the_remote_did_not_take_is_kept_and_sent_by_the_next_stage(tmp_pat
     store.write("stage", "f2", filled())
     assert unsteady.asked == []  # a remote store that is away delays no further artifact
     with refused("remote_store_unreachable", URL):
-        store.settle()
-    assert not store.settle_or_warn()
+        store.send_waiting()
+    assert not store.send_waiting_or_warn()
     unsteady.refusals = 0
     assert ArtifactStore(tmp_path / "two", URL).find("stage", "f1") is None
     later = ArtifactStore(tmp_path / "one", URL)
     with later.lock("another", "f3"):
         found = ArtifactStore(tmp_path / "two", URL).find("stage", "f1")
     assert found is not None and found.digest == made.digest
-    assert later.settle() == 0
+    assert later.send_waiting() == 0
     unsteady.asked.clear()
     ArtifactStore(tmp_path / "one", URL).find("stage", "f1")
     assert unsteady.asked == []  # what is known to be there is not asked for again
@@ -190,7 +190,7 @@ def test_command_sends_what_waits(tmp_path, unsteady, capsys):
 def test_artifact_made_without_a_remote_is_sent_once_it_is_used(tmp_path):
     made = ArtifactStore(tmp_path / "one").write("stage", "f1", filled())
     store = ArtifactStore(tmp_path / "one", URL)
-    assert store.settle() == 0 and store.find("stage", "f1") is not None and store.settle() == 1
+    assert store.send_waiting() == 0 and store.find("stage", "f1") is not None and store.send_waiting() == 1
     found = ArtifactStore(tmp_path / "two", URL).find("stage", "f1")
     assert found is not None and found.digest == made.digest
 
@@ -217,7 +217,7 @@ def test_push_that_stopped_half_way_is_not_seen_and_sends_only_the_rest(tmp_path
     other = ArtifactStore(tmp_path / "two", URL)
     assert ("put", X) in unsteady.asked and other.find("stage", "f1") is None
     unsteady.asked.clear()
-    ArtifactStore(tmp_path / "one", URL).settle()
+    ArtifactStore(tmp_path / "one", URL).send_waiting()
     assert ("put", X) not in unsteady.asked and ("put", Y) in unsteady.asked
     assert other.find("stage", "f1") is not None
 
@@ -237,7 +237,7 @@ def test_two_machines_that_make_the_same_have_one_result(tmp_path):
     [aside] = (two.root / "replaced").glob("*/stage/f1/x")
     assert aside.read_bytes() == b"\1"
     assert len(homes()) == 1  # what the second had sent is gone
-    assert two.settle() == 0 and two.find("stage", "f1") == second
+    assert two.send_waiting() == 0 and two.find("stage", "f1") == second
 
 
 @pytest.mark.parametrize("same", [False, True])
@@ -307,7 +307,7 @@ def test_force_while_another_process_sends_the_same_artifact(tmp_path, monkeypat
 
     monkeypatch.setattr(RemoteFolder, "put", slow_put)
     sent: list[int] = []
-    sender = threading.Thread(target=lambda: sent.append(two.settle()))
+    sender = threading.Thread(target=lambda: sent.append(two.send_waiting()))
     forced = threading.Thread(target=one.set_aside, args=("stage", "f1"))
     sender.start()
     assert began.wait(30)
@@ -332,7 +332,7 @@ def test_artifact_that_is_discarded_while_it_is_sent_stops_nobody(tmp_path, monk
         patched.setattr(ArtifactStore, "_send", lambda *_: None)
         store.write("stage", "f1", filled())
     monkeypatch.setattr(RemoteFolder, "put", discard_first)
-    assert store.settle() == 1 and store.settle() == 0
+    assert store.send_waiting() == 1 and store.send_waiting() == 0
 
 
 def test_what_is_noted_at_this_moment_is_not_taken_for_an_artifact(tmp_path):
@@ -342,7 +342,7 @@ def test_what_is_noted_at_this_moment_is_not_taken_for_an_artifact(tmp_path):
     assert store.remote is not None
     unfinished = store.remote.state / "waiting/stage/.f2-x"
     unfinished.mkdir()
-    assert store.settle() == 0 and unfinished.exists()
+    assert store.send_waiting() == 0 and unfinished.exists()
     (unfinished / "lock").touch()
     with store.lock("stage", "f3"):
         assert not unfinished.exists()
@@ -360,10 +360,10 @@ def beaten(tmp_path: Path, unsteady: type[Unsteady]) -> ArtifactStore:
 
 def test_background_does_not_replace_what_a_stage_may_be_reading(tmp_path, unsteady):
     store = beaten(tmp_path, unsteady)
-    store.settle(adopt=False)
+    store.send_waiting(adopt=False)
     assert (store.home("stage", "f1") / "x").read_bytes() == b"one"
-    store.settle()
-    assert (store.home("stage", "f1") / "x").read_bytes() == b"two" and store.settle() == 0
+    store.send_waiting()
+    assert (store.home("stage", "f1") / "x").read_bytes() == b"two" and store.send_waiting() == 0
 
 
 @pytest.mark.parametrize("meanwhile", ["set aside", "adopted", "fetched"])
@@ -377,7 +377,7 @@ def test_what_happens_while_another_machine_s_artifact_is_fetched(tmp_path, unst
         if meanwhile == "set aside":
             other.set_aside("stage", "f1")
         elif meanwhile == "adopted":
-            other.settle()
+            other.send_waiting()
         get(self, files)
 
     def fetch_then(self: ArtifactStore, name: str, paths: list[Path]) -> Path:
@@ -389,15 +389,15 @@ def test_what_happens_while_another_machine_s_artifact_is_fetched(tmp_path, unst
     monkeypatch.setattr(RemoteFolder, "get", act_first)
     if meanwhile == "fetched":
         monkeypatch.setattr(ArtifactStore, "_move_aside", fetch_then)
-    store.settle()
+    store.send_waiting()
     if meanwhile == "set aside":
         assert not store.home("stage", "f1").exists()
     else:
         found = store.find("stage", "f1")
         assert found is not None and (found.path / "x").read_bytes() == b"two"
         assert len(list((store.root / "replaced").iterdir())) == 1
-    store.settle()
-    assert store.settle() == 0
+    store.send_waiting()
+    assert store.send_waiting() == 0
 
 
 def test_damaged_document_of_one_artifact_stops_no_other(tmp_path, unsteady):
@@ -408,7 +408,7 @@ def test_damaged_document_of_one_artifact_stops_no_other(tmp_path, unsteady):
     unsteady.refusals = 0
     unsteady().pipe_file(f"{URL}/stage/f1/{MARKER}", b"{")
     with refused("remote_record_unreadable", f"stage/f1/{MARKER}"):
-        store.settle()
+        store.send_waiting()
     assert ArtifactStore(tmp_path / "two", URL).find("stage", "f2") is not None
 
 
@@ -554,7 +554,7 @@ def test_what_time_does_not_heal_is_not_waited_for(tmp_path, unsteady, monkeypat
     unsteady.refusals = 10**6
     with refused(code, URL, kind=StoreError):
         made_on(ArtifactStore(tmp_path, URL, say=lambda line: None))
-    assert ("put", X) in unsteady.asked and max(map(unsteady.asked.count, unsteady.asked)) == 2  # `write` and `settle`
+    assert ("put", X) in unsteady.asked and max(map(unsteady.asked.count, unsteady.asked)) == 2
 
 
 @pytest.mark.parametrize(
@@ -638,7 +638,7 @@ def test_deleting_an_artifact_takes_no_image_from_another(tmp_path, unsteady):
 def test_damaged_archive_is_refused_and_the_artifact_not_found(tmp_path, unsteady, harm):
     one, two = ArtifactStore(tmp_path / "one", URL), ArtifactStore(tmp_path / "two", URL)
     one.write("stage", "f1", shows(ImageStore(one.images), "red"))
-    one.settle()
+    one.send_waiting()
     [name] = [path for path in unsteady.store if path.endswith(".zip")]
     image = next(one.images.glob("??/*.png"))
     changed = BytesIO()

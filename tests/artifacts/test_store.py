@@ -14,7 +14,7 @@ from dvc_objects.fs.local import LocalFileSystem
 from hypothesis import given
 from hypothesis import strategies as st
 
-from armature.components.artifacts.disk import link_folder, whole_folder
+from armature.components.artifacts.disk import atomic_folder, link_folder
 from armature.components.artifacts.manifest import open_artifact, read_manifest, write_manifest
 from armature.components.artifacts.store import ArtifactStore
 from armature.components.contracts.digests import folder_digest
@@ -73,9 +73,9 @@ def test_a_failed_attempt_leaves_nothing(tmp_path):
 
 def test_the_first_of_two_writers_wins(tmp_path):
     home = tmp_path / "home"
-    with whole_folder(home) as first:
+    with atomic_folder(home) as first:
         (first / "who").write_text("first")
-        with whole_folder(home) as second:
+        with atomic_folder(home) as second:
             (second / "who").write_text("second")
     assert (home / "who").read_text() == "second"
     assert [path.name for path in tmp_path.iterdir()] == ["home"]
@@ -136,7 +136,7 @@ def test_a_remote_serves_another_machine(tmp_path):
     remote = (tmp_path / "remote").as_uri()
     one = ArtifactStore(tmp_path / "one", remote)
     made = one.write("stage", "f1", fill_with({"x/y": b"1", "z": b"2"}))
-    one.settle()
+    one.send_waiting()
     found = ArtifactStore(tmp_path / "two", remote).find("stage", "f1")
     assert found is not None and found.digest == made.digest and found.path != made.path
 
@@ -147,7 +147,7 @@ def test_what_is_set_aside_is_gone_here_and_in_the_remote_and_kept_below_replace
     for stage, fingerprint in (("stage", "f1"), ("units", "f1-00001"), ("units", "f2-00001")):
         store.write(stage, fingerprint, fill_with({"x": fingerprint.encode()}, kind=stage))
     (store.workspace("stage", "f1") / "history").write_text("1")
-    store.settle()
+    store.send_waiting()
     with store.lock("stage", "f1"):
         store.set_aside("stage", "f1")
         assert store.find("stage", "f1") is None and store.find("units", "f1-00001") is None

@@ -32,7 +32,7 @@ def store(tmp_path: Path) -> ArtifactStore:
     return ArtifactStore(tmp_path / "store")
 
 
-def settle(store: ArtifactStore) -> Path:
+def settled(store: ArtifactStore) -> Path:
     """The artifact's folder, made and used some time ago: nothing of it was written in the last seconds."""
     home = store.write("stage", "f1", fill).path
     sidecar = home.with_name("f1.digest")
@@ -145,7 +145,7 @@ EDITS = [
 
 @pytest.mark.parametrize("edit", EDITS, ids=lambda edit: edit.__name__)
 def test_what_was_edited_is_not_used(store, edit):
-    edit(settle(store))
+    edit(settled(store))
     with pytest.raises(DataError):
         store.find("stage", "f1")
 
@@ -158,7 +158,7 @@ def test_an_edit_right_after_the_artifact_was_made_is_noticed(store):
 
 
 def test_the_error_names_what_differs(store):
-    home = settle(store)
+    home = settled(store)
     for edit in (same_size, added, removed):
         edit(home)
     with refused("artifact_changed", home) as caught:
@@ -170,7 +170,7 @@ def test_the_error_names_what_differs(store):
     "text", ["", "garbage", "0" * 32 + ".dir", "{}", "[]", "\x00\xff", '{"digest": "a", "files": {}}']
 )
 def test_a_record_that_is_none_is_made_again(store, text):
-    made = store.find("stage", settle(store).name)
+    made = store.find("stage", settled(store).name)
     made.path.with_name("f1.digest").write_bytes(text.encode("latin-1"))
     assert store.find("stage", "f1") == made and made.digest == folder_digest(made.path)
     assert [each.digest for each in store] == [made.digest]
@@ -178,7 +178,7 @@ def test_a_record_that_is_none_is_made_again(store, text):
 
 @pytest.mark.parametrize("text", ["", "garbage"])
 def test_without_a_record_the_manifest_still_knows(store, text):
-    home = settle(store)
+    home = settled(store)
     same_size(home)
     home.with_name("f1.digest").write_text(text)
     with refused("artifact_changed"):
@@ -186,7 +186,7 @@ def test_without_a_record_the_manifest_still_knows(store, text):
 
 
 def test_a_record_of_a_folder_that_was_deleted_is_no_matter(store):
-    shutil.rmtree(settle(store))
+    shutil.rmtree(settled(store))
     assert store.find("stage", "f1") is None
 
     def other(folder: Path) -> None:
@@ -205,14 +205,14 @@ ArtifactStore(Path(sys.argv[1])).find("stage", "f1")
 
 
 def test_what_lies_as_recorded_is_not_read(store):
-    home = settle(store)
+    home = settled(store)
     done = subprocess.run([sys.executable, "-c", FIND, str(store.root)], capture_output=True, text=True, check=True)
     opened = done.stdout.splitlines()
     assert str(home / "manifest.json") in opened and str(home / "x") not in opened
 
 
 def test_hard_links_and_copies_of_the_store_are_the_same_artifact(store, tmp_path):
-    home = settle(store)
+    home = settled(store)
     made = store.find("stage", "f1")
     link_folder(home, tmp_path / "data/out")  # changes every inode's change time
     assert store.find("stage", "f1") == made
@@ -224,7 +224,7 @@ def test_hard_links_and_copies_of_the_store_are_the_same_artifact(store, tmp_pat
 
 
 def test_one_damaged_artifact_does_not_hide_the_others(store):
-    same_size(settle(store))
+    same_size(settled(store))
 
     def other(folder: Path) -> None:
         (folder / "x").write_bytes(b"other")
@@ -267,7 +267,7 @@ def test_a_disk_that_is_full_at_the_record_costs_nothing(tmp_path):
 
 def test_verify_reads_what_the_fast_path_trusts(store):
     """An edit that even the kernel's times do not show: as recorded, the file lies as it does."""
-    home = settle(store)
+    home = settled(store)
     store.write("other-stage", "f2", other_kind)
     same_size(home)
     sidecar = home.with_name("f1.digest")
@@ -288,7 +288,7 @@ def other_kind(folder: Path) -> None:
 
 
 def test_a_folder_in_place_of_the_record_is_an_error_of_ours(store: ArtifactStore) -> None:
-    sidecar = settle(store).with_name("f1.digest")
+    sidecar = settled(store).with_name("f1.digest")
     sidecar.unlink()
     sidecar.mkdir()
     with refused("not_a_file", "f1.digest"):

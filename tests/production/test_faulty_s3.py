@@ -64,11 +64,11 @@ def test_every_file_arrives_once_and_whole(tmp_path, server):
     with faulty(server.url, faults) as url, client_of(url):
         store = ArtifactStore(one, URL)
         store.write("stage", "f1", fill)
-        store.settle()
+        store.send_waiting()
         faults.away.set()
         Timer(AWAY, faults.away.clear).start()
         store.write("stage", "f2", fill)
-        store.settle()
+        store.send_waiting()
         found = ArtifactStore(tmp_path / "two", URL).find("stage", "f1")
     assert held(server) == made(one) and len(held(server)) == 2 * (60 + 2)
     assert found is not None and read_record(found.path).digest == read_record(one / "stage/f1").digest

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
-from armature.components.artifacts.disk import whole_folder
+from armature.components.artifacts.disk import atomic_folder
 from armature.components.artifacts.manifest import open_artifact, write_manifest
 from armature.components.configuration.recipes import MachineSection, Sections
 from armature.components.contracts.errors import DataError, ServerError
@@ -52,7 +52,7 @@ def make_tasks(settings, inputs, folder, context):
 def _step_artifact(kind: str, step: int, inputs: dict[str, Artifact], root: Path) -> Artifact:
     home = root / f"{kind}-{step}"
     if not home.exists():
-        with whole_folder(home) as folder:
+        with atomic_folder(home) as folder:
             (folder / "data.txt").write_text(f"{kind} {step}")
             digests = {key: each.digest for key, each in inputs.items()}
             write_manifest(folder, kind=kind, kind_version=1, rows={"data": 1}, drops={}, inputs=digests, settings={})

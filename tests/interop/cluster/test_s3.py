@@ -54,7 +54,7 @@ def table(images: ImageStore, count: int) -> Callable[[Path], None]:
 def test_an_artifact_travels_with_its_images_for_one_request_a_file(tmp_path, server):
     one, two = ArtifactStore(tmp_path / "one", URL), ArtifactStore(tmp_path / "two", URL)
     made = one.write("stage", "f1", table(ImageStore(one.images), 50))
-    one.settle()
+    one.send_waiting()
     time.sleep(0.2)
     # its files, the table and the manifest; the archive, the digest, the marker, the trial of the condition; the bucket
     assert server.requests("PUT") == FILES + 2 + 4 + 1
@@ -86,7 +86,7 @@ def test_set_aside_is_gone_from_the_remote(tmp_path, server):
     store = ArtifactStore(tmp_path, URL)
     for fingerprint in ("f3", "f3-00001", "f30"):
         store.write("stage", fingerprint, table(ImageStore(store.images), 1))
-    store.settle()
+    store.send_waiting()
     with store.lock("stage", "f3"):
         store.set_aside("stage", "f3")
     left = {name.split("/")[2] for name in server.names() if name.startswith("prefix/stage/f3")}
@@ -197,9 +197,9 @@ def test_s3_that_is_away_for_a_while_gets_what_was_made_meanwhile(tmp_path, serv
     made = store.write("stage", "f4", table(ImageStore(store.images), 3))
     assert said[-1].startswith("warning: not sent")
     with pytest.raises(StoreError, match="does not answer"):
-        store.settle()
+        store.send_waiting()
     server.start()
     later = ArtifactStore(tmp_path / "one", URL)
-    later.settle()
+    later.send_waiting()
     found = ArtifactStore(tmp_path / "two", URL).find("stage", "f4")
     assert found is not None and found.digest == made.digest

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from PIL import Image
 
-from armature.components.artifacts.disk import whole_folder
+from armature.components.artifacts.disk import atomic_folder
 from armature.components.contracts.errors import ConfigurationError, DataError
 from armature.components.robots.datasets import histograms, quantiles
 from armature.components.robots.datasets.histograms import Histogram
@@ -328,7 +328,7 @@ def create_dataset(
             "there is a folder already", code="dataset_exists", where=str(root), remedy="give a new one, or remove it"
         )
     root.parent.mkdir(parents=True, exist_ok=True)
-    with whole_folder(root) as folder:
+    with atomic_folder(root) as folder:
         columns = {name: Feature.model_validate(feature) for name, feature in features.items()}
         writer = DatasetWriter(folder, fps, robot_type, columns, layout)
         try:

@@ -16,8 +16,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from armature.components.artifacts.disk import replaced_folder
-from armature.components.artifacts.tensors import saving
+from armature.components.artifacts.tensors import checkpoint_folder
 from armature.components.models.blockwise import FP8Linear
 from armature.components.models.load import hollow
 from armature.components.models.source import locate
@@ -161,7 +160,7 @@ def save_policy(
             its own, which nobody needs who only acts.
     """
     head = {name: tensor.cpu() for name, tensor in weights.items() if name.startswith(VALUE_HEAD)}
-    with saving(folder), replaced_folder(folder) as new:
+    with checkpoint_folder(folder) as new:
         write_parts(new, parts)
         if head:
             save_file(head, new / VALUE_HEAD_FILE)
@@ -182,7 +181,7 @@ def save_lerobot(folder: Path, parts: PolicyParts, weights: Mapping[str, Tensor]
             "state_stats": _masked(processor.robot.state_stats, processor.state),
         }
     )
-    with saving(folder), replaced_folder(folder) as new:
+    with checkpoint_folder(folder) as new:
         (new / BASE).mkdir()
         write_parts(new / BASE, parts)
         write_processors(new, parts.settings, robot, base, parts.config.max_action_dim)
