@@ -1,4 +1,4 @@
-"""Names that people give to checkpoints, and the artifacts behind them."""
+"""Find the artifact of a checkpoint by the name that a user typed."""
 
 from __future__ import annotations
 
@@ -20,28 +20,37 @@ ALIAS_PREFIX = "models:/"
 
 
 def checkpoint_artifact(name: str, model: ModelSettings, machine: Machine) -> Artifact:
-    """The artifact of a folder, a digest, an MLflow alias, a hub name or tiny/<family>, as its field describes.
+    """Return the artifact of a checkpoint.
+
+    Args:
+        name: a folder, an artifact's digest, an MLflow model ("models:/NAME@ALIAS" or "models:/NAME/VERSION"), a hub
+            name, or "tiny/FAMILY".
+        model: settings for a hub name or a tiny checkpoint.
 
     Raises:
-        DataError: the alias is unknown, or its checkpoint is not where it was.
+        DataError: MLflow does not know the model, or its checkpoint is not on this machine.
     """
     if name.startswith(ALIAS_PREFIX):
         return aliased_artifact(name, machine)
     if (project_path(name) / "manifest.json").is_file():
         return open_artifact(project_path(name))
-    if found := open_store(machine).find_digest(name):
-        return found
+    if artifact := open_store(machine).find_digest(name):
+        return artifact
     settings = ModelSettings.model_validate(model.model_dump() | _source(name, model))
     return run_with("model", settings, machine)
 
 
 def _source(name: str, model: ModelSettings) -> dict[str, object]:
-    """A hub name in place of tiny/<family> has no tiny sizes."""
+    """Fields of `ModelSettings` for a name; the sizes of a tiny model do not apply to a hub name."""
     return {"source": name} if name.startswith("tiny/") else {"source": name, "tiny": None}
 
 
 def aliased_artifact(name: str, machine: Machine) -> Artifact:
-    """The artifact of `models:/<name>@<alias>` or `models:/<name>/<version>`: where it was made, or of this store."""
+    """Return the artifact of `models:/NAME@ALIAS` or `models:/NAME/VERSION`.
+
+    MLflow records the folder in which the checkpoint was made. If that folder is gone, this machine's store is
+    searched.
+    """
     body = name.removeprefix(ALIAS_PREFIX)
     registered, _, alias = body.partition("@")
     try:
@@ -59,18 +68,17 @@ def aliased_artifact(name: str, machine: Machine) -> Artifact:
         ) from error
     tags = client().get_logged_model(str(version.source).rpartition("/")[2]).tags
     folder, digest = Path(tags["checkpoint.uri"]), tags["checkpoint.digest"]
-    if folder.is_dir() and (there := open_artifact(folder)).digest == digest:
-        return there
+    if folder.is_dir() and (recorded := open_artifact(folder)).digest == digest:
+        return recorded
     store = open_store(machine)
-    found = store.find_digest(digest) or store.find(folder.parent.name, folder.name)
-    if found is None or found.digest != digest:
+    artifact = store.find_digest(digest) or store.find(folder.parent.name, folder.name)
+    if artifact is None or artifact.digest != digest:
         raise DataError(
-            f"the checkpoint of {name!r} is not on this machine, or gone",
+            f"the checkpoint of {name!r} is not on this machine, or was deleted",
             code="checkpoint_not_here",
             where=f"{folder}, digest {digest}; machine.store = {machine.store}, "
             f"machine.remote_store = {machine.remote_store}",
-            remedy="name the store that has it: --machine store=... or remote_store=...; or take the files that MLflow "
-            f"keeps of it, and name their folder: mlflow artifacts download -u {name} -d FOLDER; or run its training "
-            "again",
+            remedy="name the store that has it (--machine store=... or remote_store=...), or download the files that "
+            f"MLflow keeps (mlflow artifacts download -u {name} -d FOLDER) and name that folder, or train again",
         )
-    return found
+    return artifact

@@ -1,4 +1,4 @@
-"""What a stage reports, shown on the run's page as it happens and sent to MLflow in batches."""
+"""Report a stage's progress, metrics and artifacts to Prefect's page of the run and to MLflow while it runs."""
 
 from __future__ import annotations
 
@@ -29,21 +29,20 @@ from armature.tasks.patience import patience
 from armature.tasks.prometheus import RUNS, ResourceWatch, free_bytes
 from armature.tasks.tracking import TrackedRun
 
-# Units of a long stage as Prefect task runs, so that each shows on the run's page with its times and its error.
-
 
 class PrefectUnits:
-    """Runs each unit on a thread of its own, as a task nested in the task that submits it.
+    """Runs the units of a long stage as nested Prefect tasks, so that each has its times and its error on the run's
+    page.
 
-    Results travel in our futures and not through Prefect: a unit may return a batch of gigabytes, and Prefect
-    holds on to what a task returned until the flow ends.
+    Each unit runs on a thread of its own. Its result is returned through a future of ours, not through Prefect: a unit
+    may return gigabytes, and Prefect keeps what a task returned until the flow ends.
     """
 
     def __init__(self) -> None:
         self._executor = ThreadPoolExecutor(8, thread_name_prefix="unit")
 
     def submit(self, name: str, unit: Callable[..., ResultT], *arguments: Any) -> Future[ResultT]:
-        """Run `unit(*arguments)`; the task is named after `name` without its number, the task run after `name`."""
+        """Run `unit(*arguments)` as a task run called `name`. The task's name is `name` without its number."""
         future: Future[ResultT] = Future()
 
         def work() -> None:
@@ -59,7 +58,7 @@ class PrefectUnits:
         def carry() -> None:
             try:
                 run(return_state=True)
-            except BaseException as error:  # a stop of the flow, or Prefect itself: nobody may wait for ever
+            except BaseException as error:  # the flow was stopped, or Prefect failed: nobody may wait forever
                 if not future.done():
                     future.set_exception(error)
 
@@ -72,7 +71,7 @@ class PrefectUnits:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # After an error nobody waits: a unit may be waiting for a server that is being stopped.
+        # After an error we do not wait for the units: one may be waiting for a server that is being stopped.
         self._executor.shutdown(wait=kind is None, cancel_futures=True)
 
 
@@ -94,13 +93,16 @@ class _Bar:
 
 
 class PrefectEvents:
-    """Events of one stage run; use as a context manager inside the task.
+    """The `Events` of one stage run, used as a context manager inside the task.
 
-    Reporting never waits for a server: a thread sends what has gathered every few seconds. While MLflow does not
-    answer, its numbers are kept and sent again; only at the end are they waited for, and an error if MLflow stays away.
-    The error of a stage that failed by itself is not hidden by it.
+    Reporting never waits for a server: a thread sends the collected events every few seconds. While MLflow does not
+    answer, metrics are kept and sent again. At the end of the stage we wait for MLflow, and it is an error if it does
+    not come back. If the stage itself failed, its own error is raised.
 
-    `reported` is filled with the steps and the digests that were reported.
+    Args:
+        run: the MLflow run of the stage.
+        reported: receives the steps and the artifact digests that were reported.
+        store: folder whose disk is watched for free space.
     """
 
     def __init__(self, run: TrackedRun, reported: set[str | int], store: Path) -> None:
@@ -160,7 +162,7 @@ class PrefectEvents:
             with patience(0.0):
                 self._send()
         except TrackingError as lost:
-            self._log.warning("%d numbers did not reach MLflow: %s", len(self._metrics), lost)
+            self._log.warning("%d metrics did not reach MLflow: %s", len(self._metrics), lost)
 
     def _say(self, text: str) -> None:
         self._log.info(text, extra={"step": self._numbers.step})  # seen where logs are JSON
@@ -174,11 +176,11 @@ class PrefectEvents:
                 with patience(0.0):
                     self._send()
                 if away:
-                    self._log.warning("MLflow answers again; what was kept is there")
+                    self._log.warning("MLflow answers again; the kept metrics were sent")
                 away = False
             except TrackingError as error:
                 if not away:
-                    self._log.warning("the run continues, its numbers are kept until MLflow answers: %s", error)
+                    self._log.warning("the run continues and keeps its metrics until MLflow answers: %s", error)
                 away = True
 
     def _send(self) -> None:

@@ -1,4 +1,4 @@
-"""The flow's own run in MLflow, found by every task of the flow through the flow run's id."""
+"""The MLflow run of a flow run. Every task of the flow finds it by the flow run's id."""
 
 from __future__ import annotations
 
@@ -27,23 +27,26 @@ DEPLOYMENT_TAG = "deployment:"
 
 @dataclass
 class Provenance:
-    """Fingerprints of what the flow run made, of these again because it was told to, and of what it only found."""
+    """Fingerprints of the artifacts that one flow run used, by how it got them."""
 
     made: set[str] = field(default_factory=set)
+    """Artifacts that the flow run made."""
     reused: set[str] = field(default_factory=set)
-    again: set[str] = field(default_factory=set)
+    """Artifacts that were in the store already."""
+    remade: set[str] = field(default_factory=set)
+    """Artifacts that were in the store and that `machine.force` made again."""
 
 
-_known: dict[str, Provenance] = {}
+_provenance_by_flow_run: dict[str, Provenance] = {}
 
 
 def provenance() -> Provenance:
-    """Of this flow run."""
-    return _known.setdefault(str(flow_run.id), Provenance())
+    """Return the `Provenance` of the current flow run."""
+    return _provenance_by_flow_run.setdefault(str(flow_run.id), Provenance())
 
 
 def deployment_name() -> str:
-    """The deployment that runs: Prefect's, or the one that `armature run` put in the tags; else "custom"."""
+    """Return the name of the running deployment, as Prefect or the tag of `armature run` gives it, or "custom"."""
     if deployment.name:
         return str(deployment.name)
     marked = [tag.removeprefix(DEPLOYMENT_TAG) for tag in flow_run.tags if tag.startswith(DEPLOYMENT_TAG)]
@@ -52,19 +55,19 @@ def deployment_name() -> str:
 
 @contextmanager
 def tracked_flow(recipe: Sections) -> Iterator[TrackedRun]:
-    """The flow's parent run in MLflow, with every section as parameters; its stages share model servers.
+    """Open the flow's parent run in MLflow, with the recipe's sections as parameters. Its stages share model servers.
 
-    Tasks do not inherit the tags of the flow run: before each, Prefect would ask its server for a slot of every tag,
-    and the server, on SQLite, answers some of these requests with an error that costs 2 s.
+    Tasks do not inherit the tags of the flow run. Before each task, Prefect would ask its server for a concurrency slot
+    of every tag, and the server, on SQLite, answers some of these requests with an error that costs 2 s.
 
     Raises:
-        ConfigurationError: a variable or a block that the machine's settings name is not there, or nothing can
-            listen at `machine.metrics`.
+        ConfigurationError: an environment variable or a Prefect block that the machine's settings name does not exist,
+            or nothing can listen at `machine.metrics`.
     """
     readable_errors()
     machine, sections = recipe.machine, recipe.given()
     read_blocks(sections)
-    machine.server_variables(), machine.trainer_variables()  # hours before they are needed
+    machine.server_variables(), machine.trainer_variables()  # a missing variable is an error now, not hours later
     tags = {names.FLOW_RUN_TAG: str(flow_run.id), "armature.deployment": deployment_name()}
     name = f"{deployment_name()}-{flow_run.name}"
     with (
@@ -77,9 +80,10 @@ def tracked_flow(recipe: Sections) -> Iterator[TrackedRun]:
 
 
 def read_blocks(sections: Mapping[str, BaseModel]) -> None:
-    """
+    """Load every Prefect Secret block that the settings name, so that stages can read its value.
+
     Raises:
-        ConfigurationError: Prefect has no Secret block of a name that the settings give.
+        ConfigurationError: Prefect has no Secret block of that name.
     """
     for name, where in _blocks({section: settings.model_dump(mode="json") for section, settings in sections.items()}):
         try:
@@ -94,7 +98,7 @@ def read_blocks(sections: Mapping[str, BaseModel]) -> None:
 
 
 def _blocks(value: Any, where: str = "") -> Iterator[tuple[str, str]]:
-    """The names of blocks in settings, whichever part of them they are in, and where."""
+    """Yield the name of each block in nested settings, and the dotted path of the setting."""
     if isinstance(value, Mapping):
         if set(value) == set(BlockReference.model_fields):
             yield value["prefect_secret"], where
@@ -107,12 +111,12 @@ def _blocks(value: Any, where: str = "") -> Iterator[tuple[str, str]]:
 
 
 def current_run() -> TrackedRun | None:
-    """The MLflow run of the flow that this task belongs to."""
+    """Return the MLflow run of the flow that this task belongs to, or None."""
     experiment = experiment_id(str(flow_run.flow_name))
-    found = client().search_runs(
+    runs = client().search_runs(
         [experiment],
         f"tags.`{names.FLOW_RUN_TAG}` = '{flow_run.id}' and tags.`armature.deployment` != ''",
         order_by=["attributes.start_time DESC"],
         max_results=1,
     )
-    return TrackedRun(found[0].info.run_id, experiment) if found else None
+    return TrackedRun(runs[0].info.run_id, experiment) if runs else None

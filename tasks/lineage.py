@@ -1,4 +1,4 @@
-"""Walks MLflow's records from a run, or a digest, to everything that it was made from."""
+"""Trace a run or an artifact back to everything it was made from, through MLflow's records."""
 
 from __future__ import annotations
 
@@ -16,25 +16,24 @@ from armature.tasks.mlflow_client import client
 
 @dataclass
 class Node:
-    """An artifact, or the run at the root: what it is, and what it was made from.
-
-    `made_by` is the MLflow run that wrote it, "" where no run is known to have.
-    """
+    """An artifact, or the run at the root of the tree, with the nodes that it was made from."""
 
     name: str
     digest: str
     path: str = ""
     made_by: str = ""
+    """Id of the MLflow run that wrote the artifact; empty if MLflow has no such run."""
     facts: dict[str, str] = field(default_factory=dict)
     parents: list[Node] = field(default_factory=list)
 
     def walk(self) -> Iterator[Node]:
+        """Yield this node and all nodes below it, depth first."""
         yield self
         for parent in self.parents:
             yield from parent.walk()
 
     def lines(self, indent: str = "", most: int = 3) -> Iterator[str]:
-        """The tree as text; of long series of steps the first `most` and the last."""
+        """Yield the tree as lines of text. Of a long series of steps, the first `most` and the last are shown."""
         facts = "".join(f"  {key}={value}" for key, value in self.facts.items())
         yield f"{indent}{self.name}  {self.digest}{facts}"
         shown = self.parents
@@ -49,27 +48,31 @@ class Node:
 
 
 def lineage(run_or_digest: str) -> Node:
-    """
+    """Return the tree of everything that a run or an artifact was made from.
+
+    Args:
+        run_or_digest: id of an MLflow run, or digest of an artifact.
+
     Raises:
-        DataError: MLflow knows neither a run nor an artifact of this name.
+        DataError: MLflow has neither a run nor an artifact of this name.
     """
     walker = _Walker()
     run = _find_run(run_or_digest)
     if run is not None:
         return walker.run(run)
-    found = walker.artifact(run_or_digest)
-    if not found.made_by and not found.path:
+    node = walker.artifact(run_or_digest)
+    if not node.made_by and not node.path:
         raise DataError(
             f"MLflow has no run and no artifact {run_or_digest!r}",
             code="unknown_run",
             where=names.shown_uri(),
             remedy="give a run id or a whole digest; `armature show` without an argument lists the latest runs",
         )
-    return found
+    return node
 
 
 def code_commit(digest: str) -> str:
-    """The commit of the code that made an artifact; "" where no run is known to have made it."""
+    """Return the git commit of the code that made an artifact; empty if MLflow has no run that made it."""
     run = _Walker().maker(digest)
     if run is not None and (parent := run.data.tags.get(names.PARENT_TAG)):
         run = client().get_run(parent)
@@ -86,7 +89,7 @@ def _find_run(run_id: str) -> Run | None:
 
 
 class _Walker:
-    """Each artifact is looked up once; a second mention shows it without its parents."""
+    """Builds the tree. Each artifact is looked up once; where it appears again, it has no parents."""
 
     def __init__(self) -> None:
         self._experiments = [each.experiment_id for each in client().search_experiments()]
@@ -94,7 +97,7 @@ class _Walker:
         self._runs: dict[str, Run] = {}
 
     def run(self, run: Run) -> Node:
-        """The run with its inputs; a flow's run with those of its stages."""
+        """Return the node of a run with its inputs; for a flow's run, the inputs of its stages are included."""
         node = Node(run.info.run_name or run.info.run_id, run.info.run_id, facts=_facts(run))
         stages = client().search_runs(self._experiments, f"tags.`{names.PARENT_TAG}` = '{run.info.run_id}'")
         for each in [run, *reversed(stages)]:
@@ -118,7 +121,7 @@ class _Walker:
         return Node("artifact", digest)
 
     def dataset(self, dataset: DatasetInput) -> Node:
-        """What the dataset's own record says, and what the run that wrote it says."""
+        """Return the node of an artifact, from its own record and from the record of the run that wrote it."""
         digest = dataset.dataset.digest
         node = Node(dataset.dataset.name, digest, path=json.loads(dataset.dataset.source).get("uri", ""))
         if digest in self._seen:
@@ -130,14 +133,14 @@ class _Walker:
             node.facts = {"run": maker.info.run_id, **_facts(maker)}
         made_from: list[str] = list(json.loads(_tags(dataset).get(names.INPUTS_TAG, "{}")).values())
         if maker is not None and maker.data.tags.get(names.DIGEST_TAG) == digest:
-            # The stage's final output: what the stage wrote on the way belongs to its history.
-            steps = _with_context(maker, "output")
-            on_the_way = sorted(
-                (each for each in steps if names.STEP_TAG in _tags(each)),
+            # This is the stage's final output. The artifacts of its steps (rollouts, batches) belong to its history.
+            outputs = _with_context(maker, "output")
+            of_steps = sorted(
+                (each for each in outputs if names.STEP_TAG in _tags(each)),
                 key=lambda each: int(_tags(each)[names.STEP_TAG]),
             )
-            used = {value for each in on_the_way for value in json.loads(_tags(each)[names.INPUTS_TAG]).values()}
-            node.parents += [self.dataset(each) for each in on_the_way if each.dataset.digest not in used]
+            used = {value for each in of_steps for value in json.loads(_tags(each)[names.INPUTS_TAG]).values()}
+            node.parents += [self.dataset(each) for each in of_steps if each.dataset.digest not in used]
         node.parents += [self.artifact(each) for each in made_from]
         return node
 

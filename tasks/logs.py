@@ -1,4 +1,4 @@
-"""Logs that a person can read: our own errors in their three parts, and not one line per finished unit."""
+"""Make Prefect's logs readable: our errors without a traceback, and no line for each finished unit of a stage."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class _ReadableFilter(logging.Filter):
 
 
 def readable_errors() -> None:
-    """Filter the loggers of flow and task runs; once is enough."""
+    """Add the filter to the loggers of flow and task runs. Further calls change nothing."""
     for name in _LOGGERS:
         logger = logging.getLogger(name)
         if not any(isinstance(each, _ReadableFilter) for each in logger.filters):

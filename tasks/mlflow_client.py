@@ -1,4 +1,4 @@
-"""Where MLflow keeps its records, and the few facts about them that more than one module needs."""
+"""The MLflow client, the address it uses, and the names of the tags that several modules read and write."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
-# Before mlflow is imported: nothing of a run leaves the machine.
+# These are set before mlflow is imported. Without the first, MLflow would report usage over the network.
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
 os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")
-# MLflow by itself waits minutes without a word; how long we wait is in tasks/patience.py.
+# MLflow's default is to retry for minutes without a log line. tasks/patience.py decides how long we wait.
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
 os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
@@ -48,26 +48,26 @@ COMMIT_TAG = "git.commit"
 STEP_TAG = "armature.step"
 INPUTS_TAG = "armature.inputs"
 MAKES_TAG = "armature.makes"
-"""Of a stage: the fingerprint of what it makes, from the moment that it alone does."""
+"""Tag of a stage's run: fingerprint of the artifact that it makes. It is set once the run holds the artifact's lock."""
 
 
 def tracking_uri() -> str:
-    """`MLFLOW_TRACKING_URI`, or a SQLite file in this folder."""
+    """Return `MLFLOW_TRACKING_URI`, or the address of a SQLite file in the folder `.armature`."""
     if uri := os.environ.get("MLFLOW_TRACKING_URI"):
         return uri
     return sqlite_url(STATE / "mlflow.db", "pysqlite")
 
 
 def shown_uri() -> str:
-    """`tracking_uri` for eyes and records: without a password."""
+    """Return `tracking_uri` without its password, for messages and records."""
     return without_passwords(tracking_uri())
 
 
 class _RetryingClient:
-    """MLflow's client, whose methods wait for MLflow as `patiently` does."""
+    """MLflow's client with every method wrapped in `patiently`, which waits while MLflow does not answer."""
 
     def __init__(self, uri: str) -> None:
-        mlflow.set_tracking_uri(uri)  # create_external_model and register_model know no other way
+        mlflow.set_tracking_uri(uri)  # create_external_model and register_model read nothing else
         self._client = MlflowClient(uri)
 
     def __getattr__(self, name: str) -> Any:
@@ -76,7 +76,7 @@ class _RetryingClient:
 
 @contextmanager
 def _alone(uri: str) -> Iterator[None]:
-    """Runs that begin together in a new folder make the tables of its database, and an experiment, one at a time."""
+    """Lock MLflow's SQLite file, so that runs which start together create its tables and experiments only once."""
     database = make_url(uri).database if uri.startswith("sqlite") else None
     if not database:
         yield
@@ -86,7 +86,7 @@ def _alone(uri: str) -> Iterator[None]:
         if not Path(database).exists() or not Path(database).stat().st_size:
             from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
 
-            # MLflow writes the folder of its default experiment into SQL as it is: quotes in it have to be escaped.
+            # MLflow puts the folder of its default experiment into SQL without escaping, so we pass it as a URI.
             SqlAlchemyStore(uri, _artifacts())
         yield
 
@@ -120,30 +120,34 @@ def _client(uri: str) -> MlflowClient:
 
 
 def client() -> MlflowClient:
-    """Raises ConfigurationError: a variable of MLflow's is wrong. Its methods raise TrackingError, see `patiently`."""
+    """Return the MLflow client of `tracking_uri`. Its methods raise TrackingError, see `patiently`.
+
+    Raises:
+        ConfigurationError: the address or one of MLflow's environment variables is invalid.
+    """
     return _client(tracking_uri())
 
 
 def experiment_id(name: str) -> str:
-    """The experiment called `name`, made when it is not there."""
+    """Return the id of the experiment called `name`, and create the experiment if it does not exist."""
     uri = tracking_uri()
     mlflow_client = client()
     with _alone(uri):
-        found = mlflow_client.get_experiment_by_name(name)
-        if found is not None:
-            return str(found.experiment_id)
+        experiment = mlflow_client.get_experiment_by_name(name)
+        if experiment is not None:
+            return str(experiment.experiment_id)
         folder = _artifacts() if uri.startswith("sqlite") else None
         return str(mlflow_client.create_experiment(name, folder))
 
 
 def served_by() -> str:
-    """What has to run for `page` to open."""
+    """Return a remark for links to `page`: with a SQLite file, `armature up` has to run for the page to open."""
     return "(while `armature up` runs)" if tracking_uri().startswith("sqlite") else ""
 
 
 def page(run_id: str, experiment: str) -> str:
-    """The address of a run's page; for SQLite, where `armature up` serves it."""
+    """Return the address of a run's page; for a SQLite file, the address at which `armature up` serves it."""
     uri = tracking_uri()
     base = shown_uri() if uri.startswith("http") else UI_URL
-    # MLflow opens on its GenAI pages unless told; runs are listed on the other ones.
+    # Without workflowType, MLflow opens its GenAI pages, which do not list runs.
     return f"{base.rstrip('/')}/#/experiments/{experiment}/runs/{run_id}?workflowType=machine_learning"

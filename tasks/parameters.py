@@ -1,4 +1,4 @@
-"""A flow's parameters: the sections of its recipes, from which Prefect makes a typed form."""
+"""Turn the sections of a recipe into a flow's parameters, from which Prefect makes a typed form."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ Result = TypeVar("Result")
 def takes(
     sections: type[SectionsT],
 ) -> Callable[[Callable[[SectionsT], Result]], Callable[..., Result]]:
-    """Make a function of one recipe into one of its sections, each a keyword of its own, described as in the class.
+    """Decorate a function that takes a recipe so that it takes the recipe's sections as keyword arguments.
 
-    Prefect merges a deployment's parameters with a run's at the top level alone, so a section is a parameter.
+    Prefect merges the parameters of a deployment with the parameters of a run at the top level only. With one parameter
+    for each section, a run can replace one section and keep the others.
     """
 
     def of_recipe(function: Callable[[SectionsT], Result]) -> Callable[..., Result]:
-        def of_sections(**given: Any) -> Result:
-            return function(sections_of(sections, given))
+        def of_sections(**values: Any) -> Result:
+            return function(sections_of(sections, values))
 
         arguments = [f"    {name}: {field.description}" for name, field in sections.model_fields.items()]
         of_sections.__name__, of_sections.__qualname__ = function.__name__, function.__qualname__

@@ -1,4 +1,4 @@
-"""MLflow out of reach: said at once, tried again for as long as the caller can wait, then an error of ours."""
+"""Retry calls to MLflow while it does not answer: warn at once, retry for as long as the caller allows, then raise."""
 
 from __future__ import annotations
 
@@ -32,7 +32,10 @@ _log = logging.getLogger("prefect.mlflow")
 
 @contextmanager
 def patience(seconds: float) -> Iterator[None]:
-    """How long calls inside wait for MLflow, in this thread; a call that hangs ends by MLflow's own timeout."""
+    """Set how many seconds calls in this block wait for MLflow, in this thread.
+
+    A single call that hangs is ended by MLflow's own timeout.
+    """
     before = _seconds.set(seconds)
     try:
         yield
@@ -41,35 +44,45 @@ def patience(seconds: float) -> Iterator[None]:
 
 
 def patiently(uri: str, call: Callable[P, T]) -> Callable[P, T]:
-    """`call`, which asks MLflow at `uri`.
+    """Wrap a call to MLflow so that it is retried while MLflow, its database or its file store does not answer.
+
+    Args:
+        uri: MLflow's address, for messages.
+        call: a function that calls MLflow.
 
     Raises:
-        TrackingError: MLflow did not answer in time, or refuses us. Other errors of MLflow are raised as they are.
+        TrackingError: (from the wrapped call) MLflow did not answer in time, or refused access. MLflow's errors about
+            the call itself are raised unchanged.
+
+    Example:
+        >>> patiently("http://127.0.0.1:5000", len)([1, 2])
+        2
     """
 
     def calling(*args: P.args, **kwargs: P.kwargs) -> T:
-        began, told = time.monotonic(), False
+        began, warned = time.monotonic(), False
         while True:
             try:
                 answer = call(*args, **kwargs)
             except Exception as error:
                 if (trouble := _trouble(error)) is None:
                     raise
-                said, waited = without_passwords(str(error).partition("\n")[0])[:300], time.monotonic() - began
+                waited = time.monotonic() - began
+                message = without_passwords(str(error).partition("\n")[0])[:300]
                 if trouble == "refused" or waited + AGAIN_SECONDS > _seconds.get():
-                    what = "refuses us" if trouble == "refused" else f"does not answer (tried for {waited:.0f} s)"
+                    what = "refuses access" if trouble == "refused" else f"does not answer (tried for {waited:.0f} s)"
                     raise TrackingError(
-                        f"MLflow {what}: {said}",
+                        f"MLflow {what}: {message}",
                         where=f"MLFLOW_TRACKING_URI = {uri}",
-                        remedy="start it, correct MLFLOW_TRACKING_URI or free its disk, then run again: what was made "
-                        "is kept, and its record is completed",
+                        remedy="start MLflow, correct MLFLOW_TRACKING_URI or free its disk, then run again: finished "
+                        "artifacts are kept, and their records are completed",
                     ) from error
-                if not told:
-                    _log.warning("MLflow (%s) does not answer, tried for %.0f s: %s", uri, _seconds.get(), said)
-                told = True
+                if not warned:
+                    _log.warning("MLflow (%s) does not answer, retrying for %.0f s: %s", uri, _seconds.get(), message)
+                warned = True
                 time.sleep(AGAIN_SECONDS)
             else:
-                if told:
+                if warned:
                     _log.warning("MLflow (%s) answers again", uri)
                 return answer
 
@@ -77,7 +90,11 @@ def patiently(uri: str, call: Callable[P, T]) -> Callable[P, T]:
 
 
 def _trouble(error: Exception) -> Literal["passing", "refused"] | None:
-    """What is wrong with the way to MLflow, its database or its files; None: the question was wrong."""
+    """Classify an error of a call to MLflow.
+
+    Returns "passing" if MLflow, its database or its file store may answer later, "refused" if it denies access, and
+    None if the call itself was wrong.
+    """
     if isinstance(error, MlflowException):
         if error.error_code in _REFUSALS:
             return "refused"

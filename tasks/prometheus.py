@@ -1,4 +1,4 @@
-"""What the runs of this process count, for Prometheus, at `machine.metrics`."""
+"""Prometheus metrics of the runs in this process, served at `machine.metrics`."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from armature.components.inference.pool import OPEN
 from armature.components.inference.routing import PoolStatistics
 from armature.components.machine.network import metrics_server
 
-# What is left of disk and memory, and a warning before they run out.
+# --- Free disk and memory, with a warning before they run out ---
 
 _GIB = 2**30
 
 LOW_DISK = 5 * _GIB
-"""Bytes, or a twentieth of the disk where that is less."""
+"""Warn below this many free bytes, or below a twentieth of the disk if that is less."""
 
 LOW_MEMORY = 0.05
-"""Of the machine's memory, or the container's."""
+"""Warn below this share of the machine's memory, or of the container's."""
 
 _CGROUP = Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True)
 class Free:
-    """Bytes: what is left, and how much there is."""
+    """Free and total bytes of the store's disk and of memory."""
 
     disk: int
     disk_size: int
@@ -45,7 +45,7 @@ class Free:
 
 
 def free_bytes(store: Path, cgroup: Path = _CGROUP) -> Free:
-    """Of the disk that `store` is on or will be, and of memory. A container's limit (cgroup v2) counts."""
+    """Measure the disk that `store` is on or will be on, and memory. The limit of a container (cgroup v2) counts."""
     there = next(path for path in (store.absolute(), *store.absolute().parents) if path.exists())
     disk, memory = shutil.disk_usage(there), psutil.virtual_memory()
     available, size = memory.available, memory.total
@@ -54,12 +54,12 @@ def free_bytes(store: Path, cgroup: Path = _CGROUP) -> Free:
         statistics = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
         used = int((cgroup / "memory.current").read_text()) - int(statistics["inactive_file"])
     except (OSError, ValueError, KeyError):
-        return Free(disk.free, disk.total, available, size)  # no container, or one without a limit
+        return Free(disk.free, disk.total, available, size)  # not in a container, or in one without a limit
     return Free(disk.free, disk.total, max(0, min(available, limit - used)), min(size, limit))
 
 
 class ResourceWatch:
-    """Says once that a resource runs low, and again after it had recovered."""
+    """Warns once when disk or memory run low, and again only after they had recovered."""
 
     def __init__(self) -> None:
         self._low: set[str] = set()
@@ -93,7 +93,7 @@ _ADDRESSES: set[str] = set()
 
 @dataclass
 class StageNumbers:
-    """The last numbers of a stage that runs; safe to share between threads."""
+    """Latest step, metrics and progress of a running stage; safe to share between threads."""
 
     step: int | None = None
     metrics: dict[str, float] = field(default_factory=dict)
@@ -115,7 +115,7 @@ class StageNumbers:
 
 
 class RunCollector(Collector):
-    """Stages that run, the pools of servers that are open, and what is left of disk and memory."""
+    """Collects the running stages, the open server pools, and free disk and memory for Prometheus."""
 
     def __init__(self) -> None:
         self._lock = Lock()
@@ -123,7 +123,7 @@ class RunCollector(Collector):
 
     @contextmanager
     def stage(self, run: str, stage: str) -> Iterator[StageNumbers]:
-        """Show a stage of a flow run while it runs."""
+        """Include a stage of a flow run in the metrics while the block runs."""
         numbers = StageNumbers()
         with self._lock:
             self._stages[run, stage] = numbers
@@ -193,12 +193,14 @@ ProcessCollector(registry=_REGISTRY)
 
 @contextmanager
 def serve_metrics(address: str | None, store: str) -> Iterator[None]:
-    """Answer GET /metrics at `address` ("host:port", port 0 for a free one); None: nothing listens.
+    """Serve GET /metrics at `address` while the block runs. A flow inside another flow shares the outer flow's server.
 
-    Flows inside a flow of this process share its server.
+    Args:
+        address: "host:port", with port 0 for any free port; None serves nothing.
+        store: folder of the artifact store, whose free disk is reported.
 
     Raises:
-        ConfigurationError: nothing can listen there.
+        ConfigurationError: the address is in use or not of this machine.
     """
     if address is None or address in _ADDRESSES:
         yield

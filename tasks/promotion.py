@@ -1,4 +1,4 @@
-"""The registered model of a deployment: its files, and which of its versions is the candidate."""
+"""Register a deployment's checkpoint as an MLflow model and point the alias "candidate" at it."""
 
 from __future__ import annotations
 
@@ -22,9 +22,11 @@ from armature.tasks.patience import patiently
 def promote(model: LoggedModel, registered_name: str, checkpoint: Artifact) -> str:
     """Register the model with its files and point the alias "candidate" at it; returns "models:/<name>@candidate"."""
     name = _model_name(registered_name)
-    known = client().search_model_versions(f"name = '{name}'")
+    versions = client().search_model_versions(f"name = '{name}'")
     source = f"models:/{model.model_id}"
-    version = next((each.version for each in known if each.source == source or each.model_id == model.model_id), None)
+    version = next(
+        (each.version for each in versions if each.source == source or each.model_id == model.model_id), None
+    )
     if version is None:
         _give_files(model, checkpoint.path / CHECKPOINT)
         version = patiently(names.shown_uri(), mlflow.register_model)(source, name).version
@@ -33,12 +35,13 @@ def promote(model: LoggedModel, registered_name: str, checkpoint: Artifact) -> s
 
 
 def _give_files(model: LoggedModel, folder: Path) -> None:
-    """The checkpoint's files, where MLflow has those of the model: hard links on the store's disk, else copies.
+    """Put the checkpoint's files where MLflow keeps the files of the model.
 
-    The address that has them is MLflow's choice: a folder of this machine, or a bucket, to which they are sent.
+    MLflow chooses the place. In a folder of this machine they become hard links if it is on the store's disk, and
+    copies otherwise. To a bucket they are uploaded.
 
     Raises:
-        TrackingError: they cannot be put there.
+        TrackingError: the files cannot be written there.
     """
     place = urlparse(str(model.artifact_location))
     if place.scheme not in ("", "file"):
@@ -48,27 +51,27 @@ def _give_files(model: LoggedModel, folder: Path) -> None:
         for file in sorted(each for each in folder.rglob("*") if each.is_file()):
             target = Path(unquote(place.path)) / file.relative_to(folder)
             target.parent.mkdir(parents=True, exist_ok=True)
-            target.unlink(missing_ok=True)  # of an attempt that was stopped
+            target.unlink(missing_ok=True)  # an interrupted attempt may have left it
             link_file(file, target)
     except OSError as error:
         raise TrackingError(
-            f"the checkpoint's files cannot be put where MLflow keeps them: {error.strerror}",
+            f"the checkpoint's files cannot be written to MLflow's folder: {error.strerror}",
             code="checkpoint_not_published",
             where=place.path,
-            remedy="free its disk, or make it writable, then run again: what was made is kept",
+            remedy="free its disk or make it writable, then run again: finished artifacts are kept",
         ) from error
 
 
 def _model_name(text: str) -> str:
-    """The text without the characters that MLflow refuses in the name of a model, or reads in addresses and filters."""
+    """Replace the characters that MLflow refuses in a model's name, or that have a meaning in addresses and filters."""
     return re.sub(r"[^\w .-]", ".", text)
 
 
 def measure_of_candidate(registered_name: str, model: LoggedModel, key: str) -> float | None:
-    """The number `key` of the model that the alias "candidate" points at.
+    """Return the metric `key` of the model that the alias "candidate" points at.
 
-    None if there is none, if that is `model`, or if it was not measured as `model` was last: on the same tasks, by an
-    evaluation of the same settings.
+    Returns None if there is no candidate, if the candidate is `model` itself, or if the two were not evaluated on the
+    same tasks with the same settings.
     """
     try:
         version = client().get_model_version_by_alias(_model_name(registered_name), "candidate")

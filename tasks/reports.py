@@ -1,4 +1,5 @@
-"""What a stage wrote, made visible: in MLflow as numbers, pages and lineage, on the run's page as a table and links."""
+"""Publish the output of a stage: metrics, pages and lineage to MLflow, a table of results and links to Prefect's
+page."""
 
 from __future__ import annotations
 
@@ -28,10 +29,10 @@ from armature.tasks.promotion import measure_of_candidate, promote
 from armature.tasks.tracking import TrackedRun, find_model
 
 MODEL_KINDS = ("model", "policy")
-"""Kinds of artifacts that are checkpoints, and names of the inputs that take one."""
+"""Artifact kinds that hold a checkpoint. Stage inputs of these names take one."""
 PAGE_SUFFIXES = (".html", ".png", ".svg")
 NOT_FINITE = ("NaN", "Infinity", "-Infinity")
-"""Numbers that are strings in JSON."""
+"""Non-finite numbers as `metrics.json` spells them, in strings."""
 TABLES = ("metrics.json", "history.json", "lineage.json")
 MAX_PAGE_BYTES = 64 * 2**20
 
@@ -39,9 +40,13 @@ MAX_PAGE_BYTES = 64 * 2**20
 def record_output(
     run: TrackedRun, artifact: Artifact, inputs: Mapping[str, Artifact], machine: Machine, reported: set[str | int]
 ) -> None:
-    """`reported`: digests and steps that the stage has reported itself.
+    """Log a stage's artifact in MLflow: its metrics, curves, lineage, checkpoint and pages.
 
-    A number of the whole run that is called like a curve is `final/` and its name: at step 0 it would bend the curve.
+    A metric of the whole run that has the same name as a curve is logged as `final/NAME`. Under its own name it would
+    be a point of the curve at step 0.
+
+    Args:
+        reported: digests and steps that the stage has reported while it ran; they are not logged again.
     """
     model = _models(run, artifact, inputs)
     manifest = read_manifest(artifact.path)
@@ -59,25 +64,25 @@ def record_output(
 
 
 def numbers(artifact: Artifact) -> dict[str, float]:
-    """The numbers of the artifact's `metrics.json`, nested ones under names joined by slashes.
+    """Return the numbers of the artifact's `metrics.json`. The keys of nested tables are joined by slashes.
 
-    Names of kinds and reward parts are as users chose them: they become parts of a metric's name here.
+    Users choose the names of kinds and reward parts, so characters that MLflow refuses in a metric's name are replaced.
     """
     path = artifact.path / "metrics.json"
     return _flat_numbers(json.loads(path.read_text())) if path.is_file() else {}
 
 
 def pages(artifact: Artifact) -> list[Path]:
-    """Pages, images and small tables for people."""
+    """Return the artifact's HTML pages, images and small JSON tables, which MLflow shows."""
     files = sorted(artifact.path.iterdir())
     shown = [path for path in files if path.suffix in PAGE_SUFFIXES or path.name in TABLES]
     return [path for path in shown if path.stat().st_size <= MAX_PAGE_BYTES]
 
 
 def _models(run: TrackedRun, artifact: Artifact, inputs: Mapping[str, Artifact]) -> LoggedModel | None:
-    """The checkpoint that the stage wrote; else the one that it used."""
-    given = [inputs[name] for name in MODEL_KINDS if name in inputs]
-    used = run.log_model("checkpoint", given[0], "input") if given else None
+    """Log the stage's checkpoints and return the one that it wrote, or else the one that it used."""
+    checkpoints = [inputs[name] for name in MODEL_KINDS if name in inputs]
+    used = run.log_model("checkpoint", checkpoints[0], "input") if checkpoints else None
     if artifact.kind in MODEL_KINDS or (artifact.path / "checkpoint").is_dir():
         return run.log_model(artifact.kind, artifact, "output")
     return used
@@ -95,7 +100,7 @@ def _flat_numbers(values: Mapping[str, Any], prefix: str = "") -> dict[str, floa
 
 
 def _history(path: Path) -> list[dict[str, Any]]:
-    """Numbers by step, which are curves."""
+    """Rows of `history.json`: metrics by step, the points of curves."""
     rows: list[dict[str, Any]] = json.loads(path.read_text()) if path.is_file() else []
     return rows
 
@@ -111,41 +116,38 @@ def _lineage(path: Path, machine: Machine, reported: set[str | int]) -> list[tup
     ]
     if not steps:
         return []
-    known = {each.digest: each for each in open_store(machine)}
-    return [(known[digest], "output", step) for digest, step in steps if digest in known]
-
-
-# Where the curves and the rollouts of a stage are looked at, said on the run's page.
+    artifacts = {each.digest: each for each in open_store(machine)}
+    return [(artifacts[digest], "output", step) for digest, step in steps if digest in artifacts]
 
 
 def link_viewer(label: str, fingerprint: str, store: Path) -> None:
-    """Say how to look at a stage, called `label`, while it runs, with a link to it where a viewer of `store` is up.
+    """Write on Prefect's page how to view the stage called `label`, with a link if a viewer of `store` is running.
 
-    The link has no token, for every user of the Prefect server reads it: the page asks a browser that has none.
+    The link contains no token, because every user of the Prefect server can read it. The viewer asks for the token.
     """
     command = f"armature view --store {shlex.quote(str(store))}"
-    said = f"`{command}` shows the curves and every rollout of **{label}**, also while it runs."
+    text = f"`{command}` shows the curves and every rollout of **{label}**, also while it runs."
     if (address := viewer_address(store)) is not None:
         link = f"[Curves and rollouts of **{label}**]({address}?run={fingerprint[:12]})"
-        said = f"{link}\n\nThe page asks for the token that `armature view` printed, once. After it ended: {said}"
+        text = f"{link}\n\nThe page asks once for the token that `armature view` printed. After it ended: {text}"
     key = re.sub("[^a-z0-9]+", "-", f"rollouts {label}".lower()).strip("-")
-    create_markdown_artifact(f"{said}\n", key=key)
+    create_markdown_artifact(f"{text}\n", key=key)
 
 
 SHOWN = (
     *("accuracy", "accuracy_low", "accuracy_high", "success", "success_low", "success_high"),
     *("reward", "episodes", "failed", "action_error", "mean_action_error"),
 )
-"""Columns of the table of results, and those of a further split under its name; MLflow has all numbers."""
+"""Metrics in the table of results. Those of a second split are shown as SPLIT/NAME. MLflow has all metrics."""
 
 
 MEASURES = ("accuracy", "success")
-"""By which of two checkpoints the better one is known: the first of these that an evaluation has."""
+"""Metrics that rank checkpoints; the first one that an evaluation has is used."""
 
 
 @dataclass(frozen=True)
 class CheckpointResult:
-    """One evaluated checkpoint, or one that could not be evaluated."""
+    """A checkpoint with the artifact of its evaluation, or with the error that prevented the evaluation."""
 
     name: str
     artifact: Artifact | None
@@ -164,7 +166,7 @@ class CheckpointResult:
 def report(
     tracking: TrackedRun, findings: Sequence[CheckpointResult], made: Mapping[str, Artifact], promoted: str = ""
 ) -> list[str]:
-    """Write the page's artifacts; returns the lines that say where everything is."""
+    """Write the table of results and the links to Prefect's page, and return the summary for the terminal as lines."""
     tracking.log_numbers(_final_numbers(findings, made))
     rows = [finding.row() for finding in findings]
     columns = list(dict.fromkeys(key for row in rows for key in row))
@@ -186,7 +188,8 @@ def report(
 
 
 def _final_numbers(findings: Sequence[CheckpointResult], made: Mapping[str, Artifact]) -> dict[str, float]:
-    """The numbers of every result for the flow's own run, under its name; those of a single one under their own."""
+    """Return the metrics of all results for the flow's own run, as RESULT/METRIC, or as METRIC if there is one
+    result."""
     results = {finding.name: finding.artifact for finding in findings if finding.artifact}
     if len(findings) == 1 and results:
         return numbers(*results.values())
@@ -196,12 +199,18 @@ def _final_numbers(findings: Sequence[CheckpointResult], made: Mapping[str, Arti
 
 @task(name="promote", task_run_name="promote", cache_policy=NO_CACHE, persist_result=False)
 def promote_candidate(checkpoint: Artifact, registered_name: str, findings: Sequence[CheckpointResult]) -> str:
-    """Point `models:/<registered name>@candidate` at the checkpoint, unless an evaluation was better without it.
+    """Point `models:/NAME@candidate` at the checkpoint, unless another checkpoint was evaluated as better.
 
-    That is the first of `findings` where there are two, and that of the candidate so far, if it was evaluated in the
-    same way on the same tasks. The last is the checkpoint's own. Without any, nothing is compared.
+    The checkpoint is compared with the other findings (the model before training) and with the current candidate, if
+    that was evaluated on the same tasks with the same settings.
 
-    Returns this name, or why the alias stays where it is.
+    Args:
+        checkpoint: the trained checkpoint.
+        registered_name: name of the registered model.
+        findings: evaluations; the last one is the checkpoint's own. If there are none, nothing is compared.
+
+    Returns:
+        "models:/NAME@candidate", or a sentence that says why the alias was not moved.
     """
     model = find_model(checkpoint.digest)
     assert model is not None, "the stage that made a checkpoint logs it"

@@ -1,4 +1,4 @@
-"""The Prefect task that runs any stage: reuse, retry, the GPU lock, tracking and progress around it."""
+"""The Prefect task that runs any stage, with reuse of artifacts, retries, the GPU limit, tracking and progress."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from armature.tasks import mlflow_client as names
 from armature.tasks.events import PrefectEvents, PrefectUnits
 from armature.tasks.flow_run import current_run, provenance
 from armature.tasks.reports import link_viewer, record_output
-from armature.tasks.tracking import TrackedRun, take_the_place_of_lost_runs, tracked
+from armature.tasks.tracking import TrackedRun, end_lost_runs, tracked
 
 GPU_LIMIT = "gpu"
 REUSED = "Reused"
 
 
 def can_run_again(_task: Task[..., Any], _run: TaskRun, state: State[Any]) -> bool:
-    """A dead server or trainer may come back, and the stage resumes; nothing else gets better by trying."""
+    """Return True if a dead server or trainer ended the stage: started again, it resumes. Other errors would repeat."""
     error = state.result(raise_on_failure=False)
     return isinstance(error, ServerError | TrainerError) and not isinstance(error, WeightSyncError)
 
@@ -52,9 +52,10 @@ def can_run_again(_task: Task[..., Any], _run: TaskRun, state: State[Any]) -> bo
 def stage_task(
     name: str, label: str, settings: BaseModel, inputs: Mapping[str, Artifact], machine: Machine, again: bool
 ) -> State[Artifact] | Artifact:
-    """Run stage `name` as a nested MLflow run `label` of the flow's. State "Reused" when its artifact was made before.
+    """Run stage `name` as an MLflow run called `label`, nested in the flow's run.
 
-    With `again` it is made from its beginning; an attempt after a failed one resumes all the same.
+    If the artifact is in the store already, it is returned and the task's state is "Reused". With `again` it is made
+    from the beginning. A retry after a failed attempt resumes that attempt in either case.
     """
     again = again and task_run.run_count <= 1
     made = None if again else find_made(name, settings, inputs, machine)
@@ -63,7 +64,7 @@ def stage_task(
     with tracked(flow_run.flow_name, task_run.name, tags, sections={name: settings}, parent=parent) as tracking:
         tracking.log_artifacts([(each, "input", None) for each in inputs.values()])
         reported: set[str | int] = set()
-        begins = partial(take_the_place_of_lost_runs, tracking, parent)
+        begins = partial(end_lost_runs, tracking, parent)
         artifact = made or _make(name, settings, inputs, machine, tracking, reported, again, begins)
         tracking.log_artifacts([(artifact, "output", None)])
         tracking.tag({names.DIGEST_TAG: artifact.digest, "armature.reused": str(made is not None).lower()})
@@ -74,36 +75,40 @@ def stage_task(
 
 
 def run(name: str, recipe: Sections, of: str = "", **inputs: Artifact) -> Artifact:
-    """Run a stage from a flow with its part of the recipe; wait for its artifact, new or reused.
+    """Run a stage of a flow with its sections of the recipe, and return its artifact, new or reused.
 
-    `of` tells it apart, by its name, from others of the same stage in the flow.
+    Args:
+        name: the stage's name.
+        of: a suffix for the task run's name, if the flow runs the stage several times.
+        inputs: artifacts that the stage reads, by the names of its inputs.
     """
     stage: Stage[Any] = STAGES[name]
     return run_with(name, recipe.settings_for(stage.settings), recipe.machine, of, **inputs)
 
 
 def run_with(name: str, settings: BaseModel, machine: Machine, of: str = "", **inputs: Artifact) -> Artifact:
-    """As `run`, with these settings of the stage.
+    """Run a stage of a flow like `run`, with the stage's settings instead of a recipe.
 
-    It is made again, once in a flow run, if `machine.force` has it or something that it is made from.
+    If `machine.force` names the stage, or a stage that made one of its inputs, the artifact is made again, but only
+    once in a flow run.
     """
     refuse_unknown(machine.force)
     stage: Stage[Any] = STAGES[name]
     settings = stage.resolve(settings, inputs, lambda text: get_run_logger().info(text))
-    known, key = provenance(), fingerprint(stage, settings, inputs)
-    forced = name in machine.force or any(each.path.name in known.again for each in inputs.values())
-    again = forced and key not in known.again
+    history, key = provenance(), fingerprint(stage, settings, inputs)
+    forced = name in machine.force or any(each.path.name in history.remade for each in inputs.values())
+    again = forced and key not in history.remade
     label = f"{name} {of}".strip()
     if name in VIEWED:
         link_viewer(label, key, Path(machine.store).resolve())
     state: State[Any] = stage_task(name, label, settings, inputs, machine, again, return_state=True)
     artifact: Artifact = state.result()
     if again:
-        known.again.add(key)
+        history.remade.add(key)
     if state.name != REUSED:
-        known.made.add(key)
-    elif key not in known.made:
-        known.reused.add(key)
+        history.made.add(key)
+    elif key not in history.made:
+        history.reused.add(key)
     return artifact
 
 
@@ -127,9 +132,10 @@ def _make(
 
 @contextmanager
 def gpus(machine: Machine) -> Iterator[None]:
-    """Holds as many slots of the limit "gpu" as the machine names devices; on CPU nothing.
+    """Hold one slot of Prefect's concurrency limit "gpu" for each GPU that the machine's settings name.
 
-    A missing limit is an error. A lease that could not be renewed is not: it would end a training of hours.
+    It is an error if the limit does not exist. A lease that could not be renewed is not an error, because it would end
+    a training of hours.
     """
     devices = {*machine.started_server_gpus, *machine.trainer_gpus}
     lock = (

@@ -1,4 +1,4 @@
-"""Spans of flow and task runs, which Prefect makes for OpenTelemetry, sent to a collector."""
+"""Send Prefect's OpenTelemetry spans of flow and task runs to a collector."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from armature.components.contracts.errors import ConfigurationError
 
 
 def provider() -> TracerProvider:
-    """What `OTEL_PYTHON_TRACER_PROVIDER=armature` names: spans are sent by OTLP over HTTP in the background, as
-    OpenTelemetry's other variables say.
+    """Return the tracer provider that `OTEL_PYTHON_TRACER_PROVIDER=armature` selects.
+
+    It sends spans by OTLP over HTTP in the background. OpenTelemetry's other variables set the address and the rest.
 
     Raises:
-        ConfigurationError: what sends them is not installed.
+        ConfigurationError: the OTLP exporter is not installed.
     """
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter

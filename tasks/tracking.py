@@ -1,6 +1,6 @@
-"""Writes to MLflow: one run per flow run, one nested run per stage, artifacts by digest, checkpoints by reference.
+"""Write runs to MLflow: one run for each flow run and a nested run for each stage, with links to artifacts.
 
-Nothing of an artifact is uploaded. A dataset or a model in MLflow is a name, our digest and our path.
+Artifacts are not uploaded. A dataset or a model in MLflow consists of a name, the artifact's digest and its path.
 """
 
 from __future__ import annotations
@@ -39,15 +39,18 @@ from armature.tasks import mlflow_client as names
 from armature.tasks.mlflow_client import client, experiment_id, page
 from armature.tasks.patience import patience, patiently
 
-# Runs in MLflow whose process or machine is gone: who makes their artifact in their place ends them.
 
+def end_lost_runs(run: TrackedRun, parent: TrackedRun | None, fingerprint: str) -> None:
+    """Mark `run` as the one that makes an artifact, and end earlier runs of it whose process or machine is gone.
 
-def take_the_place_of_lost_runs(run: TrackedRun, parent: TrackedRun | None, fingerprint: str) -> None:
-    """Mark `run` as the one that makes an artifact; runs that made it before and never ended are KILLED, and so are the
-    runs of their flows.
+    Those earlier runs, and the runs of their flows, get the status KILLED. The caller holds the artifact's lock, so
+    nobody else makes the artifact on this machine. A run that waits for the lock has no mark yet, and a run on another
+    machine that is still alive sets its own status when it ends.
 
-    The caller has the artifact's lock: nobody else makes it on this machine. A run that waits for the lock is not
-    marked, and one of another machine that is not gone says by itself how it ends.
+    Args:
+        run: the stage's run.
+        parent: the flow's run of `run`.
+        fingerprint: names the artifact.
     """
     experiments = [each.experiment_id for each in client().search_experiments()]
     unfinished = f"tags.`{names.MAKES_TAG}` = '{fingerprint}' and attributes.status = 'RUNNING'"
@@ -60,19 +63,24 @@ def take_the_place_of_lost_runs(run: TrackedRun, parent: TrackedRun | None, fing
 
 
 MetricPoint = tuple[str, float, int, int]
-"""Key, value, milliseconds since 1970, step."""
+"""Key, value, time in milliseconds since 1970, step."""
 
 _FIRST_SECONDS = 20.0
-"""What begins without MLflow has nothing to lose; later, calls wait for minutes."""
+"""Seconds that a flow waits for MLflow at its start, when nothing is lost by failing. Later calls wait for minutes."""
 
 _PARAMS_PER_CALL, _METRICS_PER_CALL, _PARAM_LENGTH = 100, 1000, 6000
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Nested tables as dotted keys; lists as JSON."""
+    """Flatten nested tables to dotted keys, with lists as JSON.
+
+    Example:
+        >>> flatten({"trainer": {"max_steps": 3}, "seeds": [1, 2]})
+        {'trainer.max_steps': '3', 'seeds': '[1, 2]'}
+    """
     flat: dict[str, str] = {}
     for key, value in values.items():
-        name = f"{prefix}{metric_part(key)}"  # keys of an environment's tables are as users chose them
+        name = f"{prefix}{metric_part(key)}"  # users choose keys of an environment's settings, in any characters
         if isinstance(value, Mapping):
             flat.update(flatten(value, f"{name}."))
         else:
@@ -81,7 +89,7 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
 
 
 def user_name() -> str:
-    """Who runs this; a number where the machine has no name for it, as in some containers."""
+    """Return the name of the user, or the user id if it has no name, as in some containers."""
     try:
         return getpass.getuser()
     except (KeyError, OSError):
@@ -107,7 +115,7 @@ class TrackedRun:
     def log_metrics(
         self, points: Sequence[MetricPoint], model: LoggedModel | None = None, dataset: Artifact | None = None
     ) -> None:
-        """Numbers, linked to the model and the dataset that they were measured on, if these are given."""
+        """Log metrics, linked to the model and the dataset that they were measured on, if there are any."""
         link: dict[str, str | None] = {"model_id": model.model_id if model else None}
         if dataset:
             link |= {"dataset_name": dataset.kind, "dataset_digest": dataset.digest}
@@ -118,12 +126,12 @@ class TrackedRun:
     def log_numbers(
         self, values: Mapping[str, float], model: LoggedModel | None = None, dataset: Artifact | None = None
     ) -> None:
-        """Numbers of the run as a whole."""
+        """Log metrics of the run as a whole, at step 0."""
         now = int(time.time() * 1000)
         self.log_metrics([(key, float(value), now, 0) for key, value in values.items()], model, dataset)
 
     def log_artifacts(self, artifacts: Sequence[tuple[Artifact, str, int | None]]) -> None:
-        """Artifacts with their role ("input" or "output") and step, as datasets named by digest."""
+        """Log artifacts as MLflow datasets with their digest, role ("input" or "output") and step."""
         if artifacts:
             client().log_inputs(self.run_id, [_as_dataset(*each) for each in artifacts])
 
@@ -134,7 +142,7 @@ class TrackedRun:
         client().log_artifact(self.run_id, str(path))
 
     def log_model(self, name: str, checkpoint: Artifact, role: str) -> LoggedModel:
-        """The checkpoint as a logged model by reference: the one with its digest, or a new one of this run."""
+        """Log a checkpoint as an MLflow model and return it. A model with the same digest is used again."""
         model = find_model(checkpoint.digest)
         if role == "input":
             model = model or self._create_model(name, checkpoint)
@@ -169,12 +177,12 @@ def _as_dataset(artifact: Artifact, role: str, step: int | None) -> DatasetInput
 
 
 def find_model(digest: str) -> LoggedModel | None:
-    """The logged model whose checkpoint has this digest."""
+    """Return the logged model whose checkpoint has this digest, or None."""
     experiments = [each.experiment_id for each in client().search_experiments()]
-    found = client().search_logged_models(
+    models = client().search_logged_models(
         experiments, filter_string=f"tags.`checkpoint.digest` = '{digest}'", max_results=1
     )
-    return found[0] if found else None
+    return models[0] if models else None
 
 
 def open_run(experiment: str, name: str, tags: Mapping[str, str], parent: TrackedRun | None = None) -> TrackedRun:
@@ -194,10 +202,10 @@ def tracked(
     sections: Mapping[str, BaseModel],
     parent: TrackedRun | None = None,
 ) -> Iterator[TrackedRun]:
-    """A run with its settings as parameters, closed as FINISHED, KILLED (interrupted) or FAILED.
+    """Open an MLflow run with settings as its parameters, and close it as FINISHED, KILLED (interrupted) or FAILED.
 
     Raises:
-        TrackingError: MLflow is out of reach. Of a run that failed by itself, that is only said.
+        TrackingError: MLflow does not answer. If the block itself failed, its error is raised with a note about MLflow.
     """
     values = {key: section.model_dump(mode="json") for key, section in sections.items()}
     hashed = {key: value for key, value in values.items() if key != "machine"}

@@ -124,7 +124,7 @@ from pathlib import Path
 from armature.components.contracts.machine import Machine
 from armature.components.contracts.stages import Artifact
 from armature.components.configuration.stages import STAGES, run_stage
-from armature.tasks.tracking import take_the_place_of_lost_runs
+from armature.tasks.tracking import end_lost_runs
 from armature.tasks.tracking import open_run
 
 demo, settings, tasks, digest, store = sys.argv[1:]
@@ -139,7 +139,7 @@ run_stage(
     demo_stages.TrainSettings.model_validate_json(settings),
     {"tasks": Artifact(kind="demo-tasks", path=Path(tasks), digest=digest)},
     Machine(store=store),
-    begins=lambda fingerprint: take_the_place_of_lost_runs(stage, flow, fingerprint),
+    begins=lambda fingerprint: end_lost_runs(stage, flow, fingerprint),
 )
 """
 
