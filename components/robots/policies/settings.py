@@ -1,4 +1,4 @@
-"""Which robot policy, and how it is trained and asked."""
+"""Settings of a robot policy: its checkpoint, how it is trained, and how it predicts actions."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class TinyPolicySettings(Settings):
     hidden_size: PositiveInt = 96
     """Width of the language model."""
     intermediate_size: PositiveInt = 192
-    """Width of its feed-forward layers."""
+    """Width of the language model's feed-forward layers."""
     layers: PositiveInt = 2
-    """Layers of the language model, and of the action expert."""
+    """Number of layers of the language model, and of the action expert."""
     heads: PositiveInt = 3
     """Attention heads of the language model."""
     key_value_heads: PositiveInt = 1
@@ -32,29 +32,29 @@ class TinyPolicySettings(Settings):
     vision_hidden_size: PositiveInt = 64
     """Width of the vision tower."""
     vision_intermediate_size: PositiveInt = 128
-    """Width of its feed-forward layers."""
+    """Width of the vision tower's feed-forward layers."""
     vision_layers: PositiveInt = 2
-    """Layers of the vision tower."""
+    """Number of layers of the vision tower."""
     vision_heads: PositiveInt = 2
     """Attention heads of the vision tower."""
     image_side: PositiveInt = 84
-    """Pixels of a side after resizing; a multiple of the patch of 14."""
+    """Side of an image after resizing, in pixels; a multiple of 14, the side of a patch."""
     expert_hidden_size: PositiveInt = 96
     """Width of the action expert."""
     expert_heads: PositiveInt = 3
     """Attention heads of the action expert."""
     expert_mlp_ratio: float = 2.0
-    """Width of the expert's feed-forward layers over its own."""
+    """Width of the action expert's feed-forward layers, as a multiple of `expert_hidden_size`."""
     time_embedding: PositiveInt = 64
     """Width of the embedding of the flow-matching time."""
     max_action_dim: PositiveInt = 8
-    """Most dimensions of an action; smaller ones are padded."""
+    """Largest number of dimensions of an action; actions with fewer are padded."""
     max_action_horizon: PositiveInt = 10
-    """Most actions of a chunk."""
+    """Largest number of actions in a chunk."""
     max_positions: PositiveInt = 1024
     """Longest sequence in tokens."""
     action_tokens: PositiveInt = 512
-    """Discrete action tokens; the released model has 2048."""
+    """Number of discrete action tokens; the released model has 2048."""
     corpus: tuple[str, ...] = ()
     """Texts that the byte-level tokenizer is trained on."""
     initializer_range: float = 0.02
@@ -64,67 +64,74 @@ class TinyPolicySettings(Settings):
 
 
 class RobotPolicySettings(Settings):
-    """Where a policy's weights come from, and what it is told of the robot. The defaults are LeRobot's."""
+    """Checkpoint of a robot policy and facts about its robot; the defaults are LeRobot's.
+
+    Example:
+        >>> settings = RobotPolicySettings(checkpoint_path="allenai/MolmoAct2-LIBERO", norm_tag="libero")
+        >>> settings.action_mode, settings.chunk_size
+        ('continuous', 30)
+    """
 
     checkpoint_path: str | None = None
-    """Released layout: hub name or folder (allenai/MolmoAct2)."""
+    """Hub name or folder of a checkpoint in the released layout, for example allenai/MolmoAct2."""
     path: str | None = None
-    """A checkpoint that LeRobot saved: hub name or folder."""
+    """Hub name or folder of a checkpoint that LeRobot saved."""
     tiny: TinyPolicySettings | None = None
-    """Random weights of these sizes instead of a checkpoint."""
+    """Sizes of a small policy with random weights, made instead of reading a checkpoint."""
     revision: str | None = None
-    """Commit of the hub checkpoint; needed for hub names."""
+    """Commit of the hub checkpoint; required for hub names."""
     checkpoint_revision: str | None = None
-    """With path: commit of the released checkpoint that it was trained from."""
+    """Commit of the released checkpoint that the checkpoint in `path` was trained from."""
     action_tokenizer: str | None = None
-    """FAST tokenizer for action tokens, hub name or folder; none: the one inside the checkpoint."""
+    """Hub name or folder of the FAST tokenizer for action tokens; none: the checkpoint's."""
     action_tokenizer_revision: str | None = None
-    """Commit of the hub tokenizer."""
+    """Commit of the action tokenizer, if it is a hub name."""
     norm_tag: str | None = None
-    """Entry of the checkpoint's norm_stats.json: statistics, prompt words, cameras and horizon."""
+    """Entry of the checkpoint's norm_stats.json to use: its statistics, prompt words, cameras and horizon."""
     semantics: Semantics = "head"
-    """Which version's training semantics: LeRobot head, 0.6.1 or the seed's."""
+    """LeRobot version whose training behavior is reproduced: head, 0.6.1 or the seed checkpoint's."""
     image_attention_at_inference: Literal["bidirectional", "as_trained"] = "bidirectional"
-    """Released code trains causally over images (continuous, both) and infers in both directions."""
+    """Attention among image tokens at inference. The released code trains causally (continuous, both), but infers
+    bidirectionally."""
     action_mode: ActionMode = "continuous"
-    """What is trained: flow matching, action tokens, or both."""
+    """Actions to train: continuous by flow matching, discrete as tokens, or both."""
     chunk_size: PositiveInt = 30
-    """Actions that are predicted at once."""
+    """Number of actions predicted at once."""
     n_action_steps: PositiveInt = 30
-    """Actions of a chunk that are carried out before the next."""
+    """Number of a chunk's actions that the robot executes before it asks for the next chunk."""
     setup_type: str = ""
-    """Words for robot and scene: "single franka robotic arm in libero"."""
+    """Prompt words for robot and scene, for example "single franka robotic arm in libero"."""
     control_mode: str = ""
-    """Words for the actions: "delta end-effector pose"."""
+    """Prompt words for the kind of actions, for example "delta end-effector pose"."""
     image_keys: tuple[str, ...] = ()
-    """Cameras in the order the model sees them; empty: the dataset's."""
+    """Cameras in the order in which the model sees them; empty: the dataset's cameras."""
     normalize_language: bool = True
-    """Instructions in lower case, on one line, without closing punctuation."""
+    """Write instructions in lower case, on one line, without closing punctuation."""
     normalize_gripper: bool = False
-    """Whether the gripper's dimension is normalized as well."""
+    """Normalize the gripper's dimension like the others."""
     add_setup_tokens: bool = True
-    """Whether setup_type stands between tokens of its own."""
+    """Put setup_type between <setup_start> and <setup_end>."""
     add_control_tokens: bool = True
-    """Whether control_mode stands between tokens of its own."""
+    """Put control_mode between <control_start> and <control_end>."""
     state_normalization: Normalization = "quantiles"
-    """How states are normalized."""
+    """Normalization of states."""
     action_normalization: Normalization = "quantiles"
-    """How actions are normalized."""
+    """Normalization of actions."""
     max_sequence_length: PositiveInt | None = None
-    """Tokens of an example; none: by its parts."""
+    """Largest number of tokens of an example; none: computed from cameras, dimensions and chunk size."""
     num_flow_timesteps: PositiveInt = 8
-    """Flow-matching times drawn per example."""
+    """Number of flow-matching times drawn per example."""
     num_inference_steps: PositiveInt | None = None
-    """Euler steps; none: the checkpoint's own."""
+    """Number of Euler steps at inference; none: the checkpoint's."""
     mask_action_dim_padding: bool = True
-    """Leave padded dimensions of actions out of the flow-matching loss."""
+    """Leave padded action dimensions out of the flow-matching loss."""
     enable_knowledge_insulation: bool = False
-    """No gradient from the expert into the VLM."""
+    """Stop the gradient of the flow-matching loss from reaching the VLM."""
     softmax_auxiliary_loss_scale: NonNegativeFloat = 1e-4
-    """Weight of logsumexp squared; 0: none."""
+    """Weight of the z-loss, logsumexp squared; 0 disables it."""
     discrete_loss_token_weighting: Literal["root_subsegments_root_tokens", "token"] = "root_subsegments_root_tokens"
-    """Weight of an action token: 2 / sqrt(tokens of its example), or 1 each (token)."""
+    """Weight of an action token in the loss: 2 / sqrt(tokens of its example), or 1 (token)."""
     llm_residual_dropout: float = Field(0.1, ge=0.0, lt=1.0)
-    """Dropout after attention and feed-forward of text layers, in training."""
+    """Dropout after attention and feed-forward of the text layers, in training."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Data type of the weights."""

@@ -1,6 +1,6 @@
-"""What a policy's checkpoint consists of, beside its settings.
+"""Files of a policy's checkpoint, and its settings file `policy.json`.
 
-Only tables, weights and templates are fetched: code that comes with a checkpoint is never on this machine.
+Only tables, weights and templates are downloaded. Code that comes with a checkpoint never reaches this machine.
 """
 
 from __future__ import annotations
@@ -26,16 +26,21 @@ POLICY_WITHOUT_WEIGHTS = replace(POLICY, content=frozenset(), files={"allow_patt
 
 
 def has_policy(folder: Path) -> bool:
-    """Check for a policy in the folder of a checkpoint, or of an artifact with one."""
+    """Return True if `folder` is a policy's checkpoint, or an artifact that contains one."""
     return any((place / POLICY_FILE).is_file() for place in (folder, folder / CHECKPOINT))
 
 
 def write_settings(folder: Path, settings: RobotPolicySettings) -> None:
+    """Write `settings` to `policy.json` in `folder`."""
     (folder / POLICY_FILE).write_text(settings.model_dump_json(indent=2) + "\n")
 
 
 def read_settings(folder: Path) -> RobotPolicySettings | None:
-    """What `write_settings` wrote into `folder`, if it did."""
+    """Return the settings in `policy.json` of `folder`, or None if there is no such file.
+
+    Raises:
+        DataError: the file cannot be read.
+    """
     file = folder / POLICY_FILE
     if not file.is_file():
         return None

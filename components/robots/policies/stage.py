@@ -1,4 +1,4 @@
-"""The stage `policy`: a tiny checkpoint in full, or a reference to one that lies elsewhere."""
+"""The stage `policy`: write a tiny checkpoint, or a reference to an existing one."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from armature.components.robots.policies.settings import RobotPolicySettings
 def run_policy(
     settings: RobotPolicySettings, inputs: Mapping[str, Artifact], out: Path, context: StageContext
 ) -> StageReport:
-    """Write `checkpoint/` of a tiny policy to `out`, or `source.json` and `policy.json` for a folder or a hub name.
+    """Write a policy to `out`: `checkpoint/` for a tiny one; `source.json` and `policy.json` for a folder or hub name.
 
-    The weights of a folder or a hub name are not copied; `load_policy(out)` follows the reference, and takes the
-    settings, completed by norm_tag or by LeRobot's own, from `policy.json`.
+    Weights of a folder or hub name are not copied; `load_policy(out)` follows the reference. `policy.json` holds the
+    settings, completed by the checkpoint's entry `norm_tag` or by the settings that LeRobot saved.
 
     Raises:
-        ConfigurationError: not one source is named, a hub name has no revision, or norm_tag is unknown.
-        DataError: no such folder or repository, or a file of the checkpoint is missing or wrong.
+        ConfigurationError: no source or more than one is set, a hub name has no revision, or norm_tag is unknown.
+        DataError: the folder or repository does not exist, or a file of the checkpoint is missing or invalid.
     """
     if settings.tiny is not None:
         _refuse_other_sources(settings)
@@ -38,7 +38,7 @@ def run_policy(
     source = settings.path or settings.checkpoint_path
     if source is None:
         raise ConfigurationError(
-            "no policy is named",
+            "the recipe names no policy",
             code="policy_missing",
             remedy="set one of policy.checkpoint_path, policy.path and policy.tiny",
         )
@@ -58,11 +58,12 @@ def _refuse_other_sources(settings: RobotPolicySettings) -> None:
         raise ConfigurationError(
             f"policy.tiny and policy.{named[0]} both name a policy",
             code="policy_ambiguous",
-            remedy="set one of them to nothing",
+            remedy="set only one of them",
         )
 
 
 def policy_sources(settings: RobotPolicySettings, inputs: Mapping[str, Artifact]) -> dict[str, str]:
+    """Return the digests of the local folder that `settings` refers to, for the stage's fingerprint; {} otherwise."""
     from armature.components.models.source import folder_sources
     from armature.components.robots.policies.source import POLICY
 
@@ -73,21 +74,22 @@ def policy_sources(settings: RobotPolicySettings, inputs: Mapping[str, Artifact]
 def at_commits(
     settings: RobotPolicySettings, inputs: Mapping[str, Artifact], say: Callable[[str], None]
 ) -> RobotPolicySettings:
-    """
+    """Return `settings` with branch and tag names of hub repositories replaced by commits.
+
     Raises:
-        DataError: see `hub_commit`.
+        DataError: see `commit_of`.
     """
     named = {
         "revision": settings.path or settings.checkpoint_path,
         "checkpoint_revision": settings.path and settings.checkpoint_path,
         "action_tokenizer_revision": settings.action_tokenizer,
     }
-    found = {}
+    commits = {}
     for key, name in named.items():
         revision = getattr(settings, key)
         if name and revision is not None and HUB.fullmatch(name) and not Path(project_source(name)).is_dir():
-            found[key] = commit_of(name, revision, "model", say)
-    return settings.model_copy(update=found)
+            commits[key] = commit_of(name, revision, "model", say)
+    return settings.model_copy(update=commits)
 
 
 POLICY_STAGE = Stage("policy", 3, RobotPolicySettings, (), run_policy, policy_sources, at_commits)

@@ -1,7 +1,7 @@
-"""The released checkpoint's config.json, typed, and the configuration of the native Molmo2 in it.
+"""MolmoAct2's config.json as typed classes, and how training differs between LeRobot's versions.
 
-transformers writes only the fields that differ from its class's default, so the defaults below are those of the
-released configuration classes: facts of the file format, not choices. They are not the released model's sizes.
+transformers writes only the fields that differ from a class's defaults. The defaults below are therefore part of the
+file format: they are copied from the released configuration classes and are not the released model's sizes.
 """
 
 from __future__ import annotations
@@ -29,17 +29,20 @@ if TYPE_CHECKING:
 
 
 Size = Annotated[int, Field(gt=0, le=2**20)]
-"""Products of three of them are still sizes of tensors."""
+"""Size of a tensor's dimension, limited so that a product of three still fits into 64 bits."""
 Depth = Annotated[int, Field(gt=0, le=1024)]
+"""Number of layers."""
 
 
 class _Section(BaseModel):
-    """Part of the file: what was not read into a field is kept, and written again."""
+    """Part of config.json. Fields that no class declares are kept, and written again by `to_dict`."""
 
     model_config = ConfigDict(extra="allow", frozen=True, allow_inf_nan=False)
 
 
 class VitConfig(_Section):
+    """Configuration of the vision tower."""
+
     hidden_size: Size = 1152
     intermediate_size: Size = 4304
     num_hidden_layers: Depth = 27
@@ -56,6 +59,8 @@ class VitConfig(_Section):
 
 
 class AdapterConfig(_Section):
+    """Configuration of the image pooling and the projector into the language model."""
+
     vit_layers: Annotated[tuple[int, ...], Field(min_length=1)] = (-3, -9)
     pooling_attention_mask: bool = False
     hidden_size: Size = 1152
@@ -70,6 +75,8 @@ class AdapterConfig(_Section):
 
 
 class TextConfig(_Section):
+    """Configuration of the language model."""
+
     hidden_size: Size = 3584
     num_attention_heads: Size = 28
     num_key_value_heads: Size = 4
@@ -94,6 +101,8 @@ class TextConfig(_Section):
 
 
 class ExpertConfig(_Section):
+    """Configuration of the action expert."""
+
     hidden_size: Size = 1024
     num_layers: Depth = 32
     num_heads: Size = 16
@@ -110,12 +119,20 @@ class ExpertConfig(_Section):
 
     @property
     def inner_size(self) -> int:
-        """Width of the MLP: the ratio's, rounded up to a multiple."""
+        """Width of the MLP: hidden_size times mlp_ratio, rounded up to a multiple of ffn_multiple_of."""
         return -(-int(self.hidden_size * self.mlp_ratio) // self.ffn_multiple_of) * self.ffn_multiple_of
 
 
 class MolmoAct2Config(_Section):
-    """Sizes, token ids and flow-matching constants of a checkpoint; token ids are None where a file has none."""
+    """Sizes, token ids and flow-matching constants of a checkpoint; a token id that the file lacks is None.
+
+    Example:
+        >>> from armature.components.robots.policies.molmoact2.checkpoints.tiny import tiny_config
+        >>> from armature.components.robots.policies.settings import TinyPolicySettings
+        >>> config = tiny_config(TinyPolicySettings(max_action_dim=7))
+        >>> config.max_action_dim, MolmoAct2Config.from_dict(config.to_dict()) == config
+        (7, True)
+    """
 
     model_type: str = "molmoact2"
     vit_config: VitConfig = VitConfig()
@@ -163,14 +180,14 @@ class MolmoAct2Config(_Section):
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any], where: str = "config.json") -> MolmoAct2Config:
-        """Read the file's JSON.
+        """Validate the parsed JSON of a config.json; errors name the file as `where`.
 
         Raises:
-            DataError: a field is missing or wrong, or asks for an architecture that no released policy has.
+            DataError: a field is missing or invalid, or asks for an architecture that no released policy has.
         """
         if "action_horizon" in raw and "max_action_horizon" not in raw:
             raise DataError(
-                "an old configuration: it has action_horizon and no max_action_horizon",
+                "the configuration is outdated: it has action_horizon instead of max_action_horizon",
                 code="policy_config_outdated",
                 where=where,
                 remedy="use a newer export of the checkpoint",
@@ -190,11 +207,14 @@ class MolmoAct2Config(_Section):
         return config
 
     def to_dict(self) -> dict[str, Any]:
-        """The file's JSON: the fields that were given, whether known here or not, and no others."""
+        """Return exactly the fields that `from_dict` was given, undeclared fields included."""
         return self.model_dump(mode="json", exclude_unset=True)
 
     def molmo2(self) -> Molmo2Config:
-        """The native VLM's configuration: vision layers that are read, and these as absolute numbers."""
+        """Return the configuration of transformers' Molmo2 for the VLM inside.
+
+        It has only the vision layers up to the last one whose output is used, and numbers those layers from 0.
+        """
         from transformers import Molmo2Config
 
         vit, adapter, text = self.vit_config, self.adapter_config, self.text_config
@@ -257,33 +277,32 @@ class MolmoAct2Config(_Section):
                 where=where,
                 remedy="name the statistics norm_stats.json, or <something>stats.json",
             )
-        for field, found, expected in needed:
-            if found != expected:
+        for field, value, supported in needed:
+            if value != supported:
                 raise DataError(
-                    f"{field} is {found!r}, and this policy needs {expected!r}",
+                    f"{field} is {value!r}, but only {supported!r} is supported",
                     code="architecture_unsupported",
                     where=where,
-                    remedy="use a regular MolmoAct2 checkpoint (not Think, whose depth reasoning is not built)",
+                    remedy="use a regular MolmoAct2 checkpoint (not Think, whose depth reasoning is not implemented)",
                 )
 
 
-# What the three published versions do differently when they train.
+# --- Differences in training between the three published versions ---
 #
-# A fourth difference is not kept as an option: the seed's and 0.6.1's padding on the right counted as context for the
-# action expert, so that an example's loss depended on the lengths of its neighbors in the batch. Here padding is never
+# A fourth difference is not reproduced: in the seed's code and in 0.6.1, padding on the right counted as context of the
+# action expert, so an example's loss depended on the lengths of its neighbors in the batch. Here padding is never
 # context.
 
 
 @dataclass(frozen=True)
 class TrainingSemantics:
-    """Per version of LeRobot's policy.
+    """Training behavior of one version of LeRobot's MolmoAct2 policy.
 
-    bidirectional_images: action modes trained with all image tokens of an example visible to each other.
-    hides_answers: action modes whose expert does not attend to EOS (hence BOS and the end of the user's turn, which
-    are the
-        same token) nor what stands between the start and the end of discrete actions.
-    supervises_past_end: the repeated last action beyond an episode's end is trained like any other.
-    pad_side: where a row of a batch is padded.
+    bidirectional_images: action modes in which image tokens of an example attend to each other in both directions.
+    hides_answers: action modes in which the action expert does not attend to the discrete actions (start and end tokens
+        included) nor to EOS. BOS and the end of the user's turn are the same token as EOS, so they are hidden too.
+    supervises_past_end: train on the padded actions beyond an episode's end, which repeat the last action.
+    pad_side: the side on which rows of a batch are padded.
     """
 
     bidirectional_images: frozenset[ActionMode]
@@ -293,9 +312,9 @@ class TrainingSemantics:
 
 
 _ALL: frozenset[ActionMode] = frozenset({"continuous", "discrete", "both"})
-_BEFORE = TrainingSemantics(_ALL, _ALL, supervises_past_end=False, pad_side="right")
+_UP_TO_0_6_1 = TrainingSemantics(_ALL, _ALL, supervises_past_end=False, pad_side="right")
 SEMANTICS: dict[Semantics, TrainingSemantics] = {
     "head": TrainingSemantics(frozenset({"discrete"}), frozenset({"both"}), supervises_past_end=True, pad_side="left"),
-    "0.6.1": _BEFORE,
-    "seed": _BEFORE,
+    "0.6.1": _UP_TO_0_6_1,
+    "seed": _UP_TO_0_6_1,
 }
