@@ -118,7 +118,7 @@ def test_tokens_that_say_no_chunk_are_reported(fitted: ActionTokens) -> None:
     for ids, shown in (
         (good[:-1], "10 x 7"),
         ([], "0"),
-        ([*good, fitted.vocabulary], f"{fitted.vocabulary} of {fitted.vocabulary}"),
+        ([*good, fitted.vocabulary], f"action token {fitted.vocabulary} does not exist"),
         ([-1], "-1"),
     ):
         answer = fitted.decode(ids, HORIZON, DIMENSIONS)

@@ -192,9 +192,9 @@ def test_answers_that_say_nothing_are_reported(fast: ActionTokens) -> None:
     processor = build(policy(), fast)
     start, end = token("<action_start>"), token("<action_end>")
     for ids, words in (
-        ([token("<|im_end|>")], "no <action_start>"),
-        ([start, token("<action_3>")], "no <action_end>"),
-        ([start, end], "0 coefficients, not 4 x 3"),
+        ([token("<|im_end|>")], "lack <action_start>"),
+        ([start, token("<action_3>")], "or <action_end>"),
+        ([start, end], "the tokens hold 0 coefficients, not 4 x 3"),
         ([start, token("<state_1>"), end], "action token -"),
         ([end, start], "0 coefficients"),
     ):

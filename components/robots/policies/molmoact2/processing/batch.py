@@ -1,4 +1,4 @@
-"""What the model is given: one example as its processor makes it; one to a row of a batch, or several packed in."""
+"""Model inputs: single examples, and batches with one example per row or several packed into a row."""
 
 from __future__ import annotations
 
@@ -25,16 +25,17 @@ IGNORED, NO_EXAMPLE = -100, -1
 
 @dataclass(frozen=True)
 class Example:
-    """One observation, with the actions that followed it when it is trained on. S tokens, C crops, P image tokens.
+    """One encoded observation, for training with the actions that followed it. S tokens, C crops, P image tokens.
 
-    input_ids: (S,), the first token being BOS; no padding.
-    image_tokens: (S,), True where the token belongs to an image (its patches, rows and edges).
-    pixel_values: (C, patches, pixels of a patch) uint8 levels, C = 0 without images.
-    pooling: (P, 4) patches that make an image token, counted over this example's crops; -1: no patch.
-    labels: (S,) for discrete actions, -100 where nothing is learned; None where they are not trained.
-    actions: (T, max_action_dim) normalized, zeros beyond the robot's own; None at inference.
-    horizon_padding: (T,) True where the chunk is not trained: beyond the data's horizon, or the episode's end where
-        the semantics say so. dimension_padding: (max_action_dim,) True beyond the robot's own.
+    input_ids: (S,), without padding; the first token is BOS.
+    image_tokens: (S,), True for tokens of an image: patches, column ends, and the image's start and end.
+    pixel_values: (C, patches, pixels of a patch) uint8 levels; C is 0 without images.
+    pooling: (P, 4) indices of the patches of each image token, counted over all crops of the example; -1 is no patch.
+    labels: (S,) for discrete actions, -100 for tokens without a loss; None if discrete actions are not trained.
+    actions: (T, max_action_dim) normalized, 0 in dimensions that the robot does not have; None at inference.
+    horizon_padding: (T,) True for steps without a loss: beyond the dataset's chunk, and, unless
+        `TrainingSemantics.supervises_past_end`, beyond the episode's end.
+    dimension_padding: (max_action_dim,) True for dimensions that the robot does not have.
     """
 
     input_ids: Ints
@@ -48,6 +49,7 @@ class Example:
 
     @property
     def length(self) -> int:
+        """Number of tokens."""
         return len(self.input_ids)
 
 
@@ -59,14 +61,15 @@ _OBSERVED = (
 
 @dataclass(frozen=True)
 class PolicyBatch:
-    """B rows of L tokens that hold E examples, one to a row, or several where rows are packed.
+    """E examples as tensors of B rows with L tokens; a packed row holds several examples.
 
-    input_ids, position_ids: (B, L) int64; positions start at 0 in each example, pads have 0.
-    example_ids: (B, L) int64, the number (0 to E - 1) of the example that a token belongs to; -1 is padding.
+    input_ids, position_ids: (B, L) int64; positions start at 0 in each example and are 0 for padding.
+    example_ids: (B, L) int64, the number (0 to E - 1) of a token's example; -1 is padding.
     image_tokens: (B, L) bool.
-    pixel_values: (C, patches, pixels of a patch) uint8 of all examples in order; pooling: (P, 4) int64 over all C.
+    pixel_values: (C, patches, pixels of a patch) uint8, the crops of all examples in order.
+    pooling: (P, 4) int64, patch indices counted over all C crops; -1 is no patch.
     rows: (E,) int64, the row of each example.
-    labels: (B, L) int64 or None. actions: (E, T, D) float32 or None; horizon_padding: (E, T) bool or None;
+    labels: (B, L) int64 or None. actions: (E, T, D) float32 or None. horizon_padding: (E, T) bool or None.
     dimension_padding: (E, D) bool.
     """
 
@@ -84,38 +87,45 @@ class PolicyBatch:
 
     @property
     def examples(self) -> int:
+        """Number of examples, E."""
         return self.rows.shape[0]
 
     def observed(self) -> list[Tensor]:
-        """All but what is trained on: labels, actions, and which of them are padding."""
+        """Return the tensors of the observations, without labels, actions and horizon_padding."""
         return [getattr(self, name) for name in _OBSERVED]
 
     @classmethod
     def of_observed(cls, tensors: Sequence[Tensor]) -> PolicyBatch:
-        """A batch without labels and actions, from what `observed` gives."""
-        given = dict(zip(_OBSERVED, tensors, strict=True))
-        return cls(**given, labels=None, actions=None, horizon_padding=None)
+        """Make a batch without labels and actions from the tensors that `observed` returned."""
+        observations = dict(zip(_OBSERVED, tensors, strict=True))
+        return cls(**observations, labels=None, actions=None, horizon_padding=None)
 
     def to(self, device: torch.device | str) -> PolicyBatch:
+        """Return the batch on `device`."""
         device = torch.device(device)
         moved = {name: to_device(value, device) for name, value in vars(self).items() if isinstance(value, Tensor)}
         return replace(self, **moved)
 
 
 def collate(examples: Sequence[Example], pad_side: PadSide, multiple: int, pad_id: int) -> PolicyBatch:
-    """One example to a row. The width is one more than a multiple, as the released code has it: BOS comes last there.
+    """Make a batch with one example per row.
+
+    L is one more than a multiple of `multiple`: the released code pads to a multiple first and then adds BOS.
 
     Raises:
-        DataError: there is none, or some have actions (labels) and others do not, or of another length.
+        DataError: `examples` is empty, or examples differ in having labels or actions, or in the actions' length.
     """
     return _batch(examples, [[index] for index in range(len(examples))], pad_side, multiple, pad_id)
 
 
 def pack(examples: Sequence[Example], rows: Sequence[Sequence[int]], multiple: int, pad_id: int) -> PolicyBatch:
-    """`rows` hold indices into `examples`; the batch's examples are in the order of `rows`. Padded on the right.
+    """Make a batch with several examples per row, padded on the right.
+
+    Args:
+        rows: Indices into `examples` for each row. The batch numbers its examples in this order.
 
     Raises:
-        DataError: as `collate`.
+        DataError: see `collate`.
     """
     return _batch(examples, rows, "right", multiple, pad_id)
 
@@ -158,7 +168,7 @@ def _batch(
 
 
 def _pooling(examples: Sequence[Example]) -> NDArray[np.int64]:
-    """Counted over all crops of the batch."""
+    """Concatenate the examples' pooling indices, counted over all crops of the batch instead of each example's."""
     crops = np.cumsum([0] + [len(each.pixel_values) for each in examples[:-1]])
     patches = examples[0].pixel_values.shape[1]
     return np.concatenate(
@@ -176,13 +186,13 @@ def _stacked(arrays: Sequence[NDArray[np.generic] | None]) -> torch.Tensor | Non
 
 def _check(examples: Sequence[Example]) -> None:
     if not examples:
-        raise DataError("a batch needs an example", code="empty_batch")
+        raise DataError("a batch needs at least one example", code="empty_batch")
     for name in ("labels", "actions", "horizon_padding"):
-        given = [getattr(each, name) for each in examples]
-        kinds = {None if each is None else each.shape if name != "labels" else () for each in given}
+        arrays = [getattr(each, name) for each in examples]
+        kinds = {None if each is None else each.shape if name != "labels" else () for each in arrays}
         if len(kinds) > 1:
             raise DataError(
                 f"the examples of a batch differ in {name}: {sorted(map(str, kinds))}",
                 code="examples_differ",
-                remedy="encode all with actions or all without, and with one horizon",
+                remedy="encode all examples with actions or all without, and with the same horizon",
             )

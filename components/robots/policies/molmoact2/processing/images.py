@@ -1,4 +1,4 @@
-"""Camera images as patches for the vision tower."""
+"""Convert camera images to patches for the vision tower."""
 
 from __future__ import annotations
 
@@ -15,14 +15,23 @@ from torch.nn.functional import interpolate
 from armature.components.contracts.errors import ConfigurationError, DataError
 from armature.components.robots.policies.molmoact2.processing.batch import Ints, Pixels
 
-_CHANNELS, _BILINEAR = 3, 2  # Pillow's number
+_CHANNELS = 3
+_BILINEAR = 2  # Pillow's number for bilinear resampling, as in processor_config.json
 
 
 @dataclass(frozen=True)
 class ImageLayout:
-    """One crop per image, `side` pixels square, of square patches that are pooled in square windows.
+    """Geometry of an image that is resized to a square, cut into square patches, and pooled into image tokens.
 
-    columns: Whether each row of image tokens ends with a column token.
+    side: pixels of the resized image. patch: pixels of a patch's side. pool: patches along the side of a window that
+    becomes one image token. columns: True if each row of image tokens ends with a column token.
+
+    Example:
+        >>> layout = ImageLayout(side=84, patch=14, pool=2, columns=False)
+        >>> layout.patches, layout.rows
+        (6, 3)
+        >>> layout.patchify([np.zeros((48, 64, 3), np.uint8)]).shape
+        (1, 36, 588)
     """
 
     side: int
@@ -39,10 +48,10 @@ class ImageLayout:
 
     @classmethod
     def from_processor_config(cls, document: Mapping[str, Any]) -> ImageLayout:
-        """Of a checkpoint's processor_config.json; what it leaves out is as in the released classes.
+        """Read the layout from a checkpoint's processor_config.json; missing fields have the released defaults.
 
         Raises:
-            ConfigurationError: the images are prepared in another way.
+            ConfigurationError: the file asks for image processing that is not supported.
         """
         image = document["image_processor"]
         size, pool = image.get("size", {"height": 378, "width": 378}), image.get("pooling_size", [2, 2])
@@ -54,10 +63,10 @@ class ImageLayout:
             "image_mean": (image.get("image_mean", [0.5] * 3), [0.5] * 3),
             "image_std": (image.get("image_std", [0.5] * 3), [0.5] * 3),
         }
-        for name, (given, wanted) in values.items():
-            if given != wanted:
+        for name, (value, supported) in values.items():
+            if value != supported:
                 raise ConfigurationError(
-                    f"{name} is {given!r}, and only {wanted!r} is supported",
+                    f"{name} is {value!r}, but only {supported!r} is supported",
                     code="image_processing_unsupported",
                     where="processor_config.json",
                 )
@@ -66,7 +75,7 @@ class ImageLayout:
         return cls(size["height"], image.get("patch_size", 14), pool[0], bool(columns))
 
     def processor_config(self) -> dict[str, Any]:
-        """What `from_processor_config` reads."""
+        """Return the content of a processor_config.json from which `from_processor_config` reads this layout."""
         return {
             "image_processor": {
                 "crop_mode": "resize",
@@ -87,19 +96,19 @@ class ImageLayout:
 
     @property
     def patches(self) -> int:
-        """Of an image, along a side."""
+        """Number of patches along a side of an image."""
         return self.side // self.patch
 
     @property
     def rows(self) -> int:
-        """Of image tokens; as many as there are in a row."""
+        """Number of rows of image tokens, which is also the number of image tokens in a row."""
         return -(-self.patches // self.pool)
 
     @cached_property
     def pooling(self) -> Ints:
-        """(rows * rows, pool * pool): the patches of each image token of one image, -1 where there is none.
+        """Indices of the patches of each image token of one image, shape (rows * rows, pool * pool); -1 is no patch.
 
-        What the patches lack to whole windows is added half before and half after, the odd one after.
+        If the patches do not fill whole windows, the grid is padded on both sides; an odd row or column goes last.
         """
         lacking = self.rows * self.pool - self.patches
         grid = np.arange(self.patches**2).reshape(self.patches, self.patches)
@@ -108,33 +117,29 @@ class ImageLayout:
         return np.ascontiguousarray(windows.reshape(self.rows**2, self.pool**2))
 
     def patchify(self, images: Sequence[Pixels]) -> Pixels:
-        """(images, patches, pixels of a patch) uint8 levels, the channel last within a patch.
+        """Return uint8 patches of shape (images, patches, pixels of a patch); channels are last within a patch.
 
         Raises:
-            DataError: an image is not uint8 of (height, width, 3).
+            DataError: an image is not uint8 of shape (height, width, 3).
         """
         n, p = self.patches, self.patch
         patches = torch.empty(len(images), n, n, p, p * _CHANNELS, dtype=torch.uint8)
         for one, image in zip(patches, images, strict=True):
-            levels = _resize(_checked(image), self.side)
+            if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != _CHANNELS or not image.size:
+                raise DataError(
+                    f"an image is {image.dtype} of shape {image.shape}, not uint8 of shape (height, width, 3)",
+                    code="invalid_image_array",
+                    remedy="convert it to RGB",
+                )
+            levels = _resize(image, self.side)
             one.copy_(levels.reshape(n, p, n, p * _CHANNELS).transpose(1, 2))
         return patches.reshape(len(images), n * n, p * p * _CHANNELS).numpy()
 
 
 def _resize(image: Pixels, side: int) -> Tensor:
-    """(side, side, 3) whole numbers as float32: bilinear between pixel centers without antialiasing, then rounded."""
+    """Resize to (side, side, 3) bilinearly, without antialiasing; return the rounded levels as float32."""
     levels = torch.from_numpy(image.astype(np.float32, order="C"))
     if image.shape[:2] == (side, side):
         return levels
     resized = interpolate(levels.permute(2, 0, 1)[None], (side, side), mode="bilinear", align_corners=False)
     return resized[0].round_().clamp_(0, 255).permute(1, 2, 0)
-
-
-def _checked(image: Pixels) -> Pixels:
-    if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != _CHANNELS or not image.size:
-        raise DataError(
-            f"an image is {image.dtype} of shape {image.shape}, not uint8 of (height, width, 3)",
-            code="invalid_image_array",
-            remedy="convert it to RGB",
-        )
-    return image

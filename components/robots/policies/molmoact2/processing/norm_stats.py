@@ -1,6 +1,7 @@
-"""norm_stats.json: what a checkpoint knows of each robot, by tag. The same form holds what a dataset knows of its own.
+"""Statistics and metadata of robots (norm_stats.json), and the normalization of states and actions by them.
 
-A tag's entry has the statistics of state and action, and the cameras, words and horizon it was trained with.
+norm_stats.json of a checkpoint has an entry for each robot, under a tag. An entry holds the statistics of state and
+action, and the cameras, prompt words and horizon that the checkpoint was trained with. Datasets use the same form.
 """
 
 from __future__ import annotations
@@ -39,16 +40,22 @@ NORM_MODES = {"quantiles": "q01_q99", "mean_std": "mean_std", "identity": "ident
 _ARRAYS = ("min", "max", "mean", "std", "q01", "q10", "q50", "q90", "q99")
 
 RARE, RARE_GRIPPER = 1e-5, 1e-2
-"""Shares of max - min below which q99 - q01 says that a dimension moves rarely. Outliers of other dimensions make small
-shares too, and are to be clipped; one that is named a gripper has none, but noise while it rests.
+"""Limits of (q99 - q01) / (max - min) below which a dimension counts as moving rarely.
+
+The limit of ordinary dimensions is small, because outliers also make this share small, and outliers should be clipped.
+A gripper has no outliers, but noise while it rests, so its limit is larger.
 """
 
 Numbers = tuple[FiniteFloat, ...]
 Words = Annotated[str, BeforeValidator(lambda value: "" if value is None else value)]
+"""Text of the prompt; null in the file is read as ""."""
 
 
 class FeatureNormStats(BaseModel):
-    """Of one feature, a number per dimension. `mask` is False where a dimension is passed on as it is."""
+    """Statistics of one feature, one number per dimension.
+
+    `mask` is False for dimensions that are not normalized, such as a gripper's.
+    """
 
     model_config = ConfigDict(extra="allow", frozen=True)
 
@@ -69,23 +76,26 @@ class FeatureNormStats(BaseModel):
     def _one_width(self) -> FeatureNormStats:
         widths = {name: len(value) for name in (*_ARRAYS, "mask") if (value := getattr(self, name)) is not None}
         if len(set(widths.values())) != 1:
-            raise ValueError(f"statistics need one number per dimension, given {widths or 'none at all'}")
+            raise ValueError(f"statistics need one number per dimension, but have {widths or 'no numbers'}")
         return self
 
     @property
     def dimensions(self) -> int:
+        """Number of dimensions of the feature."""
         return next(len(value) for name in _ARRAYS if (value := getattr(self, name)) is not None)
 
     @property
     def _grippers(self) -> NDArray[np.bool_]:
+        """True for dimensions with "gripper" in their name, shape (dimensions,); all False without names."""
         names = self.names if self.names is not None and len(self.names) == self.dimensions else ()
         return np.array(["gripper" in name.lower() for name in names] or [False] * self.dimensions)
 
     def narrow(self, share: float | NDArray[np.float64]) -> NDArray[np.bool_]:
-        """(dimensions,): where min and max differ, and q99 - q01 is 0 or less than this `share` of max - min.
+        """Return a mask (dimensions,) of dimensions with q99 - q01 < `share` (max - min).
 
-        Of grippers q90 - q10 counts where it is known, as q99 may lie anywhere between a rest and a few moves. A tenth
-        of max - min has to be outside q01 and q99.
+        Grippers use q90 - q10 instead, if available, because a gripper that moves rarely may have its q99 anywhere
+        between the resting position and the moves. Also, min or max must be more than 0.1 (max - min) outside of
+        q01 and q99.
         """
         if self.q01 is None or self.q99 is None or self.min is None or self.max is None:
             return np.zeros(self.dimensions, bool)
@@ -98,10 +108,10 @@ class FeatureNormStats(BaseModel):
         return narrow
 
     def rarely_moving(self) -> NDArray[np.bool_]:
-        """(dimensions,): where values are so much alike that their quantiles hide the others.
+        """Return a mask (dimensions,) of dimensions whose quantiles cut off values that the policy needs.
 
-        No value in [-1, 1] stands for what is outside the quantiles: a gripper could never close. So it is where a
-        dimension is `narrow`, or has two values of which one is clipped.
+        No number in [-1, 1] stands for a value outside the quantiles, so a gripper, for example, could never close.
+        A dimension counts if it is `narrow`, or has only two different values and the quantiles clip one of them.
         """
         rare = self.narrow(np.where(self._grippers, RARE_GRIPPER, RARE))
         if None in (self.q01, self.q99, self.min, self.max, self.mean, self.std):
@@ -109,15 +119,15 @@ class FeatureNormStats(BaseModel):
         q01, q99, low, high, mean, std = (
             np.array(each, np.float64) for each in (self.q01, self.q99, self.min, self.max, self.mean, self.std)
         )
-        # Bhatia and Davis (2000): a variance is at most (max - mean) (mean - min), which it is of two values alone.
+        # Bhatia and Davis (2000): a variance is at most (max - mean) (mean - min), with equality only for two values.
         largest = (high - mean) * (mean - low)
         two_values = (high > low) & (np.abs(std * std - largest) <= 1e-3 * np.abs(largest))
         clipped = np.maximum(high - q99, q01 - low) > 1e-3 * (high - low)
-        found: NDArray[np.bool_] = rare | (two_values & clipped)
-        return found
+        rarely: NDArray[np.bool_] = rare | (two_values & clipped)
+        return rarely
 
     def widened(self) -> FeatureNormStats:
-        """With min and max in place of q01 and q99 of dimensions that move rarely."""
+        """Return statistics with min and max in place of q01 and q99 of dimensions that move rarely."""
         ends = {name: list(getattr(self, name) or ()) for name in ("q01", "q99", "min", "max")}
         for place in np.flatnonzero(self.rarely_moving()):
             ends["q01"][place], ends["q99"][place] = ends["min"][place], ends["max"][place]
@@ -126,7 +136,7 @@ class FeatureNormStats(BaseModel):
 
 
 class RobotMetadata(BaseModel):
-    """One robot, or one dataset. Fields that are not known here are kept."""
+    """Statistics and metadata of a robot, or of a dataset. Undeclared fields of the file are kept."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
 
@@ -144,7 +154,7 @@ class RobotMetadata(BaseModel):
 
 
 class NormStats(BaseModel):
-    """The file."""
+    """Content of norm_stats.json."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
 
@@ -154,9 +164,10 @@ class NormStats(BaseModel):
 
     @classmethod
     def load(cls, path: Path) -> NormStats:
-        """
+        """Read a norm_stats.json.
+
         Raises:
-            DataError: no such file, or not of this format.
+            DataError: the file is missing, or does not have this format.
         """
         try:
             return cls.model_validate(read_finite(read_bytes(path)))
@@ -165,24 +176,28 @@ class NormStats(BaseModel):
                 "the checkpoint has no statistics",
                 code="checkpoint_file_missing",
                 where=str(path),
-                remedy="give a checkpoint with norm_stats.json",
+                remedy="use a checkpoint with a norm_stats.json",
             ) from error
         except ValidationError as error:
             raise DataError(_first(error), code="invalid_statistics", where=str(path)) from error
         except (ValueError, RecursionError) as error:
-            raise DataError(f"not JSON of finite numbers: {error}", code="invalid_json", where=str(path)) from error
+            raise DataError(
+                f"the file is not JSON with finite numbers: {error}", code="invalid_json", where=str(path)
+            ) from error
 
     def save(self, path: Path) -> None:
+        """Write the file."""
         path.write_text(json.dumps(self.model_dump(mode="json", exclude_unset=True), indent=2) + "\n")
 
     def select(self, tag: str) -> RobotMetadata:
-        """
+        """Return the entry of `tag`.
+
         Raises:
-            ConfigurationError: there is no such tag.
+            ConfigurationError: there is no entry for this tag.
         """
         if tag not in self.metadata_by_tag:
             raise ConfigurationError(
-                f"no statistics for norm_tag {tag!r}",
+                f"there are no statistics for norm_tag {tag!r}",
                 code="unknown_norm_tag",
                 where="norm_stats.json",
                 remedy=f"use one of {', '.join(sorted(self.metadata_by_tag)) or 'none: the file is empty'}",
@@ -191,7 +206,7 @@ class NormStats(BaseModel):
 
 
 def norm_stats(robots: Mapping[str, RobotMetadata], settings: RobotPolicySettings) -> NormStats:
-    """The file for these tags; its mode is that of the actions."""
+    """Return the file for these robots by tag; `norm_mode` is the normalization of actions."""
     mode = NORM_MODES[settings.action_normalization]
     return NormStats(format=FORMAT, norm_mode=mode, metadata_by_tag=dict(robots))
 
@@ -199,16 +214,14 @@ def norm_stats(robots: Mapping[str, RobotMetadata], settings: RobotPolicySetting
 def robot_metadata(
     statistics: Mapping[str, Mapping[str, Any]], features: Mapping[str, Feature], settings: RobotPolicySettings
 ) -> RobotMetadata:
-    """What a dataset knows of its robot.
+    """Return the metadata of a dataset's robot; quantiles of dimensions that move rarely are widened.
 
     Args:
         statistics: LeRobot's stats.json.
-        features: Of info.json. The names of a feature's dimensions say which is the gripper.
-
-    Quantiles of dimensions that move rarely are widened.
+        features: Features of info.json. The names of a feature's dimensions tell which one is the gripper.
 
     Raises:
-        DataError: state or action are not there, or their statistics cannot be.
+        DataError: state or action, or their statistics, are missing or invalid.
     """
     return RobotMetadata(
         action_key=ACTION,
@@ -227,19 +240,22 @@ def robot_metadata(
 def resolve(
     settings: RobotPolicySettings, robot: RobotMetadata, available: Sequence[str] | None = None
 ) -> RobotPolicySettings:
-    """`settings` as a tag completes them: its horizon and steps count, its words and cameras fill what is empty.
+    """Complete `settings` by a robot's metadata.
+
+    Horizon and number of executed steps come from the metadata; prompt words and cameras do only if `settings` leaves
+    them empty.
 
     Args:
-        available: Cameras of the dataset. The tag's are used only if all of them are there, as LeRobot does.
+        available: Cameras of the dataset. As in LeRobot, the metadata's cameras are used only if all are available.
 
     Raises:
-        ConfigurationError: more steps are to be carried out than are predicted.
+        ConfigurationError: more steps are executed than predicted.
     """
     chunk = robot.action_horizon or settings.chunk_size
     steps = robot.n_action_steps or settings.n_action_steps
     if steps > chunk:
         raise ConfigurationError(
-            f"n_action_steps {steps} is more than the {chunk} actions that are predicted",
+            f"n_action_steps is {steps}, but only {chunk} actions are predicted",
             code="chunk_too_short",
             where=f"settings: chunk_size {settings.chunk_size}, n_action_steps {settings.n_action_steps}; tag: "
             f"action_horizon {robot.action_horizon}, n_action_steps {robot.n_action_steps}",
@@ -247,7 +263,7 @@ def resolve(
     cameras = settings.image_keys or robot.camera_keys
     if available and not settings.image_keys and not (cameras and set(cameras) <= set(available)):
         if cameras:
-            log.warning("the tag's cameras %s are not in the dataset, its own are used: %s", cameras, available)
+            log.warning("the dataset lacks cameras of norm_tag (%s), using the dataset's: %s", cameras, available)
         cameras = tuple(available)
     return settings.model_copy(
         update={
@@ -261,7 +277,7 @@ def resolve(
 
 
 def training_robot(settings: RobotPolicySettings, tagged: RobotMetadata, dataset: RobotMetadata) -> RobotMetadata:
-    """Whose statistics a policy with a tag is trained with: the tag's (head), else the dataset's."""
+    """Return the metadata for training with a norm_tag: `tagged`, with the dataset's statistics before version head."""
     if settings.semantics == "head":
         return tagged
     return tagged.model_copy(update={"action_stats": dataset.action_stats, "state_stats": dataset.state_stats})
@@ -272,7 +288,7 @@ def _feature_stats(
 ) -> FeatureNormStats:
     if key not in statistics or key not in features:
         raise DataError(
-            f"the dataset has no {key!r}, or no statistics of it",
+            f"the dataset has no feature {key!r}, or no statistics for it",
             code="statistics_missing",
             where=f"features: {', '.join(features)}; statistics: {', '.join(statistics)}",
             remedy="run quantile-stats on the dataset",
@@ -283,11 +299,11 @@ def _feature_stats(
     except ValidationError as error:
         raise DataError(_first(error), code="invalid_statistics", where=f"statistics of {key!r}") from error
     if rare := np.flatnonzero(stats.rarely_moving()).tolist():
-        log.warning("dimensions %s of %s move rarely: their q01 and q99 are widened to min and max", rare, key)
+        log.warning("dimensions %s of %s move rarely: q01 and q99 are replaced by min and max", rare, key)
     if narrow := np.flatnonzero(stats.narrow(RARE_GRIPPER) & ~stats.rarely_moving()).tolist():
         log.warning(
-            "q01 and q99 of dimensions %s of %s are much nearer than min and max, and what is outside is clipped: "
-            "right for outliers; a dimension that moves rarely is widened if its name says gripper",
+            "q01 and q99 of dimensions %s of %s are much closer together than min and max; values outside are clipped. "
+            "This is right for outliers. A gripper is not clipped if its dimension's name contains gripper",
             narrow,
             key,
         )
@@ -295,7 +311,7 @@ def _feature_stats(
 
 
 def _names(names: Any) -> tuple[str, ...] | None:
-    """LeRobot writes a list, or lists by kind: {"motors": [...]}."""
+    """Return the names of a feature's dimensions, which LeRobot writes as a list or as {"motors": [...]}."""
     if isinstance(names, Mapping):
         return tuple(str(name) for group in names.values() for name in ([group] if isinstance(group, str) else group))
     return tuple(str(name) for name in names) if names else None
@@ -306,7 +322,7 @@ def _first(error: ValidationError) -> str:
     return f"{'.'.join(str(part) for part in problem['loc'])}: {problem['msg']} (given {problem['input']!r:.80})"
 
 
-# Between a dataset's units and the range that the policy works in.
+# --- Normalization between a dataset's units and [-1, 1] ---
 
 _TINY, _SMALL = np.float32(1e-8), np.float32(1e-6)
 _NEEDED = {"quantiles": ("q01", "q99"), "mean_std": ("mean", "std"), "identity": ()}
@@ -314,13 +330,22 @@ _NEEDED = {"quantiles": ("q01", "q99"), "mean_std": ("mean", "std"), "identity":
 
 @dataclass(frozen=True)
 class Normalizer:
-    """One feature, in float32 throughout, the statistics being rounded to it first.
+    """Normalizes one feature. All is computed in float32, to which the statistics are rounded first.
 
-    quantiles: y = 2 (x - q01) / (q99 - q01) - 1, clipped to [-1, 1]; a span of 0 counts as 1e-8, so that a dimension
+    quantiles: y = 2 (x - q01) / (q99 - q01) - 1, clipped to [-1, 1]. A span of 0 counts as 1e-8, so that a dimension
     that never moves is restored to its constant.
-    mean_std: y = (x - mean) / (std + 1e-8), not clipped; restored without the 1e-8, which is as released, but where
-    std is below 1e-6. identity: y = x, clipped to [-1, 1].
-    Dimensions that `mask` leaves out are passed on as they are and must lie in [-1, 1].
+    mean_std: y = (x - mean) / (std + 1e-8), not clipped. The inverse multiplies by std without the 1e-8, as in the
+    released code, unless std is below 1e-6.
+    identity: y = x, clipped to [-1, 1].
+    Dimensions with `mask` False are not changed and must be in [-1, 1].
+
+    Example:
+        >>> stats = FeatureNormStats(min=(0, 0), max=(4, 1), q01=(0, 0), q99=(4, 1), names=("x", "gripper"))
+        >>> normalizer = Normalizer.build("action", stats, "quantiles", normalize_gripper=False)
+        >>> normalizer.normalize([1, 1]).tolist()
+        [-0.5, 1.0]
+        >>> normalizer.restore([-0.5, 1]).tolist()
+        [1.0, 1.0]
     """
 
     feature: str
@@ -332,18 +357,19 @@ class Normalizer:
 
     @classmethod
     def build(cls, feature: str, stats: FeatureNormStats, mode: Normalization, normalize_gripper: bool) -> Normalizer:
-        """
+        """Make the normalizer of a feature and check its statistics.
+
         Raises:
-            ConfigurationError: the statistics lack what the mode needs, or cannot be; no value of the policy would
-                reach an action that the data has; nothing says which dimension is the gripper; or a gripper that is
-                passed on has values outside [-1, 1].
+            ConfigurationError: the statistics lack numbers that the mode needs, or contradict each other; an action in
+                the data has no normalized value; no name tells which dimension is the gripper; or a gripper that is
+                not normalized has values outside [-1, 1].
         """
         width = stats.dimensions
         needed = {key: getattr(stats, key) for key in _NEEDED[mode]}
         missing = [key for key, values in needed.items() if values is None]
         if missing:
             raise ConfigurationError(
-                f"normalization by {mode} needs {' and '.join(missing)}",
+                f"normalization by {mode} needs {' and '.join(missing)}, which the statistics lack",
                 code="statistics_incomplete",
                 where=f"statistics of {feature}",
                 remedy="run quantile-stats on the dataset, or choose another normalization",
@@ -357,7 +383,7 @@ class Normalizer:
         for bound in (stats.min, stats.max):
             if bound is not None and (problem := normalizer._passed_outside(np.array(bound, np.float32))):
                 raise ConfigurationError(
-                    f"{problem} and would not be normalized",
+                    f"{problem}, and this dimension is not normalized",
                     code="gripper_range_exceeded",
                     where=f"statistics of {feature}",
                     remedy="set normalize_gripper = true",
@@ -366,18 +392,20 @@ class Normalizer:
 
     @property
     def dimensions(self) -> int:
+        """Number of dimensions of the feature."""
         return len(self.mask)
 
     def normalize(self, values: ArrayLike, where: str = "") -> Floats:
-        """(..., dimensions) of the dataset's units.
+        """Normalize values (..., dimensions) in the dataset's units.
 
         Raises:
-            DataError: another number of dimensions, or a passed-on value outside [-1, 1].
+            DataError: the values have another number of dimensions, or a dimension that is not normalized has a value
+                outside [-1, 1].
         """
         x = np.asarray(values, np.float32)
         if x.ndim == 0 or x.shape[-1] != self.dimensions:
             raise DataError(
-                f"{self.feature} has the shape {x.shape}, its statistics have {self.dimensions} dimensions",
+                f"{self.feature} has the shape {x.shape}, but its statistics have {self.dimensions} dimensions",
                 code="dimensions_mismatch",
                 where=where,
             )
@@ -395,7 +423,10 @@ class Normalizer:
         return np.where(self.mask, y, x).astype(np.float32)
 
     def restore(self, values: ArrayLike) -> Floats:
-        """The inverse, (..., dimensions); what was clipped is clipped first, passed-on dimensions too."""
+        """Invert `normalize` for values (..., dimensions).
+
+        Values are clipped to [-1, 1] first in modes that clip, and always in dimensions that are not normalized.
+        """
         y = np.asarray(values, np.float32)
         if self.mode == "mean_std":
             small = (self.second > 0) & (self.second < _SMALL)
@@ -411,10 +442,7 @@ class Normalizer:
         return np.where(span == 0, _TINY, span)
 
     def _check(self, stats: FeatureNormStats) -> None:
-        """
-        Raises:
-            ConfigurationError: see `build`.
-        """
+        """Raise ConfigurationError if numbers of `stats` contradict each other, or the normalization loses actions."""
         low, high = np.zeros((2, self.dimensions))
         if stats.min is not None and stats.max is not None:
             low, high = np.array(stats.min), np.array(stats.max)
@@ -430,7 +458,7 @@ class Normalizer:
             "are not finite in float32": ~(np.isfinite(self.first) & np.isfinite(span)),
             "have max below min": spread < 0,
             "have a negative std" if self.mode == "mean_std" else "have q99 below q01": span < 0,
-            "cannot be inverted: no answer of the policy reaches min and max": lost & (self.feature == "action"),
+            "cannot be inverted: no prediction reaches min and max": lost & (self.feature == "action"),
         }
         for problem, places in problems.items():
             if (places & self.mask).any():
@@ -440,12 +468,12 @@ class Normalizer:
                     f"statistics of {self.feature} {self.names[at]!r} {problem}",
                     code="unusable_statistics",
                     where=", ".join(f"{name} {each[at]:.9g}" for name, each in numbers.items() if each is not None),
-                    remedy="train with the dataset's own statistics of quantile-stats, where those of a dimension that "
-                    "moves rarely are widened to min and max, or choose another normalization",
+                    remedy="use the dataset's statistics of quantile-stats, whose quantiles of a dimension that moves "
+                    "rarely are replaced by min and max, or choose another normalization",
                 )
 
     def _passed_outside(self, values: Floats) -> str:
-        """What is wrong with the dimensions that are passed on, or nothing."""
+        """Describe the first value outside [-1, 1] in a dimension that is not normalized; "" if there is none."""
         outside = np.argwhere((np.abs(values) > 1) & ~self.mask)
         if not len(outside):
             return ""
@@ -455,10 +483,12 @@ class Normalizer:
 
 
 def gripper_mask(feature: str, stats: FeatureNormStats, normalize_gripper: bool) -> Flags:
-    """True where a dimension is normalized: all, or as the statistics say, or all but those named a gripper.
+    """Return a mask (dimensions,) that is True for dimensions to normalize.
+
+    These are all dimensions with `normalize_gripper`; else the statistics' mask, or all that are not named a gripper.
 
     Raises:
-        ConfigurationError: the gripper is not to be normalized and there is no name for each dimension.
+        ConfigurationError: the gripper should not be normalized, but not every dimension has a name.
     """
     width = stats.dimensions
     if normalize_gripper:
@@ -467,7 +497,7 @@ def gripper_mask(feature: str, stats: FeatureNormStats, normalize_gripper: bool)
         return np.array(stats.mask, bool)
     if stats.names is None or len(stats.names) != width:
         raise ConfigurationError(
-            f"{feature} has {width} dimensions and {len(stats.names or ())} names: which is the gripper?",
+            f"{feature} has {width} dimensions but {len(stats.names or ())} names, so the gripper is unknown",
             code="gripper_unnamed",
             where="the dataset's info.json, features",
             remedy="name every dimension, or set normalize_gripper = true",

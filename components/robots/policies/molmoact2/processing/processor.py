@@ -1,4 +1,4 @@
-"""What a robot sees and did, as an example for the model; and the model's answer, as actions of the robot."""
+"""The processor: encode a robot's observations and actions as model inputs, and decode predictions into actions."""
 
 from __future__ import annotations
 
@@ -27,14 +27,15 @@ from armature.components.robots.policies.molmoact2.processing.images import Imag
 from armature.components.robots.policies.molmoact2.processing.norm_stats import Normalizer, RobotMetadata
 from armature.components.robots.policies.settings import RobotPolicySettings
 
-# Observations are encoded in threads: most of it is resizing images, which other threads need not wait for.
-
-Given = TypeVar("Given")
-Made = TypeVar("Made")
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 
-def in_threads(function: Callable[[Given], Made], items: Sequence[Given]) -> list[Made]:
-    """`function` of each item, in their order; the first error is raised."""
+def in_threads(function: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
+    """Call `function` for each item in threads and return the results in order; the first error is raised.
+
+    Threads help because encoding is mostly resizing images, which releases the GIL.
+    """
     return list(_threads().map(function, items)) if len(items) > 1 else [function(item) for item in items]
 
 
@@ -43,26 +44,30 @@ def _threads() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(available_cpus(), "encode")
 
 
-_REMEMBERED = 10_000  # texts whose tokens are kept
-_TOKENIZING = Lock()  # a fast tokenizer refuses a second thread
+_CACHED_TEXTS = 10_000
+_TOKENIZER_LOCK = Lock()  # a fast tokenizer raises if two threads use it
 
+# Constants of `sequence_budget`, all in tokens but for the number of images.
 _PROMPT, _TASK, _MARGIN, _MULTIPLE = 80, 32, 32, 64
 _IMAGE, _USUAL_IMAGES = 196, 2
 _ACTION_WRAPPING, _PER_STEP, _PER_DIMENSION = 4, 6, 0.95
 
-_OPEN, _SHUT = "\u201c\u2018", "\u201d\u2019"  # typographic quotation marks
+# Patterns of `normalize_language`; \u201c\u2018 and \u201d\u2019 are typographic quotation marks.
 _ENDING = ".,!?;:\u2026"
-_CLOSING = "\"')]}" + _SHUT
-_AROUND = "\"'`[](){}" + _OPEN + _SHUT
+_CLOSING = "\"')]}\u201d\u2019"
+_AROUND = "\"'`[](){}\u201c\u2018\u201d\u2019"
 _LABEL = re.compile(r"^(?:task|instruction|language[_ ]instruction|goal)\s*[:\-]\s*", re.IGNORECASE)
 _LEAD = re.compile(r"^(?:the|your)\s+task\s+is\s+to\s+", re.IGNORECASE)
 
 
 class Processor:
-    """For one robot. Several may share a model: give all of them the longest chunk as `horizon`.
+    """Encodes observations of one robot and decodes predictions into its actions.
 
-    cameras: In the model's order; empty where neither settings nor statistics name any, then the observation's, sorted.
-    chunk: Actions that this robot's data and answers have; an example has `horizon`, the rest being padding.
+    Processors of several robots may share a model if all have the longest of their chunks as `horizon`.
+
+    cameras: camera keys in the model's order. If neither settings nor statistics name cameras it is empty, and the
+        cameras of each observation are used, sorted by name.
+    chunk: number of actions in this robot's data and predictions. An example has `horizon` actions, padded.
     """
 
     def __init__(
@@ -77,14 +82,14 @@ class Processor:
     ) -> None:
         """
         Args:
-            tokenizer: The checkpoint's, a transformers fast tokenizer.
-            settings: Resolved: what a tag overrides is in them.
-            action_tokens: Needed for action modes discrete and both.
-            horizon: Of an example; none: the settings' chunk.
+            tokenizer: The checkpoint's tokenizer, a transformers fast tokenizer.
+            settings: Settings that `resolve` has completed by the robot's entry in norm_stats.json.
+            action_tokens: Required for the action modes discrete and both.
+            horizon: Number of actions of an example; None: `settings.chunk_size`.
 
         Raises:
             ConfigurationError: the parts do not fit each other.
-            DataError: the tokenizer lacks a token, or disagrees with the configuration.
+            DataError: the tokenizer lacks a token, or has another id for it than the configuration.
         """
         self.config, self.tokenizer, self.settings, self.robot = config, tokenizer, settings, robot
         self.layout, self.action_tokens = layout, action_tokens
@@ -102,20 +107,22 @@ class Processor:
 
     @property
     def state_dimensions(self) -> int:
+        """Number of dimensions of a state."""
         return self.state.dimensions
 
     @property
     def action_dimensions(self) -> int:
+        """Number of dimensions of an action."""
         return self.action.dimensions
 
     @property
     def discrete(self) -> bool:
-        """Whether examples with actions have them as tokens, too."""
+        """True if training examples contain action tokens."""
         return self.settings.action_mode != "continuous"
 
     @cached_property
     def budget(self) -> int:
-        """Tokens an example may have when actions are trained."""
+        """Largest number of tokens of a training example."""
         return self._budget(len(self.cameras), self.discrete)
 
     def encode(
@@ -125,14 +132,15 @@ class Processor:
         padding: ArrayLike | None = None,
         where: str = "",
     ) -> Example:
-        """
+        """Encode an observation, and for training the actions that followed it.
+
         Args:
-            actions: (chunk, dimensions) in the dataset's units, when they are trained.
-            padding: (chunk,) True where the episode was over already.
-            where: Dataset, episode and frame, for errors.
+            actions: (chunk, dimensions) in the dataset's units; None at inference.
+            padding: (chunk,) True for steps after the end of the episode.
+            where: Dataset, episode and frame, for error messages.
 
         Raises:
-            DataError: a camera is missing, a shape is wrong, a number is not finite, or there are too many tokens.
+            DataError: a camera is missing, a shape is wrong, a number is not finite, or the example is too long.
         """
         camera_images = self._camera_images(observation, where)
         prompt = self._prompt(observation, len(camera_images), where)
@@ -142,10 +150,10 @@ class Processor:
         limit = self._budget(len(camera_images), answer is not None)
         if len(ids) > limit:
             raise DataError(
-                f"an example of {len(ids)} tokens, and {limit} are allowed",
+                f"an example has {len(ids)} tokens, {limit} are allowed",
                 code="example_too_long",
                 where=where or f"task {observation.task!r:.80}",
-                remedy="shorten the task's words, or raise max_sequence_length",
+                remedy="shorten the task's text, or raise max_sequence_length",
             )
         tokens = self.vocabulary
         images = (tokens.image_start, tokens.image_end, tokens.image_patch, tokens.image_column)
@@ -165,18 +173,27 @@ class Processor:
         )
 
     def decode(self, actions: ArrayLike) -> Floats:
-        """(..., at least chunk, at least dimensions) normalized, to float32 (..., chunk, dimensions) of the dataset."""
+        """Convert normalized actions (..., T, D) to float32 (..., chunk, dimensions) in the dataset's units.
+
+        T is at least `chunk` and D at least `action_dimensions`; padding beyond both is cut off.
+        """
         return self.action.restore(np.asarray(actions)[..., : self.chunk, : self.action_dimensions])
 
     def decode_tokens(self, ids: Sequence[int]) -> DecodedActions:
-        """Normalized actions (chunk, dimensions) that generated tokens say, or why they say none."""
+        """Decode generated tokens to normalized actions (chunk, dimensions), or return why they are invalid.
+
+        Raises:
+            ConfigurationError: the policy has no action tokenizer.
+        """
         tokens, generated = self.vocabulary, list(ids)
         if self.action_tokens is None:
             raise ConfigurationError(
-                "the policy has no action tokens", code="action_tokenizer_missing", remedy="give it an action tokenizer"
+                "the policy has no action tokenizer",
+                code="action_tokenizer_missing",
+                remedy="set policy.action_tokenizer",
             )
         if tokens.action_start not in generated or tokens.action_end not in generated:
-            return DecodedActions(None, "the answer has no <action_start> or no <action_end>")
+            return DecodedActions(None, "the generated tokens lack <action_start> or <action_end>")
         span = generated[generated.index(tokens.action_start) + 1 : generated.index(tokens.action_end)]
         return self.action_tokens.decode([one - tokens.action for one in span], self.chunk, self.action_dimensions)
 
@@ -187,13 +204,13 @@ class Processor:
             raise DataError(
                 f"the observation has no camera {missing[0]!r}" if missing else "the observation has no camera",
                 code="camera_image_missing",
-                where=where or f"it has {', '.join(observation.images) or 'none'}",
-                remedy="name the cameras that there are in image_keys",
+                where=where or f"the observation has {', '.join(observation.images) or 'none'}",
+                remedy="set image_keys to the cameras that the observation has",
             )
         return [observation.images[camera] for camera in cameras]
 
     def _prompt(self, observation: RobotObservation, images: int, where: str) -> Ints:
-        """BOS, the images, and the user's turn; `<|image|>` and the state are put in as ids."""
+        """Return the ids of BOS, the images, and the user's turn. Images and the state enter as ids, not as text."""
         tokens = self.vocabulary
         row = [tokens.image_patch] * self.layout.rows + [tokens.image_column] * self.layout.columns
         image = np.array([tokens.image_start, *row * self.layout.rows, tokens.image_end])
@@ -210,15 +227,18 @@ class Processor:
         return np.concatenate([[tokens.bos], *labeled, self._tokens(before), state_ids, self._tokens(after)])
 
     def _tokens(self, text: str) -> Ints:
-        """Of a text that special tokens stand on both sides of, so that it is split alone."""
-        known = self._texts.get(text)
-        if known is None:
-            with _TOKENIZING:
-                known = np.array(self.tokenizer(text, add_special_tokens=False)["input_ids"], np.int64)
-            if len(self._texts) >= _REMEMBERED:
+        """Return the ids of `text`, cached.
+
+        The text must have special tokens on both sides in the prompt: only then is it tokenized as it is by itself.
+        """
+        ids = self._texts.get(text)
+        if ids is None:
+            with _TOKENIZER_LOCK:
+                ids = np.array(self.tokenizer(text, add_special_tokens=False)["input_ids"], np.int64)
+            if len(self._texts) >= _CACHED_TEXTS:
                 self._texts.clear()
-            self._texts[text] = known
-        return known
+            self._texts[text] = ids
+        return ids
 
     def _actions(self, actions: ArrayLike, where: str) -> Floats:
         values = np.asarray(actions, np.float32)
@@ -227,7 +247,7 @@ class Processor:
                 f"actions have the shape {values.shape}, not {(self.chunk, self.action_dimensions)}",
                 code="chunk_shape_mismatch",
                 where=where,
-                remedy="chunk_size and the dataset's windows must agree",
+                remedy="set chunk_size to the length of the dataset's windows",
             )
         if not np.isfinite(values).all():
             step, dimension = np.argwhere(~np.isfinite(values))[0]
@@ -241,8 +261,8 @@ class Processor:
     def _answer(self, normalized: Floats) -> Ints:
         assert self.action_tokens is not None
         tokens = self.vocabulary
-        said = [tokens.action + one for one in self.action_tokens.encode(normalized)]
-        return np.array([tokens.action_start, *said, tokens.action_end, tokens.eos])
+        ids = [tokens.action + one for one in self.action_tokens.encode(normalized)]
+        return np.array([tokens.action_start, *ids, tokens.action_end, tokens.eos])
 
     def _padded(self, normalized: Floats) -> Floats:
         padded = np.zeros((self.horizon, self.config.max_action_dim), np.float32)
@@ -270,22 +290,29 @@ class Processor:
             raise ConfigurationError(
                 f"action_mode {self.settings.action_mode!r} needs an action tokenizer",
                 code="action_tokenizer_missing",
-                remedy="give one, or choose action_mode continuous",
+                remedy="set policy.action_tokenizer, or action_mode to continuous",
             )
-        given = 0 if self.action_tokens is None else self.action_tokens.vocabulary
+        vocabulary = 0 if self.action_tokens is None else self.action_tokens.vocabulary
         for what, value, most in (
-            ("action tokens", given, self.config.num_action_tokens),
+            ("action tokens", vocabulary, self.config.num_action_tokens),
             ("action dimensions", self.action_dimensions, self.config.max_action_dim),
             ("actions of a chunk", self.chunk, self.horizon),
         ):
             if value > most:
                 raise ConfigurationError(
-                    f"{value} {what}, and the model has {most}", code="model_too_small", where="config.json"
+                    f"the robot needs {value} {what}, the model has only {most}",
+                    code="model_too_small",
+                    where="config.json",
                 )
 
 
 def wrap(text: str, kind: Literal["setup", "control"], enabled: bool) -> str:
-    """`text` between the tokens of its kind, unless it is empty, wrapped already, or they are not wanted."""
+    """Put `text` between the start and end tokens of `kind`; return empty or already wrapped text unchanged.
+
+    Example:
+        >>> wrap("single arm", "setup", enabled=True)
+        '<setup_start>single arm<setup_end>'
+    """
     start, end = f"<{kind}_start>", f"<{kind}_end>"
     if not text or not enabled or (text.startswith(start) and text.endswith(end)):
         return text
@@ -293,14 +320,14 @@ def wrap(text: str, kind: Literal["setup", "control"], enabled: bool) -> str:
 
 
 def image_labels(count: int) -> tuple[str, ...]:
-    """What stands before each of `count` images."""
+    """Return the text before each of `count` images in the prompt; a single image has no label."""
     return ("",) if count == 1 else tuple(f"Image {number}" for number in range(1, count + 1))
 
 
 def instruction(task: str, setup: str, control: str) -> tuple[str, str]:
-    """The user's turn, and the beginning of the answer, before the state tokens and after them.
+    """Return the prompt's text before and after the state tokens: the user's turn and the start of the model's turn.
 
-    The images stand before the turn. `setup` and `control` are wrapped already.
+    The images stand before this text. `setup` and `control` are already wrapped.
     """
     before = f"<|im_start|>user\nThe task is to {task}. The setup is {setup}. The current state of the robot is "
     after = (
@@ -311,9 +338,14 @@ def instruction(task: str, setup: str, control: str) -> tuple[str, str]:
 
 
 def normalize_language(text: str) -> str:
-    """A task's text as MolmoAct2 was trained on: lower case, one line, no wrapping, no closing punctuation.
+    """Normalize a task's text as in MolmoAct2's training data.
 
-    It is unwrapped until nothing changes; its sentences are joined with "; ".
+    Quotation marks, brackets, prefixes such as "Task:" and closing punctuation are removed until nothing changes.
+    Sentences are joined with "; " and all is written in lower case on one line.
+
+    Example:
+        >>> normalize_language('Task: "Open the drawer. Put the bowl in."')
+        'open the drawer; put the bowl in'
     """
     text, before = " ".join(text.split()), None
     while text != before:
@@ -329,9 +361,14 @@ def normalize_language(text: str) -> str:
 
 
 def state_bins(state: Floats, count: int) -> Ints:
-    """For each normalized value the nearest of `count` points spread evenly over [-1, 1]; halves go to the even one.
+    """Return for each normalized value the index of the nearest of `count` points spread evenly over [-1, 1].
 
-    NaN is 0, values outside are clipped. Computed in float32.
+    A value in the middle between two points gets the even index. NaN counts as 0; values outside [-1, 1] are clipped.
+    Computed in float32.
+
+    Example:
+        >>> state_bins(np.array([-1.0, 0.0, 2.0], np.float32), 256).tolist()
+        [0, 128, 255]
     """
     values = np.nan_to_num(np.asarray(state, np.float32), nan=0.0, posinf=1.0, neginf=-1.0)
     return np.rint((np.clip(values, -1, 1) + 1) / 2 * (count - 1)).astype(np.int64)
@@ -340,12 +377,12 @@ def state_bins(state: Floats, count: int) -> Ints:
 def sequence_budget(
     images: int, state_dimensions: int, action_dimensions: int, horizon: int, discrete: bool, image_tokens: int = _IMAGE
 ) -> int:
-    """The limit that the released code derives from an example's parts.
+    """Return the largest number of tokens of an example, by the formula of the released code.
 
     Args:
-        images: 0 counts as two.
-        discrete: Whether action tokens are part of the example.
-        image_tokens: Of an image; fewer than the released model's count as its 196.
+        images: Number of images; 0 counts as two.
+        discrete: True if the example contains action tokens.
+        image_tokens: Tokens of an image; fewer than the released model's 196 count as 196.
     """
     tokens = max(_IMAGE, image_tokens) * (images or _USUAL_IMAGES) + _PROMPT + _TASK + state_dimensions + _MARGIN
     if discrete:
