@@ -80,12 +80,12 @@ def train_vla_rl(
         evaluations = None
         if (heldout := settings.evaluation) is not None:
             known = {str(suite): suite_tasks(suite) for suite in heldout.suites}
-            examined = policy.asked(
+            examined = policy.reconfigured(
                 heldout.inference_action_mode,
                 heldout.rows_per_pass,
-                heldout.n_action_steps,
-                heldout.num_inference_steps,
-                heldout.image_attention_at_inference,
+                n_action_steps=heldout.n_action_steps,
+                num_inference_steps=heldout.num_inference_steps,
+                image_attention=heldout.image_attention_at_inference,
             )
             digests, last = {"policy": inputs["policy"].digest}, settings.trainer.max_steps
             evaluations = RobotEvaluations(heldout, known, examined, collector.arenas, digests, context, store, last)

@@ -104,7 +104,8 @@ def train(folder: Path, start: Artifact, arenas: Sequence[Kitchen], settings: Tr
     trainer = InProcessTrainer(training, machine, context.workspace / "trainer")
     evaluations = None
     if settings.evaluation is not None:
-        examined, known = policy.asked(settings.evaluation.inference_action_mode, rows=1), {"libero_spatial": TASKS}
+        examined = policy.reconfigured(settings.evaluation.inference_action_mode, rows=1)
+        known = {"libero_spatial": TASKS}
         last = settings.trainer.max_steps
         evaluations = RobotEvaluations(settings.evaluation, known, examined, arenas, {}, context, store, last)
     run = RobotRLRun(settings, context, store, policy, TASKS, collector, trainer, start, evaluations)

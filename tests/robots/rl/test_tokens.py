@@ -24,7 +24,7 @@ from armature.components.robots.policies.molmoact2.checkpoints.checkpoint import
 from armature.components.robots.policies.molmoact2.policy import MolmoAct2Policy
 from armature.components.robots.policies.molmoact2.processing.action_tokens import ActionTokens
 from armature.components.robots.policies.molmoact2.processing.batch import collate
-from armature.components.robots.policies.molmoact2.sampling import InferencePlan, TokenDraws
+from armature.components.robots.policies.molmoact2.sampling import InferencePlan, TokenSampler
 from armature.components.robots.rl.batch import build_batch
 from armature.components.robots.rl.collect import Collector
 from armature.components.robots.rl.learner import RobotRLLearner
@@ -169,14 +169,14 @@ def plainly(loaded: LoadedPolicy, images: ImageStore, sample: ActionChunk, model
 def test_tokens_are_drawn_by_their_probabilities_and_row_by_row() -> None:
     logits = torch.tensor([2.0, 0.0, -1.0, 1.0, -30.0])
     rows = 4000
-    draws = TokenDraws(range(rows), 0.5, torch.device("cpu"))
+    draws = TokenSampler(range(rows), 0.5, torch.device("cpu"))
     first, second = (draws(logits.expand(rows, -1)).numpy() for _ in range(2))
     expected = torch.softmax(logits.double() / 0.5, 0).numpy()
     for drawn in (first, second):
         counts = np.bincount(drawn, minlength=5)
         assert counts[4] == 0 and chisquare(counts[:4], expected[:4] / expected[:4].sum() * rows).pvalue > 1e-3
     assert (first == second).mean() < 0.9  # another draw for each token
-    alone = TokenDraws([7], 0.5, torch.device("cpu"))
+    alone = TokenSampler([7], 0.5, torch.device("cpu"))
     assert [int(alone(logits[None])), int(alone(logits[None]))] == [first[7], second[7]]
     assert np.exp(draws.logprobs.numpy()[:, 0]) == pytest.approx(expected[first], rel=1e-6)
 

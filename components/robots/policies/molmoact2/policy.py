@@ -1,11 +1,11 @@
-"""A MolmoAct2 checkpoint as a robot policy: observations in, chunks of actions in the dataset's units out."""
+"""MolmoAct2 as a `RobotPolicy`: predict chunks of actions, in the dataset's units, from observations."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict, Unpack
 
 import numpy as np
 import torch
@@ -24,19 +24,27 @@ from armature.components.robots.policies.settings import Quantization, RobotPoli
 
 InferenceMode = Literal["continuous", "discrete"]
 TOKENS_PER_ACTION = 16
-"""Generated tokens at most, for each action of a chunk; LeRobot's bound."""
+"""Largest number of generated tokens for each action of a chunk; the same limit as in LeRobot."""
+
+
+class InferenceChanges(TypedDict, total=False):
+    """Settings of a policy to change for inference; None keeps the policy's own value."""
+
+    n_action_steps: int | None
+    num_inference_steps: int | None
+    image_attention: Literal["bidirectional", "as_trained"] | None
 
 
 @dataclass(frozen=True)
 class EncodedObservation(RobotObservation):
-    """With the `example` that the policy's processor makes of it."""
+    """An observation with the `example` that the policy's processor has encoded."""
 
     example: Example = field(kw_only=True)
 
 
 @dataclass(frozen=True)
 class PlainChunk:
-    """A chunk as an evaluation has it: (n_action_steps, action dimensions) float32 in the dataset's units."""
+    """A predicted chunk without log-probs: (n_action_steps, action dimensions) float32 in the dataset's units."""
 
     actions: Floats
     value: None = None
@@ -44,14 +52,13 @@ class PlainChunk:
 
 @dataclass(frozen=True)
 class FlowChunk:
-    """A chunk with its log-prob, because one step of its denoising was drawn from a normal distribution, or with what
-    its flow-matching losses say in place of it.
+    """A predicted chunk with log-probs of one random Flow-SDE step, or with flow-matching losses in place of log-probs.
 
     actions: (n_action_steps, action dimensions) float32 in the dataset's units.
-    before, after: (T, max_action_dim) float32, the points of the drawn step `step`; or, where that is None, the noise
-        of the losses, (F, T, max_action_dim), and the normalized actions.
-    logprobs: (n_action_steps, action dimensions) float64 of `after`, number by number.
-    value: the value head's; None: there is no value head.
+    before, after: points before and after the random step `step`, (T, max_action_dim) float32. If `step` is None, the
+        noise of the losses, (F, T, max_action_dim), and the normalized actions, (T, max_action_dim).
+    logprobs: (n_action_steps, action dimensions) float64, one for each number of `after`.
+    value: output of the value head; None without a value head.
     """
 
     actions: Floats
@@ -64,12 +71,13 @@ class FlowChunk:
 
 @dataclass(frozen=True)
 class TokenChunk:
-    """A chunk whose action tokens were drawn one by one.
+    """A predicted chunk with its sampled action tokens.
 
     actions: (n_action_steps, action dimensions) float32 in the dataset's units; the middle of each dimension's range
-        where the tokens say none.
-    tokens: (K,) int32, EOS included. logprobs: (K,) float64. decoded: whether the tokens say actions.
-    value: the value head's, of the prompt; None: there is no value head.
+        if the tokens are invalid.
+    tokens: (K,) int32, EOS included. logprobs: (K,) float64.
+    decoded: True if the tokens decode to actions.
+    value: output of the value head for the prompt; None without a value head.
     """
 
     actions: Floats
@@ -80,10 +88,26 @@ class TokenChunk:
 
 
 class MolmoAct2Policy:
-    """A `RobotPolicy`.
+    """A MolmoAct2 model with its processor; implements the protocol `RobotPolicy`.
 
-    undecoded: answers in discrete mode that no actions could be read from; the robot is given the middle of each
-        dimension's range instead, as LeRobot does.
+    undecoded: number of predictions in discrete mode whose tokens were invalid. As in LeRobot, the robot gets the
+        middle of each dimension's range instead.
+
+    Example:
+        >>> import tempfile
+        >>> from armature.components.robots.policies.molmoact2.checkpoints.tiny import make_tiny_policy
+        >>> from armature.components.robots.policies.molmoact2.processing.norm_stats import (
+        ...     FeatureNormStats, RobotMetadata)
+        >>> from armature.components.robots.policies.settings import TinyPolicySettings
+        >>> stats = FeatureNormStats(min=(0, 0), max=(1, 1), q01=(0, 0), q99=(1, 1), names=("x", "y"))
+        >>> robot = RobotMetadata(action_stats=stats, state_stats=stats)
+        >>> settings = RobotPolicySettings(tiny=TinyPolicySettings(), chunk_size=10, n_action_steps=5)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     loaded = load_policy(make_tiny_policy(Path(folder) / "checkpoint", settings), settings, robot)
+        >>> policy = MolmoAct2Policy(loaded.model, loaded.processor(), loaded.settings, "continuous", rows=1)
+        >>> image, state = np.zeros((84, 84, 3), np.uint8), np.zeros(2, np.float32)
+        >>> policy.predict([RobotObservation({"camera": image}, state, "open the drawer")], seeds=[0]).shape
+        (1, 5, 2)
     """
 
     def __init__(
@@ -97,18 +121,20 @@ class MolmoAct2Policy:
     ) -> None:
         """
         Args:
-            settings: Resolved; chunk_size, n_action_steps, semantics and inference options are taken from it.
-            rows: Of one forward pass, whatever number is asked for.
-            refuse_undecoded: `predict` raises ServerError instead of giving the middle.
+            settings: The policy's settings, completed by `resolve`.
+            mode: Predict actions by flow matching (continuous) or as tokens (discrete).
+            rows: Number of rows of a forward pass on a GPU, for any number of observations.
+            refuse_undecoded: Make `predict` raise ServerError if tokens are invalid.
 
         Raises:
-            ConfigurationError: the policy was not trained for `mode`, or carries out more actions than it predicts.
+            ConfigurationError: the policy was not trained for `mode`, or executes more actions than it predicts.
         """
-        _refuse(settings, mode)
+        _check_settings(settings, mode)
         self.n_action_steps, self.action_dimensions = settings.n_action_steps, processor.action_dimensions
         self.undecoded = 0
         self._processor, self._settings, self._mode = processor, settings, mode
         self._refuse_undecoded = refuse_undecoded
+        self._max_tokens = TOKENS_PER_ACTION * settings.chunk_size
         self._sampler = Sampler(
             model,
             InferencePlan.of(settings, model.config),
@@ -120,37 +146,39 @@ class MolmoAct2Policy:
 
     @property
     def cameras(self) -> tuple[str, ...]:
-        """Keys that observations must have; empty: whatever they have, sorted."""
+        """Cameras that observations must have; empty: all cameras of each observation are used, sorted by name."""
         return self._processor.cameras
 
     @property
     def rows_per_pass(self) -> int:
-        """Of one forward pass; on a CPU rows run one by one."""
+        """Number of rows of a forward pass; 1 on a CPU."""
         return self._sampler.group
 
     @property
     def most_previous_actions(self) -> int:
-        """Steps of the actions that an answer can continue; 0 where it cannot."""
+        """Largest number of `PreviousActions` that a prediction can continue; 0 in discrete mode, which cannot."""
         return 0 if self._mode == "discrete" else self._settings.chunk_size
 
     @property
     def state_dimensions(self) -> int:
-        """Of the states that observations must have."""
+        """Number of dimensions of an observation's state."""
         return self._processor.state_dimensions
 
     def prepared(self, observation: RobotObservation) -> EncodedObservation:
+        """Encode an observation ahead of its prediction."""
         return EncodedObservation(**vars(observation), example=self._processor.encode(observation))
 
     def predict(self, observations: Sequence[RobotObservation], seeds: Sequence[int]) -> Floats:
+        """Predict chunks, row i from observation i and seed i: (N, n_action_steps, action dimensions) float32."""
         examples = in_threads(self._example, observations)
         if self._mode == "discrete":
-            chunks = self._generated(examples)
+            chunks, _ = self._decoded(self._sampler.generate(examples, self._max_tokens))
         else:
             chunks = self._sampled(examples, seeds, [observation.previous for observation in observations])
         return self._processor.decode(chunks)[:, : self.n_action_steps]
 
     def answer(self, observations: Sequence[RobotObservation], seeds: Sequence[int]) -> list[PlainChunk]:
-        """As `predict`."""
+        """Predict the same chunks as `predict`, as `PlainChunk`s."""
         return [PlainChunk(actions) for actions in self.predict(observations, seeds)]
 
     def sample_flow_sde(
@@ -163,7 +191,7 @@ class MolmoAct2Policy:
         sigmas = noise_scales(sampler.plan.steps, noise_level)
         logprobs = step_logprobs(chunks.before, chunks.after, chunks.velocity, chunks.step, sigmas)
         steps = chunks.step.tolist()
-        return self._explored(chunks.actions, chunks.before, chunks.after, steps, logprobs, chunks.values)
+        return self._flow_chunks(chunks.actions, chunks.before, chunks.after, steps, logprobs, chunks.values)
 
     def score_flow_losses(
         self, observations: Sequence[RobotObservation], seeds: Sequence[int], flow_samples: int
@@ -172,15 +200,15 @@ class MolmoAct2Policy:
         examples = in_threads(self._example, observations)
         chunks = self._sampler.score_flow_losses(examples, seeds, flow_samples)
         steps = [None] * len(examples)
-        return self._explored(chunks.actions, chunks.noise, chunks.actions, steps, chunks.logprobs, chunks.values)
+        return self._flow_chunks(chunks.actions, chunks.noise, chunks.actions, steps, chunks.logprobs, chunks.values)
 
     def sample_action_tokens(
         self, observations: Sequence[RobotObservation], seeds: Sequence[int], temperature: float
     ) -> list[TokenChunk]:
-        """As `predict` of action tokens, which are drawn: row i by seed i alone."""
+        """Predict chunks by sampling action tokens, row i from seed i alone."""
         examples = in_threads(self._example, observations)
-        drawn = self._sampler.draw(examples, seeds, self._most_tokens, temperature)
-        chunks, decoded = self._decoded([each.tokens for each in drawn])
+        sampled = self._sampler.sample_tokens(examples, seeds, self._max_tokens, temperature)
+        chunks, decoded = self._decoded([each.tokens for each in sampled])
         actions = self._processor.decode(chunks)[:, : self.n_action_steps]
         return [
             TokenChunk(
@@ -190,7 +218,7 @@ class MolmoAct2Policy:
                 decoded=decoded[row],
                 value=each.value,
             )
-            for row, each in enumerate(drawn)
+            for row, each in enumerate(sampled)
         ]
 
     def add_value_head(self, seed: int) -> None:
@@ -201,33 +229,26 @@ class MolmoAct2Policy:
         self._sampler.model.add_value_head(seed, of_tokens=self._mode == "discrete")
 
     def load_weights(self, checkpoint: Path) -> None:
-        """Those of another checkpoint of the same policy, and of its value head if there is one here.
+        """Load the weights of another checkpoint of the same policy, including the value head's if there is one here.
 
         Raises:
-            DataError: a weight is missing, unknown or of another shape.
+            DataError: a weight is missing, unknown, or has another shape.
         """
         fill_model(self._sampler.model, checkpoint)
 
-    def asked(
-        self,
-        mode: InferenceMode,
-        rows: int,
-        n_action_steps: int | None = None,
-        num_inference_steps: int | None = None,
-        image_attention: Literal["bidirectional", "as_trained"] | None = None,
-    ) -> MolmoAct2Policy:
-        """The same weights, asked in another way; `load_weights` of one gives them to both.
+    def reconfigured(self, mode: InferenceMode, rows: int, **changes: Unpack[InferenceChanges]) -> MolmoAct2Policy:
+        """Return a policy that shares this one's model but predicts with other settings; see `open_policy`.
 
-        Args, Raises:
-            as `open_policy`.
+        `load_weights` of one of the two changes both.
         """
-        settings = _changed(self._settings, n_action_steps, num_inference_steps, image_attention)
+        settings = _changed(self._settings, changes)
         return MolmoAct2Policy(self._sampler.model, self._processor, settings, mode, rows, self._refuse_undecoded)
 
     def facts(self) -> dict[str, Any]:
-        told = ("semantics", "action_mode", "chunk_size", "setup_type", "control_mode", "norm_tag", "dtype")
+        """Return the settings that describe this policy to a reader of logs, reports and the server's metadata."""
+        names = ("semantics", "action_mode", "chunk_size", "setup_type", "control_mode", "norm_tag", "dtype")
         return {
-            **{name: getattr(self._settings, name) for name in told},
+            **{name: getattr(self._settings, name) for name in names},
             "quantization": self._sampler.model.quantization,
             "inference_action_mode": self._mode,
             "n_action_steps": self.n_action_steps,
@@ -236,37 +257,39 @@ class MolmoAct2Policy:
         }
 
     def _example(self, observation: RobotObservation) -> Example:
-        return (
-            observation.example if isinstance(observation, EncodedObservation) else self._processor.encode(observation)
-        )
+        if isinstance(observation, EncodedObservation):
+            return observation.example
+        return self._processor.encode(observation)
 
     def _sampled(
         self, examples: Sequence[Example], seeds: Sequence[int], previous: Sequence[PreviousActions | None]
     ) -> Floats:
-        """Those that continue previous actions, and those that do not, apart: their answers have other kernels."""
-        found: dict[int, Floats] = {}
-        for extended in (False, True):
-            rows = [row for row, left in enumerate(previous) if (left is not None) == extended]
+        """Sample normalized chunks, in two calls: rows with previous actions need guidance, and so other kernels."""
+        chunks: dict[int, Floats] = {}
+        for guided in (False, True):
+            rows = [row for row, left in enumerate(previous) if (left is not None) == guided]
             if not rows:
                 continue
-            chosen, own = [examples[row] for row in rows], [seeds[row] for row in rows]
-            if extended:
+            chosen, chosen_seeds = [examples[row] for row in rows], [seeds[row] for row in rows]
+            if guided:
                 wanted = [self._wanted(left) for left in previous if left is not None]
-                chunks = self._sampler.extend(chosen, own, *map(torch.stack, zip(*wanted, strict=True)))
+                sampled = self._sampler.sample_guided(
+                    chosen, chosen_seeds, *map(torch.stack, zip(*wanted, strict=True))
+                )
             else:
-                chunks = self._sampler.sample(chosen, own)
-            found |= dict(zip(rows, chunks.numpy(), strict=True))
-        return np.stack([found[row] for row in range(len(examples))])
+                sampled = self._sampler.sample(chosen, chosen_seeds)
+            chunks |= dict(zip(rows, sampled.numpy(), strict=True))
+        return np.stack([chunks[row] for row in range(len(examples))])
 
     def _wanted(self, previous: PreviousActions) -> tuple[Tensor, Tensor]:
-        """Normalized actions (T, max_action_dim) and their weights (T,)."""
+        """Return the normalized previous actions, padded to (T, max_action_dim), and their weights (T,)."""
         sampler, left = self._sampler, len(previous.actions)
         wanted = torch.zeros(sampler.horizon, sampler.model.config.max_action_dim)
         normalized = self._processor.action.normalize(previous.actions, "previous actions")
         wanted[:left, : self.action_dimensions] = torch.from_numpy(normalized)
         return wanted, prefix_weights(previous.delay, left, sampler.horizon)
 
-    def _explored(
+    def _flow_chunks(
         self,
         normalized: Tensor,
         before: Tensor,
@@ -275,44 +298,37 @@ class MolmoAct2Policy:
         logprobs: Tensor,
         values: Tensor | None,
     ) -> list[FlowChunk]:
-        """Of each row, from the normalized actions (N, T, max_action_dim) and what an answer tells of them."""
-        actions, carried, own = self._processor.decode(normalized.numpy()), self.n_action_steps, self.action_dimensions
+        """Return the rows as `FlowChunk`s, from normalized actions (N, T, max_action_dim) and the chunks' fields."""
+        actions, executed = self._processor.decode(normalized.numpy()), self.n_action_steps
         return [
             FlowChunk(
-                actions=actions[row, :carried],
+                actions=actions[row, :executed],
                 before=before[row].numpy(),
                 after=after[row].numpy(),
                 step=step,
-                logprobs=logprobs[row, :carried, :own].numpy(),
+                logprobs=logprobs[row, :executed, : self.action_dimensions].numpy(),
                 value=None if values is None else float(values[row]),
             )
             for row, step in enumerate(steps)
         ]
 
-    @property
-    def _most_tokens(self) -> int:
-        return TOKENS_PER_ACTION * self._settings.chunk_size
-
-    def _generated(self, examples: Sequence[Example]) -> Floats:
-        return self._decoded(self._sampler.generate(examples, self._most_tokens))[0]
-
-    def _decoded(self, answers: Sequence[Sequence[int]]) -> tuple[Floats, list[bool]]:
-        """Normalized actions of generated tokens, and whether they say any.
+    def _decoded(self, tokens: Sequence[Sequence[int]]) -> tuple[Floats, list[bool]]:
+        """Decode generated tokens to normalized actions; return for each row also if its tokens were valid.
 
         Raises:
-            ServerError: they say none, and this is refused.
+            ServerError: tokens are invalid and `refuse_undecoded` is set.
         """
-        decoded = [self._processor.decode_tokens(ids) for ids in answers]
+        decoded = [self._processor.decode_tokens(ids) for ids in tokens]
         undecoded = [each for each in decoded if each.actions is None]
         self.undecoded += len(undecoded)
         if undecoded and self._refuse_undecoded:
             raise ServerError(
-                f"no actions can be read from the policy's answer: {undecoded[0].error}",
+                f"the policy's action tokens cannot be decoded: {undecoded[0].error}",
                 code="undecodable_actions",
-                remedy="train it longer, or answer by flow matching if it was trained for both",
+                remedy="train the policy longer, or predict by flow matching if it was trained for both",
             )
-        nothing = np.zeros((self._settings.chunk_size, self.action_dimensions), np.float32)
-        chunks = np.stack([nothing if each.actions is None else each.actions for each in decoded])
+        middle = np.zeros((self._settings.chunk_size, self.action_dimensions), np.float32)
+        chunks = np.stack([middle if each.actions is None else each.actions for each in decoded])
         return chunks, [each.actions is not None for each in decoded]
 
 
@@ -320,23 +336,22 @@ def open_policy(
     source: Path,
     mode: InferenceMode,
     rows: int,
-    n_action_steps: int | None = None,
-    num_inference_steps: int | None = None,
-    image_attention: Literal["bidirectional", "as_trained"] | None = None,
     torch_compile: bool = False,
     quantization: Quantization | None = None,
     refuse_undecoded: bool = False,
+    **changes: Unpack[InferenceChanges],
 ) -> MolmoAct2Policy:
-    """The policy of an artifact or a checkpoint, on the GPU where there is one.
+    """Load the policy of an artifact or a checkpoint for inference, on the GPU if there is one.
 
     Args:
-        n_action_steps, num_inference_steps, image_attention: instead of the policy's own, where given.
-        torch_compile: see `MolmoAct2.compile_layers`. quantization: see `MolmoAct2.quantize_text`.
-        refuse_undecoded: see `MolmoAct2Policy`.
+        mode, rows, refuse_undecoded: See `MolmoAct2Policy`.
+        torch_compile: See `MolmoAct2.compile_layers`.
+        quantization: See `MolmoAct2.quantize_text`.
+        changes: Settings in place of the policy's own.
 
     Raises:
-        ConfigurationError: the policy cannot act in this way.
-        DataError: the checkpoint is not whole.
+        ConfigurationError: the policy cannot act with these settings.
+        DataError: the checkpoint is incomplete.
     """
     loaded = load_policy(source, device="cuda" if torch.cuda.is_available() else "cpu")
     loaded.model.cast_for_inference()
@@ -344,36 +359,29 @@ def open_policy(
         loaded.model.quantize_text("quantization")
     if torch_compile:
         loaded.model.compile_layers(dynamic=False)
-    settings = _changed(loaded.settings, n_action_steps, num_inference_steps, image_attention)
+    settings = _changed(loaded.settings, changes)
     return MolmoAct2Policy(loaded.model, loaded.processor(), settings, mode, rows, refuse_undecoded)
 
 
-def _changed(
-    settings: RobotPolicySettings,
-    n_action_steps: int | None,
-    num_inference_steps: int | None,
-    image_attention: Literal["bidirectional", "as_trained"] | None,
-) -> RobotPolicySettings:
-    changes = {
-        "n_action_steps": n_action_steps,
-        "num_inference_steps": num_inference_steps,
-        "image_attention_at_inference": image_attention,
-    }
-    return settings.model_copy(update={name: value for name, value in changes.items() if value is not None})
+def _changed(settings: RobotPolicySettings, changes: InferenceChanges) -> RobotPolicySettings:
+    update = {name: value for name, value in changes.items() if value is not None}
+    if "image_attention" in update:
+        update["image_attention_at_inference"] = update.pop("image_attention")
+    return settings.model_copy(update=update)
 
 
-def _refuse(settings: RobotPolicySettings, mode: InferenceMode) -> None:
+def _check_settings(settings: RobotPolicySettings, mode: InferenceMode) -> None:
     if settings.action_mode not in (mode, "both"):
         raise ConfigurationError(
-            f"the policy was trained for {settings.action_mode} actions and cannot answer with {mode} ones",
+            f"the policy was trained for {settings.action_mode} actions and cannot predict {mode} ones",
             code="action_mode_mismatch",
             where="inference_action_mode",
             remedy=f"set inference_action_mode = {settings.action_mode!r}",
         )
     if settings.n_action_steps > settings.chunk_size:
         raise ConfigurationError(
-            f"{settings.n_action_steps} actions are to be carried out of chunks of {settings.chunk_size}",
+            f"{settings.n_action_steps} actions should be executed, but a chunk has only {settings.chunk_size}",
             code="chunk_too_short",
             where="n_action_steps",
-            remedy=f"set it to {settings.chunk_size} at most",
+            remedy=f"set n_action_steps to at most {settings.chunk_size}",
         )

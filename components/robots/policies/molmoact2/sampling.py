@@ -1,9 +1,9 @@
-"""What a trained policy answers: actions by Euler steps from noise, or action tokens one by one.
+"""Sampling from a trained policy: action chunks by Euler steps from noise, or action tokens one by one.
 
-A row's answer has the same bits whatever is asked beside it. On a CPU rows run one by one and nothing is padded: its
-matrix products sum in an order that depends on a row's place, so that a row moved within a group changes in its last
-bits. On a GPU rows run in groups of a constant size, where every place gives the same, and beside rows of their own
-width alone: that of a row is its length, rounded up.
+A row's result is bitwise independent of the other rows in the call. On a CPU, rows run one by one without padding,
+because the CPU's matrix products sum in an order that depends on a row's position. On a GPU, rows run in groups of a
+constant size, where the position does not matter, together with rows of the same padded width. A row's width is its
+length rounded up, so it does not depend on other rows.
 """
 
 from __future__ import annotations
@@ -35,23 +35,23 @@ from armature.components.robots.policies.molmoact2.modeling.vlm import BackboneO
 from armature.components.robots.policies.molmoact2.processing.batch import Example, PolicyBatch, collate
 from armature.components.robots.policies.settings import RobotPolicySettings
 
-# Action tokens drawn at random, and their probabilities: p = softmax(logits / temperature).
+# --- Sampling action tokens from p = softmax(logits / temperature) ---
 
 
 def token_logprobs(logits: Tensor, tokens: Tensor, temperature: float) -> Tensor:
-    """(N,) float64: ln p of `tokens` (N,), of logits (N, V) in any dtype.
+    """Log-probs ln p of `tokens` (N,) under logits (N, V) of any dtype, shape (N,) float64.
 
-    In float64, because a ratio of policies may be the exponential of a sum over a chunk's tokens.
+    They are float64 because a policy ratio may be the exponential of their sum over a chunk's tokens.
     """
-    found = torch.log_softmax(logits.float() / temperature, dim=-1)
-    return found.gather(-1, tokens[:, None])[:, 0].double()
+    logprobs = torch.log_softmax(logits.float() / temperature, dim=-1)
+    return logprobs.gather(-1, tokens[:, None])[:, 0].double()
 
 
-class TokenDraws:
-    """Draws tokens step by step, those of row i by seed i alone, and keeps their log-probs.
+class TokenSampler:
+    """Samples one token per row and call, row i from seed i alone, and records their log-probs.
 
-    argmax(logits / temperature - ln e) with e ~ Exponential(1) for each token falls on a token with probability p (the
-    Gumbel-max trick); e is drawn in float64, whose tails are long enough for rare tokens.
+    Uses the Gumbel-max trick: with e ~ Exponential(1) for each token, argmax(logits / temperature - ln e) is a token
+    with its probability p. e is drawn in float64, whose tails reach far enough for rare tokens.
     """
 
     def __init__(self, seeds: Sequence[int], temperature: float, device: torch.device) -> None:
@@ -59,7 +59,7 @@ class TokenDraws:
         self._temperature, self._logprobs = temperature, list[Tensor]()
 
     def __call__(self, logits: Tensor) -> Tensor:
-        """(B,) int64, of logits (B, V)."""
+        """Sample tokens (B,) int64 from logits (B, V)."""
         blank = torch.empty(logits.shape[-1], dtype=torch.float64, device=logits.device)
         drawn = torch.stack([blank.exponential_(generator=each).log() for each in self._generators])
         tokens = (logits.double() / self._temperature - drawn).argmax(-1)
@@ -68,13 +68,16 @@ class TokenDraws:
 
     @property
     def logprobs(self) -> Tensor:
-        """(B, steps) float64 of all tokens that were drawn."""
+        """Log-probs of all sampled tokens, shape (B, calls) float64."""
         return torch.stack(self._logprobs, dim=1)
 
 
 @dataclass(frozen=True)
 class InferencePlan:
-    """bidirectional_images, hides_answers, mask_dimensions: as in `LossPlan`. steps: of Euler's method."""
+    """What the model attends to at inference, and the number of Euler steps.
+
+    bidirectional_images, hides_answers, mask_dimensions: see `LossPlan`.
+    """
 
     bidirectional_images: bool
     hides_answers: bool
@@ -83,6 +86,7 @@ class InferencePlan:
 
     @classmethod
     def of(cls, settings: RobotPolicySettings, config: MolmoAct2Config) -> InferencePlan:
+        """Return the plan for a policy's settings; the checkpoint's configuration fills in the number of steps."""
         semantics, mode = SEMANTICS[settings.semantics], settings.action_mode
         both_ways = settings.image_attention_at_inference == "bidirectional"
         return cls(
@@ -94,7 +98,7 @@ class InferencePlan:
 
 
 def row_noise(seeds: Sequence[int], horizon: int, dimensions: int) -> Tensor:
-    """(N, T, dimensions) float32 on the CPU; row i is drawn from seed i alone."""
+    """Return the initial noise (N, T, dimensions) float32 on the CPU; row i is drawn from seed i alone."""
     return torch.stack(
         [torch.randn(horizon, dimensions, generator=torch.Generator().manual_seed(seed)) for seed in seeds]
     )
@@ -102,11 +106,13 @@ def row_noise(seeds: Sequence[int], horizon: int, dimensions: int) -> Tensor:
 
 @dataclass(frozen=True)
 class FlowSDEChunks:
-    """Chunks of N rows with one step drawn at random, on the CPU; see `flow_sde`.
+    """Chunks of N rows with one random denoising step each (Flow-SDE, see `modeling/flow.py`), on the CPU.
 
-    actions, before, after, velocity: (N, T, max_action_dim) float32: the normalized actions, and of the drawn step the
-    points before and after it and the velocity. step: (N,) int64, its number. values: (N,) float32, the value head's at
-    the point before it; None: the model has no value head.
+    actions: (N, T, max_action_dim) float32, normalized.
+    before, after, velocity: (N, T, max_action_dim) float32, the points before and after the random step, and the
+        velocity at the point before it.
+    step: (N,) int64, the number of the random step.
+    values: (N,) float32 of the value head at the point before the random step; None without a value head.
     """
 
     actions: Tensor
@@ -119,11 +125,12 @@ class FlowSDEChunks:
 
 @dataclass(frozen=True)
 class ScoredChunks:
-    """Euler's chunks of N rows with their flow-matching losses, on the CPU; see `flow.loss_logprobs`.
+    """Chunks of N rows, sampled by Euler steps, with their flow-matching losses, on the CPU.
 
-    actions: (N, T, max_action_dim) float32, normalized. noise: (N, F, T, max_action_dim) float32, of the losses.
-    logprobs: (N, T, max_action_dim) float64. values: (N,) float32, the value head's at the first point; None: the model
-    has no value head.
+    actions: (N, T, max_action_dim) float32, normalized.
+    noise: (N, F, T, max_action_dim) float32, the noise of the losses.
+    logprobs: (N, T, max_action_dim) float64, the negative losses in place of log-probs; see `loss_logprobs`.
+    values: (N,) float32 of the value head at the first loss's point; None without a value head.
     """
 
     actions: Tensor
@@ -133,10 +140,10 @@ class ScoredChunks:
 
 
 @dataclass(frozen=True)
-class DrawnTokens:
-    """Tokens of one row, drawn one by one, EOS included, with their log-probs (float64).
+class SampledTokens:
+    """Sampled tokens of one row, EOS included, with their log-probs.
 
-    value: the value head's, of the prompt; None: the model has no value head.
+    value: the value head's output for the prompt; None without a value head.
     """
 
     tokens: list[int]
@@ -146,10 +153,12 @@ class DrawnTokens:
 
 @dataclass(frozen=True)
 class SharedConditions:
-    """What all denoising steps share.
+    """Inputs of the action expert that are the same for all denoising steps.
 
-    used: (N, 1, D) float32, 1 where a dimension is the robot's. mask: (N, 1, 1, S) bool. contexts: of every text layer
-    the expert's keys and values. modulations: of every block and the final layer at all K steps, (K, parts, 1, hidden).
+    used: (N, 1, D) float32, 1 for the robot's dimensions and 0 for padding.
+    mask: (N, 1, 1, S) bool, True for context tokens that the expert attends to.
+    contexts: keys and values of the expert for each text layer.
+    modulations: of each block and the final layer, for all K steps: (K, parts, 1, hidden).
     """
 
     used: Tensor
@@ -159,20 +168,27 @@ class SharedConditions:
 
 
 TILE = 64
-"""Tokens that the width of rows on a GPU is a multiple of. Matrix products like it, and LIBERO's prompts share one."""
+"""The width of rows on a GPU is a multiple of this many tokens.
+
+Matrix products are fast at such widths, and all prompts of LIBERO get the same width.
+"""
 
 
 class Sampler:
-    """Answers examples without actions. The model is put into eval mode."""
+    """Samples chunks or action tokens for encoded observations; puts the model into eval mode.
+
+    Row i of a result depends on example i and seed i alone. All methods raise DataError if an example is longer than
+    `width`.
+    """
 
     def __init__(
         self, model: MolmoAct2, plan: InferencePlan, horizon: int, group: int, width: int, pad_id: int
     ) -> None:
         """
         Args:
-            horizon: T, actions of a chunk.
-            group: Rows of one forward pass on a GPU; a last group that is not full is filled up with copies.
-            width: Tokens that no example exceeds.
+            horizon: Number of actions in a chunk, T.
+            group: Number of rows of a forward pass on a GPU; the last group is filled up with copies of a row.
+            width: Largest number of tokens of an example.
         """
         self.model, self.plan, self.horizon = model.eval(), plan, horizon
         self.device = next(model.parameters()).device
@@ -186,24 +202,22 @@ class Sampler:
 
     @torch.no_grad()
     def sample(self, examples: Sequence[Example], seeds: Sequence[int]) -> Tensor:
-        """Normalized actions (N, T, max_action_dim) float32 on the CPU, not clamped.
-
-        Raises:
-            DataError: an example is longer than `width`.
-        """
+        """Sample normalized actions by Euler steps: (N, T, max_action_dim) float32 on the CPU, not clamped."""
         noise = row_noise(seeds, self.horizon, self.model.config.max_action_dim)
         (chunks,) = self._in_groups(examples, lambda rows, batch: [self._euler_steps([noise[rows], *batch.observed()])])
         return chunks
 
     @torch.no_grad()
-    def extend(self, examples: Sequence[Example], seeds: Sequence[int], wanted: Tensor, weights: Tensor) -> Tensor:
-        """As `sample`, from the same noise, but pulled to other actions; see `guided_velocity`. Never one CUDA graph.
+    def sample_guided(
+        self, examples: Sequence[Example], seeds: Sequence[int], wanted: Tensor, weights: Tensor
+    ) -> Tensor:
+        """Sample from the same noise as `sample`, with each step pulled towards `wanted`; see `guided_velocity`.
+
+        Guidance needs gradients, so it never runs as a CUDA graph.
 
         Args:
-            wanted: (N, T, max_action_dim) float32, normalized. weights: (N, T) float32.
-
-        Raises:
-            DataError: an example is longer than `width`.
+            wanted: Normalized actions (N, T, max_action_dim) float32.
+            weights: Weights (N, T) float32 of the actions.
         """
         noise = row_noise(seeds, self.horizon, self.model.config.max_action_dim)
         (chunks,) = self._in_groups(
@@ -213,35 +227,29 @@ class Sampler:
 
     @torch.no_grad()
     def sample_flow_sde(self, examples: Sequence[Example], seeds: Sequence[int], noise_level: float) -> FlowSDEChunks:
-        """As `sample`, from the same noise, but with one step of Flow-SDE in each row.
+        """Sample from the same noise as `sample`, but with one random Flow-SDE step in each row.
 
-        Which step, and how it falls, is drawn from the row's seed after the noise.
+        The row's seed also chooses the step and draws its noise, both after the initial noise.
 
         Args:
             noise_level: See `noise_scales`.
-
-        Raises:
-            DataError: an example is longer than `width`.
         """
         steps, shape = self.plan.steps, (self.horizon, self.model.config.max_action_dim)
-        noise, drawn, kicks = map(torch.stack, zip(*(_draw(seed, shape, steps) for seed in seeds), strict=True))
-        sigmas = torch.zeros(len(drawn), steps)
-        sigmas[torch.arange(len(drawn)), drawn] = noise_scales(steps, noise_level)[drawn].float()
-        random = (noise, kicks, sigmas)
+        noise, step, step_noise = map(torch.stack, zip(*(_draw(seed, shape, steps) for seed in seeds), strict=True))
+        sigmas = torch.zeros(len(step), steps)
+        sigmas[torch.arange(len(step)), step] = noise_scales(steps, noise_level)[step].float()
+        random = (noise, step_noise, sigmas)
         actions, before, after, velocity, *values = self._in_groups(
             examples,
             lambda rows, batch: self._flow_sde_steps([*(each[rows] for each in random), *batch.observed()]),
         )
-        return FlowSDEChunks(actions, before, after, velocity, drawn, values[0] if values else None)
+        return FlowSDEChunks(actions, before, after, velocity, step, values[0] if values else None)
 
     @torch.no_grad()
     def score_flow_losses(self, examples: Sequence[Example], seeds: Sequence[int], flow_samples: int) -> ScoredChunks:
-        """As `sample`, from the same noise, with the losses of each row's answer at `flow_samples` times.
+        """Sample the same chunks as `sample`, and compute their flow-matching losses at `flow_samples` times.
 
-        Their noise is drawn from the row's seed after the answer's.
-
-        Raises:
-            DataError: an example is longer than `width`.
+        The noise of the losses is drawn from the row's seed after the initial noise.
         """
         shape = (self.horizon, self.model.config.max_action_dim)
         noise = torch.stack([_draw_noises(seed, shape, flow_samples) for seed in seeds])
@@ -252,58 +260,50 @@ class Sampler:
 
     @torch.no_grad()
     def generate(self, examples: Sequence[Example], max_steps: int) -> list[list[int]]:
-        """Of every example the most likely tokens one by one, until EOS (included) or `max_steps` tokens.
-
-        Raises:
-            DataError: an example is longer than `width`.
-        """
-        answers = dict[int, list[int]]()
+        """Generate the most likely tokens of each example one by one, up to EOS (included) or `max_steps` tokens."""
+        generated = dict[int, list[int]]()
         for rows, batch in self._groups(examples):
             batch = batch.to(self.device)
             with self.model.autocast(self.device):
                 hidden = self.model.encode(batch, self.plan.bidirectional_images)
-                said = self._continued(batch, hidden, max_steps, lambda logits: logits.argmax(-1))
-            answers |= zip(rows, said, strict=True)
-        return [answers[row] for row in range(len(examples))]
+                tokens = self._continue(batch, hidden, max_steps, lambda logits: logits.argmax(-1))
+            generated |= zip(rows, tokens, strict=True)
+        return [generated[row] for row in range(len(examples))]
 
     @torch.no_grad()
-    def draw(
+    def sample_tokens(
         self, examples: Sequence[Example], seeds: Sequence[int], max_steps: int, temperature: float
-    ) -> list[DrawnTokens]:
-        """Of every example tokens drawn one by one by its seed, until EOS (included) or `max_steps` tokens.
-
-        Raises:
-            DataError: an example is longer than `width`.
-        """
-        head, answers = self.model.value_head, dict[int, DrawnTokens]()
+    ) -> list[SampledTokens]:
+        """Sample tokens of each example one by one, up to EOS (included) or `max_steps` tokens."""
+        head, sampled = self.model.value_head, dict[int, SampledTokens]()
         for rows, batch in self._groups(examples):
-            batch, draws = batch.to(self.device), TokenDraws([seeds[row] for row in rows], temperature, self.device)
+            batch, sampler = batch.to(self.device), TokenSampler([seeds[row] for row in rows], temperature, self.device)
             with self.model.autocast(self.device):
                 hidden = self.model.encode(batch, self.plan.bidirectional_images)
                 values = [None] * len(rows) if head is None else head(hidden.states[:, -1:]).tolist()
-                said = self._continued(batch, hidden, max_steps, draws)
-            for row, tokens, logprobs, value in zip(rows, said, draws.logprobs.tolist(), values, strict=True):
-                answers[row] = DrawnTokens(tokens, logprobs[: len(tokens)], value)
-        return [answers[row] for row in range(len(examples))]
+                generated = self._continue(batch, hidden, max_steps, sampler)
+            for row, tokens, logprobs, value in zip(rows, generated, sampler.logprobs.tolist(), values, strict=True):
+                sampled[row] = SampledTokens(tokens, logprobs[: len(tokens)], value)
+        return [sampled[row] for row in range(len(examples))]
 
     def _in_groups(
-        self, examples: Sequence[Example], answered: Callable[[list[int], PolicyBatch], list[Tensor]]
+        self, examples: Sequence[Example], run: Callable[[list[int], PolicyBatch], list[Tensor]]
     ) -> list[Tensor]:
-        """What `answered` says of each group, (rows of the group, ...) each, as (N, ...) on the CPU."""
+        """Call `run` for each group of rows; return its tensors (rows, ...) joined to (N, ...) in order, on the CPU."""
         slots, parts = list[int](), list[list[Tensor]]()
         for rows, batch in self._groups(examples):
             slots += rows
-            parts.append([each.cpu() for each in answered(rows, batch)])
+            parts.append([each.cpu() for each in run(rows, batch)])
         order = [slots.index(row) for row in range(len(examples))]
         return [torch.cat(part)[order] for part in zip(*parts, strict=True)]
 
     def _groups(self, examples: Sequence[Example]) -> Iterator[tuple[list[int], PolicyBatch]]:
-        """Indices of the rows, and the rows on the CPU, of every group; a group's rows have one width."""
+        """Yield for each group of rows of equal width their indices and their batch on the CPU."""
         by_width: dict[int, list[int]] = {}
         for index, example in enumerate(examples):
             if example.length > self.width:
                 raise DataError(
-                    f"an example has {example.length} tokens, and the policy was set up for {self.width}",
+                    f"an example has {example.length} tokens, the policy was set up for at most {self.width}",
                     code="example_too_long",
                     where=f"observation {index}",
                     remedy="shorten the instruction, or raise max_sequence_length",
@@ -317,79 +317,91 @@ class Sampler:
                 yield rows, batch
 
     def _width(self, example: Example) -> int:
-        """Of its row, which must not depend on its neighbors."""
+        """Return the width of the example's row, which must not depend on its neighbors."""
         return min(self.width, TILE * ceil(example.length / TILE)) if self._padded else example.length
 
     def _euler(self, inputs: Sequence[Tensor]) -> Tensor:
-        """noise (N, T, D), then the batch's `observed`."""
+        """Integrate all Euler steps; `inputs` are the noise (N, T, D) and the batch's `observed` tensors."""
         noise, *observed = (one.to(self.device) for one in inputs)
-        with self.model.autocast(self.device):  # around all steps: what it casts, it casts once
+        with self.model.autocast(self.device):  # one region around all steps casts each weight only once
             return self._integrated(noise, self._conditions(observed))
 
-    def _integrated(self, noise: Tensor, given: SharedConditions) -> Tensor:
-        x = noise * given.used
+    def _integrated(self, noise: Tensor, conditions: SharedConditions) -> Tensor:
+        x = noise * conditions.used
         for step in range(self.plan.steps):
-            x = x + self._velocity(x, step, given) * given.used / self.plan.steps
+            x = x + self._velocity(x, step, conditions) * conditions.used / self.plan.steps
         return x
 
     def _scored(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        """noise (N, 1 + F, T, D), then `observed`: actions and their log-probs (N, T, D), and with a value head (N,)
-        values."""
+        """Return actions (N, T, D), their log-probs (N, T, D), and with a value head the values (N,).
+
+        `inputs` are the noise (N, 1 + F, T, D), the first of the actions and F of the losses, and the batch's
+        `observed` tensors.
+        """
         noise, *observed = (one.to(self.device) for one in inputs)
         expert, head = self.model.action_expert, self.model.value_head
         with self.model.autocast(self.device):
-            given = self._conditions(observed)
-            actions = self._integrated(noise[:, 0], given)
+            conditions = self._conditions(observed)
+            actions = self._integrated(noise[:, 0], conditions)
             times = midpoints(noise.shape[1] - 1, self.device)
             draws = FlowSamples(times.expand(len(noise), -1), noise[:, 1:])
-            points, _ = noisy_actions(actions, draws, given.used[:, 0])
-            found = [
-                expert.velocity(point, expert.modulations(time), given.contexts, given.mask)
+            points, _ = noisy_actions(actions, draws, conditions.used[:, 0])
+            outputs = [
+                expert.velocity(point, expert.modulations(time), conditions.contexts, conditions.mask)
                 for point, time in zip(points.unbind(1), times.split(1), strict=True)
             ]
-            values = [] if head is None else [head(found[0][1])]
-        velocity = torch.stack([each[0] for each in found], dim=1)
+            values = [] if head is None else [head(outputs[0][1])]
+        velocity = torch.stack([each[0] for each in outputs], dim=1)
         return [actions, loss_logprobs(velocity, actions, draws.noise), *values]
 
     def _guided(self, inputs: Sequence[Tensor]) -> Tensor:
-        """noise and wanted (N, T, D), weights (N, T), then the batch's `observed`."""
+        """Integrate guided Euler steps.
+
+        `inputs` are noise and wanted actions (N, T, D), weights (N, T), and the batch's `observed` tensors.
+        """
         noise, wanted, weights, *observed = (one.to(self.device) for one in inputs)
         steps = self.plan.steps
         with self.model.autocast(self.device):
-            given = self._conditions(observed)
-            x = noise * given.used
+            conditions = self._conditions(observed)
+            x = noise * conditions.used
             for step in range(steps):
-                own = partial(self._used_velocity, step=step, given=given)
-                x = x + guided_velocity(own, x, step / steps, wanted, weights) * given.used / steps
+                velocity = partial(self._used_velocity, step=step, conditions=conditions)
+                x = x + guided_velocity(velocity, x, step / steps, wanted, weights) * conditions.used / steps
         return x
 
     def _flow_sde(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        """noise and kicks (N, T, D), sigmas (N, steps), 0 but for each row's drawn step, then `observed`.
+        """Integrate Euler steps and one Flow-SDE step in each row.
 
-        (N, T, D) each: actions, and of the drawn step the points before and after it, and the velocity. With a value
-        head also (N,), the value at the point before it.
+        Returns the actions, the points before and after the random step, and the velocity before it, (N, T, D) each;
+        with a value head also the values (N,) before the random step. `inputs` are the initial noise and the noise of
+        the random step (N, T, D), sigmas (N, steps), which are 0 except for the random step, and the batch's `observed`
+        tensors.
         """
-        noise, kicks, sigmas, *observed = (one.to(self.device) for one in inputs)
+        noise, step_noise, sigmas, *observed = (one.to(self.device) for one in inputs)
         steps, head = self.plan.steps, self.model.value_head
         with self.model.autocast(self.device):
-            given = self._conditions(observed)
-            x = noise * given.used
-            kept, values = [torch.zeros_like(x)] * 3, x.new_zeros(len(x))
+            conditions = self._conditions(observed)
+            x = noise * conditions.used
+            recorded, values = [torch.zeros_like(x)] * 3, x.new_zeros(len(x))
             for step in range(steps):
-                velocity, states = self._expert(x, step, given)
+                velocity, states = self._expert(x, step, conditions)
                 sigma = sigmas[:, step, None, None]
-                change = drift(x, velocity, step / steps, sigma) / steps + sigma / sqrt(steps) * kicks
-                moved = x + change * given.used
-                kept = [torch.where(sigma > 0, new, old) for new, old in zip((x, moved, velocity), kept, strict=True)]
+                change = drift(x, velocity, step / steps, sigma) / steps + sigma / sqrt(steps) * step_noise
+                moved = x + change * conditions.used
+                # torch.where instead of an if: a CUDA graph cannot branch on each row's sigma.
+                recorded = [
+                    torch.where(sigma > 0, new, old) for new, old in zip((x, moved, velocity), recorded, strict=True)
+                ]
                 if head is not None:
                     values = torch.where(sigmas[:, step] > 0, head(states), values)
                 x = moved
-        return [x, *kept, *([] if head is None else [values])]
+        return [x, *recorded, *([] if head is None else [values])]
 
     def _conditions(self, observed: Sequence[Tensor]) -> SharedConditions:
+        """Run the VLM and compute what the denoising steps need of it."""
         batch = PolicyBatch.of_observed(observed)
-        seen = context_mask(batch, self.plan.hides_answers, self.model.config)
-        context = context_index(batch, seen, seen.shape[1] if self._padded else None)
+        visible = context_mask(batch, self.plan.hides_answers, self.model.config)
+        context = context_index(batch, visible, visible.shape[1] if self._padded else None)
         used = ~batch.dimension_padding if self.plan.mask_dimensions else torch.ones_like(batch.dimension_padding)
         expert, steps = self.model.action_expert, self.plan.steps
         times = torch.arange(steps, device=self.device) / steps
@@ -403,41 +415,42 @@ class Sampler:
             modulations=[torch.cat(parts) for parts in zip(*modulations, strict=True)],
         )
 
-    def _velocity(self, x: Tensor, step: int, given: SharedConditions) -> Tensor:
-        return self._expert(x, step, given)[0]
+    def _velocity(self, x: Tensor, step: int, conditions: SharedConditions) -> Tensor:
+        return self._expert(x, step, conditions)[0]
 
-    def _expert(self, x: Tensor, step: int, given: SharedConditions) -> tuple[Tensor, Tensor]:
-        """The velocity, in the dtype of `x`, and the states (N, T, hidden) that it is read from."""
-        modulations = [each[step : step + 1] for each in given.modulations]
-        velocity, states = self.model.action_expert.velocity(x, modulations, given.contexts, given.mask)
+    def _expert(self, x: Tensor, step: int, conditions: SharedConditions) -> tuple[Tensor, Tensor]:
+        """Return the velocity, in the dtype of `x`, and the expert's last states (N, T, hidden)."""
+        modulations = [each[step : step + 1] for each in conditions.modulations]
+        velocity, states = self.model.action_expert.velocity(x, modulations, conditions.contexts, conditions.mask)
         return velocity.to(x.dtype), states
 
-    def _used_velocity(self, x: Tensor, step: int, given: SharedConditions) -> Tensor:
-        """0 where a dimension is not the robot's, which nothing is to be pulled by."""
-        return self._velocity(x, step, given) * given.used
+    def _used_velocity(self, x: Tensor, step: int, conditions: SharedConditions) -> Tensor:
+        """Return the velocity with 0 in padded dimensions, so that these have no part in the guidance."""
+        return self._velocity(x, step, conditions) * conditions.used
 
-    def _continued(
+    def _continue(
         self, batch: PolicyBatch, hidden: BackboneOutput, max_steps: int, choose: Callable[[Tensor], Tensor]
     ) -> list[list[int]]:
-        """Tokens of each row, which `choose` chooses from logits (B, V)."""
+        """Generate tokens of each row after its prompt, chosen by `choose` from logits (B, V)."""
         text, eos = self.model.vlm.model.language_model, self.model.config.eos_token_id
-        seen = batch.example_ids >= 0
-        positions = seen.sum(-1)
+        visible = batch.example_ids >= 0
+        positions = visible.sum(-1)
         chosen: list[Tensor] = []
-        ended = torch.zeros(len(seen), dtype=torch.bool, device=self.device)
+        ended = torch.zeros(len(visible), dtype=torch.bool, device=self.device)
         for step in range(max_steps):
             chosen.append(choose(self.model.vlm.lm_head(hidden.states[:, -1])))
             ended = ended | (chosen[-1] == eos)
             if bool(ended.all()) or step + 1 == max_steps:
                 break
-            seen = torch.cat([seen, torch.ones_like(seen[:, :1])], dim=1)
+            visible = torch.cat([visible, torch.ones_like(visible[:, :1])], dim=1)
             x = text.embed_tokens(chosen[-1][:, None])
-            hidden = text(x, (positions + step)[:, None], seen[:, None, None], hidden.cache)
-        return [_up_to(row, eos) for row in torch.stack(chosen, dim=1).tolist()]
+            hidden = text(x, (positions + step)[:, None], visible[:, None, None], hidden.cache)
+        rows: list[list[int]] = torch.stack(chosen, dim=1).tolist()
+        return [row[: row.index(eos) + 1] if eos in row else row for row in rows]
 
 
 def _draw(seed: int, shape: tuple[int, int], steps: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Of a row: the noise, as `row_noise` has it, which step is drawn, and how it falls."""
+    """Draw for a row the initial noise (the same as `row_noise`), the number of the random step, and its noise."""
     generator = torch.Generator().manual_seed(seed)
     noise = torch.randn(shape, generator=generator)
     step = torch.randint(steps, (), generator=generator)
@@ -445,11 +458,7 @@ def _draw(seed: int, shape: tuple[int, int], steps: int) -> tuple[Tensor, Tensor
 
 
 def _draw_noises(seed: int, shape: tuple[int, int], count: int) -> Tensor:
-    """(1 + count, T, D) of a row: the noise, as `row_noise` has it, and others."""
+    """Draw for a row the initial noise (the same as `row_noise`) and `count` more noises, shape (1 + count, T, D)."""
     generator = torch.Generator().manual_seed(seed)
     first = torch.randn(shape, generator=generator)
     return torch.cat([first[None], torch.randn(count, *shape, generator=generator)])
-
-
-def _up_to(tokens: list[int], last: int) -> list[int]:
-    return tokens[: tokens.index(last) + 1] if last in tokens else tokens

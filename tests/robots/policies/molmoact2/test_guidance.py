@@ -109,7 +109,7 @@ def test_a_row_hangs_on_itself_alone_whether_or_not_others_go_on_from_something(
 def test_without_weight_it_is_the_answer_of_the_policy(policy: MolmoAct2Policy) -> None:
     sampler, examples = policy._sampler, [policy._processor.encode(observe(1))]
     plain = sampler.sample(examples, [3])
-    extended = sampler.extend(examples, [3], torch.ones_like(plain), torch.zeros(plain.shape[:2]))
+    extended = sampler.sample_guided(examples, [3], torch.ones_like(plain), torch.zeros(plain.shape[:2]))
     torch.testing.assert_close(extended, plain, rtol=1e-5, atol=1e-5)
 
 
