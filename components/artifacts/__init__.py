@@ -1,1 +1,1 @@
-"""Artifacts: folders named by what made them, images named by what is in them, tables with versions."""
+"""The artifact store: result folders addressed by what produced them, images addressed by content, versioned tables."""

@@ -1,4 +1,4 @@
-"""Where fetched files and opened columns are kept on this machine."""
+"""The cache of this machine: fetched files, opened tables and digests of large files."""
 
 from __future__ import annotations
 
@@ -16,15 +16,23 @@ from armature.components.contracts.errors import ConfigurationError
 from armature.components.contracts.files import regular
 
 TICK_S = 0.02
-"""Longer than a tick of a local file system's clock."""
+"""Seconds after which a file's change time differs for sure; longer than one clock tick of a local file system."""
 
 
 @dataclass(frozen=True)
 class DownloadCache:
-    """Where fetched files and opened tables are kept, and how much one dataset may fetch; nothing but ranges of files
-    with `ranges`.
+    """Folder and size limit of the cache for fetched files and opened tables.
 
-    All of it can be deleted at any time that nothing uses it.
+    The folder can be deleted whenever no process uses it.
+
+    Attributes:
+        folder: where everything is stored.
+        limit_bytes: largest number of bytes that one dataset may fetch.
+        ranges: read remote data by byte ranges in place of fetching whole files.
+
+    Example:
+        >>> DownloadCache(Path("/tmp/cache"), limit_bytes=10**9).ranges
+        False
     """
 
     folder: Path
@@ -33,37 +41,38 @@ class DownloadCache:
 
     @classmethod
     def standard(cls) -> DownloadCache:
-        """`ARMATURE_CACHE` or ~/.cache/armature, 200 GB or `ARMATURE_FETCH_LIMIT_GB`, files or `ARMATURE_FETCH`.
+        """Cache configured by the environment: ARMATURE_CACHE is the folder (default ~/.cache/armature),
+        ARMATURE_FETCH_LIMIT_GB the limit (default 200), ARMATURE_FETCH either `files` (default) or `ranges`.
 
         Raises:
-            ConfigurationError: the limit is not a number, or what is fetched is something else.
+            ConfigurationError: the limit is not a number, or ARMATURE_FETCH has another value.
         """
         folder = os.environ.get("ARMATURE_CACHE") or Path.home() / ".cache/armature"
         limit = os.environ.get("ARMATURE_FETCH_LIMIT_GB", "200")
         fetched = os.environ.get("ARMATURE_FETCH", "files")
         if fetched not in ("files", "ranges"):
             raise ConfigurationError(
-                "neither files nor ranges",
+                f"{fetched!r} is neither 'files' nor 'ranges'",
                 code="invalid_fetch_mode",
                 where="ARMATURE_FETCH",
-                remedy="set it to one, or not",
+                remedy="set it to files or ranges, or unset it",
             )
         try:
             return cls(Path(folder).absolute(), int(float(limit) * 1e9), fetched == "ranges")
         except (ValueError, OverflowError):
             raise ConfigurationError(
-                "not a number of gigabytes",
+                f"{limit!r} is not a number of gigabytes",
                 code="invalid_fetch_limit",
                 where="ARMATURE_FETCH_LIMIT_GB",
-                remedy="set it to one, or not",
+                remedy="set it to a number such as 200, or unset it",
             ) from None
 
 
 def file_state(path: Path) -> str:
-    """Size, times and inode of a file (a link's target). The change time cannot be put back by who edits the file.
+    """Return size, times and inode of a file as text; a symbolic link is followed.
 
-    A file that changed just now is waited for: another change within the same tick of the file system's clock would
-    leave all of them as they are.
+    No program can set back the change time, so an equal state means equal content. If the file changed within the last
+    clock tick, wait for the next one: a second change in the same tick would not alter the times.
     """
     state = regular(path).stat()
     age = time.time() - state.st_ctime
@@ -73,7 +82,7 @@ def file_state(path: Path) -> str:
 
 
 def file_sha256(path: Path) -> str:
-    """SHA-256 of a file's content, kept in the standard cache for as long as its size, times and inode stay."""
+    """SHA-256 of a file's content. The result is cached on disk until the file's size, times or inode change."""
     key = hashlib.sha256(os.fsencode(f"{path.resolve()}\0{file_state(path)}")).hexdigest()
 
     def write(target: Path) -> None:
@@ -84,7 +93,14 @@ def file_sha256(path: Path) -> str:
 
 
 def make_once(target: Path, write: Callable[[Path], None]) -> Path:
-    """`target`, which `write` fills under another name; one process does, others wait and find it made."""
+    """Return `target`, calling `write` with a temporary path first if it does not exist yet.
+
+    Exactly one process writes; others wait for it and use its result. The temporary file becomes `target` by one
+    rename.
+
+    Raises:
+        ConfigurationError: the folder of `target` cannot be created.
+    """
     if target.is_file():
         return target
     try:
@@ -94,7 +110,7 @@ def make_once(target: Path, write: Callable[[Path], None]) -> Path:
             f"the cache cannot be written: {error}",
             code="cache_not_writable",
             where=str(target.parent),
-            remedy="set ARMATURE_CACHE to a folder",
+            remedy="set ARMATURE_CACHE to a folder that can be written",
         ) from error
     with (target.parent / f".{target.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -110,5 +126,5 @@ def make_once(target: Path, write: Callable[[Path], None]) -> Path:
 
 @cache
 def _collect(folder: Path) -> None:
-    """Remove what killed processes left, once for each folder."""
+    """Remove temporary folders that killed processes left, once per folder and process."""
     collect(folder)

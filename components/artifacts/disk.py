@@ -1,7 +1,8 @@
-"""Files that are whole or absent, also after a power cut, and what a disk refuses said in our words.
+"""Atomic writes: a file or folder appears whole or not at all, also after a power cut. Errors of a full disk become
+StoreError.
 
-What is being written is a hidden sibling of what it becomes, locked as long as its writer lives. `collect` removes
-those whose writer is gone.
+Unfinished data lies in a hidden sibling folder of its target, `.<name>-<random>`, which stays locked while its writer
+lives. `collect` removes siblings whose writer is gone.
 """
 
 from __future__ import annotations
@@ -15,21 +16,28 @@ import tempfile
 import time
 from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import IO
 
 from armature.components.contracts.errors import ConfigurationError, StoreError
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+"""Error numbers of a full disk: no space, quota exceeded, file too large."""
 UNLOCKED_SECONDS = 7 * 86400.0
-"""Age from which a hidden sibling without a lock is removed: a writer that is just beginning has none yet."""
+"""Age in seconds from which a hidden sibling without a lock file is removed. A writer that has just begun has none
+yet."""
 LOCK, CONTENT = "lock", "content"
+"""Names of the lock file and of the unfinished data inside a hidden sibling."""
 
 
 @contextmanager
 def raising_disk_full(where: Path) -> Iterator[None]:
-    """
+    """Turn OSErrors of a full disk within the block into a StoreError that names the free space.
+
+    Args:
+        where: the path being written.
+
     Raises:
         StoreError: the disk is full, or a file grew past a limit.
     """
@@ -48,10 +56,11 @@ def raising_disk_full(where: Path) -> Iterator[None]:
 
 @contextmanager
 def raising_store_errors(where: Path) -> Iterator[None]:
-    """For a block that touches nothing but the store at `where`.
+    """Turn OSErrors within the block into errors that name the store. The block must access nothing but the store at
+    `where`.
 
     Raises:
-        ConfigurationError: there cannot be a store: a file in place of a folder, no permission, a read-only disk.
+        ConfigurationError: the store cannot exist there: a file in place of a folder, no permission, a read-only disk.
         StoreError: the disk is full.
     """
     try:
@@ -63,20 +72,22 @@ def raising_store_errors(where: Path) -> Iterator[None]:
             f"the folder cannot be used as an artifact store: {reason}",
             code="store_not_usable",
             where=str(getattr(error, "filename", None) or where),
-            remedy="name one that can be written: --machine store=FOLDER",
+            remedy="choose a folder that can be written: --machine store=FOLDER",
         ) from error
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """Put `data` at `path` by one rename that lasts. Raises OSError; what was at `path` is as it was then."""
+    """Write `data` to `path` atomically and durably. If an OSError is raised, the file at `path` is unchanged."""
     write_files({path: data}, beside=path)
 
 
 def write_files(files: Mapping[Path, bytes], beside: Path) -> None:
-    """Put what each path maps to there, each by one rename; all last in the end. Raises OSError.
+    """Write several files, each atomically, and wait once until all are on the disk. May raise OSError.
 
     Args:
-        beside: in whose folder they are written: a small one, for `collect`.
+        files: content by path.
+        beside: the unfinished files are written as siblings of this path. Its folder should have few entries, since
+        `collect` lists them.
     """
     with locked_sibling(beside) as work:
         written = {work / str(number): path for number, path in enumerate(files)}
@@ -90,10 +101,18 @@ def write_files(files: Mapping[Path, bytes], beside: Path) -> None:
 
 @contextmanager
 def atomic_folder(home: Path) -> Iterator[Path]:
-    """A temporary folder that becomes `home` by one rename that lasts when the block ends well; the first writer wins.
+    """Yield a temporary folder that becomes `home` by one durable rename when the block ends well; the first writer
+    wins.
 
     Raises:
-        StoreError: the disk is full or a file grew past a limit; nothing is left.
+        StoreError: the disk is full or a file grew past a limit. Nothing is left behind.
+
+    Example:
+        >>> with tempfile.TemporaryDirectory() as parent:
+        ...     with atomic_folder(Path(parent, "result")) as folder:
+        ...         _ = (folder / "a.txt").write_text("done")
+        ...     os.listdir(parent)
+        ['result']
     """
     _remove_left(home)
     with raising_disk_full(home), locked_sibling(home) as work:
@@ -104,7 +123,7 @@ def atomic_folder(home: Path) -> Iterator[Path]:
 
 
 def place_folder(content: Path, home: Path) -> None:
-    """Have `content` at `home` by one rename that lasts, unless something is there."""
+    """Rename `content` to `home` durably. If `home` is a non-empty folder already, leave both as they are."""
     sync_tree(content)
     try:
         content.rename(home)
@@ -116,7 +135,7 @@ def place_folder(content: Path, home: Path) -> None:
 
 @contextmanager
 def atomic_replacement(folder: Path) -> Iterator[Path]:
-    """An empty folder that takes the place of `folder` when the block ends well; until then that one is as it was.
+    """Yield an empty folder that replaces `folder` when the block ends well. Until then `folder` is unchanged.
 
     Raises:
         StoreError: the disk is full or a file grew past a limit.
@@ -133,14 +152,13 @@ def atomic_replacement(folder: Path) -> Iterator[Path]:
 
 
 def link_folder(source: Path, target: Path) -> None:
-    """Put the files of `source` at `target` by hard links (copies on another disk), replacing what is there."""
-
+    """Replace `target` by a folder of hard links to the files of `source`; on another disk, by copies."""
     with atomic_replacement(target) as new:
         shutil.copytree(source, new, copy_function=link_file, dirs_exist_ok=True)
 
 
 def link_file(source: str | Path, target: str | Path) -> None:
-    """Put the file `source` at `target`, where nothing is, by a hard link; on another disk by a copy."""
+    """Create the file `target` as a hard link to `source`; on another disk, as a copy. `target` must not exist."""
     try:
         os.link(source, target)
     except OSError as error:
@@ -150,7 +168,7 @@ def link_file(source: str | Path, target: str | Path) -> None:
 
 
 def collect(folder: Path) -> list[Path]:
-    """Remove what killed writers left in `folder`, and return it; what a living one writes stays."""
+    """Remove hidden siblings in `folder` whose writers were killed, and return them. Those of living writers stay."""
     removed = []
     for work in folder.glob(".*-*"):
         with suppress(FileNotFoundError):  # another process collects as well
@@ -160,7 +178,7 @@ def collect(folder: Path) -> list[Path]:
 
 
 def sync(path: Path) -> None:
-    """Wait until the file, or the folder's list of names, is on the disk."""
+    """Wait until a file's content, or a folder's list of names, is on the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -169,13 +187,14 @@ def sync(path: Path) -> None:
 
 
 def sync_tree(folder: Path) -> None:
+    """Wait until every file and folder below `folder` is on the disk."""
     walked = list(os.walk(folder))
     _sync_all([Path(parent, name) for parent, _, names in walked for name in names])
     _sync_all([Path(parent) for parent, *_ in walked])
 
 
 def _sync_all(paths: Collection[Path]) -> None:
-    """Many at a time: a file system writes its journal once for all that wait for it."""
+    """Sync many paths at once with threads: a file system writes its journal once for all that wait for it."""
     if len(paths) > 1:
         with ThreadPoolExecutor(min(32, len(paths)), thread_name_prefix="sync") as pool:
             list(pool.map(sync, paths))
@@ -186,7 +205,8 @@ def _sync_all(paths: Collection[Path]) -> None:
 
 @contextmanager
 def locked_sibling(home: Path) -> Iterator[Path]:
-    """A hidden folder beside `home`, gone when the block ends; `collect` removes it if the process was killed."""
+    """Yield a hidden, locked folder beside `home`, and delete it when the block ends. If the process is killed,
+    `collect` removes it."""
     work, lock = _new_sibling(home)
     with lock:
         try:
@@ -196,6 +216,7 @@ def locked_sibling(home: Path) -> Iterator[Path]:
 
 
 def _new_sibling(home: Path) -> tuple[Path, IO[str]]:
+    """Create a hidden folder beside `home` and lock it. Return the folder and the open lock file."""
     while True:
         work = Path(tempfile.mkdtemp(prefix=f".{home.name}-", dir=home.parent))
         try:
@@ -206,12 +227,12 @@ def _new_sibling(home: Path) -> tuple[Path, IO[str]]:
             raise
         if try_lock(lock) and (work / LOCK).exists():
             return work, lock
-        lock.close()  # it was collected in the moment before it was locked
+        lock.close()  # another process collected it before it was locked
         shutil.rmtree(work, ignore_errors=True)
 
 
 def try_lock(file: IO[str]) -> bool:
-    """Whether nobody else has the file locked; it is ours then until it is closed."""
+    """Try to lock an open file until it is closed. Return False if another process holds the lock."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -220,7 +241,8 @@ def try_lock(file: IO[str]) -> bool:
 
 
 def _remove_left(home: Path) -> None:
-    """Remove what killed writers of `home` left beside it. Folders without our lock are somebody else's."""
+    """Remove hidden siblings that killed writers of `home` left. A folder without a lock file may belong to another
+    program."""
     for left in home.parent.glob(f".{glob.escape(home.name)}-*"):
         with suppress(FileNotFoundError):  # another process removes it as well
             if (left / LOCK).exists():
@@ -228,18 +250,15 @@ def _remove_left(home: Path) -> None:
 
 
 def _remove_abandoned(work: Path) -> bool:
-    if not (work / LOCK).exists():
-        abandoned = time.time() - work.stat().st_mtime > UNLOCKED_SECONDS
-        if abandoned:
-            shutil.rmtree(work)
-        return abandoned
-    with (work / LOCK).open("a") as lock:
-        abandoned = try_lock(lock)
+    """Remove a hidden sibling if its writer is gone. Return True if it was removed."""
+    with (work / LOCK).open("a") if (work / LOCK).exists() else nullcontext() as lock:
+        abandoned = try_lock(lock) if lock else time.time() - work.stat().st_mtime > UNLOCKED_SECONDS
         if abandoned:
             shutil.rmtree(work)
         return abandoned
 
 
 def _free(where: Path) -> str:
+    """Free space of the disk that holds `where`, such as `120 MiB free`."""
     there = next(path for path in (where.absolute(), *where.absolute().parents) if path.is_dir())
     return f"{shutil.disk_usage(there).free / 2**20:.0f} MiB free"

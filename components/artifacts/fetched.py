@@ -1,4 +1,4 @@
-"""Files of tables and datasets behind a URL: a file is fetched when it is first asked for, and kept."""
+"""Files of tables and datasets behind a URL. A file is fetched when it is first used, and kept in the cache."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from armature.components.contracts.files import confined
 from armature.components.contracts.installation import install_command
 
 BLOCKS = {"cache_type": "blockcache", "block_size": 2**20, "cache_options": {"maxblocks": 8}}
-"""How fsspec reads a file here and there: 1 MiB at a time, the last 8 are kept."""
+"""Options with which fsspec reads parts of a file: in blocks of 1 MiB, the last 8 of which are kept in memory."""
 VERSIONS = ("ETag", "etag", "sha256", "md5", "mtime", "LastModified", "last_modified", "created")
-"""What filesystems call the thing that changes with a file's content, best first."""
+"""Keys under which file systems report a value that changes with a file's content, best first."""
 
 
 class RemoteFile(BaseModel):
-    """A file where it comes from; `version` changes with its content."""
+    """Size in bytes of a remote file, and a version that changes with its content."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -40,7 +40,7 @@ class RemoteFile(BaseModel):
 
 
 class FileListing(BaseModel):
-    """All files of a dataset by name."""
+    """All files of a remote dataset, by name."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -49,9 +49,14 @@ class FileListing(BaseModel):
 
 @dataclass(frozen=True)
 class FetchedFiles:
-    """Files that `url` has; `listing` was read when it was opened, and what arrives is compared with it.
+    """The files below a URL, fetched into a local folder when first used.
 
-    With `ranges` no file is fetched but for those in meta/: data and videos are read where they lie.
+    Attributes:
+        url: address of the dataset.
+        listing: files as listed when the dataset was opened. Fetched files are compared with it.
+        root: local folder of the fetched files.
+        limit_bytes: largest number of bytes that the dataset may fetch.
+        ranges: fetch only files in meta/, and read data and videos remotely by byte ranges.
     """
 
     url: str
@@ -62,7 +67,8 @@ class FetchedFiles:
 
     @classmethod
     def opened(cls, url: str, listing: FileListing, cache: DownloadCache) -> Self:
-        """Files of other content lie in another folder, so that a changed bucket is not taken for the old one."""
+        """Files below `url` as listed. The local folder depends on the listed versions, so files of a changed bucket
+        are not mixed with older ones."""
         content = listing_digest({name: entry.version for name, entry in listing.files.items()})
         return cls(url, listing, fetched_home(url, cache) / content[:16], cache.limit_bytes, cache.ranges)
 
@@ -70,31 +76,38 @@ class FetchedFiles:
         return self.url
 
     def names(self, part: str = "") -> list[str]:
-        """All files, or those below `part`, sorted."""
+        """Sorted names of all files that begin with `part`."""
         return sorted(name for name in self.listing.files if name.startswith(part))
 
     def has(self, name: str | PurePosixPath) -> bool:
+        """True if the dataset has a file of this name."""
         return str(name) in self.listing.files
 
     def digest(self) -> str:
+        """Digest of the names, sizes and versions of all files."""
         files = self.listing.files
         return listing_digest({name: f"{files[name].size} {files[name].version}" for name in self.names()})
 
     def quick_digest(self) -> str:
+        """The same as `digest`, since nothing has to be read for it."""
         return self.digest()
 
     def path(self, name: str | PurePosixPath) -> Path:
-        """
+        """Return the local path of a file, after fetching it if necessary.
+
         Raises:
-            DataError: there is no such file, it cannot be fetched, or the dataset would fetch more than it may.
+            DataError: there is no such file, it cannot be fetched, or the dataset would exceed its limit.
         """
         return self.fetch(name)
 
     def fetch(self, name: str | PurePosixPath, callback: fsspec.Callback = NO_CALLBACK) -> Path:
-        """As `path`; `callback` hears of every part that arrives, and what it raises ends the fetching.
+        """Like `path`, with a callback.
+
+        Args:
+            callback: is called for every part that arrives; an exception that it raises ends the fetching.
 
         Raises:
-            DataError: as of `path`.
+            DataError: see `path`.
         """
         target, entry = self.root / name, self._entry(name)
         if target.is_file():
@@ -104,6 +117,14 @@ class FetchedFiles:
 
     @contextmanager
     def view(self, name: str | PurePosixPath, whole: bool) -> Iterator[Path | IO[bytes]]:
+        """Yield a file for reading: a local path if it was fetched already, else perhaps an open remote file.
+
+        Args:
+            whole: True if the whole file will be read; then it is fetched, unless `ranges` is set.
+
+        Raises:
+            DataError: see `path`; or the remote file cannot be read.
+        """
         target, entry = self.root / name, self._entry(name)
         if target.is_file() or (whole and not self.ranges):
             yield self.path(name)
@@ -113,7 +134,7 @@ class FetchedFiles:
             file = _opened(self.url).open(Source(str(name), entry.size), **options)
         except DataError:
             raise
-        except Exception as error:  # each kind of filesystem has errors of its own
+        except Exception as error:  # each kind of file system raises its own errors
             raise DataError(
                 f"{str(name)!r} cannot be read: {error!r:.300}", code="remote_file_unreadable", where=self.url
             ) from error
@@ -121,9 +142,11 @@ class FetchedFiles:
             yield file
 
     def version(self, name: str | PurePosixPath) -> str:
+        """A text that changes when the content of this file changes."""
         return f"{self.url}\0{name}\0{self._entry(name)}"
 
     def _entry(self, name: str | PurePosixPath) -> RemoteFile:
+        """Listed size and version of a file. Raises a DataError if the dataset has no such file."""
         entry = self.listing.files.get(str(name))
         if entry is None:
             raise DataError(f"the dataset has no file {str(name)!r}", code="remote_file_missing", where=self.url)
@@ -135,17 +158,18 @@ class FetchedFiles:
 
     @contextmanager
     def _room(self, name: str, entry: RemoteFile) -> Iterator[None]:
-        """Holds the bytes of a file on its way, of those that the dataset may take: other processes count them.
+        """Reserve the bytes of a file for the time that the block fetches it. Files that other processes are fetching
+        count, too.
 
         Raises:
-            DataError: the dataset would take more.
+            DataError: the dataset would exceed its limit.
         """
-        if self._all_bytes <= self.limit_bytes:  # counting takes its time
+        if self._all_bytes <= self.limit_bytes:  # no file can exceed the limit, so skip the slow counting
             yield
             return
         folder = self.root / ".arriving"
         folder.mkdir(parents=True, exist_ok=True)
-        with ExitStack() as held:
+        with ExitStack() as reserved:
             with _locked(folder / "counting"):
                 arriving = {mark.name for mark in folder.iterdir() if _is_locked(mark)}
                 files = self.listing.files.items()
@@ -153,23 +177,24 @@ class FetchedFiles:
                 fetched = sum(each.size for key, each in files if key in here)
                 if name not in here and fetched + entry.size > self.limit_bytes:
                     raise DataError(
-                        f"{name!r} has {entry.size / 1e9:.3g} GB: with the {fetched / 1e9:.3g} GB fetched before, "
-                        f"more than the {self.limit_bytes / 1e9:.3g} GB that one dataset may take",
+                        f"{name!r} has {entry.size / 1e9:.3g} GB; with the {fetched / 1e9:.3g} GB fetched before, "
+                        f"this exceeds the {self.limit_bytes / 1e9:.3g} GB that one dataset may fetch",
                         code="fetch_limit_exceeded",
                         where=self.url,
                         remedy="choose fewer episodes or cameras, raise ARMATURE_FETCH_LIMIT_GB, or read the files "
-                        "where they lie: ARMATURE_FETCH=ranges",
+                        "remotely: ARMATURE_FETCH=ranges",
                     )
                 if name not in here:
-                    held.enter_context(_locked(folder / _mark(name)))
+                    reserved.enter_context(_locked(folder / _mark(name)))
             yield
 
     def _fetch(self, name: str, entry: RemoteFile, callback: fsspec.Callback, target: Path) -> None:
+        """Fetch a file into `target`."""
         try:
             _opened(self.url).get({target: Source(name, entry.size)}, callback)
         except DataError:
             raise
-        except Exception as error:  # each kind of filesystem has errors of its own
+        except Exception as error:  # each kind of file system raises its own errors
             raise DataError(
                 f"{name!r} cannot be fetched: {error!r:.300}", code="remote_file_not_fetched", where=self.url
             ) from error
@@ -177,59 +202,62 @@ class FetchedFiles:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
+    """Hold an exclusive lock on a file during the block."""
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
 def _is_locked(path: Path) -> bool:
+    """True if another process holds the lock of a file."""
     with path.open() as file:
         return not try_lock(file)
 
 
 def _mark(name: str) -> str:
-    """The name of what is locked while a file is on its way."""
+    """Name of the lock file that exists while a remote file is being fetched."""
     return hashlib.sha256(name.encode()).hexdigest()
 
 
 def listing_digest(digests: Mapping[str, str]) -> str:
-    """SHA-256 over names and what stands for the content of each."""
+    """SHA-256 over names and the digest or version of each."""
     listing = "".join(f"{name}\0{digests[name]}\n" for name in sorted(digests))
     return hashlib.sha256(os.fsencode(listing)).hexdigest()
 
 
 def list_files(url: str, wanted: Callable[[str], bool]) -> FileListing:
-    """What is below `url`, of names that are wanted.
+    """List the files below `url` whose names `wanted` accepts.
 
     Raises:
-        ConfigurationError: what the protocol needs is not installed.
-        DataError: it cannot be reached.
+        ConfigurationError: a package that the protocol needs is not installed.
+        DataError: the URL cannot be reached.
     """
     remote = _opened(url)
     try:
-        found = remote.facts()
-    except Exception as error:  # each kind of filesystem has errors of its own
+        listed = remote.facts()
+    except Exception as error:  # each kind of file system raises its own errors
         raise DataError(
             f"the dataset cannot be reached: {str(error).splitlines()[0] if str(error) else repr(error)}",
             code="dataset_unreachable",
             where=url,
-            remedy="check the name, the revision and the network, log in for a gated dataset, or give a folder",
+            remedy="check the name, the revision and the network, log in for a gated dataset, or use a local folder",
         ) from error
     files = {}
-    for name, facts in found.items():
-        if wanted(name) and facts.get("type", "file") == "file":  # a folder has pipes and devices too
+    for name, facts in listed.items():
+        if wanted(name) and facts.get("type", "file") == "file":  # a local folder may contain pipes and devices
             files[str(confined(name, url))] = _remote_file(facts, f"{url}/{name}")
     return FileListing(files=files)
 
 
 def _opened(url: str) -> RemoteFiles:
-    """
+    """Open the file system of a URL.
+
     Raises:
-        ConfigurationError: what the protocol needs is not installed, or cannot be reached.
+        ConfigurationError: a package that the protocol needs is not installed, or the server cannot be reached.
     """
     try:
         return RemoteFiles(url, tqdm.write)
-    except Exception as error:  # each kind of filesystem has errors of its own, and some connect at once
+    except Exception as error:  # each kind of file system raises its own errors, and some connect already here
         remedy = f"{install_command('s3')} for s3://, or what fsspec names for another protocol"
         raise ConfigurationError(
             f"the URL cannot be opened: {error}", code="url_not_supported", where=url, remedy=remedy
@@ -237,24 +265,25 @@ def _opened(url: str) -> RemoteFiles:
 
 
 def _remote_file(facts: Mapping[str, Any], where: str) -> RemoteFile:
-    """What a filesystem says of a file; a hub names the content itself.
+    """Read size and version from what a file system reports about a file. A model hub reports a digest of the content.
 
     Raises:
-        DataError: it says nothing that changes with the content, so that a kept copy could be an old one.
+        DataError: nothing reported changes with the content, so an outdated local copy would not be noticed.
     """
     version = next((str(facts[key]) for key in VERSIONS if facts.get(key) is not None), None)
     if facts.get("blob_id"):
         version = str(facts["lfs"]["sha256"] if facts.get("lfs") else facts["blob_id"])
     if version is None or facts.get("size") is None:
         raise DataError(
-            "the filesystem says neither version nor time of this file, so a changed one would not be noticed",
+            "the file system reports neither a version nor a time of this file, so a change would not be noticed",
             code="remote_file_without_version",
             where=where,
-            remedy="copy the files into a folder or a bucket",
+            remedy="copy the files into a local folder or a bucket",
         )
     return RemoteFile(size=facts["size"], version=version)
 
 
 def fetched_home(url: str, cache: DownloadCache) -> Path:
+    """Local folder of the files fetched from `url`, with a readable name."""
     readable = re.sub(r"[^\w.-]+", "-", url)[-60:].strip("-")
     return cache.folder / "datasets" / f"{readable}-{hashlib.sha256(url.encode()).hexdigest()[:16]}"

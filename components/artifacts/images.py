@@ -1,4 +1,8 @@
-"""The image store: every image once, as both sides see it, under the SHA-256 of its encoded bytes."""
+"""The image store: each image once, under the SHA-256 of its encoded bytes, in a form that every decoder shows alike.
+
+Trainer and model server decode images with different libraries. Images are therefore stored such that both see the same
+8-bit RGB pixels, upright and without transparency.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +28,7 @@ from armature.components.contracts.errors import DataError
 from armature.components.contracts.files import regular
 from armature.components.contracts.images import EncodedImage, ImageRef
 
-# Pixels as trainer and server both see them: 8-bit RGB, upright, on white.
+# --- Conversion to 8-bit RGB, upright, on white ---
 
 _TURNED: dict[object, Image.Transpose] = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -35,22 +39,26 @@ _TURNED: dict[object, Image.Transpose] = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
-_KEY_SCALES = {"L;2": 85, "L;4": 17}  # Pillow spreads 2 and 4-bit gray over 0 to 255, but not its transparent value
+"""Transformation that makes an image upright, by its EXIF orientation; 1 is upright already."""
+_KEY_SCALES = {"L;2": 85, "L;4": 17}
+"""Factors of a PNG's transparent gray value: Pillow scales 2- and 4-bit gray pixels to 0..255, but not that value."""
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
-    """A copy of `image` in mode RGB and without metadata: the EXIF (or XMP) orientation applied, transparency
-    composited on white, 16-bit gray by its high byte as Pillow reads 16-bit colors. Color profiles and gamma are
-    ignored, as model servers ignore them.
+    """Return a copy of `image` in mode RGB without metadata.
+
+    The EXIF or XMP orientation is applied, transparency is composited on white, and 16-bit gray keeps its high byte, as
+    Pillow reads 16-bit colors. Color profiles and gamma are ignored, as model servers ignore them.
 
     Raises:
-        DataError: no pixels, or no defined conversion to 8 bits.
+        DataError: the image has no pixels, or its mode has no defined conversion to 8 bits.
     """
     return rgb_and_plain(image)[0]
 
 
 def rgb_and_plain(image: Image.Image) -> tuple[Image.Image, bool]:
-    """`to_rgb(image)`, and whether every decoder shows it so: it is RGB, upright and without transparency.
+    """Return `to_rgb(image)`, and True if every decoder shows the original like that: it is RGB, upright and without
+    transparency.
 
     Raises:
         DataError: see `to_rgb`.
@@ -68,18 +76,22 @@ def rgb_and_plain(image: Image.Image) -> tuple[Image.Image, bool]:
 
 
 def _orientation(image: Image.Image) -> object:
-    """The EXIF or XMP orientation, 1 where there is none, None where it cannot be read: then nobody turns the image.
+    """Return the EXIF or XMP orientation: 1 if the image has none, None if the metadata is damaged.
 
-    Asked again after an error, Pillow answers that there is none.
+    Decoders do not turn an image with damaged metadata. Call this once per image: after an error, Pillow reports that
+    there is no orientation.
     """
     try:
         return image.getexif().get(ExifTags.Base.Orientation, 1)
-    except Exception:  # damaged metadata raises whatever Pillow runs into
+    except Exception:  # damaged metadata makes Pillow raise errors of any type
         return None
 
 
 def _transparent_value(image: Image.Image) -> object:
-    """What the image's `transparency` means in its pixels. Only a PNG that is not yet loaded tells its bit depth."""
+    """Return the transparent pixel value of an image, in the range of Pillow's decoded pixels.
+
+    Call this before the pixels are loaded: only then does Pillow expose the bit depth of a PNG.
+    """
     key = image.info.get("transparency")
     if key is None or not isinstance(image, PngImageFile) or not image.tile:
         return key
@@ -94,11 +106,12 @@ def _transparent_value(image: Image.Image) -> object:
 
 
 def _flattened(image: Image.Image, key: object) -> Image.Image:
+    """Convert an image to RGB. `key` is its transparent pixel value, or None."""
     if image.mode.startswith("I;16"):
         return _from_16_bits(image, key)
     if image.mode in ("I", "F"):
         raise DataError(
-            f"pixels of mode {image.mode} are 32-bit numbers of no set range",
+            f"pixels of mode {image.mode} are 32-bit numbers without a defined range",
             code="image_mode_unsupported",
             remedy="scale them to 8 or 16 bits",
         )
@@ -112,6 +125,7 @@ def _flattened(image: Image.Image, key: object) -> Image.Image:
 
 
 def _from_16_bits(image: Image.Image, key: object) -> Image.Image:
+    """Convert 16-bit gray to RGB by its high byte; pixels equal to `key` become white."""
     values = np.asarray(image)
     gray = Image.fromarray((values >> 8).astype(np.uint8))
     if key is None:
@@ -121,28 +135,34 @@ def _from_16_bits(image: Image.Image, key: object) -> Image.Image:
 
 
 def _on_white(image: Image.Image) -> Image.Image:
+    """Composite an RGBA image on white."""
     white = Image.new("RGB", image.size, "white")
     white.paste(image, mask=image.getchannel("A"))
     return white
 
 
 FORMATS = {"image/png": "PNG", "image/jpeg": "JPEG", "image/webp": "WEBP"}
+"""Pillow's name of each supported format, by media type."""
 MAX_BYTES = 32 * 2**20
+"""Largest number of bytes of an encoded image."""
 MAX_PIXELS = 64 * 10**6
+"""Largest number of pixels of an image."""
 MAX_SCANNED = 100 * MAX_PIXELS
-"""Pixels times scans of a progressive JPEG, whose scans each pass over all pixels and take hardly any bytes."""
+"""Largest number of pixels times scans of a progressive JPEG. Each scan passes over all pixels but may have few
+bytes."""
 LARGE_PIXELS = 2**22
-"""From here on one image is decoded at a time; the largest takes about 1 GB while it is."""
+"""Images with more pixels are decoded one at a time; the largest needs about 1 GB while it is decoded."""
 COMPRESSION = 1
-"""Of PNG files: a frame of 448 x 448 takes 14 ms, at zlib's own level 6 it takes 48 for a file 13 % smaller."""
+"""Level of zlib for PNG files. A frame of 448 x 448 takes 14 ms; at the default level 6 it takes 48 ms and the file is
+13 % smaller."""
 _large = Lock()
 
 
 def encode_png(image: Image.Image) -> EncodedImage:
-    """The image as RGB PNG bytes, without metadata; see `to_rgb` for what becomes of other modes.
+    """Encode an image as an RGB PNG without metadata; `to_rgb` says how other modes are converted.
 
     Raises:
-        DataError: it has no pixels, or no defined conversion to RGB.
+        DataError: the image has no pixels, or no defined conversion to RGB.
     """
     return _png(to_rgb(image))
 
@@ -154,18 +174,20 @@ def _png(rgb: Image.Image) -> EncodedImage:
 
 
 def decode(image: EncodedImage) -> Image.Image:
-    """The image in RGB, upright and on white: see `to_rgb`.
+    """Decode an image to upright RGB on white, see `to_rgb`.
 
     Raises:
-        DataError: too large, animated, not of the media type that it claims, truncated, or a decompression bomb.
+        DataError: the image is too large, animated, truncated, a decompression bomb, or not of its media type.
     """
     with _opened(image) as opened:
         return to_rgb(opened)
 
 
 def normalized(image: EncodedImage) -> tuple[EncodedImage, Image.Image]:
-    """What any decoder shows as `decode` does, and its pixels: `image` itself where it is RGB, upright and without
-    transparency, a PNG of its pixels otherwise, and where its metadata cannot be read.
+    """Return an encoded image that every decoder shows alike, and its pixels.
+
+    The result is `image` itself if it is RGB, upright and without transparency. Otherwise, and if its metadata cannot
+    be read, the result is a PNG of its pixels.
 
     Raises:
         DataError: see `decode`; or the PNG is too large.
@@ -177,13 +199,13 @@ def normalized(image: EncodedImage) -> tuple[EncodedImage, Image.Image]:
         raise DataError(
             f"as an RGB PNG the image has {len(encoded.data)} bytes, more than {MAX_BYTES}",
             code="image_file_too_large",
-            remedy="scale it down, or give it upright and without transparency as a JPEG",
+            remedy="scale it down, or save it as an upright JPEG without transparency",
         )
     return encoded, rgb
 
 
 def refuse_unreadable(image: EncodedImage) -> None:
-    """Reads the header alone: pixels that are damaged are found when they are decoded.
+    """Check an image by its header alone. Damaged pixels are noticed only when they are decoded.
 
     Raises:
         DataError: see `decode`.
@@ -194,7 +216,7 @@ def refuse_unreadable(image: EncodedImage) -> None:
 
 @contextmanager
 def _opened(image: EncodedImage) -> Iterator[Image.Image]:
-    """The image with its header read; within, whatever Pillow raises of damaged bytes is a DataError."""
+    """Open an image and read its header. Any error that Pillow raises within the block becomes a DataError."""
     if image.media_type not in FORMATS:
         raise DataError(
             f"media type {image.media_type!r} is not one of {', '.join(FORMATS)}", code="unknown_media_type"
@@ -219,11 +241,12 @@ def _opened(image: EncodedImage) -> Iterator[Image.Image]:
 
 
 def _check(opened: Image.Image, image: EncodedImage) -> None:
-    # A JPEG with further images, as phones and stereo cameras write it, is its first one.
-    found = "JPEG" if opened.format == "MPO" else opened.format
+    """Raise a DataError if the format, size, number of frames or number of scans is not allowed."""
+    # MPO is a JPEG with further images, as phones and stereo cameras write it: the first image counts.
+    actual = "JPEG" if opened.format == "MPO" else opened.format
     frames = 1 if opened.format == "MPO" else getattr(opened, "n_frames", 1)
-    if found != FORMATS[image.media_type]:
-        raise DataError(f"the bytes are {found}, the media type says {image.media_type}", code="media_type_mismatch")
+    if actual != FORMATS[image.media_type]:
+        raise DataError(f"the bytes are {actual}, but the media type is {image.media_type}", code="media_type_mismatch")
     pixels = opened.width * opened.height
     if pixels > MAX_PIXELS:
         raise DataError(
@@ -233,31 +256,40 @@ def _check(opened: Image.Image, image: EncodedImage) -> None:
         raise DataError(
             f"the image is animated, with {frames} frames",
             code="image_animated",
-            remedy="give the frames to see as images",
+            remedy="pass the frames of interest as single images",
         )
     scans = image.data.count(b"\xff\xda") if opened.info.get("progressive") else 1
     if scans * pixels > MAX_SCANNED:
         raise DataError(
-            f"a progressive JPEG of {scans} scans of {opened.width}x{opened.height} pixels takes too long",
+            f"a progressive JPEG with {scans} scans of {opened.width}x{opened.height} pixels takes too long to decode",
             code="image_too_many_scans",
         )
 
 
 class ImageStore:
-    """Images in `<root>/<first two digits>/<sha256>.<format>`; written once, never changed."""
+    """Images in files `<root>/<first two digits>/<sha256>.<format>`, each written once and never changed.
+
+    Example:
+        >>> import tempfile
+        >>> store = ImageStore(Path(tempfile.mkdtemp()))
+        >>> ref = store.put(encode_png(Image.new("RGB", (4, 2), "red")))
+        >>> store.open(ref).size, ref.media_type
+        ((4, 2), 'image/png')
+    """
 
     def __init__(self, root: Path) -> None:
         self.root = root
 
     @property
     def unfinished(self) -> Path:
-        """Where images are while they are written: a folder of few, whatever the store holds."""
+        """Folder of images being written. It has few entries however many images the store holds."""
         return self.root / "unfinished"
 
     def path(self, ref: ImageRef) -> Path:
-        """
+        """Path of an image.
+
         Raises:
-            DataError: the reference is not a SHA-256 of a known media type (so no path leaves the root).
+            DataError: the reference is not a SHA-256 with a known media type. So no path can lead out of the store.
         """
         if len(ref.sha256) != 64 or set(ref.sha256) - set("0123456789abcdef") or ref.media_type not in FORMATS:
             raise DataError(
@@ -268,11 +300,11 @@ class ImageStore:
         return self.root / ref.sha256[:2] / f"{ref.sha256}.{FORMATS[ref.media_type].lower()}"
 
     def put(self, image: EncodedImage) -> ImageRef:
-        """Validate `image` and keep it `normalized`; the reference is to what is kept.
+        """Check an image, store it in the form that `normalized` returns, and return a reference to that form.
 
         Raises:
             DataError: see `normalized`.
-            OSError: it cannot be written, as on a full disk.
+            OSError: the image cannot be written, as on a full disk.
         """
         image, rgb = normalized(image)
         ref = ImageRef(image.sha256, image.media_type, rgb.width, rgb.height)
@@ -280,7 +312,7 @@ class ImageStore:
         return ref
 
     def keep(self, images: Mapping[ImageRef, bytes]) -> None:
-        """Write what is known to be the images of these references, but those that are there. Raises OSError."""
+        """Write encoded images that belong to these references, except those already stored. May raise OSError."""
         files = {path: data for ref, data in images.items() if not (path := self.path(ref)).exists()}
         if files:
             for folder in {self.unfinished, *(path.parent for path in files)}:
@@ -288,7 +320,7 @@ class ImageStore:
             write_files(files, beside=self.unfinished / next(iter(files)).name)
 
     def read(self, ref: ImageRef) -> bytes:
-        """The encoded bytes.
+        """Return the encoded bytes of an image.
 
         Raises:
             DataError: the store does not have this image, or its bytes have changed.
@@ -313,21 +345,22 @@ class ImageStore:
         return image.data
 
     def open(self, ref: ImageRef) -> Image.Image:
-        """The image as `decode` shows it."""
+        """Return the pixels of an image, see `decode`."""
         return decode(EncodedImage(self.read(ref), ref.media_type))
 
 
-# The images that the tables of one artifact show, in one ZIP archive that belongs to this artifact alone.
+# --- Archive of one artifact's images, for the remote store ---
 
 PART_BYTES = 64 * 2**20
-"""Unpacked images that are kept together: the disk is waited for once."""
+"""Bytes of unpacked images that are written together, so that one wait for the disk covers many images."""
 _NAME = re.compile(r"([0-9a-f]{64})\.(png|jpeg|webp)")
 _DATE = (1980, 1, 1, 0, 0, 0)
+"""The same date for every member, so that equal references give equal bytes."""
 _MEDIA_TYPES = {name.lower(): media_type for media_type, name in FORMATS.items()}
 
 
 def image_refs(folder: Path) -> list[ImageRef]:
-    """The images that the tables in `folder` refer to, each once, without their sizes."""
+    """Return the images that the tables in `folder` refer to, each once, with width and height set to 0."""
     seen: set[tuple[str, str]] = set()
     for path in sorted(folder.rglob("*.parquet")):
         columns = [field.name for field in pq.read_schema(path) if _shows_images(field.type)]
@@ -339,13 +372,16 @@ def image_refs(folder: Path) -> list[ImageRef]:
 
 
 def _shows_images(kind: pa.DataType) -> bool:
+    """True if a column's type is a list of image references."""
     return pa.types.is_list(kind) and kind.value_type == IMAGE_REF
 
 
 def write_archive(images: ImageStore, refs: Iterable[ImageRef], target: Path, say: Callable[[str], None]) -> None:
-    """Write the images uncompressed, under the names that they have in the image store. Those that are gone are said.
+    """Write images to an uncompressed ZIP archive, under their names in the image store. Equal references give equal
+    bytes.
 
-    Equal references give equal bytes.
+    Args:
+        say: receives a message if some images are no longer in the store.
     """
     missing = []
     with zipfile.ZipFile(target, "w", zipfile.ZIP_STORED) as archive:
@@ -355,14 +391,17 @@ def write_archive(images: ImageStore, refs: Iterable[ImageRef], target: Path, sa
             except DataError as error:
                 missing.append(error.what)
     if missing:
-        say(f"the remote store gets {len(missing)} images less than its tables name: {missing[0]}")
+        say(f"{len(missing)} images of the tables are missing and not sent to the remote store: {missing[0]}")
 
 
 def unpack_archive(archive: Path, images: ImageStore, where: str) -> None:
-    """Put the images of an archive that are not there yet into the image store.
+    """Add the images of an archive to the image store, except those already stored.
+
+    Args:
+        where: address of the archive, for errors.
 
     Raises:
-        DataError: the archive is damaged, or holds something else than images; `where` is its address.
+        DataError: the archive is damaged, or contains something other than images.
     """
     part: dict[ImageRef, bytes] = {}
     size = 0
@@ -377,16 +416,16 @@ def unpack_archive(archive: Path, images: ImageStore, where: str) -> None:
                     continue
                 part[ref] = packed.read(member)
                 if sha256(part[ref]).hexdigest() != ref.sha256:
-                    raise DataError(f"{member.filename} has other bytes than its name says")
+                    raise DataError(f"the bytes of {member.filename} do not have the SHA-256 of its name")
                 size += member.file_size
                 if size > PART_BYTES:
                     images.keep(part)
                     part, size = {}, 0
         images.keep(part)
-    except (DataError, zipfile.BadZipFile, EOFError, RuntimeError, ValueError) as error:  # as of one with a password
+    except (DataError, zipfile.BadZipFile, EOFError, RuntimeError, ValueError) as error:  # RuntimeError: a password
         raise DataError(
             f"the remote copy is damaged: {error}",
             code="remote_copy_damaged",
             where=where,
-            remedy="where the images are, run the stage again with --force",
+            remedy="run the stage again with --force on a machine that has the images",
         ) from error

@@ -1,4 +1,4 @@
-"""The manifest of an artifact: what it is, what is in it, and what it was made from."""
+"""The manifest of an artifact: its kind, its number of rows, its inputs and the settings that produced it."""
 
 from __future__ import annotations
 
@@ -20,10 +20,21 @@ MANIFEST = "manifest.json"
 
 
 class Manifest(BaseModel):
-    """Written last into an artifact's folder. Holds no times, hosts or absolute paths: equal work, equal bytes.
+    """Description of an artifact, written into its folder last.
 
-    `content` is the digest of every other file; `inputs` maps input names to artifact digests, `sources`
-    what else it depends on to digests; `settings` are the values that made it and `settings_digest` their SHA-256.
+    A manifest contains no times, host names or absolute paths, so the same work always gives the same bytes.
+
+    Attributes:
+        kind: the stage that produced the artifact.
+        kind_version: version of the stage's output.
+        content: digest of every other file.
+        rows: number of rows of each table.
+        drops: number of left-out rows or episodes, by reason.
+        inputs: digest of each input artifact, by the input's name.
+        sources: digests of everything else the result depends on, such as code and files.
+        settings: the values that the result was made with.
+        settings_digest: SHA-256 of the settings.
+        code_version: version of armature.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -59,7 +70,7 @@ def write_manifest(
     settings: dict[str, Any],
     sources: Mapping[str, str] = MappingProxyType({}),
 ) -> Manifest:
-    """Describe the finished files of `folder` in its manifest."""
+    """Write the manifest of the finished files in `folder` and return it; see `Manifest` for the arguments."""
     manifest = Manifest(
         kind=kind,
         kind_version=kind_version,
@@ -77,9 +88,10 @@ def write_manifest(
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """
+    """Read the manifest of the artifact in `folder`.
+
     Raises:
-        DataError: `folder` has no manifest or one that this version cannot read.
+        DataError: the folder has no manifest, or this version cannot read it.
     """
     path = folder / MANIFEST
     if not path.is_file():
@@ -87,7 +99,7 @@ def read_manifest(folder: Path) -> Manifest:
             "this folder is not a finished artifact: it has no manifest.json",
             code="manifest_missing",
             where=str(folder),
-            remedy="give the folder that a stage wrote, or run the stage again",
+            remedy="pass the folder that a stage wrote, or run the stage again",
         )
     try:
         return Manifest.model_validate_json(path.read_bytes())
@@ -103,21 +115,21 @@ def read_manifest(folder: Path) -> Manifest:
 def verify_artifact(
     folder: Path,
     kind: str | None = None,
-    known: Record | None = None,
+    previous: Record | None = None,
     *,
     everything: bool = False,
     links: bool = False,
 ) -> Record:
-    """What the files of the artifact in `folder` hold, after a comparison with its manifest.
+    """Check the files of the artifact in `folder` against its manifest. Return the MD5 and state of each file.
 
     Args:
-        kind: what it has to be.
-        known: what it held; files that lie as it says are not read.
-        everything: read them as well.
+        kind: the kind that the artifact must have; None accepts any.
+        previous: an earlier record of the artifact; files whose state has not changed since then are not read.
+        everything: read all files, also the unchanged ones.
         links: see `scan_files`.
 
     Raises:
-        DataError: not an artifact, of another kind, or with files that were changed, added or removed.
+        DataError: the folder is not an artifact, is of another kind, or its files were changed, added or removed.
     """
     manifest = read_manifest(folder)
     if kind is not None and manifest.kind != kind:
@@ -125,16 +137,15 @@ def verify_artifact(
             f"expected an artifact of kind {kind!r}, found {manifest.kind!r}",
             code="artifact_kind_mismatch",
             where=str(folder),
-            remedy=f"give the folder that stage {kind!r} wrote",
+            remedy=f"pass a folder that stage {kind!r} wrote",
         )
-    record = scan_files(folder, None if everything else known, links)
-    found = record.md5s
-    content = listing_digest({name: md5 for name, md5 in found.items() if name != MANIFEST})
-    if content != manifest.content or (known is not None and known.digest != record.digest):
-        differ = differences(known.md5s, found) if known else ""
+    record = scan_files(folder, None if everything else previous, links)
+    content = listing_digest({name: md5 for name, md5 in record.md5s.items() if name != MANIFEST})
+    if content != manifest.content or (previous is not None and previous.digest != record.digest):
+        differ = differences(previous.md5s, record.md5s) if previous else ""
         raise DataError(
-            f"files have changed since the artifact was made: {differ or f'content {content}'}, "
-            f"manifest says {manifest.content}",
+            f"files have changed since the artifact was made: {differ or f'content {content}'}; "
+            f"the manifest has content {manifest.content}",
             code="artifact_changed",
             where=str(folder),
             remedy=f"artifacts are never edited in place; make it again: --force {manifest.kind}",
@@ -143,7 +154,7 @@ def verify_artifact(
 
 
 def open_artifact(folder: Path, kind: str | None = None) -> Artifact:
-    """The artifact in `folder`, every file read and checked against the manifest.
+    """Return the artifact in `folder` after reading every file and checking it against the manifest.
 
     Raises:
         DataError: see `verify_artifact`.

@@ -1,6 +1,7 @@
-"""The record of a finished artifact, kept beside it: what each file held, and how it lay on the disk then.
+"""The record of a finished artifact: each file's MD5 and its file-system state at the time the MD5 was computed.
 
-A file that lies as it did is not read again.
+The record is stored beside the artifact's folder. A file whose state still equals the recorded one is unchanged and
+does not have to be read again.
 """
 
 from __future__ import annotations
@@ -18,13 +19,15 @@ from armature.components.contracts.digests import file_digest, listing_digest
 from armature.components.contracts.errors import DataError
 
 NAMED = 5
-"""Files that an error names."""
+"""Largest number of file names that an error message lists."""
 SETTLED_NS = 2 * 10**9
-"""A file that changed in the same tick of the clock as it was read looks unchanged: such a record is not trusted."""
+"""A file that changes in the same clock tick in which it is read looks unchanged. So a recorded state is trusted only
+if the file was last changed at least this long before the record was written."""
 
 
 class FileState(NamedTuple):
-    """How a file lies on the disk. The change time and the inode cannot be put back by who edits it."""
+    """Size, times and inode of a file. A program can set back size and modification time, but not change time and
+    inode."""
 
     size: int
     mtime_ns: int
@@ -33,12 +36,19 @@ class FileState(NamedTuple):
 
     @classmethod
     def of(cls, path: Path) -> FileState:
-        found = path.lstat()
-        return cls(found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino)
+        """State of the file at `path`; a symbolic link is not followed."""
+        status = path.lstat()
+        return cls(status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino)
 
 
 class Record(BaseModel):
-    """`files` maps relpath to md5 and state; `pushed` are the remote stores that have a copy."""
+    """Content of a finished artifact.
+
+    Attributes:
+        digest: digest of all file names and their MD5 sums.
+        files: MD5 and state of each file, by path relative to the artifact's folder.
+        pushed: URLs of the remote stores that have a copy.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -49,18 +59,20 @@ class Record(BaseModel):
 
     @property
     def md5s(self) -> dict[str, str]:
+        """MD5 of each file, by relative path."""
         return {name: md5 for name, (md5, _) in self.files.items()}
 
 
 def record_path(home: Path) -> Path:
+    """Path of the record that belongs to the artifact folder `home`: `<home>.digest`."""
     return home.with_name(home.name + ".digest")
 
 
 def read_record(home: Path) -> Record | None:
-    """Return the record, None if there is none that can be used.
+    """Read the record of the artifact folder `home`. Return None if it is missing, unreadable or inconsistent.
 
     Raises:
-        DataError: a folder is in its place.
+        DataError: a folder is in the record's place.
     """
     if record_path(home).is_dir():
         raise DataError(
@@ -74,27 +86,29 @@ def read_record(home: Path) -> Record | None:
 
 
 def write_record(home: Path, record: Record) -> None:
-    """
+    """Write the record beside the artifact folder `home`, atomically.
+
     Raises:
-        StoreError: the disk is full; the artifact is whole without its record.
+        StoreError: the disk is full. The artifact remains complete without its record.
     """
     with raising_disk_full(record_path(home)):
         write_file(record_path(home), record.model_dump_json().encode())
 
 
-def scan_files(folder: Path, known: Record | None = None, links: bool = False) -> Record:
-    """What the files of `folder` hold; those that lie as `known` says are not read.
+def scan_files(folder: Path, previous: Record | None = None, links: bool = False) -> Record:
+    """Return the MD5 and the state of every file in `folder`.
 
     Args:
-        links: whether files may be symbolic links, which DVC makes where it is told to.
+        previous: an earlier record of the folder. Files whose state has not changed since then are not read.
+        links: True if files may be symbolic links, which DVC makes if configured to.
 
     Raises:
-        DataError: something in it is neither a folder nor a file.
+        DataError: the folder contains something other than files and folders.
     """
-    settled = record_path(folder).stat().st_mtime_ns - SETTLED_NS if known else 0
+    settled = record_path(folder).stat().st_mtime_ns - SETTLED_NS if previous else 0
     files = {}
     for name, path in _listed(folder, links).items():
-        md5, before = known.files.get(name, ("", None)) if known else ("", None)
+        md5, before = previous.files.get(name, ("", None)) if previous else ("", None)
         state = FileState.of(path)
         trusted = state == before and state.ctime_ns < settled
         files[name] = (md5 if trusted else file_digest(path), state)
@@ -102,24 +116,24 @@ def scan_files(folder: Path, known: Record | None = None, links: bool = False) -
 
 
 def differences(before: Mapping[str, str], now: Mapping[str, str]) -> str:
-    """Which files are not as before, in words; both map relpath to md5."""
-    said = {
+    """Describe which files were changed, added or removed between two listings, each the MD5 by relative path."""
+    groups = {
         "changed": sorted(name for name in before.keys() & now.keys() if before[name] != now[name]),
         "added": sorted(now.keys() - before.keys()),
         "removed": sorted(before.keys() - now.keys()),
     }
     return "; ".join(
-        f"{what} {', '.join(names[:NAMED])}" + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
-        for what, names in said.items()
+        f"{change} {', '.join(names[:NAMED])}" + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
+        for change, names in groups.items()
         if names
     )
 
 
 def _listed(folder: Path, links: bool) -> dict[str, Path]:
-    """The files under `folder` by relpath.
+    """Return every file below `folder`, by relative path.
 
     Raises:
-        DataError: something in it is neither a folder nor a file.
+        DataError: the folder contains something other than files and folders.
     """
     files = {}
     for parent, folders, names in os.walk(folder):
@@ -130,7 +144,7 @@ def _listed(folder: Path, links: bool) -> dict[str, Path]:
                 continue
             if not (stat.S_ISREG(mode) or (links and stat.S_ISLNK(mode) and path.is_file())):
                 raise DataError(
-                    "an artifact holds files and folders, and this is neither",
+                    "an artifact may contain only files and folders, and this is neither",
                     code="not_a_file",
                     where=str(path),
                     remedy="remove it, or make the artifact again with --force",

@@ -1,9 +1,9 @@
 """A remote copy of the artifact store behind an fsspec URL, such as s3://bucket/prefix.
 
-<url>/<stage>/<fingerprint>/artifact.json   the marker of an artifact: created once, by the machine that is first
-<url>/<stage>/<fingerprint>/<copy>/<md5>    its files by content, and `images.zip`: of one machine, in no other's way
-<url>/digests/<two digits>/<digest>         which artifact has this digest
-<url>/attempts/<stage>-<fingerprint>/       checkpoints: see `armature.components.artifacts.remote_attempts`
+<url>/<stage>/<fingerprint>/artifact.json   marker of an artifact, created once by the machine that is first
+<url>/<stage>/<fingerprint>/<copy>/<md5>    files of one machine's copy by content, and `images.zip`
+<url>/digests/<two digits>/<digest>         stage and fingerprint of the artifact with this digest
+<url>/attempts/<stage>-<fingerprint>/       checkpoints, see `armature.components.artifacts.remote_attempts`
 """
 
 from __future__ import annotations
@@ -27,14 +27,21 @@ from armature.components.contracts.errors import ConfigurationError, DataError
 MARKER = "artifact.json"
 DIGESTS = "digests"
 NO_STAGES = frozenset({ATTEMPTS, DIGESTS, "images", "remote", "replaced", "workspaces"})
-"""Folders of a store, here or remote, that are not those of a stage."""
+"""Folders of a local or remote store that do not belong to a stage."""
 ARCHIVE = "images.zip"
 _SHORTENED = re.compile(r"[0-9a-f]{6,32}(\.dir)?")
 _PLAIN = r"^\w[\w.-]*$"
 
 
 class RemoteMarker(BaseModel):
-    """`copy_id` is the folder that has the files; `files` maps relpath to md5 and size; `images` is the archive's."""
+    """Marker of a remote artifact.
+
+    Attributes:
+        copy_id: name of the folder with the files.
+        digest: digest of the artifact.
+        files: MD5 and size in bytes of each file, by relative path.
+        images: size in bytes of the archive of images; None if the artifact shows no images.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -46,7 +53,7 @@ class RemoteMarker(BaseModel):
 
 
 class NamedArtifact(BaseModel):
-    """The artifact that has a digest."""
+    """Stage and fingerprint of the artifact that has a certain digest."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -55,24 +62,26 @@ class NamedArtifact(BaseModel):
 
 
 class RemoteStore:
-    """Object stores cannot rename folders, so an artifact's marker is created last: without it there is no artifact.
+    """Artifacts in a remote store. An artifact exists there if its marker does.
 
-    Nothing of one artifact belongs to another one, so deleting an artifact takes nothing from others.
+    Object stores cannot rename folders, so the marker is created after all files. Artifacts share no files, so deleting
+    one does not affect others.
 
     Args:
-        root: of the store here.
+        url: address of the remote store.
+        root: folder of the local store.
         say: see `RemoteFolder`.
 
     Raises:
-        ConfigurationError: `url` is not one, lies in `root`, or needs a package that is not installed.
-        DataError: of every method that reads: a document in the remote store is damaged.
-        StoreError: of every method: see `RemoteFolder`.
+        ConfigurationError: `url` is not an address, lies in `root`, or needs a package that is not installed.
+        DataError: raised by every method that reads, if a document in the remote store is damaged.
+        StoreError: raised by every method, see `RemoteFolder`.
     """
 
     def __init__(self, url: str, root: Path, say: Callable[[str], None]) -> None:
         self.url, self._say = url, say
         self.state = root / "remote" / sha256(url.encode()).hexdigest()[:12]
-        """What is known of this remote store here."""
+        """Local folder with notes about this remote store."""
         self._files, self._images = RemoteFolder(url, say), ImageStore(root / "images")
         if self._files.folder is not None and self._files.folder.is_relative_to(root.resolve()):
             raise ConfigurationError(
@@ -84,19 +93,20 @@ class RemoteStore:
         self.attempts = RemoteAttempts(self._files, self.scratch, say)
 
     def scratch(self) -> AbstractContextManager[Path]:
-        """A folder on the disk of the store, for what is being sent or fetched; see `disk.collect`."""
+        """Return a context with a temporary folder on the disk of the local store, for files being sent or fetched."""
         self.state.mkdir(parents=True, exist_ok=True)
         return locked_sibling(self.state / "scratch")
 
     def marker(self, stage: str, fingerprint: str) -> RemoteMarker | None:
+        """Return the marker of an artifact, None if the remote does not have the artifact."""
         return self._files.read(f"{stage}/{fingerprint}/{MARKER}", RemoteMarker)
 
     def push(self, stage: str, fingerprint: str, folder: Path, record: Record, copy_id: str) -> RemoteMarker:
-        """Copy a finished artifact and its images, unless one is there. What an earlier push of `copy_id` has sent is
-        not sent again.
+        """Copy a finished artifact and its images to the remote, unless it has one. Files that an earlier push of
+        `copy_id` sent are skipped.
 
         Returns:
-            The marker that counts: of this copy, or of another machine that was first.
+            The marker that counts: the marker of this copy, or of the machine that was first.
         """
         home, marker = f"{stage}/{fingerprint}", self.marker(stage, fingerprint)
         while marker is None:
@@ -104,12 +114,13 @@ class RemoteStore:
             named = NamedArtifact(stage=stage, fingerprint=fingerprint)
             self._files.write(f"{DIGESTS}/{record.digest[:2]}/{record.digest}", named)
             created = self._files.create(f"{home}/{MARKER}", mine)
-            marker = mine if created else self.marker(stage, fingerprint)  # None: --force on another machine
+            marker = mine if created else self.marker(stage, fingerprint)  # None: another machine removed it by --force
         if marker.copy_id != copy_id:
             self._files.remove(f"{home}/{copy_id}")
         return marker
 
     def _sent(self, home: str, folder: Path, record: Record, copy_id: str) -> RemoteMarker:
+        """Send the files of one copy that the remote lacks. Return the marker that would make it count."""
         there = self._files.facts(f"{home}/{copy_id}")
         files = {name: (md5, state.size) for name, (md5, state) in record.files.items()}
         lacking = {md5: folder / name for name, (md5, size) in files.items() if there.get(md5, {}).get("size") != size}
@@ -128,7 +139,8 @@ class RemoteStore:
         """Copy the files of an artifact into `folder`.
 
         Raises:
-            DataError: a name leaves the folder; or a file is gone, as when the artifact is deleted meanwhile.
+            DataError: a file name leads out of the folder; or a file is gone, as when the artifact is deleted
+            meanwhile.
         """
         home, files = f"{stage}/{fingerprint}", {}
         for name, (md5, size) in marker.files.items():
@@ -143,10 +155,10 @@ class RemoteStore:
         self._files.get(files)
 
     def fetch_images(self, stage: str, fingerprint: str, marker: RemoteMarker, folder: Path) -> None:
-        """Have the images that the tables in `folder` show.
+        """Fetch the images that the tables in `folder` show into the local image store, unless all are there.
 
         Raises:
-            DataError: their archive is damaged.
+            DataError: the archive of images is damaged.
         """
         if marker.images is None or all(self._images.path(ref).exists() for ref in image_refs(folder)):
             return
@@ -157,7 +169,7 @@ class RemoteStore:
             unpack_archive(archive, self._images, f"{self.url}/{name}")
 
     def find_digest(self, digest: str) -> tuple[str, str] | None:
-        """Stage and fingerprint of the artifact whose digest begins so."""
+        """Return stage and fingerprint of the artifact whose digest begins with `digest`, or None."""
         if _SHORTENED.fullmatch(digest) is None:
             return None
         folder = f"{DIGESTS}/{digest[:2]}"
@@ -175,11 +187,11 @@ class RemoteStore:
                     self.discard(folder, name)
 
     def discard(self, stage: str, fingerprint: str) -> None:
-        """Delete one artifact, its marker first. What another machine is sending of it stays."""
+        """Delete one artifact, its marker first. A copy that another machine is sending right now is not touched."""
         home = f"{stage}/{fingerprint}"
         try:
             marker = self.marker(stage, fingerprint)
-        except DataError:  # damaged: nobody finds its files any more
+        except DataError:  # a damaged marker does not say which folder has the files, so they stay
             marker = None
         self._files.remove(f"{home}/{MARKER}")
         if marker is not None:

@@ -1,13 +1,13 @@
-"""Attempts at an artifact by machines that share a remote store, and the newest checkpoint of each.
+"""Attempts at an artifact by machines that share a remote store, and the newest checkpoint of each attempt.
 
-<url>/attempts/<stage>-<fingerprint>/<number>.json            who made this attempt
+<url>/attempts/<stage>-<fingerprint>/<number>.json            the process that made this attempt
 <url>/attempts/<stage>-<fingerprint>/<number>/newest.json     the files of its newest checkpoint
 <url>/attempts/<stage>-<fingerprint>/<number>/<md5>           these files, by content
 
-A number is created exclusively and never free again, so each attempt has one successor. An attempt begins with the
-newest checkpoint of those before it and writes below its own number only: no checkpoint replaces that of another
-attempt. Nobody waits for anybody, and no clocks are compared: where two machines make the same artifact, the first
-that is done creates its marker.
+An attempt's number is created exclusively and never reused, so each attempt has exactly one successor. An attempt
+starts from the newest checkpoint of all earlier attempts and writes only below its own number, so no checkpoint
+replaces one of another attempt. Machines do not wait for each other, and their clocks are not compared: if two make the
+same artifact, the one that finishes first creates its marker.
 """
 
 from __future__ import annotations
@@ -36,15 +36,22 @@ from armature.components.contracts.files import confined
 ATTEMPTS = "attempts"
 NEWEST = "newest.json"
 MINE = ".attempt"
-"""The file in a workspace that says which attempt it is."""
+"""Name of the file in a workspace that holds the workspace's attempt."""
 POLL = 0.5
+"""Seconds between two looks whether a checkpoint is complete."""
 INCOMPLETE_SECONDS = 3600.0
-"""A checkpoint that is not complete after this long never will be."""
+"""Seconds after which an incomplete checkpoint is given up."""
 _STEP = re.compile(r"step-(\d+)")
 
 
 class RemoteAttempt(BaseModel):
-    """`afresh`: checkpoints of attempts before it do not count, as --force asks for."""
+    """One attempt: a process of a machine that makes an artifact.
+
+    Attributes:
+        id: random name of the attempt.
+        number: position among the attempts at the same artifact.
+        afresh: ignore checkpoints of earlier attempts, as --force asks for.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -60,8 +67,13 @@ class RemoteAttempt(BaseModel):
 
 
 class NewestCheckpoint(BaseModel):
-    """`checkpoint` is its folder in the workspace, step-NNNNNN in some folder; `parts` are what is put in place as a
-    whole, the checkpoint among them; `files` maps relpath to md5 and size."""
+    """Files of an attempt's newest checkpoint.
+
+    Attributes:
+        checkpoint: relative path of the checkpoint's folder in the workspace; its name is step-NNNNNN.
+        parts: relative paths of the files and folders that are each replaced as a whole, the checkpoint among them.
+        files: MD5 and size in bytes of each file, by relative path.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -71,14 +83,17 @@ class NewestCheckpoint(BaseModel):
 
     @property
     def steps(self) -> int:
+        """Number of training steps in the checkpoint."""
         return _steps(self.checkpoint)
 
 
 class RemoteAttempts:
-    """Raises StoreError and DataError as `RemoteFolder` does.
+    """Attempts and their checkpoints in a remote store. Methods raise StoreError and DataError as `RemoteFolder` does.
 
     Args:
-        scratch: a new temporary folder on the disk of the store.
+        files: the remote store.
+        scratch: returns a new temporary folder on the disk of the local store.
+        say: receives messages.
     """
 
     def __init__(
@@ -87,11 +102,11 @@ class RemoteAttempts:
         self._files, self._scratch, self._say = files, scratch, say
 
     def begin(self, workspace: Path, afresh: bool) -> RemoteAttempt:
-        """Begin an attempt, or go on with the one that this workspace belongs to; then have the newest checkpoint of
-        all attempts in the workspace, unless it has one of as many steps.
+        """Register an attempt, or continue the one that this workspace belongs to. Then fetch the newest checkpoint of
+        all attempts, unless the workspace has one with at least as many steps.
 
         Raises:
-            DataError: the remote copy is damaged.
+            DataError: the remote checkpoint is damaged.
         """
         home, mine = f"{ATTEMPTS}/{workspace.name}", self._mine(workspace)
         others = [each for each in self._attempts(home) if mine is None or each.id != mine.id]
@@ -102,7 +117,7 @@ class RemoteAttempts:
         before = [each for each in others if first <= each.number]
         if before and not afresh:
             self._say(
-                f"{before[-1]} has begun the same ({workspace.name}); if it still runs, the first to finish counts"
+                f"{before[-1]} has begun the same work ({workspace.name}); if it still runs, the first to finish counts"
             )
         homes = [f"{home}/{each.number:06d}" for each in before]
         while (best := self._best(homes)) is not None:
@@ -111,12 +126,19 @@ class RemoteAttempts:
                 break
             except DataError:
                 if self._best(homes) == best:
-                    raise  # else its machine has replaced it meanwhile
+                    raise  # otherwise its machine has replaced the checkpoint meanwhile: try the new one
         return mine
 
     def send(self, workspace: str, attempt: RemoteAttempt, snapshot: Path, checkpoint: str) -> None:
-        """Send what is in `snapshot`, which has the checkpoint at the relpath `checkpoint`, in place of the one that
-        this attempt had. Files that are there already are not sent again."""
+        """Replace this attempt's remote checkpoint by the files in `snapshot`. Files that are already there are not
+        sent again.
+
+        Args:
+            workspace: name of the workspace.
+            attempt: the attempt that the checkpoint belongs to.
+            snapshot: folder with the checkpoint and the files that belong to it.
+            checkpoint: path of the checkpoint relative to `snapshot`.
+        """
         home = f"{ATTEMPTS}/{workspace}/{attempt.number:06d}"
         paths = {path.relative_to(snapshot).as_posix(): path for path in snapshot.rglob("*") if path.is_file()}
         files = {name: (file_digest(path), path.stat().st_size) for name, path in paths.items()}
@@ -128,16 +150,16 @@ class RemoteAttempts:
         self._files.write(f"{home}/{NEWEST}", NewestCheckpoint(checkpoint=checkpoint, parts=parts, files=files))
         for md5 in there.keys() - {md5 for md5, _ in files.values()} - {NEWEST}:
             self._files.remove(f"{home}/{md5}")
-        self._say(f"the remote store has the checkpoint of {_steps(checkpoint)} steps")
+        self._say(f"sent the checkpoint of step {_steps(checkpoint)} to the remote store")
 
     def _best(self, homes: list[str]) -> tuple[str, NewestCheckpoint] | None:
-        """The newest checkpoint of these attempts, and where it is."""
+        """Return the newest checkpoint in these remote folders and its folder, or None."""
         read = [(home, self._files.read(f"{home}/{NEWEST}", NewestCheckpoint)) for home in homes]
         saved = [(home, newest) for home, newest in read if newest is not None]
         return max(saved, key=lambda each: each[1].steps, default=None)
 
     def remove(self, workspace: str) -> None:
-        """Delete the checkpoints of all attempts; the numbers stay taken."""
+        """Delete the checkpoints of all attempts. Their numbers stay in use."""
         home = f"{ATTEMPTS}/{workspace}"
         for name in self._files.listed(home):
             if name.isdecimal():
@@ -145,9 +167,11 @@ class RemoteAttempts:
                 self._files.remove(f"{home}/{name}")
 
     def sender(self, workspace: Path, attempt: RemoteAttempt, before: Callable[[], object]) -> CheckpointSender:
+        """Return the sender of an attempt's checkpoints."""
         return CheckpointSender(self, workspace, attempt, before, self._scratch, self._say)
 
     def _mine(self, workspace: Path) -> RemoteAttempt | None:
+        """Return the attempt that a workspace belongs to, if the remote store knows it; else None."""
         try:
             mine = RemoteAttempt.model_validate_json((workspace / MINE).read_bytes())
         except (FileNotFoundError, ValidationError):
@@ -156,25 +180,32 @@ class RemoteAttempts:
         return mine if self._files.read(name, RemoteAttempt) == mine else None
 
     def _attempts(self, home: str) -> list[RemoteAttempt]:
+        """Return all attempts in a remote folder."""
         names = [name for name in self._files.listed(home) if name.endswith(".json")]
         read = (self._files.read(f"{home}/{name}", RemoteAttempt) for name in names)
         return [attempt for attempt in read if attempt is not None]
 
     def _created(self, home: str, others: list[RemoteAttempt], afresh: bool) -> RemoteAttempt:
+        """Register a new attempt under the next free number. Attempts that other machines register meanwhile are added
+        to `others`."""
         number = max((each.number for each in others), default=0)
         while True:
             number += 1
             mine, name = RemoteAttempt(number=number, afresh=afresh), f"{home}/{number:06d}.json"
-            # An answer that was lost on its way is asked for again, and then finds what it has created.
+            # If the answer to the first request was lost, the retry finds the document that the first one created.
             if self._files.create(name, mine) or (taken := self._files.read(name, RemoteAttempt)) == mine:
                 return mine
             if taken is not None:
                 others.append(taken)
 
     def _fetch(self, workspace: Path, home: str, newest: NewestCheckpoint) -> None:
+        """Replace parts of the workspace by a remote checkpoint, unless the workspace has one with at least as many
+        steps."""
         where = f"{self._files.url}/{home}/{NEWEST}"
         for name in newest.files:
-            if name.startswith(".") or str(confined(name, where)) != name:  # "./x" is in the part "."
+            if (
+                name.startswith(".") or str(confined(name, where)) != name
+            ):  # reject "./x", whose first part would be "."
                 raise _damaged(where, f"the name {name!r}")
         for part in (newest.checkpoint, *newest.parts):
             if not any(f"{name}/".startswith(f"{part}/") for name in newest.files):
@@ -189,7 +220,7 @@ class RemoteAttempts:
             )
             for name, (md5, _) in newest.files.items():
                 if file_digest(folder / name) != md5:
-                    raise _damaged(f"{self._files.url}/{home}/{md5}", "other bytes than were sent")
+                    raise _damaged(f"{self._files.url}/{home}/{md5}", "the content has another MD5")
             sync_tree(folder)
             for part in (*(part for part in newest.parts if part != newest.checkpoint), newest.checkpoint):
                 target = workspace / part
@@ -197,14 +228,15 @@ class RemoteAttempts:
                     shutil.rmtree(target)
                 target.parent.mkdir(parents=True, exist_ok=True)
                 (folder / part).rename(target)
-        self._say(f"the remote store has a checkpoint of {newest.steps} steps, fetched")
+        self._say(f"fetched the checkpoint of step {newest.steps} from the remote store")
 
 
 class CheckpointSender:
-    """Sends the checkpoints of one attempt in the background, once they are complete; a newer one goes first.
+    """Sends the checkpoints of one attempt in the background, each once it is complete. A newer checkpoint takes
+    precedence.
 
     Args:
-        before: sends what a checkpoint stands on.
+        before: is called before each checkpoint to send the artifacts that the checkpoint depends on.
     """
 
     def __init__(
@@ -222,7 +254,7 @@ class CheckpointSender:
         self._newest: Path | None = None
 
     def offer(self, checkpoint: Path, best: Path | None) -> None:
-        """Send this checkpoint of the workspace, with the files right in the workspace and the folder `best`."""
+        """Send this checkpoint with the files directly in the workspace and the folder `best`."""
         self._newest = checkpoint
         self._threads = [thread for thread in self._threads if thread.is_alive()]
         thread = Thread(target=self._deliver, args=(checkpoint, best), name="checkpoint", daemon=True)
@@ -230,15 +262,17 @@ class CheckpointSender:
         thread.start()
 
     def end(self) -> None:
-        """Send no more; wait for what is being sent."""
+        """Stop sending, and wait for the transfer in progress."""
         self._ended = True
         self.join()
 
     def join(self) -> None:
+        """Wait for all transfers in progress."""
         for thread in self._threads:
             thread.join()
 
     def _deliver(self, checkpoint: Path, best: Path | None) -> None:
+        """Wait until a checkpoint is complete, then send it unless a newer one is complete."""
         until = time.monotonic() + INCOMPLETE_SECONDS
         while not checkpoint.is_dir():
             if self._ended or time.monotonic() > until:
@@ -255,10 +289,11 @@ class CheckpointSender:
                     name = self._snapshot(checkpoint, best, snapshot)
                     self._attempts.send(self._workspace.name, self._attempt, snapshot, name)
             except (ArmatureError, OSError) as error:
-                self._say(f"warning: {checkpoint.name} is not sent to the remote store; the next one is tried: {error}")
+                self._say(f"warning: {checkpoint.name} was not sent to the remote store; the next one will be: {error}")
 
     def _snapshot(self, checkpoint: Path, best: Path | None, folder: Path) -> str:
-        """Link the files into `folder`: the trainer removes old checkpoints, and may replace the best."""
+        """Link all files into `folder`, since the trainer may delete old checkpoints and replace the best one. Return
+        the checkpoint's relative path."""
         name = checkpoint.resolve().relative_to(self._workspace).as_posix()
         link_folder(checkpoint, folder / name)
         if best is not None and best.is_dir():
@@ -270,6 +305,7 @@ class CheckpointSender:
 
 
 def _steps(checkpoint: str) -> int:
+    """Number of steps in the name of a checkpoint's folder; -1 if it is not named like one."""
     matched = _STEP.fullmatch(checkpoint.rpartition("/")[2])
     return int(matched[1]) if matched else -1
 
@@ -279,5 +315,5 @@ def _damaged(where: str, why: object) -> DataError:
         f"the remote copy of a checkpoint is damaged: {why}",
         code="remote_checkpoint_damaged",
         where=where,
-        remedy="delete its folder in the remote store: training then begins from its batches",
+        remedy="delete its folder in the remote store; training then starts from its stored batches",
     )

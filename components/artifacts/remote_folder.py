@@ -1,4 +1,7 @@
-"""Files behind an fsspec URL: the one place that speaks fsspec. Requests are repeated, many at a time, and bounded."""
+"""Files behind an fsspec URL; the only module that calls fsspec.
+
+Requests run many at a time and are retried a limited number of times. Sizes are checked while data arrives.
+"""
 
 from __future__ import annotations
 
@@ -27,10 +30,11 @@ ResultT = TypeVar("ResultT")
 DocumentT = TypeVar("DocumentT", bound=BaseModel)
 
 WAITS = (1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 60.0)
-"""Seconds before a request is made again."""
+"""Seconds to wait before each retry of a request."""
 CONCURRENT = 32
+"""Largest number of requests at a time."""
 DOCUMENT_BYTES = 64 * 2**20
-"""The largest document that is read as a whole; one that lists 100,000 files has 15 MB."""
+"""Largest JSON document that is read; one that lists 100,000 files has 15 MB."""
 LASTING = (
     ArmatureError,
     InterruptedError,
@@ -42,36 +46,40 @@ LASTING = (
     ValueError,
     TypeError,
 )
-"""What does not get better by waiting: a missing bucket, a wrong key, a fetch that its user has stopped."""
+"""Errors that are not retried, since waiting does not help: a missing bucket, a wrong key, a fetch that its user
+stopped."""
 PACKAGES = {
     "s3": install_command("s3"),
     **dict.fromkeys(("gs", "gcs"), "pip install gcsfs"),
     **dict.fromkeys(("az", "abfs", "abfss"), "pip install adlfs"),
 }
-"""What installs the client of an address."""
+"""Command that installs the client of each URL scheme."""
 NOT_ASKED = frozenset({"ParamValidationError", "OfflineModeIsEnabled"})
-"""Errors of clients that say that a request was never sent, by name."""
+"""Class names of client errors that mean a request was never sent."""
 MAY_SUCCEED = frozenset({408, 425, 429})
-"""Statuses from 400 to 499 that say to ask again; the others are refusals."""
+"""HTTP statuses from 400 to 499 that are retried; all others are refusals."""
 NO_CREDENTIALS = frozenset({"NoCredentialsError", "PartialCredentialsError", "ProfileNotFound", "RefreshError"})
-"""Errors of clients that are not installed everywhere, by name."""
+"""Class names of errors about credentials; by name, since the clients may not be installed."""
 NO_CALLBACK = fsspec.callbacks.NoOpCallback()
 
 
 class Source(NamedTuple):
-    """The name of a remote file, and the bytes that it has."""
+    """Name and size in bytes of a remote file."""
 
     name: str
     size: int
 
 
 class WholeFiles(LocalFileSystem):
-    """A folder whose files are whole or absent, as an object store's are: each is written beside and then renamed."""
+    """A local folder that behaves like an object store: each file is written under a temporary name and then
+    renamed."""
 
     def put_file(self, path1: Any, path2: Any, callback: Any = None, **kwargs: Any) -> None:
+        """Copy a local file to `path2`."""
         self._place(path2, partial(shutil.copyfile, path1), exclusive=False)
 
     def pipe_file(self, path: Any, value: bytes, mode: str = "overwrite", **kwargs: Any) -> None:
+        """Write bytes to a file; with mode `create`, fail if the file exists."""
         self._place(path, lambda part: part.write_bytes(value), exclusive=mode == "create")
 
     def _place(self, path: Any, write: Callable[[Path], object], exclusive: bool) -> None:
@@ -90,20 +98,22 @@ class WholeFiles(LocalFileSystem):
 
 
 def _link(part: Path, target: Path) -> None:
-    """Unlike a rename, this fails where there is a `target`."""
+    """Rename `part` to `target`, but raise FileExistsError if `target` exists."""
     try:
         os.link(part, target)
     except OSError as error:
         if error.errno not in (errno.EPERM, errno.EOPNOTSUPP):
             raise
-        with target.open("xb") as file:  # a disk without hard links, such as a bucket that is mounted
+        with target.open("xb") as file:  # a disk without hard links, such as a mounted bucket
             file.write(part.read_bytes())
 
 
 def open_filesystem(url: str) -> tuple[Any, str]:
-    """The file system of a URL or a folder, and the path in it. Credentials come from the environment.
+    """Return the fsspec file system of a URL or local folder, and the path within it. Credentials come from the
+    environment.
 
-    "::" is a part of a name here; fsspec itself would take it for a chain of file systems. Raises what the client does.
+    "::" is an ordinary part of a name here, although fsspec itself would read it as a chain of file systems. Errors of
+    the client are raised unchanged.
     """
     protocol = url.partition("://")[0].lower() if "://" in url else "file"
     kind = fsspec.get_filesystem_class(protocol)
@@ -112,8 +122,17 @@ def open_filesystem(url: str) -> tuple[Any, str]:
 
 
 class RemoteFiles:
-    """Files below a URL, by their names relative to it. What does not answer is asked again for two minutes, which
-    `say` is told; then the error of the client is raised, as is one that waiting does not heal.
+    """Files below a URL, by their relative names.
+
+    A failed request is retried for two minutes, with a message to `say` each time. After that, or at once if waiting
+    cannot help, the client's error is raised.
+
+    Example:
+        >>> import tempfile
+        >>> folder = tempfile.mkdtemp()
+        >>> _ = Path(folder, "a.txt").write_text("hello")
+        >>> RemoteFiles(folder, say=print).facts()["a.txt"]["size"]
+        5
     """
 
     def __init__(self, url: str, say: Callable[[str], None]) -> None:
@@ -121,25 +140,30 @@ class RemoteFiles:
         self._filesystem, self._root = open_filesystem(url)
 
     def facts(self, folder: str = "") -> dict[str, dict[str, Any]]:
-        """What the file system says of all files below `folder`, by their names relative to it."""
+        """Return what the file system reports about each file below `folder`, by relative name."""
         files = self._answered(self._find, folder)
         return dict(zip(self._below(folder, files), files.values(), strict=True))
 
     def get(self, files: Mapping[Path, Source], callback: fsspec.Callback = NO_CALLBACK) -> None:
-        """Copy these to local files, whose folders are made; `callback` hears of every part, and may end it by raising.
+        """Copy remote files to local paths, creating their folders.
+
+        Args:
+            files: remote file by local path.
+            callback: is called for every part that arrives, and may end the copying by raising an exception.
 
         Raises:
-            DataError: one is gone or has another size. A larger one ends before it fills the disk.
+            DataError: a file is gone or has another size. Copying a file that is too large ends before it fills the
+            disk.
         """
         for folder in {target.parent for target in files}:
             folder.mkdir(parents=True, exist_ok=True)
         self._all(self._get, [(source, target, callback) for target, source in files.items()])
 
     def open(self, source: Source, **options: Any) -> IO[bytes]:
-        """A file that is read where it lies.
+        """Open a remote file for reading in place.
 
         Raises:
-            DataError: it has another size.
+            DataError: the file has another size.
         """
         file: IO[bytes] = self._answered(partial(self._filesystem.open, self._path(source.name), "rb", **options))
         if (size := file.seek(0, os.SEEK_END)) != source.size:
@@ -152,15 +176,18 @@ class RemoteFiles:
         return f"{self._root}/{name}"
 
     def _below(self, folder: str, paths: Iterable[str]) -> list[str]:
+        """Return paths relative to `folder`."""
         prefix = self._path(folder).rstrip("/").lstrip("/") + "/"
         return [str(path).lstrip("/").removeprefix(prefix).rstrip("/") for path in paths]
 
     def _find(self, folder: str) -> dict[str, dict[str, Any]]:
+        """Return the file system's report about each file below `folder`, by path."""
         self._filesystem.invalidate_cache()
         files: dict[str, dict[str, Any]] = self._filesystem.find(self._path(folder).rstrip("/"), detail=True)
         return files
 
     def _get(self, source: Source, target: Path, callback: fsspec.Callback) -> None:
+        """Copy one remote file and check its size."""
         where = f"{self.url}/{source.name}"
         try:
             self._filesystem.get_file(
@@ -172,12 +199,14 @@ class RemoteFiles:
             raise _other_size(where, arrived, source.size)
 
     def _answered(self, request: Callable[..., ResultT], *arguments: Any) -> ResultT:
+        """Make one request with retries and return its result."""
         answers: list[ResultT] = []
         self._all(lambda: answers.append(request(*arguments)), [()])
         return answers[0]
 
     def _all(self, request: Callable[..., object], calls: list[tuple[Any, ...]]) -> None:
-        """Make every call, those that fail again and again; waits begin again as long as some succeed."""
+        """Make every call, and repeat those that fail. The waits start again from the shortest while some calls
+        succeed."""
         waits = iter(WAITS)
         with ThreadPoolExecutor(min(CONCURRENT, max(1, len(calls))), thread_name_prefix="remote") as pool:
             while calls:
@@ -193,16 +222,16 @@ class RemoteFiles:
                 calls, error = [call for call, _ in failures], failures[0][1]
                 if (wait := next(waits, None)) is None:
                     raise error
-                self._say(f"{self.url} does not answer, asked again in {wait:.0f} s: {error}")
+                self._say(f"{self.url} does not answer, next try in {wait:.0f} s: {error}")
                 time.sleep(wait)
 
 
 class RemoteFolder(RemoteFiles):
-    """The files of a remote store.
+    """The files of a remote store, as JSON documents and data files.
 
     Raises:
-        ConfigurationError: `url` is not one, or needs a package that is not installed.
-        StoreError: of every method: no such bucket, no permission, no answer.
+        ConfigurationError: `url` is not an address, or needs a package that is not installed.
+        StoreError: raised by every method: the bucket is missing, access is denied, or there is no answer.
     """
 
     def __init__(self, url: str, say: Callable[[str], None]) -> None:
@@ -232,16 +261,16 @@ class RemoteFolder(RemoteFiles):
                 f"not the address of a remote store: {reason}",
                 code="invalid_remote_store",
                 where=f"machine.remote_store = {url!r}",
-                remedy="write it as s3://bucket/prefix, or as the whole path of a folder",
+                remedy="write it as s3://bucket/prefix, or as the absolute path of a folder",
             )
         self.folder = Path(self._root).resolve() if local else None
-        """The folder that it is, if it is one of this machine."""
+        """The local folder, if the remote store is one."""
 
     def read(self, name: str, model: type[DocumentT]) -> DocumentT | None:
-        """The JSON document of this name, or None if there is none.
+        """Return the JSON document of this name, None if it does not exist.
 
         Raises:
-            DataError: it is damaged or too large.
+            DataError: the document is damaged or too large.
         """
         content = self._answered(self._content, self._path(name))
         try:
@@ -252,18 +281,19 @@ class RemoteFolder(RemoteFiles):
                 f"a document in the remote store cannot be read: {reason}",
                 code="remote_record_unreadable",
                 where=f"{self.url}/{name}",
-                remedy="make what it belongs to again with --force, or delete this file in the remote store",
+                remedy="make the artifact again with --force, or delete this file in the remote store",
             ) from error
 
     def create(self, name: str, document: BaseModel) -> bool:
-        """Write a document unless there is one; whether it was written.
+        """Write a document unless one of this name exists. Return True if it was written.
 
-        A store without conditional writes overwrites, which is said once.
+        A store without conditional writes may overwrite a document of another machine; a warning says so once.
         """
         path, content = self._path(name), document.model_dump_json().encode()
         created = self._answered(self._created, path, content)
         if created and self._exclusive is None:
-            # fsspec's way for stores that have no conditional writes is to look first: another machine comes between.
+            # For stores without conditional writes, fsspec first looks whether the file exists; another machine may
+            # write it in between.
             atomic = type(self._filesystem).pipe_file is not AbstractFileSystem.pipe_file
             atomic |= isinstance(self._filesystem, AsyncFileSystem)
             self._exclusive = atomic and not self._answered(self._created, path, content)
@@ -275,27 +305,29 @@ class RemoteFolder(RemoteFiles):
         return created
 
     def write(self, name: str, document: BaseModel) -> None:
+        """Write a document, replacing an existing one."""
         self._answered(self._filesystem.pipe_file, self._path(name), document.model_dump_json().encode())
 
     def listed(self, folder: str) -> list[str]:
-        """The names right below `folder`."""
+        """Names directly below `folder`, sorted."""
         return sorted(self._below(folder, self._answered(self._entries, folder)))
 
     def put(self, files: Mapping[str, Path]) -> None:
-        """Copy local files to these names, one request for each that is not large."""
+        """Copy local files to these remote names, with one request per file unless it is large."""
         with raising_disk_full(Path(self._root)):
             calls = [(str(source), self._path(name)) for name, source in files.items()]
             self._all(self._filesystem.put_file, calls)
 
     def remove(self, name: str) -> None:
-        """Delete a file, or a folder with all that is in it, if it is there."""
+        """Delete a file, or a folder with everything in it. Do nothing if it does not exist."""
         self._answered(self._delete, self._path(name))
 
     def _content(self, path: str) -> bytes | None:
-        """The bytes of a document; of one that is too large so many that it is not JSON."""
+        """Return the bytes of a document, None if it does not exist. Of one that is too large, return zeros, which are
+        not JSON."""
         self._filesystem.invalidate_cache()
         try:
-            # Not `exists`, which takes an answer that did not come for a no.
+            # `exists` would return False for a request that failed.
             if self._filesystem.info(path)["size"] > DOCUMENT_BYTES:
                 return bytes(DOCUMENT_BYTES + 1)
             content: bytes = self._filesystem.cat_file(path)
@@ -305,6 +337,7 @@ class RemoteFolder(RemoteFiles):
         return content
 
     def _see_bucket(self) -> None:
+        """Raise a StoreError if the bucket does not exist."""
         bucket = self._root.partition("/")[0]
         if not bucket or self._bucket_seen:
             return
@@ -315,11 +348,12 @@ class RemoteFolder(RemoteFiles):
                 f"the remote store cannot be used: there is no bucket {bucket!r}",
                 code="bucket_missing",
                 where=f"machine.remote_store = {self.url!r}",
-                remedy="correct the name, or make the bucket: none is made by itself",
+                remedy="correct the name, or create the bucket: this is not done automatically",
             ) from error
         self._bucket_seen = True
 
     def _entries(self, folder: str) -> list[str]:
+        """Return the paths directly below `folder`."""
         self._filesystem.invalidate_cache()
         try:
             return list(self._filesystem.ls(self._path(folder), detail=False))
@@ -327,6 +361,7 @@ class RemoteFolder(RemoteFiles):
             return []
 
     def _created(self, target: str, content: bytes) -> bool:
+        """Write a file that must not exist. Return False if it does."""
         try:
             self._filesystem.pipe_file(target, content, mode="create")
         except FileExistsError:
@@ -341,23 +376,25 @@ class RemoteFolder(RemoteFiles):
             return
 
     def _all(self, request: Callable[..., object], calls: list[tuple[Any, ...]]) -> None:
+        """Like `RemoteFiles._all`, but errors of the client become StoreErrors."""
         try:
             super()._all(request, calls)
         except ArmatureError:
             raise
-        except Exception as error:  # each kind of store raises its own
+        except Exception as error:  # each kind of store raises its own errors
             if isinstance(error, OSError) and error.errno in FULL:
                 raise
             raise self._refusal(error) from error
 
     def _refusal(self, error: Exception) -> StoreError:
+        """Return the StoreError for an error of the client."""
         if isinstance(error, PermissionError) or type(error).__name__ in NO_CREDENTIALS:
-            asked = error.__cause__ or error  # that of a client names the request that was refused
+            detail = error.__cause__ or error  # the client's own error names the refused request
             return StoreError(
-                f"the remote store cannot be used, these credentials do not allow it: {type(error).__name__}: {asked}",
+                f"the remote store cannot be used with these credentials: {type(error).__name__}: {detail}",
                 code="remote_store_access_denied",
                 where=self.url,
-                remedy="have an account that may list, read, write and delete there; for s3:// set AWS_ACCESS_KEY_ID "
+                remedy="use an account that may list, read, write and delete there; for s3:// set AWS_ACCESS_KEY_ID "
                 "and AWS_SECRET_ACCESS_KEY, and AWS_ENDPOINT_URL where it is not Amazon's",
             )
         if _lasts(error):
@@ -365,20 +402,20 @@ class RemoteFolder(RemoteFiles):
                 f"the remote store cannot be used: {type(error).__name__}: {error}",
                 code="remote_store_not_usable",
                 where=self.url,
-                remedy="correct machine.remote_store (and AWS_ENDPOINT_URL, if it is set), or make the bucket: none is "
-                "made by itself",
+                remedy="correct machine.remote_store (and AWS_ENDPOINT_URL, if it is set), or create the "
+                "bucket: this is not done automatically",
             )
         return StoreError(
             f"the remote store cannot be used, it does not answer: {type(error).__name__}: {error}",
             code="remote_store_unreachable",
             where=self.url,
-            remedy="bring it back, or correct its address (for s3://, AWS_ENDPOINT_URL where it is not Amazon's), then "
-            "run again: what is finished is kept here and sent then",
+            remedy="restore it, or correct its address (for s3://, AWS_ENDPOINT_URL where it is not Amazon's), then "
+            "run again: finished artifacts are kept locally and sent then",
         )
 
 
 class _AtMost(fsspec.Callback):
-    """Ends the fetching of a file at the size that it was listed with."""
+    """Progress callback that raises an error as soon as a file exceeds its listed size."""
 
     def __init__(self, size: int, path: str, callback: fsspec.Callback) -> None:
         super().__init__()
@@ -399,33 +436,37 @@ class _AtMost(fsspec.Callback):
 
 
 def _other_size(path: str, size: int, listed: int) -> DataError:
-    return DataError(f"{size} bytes arrive of a file that has {listed}", code="remote_file_size_mismatch", where=path)
+    return DataError(
+        f"{size} bytes arrived of a file with {listed} bytes", code="remote_file_size_mismatch", where=path
+    )
 
 
 def _lasts(error: Exception) -> bool:
+    """True if retrying cannot help."""
     status = getattr(getattr(error, "response", None), "status_code", 0)
     refused = 400 <= status < 500 and status not in MAY_SUCCEED
     return refused or isinstance(error, LASTING) or type(error).__name__ in NOT_ASKED | NO_CREDENTIALS
 
 
 def _error_of(request: Callable[..., object], call: tuple[Any, ...]) -> Exception | None:
+    """Make a request. Return the error that it raises, or None."""
     try:
         request(*call)
-    except Exception as error:  # each kind of store raises its own
+    except Exception as error:  # each kind of store raises its own errors
         return error
     return None
 
 
 def _unusable(url: str, local: bool) -> str | None:
-    """Why nothing can be kept at this address."""
+    """Return the reason why a remote store cannot be kept at this address, or None."""
     scheme, _, rest = url.partition("://")
     if scheme == "memory":
-        return "what is in memory is gone with the process"
+        return "data in memory is lost when the process ends"
     if local and not url.startswith("file:") and not Path(url).expanduser().is_absolute():
         return (
             "it names no bucket"
             if ":" in url.partition("/")[0]
-            else "it is neither a URL nor the whole path of a folder"
+            else "it is neither a URL nor the absolute path of a folder"
         )
     if not local and (not rest or rest.startswith("/")):
         return "it names no bucket"

@@ -1,4 +1,4 @@
-"""Digests of what results depend on besides settings: code, files and versions of packages."""
+"""Digests of everything a result depends on besides settings: Python code, files and versions of packages."""
 
 from __future__ import annotations
 
@@ -19,44 +19,48 @@ from armature.components.contracts.digests import document_digest
 from armature.components.contracts.errors import ConfigurationError
 from armature.components.machine.project import project_path
 
-# The digest of a module's code: its own file, its package, and what they import of what is not installed.
-#
-# Nothing is imported to find it out. Of a package all Python files count, and data files that they name.
+# --- The digest of a module's code ---
 
 OURS = "armature"
-"""The package of this project. Its environments and rewards count by what they import; the stages have versions."""
+"""The package of this project. Of its code only environments and rewards enter digests, by what they import; stages
+have versions instead."""
 ENVIRONMENTS_HERE, REWARDS_HERE = "armature.components.environments", "armature.components.rewards"
 INSTALLED = ("site-packages", "dist-packages")
+"""Folder names that mark installed packages."""
 SMALL = 2**20
+"""Files with fewer bytes are hashed again each time; digests of larger ones are cached."""
 
-_known: dict[str, tuple[ModuleSpec | None, str]] = {}
+_digests: dict[str, tuple[ModuleSpec | None, str]] = {}
+"""Module spec and digest by module name, so that a loaded module keeps its digest."""
 
 
 def code_digest(module: str) -> str:
-    """SHA-256 over the code that `module` stands on, as it is when it is first asked for.
+    """SHA-256 of the code that `module` depends on: its file, its package, and everything not installed that these
+    import.
 
-    That is the code which this process has loaded: an edit counts from the next process on, or when the module is
-    loaded again.
+    All Python files of a package count, and data files whose names appear in its code. Nothing is imported to compute
+    the digest. The digest describes the code loaded in this process: an edit counts from the next process on, or when
+    the module is loaded again.
 
     Raises:
         ConfigurationError: the module has no file.
     """
     spec = _spec(module)
-    if module in _known and _known[module][0] is spec and module in sys.modules:
-        return _known[module][1]
+    if module in _digests and _digests[module][0] is spec and module in sys.modules:
+        return _digests[module][1]
     digest = document_digest({name: _content(path) for name, path in sorted(_files(module).items())})
-    _known[module] = (spec, digest)
+    _digests[module] = (spec, digest)
     return digest
 
 
 def has_code(module: str) -> bool:
-    """Whether there is such a module, in a file."""
+    """True if the module exists and is a file."""
     spec = _spec(module)
     return spec is not None and spec.origin is not None and Path(spec.origin).is_file()
 
 
 def _files(module: str) -> dict[str, Path]:
-    """Every file that counts, by a name that is the same on every machine."""
+    """Every file that enters the digest of `module`, by a name that is the same on every machine."""
     files: dict[str, Path] = {}
     seen: set[str] = set()
     packages: set[str] = set()
@@ -72,7 +76,7 @@ def _files(module: str) -> dict[str, Path]:
                 raise ConfigurationError(
                     f"the code of module {name!r} cannot be found",
                     code="module_code_missing",
-                    remedy="keep it in a file",
+                    remedy="move it into a file of its own",
                 )
             continue
         path = Path(spec.origin)
@@ -87,16 +91,17 @@ def _files(module: str) -> dict[str, Path]:
         if path.suffix == ".py":
             imported, texts = _read(path, package)
             waiting += imported
-            files |= {f"{name}:{text}": found for text, found in _named(texts, path.parent, whole)}
+            files |= {f"{name}:{text}": file for text, file in _named(texts, path.parent, whole)}
     return files
 
 
 def _of_one_environment(package: str) -> bool:
-    """Whether all of the package belongs to the environments in it."""
+    """True if the whole package enters a digest: it is not ours, or it is the package of one of our environments."""
     return package.partition(".")[0] != OURS or package.startswith(f"{ENVIRONMENTS_HERE}.")
 
 
 def _counts(name: str, start: str) -> bool:
+    """True if the module `name` enters the digest of the module `start`."""
     top = name.partition(".")[0]
     if top == OURS:
         return name.startswith((f"{ENVIRONMENTS_HERE}.", f"{REWARDS_HERE}.")) or name == start
@@ -109,7 +114,7 @@ def _counts(name: str, start: str) -> bool:
 
 
 def _installed(file: Path) -> bool:
-    """Whether an installer put the module there: into an environment, or by `pip install --target`."""
+    """True if an installer put the file there, into an environment or by `pip install --target`."""
     home = file.parent.parent if file.stem == "__init__" else file.parent
     name = file.parent.name if file.stem == "__init__" else file.name
     return bool(set(file.parts) & set(INSTALLED)) or name in _recorded(home)
@@ -117,13 +122,13 @@ def _installed(file: Path) -> bool:
 
 @cache
 def _recorded(home: Path) -> frozenset[str]:
-    """What the installers' lists of files name, directly in `home`."""
+    """Names directly in `home` that are listed in the RECORD files of installed distributions."""
     lists = (record.read_text(errors="replace").splitlines() for record in home.glob("*.dist-info/RECORD"))
     return frozenset(line.partition(",")[0].partition("/")[0] for lines in lists for line in lines)
 
 
 def _spec(name: str) -> ModuleSpec | None:
-    """Where the module is; its parents are not imported."""
+    """Find a module's spec without importing its parent packages."""
     if name in sys.modules:
         return sys.modules[name].__spec__
     parent, _, _ = name.rpartition(".")
@@ -136,17 +141,17 @@ def _spec(name: str) -> ModuleSpec | None:
     places = above.submodule_search_locations if above else None
     try:
         return PathFinder.find_spec(name, list(places)) if places else None
-    except KeyError:  # a package without __init__ in one that is not imported
+    except KeyError:  # a namespace package inside a package that is not imported
         spec = ModuleSpec(name, None, is_package=True)
         spec.submodule_search_locations = [str(Path(place, name.rpartition(".")[2])) for place in places or ()]
         return spec
 
 
 def _read(path: Path, package: str) -> tuple[list[str], set[str]]:
-    """The modules that a file imports, and those that they may be, and its texts."""
+    """Return the names of all modules that a file may import, and all strings in its code."""
     try:
         tree = ast.parse(path.read_bytes())
-    except (SyntaxError, ValueError, RecursionError):  # importing it fails as well; its bytes count
+    except (SyntaxError, ValueError, RecursionError):  # importing the file fails as well; its bytes still count
         return [], set()
     imported: list[str] = []
     texts: set[str] = set()
@@ -162,6 +167,7 @@ def _read(path: Path, package: str) -> tuple[list[str], set[str]]:
 
 
 def _absolute(node: ast.ImportFrom, package: str) -> str:
+    """Return the absolute name of the module in `from ... import`, or an empty string if it leaves the package."""
     name = node.module or ""
     try:
         return resolve_name("." * node.level + name, package or None) if node.level else name
@@ -170,7 +176,8 @@ def _absolute(node: ast.ImportFrom, package: str) -> str:
 
 
 def _named(texts: set[str], folder: Path, below: bool) -> Iterator[tuple[str, Path]]:
-    """Files that the texts name, in `folder` or, by their bare names, anywhere below it."""
+    """Yield files whose paths relative to `folder` are among `texts`; with `below`, also files anywhere below it by
+    name."""
     for text in sorted(texts):
         if "\0" not in text and not text.startswith(("/", "~")) and _is_file(folder / text):
             yield text, folder / text
@@ -183,12 +190,12 @@ def _named(texts: set[str], folder: Path, below: bool) -> Iterator[tuple[str, Pa
 def _is_file(path: Path) -> bool:
     try:
         return path.is_file()
-    except OSError:  # a text that is too long for a name
+    except OSError:  # the text is too long for a file name
         return False
 
 
 def _walk(folder: Path) -> Iterator[Path]:
-    """Files below `folder`; hidden ones, caches and virtual environments are left out."""
+    """Yield all files below `folder` except hidden files, caches and virtual environments."""
     for parent, folders, names in os.walk(folder):
         here = Path(parent)
         folders[:] = sorted(
@@ -200,32 +207,35 @@ def _walk(folder: Path) -> Iterator[Path]:
 
 
 def _content(path: Path) -> str:
+    """SHA-256 of a file."""
     return sha256(path.read_bytes()).hexdigest() if path.stat().st_size < SMALL else file_sha256(path)
 
 
-# Digests of what is read: files that arguments name, and versions of packages.
+# --- Digests of files that arguments name, and versions of packages ---
 
 LONGEST_PATH = 4096
 
 
 def named_files(arguments: Mapping[str, Any]) -> dict[str, str]:
-    """The digest of what lies in the files and folders whose paths are among `arguments`; nothing if none is.
+    """Return the digest of the files and folders whose paths appear among `arguments`, as `{"data": digest}`; {} if
+    there are none.
 
-    A path is a text with a slash or a suffix, so that a word is not taken for a folder that happens to be here.
+    A text counts as a path if it contains a slash or has a suffix, so that a word is not taken for a folder of that
+    name.
     """
-    found = {}
+    digests = {}
     for where, text in _texts(arguments, ""):
         path = project_path(text)
         if path.is_file() and ("/" in text or path.suffix):
-            found[where] = file_sha256(path)
+            digests[where] = file_sha256(path)
         elif path.is_dir() and "/" in text:
             files = sorted(each for each in path.rglob("*") if each.is_file())
-            found[where] = document_digest({each.relative_to(path).as_posix(): file_sha256(each) for each in files})
-    return {"data": document_digest(found)} if found else {}
+            digests[where] = document_digest({each.relative_to(path).as_posix(): file_sha256(each) for each in files})
+    return {"data": document_digest(digests)} if digests else {}
 
 
 def versions(*distributions: str) -> dict[str, str]:
-    """The versions of installed distributions; "" of one that is not."""
+    """Versions of installed distributions by name; an empty string for one that is not installed."""
 
     def installed(name: str) -> str:
         try:
@@ -237,6 +247,7 @@ def versions(*distributions: str) -> dict[str, str]:
 
 
 def _texts(value: Any, where: str) -> Iterator[tuple[str, str]]:
+    """Yield every string within nested mappings and lists, with its location such as `.files[0]`."""
     if isinstance(value, Mapping):
         for key, item in value.items():
             yield from _texts(item, f"{where}.{key}")

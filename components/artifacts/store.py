@@ -1,11 +1,12 @@
-"""The artifact store: finished folders under `<stage>/<fingerprint>`, seen whole or not at all.
+"""The artifact store: a finished result is a folder `<stage>/<fingerprint>`, which other processes see whole or not at
+all.
 
-<root>/<stage>/<fingerprint>/          a finished artifact
-<root>/<stage>/<fingerprint>.digest    its record: an artifact that lies as recorded is not read again
-<root>/workspaces/<stage>-<fingerprint>/   what an unfinished attempt can resume from
-<root>/replaced/                       what was made again by --force
-<root>/images/                         the image store, shared by all artifacts
-<root>/remote/                         what remote stores still lack
+<root>/<stage>/<fingerprint>/              a finished artifact
+<root>/<stage>/<fingerprint>.digest        its record, by which unchanged files are recognized without reading them
+<root>/workspaces/<stage>-<fingerprint>/   files from which an unfinished attempt can resume
+<root>/replaced/                           artifacts that --force made again
+<root>/images/                             the image store, shared by all artifacts
+<root>/remote/                             artifacts that still have to be sent to a remote store
 """
 
 from __future__ import annotations
@@ -46,18 +47,34 @@ from armature.components.contracts.errors import DataError, StoreError
 from armature.components.contracts.stages import Artifact
 
 AGAIN_SECONDS = 600.0
-"""How long a remote store that did not take an artifact is not asked again while artifacts are written."""
+"""Seconds without another try after a remote store did not take an artifact."""
 
 
 class ArtifactStore:
-    """A local folder, and optionally a remote that finished artifacts, their images and checkpoints of unfinished
-    stages are copied to, and found in.
+    """A local folder of finished artifacts, with an optional remote copy.
 
-    An artifact is sent when it is written. Where another machine was first, its artifact takes the place of this one.
-    What the remote does not take is kept, and sent by the next stage in this store, or by `send_waiting`.
+    Finished artifacts, their images and the checkpoints of unfinished stages are copied to the remote and looked up
+    there. An artifact is sent as soon as it is written. If another machine has already sent an artifact of the same
+    stage and fingerprint, that one replaces the local one. Artifacts that the remote does not take are kept, and sent
+    when the next stage in this store begins, or by `send_waiting`.
+
+    All methods raise ConfigurationError if the folder cannot be used as a store (see `raising_store_errors`).
 
     Args:
-        say: is told what is waited for, and what could not be sent.
+        root: folder of the store; created when needed.
+        remote: fsspec URL or folder of the remote copy.
+        say: receives messages about waiting and about artifacts that could not be sent.
+
+    Example:
+        >>> import tempfile
+        >>> from armature.components.artifacts.manifest import write_manifest
+        >>> store = ArtifactStore(Path(tempfile.mkdtemp()))
+        >>> def fill(folder):
+        ...     (folder / "answer.txt").write_text("42")
+        ...     write_manifest(folder, kind="demo", kind_version=1, rows={}, drops={}, inputs={}, settings={})
+        >>> artifact = store.write("demo", "f1", fill)
+        >>> store.find("demo", "f1") == artifact, store.find("demo", "f2")
+        (True, None)
     """
 
     def __init__(self, root: Path, remote: str | None = None, say: Callable[[str], None] = tqdm.write) -> None:
@@ -70,26 +87,26 @@ class ArtifactStore:
 
     @property
     def images(self) -> Path:
+        """Folder of the image store."""
         return self.root / "images"
 
     def home(self, stage: str, fingerprint: str) -> Path:
+        """Folder of an artifact, whether it exists or not."""
         return self.root / stage / fingerprint
 
     def workspace(self, stage: str, fingerprint: str) -> Path:
-        """
-        Raises:
-            ConfigurationError: see `raising_store_errors`, as for every method.
-        """
+        """Return the folder for unfinished work on an artifact; it is created if it does not exist."""
         folder = self.root / "workspaces" / f"{stage}-{fingerprint}"
         with raising_store_errors(self.root):
             folder.mkdir(parents=True, exist_ok=True)
         return folder
 
     def find(self, stage: str, fingerprint: str) -> Artifact | None:
-        """The finished artifact, fetched from the remote if only that has it; sent there later if only that lacks it.
+        """Return a finished artifact, or None. If only the remote has it, it is fetched; if only the remote lacks it,
+        it is sent later.
 
         Raises:
-            DataError: it is not what was made, here or in the remote.
+            DataError: the files here or in the remote differ from what was written.
             StoreError: the remote does not answer.
         """
         home = self.home(stage, fingerprint)
@@ -102,30 +119,32 @@ class ArtifactStore:
         return self._open(home)
 
     def find_digest(self, digest: str) -> Artifact | None:
-        """The finished artifact with this digest, or one that begins with these (at least 6) characters.
+        """Return the finished artifact whose digest begins with `digest`, at least 6 characters; None if there is no
+        such artifact.
 
         Raises:
-            DataError: it is not what was made.
+            DataError: its files differ from what was written.
             StoreError: the remote does not answer.
         """
         if len(digest) < 6:
             return None
-        found = next((each for each in self if each.digest.startswith(digest)), None)
-        if found is not None or self.remote is None:
-            return self._open(found.path) if found else None
+        local = next((each for each in self if each.digest.startswith(digest)), None)
+        if local is not None or self.remote is None:
+            return self._open(local.path) if local else None
         named = self.remote.find_digest(digest)
-        made = self.find(*named) if named and named[0] not in NO_STAGES else None
-        return made if made is not None and made.digest.startswith(digest) else None
+        fetched = self.find(*named) if named and named[0] not in NO_STAGES else None
+        return fetched if fetched is not None and fetched.digest.startswith(digest) else None
 
     def __iter__(self) -> Iterator[Artifact]:
-        """Every finished artifact as it is recorded; its files are not looked at."""
+        """Yield every finished local artifact as recorded, without checking its files."""
         for path in sorted(self.root.glob("*/*.digest")):
             home = path.with_suffix("")
             if home.is_dir() and (record := read_record(home)):
                 yield Artifact(kind=home.parent.name, path=home, digest=record.digest)
 
     def verify(self) -> Iterator[tuple[Path, DataError | None]]:
-        """Read every file of every artifact; gives each artifact's folder, and what is wrong with it."""
+        """Read every file of every local artifact. Yield each artifact's folder and its error, None if it is
+        unchanged."""
         for home in sorted(self.root.glob("*/*")):
             if not home.is_dir() or home.name.startswith(".") or home.parent.name in NO_STAGES:
                 continue
@@ -136,13 +155,14 @@ class ArtifactStore:
                 yield home, error
 
     def write(self, stage: str, fingerprint: str, fill: Callable[[Path], None]) -> Artifact:
-        """Let `fill` write a new artifact; it appears when complete, and the first writer wins, here and in the remote.
+        """Call `fill` with a temporary folder, which becomes the artifact when it is complete. The first writer wins,
+        here and in the remote.
 
         Returns:
-            The artifact that counts, which may be another machine's.
+            The artifact that counts; another machine may have made it.
 
         Raises:
-            StoreError: the disk is full, and nothing is left behind.
+            StoreError: the disk is full. Nothing is left behind.
         """
         home = self.home(stage, fingerprint)
         with raising_store_errors(self.root):
@@ -158,15 +178,15 @@ class ArtifactStore:
         return self._open(home)
 
     def send_waiting(self, adopt: bool = True) -> int:
-        """Send every artifact that was written or found here and that the remote lacks; their number.
+        """Send every local artifact that the remote lacks. Return how many were waiting.
 
         Args:
-            adopt: take the artifacts of machines that were first; else what was made here stays in its place, for
-                somebody may be reading it, and is compared again later.
+            adopt: replace local artifacts by the ones of machines that were first. If False, the local ones remain,
+                since another process may be reading them, and are compared again later.
 
         Raises:
-            StoreError: it does not take them. They are kept, and sent when the next stage begins.
-            DataError: what it has of one of them is damaged. The others were sent.
+            StoreError: the remote does not take them. They are kept, and sent when the next stage begins.
+            DataError: the remote copy of one of them is damaged. The others were sent.
         """
         waiting, damage = [self.home(path.parent.name, path.name) for path in self._waiting()], None
         for home in waiting:
@@ -180,14 +200,16 @@ class ArtifactStore:
         return len(waiting)
 
     def begin(self, stage: str, fingerprint: str, afresh: bool) -> None:
-        """Begin an attempt in the remote, and have the newest checkpoint that others have sent in the workspace.
-        The caller holds the lock.
+        """Register an attempt in the remote, and fetch the newest checkpoint that other machines sent into the
+        workspace.
+
+        The caller holds the lock of the artifact.
 
         Args:
-            afresh: what was sent before does not count.
+            afresh: ignore checkpoints that were sent before.
 
         Raises:
-            DataError: it is damaged.
+            DataError: the checkpoint is damaged.
             StoreError: the remote does not answer.
         """
         if self.remote is not None:
@@ -198,40 +220,50 @@ class ArtifactStore:
             self._senders[workspace.name] = self.remote.attempts.sender(workspace, attempt, before)
 
     def send_checkpoint(self, stage: str, fingerprint: str, checkpoint: Path, best: Path | None = None) -> None:
-        """Have the remote keep this checkpoint, step-NNNNNN in the workspace, once it is complete, in place of the one
-        before; with it the files right in the workspace, and the folder `best`. It is sent in the background, after
-        every artifact that was made before."""
+        """Send a checkpoint to the remote in the background, replacing the previous one there.
+
+        Sending begins once the checkpoint is complete and every artifact made before has been sent. The files directly
+        in the workspace and the folder `best` are sent with it.
+
+        Args:
+            checkpoint: the folder step-NNNNNN in the workspace; it may not exist yet.
+            best: folder of the best weights so far.
+        """
         if sender := self._senders.get(f"{stage}-{fingerprint}"):
             sender.offer(checkpoint, best)
 
     def finish(self, stage: str, fingerprint: str) -> None:
-        """Send what a stage has made, after which its checkpoints in the remote are of no use and deleted."""
+        """Send all waiting artifacts, then delete this attempt's checkpoints in the remote, which nobody needs any
+        more."""
         self.end_checkpoints(stage, fingerprint)
         if self.remote is not None and self.send_waiting_or_warn():
             self._or_warn(partial(self.remote.attempts.remove, f"{stage}-{fingerprint}"))
 
     def end_checkpoints(self, stage: str, fingerprint: str) -> None:
-        """Send no more checkpoints of this attempt; wait for the one that is being sent. The next attempt in this
-        process would otherwise send into the same folder at the same time."""
+        """Stop sending checkpoints of this attempt, and wait for the one in progress.
+
+        The next attempt in this process would otherwise send into the same remote folder at the same time.
+        """
         if sender := self._senders.pop(f"{stage}-{fingerprint}", None):
             sender.end()
 
     def send_waiting_or_warn(self) -> bool:
-        """`send_waiting`; whether the remote has taken everything, which is said where it has not."""
+        """Call `send_waiting`. Return True if the remote took everything, else print a warning and return False."""
         return self._or_warn(self.send_waiting)
 
     @contextmanager
     def lock(self, stage: str, fingerprint: str) -> Iterator[None]:
-        """Held by the one attempt that makes this artifact; a second attempt says whom it waits for, and waits.
+        """Hold the lock of an artifact while the block makes it.
 
-        What killed attempts left half-written in the store is removed.
+        If another process holds the lock, print which one, and wait. Then remove temporary files that killed attempts
+        left in the store.
         """
         workspace = self.workspace(stage, fingerprint)
         with raising_store_errors(self.root):
             file = (workspace / ".lock").open("a+")
         with file:
             if not try_lock(file):
-                self._say(f"{stage}: waits for {_holder(file)}, which makes the same artifact ({fingerprint})")
+                self._say(f"{stage}: waiting for {_holder(file)}, which is making the same artifact ({fingerprint})")
                 fcntl.flock(file, fcntl.LOCK_EX)
             with raising_store_errors(self.root):
                 self._collect()
@@ -240,9 +272,10 @@ class ArtifactStore:
             yield
 
     def set_aside(self, stage: str, fingerprint: str) -> None:
-        """Move what an attempt has made, finished or not, below `replaced/`, and delete the remote copies.
+        """Move an artifact, its units and its workspace to `replaced/`, and delete the remote copies. The caller holds
+        the lock.
 
-        The caller holds the lock. The artifact itself goes last: until then, it is the one that is found.
+        The artifact itself is moved last, so other processes find it until then.
         """
         workspace = self.workspace(stage, fingerprint)
         parts = [path for path in workspace.iterdir() if path.name != ".lock"]
@@ -253,9 +286,10 @@ class ArtifactStore:
             if self.remote is not None:
                 self.remote.remove(stage, fingerprint)
         if aside.exists():
-            self._say(f"{stage}: made again; what was made before is in {aside}")
+            self._say(f"{stage}: made again; the previous result is in {aside}")
 
     def _move_aside(self, name: str, paths: list[Path]) -> Path:
+        """Move `paths` to a new folder below `replaced/`, and return that folder. It does not exist if no path did."""
         aside = self.root / "replaced" / f"{name}-{datetime.now(UTC):%Y%m%dT%H%M%S.%f}"
         with raising_store_errors(self.root):
             for path in paths:
@@ -266,7 +300,7 @@ class ArtifactStore:
         return aside
 
     def discard(self, stage: str, fingerprint: str) -> None:
-        """Delete an artifact, here and in the remote, whose content another one has. Images stay.
+        """Delete an artifact here and in the remote, once another artifact contains its content. Images stay.
 
         Raises:
             StoreError: the remote does not answer.
@@ -279,29 +313,34 @@ class ArtifactStore:
             self.remote.discard(stage, fingerprint)
 
     def _collect(self) -> None:
+        """Remove temporary files of killed processes from all folders of the store."""
         stages = [path for path in self.root.iterdir() if path.is_dir() and path.name not in NO_STAGES]
         state = [self.remote.state, *self.remote.state.glob("waiting/*")] if self.remote else []
         for folder in (*stages, *state, ImageStore(self.images).unfinished):
             for left in collect(folder):
-                self._say(f"removed what a killed run left: {left}")
+                self._say(f"removed temporary files of a killed run: {left}")
 
     def _open(self, home: Path) -> Artifact:
-        stage, known = home.parent.name, read_record(home)
-        record = verify_artifact(home, stage, known)
-        if known is not None:
-            record = record.model_copy(update={"pushed": known.pushed})
-        if record != known:
+        """Check an artifact against its manifest, update its record, and note it for sending if the remote lacks it."""
+        stage, previous = home.parent.name, read_record(home)
+        record = verify_artifact(home, stage, previous)
+        if previous is not None:
+            record = record.model_copy(update={"pushed": previous.pushed})
+        if record != previous:
             write_record(home, record)
         if self.remote is not None and self.remote.url not in record.pushed:
             self._copy_id(self.remote, home)
         return Artifact(kind=stage, path=home, digest=record.digest)
 
     def _waiting(self) -> list[Path]:
-        """What the remote lacks, `<stage>/<fingerprint>` in a folder; each file has the name of the copy to be sent."""
+        """Note of each artifact that the remote lacks: a file `<stage>/<fingerprint>` with the id of the copy to
+        send."""
         paths = self.remote.state.glob("waiting/*/*") if self.remote else ()
-        return sorted(path for path in paths if not path.name.startswith("."))  # else it is being written
+        return sorted(path for path in paths if not path.name.startswith("."))  # hidden files are still being written
 
     def _copy_id(self, remote: RemoteStore, home: Path) -> str:
+        """Return the id under which this machine sends a copy of an artifact. Each artifact gets a random id, stored in
+        its note."""
         path = remote.state / "waiting" / home.parent.name / home.name
         try:
             return path.read_text()
@@ -314,7 +353,8 @@ class ArtifactStore:
 
     @contextmanager
     def _sending(self, kind: int) -> Iterator[None]:
-        """Many may send at once (LOCK_SH); nobody does while artifacts are moved (LOCK_EX)."""
+        """Hold the lock for sending: LOCK_SH to send, which many processes may do at once, LOCK_EX to move
+        artifacts."""
         folder = self.root / "remote"
         with raising_store_errors(self.root):
             folder.mkdir(parents=True, exist_ok=True)
@@ -324,9 +364,11 @@ class ArtifactStore:
             yield
 
     def _send(self, remote: RemoteStore, home: Path, adopt: bool = True) -> None:
+        """Send one artifact. If another machine was first, adopt that machine's artifact, or leave it for later if not
+        `adopt`."""
         with raising_disk_full(self.root), self._sending(fcntl.LOCK_SH):
             record = read_record(home) if home.is_dir() else None
-            if record is None or remote.url in record.pushed:  # set aside or discarded; or sent by another process
+            if record is None or remote.url in record.pushed:  # set aside, discarded, or sent by another process
                 marker = None
             else:
                 try:
@@ -334,7 +376,7 @@ class ArtifactStore:
                 except (StoreError, OSError):
                     if read_record(home) is not None:
                         raise
-                    marker = None  # discarded while it was being sent
+                    marker = None  # the artifact was discarded while it was being sent
                 if marker is not None and marker.digest == record.digest:
                     write_record(home, record.model_copy(update={"pushed": (*record.pushed, remote.url)}))
                     marker = None
@@ -346,26 +388,26 @@ class ArtifactStore:
             except DataError:
                 if remote.marker(home.parent.name, home.name) == marker:
                     raise
-                return  # it was deleted meanwhile
+                return  # the remote artifact was deleted meanwhile
         (remote.state / "waiting" / home.parent.name / home.name).unlink(missing_ok=True)
 
     def _or_warn(self, send: Callable[[], object]) -> bool:
-        """Whether `send` was possible; else it is said what becomes of what is here."""
+        """Call `send`. If the remote fails, print a warning, return False, and make no other try for AGAIN_SECONDS."""
         try:
             send()
         except (StoreError, DataError) as error:
             if isinstance(error, StoreError):
                 self._away_until = time.monotonic() + AGAIN_SECONDS
             self._say(
-                f"warning: not sent to the remote store: {error}\nWhat was made is kept in {self.root}. The next stage "
-                "that begins there sends it, or `armature store send RECIPE`."
+                f"warning: not sent to the remote store: {error}\nThe artifacts are kept in {self.root}. They are sent "
+                "when the next stage begins there, or by `armature store send RECIPE`."
             )
             return False
         self._away_until = 0.0
         return True
 
     def _fetch(self, remote: RemoteStore, home: Path, marker: RemoteMarker) -> bool:
-        """Fetch an artifact, unless it is deleted meanwhile."""
+        """Fetch an artifact from the remote. Return False if it was deleted there meanwhile."""
         with raising_store_errors(self.root):
             home.parent.mkdir(parents=True, exist_ok=True)
         try:
@@ -379,7 +421,7 @@ class ArtifactStore:
         return True
 
     def _adopt(self, remote: RemoteStore, home: Path, marker: RemoteMarker) -> None:
-        """Put the artifact of the machine that was first in the place of the one that was made here."""
+        """Replace a local artifact by the one of the machine that was first, and move the local one to `replaced/`."""
         name = f"{home.parent.name}-{home.name}"
         with raising_disk_full(self.root), locked_sibling(home) as work:
             folder = work / CONTENT
@@ -388,26 +430,27 @@ class ArtifactStore:
             with self._sending(fcntl.LOCK_EX):
                 made = read_record(home) if home.is_dir() else None
                 if made is None or remote.url in made.pushed:
-                    return  # set aside meanwhile, or another process has adopted it
+                    return  # the artifact was set aside meanwhile, or another process has adopted it
                 aside = self._move_aside(name, [record_path(home), home])
-                place_folder(folder, home)  # unless `find` of another process was quicker, with the same artifact
+                place_folder(folder, home)  # unless another process has fetched the same artifact meanwhile
                 self._keep(home, record)
         self._say(
-            f"{home.parent.name}: another machine was first to make {home.name}, and its artifact is taken "
-            f"(digest {marker.digest}); what was made here is in {aside}"
+            f"{home.parent.name}: another machine was first to make {home.name}, and its artifact is used "
+            f"(digest {marker.digest}); the one made here is in {aside}"
         )
 
     def _keep(self, home: Path, record: Record) -> None:
-        """Record what was written, unless another writer was first: then its files are others."""
+        """Write the record of a new artifact, unless another writer was first: then the record does not describe its
+        files."""
         if FileState.of(home / MANIFEST) == record.files[MANIFEST][1]:
             write_record(home, record)
 
 
 def _fetched(remote: RemoteStore, home: Path, marker: RemoteMarker, folder: Path) -> Record:
-    """Fetch an artifact into `folder`, with its images.
+    """Fetch an artifact with its images into `folder`. Return its record.
 
     Raises:
-        DataError: it is damaged, or a file of it is gone.
+        DataError: the remote copy is damaged, or one of its files is missing.
         StoreError: the remote does not answer.
     """
     stage, fingerprint = home.parent.name, home.name
@@ -431,20 +474,18 @@ def _fetched(remote: RemoteStore, home: Path, marker: RemoteMarker, folder: Path
 
 
 def _sign(file: IO[str]) -> None:
-    """Say who holds the lock. Unbuffered: what a full disk refuses is not tried again when the file is closed."""
+    """Write into a lock file which process holds the lock. The write is unbuffered, so closing does not retry one that
+    a full disk refused."""
     file.truncate(0)
-    who = {"host": socket.gethostname(), "pid": os.getpid(), "since": _now()}
-    os.pwrite(file.fileno(), json.dumps(who).encode(), 0)
+    since = datetime.now(UTC).isoformat(timespec="seconds")
+    os.pwrite(file.fileno(), json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "since": since}).encode(), 0)
 
 
 def _holder(file: IO[str]) -> str:
+    """Describe the process that holds a lock, as `_sign` recorded it."""
     file.seek(0)
     try:
         who = json.load(file)
         return f"process {who['pid']} on {who['host']} since {who['since']}"
-    except (ValueError, KeyError, TypeError):  # it has just taken the lock
+    except (ValueError, KeyError, TypeError):  # the other process has just taken the lock and not yet signed it
         return "another process"
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")

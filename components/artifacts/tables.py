@@ -1,4 +1,4 @@
-"""Parquet tables with a name and a version; equal rows give equal bytes."""
+"""Parquet tables whose file metadata has the table's name and version. Equal rows give equal bytes."""
 
 from __future__ import annotations
 
@@ -15,15 +15,27 @@ from armature.components.contracts.errors import DataError
 from armature.components.contracts.files import regular
 
 NAME_KEY, VERSION_KEY = b"armature.schema", b"armature.schema_version"
+"""Keys of the table's name and version in the Parquet metadata."""
 
 IMAGE_REF = pa.struct(
     [("sha256", pa.string()), ("media_type", pa.string()), ("width", pa.int32()), ("height", pa.int32())]
 )
+"""Column type of a reference to an image in the image store."""
 
 
 @dataclass(frozen=True)
 class TableSchema:
-    """`version` is raised whenever a column is added, removed or changes its meaning."""
+    """Name, version and columns of a table. `version` is raised whenever a column is added, removed or changes its
+    meaning.
+
+    Example:
+        >>> import tempfile
+        >>> schema = TableSchema("scores", 1, pa.schema([("task", pa.string()), ("score", pa.float64())]))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     write_table(Path(folder, "scores.parquet"), [{"task": "a", "score": 0.5}], schema)
+        ...     read_table(Path(folder, "scores.parquet"), schema).to_pylist()
+        [{'task': 'a', 'score': 0.5}]
+    """
 
     name: str
     version: int
@@ -31,11 +43,12 @@ class TableSchema:
 
     @property
     def stored(self) -> pa.Schema:
+        """The Arrow schema with name and version as metadata, as it is written to the file."""
         return self.schema.with_metadata({NAME_KEY: self.name.encode(), VERSION_KEY: str(self.version).encode()})
 
 
 def write_table(path: Path, table: pa.Table | list[dict[str, object]], schema: TableSchema) -> None:
-    """Write rows in their order.
+    """Write rows to a Parquet file, in their order.
 
     Raises:
         DataError: a row does not fit the schema.
@@ -53,13 +66,14 @@ def write_table(path: Path, table: pa.Table | list[dict[str, object]], schema: T
 def read_table(
     path: Path, schema: TableSchema, where: Mapping[str, str] | None = None, columns: Sequence[str] | None = None
 ) -> pa.Table:
-    """
+    """Read a table that `write_table` wrote.
+
     Args:
-        where: only rows with these values, by column; the others are not decoded.
-        columns: only these.
+        where: return only rows with these values, by column; other rows are not decoded.
+        columns: return only these columns.
 
     Raises:
-        DataError: no such file, not Parquet, another table, or another version of this one.
+        DataError: the file is missing, is not Parquet, or contains another table or another version of this one.
     """
     try:
         filters = [(name, "=", value) for name, value in where.items()] if where else None
@@ -68,11 +82,11 @@ def read_table(
     except (FileNotFoundError, pa.ArrowInvalid, OSError) as error:
         raise DataError(f"the table cannot be read: {error}", code="table_unreadable", where=str(path)) from error
     metadata = table.schema.metadata or {}
-    found = (metadata.get(NAME_KEY, b"").decode(), metadata.get(VERSION_KEY, b"").decode())
-    if found != (schema.name, str(schema.version)):
+    name, version = metadata.get(NAME_KEY, b"").decode(), metadata.get(VERSION_KEY, b"").decode()
+    if (name, version) != (schema.name, str(schema.version)):
         raise DataError(
             f"expected table {schema.name!r} of version {schema.version}, "
-            f"found {found[0] or 'no name'!r} of version {found[1] or 'none'}",
+            f"found {name or 'no name'!r} of version {version or 'none'}",
             code="table_version_mismatch",
             where=str(path),
             remedy="run the stage that wrote it again with this version of armature",
@@ -88,21 +102,30 @@ def read_table(
     return table
 
 
-# Parquet files that others made: 300 bytes may stand for gigabytes, so what they decode to is bounded on the way.
+# --- Parquet files that other programs wrote ---
 
 FREE = 3 * 2**26
-"""Bytes that the smallest file may decode to."""
+"""Bytes that any file may decode to, however small it is."""
 RATIO = 200
-"""Bytes that each byte of a larger file may decode to: more than texts compress to that people write."""
+"""Decoded bytes allowed per byte of a larger file: more than texts written by people compress to."""
 BATCH_BYTES = 2**28
+"""Largest number of decoded bytes in one batch."""
 
 
 def bounded_batches(source: Path | IO[bytes], rows: int, where: str = "", **choice: Any) -> Iterator[pa.RecordBatch]:
-    """The batches of a file, of at most `rows` rows; `choice`: columns and row groups, as `iter_batches` takes them.
+    """Yield the record batches of a Parquet file from another source, with a limit on the decoded bytes.
+
+    300 bytes of Parquet can stand for gigabytes, so the decoded size is checked while reading.
+
+    Args:
+        source: path or open file.
+        rows: largest number of rows in a batch.
+        where: name of the file in errors; default: `source`.
+        choice: columns and row groups, as pyarrow's `iter_batches` takes them.
 
     Raises:
-        DataError: the file decodes to far more than it has, which is found before so much is decoded.
-        OSError, ValueError, ArrowException: it is not Parquet, or damaged.
+        DataError: the file decodes to far more bytes than it has. This is noticed before so much is decoded.
+        OSError, ValueError, ArrowException: the file is not Parquet, or damaged.
     """
     place = where or str(source)
     if isinstance(source, Path):
@@ -125,13 +148,15 @@ def bounded_batches(source: Path | IO[bytes], rows: int, where: str = "", **choi
 
 
 def without_dictionaries(schema: pa.Schema) -> pa.Schema:
-    """The same columns with the values themselves: each row group may have another dictionary of a column."""
+    """Return the schema with dictionary columns replaced by plain ones: each row group may have another dictionary of a
+    column."""
     fields = [each.with_type(each.type.value_type) if pa.types.is_dictionary(each.type) else each for each in schema]
     return pa.schema(fields, schema.metadata)
 
 
 def read_parquet(source: Path | IO[bytes], where: str = "", **choice: Any) -> pa.Table:
-    """A whole file, or what is chosen of it. Raises as `bounded_batches` does."""
+    """Read a whole Parquet file from another source, or the part that `choice` selects; see `bounded_batches` for
+    errors."""
     batches = list(bounded_batches(source, 2**16, where, **choice))
     if batches:
         return pa.Table.from_batches(batches)
@@ -140,7 +165,7 @@ def read_parquet(source: Path | IO[bytes], where: str = "", **choice: Any) -> pa
 
 
 def decoded_limit(source: Path | IO[bytes]) -> int:
-    """Bytes that the content of a file may decode to."""
+    """Return the number of bytes that the content of a file may decode to."""
     if isinstance(source, Path):
         return max(FREE, RATIO * source.stat().st_size)
     place = source.tell()
@@ -151,8 +176,8 @@ def decoded_limit(source: Path | IO[bytes]) -> int:
 
 def _too_large(limit: int, where: str) -> DataError:
     return DataError(
-        f"the file's rows are more than {limit} bytes, {RATIO} times its size: it repeats one value",
+        f"the file decodes to more than {limit} bytes, {RATIO} times its size: it repeats one value",
         code="table_too_large",
         where=where,
-        remedy="write it as JSON Lines if that is right, and a text that all rows share into the prompt",
+        remedy="if that is intended, write it as JSON Lines, and move text that all rows share into the prompt",
     )

@@ -1,4 +1,4 @@
-"""What lies in a checkpoint's safetensors files, read from their headers alone."""
+"""Names, dtypes and shapes of a checkpoint's tensors, read from the headers of its safetensors files."""
 
 from __future__ import annotations
 
@@ -15,15 +15,17 @@ from armature.components.contracts.errors import DataError, StoreError
 from armature.components.contracts.files import bare_name, read_bytes, regular
 
 Tensors = dict[str, tuple[str, tuple[int, ...]]]
+"""(dtype, shape) of each tensor, by tensor name; dtypes as safetensors writes them, such as `BF16`."""
 INDEX = "model.safetensors.index.json"
+"""Name of the file that maps tensor names to files in a checkpoint of several files."""
 _REMEDY = "fetch or save the checkpoint again"
 
 
 def open_tensors(path: Path, framework: str = "numpy") -> Any:
-    """A safetensors file whose header has been checked against its size; a context that closes it.
+    """Open a safetensors file after checking its header against the file's size. Use the result as a context manager.
 
     Raises:
-        DataError: it is missing or damaged, or still being written.
+        DataError: the file is missing, damaged or still being written.
     """
     try:
         return safe_open(regular(path), framework=framework)
@@ -52,10 +54,10 @@ def checkpoint_folder(folder: Path) -> Iterator[Path]:
 
 
 def shard_names(index: Path) -> dict[str, str]:
-    """Name of a tensor -> file beside `index`, as model.safetensors.index.json says.
+    """Return the file that holds each tensor, by tensor name, as `index` (model.safetensors.index.json) lists them.
 
     Raises:
-        DataError: it is not such a file, or names a file in another folder.
+        DataError: `index` is not an index of safetensors files, or it names a file in another folder.
     """
     try:
         files = json.loads(read_bytes(index))["weight_map"].items()
@@ -70,14 +72,24 @@ def shard_names(index: Path) -> dict[str, str]:
 
 
 def read_tensors(folder: Path) -> Tensors:
-    """Name -> (dtype, shape) of every tensor in the folder's safetensors files, those of its index where it has one.
+    """Return the dtype and shape of every tensor in a checkpoint folder, by tensor name.
+
+    If the folder has an index, only the files named there are read, else every `*.safetensors` file. Tensor data is not
+    read.
 
     Raises:
-        DataError: there are none, or one is damaged (or still being written).
+        DataError: the folder has no safetensors files, or one of them is damaged or still being written.
+
+    Example:
+        >>> import tempfile, numpy, safetensors.numpy
+        >>> folder = Path(tempfile.mkdtemp())
+        >>> safetensors.numpy.save_file({"head": numpy.zeros((2, 3), "float32")}, folder / "model.safetensors")
+        >>> read_tensors(folder)
+        {'head': ('F32', (2, 3))}
     """
     index = folder / INDEX
-    found = {folder / name for name in shard_names(index).values()} if index.is_file() else folder.glob("*.safetensors")
-    files = sorted(found)
+    indexed = index.is_file()
+    files = sorted({folder / name for name in shard_names(index).values()} if indexed else folder.glob("*.safetensors"))
     if not files:
         raise DataError(
             "no safetensors in the model folder",

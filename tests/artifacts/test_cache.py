@@ -11,7 +11,7 @@ import pytest
 from armature.components.artifacts.cache import file_sha256, file_state
 
 
-def test_state_differs_after_every_change(tmp_path: Path) -> None:
+def test_file_state_differs_after_every_change(tmp_path: Path) -> None:
     """Also where the content keeps its size, its time and its inode, and right after the last change."""
     path, seen = tmp_path / "file", set()
     path.write_bytes(b"0")
@@ -24,7 +24,7 @@ def test_state_differs_after_every_change(tmp_path: Path) -> None:
     assert len(seen) == 5
 
 
-def test_digest_follows_content_that_keeps_size_and_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_sha256_notices_change_with_same_size_and_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ARMATURE_CACHE", str(tmp_path / "cache"))
     path = tmp_path / "file"
     path.write_bytes(b"one")

@@ -33,7 +33,7 @@ def png_bomb(width: int, height: int) -> bytes:
     return b"\x89PNG\r\n\x1a\n" + b"".join(chunks)
 
 
-def test_bytes_come_back_and_are_stored_once(store, image):
+def test_stored_bytes_are_returned_and_stored_once(store, image):
     encoded = encode_png(image)
     ref = store.put(encoded)
     assert store.put(encoded) == ref
@@ -53,7 +53,7 @@ def test_bytes_come_back_and_are_stored_once(store, image):
         (b"\0" * (33 * 2**20), "image/png", "image_file_too_large"),
     ],
 )
-def test_hostile_images_are_refused(store, data, media_type, code):
+def test_rejects_hostile_images(store, data, media_type, code):
     with refused(code):
         store.put(EncodedImage(data, media_type))
     assert not store.root.exists()
@@ -67,12 +67,12 @@ def test_truncated_and_mislabeled_images_are_refused(store, image):
         store.put(EncodedImage(data, "image/jpeg"))
 
 
-def test_a_reference_cannot_leave_the_root(store):
+def test_rejects_reference_outside_the_store(store):
     with refused("invalid_image_reference"):
         store.read(ImageRef("../" * 20 + "etc/passwd", "image/png", 1, 1))
 
 
-def test_missing_and_changed_images_are_said(store, image):
+def test_rejects_missing_and_changed_images(store, image):
     ref = store.put(encode_png(image))
     store.path(ref).write_bytes(b"other")
     with refused("image_changed", store.path(ref)):
@@ -82,7 +82,7 @@ def test_missing_and_changed_images_are_said(store, image):
         store.read(ref)
 
 
-def test_data_urls(image):
+def test_data_url_round_trip(image):
     buffer = io.BytesIO()
     image.save(buffer, "JPEG")
     url = "data:image/jpeg;base64," + base64.b64encode(buffer.getvalue()).decode()
@@ -95,6 +95,6 @@ def test_data_urls(image):
 @pytest.mark.parametrize(
     "url", ["http://127.0.0.1:9/x.png", "../out.png", "data:text/html;base64,AAAA", "data:image/png,"]
 )
-def test_no_other_url_is_opened(url):
+def test_rejects_other_urls(url):
     with refused("image_passed_by_url"):
         EncodedImage.from_url(url)

@@ -57,7 +57,7 @@ def half_written(root: Path) -> list[str]:
     return sorted(path.parent.name for path in root.glob("*/.*") if path.is_dir() and path.parent.name != "workspaces")
 
 
-def test_leftovers_of_the_killed_are_collected_and_the_living_go_on(tmp_path):
+def test_next_start_removes_files_of_killed_writers_only(tmp_path):
     with writer(tmp_path, "alive", "f1") as alive:
         for stage in ("dead", "dead-too"):
             with writer(tmp_path, stage, "f2") as dying:
@@ -70,7 +70,7 @@ def test_leftovers_of_the_killed_are_collected_and_the_living_go_on(tmp_path):
     assert (tmp_path / "alive/f1/half").read_text() == "half" and half_written(tmp_path) == []
 
 
-def test_what_is_left_of_an_image_is_collected(tmp_path):
+def test_next_start_removes_unfinished_images(tmp_path):
     left = tmp_path / "images/unfinished/.name.png-abcd1234"
     left.mkdir(parents=True)
     (left / "lock").touch()
@@ -78,7 +78,7 @@ def test_what_is_left_of_an_image_is_collected(tmp_path):
         assert not left.exists()
 
 
-def test_who_waits_says_for_whom(tmp_path):
+def test_waiting_message_names_the_process_that_holds_the_lock(tmp_path):
     said: list[str] = []
 
     def wait() -> None:
@@ -94,10 +94,10 @@ def test_who_waits_says_for_whom(tmp_path):
         holder.communicate("\n")
         waiting.join()
     assert len(said) == 1
-    assert re.search(rf"outer: waits for process {holder.pid} on \S+ since 20\d\d-\d\d-\d\dT", said[0])
+    assert re.search(rf"outer: waiting for process {holder.pid} on \S+ since 20\d\d-\d\d-\d\dT", said[0])
 
 
-def test_a_disk_that_is_full_at_the_lock_is_an_error_of_ours(tmp_path):
+def test_full_disk_while_locking_raises_disk_full(tmp_path):
     store, limits = ArtifactStore(tmp_path), resource.getrlimit(resource.RLIMIT_FSIZE)
     with refused("disk_full", tmp_path):
         try:
@@ -151,7 +151,7 @@ def kill():
 
 
 @pytest.mark.parametrize("what", KILLED)
-def test_next_start_removes_what_a_killed_process_left(tmp_path, what):
+def test_next_start_removes_files_of_a_killed_process(tmp_path, what):
     """The second start is stopped where the first one was killed, so that what it writes itself is there: no more."""
     environment = os.environ | {"TMPDIR": str(tmp_path), "ARMATURE_CACHE": str(tmp_path)}
 
@@ -164,7 +164,7 @@ def test_next_start_removes_what_a_killed_process_left(tmp_path, what):
         assert half_written() == 1
 
 
-def test_what_a_killed_process_left_of_a_secret_is_removed(tmp_path):
+def test_unfinished_secret_file_is_removed(tmp_path):
     left, being_written = tmp_path / ".key-abcd", tmp_path / ".key-efgh"
     for file in (left, being_written):
         file.write_text("secret")
@@ -173,7 +173,7 @@ def test_what_a_killed_process_left_of_a_secret_is_removed(tmp_path):
     assert not left.exists() and being_written.exists() and (tmp_path / "key").read_text() == "new"
 
 
-def test_replaced_folder_leaves_other_hidden_folders_alone(tmp_path):
+def test_atomic_replacement_keeps_unrelated_hidden_folders(tmp_path):
     mine, alive = tmp_path / ".weights-mine", tmp_path / ".weights-alive"
     for folder in (mine, alive):
         folder.mkdir()

@@ -80,7 +80,7 @@ def seen_alike(store: ImageStore, server: Decoder, image: EncodedImage) -> np.nd
 
 
 @pytest.mark.parametrize("name", every_image())
-def test_the_server_decodes_what_is_stored_to_our_pixels(name: str, store: ImageStore, server: Decoder) -> None:
+def test_server_decodes_stored_images_to_the_same_pixels(name: str, store: ImageStore, server: Decoder) -> None:
     image = every_image()[name]
     ours = seen_alike(store, server, image)
     if not any(part in name for part in OURS_ALONE):
@@ -115,7 +115,9 @@ def images(draw: st.DrawFn) -> EncodedImage:
 
 @settings(max_examples=150, suppress_health_check=list(HealthCheck))
 @given(image=images())
-def test_modes_orientations_and_formats(image: EncodedImage, server: Decoder, tmp_path: Path) -> None:
+def test_server_agrees_on_random_modes_orientations_and_formats(
+    image: EncodedImage, server: Decoder, tmp_path: Path
+) -> None:
     seen_alike(ImageStore(tmp_path), server, image)
 
 
@@ -128,7 +130,7 @@ def test_plain_images_keep_their_bytes(name: str, store: ImageStore) -> None:
 
 
 @pytest.mark.parametrize("name", (turned_images() | other_images()))
-def test_others_are_kept_as_rgb_png_that_no_decoder_can_show_otherwise(name: str, store: ImageStore) -> None:
+def test_other_images_are_stored_as_plain_rgb_png(name: str, store: ImageStore) -> None:
     ref = store.put(every_image()[name])
     with Image.open(store.path(ref)) as kept:
         assert ref.media_type == "image/png" == Image.MIME[str(kept.format)]
@@ -140,7 +142,7 @@ def test_others_are_kept_as_rgb_png_that_no_decoder_can_show_otherwise(name: str
 
 @pytest.mark.parametrize("number", range(1, 9))
 @pytest.mark.parametrize("kind", ["PNG", "WEBP"])
-def test_orientations_are_those_of_the_standard(kind: str, number: int, store: ImageStore) -> None:
+def test_exif_orientations_follow_the_standard(kind: str, number: int, store: ImageStore) -> None:
     upright = pillow_images()["RGB"]
     undo = {5: Image.Transpose.TRANSPOSE, 6: Image.Transpose.ROTATE_90, 7: Image.Transpose.TRANSVERSE}
     undo |= {2: Image.Transpose.FLIP_LEFT_RIGHT, 3: Image.Transpose.ROTATE_180, 4: Image.Transpose.FLIP_TOP_BOTTOM}
@@ -152,7 +154,7 @@ def test_orientations_are_those_of_the_standard(kind: str, number: int, store: I
 
 
 @pytest.mark.parametrize("kind", MEDIA_TYPES)
-def test_an_orientation_is_read_beside_a_damaged_tag(kind: str) -> None:
+def test_orientation_is_read_despite_a_damaged_tag(kind: str) -> None:
     make, orientation = struct.pack("<HHII", 0x10F, 2, 100, 9999), struct.pack("<HHIHH", 0x112, 3, 1, 6, 0)
     tags = b"Exif\0\0II*\0" + struct.pack("<IH", 8, 2) + make + orientation + bytes(4)
     image = pillow_images()["RGB"]
@@ -160,14 +162,14 @@ def test_an_orientation_is_read_beside_a_damaged_tag(kind: str) -> None:
     assert np.array_equal(shown, decode(encoded(image, kind)).transpose(Image.Transpose.ROTATE_270))
 
 
-def test_transparency_shows_white(store: ImageStore) -> None:
+def test_transparency_is_composited_on_white(store: ImageStore) -> None:
     colors, alpha = scene()[..., :3].astype(float), scene()[..., 3:] / 255
     expected = colors * alpha + 255 * (1 - alpha)
     for image in (encoded(Image.fromarray(scene()), "PNG"), encode_png(Image.fromarray(scene()))):
         assert np.abs(np.asarray(store.open(store.put(image))) - expected).max() <= 1
 
 
-def test_a_color_that_is_transparent_shows_white() -> None:
+def test_transparent_color_becomes_white() -> None:
     shown = np.asarray(decode(other_images()["PNG gray 4-bit, one transparent"]))[..., 0]
     levels = (scene()[..., 2] >> 4) * 17
     assert np.array_equal(shown, np.where(levels == 17, 255, levels))
@@ -175,14 +177,14 @@ def test_a_color_that_is_transparent_shows_white() -> None:
     assert np.array_equal(deep, np.where(scene()[..., 2] < 128, scene()[..., 2], 255))
 
 
-def test_16_bits_are_scaled() -> None:
+def test_16_bit_gray_keeps_its_high_byte() -> None:
     assert np.array_equal(np.asarray(decode(other_images()["PNG I;16"]))[..., 0], scene()[..., 2])
     deep = Image.fromarray(np.arange(65536, dtype=np.uint16).reshape(256, 256))
     assert np.array_equal(np.asarray(decode(encode_png(deep)))[..., 1], np.arange(65536).reshape(256, 256) // 256)
 
 
 @pytest.mark.parametrize("name", pillow_images())
-def test_an_environment_may_give_pillows_images_of_any_mode(name: str) -> None:
+def test_encode_png_accepts_every_pillow_mode(name: str) -> None:
     image = pillow_images()[name]
     shown = np.asarray(decode(encode_png(image))).astype(int)
     assert shown.shape == (image.height, image.width, 3)
@@ -193,14 +195,14 @@ def test_an_environment_may_give_pillows_images_of_any_mode(name: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["I", "F"])
-def test_numbers_of_no_set_range_are_refused(mode: str) -> None:
+def test_rejects_modes_without_a_value_range_and_empty_images(mode: str) -> None:
     with refused("image_mode_unsupported", mode):
         encode_png(pillow_images()["L"].convert(mode))
     with refused("image_empty"):
         encode_png(Image.new("RGB", (0, 3)))
 
 
-def test_a_photograph_opened_by_an_environment_is_turned() -> None:
+def test_encode_png_applies_exif_orientation() -> None:
     with Image.open(io.BytesIO(turned_images()["JPEG RGB EXIF 6"].data)) as opened:
         shown = decode(encode_png(opened))
     assert shown.size == (opened.height, opened.width)
@@ -208,7 +210,7 @@ def test_a_photograph_opened_by_an_environment_is_turned() -> None:
 
 
 @pytest.mark.parametrize("name", refused_images())
-def test_what_no_side_is_to_see_is_refused(name: str, store: ImageStore) -> None:
+def test_rejects_unsupported_images(name: str, store: ImageStore) -> None:
     image, code = refused_images()[name]
     with refused(code):
         store.put(image)

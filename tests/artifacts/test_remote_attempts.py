@@ -105,11 +105,11 @@ def test_another_machine_resumes_from_the_last_complete_checkpoint(machine, remo
     assert here(two) == {"step-000004": "step-000004"}
     assert (workspace(two) / "best/step-000001/weights").read_text() == "best"
     assert (workspace(two) / "history.jsonl").read_text() == "4\n"
-    assert "process" in machine.said[-2] and "has begun the same (stage-f1)" in machine.said[-2]
+    assert "process" in machine.said[-2] and "has begun the same work (stage-f1)" in machine.said[-2]
     one._senders["stage-f1"]._ended = True
 
 
-def test_files_that_did_not_change_are_sent_once_and_old_ones_deleted(machine, remote):
+def test_unchanged_files_are_sent_once_and_old_ones_deleted(machine, remote):
     one = machine("one")
     begin(one)
     save(one, 2)
@@ -120,7 +120,7 @@ def test_files_that_did_not_change_are_sent_once_and_old_ones_deleted(machine, r
     assert len(before.items() & after.items()) == 1
 
 
-def test_no_checkpoint_replaces_that_of_another_attempt(machine, remote):
+def test_attempts_do_not_overwrite_checkpoints_of_others(machine, remote):
     """A machine that was cut off comes back behind the one that has taken its place."""
     one, two = machine("one"), machine("two")
     begin(one)
@@ -137,7 +137,7 @@ def test_no_checkpoint_replaces_that_of_another_attempt(machine, remote):
     assert begin(fourth) == 4 and here(fourth) == {"step-000010": "one, ahead"}
 
 
-def test_attempts_that_begin_at_the_same_moment_have_numbers_of_their_own(machine, remote):
+def test_simultaneous_attempts_get_different_numbers(machine, remote):
     one = machine("one")
     begin(one)
     save(one, 2)
@@ -149,7 +149,7 @@ def test_attempts_that_begin_at_the_same_moment_have_numbers_of_their_own(machin
     assert [here(store) for store in stores] == [{"step-000002": "step-000002"}] * 8
 
 
-def test_checkpoint_that_is_replaced_while_it_is_fetched(machine, monkeypatch):
+def test_checkpoint_replaced_while_fetching_is_fetched_again(machine, monkeypatch):
     one, two, get = machine("one"), machine("two"), RemoteFiles.get
     begin(one)
     save(one, 2)
@@ -166,7 +166,7 @@ def test_checkpoint_that_is_replaced_while_it_is_fetched(machine, monkeypatch):
     assert here(two) == {"step-000004": "step-000004"}
 
 
-def test_process_that_was_killed_goes_on_with_its_attempt(machine, remote):
+def test_restarted_process_continues_its_attempt(machine, remote):
     one = machine("one")
     begin(one)
     save(one, 2)
@@ -177,7 +177,7 @@ def test_process_that_was_killed_goes_on_with_its_attempt(machine, remote):
     assert [path.name for path in remote.iterdir() if path.is_dir()] == ["000001"]
 
 
-def test_what_is_newer_here_stays(machine):
+def test_newer_local_checkpoint_is_kept(machine):
     one, two = machine("one"), machine("two")
     begin(one)
     save(one, 2)
@@ -186,7 +186,7 @@ def test_what_is_newer_here_stays(machine):
     assert here(two) == {"step-000005": "step-000005"}
 
 
-def test_checkpoints_go_when_the_artifact_is_made_and_numbers_stay_taken(machine, remote):
+def test_finish_deletes_checkpoints_and_keeps_numbers(machine, remote):
     one, two = machine("one"), machine("two")
     begin(one)
     save(one, 2)
@@ -197,7 +197,7 @@ def test_checkpoints_go_when_the_artifact_is_made_and_numbers_stay_taken(machine
     assert {path.name for path in remote.iterdir()} == {"000001.json", "000002.json"}
 
 
-def test_force_begins_without_the_checkpoints_of_before(machine, remote):
+def test_force_ignores_earlier_checkpoints(machine, remote):
     one, two = machine("one"), machine("two")
     begin(one)
     save(one, 4, "before")
@@ -212,7 +212,7 @@ def test_force_begins_without_the_checkpoints_of_before(machine, remote):
     assert here(three) == {"step-000002": "afresh"}
 
 
-def test_checkpoint_is_sent_after_the_artifacts_that_it_stands_on(machine, remote, monkeypatch, tmp_path):
+def test_checkpoint_is_sent_after_earlier_artifacts(machine, remote, monkeypatch, tmp_path):
     one = machine("one")
     begin(one)
     with monkeypatch.context() as patched:
@@ -220,13 +220,13 @@ def test_checkpoint_is_sent_after_the_artifacts_that_it_stands_on(machine, remot
         one.write("stage", "f1-00001", fill)
     (tmp_path / "remote/stage").write_text("in the way")  # no artifact can be sent
     save(one, 2)
-    assert "step-000002 is not sent" in machine.said[-1] and not (remote / "000001").exists()
+    assert "step-000002 was not sent" in machine.said[-1] and not (remote / "000001").exists()
     (tmp_path / "remote/stage").unlink()
     save(one, 4)
     assert machine("two").find("stage", "f1-00001") is not None and (remote / "000001" / NEWEST).exists()
 
 
-def test_what_a_killed_process_was_sending_is_removed(machine):
+def test_scratch_folder_of_a_killed_sender_is_removed(machine):
     one = machine("one")
     assert one.remote is not None
     left = one.remote.state / ".scratch-x"
@@ -236,7 +236,7 @@ def test_what_a_killed_process_was_sending_is_removed(machine):
         assert not left.exists()
 
 
-def test_attempt_that_fails_sends_no_more_beside_the_next_one_of_its_process(machine, remote):
+def test_ended_attempt_sends_no_late_checkpoint(machine, remote):
     one = machine("one")
     begin(one)
     save(one, 2)
@@ -251,7 +251,7 @@ def test_attempt_that_fails_sends_no_more_beside_the_next_one_of_its_process(mac
     assert "step-000006" in (remote / "000001" / NEWEST).read_text()
 
 
-def test_stage_that_fails_waits_for_its_checkpoint_and_sends_no_more(tmp_path, monkeypatch, remote):
+def test_failed_stage_stops_sending_checkpoints(tmp_path, monkeypatch, remote):
     class Plain(BaseModel):
         pass
 
@@ -269,7 +269,7 @@ HARMFUL = {"climbs": "../../../sly", "absolute": "/sly", "hidden": ".lock", "the
 
 
 @pytest.mark.parametrize("name", HARMFUL.values(), ids=HARMFUL)
-def test_names_of_a_checkpoint_stay_in_the_workspace(machine, remote, name):
+def test_rejects_checkpoint_with_file_names_outside_the_workspace(machine, remote, name):
     one, two = machine("one"), machine("two")
     begin(one)
     save(one, 2)
@@ -285,7 +285,7 @@ def test_names_of_a_checkpoint_stay_in_the_workspace(machine, remote, name):
 
 
 @pytest.mark.parametrize("part", ["", ".", "trainer/..", "none"])
-def test_part_of_a_checkpoint_without_files_is_refused(machine, remote, part):
+def test_rejects_checkpoint_part_without_files(machine, remote, part):
     one, two = machine("one"), machine("two")
     begin(one)
     save(one, 2)
@@ -298,7 +298,7 @@ def test_part_of_a_checkpoint_without_files_is_refused(machine, remote, part):
 
 
 @pytest.mark.parametrize("harm", ["bytes", "document", "attempt"])
-def test_damaged_checkpoint_is_refused_and_leaves_nothing(machine, remote, harm):
+def test_rejects_damaged_checkpoint_and_leaves_no_files(machine, remote, harm):
     one, two = machine("one"), machine("two")
     begin(one)
     save(one, 2)
@@ -344,7 +344,7 @@ def unconditional(request: pytest.FixtureRequest) -> Iterator[str]:
     WithoutConditions.store.clear()
 
 
-def test_store_without_conditional_writes_is_named(tmp_path, unconditional):
+def test_store_without_conditional_writes_prints_one_warning(tmp_path, unconditional):
     said: list[str] = []
     store = ArtifactStore(tmp_path, unconditional, say=said.append)
     store.begin("stage", "f1", afresh=False)

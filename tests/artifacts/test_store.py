@@ -40,7 +40,7 @@ def dvc_digest(folder: Path, cache: Path) -> str:
 
 
 @given(files=st.dictionaries(names, st.binary(max_size=40), min_size=1, max_size=5))
-def test_digest_is_the_one_that_dvc_computes(tmp_path_factory, files):
+def test_folder_digest_equals_dvc(tmp_path_factory, files):
     folder = tmp_path_factory.mktemp("folder")
     for number, (name, content) in enumerate(files.items()):
         target = folder / ("sub" if number % 2 else ".") / f"f{name}"
@@ -49,7 +49,7 @@ def test_digest_is_the_one_that_dvc_computes(tmp_path_factory, files):
     assert folder_digest(folder) == dvc_digest(folder, tmp_path_factory.mktemp("cache"))
 
 
-def test_an_artifact_is_found_by_fingerprint_and_by_digest(tmp_path):
+def test_artifact_is_found_by_fingerprint_and_digest(tmp_path):
     store = ArtifactStore(tmp_path)
     assert store.find("stage", "f1") is None
     made = store.write("stage", "f1", fill_with({"x/y.bin": b"1"}))
@@ -58,7 +58,7 @@ def test_an_artifact_is_found_by_fingerprint_and_by_digest(tmp_path):
     assert made.digest == folder_digest(made.path)
 
 
-def test_a_failed_attempt_leaves_nothing(tmp_path):
+def test_failed_attempt_leaves_no_files(tmp_path):
     store = ArtifactStore(tmp_path)
 
     def fail(folder: Path) -> None:
@@ -71,7 +71,7 @@ def test_a_failed_attempt_leaves_nothing(tmp_path):
     assert list((tmp_path / "stage").iterdir()) == []
 
 
-def test_the_first_of_two_writers_wins(tmp_path):
+def test_first_of_two_writers_wins(tmp_path):
     home = tmp_path / "home"
     with atomic_folder(home) as first:
         (first / "who").write_text("first")
@@ -95,13 +95,13 @@ except DataError as error:
 """
 
 
-def test_a_write_that_the_disk_refuses_is_said_and_leaves_nothing(tmp_path):
+def test_full_disk_raises_disk_full_and_leaves_no_files(tmp_path):
     done = subprocess.run([sys.executable, "-c", FULL_DISK, str(tmp_path)], capture_output=True, text=True, check=True)
     assert done.stdout == "disk_full\n"
     assert list((tmp_path / "stage").iterdir()) == []
 
 
-def test_changed_files_are_noticed(tmp_path):
+def test_changed_file_is_rejected(tmp_path):
     made = ArtifactStore(tmp_path).write("stage", "f1", fill_with({"x": b"1"}))
     assert open_artifact(made.path) == made
     (made.path / "x").write_bytes(b"2")
@@ -109,7 +109,7 @@ def test_changed_files_are_noticed(tmp_path):
         open_artifact(made.path)
 
 
-def test_a_folder_without_manifest_or_of_another_kind_is_refused(tmp_path):
+def test_rejects_missing_mismatched_and_unreadable_manifest(tmp_path):
     with refused("manifest_missing", tmp_path):
         open_artifact(tmp_path)
     made = ArtifactStore(tmp_path).write("stage", "f1", fill_with({"x": b"1"}))
@@ -121,7 +121,7 @@ def test_a_folder_without_manifest_or_of_another_kind_is_refused(tmp_path):
         read_manifest(made.path)
 
 
-def test_a_linked_copy_is_the_same_artifact_and_replaces_the_old_one(tmp_path):
+def test_hard_linked_copy_replaces_the_previous_one(tmp_path):
     store = ArtifactStore(tmp_path / "store")
     first = store.write("stage", "f1", fill_with({"x": b"1"}))
     second = store.write("stage", "f2", fill_with({"y": b"2"}))
@@ -132,7 +132,7 @@ def test_a_linked_copy_is_the_same_artifact_and_replaces_the_old_one(tmp_path):
     assert (out / "y").stat().st_ino == (second.path / "y").stat().st_ino
 
 
-def test_a_remote_serves_another_machine(tmp_path):
+def test_another_machine_fetches_an_artifact_from_the_remote(tmp_path):
     remote = (tmp_path / "remote").as_uri()
     one = ArtifactStore(tmp_path / "one", remote)
     made = one.write("stage", "f1", fill_with({"x/y": b"1", "z": b"2"}))
@@ -141,7 +141,7 @@ def test_a_remote_serves_another_machine(tmp_path):
     assert found is not None and found.digest == made.digest and found.path != made.path
 
 
-def test_what_is_set_aside_is_gone_here_and_in_the_remote_and_kept_below_replaced(tmp_path):
+def test_set_aside_moves_artifacts_and_deletes_remote_copies(tmp_path):
     remote = tmp_path / "remote"
     store = ArtifactStore(tmp_path / "store", remote.as_uri())
     for stage, fingerprint in (("stage", "f1"), ("units", "f1-00001"), ("units", "f2-00001")):

@@ -21,7 +21,7 @@ def test_round_trip_for_arrow_and_pandas(tmp_path):
     assert (tmp_path / "one.parquet").read_bytes() == (tmp_path / "two.parquet").read_bytes()
 
 
-def test_another_version_or_name_is_refused_with_both(tmp_path):
+def test_rejects_other_table_name_or_version(tmp_path):
     write_table(tmp_path / "t.parquet", ROWS, TableSchema("numbers", 1, SCHEMA.schema))
     with refused("table_version_mismatch", "numbers", 2, 1):
         read_table(tmp_path / "t.parquet", SCHEMA)
@@ -30,7 +30,7 @@ def test_another_version_or_name_is_refused_with_both(tmp_path):
         read_table(tmp_path / "plain.parquet", SCHEMA)
 
 
-def test_missing_damaged_and_misfitting(tmp_path):
+def test_rejects_unreadable_tables_and_unfit_rows(tmp_path):
     with refused("table_unreadable", "none.parquet"):
         read_table(tmp_path / "none.parquet", SCHEMA)
     (tmp_path / "bad.parquet").write_bytes(b"not parquet at all")

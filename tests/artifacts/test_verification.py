@@ -144,20 +144,20 @@ EDITS = [
 
 
 @pytest.mark.parametrize("edit", EDITS, ids=lambda edit: edit.__name__)
-def test_what_was_edited_is_not_used(store, edit):
+def test_edited_artifact_is_rejected(store, edit):
     edit(settled(store))
     with pytest.raises(DataError):
         store.find("stage", "f1")
 
 
-def test_an_edit_right_after_the_artifact_was_made_is_noticed(store):
+def test_edit_right_after_writing_is_noticed(store):
     made = store.write("stage", "f1", fill)
     (made.path / "x").write_bytes(b"4321")
     with refused("artifact_changed"):
         store.find("stage", "f1")
 
 
-def test_the_error_names_what_differs(store):
+def test_error_names_changed_added_and_removed_files(store):
     home = settled(store)
     for edit in (same_size, added, removed):
         edit(home)
@@ -169,7 +169,7 @@ def test_the_error_names_what_differs(store):
 @pytest.mark.parametrize(
     "text", ["", "garbage", "0" * 32 + ".dir", "{}", "[]", "\x00\xff", '{"digest": "a", "files": {}}']
 )
-def test_a_record_that_is_none_is_made_again(store, text):
+def test_invalid_record_is_rebuilt(store, text):
     made = store.find("stage", settled(store).name)
     made.path.with_name("f1.digest").write_bytes(text.encode("latin-1"))
     assert store.find("stage", "f1") == made and made.digest == folder_digest(made.path)
@@ -177,7 +177,7 @@ def test_a_record_that_is_none_is_made_again(store, text):
 
 
 @pytest.mark.parametrize("text", ["", "garbage"])
-def test_without_a_record_the_manifest_still_knows(store, text):
+def test_edit_is_noticed_without_a_valid_record(store, text):
     home = settled(store)
     same_size(home)
     home.with_name("f1.digest").write_text(text)
@@ -185,7 +185,7 @@ def test_without_a_record_the_manifest_still_knows(store, text):
         store.find("stage", "f1")
 
 
-def test_a_record_of_a_folder_that_was_deleted_is_no_matter(store):
+def test_record_of_a_deleted_artifact_is_ignored(store):
     shutil.rmtree(settled(store))
     assert store.find("stage", "f1") is None
 
@@ -204,14 +204,14 @@ ArtifactStore(Path(sys.argv[1])).find("stage", "f1")
 """
 
 
-def test_what_lies_as_recorded_is_not_read(store):
+def test_unchanged_files_are_not_read(store):
     home = settled(store)
     done = subprocess.run([sys.executable, "-c", FIND, str(store.root)], capture_output=True, text=True, check=True)
     opened = done.stdout.splitlines()
     assert str(home / "manifest.json") in opened and str(home / "x") not in opened
 
 
-def test_hard_links_and_copies_of_the_store_are_the_same_artifact(store, tmp_path):
+def test_hard_linked_and_copied_stores_have_the_same_artifact(store, tmp_path):
     home = settled(store)
     made = store.find("stage", "f1")
     link_folder(home, tmp_path / "data/out")  # changes every inode's change time
@@ -258,14 +258,14 @@ except DataError as error:
 """
 
 
-def test_a_disk_that_is_full_at_the_record_costs_nothing(tmp_path):
+def test_full_disk_at_the_record_keeps_the_artifact(tmp_path):
     done = subprocess.run([sys.executable, "-c", FULL_AT_THE_RECORD, str(tmp_path)], capture_output=True, text=True)
     assert done.stdout == "disk_full\n", done.stderr
     found = ArtifactStore(tmp_path).find("stage", "f1")
     assert found is not None and found.digest == folder_digest(found.path)
 
 
-def test_verify_reads_what_the_fast_path_trusts(store):
+def test_verify_reads_files_whose_recorded_state_matches(store):
     """An edit that even the kernel's times do not show: as recorded, the file lies as it does."""
     home = settled(store)
     store.write("other-stage", "f2", other_kind)
@@ -287,7 +287,7 @@ def other_kind(folder: Path) -> None:
     write_manifest(folder, kind="other-stage", kind_version=1, rows={}, drops={}, inputs={}, settings={})
 
 
-def test_a_folder_in_place_of_the_record_is_an_error_of_ours(store: ArtifactStore) -> None:
+def test_folder_in_place_of_the_record_is_rejected(store: ArtifactStore) -> None:
     sidecar = settled(store).with_name("f1.digest")
     sidecar.unlink()
     sidecar.mkdir()

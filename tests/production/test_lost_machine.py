@@ -174,7 +174,7 @@ def undisturbed(network: Network, platform: Platform) -> Iterator[Node]:
 
 def test_another_machine_resumes_from_the_checkpoint_that_has_arrived(taken_up: TakenUp) -> None:
     said, name = taken_up.taker.said(), f"train-vlm-{taken_up.trained.name}"
-    assert re.search(rf"process \d+ on a since \S+ has begun the same \({name}\)", said)
+    assert re.search(rf"process \d+ on a since \S+ has begun the same work \({name}\)", said)
     (fetched,) = re.findall(r"has a checkpoint of (\d+) steps, fetched", said)
     (resumed,) = re.findall(r"resuming after step (\d+)", said)
     assert fetched == resumed and int(resumed) in range(SAVE_EVERY, STEPS, SAVE_EVERY)

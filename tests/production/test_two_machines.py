@@ -39,7 +39,7 @@ def test_two_machines_on_one_run_have_one_result(tmp_path: Path) -> None:
 
     assert folder_digest(one.folder / "made") == folder_digest(two.folder / "made")
     said = two.log.read_text()
-    assert "has begun the same (train-vlm-" in said and re.search(r"resuming after step [369]", said)
+    assert "has begun the same work (train-vlm-" in said and re.search(r"resuming after step [369]", said)
     assert (one.log.read_text() + said).count("another machine was first to make") >= 1  # at least the training
     assert stored(two) and stored(two).items() <= stored(one).items()  # both have trained on the same
     lineage, third = (
