@@ -1,4 +1,4 @@
-"""Keys of what is kept on this machine."""
+"""Keys of the local cache change with a file's content."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from armature.components.artifacts.cache import file_sha256, file_state
 
 
 def test_file_state_differs_after_every_change(tmp_path: Path) -> None:
-    """Also where the content keeps its size, its time and its inode, and right after the last change."""
+    """Each change keeps size, modification time and inode, and follows the previous one at once."""
     path, seen = tmp_path / "file", set()
     path.write_bytes(b"0")
     changed = path.stat()

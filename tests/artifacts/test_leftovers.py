@@ -1,4 +1,4 @@
-"""What killed writers leave in the store is gone after the next start; what living ones write stays."""
+"""The next start removes temporary files of killed writers and keeps files of living writers."""
 
 from __future__ import annotations
 
@@ -79,22 +79,22 @@ def test_next_start_removes_unfinished_images(tmp_path):
 
 
 def test_waiting_message_names_the_process_that_holds_the_lock(tmp_path):
-    said: list[str] = []
+    messages: list[str] = []
 
     def wait() -> None:
-        with ArtifactStore(tmp_path, say=said.append).lock("outer", "f1"):
+        with ArtifactStore(tmp_path, say=messages.append).lock("outer", "f1"):
             pass
 
     with writer(tmp_path, "stage", "f1") as holder:
         waiting = Thread(target=wait)
         waiting.start()
-        while not said:
+        while not messages:
             assert waiting.is_alive()
             time.sleep(0.01)
         holder.communicate("\n")
         waiting.join()
-    assert len(said) == 1
-    assert re.search(rf"outer: waiting for process {holder.pid} on \S+ since 20\d\d-\d\d-\d\dT", said[0])
+    assert len(messages) == 1
+    assert re.search(rf"outer: waiting for process {holder.pid} on \S+ since 20\d\d-\d\d-\d\dT", messages[0])
 
 
 def test_full_disk_while_locking_raises_disk_full(tmp_path):
@@ -152,7 +152,7 @@ def kill():
 
 @pytest.mark.parametrize("what", KILLED)
 def test_next_start_removes_files_of_a_killed_process(tmp_path, what):
-    """The second start is stopped where the first one was killed, so that what it writes itself is there: no more."""
+    """Each start is killed at the same place, so exactly its own half-written file remains."""
     environment = os.environ | {"TMPDIR": str(tmp_path), "ARMATURE_CACHE": str(tmp_path)}
 
     def half_written() -> int:

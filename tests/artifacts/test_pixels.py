@@ -1,4 +1,4 @@
-"""Trainer and server see the same pixels: what the store keeps, decoded by us and by vLLM's own functions."""
+"""Trainer and server see the same pixels: stored images are decoded by this project and by vLLM."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ from tests.refusals import refused
 
 Decoder = Callable[[bytes], np.ndarray]
 VLLM = Path(__file__).parents[2] / ".venv-vllm/bin/python"
-# vLLM shows these otherwise: 16-bit gray as white, and colors that a PNG names as transparent as they are.
-OURS_ALONE = ("I;16", "16-bit gray", "RGB, one transparent", "gray 2-bit, one", "gray 4-bit, one")
+# vLLM decodes these originals differently: 16-bit gray as white, and a PNG's transparent color as opaque.
+DECODED_DIFFERENTLY = ("I;16", "16-bit gray", "RGB, one transparent", "gray 2-bit, one", "gray 4-bit, one")
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def store(tmp_path: Path) -> ImageStore:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Decoder]:
-    """The server's decoder, one process for all tests."""
+    """The server's decoder, in one process for all tests."""
     if not VLLM.exists():
         pytest.skip("needs the environment .venv-vllm")
     file = tmp_path_factory.mktemp("server") / "image"
@@ -70,8 +70,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Decoder]:
         process.stdin.close()
 
 
-def seen_alike(store: ImageStore, server: Decoder, image: EncodedImage) -> np.ndarray:
-    """The stored image's pixels, which both sides see."""
+def pixels_on_both_sides(store: ImageStore, server: Decoder, image: EncodedImage) -> np.ndarray:
+    """Store an image, check that trainer and server decode the same pixels, and return these."""
     ref = store.put(image)
     ours = np.asarray(store.open(ref))
     assert ours.shape == (ref.height, ref.width, 3) and ours.dtype == np.uint8
@@ -82,8 +82,8 @@ def seen_alike(store: ImageStore, server: Decoder, image: EncodedImage) -> np.nd
 @pytest.mark.parametrize("name", every_image())
 def test_server_decodes_stored_images_to_the_same_pixels(name: str, store: ImageStore, server: Decoder) -> None:
     image = every_image()[name]
-    ours = seen_alike(store, server, image)
-    if not any(part in name for part in OURS_ALONE):
+    ours = pixels_on_both_sides(store, server, image)
+    if not any(part in name for part in DECODED_DIFFERENTLY):
         assert np.array_equal(server(image.data), ours)
 
 
@@ -118,7 +118,7 @@ def images(draw: st.DrawFn) -> EncodedImage:
 def test_server_agrees_on_random_modes_orientations_and_formats(
     image: EncodedImage, server: Decoder, tmp_path: Path
 ) -> None:
-    seen_alike(ImageStore(tmp_path), server, image)
+    pixels_on_both_sides(ImageStore(tmp_path), server, image)
 
 
 @pytest.mark.parametrize("name", plain_images())
@@ -132,10 +132,10 @@ def test_plain_images_keep_their_bytes(name: str, store: ImageStore) -> None:
 @pytest.mark.parametrize("name", (turned_images() | other_images()))
 def test_other_images_are_stored_as_plain_rgb_png(name: str, store: ImageStore) -> None:
     ref = store.put(every_image()[name])
-    with Image.open(store.path(ref)) as kept:
-        assert ref.media_type == "image/png" == Image.MIME[str(kept.format)]
-        assert kept.mode == "RGB" and kept.size == (ref.width, ref.height)
-        assert not kept.has_transparency_data and not kept.getexif()
+    with Image.open(store.path(ref)) as stored:
+        assert ref.media_type == "image/png" == Image.MIME[str(stored.format)]
+        assert stored.mode == "RGB" and stored.size == (ref.width, ref.height)
+        assert not stored.has_transparency_data and not stored.getexif()
     again = store.put(EncodedImage(store.read(ref), ref.media_type))
     assert again == ref
 

@@ -1,6 +1,6 @@
-"""A remote store that does not answer, for a while or for good: nothing is lost and nothing is taken for a no.
+"""A remote store that does not answer for a while or for good: no artifact is lost or wrongly reported as missing.
 
-The faults are at the edge: a file system of fsspec that refuses requests as one behind a broken network does.
+The faults come from an fsspec file system that refuses requests as one behind a broken network does.
 """
 
 from __future__ import annotations
@@ -33,13 +33,14 @@ from armature.components.contracts.batches import Sample
 from armature.components.contracts.errors import StoreError
 from armature.components.contracts.stages import Artifact
 from armature.components.rollouts.batches.table import read_batch, write_batch
+from tests.artifacts.filling import fill_with
 from tests.refusals import refused
 
 URL = "unsteady://bucket/prefix"
 
 
 class Unsteady(MemoryFileSystem):
-    """Its next `refusals` requests fail with `error`; its listings are its own, apart from fsspec's memory."""
+    """A file system whose next `refusals` requests fail with `error`; its files are separate from fsspec's memory."""
 
     protocol = "unsteady"
     store: dict = {}  # noqa: RUF012
@@ -95,13 +96,13 @@ def made_on(store: ArtifactStore, fill: Callable[[Path], None] | None = None) ->
 
 
 def filled(content: bytes = b"1") -> Callable[[Path], None]:
-    def fill(folder: Path) -> None:
-        (folder / "sub").mkdir()
-        (folder / "x").write_bytes(content)
-        (folder / "sub/y").write_bytes(b"2")
-        write_manifest(folder, kind="stage", kind_version=1, rows={}, drops={}, inputs={}, settings={})
+    return fill_with({"x": content, "sub/y": b"2"})
 
-    return fill
+
+def digest_in(store: ArtifactStore) -> str | None:
+    """Digest of the artifact stage/f1 as `store` finds it, here or in the remote."""
+    artifact = store.find("stage", "f1")
+    return artifact.digest if artifact else None
 
 
 X, Y = (hashlib.md5(content).hexdigest() for content in (b"1", b"2"))
@@ -116,15 +117,14 @@ def test_temporary_errors_are_retried(tmp_path, unsteady, monkeypatch, error):
     unsteady.refusals = 2
     made = made_on(ArtifactStore(tmp_path / "one", URL))
     unsteady.refusals = 2
-    found = ArtifactStore(tmp_path / "two", URL).find("stage", "f1")
-    assert found is not None and found.digest == made.digest
+    assert digest_in(ArtifactStore(tmp_path / "two", URL)) == made.digest
 
 
 def test_each_retry_prints_a_message(tmp_path, unsteady):
-    said: list[str] = []
+    messages: list[str] = []
     unsteady.refusals = 2
-    made_on(ArtifactStore(tmp_path, URL, say=said.append))
-    assert len(said) == 2 and all("does not answer" in line and "no route to host" in line for line in said)
+    made_on(ArtifactStore(tmp_path, URL, say=messages.append))
+    assert len(messages) == 2 and all("does not answer" in line and "no route to host" in line for line in messages)
 
 
 def test_failed_files_are_retried_while_others_arrive(tmp_path, unsteady, monkeypatch):
@@ -138,27 +138,22 @@ def test_failed_files_are_retried_while_others_arrive(tmp_path, unsteady, monkey
                 raise ConnectionError("reset")
         put(self, lpath, rpath, **kwargs)
 
-    def fill(folder: Path) -> None:
-        for name in attempts:
-            (folder / name).write_text(name)
-        write_manifest(folder, kind="stage", kind_version=1, rows={}, drops={}, inputs={}, settings={})
-
     monkeypatch.setattr(unsteady, "put_file", lossy)
+    fill = fill_with({name: name.encode() for name in attempts})
     made = made_on(ArtifactStore(tmp_path / "one", URL, say=lambda line: None), fill)
     assert list(attempts.values()) == list(range(1, 9))
-    found = ArtifactStore(tmp_path / "two", URL).find("stage", "f1")
-    assert found is not None and found.digest == made.digest
+    assert digest_in(ArtifactStore(tmp_path / "two", URL)) == made.digest
 
 
 def test_unsent_artifact_is_sent_by_the_next_stage(tmp_path, unsteady):
     unsteady.refusals = 10**6
-    said: list[str] = []
-    store = ArtifactStore(tmp_path / "one", URL, say=said.append)
+    messages: list[str] = []
+    store = ArtifactStore(tmp_path / "one", URL, say=messages.append)
     made = store.write("stage", "f1", filled())
-    assert said[-1].startswith("warning: not sent") and str(store.root) in said[-1]
+    assert messages[-1].startswith("warning: not sent") and str(store.root) in messages[-1]
     unsteady.asked.clear()
     store.write("stage", "f2", filled())
-    assert unsteady.asked == []  # a remote store that is away delays no further artifact
+    assert unsteady.asked == []  # an unreachable remote does not delay further artifacts
     with refused("remote_store_unreachable", URL):
         store.send_waiting()
     assert not store.send_waiting_or_warn()
@@ -166,12 +161,11 @@ def test_unsent_artifact_is_sent_by_the_next_stage(tmp_path, unsteady):
     assert ArtifactStore(tmp_path / "two", URL).find("stage", "f1") is None
     later = ArtifactStore(tmp_path / "one", URL)
     with later.lock("another", "f3"):
-        found = ArtifactStore(tmp_path / "two", URL).find("stage", "f1")
-    assert found is not None and found.digest == made.digest
+        assert digest_in(ArtifactStore(tmp_path / "two", URL)) == made.digest
     assert later.send_waiting() == 0
     unsteady.asked.clear()
     ArtifactStore(tmp_path / "one", URL).find("stage", "f1")
-    assert unsteady.asked == []  # what is known to be there is not asked for again
+    assert unsteady.asked == []  # an artifact that was sent is not looked up again
 
 
 def test_store_send_command_sends_waiting_artifacts(tmp_path, unsteady, capsys):
@@ -191,8 +185,7 @@ def test_artifact_made_without_a_remote_is_sent_after_its_next_use(tmp_path):
     made = ArtifactStore(tmp_path / "one").write("stage", "f1", filled())
     store = ArtifactStore(tmp_path / "one", URL)
     assert store.send_waiting() == 0 and store.find("stage", "f1") is not None and store.send_waiting() == 1
-    found = ArtifactStore(tmp_path / "two", URL).find("stage", "f1")
-    assert found is not None and found.digest == made.digest
+    assert digest_in(ArtifactStore(tmp_path / "two", URL)) == made.digest
 
 
 def test_unreachable_remote_is_not_a_missing_artifact(tmp_path, unsteady):
@@ -223,26 +216,26 @@ def test_interrupted_push_is_invisible_and_resumes(tmp_path, unsteady, monkeypat
 
 
 def homes() -> set[str]:
-    """The folders below the artifact that have files: one for each copy."""
+    """Names of the remote folders below the artifact: one per copy."""
     return {path.split("/")[5] for path in Unsteady.store if path.startswith("/bucket/prefix/stage/f1/")} - {MARKER}
 
 
 def test_second_machine_adopts_the_artifact_of_the_first(tmp_path):
-    """Their bytes differ, as those of trainings on GPUs do. The one that comes second takes what is there."""
-    said: list[str] = []
-    one, two = ArtifactStore(tmp_path / "one", URL), ArtifactStore(tmp_path / "two", URL, say=said.append)
+    """The contents differ, as results of training on GPUs do."""
+    messages: list[str] = []
+    one, two = ArtifactStore(tmp_path / "one", URL), ArtifactStore(tmp_path / "two", URL, say=messages.append)
     first, second = (store.write("stage", "f1", filled(bytes([n]))) for n, store in enumerate((one, two)))
     assert first.digest == second.digest and (second.path / "x").read_bytes() == b"\0"
-    assert "another machine was first" in said[-1] and first.digest in said[-1]
+    assert "another machine was first" in messages[-1] and first.digest in messages[-1]
     [aside] = (two.root / "replaced").glob("*/stage/f1/x")
     assert aside.read_bytes() == b"\1"
-    assert len(homes()) == 1  # what the second had sent is gone
+    assert len(homes()) == 1  # the copy of the second machine was deleted
     assert two.send_waiting() == 0 and two.find("stage", "f1") == second
 
 
 @pytest.mark.parametrize("same", [False, True])
 def test_one_of_several_simultaneous_pushes_wins(tmp_path, monkeypatch, same):
-    """All have sent their files before the first creates the marker."""
+    """All machines have sent their files before the first one creates the marker."""
     count, remote = 6, tmp_path / "remote"
     together, create = threading.Barrier(count), RemoteFolder.create
 
@@ -261,8 +254,7 @@ def test_one_of_several_simultaneous_pushes_wins(tmp_path, monkeypatch, same):
     assert len({each.digest for each in made}) == 1
     assert len({(each.path / "x").read_bytes() for each in made}) == 1
     assert len(list((remote / "stage/f1").iterdir())) == 2  # one copy, and the marker
-    found = ArtifactStore(tmp_path / "another", str(remote)).find("stage", "f1")
-    assert found is not None and found.digest == made[0].digest
+    assert digest_in(ArtifactStore(tmp_path / "another", str(remote))) == made[0].digest
 
 
 def test_late_push_adopts_the_artifact_of_another_machine(tmp_path, unsteady):
@@ -272,8 +264,8 @@ def test_late_push_adopts_the_artifact_of_another_machine(tmp_path, unsteady):
     unsteady.refusals = 0
     two = ArtifactStore(tmp_path / "two", URL).write("stage", "f1", filled(b"two"))
     with one.lock("another", "f2"):
-        found = one.find("stage", "f1")
-    assert found is not None and found.digest == two.digest and (found.path / "x").read_bytes() == b"two"
+        artifact = one.find("stage", "f1")
+    assert artifact is not None and artifact.digest == two.digest and (artifact.path / "x").read_bytes() == b"two"
 
 
 def test_lost_answer_to_marker_creation_causes_no_adoption(tmp_path, unsteady, monkeypatch):
@@ -292,7 +284,7 @@ def test_lost_answer_to_marker_creation_causes_no_adoption(tmp_path, unsteady, m
 
 
 def test_force_waits_for_another_process_that_sends_the_artifact(tmp_path, monkeypatch):
-    """The process that moves the files waits; then the remote has neither them nor their marker."""
+    """--force moves the files only after sending has ended; then the remote has neither the files nor the marker."""
     one, two = (ArtifactStore(tmp_path / "one", URL, say=lambda line: None) for _ in range(2))
     assert two.remote is not None
     began, go_on, put = threading.Event(), threading.Event(), RemoteFolder.put
@@ -336,7 +328,7 @@ def test_artifact_discarded_during_sending_is_skipped(tmp_path, monkeypatch):
 
 
 def test_unfinished_note_is_not_an_artifact(tmp_path):
-    """Another process writes the note, or was killed while it did."""
+    """A hidden file belongs to a process that is writing the note, or was killed while writing."""
     store = ArtifactStore(tmp_path / "one", URL)
     made_on(store)
     assert store.remote is not None
@@ -349,7 +341,7 @@ def test_unfinished_note_is_not_an_artifact(tmp_path):
 
 
 def beaten(tmp_path: Path, unsteady: type[Unsteady]) -> ArtifactStore:
-    """A store whose artifact waits to be sent, where another machine was first."""
+    """Return a store with an unsent artifact that another machine has made first."""
     store = ArtifactStore(tmp_path / "one", URL, say=lambda line: None)
     unsteady.refusals = 10**6
     store.write("stage", "f1", filled(b"one"))
@@ -393,8 +385,8 @@ def test_concurrent_change_while_adopting(tmp_path, unsteady, monkeypatch, meanw
     if meanwhile == "set aside":
         assert not store.home("stage", "f1").exists()
     else:
-        found = store.find("stage", "f1")
-        assert found is not None and (found.path / "x").read_bytes() == b"two"
+        artifact = store.find("stage", "f1")
+        assert artifact is not None and (artifact.path / "x").read_bytes() == b"two"
         assert len(list((store.root / "replaced").iterdir())) == 1
     store.send_waiting()
     assert store.send_waiting() == 0
@@ -416,11 +408,11 @@ def test_full_disk_while_packing_images_prints_a_warning(tmp_path, monkeypatch):
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "full")
 
-    said: list[str] = []
-    store = ArtifactStore(tmp_path / "one", URL, say=said.append)
+    messages: list[str] = []
+    store = ArtifactStore(tmp_path / "one", URL, say=messages.append)
     monkeypatch.setattr("armature.components.artifacts.remote.write_archive", full)
     made = store.write("stage", "f1", shows(ImageStore(store.images), "red"))
-    assert said[-1].startswith("warning: not sent") and made.path.is_dir()
+    assert messages[-1].startswith("warning: not sent") and made.path.is_dir()
 
 
 def test_remote_folder_works_without_hard_links(tmp_path, monkeypatch):
@@ -502,22 +494,17 @@ def test_rejects_remote_file_with_changed_content(tmp_path, unsteady, content):
 
 
 def test_names_with_fsspec_syntax_are_plain_names(tmp_path):
-    """In names of folders, of files in an artifact, and of a prefix."""
-
-    def fill(folder: Path) -> None:
-        for name in ("a::b", "zip::c", "d[0]*?"):
-            (folder / name).write_text(name)
-        write_manifest(folder, kind="stage", kind_version=1, rows={}, drops={}, inputs={}, settings={})
-
+    """fsspec reads "::" as a chain of file systems and "*" as a pattern; folders, files and prefixes may have both."""
+    fill = fill_with({name: name.encode() for name in ("a::b", "zip::c", "d[0]*?")})
     for remote in (f"file://{tmp_path}/a::b/[v2]*", f"{tmp_path}/zip::c", "unsteady://bucket/a::b"):
         made = made_on(ArtifactStore(tmp_path / remote[-4:] / "one::two", remote), fill)
-        found = ArtifactStore(tmp_path / remote[-4:] / "two", remote).find("stage", "f1")
-        assert found is not None and found.digest == made.digest and (found.path / "a::b").read_text() == "a::b"
+        two = ArtifactStore(tmp_path / remote[-4:] / "two", remote)
+        assert digest_in(two) == made.digest and (two.home("stage", "f1") / "a::b").read_text() == "a::b"
     assert {path.name for path in tmp_path.iterdir()} >= {"a::b", "zip::c"}
 
 
 def test_remote_folder_writes_are_atomic(tmp_path, monkeypatch):
-    """A process that is killed, or a full disk, leaves neither half a document nor a taken name."""
+    """A full disk leaves neither a half-written document nor an occupied name."""
     remote = RemoteFolder(str(tmp_path), print)
     old, new = (NamedArtifact(stage="stage", fingerprint=name) for name in ("f1", "f2"))
     remote.write("a/document", old)
@@ -580,13 +567,13 @@ def test_rejects_unusable_address_and_names_the_missing_package(tmp_path, url, c
 
 def test_another_machine_finds_an_artifact_by_digest(tmp_path):
     made, other = made_on(ArtifactStore(tmp_path / "one", URL)), ArtifactStore(tmp_path / "two", URL)
-    found = other.find_digest(made.digest[:8])
-    assert found is not None and found.digest == made.digest and found.path.is_relative_to(tmp_path / "two")
+    artifact = other.find_digest(made.digest[:8])
+    assert artifact is not None and artifact.digest == made.digest and artifact.path.is_relative_to(tmp_path / "two")
     assert other.find_digest("0" * 8) is None and other.find_digest("tiny/qwen3-vl") is None
 
 
 def shows(images: ImageStore, *colors: str) -> Callable[[Path], None]:
-    """Fills a batch whose samples show these."""
+    """Return a function that writes a batch whose sample shows images of these colors."""
 
     def fill(folder: Path) -> None:
         refs = tuple(images.put(encode_png(Image.new("RGB", (8, 8), color))) for color in colors)
@@ -608,9 +595,9 @@ def test_images_are_sent_as_one_archive_per_artifact(tmp_path, unsteady, monkeyp
     unsteady.asked.clear()
     monkeypatch.setattr(image_archive, "PART_BYTES", 1000)
     for fingerprint, fetched in (("f1", 40), ("f2", 41)):
-        found = two.find("stage", fingerprint)
-        assert found is not None and len(list(two.images.glob("??/*.png"))) == fetched
-        shown = [ref for sample in read_batch(found.path) for ref in sample.images]
+        artifact = two.find("stage", fingerprint)
+        assert artifact is not None and len(list(two.images.glob("??/*.png"))) == fetched
+        shown = [ref for sample in read_batch(artifact.path) for ref in sample.images]
         assert [ImageStore(two.images).read(ref) for ref in shown] == [
             ImageStore(one.images).read(ref) for ref in shown
         ]
@@ -618,7 +605,7 @@ def test_images_are_sent_as_one_archive_per_artifact(tmp_path, unsteady, monkeyp
     one.write("stage", "f3", shows(ImageStore(one.images), *colors[:3]))
     unsteady.asked.clear()
     assert two.find("stage", "f3") is not None
-    assert not [name for _, name in unsteady.asked if name.endswith(".zip")]  # all of its images are here
+    assert not [name for _, name in unsteady.asked if name.endswith(".zip")]  # the machine has all images already
 
 
 def test_deleting_an_artifact_keeps_images_of_others(tmp_path, unsteady):
@@ -645,7 +632,7 @@ def test_rejects_damaged_image_archive(tmp_path, unsteady, harm):
     with zipfile.ZipFile(changed, "w", zipfile.ZIP_DEFLATED if harm == "bomb" else zipfile.ZIP_STORED) as pack:
         pack.writestr("../../x.png" if harm == "name" else image.name, b"1" if harm == "bytes" else image.read_bytes())
     content = b"PK" if harm == "no zip" else changed.getvalue()
-    if harm == "password":  # the flag, in the header of the file and in the list
+    if harm == "password":  # set the encryption flag in the file's header and in the directory
         marked = bytearray(content)
         marked[6], marked[content.index(b"PK\1\2") + 8] = 1, 1
         content = bytes(marked)
@@ -659,8 +646,8 @@ def test_rejects_damaged_image_archive(tmp_path, unsteady, harm):
 
 
 def test_missing_image_is_reported_and_the_others_are_sent(tmp_path):
-    said: list[str] = []
-    one, two = ArtifactStore(tmp_path / "one", URL, say=said.append), ArtifactStore(tmp_path / "two", URL)
+    messages: list[str] = []
+    one, two = ArtifactStore(tmp_path / "one", URL, say=messages.append), ArtifactStore(tmp_path / "two", URL)
     images = ImageStore(one.images)
     gone = images.path(images.put(encode_png(Image.new("RGB", (8, 8), "red"))))
 
@@ -669,5 +656,5 @@ def test_missing_image_is_reported_and_the_others_are_sent(tmp_path):
         gone.unlink()
 
     made_on(one, fill)
-    assert "1 images" in said[0] and gone.name[:12] in said[0]
+    assert "1 images" in messages[0] and gone.name[:12] in messages[0]
     assert two.find("stage", "f1") is not None and len(list(two.images.glob("??/*.png"))) == 1

@@ -1,4 +1,4 @@
-"""Checkpoints in a remote store: machines that lose one another, and machines that make the same at the same time."""
+"""Checkpoints in a remote store: lost machines are replaced, and several machines make the same artifact at once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from fsspec.spec import AbstractFileSystem
 from pydantic import BaseModel
 
 from armature.components.artifacts import remote_attempts, remote_folder
-from armature.components.artifacts.manifest import write_manifest
 from armature.components.artifacts.remote_attempts import MINE, NEWEST, NewestCheckpoint, RemoteAttempt
 from armature.components.artifacts.remote_folder import RemoteFiles
 from armature.components.artifacts.store import ArtifactStore
@@ -25,6 +24,7 @@ from armature.components.configuration.stages import run_stage
 from armature.components.contracts.errors import DataError
 from armature.components.contracts.machine import Machine
 from armature.components.contracts.stages import Stage, StageContext
+from tests.artifacts.filling import fill_with
 from tests.refusals import refused
 
 
@@ -36,19 +36,19 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def remote(tmp_path: Path) -> Path:
-    """The folder of the attempts at what all machines make."""
+    """Remote folder of the attempts at the artifact that all machines make."""
     return tmp_path / "remote/attempts/stage-f1"
 
 
 @pytest.fixture
 def machine(tmp_path: Path) -> Callable[[str], ArtifactStore]:
-    """A machine with a store of its own, beside a remote store that all share; what it says is in `said`."""
+    """Return the store of a named machine; all share one remote store. Messages are collected in `messages`."""
 
     def named(name: str) -> ArtifactStore:
-        return ArtifactStore(tmp_path / name, str(tmp_path / "remote"), say=said.append)
+        return ArtifactStore(tmp_path / name, str(tmp_path / "remote"), say=messages.append)
 
-    said: list[str] = []
-    named.said = said  # type: ignore[attr-defined]
+    messages: list[str] = []
+    named.messages = messages  # type: ignore[attr-defined]
     return named
 
 
@@ -57,7 +57,7 @@ def workspace(store: ArtifactStore) -> Path:
 
 
 def begin(store: ArtifactStore, afresh: bool = False) -> int:
-    """Begin an attempt; its number."""
+    """Begin an attempt and return its number."""
     store.begin("stage", "f1", afresh)
     return RemoteAttempt.model_validate_json((workspace(store) / MINE).read_bytes()).number
 
@@ -85,12 +85,8 @@ def save(store: ArtifactStore, step: int, content: str = "") -> None:
 
 
 def here(store: ArtifactStore) -> dict[str, str]:
-    """The checkpoints in the workspace, and what they hold."""
+    """Content of each checkpoint in the workspace, by folder name."""
     return {path.name: (path / "tensors/0").read_text() for path in workspace(store).glob("trainer/checkpoints/step-*")}
-
-
-def fill(folder: Path) -> None:
-    write_manifest(folder, kind="stage", kind_version=1, rows={}, drops={}, inputs={}, settings={})
 
 
 def test_another_machine_resumes_from_the_last_complete_checkpoint(machine, remote):
@@ -105,7 +101,7 @@ def test_another_machine_resumes_from_the_last_complete_checkpoint(machine, remo
     assert here(two) == {"step-000004": "step-000004"}
     assert (workspace(two) / "best/step-000001/weights").read_text() == "best"
     assert (workspace(two) / "history.jsonl").read_text() == "4\n"
-    assert "process" in machine.said[-2] and "has begun the same work (stage-f1)" in machine.said[-2]
+    assert "process" in machine.messages[-2] and "has begun the same work (stage-f1)" in machine.messages[-2]
     one._senders["stage-f1"]._ended = True
 
 
@@ -121,7 +117,7 @@ def test_unchanged_files_are_sent_once_and_old_ones_deleted(machine, remote):
 
 
 def test_attempts_do_not_overwrite_checkpoints_of_others(machine, remote):
-    """A machine that was cut off comes back behind the one that has taken its place."""
+    """A machine that was cut off returns with fewer steps than the machine that replaced it."""
     one, two = machine("one"), machine("two")
     begin(one)
     save(one, 2, "one")
@@ -170,9 +166,9 @@ def test_restarted_process_continues_its_attempt(machine, remote):
     one = machine("one")
     begin(one)
     save(one, 2)
-    said = len(machine.said)
+    before = len(machine.messages)
     again = machine("one")
-    assert begin(again) == 1 and machine.said[said:] == []
+    assert begin(again) == 1 and machine.messages[before:] == []
     save(again, 4)
     assert [path.name for path in remote.iterdir() if path.is_dir()] == ["000001"]
 
@@ -192,7 +188,7 @@ def test_finish_deletes_checkpoints_and_keeps_numbers(machine, remote):
     save(one, 2)
     begin(two)
     save(two, 4)
-    one.write("stage", "f1", fill)
+    one.write("stage", "f1", fill_with())
     one.finish("stage", "f1")
     assert {path.name for path in remote.iterdir()} == {"000001.json", "000002.json"}
 
@@ -205,7 +201,7 @@ def test_force_ignores_earlier_checkpoints(machine, remote):
         two.set_aside("stage", "f1")
         assert begin(two, afresh=True) == 2
     assert here(two) == {}
-    save(one, 6, "before")  # it does not know of --force
+    save(one, 6, "before")  # the first machine does not know of --force
     save(two, 2, "afresh")
     three = machine("three")
     begin(three)
@@ -217,10 +213,10 @@ def test_checkpoint_is_sent_after_earlier_artifacts(machine, remote, monkeypatch
     begin(one)
     with monkeypatch.context() as patched:
         patched.setattr(ArtifactStore, "_send", lambda *_: None)
-        one.write("stage", "f1-00001", fill)
+        one.write("stage", "f1-00001", fill_with())
     (tmp_path / "remote/stage").write_text("in the way")  # no artifact can be sent
     save(one, 2)
-    assert "step-000002 was not sent" in machine.said[-1] and not (remote / "000001").exists()
+    assert "step-000002 was not sent" in machine.messages[-1] and not (remote / "000001").exists()
     (tmp_path / "remote/stage").unlink()
     save(one, 4)
     assert machine("two").find("stage", "f1-00001") is not None and (remote / "000001" / NEWEST).exists()
@@ -245,7 +241,7 @@ def test_ended_attempt_sends_no_late_checkpoint(machine, remote):
     again = machine("one")
     assert begin(again) == 1
     complete(late)
-    time.sleep(0.2)  # it is looked for every 10 ms
+    time.sleep(0.2)  # the sender looks every 10 ms
     assert "step-000002" in (remote / "000001" / NEWEST).read_text()
     save(again, 6)
     assert "step-000006" in (remote / "000001" / NEWEST).read_text()
@@ -316,7 +312,7 @@ def test_rejects_damaged_checkpoint_and_leaves_no_files(machine, remote, harm):
 
 
 class WithoutConditions(MemoryFileSystem):
-    """A store that takes the condition of a write and does not look at it."""
+    """A store that accepts the condition of a write but ignores it."""
 
     protocol = "unconditional"
     store: dict = {}  # noqa: RUF012
@@ -331,7 +327,7 @@ class WithoutConditions(MemoryFileSystem):
 
 
 class LooksFirst(WithoutConditions):
-    """A store with nothing but fsspec's own way, which another machine can come between."""
+    """A store with fsspec's default: look first, then write, which is not atomic."""
 
     pipe_file = AbstractFileSystem.pipe_file
 
@@ -345,8 +341,8 @@ def unconditional(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 def test_store_without_conditional_writes_prints_one_warning(tmp_path, unconditional):
-    said: list[str] = []
-    store = ArtifactStore(tmp_path, unconditional, say=said.append)
+    messages: list[str] = []
+    store = ArtifactStore(tmp_path, unconditional, say=messages.append)
     store.begin("stage", "f1", afresh=False)
     store.begin("stage", "f2", afresh=False)
-    assert len(said) == 1 and "has no conditional writes" in said[0]
+    assert len(messages) == 1 and "has no conditional writes" in messages[0]

@@ -1,4 +1,4 @@
-"""Artifacts are whole or absent, and their digest is DVC's."""
+"""Artifacts appear whole or not at all, and their digest equals DVC's."""
 
 from __future__ import annotations
 
@@ -15,22 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from armature.components.artifacts.disk import atomic_folder, link_folder
-from armature.components.artifacts.manifest import open_artifact, read_manifest, write_manifest
+from armature.components.artifacts.manifest import open_artifact, read_manifest
 from armature.components.artifacts.store import ArtifactStore
 from armature.components.contracts.digests import folder_digest
+from tests.artifacts.filling import fill_with
 from tests.refusals import refused
 
 names = st.text("abcß.-_ 0", min_size=1, max_size=6).filter(lambda name: name.strip(". ") == name)
-
-
-def fill_with(files: dict[str, bytes], kind: str = "stage"):
-    def fill(folder: Path) -> None:
-        for name, content in files.items():
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            (folder / name).write_bytes(content)
-        write_manifest(folder, kind=kind, kind_version=1, rows={}, drops={}, inputs={}, settings={"a": 1})
-
-    return fill
 
 
 def dvc_digest(folder: Path, cache: Path) -> str:
@@ -137,8 +128,8 @@ def test_another_machine_fetches_an_artifact_from_the_remote(tmp_path):
     one = ArtifactStore(tmp_path / "one", remote)
     made = one.write("stage", "f1", fill_with({"x/y": b"1", "z": b"2"}))
     one.send_waiting()
-    found = ArtifactStore(tmp_path / "two", remote).find("stage", "f1")
-    assert found is not None and found.digest == made.digest and found.path != made.path
+    fetched = ArtifactStore(tmp_path / "two", remote).find("stage", "f1")
+    assert fetched is not None and fetched.digest == made.digest and fetched.path != made.path
 
 
 def test_set_aside_moves_artifacts_and_deletes_remote_copies(tmp_path):

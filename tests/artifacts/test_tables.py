@@ -1,4 +1,4 @@
-"""Tables carry their name and version, and equal rows give equal bytes."""
+"""Tables contain their name and version, and equal rows give equal bytes."""
 
 from __future__ import annotations
 

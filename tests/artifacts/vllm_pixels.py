@@ -1,7 +1,7 @@
-"""Run by vLLM's own interpreter: decodes images as the server does.
+"""Decode images as a vLLM server does; runs in vLLM's own Python environment.
 
-Reads the path of an image file from each line of the input, writes its pixels to <path>.npy, and answers with a line:
-the image's shape, or why the server refuses it.
+Each input line is the path of an image file. Its pixels are written to <path>.npy, and the output line is the pixels'
+shape, or the reason why vLLM refuses the image.
 """
 
 from __future__ import annotations
