@@ -1,1 +1,1 @@
-"""How good a checkpoint is: every held-out task played once, with intervals that say how sure the number is."""
+"""Evaluation: play every task of a split once or more, and report accuracy by kind with Wilson's interval."""

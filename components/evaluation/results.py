@@ -1,4 +1,4 @@
-"""From episodes to numbers: one row per planned episode, and the metrics over them."""
+"""Results of an evaluation: one row per planned episode, and metrics over these rows."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ RESULTS = TableSchema(
             ("split", pa.string()),
             ("kind", pa.string()),
             ("solved", pa.bool_()),
-            ("reward", pa.float64()),  # null where the episode failed
+            ("reward", pa.float64()),  # null if the episode failed
             ("reward_parts", pa.map_(pa.string(), pa.float64())),
             ("turns", pa.int32()),
             ("completion_tokens", pa.int32()),
-            ("format_errors", pa.int32()),  # turns whose answer could not be read
+            ("format_errors", pa.int32()),  # turns whose answer could not be parsed
             ("inadmissible_actions", pa.int32()),  # turns whose action was not possible
             ("truncated", pa.bool_()),
-            ("failure", pa.string()),  # the reason, null where the episode was finished
+            ("failure", pa.string()),  # the reason; null if the episode was finished
         ]
     ),
 )
@@ -50,7 +50,12 @@ RESULTS = TableSchema(
 
 @dataclass(frozen=True)
 class EpisodeResult:
-    """One planned episode. A failed one has a `failure` and no reward, and is not solved."""
+    """Result of one planned episode, a row of `results.parquet`.
+
+    A failed episode has the reason in `failure`, no reward, and counts as not solved. `format_errors` and
+    `inadmissible_actions` are numbers of turns with an answer that could not be parsed, or an action that was not
+    possible.
+    """
 
     trajectory_id: str
     task_id: str
@@ -67,27 +72,33 @@ class EpisodeResult:
     failure: str | None
 
     def row(self) -> dict[str, Any]:
+        """The result as a row of the table."""
         return {**self.__dict__, "reward_parts": list(self.reward_parts.items())}
 
 
 def collect_results(
     outputs: GenerateOutputs, tasks: Sequence[Task], success_reward: float, kind_field: str = ""
 ) -> list[EpisodeResult]:
-    """One result per trajectory or failure, in the order of their ids.
+    """Return one result per trajectory or failure, sorted by trajectory id.
 
-    `kind_field` names the field of the tasks' payload that is their kind; without one all are of kind "all".
+    Args:
+        outputs: finished and failed episodes.
+        tasks: all planned tasks.
+        success_reward: smallest reward of a solved episode.
+        kind_field: field of the tasks' payload that is their kind; if empty, all tasks are of kind "all".
 
     Raises:
-        ConfigurationError: a task's payload has no such field.
+        ConfigurationError: a task's payload has no field `kind_field`.
     """
-    known = {task.task_id: (task.split, task_kind(task, kind_field)) for task in tasks}
-    finished = [_finished(each, *known[each.task_id], success_reward) for each in outputs.trajectories]
-    failed = [_failed(each, *known[each.task_id]) for each in outputs.failures]
+    labels = {task.task_id: (task.split, task_kind(task, kind_field)) for task in tasks}
+    finished = [_finished(each, *labels[each.task_id], success_reward) for each in outputs.trajectories]
+    failed = [_failed(each, *labels[each.task_id]) for each in outputs.failures]
     return sorted(finished + failed, key=lambda result: result.trajectory_id)
 
 
 def task_kind(task: Task, field: str) -> str:
-    """What `evaluation.kind_field` makes of a task. Raises ConfigurationError where it has no such field."""
+    """Return the kind of a task: the text of this field of its payload. Raise ConfigurationError if it has no such
+    field."""
     if not field:
         return "all"
     if field not in task.payload:
@@ -139,15 +150,16 @@ def _failed(failure: Failure, split: str, kind: str) -> EpisodeResult:
 
 
 def refuse_unfinished(outputs: GenerateOutputs) -> None:
-    """
+    """Check that at least one episode was finished.
+
     Raises:
-        ServerError: no episode could be finished.
+        ServerError: all episodes failed.
     """
     if outputs.trajectories:
         return
     first = outputs.failures[0]
     raise ServerError(
-        f"none of {len(outputs.failures)} episodes could be finished: {outputs.drops}",
+        f"all {len(outputs.failures)} episodes failed: {outputs.drops}",
         code="no_episode_finished",
         where=f"{first.trajectory_id}: {first.detail}",
         remedy="see the servers' logs; nothing was written",
@@ -155,28 +167,29 @@ def refuse_unfinished(outputs: GenerateOutputs) -> None:
 
 
 def write_results(folder: Path, results: Sequence[EpisodeResult]) -> None:
+    """Write the results as a table into `folder`."""
     write_table(folder / RESULTS_FILE, [result.row() for result in results], RESULTS)
 
 
 def accuracy(results: Sequence[EpisodeResult]) -> Interval:
-    """Solved of all planned episodes; a failed episode counts as not solved."""
+    """Fraction of solved episodes among all planned ones, with a 95 % interval. Failed episodes count as not solved."""
     return clustered_wilson_interval(_by_task(results, lambda result: result.solved))
 
 
 def mean_reward(results: Sequence[EpisodeResult]) -> Interval:
-    """Over the finished episodes."""
+    """Mean reward of finished episodes, with a 95 % interval."""
     done = [result for result in results if result.reward is not None]
     return mean_interval(_by_task(done, lambda result: float(result.reward or 0.0)))
 
 
 def metrics(results: Sequence[EpisodeResult], splits: Sequence[str]) -> dict[str, Any]:
-    """Numbers for `metrics.json`: those of the first split, and those of each further one under its name."""
+    """Metrics for `metrics.json`: the first split's at the top level, each further split's under its name."""
     first, *more = (split_metrics(of_split(results, split)) for split in splits)
     return first | dict(zip(splits[1:], more, strict=True))
 
 
-def failures_said(results: Sequence[EpisodeResult]) -> str:
-    """What failed episodes did to the numbers, in a sentence; empty if none failed."""
+def describe_failures(results: Sequence[EpisodeResult]) -> str:
+    """Describe in one sentence how failed episodes affect the metrics; an empty string if none failed."""
     reasons = Counter(result.failure for result in results if result.failure)
     if not reasons:
         return ""
@@ -185,19 +198,20 @@ def failures_said(results: Sequence[EpisodeResult]) -> str:
     return (
         f"{reasons.total()} of {len(results)} episodes failed ({listed}) and count as not solved: "
         f"accuracy {accuracy(results).estimate:.3f}, of finished ones {finished.estimate:.3f}; "
-        "mean rewards are of finished ones"
+        "mean rewards are over finished ones"
     )
 
 
 def of_split(results: Sequence[EpisodeResult], split: str) -> list[EpisodeResult]:
+    """Results of one split."""
     return [result for result in results if result.split == split]
 
 
 def split_metrics(results: Sequence[EpisodeResult]) -> dict[str, Any]:
-    """Numbers over one split; a value that does not exist is left out. Means of turns are per finished episode.
+    """Metrics of one split. Metrics that are undefined are left out, and means of turns are per finished episode.
 
-    `accuracy` is over all planned episodes, of which those that failed are not solved; `accuracy_of_finished` is
-    without them.
+    `accuracy` is over all planned episodes, with failed ones as not solved; `accuracy_of_finished` is over finished
+    episodes only.
     """
     tasks = _by_task(results, lambda result: result.solved)
     done = [result for result in results if result.failure is None]
@@ -238,6 +252,7 @@ def _interval(name: str, interval: Interval) -> dict[str, float]:
 
 
 def _by_task(results: Sequence[EpisodeResult], value: Callable[[EpisodeResult], ValueT]) -> list[list[ValueT]]:
+    """Group a value of each result by task."""
     clusters: dict[str, list[ValueT]] = defaultdict(list)
     for result in results:
         clusters[result.task_id].append(value(result))
@@ -245,6 +260,7 @@ def _by_task(results: Sequence[EpisodeResult], value: Callable[[EpisodeResult], 
 
 
 def by_kind(results: Sequence[EpisodeResult]) -> dict[str, list[EpisodeResult]]:
+    """Group results by the kind of their task."""
     kinds: dict[str, list[EpisodeResult]] = defaultdict(list)
     for result in results:
         kinds[result.kind].append(result)
@@ -252,18 +268,16 @@ def by_kind(results: Sequence[EpisodeResult]) -> dict[str, list[EpisodeResult]]:
 
 
 def _part_means(done: Sequence[EpisodeResult]) -> dict[str, float]:
+    """Mean of each part of the reward over finished episodes."""
     names = sorted({name for result in done for name in result.reward_parts})
     return {name: fmean(result.reward_parts.get(name, 0.0) for result in done) for name in names}
 
 
-# The tasks of an evaluation.
-
-
 def planned_tasks(plan: EvaluationSettings, folder: Path) -> list[Task]:
-    """Those of every split in the tasks artifact at `folder`, in the order of the splits.
+    """Return the tasks that an evaluation plays, split by split, from the tasks artifact at `folder`.
 
     Raises:
-        ConfigurationError: one of them has no field `plan.kind_field`.
+        ConfigurationError: a task has no field `plan.kind_field`.
         DataError: the artifact cannot be read.
     """
     tasks = [task for split in plan.splits for task in load_tasks(folder, split)[: plan.max_tasks or None]]

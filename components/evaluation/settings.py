@@ -1,4 +1,4 @@
-"""Which tasks are played, how often, and what counts as solved; in an evaluation, and between a training's steps."""
+"""Settings of evaluations: the tasks, the episodes per task and the reward from which an episode counts as solved."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from armature.components.models.settings import ModelSettings
 
 
 class PlaySettings(Settings):
-    """How a task is played, and what counts as solved."""
+    """Settings for playing tasks: sampling, seed, and the reward from which an episode counts as solved."""
 
     samples_per_task: PositiveInt = 1
-    """Episodes per task; more than one needs a temperature above 0."""
+    """Episodes per task; more than one requires a temperature above 0."""
     success_reward: float = 1.0
-    """An episode counts as solved from this reward on."""
+    """Smallest reward with which an episode counts as solved."""
     sampling: EvaluationSamplingSettings
-    """How tokens are chosen; temperature 0 is greedy."""
+    """Sampling parameters of the model servers; temperature 0 is greedy decoding."""
     seed: NonNegativeInt = 0
     """Seed of every request."""
 
@@ -31,23 +31,23 @@ class PlaySettings(Settings):
     def _samples_differ(self) -> Self:
         if self.samples_per_task > 1 and self.sampling.temperature == 0:
             raise ValueError(
-                f"samples_per_task = {self.samples_per_task} at temperature 0 would play the same episode again: "
+                f"samples_per_task = {self.samples_per_task} at temperature 0 would repeat the same episode: "
                 "set samples_per_task = 1 or a temperature above 0"
             )
         return self
 
 
 class EvaluationSettings(PlaySettings):
-    """Every task of the splits is played `samples_per_task` times."""
+    """Settings of an evaluation that plays every task of some splits."""
 
     model_config = ConfigDict(title="Evaluation")
 
     splits: tuple[Split, ...] = Field(("heldout",), min_length=1)
-    """Which tasks: heldout were never trained on. The first split's numbers are the headline."""
+    """Splits to play. Tasks of `heldout` were never trained on. The numbers of the first split are the headline."""
     max_tasks: NonNegativeInt = 0
-    """Play only the first tasks of each split; 0 plays all."""
+    """Play only this many tasks of each split, the first ones; 0 plays all."""
     kind_field: str = ""
-    """Field of the tasks' payload to break accuracy down by; empty for none."""
+    """Field of the tasks' payload by which accuracy is broken down; empty for no breakdown."""
 
     @field_validator("splits")
     @classmethod
@@ -58,13 +58,13 @@ class EvaluationSettings(PlaySettings):
 
 
 class EvaluationSchedule(Settings):
-    """When a training is evaluated, and when evaluations end it."""
+    """When a training is evaluated, and after how many evaluations without improvement it ends."""
 
     every: NonNegativeInt = 0
-    """Steps between evaluations during training; the first is before step 1, the last after the last step. Training is
-    the same with and without them. 0: none."""
+    """Training steps between two evaluations; 0 disables evaluation during training. The first one is before step 1,
+    the last one after the last step. Training is the same with and without evaluations."""
     patience: NonNegativeInt = 0
-    """Training ends after so many evaluations in a row that were not better than the best; 0: never."""
+    """End training after this many evaluations in a row without a new best; 0 never ends it early."""
 
     @model_validator(mode="after")
     def _patience_needs_evaluations(self) -> Self:
@@ -84,14 +84,15 @@ class HeldoutSetSettings(EvaluationSchedule, PlaySettings):
 
 
 class TrainEvaluationSettings(HeldoutSetSettings, EvaluationSettings):
-    """An evaluation of the trained model, and with `every` one of each so many steps while it trains.
+    """Settings of evaluations during training (if `every` is set) and of the final evaluation of the trained model.
 
-    Both play by the same sampling and seed, so that a task is asked the same of every checkpoint.
+    Both use the same sampling and seeds, so every checkpoint gets the same requests for a task.
     """
 
     @property
     def heldout_set(self) -> HeldoutSetSettings | None:
-        """The settings of evaluations during training, on which the training depends; None without such evaluations."""
+        """Settings of evaluations during training, which the training's fingerprint depends on; None if `every` is
+        0."""
         if not self.every:
             return None
         return HeldoutSetSettings.model_validate(
@@ -100,25 +101,26 @@ class TrainEvaluationSettings(HeldoutSetSettings, EvaluationSettings):
 
 
 class EvaluateStageSettings(Settings):
-    """The sections that an evaluation's result depends on."""
+    """The sections of a recipe that an evaluation's result depends on."""
 
     evaluation: EvaluationSettings
     inference: ServerSettings
 
 
-# Recipes that evaluate one checkpoint, or each of several checkpoints with each of several seeds.
+# --- Recipes ---
 
-ModelSection = Annotated[ModelSettings, Field(description="Where the weights come from and what of them is trained.")]
-EnvironmentSection = Annotated[EnvironmentSettings, Field(description="What is played.")]
-ServerSection = Annotated[ServerSettings, Field(description="What the servers are told.")]
+ModelSection = Annotated[ModelSettings, Field(description="Where the weights come from and which of them are trained.")]
+EnvironmentSection = Annotated[EnvironmentSettings, Field(description="The environment that provides the tasks.")]
+ServerSection = Annotated[ServerSettings, Field(description="Settings of the model servers.")]
 EvaluationSection = Annotated[
-    EvaluationSettings, Field(description="Which tasks are played, how often, and what counts as solved.")
+    EvaluationSettings, Field(description="Which tasks are played, how often, and which reward counts as solved.")
 ]
 
 CHECKPOINT = (
     "An artifact's folder or digest, models:/NAME@ALIAS of MLflow, a hub name, or tiny/FAMILY; the last two "
-    "are loaded as the section model says."
+    "are loaded with the settings of the section model."
 )
+"""Description of a setting that names a checkpoint."""
 
 
 class SubjectSettings(Settings):
@@ -130,47 +132,49 @@ class SubjectSettings(Settings):
 
 
 class SweepSettings(Settings):
-    """Every checkpoint is evaluated with every seed."""
+    """Checkpoints and seeds; every checkpoint is evaluated with every seed."""
 
     model_config = ConfigDict(title="Sweep")
 
     checkpoints: list[str] = Field(min_length=1, description=f"Each: {CHECKPOINT[0].lower()}{CHECKPOINT[1:]}")
     seeds: list[NonNegativeInt] = Field(min_length=1)
-    """Seeds of the requests, one evaluation each."""
+    """Seeds of the requests; each gives one evaluation per checkpoint."""
 
 
 class ModelSections(Sections):
-    """Sections of a recipe in which a model plays an environment."""
+    """Base of recipes in which a model plays an environment."""
 
     if TYPE_CHECKING:  # each recipe places these fields among its sections
         model: ModelSettings
         environment: EnvironmentSettings
 
     def settings_for(self, settings: type[SettingsT]) -> SettingsT:
-        """As for other recipes; tasks that show foreign texts also get the model's special tokens, which no text may
-        have.
+        """Return the settings of a section, see `Sections.settings_for`.
+
+        Environments that show texts from other sources also get the model's special tokens as `reserved_tokens`, since
+        no such text may contain them.
 
         Raises:
             ConfigurationError, DataError: see `reserved_tokens`.
         """
-        found = super().settings_for(settings)
-        args: dict[str, Any] = found.args if isinstance(found, EnvironmentSettings) else {}
+        section = super().settings_for(settings)
+        args: dict[str, Any] = section.args if isinstance(section, EnvironmentSettings) else {}
         if "reserved_tokens" not in args:
-            return found
-        from armature.components.models.reserved_tokens import reserved_tokens  # the hub's client takes long to import
+            return section
+        from armature.components.models.reserved_tokens import reserved_tokens  # importing the hub's client takes long
 
         tokens = reserved_tokens(self.model, images_only=args.get("allow_special_tokens", False))
         listed = sorted({*args["reserved_tokens"], *tokens})
-        return found.model_copy(update={"args": args | {"reserved_tokens": listed}})
+        return section.model_copy(update={"args": args | {"reserved_tokens": listed}})
 
 
 class Evaluate(ModelSections):
-    """Play every task of a split with one checkpoint, and say how many were solved."""
+    """Recipe: play every task of some splits with one checkpoint and report how many were solved."""
 
     FLOW = "armature.flows.evaluate.evaluate"
 
     subject: SubjectSettings
-    """The checkpoint."""
+    """The checkpoint to evaluate."""
     model: ModelSection
     environment: EnvironmentSection
     inference: ServerSection
@@ -179,7 +183,8 @@ class Evaluate(ModelSections):
 
 
 class Sweep(ModelSections):
-    """Evaluate checkpoints times seeds; a cell that fails takes no other with it."""
+    """Recipe: evaluate each of several checkpoints with each of several seeds. A failing evaluation does not stop the
+    others."""
 
     FLOW = "armature.flows.sweep.sweep"
 

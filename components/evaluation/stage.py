@@ -1,4 +1,4 @@
-"""The stage evaluate: a checkpoint plays every task of some splits, and what it earned is written down."""
+"""The stage `evaluate`: a checkpoint plays every task of some splits; results, metrics and a report are written."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from armature.components.evaluation.results import (
     accuracy,
     by_kind,
     collect_results,
-    failures_said,
+    describe_failures,
     mean_reward,
     metrics,
     of_split,
@@ -37,15 +37,17 @@ from armature.components.pages.report import HtmlReport, Rollouts, Table, write_
 from armature.components.rollouts.collect import collect
 from armature.components.rollouts.table import write_rollouts
 
-# An evaluation as a page.
+# --- The report ---
 
 COLUMNS = ("episodes", "failed", "accuracy, 95 % interval", "mean reward", "mean turns")
+"""Columns of the report's tables, after the name of the row."""
 PER_EPISODE = {
     "turns": "turns per episode",
     "turns_when_solved": "turns when solved",
     "format_errors": "unreadable answers per episode",
     "inadmissible_actions": "inadmissible actions per episode",
 }
+"""Labels of metrics per episode that the report shows if they are not 0."""
 
 
 def evaluation_report(
@@ -55,9 +57,10 @@ def evaluation_report(
     configuration: Mapping[str, Any],
     rollouts: Rollouts,
 ) -> HtmlReport:
-    """Accuracy and reward with 95 % intervals, by split, kind of task and reward part, and failures by reason.
+    """Return the report of an evaluation: accuracy and reward with 95 % intervals, by split, kind of task and part of
+    the reward, and the number of failures by reason.
 
-    What has no split beside it is of the first of `splits`.
+    Numbers without the name of a split belong to the first split.
     """
     first = of_split(results, splits[0])
     numbers = split_metrics(first)
@@ -83,6 +86,7 @@ def evaluation_report(
 
 
 def _splits(results: Sequence[EpisodeResult], splits: Sequence[str]) -> Table | None:
+    """Table of accuracy and reward by split; None if there is only one split."""
     if len(splits) < 2:
         return None
     rows = [_row(split, of_split(results, split)) for split in splits]
@@ -90,6 +94,7 @@ def _splits(results: Sequence[EpisodeResult], splits: Sequence[str]) -> Table | 
 
 
 def _kinds(results: Sequence[EpisodeResult], split: str, splits: Sequence[str]) -> Table | None:
+    """Table of accuracy and reward by kind of task; None if there is only one kind."""
     kinds = by_kind(of_split(results, split))
     if len(kinds) < 2:
         return None
@@ -98,7 +103,7 @@ def _kinds(results: Sequence[EpisodeResult], split: str, splits: Sequence[str]) 
 
 
 def _row(name: str, group: Sequence[EpisodeResult]) -> list[object]:
-    """Cells under a name and `COLUMNS`."""
+    """Cells of a row: its name, then the values of `COLUMNS`."""
     done = [result.turns for result in group if result.failure is None]
     turns = f"{fmean(done):.1f}" if done else ""
     failed = str(len(group) - len(done))
@@ -106,24 +111,28 @@ def _row(name: str, group: Sequence[EpisodeResult]) -> list[object]:
 
 
 def _parts(parts: Mapping[str, float]) -> Table | None:
+    """Table of the mean of each part of the reward; None if there are no parts."""
     rows = [[name, f"{value:.4f}"] for name, value in parts.items()]
     return Table("Reward by part", ["part", "mean"], rows) if rows else None
 
 
 def _failures(results: Sequence[EpisodeResult]) -> Table | None:
+    """Table of the number of failed episodes by reason; None if none failed."""
     reasons = Counter(result.failure for result in results if result.failure)
     rows = [[reason, str(count)] for reason, count in reasons.most_common()]
     return Table("Episodes that could not be finished", ["reason", "count"], rows) if rows else None
 
 
+# --- The stage ---
+
 METRICS_FILE = "metrics.json"
 
 
 def checkpoint_folder(model: Artifact) -> Path:
-    """The Hugging Face folder of a model artifact, or of a training run's artifact.
+    """Return the Hugging Face folder in the artifact of a model or of a training run.
 
     Raises:
-        DataError: there is no checkpoint in it.
+        DataError: the artifact has no checkpoint.
     """
     from armature.components.models.source import locate
 
@@ -133,7 +142,7 @@ def checkpoint_folder(model: Artifact) -> Path:
             "not a checkpoint: no config.json",
             code="not_a_checkpoint",
             where=str(folder),
-            remedy="give the model stage's output",
+            remedy="pass the output of stage `model` or of a training",
         )
     return folder
 
@@ -141,7 +150,7 @@ def checkpoint_folder(model: Artifact) -> Path:
 def evaluate(
     settings: EvaluateStageSettings, inputs: Mapping[str, Artifact], out: Path, context: StageContext
 ) -> StageReport:
-    """Writes `results.parquet`, `metrics.json`, `report.html` and the rollout table.
+    """Play the evaluation and write `results.parquet`, `metrics.json`, `report.html` and the rollouts.
 
     Raises:
         ConfigurationError: a task has no field `evaluation.kind_field`.
@@ -156,7 +165,7 @@ def evaluate(
     results = collect_results(outputs, tasks, plan.success_reward, plan.kind_field)
     numbers = metrics(results, plan.splits)
     for split in plan.splits:
-        if failures := failures_said(of_split(results, split)):
+        if failures := describe_failures(of_split(results, split)):
             context.events.message(f"{split}: {failures}")
     write_rollouts(out, outputs)
     write_results(out, results)
@@ -178,7 +187,7 @@ async def play(
     images: ImageStore,
     context: StageContext,
 ) -> GenerateOutputs:
-    """Every task `samples_per_task` times, on servers that are started for it or joined."""
+    """Play every task `samples_per_task` times, on servers that are started for this evaluation or joined."""
     from armature.components.inference.pool import ServerPool
 
     plan = settings.evaluation
@@ -201,3 +210,4 @@ async def play(
 
 
 EVALUATE_STAGE = Stage("evaluate", 6, EvaluateStageSettings, ("tasks", "model"), evaluate, sources_of_tasks)
+"""The stage that measures a checkpoint on all tasks of some splits."""

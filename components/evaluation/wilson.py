@@ -1,9 +1,9 @@
-"""Intervals for proportions and means of episodes, and the comparison of two proportions.
+"""Confidence intervals for proportions and means over episodes, and a comparison of two proportions.
 
-Wilson's score interval: E. B. Wilson, "Probable inference, the law of succession, and statistical inference",
+Sources. Wilson's score interval: E. B. Wilson, "Probable inference, the law of succession, and statistical inference",
 JASA 22 (1927). Difference of two proportions: R. G. Newcombe, "Interval estimation for the difference between
-independent proportions", Statistics in Medicine 17 (1998), method 10. Design effect of repeated samples of one
-task: L. Kish, "Survey Sampling" (1965).
+independent proportions", Statistics in Medicine 17 (1998), method 10. Design effect of repeated samples of one task: L.
+Kish, "Survey Sampling" (1965).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _NORMAL = NormalDist()
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """An estimate with its confidence limits. `n`: the independent observations that it rests on."""
+    """An estimate with its confidence limits; `n` is the number of independent observations behind it."""
 
     estimate: float
     low: float
@@ -36,7 +36,8 @@ class Interval:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """`difference` = second minus first, its confidence limits, and the two-sided p-value of no difference."""
+    """Difference of two proportions (second minus first), its confidence limits, and the two-sided p-value of no
+    difference."""
 
     difference: float
     low: float
@@ -45,10 +46,10 @@ class Comparison:
 
 
 def normal_quantile(confidence: float) -> float:
-    """z with P(|Z| <= z) = `confidence`, 0 < confidence < 1."""
+    """Return z such that P(|Z| <= z) = `confidence` for a standard normal Z, with 0 < confidence < 1."""
     if not 0.0 < confidence < 1.0:
         raise ValueError(f"confidence must lie between 0 and 1, got {confidence}")
-    return -_NORMAL.inv_cdf((1 - confidence) / 2)  # the lower tail: near 1 the upper one has no digits left
+    return -_NORMAL.inv_cdf((1 - confidence) / 2)  # the lower tail, since 1 - tail loses all digits near 1
 
 
 def wilson_interval(successes: float, trials: float, confidence: float = CONFIDENCE) -> Interval:
@@ -56,10 +57,15 @@ def wilson_interval(successes: float, trials: float, confidence: float = CONFIDE
 
         (p + z^2/2n  ±  z sqrt(p(1-p)/n + z^2/4n^2)) / (1 + z^2/n)
 
-    Never leaves [0, 1] and has a width above zero at p = 0 and p = 1. Without trials it is [0, 1] around NaN.
+    The interval lies within [0, 1] and has a positive width also at p = 0 and p = 1. Without trials it is [0, 1] around
+    NaN.
 
     Raises:
-        ValueError: negative counts, or more successes than trials.
+        ValueError: a count is negative, or there are more successes than trials.
+
+    Example:
+        >>> print(wilson_interval(8, 10))
+        0.800 [0.490, 0.943]
     """
     if trials < 0 or not 0 <= successes <= trials:
         raise ValueError(f"need 0 <= successes <= trials, got {successes} of {trials}")
@@ -75,11 +81,11 @@ def wilson_interval(successes: float, trials: float, confidence: float = CONFIDE
 
 
 def clustered_wilson_interval(outcomes: Sequence[Sequence[bool]]) -> Interval:
-    """Wilson's 95 % interval for repeated samples of tasks: `outcomes[task][sample]`.
+    """Wilson's 95 % interval for repeated samples of tasks, given as `outcomes[task][sample]`.
 
-    Samples of one task are alike, so they count for less than as many tasks. The number of trials is divided by
-    the design effect: the variance of the proportion between tasks over the binomial variance, at least 1. Where
-    it cannot be estimated (one task, or p = 0 or 1) each task counts as one trial.
+    Samples of one task are correlated, so they count for less than as many tasks. The number of trials is therefore
+    divided by the design effect, at least 1: the variance of the proportion between tasks over the binomial variance.
+    If it cannot be estimated (one task, or p = 0 or 1), each task counts as one trial.
     """
     counts = [len(task) for task in outcomes if task]
     solved = [sum(task) for task in outcomes if task]
@@ -98,35 +104,35 @@ def clustered_wilson_interval(outcomes: Sequence[Sequence[bool]]) -> Interval:
 
 
 def mean_interval(clusters: Sequence[Sequence[float]]) -> Interval:
-    """The mean over all values with a normal 95 % interval whose standard error is taken between tasks.
+    """Mean over all values, given as `clusters[task][sample]`, with a normal 95 % interval. The standard error is
+    computed between tasks.
 
-    `clusters[task][sample]`. The limits are NaN where the error cannot be estimated: fewer than two tasks, or
-    values that are all equal.
+    The limits are NaN if the error cannot be estimated: with fewer than two tasks, or if all values are equal.
     """
-    kept = [list(cluster) for cluster in clusters if cluster]
-    n, tasks = sum(map(len, kept)), len(kept)
+    samples = [list(cluster) for cluster in clusters if cluster]
+    n, tasks = sum(map(len, samples)), len(samples)
     nan = float("nan")
     if tasks == 0:
         return Interval(nan, nan, nan, 0)
-    mean = fmean([value for cluster in kept for value in cluster])
+    mean = fmean([value for cluster in samples for value in cluster])
     if tasks == 1:
         return Interval(mean, nan, nan, 1)
-    residuals = [sum(cluster) - mean * len(cluster) for cluster in kept]
+    residuals = [sum(cluster) - mean * len(cluster) for cluster in samples]
     error = sqrt(tasks / (tasks - 1) * sum(r * r for r in residuals)) / n
-    if error == 0.0 or all_equal([value for cluster in kept for value in cluster]):
+    if error == 0.0 or all_equal([value for cluster in samples for value in cluster]):
         return Interval(mean, nan, nan, tasks)
     half = normal_quantile(CONFIDENCE) * error
     return Interval(mean, mean - half, mean + half, tasks)
 
 
 def compare_proportions(first: tuple[int, int], second: tuple[int, int], confidence: float = CONFIDENCE) -> Comparison:
-    """Compares two independent proportions, each given as (successes, trials).
+    """Compare two independent proportions, each given as (successes, trials).
 
-    The limits are Newcombe's hybrid of the two Wilson intervals; the p-value is that of the pooled score test
-    (1.0 where both are all successes or all failures).
+    The limits combine the two Wilson intervals by Newcombe's hybrid method. The p-value is from the pooled score test;
+    it is 1.0 if both proportions are 0 or both are 1.
 
     Raises:
-        ValueError: either has no trials.
+        ValueError: one of the proportions has no trials.
     """
     if not first[1] or not second[1]:
         raise ValueError(f"both proportions need trials, got {first} and {second}")

@@ -23,7 +23,7 @@ from armature.components.contracts.rollouts import GenerateOutputs
 from armature.components.contracts.stages import Artifact, StageContext
 from armature.components.evaluation.results import (
     collect_results,
-    failures_said,
+    describe_failures,
     refuse_unfinished,
     split_metrics,
     write_results,
@@ -291,7 +291,7 @@ class HeldoutEvaluations(Evaluations):
             )
         settings = self.heldout.settings
         results = collect_results(outputs, self.heldout.tasks, settings.success_reward)
-        if failures := failures_said(results):
+        if failures := describe_failures(results):
             self._context.events.message(f"evaluation after step {step}: {failures}")
 
         def fill(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""An evaluation on ALFWorld's own engine, with a policy from a script in place of a server."""
+"""An evaluation in ALFWorld's text engine, with a scripted policy in place of a server."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ ENVIRONMENT = {
 
 
 class ScriptedServers:
-    """Stands in for the pool: wins every third game by its plan, flies in every third and mumbles in the others."""
+    """A replacement of the server pool. By task index modulo 3: follows the plan, makes impossible actions, mumbles."""
 
     tasks: Sequence[Task] = ()
 
@@ -86,7 +86,7 @@ def evaluated(tasks: Artifact, folder: Path, monkeypatch: pytest.MonkeyPatch) ->
     return run_stage("evaluate", settings, {"tasks": tasks, "model": model}, machine).path
 
 
-def test_every_game_is_played_once_and_counted_by_kind_and_again_the_same(tasks, tmp_path, monkeypatch):
+def test_evaluation_in_alfworld_is_complete_and_reproducible(tasks, tmp_path, monkeypatch):
     made = evaluated(tasks, tmp_path / "first", monkeypatch)
     rows = read_table(made / RESULTS_FILE, RESULTS).to_pylist()
     heldout, train = load_tasks(tasks.path, "heldout"), load_tasks(tasks.path, "train")
@@ -111,7 +111,7 @@ def test_every_game_is_played_once_and_counted_by_kind_and_again_the_same(tasks,
     page = (made / "report.html").read_text()
     assert "By kind of task, heldout" in page and "inadmissible actions per episode" in page
     assert all(task.task_id in page for task in (*heldout, *train)) and "data:image/png;base64," in page
-    assert re.search(r'"state": ?"You arrive at', page), "what the engine said is not beside each answer"
+    assert re.search(r'"state": ?"You arrive at', page), "the engine's message is not shown beside each answer"
 
     again = evaluated(tasks, tmp_path / "second", monkeypatch)
     assert read_table(again / RESULTS_FILE, RESULTS).to_pylist() == rows

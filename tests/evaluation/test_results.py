@@ -1,4 +1,4 @@
-"""What an evaluation says, counted by hand."""
+"""Metrics of an evaluation, compared with values computed by hand."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from armature.components.evaluation.results import (
     RESULTS,
     RESULTS_FILE,
     collect_results,
-    failures_said,
+    describe_failures,
     metrics,
     write_results,
 )
@@ -39,7 +39,7 @@ COLORS = {"name": "colors", "args": {"image_size": 56, "colors": {"red": [220, 4
 """An environment without `train_tasks` and `heldout_tasks`."""
 
 
-def test_counted_by_hand():
+def test_metrics_equal_hand_computed_values():
     numbers = metrics(collect_results(OUTPUTS, TASKS, 1.0, "color"), ["heldout"])
     expected = wilson_interval(2, 4)  # the failed episode is not solved, and is not left out
     assert (numbers["accuracy"], numbers["accuracy_low"]) == (0.5, expected.low)
@@ -53,23 +53,23 @@ def test_counted_by_hand():
     assert json.loads(json.dumps(numbers, allow_nan=False)) == numbers
 
 
-def test_failed_episodes_are_said_with_their_reasons_and_what_they_did_to_the_numbers():
+def test_describe_failures_names_reasons_and_both_accuracies():
     results = collect_results(OUTPUTS, TASKS, 1.0, "color")
-    assert failures_said(results) == (
+    assert describe_failures(results) == (
         "1 of 4 episodes failed (1 generation_timeout) and count as not solved: accuracy 0.500, of finished ones "
-        "0.667; mean rewards are of finished ones"
+        "0.667; mean rewards are over finished ones"
     )
-    assert failures_said([result for result in results if result.failure is None]) == ""
+    assert describe_failures([result for result in results if result.failure is None]) == ""
 
 
-def test_no_number_is_not_a_number():
+def test_undefined_metrics_are_left_out():
     alone = GenerateOutputs([make_trajectory("t0")])
     numbers = metrics(collect_results(alone, TASKS, 1.0), ["heldout"])
     assert "reward_low" not in numbers and numbers["reward"] == 1.0
     assert all(math.isfinite(v) for v in numbers.values() if isinstance(v, float))
 
 
-def test_float_parts_that_fall_an_ulp_short_still_solve():
+def test_rounding_error_in_the_reward_still_counts_as_solved():
     trajectory = make_trajectory("t0", reward=0.1 + 0.2 + 0.7 - 2e-16)
     assert trajectory.reward < 1.0
     (result,) = collect_results(GenerateOutputs([trajectory]), TASKS, 1.0)
@@ -90,13 +90,13 @@ def test_unknown_kind_field():
         collect_results(OUTPUTS, TASKS, 1.0, "hue")
 
 
-def test_greedy_samples_of_a_task_would_be_copies():
+def test_rejects_several_greedy_samples_per_task():
     assert EvaluationSettings.model_validate(VALUES).sampling.temperature == 0.0
     with refused("value_error", "samples_per_task = 2"):
         EvaluationSettings.model_validate(VALUES | {"samples_per_task": 2})
 
 
-def test_page_names_kinds_parts_and_failures():
+def test_report_shows_kinds_parts_and_failures():
     report = evaluation_report("t", collect_results(OUTPUTS, TASKS, 1.0, "color"), ["heldout"], VALUES, {})
     assert report.figures["accuracy, 95 % interval"] == "0.500 [0.150, 0.850]"
     assert report.figures["failed, counted as not solved"] == "1"

@@ -1,4 +1,4 @@
-"""The evaluation stage on a real server, with its arguments and checkpoints."""
+"""The evaluation stage with a real server, its environment arguments and its checkpoints."""
 
 from __future__ import annotations
 
@@ -55,18 +55,18 @@ def test_every_task_is_played_once(machine, tasks, shared_server, joined_url):
     assert "accuracy, 95 % interval" in page
 
 
-def test_a_folder_without_a_checkpoint_is_refused(tmp_path):
+def test_rejects_folder_without_checkpoint(tmp_path):
     with refused("not_a_checkpoint", tmp_path):
         checkpoint_folder(Artifact(kind="model", path=tmp_path, digest="0"))
 
 
-def test_a_training_runs_checkpoint_is_found(tmp_path):
+def test_checkpoint_of_a_training_run_is_found(tmp_path):
     (tmp_path / "checkpoint").mkdir()
     (tmp_path / "checkpoint/config.json").write_text("{}")
     assert checkpoint_folder(Artifact(kind="train-vlm", path=tmp_path, digest="0")) == tmp_path / "checkpoint"
 
 
-def test_an_evaluation_asks_as_its_own_arguments_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_evaluation_args_change_the_prompt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_API_KEY", "key")
     environment = COLORS | {"train_tasks": 2, "heldout_tasks": 3, "evaluation_args": {"question": "Which one?"}}
     described = EnvironmentSettings.model_validate(environment)
