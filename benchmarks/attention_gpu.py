@@ -31,7 +31,7 @@ from armature.components.contracts.batches import Sample
 from armature.components.families.family import tiny_recipe
 from armature.components.families.tiny import TinySettings
 from armature.components.models.adapters import get_adapter, model_inputs
-from armature.components.models.attention import follow_image_attention
+from armature.components.models.attention import apply_image_attention
 from armature.components.models.tiny.build import SMALL
 from armature.components.models.tiny.tokenizer import train_tokenizer
 from armature.components.models.varlen import choose_kernels
@@ -104,7 +104,7 @@ def made(family: str, small: bool) -> tuple[Any, Any]:
         dtype = torch.bfloat16 if CUDA else torch.float32
         model = AutoModelForImageTextToText.from_config(config, dtype=dtype, attn_implementation="sdpa")
     recipe.initialize(model, settings)
-    return follow_image_attention(model), processor
+    return apply_image_attention(model), processor
 
 
 def samples_of(processor: Any, store: ImageStore, allowed: list[int], side: int, small: bool) -> list[Sample]:

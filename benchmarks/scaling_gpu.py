@@ -30,7 +30,7 @@ from armature.components.artifacts.images import ImageStore
 from armature.components.families.family import family_of
 from armature.components.machine.resources import exempt_from_collection
 from armature.components.models.adapters import get_adapter
-from armature.components.models.attention import follow_image_attention
+from armature.components.models.attention import apply_image_attention
 from armature.components.models.load import RECOMPUTATION
 from armature.components.models.varlen import choose_kernels
 from armature.components.training.processes import TrainerProcesses, private_folder
@@ -76,7 +76,7 @@ def learner_of(folder: Path, words: set[str], processes: TrainerProcesses, ranks
     else:
         model = made
     choose_kernels(model)
-    follow_image_attention(model)
+    apply_image_attention(model)
     model.gradient_checkpointing_enable(RECOMPUTATION)
     shard = None
     if sharded:

@@ -29,7 +29,7 @@ from armature.components.contracts.rollouts import GenerateOutputs
 from armature.components.families.family import family_of
 from armature.components.machine.resources import exempt_from_collection
 from armature.components.models.adapters import SampleCollator, get_adapter
-from armature.components.models.attention import follow_image_attention
+from armature.components.models.attention import apply_image_attention
 from armature.components.models.compiled import pad_widths
 from armature.components.models.load import RECOMPUTATION, freeze
 from armature.components.models.lora import NF4Linear, add_adapters, quantize
@@ -170,7 +170,7 @@ def main() -> None:
             model = make_model(folder, "sdpa", str(DEVICE), small, size)
             adapter = get_adapter(model.config.model_type, processor, store.open)
             choose_kernels(model)
-            follow_image_attention(model)
+            apply_image_attention(model)
             try:
                 model = model if "bf16" in words else model.float()
                 if "lora" in words:

@@ -82,7 +82,7 @@ def _has_choice(config: PreTrainedConfig, chosen: ImageAttention) -> None:
         )
 
 
-def follow_image_attention(model: PreTrainedModel) -> PreTrainedModel:
+def apply_image_attention(model: PreTrainedModel) -> PreTrainedModel:
     """Make the model's body attend as its configuration says, whatever type ids it is called with.
 
     transformers does not know `is_mm_prefix_lm`. And its Molmo2 puts the tokens of all images of a sequence into one
@@ -145,7 +145,7 @@ def needs_no_mask(model: PreTrainedModel) -> bool:
     return known and image_attention(model.config) != "bidirectional"
 
 
-def blocks_of(config: PreTrainedConfig, inputs: Mapping[str, Tensor]) -> Tensor | None:
+def attention_blocks(config: PreTrainedConfig, inputs: Mapping[str, Tensor]) -> Tensor | None:
     """(B, L) int64: the block within which a token attends in both directions, -1 for none; None: all is causal.
 
     `inputs` are those of the model for B rows, by name.

@@ -18,7 +18,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from armature.components.contracts.errors import ConfigurationError
 from armature.components.families.family import family_of
-from armature.components.models.varlen import in_one_graph, under_autocast
+from armature.components.models.varlen import attention_compiles, under_autocast
 
 # Gated MLPs of a width that tensor cores read slowly compute with zeros behind it.
 #
@@ -71,7 +71,7 @@ _OPTIONS: dict[str, Any] = {"emulate_precision_casts": True}
 _WHERE = "trainer.torch_compile"
 
 
-def own_code(function: Callable[..., Any]) -> Callable[..., Any]:
+def copy_function(function: Callable[..., Any]) -> Callable[..., Any]:
     """A copy of a plain function, whose variants torch counts by themselves."""
     assert isinstance(function, FunctionType) and function.__closure__ is None
     copy = FunctionType(function.__code__.replace(), function.__globals__, function.__name__, function.__defaults__)
@@ -99,7 +99,7 @@ def compile_layers(model: PreTrainedModel) -> None:
             remedy="leave it out",
         )
     towers = [model.get_submodule(name) for name in family_of(model.config).vision]
-    vision = {module for tower in towers if in_one_graph(tower) for module in tower.modules()}
+    vision = {module for tower in towers if attention_compiles(tower) for module in tower.modules()}
     for layer in layers:
         forward = unwrap(type(layer).forward)
         recomputing = _recomputing(forward) if layer in vision else None
@@ -132,7 +132,7 @@ def _recomputing(forward: Callable[..., Any]) -> Callable[..., Any]:
         with torch._functorch.config.patch(activation_memory_budget=0.0):
             return compile_fx(graph, inputs, config_patches=_OPTIONS)
 
-    return torch.compile(own_code(forward), dynamic=True, backend=compiled)
+    return torch.compile(copy_function(forward), dynamic=True, backend=compiled)
 
 
 def check_compiler(where: str) -> None:

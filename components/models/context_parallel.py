@@ -93,7 +93,7 @@ class ContextParallel:
         received: Tensor = _Exchange.apply(rows, list(sends), list(receives), self.group)
         return received
 
-    def joined(self, own: Tensor, mine: Tensor) -> Tensor:
+    def combine_columns(self, own: Tensor, mine: Tensor) -> Tensor:
         """(K, N) values of which this rank has those where `mine` (N,) is True, `own` (K, n), and others the others.
 
         Every rank is taken to make the same loss of them, so that each keeps the gradient of its own.
@@ -158,7 +158,7 @@ class FeatureExchange:
         return self.context.exchange(sent, self.sends, self.receives).index_select(0, self.order)
 
 
-def encoders(image_tokens: Sequence[int], ranks: int) -> tuple[int, ...]:
+def assign_encoders(image_tokens: Sequence[int], ranks: int) -> tuple[int, ...]:
     """Which rank encodes each of the distinct images, so that all have about as many tokens of them."""
     taken, chosen = [0] * ranks, [0] * len(image_tokens)
     for image in sorted(range(len(image_tokens)), key=lambda image: -image_tokens[image]):
@@ -167,7 +167,7 @@ def encoders(image_tokens: Sequence[int], ranks: int) -> tuple[int, ...]:
     return tuple(chosen)
 
 
-def encoded_by(rank: int, chosen: Sequence[int], image_tokens: Sequence[int]) -> tuple[int, ...]:
+def images_encoded_by(rank: int, chosen: Sequence[int], image_tokens: Sequence[int]) -> tuple[int, ...]:
     """The images that `rank` encodes: of those that are there at least one, because FSDP gathers a tower on all ranks
     or none. What only keeps step goes to nobody.
     """
@@ -187,7 +187,7 @@ def feature_exchange(
     Args:
         shown: the images that a packed sequence of `n` tokens shows, in order.
         image_tokens: of each distinct image, how many tokens it has.
-        chosen: see `encoders`.
+        chosen: see `assign_encoders`.
         at: (K,) where the sequence has the tokens of these images, in order.
     """
     ends = torch.tensor([*accumulate(context.lengths(n))])

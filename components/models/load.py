@@ -25,10 +25,10 @@ from armature.components.artifacts.tensors import checkpoint_folder, read_tensor
 from armature.components.contracts.errors import ConfigurationError, DataError
 from armature.components.contracts.files import foreign
 from armature.components.families.family import Family, family_of
-from armature.components.models.attention import check_image_attention, follow_image_attention
+from armature.components.models.attention import apply_image_attention, check_image_attention
 from armature.components.models.flash import is_installed
 from armature.components.models.lora import add_adapters, base_model, merged_weights, quantize
-from armature.components.models.molmo2 import has_second_layout, to_hub
+from armature.components.models.molmo2 import has_hub_layout, to_hub
 from armature.components.models.settings import ModelSettings
 from armature.components.models.source import local_code_options, locate
 from armature.components.models.varlen import choose_kernels, complete_processor, is_remote, register_body
@@ -39,7 +39,7 @@ Model = TypeVar("Model", bound=nn.Module)
 _PEFT = "base_model.model."
 
 
-def hollow(model: Model) -> Model:
+def without_storage(model: Model) -> Model:
     """`model`, from the meta device, on the CPU: its tensors have shapes and dtypes, and one number each in memory.
 
     Layers can be added to it that are real, with the random numbers that they would have had in a whole model.
@@ -52,7 +52,7 @@ class MappedWeights(Mapping[str, Tensor]):
     """All parameters and buffers of a model by name, in its dtypes.
 
     Args:
-        model: one that `hollow` made, which may have got adapters since.
+        model: one that `without_storage` made, which may have got adapters since.
         stored: what the files have for it, by the names without adapters, in any dtype. Views of mapped files take no
             memory of their own.
         attribute: of a module around the model, whose names are wanted; empty: the model's own.
@@ -151,7 +151,7 @@ def load_model(
     model = _empty(config, settings) if empty else _loaded(config, source, settings, dtype)
     if settings.attn_implementation == "auto":
         choose_kernels(model)
-    follow_image_attention(model)
+    apply_image_attention(model)
     register_body(model)
     model = _frozen_and_adapted(model, settings, device)
     if settings.gradient_checkpointing is True:
@@ -181,7 +181,7 @@ def read_model(source: str | Path, settings: ModelSettings) -> tuple[PreTrainedM
     dtype = FLOATS[kinds.pop()] if len(kinds) == 1 else torch.float32  # any other is rounded in the same way later
     stored = _loaded(config, source, settings, dtype).state_dict()
     with torch.random.fork_rng(devices=()):  # so that adapters have the numbers that they have in a whole model
-        model = hollow(_empty(config, settings))
+        model = without_storage(_empty(config, settings))
     for name, module in model.named_modules():
         if not model._keep_in_fp32_modules_strict.isdisjoint(name.split(".")):  # as from_pretrained does
             module.float()
@@ -212,7 +212,7 @@ def _frozen_and_adapted(
 def _loaded(
     config: PreTrainedConfig, source: str | Path, settings: ModelSettings, dtype: torch.dtype
 ) -> PreTrainedModel:
-    refuse_other_sizes(config, locate(source, settings.revision))
+    check_sizes(config, locate(source, settings.revision))
     with foreign("the model cannot be loaded", where=str(source)):
         model, report = AutoModelForImageTextToText.from_pretrained(
             locate(source, settings.revision),
@@ -259,7 +259,7 @@ def save_checkpoint(
         StoreError: it could not be written, as on a full disk.
     """
     base, state = base_model(model), dict(merged_weights(model) if weights is None else weights)
-    ours = has_second_layout(base.config) and not is_remote(base)  # code of its own has the names of its files
+    ours = has_hub_layout(base.config) and not is_remote(base)  # code of its own has the names of its files
     with checkpoint_folder(folder) as new:
         if ours:  # what transformers itself writes would be wrong
             base.save_pretrained(new, state_dict=to_hub(state, base.config), save_original_format=False)
@@ -284,7 +284,7 @@ def _check_attention(implementation: str) -> None:
         )
 
 
-def refuse_other_sizes(config: PreTrainedConfig, folder: Path) -> None:
+def check_sizes(config: PreTrainedConfig, folder: Path) -> None:
     """See, before memory is taken for it, that the model of a config.json is not larger than the weights beside it.
 
     Raises:

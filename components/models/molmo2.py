@@ -108,7 +108,7 @@ def from_hub(state: Mapping[str, Tensor], config: Any) -> dict[str, Tensor]:
     return native
 
 
-def has_second_layout(config: Any) -> bool:
+def has_hub_layout(config: Any) -> bool:
     """Whether a configuration is Molmo2's, whose files are in the hub layout."""
     return bool(config.model_type == "molmo2")
 

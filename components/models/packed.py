@@ -17,12 +17,12 @@ from transformers.vision_utils import get_vision_attention_seqlens, get_vision_p
 
 from armature.components.contracts.errors import ConfigurationError, DataError
 from armature.components.families.family import family_of
-from armature.components.models.attention import CAUSAL_LAYERS, blocks_of
+from armature.components.models.attention import CAUSAL_LAYERS, attention_blocks
 from armature.components.models.context_parallel import (
     ContextParallel,
     FeatureExchange,
-    encoded_by,
     feature_exchange,
+    images_encoded_by,
     to_device,
 )
 from armature.components.models.packed_attention import PACKED, REMEDY, Segments
@@ -124,11 +124,11 @@ class Packing:
         images: the distinct images that the packed tokens show, in order.
         image_tokens: of each distinct image, how many tokens it has.
         encoders: which of the ranks that share the sequence encodes each distinct image.
-        positions: (1, T), or (3, 1, T) where the family has positions in three dimensions; from `laid_out`.
-        blocks: see `Segments`; from `laid_out`.
-        exchange: how features reach the ranks that share the sequence; from `laid_out`.
-        image_places: (I,) int64: which packed tokens, of this rank's, stand for images; from `laid_out`.
-        tower: see `armature.components.models.packed.tower_inputs`; from `laid_out`.
+        positions: (1, T), or (3, 1, T) where the family has positions in three dimensions; from `complete_packing`.
+        blocks: see `Segments`; from `complete_packing`.
+        exchange: how features reach the ranks that share the sequence; from `complete_packing`.
+        image_places: (I,) int64: which packed tokens, of this rank's, stand for images; from `complete_packing`.
+        tower: see `armature.components.models.packed.tower_inputs`; from `complete_packing`.
     """
 
     rows: Tensor
@@ -162,7 +162,7 @@ def _tensors_on(value: Holder, device: torch.device) -> Holder:
     return replace(value, **moved)
 
 
-def attend_in_segments(model: PreTrainedModel, context: ContextParallel | None = None) -> None:
+def use_packed_attention(model: PreTrainedModel, context: ContextParallel | None = None) -> None:
     """Let the language model of `model`, which was loaded with `sdpa`, attend by this module.
 
     Args:
@@ -203,7 +203,7 @@ def _refusal(model: PreTrainedModel, reason: str) -> ConfigurationError:
     )
 
 
-def laid_out(
+def complete_packing(
     model: PreTrainedModel,
     inputs: Mapping[str, Tensor],
     grids: Mapping[str, Tensor],
@@ -234,7 +234,7 @@ def laid_out(
     positions = packing.columns[None]
     if GRID in rows and hasattr(body, "get_rope_index"):
         positions = _rope_index(body, rows)[:, *at][:, None]
-    blocks = blocks_of(model.config, rows)
+    blocks = attention_blocks(model.config, rows)
     if blocks is not None:
         _check_blocks(blocks, packing)
     blocks = None if blocks is None else blocks[at]
@@ -297,7 +297,7 @@ def packed_states(
 
     Args:
         inputs: `input_ids` (B, L), and those of the distinct images, with `context` of those that this rank encodes.
-        packing: from `laid_out`.
+        packing: from `complete_packing`.
 
     Raises:
         ConfigurationError: a layer of the model did something else than attend.
@@ -307,7 +307,7 @@ def packed_states(
     own, encoded = slice(None), packing.image_tokens
     if context is not None:
         own = context.slice(len(packing.rows))
-        encoded = tuple(encoded[image] for image in encoded_by(context.rank, packing.encoders, encoded))
+        encoded = tuple(encoded[image] for image in images_encoded_by(context.rank, packing.encoders, encoded))
     ids = inputs["input_ids"][packing.rows[own], packing.columns[own]][None]
     images, embeddings = {}, None
     if packing.images:

@@ -76,7 +76,7 @@ class Segments:
         return order, torch.searchsorted(tokens, torch.arange(sum(self.lengths) + 1, device=tokens.device))
 
     @cached_property
-    def alike(self) -> list[tuple[Tensor, Tensor]]:
+    def groups(self) -> list[tuple[Tensor, Tensor]]:
         """Of segments of equal lengths: the packed tokens that ask (b, n), and those that they may attend to (b, m)."""
         begins: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
         query = key = 0
@@ -92,13 +92,13 @@ class Segments:
 
     @cached_property
     def order(self) -> Tensor:
-        """(T,) int64: where each token is among the queries of all groups of `alike`, one after the other."""
-        return torch.cat([queries.flatten() for queries, _ in self.alike]).argsort()
+        """(T,) int64: where each token is among the queries of all groups of `groups`, one after the other."""
+        return torch.cat([queries.flatten() for queries, _ in self.groups]).argsort()
 
     def mask(self, group: int, window: int | None) -> Tensor | None:
-        """(n, m) or (b, 1, n, m) of a group of `alike`: who attends to whom; None: every token to all before it."""
+        """(n, m) or (b, 1, n, m) of a group of `groups`: who attends to whom; None: every token to all before it."""
         if (group, window) not in self._masks:
-            queries, keys = self.alike[group]
+            queries, keys = self.groups[group]
             self._masks[group, window] = self._mask(queries, keys.shape[1], window)
         return self._masks[group, window]
 
@@ -205,7 +205,7 @@ class _Gathered(torch.autograd.Function):
 def _by_shape(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float | None, window: int | None) -> Tensor:
     """As `_flash`, with any mask."""
     repeats, outs = q.shape[1] // k.shape[1], []
-    for group, (queries, keys) in enumerate(segments.alike):
+    for group, (queries, keys) in enumerate(segments.groups):
         mask = segments.mask(group, window)
         query, key, value = (tensor.transpose(1, 2) for tensor in (q[queries], k[keys], v[keys]))
         grouped = repeats > 1 and mask is None

@@ -19,7 +19,7 @@ from armature.components.families.family import FAMILIES, tiny_recipe
 from armature.components.machine.hub import hub_commit
 from armature.components.machine.project import project_source
 from armature.components.models.settings import ModelSettings
-from armature.components.models.source import fetch_files, locate, refuse_unnamed
+from armature.components.models.source import check_source_name, fetch_files, locate
 
 # Tokens with a text of their own in a checkpoint's tokenizer, read from its files without loading it.
 
@@ -118,7 +118,7 @@ def _tokenizer_folder(settings: ModelSettings) -> Path:
     source = project_source(settings.source)
     if Path(source).is_dir():
         return locate(source)
-    refuse_unnamed(source, settings.revision)
+    check_source_name(source, settings.revision)
     commit = hub_commit(source, str(settings.revision), "model").commit
     with suppress(LocalEntryNotFoundError):
         whole = Path(snapshot_download(source, revision=commit, local_files_only=True))

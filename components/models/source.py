@@ -159,7 +159,7 @@ def _kept(reference: SourceReference, kind: CheckpointKind) -> Path | None:
     return None
 
 
-def refuse_unnamed(source: str, revision: str | None, kind: CheckpointKind = MODEL) -> None:
+def check_source_name(source: str, revision: str | None, kind: CheckpointKind = MODEL) -> None:
     """Refuse what is neither a folder nor the name and the revision of a hub's repository; nothing is fetched.
 
     Raises:
@@ -182,7 +182,7 @@ def refuse_unnamed(source: str, revision: str | None, kind: CheckpointKind = MOD
 
 
 def _fetch(name: str, revision: str | None, kind: CheckpointKind) -> Path:
-    refuse_unnamed(name, revision, kind)
+    check_source_name(name, revision, kind)
     return fetch_files(kind.name, name, revision, **kind.files)
 
 

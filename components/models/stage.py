@@ -26,12 +26,12 @@ def run_model(settings: ModelSettings, inputs: Mapping[str, Artifact], out: Path
         make_tiny_checkpoint(settings.tiny_family, out, settings.tiny.seed, settings.tiny, settings.image_attention)
         context.events.message(f"model: made {settings.source} from seed {settings.tiny.seed}")
         return StageReport()
-    from armature.components.models.load import load_config, refuse_other_sizes
+    from armature.components.models.load import check_sizes, load_config
     from armature.components.models.source import locate, make_reference
 
     reference = make_reference(project_source(settings.source), settings.revision)
     reference.write(out)
-    refuse_other_sizes(load_config(out, settings), locate(out))
+    check_sizes(load_config(out, settings), locate(out))
     commit = f" at {reference.commit}" if reference.commit else ""
     context.events.message(f"model: refers to {settings.source}{commit}")
     return StageReport()

@@ -113,7 +113,7 @@ def under_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tensors
 
 
-def in_one_graph(tower: nn.Module) -> bool:
+def attention_compiles(tower: nn.Module) -> bool:
     """Whether attention of this vision tower becomes part of a compiled layer: nobody has to read lengths for it."""
     if not _takes_lengths(tower):
         return True

@@ -50,10 +50,10 @@ class TrainVlm(ModelSections):
 
     def refuse_sources(self) -> None:
         from armature.components.machine.project import project_source
-        from armature.components.models.source import refuse_unnamed
+        from armature.components.models.source import check_source_name
 
         if self.model.tiny is None:
-            refuse_unnamed(project_source(self.model.source), self.model.revision)
+            check_source_name(project_source(self.model.source), self.model.revision)
 
     def check_stages(self, inputs: Mapping[str, Artifact], say: Callable[[str], None]) -> None:
         from armature.components.configuration.stages import TerminalEvents, ThreadUnits, fingerprint, open_store

@@ -309,11 +309,11 @@ class EvaluateLibero(Sections):
 
 def _refuse_unnamed(policy: RobotPolicySettings) -> None:
     from armature.components.machine.project import project_source
-    from armature.components.models.source import refuse_unnamed
+    from armature.components.models.source import check_source_name
     from armature.components.robots.policies.source import POLICY
 
     if source := policy.path or policy.checkpoint_path:
-        refuse_unnamed(project_source(source), policy.revision, POLICY)
+        check_source_name(project_source(source), policy.revision, POLICY)
 
 
 def _refuse_quantization(

@@ -24,7 +24,7 @@ from armature.components.models.adapters.family import model_inputs
 from armature.components.models.compiled import compile_layers, pad_widths
 from armature.components.models.context_parallel import to_device
 from armature.components.models.lora import base_model
-from armature.components.models.packed import laid_out
+from armature.components.models.packed import complete_packing
 from armature.components.rollouts.batches.table import check_samples
 from armature.components.training.engine import ALL, ParameterGroup, TrainingEngine, peak_memory_gib
 from armature.components.training.ranks import Ranks
@@ -290,7 +290,7 @@ class Learner(TrainingEngine[Any]):
         """
         if isinstance(batch, PackedBatch):
             model, context = base_model(self.model), self.ranks.context
-            packing = laid_out(model, model_inputs(batch), batch.grids, batch.packing, context)
+            packing = complete_packing(model, model_inputs(batch), batch.grids, batch.packing, context)
             batch = replace(batch, packing=packing.to(self.ranks.device))
         move = partial(to_device, device=self.ranks.device)
         return replace(

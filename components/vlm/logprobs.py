@@ -18,7 +18,7 @@ from armature.components.inference.probe import LIKELIEST, WORDS, Probe
 from armature.components.models.attention import needs_no_mask
 from armature.components.models.context_parallel import ContextParallel, to_device
 from armature.components.models.lora import base_model
-from armature.components.models.packed import Packing, attend_in_segments, packed_states
+from armature.components.models.packed import Packing, packed_states, use_packed_attention
 from armature.components.vlm.heads.backends import HEADS, Backend, HeadSettings
 
 
@@ -62,7 +62,7 @@ class Policy(nn.Module):
         super().__init__()
         self.model, self.context = model.eval(), context
         if packing:
-            attend_in_segments(base_model(model), context)
+            use_packed_attention(base_model(model), context)
         for module in model.modules():
             # Such a layer checkpoints in training mode only; its children, where dropout is, stay as they are.
             if isinstance(module, GradientCheckpointingLayer):
@@ -99,7 +99,7 @@ class Policy(nn.Module):
             mine = (places >= own.start) & (places < own.stop)
             places, targets = places[mine] - own.start, targets[mine]
             found = self._applied(self._packed(inputs, packing)[places], targets)
-            logprobs, entropies = self.context.joined(torch.stack(found), mine)
+            logprobs, entropies = self.context.combine_columns(torch.stack(found), mine)
             return logprobs, entropies
 
     def _applied(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:

@@ -22,7 +22,7 @@ from armature.components.contracts.errors import DataError
 from armature.components.contracts.images import ImageRef
 from armature.components.families.joins import Features
 from armature.components.models.adapters.collate import PLACEHOLDER_RUNS, SampleCollator
-from armature.components.models.context_parallel import encoded_by, encoders
+from armature.components.models.context_parallel import assign_encoders, images_encoded_by
 from armature.components.models.packed import GRIDS, Packing
 
 Ints = npt.NDArray[np.int64]
@@ -155,7 +155,7 @@ def packing_of(
         key_lengths=tuple(map(len, keys)),
         images=tuple(shown),
         image_tokens=tuple(image_tokens),
-        encoders=encoders(image_tokens, ranks),
+        encoders=assign_encoders(image_tokens, ranks),
     )
 
 
@@ -209,7 +209,7 @@ def packed_batch(
         tokens,
         ranks,
     )
-    collator.add_images(batch, [found[image] for image in encoded_by(rank, packing.encoders, tokens)])
+    collator.add_images(batch, [found[image] for image in images_encoded_by(rank, packing.encoders, tokens)])
     grids = collator.join([found[image] for row in images for image in row], GRIDS)
     return PackedBatch(**vars(batch), packing=packing, grids=grids)
 

@@ -27,7 +27,7 @@ from armature.components.models.lora import (
     weight_dtypes,
     write_adapter,
 )
-from armature.components.models.molmo2 import has_second_layout, to_hub
+from armature.components.models.molmo2 import has_hub_layout, to_hub
 from armature.components.models.source import ADAPTER
 from armature.components.training.ranks import Ranks, whole
 
@@ -178,7 +178,7 @@ class Publisher:
         base = base_model(cast(Any, model))
         weights = self._weights(cast(Any, model), Tensor.detach)
         tied = {name for name, source in base.all_tied_weights_keys.items() if weights[name] is weights[source]}
-        if has_second_layout(base.config):
+        if has_hub_layout(base.config):
             return weights
         weights = {name: weight for name, weight in weights.items() if name not in tied}
         if self._renamed is not None:
@@ -192,7 +192,7 @@ class Publisher:
     def _whole_tensors(self, model: Any) -> Iterator[tuple[str, Tensor]]:
         """Under the names in the files, unsharded: every rank takes all of them."""
         config = base_model(model).config
-        if has_second_layout(config):
+        if has_hub_layout(config):
             yield from to_hub(self._weights(model, whole), config).items()
             return
         for name, tensor in self.tensors(model).items():

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.exc import FailOnRecompileLimitHit
 
-from armature.components.models.compiled import own_code
+from armature.components.models.compiled import copy_function
 
 
 def _double(x: Tensor) -> Tensor:
@@ -19,7 +19,7 @@ def test_variants_of_a_copy_are_counted_by_themselves():
     with limits:
         for size in (2, 3):
             x = torch.ones(size)
-            assert torch.equal(torch.compile(own_code(_double), backend="eager", dynamic=False)(x), 2 * x)
+            assert torch.equal(torch.compile(copy_function(_double), backend="eager", dynamic=False)(x), 2 * x)
         torch.compile(_double, backend="eager", dynamic=False)(torch.ones(2))
         with pytest.raises(FailOnRecompileLimitHit):
             torch.compile(_double, backend="eager", dynamic=False)(torch.ones(3))

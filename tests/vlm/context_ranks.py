@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from armature.components.contracts.batches import Sample
 from armature.components.models.adapters import model_inputs
 from armature.components.models.lora import base_model
-from armature.components.models.packed import laid_out
+from armature.components.models.packed import complete_packing
 from armature.components.training.processes import TrainerProcesses
 from armature.components.training.ranks import Ranks, joined
 from armature.components.vlm.loader import FeatureCache
@@ -59,7 +59,7 @@ def packed(case: Case, tiny: Tiny, policy: Policy, ranks: Ranks) -> tuple[Any, A
         features = FeatureCache(tiny.collator, tiny.images, Path(folder))
         batch = packed_batch(tiny.collator, case.samples, features, *ranks.part)
     inputs = model_inputs(batch)
-    return batch, laid_out(base_model(policy.model), inputs, batch.grids, batch.packing, ranks.context)
+    return batch, complete_packing(base_model(policy.model), inputs, batch.grids, batch.packing, ranks.context)
 
 
 def results(

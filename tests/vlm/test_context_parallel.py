@@ -23,7 +23,12 @@ from armature.components.contracts.batches import Sample
 from armature.components.contracts.errors import ConfigurationError, DataError
 from armature.components.contracts.machine import Machine
 from armature.components.families.family import FAMILIES
-from armature.components.models.context_parallel import ContextParallel, encoded_by, encoders, feature_exchange
+from armature.components.models.context_parallel import (
+    ContextParallel,
+    assign_encoders,
+    feature_exchange,
+    images_encoded_by,
+)
 from armature.components.models.settings import LoraSettings
 from armature.components.training.processes import private_folder
 from armature.components.training.ranks import Ranks
@@ -184,12 +189,12 @@ def test_every_image_token_gets_its_feature_from_the_rank_that_encodes_it(tokens
     gaps = data.draw(st.lists(st.integers(0, 3), min_size=len(wanted), max_size=len(wanted)))
     places = torch.tensor([gap + 1 for gap in gaps]).cumsum(0) - 1
     n = int(places[-1]) + 1 + data.draw(st.integers(0, 3))
-    chosen = encoders(tokens, ranks)
+    chosen = assign_encoders(tokens, ranks)
     groups = [ContextParallel(rank, ranks, None) for rank in range(ranks)]
     plans = [feature_exchange(group, shown, tokens, chosen, places, n) for group in groups]
     sent = []
     for rank, plan in enumerate(plans):
-        images = encoded_by(rank, chosen, tokens)
+        images = images_encoded_by(rank, chosen, tokens)
         assert images
         features = [(image, at) for image in images for at in range(tokens[image])]
         rows = [features[row] for row in plan.rows]
@@ -204,8 +209,8 @@ def test_every_image_token_gets_its_feature_from_the_rank_that_encodes_it(tokens
 
 
 def test_images_are_shared_by_their_tokens():
-    assert encoders([9, 1, 5, 4, 1], 2) == (0, 0, 1, 1, 1)
-    assert encoders([7], 3) == (0,)
+    assert assign_encoders([9, 1, 5, 4, 1], 2) == (0, 0, 1, 1, 1)
+    assert assign_encoders([7], 3) == (0,)
 
 
 def shared_learner(tiny: Tiny, size: int, **changes: Any) -> Learner:

@@ -19,7 +19,7 @@ from armature.components.contracts.errors import ConfigurationError
 from armature.components.contracts.images import ImageRef
 from armature.components.families.family import FAMILIES
 from armature.components.models.adapters import model_inputs
-from armature.components.models.packed import laid_out
+from armature.components.models.packed import complete_packing
 from armature.components.models.settings import LoraSettings
 from armature.components.training.ranks import Ranks
 from armature.components.vlm.learner import Learner
@@ -207,7 +207,7 @@ def assert_rows_are_separate(tiny: Tiny, model: Any, samples: list[Sample], tmp_
     features = FeatureCache(tiny.collator, tiny.images, tmp_path)
     batch = packed_batch(tiny.collator, samples, features)
     assert len(batch.packing.rows) < 0.7 * sum(len(sample.input_ids) for sample in samples)
-    packing = laid_out(policy.model, model_inputs(batch), batch.grids, batch.packing)
+    packing = complete_packing(policy.model, model_inputs(batch), batch.grids, batch.packing)
     ours, our_gradient = results(policy, [(batch, packing)])
     rows = [(tiny.collator.collate_features([sample], features), None) for sample in samples]
     alone, gradient = results(policy, rows)

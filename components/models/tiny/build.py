@@ -13,7 +13,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 
 from armature.components.families.family import tiny_recipe
 from armature.components.families.tiny import FormatSettings, TinySettings
-from armature.components.models.attention import choose_image_attention, follow_image_attention
+from armature.components.models.attention import apply_image_attention, choose_image_attention
 from armature.components.models.load import save_checkpoint
 from armature.components.models.settings import ImageAttention
 from armature.components.models.tiny.format import format_pretraining
@@ -66,7 +66,7 @@ def make_tiny_checkpoint(
     config = recipe.config(settings, tokenizer)
     choose_image_attention(config, image_attention)
     with _reproducible(seed):
-        model = follow_image_attention(AutoModelForImageTextToText.from_config(config, dtype=torch.float32))
+        model = apply_image_attention(AutoModelForImageTextToText.from_config(config, dtype=torch.float32))
         recipe.initialize(model, settings)
         model.generation_config = _generation(tokenizer)
         if settings.format is not None:

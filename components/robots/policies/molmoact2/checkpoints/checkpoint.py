@@ -18,7 +18,7 @@ from torch import Tensor
 
 from armature.components.artifacts.tensors import checkpoint_folder
 from armature.components.models.blockwise import FP8Linear
-from armature.components.models.load import hollow
+from armature.components.models.load import without_storage
 from armature.components.models.source import locate
 from armature.components.robots.policies.molmoact2.checkpoints.lerobot_layout import (
     BASE,
@@ -120,14 +120,14 @@ def load_model(source: str | Path, parts: PolicyParts, device: str | torch.devic
 
 
 def read_model(source: str | Path, parts: PolicyParts) -> tuple[MolmoAct2, dict[str, Tensor]]:
-    """What `load_model` loads, for who needs one tensor at a time: a hollow model, and its weights as they are stored.
+    """Return the model that `load_model` loads, but without storage, and its weights as stored in the files.
 
     The weights are views of mapped files; only layers into which adapters of LeRobot are merged take memory.
 
     Raises:
         DataError: a weight is missing, unknown or of another shape.
     """
-    model, folder = hollow(empty_model(parts)), locate(source, parts.settings.revision, POLICY)
+    model, folder = without_storage(empty_model(parts)), locate(source, parts.settings.revision, POLICY)
     with TensorFiles(folder) as files:
         tensors = LeRobotTensors(files, folder) if is_lerobot(folder) else files
         return model, dict(read_weights(model, tensors, model.config.molmo2(), str(folder)))

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from armature.components.contracts.errors import DataError
 from armature.components.models.blockwise import FP8Linear, quantize_layers
-from armature.components.models.compiled import VARIANTS, check_compiler, own_code
+from armature.components.models.compiled import VARIANTS, check_compiler, copy_function
 from armature.components.robots.policies.molmoact2.configuration import MolmoAct2Config
 from armature.components.robots.policies.molmoact2.modeling.expert import ActionExpert, ExpertBlock, ReadingBlocks
 from armature.components.robots.policies.molmoact2.modeling.flow import FlowSamples, flow_errors, noisy_actions
@@ -150,7 +150,7 @@ class MolmoAct2(nn.Module):
                 layer.compile(dynamic=dynamic, options=options)
         else:
             for part in (body.vision_tower, body.language_model, expert, self):
-                part.call = torch.compile(own_code(call), dynamic=dynamic, options=options)
+                part.call = torch.compile(copy_function(call), dynamic=dynamic, options=options)
 
     def autocast(self, device: torch.device) -> torch.autocast:
         """The precision that all of the model computes in."""
