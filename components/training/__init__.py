@@ -1,1 +1,1 @@
-"""The training engine: ranks, sharding, optimizer, checkpoints, and the service that runs them."""
+"""The training engine: ranks, sharding, optimizer, checkpoints, and the HTTP service that runs them."""

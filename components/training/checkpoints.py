@@ -1,4 +1,8 @@
-"""Checkpoints to resume from, on any number of ranks: what is trained, the optimizer, random numbers and position."""
+"""Training checkpoints: trained weights, optimizer states, random-number states and the step, on any number of ranks.
+
+Only trained weights are stored; the frozen ones come from the model that the run started with. A checkpoint that N
+ranks wrote can be read by any other number of ranks.
+"""
 
 from __future__ import annotations
 
@@ -38,13 +42,17 @@ STATE_FILE, TENSORS = "state.json", "tensors"
 _NAME = re.compile(r"step-(\d{6,})")
 _NOT_COMPARED = {"save_every", "keep_checkpoints"}
 _SAMPLED = 64
-_DELETE = "delete this folder: the one before it is used then"
+_DELETE = "delete this folder; the run then resumes from the checkpoint before it"
 
 
 class Resumable(Protocol):
-    """What a checkpoint is of; what of `model` requires a gradient is trained."""
+    """An object whose training state `Checkpoints` saves and loads, such as a `TrainingEngine`.
+
+    The parameters of `model` that require a gradient are the trained ones.
+    """
 
     steps_done: int
+    """Number of steps that the weights contain."""
     skipped: SkippedUpdates
 
     @property
@@ -56,13 +64,15 @@ class Resumable(Protocol):
 def identity(
     model: nn.Module, settings: Settings, weights: Mapping[str, Tensor] | None = None, **more: Any
 ) -> dict[str, Any]:
-    """What a checkpoint must share with the run that resumes from it: parameters, settings, frozen weights.
+    """Return the facts that a checkpoint and a run resuming from it must share, as a JSON document.
 
-    Call it before the model is sharded. Of a frozen parameter some values are hashed: enough to tell two
-    models apart without reading all of either.
+    These are the trainer's settings, the names and shapes of trained parameters, and a digest of the frozen weights.
+    The digest covers about 64 values of each frozen parameter, which is enough to tell two models apart without
+    reading them completely. Call this before the model is sharded.
 
     Args:
-        weights: those of the model by name, where it has none in memory.
+        weights: the model's weights by name, for a model on the meta device.
+        more: further facts to compare.
     """
     digest = sha256()
     for name, parameter in model.named_parameters():
@@ -78,14 +88,15 @@ def identity(
 
 
 class Checkpoints:
-    """The checkpoints of a run: step-NNNNNN in `folder`. Every rank calls each method alike.
+    """The checkpoints of a run, one folder `step-NNNNNN` each. Every rank must call every method.
 
-    A checkpoint is copied to the CPU while training waits, and written while it goes on: each rank copies and writes
-    its shards, and its share of what is not sharded.
+    `save` copies tensors to the CPU while training waits; a thread then writes them while training continues. Each rank
+    writes its own shards and, of tensors that all ranks hold, an equal share.
 
     Args:
-        who: see `identity`.
-        keep: newest checkpoints that stay.
+        folder: where the checkpoints are; it must be visible to all ranks.
+        who: the result of `identity` for this run.
+        keep: number of newest checkpoints to keep.
     """
 
     def __init__(self, folder: Path, who: Mapping[str, Any], ranks: Ranks, keep: int) -> None:
@@ -95,18 +106,21 @@ class Checkpoints:
 
     @property
     def newest(self) -> Path | None:
-        """The checkpoint of the highest step; only complete ones have a name that is found."""
+        """The complete checkpoint with the highest step, or None. An incomplete one has another name and is ignored."""
         name = self.ranks.broadcast(max((path.name for path in self._complete()), key=_step, default=None))
         return self.folder / name if name else None
 
     def save(self, learner: Resumable, state: Mapping[str, Any]) -> Path:
-        """Copy the learner and begin to write `folder`/step-NNNNNN, after which all but the newest are removed.
+        """Copy the learner's state to the CPU, start writing it to `folder`/step-NNNNNN, and return that path.
+
+        Once it is complete, all but the `keep` newest checkpoints are removed.
 
         Args:
-            state: JSON that comes back from `load`.
+            state: any JSON document; `load` returns it.
 
         Raises:
-            TrainerError: it cannot be begun, or the one before could not be written; those before are as they were.
+            TrainerError: the checkpoint cannot be started, or the previous one could not be written. Complete
+                checkpoints stay as they are.
         """
         self.wait()
         target = self.folder / f"step-{learner.steps_done:06d}"
@@ -114,12 +128,12 @@ class Checkpoints:
         self._agree(self.ranks, target, lambda: _empty_folder(new / TENSORS) if self.ranks.first else None)
         document = {"format": FORMAT, "step": learner.steps_done, "identity": self.who, "state": state}
         document["skipped"] = asdict(learner.skipped)
-        text, tensors = dump_json(document, indent=1), copied(self._own(learner))
+        text, tensors = dump_json(document, indent=1), copied(self._tensors_to_write(learner))
         self._writing = _in_thread(lambda: self._write(tensors, text, new, target))
         return target
 
     def wait(self) -> None:
-        """Until what was saved is on the disk.
+        """Block until the last checkpoint that `save` started is on the disk.
 
         Raises:
             TrainerError: it could not be written.
@@ -129,12 +143,12 @@ class Checkpoints:
             writing.result()
 
     def load(self, learner: Resumable, path: Path) -> dict[str, Any]:
-        """Bring `learner` to where it was, and return the `state` that was saved with it.
+        """Restore `learner` from the checkpoint in `path` and return the `state` that was saved with it.
 
-        Random numbers of a rank that there was not then stay as they are.
+        A rank that did not exist when the checkpoint was written keeps its random-number state.
 
         Raises:
-            DataError: the checkpoint is damaged, or of another model, other settings or another format.
+            DataError: the checkpoint is damaged, or belongs to another model, other settings or another format.
         """
         document = self._document(path)
         where = path / TENSORS
@@ -142,18 +156,18 @@ class Checkpoints:
         rng = _rng(self.ranks.rank)
         try:
             shards = ShardedTensors(where)
-            found = shards.specs
-            state = empty_state(found, learner.optimizer, trained, where)
-            slots = {f"{STATE}{name}|{slot}": v for name, kept in state.items() for slot, v in kept.items()}
+            state = empty_state(shards.specs, learner.optimizer, trained, where)
+            slots = {f"{STATE}{name}|{slot}": v for name, tensors in state.items() for slot, v in tensors.items()}
             weights = {WEIGHT + name: parameter.detach() for name, parameter in trained.items()}
-            rng = {name: value for name, value in rng.items() if name in found}
+            rng = {name: value for name, value in rng.items() if name in shards.specs}
+            # Check everything before anything of the learner changes: a damaged checkpoint must leave it as it was.
             shards.check_finite(weights | slots)
             shards.read(slots | rng)
-            refuse_counts(((name, kept["step"]) for name, kept in state.items()), where)
+            refuse_counts(((name, tensors["step"]) for name, tensors in state.items()), where)
             shards.read(weights)
         except NotFiniteError as error:
             name = str(error).removeprefix(WEIGHT).removeprefix(STATE)
-            raise refusal(f"{name} has values that are not finite", where) from error
+            raise refusal(f"{name} has NaN or infinite values", where) from error
         except (OSError, ValueError, RuntimeError) as error:
             raise _unreadable(error, path) from error
         for name, parameter in trained.items():
@@ -161,28 +175,31 @@ class Checkpoints:
         _restore_rng(rng)
         learner.steps_done = document["step"]
         learner.skipped = SkippedUpdates(**document["skipped"])
-        kept_state: dict[str, Any] = document["state"]
-        return kept_state
+        saved_state: dict[str, Any] = document["state"]
+        return saved_state
 
-    def _own(self, learner: Resumable) -> dict[str, Tensor]:
-        """What this rank writes: of what several ranks have, as whole tensors or copied shards, its part."""
+    def _tensors_to_write(self, learner: Resumable) -> dict[str, Tensor]:
+        """Return the tensors that this rank writes.
+
+        Ranks that hold the same data, as whole tensors or as copies of a shard, take turns, so each writes its share.
+        """
         tensors = state_tensors(learner.optimizer, _trained(learner))
-        own = {}
+        chosen = {}
         for number, (name, value) in enumerate(tensors.items()):
-            holder, holders = self._held(value)
+            holder, holders = self._holder_of(value)
             if number % holders == holder:
-                own[name] = value
-        return own | _rng(self.ranks.rank)
+                chosen[name] = value
+        return chosen | _rng(self.ranks.rank)
 
-    def _held(self, value: Tensor) -> tuple[int, int]:
-        """Which of the ranks that have the same of it this one is, and their number."""
+    def _holder_of(self, value: Tensor) -> tuple[int, int]:
+        """Return this rank's number among the ranks that hold the same data of `value`, and how many they are."""
         if not isinstance(value, DTensor):
             return self.ranks.rank, self.ranks.size
         mesh = value.device_mesh
         return (mesh.get_local_rank("replicate"), mesh.size(0)) if mesh.ndim > 1 else (0, 1)
 
     def _write(self, tensors: Mapping[str, Tensor], document: bytes, new: Path, target: Path) -> None:
-        """Write a checkpoint and give it its name, once all of it is on the disk."""
+        """Write a checkpoint to the folder `new`, and rename it to `target` once all of it is on the disk."""
 
         def publish() -> None:
             (new / STATE_FILE).write_bytes(document)
@@ -202,7 +219,7 @@ class Checkpoints:
             raise
 
     def _agree(self, ranks: Ranks, target: Path, act: Callable[[], Any] | None) -> None:
-        """Act on every rank, and fail on all if one of them fails."""
+        """Run `act` on this rank, if it is not None, and raise on all ranks if it failed on any of them."""
         failure = None
         try:
             if act is not None:
@@ -210,12 +227,12 @@ class Checkpoints:
         except (OSError, ValueError, RuntimeError) as error:
             failure = str(error)
         if failures := [one for one in ranks.gather(failure) if one is not None]:
-            kept = max((path.name for path in self._complete()), key=_step, default="none")
+            newest = max((path.name for path in self._complete()), key=_step, default="none")
             raise TrainerError(
                 f"checkpoint {target.name} could not be written: {failures[0]}",
                 code="checkpoint_not_written",
                 where=str(self.folder),
-                remedy=f"make room on the disk; the newest complete checkpoint is {kept}",
+                remedy=f"make room on the disk; the newest complete checkpoint is {newest}",
             )
 
     def _complete(self) -> list[Path]:
@@ -224,27 +241,28 @@ class Checkpoints:
         return [path for path in self.folder.iterdir() if _NAME.fullmatch(path.name)]
 
     def _document(self, path: Path) -> dict[str, Any]:
+        """Read the checkpoint's state.json, and refuse it if it is damaged or belongs to another run."""
         try:
             document = json.loads((path / STATE_FILE).read_text())
         except (OSError, ValueError) as error:
             raise _unreadable(error, path) from error
         if not isinstance(document, dict) or not {"format", "step", "identity", "state"} <= document.keys():
             raise DataError(
-                "this is not a training state",
+                "this file does not describe a checkpoint",
                 code="checkpoint_damaged",
                 where=str(path / STATE_FILE),
-                remedy="delete this folder",
+                remedy=_DELETE,
             )
         if document["format"] != FORMAT:
             raise DataError(
-                f"checkpoint format {document['format']}, this version reads {FORMAT}",
+                f"the checkpoint has format {document['format']}, but this version reads format {FORMAT}",
                 code="checkpoint_format_mismatch",
                 where=str(path),
-                remedy="delete this folder; a run then starts again from its batches",
+                remedy="delete this folder; the run then applies its stored batches again",
             )
         if not _counts_and_state(document):
             raise DataError(
-                "the step, the skipped updates or the state is damaged",
+                "the step, the counts of skipped updates, or the state is damaged",
                 code="checkpoint_damaged",
                 where=str(path / STATE_FILE),
                 remedy=_DELETE,
@@ -252,16 +270,19 @@ class Checkpoints:
         differing = _differences(document["identity"], json.loads(json.dumps(self.who)))
         if differing:
             raise DataError(
-                f"the checkpoint is of another model or other settings: {'; '.join(differing[:8])}",
+                f"the checkpoint belongs to another model or other settings: {'; '.join(differing[:8])}",
                 code="checkpoint_mismatch",
                 where=str(path),
-                remedy="resume with the settings that it was made with, or start in an empty folder",
+                remedy="resume with the settings that the checkpoint was made with, or start in an empty folder",
             )
         return document
 
 
 def _in_thread(act: Callable[[], None]) -> Future[None]:
-    """A daemon's: a rank that fails must end, though the others never answer what it waits for here."""
+    """Run `act` in a daemon thread and return its future.
+
+    A daemon, because a rank that fails must be able to exit although this thread may wait for the other ranks forever.
+    """
     future: Future[None] = Future()
 
     def run() -> None:
@@ -277,12 +298,12 @@ def _in_thread(act: Callable[[], None]) -> Future[None]:
 
 def _unreadable(error: Exception, path: Path) -> DataError:
     return DataError(
-        f"the checkpoint cannot be read: {error}", code="checkpoint_unreadable", where=str(path), remedy=_DELETE
+        f"the checkpoint is not readable: {error}", code="checkpoint_unreadable", where=str(path), remedy=_DELETE
     )
 
 
 def _counts_and_state(document: Mapping[str, Any]) -> bool:
-    """Whether what `load` takes of the document, besides tensors, is of the kinds that `save` writes."""
+    """Check that the non-tensor fields `load` reads have the types `save` writes."""
     skipped = document.get("skipped")
     if not isinstance(skipped, dict) or skipped.keys() != asdict(SkippedUpdates()).keys():
         return False
@@ -316,6 +337,7 @@ def _empty_folder(path: Path) -> None:
 
 
 def _differences(saved: Any, now: Any, name: str = "") -> list[str]:
+    """Return a phrase "FIELD was X, is Y" for each field in which two JSON documents differ."""
     if isinstance(saved, dict) and isinstance(now, dict):
         keys = sorted(saved.keys() | now.keys())
         return [text for key in keys for text in _differences(saved.get(key), now.get(key), f"{name}.{key}")]

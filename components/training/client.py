@@ -1,4 +1,4 @@
-"""Clients that start a trainer service, speak to it, and start it again when it dies. Torch-free."""
+"""Client of the trainer service: starts its processes, sends commands, and restarts it when it dies. Torch-free."""
 
 from __future__ import annotations
 
@@ -26,34 +26,42 @@ from armature.components.machine.workers.placed import PlacementBundles
 from armature.components.machine.workers.requests import ANYTHING
 from armature.components.training.placed import LostNode, PlacedRanks, start
 from armature.components.training.processes import error_file, new_attempt
-from armature.components.training.service_settings import TrainingSettings, read_error, rebuild, service_settings
+from armature.components.training.service_settings import (
+    TOKEN,
+    TrainingSettings,
+    read_error,
+    rebuild,
+    service_settings,
+)
 
 ResultT = TypeVar("ResultT")
-TOKEN = "ARMATURE_TRAINER_TOKEN"
 FATAL = 500
+"""HTTP status of a reply after which the service ends."""
 LARGEST_REPLY = 2**30
-"""Bytes of an answer: log-probs of a whole batch."""
+"""Largest reply in bytes; the largest ones are the log-probs of a whole batch."""
 FLOATS, WHOLE, TEXT = TypeAdapter(dict[str, float]), TypeAdapter(StrictInt), TypeAdapter(StrictStr)
 DEATH = 30.0
-"""Seconds for a service that dropped a connection to end."""
+"""Seconds to wait for the processes of a service to exit after it dropped a connection."""
 POLL = 0.05
+"""Seconds between looks at a process or a file."""
 MAX_RESTARTS = 3
+"""Number of times that a trainer which dies is started again before a call fails."""
 
 
 class ServiceClient:
-    """A trainer service, up within the `with` block.
+    """A trainer service that runs within the `with` block.
 
-    Its ranks are on this machine, or with `machine.cluster.trainer` on the nodes of a cluster.
+    Its ranks run on this machine or, with `machine.cluster.trainer`, on the nodes of a cluster.
 
     Args:
-        training: what is trained, and how.
+        training: the model and how it is trained.
         machine: processes, GPUs, threads and timeouts.
-        workspace: folder that outlives the service; its checkpoints are there.
-        saved: is told of each checkpoint that is begun.
+        workspace: a folder that outlives the service, with its checkpoints and its log.
+        saved: called with the path of each checkpoint that is started.
 
-    Every method raises what the service raised: a DataError for a batch that cannot be used, a ConfigurationError
-    for a command out of order, and a TrainerError, with the traceback or the last lines of the log, if it failed or
-    died. After that `alive` tells whether it still runs.
+    Every method raises the error that the service raised: a DataError for an unusable batch, a ConfigurationError for a
+    command out of order, and a TrainerError with the traceback or the end of the log if the service failed or died.
+    After an error `alive` tells if the service is still running.
     """
 
     def __init__(
@@ -94,11 +102,11 @@ class ServiceClient:
         return self._program is not None and self._program.returncode is None
 
     def start(self) -> None:
-        """Start the service and wait until it answers.
+        """Start the service and wait until it is ready.
 
         Raises:
-            ArmatureError: what kept a rank from starting.
-            TrainerError: it is not up within `machine.ready_timeout`, or died; with the reason.
+            ArmatureError: the error that kept a rank from starting.
+            TrainerError: the service died, or is not ready within `machine.ready_timeout`; the message has the reason.
         """
         settings = self.settings
         settings.workspace.mkdir(parents=True, exist_ok=True)
@@ -118,7 +126,7 @@ class ServiceClient:
         self._http.base_url = httpx.URL(url)
 
     def restart(self) -> None:
-        """Stop what is left of the service and start it again, on all nodes; then `resume`."""
+        """Stop the remaining processes and start the service again on all nodes. Call `resume` afterwards."""
         self._end_processes()
         self.start()
 
@@ -129,17 +137,17 @@ class ServiceClient:
             self._places.close()
 
     def resume(self) -> int:
-        """Load the newest checkpoint, if there is one. The number of steps that the weights contain."""
+        """Load the newest checkpoint, if there is one, and return the number of steps that the weights contain."""
         return self._ask("resume", self.machine.ready_timeout, WHOLE)
 
     def save(self) -> Path:
-        """Begin to write a checkpoint, found once it is complete; see `armature.components.training.checkpoints`."""
+        """Start writing a checkpoint and return its path, which exists once it is complete; see `Checkpoints.save`."""
         checkpoint = Path(self._ask("save", self.machine.train_timeout, TEXT))
         self._saved(checkpoint)
         return checkpoint
 
     def settle(self) -> None:
-        """Wait until what `save` began is on the disk.
+        """Wait until the checkpoint that `save` started is on the disk.
 
         Raises:
             TrainerError: it could not be written.
@@ -147,10 +155,10 @@ class ServiceClient:
         self._ask("settle", self.machine.train_timeout, ANYTHING)
 
     def publish(self, folder: Path, version: int) -> None:
-        """Write the weights after step `version` to `folder` as others load them, atomically.
+        """Write the weights after step `version` to `folder` in the Hugging Face layout, atomically.
 
         Raises:
-            ConfigurationError: the weights are of another version.
+            ConfigurationError: the trainer has another version of the weights.
         """
         self._ask("publish", self.machine.train_timeout, ANYTHING, folder=str(folder.resolve()), version=version)
 
@@ -158,6 +166,7 @@ class ServiceClient:
         return self._ask("step", self.machine.train_timeout, FLOATS, step=step, **arguments)
 
     def _ask(self, name: str, timeout: float, result: TypeAdapter[ResultT], **arguments: Any) -> ResultT:
+        """Send a command to the service and return its validated result, or raise the service's error."""
         if not self.alive:
             raise self._died("the trainer service is not running")
         began = time.monotonic()
@@ -166,20 +175,21 @@ class ServiceClient:
             reply = exchange_blocking(self._http, "POST", "/command", {}, timeout, command, LARGEST_REPLY)
         except BadReply as error:
             raise TrainerError(
-                f"the trainer's answer to {name!r} cannot be read: {error.what}", code="invalid_trainer_reply"
+                f"the trainer's reply to {name!r} is not valid: {error.what}", code="invalid_trainer_reply"
             ) from error
         except httpx.TransportError as error:
-            # A connection that the kernel gives up is a timeout as well, sooner.
+            # httpx also reports a connection that the kernel gave up as a timeout, but before `timeout` has passed.
             if isinstance(error, httpx.ReadTimeout) and time.monotonic() - began >= timeout:
                 raise TrainerError(
                     f"the trainer did not finish {name!r} within {timeout:g} s",
                     code="trainer_timeout",
                     where=str(self.settings.workspace / "trainer.log"),
-                    remedy="ask again for the same step (it is applied once), or raise the timeout in [machine]",
+                    remedy="send the same command again (a step is applied once), or raise the timeout in [machine]",
                 ) from error
             self._wait_for_death()
-            if self.alive and self._places is not None:  # it may take Ray longer to see that the network is gone
-                self._lost = LostNode(0, f"the first rank's does not answer at {self._http.base_url}: {error}")
+            # Ray may take longer than this to notice that a node's network is gone: treat the node as lost.
+            if self.alive and self._places is not None:
+                self._lost = LostNode(0, f"the node of rank 0 does not answer at {self._http.base_url}: {error}")
                 self._end_processes()
             raise self._died(f"the trainer died during {name!r}") from error
         if reply.status == FATAL:
@@ -191,10 +201,10 @@ class ServiceClient:
             refused = rebuild(document["error"])
         except (BadReply, ValidationError) as cause:
             raise TrainerError(
-                f"the trainer's answer to {name!r} cannot be read: {cause}",
+                f"the trainer's reply to {name!r} is not valid: {cause}",
                 code="invalid_trainer_reply",
                 where=str(self.settings.workspace / "trainer.log"),
-                remedy="start again: it resumes from the last checkpoint",
+                remedy="start the run again; it resumes from the last checkpoint",
             ) from cause
         raise refused
 
@@ -207,7 +217,7 @@ class ServiceClient:
         return ranks
 
     def _watch(self, ranks: PlacedRanks) -> None:
-        """End the ranks when a node is lost, or those of one end: the others would wait for it for ever."""
+        """Stop all ranks when a node is lost or the ranks of one node end; the others would wait for them forever."""
         while ranks.returncode is None and self._lost is None:
             if (lost := ranks.lost_node()) is not None:
                 self._lost = lost
@@ -225,7 +235,7 @@ class ServiceClient:
             time.sleep(POLL)
 
     def _died(self, what: str) -> ArmatureError:
-        """The reason that a rank wrote down, else what the log says last."""
+        """Return the error that a rank wrote before it ended, or an error with the last lines of the log."""
         program, attempt, lost, settings = self._program, self._attempt, self._lost, self.settings
         ranks = range(settings.processes.ranks)
         if lost is not None:  # ranks of other nodes died because that node was gone
@@ -234,7 +244,7 @@ class ServiceClient:
         folder = attempt or settings.workspace
         errors = [(rank, error) for rank in ranks if (error := read_error(error_file(folder, rank))) is not None]
         if errors:
-            # That of ours, if there is one: others died because that rank was gone.
+            # Prefer an error that is not a TrainerError: it is the cause, and the other ranks failed because of it.
             rank, document = min(errors, key=lambda one: isinstance(rebuild(one[1]), TrainerError))
             cause = rebuild(document)
             if not isinstance(cause, TrainerError):
@@ -243,26 +253,26 @@ class ServiceClient:
                 f"{what}: rank {rank}: {cause.what}",
                 code=cause.code,
                 where=str(document.get("traceback", "")),
-                remedy=cause.remedy or "see the log beside the checkpoints; start again and resume",
+                remedy=cause.remedy or "read trainer.log beside the checkpoints, then start the run again; it resumes",
             )
         if lost is not None:
             return TrainerError(
                 what,
                 code="node_lost",
                 where=str(settings.workspace),
-                remedy="start again: it resumes from the last checkpoint, on the nodes that the cluster then has",
+                remedy="start the run again; it resumes from the last checkpoint, on the nodes then in the cluster",
             )
         tail = program.tail() if program is not None else ""
         code = program.returncode if program is not None else None
         return TrainerError(
             f"{what} (exit code {code}); its log ends:\n{tail}",
             where=str(settings.workspace / "trainer.log"),
-            remedy="start it again and resume from the last checkpoint",
+            remedy="start the run again; it resumes from the last checkpoint",
         )
 
 
 def read_address(file: Path) -> str | None:
-    """The URL that a service wrote; None until all of it is there."""
+    """Return the URL that a service wrote to `file`; None if the file is missing or still incomplete."""
     try:
         document = json.loads(file.read_text())
     except (FileNotFoundError, ValueError):
@@ -274,13 +284,15 @@ def read_address(file: Path) -> str | None:
 def with_restarts(
     trainer: ServiceClient, done: int, ask: Callable[[], ResultT], replay: Callable[[int], object], events: Events
 ) -> ResultT:
-    """The answer of `ask`, which needs the weights after step `done`.
+    """Call `ask` and return its result, restarting the trainer if it dies meanwhile.
 
-    A trainer that dies is started again from its newest checkpoint, and `replay` applies the steps up to `done` that
-    the checkpoint lacks. A trainer that fails but lives is not restarted.
+    Args:
+        done: `ask` needs the weights after this step.
+        replay: applies a step again. A restarted trainer resumes from its newest checkpoint; the steps up to `done`
+            that the checkpoint lacks are replayed.
 
     Raises:
-        TrainerError: it died `MAX_RESTARTS` + 1 times, or failed without dying.
+        TrainerError: the trainer failed but is still running, or it died `MAX_RESTARTS` + 1 times.
     """
     restarts = 0
     while True:
@@ -305,14 +317,15 @@ def run_steps(
     out: Path,
     events: Events,
 ) -> None:
-    """Make the steps that the newest checkpoint lacks, and publish the weights after the last one to `out`.
+    """Train from the newest checkpoint up to step `steps`, and publish the final weights to `out`.
 
     Args:
-        begin: what is done before the first step.
-        one_step: makes step 1, 2, ..., again if the trainer died after its last checkpoint, and saves.
+        begin: called before step 1, in a run that does not resume.
+        one_step: makes one step, 1, 2, ..., and saves a checkpoint when one is due. After a restart it is called again
+            for steps that the checkpoint lacks.
 
     Raises:
-        TrainerError: the trainer refuses, or dies again and again.
+        TrainerError: the trainer refuses a command, or dies more than `MAX_RESTARTS` times.
     """
     done = trainer.resume()
     if done:

@@ -1,4 +1,7 @@
-"""What trains, whatever the loss: a model on its ranks, its optimizer, and how gradients become an update."""
+"""The training engine: accumulates gradients, sums them over ranks, clips them and makes optimizer steps.
+
+It knows nothing of the loss. Vision-language models and robot policies subclass it with a `step` of their own.
+"""
 
 from __future__ import annotations
 
@@ -21,47 +24,63 @@ from armature.components.training.ranks import Ranks, total_norm
 
 Model = TypeVar("Model", bound=nn.Module)
 _EPSILON = 1e-6
-"""What torch's clipping adds to a norm before it divides by it."""
+"""Added to a norm before dividing by it, as `torch.nn.utils.clip_grad_norm_` does."""
 ALL = "all"
-"""The name of the gradients of all groups together."""
+"""Name of the norm over the gradients of all groups together."""
 MOST_IN_A_ROW = 10
-"""Updates that may be skipped one after another before training ends."""
+"""Number of consecutive skipped updates at which training ends."""
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class ParameterGroup:
-    """Parameters with a learning rate of their own; `rate` is called with the number of the update, from 1, or with a
-    position between two."""
+    """Parameters that share a learning-rate schedule and a weight decay."""
 
     name: str
     parameters: Sequence[nn.Parameter]
     rate: Callable[[float], float]
+    """Learning rate as a function of the number of the update, 1, 2, ...; fractions lie between two updates."""
     weight_decay: float
 
 
 @dataclass(frozen=True)
 class AppliedUpdate:
-    """The norms of the gradients that were clipped, by name, and whether the optimizer step was made."""
+    """The result of `TrainingEngine.update`."""
 
     norms: Mapping[str, float]
+    """Gradient norms before clipping: by group with `clip_groups`, else one named `ALL`."""
     finite: bool
+    """True if all norms are finite and so the optimizer step was made; False if it was skipped."""
 
 
 class TrainingEngine(Generic[Model]):
-    """A model, its optimizer and its position.
+    """A model on its ranks, its optimizer, and the number of steps applied.
+
+    A step calls `backward` once per micro-batch and then `update`.
 
     Args:
-        model: on `ranks.device`, sharded if `sharded`; what requires a gradient is in one of the groups.
-        groups: of parameters; empty ones are left out.
-        max_grad_norm: largest norm of the gradients of all groups together, or of each with `clip_groups`.
-        masters: of weights in bf16 the fp32 ones are kept and updated; see `CompensatedAdamW`.
-        states: where the optimizer's states are; see `armature.components.training.optimizer_state`.
-        ema_decay: of a moving average of the weights; None: no average.
+        model: a model on `ranks.device`, sharded with FSDP2 if `sharded`. Each parameter that requires a gradient is in
+            one of the groups.
+        groups: the trained parameters with their learning rates; groups without parameters are dropped.
+        max_grad_norm: gradients are clipped to this norm, computed over all groups together or, with `clip_groups`,
+            for each group.
+        masters: keep and update fp32 masters of bf16 weights; see `CompensatedAdamW`.
+        states: where the optimizer keeps its states; see `armature.components.training.optimizer_state`.
+        ema_decay: decay of a moving average of the weights; None keeps no average.
 
     Raises:
-        ConfigurationError: nothing is trained, or states in 8 bits of a model that is split.
+        ConfigurationError: no parameter is trained, or a sharded model is to have optimizer states in 8 bits.
+
+    Example:
+        >>> model = nn.Linear(2, 1, bias=False)
+        >>> group = ParameterGroup("weights", list(model.parameters()), rate=lambda step: 0.1, weight_decay=0.0)
+        >>> engine = TrainingEngine(
+        ...     model, [group], Ranks(), sharded=False, betas=(0.9, 0.999), eps=1e-8, max_grad_norm=1.0
+        ... )
+        >>> engine.backward(model(torch.tensor([3.0, 4.0])).sum(), last=True)
+        >>> engine.update(1)
+        AppliedUpdate(norms={'all': 5.0}, finite=True)
     """
 
     def __init__(
@@ -84,20 +103,25 @@ class TrainingEngine(Generic[Model]):
         self.groups = [group for group in groups if group.parameters]
         if not self.groups:
             raise ConfigurationError(
-                "nothing of the model is trained", code="nothing_trained", where="model.freeze", remedy="freeze less"
+                "no parameter of the model is trained",
+                code="nothing_trained",
+                where="model.freeze",
+                remedy="freeze fewer components",
             )
         if sharded and states == "8bit":
             raise ConfigurationError(
-                "a block of moments in 8 bits has one scale, and a model that is split has it on several ranks",
+                "optimizer states in 8 bits do not work with a sharded model: a block of moments has one scale, and "
+                "sharding would spread the block over several ranks",
                 code="optimizer_states_not_split",
                 where="trainer.optimizer_states, machine.trainer_sharding",
-                remedy='set trainer.optimizer_states = "cpu", or leave it out: each rank has its part of the states',
+                remedy='set trainer.optimizer_states = "cpu", or omit it: each rank then keeps its part of the states',
             )
-        # FSDP keeps its shards, and their gradients, in fp32.
+        # FSDP keeps its shards and their gradients in fp32 already.
         self._sums = sum_in_fp32(model) if masters and not sharded else None
         self.trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._overlap = None
-        # Ranks that share sequences run collectives of their own in the backward pass.
+        # Ranks that share sequences (context parallelism) already run collectives in the backward pass, so for them
+        # gradient sums wait until it is over.
         if self._sums is not None and ranks.size > 1 and ranks.context is None:
             self._overlap = OverlappedAllReduce(ranks, self.trained, self._sums)
         self._clipped = {g.name: g.parameters for g in self.groups} if clip_groups else {ALL: self.trained}
@@ -111,21 +135,24 @@ class TrainingEngine(Generic[Model]):
         )
 
     def backward(self, loss: Tensor, last: bool = False) -> None:
-        """Accumulate the gradient of `loss`, this rank's addend of a loss that is normalized over all ranks.
+        """Accumulate the gradient of `loss`.
 
         Args:
-            last: whether this is the last backward pass before the update, so that sums over ranks can begin.
+            loss: a scalar. Its sum over all micro-batches and ranks is the loss of the update, so it is already divided
+                by the number of tokens of all ranks.
+            last: True in the last backward pass before an update, so that gradients can be summed over the ranks while
+                the pass is still running.
 
         Raises:
-            RuntimeError: another one follows the last.
+            RuntimeError: a backward pass follows the last one.
         """
         if last and self._overlap is not None:
             self._overlap.start()
-        # FSDP averages gradients over its ranks.
+        # FSDP averages gradients over its ranks, but `loss` is an addend: undo the division.
         (loss * (self.ranks.size if self.sharded else 1)).backward()
 
     def discard(self) -> None:
-        """Forget the gradients since the last update."""
+        """Drop the gradients accumulated since the last update."""
         if self._overlap is not None:
             self._overlap.discard()
         if self._sums is not None:
@@ -136,14 +163,15 @@ class TrainingEngine(Generic[Model]):
     def update(self, number: int, position: float | None = None, scale: float = 1.0) -> AppliedUpdate:
         """Sum the gradients over the ranks, clip them, and make the optimizer step if they are finite.
 
-        Every rank calls it. A parameter that no rank's loss reached stays untouched, its moments too.
+        Every rank calls it. Parameters that got no gradient on any rank keep their values and moments.
 
         Args:
-            position: where in their schedules the learning rates are; None: at `number`.
-            scale: learning rates are multiplied by it.
+            number: the number of the update, from 1.
+            position: the position in the learning-rate schedules, if it differs from `number`.
+            scale: factor on all learning rates.
 
         Raises:
-            DivergedError: too many updates in a row were skipped.
+            DivergedError: `MOST_IN_A_ROW` updates in a row were skipped.
         """
         self._sum_gradients()
         norms = {}
@@ -152,8 +180,8 @@ class TrainingEngine(Generic[Model]):
             norms[name] = total_norm(gradients)
         finite = all(map(isfinite, norms.values()))
         if finite:
-            for group, own in zip(self.groups, self.optimizer.param_groups, strict=True):
-                own["lr"] = scale * group.rate(number if position is None else position)
+            for group, options in zip(self.groups, self.optimizer.param_groups, strict=True):
+                options["lr"] = scale * group.rate(number if position is None else position)
             clips = {name: min(1.0, self.max_grad_norm / (norm + _EPSILON)) for name, norm in norms.items()}
             self.optimizer.step(clips=[clips[group.name if group.name in clips else ALL] for group in self.groups])
         self.discard()
@@ -161,11 +189,16 @@ class TrainingEngine(Generic[Model]):
         return AppliedUpdate(norms, finite)
 
     def last_rates(self) -> dict[str, float]:
-        """The learning rate of each group in the last update that was made; before it, that of the first."""
-        return {group.name: own["lr"] for group, own in zip(self.groups, self.optimizer.param_groups, strict=True)}
+        """Return the learning rate of each group in the last update made; before the first update, its rate."""
+        pairs = zip(self.groups, self.optimizer.param_groups, strict=True)
+        return {group.name: options["lr"] for group, options in pairs}
 
     def _sum_gradients(self) -> None:
-        """Give each parameter that was reached on any rank its gradient; FSDP has summed those of shards."""
+        """Set `.grad` of each parameter that got a gradient on any rank to the sum over ranks.
+
+        With FSDP nothing is left to do: it sums the gradients of shards in the backward pass.
+        """
+        # Sums of large gradients began in the last backward pass; `rest` are the parameters still to be summed.
         rest = None if self._overlap is None else self._overlap.finish()
         if self._sums is not None:
             self._sums.give()
@@ -180,19 +213,22 @@ class TrainingEngine(Generic[Model]):
 
 @dataclass
 class SkippedUpdates:
-    """Count the updates that were skipped because their gradient is not finite.
+    """Counts of updates that were skipped because their gradient was not finite: in total, and in a row.
 
-    In all, and since the last update that was made. Checkpoints keep both.
+    Checkpoints store both.
     """
 
     total: int = 0
     in_a_row: int = 0
 
     def note(self, step: int, norm: object, applied: bool) -> None:
-        """One update, applied or skipped.
+        """Count one update, applied or skipped.
+
+        Args:
+            norm: the gradient norm, or norms by name, for the log.
 
         Raises:
-            DivergedError: `MOST_IN_A_ROW` were skipped one after another.
+            DivergedError: this is the `MOST_IN_A_ROW`-th skipped update in a row.
         """
         if applied:
             self.in_a_row = 0
@@ -204,12 +240,12 @@ class SkippedUpdates:
                 f"the gradients of {self.in_a_row} updates in a row are not finite",
                 code="gradients_not_finite",
                 where=f"step {step}",
-                remedy="lower the learning rate, and start again from a checkpoint before the first of them",
+                remedy="lower the learning rate and resume from a checkpoint before the first of these updates",
             )
 
 
 def peak_memory_gib(device: torch.device) -> float:
-    """Most memory used since the last call: of the GPU; on CPU of the process since it began."""
+    """Return the peak memory in GiB: of the GPU since the last call, on a CPU of the process since it started."""
     if device.type == "cuda":
         peak = torch.cuda.max_memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)

@@ -1,4 +1,4 @@
-"""Gradients of bf16 weights, summed in fp32 over micro-batches, and over ranks during the last backward pass."""
+"""Gradient accumulation for bf16 weights: in fp32 over micro-batches, and over ranks during the last backward pass."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from armature.components.training.ranks import ALONE_ELEMENTS, Ranks
 
 
 def sum_in_fp32(model: nn.Module) -> GradientSums:
-    """Sum the gradients of what `model` trains in fp32, whatever dtype its weights have.
+    """Accumulate the gradients of the trained parameters of `model` in fp32, whatever their dtype.
 
-    autograd can do so by itself, in two passes over memory. On a GPU with Triton one pass is enough for matrices that
-    belong to one layer. For tied matrices and vectors autograd casts to fp32 first: it may add several gradients in one
-    backward pass, and would otherwise add them in bf16.
+    autograd can do this by itself in two passes over memory: cast, then add. For a matrix that belongs to one layer, on
+    a GPU with Triton, a kernel does it in one pass. Tied matrices and vectors are left to autograd with a cast to fp32
+    first, because autograd may add several of their gradients within one backward pass, and would add them in bf16.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    uses = Counter(id(own) for module in model.modules() for own in module._parameters.values())
+    uses = Counter(id(each) for module in model.modules() for each in module._parameters.values())
     fast = [p for p in trained if p.is_cuda and p.dtype == torch.bfloat16 and p.ndim >= 2 and uses[id(p)] == 1]
     return GradientSums(trained, fast if TRITON else [])
 
@@ -34,17 +34,18 @@ def _kernel() -> Callable[[Tensor, Tensor, bool], None]:
 
 
 class GradientSums:
-    """Takes each gradient of `parameters` as autograd makes it, and gives the sums when they are asked for.
+    """Accumulates the gradients of `parameters` in fp32 from autograd hooks.
 
-    Until then no parameter has a `.grad`: torch.compile breaks the graph of a layer whose weights are bf16 and whose
-    `.grad` is fp32. A model has one of these at most.
+    Until `give` is called no parameter has a `.grad`: torch.compile breaks the graph of a layer whose weights are bf16
+    and whose `.grad` is fp32. A model can have at most one instance.
 
-    `totals` are the sums so far, in the order in which the first gradients came. `added` is called with a parameter
-    after a gradient was added to its sum.
+    `totals` has the sums so far, in the order in which parameters got their first gradient. `added` is a callback that
+    gets a parameter each time a gradient was added to its sum.
 
     Args:
-        fast: of `parameters`, those whose gradients come in their own dtype.
-        add: puts such a gradient into a sum, or with False in place of what is there; None: by a kernel.
+        fast: the subset of `parameters` whose gradients arrive in the parameter's dtype and are added by `add`.
+        add: called as `add(total, gradient, more)`; adds the gradient to `total`, or overwrites `total` if `more` is
+            False. By default a Triton kernel.
     """
 
     def __init__(
@@ -53,12 +54,12 @@ class GradientSums:
         fast: Collection[nn.Parameter],
         add: Callable[[Tensor, Tensor, bool], None] | None = None,
     ) -> None:
-        self._add, self.totals, own = add, dict[nn.Parameter, Tensor](), set(fast)
+        self._add, self.totals, by_kernel = add, dict[nn.Parameter, Tensor](), set(fast)
         self.added: Callable[[nn.Parameter], None] = lambda parameter: None
         for parameter in parameters:
-            # None allows both the gradients in bf16 and their sum in fp32.
-            parameter.grad_dtype = None if parameter in own else torch.float32
-            parameter.register_post_accumulate_grad_hook(self._take_fast if parameter in own else self._take)
+            # With grad_dtype None `.grad` may be bf16, as autograd makes it, and later the fp32 sum.
+            parameter.grad_dtype = None if parameter in by_kernel else torch.float32
+            parameter.register_post_accumulate_grad_hook(self._take_fast if parameter in by_kernel else self._take)
 
     def _take(self, parameter: Tensor) -> None:
         assert isinstance(parameter, nn.Parameter) and parameter.grad is not None
@@ -79,29 +80,30 @@ class GradientSums:
         self.added(parameter)
 
     def give(self) -> None:
-        """Make the sums the parameters' gradients."""
+        """Set each parameter's `.grad` to its sum, and start over."""
         for parameter, total in self.totals.items():
             parameter.grad = total
         self.totals.clear()
 
     def discard(self) -> None:
+        """Drop the sums."""
         self.totals.clear()
 
 
 class OverlappedAllReduce:
-    """All-reduces large gradients from hooks in the last backward pass of an update.
+    """All-reduces large gradients while the last backward pass of an update is still running.
 
-    All ranks must begin the same sums in the same order: the one in which rank 0 got gradients in the previous update,
-    then those that only other ranks got. A gradient that has not arrived holds up those behind it; one that a rank
-    lacks counts as zero, and its sum begins in `finish`. The first update overlaps nothing, and the first one that no
-    longer reaches a parameter still sums it.
+    All ranks must start the same all-reduces in the same order. The order is the one in which rank 0 got its gradients
+    in the previous update, followed by parameters that only other ranks reached. A gradient that has not arrived yet
+    blocks those behind it. If a rank gets no gradient for a parameter, it counts as zero, and its sum starts in
+    `finish`. So the first update overlaps nothing, and a parameter that is no longer reached is summed once more.
 
-    Between `start` and `finish` no host may wait for another rank: a GPU may be waiting for a sum that the other
-    host has not begun.
+    Between `start` and `finish` no host may wait for another rank: its GPU may be waiting for an all-reduce that the
+    other host has not started, which would be a deadlock.
 
     Args:
-        parameters: those trained, in the same order on all ranks.
-        sums: of the micro-batches of this rank; its `added` is set.
+        parameters: the trained parameters, in the same order on all ranks.
+        sums: the gradients that this rank accumulates; its `added` callback is replaced.
     """
 
     def __init__(self, ranks: Ranks, parameters: Sequence[nn.Parameter], sums: GradientSums) -> None:
@@ -113,25 +115,26 @@ class OverlappedAllReduce:
         sums.added = self._added
 
     def start(self) -> None:
-        """Call before the last backward pass of an update.
+        """Allow all-reduces to start from now on. Call it before the last backward pass of an update.
 
         Raises:
-            RuntimeError: it was called already.
+            RuntimeError: it was already called for this update.
         """
         if self._in_last_pass:
             raise RuntimeError("a backward pass follows the last one of an update")
         self._in_last_pass = True
 
     def finish(self) -> list[nn.Parameter]:
-        """Wait for the sums. Every rank calls it.
+        """Wait until the all-reduces are done. Every rank calls it.
 
         Returns:
-            The parameters that still have to be summed, the same on all ranks.
+            The parameters that still have to be summed over the ranks, the same list on all ranks.
         """
-        own = [self._index[parameter] for parameter in self._arrived | dict.fromkeys(self._sums.totals)]
+        reached_here = [self._index[parameter] for parameter in self._arrived | dict.fromkeys(self._sums.totals)]
         for parameter in self._order[len(self._pending) :]:
             self._begin(parameter)
-        reached = [self._parameters[i] for i in dict.fromkeys(i for part in self._ranks.gather(own) for i in part)]
+        indices = dict.fromkeys(i for part in self._ranks.gather(reached_here) for i in part)
+        reached = [self._parameters[i] for i in indices]
         for wait in self._pending.values():
             wait()
         for parameter in self._pending.keys() - set(reached):
@@ -146,7 +149,7 @@ class OverlappedAllReduce:
         """Forget which gradients have arrived.
 
         Raises:
-            RuntimeError: sums have begun, which all ranks have to finish.
+            RuntimeError: all-reduces are in progress; only `finish` on all ranks can end them.
         """
         if self._pending:
             raise RuntimeError("gradients are being summed over the ranks and cannot be discarded")

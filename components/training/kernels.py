@@ -1,4 +1,4 @@
-"""Triton kernels of an update: adding a gradient to its sum, and AdamW. Each reads and writes every number once."""
+"""Triton kernels of an optimizer step: gradient accumulation and AdamW. Each reads and writes every number once."""
 
 # Triton gives its functions their types.
 # mypy: disable-error-code="no-untyped-def"
@@ -16,11 +16,11 @@ from armature.components.models.context_parallel import to_device
 
 BLOCK = 1024
 CHUNK = 32 * BLOCK
-"""Numbers of a parameter that one program updates."""
+"""Number of elements of a parameter that one program updates."""
 COLUMNS = 7
-"""Of a parameter in the table: five pointers, how many numbers it has, and the first program that updates it."""
+"""Columns of a parameter's row in the table: five pointers, its number of elements, and the first of its programs."""
 ALIGNED = 16
-"""Bytes: where the pointers are multiples of it, several numbers are read and written at once."""
+"""Alignment in bytes: if all pointers are multiples of it, several elements are read and written at once."""
 TYPES = {
     torch.float32: tl.float32,
     torch.bfloat16: tl.bfloat16,
@@ -40,7 +40,7 @@ def _add(total, gradient, count, BLOCK: tl.constexpr, MORE: tl.constexpr):
 
 
 def add(total: Tensor, gradient: Tensor, more: bool) -> None:
-    """total += gradient, or without `more` total = gradient. `total` is fp32 and contiguous."""
+    """Compute total += gradient, or total = gradient if `more` is False. `total` is fp32 and contiguous."""
     count = total.numel()
     if count:
         _add[(triton.cdiv(count, BLOCK),)](total, gradient.contiguous(), count, BLOCK=BLOCK, MORE=more)
@@ -129,11 +129,14 @@ def update(
     step: int,
     clip: float = 1.0,
 ) -> None:
-    """As `armature.components.training.optimizer.rounded_update` of each parameter, with one kernel for all:
-    launching hundreds takes the host longer than small parameters take the GPU.
+    """Apply `armature.components.training.optimizer.rounded_update` to many parameters with one kernel launch.
 
-    Each of the sequences has one dtype, and all tensors but the gradients are contiguous. `rests` are the residuals,
-    or in int16 what `armature.components.training.optimizer.split` takes from the weights.
+    One launch for all, because launching hundreds of kernels takes the host longer than small parameters take the GPU.
+
+    Args:
+        weights, gradients, firsts, seconds, rests: one tensor per parameter; the tensors of each sequence share a
+            dtype, and all but the gradients are contiguous. `rests` are the residuals, or int16 lower halves as
+            `armature.components.training.optimizer.split` makes them.
     """
     gradients = [gradient.contiguous() for gradient in gradients]
     columns = weights, gradients, firsts, seconds, rests
@@ -145,7 +148,7 @@ def update(
     if not len(owners):
         return
     device, (beta1, beta2) = weights[0].device, betas
-    # What is near 1 is subtracted from it here, in double precision.
+    # Subtract from 1 here, in double precision: in fp32 the small differences would lose digits.
     numbers = (clip, 1 - rate * decay, rate / (1 - beta1**step), 1 - beta1, beta2, 1 - beta2, eps, 1 - beta2**step)
     types = (TYPES[same[0].dtype] for same in (weights, gradients, firsts, rests))
     _update[(len(owners),)](

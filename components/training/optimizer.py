@@ -1,4 +1,8 @@
-"""AdamW that loses no small update to the 8 bits of a bf16 weight, and an average of the weights."""
+"""AdamW for fp32 and bf16 weights that does not lose small updates to bf16's rounding, with optional weight averaging.
+
+A bf16 weight has 8 significant bits, so an update much smaller than the weight would round to nothing. The optimizer
+therefore keeps the rounding error beside the weight: in bf16 (a residual), or as the lower half of an fp32 master.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
@@ -25,6 +28,7 @@ from armature.components.training.optimizer_state import (
     STORAGES,
     OptimizerStates,
     State,
+    local_tensor,
     miscount,
     misfit,
 )
@@ -32,23 +36,33 @@ from armature.components.training.sharded_tensors import TensorSpec
 
 STEP, EMA = "step", "ema"
 COMPLETED = {RESIDUAL, LOW, EMA}
-"""Slots that torch's AdamW has not: a state is complete without them."""
+"""Slots that torch's AdamW does not have. A loaded state may lack them; they are then initialized."""
 _HALF = 0x8000
+"""Half of a bf16 unit in the last place, as a 32-bit pattern."""
 
 
 class CompensatedAdamW(torch.optim.Optimizer):
-    """AdamW over parameters of fp32 and bf16.
+    """AdamW for parameters in fp32 and bf16.
 
-    Those of fp32 are updated as torch's AdamW does. Of one in bf16 both moments are bf16, and what rounding takes
-    from the weight is kept beside it in bf16, so that weight + residual moves by the fp32 update.
+    An fp32 parameter is updated as torch's AdamW does. A bf16 parameter has bf16 moments and a bf16 residual: the part
+    of the weight that rounding cut off, so that weight + residual moves by the fp32 update.
 
     Args:
-        groups: each with `params` and `lr`, and a `weight_decay` of its own if it has one.
-        masters: of one in bf16 the moments are fp32, and all that rounding takes from the weight is kept, so that the
-            update is the one of an fp32 weight, bit for bit; see `split`.
-        states: where and how what is kept lies between updates; see `armature.components.training.optimizer_state`.
-        ema_decay: also keep e <- decay * e + (1 - decay) * weight in fp32, from the weights at the first update on;
-            with states on the device alone.
+        groups: parameter groups with `params`, `lr` and optionally `weight_decay`.
+        masters: for bf16 parameters, keep fp32 moments and the lower 16 bits of fp32 master weights, so that updates
+            are bit for bit the same as for fp32 weights; see `split`.
+        states: where and in which format states are kept between updates; see
+            `armature.components.training.optimizer_state`.
+        ema_decay: also keep the moving average e <- decay * e + (1 - decay) * weight in fp32, starting from the weights
+            at the first update. Needs `states="device"`.
+
+    Example:
+        >>> weight = nn.Parameter(torch.ones(1, dtype=torch.bfloat16))
+        >>> optimizer = CompensatedAdamW([{"params": [weight], "lr": 1e-4}], betas=(0.9, 0.999), eps=1e-8)
+        >>> weight.grad = torch.ones_like(weight)
+        >>> optimizer.step()  # bf16 has no number between 0.996 and 1, so the update goes to the residual
+        >>> weight.item(), round(optimizer.state[weight]["residual"].item(), 6)
+        (1.0, -0.0001)
     """
 
     def __init__(
@@ -69,10 +83,10 @@ class CompensatedAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None, *, clips: Sequence[float] | None = None) -> None:  # type: ignore[override]
-        """One update of every parameter that has a gradient.
+        """Update every parameter that has a gradient.
 
         Args:
-            clips: what the gradients of each group are multiplied by before; None: nothing.
+            clips: a factor for each group, by which its gradients are multiplied first; None leaves them.
         """
         for group, clip in zip(self.param_groups, clips or [1.0] * len(self.param_groups), strict=True):
             trained = [p for p in group["params"] if p.grad is not None]
@@ -89,12 +103,12 @@ class CompensatedAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what an optimizer of this class or torch's AdamW has saved.
+        """Load a state dict saved by this class or by torch's AdamW.
 
-        torch would cast each state to the dtype of its weight, which cuts fp32 moments and averages.
+        torch's own method would cast each state to the dtype of its weight, which rounds fp32 moments and averages.
 
         Raises:
-            DataError: an option or a state does not fit; then nothing has changed.
+            DataError: an option or a state does not fit; the optimizer is then unchanged.
         """
         for number, group in enumerate(state_dict["param_groups"]):
             decay = group.get("weight_decay", 0) if group.get("decoupled_weight_decay") is False else 0
@@ -107,18 +121,18 @@ class CompensatedAdamW(torch.optim.Optimizer):
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
         states = {
             parameter: self._converted(parameter, saved)
-            for parameter, number in zip(trained, numbers, strict=False)  # torch refuses other groups, below
+            for parameter, number in zip(trained, numbers, strict=False)  # torch checks the groups' lengths below
             if (saved := state_dict["state"].get(number))
         }
         groups = [
-            {**group, "lr": float(group["lr"]), "betas": tuple(map(float, group["betas"]))}  # torch takes tensors, too
+            {**group, "lr": float(group["lr"]), "betas": tuple(map(float, group["betas"]))}  # torch allows tensors
             for group in state_dict["param_groups"]
         ]
         super().load_state_dict({**state_dict, "param_groups": groups, "state": {}})
         self.state.update(states)
 
     def slots(self, parameter: nn.Parameter) -> dict[str, TensorSpec]:
-        """What is kept for a parameter that was updated; see `armature.components.training.optimizer_state`."""
+        """Return shape and dtype of each state tensor that is kept for an updated parameter, by slot name."""
         shape, rounded = parameter.shape, parameter.dtype != torch.float32
         moment = TensorSpec(shape, torch.float32 if self.masters else parameter.dtype)
         slots = {STEP: TensorSpec(torch.Size(()), torch.float32), FIRST: moment, SECOND: moment}
@@ -131,29 +145,33 @@ class CompensatedAdamW(torch.optim.Optimizer):
         return self._storage.slots(slots)
 
     def empty_slot(self, parameter: nn.Parameter, slot: str, spec: TensorSpec) -> Tensor:
-        """A tensor that such a slot can be read into, where this keeps it."""
+        """Return an uninitialized tensor for one slot of `parameter`, on the device where the optimizer keeps it."""
         if slot == STEP:
             return torch.empty(spec.shape, dtype=spec.dtype)
         return self._storage.empty(parameter.detach(), slot, spec)
 
     @contextmanager
     def averaged(self) -> Any:
-        """Within it the parameters have the averages; those never updated, and all where there is none, are as is."""
-        kept = {p: p.detach().clone() for p in self.state if EMA in self.state[p]}
+        """Set the parameters to their moving averages within a `with` block.
+
+        Parameters without an average, because they were never updated or `ema_decay` is None, stay as they are.
+        """
+        trained = {p: p.detach().clone() for p in self.state if EMA in self.state[p]}
         with torch.no_grad():
-            for parameter in kept:
+            for parameter in trained:
                 parameter.copy_(self.state[parameter][EMA])
         try:
             yield
         finally:
             with torch.no_grad():
-                for parameter, value in kept.items():
+                for parameter, value in trained.items():
                     parameter.copy_(value)
 
     def _complete(self, parameter: nn.Parameter, state: State) -> None:
-        """Add the slots that `state` lacks, as they are before the first update.
+        """Add the slots that `state` lacks, with their values before the first update.
 
-        torch's AdamW has no residual of a bf16 weight: what its rounding took is lost, so that 0 is exact.
+        A state of torch's AdamW has no residual for a bf16 weight. What its rounding cut off is lost, so a residual of
+        0 is exact.
         """
         for name, spec in self.slots(parameter).items():
             if name not in state:
@@ -162,7 +180,7 @@ class CompensatedAdamW(torch.optim.Optimizer):
                     state[name].copy_(parameter)
 
     def _converted(self, parameter: nn.Parameter, saved: Mapping[str, Any]) -> State:
-        """Copy the saved state of a parameter into slots of this optimizer."""
+        """Copy the saved state of a parameter into tensors for the slots of this optimizer."""
         slots, state = self.slots(parameter), dict[str, Tensor]()
         faults = [f"{name} is unknown here" for name in saved.keys() - slots.keys()]
         faults += [f"{name} is missing" for name in slots.keys() - saved.keys() - COMPLETED]
@@ -182,7 +200,7 @@ class CompensatedAdamW(torch.optim.Optimizer):
         return state
 
     def _exact(self, parameter: nn.Parameter) -> Tensor:
-        """The weight in fp32, with what rounding took from it."""
+        """Return the weight in fp32, including the part that rounding cut off."""
         state = self.state[parameter]
         if LOW in state:
             return joined(parameter.detach(), state[LOW])
@@ -190,13 +208,13 @@ class CompensatedAdamW(torch.optim.Optimizer):
 
     def _step_fp32(self, pairs: Sequence[tuple[nn.Parameter, State]], group: Mapping[str, Any], clip: float) -> None:
         if pairs and clip != 1:
-            torch._foreach_mul_([_local(p.grad) for p, _ in pairs if p.grad is not None], clip)
-        self._update(pairs, [_local(p).detach() for p, _ in pairs], group)
+            torch._foreach_mul_([local_tensor(p.grad) for p, _ in pairs if p.grad is not None], clip)
+        self._update(pairs, [local_tensor(p).detach() for p, _ in pairs], group)
 
     def _update(
         self, pairs: Sequence[tuple[nn.Parameter, State]], weights: list[Tensor], group: Mapping[str, Any]
     ) -> None:
-        """torch's AdamW on `weights`, the fp32 values of the parameters, in place."""
+        """Apply torch's AdamW in place to `weights`, the fp32 values of the parameters."""
         if not pairs:
             return
         states = [state for _, state in pairs]
@@ -207,9 +225,9 @@ class CompensatedAdamW(torch.optim.Optimizer):
             counts = list(to_device(torch.stack(counts), weights[0].device).unbind())
         adamw(
             weights,
-            [_local(p.grad) for p, _ in pairs if p.grad is not None],
-            [_local(s[FIRST]) for s in states],
-            [_local(s[SECOND]) for s in states],
+            [local_tensor(p.grad) for p, _ in pairs if p.grad is not None],
+            [local_tensor(s[FIRST]) for s in states],
+            [local_tensor(s[SECOND]) for s in states],
             [],
             counts,
             fused=fused,
@@ -227,10 +245,10 @@ class CompensatedAdamW(torch.optim.Optimizer):
                 state[STEP] += 1
 
     def _step_rounded(self, pairs: Sequence[tuple[nn.Parameter, State]], group: Mapping[str, Any], clip: float) -> None:
-        """Update parameters as `_grouped` returns them."""
+        """Update the bf16 parameters of one group that `_grouped` returned."""
         rest = LOW if self.masters else RESIDUAL
         tensors = [
-            tuple(map(_local, (parameter.detach(), parameter.grad, state[FIRST], state[SECOND], state[rest])))
+            tuple(map(local_tensor, (parameter.detach(), parameter.grad, state[FIRST], state[SECOND], state[rest])))
             for parameter, state in pairs
             if parameter.grad is not None
         ]
@@ -240,8 +258,8 @@ class CompensatedAdamW(torch.optim.Optimizer):
             others[0].mul_(clip)
             master = joined(weight, others[-1])
             self._update(pairs, [master], group)
-            for own, half in zip((weight, others[-1]), split(master), strict=True):
-                own.copy_(half)
+            for target, half in zip((weight, others[-1]), split(master), strict=True):
+                target.copy_(half)
             return
         numbers = {
             "rate": group["lr"],
@@ -259,14 +277,19 @@ class CompensatedAdamW(torch.optim.Optimizer):
 
 
 def joined(weight: Tensor, low: Tensor) -> Tensor:
-    """The fp32 weights of which `weight` (bf16) and `low` (int16) are the halves. Same shapes."""
+    """Return the fp32 weights whose upper and lower halves are `weight` (bf16) and `low` (int16), of the same shape.
+
+    Example:
+        >>> joined(*split(torch.tensor([0.1]))).item() == torch.tensor([0.1]).item()
+        True
+    """
     return ((weight.view(torch.int16).int() << 16) + low.int()).view(torch.float32)
 
 
 def split(master: Tensor) -> tuple[Tensor, Tensor]:
-    """The bf16 value nearest to each of `master` (fp32), and what `joined` needs to give `master` back bit for bit.
+    """Split fp32 numbers into the nearest bf16 numbers and an int16 remainder, from which `joined` restores them.
 
-    Of two that are equally near it is the larger in magnitude: then `low` fits into 16 bits.
+    Ties round away from zero, because then the remainder fits into 16 bits.
     """
     bits = master.view(torch.int32)
     high = (bits + _HALF) >> 16
@@ -287,10 +310,12 @@ def rounded_update(
     step: int,
     clip: float = 1.0,
 ) -> None:
-    """AdamW of weight + residual in fp32; all tensors but the gradient are changed.
+    """Make one AdamW update of weight + residual in fp32, in place for all tensors but the gradient.
 
     Args:
-        decay: of the weights, decoupled. step: of this update, from 1. clip: the gradient is multiplied by it.
+        decay: decoupled weight decay.
+        step: the number of this update, from 1, for the bias correction.
+        clip: factor on the gradient.
     """
     beta1, beta2 = betas
     gradient = gradient.float() * clip
@@ -306,14 +331,17 @@ def rounded_update(
 
 
 def _grouped(pairs: Sequence[tuple[nn.Parameter, State]]) -> Collection[list[tuple[nn.Parameter, State]]]:
-    """Those that one kernel can update together; without the kernel, each by itself. All have gradients."""
-    found = defaultdict[Hashable, list[tuple[nn.Parameter, State]]](list)
+    """Group the parameters that one launch of the Triton kernel can update; without the kernel each is a group.
+
+    All of `pairs` have gradients.
+    """
+    groups = defaultdict[Hashable, list[tuple[nn.Parameter, State]]](list)
     for place, (parameter, state) in enumerate(pairs):
         assert parameter.grad is not None
-        fused = _on_gpu(_local(parameter.detach()))
+        fused = _on_gpu(local_tensor(parameter.detach()))
         key = (parameter.dtype, parameter.grad.dtype, state[STEP].item()) if fused else place
-        found[key].append((parameter, state))
-    return found.values()
+        groups[key].append((parameter, state))
+    return groups.values()
 
 
 def _misfits(where: str, faults: Sequence[str]) -> DataError:
@@ -321,12 +349,12 @@ def _misfits(where: str, faults: Sequence[str]) -> DataError:
         f"the optimizer's state cannot be loaded: {'; '.join(faults)}",
         code="optimizer_state_mismatch",
         where=where,
-        remedy="load the state of this optimizer, or of torch's AdamW, with weights of the same dtypes",
+        remedy="load a state saved by this optimizer or by torch's AdamW, with weights of the same dtypes",
     )
 
 
 def _on_gpu(weight: Tensor) -> bool:
-    """Whether Triton's kernel updates it."""
+    """Check that the Triton kernel can update `weight`."""
     return weight.is_cuda and weight.is_contiguous() and TRITON
 
 
@@ -334,7 +362,3 @@ def _kernel() -> ModuleType:
     from armature.components.training import kernels
 
     return kernels
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

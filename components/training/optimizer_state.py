@@ -1,7 +1,8 @@
-"""AdamW's states of a parameter: how they lie between updates, and as named tensors of a checkpoint.
+"""Storage of AdamW's states (moments, residuals) between updates, and their names and checks in checkpoints.
 
-Between updates they are as they are, in main memory, or in 8 bits. The arithmetic of an update knows nothing of it: a
-storage lends it each parameter's states as plain tensors on the parameter's device and takes them back.
+Between updates the states of a parameter are on its device, in main memory, or on its device with moments in 8 bits.
+The arithmetic of an update does not depend on this: a `Storage` lends it the states as plain tensors on the parameter's
+device and takes them back afterwards.
 """
 
 from __future__ import annotations
@@ -23,35 +24,43 @@ State = dict[str, Tensor]
 Slots = Mapping[str, TensorSpec]
 Lent = tuple[Sequence[nn.Parameter], Sequence[State]]
 FIRST, SECOND, RESIDUAL, LOW = "exp_avg", "exp_avg_sq", "residual", "low"
+"""Names of state slots: both moments, and the part of a bf16 weight that rounding cut off, in bf16 or as 16 bits."""
 SMALL = 4096
-"""Parameters with fewer numbers, such as norms, have their states as they are."""
+"""Parameters with fewer elements, such as norms, keep plain states on their device."""
 MOVED = frozenset({FIRST, SECOND, RESIDUAL, LOW})
+"""Slots that `InMainMemory` keeps in main memory."""
 CODES = {FIRST: SIGNED, SECOND: UNSIGNED}
+"""8-bit code of each moment."""
 SCALES = "_scales"
-"""exp_avg_scales: of the blocks of exp_avg in 8 bits."""
+"""Suffix of the slot with the scales of an 8-bit moment, one per block: exp_avg_scales."""
 
 Optimizer = torch.optim.Optimizer
 Parameters = Mapping[str, nn.Parameter]
 WEIGHT, STATE = "weight/", "optimizer/"
-"""What names in a checkpoint begin with: weight/<parameter> and optimizer/<parameter>|<slot>."""
+"""Prefixes of tensor names in a checkpoint: weight/<parameter> and optimizer/<parameter>|<slot>."""
 
 
 class Storage(Protocol):
+    """Keeps the optimizer's states between updates."""
+
     def slots(self, plain: Slots) -> dict[str, TensorSpec]:
-        """What is kept of a parameter whose states would be `plain`."""
+        """Return the stored tensors of a parameter whose plain states are `plain`."""
         ...
 
     def empty(self, parameter: Tensor, slot: str, spec: TensorSpec) -> Tensor:
-        """One of them, with any numbers."""
+        """Return an uninitialized stored tensor for one slot."""
         ...
 
-    def at_work(self, parameters: Sequence[nn.Parameter], kept: Sequence[State]) -> Iterator[Lent]:
-        """Parameters in groups, each with its states to be changed in place until the next group is asked for."""
+    def at_work(self, parameters: Sequence[nn.Parameter], states: Sequence[State]) -> Iterator[Lent]:
+        """Yield the parameters in groups, each with its plain states on the parameter's device.
+
+        The caller updates these in place; when it asks for the next group, they are stored.
+        """
         ...
 
 
 class OnDevice:
-    """All of them beside their parameters."""
+    """Keeps plain states on the device of their parameter."""
 
     def slots(self, plain: Slots) -> dict[str, TensorSpec]:
         return dict(plain)
@@ -59,97 +68,107 @@ class OnDevice:
     def empty(self, parameter: Tensor, slot: str, spec: TensorSpec) -> Tensor:
         return torch.empty_like(parameter, dtype=spec.dtype)
 
-    def at_work(self, parameters: Sequence[nn.Parameter], kept: Sequence[State]) -> Iterator[Lent]:
-        yield parameters, kept
+    def at_work(self, parameters: Sequence[nn.Parameter], states: Sequence[State]) -> Iterator[Lent]:
+        yield parameters, states
 
 
 class InMainMemory(OnDevice):
-    """In main memory, pinned for a GPU, which has the states of at most three parameters at once.
+    """Keeps states in main memory, pinned for a GPU. The GPU holds the states of at most three parameters at once.
 
-    The update is computed by the GPU as it would be otherwise, so that it is the same bits. While one parameter is
-    updated, the states of the next are copied there and those of the last one back, in streams of their own.
+    The GPU computes the same update as with `OnDevice`, so results are equal bit for bit. While it updates one
+    parameter, two further streams copy the states of the next parameter in and the previous parameter's out.
     """
 
     def empty(self, parameter: Tensor, slot: str, spec: TensorSpec) -> Tensor:
         if parameter.numel() < SMALL:
             return super().empty(parameter, slot, spec)
-        pinned = _local(parameter).is_cuda
+        pinned = local_tensor(parameter).is_cuda
         return torch.empty_like(parameter, dtype=spec.dtype, device="cpu", pin_memory=pinned)
 
-    def at_work(self, parameters: Sequence[nn.Parameter], kept: Sequence[State]) -> Iterator[Lent]:
-        pairs = list(zip(parameters, kept, strict=True))
-        small = [pair for pair in pairs if pair[0].numel() < SMALL]
-        yield [p for p, _ in small], [state for _, state in small]
-        yield from _streamed([pair for pair in pairs if pair[0].numel() >= SMALL])
+    def at_work(self, parameters: Sequence[nn.Parameter], states: Sequence[State]) -> Iterator[Lent]:
+        small, large = _by_size(parameters, states)
+        yield small
+        if not large:
+            return
+        copies = _Copies(local_tensor(large[0][0].detach()).device)
+        fetched = copies.fetch(large[0][1])
+        for number, (parameter, stored) in enumerate(large):
+            lent = copies.arrived(fetched)
+            if number + 1 < len(large):
+                fetched = copies.fetch(large[number + 1][1])
+            yield [parameter], [lent]
+            copies.give_back(lent, stored)
+        copies.finish()
 
 
-def _streamed(pairs: Sequence[tuple[nn.Parameter, State]]) -> Iterator[Lent]:
-    if not pairs:
-        return
-    copies = _Copies(_local(pairs[0][0].detach()).device)
-    ahead = copies.fetch(pairs[0][1])
-    for number, (parameter, kept) in enumerate(pairs):
-        lent = copies.arrived(ahead)
-        if number + 1 < len(pairs):
-            ahead = copies.fetch(pairs[number + 1][1])
-        yield [parameter], [lent]
-        copies.give_back(lent, kept)
-    copies.finish()
+def _by_size(
+    parameters: Sequence[nn.Parameter], states: Sequence[State]
+) -> tuple[Lent, list[tuple[nn.Parameter, State]]]:
+    """Separate the parameters with fewer than `SMALL` elements, as one group to lend, from pairs of larger ones."""
+    pairs = list(zip(parameters, states, strict=True))
+    small = [pair for pair in pairs if pair[0].numel() < SMALL]
+    large = [pair for pair in pairs if pair[0].numel() >= SMALL]
+    return ([parameter for parameter, _ in small], [state for _, state in small]), large
 
 
 class _Copies:
-    """Of states to `device` and back: on a GPU beside the update, else at once."""
+    """Copies states from main memory to `device` and back: on a GPU in streams beside the update, else at once."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._returned = device, list[torch.cuda.Event]()
         self._streams = [torch.cuda.Stream(device) for _ in range(2)] if device.type == "cuda" else []
 
-    def fetch(self, kept: State) -> tuple[State, torch.cuda.Event | None]:
-        moving = {name: _local(value) for name, value in kept.items() if name in MOVED}
+    def fetch(self, stored: State) -> tuple[State, torch.cuda.Event | None]:
+        """Start copying a parameter's states to the device; return the copies and the event of their arrival."""
+        moving = {name: local_tensor(value) for name, value in stored.items() if name in MOVED}
         if not self._streams:
-            return kept | {name: value.clone() for name, value in moving.items()}, None
-        if len(self._returned) > 1:  # the host waits, or the GPU would be asked for the states of all parameters
+            return stored | {name: value.clone() for name, value in moving.items()}, None
+        # Wait on the host: otherwise it would queue copies, and allocate GPU memory, for the states of all parameters.
+        if len(self._returned) > 1:
             self._returned.pop(0).synchronize()
         with torch.cuda.stream(self._streams[0]):
             moved = {name: value.to(self._device, non_blocking=True) for name, value in moving.items()}
-            return kept | moved, self._streams[0].record_event()
+            return stored | moved, self._streams[0].record_event()
 
     def arrived(self, fetched: tuple[State, torch.cuda.Event | None]) -> State:
+        """Make the update wait for the copies that `fetch` started, and return them."""
         lent, arrival = fetched
         if arrival is not None:
             torch.cuda.current_stream(self._device).wait_event(arrival)
             _keep_for(lent, torch.cuda.current_stream(self._device))
         return lent
 
-    def give_back(self, lent: State, kept: State) -> None:
+    def give_back(self, lent: State, stored: State) -> None:
+        """Start copying the updated states to main memory."""
         names = lent.keys() & MOVED
         if not self._streams:
             for name in names:
-                _local(kept[name]).copy_(lent[name])
+                local_tensor(stored[name]).copy_(lent[name])
             return
         back = self._streams[1]
         back.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(back):
             for name in names:
-                _local(kept[name]).copy_(lent[name], non_blocking=True)
+                local_tensor(stored[name]).copy_(lent[name], non_blocking=True)
             _keep_for(lent, back)
             self._returned.append(back.record_event())
 
     def finish(self) -> None:
-        """Until main memory has all of them, for whoever reads it."""
+        """Block until main memory has all updated states, since the caller may read them next."""
         for stream in self._streams[1:]:
             stream.synchronize()
 
 
 def _keep_for(lent: State, stream: torch.cuda.Stream) -> None:
+    """Keep the allocator from reusing the memory of `lent` while `stream` uses it."""
     for name in lent.keys() & MOVED:
         lent[name].record_stream(stream)
 
 
 class InEightBits(OnDevice):
-    """Both moments in 8 bits with a scale for each 256 of them (https://arxiv.org/abs/2110.02861), the rest as it is.
+    """Keeps both moments in 8 bits with one scale per block of 256 (https://arxiv.org/abs/2110.02861), all else plain.
 
-    A second moment above 0 stays above 0: an update divides by its root.
+    A second moment above 0 is never rounded to 0, because an update divides by its root.
     """
 
     def slots(self, plain: Slots) -> dict[str, TensorSpec]:
@@ -167,13 +186,10 @@ class InEightBits(OnDevice):
             return torch.empty(spec.shape, dtype=spec.dtype, device=parameter.device)
         return super().empty(parameter, slot, spec)
 
-    def at_work(self, parameters: Sequence[nn.Parameter], kept: Sequence[State]) -> Iterator[Lent]:
-        pairs = list(zip(parameters, kept, strict=True))
-        small = [pair for pair in pairs if pair[0].numel() < SMALL]
-        yield [p for p, _ in small], [state for _, state in small]
-        for parameter, state in pairs:
-            if parameter.numel() < SMALL:
-                continue
+    def at_work(self, parameters: Sequence[nn.Parameter], states: Sequence[State]) -> Iterator[Lent]:
+        small, large = _by_size(parameters, states)
+        yield small
+        for parameter, state in large:
             lent = state | {name: c.dequantize(state[name], state[name + SCALES]) for name, c in CODES.items()}
             yield [parameter], [lent]
             for name, codes in CODES.items():
@@ -191,21 +207,25 @@ STORAGES: Mapping[OptimizerStates, Callable[[], Storage]] = {
 }
 
 
-def _local(tensor: Tensor) -> Tensor:
+def local_tensor(tensor: Tensor) -> Tensor:
+    """Return this rank's shard of a DTensor; any other tensor as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def slots_of(optimizer: Optimizer, parameter: nn.Parameter) -> dict[str, TensorSpec]:
-    """What `optimizer`, torch's AdamW or one that says so itself, keeps for a parameter that it has updated."""
-    if own := getattr(optimizer, "slots", None):
-        slots: dict[str, TensorSpec] = own(parameter)
+    """Return shape and dtype of each state tensor that `optimizer` keeps for an updated parameter, by slot name.
+
+    An optimizer with a method `slots` is asked; any other is taken for torch's AdamW.
+    """
+    if method := getattr(optimizer, "slots", None):
+        slots: dict[str, TensorSpec] = method(parameter)
         return slots
     moment = TensorSpec(parameter.shape, parameter.dtype)
     return {"step": TensorSpec(torch.Size(()), torch.float32), "exp_avg": moment, "exp_avg_sq": moment}
 
 
 def state_tensors(optimizer: Optimizer, trained: Parameters) -> dict[str, Tensor]:
-    """The weights and all that `optimizer` keeps, laid out as they are."""
+    """Return the trained weights and the optimizer's states under their names in a checkpoint, sharded as they are."""
     tensors = {WEIGHT + name: parameter.detach() for name, parameter in trained.items()}
     for name, parameter in trained.items():
         tensors |= {f"{STATE}{name}|{slot}": value for slot, value in optimizer.state[parameter].items()}
@@ -213,40 +233,46 @@ def state_tensors(optimizer: Optimizer, trained: Parameters) -> dict[str, Tensor
 
 
 def empty_state(
-    found: Mapping[str, TensorSpec], optimizer: Optimizer, trained: Parameters, where: Path
+    saved: Mapping[str, TensorSpec], optimizer: Optimizer, trained: Parameters, where: Path
 ) -> dict[str, dict[str, Tensor]]:
-    """By parameter, tensors to read its slots into, laid out like the parameter; none for one never updated.
+    """Return uninitialized tensors for the optimizer states in a checkpoint, by parameter and slot, sharded alike.
 
-    Lower precision than the optimizer's is converted: AdamW of torch keeps moments of bf16 beside weights of bf16.
+    A parameter that was never updated has no entry. States saved in lower precision than the optimizer's are accepted
+    and converted on reading: torch's AdamW keeps bf16 moments for bf16 weights.
+
+    Args:
+        saved: the tensors in the checkpoint.
+        where: the checkpoint's path, for errors.
 
     Raises:
-        DataError: the weights or the state of another model or optimizer.
+        DataError: the checkpoint has the weights or states of another model or optimizer.
     """
-    weights = {name.removeprefix(WEIGHT) for name in found if name.startswith(WEIGHT)}
+    weights = {name.removeprefix(WEIGHT) for name in saved if name.startswith(WEIGHT)}
     _same_names("names of weights", set(trained), weights, where)
     for name, parameter in trained.items():
-        _refuse_misfit(found[WEIGHT + name], TensorSpec(parameter.shape, parameter.dtype), name, where)
-    kept: dict[str, set[str]] = {}
-    for key in found:
+        _refuse_misfit(saved[WEIGHT + name], TensorSpec(parameter.shape, parameter.dtype), name, where)
+    saved_slots: dict[str, set[str]] = {}
+    for key in saved:
         if key.startswith(STATE):
             name, _, slot = key.removeprefix(STATE).rpartition("|")
-            kept.setdefault(name, set()).add(slot)
-    if unknown := sorted(kept.keys() - trained.keys()):
-        raise refusal(f"there is state for {_few(unknown)}, which nothing here trains", where)
+            saved_slots.setdefault(name, set()).add(slot)
+    if unknown := sorted(saved_slots.keys() - trained.keys()):
+        raise refusal(f"there is state for {_few(unknown)}, which this run does not train", where)
     state = {}
-    for name, slots in kept.items():
+    for name, slots in saved_slots.items():
         wanted = slots_of(optimizer, trained[name])
         _same_names(f"slots of {name}", set(wanted), slots, where)
         for slot, spec in wanted.items():
-            _refuse_misfit(found[f"{STATE}{name}|{slot}"], spec, f"{name}|{slot}", where)
+            _refuse_misfit(saved[f"{STATE}{name}|{slot}"], spec, f"{name}|{slot}", where)
         state[name] = {slot: _empty(optimizer, trained[name], slot, spec) for slot, spec in wanted.items()}
     return state
 
 
 def refuse_counts(counts: Iterable[tuple[str, Tensor]], where: Path) -> None:
-    """
+    """Check the update counts (slot "step") of parameters, each with the parameter's name.
+
     Raises:
-        DataError: a slot "step" that no number of updates leaves behind.
+        DataError: a count is not a positive whole number.
     """
     for name, count in counts:
         if fault := miscount(count):
@@ -254,47 +280,48 @@ def refuse_counts(counts: Iterable[tuple[str, Tensor]], where: Path) -> None:
 
 
 def miscount(count: Tensor) -> str:
-    """Say why no number of updates leaves this slot "step" behind; empty if one does."""
+    """Return what is wrong with an update count (slot "step"); empty if it is a positive whole number."""
     number = count.item()
     return "" if number >= 1 and number % 1 == 0 else f"is {number}, not a number of updates"  # NaN compares false
 
 
-def misfit(found: TensorSpec, wanted: TensorSpec) -> str:
-    """Say why a saved tensor cannot be read into the wanted one; empty if it can, without a loss of precision."""
-    if found.shape != wanted.shape:
-        return f"has shape {list(found.shape)}, {list(wanted.shape)} is needed"
-    if found.dtype.is_complex or torch.promote_types(found.dtype, wanted.dtype) != wanted.dtype:
-        return f"is {found.dtype}, which does not fit into {wanted.dtype}"
+def misfit(saved: TensorSpec, wanted: TensorSpec) -> str:
+    """Return why a saved tensor cannot be read into one like `wanted` without loss; empty if it can."""
+    if saved.shape != wanted.shape:
+        return f"has shape {list(saved.shape)}, {list(wanted.shape)} is needed"
+    if saved.dtype.is_complex or torch.promote_types(saved.dtype, wanted.dtype) != wanted.dtype:
+        return f"is {saved.dtype}, which does not fit into {wanted.dtype}"
     return ""
 
 
 def refusal(what: str, where: Path) -> DataError:
-    """A checkpoint that does not fit."""
-    remedy = "use a checkpoint that this training wrote: delete this folder, and the one before it is used"
+    """Return the error for a checkpoint that does not fit the model or the optimizer."""
+    remedy = "delete this folder; the run then resumes from the checkpoint before it"
     return DataError(
         f"the checkpoint cannot be resumed from: {what}", code="checkpoint_mismatch", where=str(where), remedy=remedy
     )
 
 
 def _empty(optimizer: Optimizer, parameter: nn.Parameter, slot: str, spec: TensorSpec) -> Tensor:
-    """Where the optimizer says, else moments lie like their parameter, counts on the CPU."""
-    if own := getattr(optimizer, "empty_slot", None):
-        made: Tensor = own(parameter, slot, spec)
+    """Return an uninitialized tensor for a slot: placed by the optimizer if it has a method `empty_slot`, else as
+    torch's AdamW does, with moments like their parameter and counts on the CPU."""
+    if method := getattr(optimizer, "empty_slot", None):
+        made: Tensor = method(parameter, slot, spec)
         return made
     if slot == "step":
         return torch.empty(spec.shape, dtype=spec.dtype)
     return torch.empty_like(parameter.detach(), dtype=spec.dtype)
 
 
-def _refuse_misfit(found: TensorSpec, wanted: TensorSpec, name: str, where: Path) -> None:
-    if fault := misfit(found, wanted):
+def _refuse_misfit(saved: TensorSpec, wanted: TensorSpec, name: str, where: Path) -> None:
+    if fault := misfit(saved, wanted):
         raise refusal(f"{name} {fault}", where)
 
 
-def _same_names(what: str, wanted: set[str], found: set[str], where: Path) -> None:
-    missing, unknown = sorted(wanted - found), sorted(found - wanted)
+def _same_names(what: str, wanted: set[str], saved: set[str], where: Path) -> None:
+    missing, unknown = sorted(wanted - saved), sorted(saved - wanted)
     if missing or unknown:
-        parts = [f"{_few(missing)} missing" if missing else "", f"{_few(unknown)} not known here" if unknown else ""]
+        parts = [f"{_few(missing)} missing" if missing else "", f"{_few(unknown)} unknown" if unknown else ""]
         raise refusal(f"the {what} do not fit: {', '.join(part for part in parts if part)}", where)
 
 

@@ -1,4 +1,4 @@
-"""The ranks of a training on nodes of a Ray cluster, a bundle of a placement group for those of each node."""
+"""The trainer's ranks on the nodes of a Ray cluster: one bundle of a placement group for the ranks of each node."""
 
 from __future__ import annotations
 
@@ -15,41 +15,46 @@ from armature.components.machine.workers.process import importable
 from armature.components.training.service_settings import ServiceSettings
 
 HOST = "ARMATURE_TRAINER_HOST"
-"""The address on which rank 0 answers; without it, loopback."""
+"""Environment variable with the address on which rank 0 listens; if unset, loopback."""
 
 
 @dataclass(frozen=True)
 class LostNode:
-    """A node of the trainer that is gone: its number, from 0, and the reason, which names it."""
+    """A node of the trainer that is gone."""
 
     number: int
+    """The node's number within the training, from 0."""
     reason: str
+    """A phrase for the error message that names the node and says how the loss was noticed."""
 
 
 def start(settings: ServiceSettings, attempt: Path, node: int, log: Path, env: Mapping[str, str]) -> Program:
-    """Start the ranks of node 0 (the first), 1, ...
+    """Start the ranks of node `node` (0, 1, ...) on this machine.
 
     Args:
-        attempt: see `new_attempt`.
+        attempt: the folder in which the ranks of all nodes meet; see `new_attempt`.
 
     Raises:
-        ConfigurationError: this node has no such network interface, or a variable that `environment` names is not set.
+        ConfigurationError: this machine does not have the network interface, or a variable that `environment` refers to
+            is not set.
     """
     service = ["-m", "armature.components.training.service", str(settings.file)]
     return settings.processes.start(service, rendezvous=attempt, node=node, log=log, env=env)
 
 
 class PlacedRanks:
-    """The processes of an attempt, started and ended together; to the client a `Program`.
+    """All ranks of one start of the trainer, on several nodes. They start and end together.
+
+    The client uses it like a `Program`, the process of a trainer on one machine.
 
     Args:
-        attempt: see `new_attempt`.
-        variables: those of `settings.processes.environment`, with the secrets of this machine.
-        env: more variables.
+        attempt: the folder in which the ranks meet; see `new_attempt`.
+        variables: the variables of `settings.processes.environment`, with the secrets of this machine resolved.
+        env: further environment variables.
 
     Raises:
-        ConfigurationError: the cluster has no room, or a node has another code or no such network interface.
-        TrainerError: a node was lost meanwhile.
+        ConfigurationError: the cluster has no room, or a node has other code or lacks the network interface.
+        TrainerError: a node was lost during the start.
     """
 
     def __init__(
@@ -69,30 +74,31 @@ class PlacedRanks:
             try:
                 for each in placed:
                     each.result()
-                what = settings.model_dump_json(), str(attempt)
+                document = settings.model_dump_json()
                 for number, node in enumerate(self._nodes):
                     with node.starting():
-                        node.run("start_ranks", *what, number, dict(variables), dict(env))
+                        node.run("start_ranks", document, str(attempt), number, dict(variables), dict(env))
             except BaseException:
                 self.stop()
                 raise
 
     @property
     def returncode(self) -> int | None:
-        """None while the ranks of all nodes run, or a node is lost; else of those that ended."""
+        """Exit code of the first node whose ranks ended; None while all nodes run, and if a node was lost."""
         if self._code is None:
             codes = (node.returncode for node in self._nodes)
             self._code = next((code for code in codes if code is not None), None)
         return self._code
 
     def lost_node(self) -> LostNode | None:
+        """Return the first node that Ray has lost, if any."""
         for number, node in enumerate(self._nodes):
             if node.lost:
                 return LostNode(number, f"{node.where}: Ray has lost it")
         return None
 
     def stop(self) -> int:
-        """End all of them. See `Program.stop`."""
+        """End the ranks of all nodes and return the exit code; see `Program.stop`."""
         code = self.returncode
         with ThreadPoolExecutor(len(self._nodes)) as threads:
             list(threads.map(PlacedProgram.stop, self._nodes))
@@ -100,7 +106,7 @@ class PlacedRanks:
         return self._code
 
     def tail(self, lines: int = 30) -> str:
-        """The last lines of the first node's log."""
+        """Return the last lines of the first node's log."""
         return "\n".join(self._log.read_text(errors="replace").splitlines()[-lines:]) if self._log.exists() else ""
 
 
@@ -113,13 +119,14 @@ class _TrainerNode(NodeActor):
     def start_ranks(
         self, settings: str, attempt: str, number: int, variables: dict[str, str], env: dict[str, str]
     ) -> None:
-        """
+        """Start the ranks of this node.
+
         Args:
-            settings: as JSON.
-            number: of the node, from 0.
+            settings: `ServiceSettings` as JSON.
+            number: the node's number, from 0.
         """
-        given = ServiceSettings.model_validate_json(settings)
-        network = {"interface": given.processes.interface or self.address, "environment": importable() | variables}
-        own = given.model_copy(update={"processes": given.processes.model_copy(update=network)})
-        log = own.workspace / ("trainer.log" if number == 0 else f"trainer-{number}.log")
-        self.program = start(own, Path(attempt), number, log, {HOST: self.address, **env})
+        service = ServiceSettings.model_validate_json(settings)
+        network = {"interface": service.processes.interface or self.address, "environment": importable() | variables}
+        service = service.model_copy(update={"processes": service.processes.model_copy(update=network)})
+        log = service.workspace / ("trainer.log" if number == 0 else f"trainer-{number}.log")
+        self.program = start(service, Path(attempt), number, log, {HOST: self.address, **env})

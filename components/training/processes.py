@@ -1,11 +1,11 @@
-"""The processes of a training, started, brought together and ended as one. Torch-free.
+"""The rank processes of a training: how they are started, find each other and end together. Torch-free.
 
-They meet in a folder that only we can write to (torch's FileStore): no port is opened for it, and nothing that a
-stranger could send is read. Their collectives listen on one network interface, which is loopback on one node.
+Ranks meet through files in a folder that only this user can write to (torch's FileStore). So no port is opened for it,
+and nothing is read that a stranger could send. Collectives listen on one network interface, on one node on loopback.
 
-As a program it is the parent of one node's ranks: `python -m armature.components.training.processes COUNT FIRST
-ARGUMENTS...` starts `python ARGUMENTS...` as ranks FIRST, FIRST + 1, ... and ends as soon as one of them fails. The
-process guard ends the others.
+Run as a program, this module is the parent of one node's ranks: `python -m armature.components.training.processes COUNT
+FIRST ARGUMENTS...` starts `python ARGUMENTS...` as ranks FIRST, FIRST + 1, ... and exits as soon as one of them fails;
+the process guard then ends the others.
 """
 
 from __future__ import annotations
@@ -28,44 +28,48 @@ from armature.components.machine.process import Program
 from armature.components.machine.resources import VISIBLE, visible_devices
 
 RENDEZVOUS = "ARMATURE_RENDEZVOUS"
-"""Variable that names the file in which ranks meet."""
+"""Environment variable with the path of the FileStore through which ranks meet."""
 SERVER_SHARE = 0.92
-"""vLLM's gpu_memory_utilization (0.26 to 0.32)."""
+"""Default of vLLM's gpu_memory_utilization in vLLM 0.26 to 0.32: the part of a GPU's memory that a server takes."""
 _POLL = 0.1
 
 
 class TrainerProcesses(BaseModel):
-    """The ranks of a training, and how they find each other."""
+    """The number of a training's ranks, their devices, and the way in which they find each other."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     processes: PositiveInt = 1
-    """Ranks on each node."""
+    """Number of ranks on each node."""
     nodes: PositiveInt = 1
-    """They see the same folders under the same names."""
+    """Number of nodes. All of them see the same folders under the same paths."""
     interface: str | None = None
-    """Name or address of the interface to the network that nodes speak over, or NCCL with servers elsewhere; None:
-    loopback."""
+    """Name or address of the network interface for collectives between nodes, or for NCCL with servers on other
+    machines; None is loopback."""
     gpus: tuple[int, ...] = ()
     """CUDA devices of each node, one per process; empty on CPU."""
     sharding: Literal["full", "hybrid"] | None = None
-    """Split the model over all ranks (FSDP2), or over those of a node; None: copy it to each rank."""
+    """Shard the model over all ranks (full, FSDP2) or over the ranks of each node (hybrid); None copies it to each
+    rank."""
     context_parallel: PositiveInt = 1
-    """Ranks that share a sequence; they divide all ranks evenly."""
+    """Number of ranks that share each sequence; it divides the number of all ranks."""
     server_share: float | None = None
-    """Part of one of these GPUs that a server of the run takes; None: no server is on them."""
+    """Part of the memory of one of these GPUs that a model server of the run takes; None if no server is on them."""
     threads: NonNegativeInt = 0
-    """Of torch in each rank; 0 lets it choose."""
+    """Number of torch threads in each rank; 0 leaves the choice to torch."""
     environment: Environment = Field(default_factory=dict)
-    """More variables of the ranks."""
+    """Further environment variables of the ranks."""
     ready_timeout: PositiveFloat = 600.0
-    """Seconds that ranks wait for each other to start."""
+    """Seconds that ranks wait for each other at the start."""
     rank_timeout: PositiveFloat = 1800.0
     """Seconds that ranks wait for each other in a collective."""
 
     @classmethod
     def of(cls, machine: Machine) -> TrainerProcesses:
-        """Those of `machine`: by default several GPUs share one model, several CPU processes have one each."""
+        """Return the trainer processes that `machine` describes.
+
+        By default several GPUs shard one model, and several CPU processes have a copy each.
+        """
         several = machine.trainer_nodes * machine.trainer_processes > 1
         gpus, bundle = machine.gpus_of_trainer, machine.trainer_bundle
         sharding = machine.trainer_sharding or ("full" if several and gpus else "none")
@@ -85,17 +89,17 @@ class TrainerProcesses(BaseModel):
 
     @property
     def ranks(self) -> int:
-        """Those of all nodes."""
+        """Number of ranks on all nodes together."""
         return self.nodes * self.processes
 
     @property
     def copies(self) -> int:
-        """How often all ranks together hold the model."""
+        """Number of copies of the model over all ranks."""
         return {"full": 1, "hybrid": self.nodes, None: self.ranks}[self.sharding]
 
     @property
     def shards(self) -> int:
-        """Ranks that one copy is split over."""
+        """Number of ranks over which one copy of the model is sharded."""
         return self.ranks // self.copies
 
     def start(
@@ -110,38 +114,38 @@ class TrainerProcesses(BaseModel):
         """Start `python ARGUMENTS...` as the ranks of one node.
 
         Args:
-            rendezvous: a folder as `private_folder` makes it, new for every start, which all nodes see.
-            node: which of the nodes this is.
-            env: variables beside those of `environment`.
+            rendezvous: a folder made by `private_folder`, new for every start and visible to all nodes.
+            node: the number of this node, from 0.
+            env: environment variables in addition to `environment`.
 
         Raises:
-            ConfigurationError: this machine has no such interface, or a variable that `environment` names is not set.
+            ConfigurationError: this machine does not have the interface, or a variable that `environment` refers to is
+                not set.
         """
         name = network(self.interface) if self.interface else loopback()
-        own = name if self.nodes > 1 else loopback()
-        ours: dict[str, str | None] = {
+        variables: dict[str, str | None] = {
             "WORLD_SIZE": str(self.ranks),
             RENDEZVOUS: str(rendezvous / "store"),
-            "GLOO_SOCKET_IFNAME": own,
+            "GLOO_SOCKET_IFNAME": name if self.nodes > 1 else loopback(),
             "NCCL_SOCKET_IFNAME": f"={name}",
         }
         if self.gpus:
-            # A host may be some 4,000 kernels ahead instead of 1,000: a GPU is done with the short ones of a vision
-            # tower before the host has launched as many.
-            ours["CUDA_SCALE_LAUNCH_QUEUES"] = os.environ.get("CUDA_SCALE_LAUNCH_QUEUES", "4x")
+            # Let the host queue about 4,000 kernels instead of 1,000. A vision tower has so many short kernels that
+            # otherwise the GPU would run out of work while the host is still launching them.
+            variables["CUDA_SCALE_LAUNCH_QUEUES"] = os.environ.get("CUDA_SCALE_LAUNCH_QUEUES", "4x")
         if self.processes > 1:
-            ours["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
+            variables["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
             first = str(node * self.processes)
             command = [sys.executable, "-m", __spec__.name, str(self.processes), first, *arguments]
         else:
-            ours |= {"RANK": str(node), "LOCAL_RANK": "0"}
+            variables |= {"RANK": str(node), "LOCAL_RANK": "0"}
             command = [sys.executable, *arguments]
-        ours |= resolve(self.environment, "machine.trainer_environment")
+        variables |= resolve(self.environment, "machine.trainer_environment")
         if self.gpus:
-            ours[VISIBLE] = visible_devices(self.gpus)
+            variables[VISIBLE] = visible_devices(self.gpus)
         if self.threads:
-            ours["OMP_NUM_THREADS"] = str(self.threads)
-        return Program(command, log=log, env=ours | dict(env or {}))
+            variables["OMP_NUM_THREADS"] = str(self.threads)
+        return Program(command, log=log, env=variables | dict(env or {}))
 
 
 def _server_share(machine: Machine) -> float | None:
@@ -151,14 +155,14 @@ def _server_share(machine: Machine) -> float | None:
 
 
 def error_file(rendezvous: Path, rank: int) -> Path:
-    """Where a rank writes what ended it."""
+    """Return the path of the file in which a rank describes the error that ended it."""
     return rendezvous / f"error-{rank}.json"
 
 
 def new_attempt(workspace: Path) -> Path:
-    """Make the folder in which the ranks of the next start meet; those before the last one are removed.
+    """Make the folder `attempt-N` in which the ranks of the next start meet, and remove those before the last one.
 
-    Its name was never used before, so ranks of an earlier start that still run on a lost node cannot enter it.
+    Its name was never used before, so ranks of an earlier start that still run on a lost node cannot join.
     """
     numbers = sorted(int(each.name.removeprefix("attempt-")) for each in workspace.glob("attempt-*"))
     for number in numbers[:-1]:
@@ -167,14 +171,14 @@ def new_attempt(workspace: Path) -> Path:
 
 
 def private_folder(path: Path) -> Path:
-    """`path` as an empty folder of ours alone."""
+    """Make `path` an empty folder that only this user can enter, and return it."""
     shutil.rmtree(path, ignore_errors=True)
     path.mkdir(parents=True, mode=0o700)
     return path
 
 
 def _main(processes: int, first: int, arguments: Sequence[str]) -> int:
-    """The exit code of the first rank that fails, 0 when all are done."""
+    """Start ranks `first`, `first` + 1, ... and wait. Return the exit code of the first one that fails, else 0."""
     ranks = [
         subprocess.Popen(
             [sys.executable, *arguments], env=os.environ | {"RANK": str(first + local), "LOCAL_RANK": str(local)}

@@ -1,4 +1,4 @@
-"""The processes that train together, and the few collectives that they need."""
+"""The ranks: processes that train one model together, their collectives, and how a process becomes one of them."""
 
 from __future__ import annotations
 
@@ -26,18 +26,32 @@ from armature.components.training.processes import RENDEZVOUS, TrainerProcesses
 
 TIMEOUT = timedelta(minutes=30)
 BUCKET_ELEMENTS = 16 * 2**20
-"""Gradients are summed over ranks in pieces of this size: few messages, little extra memory."""
+"""Elements of a bucket in which gradients are summed over ranks: few messages, little extra memory."""
 ALONE_ELEMENTS = 2**22
-"""A gradient that is as large is a piece by itself, and not copied."""
+"""A gradient with at least this many elements is summed by itself, without being copied into a bucket."""
+CONNECT = timedelta(minutes=2)
+"""Time limit for connecting. It is shorter than the limit of a collective because all ranks have started by then."""
+WATCHDOG = timedelta(minutes=1)
+"""Extra time before NCCL's watchdog ends a process that waits for a lost rank.
+
+The gloo call on the host times out first, and its error tells which rank is lost.
+"""
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among `size` that hold the same model. `device` is where it computes.
+    """This process as number `rank` of `size` that train one model together.
 
-    `group` is a gloo group for small Python objects; None when there is one rank. A rank that died is noticed by its
-    parent; one that is cut off, by the others when it did not answer for `timeout`. `context`: those of the ranks that
-    share each sequence with this one; None: it has all of its own.
+    `device` is where it computes. `group` is a gloo process group for small Python objects, None if there is one rank.
+    `context` are the ranks that share each sequence with this one (context parallelism); None if it shares none.
+
+    A rank that died is noticed by its parent process. A rank that is cut off from the network is noticed by the others
+    after `timeout` in a collective.
+
+    Example:
+        >>> ranks = Ranks()  # one process, all collectives return at once
+        >>> ranks.gather("hello"), ranks.sum({"tokens": 3.0})
+        (['hello'], {'tokens': 3.0})
     """
 
     rank: int = 0
@@ -53,21 +67,24 @@ class Ranks:
 
     @property
     def part(self) -> tuple[int, int]:
-        """Which of how many ranks that share a sequence this one is."""
+        """This rank's number among the ranks that share its sequences, and how many they are."""
         return (0, 1) if self.context is None else (self.context.rank, self.context.size)
 
     @property
     def data_parallel(self) -> tuple[int, int]:
-        """Which of how many parts of a batch is this rank's."""
+        """The number of this rank's part of a batch, and the number of parts. Ranks that share sequences share it."""
         _, sharing = self.part
         return self.rank // sharing, self.size // sharing
 
     def another_group(self) -> Ranks:
-        """The same ranks with a group of their own, for a thread: what it sends cannot meet what others send."""
+        """Return the same ranks with a new gloo group, for use in another thread.
+
+        Messages of different groups cannot be mistaken for each other. Every rank calls it.
+        """
         return self if self.size == 1 else replace(self, group=dist.new_group(backend="gloo", timeout=self.timeout))
 
     def mesh(self, copies: int) -> DeviceMesh:
-        """The ranks in `copies` rows, each of which holds the model in shards. Every rank calls it."""
+        """Return a device mesh with one row per copy of the model; the ranks of a row shard it. Every rank calls it."""
         if copies == 1:
             return init_device_mesh(self.device.type, (self.size,), mesh_dim_names=("shard",))
         shape = copies, self.size // copies
@@ -77,10 +94,10 @@ class Ranks:
         return mesh
 
     def sum_gradients(self, parameters: Iterable[torch.nn.Parameter], dtype: torch.dtype | None = None) -> None:
-        """Add up the gradients of whole (not sharded) parameters over the ranks; a missing one counts as zero.
+        """Sum the gradients of parameters that are not sharded over the ranks; a missing gradient counts as zero.
 
         Args:
-            dtype: of the gradients; None: that of their parameter.
+            dtype: dtype of the gradients; by default the dtype of their parameter.
         """
         if self.size == 1:
             return
@@ -90,75 +107,73 @@ class Ranks:
                 parameter.grad = torch.zeros_like(parameter, dtype=dtype)
         for bucket in _buckets([p.grad for p in whole if p.grad is not None]):
             if len(bucket) == 1 and bucket[0].is_contiguous():
-                with self._awaited():
+                with self._timeout_as_error():
                     dist.all_reduce(bucket[0])
                 continue
             flat = torch.cat([gradient.flatten() for gradient in bucket])
-            with self._awaited():
+            with self._timeout_as_error():
                 dist.all_reduce(flat)
             pieces = flat.split([gradient.numel() for gradient in bucket])
             views = [piece.view_as(gradient) for gradient, piece in zip(bucket, pieces, strict=True)]
             torch._foreach_copy_(bucket, views)
 
     def begin_sum(self, tensor: Tensor) -> Callable[[], None]:
-        """Start an in-place sum of a contiguous tensor over the ranks. Returns a function that waits for it."""
-        with self._awaited():
+        """Start an in-place sum of a contiguous tensor over the ranks, and return a function that waits for it."""
+        with self._timeout_as_error():
             work = dist.all_reduce(tensor, async_op=True)
         assert work is not None
 
         def wait() -> None:
-            with self._awaited():
+            with self._timeout_as_error():
                 work.wait()
 
         return wait
 
     def sum(self, values: Mapping[str, float]) -> dict[str, float]:
-        """Each value added up over the ranks; all ranks have the same keys."""
+        """Return the sum of each value over the ranks. All ranks must pass the same keys."""
         if self.size == 1:
             return dict(values)
         total = torch.tensor([values[name] for name in sorted(values)], dtype=torch.float64)
-        with self._awaited():
+        with self._timeout_as_error():
             dist.all_reduce(total, group=self.group)
         return dict(zip(sorted(values), total.tolist(), strict=True))
 
     def gather(self, value: Any) -> list[Any]:
-        """`value` of every rank, on every rank: tensors, and what JSON knows, in containers.
+        """Return the `value` of every rank, in their order, on every rank.
 
-        torch's own collectives of objects would unpickle whatever a peer sends; this reads nothing but data.
+        A value consists of tensors, JSON types and containers of them. torch's own `all_gather_object` would unpickle
+        whatever a peer sends; this loads data only, no code.
         """
         if self.size == 1:
             return [value]
-        own = _packed(value)
+        data = _packed(value)
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        with self._awaited():
-            dist.all_gather(sizes, torch.tensor([len(own)]), group=self.group)
+        with self._timeout_as_error():
+            dist.all_gather(sizes, torch.tensor([len(data)]), group=self.group)
         longest = int(max(sizes))
         parts = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
-        with self._awaited():
-            dist.all_gather(parts, torch.nn.functional.pad(own, (0, longest - len(own))), group=self.group)
+        with self._timeout_as_error():
+            dist.all_gather(parts, torch.nn.functional.pad(data, (0, longest - len(data))), group=self.group)
         return [_unpacked(part[: int(size)]) for part, size in zip(parts, sizes, strict=True)]
 
     @contextmanager
-    def _awaited(self) -> Iterator[None]:
-        """
-        Raises:
-            TrainerError: a rank did not answer within `timeout`.
-        """
+    def _timeout_as_error(self) -> Iterator[None]:
+        """Turn the timeout of a collective into a `TrainerError`."""
         try:
             yield
         except RuntimeError as error:
             if not re.search("time.?out|timed out", str(error), re.IGNORECASE):
                 raise
             raise TrainerError(
-                f"rank {self.rank} waited {self.timeout.total_seconds():g} s for another one of {self.size}",
+                f"rank {self.rank} waited {self.timeout.total_seconds():g} s for another of {self.size} ranks",
                 code="rank_timeout",
                 where=str(error).splitlines()[0],
-                remedy="look for a node that is gone, hangs or lost its network; if all are well, raise "
+                remedy="look for a node that is gone, hangs or has lost its network; if all nodes are healthy, raise "
                 "machine.rank_timeout",
             ) from error
 
     def broadcast(self, value: Any) -> Any:
-        """The value of rank 0."""
+        """Return rank 0's `value` on every rank."""
         return self.gather(value if self.first else None)[0]
 
 
@@ -173,14 +188,16 @@ def _unpacked(data: Tensor) -> Any:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """The full tensor on the CPU, of a sharded one as well (then every rank must call)."""
+    """Return the full tensor on the CPU. A sharded tensor is gathered, for which every rank must call this."""
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu()
 
 
 def total_norm(tensors: Iterable[Tensor]) -> float:
-    """The norm of all `tensors` together; of shards, which lie alike, over the ranks that have them: all of these call.
+    """Return the L2 norm of all `tensors` together, sharded ones included.
 
-    torch's own `get_total_norm` asks for each shard by itself, which takes a host longer than the collective.
+    Sharded tensors must have the same mesh and placements, and all ranks of the mesh must call this. It sums the
+    shards' squares with one collective: torch's `get_total_norm` makes one per tensor, which costs more host time than
+    the collective itself.
     """
     whole, sharded = list[Tensor](), list[DTensor]()
     for tensor in tensors:
@@ -195,7 +212,7 @@ def total_norm(tensors: Iterable[Tensor]) -> float:
 
 
 def like(value: Tensor, target: Tensor) -> Tensor:
-    """`value`, a full tensor, in the dtype, on the device and in the shards of `target`."""
+    """Return the full tensor `value` with the dtype, device and sharding of `target`."""
     value = value.to(device=target.device, dtype=target.dtype)
     if isinstance(target, DTensor):
         return distribute_tensor(value, target.device_mesh, target.placements)
@@ -203,6 +220,7 @@ def like(value: Tensor, target: Tensor) -> Tensor:
 
 
 def _buckets(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
+    """Group tensors of one dtype into buckets of at most `BUCKET_ELEMENTS`; large ones are alone."""
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
         by_dtype.setdefault(tensor.dtype, []).append(tensor)
@@ -220,20 +238,17 @@ def _buckets(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
             yield bucket
 
 
-# This process as one of those that train together.
-
-CONNECT = timedelta(minutes=2)
-"""All ranks are there when they connect to each other, so this is short, unlike the time for a collective."""
-WATCHDOG = timedelta(minutes=1)
-"""How much later NCCL ends a process that waits for a lost rank: what its host waits for says which rank that is."""
+# --- Joining the other ranks ---
 
 
 @contextmanager
 def joined(processes: TrainerProcesses, seed: int) -> Iterator[Ranks]:
-    """This process as one of those that `processes.start` starts, seeded and deterministic on CPU.
+    """Connect this process, one of those that `processes.start` started, with the other ranks.
+
+    It also sets the device, the number of threads and the seed, and makes torch deterministic on a CPU.
 
     Raises:
-        TrainerError: some do not come, or cannot be reached.
+        TrainerError: some ranks do not start, or cannot be reached.
     """
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if processes.gpus else torch.device("cpu")
@@ -261,25 +276,25 @@ def joined(processes: TrainerProcesses, seed: int) -> Iterator[Ranks]:
 
 
 def _context(rank: int, size: int, sharing: int, timeout: timedelta) -> ContextParallel | None:
-    """Neighbors share sequences."""
+    """Return the ranks that share sequences with `rank`: blocks of `sharing` neighbors. None if nothing is shared."""
     if sharing == 1:
         return None
     groups = [dist.new_group(range(first, first + sharing), timeout=timeout) for first in range(0, size, sharing)]
     return ContextParallel(rank % sharing, sharing, groups[rank // sharing])
 
 
-def _meeting(rank: int, size: int, patience: float) -> dist.Store:
-    """Where the ranks tell each other their addresses, once all of them are there."""
+def _meeting(rank: int, size: int, timeout_s: float) -> dist.Store:
+    """Wait until all ranks have started, and return the store through which they exchange addresses."""
     store = dist.FileStore(os.environ[RENDEZVOUS], size)
     store.set(f"here/{rank}", "")
     try:
-        store.wait([f"here/{other}" for other in range(size)], timedelta(seconds=patience))
+        store.wait([f"here/{other}" for other in range(size)], timedelta(seconds=timeout_s))
     except RuntimeError as error:
         raise TrainerError(
-            f"not all {size} processes were there after {patience:g} s",
+            f"not all {size} ranks started within {timeout_s:g} s",
             code="nodes_missing",
             where=os.environ[RENDEZVOUS],
-            remedy="look into the logs beside this folder, which all nodes must see under this path",
+            remedy="read the logs beside this folder, and check that all nodes see the folder under this path",
         ) from error
     return store
 
@@ -289,9 +304,9 @@ def _connect(backends: str, store: dist.Store, rank: int, size: int) -> None:
         dist.init_process_group(backends, store=store, rank=rank, world_size=size, timeout=CONNECT)
     except RuntimeError as error:
         raise TrainerError(
-            f"rank {rank} cannot connect to the other ones of {size}",
+            f"rank {rank} of {size} cannot connect to the other ranks",
             code="ranks_not_connected",
             where=f"{socket.gethostname()}, interface {os.environ.get('GLOO_SOCKET_IFNAME')}: "
             f"{str(error).splitlines()[0]}",
-            remedy="look for a firewall: nodes have to reach each other on every TCP port of that network",
+            remedy="look for a firewall: nodes must reach each other on every TCP port of that network",
         ) from error

@@ -1,4 +1,7 @@
-"""The optimizer's settings, and learning rates as functions of the step: no scheduler state can be lost. Torch-free."""
+"""Optimizer settings, and learning rates as functions of the step. Torch-free.
+
+A learning rate is computed from the number of the step, so a resumed run has no scheduler state to restore.
+"""
 
 from __future__ import annotations
 
@@ -13,33 +16,41 @@ Scheduler = Literal["constant", "linear", "cosine"]
 
 
 class OptimizerSettings(Settings):
-    """AdamW, its checkpoints and its seed: the same for every model."""
+    """Settings of AdamW, of checkpoints and of the seed, shared by all kinds of models."""
 
     adam_beta1: float = Field(0.9, ge=0, lt=1)
-    """AdamW's decay of the first moment."""
+    """Decay of AdamW's first moment."""
     adam_beta2: float = Field(0.999, ge=0, lt=1)
-    """AdamW's decay of the second moment."""
+    """Decay of AdamW's second moment."""
     adam_epsilon: PositiveFloat = 1e-8
     """AdamW's epsilon."""
     weight_decay: NonNegativeFloat = 0.0
     """AdamW's decoupled weight decay."""
     max_grad_norm: PositiveFloat = 1.0
-    """Gradients are clipped to this norm; those of a robot policy for each parameter group."""
+    """Gradients are clipped to this norm: over all parameters, for a robot policy over each parameter group."""
     warmup_steps: NonNegativeInt = 0
-    """Steps over which learning rates rise linearly."""
+    """Number of steps over which learning rates rise linearly from 0."""
     torch_compile: bool = False
-    """Compile the model's layers: their small operations become few kernels. Takes a minute or two at the start of a
-    run, and moves the last bits."""
+    """Compile the model's layers with torch.compile, which fuses small operations into few kernels. It takes a minute
+    or two at the start of a run and changes results in their last bits."""
     save_every: PositiveInt = 10
-    """Steps between checkpoints to resume from."""
+    """Number of steps between checkpoints from which a run can resume."""
     keep_checkpoints: PositiveInt = 2
-    """Newest checkpoints that are kept."""
+    """Number of newest checkpoints to keep; older ones are deleted."""
     seed: NonNegativeInt = Field(0, lt=2**63)
-    """Seed of the trainer's random numbers."""
+    """Seed of the trainer's random number generators."""
 
 
 def learning_rate(step: float, *, peak: float, warmup: int, steps: int, scheduler: Scheduler) -> float:
-    """Of step 1, 2, ...: rises linearly to `peak` over the warm-up, then stays, or falls to 0 just after `steps`."""
+    """Return the learning rate of step 1, 2, ...
+
+    It rises linearly to `peak` over `warmup` steps. Then it stays there (constant), or falls along a line or a cosine
+    and would reach 0 at step `steps` + 1.
+
+    Example:
+        >>> [learning_rate(step, peak=1.0, warmup=2, steps=6, scheduler="linear") for step in range(1, 7)]
+        [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]
+    """
     if step <= warmup:
         return peak * step / warmup
     decay_steps = steps - warmup
@@ -49,10 +60,10 @@ def learning_rate(step: float, *, peak: float, warmup: int, steps: int, schedule
 
 
 def warmup_cosine(step: float, *, warmup: int, decay: int, final: float) -> float:
-    """What peak learning rates are multiplied by in step k = 1, 2, ...
+    """Return the factor on peak learning rates in step k = 1, 2, ...
 
-    k / warmup while k < warmup, then final + (1 - final) / 2 * (1 + cos(pi * (k - warmup) / (decay - warmup))), and
-    `final` from `decay` on.
+    The factor is k / warmup while k < warmup, then
+    final + (1 - final) / 2 * (1 + cos(pi * (k - warmup) / (decay - warmup))), and `final` from step `decay` on.
     """
     if step < warmup:
         return step / warmup

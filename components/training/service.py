@@ -1,9 +1,9 @@
-"""The trainer service: a long-lived process group that trains, scores, publishes and saves when asked over HTTP.
+"""The trainer service: a long-lived process group that trains, scores, publishes and saves on commands over HTTP.
 
-Started by `armature.components.training.client` as `python -m armature.components.training.service settings.json`, once
-per rank. Rank 0 answers on loopback, on a node of a cluster on its address; every command runs on all ranks, one at a
-time. A command that cannot be carried out is refused before anything changes; an error after that ends the service, for
-the weights may be half-way, and the next one starts from a checkpoint.
+`armature.components.training.client` starts it, once per rank, as `python -m armature.components.training.service
+settings.json`. Rank 0 listens on loopback, or on its node's address in a cluster. Every command runs on all ranks, one
+command at a time. A command is checked first, and refused before anything has changed. An error after that ends the
+service, because the weights may be half updated; the next service starts from a checkpoint.
 """
 
 from __future__ import annotations
@@ -37,24 +37,36 @@ from armature.components.machine.resources import exempt_from_collection
 from armature.components.training.placed import HOST
 from armature.components.training.processes import RENDEZVOUS, error_file
 from armature.components.training.ranks import Ranks, joined
-from armature.components.training.service_settings import WORKERS, FatalServiceError, ServiceSettings, describe, rebuild
+from armature.components.training.service_settings import (
+    TOKEN,
+    WORKERS,
+    FatalServiceError,
+    ServiceSettings,
+    describe,
+    rebuild,
+)
 from armature.components.training.service_worker import Command, ServiceWorker
 
-TOKEN = "ARMATURE_TRAINER_TOKEN"
 IDLE = 30.0
-"""Seconds without a command after which the ranks make sure of each other."""
+"""Seconds without a command after which the ranks check that all of them still answer."""
 FIRST_STEPS = 3
-"""They compile layers and make the optimizer's states, which are many objects that stay."""
+"""Number of first steps after which new objects are exempted from garbage collection.
+
+These steps compile layers and make the optimizer's states: many objects that live as long as the process.
+"""
 KEEPS_STATE = ("score", "save", "settle", "publish", "send", "probe", "measure")
-"""Commands that change nothing in the trainer: when one fails on all ranks alike, the service continues."""
+"""Commands that do not change the trainer. With one rank, the service continues when one of them fails."""
 LARGEST = 2**20
-"""Bytes of a command."""
+"""Largest command in bytes."""
 LINGER = 10.0
-"""Seconds that answers in flight may take when the service ends."""
+"""Seconds that replies in flight may take when the service ends."""
 
 
 def main(settings_file: str) -> None:
-    """Run until told to stop. The exit code is 1 if an error ended it."""
+    """Run one rank of the service until an error or the client ends it.
+
+    An error is described in the rank's error file and raised, so that the exit code is 1.
+    """
     settings = ServiceSettings.model_validate_json(Path(settings_file).read_text())
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
     with ExitStack() as group:
@@ -68,7 +80,10 @@ def main(settings_file: str) -> None:
 
 
 def imported_worker(name: str) -> Callable[[ServiceSettings, Ranks], ServiceWorker]:
-    """What `WORKERS` has under that name. Garbage is not looked for meanwhile, nor later in what was imported."""
+    """Import the worker class that `WORKERS` has under `name`.
+
+    Garbage collection is off during the import, and imported objects are exempt from it later: they are many and stay.
+    """
     gc.disable()
     try:
         worker: Callable[[ServiceSettings, Ranks], ServiceWorker] = WORKERS[name]
@@ -79,7 +94,7 @@ def imported_worker(name: str) -> Callable[[ServiceSettings, Ranks], ServiceWork
 
 
 def serve(worker: ServiceWorker, settings: ServiceSettings, ranks: Ranks) -> None:
-    """Take commands, one at a time, until one fails; the client ends the process."""
+    """Carry out commands, one at a time on all ranks, until one fails or the client ends the process."""
     host = os.environ.get(HOST, "127.0.0.1")
     front = HttpFrontend(os.environ[TOKEN], worker.recorded, host) if ranks.first else None
     if front is not None:
@@ -89,9 +104,9 @@ def serve(worker: ServiceWorker, settings: ServiceSettings, ranks: Ranks) -> Non
     steps = 0
     try:
         while True:
-            # The others do not wait for longer than a collective may take: without a command, they hear that.
-            own, answer = (front and front.next(idle)) or (None, None)
-            command = ranks.broadcast(own)
+            # The other ranks wait in a broadcast, which must end before its timeout: without a command send them None.
+            received, answer = (front and front.next(idle)) or (None, None)
+            command = ranks.broadcast(received)
             if command is None:
                 continue
             carry_out(worker, command, answer, ranks)
@@ -108,12 +123,16 @@ def serve(worker: ServiceWorker, settings: ServiceSettings, ranks: Ranks) -> Non
 
 
 def carry_out(worker: ServiceWorker, command: Command, answer: Future[Any] | None, ranks: Ranks) -> None:
-    """Check on all ranks, then run on all ranks; `answer` is rank 0's."""
+    """Check a command on all ranks, and if all accept it run it on all ranks.
+
+    Args:
+        answer: on rank 0, the future that gets the result or the error; None on the other ranks.
+    """
     prepared: Any = None
     refused: Exception | None = None
     try:
         prepared = worker.check(command)
-    except Exception as error:  # of whatever kind: nothing has changed
+    except Exception as error:  # any error is a refusal, because nothing has changed yet
         refused = error
     first_refusal = next((error for error in ranks.gather(describe(refused) if refused else None) if error), None)
     if first_refusal is not None:
@@ -134,12 +153,12 @@ def carry_out(worker: ServiceWorker, command: Command, answer: Future[Any] | Non
 
 
 class HttpFrontend:
-    """Serves POST /command and GET /status in a thread of its own.
+    """Serves POST /command and GET /status in its own thread.
 
     Args:
-        token: what requests must bear.
-        recorded: the result of a command that was carried out before, or None; it may refuse with an error.
-        host: the address of this machine where it listens.
+        token: the bearer token that requests must have.
+        recorded: returns the result of a command that was carried out before, else None; it may raise a refusal.
+        host: the address of this machine on which to listen, at a free port.
     """
 
     def __init__(self, token: str, recorded: Callable[[Command], Any], host: str = "127.0.0.1") -> None:
@@ -155,35 +174,38 @@ class HttpFrontend:
         self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [self._socket]}, daemon=True)
 
     def start(self) -> str:
-        """The base URL; connections are accepted from now on."""
+        """Start accepting connections and return the base URL."""
         self._socket.listen()
         self._thread.start()
         host, port = self._socket.getsockname()[:2]
         return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
     def next(self, seconds: float) -> tuple[Command, Future[Any]] | None:
-        """The next command and where its answer goes; None if none comes."""
+        """Return the next command and the future for its result; None if no command arrives within `seconds`."""
         try:
             return self._inbox.get(timeout=seconds)
         except queue.Empty:
             return None
 
     def stop(self) -> None:
-        """Deliver the answers that are ready and close."""
+        """Send the replies that are ready and stop the server."""
         self._server.should_exit = True
         self._thread.join(LINGER + 5)
 
     def _submit(self, command: Command) -> Future[Any]:
-        """A step that is in progress or done is not started again: all who ask for it get the same answer."""
+        """Queue a command and return its future.
+
+        A step that is in progress or done is not queued again: repeated requests get the same future or result.
+        """
         key = repr(sorted(command.items()))
         with self._lock:
             pending = self._pending.get(key)
             if pending is not None and not pending.done():
                 return pending
             answer: Future[Any] = Future()
-            known = self._recorded(command)
-            if known is not None:
-                answer.set_result(known)
+            result = self._recorded(command)
+            if result is not None:
+                answer.set_result(result)
             else:
                 self._pending = {k: f for k, f in self._pending.items() if not f.done()} | {key: answer}
                 self._inbox.put((command, answer))
@@ -199,7 +221,7 @@ class HttpFrontend:
         if not isinstance(command, dict) or not isinstance(command.get("name"), str):
             return JSONResponse({"error": {"class": "TrainerError", "what": "a command is an object with a name"}}, 400)
         try:
-            # Shielded: a client that goes away does not cancel what others may wait for.
+            # Shielded: when a client disconnects, this request is cancelled, but others may wait for the same future.
             answer = await asyncio.shield(asyncio.wrap_future(self._submit(command)))
         except (ArmatureError, OSError, ValueError) as error:
             return JSONResponse({"error": describe(error)}, 409)
@@ -213,14 +235,15 @@ class HttpFrontend:
         return JSONResponse({"status": "busy" if any(not f.done() for f in self._pending.values()) else "idle"})
 
     def _authorized(self, request: Request) -> bool:
-        given = request.headers.get("authorization", "")
-        return secrets.compare_digest(given.encode(), f"Bearer {self._token}".encode())
+        header = request.headers.get("authorization", "")
+        return secrets.compare_digest(header.encode(), f"Bearer {self._token}".encode())
 
 
 async def _body(request: Request) -> bytes:
-    """
+    """Read the body of a request.
+
     Raises:
-        ValueError: it is larger than any command.
+        ValueError: the body is larger than `LARGEST`.
     """
     body = b""
     async for part in request.stream():

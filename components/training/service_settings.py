@@ -1,4 +1,4 @@
-"""What a trainer service is started with. Torch-free."""
+"""Settings of a trainer service, and the errors that its processes and its client exchange as JSON. Torch-free."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ from armature.components.contracts.machine import Machine
 from armature.components.machine.registry import Registry
 from armature.components.training.processes import TrainerProcesses
 
-# Errors between the processes of a trainer service and its client, as JSON.
+TOKEN = "ARMATURE_TRAINER_TOKEN"
+"""Environment variable with the bearer token that the client's requests must have."""
 
 
 class FatalServiceError(Exception):
-    """Ends the service; its cause is what went wrong."""
+    """An error that ends the service. Its argument is the original error."""
 
 
 def describe(error: BaseException) -> dict[str, str]:
-    """The class, its code and three parts if it has them, and where it came from."""
+    """Return an error as JSON: its class, message, traceback and, for an `ArmatureError`, code, place and remedy."""
     document = {
         "class": type(error).__name__,
         "what": f"{type(error).__name__}: {error}",
@@ -40,7 +41,10 @@ def describe(error: BaseException) -> dict[str, str]:
 
 
 def rebuild(document: Any) -> ArmatureError:
-    """The error that `describe` described; a TrainerError with the traceback if it was not one of ours."""
+    """Return the error from which `describe` made `document`.
+
+    An error that is not an `ArmatureError` becomes a `TrainerError` with the traceback as its place.
+    """
     parts = document if isinstance(document, dict) else {}
     name, what, code, where, remedy, origin = (
         str(parts.get(key, "")) for key in ("class", "what", "code", "where", "remedy", "traceback")
@@ -48,11 +52,11 @@ def rebuild(document: Any) -> ArmatureError:
     kind = getattr(errors, name, None)
     if isinstance(kind, type) and issubclass(kind, ArmatureError):
         return kind(what, code=code, where=where, remedy=remedy)
-    return TrainerError(f"the trainer failed: {what or 'it does not say why'}", where=origin)
+    return TrainerError(f"the trainer failed: {what or 'no reason was reported'}", where=origin)
 
 
 def read_error(file: Path) -> dict[str, Any] | None:
-    """The document in `file` that a rank wrote before it ended; None if there is none, or only a part of it."""
+    """Return the error that a rank described in `file` before it ended; None if the file is missing or incomplete."""
     try:
         document = json.loads(file.read_bytes())
     except (FileNotFoundError, ValueError, RecursionError):
@@ -69,13 +73,14 @@ WORKERS = Registry(
         "policy-rl": "armature.components.robots.rl.worker:RobotRLWorker",
     },
 )
-"""What each rank runs: a `armature.components.training.service_worker.ServiceWorker`."""
+"""Subclasses of `armature.components.training.service_worker.ServiceWorker`, one of which each rank runs."""
 
 
 class TrainingSettings(Protocol):
-    """What a worker of WORKERS reads; a pydantic model."""
+    """The settings of a worker, a pydantic model."""
 
     WORKER: ClassVar[str]
+    """Name of the worker in WORKERS."""
 
     @property
     def seed(self) -> int: ...
@@ -83,17 +88,17 @@ class TrainingSettings(Protocol):
 
 
 class ServiceSettings(BaseModel):
-    """All that the processes of the service read."""
+    """The complete settings of a service, which the client writes to a file and every rank reads."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     worker: str
-    """Name in WORKERS."""
+    """Name of the worker in WORKERS."""
     training: dict[str, Any]
-    """What that worker reads."""
+    """The worker's own settings."""
     seed: NonNegativeInt
     workspace: Path
-    """Checkpoints, address and log of the service."""
+    """Folder with the checkpoints, the address and the log of the service."""
     processes: TrainerProcesses
     loader_workers: NonNegativeInt
     weight_transfer: Literal["file", "delta", "nccl", "ipc"]
@@ -101,7 +106,7 @@ class ServiceSettings(BaseModel):
 
     @property
     def file(self) -> Path:
-        """Where every process reads this."""
+        """File in which every rank reads these settings."""
         return self.workspace / "trainer.json"
 
     @property
@@ -110,20 +115,20 @@ class ServiceSettings(BaseModel):
 
     @property
     def address(self) -> Path:
-        """Rank 0 writes its URL here when it is ready."""
+        """File to which rank 0 writes its URL when it is ready."""
         return self.workspace / "address.json"
 
 
 def service_settings(training: TrainingSettings, machine: Machine, workspace: Path) -> ServiceSettings:
-    """The service on `machine`: several GPUs share one model, several CPU processes have one each.
+    """Return the settings of a service that runs `training` on `machine`; see `TrainerProcesses.of`.
 
     Raises:
-        ConfigurationError: NCCL is to reach servers elsewhere by no network named.
+        ConfigurationError: NCCL is to reach servers on other machines, and no network interface is set.
     """
     distant = [url for url in machine.endpoints if not _is_loopback(url)]
     if machine.weight_transfer == "nccl" and distant and machine.trainer_interface is None:
         raise ConfigurationError(
-            "NCCL sends the weights to servers on other machines, and no network for it is named",
+            "NCCL is to send the weights to servers on other machines, but its network interface is not set",
             code="network_missing",
             where=f"machine.endpoints = {', '.join(distant)}",
             remedy="set machine.trainer_interface to the private network between trainer and servers",

@@ -1,4 +1,4 @@
-"""The commands of a trainer service that do not depend on what is trained, as every rank carries them out."""
+"""Base class of the workers of a trainer service: the commands that are the same for every kind of model."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ Command = dict[str, Any]
 
 
 class ServiceWorker(ABC):
-    """One rank: what it trains, its checkpoints, and the results of the steps that the weights contain.
+    """One rank of a trainer service: its learner, its checkpoints, and the results of the steps applied so far.
 
     Args:
-        who: see `armature.components.training.checkpoints.identity`.
-        keep: newest checkpoints that stay.
-        remembered: newest steps whose results can be asked for again.
+        who: the result of `armature.components.training.checkpoints.identity`.
+        keep: number of newest checkpoints to keep.
+        remembered: number of newest steps whose results are stored, so that a repeated command gets the same result.
     """
 
     def __init__(
@@ -34,60 +34,60 @@ class ServiceWorker(ABC):
 
     @abstractmethod
     def prepare(self, command: Command) -> Any:
-        """What `train` and `perform` need of the command. Whatever it raises refuses the command."""
+        """Check a command and return the data that `train` or `perform` needs. An exception refuses the command."""
 
     @abstractmethod
     def train(self, command: Command, prepared: Any) -> dict[str, float]:
-        """Make the next step."""
+        """Make the next training step and return its metrics."""
 
     @abstractmethod
     def perform(self, command: Command, prepared: Any) -> Any:
-        """Carry out a command that is not one of all services."""
+        """Carry out a command that only this kind of worker has."""
 
     def check(self, command: Command) -> Any:
-        """What can be refused before anything is changed, and what the command needs.
+        """Refuse a command that cannot be carried out, before anything changes; else return `prepare`'s data.
 
         Raises:
-            ConfigurationError: a step out of order, or weights of another version.
+            ConfigurationError: a step is out of order, or the command names another version of the weights.
         """
         done = self._engine.steps_done
         if command["name"] == "step" and command["step"] != done + 1:
             raise ConfigurationError(
-                f"step {command['step']} was requested, but {done} steps are applied",
+                f"step {command['step']} was requested, but the trainer has applied {done} steps",
                 code="step_out_of_order",
                 where="trainer service",
                 remedy=f"train step {done + 1} first",
             )
         if command.get("version", done) != done:
             raise ConfigurationError(
-                f"version {command['version']} was requested, but the weights are of {done} steps",
+                f"version {command['version']} was requested, but the weights have version {done}",
                 code="version_mismatch",
                 where="trainer service",
-                remedy="publish right after the step",
+                remedy="publish a version right after its step",
             )
         return self.prepare(command)
 
     def recorded(self, command: Command) -> dict[str, float] | None:
-        """The result of a step that is applied already.
+        """Return the metrics of a step that was applied before; None for any other command.
 
         Raises:
-            ConfigurationError: that step was trained on another batch.
+            ConfigurationError: the step was applied with another batch.
         """
-        known = self.results.get(command.get("step", 0)) if command["name"] == "step" else None
-        if known is None:
+        result = self.results.get(command.get("step", 0)) if command["name"] == "step" else None
+        if result is None:
             return None
-        if _named(known["batch"]) != _named(command.get("batch")):
+        if _batch_name(result["batch"]) != _batch_name(command.get("batch")):
             raise ConfigurationError(
                 f"step {command['step']} was trained on another batch",
                 code="batch_mismatch",
-                where=f"{known['batch']} and now {command.get('batch')}",
+                where=f"{result['batch']} and now {command.get('batch')}",
                 remedy="resume from a checkpoint before that step to train it again",
             )
-        metrics: dict[str, float] = known["metrics"]
+        metrics: dict[str, float] = result["metrics"]
         return metrics
 
     def run(self, command: Command, prepared: Any) -> Any:
-        """Carry out a checked command; on every rank."""
+        """Carry out a command that `check` accepted. Every rank calls it."""
         match command["name"]:
             case "step":
                 metrics = self.train(command, prepared)
@@ -116,6 +116,6 @@ class ServiceWorker(ABC):
         return self._engine.steps_done
 
 
-def _named(batch: str | None) -> tuple[str, ...]:
-    """Kind and fingerprint of a batch: another machine has it in another store."""
+def _batch_name(batch: str | None) -> tuple[str, ...]:
+    """Return kind and fingerprint of a batch: the rest of the path depends on the machine's store."""
     return Path(batch or "").parts[-2:]

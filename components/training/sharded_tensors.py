@@ -1,7 +1,7 @@
-"""Named tensors that several ranks hold, as one folder that any number of ranks can read, without pickle.
+"""A folder format for named tensors that several ranks hold, whole or sharded; any number of ranks can read it.
 
-`torch.distributed.checkpoint` plans, copies, writes and reshards. What it would keep in a pickled `.metadata`, each
-rank writes as JSON beside its own shards, and ranks send each other nothing.
+`torch.distributed.checkpoint` does the planning, copying, writing and resharding. It would store its metadata in a
+pickled file; instead, each rank writes its part of the metadata as JSON beside its shards. Ranks do not communicate.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from torch.distributed.checkpoint.planner import ReadItem
 
 INDEX = "index.json"
 _ONE_PROCESS = "torch.distributed is disabled, unavailable or uninitialized"
-warnings.filterwarnings("ignore", message=_ONE_PROCESS)  # what `no_dist` says; ranks agree outside of it
+warnings.filterwarnings("ignore", message=_ONE_PROCESS)  # torch warns so for `no_dist`, which is on purpose here
 
 
 class SavedShard(BaseModel):
-    """A box of a tensor, and where in the rank's file its bytes are."""
+    """A box (offsets and sizes) of a tensor, and the bytes of the rank's file that hold it."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
@@ -45,7 +45,7 @@ class SavedShard(BaseModel):
 
 
 class SavedTensor(BaseModel):
-    """What one rank has of a tensor, or all ranks together."""
+    """Dtype and shape of a tensor, and the shards of it that one rank wrote."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
@@ -55,7 +55,7 @@ class SavedTensor(BaseModel):
 
 
 class SavedTensors(BaseModel):
-    """The index of one rank."""
+    """The index file of one rank: the tensors in its data file."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
@@ -72,10 +72,10 @@ class TensorSpec:
 
 
 class ShardedTensors:
-    """The tensors in a folder that `write` filled on every rank.
+    """Reads the tensors in a folder that `write` filled on every rank.
 
     Raises:
-        ValueError, OSError: there is none, a rank's part is missing, or an index is not one.
+        ValueError, OSError: the folder has no tensors, a rank's part is missing, or an index is not valid.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -95,32 +95,32 @@ class ShardedTensors:
                         where = f"{path.parent.name}/{file}"
                         storage[MetadataIndex(name, chunk.offsets)] = _Location(where, shard.start, shard.length)
         if not entries:
-            raise ValueError("there are no tensors")
+            raise ValueError("the folder has no tensors")
         for name, entry in entries.items():
             if sum(prod(chunk.sizes) for chunk in entry.chunks) != prod(entry.size):
-                raise ValueError(f"the parts of {name} do not add up to it")
+                raise ValueError(f"the shards of {name} do not add up to the whole tensor")
         self._metadata = Metadata(cast(Any, entries), storage_data=storage)
 
     @property
     def specs(self) -> dict[str, TensorSpec]:
-        """By name."""
+        """Shape and dtype of each tensor, by name."""
         entries = cast(dict[str, TensorStorageMetadata], self._metadata.state_dict_metadata)
         return {name: TensorSpec(entry.size, entry.properties.dtype) for name, entry in entries.items()}
 
     def check_finite(self, targets: Mapping[str, Tensor]) -> None:
-        """Read what `read` would, and change nothing.
+        """Read the data that `read` would copy to `targets` and check that it is finite, without changing `targets`.
 
         Raises:
-            NotFiniteError: of a tensor.
+            NotFiniteError: a tensor has NaN or infinite values.
             ValueError, OSError: a file is damaged.
         """
         self._load(targets, _FiniteCheck())
 
     def read(self, targets: Mapping[str, Tensor]) -> None:
-        """Fill `targets`, plain tensors or this rank's shards of DTensors, on any device, in their dtype.
+        """Fill `targets`: plain tensors, or DTensors of which this rank's shards are filled; any device and dtype.
 
         Raises:
-            ValueError, OSError: a file is damaged; some of `targets` may be filled.
+            ValueError, OSError: a file is damaged; some of `targets` may be filled already.
         """
         self._load(targets, DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False))
 
@@ -132,24 +132,24 @@ class ShardedTensors:
 
 
 class NotFiniteError(ValueError):
-    """A tensor has infinities or NaN; its name is the argument."""
+    """A tensor has NaN or infinite values. The argument is its name."""
 
 
 @torch.no_grad()
 def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """This rank's plain tensors and shards of DTensors, copied to the CPU."""
+    """Copy plain tensors, and this rank's shards of DTensors, to the CPU."""
     return {name: value.detach().to("cpu", copy=True) for name, value in tensors.items()}
 
 
 def write(tensors: Mapping[str, Tensor], folder: Path, rank: int) -> None:
-    """Write this rank's plain tensors and shards of DTensors to the disk.
+    """Write this rank's plain tensors and shards of DTensors to `folder`/rank-<rank>/.
 
     Args:
-        tensors: a plain tensor of one name is given by one rank alone.
-        folder: exists; the same for all ranks. What this rank writes is `rank-<rank>/` there.
+        tensors: the tensors by name. A plain tensor must be passed by one rank only.
+        folder: an existing folder, the same for all ranks.
 
     Raises:
-        ValueError, OSError: something could not be written.
+        ValueError, OSError: a tensor could not be written.
     """
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     try:
@@ -159,14 +159,14 @@ def write(tensors: Mapping[str, Tensor], folder: Path, rank: int) -> None:
 
 
 def _cause(failed: CheckpointException) -> Exception:
-    """The error behind what torch raises for it."""
+    """Return the original error that torch wrapped in a `CheckpointException`."""
     first = next(iter(failed.failures.values()))[0]
     return first if isinstance(first, OSError | ValueError) else ValueError(f"{type(first).__name__}: {first}")
 
 
 @dataclass(frozen=True)
 class _Location:
-    """What `FileSystemReader` asks of an entry."""
+    """The storage location of a shard, with the attributes that `FileSystemReader` reads."""
 
     relative_path: str
     offset: int
@@ -175,7 +175,7 @@ class _Location:
 
 
 class _Writer(FileSystemWriter):
-    """Writes the index in JSON."""
+    """A writer that stores the index as JSON instead of a pickle."""
 
     def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
         written = {result.index: result.storage_data for part in results for result in part}
@@ -198,7 +198,7 @@ class _Writer(FileSystemWriter):
 
 
 class _Reader(FileSystemReader):
-    """Has the index already."""
+    """A reader that uses metadata which was already read."""
 
     def __init__(self, folder: Path, metadata: Metadata) -> None:
         super().__init__(folder)
@@ -209,7 +209,7 @@ class _Reader(FileSystemReader):
 
 
 class _FiniteCheck(DefaultLoadPlanner):
-    """Reads each shard into memory of its own, one at a time."""
+    """A load planner that reads shards into temporary memory, one at a time, and checks their values."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -228,9 +228,9 @@ def _index(path: Path) -> list[tuple[str, SavedTensor, str]]:
     try:
         index = SavedTensors.model_validate_json(path.read_bytes())
     except ValidationError as error:
-        raise ValueError(f"{path} is not an index: {error.errors()[0]['msg']}") from error
+        raise ValueError(f"{path} is not a valid index: {error.errors()[0]['msg']}") from error
     if index.tensors and Path(index.file).name != index.file:
-        raise ValueError(f"{path} names a file elsewhere: {index.file!r}")
+        raise ValueError(f"{path} names a file in another folder: {index.file!r}")
     return [(name, saved, index.file) for name, saved in index.tensors.items()]
 
 
@@ -248,4 +248,4 @@ def _dtype(name: str) -> torch.dtype:
 def _refuse_outside(name: str, chunk: ChunkStorageMetadata, size: torch.Size) -> None:
     dims = len(chunk.offsets) == len(chunk.sizes) == len(size)
     if not dims or any(o + s > total for o, s, total in zip(chunk.offsets, chunk.sizes, size, strict=True)):
-        raise ValueError(f"a part of {name} lies outside of it")
+        raise ValueError(f"a shard of {name} lies outside of the tensor")

@@ -1,4 +1,4 @@
-"""A model split over ranks with FSDP2: weights, gradients and moments are fp32 and lie in shards."""
+"""Sharding a model over ranks with FSDP2: weights, gradients and optimizer moments are fp32 and sharded."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from armature.components.families.family import Family
 from armature.components.training.ranks import Ranks
 
 Unit = tuple[nn.Module, torch.dtype | None]
-"""What is gathered at once, and the dtype it computes in; None: that of its weights."""
+"""A module whose weights are gathered together, and the dtype it computes in; None is the dtype of its weights."""
 Model = TypeVar("Model", bound=nn.Module)
 TOWER = 2**30
-"""Parameters of a vision tower that is gathered as a whole, at most. Its blocks compute for less time on a few images
-than a host needs to gather each.
+"""Largest number of parameters of a vision tower that is gathered as a whole.
+
+On a few images a block of the tower computes for less time than the host needs to gather it.
 """
 
 
@@ -33,16 +34,16 @@ def sharder(
     methods: Iterable[str] = (),
     keep: bool = False,
 ) -> Callable[[Model], None]:
-    """What splits a model, whose parameters may be on the meta device, over `ranks`.
+    """Return a function that shards a model over `ranks`, in place. The model's parameters may be on the meta device.
 
     Args:
-        copies: 1, or with more (HSDP) each equal part of the ranks, one after the other, holds all of the model.
-        units: those of a model, inner ones first, the model itself last.
-        weights: all parameters and buffers by name, on the first rank, which asks for one at a time and sends each
-            rank its shards; None on the others.
-        cast_inputs: whether a unit's inputs are cast to its dtype as well.
-        methods: of the model, which gather its weights as `forward` does.
-        keep: whether weights stay gathered from a forward pass to its backward pass.
+        copies: number of copies of the model. With more than 1 (HSDP) each block of neighboring ranks shards a copy.
+        units: returns the units of a model, inner ones first and the model itself last.
+        weights: on the first rank all parameters and buffers by name, None on the other ranks. The first rank reads one
+            at a time and sends each rank its shard.
+        cast_inputs: also cast the inputs of a unit to its dtype.
+        methods: names of methods of the model that must gather its weights, as `forward` does.
+        keep: keep weights gathered from a forward pass to its backward pass.
     """
     mesh = ranks.mesh(copies)
 
@@ -52,14 +53,14 @@ def sharder(
             precision = MixedPrecisionPolicy(
                 param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=cast_inputs
             )
-            # Resharded explicitly: by default the root stays whole after a forward pass without a backward, and then
-            # its parameters are not those that the optimizer knows.
+            # FSDP would leave the root module gathered after a forward pass. Without a backward pass after it, its
+            # parameters would not be the sharded ones that the optimizer updates.
             fully_shard(module, mesh=mesh, mp_policy=precision, reshard_after_forward=True)
         for name in methods:
             register_fsdp_forward_method(model, name)
         if keep:
             _keep_for_backward(model)
-        # Not `to_empty`, which would also empty the buffers.
+        # `to_empty` would do this for parameters, but it would also discard the values of buffers.
         model._apply(lambda t: torch.empty_like(t, device=ranks.device) if t.is_meta else t.to(ranks.device))
         _distribute(model, ranks, weights)
 
@@ -67,7 +68,10 @@ def sharder(
 
 
 def _keep_for_backward(model: nn.Module) -> None:
-    """FSDP's own setting would keep them after a forward pass without a backward pass, too."""
+    """Keep weights gathered after a forward pass only if a backward pass will follow, i.e. if gradients are enabled.
+
+    FSDP's own setting, `reshard_after_forward=False`, would keep them after every forward pass.
+    """
     sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
 
     def reshard(after_forward: bool) -> None:
@@ -80,11 +84,11 @@ def _keep_for_backward(model: nn.Module) -> None:
 
 @torch.no_grad()
 def _distribute(model: nn.Module, ranks: Ranks, weights: Mapping[str, Tensor] | None) -> None:
-    """Fill the model with the first rank's weights."""
+    """Fill the sharded model with the first rank's weights."""
     for name, parameter in model.named_parameters():
         assert isinstance(parameter, DTensor)
         mine, mesh = parameter.to_local(), parameter.device_mesh
-        copied = mesh.ndim > 1
+        copied = mesh.ndim > 1  # first scatter to the ranks of the first copy, which send their shards to the others
         if not copied or mesh.get_local_rank("replicate") == 0:
             whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=ranks.device)
             if weights is not None:
@@ -92,16 +96,20 @@ def _distribute(model: nn.Module, ranks: Ranks, weights: Mapping[str, Tensor] | 
             mine.copy_(distribute_tensor(whole, mesh["shard"], parameter.placements[-1:]).to_local())
         if copied:
             dist.broadcast(mine, group=mesh.get_group("replicate"), group_src=0)
-    kept = model.state_dict().keys()
+    persistent = model.state_dict().keys()
     for name, buffer in model.named_buffers():
-        if name in kept:  # others are made from the configuration
+        if name in persistent:  # other buffers are computed from the configuration
             if weights is not None:
                 buffer.copy_(weights[name])
             dist.broadcast(buffer, src=0)
 
 
 def blocks(model: nn.Module, family: Family, dtype: torch.dtype | None) -> Iterator[Unit]:
-    """A vision tower that is gathered as a whole, the blocks that are not in it, inner ones first, and the model."""
+    """Yield the units in which FSDP gathers a model's weights.
+
+    These are the vision tower, if the family allows it and it is small enough; the transformer blocks outside of it,
+    inner ones first; and the model itself for all other weights.
+    """
     inside: set[nn.Module] = set()
     for name, module in model.named_modules():
         if family.whole_tower and name.endswith(family.vision) and n_parameters(module) <= TOWER:
@@ -109,10 +117,12 @@ def blocks(model: nn.Module, family: Family, dtype: torch.dtype | None) -> Itera
             yield module, dtype
             break
     names = frozenset(family.wrap_classes)
-    found = (one for one in reversed(list(model.modules())) if type(one).__name__ in names and one not in inside)
-    yield from ((module, dtype) for module in found)
+    for module in reversed(list(model.modules())):
+        if type(module).__name__ in names and module not in inside:
+            yield module, dtype
     yield model, dtype
 
 
 def n_parameters(module: nn.Module) -> int:
+    """Return the number of parameters of a module."""
     return sum(parameter.numel() for parameter in module.parameters())

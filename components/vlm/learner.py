@@ -1,9 +1,13 @@
-"""One training step: micro-batches in, an updated policy and its metrics out."""
+"""A training step of a vision-language model: a batch of samples in, updated weights and metrics out.
+
+`Learner.step` reads from top to bottom. Three things happen elsewhere: `packing` decides which samples share a forward
+pass, `objectives` computes the loss, and the base class `TrainingEngine`, shared with robot policies, has the optimizer.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
@@ -36,16 +40,19 @@ from armature.components.vlm.objectives import Tokens, loss_of, normalizer
 from armature.components.vlm.packing import MicroBatch, PackedBatch, micro_batches, packed_micro_batches, share, updates
 from armature.components.vlm.settings import TrainerSettings
 
-# In which data type a model's weights are trained.
+Load = Callable[[Sequence[MicroBatch]], Iterator[tuple[MicroBatch, MultimodalBatch]]]
+"""Yields each planned micro-batch with its tensors, in the order of the plan."""
 
 
 def prepare_weights(model: nn.Module, settings: TrainerSettings) -> nn.Module:
-    """`model`, of which what is trained is in fp32, or in bf16.
+    """Cast the trained weights of `model` to the dtype that `settings.weights` names, in place, and return `model`.
 
-    An update of 1e-6 is lost in the 8 bits of a bf16 weight: of those the optimizer keeps the masters.
+    The default is fp32, because an update of 1e-6 is lost in the 8 bits of a bf16 weight. With bf16 weights the
+    optimizer keeps fp32 masters instead.
 
     Raises:
-        ConfigurationError: weights of several dtypes without autocast, or loaded in another dtype than is asked for.
+        ConfigurationError: the weights have several dtypes and autocast is off, or `settings.weights` is bfloat16 and
+            the model was loaded in another dtype.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if settings.weights == "bfloat16":
@@ -53,7 +60,7 @@ def prepare_weights(model: nn.Module, settings: TrainerSettings) -> nn.Module:
         _set_dtype(adapters, torch.bfloat16)
         if (dtypes := _dtypes(model)) != {torch.bfloat16}:
             raise ConfigurationError(
-                f"weights that compute in bfloat16 are to be loaded in it, and there are {_named(dtypes)}",
+                f"trainer.weights is bfloat16, but the model was loaded in {_names(dtypes)}",
                 code="weights_dtype_mismatch",
                 where="trainer.weights",
                 remedy="set model.dtype = 'bfloat16', or leave trainer.weights out",
@@ -62,7 +69,7 @@ def prepare_weights(model: nn.Module, settings: TrainerSettings) -> nn.Module:
     _set_dtype(trained, torch.float32)
     if len(dtypes := _dtypes(model)) > 1 and settings.autocast == "none":
         raise ConfigurationError(
-            f"weights of several types ({_named(dtypes)}) need autocast",
+            f"the weights have several dtypes ({_names(dtypes)}), which needs autocast",
             code="autocast_missing",
             where="trainer.autocast",
             remedy="set trainer.autocast = 'bf16', or model.dtype = 'float32'",
@@ -79,31 +86,28 @@ def _dtypes(model: nn.Module) -> set[torch.dtype]:
     return {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
 
 
-def _named(dtypes: Iterable[torch.dtype]) -> str:
+def _names(dtypes: Iterable[torch.dtype]) -> str:
     return ", ".join(sorted(map(str, dtypes)))
 
 
-Load = Callable[[Sequence[MicroBatch]], Iterator[tuple[MicroBatch, MultimodalBatch]]]
-"""Gives each planned micro-batch its tensors, in order."""
-
-
 class Learner(TrainingEngine[Any]):
-    """The policy, its optimizer, and how a batch changes them.
+    """Trains a vision-language model, one batch of samples per step.
 
-    `log_ratios` are of the last step; see `Meter.report`.
+    After a step, `log_ratios` has the log-ratios of its tokens to the sampler; see `Meter.report`.
 
     Args:
-        model: a vision-language model, with or without adapters; what requires a gradient is trained, in fp32.
+        model: a vision-language model, with or without adapters. The parameters that require a gradient are trained,
+            in fp32 unless `settings.weights` says otherwise.
         settings: the objective and the optimizer.
-        temperature: of the sampler.
+        temperature: the temperature that the sampler divided its logits by.
         forbidden_token_ids: tokens that the sampler could not choose.
-        ranks: the processes that train together.
-        shard: splits a model without weights over the ranks (FSDP2) and gives each rank its shards, where every
-            rank would else hold all of it; called with the policy, and with the reference where there is one.
+        ranks: the processes that train together; by default this one alone.
+        shard: splits a model without weights over the ranks (FSDP2) and loads each rank's shards, so that no rank has
+            to hold the whole model. It is called with the policy, and with the reference model if there is one.
 
     Raises:
-        ConfigurationError: weights of several dtypes without autocast, an output head that is not understood, or ranks
-            that share sequences which are not packed.
+        ConfigurationError: the weights have several dtypes and autocast is off, the output head is not supported, or
+            ranks share sequences (context parallelism) without packing.
     """
 
     def __init__(
@@ -120,15 +124,15 @@ class Learner(TrainingEngine[Any]):
         self.settings = settings
         if ranks.context is not None and not settings.packing:
             raise ConfigurationError(
-                "ranks share packed sequences alone",
+                "context parallelism works on packed sequences only",
                 code="sharing_needs_packing",
                 where="trainer.packing, machine.trainer_context_parallel",
                 remedy="set trainer.packing = true",
             )
         if shard is None:
             model.to(ranks.device)
-        self._make_policy = lambda inner: Policy(
-            inner,
+        make_policy = partial(
+            Policy,
             logprobs=settings.logprobs.name,
             **settings.logprobs.model_dump(exclude={"name"}),
             temperature=temperature,
@@ -138,15 +142,16 @@ class Learner(TrainingEngine[Any]):
             packing=settings.packing,
             context=ranks.context,
         )
+        # The KL term needs the initial model. A model with adapters has it: switch them off. Any other is copied.
         needs_copy = settings.kl_coefficient > 0 and not isinstance(model, PeftModel)
-        self.reference = self._make_policy(deepcopy(model).requires_grad_(False)) if needs_copy else None
-        self.policy = self._make_policy(prepare_weights(model, settings))
-        for policy in (self.policy, self.reference):
-            if policy is not None:
-                (shard or partial(Policy.to, device=ranks.device))(policy)
+        self.reference = make_policy(deepcopy(model).requires_grad_(False)) if needs_copy else None
+        self.policy = make_policy(prepare_weights(model, settings))
+        policies = [policy for policy in (self.policy, self.reference) if policy is not None]
+        for policy in policies:
+            (shard or partial(Policy.to, device=ranks.device))(policy)
         check_head(self.policy)
         in_bf16 = settings.weights == "bfloat16" or settings.autocast == "bf16"
-        for policy in filter(None, (self.policy, self.reference)):
+        for policy in policies:
             if in_bf16 and ranks.device.type == "cuda":
                 pad_widths(policy)
             if settings.torch_compile:
@@ -165,33 +170,80 @@ class Learner(TrainingEngine[Any]):
         )
 
     def step(self, samples: Sequence[Sample], load: Load) -> dict[str, float]:
-        """Train on one batch: one update, or one per `samples_per_update` samples. Every rank calls it alike.
+        """Train on one batch: one optimizer update, or one per `samples_per_update` samples.
 
-        A batch without samples (every group agreed on its reward) is a step without an update, and so is one without
-        a trained token: weights and the optimizer's moments stay, the step counts in the schedule.
+        Every rank calls it with the same samples. A batch without a trained token, or without samples because every
+        group agreed on its reward, changes neither weights nor moments; its step still counts in the schedule.
 
         Returns:
             The metrics of the step, over all ranks; see `armature.components.vlm.metrics`.
 
         Raises:
             DataError: samples that cannot be trained on; see `check_samples`.
-            DivergedError: too many updates in a row had a gradient that is not finite.
+            DivergedError: the gradients of too many updates in a row were not finite.
         """
         check_samples(samples)
-        began, meter = perf_counter(), Meter()
-        all_rows = list(updates(len(samples), self.settings.samples_per_update))
-        start = None
-        if self.settings.correction.mode != "none" and len(all_rows) > 1:
-            start = self._score(samples, load)
-        for rows in all_rows:
+        settings, device, began, meter = self.settings, self.ranks.device, perf_counter(), Meter()
+        corrects = settings.correction.mode != "none"
+        rows_of_updates = list(updates(len(samples), settings.samples_per_update))
+
+        # The importance correction refers to the policy at the start of the step. In the first update these are the
+        # log-probs of its own forward pass; for later updates compute them now, before the weights change.
+        start = self._score(samples, load) if corrects and len(rows_of_updates) > 1 else None
+
+        for rows in rows_of_updates:
+            # Count over the samples of all ranks: divided by the same number, the gradients of all micro-batches and
+            # ranks add up to the gradient of one large batch, however the samples are spread.
             n_tokens = sum(int(samples[row].loss_mask[1:].sum()) for row in rows)
             n_sequences = sum(bool(samples[row].loss_mask[1:].any()) for row in rows)
+            if n_tokens == 0:
+                continue
+            scale = 1 / normalizer(settings, n_tokens, n_sequences)
             plan = self.plan(samples, rows)
-            self._update(load(plan), len(plan), n_tokens, n_sequences, meter, start)
-        return self._finish(meter, batch_report(samples), began)
+            for number, (micro, batch) in enumerate(load(plan), 1):
+                batch = self._to_device(batch)
+                at = predicting(batch.loss_mask, device)
+
+                # 1. Forward pass: log-probs and entropies (N,) of the N trained tokens, and of no others.
+                with offloaded_activations() if settings.activation_offloading else nullcontext():
+                    logprobs, entropy = _forward(self.policy, batch, at)
+                behavior, advantages = _of_trained_tokens(batch, device)
+                at_start = logprobs.detach()
+                if start is not None and (parts := [start[row] for row in micro.rows if row >= 0]):
+                    at_start = torch.cat(parts).to(device)
+
+                # 2. Loss: the objective's ratio is against the sampler, or with a correction against the policy at the
+                # start of the step, and the correction weighs the difference between the two.
+                denominator = at_start if corrects else behavior
+                tokens = Tokens(logprobs, denominator, behavior, advantages, rows=at[0], n_rows=len(batch.loss_mask))
+                reference = self._reference_logprobs(batch, at) if settings.kl_coefficient > 0 else None
+                loss = loss_of(tokens, entropy, reference, at_start, settings)
+
+                # 3. Backward pass. `last` lets the sums over ranks begin while the pass is still running.
+                self.backward(loss.total * scale, last=number == len(plan))
+                if settings.activation_offloading and device.type == "cuda":
+                    # Otherwise offloaded copies of two micro-batches would be in main memory at once.
+                    torch.cuda.current_stream(device).synchronize()
+                meter.add(micro, tokens, loss, scale)
+                if isinstance(batch, PackedBatch):
+                    meter.add_packed(len(batch.packing.rows))
+
+            # 4. Sum the gradients over the ranks, clip them, and make the AdamW step if their norm is finite.
+            applied = self.update(self.steps_done + 1)
+            meter.update(applied.norms[ALL], applied.finite)
+
+        report, self.log_ratios = meter.report(self.ranks, peak_memory_gib(device))
+        self.steps_done += 1
+        batch_metrics, seconds = batch_report(samples), perf_counter() - began
+        position = {
+            "learning_rate": _learning_rates(settings)(self.steps_done),
+            "timing/train_s": seconds,
+            "tokens_per_second": batch_metrics["tokens/total"] / seconds,
+        }
+        return merged(meter=report, batch=batch_metrics, step=position)
 
     def score(self, samples: Sequence[Sample], load: Load) -> list[npt.NDArray[np.float32]]:
-        """For each sample (L,) log-probs of its trained tokens, 0 elsewhere. Every rank calls it alike."""
+        """Return for each sample the log-probs (L,) of its trained tokens, 0 elsewhere. Every rank calls it."""
         scored = self._score(samples, load)
         arrays = []
         for row, sample in enumerate(samples):
@@ -201,7 +253,7 @@ class Learner(TrainingEngine[Any]):
         return arrays
 
     def plan(self, samples: Sequence[Sample], rows: Sequence[int]) -> list[MicroBatch]:
-        """The micro-batches of this rank, for an update on `rows` of `samples`."""
+        """Return the micro-batches of this rank for an update on `rows` of `samples`."""
         settings, (part, parts) = self.settings, self.ranks.data_parallel
         most = settings.max_tokens_per_micro_batch, settings.max_rows_per_micro_batch
         if settings.packing:
@@ -212,81 +264,33 @@ class Learner(TrainingEngine[Any]):
             planned = micro_batches(samples, rows, *most, parts)
         return share(planned, part, parts)
 
-    def _update(
-        self,
-        batches: Iterable[tuple[MicroBatch, MultimodalBatch]],
-        n_batches: int,
-        n_tokens: int,
-        n_sequences: int,
-        meter: Meter,
-        start: dict[int, Tensor] | None,
-    ) -> None:
-        """Accumulate the gradient of all micro-batches, normalized by the counts of all ranks, and apply it."""
-        if n_tokens == 0:
-            return
-        scale = 1 / normalizer(self.settings, n_tokens, n_sequences)
-        for number, (micro, batch) in enumerate(batches, 1):
-            batch = self._ready(batch)
-            at = predicting(batch.loss_mask, self.ranks.device)
-            with offloaded_activations() if self.settings.activation_offloading else nullcontext():
-                logprobs, entropy = _run(self.policy, batch, at)
-            given = self._given(batch, at[0])
-            at_start = _at_start(micro, logprobs, start)
-            corrected = self.settings.correction.mode != "none"
-            tokens = Tokens(logprobs, at_start if corrected else given["behavior"], **given)
-            loss = loss_of(tokens, entropy, self._reference_logprobs(batch, at), at_start, self.settings)
-            self.backward(loss.total * scale, last=number == n_batches)
-            if self.settings.activation_offloading and self.ranks.device.type == "cuda":
-                torch.cuda.current_stream(self.ranks.device).synchronize()  # or copies of two would be kept at once
-            meter.add(micro, tokens, loss, scale)
-            if isinstance(batch, PackedBatch):
-                meter.add_packed(len(batch.packing.rows))
-        done = self.update(self.steps_done + 1)
-        meter.update(done.norms[ALL], done.finite)
-
-    def _finish(self, meter: Meter, batch: dict[str, float], began: float) -> dict[str, float]:
-        report, self.log_ratios = meter.report(self.ranks, peak_memory_gib(self.ranks.device))
-        self.steps_done += 1
-        seconds = perf_counter() - began
-        position = {
-            "learning_rate": _learning_rates(self.settings)(self.steps_done),
-            "timing/train_s": seconds,
-            "tokens_per_second": batch.get("tokens/total", batch["tokens/trained"]) / seconds,
-        }
-        return merged(meter=report, batch=batch, step=position)
-
     @torch.no_grad()
     def _score(self, samples: Sequence[Sample], load: Load) -> dict[int, Tensor]:
-        """Log-probs (T,) of the T trained tokens of each sample, by its position, on the CPU. An update may give its
-        ranks other samples than this does.
+        """Return the log-probs (T,) of the T trained tokens of each sample, by its position in the batch, on the CPU.
+
+        Every rank gets the log-probs of all samples, because in an update it may train on samples it has not scored.
         """
         scored: dict[int, Tensor] = {}
         for micro, batch in load(self.plan(samples, range(len(samples)))):
-            batch = self._ready(batch)
-            logprobs, _ = _run(self.policy, batch, predicting(batch.loss_mask, self.ranks.device))
+            batch = self._to_device(batch)
+            logprobs, _ = _forward(self.policy, batch, predicting(batch.loss_mask, self.ranks.device))
             lengths = batch.loss_mask[:, 1:].sum(1).tolist()
             parts = logprobs.cpu().split(lengths)
             scored |= {row: part for row, part in zip(micro.rows, parts, strict=True) if row >= 0}
         return {row: values for part in self.ranks.gather(scored) for row, values in part.items()}
 
     @torch.no_grad()
-    def _reference_logprobs(self, batch: MultimodalBatch, at: tuple[Tensor, Tensor]) -> Tensor | None:
-        """(N,) log-probs under the initial model: its frozen copy, or the policy without its adapters."""
-        if self.settings.kl_coefficient == 0:
-            return None
-        without: AbstractContextManager[Any] = nullcontext()
-        if self.reference is None:
-            without = self.model.disable_adapter()
-        logprobs: Tensor
-        with without:
-            policy = self.policy if self.reference is None else self.reference
-            logprobs, _ = _run(policy, batch, at)
-        return logprobs
+    def _reference_logprobs(self, batch: MultimodalBatch, at: tuple[Tensor, Tensor]) -> Tensor:
+        """Return the log-probs (N,) under the initial model: its frozen copy, or the policy without its adapters."""
+        if self.reference is not None:
+            return _forward(self.reference, batch, at)[0]
+        with self.model.disable_adapter():
+            return _forward(self.policy, batch, at)[0]
 
-    def _ready(self, batch: MultimodalBatch) -> MultimodalBatch:
-        """The batch, with what the model takes on the device of this rank; positions of packed rows are made before.
+    def _to_device(self, batch: MultimodalBatch) -> MultimodalBatch:
+        """Move the model's inputs to the device of this rank, and lay out the positions of packed rows before.
 
-        What says which tokens are trained, and how, stays on the CPU: to ask a GPU is to wait for what it does.
+        The loss mask, advantages and log-probs stay on the CPU: indexing by a mask on a GPU would wait for the GPU.
         """
         if isinstance(batch, PackedBatch):
             model, context = base_model(self.model), self.ranks.context
@@ -301,32 +305,25 @@ class Learner(TrainingEngine[Any]):
             extra_model_kwargs={name: move(value) for name, value in batch.extra_model_kwargs.items()},
         )
 
-    def _given(self, batch: MultimodalBatch, rows: Tensor) -> dict[str, Any]:
-        """What `Tokens` has from the batch, of which `rows` are those of the trained tokens."""
-        assert batch.advantages is not None
-        trained = batch.loss_mask[:, 1:]
-        behavior, advantages = (
-            to_device(values[:, 1:][trained].float(), self.ranks.device)
-            for values in (batch.behavior_logprobs, batch.advantages)
-        )
-        return {"behavior": behavior, "advantages": advantages, "rows": rows, "n_rows": len(trained)}
 
-
-def _run(policy: Policy, batch: MultimodalBatch, at: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    packing = batch.packing if isinstance(batch, PackedBatch) else None
-    logprobs, entropy = policy(model_inputs(batch), at, packing)
+def _forward(policy: Policy, batch: MultimodalBatch, at: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Return the log-probs and entropies (N,) of the tokens behind the positions `at`; see `predicting`."""
+    logprobs, entropy = policy(model_inputs(batch), at, batch.packing if isinstance(batch, PackedBatch) else None)
     return logprobs, entropy
 
 
-def _at_start(micro: MicroBatch, logprobs: Tensor, start: dict[int, Tensor] | None) -> Tensor:
-    """Log-probs of the policy at the start of the step: those at hand, before the first update."""
-    if start is None:
-        return logprobs.detach()
-    found = [start[row] for row in micro.rows if row >= 0]
-    return torch.cat(found).to(logprobs.device) if found else logprobs.detach()
+def _of_trained_tokens(batch: MultimodalBatch, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the sampler's log-probs and the advantages of the trained tokens, (N,) each, on `device`."""
+    assert batch.advantages is not None
+    trained = batch.loss_mask[:, 1:]
+    behavior, advantages = (
+        to_device(values[:, 1:][trained].float(), device) for values in (batch.behavior_logprobs, batch.advantages)
+    )
+    return behavior, advantages
 
 
 def _learning_rates(settings: TrainerSettings) -> Callable[[float], float]:
+    """Return the learning rate as a function of the step, 1, 2, ..."""
     return partial(
         learning_rate,
         peak=settings.learning_rate,
@@ -337,7 +334,7 @@ def _learning_rates(settings: TrainerSettings) -> Callable[[float], float]:
 
 
 def _parameter_groups(model: nn.Module, settings: TrainerSettings) -> list[ParameterGroup]:
-    """Matrices and vectors; vectors (norms and biases) are not decayed."""
+    """Return the trained parameters in two groups: matrices, and vectors (norms, biases) without weight decay."""
     trained = [p for p in model.parameters() if p.requires_grad]
     rate = _learning_rates(settings)
     return [

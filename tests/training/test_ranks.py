@@ -129,7 +129,7 @@ def test_a_rank_that_does_not_answer_is_named_as_the_cause(tmp_path: Path) -> No
         assert program.wait(120) == 1
     finally:
         program.stop()
-    assert "rank 0 waited 1 s for another one of 2" in program.tail(60) and "machine.rank_timeout" in program.tail(60)
+    assert "rank 0 waited 1 s for another of 2 ranks" in program.tail(60) and "machine.rank_timeout" in program.tail(60)
 
 
 @pytest.mark.slow
