@@ -1,7 +1,8 @@
 """A training step of a vision-language model: a batch of samples in, updated weights and metrics out.
 
 `Learner.step` reads from top to bottom. Three things happen elsewhere: `packing` decides which samples share a forward
-pass, `objectives` computes the loss, and the base class `TrainingEngine`, shared with robot policies, has the optimizer.
+pass, `objectives` computes the loss, and the base class `TrainingEngine`, shared with robot policies, owns gradients
+and optimizer.
 """
 
 from __future__ import annotations
@@ -144,8 +145,8 @@ class Learner(TrainingEngine[Any]):
         )
         # The KL term needs the initial model. A model with adapters has it: switch them off. Any other is copied.
         needs_copy = settings.kl_coefficient > 0 and not isinstance(model, PeftModel)
-        self.reference = make_policy(deepcopy(model).requires_grad_(False)) if needs_copy else None
-        self.policy = make_policy(prepare_weights(model, settings))
+        self.reference = make_policy(model=deepcopy(model).requires_grad_(False)) if needs_copy else None
+        self.policy = make_policy(model=prepare_weights(model, settings))
         policies = [policy for policy in (self.policy, self.reference) if policy is not None]
         for policy in policies:
             (shard or partial(Policy.to, device=ranks.device))(policy)

@@ -1,4 +1,4 @@
-"""The engine is tested through the trainer of tokens."""
+"""Fixtures of the training engine's tests, which mostly run it with a tiny vision-language model."""
 
 from tests.vlm.conftest import make_tiny, tiny
 

@@ -1,8 +1,8 @@
-"""A program that trains the cases of test_sharding on any number of ranks, as often as it is asked.
+"""A program that trains the cases of test_sharding on any number of ranks, once per request.
 
-Ranks are forked from it: importing torch and transformers in each would cost more than the steps. It reads
-[processes, rendezvous, cases] as a line of JSON, and answers with the exit code of the first rank that fails, or 0.
-Other tests give it another `work`.
+It forks the ranks, because importing torch and transformers in each of them would take longer than the steps. A request
+is a line of JSON, [processes, rendezvous, cases]; the reply is the exit code of the first rank that fails, or 0. Other
+tests pass another function `work` for the ranks.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ from armature.components.training.service_settings import ServiceSettings
 from armature.components.vlm.worker import TrainerWorker
 
 FIRST_NEEDED_IN_A_RANK = ("pandas", "pyarrow.dataset", "transformers.models.qwen2_vl.processing_qwen2_vl")
-"""pyarrow imports pandas."""
+"""Modules that a rank would import later. pyarrow imports pandas."""
 
 
 def train(file: str) -> None:
+    """Train the cases in `file` as one rank, and write their results."""
     read = json.loads(Path(file).read_text())
     cases = [(ServiceSettings.model_validate(settings), batches) for settings, batches in read]
     with joined(cases[0][0].processes, cases[0][0].seed) as ranks:
@@ -53,7 +54,7 @@ def train(file: str) -> None:
 
 
 def fork(rank: int, processes: int, rendezvous: str, cases: str, work: Callable[[str], None]) -> int:
-    """The id of a process that is this rank."""
+    """Fork a process that runs `work` as rank `rank`, and return its PID."""
     if child := os.fork():
         return child
     try:
@@ -73,7 +74,7 @@ def run(processes: int, rendezvous: str, cases: str, work: Callable[[str], None]
         ended, status = os.wait()
         ranks.discard(ended)
         code = os.waitstatus_to_exitcode(status)
-        if code and not failed:  # the others would wait for it
+        if code and not failed:  # end the other ranks, which would wait for this one
             failed = code
             for rank in ranks:
                 os.kill(rank, signal.SIGKILL)

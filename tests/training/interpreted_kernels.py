@@ -1,6 +1,6 @@
-"""The kernel of the optimizer on a CPU; `test_interpreted` runs this file with TRITON_INTERPRET=1.
+"""The optimizer's Triton kernels on a CPU; `test_interpreted` runs this file with TRITON_INTERPRET=1.
 
-In fp16: the interpreter truncates to bf16, where a GPU rounds to the nearest.
+The tests use fp16, because the interpreter truncates to bf16 where a GPU rounds to the nearest value.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .update_cases import both_after
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (37, 55), (1, 4096), (0, 3)])
-def test_the_kernel_does_what_the_plain_update_does(shape: tuple[int, int]) -> None:
+def test_kernel_matches_plain_update(shape: tuple[int, int]) -> None:
     kernel, plain = both_after(6, shape, torch.float16, "cpu")
     for ours, theirs in zip(kernel[:3], plain[:3], strict=True):
         last_bit = theirs.float().abs() * 2**-10 + 2**-24
@@ -25,8 +25,8 @@ def test_the_kernel_does_what_the_plain_update_does(shape: tuple[int, int]) -> N
     torch.testing.assert_close(*exact, rtol=0, atol=1e-6)
 
 
-def test_the_kernel_updates_masters_as_fp32_weights() -> None:
-    """Within what the two compilers make of a product and a sum; the halves are those of one number."""
+def test_kernel_updates_masters_like_fp32_weights() -> None:
+    """Compilers may fuse a product and a sum differently, hence the tolerance. The halves still make one number."""
     random = torch.Generator().manual_seed(0)
     master = torch.randn(37, 55, generator=random)
     weight, low = split(master)
@@ -43,8 +43,8 @@ def test_the_kernel_updates_masters_as_fp32_weights() -> None:
     assert all(torch.equal(a, b) for a, b in zip(split(joined(weight, low)), (weight, low), strict=True))
 
 
-def test_parameters_together_are_updated_as_by_themselves() -> None:
-    """Of sizes around those of a block and of a program, and one that does not begin at a multiple of 16 bytes."""
+def test_kernel_update_of_many_parameters_equals_one_by_one() -> None:
+    """Sizes are around a block's and a program's, and one tensor does not start at a multiple of 16 bytes."""
     random = torch.Generator().manual_seed(0)
     alone = []
     for shape in ((3,), (37, 55), (0,), (BLOCK,), (CHUNK,), (CHUNK + BLOCK + 1,), (2 * CHUNK - 1,), (1,)):
@@ -62,7 +62,7 @@ def test_parameters_together_are_updated_as_by_themselves() -> None:
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (37, 55), (0, 3)])
-def test_a_gradient_is_added_as_torch_adds_it(shape: tuple[int, int]) -> None:
+def test_kernel_adds_gradient_like_torch(shape: tuple[int, int]) -> None:
     random = torch.Generator().manual_seed(0)
     total = torch.full(shape, torch.nan)
     gradients = [torch.randn(shape[::-1], generator=random).half().T for _ in range(3)]

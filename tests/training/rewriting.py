@@ -1,4 +1,4 @@
-"""Changes the tensors of a checkpoint that is on the disk."""
+"""Helpers that change the tensors of a checkpoint on the disk."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Tensors = dict[str, Tensor]
 
 
 def read(folder: Path) -> Tensors:
-    """All tensors, whole."""
+    """Read all tensors of a checkpoint, unsharded."""
     saved = ShardedTensors(folder)
     tensors = {name: torch.empty(spec.shape, dtype=spec.dtype) for name, spec in saved.specs.items()}
     saved.read(tensors)
@@ -25,7 +25,10 @@ def read(folder: Path) -> Tensors:
 
 
 def rewrite(path: Path, prefix: str, change: Callable[[Tensors], Any]) -> None:
-    """Put what `change` makes of the tensors whose names begin with `prefix`, given without it, in their place."""
+    """Replace the tensors whose names start with `prefix` by the result of `change`.
+
+    `change` gets and returns them by name without the prefix; it may also change its argument and return None.
+    """
     tensors = read(path / TENSORS)
     chosen = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
     others = {name: value for name, value in tensors.items() if not name.startswith(prefix)}

@@ -1,4 +1,4 @@
-"""Checkpoints: everything comes back, nothing foreign is taken, and a full disk costs nothing."""
+"""Training checkpoints: resuming bit for bit, refusing other models' and damaged checkpoints, and a full disk."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ from .rewriting import rewrite
 
 def make(tiny: Tiny, lora: Any = None, folder: Path | None = None, **changes: Any) -> tuple[Learner, dict[str, Any]]:
     settings = trainer_settings(**changes)
-    torch.manual_seed(0)  # of the adapters
+    torch.manual_seed(0)  # adapters are initialized randomly
     model = load_model(folder or tiny.folder, model_settings(lora=lora))
     who = identity(model, settings)
     return Learner(model, settings, temperature=1.0), who
 
 
 def save(learner: Learner, folder: Path, state: dict[str, Any], who: dict[str, Any]) -> Path:
-    """On the disk when it returns."""
+    """Save a checkpoint and wait until it is on the disk."""
     checkpoints = Checkpoints(folder, who, learner.ranks, learner.settings.keep_checkpoints)
     path = checkpoints.save(learner, state)
     checkpoints.wait()
@@ -63,7 +63,7 @@ def train(learner: Learner, tiny: Tiny, *seeds: int) -> list[float]:
 @pytest.mark.parametrize(
     ("lora", "changes"), [(None, {}), (LORA, {}), (None, {"packing": True})], ids=["full", "lora", "packed"]
 )
-def test_a_resumed_run_is_bit_for_bit_the_run(tiny: Tiny, tmp_path: Path, lora: Any, changes: Any) -> None:
+def test_resume_equals_uninterrupted_run(tiny: Tiny, tmp_path: Path, lora: Any, changes: Any) -> None:
     straight, who = make(tiny, lora, **changes)
     losses = train(straight, tiny, 1, 2, 3, 4)
     first, _ = make(tiny, lora, **changes)
@@ -82,12 +82,12 @@ def test_a_resumed_run_is_bit_for_bit_the_run(tiny: Tiny, tmp_path: Path, lora: 
         assert all(torch.equal(value, resumed[slot]) for slot, value in moments.items())
 
 
-def test_moments_in_bf16_are_trained_on(tiny: Tiny, tmp_path: Path) -> None:
-    """As torch's AdamW leaves them beside weights of bf16: the training of one whose moments were rounded in place."""
+def test_resume_accepts_bf16_moments(tiny: Tiny, tmp_path: Path) -> None:
+    """torch's AdamW keeps bf16 moments for bf16 weights. Compare with a learner whose moments were rounded in place."""
     rounded, who = make(tiny)
     train(rounded, tiny, 1)
     path = save(rounded, tmp_path, {}, who)
-    rewrite(path, STATE, lambda kept: {n: value.bfloat16() if "exp_avg" in n else value for n, value in kept.items()})
+    rewrite(path, STATE, lambda state: {n: v.bfloat16() if "exp_avg" in n else v for n, v in state.items()})
     for state in rounded.optimizer.state.values():
         state.update({name: state[name].bfloat16().float() for name in ("exp_avg", "exp_avg_sq")})
     resumed, _ = make(tiny)
@@ -97,7 +97,7 @@ def test_moments_in_bf16_are_trained_on(tiny: Tiny, tmp_path: Path) -> None:
     assert all(torch.equal(one, two) for one, two in pairs)
 
 
-def test_random_numbers_come_back(tiny: Tiny, tmp_path: Path) -> None:
+def test_load_restores_random_state(tiny: Tiny, tmp_path: Path) -> None:
     learner, who = make(tiny)
     path = save(learner, tmp_path, {}, who)
     expected = torch.rand(3)
@@ -106,7 +106,7 @@ def test_random_numbers_come_back(tiny: Tiny, tmp_path: Path) -> None:
     assert torch.equal(torch.rand(3), expected)
 
 
-def test_only_the_newest_are_kept_and_a_half_written_one_is_not_seen(tiny: Tiny, tmp_path: Path) -> None:
+def test_keeps_newest_checkpoints_and_ignores_incomplete_one(tiny: Tiny, tmp_path: Path) -> None:
     learner, who = make(tiny, keep_checkpoints=2)
     assert latest(tmp_path / "none") is None
     for learner.steps_done in (1, 2, 12):
@@ -118,7 +118,7 @@ def test_only_the_newest_are_kept_and_a_half_written_one_is_not_seen(tiny: Tiny,
     assert newest.name == "step-000012"
 
 
-def test_another_objective_another_model_and_another_base_are_refused(tiny: Tiny, tmp_path: Path) -> None:
+def test_rejects_checkpoint_of_other_settings_model_or_base(tiny: Tiny, tmp_path: Path) -> None:
     learner, who = make(tiny, LORA)
     path = save(learner, tmp_path, {}, who)
     other, who_other = make(tiny, LORA, learning_rate=5e-4, aggregation="sequence")
@@ -140,7 +140,7 @@ def test_another_objective_another_model_and_another_base_are_refused(tiny: Tiny
         load(based, path, who_based)
 
 
-def test_how_often_to_save_may_change(tiny: Tiny, tmp_path: Path) -> None:
+def test_save_interval_may_change_on_resume(tiny: Tiny, tmp_path: Path) -> None:
     learner, who = make(tiny)
     path = save(learner, tmp_path, {}, who)
     other, who_other = make(tiny, save_every=7, keep_checkpoints=5, max_steps=99)
@@ -150,7 +150,7 @@ def test_how_often_to_save_may_change(tiny: Tiny, tmp_path: Path) -> None:
         load(cosine, path, who_cosine)
 
 
-def test_a_damaged_checkpoint_is_named(tiny: Tiny, tmp_path: Path) -> None:
+def test_rejects_damaged_checkpoint_files(tiny: Tiny, tmp_path: Path) -> None:
     learner, who = make(tiny)
     path = save(learner, tmp_path, {}, who)
     (file,) = (path / TENSORS).glob("*/*.distcp")
@@ -180,8 +180,8 @@ def test_a_damaged_checkpoint_is_named(tiny: Tiny, tmp_path: Path) -> None:
         load(learner, path, who)
 
 
-def test_no_room_leaves_the_last_checkpoint(tiny: Tiny, tmp_path: Path) -> None:
-    """A file-size limit stands for the full disk: writing fails in the middle of a file in the same way."""
+def test_full_disk_keeps_last_checkpoint(tiny: Tiny, tmp_path: Path) -> None:
+    """A file-size limit simulates the full disk: writing fails in the middle of a file."""
     learner, who = make(tiny)
     learner.steps_done = 1
     save(learner, tmp_path, {}, who)
@@ -200,7 +200,7 @@ def test_no_room_leaves_the_last_checkpoint(tiny: Tiny, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("lora", [None, LORA], ids=["full", "lora"])
-def test_published_weights_are_the_policy(tiny: Tiny, tmp_path: Path, lora: Any) -> None:
+def test_published_weights_equal_trained_model(tiny: Tiny, tmp_path: Path, lora: Any) -> None:
     model = load_model(tiny.folder, model_settings(lora=lora))
     publisher = Publisher(model, load_processor(tiny.folder, model_settings()), tmp_path / "processor")
     learner = Learner(model, trainer_settings(learning_rate=1e-2), temperature=1.0)
@@ -241,7 +241,7 @@ def test_published_weights_are_the_policy(tiny: Tiny, tmp_path: Path, lora: Any)
     assert str(tiny.folder) not in (tmp_path / "last/adapter/adapter_config.json").read_text()
 
 
-def test_a_bf16_model_is_published_in_bf16(tiny: Tiny, tmp_path: Path) -> None:
+def test_publishes_bf16_model_in_bf16(tiny: Tiny, tmp_path: Path) -> None:
     model = load_model(tiny.folder, model_settings(dtype="bfloat16"))
     publisher = Publisher(model, load_processor(tiny.folder, model_settings()), tmp_path / "processor")
     learner = Learner(model, trainer_settings(autocast="bf16"), temperature=1.0)
@@ -262,7 +262,7 @@ def test_a_bf16_model_is_published_in_bf16(tiny: Tiny, tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_damaged_numbers_are_said_before_anything_is_loaded(tiny: Tiny, tmp_path: Path, damage: dict[str, Any]) -> None:
+def test_rejects_invalid_counts_before_loading(tiny: Tiny, tmp_path: Path, damage: dict[str, Any]) -> None:
     learner, who = make(tiny)
     path = save(learner, tmp_path, {}, who)
     file = path / STATE_FILE

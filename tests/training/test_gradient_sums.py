@@ -1,4 +1,4 @@
-"""Gradients of bf16 weights in one pass, against autograd's own sums in fp32."""
+"""Gradients of bf16 weights accumulated in fp32 by `GradientSums`, compared with autograd's own fp32 sums."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from armature.components.training.gradient_sums import GradientSums, sum_in_fp32
 
 
 class Tied(nn.Module):
-    """An embedding that is the head too, a layer, and one that the last row alone uses."""
+    """A model with an embedding tied to its head, a layer, and a layer that is used only if `late`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class Tied(nn.Module):
 
 
 def summed(model: Tied, sums: GradientSums | None, device: str = "cpu") -> dict[str, Tensor]:
-    """Gradients of three micro-batches, of which the first two miss a layer."""
+    """Return the summed gradients of three micro-batches; only the last one uses the late layer."""
     random = torch.Generator().manual_seed(1)
     for late in (False, False, True):
         ids = torch.randint(11, (5, 7), generator=random).to(device)
@@ -56,7 +56,7 @@ def assert_the_same(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
         assert torch.equal(ours[name], value), name
 
 
-def test_sums_are_those_of_autograd_to_the_bit() -> None:
+def test_sums_equal_autograd_bit_for_bit() -> None:
     expected = summed(by_autograd(Tied()), None)
     model, plain = Tied(), Tied()
     fast = [*model.layer.parameters(), *model.late.parameters()]
@@ -64,7 +64,7 @@ def test_sums_are_those_of_autograd_to_the_bit() -> None:
     assert_the_same(summed(plain, sum_in_fp32(plain)), expected)
 
 
-def test_discarded_sums_are_not_given() -> None:
+def test_discarded_sums_do_not_become_gradients() -> None:
     model = Tied()
     sums = GradientSums([*model.parameters()], [*model.layer.parameters()], plain_add)
     ids = torch.zeros(1, 3, dtype=torch.long)
@@ -77,21 +77,21 @@ def test_discarded_sums_are_not_given() -> None:
     assert model.layer.weight.grad is not None and model.layer.bias.grad is not None
 
 
-def test_who_waits_for_a_gradient_is_told_of_each() -> None:
-    model, told = Tied(), list[tuple[nn.Parameter, float]]()
+def test_added_callback_sees_each_gradient_once() -> None:
+    model, calls = Tied(), list[tuple[nn.Parameter, float]]()
     fast = [*model.layer.parameters()]
     sums = GradientSums([*model.parameters()], fast, plain_add)
-    sums.added = lambda parameter: told.append((parameter, float(sums.totals[parameter].sum())))
+    sums.added = lambda parameter: calls.append((parameter, float(sums.totals[parameter].sum())))
     for _ in range(2):
-        told.clear()
+        calls.clear()
         model(torch.zeros(1, 3, dtype=torch.long), False).sum().backward()
-    assert {parameter for parameter, _ in told} == {model.embedding.weight, *fast} and len(told) == 3
+    assert {parameter for parameter, _ in calls} == {model.embedding.weight, *fast} and len(calls) == 3
     sums.give()
-    assert all(parameter.grad is not None and float(parameter.grad.sum()) == total for parameter, total in told)
+    assert all(parameter.grad is not None and float(parameter.grad.sum()) == total for parameter, total in calls)
 
 
-def test_layers_are_compiled_whole_between_micro_batches() -> None:
-    """torch.compile makes no whole graph of a weight in bf16 whose gradient is fp32."""
+def test_layer_compiles_without_graph_break_between_micro_batches() -> None:
+    """torch.compile would break the graph at a bf16 weight that has an fp32 gradient."""
     model = Tied()
     sums = sum_in_fp32(model)
     x = torch.ones(1, 8, dtype=torch.bfloat16)
@@ -104,7 +104,7 @@ def test_layers_are_compiled_whole_between_micro_batches() -> None:
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_the_kernel_makes_them() -> None:
+def test_gpu_kernel_sums_equal_autograd() -> None:
     model = Tied().cuda()
     other = by_autograd(deepcopy(model))
     assert_the_same(summed(model, sum_in_fp32(model), "cuda"), summed(other, None, "cuda"))

@@ -1,4 +1,4 @@
-"""Weights in two halves, and the updates of an optimizer that keeps them so."""
+"""fp32 master weights kept as bf16 weights and 16-bit remainders, and the optimizer's updates of them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FINITE = st.floats(width=32, allow_nan=False, allow_infinity=False, min_value=-(
 
 
 @given(st.lists(FINITE, min_size=1, max_size=20))
-def test_the_halves_are_the_nearest_bf16_value_and_the_rest(values: list[float]) -> None:
+def test_split_gives_nearest_bf16_and_restores_bits(values: list[float]) -> None:
     master = torch.tensor(values, dtype=torch.float32)
     weight, low = split(master)
     assert torch.equal(joined(weight, low).view(torch.int32), master.view(torch.int32))
@@ -27,7 +27,7 @@ def test_the_halves_are_the_nearest_bf16_value_and_the_rest(values: list[float])
     assert torch.equal((weight.double() - exact).abs(), nearest)
 
 
-def test_of_two_values_that_are_equally_near_it_is_the_larger() -> None:
+def test_split_rounds_ties_away_from_zero() -> None:
     tie = torch.tensor([0x3F808000, 0x3F818000, -0x407F8000], dtype=torch.int32).view(torch.float32)
     weight, low = split(tie)
     assert torch.equal(joined(weight, low), tie)
@@ -37,7 +37,7 @@ def test_of_two_values_that_are_equally_near_it_is_the_larger() -> None:
 def optimized(
     device: str = "cpu", lr: float = 1e-6, steps: int = 50, clip: float = 1.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The weights after some steps: of the optimizer with masters, and of torch's AdamW in fp32."""
+    """Return the weights after some steps of the optimizer with masters, and of torch's AdamW in fp32."""
     start = torch.randn(7, 5, generator=torch.Generator().manual_seed(0)).to(device, torch.bfloat16)
     ours, theirs = nn.Parameter(start.clone()), nn.Parameter(start.float())
     ours.grad_dtype = torch.float32
@@ -54,14 +54,14 @@ def optimized(
 
 
 @pytest.mark.parametrize("clip", [1.0, 0.3])
-def test_bf16_weights_are_updated_as_fp32_ones_to_the_bit(clip: float) -> None:
-    """A step is a thousandth of the last bit of most of the weights."""
+def test_master_update_equals_fp32_update_bit_for_bit(clip: float) -> None:
+    """Each update is about a thousandth of the last bit of most bf16 weights."""
     ours, theirs = optimized(clip=clip)
     assert torch.equal(ours, theirs)
 
 
-def test_shards_in_fp32_are_clipped_as_well() -> None:
-    """FSDP has them where the model computes in bf16."""
+def test_masters_optimizer_clips_fp32_parameters() -> None:
+    """With FSDP shards are fp32 although the model computes in bf16, so `clips` must work on them too."""
     ours, theirs = (nn.Parameter(torch.ones(3)) for _ in range(2))
     optimizer = CompensatedAdamW([{"params": [ours], "lr": 0.1}], masters=True, betas=(0.9, 0.99), eps=1.0)
     stock = torch.optim.AdamW([theirs], lr=0.1, betas=(0.9, 0.99), eps=1.0, weight_decay=0.0)
@@ -73,14 +73,14 @@ def test_shards_in_fp32_are_clipped_as_well() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("clip", [1.0, 0.3])
-def test_kernels_of_a_gpu_make_the_same_updates(clip: float) -> None:
-    """Each rounds a number of fp32 a few times in its own order, and the weights move by some 0.05."""
+def test_gpu_master_update_is_close_to_fp32_update(clip: float) -> None:
+    """Both round fp32 numbers in their own order, hence the tolerance; the weights move by about 0.05."""
     ours, theirs = optimized("cuda", lr=1e-3, clip=clip)
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
 
 
-def test_gradients_of_bf16_weights_add_up_in_fp32() -> None:
-    """A thousand addends, each a 512th of the sum at the end: bf16 sums stop at 256."""
+def test_bf16_weight_gradients_accumulate_in_fp32() -> None:
+    """A sum of a thousand ones would stop growing at 256 in bf16."""
     weight = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
     weight.grad_dtype = torch.float32
     for _ in range(1000):

@@ -1,4 +1,4 @@
-"""Optimizer states in main memory, which change no bit, and in 8 bits, against the codes and the update by hand."""
+"""Optimizer states in main memory, which change no bit, and in 8 bits, compared with an update by hand."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.refusals import refused
 
 HYPER: dict[str, Any] = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 SHAPES = ((96, 50), (7,), (33, 200))
-"""The first and the last have at least SMALL numbers; neither is a multiple of a block."""
+"""The first and the last have at least SMALL elements; neither is a multiple of a block."""
 
 
 def parameters(dtype: torch.dtype, device: str = "cpu") -> list[nn.Parameter]:
@@ -48,13 +48,13 @@ def train(made: list[nn.Parameter], states: Any, updates: range, optimizer: Any 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_states_in_main_memory_give_the_same_bits(dtype: torch.dtype, device: str) -> None:
+def test_states_in_main_memory_equal_states_on_device(dtype: torch.dtype, device: str) -> None:
     plain, moved = parameters(dtype, device), parameters(dtype, device)
     train(plain, "device", range(20))
     optimizer = train(moved, "cpu", range(20))
     assert all(torch.equal(one, other) for one, other in zip(plain, moved, strict=True))
-    kept = {name: value.device.type for name, value in optimizer.state[moved[0]].items()}
-    assert kept == dict.fromkeys(["step", "exp_avg", "exp_avg_sq", *["low"] * (dtype == torch.bfloat16)], "cpu")
+    devices = {name: value.device.type for name, value in optimizer.state[moved[0]].items()}
+    assert devices == dict.fromkeys(["step", "exp_avg", "exp_avg_sq", *["low"] * (dtype == torch.bfloat16)], "cpu")
     assert optimizer.state[moved[1]]["exp_avg"].device.type == device, "the states of a norm are too small to move"
     if device == "cuda":
         assert optimizer.state[moved[0]]["exp_avg"].is_pinned()
@@ -84,7 +84,7 @@ def test_a_rank_has_the_states_of_its_shards_in_main_memory(device: str, tmp_pat
 
 @pytest.mark.parametrize("codes", [NF4, SIGNED, UNSIGNED], ids=["nf4", "signed", "unsigned"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_each_number_gets_the_nearest_code_of_its_block(codes: Codes, dtype: torch.dtype) -> None:
+def test_quantization_picks_nearest_code_of_block(codes: Codes, dtype: torch.dtype) -> None:
     numbers = torch.randn(37, 41, generator=torch.Generator().manual_seed(0)).to(dtype)
     numbers = numbers.abs() if codes is UNSIGNED else numbers
     numbers.view(-1)[: codes.block] = 0
@@ -96,14 +96,14 @@ def test_each_number_gets_the_nearest_code_of_its_block(codes: Codes, dtype: tor
         block = flat[start : start + codes.block].astype(np.float64)
         scale = np.abs(block).max()
         errors = np.abs(block[:, None] - values * scale)
-        own = np.abs(block - back[start : start + codes.block])
-        np.testing.assert_allclose(own, errors.min(1), atol=1e-7 * max(scale, 1e-9))
+        error = np.abs(block - back[start : start + codes.block])
+        np.testing.assert_allclose(error, errors.min(1), atol=1e-7 * max(scale, 1e-9))
         assert scales[start // codes.block] == scale
     again, _ = NF4.quantize(NF4.dequantize(*NF4.quantize(numbers), dtype))
     assert torch.equal(again, NF4.quantize(numbers)[0]), "what NF4 can hold is rounded no further, in bf16 too"
 
 
-def test_a_large_tensor_is_worked_on_in_parts() -> None:
+def test_quantizes_large_tensor_in_parts() -> None:
     part = torch.randn(AT_ONCE // 1024, generator=torch.Generator().manual_seed(0))
     large = torch.cat([part.repeat(1024), part])
     indices, scales = SIGNED.quantize(large)
@@ -113,17 +113,17 @@ def test_a_large_tensor_is_worked_on_in_parts() -> None:
 
 
 def by_hand(weight: np.ndarray[Any, Any], gradients: list[np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
-    """AdamW in float64 whose moments are rounded to the nearest code of their block after every update."""
+    """Return the weight after AdamW updates in float64, with moments rounded to the nearest code after each."""
 
     def rounded(moment: np.ndarray[Any, Any], codes: Codes, least: int) -> np.ndarray[Any, Any]:
-        values, flat, found = np.array(codes.values), moment.reshape(-1), []
+        values, flat, blocks = np.array(codes.values), moment.reshape(-1), []
         for start in range(0, len(flat), 256):
             block = flat[start : start + 256]
             scale = np.abs(block).max()
             index = np.abs(block[:, None] / scale - values).argmin(1)
             index[block != 0] = np.maximum(index, least)[block != 0]
-            found.append(values[index] * scale)
-        return np.concatenate(found).reshape(moment.shape)
+            blocks.append(values[index] * scale)
+        return np.concatenate(blocks).reshape(moment.shape)
 
     (beta1, beta2), eps, decay, rate = HYPER["betas"], HYPER["eps"], HYPER["weight_decay"], 1e-3
     m, v = np.zeros_like(weight), np.zeros_like(weight)
@@ -135,7 +135,7 @@ def by_hand(weight: np.ndarray[Any, Any], gradients: list[np.ndarray[Any, Any]])
     return weight
 
 
-def test_moments_in_eight_bits_are_those_of_the_update_by_hand_and_near_the_plain_one() -> None:
+def test_eight_bit_moments_match_manual_update() -> None:
     ours, plain = parameters(torch.float32), parameters(torch.float32)
     start = plain[0].detach().clone()
     gradients = []
@@ -146,18 +146,18 @@ def test_moments_in_eight_bits_are_those_of_the_update_by_hand_and_near_the_plai
     train(plain, "device", range(12))
     expected = torch.from_numpy(by_hand(start.double().numpy(), gradients))
     distance = (ours[0].detach() - expected).abs()
-    # Of a moment halfway between two codes, fp32 and float64 may take one each.
+    # For a moment halfway between two codes, fp32 and float64 may choose different ones.
     assert (distance > 1e-6).float().mean() < 2e-3 and distance.max() < 2e-3
     moved = (plain[0] - start).norm()
     assert 0 < (ours[0] - plain[0]).norm() / moved < 0.03
     assert torch.equal(ours[1], plain[1]), "those of norms are as they are"
-    kept = {name: (value.dtype, value.numel()) for name, value in optimizer.state[ours[0]].items()}
-    assert kept["exp_avg"] == kept["exp_avg_sq"] == (torch.uint8, 4800)
-    assert kept["exp_avg_scales"] == kept["exp_avg_sq_scales"] == (torch.float32, 19)
+    state = {name: (value.dtype, value.numel()) for name, value in optimizer.state[ours[0]].items()}
+    assert state["exp_avg"] == state["exp_avg_sq"] == (torch.uint8, 4800)
+    assert state["exp_avg_scales"] == state["exp_avg_sq_scales"] == (torch.float32, 19)
 
 
-def test_in_eight_bits_a_number_without_a_gradient_moves_no_further_than_it_would() -> None:
-    """Its second moment is far below the largest of its block: rounded to 0, it would divide the first by eps."""
+def test_eight_bit_moments_keep_weight_without_gradient_in_place() -> None:
+    """Its second moment is far below the largest of its block. Rounded to 0, the update would divide by eps alone."""
     weight = nn.Parameter(torch.zeros(SMALL))
     optimizer = CompensatedAdamW([{"params": [weight], "lr": 1e-3}], states="8bit", **HYPER | {"weight_decay": 0.0})
     for update in range(30):
@@ -170,7 +170,7 @@ def test_in_eight_bits_a_number_without_a_gradient_moves_no_further_than_it_woul
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("states", ["cpu", "8bit"])
-def test_training_that_resumes_has_the_same_bits(states: Any, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_resume_with_stored_states_equals_uninterrupted_run(states: Any, dtype: torch.dtype, tmp_path: Path) -> None:
     class Learner:
         def __init__(self, states: Any) -> None:
             self.model = nn.ParameterList(parameters(dtype))
@@ -191,7 +191,7 @@ def test_training_that_resumes_has_the_same_bits(states: Any, dtype: torch.dtype
             checkpoints.load(other, path)
 
 
-def test_eight_bits_are_refused_for_a_model_that_is_split() -> None:
+def test_rejects_eight_bit_states_for_sharded_model() -> None:
     model = nn.Linear(64, 64)
     group = ParameterGroup("all", list(model.parameters()), lambda _: 1e-3, 0.0)
     with refused("optimizer_states_not_split", "trainer.optimizer_states", '"cpu"'):

@@ -1,3 +1,5 @@
+"""The optimizer compared with torch's AdamW, its moving average, and the state dicts that it accepts and refuses."""
+
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
@@ -27,7 +29,7 @@ def start(dtype: torch.dtype) -> nn.Parameter:
     return nn.Parameter(torch.randn(7, 5, generator=torch.Generator().manual_seed(0)).to(dtype))
 
 
-def test_fp32_is_updated_as_torch_does_it_to_the_bit() -> None:
+def test_fp32_update_equals_torch_adamw() -> None:
     ours, theirs = start(torch.float32), start(torch.float32)
     optimizer = CompensatedAdamW([{"params": [ours], "lr": 1e-2}], **HYPER)
     stock = torch.optim.AdamW([theirs], lr=1e-2, **HYPER)
@@ -38,20 +40,20 @@ def test_fp32_is_updated_as_torch_does_it_to_the_bit() -> None:
     assert torch.equal(ours, theirs)
 
 
-def test_bf16_follows_the_fp32_updates_that_plain_rounding_loses() -> None:
+def test_bf16_with_residual_follows_fp32_updates() -> None:
     """At a learning rate of 1e-4 a step is below half of the last bit of a bf16 weight."""
-    exact, kept, rounded = start(torch.bfloat16).float().detach(), start(torch.bfloat16), start(torch.bfloat16)
+    exact, ours, rounded = start(torch.bfloat16).float().detach(), start(torch.bfloat16), start(torch.bfloat16)
     reference = nn.Parameter(exact.clone())
     stock = torch.optim.AdamW([reference], lr=1e-4, **HYPER)
-    optimizer = CompensatedAdamW([{"params": [kept], "lr": 1e-4}], **HYPER)
+    optimizer = CompensatedAdamW([{"params": [ours], "lr": 1e-4}], **HYPER)
     plain = torch.optim.AdamW([rounded], lr=1e-4, **HYPER)
     one_way = torch.ones(7, 5)
     for _ in range(200):
-        for parameter, each in ((reference, stock), (kept, optimizer), (rounded, plain)):
+        for parameter, each in ((reference, stock), (ours, optimizer), (rounded, plain)):
             parameter.grad = one_way.to(parameter.dtype)
             each.step()
-    state = optimizer.state[kept]
-    moved = kept.float() + state["residual"].float() - exact
+    state = optimizer.state[ours]
+    moved = ours.float() + state["residual"].float() - exact
     expected = reference.detach() - exact
     assert {slot: value.dtype for slot, value in state.items()} == {
         "step": torch.float32,
@@ -63,14 +65,14 @@ def test_bf16_follows_the_fp32_updates_that_plain_rounding_loses() -> None:
     assert (rounded.float() - exact).abs().mean() < 0.2 * expected.abs().mean()
 
 
-def test_a_parameter_without_a_gradient_is_left_alone() -> None:
+def test_parameter_without_gradient_stays_unchanged() -> None:
     parameter = start(torch.float32)
     before = parameter.detach().clone()
     CompensatedAdamW([{"params": [parameter], "lr": 1.0}], **HYPER).step()
     assert torch.equal(parameter, before)
 
 
-def test_the_average_is_that_of_the_weights_and_goes_again() -> None:
+def test_averaged_sets_moving_average_and_restores_weights() -> None:
     parameter = start(torch.float32)
     optimizer = CompensatedAdamW([{"params": [parameter], "lr": 1e-2}], ema_decay=0.8, **HYPER)
     average = parameter.detach().clone()
@@ -85,7 +87,7 @@ def test_the_average_is_that_of_the_weights_and_goes_again() -> None:
 
 
 def updated(dtype: torch.dtype, **options: Any) -> tuple[nn.Parameter, CompensatedAdamW]:
-    """A parameter with enough numbers for moments of 8 bits, after two updates."""
+    """Return a parameter with enough elements for 8-bit moments, and its optimizer, after two updates."""
     parameter = nn.Parameter(torch.randn(70, 60, generator=torch.Generator().manual_seed(0)).to(dtype))
     parameter.grad_dtype = torch.float32 if options.get("masters") else dtype
     optimizer = CompensatedAdamW([{"params": [parameter], "lr": 1e-2}], **HYPER, **options)
@@ -103,7 +105,7 @@ def update(parameter: nn.Parameter, optimizer: torch.optim.Optimizer, gradient: 
 @pytest.mark.parametrize(
     "options", [{}, {"ema_decay": 0.5}, {"masters": True}, {"states": "8bit"}, {"states": "cpu"}], ids=str
 )
-def test_a_saved_state_continues_to_the_bit(dtype: torch.dtype, options: dict[str, Any]) -> None:
+def test_loaded_state_continues_bit_for_bit(dtype: torch.dtype, options: dict[str, Any]) -> None:
     (one, first), (two, second) = updated(dtype, **options), updated(dtype, **options)
     second.load_state_dict(first.state_dict())
     for parameter, optimizer in ((one, first), (two, second)):
@@ -116,7 +118,7 @@ def test_a_saved_state_continues_to_the_bit(dtype: torch.dtype, options: dict[st
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("options", [{}, {"ema_decay": 0.5}, {"masters": True}, {"states": "cpu"}], ids=str)
 @pytest.mark.parametrize("assigned", [False, True])
-def test_a_state_of_torch_s_adamw_is_continued(dtype: torch.dtype, options: dict[str, Any], assigned: bool) -> None:
+def test_continues_state_of_torch_adamw(dtype: torch.dtype, options: dict[str, Any], assigned: bool) -> None:
     theirs = nn.Parameter(start(dtype).detach())
     stock = torch.optim.AdamW([theirs], lr=0.1, **HYPER)
     *before, after = gradients(3, (7, 5))
@@ -135,7 +137,7 @@ def test_a_state_of_torch_s_adamw_is_continued(dtype: torch.dtype, options: dict
     torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
     assert optimizer.state[ours]["step"] == 3
     if "ema_decay" in options:
-        begin = theirs.detach()  # the average begins with the weights that it finds
+        begin = theirs.detach()  # the average starts from the weights at the first update
         assert (optimizer.state[ours]["ema"] - begin.float()).abs().max() < 0.2
 
 
@@ -172,7 +174,7 @@ FOREIGN: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("case", FOREIGN)
-def test_a_state_that_does_not_fit_is_refused_by_name(case: str) -> None:
+def test_rejects_state_of_other_optimizer(case: str) -> None:
     parameter = start(torch.bfloat16)
     optimizer = CompensatedAdamW([{"params": [parameter], "lr": 1e-3}], **HYPER)
     with refused("optimizer_state_mismatch") as caught:
@@ -183,7 +185,7 @@ def test_a_state_that_does_not_fit_is_refused_by_name(case: str) -> None:
 
 @pytest.mark.parametrize("options", [{}, {"foreach": True}, {"fused": True}], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_groups_and_tensor_options_of_torch_s_adamw_are_continued(dtype: torch.dtype, options: dict[str, Any]) -> None:
+def test_continues_groups_and_tensor_options_of_torch_adamw(dtype: torch.dtype, options: dict[str, Any]) -> None:
     def groups() -> list[dict[str, Any]]:
         parameters = [start(dtype) for _ in range(3)]
         return [{"params": parameters[:1], "lr": 0.1, "weight_decay": 0.2}, {"params": parameters[1:]}]
@@ -220,7 +222,7 @@ def one_rank() -> Iterator[DeviceMesh]:
         dist.destroy_process_group()
 
 
-def test_a_sharded_parameter_is_updated_as_a_whole_one() -> None:
+def test_sharded_update_equals_whole_update() -> None:
     with one_rank() as mesh:
         whole, sharded = start(torch.bfloat16), nn.Parameter(distribute_tensor(start(torch.bfloat16).data, mesh))
         optimizers = [CompensatedAdamW([{"params": [p], "lr": 1e-3}], **HYPER) for p in (whole, sharded)]
@@ -233,21 +235,21 @@ def test_a_sharded_parameter_is_updated_as_a_whole_one() -> None:
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_the_kernel_does_what_the_plain_update_does() -> None:
+def test_gpu_kernel_matches_plain_update() -> None:
     from .update_cases import both_after
 
     for dtype, bits in ((torch.bfloat16, 8), (torch.float16, 11)):
         kernel, plain = both_after(6, (613, 4099), dtype, "cuda")
         for ours, theirs in zip(kernel[:3], plain[:3], strict=True):
             assert (ours == theirs).float().mean() > 0.99
-            # a sum that fp32 makes in another order may be rounded the other way, once in a step
+            # fp32 sums in another order may round differently, once per step
             torch.testing.assert_close(ours.float(), theirs.float(), rtol=2.0**-bits, atol=6 * 2.0**-bits)
         exact = [state[0].float() + state[3].float() for state in (kernel, plain)]
         torch.testing.assert_close(*exact, rtol=0, atol=1e-4)
 
 
 @pytest.mark.gpu
-def test_the_optimizer_on_a_gpu_uses_the_kernel_and_keeps_its_memory() -> None:
+def test_gpu_update_needs_little_extra_memory() -> None:
     parameter = nn.Parameter(torch.randn(1 << 24, device="cuda").bfloat16())
     optimizer = CompensatedAdamW([{"params": [parameter], "lr": 1e-3}], **HYPER)
     for _ in range(2):
@@ -255,13 +257,13 @@ def test_the_optimizer_on_a_gpu_uses_the_kernel_and_keeps_its_memory() -> None:
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         optimizer.step()
-    assert torch.cuda.max_memory_allocated() - before < parameter.nbytes  # the plain update takes some ten times that
+    assert torch.cuda.max_memory_allocated() - before < parameter.nbytes  # the plain update takes about ten times that
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("masters", [False, True])
-def test_parameters_on_a_gpu_are_updated_as_one_by_one(masters: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of which some have a gradient less often, and so another step."""
+def test_gpu_update_of_many_parameters_equals_one_by_one(masters: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One parameter has a gradient only in every other update, and so another step count."""
     from armature.components.training import kernels
 
     together_at_once, update = list[int](), kernels.update

@@ -1,4 +1,4 @@
-"""The state of an optimizer in a checkpoint: taken as it is needed, or refused before anything has changed."""
+"""Optimizer states in checkpoints: loaded with conversion where possible, or refused before anything changes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ OPTIMIZERS = {"adamw": adamw, "policy": policy_adamw}
 
 
 def small(make: Callable[[nn.Module], torch.optim.Optimizer], dtype: torch.dtype = torch.float32) -> Any:
-    """What a checkpoint is of: two weights of different shapes and one that never gets a gradient."""
+    """Make a learner with two trained parameters of different shapes, and a layer that never gets a gradient."""
     torch.manual_seed(0)
     model = nn.ModuleDict({"a": nn.Linear(3, 2), "idle": nn.Linear(2, 2)}).to(dtype)
     return SimpleNamespace(
@@ -79,8 +79,8 @@ def as_bf16(tensors: Tensors) -> Tensors:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_moments_of_bf16_are_converted(tmp_path: Path, name: str) -> None:
-    """As torch's AdamW leaves them beside weights of bf16; with the moments rounded, the next update is the same."""
+def test_bf16_moments_are_converted_on_load(tmp_path: Path, name: str) -> None:
+    """torch's AdamW keeps bf16 moments for bf16 weights. The next update equals one with rounded moments."""
     make = OPTIMIZERS[name]
     first, second = small(make), small(make)
     update(first, 1)
@@ -128,7 +128,7 @@ DAMAGES: dict[str, tuple[Callable[[Tensors], Any], tuple[str, ...]]] = {
 
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_foreign_state_is_refused_before_anything_changes(tmp_path: Path, name: str, damage: str) -> None:
+def test_rejects_foreign_optimizer_state_before_any_change(tmp_path: Path, name: str, damage: str) -> None:
     make, (change, values) = OPTIMIZERS[name], DAMAGES[damage]
     first, second = small(make), small(make)
     update(first, 1)
@@ -140,7 +140,7 @@ def test_foreign_state_is_refused_before_anything_changes(tmp_path: Path, name: 
     assert all(torch.equal(value, before[key]) for key, value in second.model.state_dict().items())
 
 
-def test_moments_that_would_lose_precision_are_refused(tmp_path: Path) -> None:
+def test_rejects_moments_that_would_lose_precision(tmp_path: Path) -> None:
     first, second = small(policy_adamw, torch.bfloat16), small(policy_adamw, torch.bfloat16)
     update(first, 1)
     path = saved(tmp_path, first, put(MOMENT, lambda t: t[MOMENT].float()))
@@ -149,7 +149,7 @@ def test_moments_that_would_lose_precision_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["missing", "shape", "NaN"])
-def test_weights_that_do_not_fit_are_refused_too(tmp_path: Path, damage: str) -> None:
+def test_rejects_weights_that_do_not_fit(tmp_path: Path, damage: str) -> None:
     first, second = small(adamw), small(adamw)
     update(first, 1)
     path = save(first, tmp_path)
@@ -164,7 +164,7 @@ def test_weights_that_do_not_fit_are_refused_too(tmp_path: Path, damage: str) ->
         load(second, path)
 
 
-def test_a_checkpoint_before_the_first_update_is_resumed(tmp_path: Path) -> None:
+def test_resumes_checkpoint_before_first_update(tmp_path: Path) -> None:
     first, second = small(policy_adamw), small(policy_adamw)
     first.steps_done, first.skipped = 2, SkippedUpdates(total=2, in_a_row=2)
     load(second, save(first, tmp_path))

@@ -1,4 +1,4 @@
-"""Gradients that two ranks on gloo sum while the backward pass goes on, against sums by hand."""
+"""Gradients that two gloo ranks sum during the backward pass, compared with sums by hand."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def counting(tensor, *args, async_op=False, **kwargs):
 
 dist.all_reduce = counting
 BOTH = [[FIRST, SECOND, THIRD], [FIRST, SECOND, THIRD, LATE]]
-UPDATES = [  # the layers of each micro-batch on each rank, and the sums that the last backward pass begins on each
+UPDATES = [  # per update: the layers of each micro-batch on each rank, and the sums that each rank starts early
     ((BOTH, BOTH), (0, 0)),
     ((BOTH, BOTH), (6, 6)),
     ((BOTH, [[FIRST, SECOND, LATE], [FIRST, THIRD]]), (6, 1)),
@@ -124,8 +124,8 @@ with joined(TrainerProcesses(threads=1, ready_timeout=60), seed=0) as ranks:
 
 
 @pytest.mark.slow
-def test_sums_that_begin_in_a_backward_pass_are_those_after_it(tmp_path: Path) -> None:
-    """Where ranks reach other layers than each other, than in the micro-batch before, and than in the update before."""
+def test_overlapped_sums_equal_sums_after_backward(tmp_path: Path) -> None:
+    """The layers that get gradients differ between ranks, between micro-batches and between updates."""
     (tmp_path / "script.py").write_text(SCRIPT)
     processes = TrainerProcesses(processes=2, threads=1)
     rendezvous = private_folder(tmp_path / "rendezvous")

@@ -1,4 +1,4 @@
-"""What ranks tell each other, and how they meet and end; as processes on gloo."""
+"""Collectives between ranks, and how rank processes meet and end; with real processes on gloo."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ with joined(TrainerProcesses(threads=1, ready_timeout=60), seed=0) as ranks:
         assert abs(found[0] - norm) < 1e-6 * norm and abs(found[1] - norm) < 1e-6 * norm and found[2] == 0, found
     open(f"{folder}/norms-{ranks.rank}", "w").close()
     value = {"rank": ranks.rank, "text": "é" * (1 + 1000 * ranks.rank), "rows": {3: torch.full((ranks.rank,), 2.5)}}
-    for rank, told in enumerate(ranks.gather(value)):
-        assert told["rank"] == rank and len(told["text"]) == 1 + 1000 * rank
-        assert told["rows"][3].tolist() == [2.5] * rank
+    for rank, received in enumerate(ranks.gather(value)):
+        assert received["rank"] == rank and len(received["text"]) == 1 + 1000 * rank
+        assert received["rows"][3].tolist() == [2.5] * rank
     assert ranks.broadcast(["of", None, 0.5] if ranks.first else "not this") == ["of", None, 0.5]
     several, one = (torch.nn.Parameter(torch.zeros(size, dtype=torch.bfloat16)) for size in (3000, 7))
     large = torch.nn.Parameter(torch.zeros(5, 2**20))
@@ -59,7 +59,7 @@ with joined(TrainerProcesses(threads=1, ready_timeout=60), seed=0) as ranks:
         pass
     else:
         raise SystemExit("a stranger's object was made")
-    open(f"{folder}/told-{ranks.rank}", "w").close()
+    open(f"{folder}/gathered-{ranks.rank}", "w").close()
     ranks.gather(None)
     if ranks.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -70,7 +70,7 @@ with joined(TrainerProcesses(threads=1, ready_timeout=60), seed=0) as ranks:
 
 @dataclass(frozen=True)
 class Ended:
-    """Two ranks that told each other things, and of which the second was killed then."""
+    """The end of two ranks that ran SCRIPT: both called collectives, then the second one was killed."""
 
     folder: Path
     code: int
@@ -91,14 +91,14 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Ended:
 
 
 @pytest.mark.slow
-def test_ranks_tell_each_other_data_and_make_no_objects(ended: Ended) -> None:
-    assert {path.name for path in ended.folder.glob("told-*")} == {"told-0", "told-1"}, ended.log
+def test_gather_exchanges_data_and_refuses_pickled_objects(ended: Ended) -> None:
+    assert {path.name for path in ended.folder.glob("gathered-*")} == {"gathered-0", "gathered-1"}, ended.log
     assert not (ended.folder / "made").exists()
 
 
 @pytest.mark.slow
-def test_the_norm_of_shards_is_that_of_whole_tensors(ended: Ended) -> None:
-    """Also of one number, of which a rank has nothing."""
+def test_norm_of_shards_equals_norm_of_whole_tensors(ended: Ended) -> None:
+    """One of the tensors has a single element, so one rank's shard is empty."""
     assert {path.name for path in ended.folder.glob("norms-*")} == {"norms-0", "norms-1"}, ended.log
 
 
@@ -120,7 +120,7 @@ with joined(TrainerProcesses(threads=1, ready_timeout=60, rank_timeout=1), seed=
 
 
 @pytest.mark.slow
-def test_a_rank_that_does_not_answer_is_named_as_the_cause(tmp_path: Path) -> None:
+def test_silent_rank_causes_timeout_error(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SILENT)
     processes = TrainerProcesses(processes=2, threads=1)
     started = [tmp_path / "script.py"]
@@ -133,27 +133,27 @@ def test_a_rank_that_does_not_answer_is_named_as_the_cause(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_a_killed_rank_ends_the_others(ended: Ended) -> None:
+def test_killed_rank_ends_other_ranks(ended: Ended) -> None:
     assert ended.code == 137 and "rank 1 ended with exit code -9" in ended.log, ended.log
     for rank in range(2):
         assert not Path(f"/proc/{(ended.folder / f'pid-{rank}').read_text()}").exists()
 
 
-def test_interface_has_a_name_and_an_address(tmp_path: Path) -> None:
+def test_network_interface_accepts_name_and_address(tmp_path: Path) -> None:
     assert network("lo") == network("127.0.0.1") == "lo"
     with refused("unknown_network_interface", "'eth99'", "lo"):
         TrainerProcesses(interface="eth99").start([], rendezvous=tmp_path, log=tmp_path / "log")
 
 
-def test_attempts_meet_in_folders_that_were_never_used(tmp_path: Path) -> None:
+def test_each_attempt_gets_new_private_folder(tmp_path: Path) -> None:
     attempts = [new_attempt(tmp_path) for _ in range(12)]
     assert len(set(attempts)) == 12 and sorted(tmp_path.iterdir()) == sorted(attempts[-2:])
     assert attempts[-1].stat().st_mode & 0o777 == 0o700
 
 
 @pytest.mark.slow
-def test_one_machine_never_imports_ray(tmp_path: Path) -> None:
-    """A training and a worker, with a `ray` that ends whoever imports it."""
+def test_single_machine_does_not_import_ray(tmp_path: Path) -> None:
+    """A training and a worker run while the module `ray` is one that exits when it is imported."""
     (tmp_path / CONTINUE).touch()
     (tmp_path / "ray.py").write_text("raise SystemExit('Ray was imported')")
     code = (
@@ -171,13 +171,13 @@ def test_one_machine_never_imports_ray(tmp_path: Path) -> None:
     assert (tmp_path / OUT / WEIGHTS).exists()
 
 
-def test_several_nodes_of_one_gpu_share_one_model() -> None:
+def test_nodes_with_one_gpu_shard_one_model() -> None:
     cluster = ClusterSettings(address="auto", trainer=TrainerBundle(num_gpus=1))
     processes = TrainerProcesses.of(Machine(trainer_nodes=2, cluster=cluster))
     assert (processes.ranks, processes.sharding, processes.gpus) == (2, "full", (0,))
 
 
-def test_one_rank_has_no_parent_and_meets_nobody(tmp_path: Path) -> None:
+def test_single_rank_starts_without_parent_process(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("import os; print(*(os.environ[n] for n in ('RANK', 'LOCAL_RANK', 'WORLD_SIZE')))")
     program = TrainerProcesses().start([script], rendezvous=tmp_path, log=tmp_path / "log")
@@ -186,11 +186,11 @@ def test_one_rank_has_no_parent_and_meets_nobody(tmp_path: Path) -> None:
     assert program.tail() == "0 0 1"
 
 
-ALONG = "import os; print('queues', os.environ.get('CUDA_SCALE_LAUNCH_QUEUES'))"
+PRINT_QUEUES = "import os; print('queues', os.environ.get('CUDA_SCALE_LAUNCH_QUEUES'))"
 
 
 @pytest.mark.parametrize(
-    ("own", "given", "gpus", "found"),
+    ("inherited", "environment", "gpus", "expected"),
     [
         (None, {}, (0,), "4x"),
         ("2x", {}, (0,), "2x"),
@@ -198,21 +198,21 @@ ALONG = "import os; print('queues', os.environ.get('CUDA_SCALE_LAUNCH_QUEUES'))"
         (None, {}, (), "None"),
     ],
 )
-def test_launch_queues_of_gpus_are_longer_unless_the_user_says_how_long(
-    own: str | None,
-    given: dict[str, str],
+def test_gpu_launch_queue_default_and_overrides(
+    inherited: str | None,
+    environment: dict[str, str],
     gpus: tuple[int, ...],
-    found: str,
+    expected: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("CUDA_SCALE_LAUNCH_QUEUES", raising=False)
-    if own is not None:
-        monkeypatch.setenv("CUDA_SCALE_LAUNCH_QUEUES", own)
-    processes = TrainerProcesses(gpus=gpus, environment=given)
-    program = processes.start(["-c", ALONG], rendezvous=tmp_path, log=tmp_path / "log")
+    if inherited is not None:
+        monkeypatch.setenv("CUDA_SCALE_LAUNCH_QUEUES", inherited)
+    processes = TrainerProcesses(gpus=gpus, environment=environment)
+    program = processes.start(["-c", PRINT_QUEUES], rendezvous=tmp_path, log=tmp_path / "log")
     try:
         assert program.wait(60) == 0
-        assert f"queues {found}" in program.tail(5)
+        assert f"queues {expected}" in program.tail(5)
     finally:
         program.stop()

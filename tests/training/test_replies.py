@@ -1,4 +1,4 @@
-"""Whatever answers in place of the trainer service, or is left of its errors: a TrainerError, in time."""
+"""The trainer's client against a faulty service: invalid or slow replies, and incomplete error and address files."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from armature.components.contracts.machine import Machine
 from armature.components.machine.process import Program
 from armature.components.training.client import read_address
 from armature.components.training.processes import error_file, new_attempt
-from armature.components.vlm.client import TrainerClient, TrainerPolicySettings
-from tests.vlm.conftest import model_settings, trainer_settings
+from armature.components.vlm.client import TrainerClient
+from tests.vlm.conftest import Tiny
 
 
 @contextmanager
 def answering(client: TrainerClient, body: bytes, status: int = 200, pause: float = 0.0) -> Iterator[None]:
-    """`client` as that of a service that answers `body`, all of it or a byte after each `pause`."""
+    """Connect `client` to a server that replies with `body`, at once or one byte after each `pause` in seconds."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def work() -> None:
@@ -50,11 +50,8 @@ def answering(client: TrainerClient, body: bytes, status: int = 200, pause: floa
 
 
 @pytest.fixture
-def client(tmp_path: Path) -> TrainerClient:
-    policy = TrainerPolicySettings(
-        model_path=tmp_path, model=model_settings(), trainer=trainer_settings(), temperature=1.0, images=tmp_path
-    )
-    return TrainerClient(policy, Machine(train_timeout=1.0), tmp_path / "trainer")
+def client(tiny: Tiny, tmp_path: Path) -> TrainerClient:
+    return TrainerClient(tiny.policy(), Machine(train_timeout=1.0), tmp_path / "trainer")
 
 
 @pytest.mark.parametrize(
@@ -65,26 +62,26 @@ def client(tmp_path: Path) -> TrainerClient:
         *(b"{}", b'{"error": null}', b'{"error": {"class": 1}}', b'{"error": {"class": "TrainerError"}}'),
     ],
 )
-def test_malformed_answer_is_a_trainer_error(client: TrainerClient, body: bytes, tmp_path: Path) -> None:
+def test_malformed_reply_raises_trainer_error(client: TrainerClient, body: bytes, tmp_path: Path) -> None:
     with answering(client, body), pytest.raises(TrainerError):
         client.step(1, tmp_path)
 
 
-def test_answer_has_one_time_limit(client: TrainerClient, tmp_path: Path) -> None:
+def test_slow_reply_hits_time_limit(client: TrainerClient, tmp_path: Path) -> None:
     began = time.monotonic()
     with answering(client, b'{"result": {"loss": 1.0}}' + b" " * 100, pause=0.2), pytest.raises(TrainerError):
         client.step(1, tmp_path)
     assert time.monotonic() - began < 8
 
 
-def test_what_is_not_finite_arrives(client: TrainerClient, tmp_path: Path) -> None:
+def test_nan_metric_is_received(client: TrainerClient, tmp_path: Path) -> None:
     with answering(client, b'{"result": {"loss": "NaN", "steps": 2}}'):
         metrics = client.step(1, tmp_path)
     assert metrics["loss"] != metrics["loss"] and metrics["steps"] == 2
 
 
 @pytest.mark.parametrize("written", ["", "{", "[]", "null", '{"class": "ConfigurationError", "what": "not th'])
-def test_error_of_a_rank_that_died_while_it_wrote_it(client: TrainerClient, written: str) -> None:
+def test_incomplete_error_file_is_ignored(client: TrainerClient, written: str) -> None:
     client.settings.workspace.mkdir()
     client._attempt = new_attempt(client.settings.workspace)
     file = error_file(client._attempt, 0)
@@ -98,7 +95,7 @@ WHOLE = '{"url": "http://127.0.0.1:4321"}'
 
 
 @pytest.mark.parametrize("length", range(len(WHOLE)))
-def test_half_written_address_is_none(length: int, tmp_path: Path) -> None:
+def test_incomplete_address_file_is_ignored(length: int, tmp_path: Path) -> None:
     file = tmp_path / "address.json"
     assert read_address(file) is None
     file.write_text(WHOLE[:length])

@@ -1,3 +1,5 @@
+"""Learning-rate schedules against values computed by hand."""
+
 from __future__ import annotations
 
 import numpy as np

@@ -22,10 +22,10 @@ from armature.components.contracts.machine import Machine
 from armature.components.rollouts.batches.ratios import ratios_file, read_log_ratios
 from armature.components.rollouts.batches.table import read_batch, write_batch
 from armature.components.training.service_settings import service_settings
-from armature.components.vlm.client import TrainerClient, TrainerPolicySettings
+from armature.components.vlm.client import TrainerClient
 from tests.listeners import beyond_loopback
 from tests.refusals import refused
-from tests.vlm.conftest import Tiny, model_settings, trainer_settings
+from tests.vlm.conftest import Tiny
 
 Start = Callable[..., TrainerClient]
 
@@ -35,17 +35,10 @@ def start(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Start:
     root = tmp_path_factory.mktemp("services")
 
     def make(name: str, processes: int = 1, workers: int = 0) -> TrainerClient:
-        policy = TrainerPolicySettings(
-            model_path=tiny.folder,
-            model=model_settings(),
-            trainer=trainer_settings(adam_epsilon=1e-3),
-            temperature=1.0,
-            images=tiny.images.root,
-        )
         machine = Machine(
             trainer_processes=processes, threads=1, loader_workers=workers, ready_timeout=120, train_timeout=120
         )
-        return TrainerClient(policy, machine, root / name)
+        return TrainerClient(tiny.policy(adam_epsilon=1e-3), machine, root / name)
 
     return make
 
@@ -62,14 +55,8 @@ def batches(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return folders
 
 
-def test_nccl_to_servers_elsewhere_needs_a_network_that_is_named(tiny: Tiny, tmp_path: Path) -> None:
-    policy = TrainerPolicySettings(
-        model_path=tiny.folder,
-        model=model_settings(),
-        trainer=trainer_settings(),
-        temperature=1.0,
-        images=tiny.images.root,
-    )
+def test_rejects_nccl_to_remote_servers_without_interface(tiny: Tiny, tmp_path: Path) -> None:
+    policy = tiny.policy()
     near = Machine(weight_transfer="nccl", endpoints=("http://127.0.0.1:8000", "http://[::1]:8000"))
     assert service_settings(policy, near, tmp_path).processes.interface is None
     far = Machine(weight_transfer="nccl", endpoints=("http://10.0.0.9:8000",))
@@ -79,11 +66,8 @@ def test_nccl_to_servers_elsewhere_needs_a_network_that_is_named(tiny: Tiny, tmp
     assert service_settings(policy, named, tmp_path).processes.interface == "eth1"
 
 
-def test_an_address_that_is_not_whole_yet_is_none(tmp_path: Path) -> None:
-    policy = TrainerPolicySettings(
-        model_path=tmp_path, model=model_settings(), trainer=trainer_settings(), temperature=1.0, images=tmp_path
-    )
-    trainer = TrainerClient(policy, Machine(ready_timeout=0.5), tmp_path)
+def test_start_times_out_on_incomplete_address(tiny: Tiny, tmp_path: Path) -> None:
+    trainer = TrainerClient(tiny.policy(), Machine(ready_timeout=0.5), tmp_path)
 
     def begin_to_write() -> None:
         while not (tmp_path / "trainer.json").exists():
@@ -105,17 +89,17 @@ def weights(trainer: TrainerClient, folder: Path, version: int) -> dict[str, byt
 
 @dataclass(frozen=True)
 class Trained:
-    """A service that is up, and what its first steps gave.
-
-    `scores` are of batch 3, asked after step 2; `middle` is the folder of the weights then, `final` those after the
-    last step.
-    """
+    """A running service and the results of its first steps."""
 
     trainer: TrainerClient
     metrics: list[dict[str, float]]
+    """Metrics of each step."""
     scores: list[npt.NDArray[np.float32]]
+    """Log-probs of the samples of batch 3 under the weights after step 2."""
     middle: Path
+    """Folder of the weights after step 2."""
     final: dict[str, bytes]
+    """The weights after the last step."""
 
 
 def train(trainer: TrainerClient, batches: list[Path], folder: Path, steps: int) -> Trained:
@@ -128,20 +112,20 @@ def train(trainer: TrainerClient, batches: list[Path], folder: Path, steps: int)
 
 @pytest.fixture(scope="module")
 def straight(start: Start, batches: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trained]:
-    """One rank that made four steps."""
+    """A service of one rank after four steps."""
     with start("straight", workers=1) as trainer:
         yield train(trainer, batches, tmp_path_factory.mktemp("straight"), steps=4)
 
 
 @pytest.fixture(scope="module")
 def two_ranks(start: Start, batches: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trained]:
-    """Two ranks that made two steps."""
+    """A service of two ranks after two steps."""
     with start("two-ranks", processes=2) as trainer:
         yield train(trainer, batches, tmp_path_factory.mktemp("two-ranks"), steps=2)
 
 
 @pytest.mark.slow
-def test_killed_and_resumed_is_as_if_never_stopped(
+def test_resume_after_kill_equals_uninterrupted_run(
     straight: Trained, start: Start, batches: list[Path], tmp_path: Path
 ) -> None:
     with start("killed") as trainer:
@@ -154,7 +138,7 @@ def test_killed_and_resumed_is_as_if_never_stopped(
         assert trainer._program is not None
         family = trainer._program.family()
         ranks = [process for process in family if "armature.components.training.service" in " ".join(process.cmdline())]
-        for process in ranks:  # chosen before the first is killed: the others may end with it
+        for process in ranks:  # listed before the first is killed, because the others may end with it
             os.kill(process.pid, signal.SIGKILL)
         with refused("trainer_failed", "trainer.log"):
             trainer.step(4, batches[3])
@@ -170,13 +154,13 @@ def test_killed_and_resumed_is_as_if_never_stopped(
 
 
 @pytest.mark.slow
-def test_a_step_is_applied_once_and_in_order(straight: Trained, batches: list[Path], tmp_path: Path) -> None:
+def test_step_is_applied_once_and_in_order(straight: Trained, batches: list[Path], tmp_path: Path) -> None:
     trainer = straight.trainer
     assert weights(trainer, tmp_path / "000004", 4) == straight.final
     assert trainer.step(4, batches[3]) == straight.metrics[3]
     elsewhere = tmp_path / "other" / batches[3].parent.name / batches[3].name
     shutil.copytree(batches[3], elsewhere)
-    assert trainer.step(4, elsewhere) == straight.metrics[3]  # as a machine with another store names it
+    assert trainer.step(4, elsewhere) == straight.metrics[3]  # the same batch in another machine's store
     assert weights(trainer, tmp_path / "000004", 4) == straight.final
     with refused("batch_mismatch", batches[1]):
         trainer.step(4, batches[1])
@@ -196,15 +180,15 @@ def test_a_step_is_applied_once_and_in_order(straight: Trained, batches: list[Pa
 
 
 @pytest.mark.slow
-def test_two_ranks_make_the_update_of_one(straight: Trained, two_ranks: Trained, batches: list[Path]) -> None:
-    """Sums over ranks are in another order: equal to 1e-5 of the update, in fp32."""
+def test_two_ranks_make_same_update_as_one(straight: Trained, two_ranks: Trained, batches: list[Path]) -> None:
+    """Two ranks sum gradients in another order, so updates agree to 1e-5 in fp32."""
     for a, b in zip(straight.metrics[:2], two_ranks.metrics, strict=True):
         for name in ("loss", "importance_ratio", "entropy", "mismatch_kl", "masked_fraction", "grad_norm"):
             assert a[name] == pytest.approx(b[name], rel=1e-5, abs=1e-6), name
     for step in (1, 2):
-        kept = [read_log_ratios(ratios_file(trained.middle.parent, step)) for trained in (straight, two_ranks)]
-        assert list(kept[0]) == list(kept[1]) == [sample.sample_id for sample in read_batch(batches[step - 1])]
-        for ratios_one, ratios_two in zip(kept[0].values(), kept[1].values(), strict=True):
+        ratios = [read_log_ratios(ratios_file(trained.middle.parent, step)) for trained in (straight, two_ranks)]
+        assert list(ratios[0]) == list(ratios[1]) == [sample.sample_id for sample in read_batch(batches[step - 1])]
+        for ratios_one, ratios_two in zip(ratios[0].values(), ratios[1].values(), strict=True):
             np.testing.assert_allclose(ratios_one, ratios_two, atol=1e-4)
     for score_one, score_two in zip(straight.scores, two_ranks.scores, strict=True):
         np.testing.assert_allclose(score_one, score_two, atol=1e-5)
@@ -214,7 +198,7 @@ def test_two_ranks_make_the_update_of_one(straight: Trained, two_ranks: Trained,
 
 
 @pytest.mark.slow
-def test_no_rank_listens_beyond_loopback(straight: Trained, two_ranks: Trained) -> None:
+def test_ranks_listen_on_loopback_only(straight: Trained, two_ranks: Trained) -> None:
     for trained in (straight, two_ranks):
         assert trained.trainer._program is not None
         family = trained.trainer._program.family()
@@ -223,17 +207,17 @@ def test_no_rank_listens_beyond_loopback(straight: Trained, two_ranks: Trained) 
 
 
 @pytest.mark.slow
-def test_steps_without_a_gradient_that_can_be_used_are_told_saved_and_resumed(
+def test_steps_without_usable_gradient_are_counted_and_resumed(
     straight: Trained, tiny: Tiny, batches: list[Path], tmp_path: Path
 ) -> None:
-    """An overflow, which is left out and counted, and a batch without a trained token, which has no gradient."""
+    """An update whose gradient overflows is skipped and counted; a batch without a trained token makes no update."""
     samples = tiny.samples(4, seed=9)
     for name in ("overflow", "untrained"):
         (tmp_path / name).mkdir()
     write_batch(tmp_path / "overflow", [replace(s, advantages=np.full_like(s.advantages, 3e38)) for s in samples])
     write_batch(tmp_path / "untrained", [replace(s, loss_mask=np.zeros_like(s.loss_mask)) for s in samples])
     trainer = straight.trainer
-    done = trainer.resume()  # from nowhere: it has saved nothing
+    done = trainer.resume()  # there is no checkpoint, so nothing changes
     before = weights(trainer, tmp_path / "a", done)
     overflow = trainer.step(done + 1, tmp_path / "overflow")
     assert overflow["updates_skipped"] == 1 and not np.isfinite(overflow["grad_norm"])
@@ -252,7 +236,7 @@ def test_steps_without_a_gradient_that_can_be_used_are_told_saved_and_resumed(
 
 
 @pytest.mark.slow
-def test_an_error_in_a_rank_reaches_the_client(two_ranks: Trained, tiny: Tiny, tmp_path: Path) -> None:
+def test_rank_error_reaches_client(two_ranks: Trained, tiny: Tiny, tmp_path: Path) -> None:
     samples = tiny.samples(4, seed=9)
     for name in ("poisoned", "gone", "other"):
         (tmp_path / name).mkdir()

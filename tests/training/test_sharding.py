@@ -1,4 +1,4 @@
-"""FSDP2 on gloo ranks, over all of them and by nodes: the same step as one rank, and checkpoints that any can read."""
+"""Sharded training (FSDP2, full and hybrid) on gloo ranks: the same steps as one rank, and resumable checkpoints."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from armature.components.rollouts.batches.table import write_batch
 from armature.components.training.checkpoints import TENSORS
 from armature.components.training.processes import private_folder
 from armature.components.training.service_settings import service_settings
-from armature.components.vlm.client import TrainerClient, TrainerPolicySettings
-from tests.vlm.conftest import LORA, Tiny, model_settings, trainer_settings
+from armature.components.vlm.client import TrainerClient
+from tests.vlm.conftest import LORA, Tiny
 
 from .rewriting import read
 
@@ -34,7 +34,7 @@ FORKED = Path(__file__).with_name("forked.py")
 
 @dataclass(frozen=True)
 class Case:
-    """What is trained, how, and on which batches."""
+    """The settings of a training, and the numbers of its batches."""
 
     lora: LoraSettings | None = None
     trainer: dict[str, Any] = field(default_factory=dict)
@@ -45,7 +45,7 @@ class Case:
 SEQUENCES = {"objective": {"name": "gspo"}, "aggregation": "sequence", "kl_coefficient": 0.1}
 CORRECTED = {"correction": {"mode": "truncate", "level": "sequence"}}
 WIDE = {"max_tokens_per_micro_batch": 16384, "max_rows_per_micro_batch": 256}
-"""One rank makes one micro-batch of the batch."""
+"""With these limits one rank puts the whole batch into one micro-batch."""
 CASES = {
     "full": Case(),
     "lora": Case(lora=LORA),
@@ -64,14 +64,14 @@ CASES = {
 }
 RESUMED = ("full", "lora")
 SHARED = ("shared", "shared, lora")
-"""Their sequences are shared by two ranks."""
+"""Cases in which two ranks share each sequence."""
 COPIED = ("one by one, bfloat16",)
-"""Two ranks have a copy of the model each."""
+"""Cases in which each of two ranks has a copy of the model."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """The metrics of the steps that this process made, log-probs of the first batch, and the published weights."""
+    """The metrics of the steps that a process made, log-probs of the first batch, and the published weights."""
 
     metrics: list[dict[str, float]]
     scores: list[list[float]]
@@ -79,7 +79,7 @@ class Result:
 
 
 class Runs:
-    """Cases trained on ranks that are forked from one program."""
+    """Trains cases on ranks that are forked from one running program."""
 
     def __init__(self, tiny: Tiny, root: Path, program: subprocess.Popen[str]) -> None:
         self.tiny, self.root, self.program = tiny, root, program
@@ -98,8 +98,13 @@ class Runs:
         sharing: int = 1,
         copied: bool = False,
     ) -> dict[str, Result]:
-        """Of several nodes each has a copy of the model, `processes` ranks on each; `sharing` share sequences. With
-        `copied` each rank has one."""
+        """Train the cases `names` and return their results.
+
+        Args:
+            processes: ranks on each node. They shard the model, or with `copied` have a copy each.
+            nodes: number of nodes; each of several nodes has a copy of the model.
+            sharing: ranks that share each sequence.
+        """
         sharding = "hybrid" if nodes > 1 else "full" if processes > 1 and not copied else None
         machine = Machine(
             trainer_nodes=nodes,
@@ -113,21 +118,16 @@ class Runs:
         folders = {name: self.folder(name, processes, suffix) for name in names}
         cases = []
         for name, folder in folders.items():
-            policy = TrainerPolicySettings(
-                model_path=self.tiny.folder,
-                model=model_settings(lora=CASES[name].lora, **CASES[name].model),
-                trainer=trainer_settings(adam_epsilon=1e-3, **CASES[name].trainer),
-                temperature=1.0,
-                images=self.tiny.images.root,
-            )
+            model = {"lora": CASES[name].lora, **CASES[name].model}
+            policy = self.tiny.policy(model, adam_epsilon=1e-3, **CASES[name].trainer)
             settings = service_settings(policy, machine, folder)
             folder.mkdir(parents=True, exist_ok=True)
             batches = [self.batches[number] for number in CASES[name].batches][:most_batches]
             cases.append((settings.model_dump(mode="json"), [str(batch) for batch in batches]))
         (self.root / "cases.json").write_text(json.dumps(cases))
-        asked = [nodes * processes, str(private_folder(self.root / "rendezvous")), str(self.root / "cases.json")]
+        request = [nodes * processes, str(private_folder(self.root / "rendezvous")), str(self.root / "cases.json")]
         assert self.program.stdin is not None and self.program.stdout is not None
-        self.program.stdin.write(json.dumps(asked) + "\n")
+        self.program.stdin.write(json.dumps(request) + "\n")
         self.program.stdin.flush()
         assert self.program.stdout.readline() == "0\n", (self.root / "log").read_text()[-6000:]
         return {name: read_result(folder) for name, folder in folders.items()}
@@ -139,7 +139,7 @@ def read_result(folder: Path) -> Result:
 
 
 def batch_folders(tiny: Tiny, root: Path) -> list[Path]:
-    """Three of six samples, and one of a single sample."""
+    """Write three batches of six samples and one batch of a single sample."""
     folders = [root / f"batch-{step}" for step in (1, 2, 3, 4)]
     for step, folder in enumerate(folders, 1):
         folder.mkdir()
@@ -167,13 +167,13 @@ def one_rank(runs: Runs) -> dict[str, Result]:
 
 @pytest.fixture(scope="module")
 def two_ranks(runs: Runs) -> dict[str, Result]:
-    """Sharded; ended after step 2."""
+    """Results of two ranks that shard the model, after step 2."""
     return runs.run(CASES.keys() - {*SHARED, *COPIED}, processes=2, most_batches=2)
 
 
 @pytest.fixture(scope="module")
 def resumed(runs: Runs, two_ranks: dict[str, Result]) -> dict[str, Result]:
-    """Other processes that resumed from step 2."""
+    """Results of two new ranks that resumed after step 2 and made step 3."""
     return runs.run(RESUMED, processes=2)
 
 
@@ -186,7 +186,7 @@ def assert_same_weights(one: Result, two: Result) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("case", RESUMED)
-def test_sharded_steps_are_those_of_one_rank(
+def test_sharded_steps_equal_steps_of_one_rank(
     case: str, one_rank: dict[str, Result], resumed: dict[str, Result]
 ) -> None:
     one, two = one_rank[case], resumed[case]
@@ -201,7 +201,7 @@ def test_sharded_steps_are_those_of_one_rank(
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("case", ["one sample", "one sample, packed"])
-def test_a_rank_without_a_token_to_train_on_takes_part(
+def test_rank_without_trained_token_takes_part(
     case: str, one_rank: dict[str, Result], two_ranks: dict[str, Result]
 ) -> None:
     one, two = one_rank[case], two_ranks[case]
@@ -213,10 +213,10 @@ def test_a_rank_without_a_token_to_train_on_takes_part(
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("case", ["even", "even, packed"])
-def test_what_one_rank_computes_at_once_is_divided_among_two(
+def test_one_micro_batch_is_divided_among_two_ranks(
     case: str, one_rank: dict[str, Result], two_ranks: dict[str, Result]
 ) -> None:
-    """In packed rows, what both have of a group is computed twice."""
+    """In packed rows the beginning of a group that is on both ranks is computed twice."""
     one, two = one_rank[case], two_ranks[case]
     assert two.metrics[0]["loss"] == pytest.approx(one.metrics[0]["loss"], rel=1e-4)
     assert two.metrics[0]["grad_norm"] == pytest.approx(one.metrics[0]["grad_norm"], rel=1e-4)
@@ -225,10 +225,8 @@ def test_what_one_rank_computes_at_once_is_divided_among_two(
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_shards_of_weights_in_bf16_have_the_gradient_of_one_rank(
-    one_rank: dict[str, Result], two_ranks: dict[str, Result]
-) -> None:
-    """Up to the 8 bits of bf16."""
+def test_bf16_shards_have_gradient_of_one_rank(one_rank: dict[str, Result], two_ranks: dict[str, Result]) -> None:
+    """Losses and norms agree up to the 8 bits of bf16."""
     one, two = (ran["even, packed, bfloat16"].metrics[0] for ran in (one_rank, two_ranks))
     assert two["loss"] == pytest.approx(one["loss"], rel=0.02)
     assert two["grad_norm"] == pytest.approx(one["grad_norm"], rel=0.02)
@@ -236,10 +234,8 @@ def test_shards_of_weights_in_bf16_have_the_gradient_of_one_rank(
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_gradients_that_are_summed_in_the_backward_pass_are_those_of_one_rank(
-    runs: Runs, one_rank: dict[str, Result]
-) -> None:
-    """Three micro-batches of one sample each on either rank; the sums of the second step begin in the third."""
+def test_overlapped_gradients_equal_those_of_one_rank(runs: Runs, one_rank: dict[str, Result]) -> None:
+    """Each rank has three micro-batches of one sample. From step 2 on, sums start in the third backward pass."""
     two = runs.run(COPIED, processes=2, copied=True)
     for name, result in two.items():
         for ours, theirs, tolerance in zip(result.metrics, one_rank[name].metrics, (1e-5, 1e-2, 1e-2), strict=True):
@@ -250,10 +246,10 @@ def test_gradients_that_are_summed_in_the_backward_pass_are_those_of_one_rank(
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("processes", [1, 3])
-def test_a_checkpoint_of_two_ranks_is_resumed_on_another_number(
+def test_checkpoint_of_two_ranks_resumes_on_other_number_of_ranks(
     runs: Runs, two_ranks: dict[str, Result], processes: int
 ) -> None:
-    """What is saved again right after resuming is every bit that was saved: weights, moments and counts."""
+    """A checkpoint saved right after resuming has the same weights, moments and counts, bit for bit."""
     checkpoint, suffix = "checkpoints/step-000002", " from 2"
     for name in RESUMED:
         shutil.copytree(runs.folder(name, 2) / checkpoint, runs.folder(name, processes, suffix) / checkpoint)
@@ -274,7 +270,7 @@ def test_a_checkpoint_of_two_ranks_is_resumed_on_another_number(
 
 @pytest.fixture(scope="module")
 def two_nodes(runs: Runs) -> dict[str, Result]:
-    """Two ranks on each, with a checkpoint after step 2 that others resume from, and then step 3."""
+    """Results of step 3 on two nodes of two ranks, which resumed from their checkpoint after step 2."""
     runs.run(RESUMED, processes=2, most_batches=2, suffix=" of 2 nodes", nodes=2)
     return runs.run(RESUMED, processes=2, suffix=" of 2 nodes", nodes=2)
 
@@ -286,7 +282,7 @@ def largest_difference(one: Result, two: Result) -> float:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_copy_on_each_node_makes_the_step_of_one_rank(
+def test_hybrid_sharding_equals_step_of_one_rank(
     runs: Runs, one_rank: dict[str, Result], two_nodes: dict[str, Result]
 ) -> None:
     for name in RESUMED:
@@ -303,7 +299,7 @@ def test_a_copy_on_each_node_makes_the_step_of_one_rank(
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("nodes", "processes"), [(1, 2), (1, 1), (2, 1)])
-def test_a_checkpoint_of_two_nodes_is_resumed_on_another_number(
+def test_checkpoint_of_two_nodes_resumes_on_other_number_of_nodes(
     runs: Runs, two_nodes: dict[str, Result], nodes: int, processes: int
 ) -> None:
     suffix = f" of {nodes} nodes from 2"
@@ -318,17 +314,17 @@ def test_a_checkpoint_of_two_nodes_is_resumed_on_another_number(
 
 @pytest.fixture(scope="module")
 def shared(runs: Runs) -> dict[str, Result]:
-    """Two ranks that share each sequence; ended after step 2."""
+    """Results of two ranks that share each sequence, after step 2."""
     return runs.run(SHARED, processes=2, most_batches=2, suffix=" shared", sharing=2)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("case", SHARED)
-def test_ranks_that_share_sequences_make_the_steps_of_one(
+def test_context_parallel_steps_equal_steps_of_one_rank(
     case: str, one_rank: dict[str, Result], shared: dict[str, Result]
 ) -> None:
-    """With losses of whole sequences, which no rank has, and the model split over the same ranks."""
+    """The losses are over whole sequences, which no rank has, and the same ranks shard the model."""
     one, two = one_rank[case], shared[case]
     assert len(two.metrics) == 2
     for before, after in zip(one.metrics, two.metrics, strict=False):
@@ -340,7 +336,7 @@ def test_ranks_that_share_sequences_make_the_steps_of_one(
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("processes", "sharing"), [(2, 1), (1, 1), (4, 2)])
-def test_a_checkpoint_is_resumed_by_another_number_of_ranks_that_share(
+def test_context_parallel_checkpoint_resumes_on_other_number_of_ranks(
     runs: Runs, one_rank: dict[str, Result], shared: dict[str, Result], processes: int, sharing: int
 ) -> None:
     suffix = f" shared by {sharing} from 2"
@@ -357,17 +353,12 @@ def test_a_checkpoint_is_resumed_by_another_number_of_ranks_that_share(
 @pytest.mark.gpu(2)
 @pytest.mark.parametrize("lora", [None, LORA], ids=["full", "lora"])
 @pytest.mark.parametrize("autocast", ["none", "bf16"])
-def test_two_gpus_make_the_step_of_one(tiny: Tiny, tmp_path: Path, lora: Any, autocast: str) -> None:
-    """In fp32 up to the order of sums; in bf16 up to its eight bits. The second half is resumed."""
+def test_two_gpus_make_same_step_as_one(tiny: Tiny, tmp_path: Path, lora: Any, autocast: str) -> None:
+    """Results agree in fp32 up to the order of sums, in bf16 up to its eight bits. Step 3 is made after a resume."""
     batches = batch_folders(tiny, tmp_path)
     dtype = "float32" if autocast == "none" else "bfloat16"
-    policy = TrainerPolicySettings(
-        model_path=tiny.folder,
-        model=model_settings(lora=lora, dtype=dtype, gradient_checkpointing=True),
-        trainer=trainer_settings(adam_epsilon=1e-3, autocast=autocast),
-        temperature=1.0,
-        images=tiny.images.root,
-    )
+    model = {"lora": lora, "dtype": dtype, "gradient_checkpointing": True}
+    policy = tiny.policy(model, adam_epsilon=1e-3, autocast=autocast)
     results = []
     for gpus in ((0,), (0, 1)):
         machine = Machine(trainer_processes=len(gpus), trainer_gpus=gpus, loader_workers=2)

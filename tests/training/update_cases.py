@@ -1,4 +1,4 @@
-"""Updates of a parameter in half precision by both implementations, started alike."""
+"""The same updates of a half-precision parameter by the Triton kernel and by plain torch operations."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from armature.components.training.optimizer import rounded_update
 def both_after(
     steps: int, shape: tuple[int, ...], dtype: torch.dtype, device: str
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """weight, first and second moment and residual of the kernel, and of the plain operations."""
+    """Return [weight, first moment, second moment, residual] after updates by the kernel, and by plain operations."""
     random = torch.Generator().manual_seed(0)
     weight = torch.randn(shape, generator=random).to(device, dtype)
     states = [[weight.clone(), *(torch.zeros_like(weight) for _ in range(3))] for _ in range(2)]
     for step in range(1, steps + 1):
         gradient = torch.randn(shape[::-1], generator=random).to(device, dtype).T
         numbers = {"rate": 1e-3, "decay": 0.1, "betas": (0.9, 0.95), "eps": 1e-6, "step": step}
-        own, *others = states[0]
-        update([own], [gradient], *([other] for other in others), **numbers)
-        own, *others = states[1]
-        rounded_update(own, gradient, *others, **numbers)
+        weight, *others = states[0]
+        update([weight], [gradient], *([other] for other in others), **numbers)
+        weight, *others = states[1]
+        rounded_update(weight, gradient, *others, **numbers)
     return states[0], states[1]

@@ -63,7 +63,7 @@ LORA = LoraSettings(rank=4, alpha=8, targets=("q_proj", "v_proj"), scope="langua
 
 @dataclass(frozen=True)
 class Tiny:
-    """A checkpoint folder with what reads it."""
+    """A tiny checkpoint with its processor, its adapter and an image store."""
 
     folder: Path
     processor: Any
@@ -76,6 +76,18 @@ class Tiny:
 
     def model(self, **changes: Any) -> Any:
         return load_model(self.folder, model_settings(**changes))
+
+    def policy(
+        self, model: dict[str, Any] | None = None, temperature: float = 1.0, **trainer: Any
+    ) -> TrainerPolicySettings:
+        """What a trainer service trains: this checkpoint, with changed settings of model and trainer."""
+        return TrainerPolicySettings(
+            model_path=self.folder,
+            model=model_settings(**(model or {})),
+            trainer=trainer_settings(**trainer),
+            temperature=temperature,
+            images=self.images.root,
+        )
 
     def samples(self, n: int, seed: int, n_images: tuple[int, ...] = (1, 0, 2)) -> list[Sample]:
         """`n` samples in groups of two; members share images; completions of 3 to 9 random tokens."""
@@ -115,20 +127,20 @@ class Tiny:
 
 
 def open_tiny(folder: Path) -> Tiny:
-    """A checkpoint that was made, with its images beside it."""
+    """Open a checkpoint folder; its image store is the folder `images` beside it."""
     processor = load_processor(folder, model_settings())
     return Tiny(folder, processor, get_adapter(folder, processor), ImageStore(folder.parent / "images"))
 
 
 def learner_of(tiny: Tiny, model: Any = None, **changes: Any) -> Learner:
-    """A learner of the tiny checkpoint, or of `model`, with changed settings."""
+    """Make a learner of the tiny checkpoint, or of `model`, with changed settings."""
     forbidden = sorted(tiny.collator.forbidden_token_ids)
     settings = trainer_settings(**changes)
     return Learner(model or tiny.model(), settings, temperature=1.0, forbidden_token_ids=forbidden)
 
 
 def step(learner: Learner, tiny: Tiny, samples: list[Sample]) -> dict[str, float]:
-    """Metrics of a training step on `samples`."""
+    """Train one step on `samples` and return its metrics."""
     load = MicroBatchLoader(tiny.collator, tiny.images, 0)
     with load.batch():
         return learner.step(samples, load)
@@ -150,7 +162,7 @@ def stepped(learner: Learner, tiny: Tiny, samples: list[Sample]) -> Stepped:
 
 
 def assert_same_step(one: Stepped, other: Stepped) -> None:
-    """Metrics and weights agree to seven digits."""
+    """Check that metrics and weights of two steps agree to seven digits."""
     for name in ("loss", "grad_norm", "entropy", "importance_ratio", "mismatch_kl", "updates"):
         assert one.metrics[name] == pytest.approx(other.metrics[name], rel=1e-6, abs=1e-7), name
     assert one.weights.keys() == other.weights.keys()
@@ -160,23 +172,17 @@ def assert_same_step(one: Stepped, other: Stepped) -> None:
 
 
 def worker_of(
-    tiny: Tiny, folder: Path, trainer: dict[str, Any] | None = None, way: str = "file", **model: Any
+    tiny: Tiny, folder: Path, trainer: dict[str, Any] | None = None, transfer: str = "file", **model: Any
 ) -> TrainerWorker:
-    """The program of one trainer rank, in this process, with changed settings of trainer and model."""
-    policy = TrainerPolicySettings(
-        model_path=tiny.folder,
-        model=model_settings(**model),
-        trainer=trainer_settings(**(trainer or {})),
-        temperature=0.5,
-        images=tiny.images.root,
-    )
+    """Make the worker of one trainer rank in this process, with changed settings of trainer and model."""
+    policy = tiny.policy(model, temperature=0.5, **(trainer or {}))
     folder.mkdir(exist_ok=True)
-    return TrainerWorker(service_settings(policy, Machine(loader_workers=0, weight_transfer=way), folder), Ranks())
+    return TrainerWorker(service_settings(policy, Machine(loader_workers=0, weight_transfer=transfer), folder), Ranks())
 
 
 @pytest.fixture(scope="session")
 def make_tiny(tmp_path_factory) -> Callable[..., Tiny]:
-    """Tiny checkpoints by family name, tied or untied, of other sizes, each made once."""
+    """A function that makes tiny checkpoints by family name, with tied embeddings or other sizes, each only once."""
     made: dict[tuple[Any, ...], Tiny] = {}
 
     def make(family: str, tied: bool = False, **sizes: int) -> Tiny:
