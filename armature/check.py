@@ -1,4 +1,4 @@
-"""`armature check`: whether a recipe can run on this machine, before hours are spent on it."""
+"""`armature check`: find out whether a recipe can run on this machine before hours are spent on it."""
 
 from __future__ import annotations
 
@@ -23,14 +23,15 @@ from armature.deployments import pool_of
 
 
 def check_recipe(recipe: Recipe, configuration_only: bool, gpu: str | None = None) -> None:
-    """Print what was checked, in order of cost.
+    """Check a recipe, cheap checks first, and print each result.
 
     Args:
-        gpu: a key of `GPUS`. The memory of this GPU is compared with the recipe's; None compares this machine's GPUs.
+        configuration_only: check settings and the machine, and run no stage.
+        gpu: a key of `GPUS`: compare the memory that the recipe needs with this GPU's; None: with this machine's GPUs.
 
     Raises:
-        ConfigurationError: the machine lacks what the recipe names.
-        MismatchError: server and trainer do not agree.
+        ConfigurationError: the machine lacks something that the recipe names.
+        MismatchError: server and trainer compute different log-probs.
     """
     with project(recipe.folder):
         _check(recipe, configuration_only, gpu)
@@ -39,7 +40,7 @@ def check_recipe(recipe: Recipe, configuration_only: bool, gpu: str | None = Non
 def _check(recipe: Recipe, configuration_only: bool, gpu: str | None) -> None:
     print(f"{recipe.name}: every value is valid")
     recipe.values.refuse_sources()
-    if gpu is not None or not configuration_only:  # first: it needs none of the GPUs that the recipe names
+    if gpu is not None or not configuration_only:  # before the machine is checked: an estimate needs no GPU
         from armature.plan import memory_lines  # imports torch
 
         for line in memory_lines(recipe, gpu):
@@ -62,7 +63,7 @@ def _check(recipe: Recipe, configuration_only: bool, gpu: str | None) -> None:
 
 
 def share_of_gpus(recipe: Recipe, machine: Machine) -> list[str]:
-    """How the GPUs of the last run would best be divided between its servers and its trainer."""
+    """Return lines that say how the last run's GPUs would best be divided between its servers and its trainer."""
     from armature.components.planning.balance import last_run, share_lines
     from armature.components.rl.settings import TrainVLMSettings
 
@@ -78,11 +79,14 @@ def share_of_gpus(recipe: Recipe, machine: Machine) -> list[str]:
 
 
 def check_ahead(recipe: Recipe) -> Machine:
-    """Refuse what would fail minutes later, without starting anything; in the recipe's project. Returns its machine.
+    """Find errors that would end a run minutes later, without starting anything, and return the recipe's machine.
+
+    It is called within the recipe's project, so that relative paths are resolved.
 
     Raises:
-        ConfigurationError: the machine lacks what the recipe names, a hub name has no revision, or LIBERO a task.
-        DataError: there is no such model folder.
+        ConfigurationError: the machine lacks something that the recipe names, a hub name has no revision, or LIBERO has
+            no such task.
+        DataError: the model folder does not exist.
     """
     machine, trainer = recipe.machine, recipe.sections.get("trainer")
     check_machine(machine, with_servers="inference" in recipe.sections)
@@ -106,26 +110,27 @@ def _check_triton(machine: Machine) -> None:
 def _say_room(machine: Machine, cluster: ClusterSettings) -> None:
     from armature.components.machine.workers.actor import room  # Ray is an extra
 
-    def say(placed: ClusterSettings | Bundle, what: str, *settings: str) -> None:
+    def print_room(placed: ClusterSettings | Bundle, what: str, *settings: str) -> None:
         fits = room(cluster.address, placed.resources_of_node())
         asked = ", ".join(f"{name} asks for {getattr(machine, name)}" for name in settings)
         print(f"cluster: {len(fits)} nodes with room for {sum(fits.values())} {what}, {asked}")
 
     if machine.environment_processes or machine.rollout_workers or machine.statistics_workers:
-        say(cluster, "workers", "environment_processes", "rollout_workers", "statistics_workers")
+        print_room(cluster, "workers", "environment_processes", "rollout_workers", "statistics_workers")
     if cluster.servers is not None:
-        say(cluster.servers, "model servers", "servers")
+        print_room(cluster.servers, "model servers", "servers")
     if cluster.trainer is not None:
-        say(cluster.trainer, "nodes of trainer ranks", "trainer_nodes")
+        print_room(cluster.trainer, "nodes of trainer ranks", "trainer_nodes")
 
 
 def check_machine(machine: Machine, with_servers: bool) -> None:
-    """
+    """Check that this machine has the GPUs, environment variables and interpreter that its settings name.
+
     Args:
-        with_servers: Model servers are started, or joined.
+        with_servers: the run starts model servers or joins some.
 
     Raises:
-        ConfigurationError: no interpreter with vLLM, a GPU that is not there, or a variable that is not set.
+        ConfigurationError: a GPU does not exist, a variable is not set, or no interpreter has vLLM.
     """
     machine.server_variables(), machine.trainer_variables()
     if machine.cluster:
@@ -140,7 +145,7 @@ def check_machine(machine: Machine, with_servers: bool) -> None:
             where="machine.server_gpus, machine.trainer_gpus",
             remedy="name devices that are there: --machine 'trainer_gpus=[0]'",
         )
-    starts = not machine.joins_servers and machine.server_bundle is None  # those of a cluster look on their nodes
+    starts = not machine.joins_servers and machine.server_bundle is None  # on a cluster, each node checks its own
     if with_servers and starts and not _has_vllm(machine.server_interpreter):
         raise ConfigurationError(
             "no Python interpreter with vLLM to start servers with",
@@ -160,6 +165,6 @@ def _has_vllm(python: Path) -> bool:
 
 
 def _resolved(recipe: Recipe, name: str) -> BaseModel:
-    """The settings of a stage without inputs; prints the commits of branches and tags."""
+    """Return the settings of a stage without inputs, with branches and tags replaced by commits, and print these."""
     stage: Stage[Any] = STAGES[name]
     return stage.resolve(recipe.settings_for(stage.settings), {}, print)

@@ -1,4 +1,4 @@
-"""The command `armature`."""
+"""The command `armature`: its groups of subcommands and its exit codes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def options(
 
 
 def main() -> None:
-    """Exit codes: 0 done, 1 failed, 2 the configuration or the command line is wrong, 130 a run was interrupted."""
+    """Run the command line. Exit codes: 0 done, 1 failed, 2 invalid configuration or arguments, 130 interrupted."""
     try:
         app(standalone_mode=True, prog_name="armature")
     except ConfigurationError as error:

@@ -37,7 +37,7 @@ def flow_of(kind: str) -> Any:
 
 
 def pool_of(recipe: Recipe) -> str:
-    """The work pool by what the machine section asks for."""
+    """Return the work pool of a recipe, from the GPUs that its machine section names."""
     machine = recipe.machine
     if machine.trainer_gpus:
         return "train-gpu"
@@ -45,15 +45,15 @@ def pool_of(recipe: Recipe) -> str:
 
 
 def machine_that_resumes(recipe: Recipe) -> Machine:
-    """The machine of a job that a cluster may start more than once.
+    """Return the machine section of a recipe that runs as a job, which a cluster may start more than once.
 
     Raises:
-        ConfigurationError: it forces stages.
+        ConfigurationError: `machine.force` names stages, which each restart would make again from the beginning.
     """
     machine = recipe.machine
     if machine.force:
         raise ConfigurationError(
-            "a job that is taken up again would make these stages from their beginning again",
+            "a restarted job would make these stages again from the beginning",
             code="force_in_job",
             where=f"machine.force = {', '.join(machine.force)}",
             remedy="leave it out",
@@ -62,28 +62,29 @@ def machine_that_resumes(recipe: Recipe) -> Machine:
 
 
 def job_variables(machine: Machine) -> dict[str, Any]:
-    """What a pod of Kubernetes, or a node of SLURM, needs to be this machine.
+    """Return the GPUs, CPUs and memory that a Kubernetes pod or a SLURM node needs for these machine settings.
 
-    A pod sees its GPUs as 0, 1, ...: it needs all up to the highest that is named. Memory is 16 GiB for the flow and
-    its environments, 96 GiB for each GPU of the trainer, whose checkpoint is copied before it is written, and 24 GiB
-    for each of a server that the run starts.
+    A pod sees its GPUs as 0, 1, ..., so it needs all GPUs up to the highest number that the settings name. Memory is
+    16 GiB for the flow and its environments, 96 GiB for each trainer GPU (a checkpoint is copied before it is written)
+    and 24 GiB for each GPU of a server that the run starts.
     """
     servers = machine.started_server_gpus
     gpus = max({*servers, *machine.trainer_gpus}, default=-1) + 1
     memory = 16 + TRAINER_GIB * len(machine.trainer_gpus) + SERVER_GIB * len(servers)
-    # The workers of an environment and of statistics run one after the other.
+    # Environment workers and statistics workers never run at the same time, so the larger number counts.
     workers = 0 if machine.cluster else max(machine.environment_processes, machine.statistics_workers)
     return {"gpus": gpus, "cpus": str(2 + 4 * gpus + workers), "memory": f"{memory}Gi"}
 
 
 def pod_variables(recipe: Recipe, template: Mapping[str, Any]) -> dict[str, Any]:
-    """`job_variables`, and the image that has what the recipe starts.
+    """Return `job_variables` and the container image: the one with vLLM if the recipe starts model servers.
 
     Args:
-        template: of the work pool, infra/kubernetes/base/job-template.json as provisioning has filled it in.
+        template: base job template of the work pool (infra/kubernetes/base/job-template.json, filled in by
+            provisioning).
 
     Raises:
-        ConfigurationError: the template is another one.
+        ConfigurationError: the template does not name the two images.
     """
     try:
         flows, standalone = template["variables"]["properties"]["image"]["enum"]
@@ -100,7 +101,7 @@ def pod_variables(recipe: Recipe, template: Mapping[str, Any]) -> dict[str, Any]
 
 
 def deployment(recipe: Recipe, template: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return what Prefect's `create_deployment` needs for a recipe, except the name, the flow and the version.
+    """Return the arguments of Prefect's `create_deployment` for a recipe, without name, flow and version.
 
     Args:
         template: base job template of a Kubernetes work pool; the deployment then gets the recipe's `pod_variables`.
@@ -110,7 +111,7 @@ def deployment(recipe: Recipe, template: Mapping[str, Any] | None = None) -> dic
         del parameters["machine"]  # the flow has this default
     steps: list[dict[str, Any]] = [{SET_WORKING_DIRECTORY: {"directory": os.environ.get(HOME, f"{{{{ ${HOME} }}}}")}}]
     if recipe.folder is not None:
-        folder = Path(os.path.relpath(recipe.folder)).as_posix()  # from the folder of runs, where this is called
+        folder = Path(os.path.relpath(recipe.folder)).as_posix()  # relative to the working folder of runs
         steps.append({USE_PROJECT: {"folder": folder}})
     return {
         "description": recipe.description,
@@ -124,7 +125,7 @@ def deployment(recipe: Recipe, template: Mapping[str, Any] | None = None) -> dic
 
 
 def deploy(client: SyncPrefectClient, names: Sequence[str] = ()) -> list[str]:
-    """Create the deployments of these recipes, names or files, or renew them; of all installed ones if none is named.
+    """Create or update the deployments of recipes (names or files); without names, of all installed recipes.
 
     Returns:
         The names of the deployments.
@@ -159,6 +160,6 @@ def deploy(client: SyncPrefectClient, names: Sequence[str] = ()) -> list[str]:
 
 
 def without_worker(pools: Collection[str], names: Sequence[str] = ()) -> dict[str, int]:
-    """Number of recipes by work pool, for the work pools of these recipes that are not among `pools`."""
+    """Count recipes by work pool, for the work pools that are not in `pools` and so have no worker here."""
     needed = Counter(pool_of(load_recipe(name)) for name in names or recipe_names())
     return {pool: count for pool, count in needed.items() if pool not in pools}

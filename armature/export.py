@@ -1,6 +1,6 @@
-"""`armature export`: a checkpoint as other programs load it, with its card.
+"""`armature export` and `armature push`: write a checkpoint in the layout of other programs, with a model card.
 
-A vision-language model in the Hugging Face layout, its adapter in PEFT's, a robot policy in LeRobot's.
+A vision-language model is written in the Hugging Face layout, its adapter in PEFT's, and a robot policy in LeRobot's.
 """
 
 from __future__ import annotations
@@ -37,24 +37,32 @@ CARD = "README.md"
 RELEASED = "allenai/MolmoAct2"
 HAS_POLICY = "armature.components.robots.policies.source:has_policy"
 EXPORT_POLICY = "armature.components.robots.policies.molmoact2.checkpoints.checkpoint:export_lerobot"
-"""Functions that know checkpoints of robot policies, loaded on use."""
+"""Functions for checkpoints of robot policies, by name, because only robots import robots."""
 
 
 @dataclass(frozen=True)
 class Export:
-    """What is written: a checkpoint's folder, its form, what is known of it, and a policy's released checkpoint."""
+    """A checkpoint to export."""
 
     source: Path
+    """Folder of the checkpoint or its artifact."""
     form: Form
+    """Layout to write."""
     record: TrainingRecord | None
+    """The record of its training; None if the folder is not an artifact."""
     base: str = RELEASED
+    """For a policy: the released checkpoint with tokenizer and image processor."""
 
     def write(self, out: Path, name: str, copy: Callable[[str, str], object] = shutil.copyfile) -> Path:
-        """Make the folder `out`, or replace it; the card calls it `name`. `copy` puts a file elsewhere.
+        """Write the export to the folder `out`, which is replaced if it exists, and return the folder.
+
+        Args:
+            name: name of the model in its card.
+            copy: copies one file; `link` avoids the copy for an upload.
 
         Raises:
-            ConfigurationError: the policy knows no statistics or cameras.
-            DataError: there is no checkpoint.
+            ConfigurationError: the policy has no statistics or no cameras.
+            DataError: the folder has no checkpoint.
         """
         if self.form == "lerobot":
             self._write_policy(out)
@@ -78,10 +86,10 @@ class Export:
             return folder / ADAPTER
         if not (folder / "config.json").is_file():
             raise DataError(
-                "no checkpoint",
+                "the folder has no checkpoint",
                 code="checkpoint_missing",
                 where=str(folder),
-                remedy="give what a stage that trains has made",
+                remedy="give the artifact of a training stage, or a checkpoint folder",
             )
         return folder
 
@@ -98,11 +106,11 @@ class Export:
 
 
 def read_export(source: str, store: Path, adapter: bool = False, base: str = RELEASED) -> Export:
-    """What `source` is (see `export`), and what is known of it.
+    """Find the checkpoint called `source` (see `export`), its layout and the record of its training.
 
     Raises:
-        ConfigurationError: there is no such adapter.
-        DataError: there is no such checkpoint, or its files are not as they were made.
+        ConfigurationError: `adapter` is set, and the checkpoint has no adapter that stands on a public base.
+        DataError: the checkpoint does not exist, or its files have changed since it was made.
     """
     folder = find_checkpoint(source, store)
     record = read_record(folder, store)
@@ -117,33 +125,33 @@ def export(source: str, out: Path, store: Path, *, adapter: bool = False, base: 
     """Write a checkpoint to the new folder `out`.
 
     Args:
-        source: Folder of an artifact or a checkpoint, models:/NAME@ALIAS of MLflow, or the digest of an artifact in
-            `store`, or its first characters.
-        adapter: The adapters alone, not the weights that have them merged in.
-        base: Of a policy: hub name or folder of the released checkpoint, from which LeRobot takes tokenizer and image
-            processor.
+        source: folder of an artifact or a checkpoint, models:/NAME@ALIAS of MLflow, or the digest of an artifact in
+            `store` (the first characters suffice).
+        adapter: write the LoRA adapter alone, not the weights with the adapter merged in.
+        base: for a policy: hub name or folder of the released checkpoint, which has the tokenizer and image processor
+            that LeRobot needs.
 
     Raises:
-        ConfigurationError: `out` exists, there is no adapter, or the policy knows no statistics or cameras.
-        DataError: there is no such checkpoint, or its files are not as they were made.
+        ConfigurationError: `out` exists, there is no adapter, or the policy has no statistics or no cameras.
+        DataError: the checkpoint does not exist, or its files have changed since it was made.
     """
     if out.exists():
         raise ConfigurationError(
-            "there is something already", code="output_exists", where=str(out), remedy="name a folder to be made"
+            "the output folder exists already", code="output_exists", where=str(out), remedy="name a new folder"
         )
     return read_export(source, store, adapter, base).write(out, str(out))
 
 
 def link(source: str, target: str) -> None:
-    """A symbolic link in place of a copy, for a folder that is read once and removed."""
+    """Make a symbolic link instead of a copy, for a folder that is uploaded and then removed."""
     Path(target).symlink_to(source)
 
 
 def find_checkpoint(source: str, store: Path) -> Path:
-    """The folder of a checkpoint or an artifact; see `export` for what `source` may be.
+    """Return the folder of a checkpoint or an artifact; `export` describes the forms of `source`.
 
     Raises:
-        DataError: there is none.
+        DataError: it does not exist.
     """
     if is_folder(source):
         return Path(source)
@@ -153,15 +161,15 @@ def find_checkpoint(source: str, store: Path) -> Path:
         return aliased_artifact(source, Machine(store=str(store))).path
     from armature.components.artifacts.store import ArtifactStore
 
-    found = ArtifactStore(store).find_digest(source) if is_folder(store) else None
-    if found is None:
+    artifact = ArtifactStore(store).find_digest(source) if is_folder(store) else None
+    if artifact is None:
         raise DataError(
-            "neither a folder, nor an alias, nor the digest of an artifact",
+            "this is neither a folder, nor an MLflow alias, nor the digest of an artifact",
             code="unknown_checkpoint",
             where=f"{source}, store {store}",
-            remedy="give what a run's last lines name, e.g. .armature/store/train-vlm/...; --store names another store",
+            remedy="copy the folder or digest from a run's last lines; --store names another store",
         )
-    return found.path
+    return artifact.path
 
 
 def _refuse_other_adapters(folder: Path, record: TrainingRecord | None) -> None:
@@ -174,11 +182,11 @@ def _refuse_other_adapters(folder: Path, record: TrainingRecord | None) -> None:
         )
     if record is None or not record.adapter_stands_on_base:
         raise ConfigurationError(
-            "the adapter belongs to weights that nobody can fetch: those of a warm start, of a tiny model, or of a "
+            "the weights that the adapter belongs to are not public: they come from a warm start, a tiny model, or a "
             "training that is not in the store",
             code="adapter_base_unavailable",
             where=str(folder),
-            remedy="leave out --adapter: the merged weights are whole",
+            remedy="leave out --adapter to export the merged weights",
         )
 
 
@@ -188,10 +196,10 @@ def _remote_code(folder: Path) -> bool:
     )
 
 
-# `armature push`: an export to a repository of the Hugging Face hub.
+# --- Upload to the Hugging Face hub ---
 
 STALE = ["*.safetensors", "*.safetensors.index.json"]
-"""Files of an earlier upload that a loader would take for parts of this one."""
+"""Patterns of files to delete from an earlier upload. A loader would take them for parts of the new checkpoint."""
 
 
 def push(
@@ -204,13 +212,15 @@ def push(
     adapter: bool = False,
     base: str = RELEASED,
 ) -> str:
-    """Upload a checkpoint as `export` writes it, or a folder that it wrote as it is; returns the commit's address.
+    """Upload a checkpoint to the hub in the layout of `export`, and return the address of the commit.
 
-    A missing repository is created. Large files that it has already are not sent again.
+    An exported folder is uploaded unchanged. A missing repository is created. Large files that the repository has
+    already are not sent again.
 
     Raises:
-        ConfigurationError: no token, not a name of the hub, or a repository of another kind or visibility.
-        ArmatureError: the hub refuses, or cannot be reached.
+        ConfigurationError: there is no token, `repo_id` is not a hub name, or the repository has another kind or
+            visibility.
+        ArmatureError: the hub refuses the upload or cannot be reached.
         DataError: see `read_export`.
     """
     try:
@@ -246,7 +256,7 @@ def push(
 
 @contextmanager
 def _folder(source: str, name: str, store: Path, adapter: bool, base: str) -> Iterator[Path]:
-    """The folder to upload: an export as it is, or one that is made of a checkpoint."""
+    """Provide the folder to upload: an exported folder itself, or a temporary export of a checkpoint."""
     if (Path(source) / CARD).is_file() and not (Path(source) / MANIFEST).is_file():
         if adapter:
             raise ConfigurationError(
@@ -259,19 +269,20 @@ def _folder(source: str, name: str, store: Path, adapter: bool, base: str) -> It
 
 
 def _make_repository(api: HfApi, repo_id: str, folder: Path, public: bool) -> None:
-    """
+    """Create the repository if it does not exist.
+
     Raises:
-        ConfigurationError: there is one of another kind or visibility.
+        ConfigurationError: it exists with another kind, visibility or library.
     """
-    found = _info(api, repo_id)
-    if found is None:
+    info = _info(api, repo_id)
+    if info is None:
         if api.repo_exists(repo_id, repo_type="dataset"):
             raise ConfigurationError(
                 "a dataset has this name", code="repository_is_a_dataset", where=repo_id, remedy="choose another name"
             )
         api.create_repo(repo_id, private=not public)
         return
-    if bool(found.private) == public:
+    if bool(info.private) == public:
         raise ConfigurationError(
             f"the repository is {'private' if public else 'public'}",
             code="repository_visibility_mismatch",
@@ -282,9 +293,9 @@ def _make_repository(api: HfApi, repo_id: str, folder: Path, public: bool) -> No
             + ", or choose another name",
         )
     ours = ModelCard.load(folder / CARD).data.library_name
-    if found.library_name not in (None, ours):
+    if info.library_name not in (None, ours):
         raise ConfigurationError(
-            f"the repository holds a checkpoint for {found.library_name}, this one is for {ours}",
+            f"the repository holds a checkpoint for {info.library_name}, this one is for {ours}",
             code="repository_library_mismatch",
             where=repo_id,
             remedy="choose another name, or another --branch",
@@ -322,9 +333,9 @@ def _hub_errors(repo_id: str) -> Iterator[None]:
             where=where,
             remedy="run the same command again: files that have arrived are not sent again",
         ) from error
-    except (HTTPError, OSError, ValueError) as error:  # the network's, and answers that are not the hub's
+    except (HTTPError, OSError, ValueError) as error:  # network failures, and answers that the hub client cannot read
         raise ArmatureError(
-            f"the upload did not go through: {str(error)[:300] or repr(error)}",
+            f"the upload failed: {str(error)[:300] or repr(error)}",
             code="upload_failed",
             where=where,
             remedy="run the same command again: files that have arrived are not sent again",

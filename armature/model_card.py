@@ -1,4 +1,4 @@
-"""The README.md of an exported checkpoint: what the hub reads above, what people read below."""
+"""Write the model card (README.md) of an exported checkpoint: metadata for the hub, then a text for people."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from armature.components.machine.hub import HUB
 from armature.components.models.source import REFERENCE, SourceReference
 from armature.show import toml_text
 
-# The record of a checkpoint, read from its artifacts: how and from what it was made, and its results.
+# --- The record of a checkpoint: how it was made and evaluated, read from artifacts ---
 
 START = ("model", "policy")
-"""Names of the input that a training begins with, and kinds of what nobody has trained."""
+"""Kinds of untrained checkpoints, and names of the stage inputs from which a training begins."""
 EVALUATIONS = ("evaluate", "evaluate-libero")
 SECONDS = 5.0
 """Seconds to wait for an answer of MLflow."""
@@ -39,92 +39,95 @@ SECONDS = 5.0
 
 @dataclass(frozen=True)
 class CheckpointEvaluation:
-    """`before`: of what the training began with. `numbers`: of metrics.json."""
+    """One evaluation of the trained checkpoint, or of the checkpoint that the training began with."""
 
     before: bool
+    """True for the checkpoint that the training began with."""
     digest: str
     settings: Mapping[str, Any]
     numbers: Mapping[str, Any]
+    """Contents of the evaluation's metrics.json."""
 
 
 @dataclass(frozen=True)
 class TrainingRecord:
-    """A checkpoint's artifact and those that it was made from, nearest first, as far as the store has them.
-
-    `base`: the checkpoint of the first, None where it was made from a seed. `inputs`: by digest. `commit`: of the code,
-    "" where MLflow does not know the run.
-    """
+    """The history of a checkpoint: how it was made and evaluated, as far as the store has the artifacts."""
 
     artifact: Artifact
     manifest: Manifest
     base: SourceReference | None
+    """The public checkpoint or folder at the root of its training; None if the weights were drawn from a seed."""
     inputs: Mapping[str, tuple[str, Manifest]] = field(default_factory=dict)
+    """Artifacts that it was made from, nearest first: input name and manifest by digest."""
     evaluations: tuple[CheckpointEvaluation, ...] = ()
     commit: str = ""
+    """Git commit of the code; empty if MLflow does not have the run."""
 
     @property
     def flow(self) -> str:
+        """Flow that makes such a checkpoint."""
         return self.manifest.kind if self.manifest.kind in ("train-vla", "train-vla-rl") else "train-vlm"
 
     @property
     def trained(self) -> bool:
+        """True unless the checkpoint is the untrained start of a training."""
         return self.manifest.kind not in START
 
     @property
     def adapter_stands_on_base(self) -> bool:
         """True if the training began with the base itself, and not with a checkpoint trained from it."""
-        begun = [manifest.kind for name, manifest in self.inputs.values() if name in START]
-        return self.base is not None and begun == ["model"]
+        kinds = [manifest.kind for name, manifest in self.inputs.values() if name in START]
+        return self.base is not None and kinds == ["model"]
 
     def recipe(self) -> dict[str, Any]:
-        """The sections of the recipe that made it, as far as they are known, with every value."""
+        """Return the sections of the recipe that made the checkpoint, with all values that its artifacts record."""
         values: dict[str, Any] = {}
         fields = RECIPES[self.flow].model_fields
-        for manifest in [self.manifest, *(manifest for _, manifest in self.inputs.values())]:  # these say commits
+        for manifest in [self.manifest, *(manifest for _, manifest in self.inputs.values())]:  # these record commits
             values = merge(values, dict(_sections(manifest, self.flow)))
         for each in self.evaluations:
             for name in set(each.settings) & set(fields):
                 later = getattr(next(settings_in(fields[name].annotation)), "AFTER_TRAINING", ())
-                known = {key: value for key, value in (values.get(name) or {}).items() if key not in later}
-                values[name] = merge(each.settings[name], known)
+                training = {key: value for key, value in (values.get(name) or {}).items() if key not in later}
+                values[name] = merge(each.settings[name], training)
         return {name: values[name] for name in fields if values.get(name) is not None}
 
 
 def read_record(source: Path, store: Path) -> TrainingRecord | None:
-    """The record of an artifact's folder; None for a folder that is not one.
+    """Read the record of an artifact; None if the folder is not an artifact.
 
     Raises:
-        DataError: its files are not as they were made.
+        DataError: the artifact's files have changed since it was made.
     """
     if not (source / MANIFEST).is_file():
         return None
     artifact, manifest = open_artifact(source), read_manifest(source)
-    known = {each.digest: each for each in ArtifactStore(store)} if store.is_dir() else {}
-    inputs = {digest: (name, found) for name, digest, found in _inputs(manifest, known)}
+    artifacts = {each.digest: each for each in ArtifactStore(store)} if store.is_dir() else {}
+    inputs = {digest: (name, each) for name, digest, each in _inputs(manifest, artifacts)}
     start = next((manifest.inputs[name] for name in START if name in manifest.inputs), None)
     return TrainingRecord(
         artifact,
         manifest,
-        _base(source, manifest, inputs, known),
+        _base(source, manifest, inputs, artifacts),
         inputs,
-        tuple(_evaluations(manifest, {artifact.digest: False, start: True}, known.values())),
+        tuple(_evaluations(manifest, {artifact.digest: False, start: True}, artifacts.values())),
         _commit(artifact.digest),
     )
 
 
-def _inputs(manifest: Manifest, known: Mapping[str, Artifact]) -> Iterator[tuple[str, str, Manifest]]:
+def _inputs(manifest: Manifest, artifacts: Mapping[str, Artifact]) -> Iterator[tuple[str, str, Manifest]]:
     for name, digest in manifest.inputs.items():
-        if digest in known:
-            found = read_manifest(known[digest].path)
-            yield name, digest, found
-            yield from _inputs(found, known)
+        if digest in artifacts:
+            source = read_manifest(artifacts[digest].path)
+            yield name, digest, source
+            yield from _inputs(source, artifacts)
 
 
 def _base(
-    source: Path, manifest: Manifest, inputs: Mapping[str, tuple[str, Manifest]], known: Mapping[str, Artifact]
+    source: Path, manifest: Manifest, inputs: Mapping[str, tuple[str, Manifest]], artifacts: Mapping[str, Artifact]
 ) -> SourceReference | None:
-    kinds = {digest: found.kind for digest, (_, found) in inputs.items()}
-    folders = [known[digest].path for digest, kind in kinds.items() if kind in START]
+    kinds = {digest: each.kind for digest, (_, each) in inputs.items()}
+    folders = [artifacts[digest].path for digest, kind in kinds.items() if kind in START]
     for folder in [source, *folders] if manifest.kind in START else folders:
         if (folder / REFERENCE).is_file():
             return SourceReference.model_validate_json((folder / REFERENCE).read_text())
@@ -134,8 +137,8 @@ def _base(
 def _evaluations(
     manifest: Manifest, checkpoints: Mapping[str | None, bool], artifacts: Any
 ) -> Iterator[CheckpointEvaluation]:
-    """On the tasks of the training, the ones before it first."""
-    found = []
+    """Yield the evaluations on the tasks of the training; the checkpoint before training comes first."""
+    evaluations = []
     for each in artifacts:
         if each.kind not in EVALUATIONS:
             continue
@@ -143,19 +146,19 @@ def _evaluations(
         played = next((made.inputs[name] for name in START if name in made.inputs), None)
         if played in checkpoints and made.inputs.get("tasks") == manifest.inputs.get("tasks"):
             numbers = json.loads((each.path / "metrics.json").read_text())
-            found.append(CheckpointEvaluation(checkpoints[played], each.digest, made.settings, numbers))
-    yield from sorted(found, key=lambda each: (not each.before, json.dumps(each.settings, sort_keys=True)))
+            evaluations.append(CheckpointEvaluation(checkpoints[played], each.digest, made.settings, numbers))
+    yield from sorted(evaluations, key=lambda each: (not each.before, json.dumps(each.settings, sort_keys=True)))
 
 
 def _sections(manifest: Manifest, flow: str) -> Iterator[tuple[str, Any]]:
-    """The settings of a stage by the sections of its flow's recipes: one of them, or several under their names."""
+    """Yield the sections of a recipe that a stage's settings hold: the settings are one section, or have several."""
     fields: dict[str, list[type[BaseModel]]] = {
         name: list(settings_in(each.annotation)) for name, each in RECIPES[flow].model_fields.items()
     }
     kind = STAGES[manifest.kind].settings
-    own = next((name for name, classes in fields.items() if kind in classes), None)
-    if own is not None:
-        yield own, manifest.settings
+    section = next((name for name, classes in fields.items() if kind in classes), None)
+    if section is not None:
+        yield section, manifest.settings
     else:
         yield from ((name, part) for name, part in manifest.settings.items() if name in fields)
 
@@ -175,37 +178,43 @@ Form = Literal["merged", "adapter", "lerobot"]
 LIBRARIES: Mapping[Form, str] = {"merged": "transformers", "adapter": "peft", "lerobot": "lerobot"}
 TASKS: Mapping[Form, str] = {"merged": "image-text-to-text", "adapter": "image-text-to-text", "lerobot": "robotics"}
 RATES = ("accuracy", "success")
-"""What is measured of a checkpoint: the first of these that an evaluation has, with its interval."""
+"""Metrics for the card; the first one that an evaluation has is used, with its interval."""
 
 
 def model_card(record: TrainingRecord | None, name: str, form: Form, remote_code: bool = False) -> str:
-    """The card of `record`'s checkpoint in a form, called `name`: the hub's, or a folder's.
+    """Return the model card of an exported checkpoint.
 
-    Everything in it is data: text of recipes and datasets stands in YAML strings, in code blocks, or escaped.
+    Text from recipes and datasets is escaped, or stands in YAML strings and code blocks, so that it cannot add markup.
+
+    Args:
+        record: how the checkpoint was made; None if that is not known.
+        name: the model's name on the hub, or its folder.
+        form: layout of the export.
+        remote_code: the model needs `trust_remote_code`.
     """
     body = "\n\n".join(_body(record, name, form, remote_code))
     return f"---\n{_data(record, name, form).to_yaml()}\n---\n\n{body}\n"
 
 
 def _data(record: TrainingRecord | None, name: str, form: Form) -> ModelCardData:
-    known: dict[str, Any] = {"library_name": LIBRARIES[form], "pipeline_tag": TASKS[form], "tags": ["armature"]}
+    data: dict[str, Any] = {"library_name": LIBRARIES[form], "pipeline_tag": TASKS[form], "tags": ["armature"]}
     if record is None:
-        return ModelCardData(**known)
+        return ModelCardData(**data)
     base, dataset = _hub_base(record), _dataset(record)
     if base is not None:
-        known |= {"base_model": base.source, **_license(base)}
-        known["base_model_relation"] = "adapter" if form == "adapter" else "finetune"
+        data |= {"base_model": base.source, **_license(base)}
+        data["base_model_relation"] = "adapter" if form == "adapter" else "finetune"
     if record.trained:
-        known["tags"].append("sft" if record.manifest.kind == "sft" else _method(record))
+        data["tags"].append("sft" if record.manifest.kind == "sft" else _method(record))
     if HUB.fullmatch(dataset.get("type", "")):
-        known["datasets"] = [dataset["type"]]
+        data["datasets"] = [dataset["type"]]
     if results := list(_results(record, form, dataset)):
-        known |= {
+        data |= {
             "eval_results": results,
             "model_name": name,
             "metrics": sorted({each.metric_type for each in results}),
         }
-    return ModelCardData(**known)
+    return ModelCardData(**data)
 
 
 def _method(record: TrainingRecord) -> str:
@@ -217,7 +226,7 @@ def _hub_base(record: TrainingRecord) -> SourceReference | None:
 
 
 def _license(base: SourceReference) -> dict[str, str]:
-    """What the base's own card says, if it was fetched."""
+    """Return the license fields of the base model's card, if the card is in the local hub cache."""
     try:
         path = hf_hub_download(base.source, "README.md", revision=base.commit, local_files_only=True)
         data = ModelCard.load(path, ignore_metadata_errors=True).data.to_dict()
@@ -227,7 +236,7 @@ def _license(base: SourceReference) -> dict[str, str]:
 
 
 def _dataset(record: TrainingRecord) -> dict[str, str]:
-    """type: a hub name, or what the environment or the kind of data is called; revision: its commit, of a hub name."""
+    """Return type, name and revision (a commit) of the training data's hub dataset, or type and name of other data."""
     recipe = record.recipe()
     environment, dataset = recipe.get("environment") or {}, recipe.get("dataset") or {}
     args = environment.get("args") or dataset
@@ -264,7 +273,7 @@ def _results(record: TrainingRecord, form: Form, dataset: Mapping[str, str]) -> 
 def _body(record: TrainingRecord | None, name: str, form: Form, remote_code: bool) -> Iterator[str]:
     yield f"# {_plain(name)}"
     if record is None:
-        yield "Exported with Armature from a folder that is not an artifact: how it was made is not known."
+        yield "Exported with Armature from a folder that is not an artifact. It is not known how it was made."
     else:
         made = f"trained by Armature's `{record.manifest.kind}`" if record.trained else "not trained"
         base = _hub_base(record)
@@ -274,11 +283,11 @@ def _body(record: TrainingRecord | None, name: str, form: Form, remote_code: boo
         return
     if rows := list(_evaluation_rows(record)):
         head = "| tasks of | seed | before | after |\n|---|---|---|---|"
-        note = "Shares of solved tasks with 95 % intervals. Before: of what the training began with."
+        note = "Share of solved tasks with 95 % interval, before and after the training."
         yield "\n".join(["## Evaluation", "", note, "", head, *rows])
     yield "\n".join(["## Lineage", "", "| | |", "|---|---|", *_lineage_rows(record)])
     recipe = toml_text({"flow": record.flow, **record.recipe()})
-    yield f"## Recipe\n\nEvery value that is known, defaults included.\n\n{_fenced(recipe, 'toml')}"
+    yield f"## Recipe\n\nAll recorded values, defaults included.\n\n{_fenced(recipe, 'toml')}"
 
 
 def _usage(record: TrainingRecord | None, name: str, form: Form, remote_code: bool) -> str:
@@ -311,21 +320,22 @@ def _usage(record: TrainingRecord | None, name: str, form: Form, remote_code: bo
 
 
 def _evaluation_rows(record: TrainingRecord) -> Iterator[str]:
-    """A line for each split and each way of evaluating, before and after beside each other."""
+    """Yield a table row for each split and each evaluation's settings, with the results before and after training."""
     lines: dict[tuple[str, str], dict[bool, str]] = {}
     names: dict[tuple[str, str], str] = {}
     for each in record.evaluations:
         for split, numbers in _splits(each):
             if _rate(numbers) is not None:
                 key = (str(each.settings), split)
-                lines.setdefault(key, {})[each.before] = _said(numbers)
+                lines.setdefault(key, {})[each.before] = _with_interval(numbers)
                 names[key] = f"{_plain(split)} | {_seed(each)}"
     for key, cells in lines.items():
         yield f"| {names[key]} | {cells.get(True, 'not measured')} | {cells.get(False, 'not measured')} |"
 
 
 def _splits(each: CheckpointEvaluation) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """The numbers of the first split are at the top, those of the others under their names."""
+    """Yield each split with its metrics: metrics.json has the first split's at the top, the others' under their
+    names."""
     settings = each.settings.get("evaluation") or {}
     first, *more = settings.get("splits") or [", ".join(settings.get("suites") or ["heldout"])]
     yield str(first), each.numbers
@@ -340,7 +350,7 @@ def _counts(numbers: Mapping[str, Any]) -> dict[str, int]:
     return {key: numbers[key] for key in ("tasks", "episodes") if isinstance(numbers.get(key), int)}
 
 
-def _said(numbers: Mapping[str, Any]) -> str:
+def _with_interval(numbers: Mapping[str, Any]) -> str:
     rate = _rate(numbers)
     assert rate is not None
     counts = ", ".join(f"{count} {key}" for key, count in _counts(numbers).items())
@@ -375,12 +385,12 @@ def _lineage_rows(record: TrainingRecord) -> Iterator[str]:
 
 
 def _plain(text: str) -> str:
-    """Text that Markdown and HTML leave as it is, on one line."""
+    """Escape text for Markdown and HTML, and put it on one line."""
     return re.sub(r"([\\`*_\[\]|#~])", r"\\\1", html.escape(" ".join(text.split()), quote=False))
 
 
 def _fenced(code: str, language: str) -> str:
-    """A code block that nothing in `code` ends."""
+    """Return a fenced code block whose fence is longer than any run of backticks in `code`."""
     longest = max((len(run) for run in re.findall(r"`+", code)), default=0)
     fence = "`" * max(3, longest + 1)
     return f"{fence}{language}\n{code.strip()}\n{fence}"

@@ -1,4 +1,4 @@
-"""`armature plan`, and the memory that `armature check` reports: of a recipe, on GPUs that need not be here."""
+"""`armature plan`, and the memory estimate of `armature check`, for GPUs that this machine need not have."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from armature.components.planning.step import Plan
 
 
 def memory_lines(recipe: Recipe, gpu: str | None) -> list[str]:
-    """Return lines that say how much memory the recipe needs and whether the GPUs have it.
+    """Return lines that say how much memory the recipe needs and whether it fits on the GPUs.
 
-    The GPUs are of the kind `gpu`, else this machine's, else of common sizes. A recipe without a trainer and a policy
-    gives no lines.
+    It is compared with the GPU called `gpu`, or with this machine's GPUs, or with common GPU sizes. A recipe without a
+    trainer and a policy gives no lines.
     """
     try:
         memory = memory_of(recipe)
-    except ArmatureError as error:  # the check goes on, and says it again where it matters
+    except ArmatureError as error:  # not fatal here: the check of the model itself raises it again
         return [f"memory: unknown, {error.what}" + f"; {error.remedy}" * bool(error.remedy)]
     if memory is None:
         return []
@@ -40,20 +40,25 @@ def memory_lines(recipe: Recipe, gpu: str | None) -> list[str]:
 
 
 def memory_of(recipe: Recipe) -> RecipeMemory | None:
-    """Raises DataError where the model's configuration cannot be read."""
+    """Return the memory estimate of a recipe, or None if its flow has none.
+
+    Raises:
+        DataError: the model's configuration cannot be read.
+    """
     memory: RecipeMemory | None = resolve_name(recipe.values.MEMORY)(recipe.values) if recipe.values.MEMORY else None
     return memory
 
 
 def plan_recipe(recipe: Recipe, gpus: Sequence[int], gpu: str, changes: Sequence[str]) -> Iterator[str]:
-    """Say how long a step takes on so many GPUs, what each GPU holds, and what most of the step is spent on.
+    """Yield a table of step time, memory per GPU and bottleneck, with a row for each number of GPUs.
 
     Args:
-        gpus: numbers of GPUs; empty: those that the recipe's planner has.
-        changes: `name=value` of assumptions, among them what episodes are like.
+        gpus: numbers of GPUs; empty: those that the recipe's planner chooses.
+        gpu: name of the GPU.
+        changes: assumptions to change as `name=value`, for example the length of episodes.
 
     Raises:
-        ConfigurationError: a recipe without rollouts, an unknown GPU or assumption, or a model that does not fit.
+        ConfigurationError: the recipe has no rollouts, the GPU or an assumption is unknown, or the model does not fit.
         DataError: the model's configuration cannot be read.
     """
     values: dict[str, Any] = {}
@@ -61,7 +66,7 @@ def plan_recipe(recipe: Recipe, gpus: Sequence[int], gpu: str, changes: Sequence
         values |= parse_override(each)
     if not recipe.values.PLAN:
         raise ConfigurationError(
-            f"{recipe.flow} has no rollouts, which are what is planned",
+            f"{recipe.flow} has no rollouts, so there is no step to plan",
             code="nothing_to_plan",
             where=recipe.name,
             remedy="give a recipe of train-vlm or train-vla-rl; `armature check` reports the memory of any",
@@ -81,7 +86,7 @@ def plan_recipe(recipe: Recipe, gpus: Sequence[int], gpu: str, changes: Sequence
 
 
 def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Lines with columns aligned to the right, except the last one."""
+    """Yield the rows as lines, with every column but the last aligned to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for *cells, last in rows:
         yield "  ".join([*(cell.rjust(width) for cell, width in zip(cells, widths, strict=False)), last]).rstrip()

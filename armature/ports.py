@@ -1,3 +1,3 @@
-"""Where the platform listens if nothing else is asked for."""
+"""Default ports of the platform."""
 
 PREFECT_PORT, MLFLOW_PORT = 4200, 5000

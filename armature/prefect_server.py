@@ -1,7 +1,7 @@
-"""Prefect's server, for those who know its auth string and call it by its name.
+"""Prefect's server with a check of the Host header, run by uvicorn as an application factory.
 
-Run by uvicorn as a factory. Prefect checks the auth string and the origins that a browser may come from; the Host
-header, by which a web page can pass for one of our own (DNS rebinding), is checked here.
+Prefect itself checks the auth string and the origins of browser requests. Without the check of the Host header, a
+foreign web page could pass for one of the platform's own pages (DNS rebinding).
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ ALLOWED_HOSTS = "ARMATURE_ALLOWED_HOSTS"
 
 
 def create_app() -> TrustedHostMiddleware:
-    """
+    """Return Prefect's server application behind the check of the Host header.
+
     Raises:
-        ConfigurationError: there is no auth string, or no host.
+        ConfigurationError: the environment has no auth string or no allowed hosts.
     """
     for name in ("PREFECT_SERVER_API_AUTH_STRING", ALLOWED_HOSTS):
         if not os.environ.get(name):

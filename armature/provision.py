@@ -1,8 +1,8 @@
-"""What a Prefect server must know before flows run on it: pools, the GPU limit, the watch over dead runs, deployments.
+"""Set up a Prefect server for our flows: work pools, the GPU limit, an automation for dead runs, and deployments.
 
-Run as a program (`python -m armature.provision [POOL ...]`, pools besides our own) with PREFECT_API_URL set, so that a
-supervisor need not import Prefect. On Kubernetes pools have the template of a Job, in which $NAME is the environment's
-variable, and deployments say what its pod needs. Doing it twice changes nothing.
+Run as a program with PREFECT_API_URL set (`python -m armature.provision [POOL ...]` with additional pools), so that the
+supervisor need not import Prefect. On Kubernetes, work pools get a job template, in which $NAME stands for an
+environment variable, and deployments name what their pod needs. Running it twice changes nothing.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ JOB_TEMPLATE = {
     "variables": {"type": "object", "properties": {}, "additionalProperties": False},
     "job_configuration": {"stream_output": True},
 }
-"""A run is its deployment's flow. Prefect's own template lets each run name a command, a folder and an environment."""
+"""Base job template of process pools. It lets a run only start its deployment's flow, while Prefect's own template lets
+each run name a command, a folder and an environment."""
 
 WATCH = "armature: runs without a heartbeat are crashed"
 WINDOW = timedelta(seconds=4 * HEARTBEAT_SECONDS)
@@ -41,24 +42,24 @@ def main() -> int:
     parser = ArgumentParser(prog="python -m armature.provision", description=__doc__)
     parser.add_argument("pools", nargs="*", metavar="POOL")
     parser.add_argument("--kubernetes", type=Path, metavar="FILE", help="base job template of the pools")
-    parser.add_argument("--gpus", type=int, help="that runs may have together; those of this machine if left out")
-    given = parser.parse_args()
+    parser.add_argument("--gpus", type=int, help="GPUs that all runs share; default: the GPUs of this machine")
+    arguments = parser.parse_args()
     kind, template = "process", JOB_TEMPLATE
-    if given.kubernetes is not None:
-        written = Template(regular(given.kubernetes).read_text())
-        kind, template = "kubernetes", json.loads(written.substitute(os.environ))
+    if arguments.kubernetes is not None:
+        text = Template(regular(arguments.kubernetes).read_text())
+        kind, template = "kubernetes", json.loads(text.substitute(os.environ))
     with get_client(sync_client=True) as client:
-        for name in dict.fromkeys([*POOLS, *given.pools]):  # a worker would make one that takes commands
+        for name in dict.fromkeys([*POOLS, *arguments.pools]):  # a worker would create it with Prefect's own template
             pool = WorkPoolCreate(name=name, type=kind, base_job_template=template)
             client.create_work_pool(pool, overwrite=True)
-        client.upsert_global_concurrency_limit_by_name("gpu", max(given.gpus or gpu_count(), 1))
+        client.upsert_global_concurrency_limit_by_name("gpu", max(arguments.gpus or gpu_count(), 1))
         watch_for_dead_runs(client)
         deploy(client)
     return 0
 
 
 def watch_for_dead_runs(client: SyncPrefectClient) -> None:
-    """A run whose process is gone sends no heartbeat; without this it would stay Running for ever."""
+    """Create the automation that sets a flow run without heartbeats to Crashed; otherwise it would stay Running."""
     ends = [f"prefect.flow-run.{state}" for state in ("Completed", "Failed", "Cancelled", "Crashed")]
     trigger = EventTrigger(
         match=ResourceSpecification({"prefect.resource.id": "prefect.flow-run.*"}),

@@ -1,4 +1,4 @@
-"""`armature run`: a flow in this process, on the platform's Prefect server or on one of its own."""
+"""`armature run`: run a flow in this process, with the platform's Prefect server or a server of its own."""
 
 from __future__ import annotations
 
@@ -27,51 +27,52 @@ SENDING_SECONDS = 4.0
 
 
 def joined_api() -> str | None:
-    """The address of a Prefect API that is there, for this process from now on; None if none is named and none is up.
+    """Return the address of a running Prefect API and set this process up to use it, or None.
 
-    In order: PREFECT_API_URL, the platform that is up in this folder.
+    PREFECT_API_URL comes first, then the platform that runs in this folder.
 
     Raises:
-        ServerError: the API does not answer, or wants another auth string.
+        ServerError: the API does not answer, or rejects the auth string.
     """
-    given, platform = os.environ.get("PREFECT_API_URL"), supervisor.current()
-    if platform and given in (None, "", platform.api_url):
+    url, platform = os.environ.get("PREFECT_API_URL"), supervisor.current()
+    if platform and url in (None, "", platform.api_url):
         os.environ.update(prefect_environment(platform.api_url))
         os.environ.setdefault("MLFLOW_TRACKING_URI", platform.mlflow)
-        given = platform.api_url
-    if given:
-        check_api(given)
-    return given or None
+        url = platform.api_url
+    if url:
+        check_api(url)
+    return url or None
 
 
 @contextmanager
 def prefect_api() -> Iterator[Callable[[], object]]:
-    """A Prefect API for this process; call what is yielded when it is needed, to wait until it answers.
+    """Provide a Prefect API for this process, and yield a function that waits until the API answers.
 
-    One that is there, or a server for this run alone. That shares its database with the platform, so the run is on the
-    dashboard afterwards, and starts while we import.
+    A running API is used if there is one. Otherwise a server is started for this run alone. It shares its database with
+    the platform, so that the run is on the dashboard afterwards. It starts while this process imports the flow.
 
     Raises:
-        ServerError: the API does not answer, or wants another auth string.
+        ServerError: the API does not answer, or rejects the auth string.
     """
     if joined_api():
         yield lambda: None
         return
     service = prefect_server(free_port(), with_pages=False)
-    # The link in the log is to the page that `armature up` will serve: this server has none.
+    # This server has no pages. The link in the log is to the page that `armature up` will serve.
     os.environ.update({**service.environment, "PREFECT_UI_URL": f"http://127.0.0.1:{PREFECT_PORT}"})
     server = service.start()
     try:
         yield lambda: wait_until_ready(service, server, SERVER_SECONDS)
     finally:
-        _send_what_is_left()
+        _drain_prefect_queues()
         server.stop()
 
 
 def check_api(url: str) -> None:
-    """
+    """Check that Prefect's API answers at `url`.
+
     Raises:
-        ServerError: Prefect's API does not answer there, or wants another auth string.
+        ServerError: it does not answer, or rejects the auth string.
     """
     user, _, password = os.environ.get("PREFECT_API_AUTH_STRING", "").partition(":")
     try:
@@ -88,8 +89,8 @@ def check_api(url: str) -> None:
         ) from error
 
 
-def _send_what_is_left() -> None:
-    """Logs and events that Prefect still holds: once the server is gone, it would try for a minute to send them."""
+def _drain_prefect_queues() -> None:
+    """Send the logs and events that Prefect has queued. Once the server is gone, Prefect would retry for a minute."""
     if "prefect" not in sys.modules:
         return
     from prefect.events.worker import EventsWorker
@@ -100,11 +101,18 @@ def _send_what_is_left() -> None:
 
 
 def run_recipe(recipe: Recipe) -> list[str]:
-    """Run the recipe's flow to its end. The lines that sum it up: results, reports, the run's page.
+    """Run a recipe's flow to its end in this process, as `armature run` does.
+
+    Returns:
+        The summary as lines: results, reports and the run's page.
 
     Raises:
-        ConfigurationError, DataError: what `check_ahead` says, before anything is started.
-        ArmatureError: what the flow failed with.
+        ConfigurationError, DataError: `check_ahead` found a problem; nothing was started.
+        ArmatureError: the flow failed.
+
+    Example:
+        for line in run_recipe(load_recipe("train-vlm/colors", ["trainer.max_steps=5"])):
+            print(line)
     """
     print(f"{recipe.name}: {recipe.description}", flush=True)
     with project(recipe.folder):
@@ -133,9 +141,10 @@ def _flow_state(recipe: Recipe) -> State[Any]:
 
 
 def _imported_flow(kind: str) -> Any:
-    """
+    """Import the flow of a kind of recipe.
+
     Raises:
-        ConfigurationError: Prefect refuses a variable of the environment.
+        ConfigurationError: Prefect refuses one of its environment variables.
     """
     try:
         from armature.deployments import flow_of
@@ -160,7 +169,7 @@ def _imported_flow(kind: str) -> Any:
 
 
 def _lines(state: State[Any]) -> list[str]:
-    """What the flow returned; raises what it failed with."""
+    """Return the flow's result, or raise the error that it failed with."""
     if not state.is_completed():
         error = state.result(raise_on_failure=False)
         if isinstance(error, ArmatureError):
@@ -170,7 +179,7 @@ def _lines(state: State[Any]) -> list[str]:
 
 
 def _provide_gpu_limit() -> None:
-    """The limit that GPU stages hold; `armature up` makes it as well."""
+    """Create Prefect's concurrency limit "gpu", which GPU stages hold; `armature up` creates it as well."""
     from prefect.client.orchestration import get_client
 
     from armature.components.machine.resources import gpu_count

@@ -1,4 +1,4 @@
-"""`armature serve`: one vLLM server that runs and trainers join, until it is interrupted."""
+"""`armature serve`: run one vLLM server, which runs and trainers join, until it is interrupted."""
 
 from __future__ import annotations
 
@@ -36,19 +36,22 @@ def serve_model(
     shorter: bool = False,
     max_lora_rank: int = 0,
 ) -> None:
-    """Serve a checkpoint folder, an artifact or a hub name until it is interrupted.
+    """Serve a model until the program is interrupted.
 
-    The key is VLLM_API_KEY, or is made; without it the server answers nothing but liveness.
+    The server's key is VLLM_API_KEY, or a new key if that is not set. Requests without the key are refused, except
+    those that ask whether the server is alive.
 
     Args:
-        say: is told how to join, when the server answers.
-        shorter: `settings.max_model_len` is lowered to what the model has positions for.
-        max_lora_rank: of the adapters of trainings that send these alone; 0: none.
+        model: a checkpoint folder, an artifact or a hub name.
+        revision: commit, tag or branch of a hub name.
+        say: receives the text that says how to join, once the server answers.
+        shorter: lower `settings.max_model_len` to the model's number of positions.
+        max_lora_rank: largest rank of LoRA adapters that trainings may send; 0: no adapters.
 
     Raises:
-        ConfigurationError: a hub name without a revision, a family that is unknown, or an option that cannot be.
-        DataError: there is no such checkpoint.
-        ServerError: it does not start, or ends.
+        ConfigurationError: a hub name has no revision, the model's family is unknown, or an option is invalid.
+        DataError: the checkpoint does not exist.
+        ServerError: the server does not start, or ends.
     """
     folder = locate(model, revision)
     if shorter:
@@ -99,10 +102,10 @@ def vllm_server(model: str | Path, log_folder: Path = LOGS, **settings: Any) -> 
 
 
 async def _serve(server: VllmServer, folder: Path, say: Callable[[str], None]) -> None:
-    own = asyncio.current_task()
-    assert own is not None
+    task = asyncio.current_task()
+    assert task is not None
     for interruption in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(interruption, own.cancel)
+        asyncio.get_running_loop().add_signal_handler(interruption, task.cancel)
     await server.start(folder)
     try:
         say("\n".join(how_to_join(server.url, None if "VLLM_API_KEY" in os.environ else server.api_key)))
@@ -116,14 +119,15 @@ async def _serve(server: VllmServer, folder: Path, say: Callable[[str], None]) -
 
 
 def how_to_join(url: str, key: str | None) -> list[str]:
-    """What a run, the trainer class and any client of the OpenAI protocol are told, for a shell.
+    """Return lines for a shell that say how a run, `MultimodalGRPOTrainer` or an OpenAI client joins the server.
 
-    `key`: one that was made here. A key of the environment is known there, and not shown.
+    Args:
+        key: a key that was made here and is shown; None: the key comes from the environment and is not shown.
     """
     shown = "the key of this server" if key is None else key
     endpoints = shlex.quote(f"endpoints={json.dumps([url])}")
     return [
-        f"serving at {url} as the model 'policy'; in the shell of whoever joins:",
+        f"serving at {url} as the model 'policy'; in the shell of the program that joins:",
         f"  export VLLM_API_KEY={shlex.quote(shown)}",
         f"  armature run RECIPE --machine {endpoints}",
         f"  or MultimodalRLConfig(vllm_server_port={url.rpartition(':')[2]}, ...)",

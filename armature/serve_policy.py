@@ -1,4 +1,4 @@
-"""`armature serve-policy`: a robot policy that robots and simulators ask, until it is interrupted."""
+"""`armature serve-policy`: serve a robot policy to robots and simulators until it is interrupted."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def serve_policy(
     """Serve a policy until it is interrupted.
 
     Args:
-        checkpoint: Folder, digest of an artifact in `store`, or models:/NAME@ALIAS.
-        with_key: False lets any program of this machine ask.
-        say: is told how to connect, when the server answers.
+        checkpoint: folder, digest of an artifact in `store`, or models:/NAME@ALIAS.
+        with_key: require a key; without one, any program on this machine can send observations.
+        say: receives the text that says how to connect, once the server answers.
 
     Raises:
-        ConfigurationError: an option that cannot be.
-        DataError: there is no such checkpoint, or it is not whole.
+        ConfigurationError: an option is invalid.
+        DataError: the checkpoint does not exist or is incomplete.
         ServerError: the policy cannot answer.
     """
     refuse_open_address(settings, with_key)
@@ -57,7 +57,7 @@ def serve_policy(
         num_inference_steps=settings.num_inference_steps,
         torch_compile=settings.torch_compile,
         quantization=settings.quantization,
-        refuse_undecoded=True,  # the middle of the range is no action for a real robot
+        refuse_undecoded=True,  # otherwise the middle of the action range would be sent to a real robot
     )
     most = policy.most_previous_actions
     previous = (most, policy.action_dimensions, policy.n_action_steps) if most else None
@@ -74,46 +74,47 @@ def serve_policy(
 
 
 async def _serve(server: PolicyServer, ready: Callable[[str], None]) -> None:
-    own = asyncio.current_task()
-    assert own is not None
+    task = asyncio.current_task()
+    assert task is not None
     for interruption in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(interruption, own.cancel)
+        asyncio.get_running_loop().add_signal_handler(interruption, task.cancel)
     await server.run(ready)
 
 
 def how_to_connect(url: str, form: ObservationFormat, key: str | None) -> list[str]:
-    """What whoever operates a robot is told. The key itself is not shown."""
+    """Return lines that tell a robot's operator how to connect. The key itself is not shown."""
     lines = [f"serving at {url}; observations have the fields {', '.join(form.fields)}"]
     if key is not None:
-        own = f"the key is in {KEY_FILE}" if KEY not in os.environ else f"the key is {KEY}'s"
-        lines.append(f"  {own}: clients send the header Authorization: Api-Key KEY")
+        place = KEY_FILE if KEY not in os.environ else f"the variable {KEY}"
+        lines.append(f"  the key is in {place}: clients send the header Authorization: Api-Key KEY")
     return [*lines, "Ctrl-C ends it"]
 
 
 def _key() -> str:
-    """The environment's, else this folder's, made when first needed.
+    """Return the key from the environment, or from this folder's file, which is created if it does not exist.
 
     Raises:
-        ConfigurationError: it could not be sent in a header, or is easily guessed.
+        ConfigurationError: the key is too short, or has characters that a header cannot hold.
     """
-    given = os.environ.get(KEY)
-    if given is None:
+    key = os.environ.get(KEY)
+    from_file = key is None
+    if key is None:
         write_private(KEY_FILE, secrets.token_urlsafe(32), replace=False)
         KEY_FILE.chmod(0o600)
-    found = KEY_FILE.read_text(errors="replace").strip() if given is None else given
-    if not re.fullmatch(r"[!-~]{16,}", found):
+        key = KEY_FILE.read_text(errors="replace").strip()
+    if not re.fullmatch(r"[!-~]{16,}", key):
         raise ConfigurationError(
             "the key is not 16 or more letters, digits and signs without spaces",
             code="invalid_policy_key",
-            where=str(KEY_FILE) if given is None else KEY,
-            remedy="remove it, and a new one is made" if given is None else "correct it, or unset it",
+            where=str(KEY_FILE) if from_file else KEY,
+            remedy="delete the file, and a new key is made" if from_file else "correct or unset the variable",
         )
-    keep_secret(found)
-    return found
+    keep_secret(key)
+    return key
 
 
 def _log_lines() -> None:
-    """What happens, to the error output, one JSON object a line."""
+    """Write the server's events to standard error, one JSON object per line."""
     handler = logging.StreamHandler()
     handler.setFormatter(EventFormatter())
     log.addHandler(handler)

@@ -1,4 +1,4 @@
-"""The programs behind the platform: how each is started, and how one knows that it is up."""
+"""The programs of the platform (Prefect, MLflow, workers): how each is started and when it is ready."""
 
 from __future__ import annotations
 
@@ -29,37 +29,40 @@ HOSTS = ("127.0.0.1", "localhost")
 
 
 def auth_string() -> str:
-    """What Prefect's API asks for: PREFECT_SERVER_API_AUTH_STRING, else this folder's secret, made when first needed.
+    """Return the auth string of Prefect's API, from PREFECT_SERVER_API_AUTH_STRING or from this folder's file.
+
+    The file is created if it does not exist.
 
     Raises:
-        ConfigurationError: it is not of the form user:password.
+        ConfigurationError: the auth string does not have the form user:password.
     """
-    given = os.environ.get("PREFECT_SERVER_API_AUTH_STRING")
-    if given is None:
+    secret = os.environ.get("PREFECT_SERVER_API_AUTH_STRING")
+    from_file = secret is None
+    if secret is None:
         write_private(AUTH_STRING, f"armature:{secrets.token_urlsafe(32)}", replace=False)
         AUTH_STRING.chmod(0o600)
-    found = AUTH_STRING.read_text(errors="replace").strip() if given is None else given
-    if not re.fullmatch(r"[!-9;-~]+:[!-~]{8,}", found):
+        secret = AUTH_STRING.read_text(errors="replace").strip()
+    if not re.fullmatch(r"[!-9;-~]+:[!-~]{8,}", secret):
         raise ConfigurationError(
-            "the auth string of Prefect's API is not of the form user:password, with a password of 8 characters",
+            "the auth string of Prefect's API does not have the form user:password with a password of 8 characters",
             code="invalid_auth_string",
-            where=str(AUTH_STRING) if given is None else "PREFECT_SERVER_API_AUTH_STRING",
-            remedy="remove it, and a new one is made" if given is None else "correct it, or unset it",
+            where=str(AUTH_STRING) if from_file else "PREFECT_SERVER_API_AUTH_STRING",
+            remedy="delete the file, and a new one is made" if from_file else "correct or unset the variable",
         )
-    keep_secret(found)
-    keep_secret(found.partition(":")[2])
-    return found
+    keep_secret(secret)
+    keep_secret(secret.partition(":")[2])
+    return secret
 
 
 def own_origins(port: int) -> str:
-    """The addresses of a page that this machine serves on the port, as browsers write them."""
+    """Return the origins of pages that this machine serves on a port, as browsers write them."""
     return ",".join(f"http://{host}:{port}" for host in HOSTS)
 
 
 def prefect_environment(api_url: str) -> dict[str, str]:
-    """Settings for the Prefect server and all that talk to it: local files, nothing sent anywhere.
+    """Return environment variables for the Prefect server and its clients: local files and no telemetry.
 
-    Leases on disk: kept in memory, a restart of the server would end every run that holds a concurrency slot.
+    Concurrency leases are on disk. If they were in memory, a restart of the server would end every run that holds one.
     """
     home = private_folder(STATE / "prefect").resolve()
     return {
@@ -79,7 +82,10 @@ def prefect_environment(api_url: str) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Service:
-    """A program of the platform. `ready_url` answers 200 when it is up; None: it is up while it runs."""
+    """A program of the platform: its command, its environment and the URL that answers 200 once it is ready.
+
+    A program without a `ready_url` is ready as soon as it runs.
+    """
 
     name: str
     command: tuple[str, ...]
@@ -92,9 +98,10 @@ class Service:
         return LOGS / f"{self.name}.log"
 
     def start(self) -> Program:
-        """
+        """Start the program under the process guard.
+
         Raises:
-            ServerError: the port is taken.
+            ServerError: its port is in use.
         """
         if self.port is not None:
             refuse_taken_port(self.port, self.name)
@@ -102,7 +109,7 @@ class Service:
 
 
 def prefect_server(port: int, with_pages: bool = True) -> Service:
-    """The Prefect server; without pages when it only serves one run."""
+    """Return the Prefect server as a service; a server for a single run needs no pages."""
     url = f"http://127.0.0.1:{port}/api"
     environment = prefect_environment(url) | {
         ALLOWED_HOSTS: ",".join(HOSTS),
@@ -117,16 +124,16 @@ def prefect_server(port: int, with_pages: bool = True) -> Service:
 
 
 def _prefect_database() -> str:
-    if given := os.environ.get("PREFECT_API_DATABASE_CONNECTION_URL"):
-        return given
-    return sqlite_url(STATE / "prefect/prefect.db", "aiosqlite")
+    url = os.environ.get("PREFECT_API_DATABASE_CONNECTION_URL")
+    return url or sqlite_url(STATE / "prefect/prefect.db", "aiosqlite")
 
 
 def mlflow_server(port: int) -> Service:
-    """MLflow's pages over the SQLite file that runs without a server write to as well.
+    """Return MLflow's server as a service. It shows the SQLite file that runs without a server write to as well.
 
-    It answers to its own names and pages alone; by itself it would take any host that begins as a private address.
-    Its job runner (eight more processes, a minute of start) serves features that nothing here uses.
+    It accepts requests only under its own host names; MLflow's default accepts any host that begins like a private
+    address. MLflow's job runner is off: it takes eight more processes and a minute to start, for features not used
+    here.
     """
     artifacts = (STATE / "mlartifacts").resolve().as_uri()
     command = (sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1")
@@ -144,15 +151,16 @@ def mlflow_server(port: int) -> Service:
 
 
 def worker(pool: str, api_url: str, mlflow_url: str) -> Service:
-    """A worker that runs the pool's flows as processes of this machine."""
+    """Return a Prefect worker as a service. It runs the flows of a work pool as processes on this machine."""
     command = (sys.executable, "-m", "prefect", "worker", "start", "--pool", pool, "--name", f"local-{pool}")
     return Service(f"worker-{pool}", command, prefect_environment(api_url) | {"MLFLOW_TRACKING_URI": mlflow_url})
 
 
 def refuse_taken_port(port: int, name: str) -> None:
-    """
+    """Check that a port of the loopback interface is free.
+
     Raises:
-        ServerError: something listens on the port already.
+        ServerError: another program listens on it.
     """
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -163,7 +171,7 @@ def refuse_taken_port(port: int, name: str) -> None:
                 f"port {port} is in use, so {name} cannot start",
                 code="port_in_use",
                 where=listener(port) or f"127.0.0.1:{port}",
-                remedy=f"`armature down` ends what `armature up` started; or choose another: --{name}-port",
+                remedy=f"`armature down` stops this folder's platform; or use another port: --{name}-port",
             ) from error
 
 
@@ -175,10 +183,10 @@ def answers(url: str) -> bool:
 
 
 def wait_until_ready(service: Service, running: Program, seconds: float) -> None:
-    """Return when the service answers.
+    """Wait until the service answers.
 
     Raises:
-        ServerError: it ended, or did not answer in time; its last lines are shown.
+        ServerError: it ended or did not answer in time; the error shows the last lines of its log.
     """
     began = time.monotonic()
     while service.ready_url is not None and not answers(service.ready_url):

@@ -1,4 +1,4 @@
-"""`armature show`: a recipe's values, or a result and what it was made from."""
+"""`armature show`: print a recipe's values, or the tree of everything that a result was made from."""
 
 from __future__ import annotations
 
@@ -15,40 +15,44 @@ from armature.components.environments import ENVIRONMENTS
 from armature.components.environments.settings import EnvironmentSettings
 from armature.components.machine.project import project
 
-# A resolved recipe as TOML, in which what the recipe itself says is marked.
-
 RECIPE, OVERRIDE = "recipe", "--set"
-BARE = re.compile(r"[A-Za-z0-9_-]+")
+BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 
 
-def recipe_text(name: str, overrides: Sequence[str] = (), *, describe: bool = False, own: bool = False) -> str:
-    """Every value of a recipe; each that is not a default has the remark where it is from.
+def recipe_text(name: str, overrides: Sequence[str] = (), *, describe: bool = False, changed_only: bool = False) -> str:
+    """Return a recipe with all its values as TOML, which is a recipe with the same values again.
 
-    What it says is a recipe again, of the same values. So it is with `own`: only those that are not defaults.
+    A comment marks each value that is not a default and says where it comes from: the recipe or the command line.
+
+    Args:
+        name: name or file of the recipe.
+        overrides: values to change, as for `--set`.
+        describe: add the description of each setting as a comment.
+        changed_only: leave out the defaults.
     """
     recipe = load_recipe(name, overrides)
     changed: dict[str, Any] = {}
     for override in overrides:
         changed = merge(changed, parse_override(override))
-    said = {RECIPE: read_toml(recipe_path(name)), OVERRIDE: changed}
+    sources = {RECIPE: read_toml(recipe_path(name)), OVERRIDE: changed}
     file = name if name.endswith(SUFFIX) else f"configs/{name}{SUFFIX}"
     legend = [
-        f"# {RECIPE}: {file} says so, or a file that it extends. {OVERRIDE}: the command line does.",
-        "# All else are defaults.",
+        f"# {RECIPE}: set in {file} or in a file that it extends. {OVERRIDE}: set on the command line.",
+        "# All other values are defaults.",
     ]
     lines = [
-        *([f"# From {file}; `armature show` on this file says all values."] if own else legend),
+        *([f"# From {file}; `armature show` on this file prints all values."] if changed_only else legend),
         f"flow = {_value(recipe.kind)}",
         f"description = {_value(recipe.description)}",
     ]
     with project(recipe.folder):
         for section, settings in recipe.sections.items():
-            lines += _table((section,), settings, said, describe, own)
+            lines += _table((section,), settings, sources, describe, changed_only)
     return "\n".join(lines)
 
 
 def toml_text(values: Mapping[str, Any], at: tuple[str, ...] = ()) -> str:
-    """A document as TOML: values first, then tables. None is left out."""
+    """Return a document as TOML, with values before tables. None is left out, because TOML has no null."""
     lines = [f"{_key(key)} = {_value(part)}" for key, part in values.items() if not isinstance(part, Mapping | None)]
     tables = {key: part for key, part in values.items() if isinstance(part, Mapping)}
     head = [f"\n[{'.'.join(map(_key, at))}]"] if at and (lines or not tables) else []
@@ -56,10 +60,10 @@ def toml_text(values: Mapping[str, Any], at: tuple[str, ...] = ()) -> str:
 
 
 def _table(
-    at: tuple[str, ...], settings: BaseModel, said: Mapping[str, Any], describe: bool, own: bool
+    at: tuple[str, ...], settings: BaseModel, sources: Mapping[str, Any], describe: bool, changed_only: bool
 ) -> Iterator[str]:
-    """The lines of a table: its values, then its tables."""
-    if own and not any(_holds(values, at) for values in said.values()):
+    """Yield the lines of the table at the path `at`: its values, then its tables."""
+    if changed_only and not any(_holds(values, at) for values in sources.values()):
         return
     yield ""
     if describe and settings.__doc__:
@@ -73,16 +77,16 @@ def _table(
         if isinstance(value, BaseModel):
             tables[name] = value
             continue
-        source = next((each for each in (OVERRIDE, RECIPE) if _holds(said[each], (*at, name))), "")
-        if own and (not source or value is None):
+        source = next((each for each in (OVERRIDE, RECIPE) if _holds(sources[each], (*at, name))), "")
+        if changed_only and (not source or value is None):
             continue
         if describe and field.description:
             yield from _comment(field.description)
-        known = settings.model_dump(mode="json", include={name})[name]
-        line = f"# {name}: none" if value is None else f"{name} = {_value(known)}"
-        yield f"{line}  # {source}" if source and not own else line
+        plain = settings.model_dump(mode="json", include={name})[name]
+        line = f"# {name}: none" if value is None else f"{name} = {_value(plain)}"
+        yield f"{line}  # {source}" if source and not changed_only else line
     for name, value in tables.items():
-        yield from _table((*at, name), value, said, describe, own)
+        yield from _table((*at, name), value, sources, describe, changed_only)
 
 
 def _comment(text: str) -> Iterator[str]:
@@ -99,7 +103,7 @@ def _holds(values: Any, at: Sequence[str]) -> bool:
 
 
 def _value(value: Any) -> str:
-    """A value on one line. TOML has no null, so a table leaves None out."""
+    """Return a value as TOML on one line. An inline table leaves None out, because TOML has no null."""
     if isinstance(value, Mapping):
         parts = [f"{_key(key)} = {_value(part)}" for key, part in value.items() if part is not None]
         return "{ " + ", ".join(parts) + " }" if parts else "{}"
@@ -109,24 +113,32 @@ def _value(value: Any) -> str:
 
 
 def _key(key: str) -> str:
-    return key if BARE.fullmatch(key) else json.dumps(key, ensure_ascii=False)
+    return key if BARE_KEY.fullmatch(key) else json.dumps(key, ensure_ascii=False)
 
 
 SECONDS = 5.0
-"""A person waits for the answer."""
+"""Seconds to wait for MLflow; short, because a person waits."""
 
 
 def show(what: str | None, overrides: Sequence[str], most: int, *, describe: bool = False, toml: bool = False) -> None:
-    """
+    """Print a recipe, the tree of everything that a result was made from, or the latest runs.
+
+    Args:
+        what: name or file of a recipe, an artifact's digest or an MLflow run; None: the latest runs.
+        overrides: values of the recipe to change, as for `--set`.
+        most: how many artifacts of a long series of steps to print.
+        describe: add the description of each setting of a recipe.
+        toml: print a recipe without its defaults.
+
     Raises:
-        ConfigurationError: `toml` of what is not a recipe.
+        ConfigurationError: `toml` is set, and `what` is not a recipe.
     """
     if what is not None and ("/" in what or what.endswith(SUFFIX)):
-        print(recipe_text(what, overrides, describe=describe, own=toml))
+        print(recipe_text(what, overrides, describe=describe, changed_only=toml))
         return
     if toml:
         raise ConfigurationError(
-            "only a recipe is shown as TOML",
+            "--toml needs a recipe",
             code="not_a_recipe",
             where=f"armature show --toml {what or ''}",
             remedy="armature list",
@@ -143,12 +155,12 @@ def show(what: str | None, overrides: Sequence[str], most: int, *, describe: boo
 
 
 def _whole_digest(what: str) -> str:
-    """A digest may be shortened to its first characters if the local store has it."""
+    """Complete a digest that is shortened to its first characters, if the local store has the artifact."""
     from armature.components.configuration.stages import open_store
     from armature.components.contracts.machine import Machine
 
-    found = open_store(Machine()).find_digest(what)
-    return found.digest if found else what
+    artifact = open_store(Machine()).find_digest(what)
+    return artifact.digest if artifact else what
 
 
 def _latest_runs() -> None:

@@ -1,4 +1,4 @@
-"""`armature submit --slurm`: a recipe as a job of SLURM, which is taken up again when it loses a node or its time."""
+"""`armature submit --slurm`: run a recipe as a SLURM job, which resumes after a lost node or the end of its time."""
 
 from __future__ import annotations
 
@@ -57,10 +57,10 @@ code=${code:-1}
 
 
 def submit(name: str, overrides: Sequence[str], options: Sequence[str]) -> str:
-    """Submit what `script` writes; the job's id.
+    """Submit a recipe as a SLURM job and return the job's id.
 
     Raises:
-        ConfigurationError: as `script`; there is no sbatch, or it refuses the job.
+        ConfigurationError: see `script`; or there is no sbatch, or sbatch refuses the job.
     """
     text = script(name, overrides, options)
     try:
@@ -83,14 +83,16 @@ def submit(name: str, overrides: Sequence[str], options: Sequence[str]) -> str:
 
 
 def script(name: str, overrides: Sequence[str], options: Sequence[str]) -> str:
-    """The script for sbatch: `armature run`, within a Ray cluster of the job's nodes if that of the recipe is `auto`.
+    """Return the script for sbatch, which runs `armature run`.
+
+    If the address of the recipe's cluster is "auto", the script starts a Ray cluster on the job's nodes around the run.
 
     Args:
-        options: more options of sbatch, which override those that the recipe's machine gives.
+        options: options of sbatch; they replace those that follow from the recipe's machine section.
 
     Raises:
-        ConfigurationError: a value that `armature run` would refuse, a machine that forces stages, or an option that
-            is not one line of text.
+        ConfigurationError: `armature run` would refuse a value, `machine.force` names stages, or an option is not one
+            line of text.
     """
     recipe = load_recipe(name, overrides)
     machine = machine_that_resumes(recipe)
@@ -107,12 +109,12 @@ def script(name: str, overrides: Sequence[str], options: Sequence[str]) -> str:
 
 
 def _own_cluster(machine: Machine) -> ClusterSettings | None:
-    """The cluster that the job's nodes become, which `auto` finds on any of them."""
+    """Return the settings of the Ray cluster that the job starts on its nodes, or None if it starts none."""
     return machine.cluster if machine.cluster is not None and machine.cluster.address == "auto" else None
 
 
 def _resources(name: str, machine: Machine) -> list[str]:
-    """Options of sbatch. A node has what a pod of Kubernetes gets, and its part of what Ray places."""
+    """Return options of sbatch: each node gets the resources of a Kubernetes pod and its share of Ray's placements."""
     node, cluster = job_variables(machine), _own_cluster(machine)
     gpus, cpus, memory = node["gpus"], int(node["cpus"]), int(node["memory"].removesuffix("Gi"))
     nodes = machine.trainer_nodes if cluster else 1
@@ -132,7 +134,7 @@ def _resources(name: str, machine: Machine) -> list[str]:
         f"--cpus-per-task={cpus}",
         f"--mem={memory}G",
         *([f"--gpus-per-node={gpus}"] if gpus else []),
-        *(["--exclusive"] if cluster else []),  # a node has one Ray, which the launcher ends as a whole
+        *(["--exclusive"] if cluster else []),  # the script stops every Ray process of its nodes
         "--requeue",
         "--open-mode=append",
         "--signal=B:USR1@120",
@@ -140,7 +142,7 @@ def _resources(name: str, machine: Machine) -> list[str]:
 
 
 def _words(options: Sequence[str]) -> str:
-    """A line of `#SBATCH`: unlike a shell, sbatch knows no escape but in double quotes."""
+    """Quote options for an `#SBATCH` line. Unlike a shell, sbatch reads escapes only within double quotes."""
     for option in options:
         if not option.isprintable():
             raise ConfigurationError(

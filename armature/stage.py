@@ -1,4 +1,4 @@
-"""`armature stage`: one stage, without Prefect. DVC's entry."""
+"""`armature stage`: run one stage without Prefect. DVC's pipeline calls it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from armature.components.machine.project import project
 
 
 def parse_inputs(pairs: Sequence[str]) -> dict[str, Artifact]:
-    """`name=folder` pairs as artifacts, each checked against its manifest."""
+    """Parse `name=folder` pairs and open each folder as an artifact, checked against its manifest."""
     inputs = {}
     for pair in pairs:
         name, separator, folder = pair.partition("=")
@@ -34,7 +34,7 @@ def parse_inputs(pairs: Sequence[str]) -> dict[str, Artifact]:
 def run_one_stage(
     name: str, config: Path, inputs: Sequence[str], out: Path | None, overrides: Sequence[str]
 ) -> Artifact:
-    """Run the stage with its part of the recipe; `out` becomes the artifact, by hard links."""
+    """Run a stage with its sections of a recipe and link the artifact's files to the folder `out` (hard links)."""
     recipe = load_recipe(config, overrides)
     stage: Stage = STAGES[name]
     machine = recipe.machine

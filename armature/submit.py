@@ -1,4 +1,4 @@
-"""`armature submit`: a run of a deployment with changed values, on the platform's workers."""
+"""`armature submit`: start a run of a deployment with changed values on the platform's workers."""
 
 from __future__ import annotations
 
@@ -26,20 +26,18 @@ if TYPE_CHECKING:
     from prefect.client.schemas.responses import DeploymentResponse
 
 
-# `armature submit --job-variable`: what a run asks for of the variables in a work pool's template of Jobs.
-
-
 def parse_job_variables(texts: Sequence[str], template: Mapping[str, Any], pool: str) -> dict[str, Any]:
-    """`key=value` or `key.entry=value` of each text, values as of `--set`.
+    """Parse the values of `armature submit --job-variable`, variables of a work pool's base job template.
 
     Args:
-        template: of the work pool called `pool`.
+        texts: `key=value` or `key.entry=value`; values are written as for `--set`.
+        template: base job template of the work pool `pool`.
 
     Raises:
-        ConfigurationError: a text of another form, or a variable or value that the template does not have.
+        ConfigurationError: a text has another form, or the template does not have such a variable or value.
     """
-    known = template.get("variables", {}).get("properties", {})
-    given: dict[str, Any] = {}
+    properties = template.get("variables", {}).get("properties", {})
+    variables: dict[str, Any] = {}
     for text in texts:
         key, _, value = text.partition("=")
         if not key.strip() or not value.strip():
@@ -48,46 +46,48 @@ def parse_job_variables(texts: Sequence[str], template: Mapping[str, Any], pool:
                 code="invalid_job_variable",
                 remedy="write --job-variable key=value",
             )
-        given = merge(given, parse_override(text))
-    for key, value in given.items():
-        if key not in known:
+        variables = merge(variables, parse_override(text))
+    for key, value in variables.items():
+        if key not in properties:
             raise ConfigurationError(
-                f"{key!r} is not a variable of the template of Jobs",
+                f"{key!r} is not a variable of the job template",
                 code="unknown_job_variable",
                 where=f"--job-variable, work pool {pool!r}",
-                remedy=suggestion(key, known) if known else "leave it out: this pool's runs have none",
+                remedy=suggestion(key, properties) if properties else "leave it out: this pool has no job variables",
             )
-        if known[key].get("type") == "string" and isinstance(value, Written):
-            given[key] = value.text
-    if error := best_match(Draft202012Validator(template["variables"]).iter_errors(given)) if given else None:
+        if properties[key].get("type") == "string" and isinstance(value, Written):
+            variables[key] = value.text
+    if error := best_match(Draft202012Validator(template["variables"]).iter_errors(variables)) if variables else None:
         raise ConfigurationError(
             error.message,
             code="invalid_job_variable",
             where=f"--job-variable {'.'.join(map(str, error.absolute_path))}, work pool {pool!r}",
-            remedy=known[error.absolute_path[0]].get("description", "") if error.absolute_path else "",
+            remedy=properties[error.absolute_path[0]].get("description", "") if error.absolute_path else "",
         )
-    return given
+    return variables
 
 
 POLL_SECONDS = 2.0
 LOGS_PER_CALL = 200
 SUMMARY = "summary"
-"""Key of the artifact that tasks/reports.py makes."""
+"""Key of the Prefect artifact with a run's summary, which tasks/reports.py makes."""
 
 
 def submit(name: str, overrides: Sequence[str], watch: bool, job_variables: Sequence[str] = ()) -> int:
-    """Start a run of the deployment `name`, or of that of a recipe's file, and print its name and page.
+    """Start a run of a deployment and print the run's name and page.
 
     Args:
-        watch: print its log, and return when it has ended.
-        job_variables: of the work pool's template, as `parse_job_variables` takes them.
+        name: name of the deployment, or the file of its recipe.
+        overrides: values to change, as for `--set`.
+        watch: print the run's log, and return when the run has ended.
+        job_variables: variables of the work pool's job template, see `parse_job_variables`.
 
     Returns:
-        0; with `watch`, 1 if it did not complete.
+        Exit code 0; with `watch`, 1 if the run did not complete.
 
     Raises:
-        ConfigurationError: there is no such deployment, a value is wrong, or the run would need another work pool:
-            nothing is started.
+        ConfigurationError: the deployment does not exist, a value is invalid, or the run would need another work pool.
+            Nothing is started.
         ServerError: Prefect's API does not answer, or no worker serves the deployment's work pool.
     """
     recipe = load_recipe(name) if name.endswith(SUFFIX) else None
@@ -106,10 +106,10 @@ def submit(name: str, overrides: Sequence[str], watch: bool, job_variables: Sequ
 
 
 def platform() -> SyncPrefectClient:
-    """A client of the platform's API.
+    """Return a client of the platform's Prefect API.
 
     Raises:
-        ServerError: no platform is running here, and none is named.
+        ServerError: no platform runs in this folder, and PREFECT_API_URL is not set.
     """
     if joined_api() is None:
         raise ServerError(
@@ -118,17 +118,17 @@ def platform() -> SyncPrefectClient:
             where=str(Path.cwd()),
             remedy="`armature up --detach`; or name the API of another: PREFECT_API_URL and PREFECT_API_AUTH_STRING",
         )
-    os.environ.setdefault("PREFECT_LOGGING_TO_API_ENABLED", "false")  # this process only asks
+    os.environ.setdefault("PREFECT_LOGGING_TO_API_ENABLED", "false")  # this process runs no flow, so it has no logs
     from prefect.client.orchestration import get_client
 
     return get_client(sync_client=True)
 
 
 def deploy_recipes(names: Sequence[str]) -> None:
-    """Make the deployments of recipes on the platform, of all installed ones if none is named, and print their names.
+    """Create the deployments of recipes on the platform and print their names; without names, of all installed recipes.
 
     Raises:
-        ConfigurationError: a recipe is invalid, or two would be one deployment.
+        ConfigurationError: a recipe is invalid, or two recipes would have the same deployment.
         ServerError: Prefect's API does not answer.
     """
     with platform() as client:
@@ -137,37 +137,38 @@ def deploy_recipes(names: Sequence[str]) -> None:
 
 
 def _deployment(client: SyncPrefectClient, name: str) -> DeploymentResponse:
-    """
+    """Return the deployment called `name`.
+
     Raises:
-        ConfigurationError: there is none; the nearest one is suggested.
+        ConfigurationError: it does not exist; the remedy suggests the most similar name.
     """
     from prefect.exceptions import ObjectNotFound
 
     try:
         return client.read_deployment_by_name(name)
-    except (ObjectNotFound, ValueError) as error:  # a name without a slash is the second
+    except (ObjectNotFound, ValueError) as error:  # Prefect raises ValueError for a name without a slash
         flows = {flow.id: flow.name for flow in client.read_flows()}
-        known = [f"{flows.get(each.flow_id)}/{each.name}" for each in client.read_deployments()]
+        names = [f"{flows.get(each.flow_id)}/{each.name}" for each in client.read_deployments()]
         raise ConfigurationError(
             f"no deployment is called {name!r}",
             code="unknown_deployment",
             where=str(client.api_url),
-            remedy=f"{suggestion(name, known)}; `armature deploy` makes that of a recipe",
+            remedy=f"{suggestion(name, names)}; `armature deploy` creates the deployment of a recipe",
         ) from error
 
 
 def _recipes(
     deployment: DeploymentResponse, name: str, recipe: Recipe | None, overrides: Sequence[str]
 ) -> tuple[Recipe, Recipe]:
-    """That of the deployment, and that of the run.
+    """Return the recipe of the deployment and the recipe of the run, which has the overrides.
 
     Raises:
-        ConfigurationError: a value that `armature run --set` would refuse.
+        ConfigurationError: the deployment's flow is not one of ours, or `armature run --set` would refuse a value.
     """
     kind = next((kind for kind in RECIPES if deployment.entrypoint == RECIPES[kind].FLOW), None)
     if kind is None:
         raise ConfigurationError(
-            "the deployment is not of a flow of ours",
+            "the deployment runs a flow that Armature does not have",
             code="foreign_deployment",
             where=f"{name}: {deployment.entrypoint}",
             remedy="armature list",
@@ -184,18 +185,20 @@ def _recipes(
 
 
 def _changed(before: Recipe, after: Recipe) -> dict[str, Any]:
-    """The sections that differ, whole: Prefect merges parameters at the top level alone."""
+    """Return the sections that differ, each complete, because Prefect merges parameters at the top level only."""
     old, new = before.dump(), after.dump()
     return {key: new.get(key) for key in {*new, *old} if new.get(key) != old.get(key)}
 
 
 def _job_variables(
-    client: SyncPrefectClient, deployment: DeploymentResponse, before: Recipe, after: Recipe, given: Sequence[str]
+    client: SyncPrefectClient, deployment: DeploymentResponse, before: Recipe, after: Recipe, texts: Sequence[str]
 ) -> dict[str, Any]:
-    """What the run's Job has other than the deployment's: for its machine on Kubernetes, and what is given.
+    """Return the job variables in which the run differs from its deployment.
+
+    On Kubernetes they follow from the run's machine settings. Variables of the command line replace them.
 
     Raises:
-        ConfigurationError: the run needs GPUs that its deployment's work pool is not for, or a variable is wrong.
+        ConfigurationError: the run needs GPUs that its deployment's work pool does not have, or a variable is invalid.
     """
     if pool_of(after) not in ("cpu", pool_of(before)):
         raise ConfigurationError(
@@ -208,23 +211,24 @@ def _job_variables(
     if deployment.work_pool_name is None:
         return {}
     pool = client.read_work_pool(deployment.work_pool_name)
-    own: dict[str, Any] = {}
+    changed: dict[str, Any] = {}
     if pool.type == "kubernetes":
         old, new = (pod_variables(each, pool.base_job_template) for each in (before, after))
-        own = {key: value for key, value in new.items() if value != old[key]}
-    return own | parse_job_variables(given, pool.base_job_template, pool.name)
+        changed = {key: value for key, value in new.items() if value != old[key]}
+    return changed | parse_job_variables(texts, pool.base_job_template, pool.name)
 
 
 def _folder(deployment: DeploymentResponse) -> Path | None:
-    """That of a recipe outside the installation, which relative paths of its values begin at."""
+    """Return the folder that the recipe's relative paths begin at, for a recipe outside the installation."""
     steps = [step.get(USE_PROJECT) for step in deployment.pull_steps or ()]
     return next((Path(step["folder"]) for step in steps if step), None)
 
 
 def _refuse_without_worker(client: SyncPrefectClient, deployment: DeploymentResponse, url: str) -> None:
-    """
+    """Check that a worker would take the run.
+
     Raises:
-        ServerError: the run would wait for a worker that is not there, or for a work pool that is paused.
+        ServerError: the work pool is paused, or no worker serves it.
     """
     from prefect.client.schemas.filters import WorkerFilter, WorkerFilterStatus
 
@@ -250,16 +254,15 @@ def _refuse_without_worker(client: SyncPrefectClient, deployment: DeploymentResp
 
 
 def _watch(client: SyncPrefectClient, run: FlowRun) -> int:
-    """Print the run's log until it has ended."""
-    seen, printed = "", 0
+    """Print the run's log and its changes of state until it has ended, and return the exit code."""
+    previous, printed = "", 0
     while True:
-        found = client.read_flow_run(run.id)
-        state = found.state
-        said = f"{state.name}{f': {state.message}' if state.message else ''}" if state else "Pending"
+        state = client.read_flow_run(run.id).state
+        text = f"{state.name}{f': {state.message}' if state.message else ''}" if state else "Pending"
         printed = _print_logs(client, run, printed)
-        if said != seen:
-            print(f"{run.name}  {said}", flush=True)
-            seen = said
+        if text != previous:
+            print(f"{run.name}  {text}", flush=True)
+            previous = text
         if state and state.is_final():
             _print_summary(client, run)
             return 0 if state.is_completed() else 1
@@ -279,7 +282,7 @@ def _print_logs(client: SyncPrefectClient, run: FlowRun, offset: int) -> int:
 
 
 def _print_summary(client: SyncPrefectClient, run: FlowRun) -> None:
-    """What `armature run` ends with."""
+    """Print the run's summary, with which `armature run` ends too."""
     from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterFlowRunId, ArtifactFilterKey
 
     chosen = ArtifactFilter(key=ArtifactFilterKey(any_=[SUMMARY]), flow_run_id=ArtifactFilterFlowRunId(any_=[run.id]))

@@ -1,7 +1,8 @@
-"""`armature up`: starts the platform's programs, watches them, and takes them all down with it.
+"""`armature up`: start the platform's programs, watch them, and stop all of them when it ends.
 
-It is a program of its own and not shell jobs: a worker started with `&` ignores the first SIGTERM, and nothing
-would end the others when one dies. Every program runs under the guard, so even `kill -9` leaves nothing behind.
+It is a program, not a set of shell jobs: a Prefect worker started with `&` ignores the first SIGTERM, and nothing would
+stop the other programs when one dies. Every program runs under the process guard, so that even `kill -9` of the
+supervisor leaves no program behind.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ READY_SECONDS, STOP_SECONDS = 180.0, 60.0
 
 @dataclass(frozen=True)
 class Platform:
-    """Where the platform of this folder is."""
+    """Addresses and worker pools of the platform that runs in this folder."""
 
     prefect: str
     mlflow: str
@@ -59,7 +60,7 @@ class Platform:
 
 
 def supervisor_pid() -> int | None:
-    """The supervisor of this folder's platform: whoever holds the lock, which no clock and no reused pid can feign."""
+    """Return the PID of the process that holds the lock file, or None. Unlike a stored PID, a lock cannot be stale."""
     if not LOCK.exists():
         return None
     with LOCK.open(errors="replace") as file:
@@ -71,10 +72,10 @@ def supervisor_pid() -> int | None:
 
 
 def current() -> Platform | None:
-    """The platform of this folder, if it is up.
+    """Return the platform that runs in this folder, or None.
 
     Raises:
-        DataError: it is up, but its record is damaged.
+        DataError: it runs, but the file with its addresses is damaged.
     """
     if supervisor_pid() is None or not RECORD.exists():
         return None
@@ -82,7 +83,7 @@ def current() -> Platform | None:
         return TypeAdapter(Platform).validate_json(RECORD.read_bytes())
     except ValidationError as error:
         raise DataError(
-            f"the record of the running platform is corrupted: {error.errors()[0]['msg']}",
+            f"the file with the running platform's addresses is damaged: {error.errors()[0]['msg']}",
             code="platform_record_damaged",
             where=str(RECORD),
             remedy="`armature down`, then `armature up`",
@@ -90,7 +91,7 @@ def current() -> Platform | None:
 
 
 def _lock(file: TextIO) -> bool:
-    """Take the lock, also when others look just then who holds it."""
+    """Take the lock. It is tried for a second, because `supervisor_pid` of another process holds it for a moment."""
     for _ in range(20):
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -102,9 +103,10 @@ def _lock(file: TextIO) -> bool:
 
 @contextmanager
 def _locked() -> Iterator[None]:
-    """
+    """Hold the lock of this folder's supervisor for the length of the block.
+
     Raises:
-        ConfigurationError: another supervisor holds the lock.
+        ConfigurationError: another supervisor holds it.
     """
     private_folder(LOGS)
     with LOCK.open("a+") as file:
@@ -131,14 +133,14 @@ def default_pools() -> tuple[str, ...]:
 
 
 def up(prefect_port: int, mlflow_port: int, pools: tuple[str, ...]) -> int:
-    """Start everything and stay until interrupted or until a program dies. The exit code.
+    """Start the platform and run until interrupted, or until one of its programs dies. Returns the exit code.
 
     Raises:
-        ConfigurationError: it is up already.
-        ServerError: a port is taken, or a program does not come up.
+        ConfigurationError: the platform is running already.
+        ServerError: a port is in use, or a program does not become ready.
     """
     prefect, mlflow = f"http://127.0.0.1:{prefect_port}", f"http://127.0.0.1:{mlflow_port}"
-    # SIGTERM as an interrupt, so that one way out serves both; a shell may have set SIGINT to be ignored.
+    # Both signals end the platform in the same way. SIGINT is set too, because a shell may have set it to be ignored.
     signal.signal(signal.SIGTERM, _interrupt)
     signal.signal(signal.SIGINT, _interrupt)
     with _locked(), ExitStack() as stack:
@@ -184,7 +186,7 @@ def _enter(stack: ExitStack, service: Service) -> Program:
 
 
 def _stop_together(children: Iterable[Program]) -> None:
-    """Stopping one takes seconds, so all are stopped at once."""
+    """Stop all programs at the same time, because each takes seconds."""
     with ThreadPoolExecutor() as executor:
         list(executor.map(Program.stop, children))
 
@@ -214,7 +216,7 @@ def _watch(children: dict[str, Program]) -> int:
 
 
 def detach(arguments: list[str]) -> int:
-    """Start the supervisor in a session of its own and return when the platform is up."""
+    """Start the supervisor in its own session and return when the platform is up, with 0, or has failed."""
     log = private_folder(LOGS) / "supervisor.log"
     with log.open("wb") as output:
         child = subprocess.Popen(
@@ -235,7 +237,7 @@ def detach(arguments: list[str]) -> int:
 
 
 def down() -> int:
-    """Stop the platform of this folder, and only that."""
+    """Stop the platform that runs in this folder and return the exit code. Platforms of other folders go on."""
     if (pid := supervisor_pid()) is None:
         _say("no platform is running here")
         if RECORD.exists():
@@ -245,7 +247,7 @@ def down() -> int:
     deadline = time.monotonic() + STOP_SECONDS
     while supervisor_pid() == pid:
         if time.monotonic() > deadline:
-            os.kill(pid, signal.SIGKILL)  # the guards end the rest
+            os.kill(pid, signal.SIGKILL)  # the process guards then stop its programs
         time.sleep(0.1)
     RECORD.unlink(missing_ok=True)
     _say("down")
@@ -253,10 +255,10 @@ def down() -> int:
 
 
 def environment() -> dict[str, str]:
-    """The variables by which `prefect` and MLflow's client find the platform of this folder.
+    """Return the environment variables with which Prefect's and MLflow's clients find this folder's platform.
 
     Raises:
-        ConfigurationError: it is not up.
+        ConfigurationError: no platform runs in this folder.
     """
     if not (platform := current()):
         raise ConfigurationError(
@@ -273,7 +275,7 @@ def environment() -> dict[str, str]:
 
 
 def status() -> int:
-    """Print what is up; 1 when nothing is."""
+    """Print which programs answer and return the exit code, 1 if no platform runs in this folder."""
     platform = current()
     if platform is None:
         _say("no platform is running here; `armature up` starts it")

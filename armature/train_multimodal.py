@@ -1,7 +1,7 @@
-"""`armature train-multimodal @ FILE`: one TOML file with model, [env], [inference] and [trainer].
+"""`armature train-multimodal @ FILE`: train from one TOML file with model, [env], [inference] and [trainer].
 
-The server that [inference] describes is started first and ended with the training; without [inference] the one at
-trainer.args.vllm_server_host and _port is joined.
+With an [inference] table, a model server is started first and stopped at the end of the training. Without it, the
+trainer joins the server at `trainer.args.vllm_server_host` and `vllm_server_port`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class EnvTable(_Table):
 
 
 class InferenceArgs(BaseModel):
-    """What of vLLM's arguments has a meaning here; all others go to vLLM as they are."""
+    """vLLM's arguments. Those declared here are also read by the trainer; all others go to vLLM unchanged."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
 
@@ -47,7 +47,7 @@ class InferenceArgs(BaseModel):
 
     @property
     def images(self) -> int:
-        """Images per prompt, written as 4, "image=4", '{"image": 4}' or {image = 4}."""
+        """Images per prompt; the setting may be written as 4, "image=4", '{"image": 4}' or {image = 4}."""
         limit = self.limit_mm_per_prompt
         if isinstance(limit, str):
             limit = json.loads(limit) if limit.lstrip().startswith("{") else int(limit.rpartition("=")[2])
@@ -65,7 +65,7 @@ class TrainerTable(_Table):
 
 
 class MultimodalFile(_Table):
-    """The file. `revision` pins a `model` that is a hub name."""
+    """The contents of the TOML file. `revision` is the commit of a `model` on the hub."""
 
     model: str
     revision: str | None = None
@@ -75,10 +75,10 @@ class MultimodalFile(_Table):
 
 
 def parse(arguments: Sequence[str]) -> MultimodalFile:
-    """The file behind `@ FILE` (or `@FILE`).
+    """Read the file that the arguments `@ FILE` (or `@FILE`) name.
 
     Raises:
-        ConfigurationError: not called like that, no such file, or an unknown key in it.
+        ConfigurationError: the arguments have another form, the file does not exist, or it has an unknown key.
     """
     path = " ".join(arguments).removeprefix("@").strip()
     if not arguments or not arguments[0].startswith("@") or not path:
@@ -92,7 +92,7 @@ def parse(arguments: Sequence[str]) -> MultimodalFile:
 
 
 def train(arguments: Sequence[str]) -> dict[str, float]:
-    """Start the server if the file describes one, train, and return the last step's metrics."""
+    """Start the server if the file has an [inference] table, train, and return the metrics of the last step."""
     layout = parse(arguments)
     server_gpus = divide_gpus(layout)
     config = MultimodalRLConfig(env_id=layout.env.id, env_args=layout.env.args, **layout.trainer.args)
@@ -107,13 +107,13 @@ def train(arguments: Sequence[str]) -> dict[str, float]:
 
 
 def divide_gpus(layout: MultimodalFile) -> tuple[int, ...]:
-    """Devices of the server, behind that of the trainer, which is the first; none without a GPU.
+    """Return the server's GPU numbers. The trainer has GPU 0, and the server has the ones after it; none on a CPU.
 
     Raises:
-        ConfigurationError: more are asked for than there are, or several for the trainer.
+        ConfigurationError: the file asks for more GPUs than there are, or for several trainer GPUs.
     """
-    found = gpu_count()
-    if found == 0:
+    available = gpu_count()
+    if available == 0:
         print("no GPU here: server and trainer run on the CPU", flush=True)
         return ()
     serving = layout.inference.gpus if layout.inference else 0
@@ -123,16 +123,16 @@ def divide_gpus(layout: MultimodalFile) -> tuple[int, ...]:
             code="several_trainer_gpus",
             remedy="set trainer.gpus = 1, or use `armature run train-vlm/...` with machine.trainer_gpus",
         )
-    if serving + layout.trainer.gpus > found:
+    if serving + layout.trainer.gpus > available:
         raise ConfigurationError(
-            f"inference.gpus = {serving} and trainer.gpus = {layout.trainer.gpus}, but there are {found} GPUs",
+            f"inference.gpus = {serving} and trainer.gpus = {layout.trainer.gpus}, but there are {available} GPUs",
             code="too_few_gpus",
         )
     return tuple(range(layout.trainer.gpus, layout.trainer.gpus + serving))
 
 
 def start_server(trainer: MultimodalGRPOTrainer, table: InferenceTable, gpus: tuple[int, ...]) -> None:
-    """Have the trainer start its server, at the port that its config names."""
+    """Set the trainer up to start a server itself, at the port that its config names."""
     extra: Mapping[str, Any] = table.args.model_extra or {}
     arguments: dict[str, Scalar] = {"port": trainer.config.vllm_server_port, **extra}
     trainer.machine = trainer.machine.model_copy(

@@ -1,4 +1,4 @@
-"""`armature verify`: whether every artifact of a store is as it was made, by reading all of it."""
+"""`armature verify`: read every artifact of a store and check that its files have not changed."""
 
 from __future__ import annotations
 
@@ -10,14 +10,18 @@ from armature.components.contracts.files import is_folder
 
 
 def verify(root: Path) -> None:
-    """
+    """Check the digest of every artifact of the store at `root`.
+
     Raises:
-        ConfigurationError: there is no store.
-        DataError: some artifacts are not as they were made.
+        ConfigurationError: the store does not exist.
+        DataError: the files of some artifacts have changed since they were made.
     """
     if not is_folder(root):
         raise ConfigurationError(
-            "there is no artifact store", code="store_missing", where=str(root), remedy="name its folder with --store"
+            "the artifact store does not exist",
+            code="store_missing",
+            where=str(root),
+            remedy="name its folder with --store",
         )
     checked = list(ArtifactStore(root).verify())
     if damaged := [error for _, error in checked if error is not None]:
@@ -25,4 +29,4 @@ def verify(root: Path) -> None:
             "\n".join([f"{len(damaged)} of {len(checked)} artifacts are damaged", *map(str, damaged)]),
             code="artifacts_damaged",
         )
-    print(f"{len(checked)} artifact{' is as it was' if len(checked) == 1 else 's are as they were'} made")
+    print(f"{len(checked)} artifact{' is' if len(checked) == 1 else 's are'} unchanged")

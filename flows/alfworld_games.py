@@ -1,4 +1,4 @@
-"""Write games for ALFWorld, each of them won once by its plan."""
+"""Write games for ALFWorld. Each game was won once by its planned solution."""
 
 from __future__ import annotations
 

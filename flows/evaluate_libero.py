@@ -30,12 +30,13 @@ def evaluate_libero(recipe: EvaluateLibero) -> list[str]:
 
 
 def policy_artifact(policy: RobotPolicySettings, machine: Machine) -> Artifact:
-    """The artifact of a policy; `checkpoint_path` may also be an MLflow alias, as `models:/train-vla.tiny@candidate`.
+    """Return the artifact of a policy.
 
-    What is behind an alias brings its own settings with it.
+    `checkpoint_path` may also be an MLflow alias such as `models:/train-vla.tiny@candidate`. The policy's settings then
+    come from that checkpoint.
 
     Raises:
-        DataError: the alias is unknown, or its checkpoint is not where it was.
+        DataError: MLflow does not know the alias, or its checkpoint is not on this machine.
     """
     released = policy.checkpoint_path or ""
     if policy.path is None and released.startswith(ALIAS_PREFIX):

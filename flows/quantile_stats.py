@@ -1,4 +1,4 @@
-"""Statistics of a robot dataset, by which a policy's inputs and actions are scaled."""
+"""Compute the statistics of a robot dataset, with which a policy's states and actions are normalized."""
 
 from __future__ import annotations
 

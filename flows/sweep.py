@@ -1,4 +1,4 @@
-"""Evaluate every checkpoint with every seed."""
+"""Evaluate every checkpoint with every seed. Each pair is a task run with its own log, state and retry."""
 
 from __future__ import annotations
 
@@ -17,12 +17,10 @@ from armature.tasks.parameters import takes
 from armature.tasks.reports import CheckpointResult, report
 from armature.tasks.run_stage import run
 
-# The cells of a sweep: each a task of its own, so that each has its own log, state and retry.
-
 
 @task(name="cell", task_run_name="{checkpoint}-seed{seed}", cache_policy=NO_CACHE, persist_result=False)
 def cell(checkpoint: str, seed: int, recipe: Sweep, tasks: Artifact) -> Artifact:
-    """One checkpoint evaluated with one seed."""
+    """Evaluate one checkpoint with one seed."""
     artifact = checkpoint_artifact(checkpoint, recipe.model, recipe.machine)
     evaluation = recipe.evaluation.model_copy(update={"seed": seed})
     seeded = sections_of(Sweep, {**recipe.given(), "evaluation": evaluation})
@@ -30,7 +28,8 @@ def cell(checkpoint: str, seed: int, recipe: Sweep, tasks: Artifact) -> Artifact
 
 
 def run_cells(recipe: Sweep, tasks: Artifact) -> list[CheckpointResult]:
-    """Every cell in turn (each takes the machine's servers for itself); a failed one is a finding too."""
+    """Run all cells one after the other, because each uses all servers of the machine. A failed cell is a result
+    too."""
     findings, sweep = [], recipe.sweep
     for checkpoint, seed in product(dict.fromkeys(sweep.checkpoints), dict.fromkeys(sweep.seeds)):
         name = f"{checkpoint}-seed{seed}"

@@ -1,4 +1,4 @@
-"""Train a robot policy on demonstrations, from the simulator or of a dataset; LIBERO's robot is evaluated there."""
+"""Train a robot policy on demonstrations, of a dataset or recorded in LIBERO, and evaluate LIBERO's robot there."""
 
 from __future__ import annotations
 

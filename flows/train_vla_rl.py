@@ -1,4 +1,5 @@
-"""Train a robot policy by rewards in LIBERO, on demonstrations first where the recipe says so."""
+"""Train a robot policy with reinforcement learning in LIBERO, after imitation of demonstrations if the recipe has
+it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Train a vision-language model by rewards, from an environment's tasks to an evaluation of the result."""
+"""Train a vision-language model with reinforcement learning, and evaluate it before and after."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from armature.tasks.run_stage import run
 def train_vlm(recipe: TrainVlm) -> list[str]:
     with tracked_flow(recipe) as tracking:
         tasks = run("tasks", recipe)
-        planned_tasks(recipe.evaluation, tasks.path)  # what it refuses is known before the training
+        planned_tasks(recipe.evaluation, tasks.path)  # invalid evaluation settings are errors before the training
         start = run("model", recipe)
         stage, made = "before training", {}
         if recipe.warm_start is not None:

@@ -1,1 +1,1 @@
-"""What `armature` can be told. Every command imports what it needs when it runs, so that `--help` is quick."""
+"""The commands of `armature`, in groups. Each imports what it needs when it runs, so that `--help` is fast."""

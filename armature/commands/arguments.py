@@ -1,4 +1,4 @@
-"""Arguments and options that several commands have."""
+"""Arguments and options that several commands share."""
 
 from __future__ import annotations
 
@@ -52,6 +52,6 @@ Store = Annotated[Path, typer.Option(help="Folder of the artifact store.")]
 
 
 def overrides(settings: list[str] | None, machine: list[str] | None, force: list[str] | None = None) -> list[str]:
-    """The options `--set`, `--machine` and `--force` as overrides of a recipe."""
+    """Return the options `--set`, `--machine` and `--force` as overrides of a recipe."""
     forced = [f"machine.force={json.dumps(force)}"] if force else []
     return [*(settings or []), *(f"machine.{each}" for each in machine or []), *forced]

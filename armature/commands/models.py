@@ -1,4 +1,4 @@
-"""Commands that take a model, in and out."""
+"""Commands that serve, train, export and upload models."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ def setup(
         ),
     ] = None,
 ) -> None:
-    """Make the environment of the model servers: vLLM for this machine, and Armature's plug-in.
+    """Create the environment of the model servers: vLLM for this machine, and Armature's plug-in.
 
-    It takes minutes and gigabytes. An environment that is there is replaced.
+    It takes minutes and gigabytes. An existing environment is replaced.
     """
     from armature.setup.command import make_server_environment
 
@@ -69,9 +69,9 @@ def serve(
     ] = 0,
     machine: MachineOverrides = None,
 ) -> None:
-    """Start a model server that runs join.
+    """Start a model server for runs to join.
 
-    It samples as trainings need it, and takes weights from whoever has its key.
+    It returns the log-probs that trainings need, and loads new weights from any client that has its key.
     """
     from armature.components.configuration import section_of
     from armature.components.contracts.machine import Machine
@@ -85,10 +85,10 @@ def serve(
         "dtype": dtype or ("bfloat16" if devices else "float32"),
         "quantization": quantization,
     }
-    given = [f"server_gpus={json.dumps([devices] if devices else [])}", f"server_arguments.port={port}"]
+    options = [f"server_gpus={json.dumps([devices] if devices else [])}", f"server_arguments.port={port}"]
     settings = section_of(ServerSettings, values, "armature serve")
-    facts = section_of(Machine, {}, "--machine", [*given, *(machine or [])])
-    serve_model(model, revision, settings, facts, shorter=max_model_len is None, max_lora_rank=max_lora_rank)
+    section = section_of(Machine, {}, "--machine", [*options, *(machine or [])])
+    serve_model(model, revision, settings, section, shorter=max_model_len is None, max_lora_rank=max_lora_rank)
 
 
 @app.command(
@@ -140,10 +140,10 @@ def serve_policy(
     ] = None,
     store: Store = Path(".armature/store"),
 ) -> None:
-    """Serve a robot policy: observations in, chunks of actions out.
+    """Serve a robot policy, which answers observations with chunks of actions.
 
-    Robots and simulators connect by the websocket protocol of openpi's clients. The key is ARMATURE_POLICY_KEY, or is
-    made and kept in .armature/serve-policy.key. Ctrl-C ends it.
+    Robots and simulators connect with the websocket protocol of openpi's clients. The key is ARMATURE_POLICY_KEY, or a
+    new key in .armature/serve-policy.key. Ctrl-C ends it.
     """
     from armature.components.configuration import section_of
 
@@ -176,9 +176,9 @@ def serve_policy(
 def train_multimodal(
     arguments: Annotated[Optional[list[str]], typer.Argument(metavar="@ FILE")] = None,  # noqa: UP045
 ) -> None:
-    """Train from a TOML file of four tables.
+    """Train from one TOML file with model, [env], [inference] and [trainer].
 
-    They are model, [env], [inference] and [trainer]; the model server is started as well.
+    It starts the model server that [inference] describes.
     """
     from armature.train_multimodal import train
 
@@ -193,9 +193,10 @@ def export(
     base: Base = "allenai/MolmoAct2",
     store: Store = Path(".armature/store"),
 ) -> None:
-    """Write a checkpoint as other programs load it, with a model card.
+    """Write a checkpoint in the layout of other programs, with a model card.
 
-    A vision-language model as transformers and vLLM load it, adapters merged in; a robot policy as LeRobot does.
+    A vision-language model is written for transformers and vLLM with its adapters merged in, a robot policy for
+    LeRobot.
     """
     from armature.export import export as write
 
@@ -214,10 +215,10 @@ def push(
     base: Base = "allenai/MolmoAct2",
     store: Store = Path(".armature/store"),
 ) -> None:
-    """Upload a checkpoint to the Hugging Face hub, as export writes it.
+    """Upload a checkpoint to the Hugging Face hub, in the layout of export.
 
-    The token is the hub's own affair: HF_TOKEN, or `hf auth login`. An upload that was interrupted is repeated by the
-    same command.
+    The hub's client finds the token: HF_TOKEN, or `hf auth login`. After an interruption, the same command continues
+    the upload.
     """
     from armature.export import push as upload
 

@@ -1,4 +1,4 @@
-"""Commands of the platform: Prefect, a worker and MLflow."""
+"""Commands that start, stop and show the platform: Prefect, a worker and MLflow."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def up(
 
 @app.command()
 def down() -> None:
-    """End what `armature up` started in this folder."""
+    """Stop the platform that `armature up` started in this folder."""
     from armature import supervisor
 
     raise typer.Exit(supervisor.down())
@@ -50,7 +50,7 @@ def down() -> None:
 
 @app.command()
 def status() -> None:
-    """Say what is up."""
+    """Show which programs of this folder's platform answer."""
     from armature import supervisor
 
     raise typer.Exit(supervisor.status())
@@ -58,7 +58,7 @@ def status() -> None:
 
 @app.command(epilog='Example: eval "$(armature env)" && prefect deployment run train-vlm/colors')
 def env() -> None:
-    """Print how a shell reaches what `armature up` started, Prefect's password included."""
+    """Print the variables with which a shell reaches this folder's platform, Prefect's password included."""
     from armature import supervisor
 
     for name, value in supervisor.environment().items():

@@ -1,4 +1,4 @@
-"""Commands that take a recipe, or a stage of one."""
+"""Commands that list, check, plan, run, submit and deploy recipes, or run one of their stages."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def init(
 ) -> None:
     """Write a small project: a recipe, sample data, a reward function and its test.
 
-    It trains a tiny model in minutes, and is there to be changed.
+    It trains a tiny model in minutes. Change it to make it your own.
     """
     from armature.init import write_project
 
@@ -46,7 +46,7 @@ def list_(as_json: Annotated[bool, typer.Option("--json", help="For programs.")]
         try:
             recipe = load_recipe(name)
             rows.append({"name": name, "pool": pool_of(recipe), "description": recipe.description})
-        except ConfigurationError as error:  # of this recipe alone
+        except ConfigurationError as error:  # the other recipes are listed all the same
             rows.append({"name": name, "pool": "-", "description": f"cannot be used: {error.what}"})
     if as_json:
         print(json.dumps(rows, indent=1))
@@ -67,9 +67,10 @@ def check(
         typer.Option(help="Compare the memory with these GPUs: a100 (80 GB), h100 or h200. Default: those here."),
     ] = None,
 ) -> None:
-    """Say whether a recipe can run here.
+    """Check that a recipe can run here.
 
-    Its values, the memory of trainer and servers, this machine, and whether server and trainer agree on log-probs.
+    It checks the values, the memory of trainer and servers, this machine, and that server and trainer compute the same
+    log-probs.
     """
     from armature.check import check_recipe
     from armature.components.configuration import load_recipe
@@ -92,10 +93,10 @@ def plan(
     set_: Overrides = None,
     machine: MachineOverrides = None,
 ) -> None:
-    """Say how long a step takes on many GPUs, what each holds, and what most of the step is spent on.
+    """Estimate the time of a step, the memory of each GPU and the bottleneck for several numbers of GPUs.
 
-    Computed from the sizes of the model, data sheets and assumptions, which are printed. Nothing is started, and no
-    weights are read.
+    The estimate is computed from the model's sizes, data sheets and assumptions, which are printed. Nothing is started
+    and no weights are read.
     """
     from armature.components.configuration import load_recipe
     from armature.plan import plan_recipe
@@ -108,7 +109,7 @@ def plan(
 def run(name: Name, set_: Overrides = None, machine: MachineOverrides = None, force: Force = None) -> None:
     """Run a recipe in this process.
 
-    A Prefect server is started for it when none is up.
+    If no Prefect server is running, one is started for this run.
     """
     from armature.components.configuration import load_recipe
     from armature.run import run_recipe
@@ -117,7 +118,7 @@ def run(name: Name, set_: Overrides = None, machine: MachineOverrides = None, fo
         lines = run_recipe(load_recipe(name, overrides(set_, machine, force)))
     except KeyboardInterrupt:
         print("armature: interrupted; run it again to resume from here", file=sys.stderr, flush=True)
-        os._exit(130)  # threads that wait for a server that is gone must not hold the terminal
+        os._exit(130)  # do not wait for threads that wait for a server which is gone
     for line in lines:
         print(line)
 
@@ -142,9 +143,9 @@ def submit(
         bool, typer.Option("--dry-run", help="With --slurm: print the script that would be submitted.")
     ] = False,
 ) -> None:
-    """Run a recipe's deployment on the platform's workers, or a recipe as a job of SLURM.
+    """Run a recipe's deployment on the platform's workers, or a recipe as a SLURM job.
 
-    Values are changed as by `armature run`, and checked before the run is made.
+    Values are changed as for `armature run`, and checked before the run is created.
     """
     changed = overrides(set_, machine, force)
     if slurm:
@@ -154,8 +155,7 @@ def submit(
             raise typer.BadParameter("a job of SLURM is not watched: its log is slurm-<job>.out", param_hint="--watch")
         if job_variable:
             raise typer.BadParameter("a job of SLURM has options, after `--`", param_hint="--job-variable")
-        said = jobs.script(name, changed, options or []) if dry_run else jobs.submit(name, changed, options or [])
-        print(said)
+        print(jobs.script(name, changed, options or []) if dry_run else jobs.submit(name, changed, options or []))
         return
     if options or dry_run:
         raise typer.BadParameter("only with --slurm", param_hint="--dry-run" if dry_run else "OPTION")
@@ -179,9 +179,9 @@ def stage(
     machine: MachineOverrides = None,
     force: Force = None,
 ) -> None:
-    """Run one stage, without Prefect.
+    """Run one stage without Prefect, as DVC does.
 
-    This is what DVC does. Nothing is made twice, unless it is forced.
+    An artifact that exists already is not made again, unless --force names the stage.
     """
     from armature.stage import run_one_stage
 
@@ -191,9 +191,9 @@ def stage(
 
 @app.command()
 def deploy(recipes: Names = None) -> None:
-    """Make deployments of recipes on the platform, or renew them.
+    """Create or update deployments of recipes on the platform.
 
-    `armature up` does it for every installed recipe. A recipe of your own gets one here, by its file.
+    `armature up` does this for every installed recipe. Give the file of your own recipe here.
     """
     from armature.submit import deploy_recipes
 

@@ -1,4 +1,4 @@
-"""Commands that show what runs do and have made."""
+"""Commands that show recipes, runs and their results, and check the artifact store."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ def show(
         bool, typer.Option("--toml", help="Only what a recipe does not take from the defaults: a file to start from.")
     ] = False,
 ) -> None:
-    """Show a recipe, or what a result was made from.
+    """Show a recipe's values, or everything that a result was made from.
 
-    A recipe is shown with all of its values, and what it does not take from the defaults is marked.
+    All values of a recipe are shown, and those that are not defaults are marked.
 
-    Without an argument, the latest runs.
+    Without an argument, the latest runs are listed.
     """
     from armature.show import show as show_it
 
@@ -47,9 +47,9 @@ def view(
     port: Annotated[int, typer.Option(help="Port of the page on loopback; 0: a free one.")] = 0,
     browser: Annotated[bool, typer.Option(help="Open the page in a browser.")] = True,
 ) -> None:
-    """Look at every run of a store, while it runs.
+    """Open a page that shows every run of a store, also while it runs.
 
-    Curves, every step's rollouts, tasks, failures, and two runs on the same tasks. Ctrl-C ends it.
+    It shows curves, the rollouts of every step, tasks and failures, and compares two runs. Ctrl-C ends it.
     """
     import webbrowser
 
@@ -67,9 +67,9 @@ def view(
 def verify(
     store: Store = Path(".armature/store"),
 ) -> None:
-    """Read every artifact of a store, and name those that are not as they were made.
+    """Read every artifact of a store and name those whose files have changed.
 
-    A run compares sizes, times and inodes, and reads what differs.
+    A run only compares sizes, times and inodes, and reads the files whose values differ.
     """
     from armature.verify import verify as verify_store
 

@@ -1,4 +1,4 @@
-"""Commands that look after the store that several machines share."""
+"""Commands for the remote store that several machines share."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ app.add_typer(store_app, name="store")
     "armature store send my.toml --machine remote_store=s3://bucket/prefix"
 )
 def send(name: Name, machine: MachineOverrides = None) -> None:
-    """Send what the remote store did not take when it was made, as when it was away. The next run does so as well."""
+    """Send artifacts that could not be sent to the remote store when they were made. The next run does so as well."""
     from armature.components.configuration import load_recipe
     from armature.components.configuration.stages import open_store
     from armature.components.contracts.errors import ConfigurationError
     from armature.components.contracts.machine import Machine
 
-    facts = load_recipe(name, overrides(None, machine)).sections["machine"]
-    assert isinstance(facts, Machine)
-    if facts.remote_store is None:
+    section = load_recipe(name, overrides(None, machine)).sections["machine"]
+    assert isinstance(section, Machine)
+    if section.remote_store is None:
         raise ConfigurationError(
             "there is no remote store",
             code="remote_store_missing",
             where="machine.remote_store",
             remedy="name it: --machine remote_store=URL",
         )
-    print(f"sent to {facts.remote_store}: {open_store(facts).send_waiting()} artifacts")
+    print(f"sent to {section.remote_store}: {open_store(section).send_waiting()} artifacts")

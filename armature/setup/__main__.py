@@ -1,4 +1,4 @@
-"""`python -m armature.setup NAME`: the environments of a checkout, for the Makefile and the images."""
+"""`python -m armature.setup NAME`: create an environment of a checkout, for the Makefile and the images."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def main() -> None:
     parser.add_argument("environment", choices=list(NAMES))
     environment = parser.parse_args().environment
     if CHECKOUT is None:
-        sys.exit("this makes environments of a checkout; after pip install, `armature setup` makes the servers'")
+        sys.exit("this needs a checkout; after pip install, `armature setup` creates the environment of model servers")
     set_up(environment, CHECKOUT / NAMES[environment])
 
 

@@ -1,7 +1,7 @@
-"""Declares the operator schemas that a CUDA build of torchvision expects, when torch is a CPU build.
+"""Declare the operator schemas that a CUDA build of torchvision expects beside a CPU build of torch.
 
-Installed next to torchvision by `armature.setup` and loaded by a `.pth` file; acts when torchvision is first
-imported, so that Python starts without torch. Needed until the registry has a CPU build of torchvision.
+`armature.setup` installs this module next to torchvision, with a `.pth` file that loads it. It acts when torchvision is
+first imported, so that Python starts without torch. It is needed until there is a CPU build of torchvision on PyPI.
 """
 
 import importlib.abc
@@ -10,7 +10,7 @@ from typing import Any
 
 
 class DeclareOnImport(importlib.abc.MetaPathFinder):
-    """Declares the schemas just before torchvision is found, then steps aside."""
+    """Import hook that declares the schemas just before torchvision is imported, and then removes itself."""
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> None:
         if name == "torchvision":
@@ -23,5 +23,5 @@ class DeclareOnImport(importlib.abc.MetaPathFinder):
             DECLARED.append(self.library)
 
 
-DECLARED: list[Any] = []  # a library that is collected takes its schemas with it
+DECLARED: list[Any] = []  # torch removes the schemas when their library is garbage-collected
 sys.meta_path.insert(0, DeclareOnImport())

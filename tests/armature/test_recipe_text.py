@@ -23,7 +23,7 @@ def marked(text: str, remark: str) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("options", [{}, {"describe": True}, {"own": True}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"describe": True}, {"changed_only": True}], ids=str)
 @pytest.mark.parametrize("name", recipe_names())
 def test_what_is_shown_is_the_recipe_again(name, options):
     text = recipe_text(name, **options)
@@ -45,7 +45,7 @@ def test_what_the_recipe_says_is_marked_and_nothing_else():
 
 def test_a_recipe_to_start_from_says_what_is_not_a_default_and_nothing_else():
     overrides = ["trainer.max_steps=50"]
-    whole, own = (recipe_text("train-vlm/colors", overrides, own=own) for own in (False, True))
+    whole, own = (recipe_text("train-vlm/colors", overrides, changed_only=only) for only in (False, True))
     kept = re.findall(r"^(\w+ = .*?)  # (?:recipe|--set)$", whole, re.MULTILINE)
     head = ("flow = ", "description = ")
     assert [line for line in own.splitlines() if " = " in line and not line.startswith(head)] == kept

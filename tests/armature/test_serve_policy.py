@@ -103,21 +103,21 @@ def test_a_robot_is_served_until_it_is_interrupted(checkpoint, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("options", "said", "key"),
+    ("options", "message", "key"),
     [
         (["--host", "0.0.0.0", "--no-key"], "without a key", None),
         (["--batch", "0"], "batch", None),
         (["--quantization", "int8"], "quantization", None),
         (["--metrics", "9464"], "metrics", None),
-        ([], "neither a folder, nor an alias, nor the digest of an artifact", None),
-        (["."], "the key is not 16 or more", "short"),
+        ([], "code: unknown_checkpoint", None),
+        (["."], "code: invalid_policy_key", "short"),
     ],
 )
-def test_what_cannot_be_is_said(options, said, key, tmp_path, monkeypatch, armature):
+def test_rejects_invalid_options(options, message, key, tmp_path, monkeypatch, armature):
     monkeypatch.delenv(KEY, raising=False)
     if key:
         monkeypatch.setenv(KEY, key)
     checkpoint = [] if "." in options else ["nowhere"]
     done = armature("serve-policy", *checkpoint, *options)
-    assert done.code in (1, 2) and said in done.stderr and "Traceback" not in done.stderr
+    assert done.code in (1, 2) and message in done.stderr and "Traceback" not in done.stderr
     assert list(tmp_path.iterdir()) == []

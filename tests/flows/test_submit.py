@@ -225,7 +225,7 @@ def test_no_deployment_no_api_and_no_platform_are_said(armature, monkeypatch, de
     assert none.code == 1 and "no platform is running here" in none.stderr
 
 
-def test_a_flow_of_another_project_is_not_ours(armature, client):
+def test_rejects_a_deployment_of_a_foreign_flow(armature, client):
     from prefect import flow
 
     @flow(name="theirs")
@@ -234,7 +234,7 @@ def test_a_flow_of_another_project_is_not_ours(armature, client):
 
     client.create_deployment(flow_id=client.create_flow(theirs), name="deployment", entrypoint="theirs.py:theirs")
     done = armature("submit", "theirs/deployment")
-    assert done.code == 2 and "not of a flow of ours" in done.stderr
+    assert done.code == 2 and "code: foreign_deployment" in done.stderr
 
 
 def test_pools_without_a_worker_are_counted():
