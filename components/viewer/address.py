@@ -1,4 +1,7 @@
-"""Where the page of a store is, for who makes links to it. The token is not said: a link without it asks for it."""
+"""Publish and read the address of the viewer that serves a store, so that other programs can link to its page.
+
+The address does not contain the viewer's token. A page opened without the token asks for it.
+"""
 
 from __future__ import annotations
 
@@ -13,16 +16,17 @@ from armature.components.artifacts.disk import try_lock
 from armature.components.contracts.files import regular
 
 RECORD = "view.json"
-"""In the store; locked as long as the viewer that wrote it lives."""
+"""File in the store with the viewer's address. The viewer holds a lock on it as long as it runs."""
 
 
 @contextmanager
 def announced(store: Path, address: str) -> Iterator[None]:
-    """The page of `store` is at `address` within the block. Of several viewers the first one is said."""
+    """Publish the address of the page of `store` while the block runs. If there are several viewers, the first
+    counts."""
     file = store / RECORD
     try:
         record = file.open("a")
-    except OSError:  # a store that can only be read has viewers all the same
+    except OSError:  # the store is read-only, so the address is not published
         yield
         return
     with record:
@@ -39,11 +43,11 @@ def announced(store: Path, address: str) -> Iterator[None]:
 
 
 def viewer_address(store: Path) -> str | None:
-    """The address of the page of `store`, without its token, if a viewer on this machine serves it."""
+    """Return the address of the page of `store`, without its token, or None if no viewer on this machine serves it."""
     with suppress(OSError, ValueError, KeyError, TypeError), regular(store / RECORD).open() as record:
         try:
             fcntl.flock(record, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
-            said = json.load(record)
-            return str(said["address"]) if said["host"] == socket.gethostname() else None
+            document = json.load(record)
+            return str(document["address"]) if document["host"] == socket.gethostname() else None
     return None

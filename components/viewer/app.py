@@ -1,4 +1,4 @@
-"""The page of a store and what it asks for, over HTTP on loopback, for the holder of the token of `armature view`."""
+"""The viewer's web server: the page of a store and the JSON it requests, on loopback, protected by a token."""
 
 from __future__ import annotations
 
@@ -57,9 +57,9 @@ ASK = """<!doctype html>
 
 
 class Guard:
-    """Lets in who gives the token in the address, which becomes a cookie, in that cookie or as a bearer.
+    """Middleware that admits requests with the viewer's token: in the address, in a cookie or as a bearer token.
 
-    A link without it, `/?run=...`, asks for it.
+    A token in the address is stored in a cookie. A link without the token, such as `/?run=...`, shows a form for it.
     """
 
     def __init__(self, app: ASGIApp, token: str) -> None:
@@ -72,31 +72,31 @@ class Guard:
         request = Request(scope)
         cookie = f"{COOKIE}-{scope['server'][1]}"
         bearer = request.headers.get("authorization", "").removeprefix("Bearer ")
-        known = self._is_token(request.cookies.get(cookie, "")) or self._is_token(bearer)
-        at_door, run = request.url.path == "/", _run(request)
-        given = at_door and self._is_token(request.query_params.get("token", ""))
-        if given or (known and at_door and request.url.query):
+        admitted = self._is_token(request.cookies.get(cookie, "")) or self._is_token(bearer)
+        at_root, run = request.url.path == "/", _run(request)
+        in_address = at_root and self._is_token(request.query_params.get("token", ""))
+        if in_address or (admitted and at_root and request.url.query):
             response: Response = RedirectResponse(f"/#run={run}" if run else "/", 303, headers=HEADERS)
-            if given:
+            if in_address:
                 response.set_cookie(cookie, self._token, httponly=True, samesite="strict")
             await response(scope, receive, send)
-        elif known:
+        elif admitted:
             await self._app(scope, receive, _with_headers(send))
         else:
-            await _refusal(at_door, run)(scope, receive, send)
+            await _refusal(at_root, run)(scope, receive, send)
 
-    def _is_token(self, given: str) -> bool:
-        return secrets.compare_digest(given.encode(), self._token.encode())
+    def _is_token(self, text: str) -> bool:
+        return secrets.compare_digest(text.encode(), self._token.encode())
 
 
 def _run(request: Request) -> str:
-    """The run that the link names, by the beginning of its fingerprint; "" for anything else."""
-    given = request.query_params.get("run", "")
-    return given if re.fullmatch("[0-9a-f]{1,64}", given) else ""
+    """Return the beginning of a fingerprint that the link names in `run`; empty if it has another form."""
+    run = request.query_params.get("run", "")
+    return run if re.fullmatch("[0-9a-f]{1,64}", run) else ""
 
 
-def _refusal(at_door: bool, run: str) -> Response:
-    if not at_door:
+def _refusal(at_root: bool, run: str) -> Response:
+    if not at_root:
         return PlainTextResponse(f"{REFUSAL}\n", 401, headers=HEADERS)
     field = f'<input type="hidden" name="run" value="{run}">' if run else ""
     return HTMLResponse(ASK.format(refusal=REFUSAL, run=field), 401, headers=HEADERS)
@@ -105,9 +105,9 @@ def _refusal(at_door: bool, run: str) -> Response:
 def _with_headers(send: Send) -> Send:
     async def send_with_headers(message: Any) -> None:
         if message["type"] == "http.response.start":
-            given = {name for name, _ in message["headers"]}
-            ours = [(name.lower().encode(), value.encode()) for name, value in HEADERS.items()]
-            message["headers"] = [*message["headers"], *(pair for pair in ours if pair[0] not in given)]
+            present = {name for name, _ in message["headers"]}
+            defaults = [(name.lower().encode(), value.encode()) for name, value in HEADERS.items()]
+            message["headers"] = [*message["headers"], *(pair for pair in defaults if pair[0] not in present)]
         await send(message)
 
     return send_with_headers
@@ -121,13 +121,13 @@ FILES = {name: ASSETS / name for name in ("page.css", "rollout.js", "chart.js", 
 FILES |= {name: HERE / name for name in ("icon.svg", "robots.js")}
 HOSTS = ["127.0.0.1", "localhost"]
 REFRESH = 0.5
-"""Seconds between looks at the store. The page asks every second: what is new is shown within two."""
+"""Seconds between two reads of the store. The page asks every second, so new rows are shown within two seconds."""
 ROBOT_PAGES = "armature.components.robots.pages"
-"""Module that answers for runs of robots, loaded by the first question about one."""
+"""Module that answers requests about runs of robot policies, by name, because only robots import robots."""
 
 
 class ViewServer:
-    """Answers the page's requests from the store in folder `store`."""
+    """Answers the page's requests from the artifact store in a folder, which a thread reads as runs write to it."""
 
     def __init__(self, store: Path) -> None:
         self.store = store.resolve()
@@ -146,7 +146,7 @@ class ViewServer:
         self.index.close()
 
     def _follow(self) -> None:
-        """Read what is new until the page is closed. The page shows an error, which does not end this."""
+        """Read new tables until the server is closed. The page shows errors; reading goes on after them."""
         while not self._closing.is_set():
             try:
                 self.index.refresh(self._closing.is_set)
@@ -157,10 +157,10 @@ class ViewServer:
             self._closing.wait(REFRESH)
 
     def runs(self, request: Request) -> Any:
-        """Every run, the newest first, and what could not be read."""
+        """Return all runs, newest first, and the files that could not be read."""
         counts = self.index.counts()
-        none: dict[str, Any] = {"rollouts": 0, "failures": 0, "last_step": None, "heldout_steps": []}
-        found, problems = find_runs(self.store), self.index.problems | self._fault
+        no_counts: dict[str, Any] = {"rollouts": 0, "failures": 0, "last_step": None, "heldout_steps": []}
+        all_runs, problems = find_runs(self.store), self.index.problems | self._fault
         runs = [
             {
                 "id": run.fingerprint,
@@ -170,17 +170,17 @@ class ViewServer:
                 "finished": run.finished,
                 "began": run.began,
                 "recorded": run.recorded,
-                "evaluations": evaluations_of(run, found),
+                "evaluations": evaluations_of(run, all_runs),
                 "robot": run.robot,
-                **counts.get(run.fingerprint, none),
+                **counts.get(run.fingerprint, no_counts),
                 **(_episodes_of(run, problems) if run.stage == ROBOT_TRAINING else {}),
             }
-            for run in found
+            for run in all_runs
         ]
         return {"runs": runs, "revision": self.index.revision, "problems": problems}
 
     def history(self, request: Request) -> Any:
-        """Return the metrics of the steps, thinned out where they are many, and the panels that show them."""
+        """Return the metrics of the steps, thinned out if there are many, and the charts that show them."""
         curves = training_curves(self._run(request).history())
         return {"panels": curves.panels, "rows": curves.rows}
 
@@ -195,7 +195,9 @@ class ViewServer:
         return self.index.tasks(self._run(request).fingerprint, _query(request))
 
     def episodes(self, request: Request) -> Any:
-        return _robot_pages().find_episodes(self._run(request), _question(_robot_pages().EpisodeQuery, _given(request)))
+        return _robot_pages().find_episodes(
+            self._run(request), _question(_robot_pages().EpisodeQuery, _parameters(request))
+        )
 
     def episode(self, request: Request) -> Any:
         return _robot_pages().episode_document(
@@ -211,9 +213,9 @@ class ViewServer:
         )
 
     def page(self, request: Request) -> Response:
-        """Return the artifact's page, which holds this viewer and its data, as a download.
+        """Return the run's `report.html`, which contains this viewer and the run's data, as a download.
 
-        A page that was rendered at this address could ask for everything that the store holds.
+        It is not rendered at this address, where its scripts could request everything in the store.
         """
         run = self._run(request)
         try:
@@ -224,13 +226,13 @@ class ViewServer:
         return FileResponse(page, media_type="text/html", filename=name)
 
     def changes(self, request: Request) -> Any:
-        """How a task was answered in the steps of a run, in its held-out set and in the evaluations of a training."""
-        found, run = find_runs(self.store), self._run(request)
-        runs = [run.fingerprint, *evaluations_of(run, found)]
+        """Return how a task was answered over the steps of a run, in its held-out set and in its evaluations."""
+        run = self._run(request)
+        runs = [run.fingerprint, *evaluations_of(run, find_runs(self.store))]
         return {"rows": self.index.changes(runs, request.query_params.get("task", ""))}
 
     def compare(self, request: Request) -> Any:
-        """The tasks that two checkpoints played; `first` and `second` are RUN:SOURCE or RUN:SOURCE:STEP."""
+        """Compare two checkpoints on the tasks that both played; `first` and `second` are RUN:SOURCE[:STEP]."""
         query = _query(request, without=("first", "second"))
         first, second = (self._side(request.query_params.get(name, "")) for name in ("first", "second"))
         return self.index.compare(first, second, query)
@@ -238,8 +240,8 @@ class ViewServer:
     def _side(self, text: str) -> Side:
         run, source, step = (*text.split(":"), "", "")[:3]
         if source not in get_args(Source):
-            raise DataError(f"not a side to compare: {text!r}", remedy="give RUN:SOURCE or RUN:SOURCE:STEP")
-        return Side(self._known(run).fingerprint, cast(Source, source), _step(step) if step else None)
+            raise DataError(f"not rollouts to compare: {text!r}", remedy="give RUN:SOURCE or RUN:SOURCE:STEP")
+        return Side(self._find(run).fingerprint, cast(Source, source), _step(step) if step else None)
 
     def group(self, request: Request) -> Any:
         source, step, group = (request.path_params[name] for name in ("source", "step", "group"))
@@ -247,14 +249,14 @@ class ViewServer:
 
     def image(self, request: Request) -> Response:
         name, _, suffix = request.path_params["name"].partition(".")
-        media = next((media for media, known in MEDIA.items() if known == suffix), "")
+        media = next((media for media, ending in MEDIA.items() if ending == suffix), "")
         data = self._images.read(ImageRef(name, media, 0, 0))
         return Response(data, media_type=media, headers={"Cache-Control": "private, max-age=31536000, immutable"})
 
     def _run(self, request: Request) -> Run:
-        return self._known(request.path_params["run"])
+        return self._find(request.path_params["run"])
 
-    def _known(self, fingerprint: str) -> Run:
+    def _find(self, fingerprint: str) -> Run:
         for run in find_runs(self.store):
             if run.fingerprint == fingerprint:
                 return run
@@ -266,7 +268,7 @@ def _robot_pages() -> Any:
 
 
 def view_app(server: ViewServer, token: str) -> Starlette:
-    """The application; the store is followed while it is up."""
+    """Return the web application. It reads the store as long as it runs."""
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -298,7 +300,7 @@ def view_app(server: ViewServer, token: str) -> Starlette:
 
 
 def _answer(ask: Callable[[Request], Any]) -> Callable[[Request], Awaitable[Response]]:
-    """An endpoint that answers with JSON, in a thread of its own; what is refused is said in it."""
+    """Return an endpoint that calls `ask` in a thread and answers with JSON; errors become a JSON message."""
 
     async def endpoint(request: Request) -> Response:
         try:
@@ -310,9 +312,9 @@ def _answer(ask: Callable[[Request], Any]) -> Callable[[Request], Awaitable[Resp
             return _json({"error": str(error)}, 404)
         except ArmatureError as error:
             return _json({"error": str(error)}, 500)
-        except Exception as error:  # a document that nests too deeply, or a number that no column holds
+        except Exception as error:  # for example a document that nests too deeply, or a number outside a column's range
             log.exception("%s cannot be answered", request.url.path)
-            return _json({"error": f"the store has what cannot be shown: {type(error).__name__}: {error!s:.500}"}, 422)
+            return _json({"error": f"the data cannot be shown: {type(error).__name__}: {error!s:.500}"}, 422)
 
     return endpoint
 
@@ -322,13 +324,14 @@ def _json(value: Mapping[str, Any], status: int) -> Response:
 
 
 class BadQuestion(ValueError):
-    """A parameter of the address is not of the form that it should have."""
+    """A query parameter is unknown or has an invalid value."""
 
 
 def _question(model: type[ModelT], values: Mapping[str, str]) -> ModelT:
-    """
+    """Validate query parameters.
+
     Raises:
-        BadQuestion: an unknown parameter, or a value out of bounds.
+        BadQuestion: a parameter is unknown or its value is out of bounds.
     """
     try:
         return model.model_validate(values)
@@ -338,9 +341,10 @@ def _question(model: type[ModelT], values: Mapping[str, str]) -> ModelT:
 
 
 def _step(text: str) -> int:
-    """
+    """Parse the number of a step.
+
     Raises:
-        DataError: no step has this number.
+        DataError: the text is not the number of a possible step.
     """
     if not text.isdecimal() or len(text) > len(str(LAST_STEP)) or int(text) > LAST_STEP:
         raise DataError(f"there is no step {text[:80]!r}")
@@ -348,11 +352,11 @@ def _step(text: str) -> int:
 
 
 def _query(request: Request, without: Collection[str] = ()) -> Query:
-    return _question(Query, {name: value for name, value in _given(request).items() if name not in without})
+    return _question(Query, {name: value for name, value in _parameters(request).items() if name not in without})
 
 
 def _episodes_of(run: Run, problems: dict[str, str]) -> dict[str, Any]:
-    """The counts of a robot's training; a table that cannot be read is one of the problems."""
+    """Return the episode counts of a robot's training; an unreadable table is added to `problems`."""
     try:
         return _robot_pages().episode_counts(run)
     except Exception as error:
@@ -360,7 +364,7 @@ def _episodes_of(run: Run, problems: dict[str, str]) -> dict[str, Any]:
         return {}
 
 
-def _given(request: Request) -> dict[str, str]:
+def _parameters(request: Request) -> dict[str, str]:
     return {name: value for name, value in request.query_params.items() if value != ""}
 
 
@@ -369,21 +373,19 @@ async def _asset(request: Request) -> Response:
     return FileResponse(file) if file is not None else PlainTextResponse("not found", 404)
 
 
-# Serve the page of a store until it is interrupted.
-
-
 def serve(store: Path, port: int, ready: Callable[[str], None]) -> None:
-    """Listen on loopback, on `port` or, if it is 0, on a free one.
+    """Serve the page of a store on loopback until interrupted.
 
     Args:
-        ready: is told the address, with its token, when the page can be opened.
+        port: 0 takes a free port.
+        ready: called with the page's address, token included, once the page can be opened.
 
     Raises:
-        ConfigurationError: there is no such store, or something listens on the port already.
+        ConfigurationError: the store does not exist, or the port is in use.
     """
     if not is_folder(store):
         raise ConfigurationError(
-            "there is no artifact store to look at",
+            "the artifact store does not exist",
             code="store_missing",
             where=str(store),
             remedy="run a recipe here first, or name the store's folder: --store",
@@ -404,7 +406,7 @@ def serve(store: Path, port: int, ready: Callable[[str], None]) -> None:
         app = view_app(ViewServer(store), token)
         server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=2))
         address = f"http://127.0.0.1:{listening.getsockname()[1]}/"
-        if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # nohup ignores it
+        if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # under nohup, the signal stays ignored
             signal.signal(signal.SIGHUP, lambda *_: signal.raise_signal(signal.SIGINT))
         with announced(store, address):
             ready(f"{address}?token={token}")

@@ -1,4 +1,5 @@
-"""The runs of an artifact store that have rollouts to look at, finished or not."""
+"""Find the trainings and evaluations of an artifact store, finished or running, and read one group of their
+rollouts."""
 
 from __future__ import annotations
 
@@ -32,31 +33,31 @@ STAGES = (TRAINING, EVALUATION, ROBOT_TRAINING, ROBOT_EVALUATION)
 UNTITLED = "?"
 HISTORY = "history.jsonl"
 MOST_STEPS = 2**53
-"""The page counts no further."""
+"""Largest number of steps of a run. JavaScript cannot represent every larger integer."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """One attempt at a stage, named by its fingerprint.
-
-    `inputs` are the folders of its input artifacts by name, empty for an artifact that was made elsewhere.
-    """
+    """A training or an evaluation in the store, named by the fingerprint of its artifact."""
 
     store: Path
     stage: str
     fingerprint: str
     settings: Mapping[str, Any]
     inputs: Mapping[str, Path]
+    """Folders of the input artifacts by name; empty for an artifact that another machine made."""
     began: float
+    """Time of the start, in seconds since 1970."""
     finished: bool
 
     @property
     def artifact(self) -> Path:
+        """Folder of the artifact, which exists once the run is finished."""
         return self.store / self.stage / self.fingerprint
 
     @property
     def title(self) -> str:
-        """What tells it apart: the environment and the model of a training, the splits of an evaluation."""
+        """Title in the list: environment and model of a training, splits of an evaluation, suites of a robot's run."""
         settings = self.settings
         if self.stage == TRAINING:
             return f"{settings['environment']['name']}, {settings['model']['source']}"
@@ -68,135 +69,142 @@ class Run:
 
     @property
     def steps(self) -> int | None:
-        """How many steps a training will have made."""
+        """Number of steps that a training is to make; None for an evaluation."""
         return self.settings["trainer"]["max_steps"] if self.stage in (TRAINING, ROBOT_TRAINING) else None
 
     @property
     def robot(self) -> bool:
-        """Whether it is of a robot policy, which has episodes and videos in place of tokens."""
+        """True for a run of a robot policy, which has episodes and videos instead of tokens."""
         return self.stage in (ROBOT_TRAINING, ROBOT_EVALUATION)
 
     @property
     def recorded(self) -> int:
-        """The bytes of its history, which grows with every step."""
+        """Size in bytes of the run's history, which grows with every step."""
         with suppress(OSError):
             return (self.workspace / HISTORY).stat().st_size
         return 0
 
     def rollouts(self, source: str, step: int) -> Path:
-        """Folder of the rollout tables of a step or of its held-out set; an evaluation has them in its artifact."""
+        """Return the folder with the rollout tables of a step, or of its held-out set; for an evaluation, its
+        artifact."""
         if self.stage == EVALUATION:
             return self.artifact
         return self.store / ("evaluations" if source == "heldout" else "rollouts") / f"{self.fingerprint}-{step:05d}"
 
     def robot_steps(self) -> dict[int, Path]:
-        """The folders with the rollouts of a robot policy, by step."""
+        """Return the folders with the rollouts of a robot policy, by step."""
         folders = (self.store / "robot-rollouts").glob(f"{glob.escape(self.fingerprint)}-[0-9]*")
         numbers = {folder.name.rpartition("-")[2]: folder for folder in folders if folder.is_dir()}
         return {int(number): folder for number, folder in numbers.items() if number.isdecimal() and len(number) < 10}
 
     def batch(self, step: int) -> Path | None:
-        """The folder with the samples of a step, if they are made; a batch that was skipped has none."""
+        """Return the folder with the training samples of a step, or None. A skipped batch has a folder without
+        samples."""
         folder = self.store / "batches" / f"{self.fingerprint}-{step:05d}"
         skipped = folder.with_name(f"{folder.name}-skipped")
         return next((each for each in (skipped, folder) if each.is_dir()), None)
 
     @property
     def workspace(self) -> Path:
-        """What its attempts keep; absent where the artifact was made elsewhere."""
+        """Folder with checkpoints and history of the run; it does not exist if another machine made the artifact."""
         return self.store / "workspaces" / f"{self.stage}-{self.fingerprint}"
 
     def log_ratios(self, step: int) -> Path:
-        """The file with the ratios of the tokens that step trained on, if it is made and was not lost."""
+        """Return the file with the log ratios of a step's trained tokens. It may be missing."""
         return ratios_file(self.workspace, step)
 
     def history(self) -> list[dict[str, float]]:
-        """The metrics of the steps that are done; of an artifact that was made elsewhere, its own record of them.
+        """Read the metrics of the finished steps from the workspace, or else from the artifact.
 
         Raises:
-            DataError: the record cannot be read.
+            DataError: the file cannot be read.
         """
-        going = self.workspace / HISTORY
-        made = self.artifact / "history.json"
-        file = made if made.is_file() and not going.is_file() else going
+        running = self.workspace / HISTORY
+        final = self.artifact / "history.json"
+        file = final if final.is_file() and not running.is_file() else running
         try:
-            if file == made:
-                return [read_floats(row) for row in json.loads(made.read_bytes())]
-            return History(going).read() if going.is_file() else []
+            if file == final:
+                return [read_floats(row) for row in json.loads(final.read_bytes())]
+            return History(running).read() if running.is_file() else []
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise DataError(f"the metrics of the steps cannot be read: {error!s:.200}", where=str(file)) from error
 
     def tokenizer(self) -> Path | None:
-        """A folder with the `tokenizer.json` of its policy, if there is one."""
+        """Return a folder with the `tokenizer.json` of the run's model, or None."""
         folders = [self.artifact / CHECKPOINT] if self.stage == TRAINING else []
         if "model" in self.inputs and self.inputs["model"].is_dir():
-            with suppress(DataError):  # the checkpoint that it began with has changed since
+            with suppress(DataError):  # the checkpoint that the run began with has changed since
                 folders.append(locate(self.inputs["model"]))
         return next((folder for folder in folders if (folder / "tokenizer.json").is_file()), None)
 
     def tasks(self) -> Path | None:
-        """The artifact with the tasks that it plays."""
+        """Return the folder of the artifact with the run's tasks, or None."""
         return self.inputs.get("tasks")
 
 
 def find_runs(store: Path) -> list[Run]:
-    """Every training and evaluation in `store`, the newest first; what cannot be read is left out."""
-    found: dict[tuple[str, str], Run] = {}
+    """Return all trainings and evaluations in `store`, newest first; unreadable ones are left out."""
+    runs: dict[tuple[str, str], Run] = {}
     for stage in STAGES:
         for file in (store / "workspaces").glob(f"{stage}-*/{STARTED}"):
-            if "-" not in (fingerprint := file.parent.name.removeprefix(f"{stage}-")):  # else of a longer stage's name
-                _add(found, store, stage, fingerprint, file)
+            fingerprint = file.parent.name.removeprefix(f"{stage}-")
+            if "-" not in fingerprint:  # "evaluate-*" also matches the workspaces of "evaluate-libero"
+                _add(runs, store, stage, fingerprint, file)
         for file in (store / stage).glob(f"*/{MANIFEST}"):
-            if (stage, file.parent.name) not in found:
-                _add(found, store, stage, file.parent.name, file)
-    return sorted(found.values(), key=lambda run: -run.began)
+            if (stage, file.parent.name) not in runs:
+                _add(runs, store, stage, file.parent.name, file)
+    return sorted(runs.values(), key=lambda run: -run.began)
 
 
 def evaluations_of(run: Run, runs: Sequence[Run]) -> dict[str, str]:
-    """The evaluations, by fingerprint, of the weights that a training made, and of those that it began with on the
-    same tasks: "after training" and "before training"."""
+    """Return the evaluations of a training by fingerprint, as "before training" or "after training".
+
+    An evaluation belongs to the training if it evaluated the trained weights, or the weights that the training began
+    with on the same tasks.
+    """
     stages = {TRAINING: (EVALUATION, "model"), ROBOT_TRAINING: (ROBOT_EVALUATION, "policy")}
     if run.stage not in stages:
         return {}
     stage, weights = stages[run.stage]
     start, tasks = run.inputs.get(weights), run.inputs.get("tasks")
-    found = {}
+    evaluations = {}
     for each in runs:
         model = each.inputs.get(weights) if each.stage == stage else None
         if model is not None and model.name == run.fingerprint:
-            found[each.fingerprint] = "after training"
+            evaluations[each.fingerprint] = "after training"
         elif model is not None and model == start and each.inputs.get("tasks") == tasks:
-            found[each.fingerprint] = "before training"
-    return found
+            evaluations[each.fingerprint] = "before training"
+    return evaluations
 
 
-def _add(found: dict[tuple[str, str], Run], store: Path, stage: str, fingerprint: str, file: Path) -> None:
+def _add(runs: dict[tuple[str, str], Run], store: Path, stage: str, fingerprint: str, file: Path) -> None:
     try:
         document = json.loads(regular(file).read_bytes())
         settings, inputs = document["settings"], document["inputs"] if file.name == STARTED else {}
         finished = (store / stage / fingerprint / MANIFEST).is_file()
         folders = {name: Path(folder) for name, folder in inputs.items()}
         run = Run(store, stage, fingerprint, settings, folders, file.stat().st_mtime, finished)
-        dump_json([settings, run.title])  # fails for one that nests too deeply
+        dump_json([settings, run.title])  # raises RecursionError if the settings nest too deeply to be shown
         if run.steps is not None and not 0 <= run.steps <= MOST_STEPS:
             return
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return  # it is being replaced, is of another version, or cannot be shown
-    found[stage, fingerprint] = run
+        return  # the file is being replaced, was written by another version, or cannot be shown
+    runs[stage, fingerprint] = run
 
 
-# One group of rollouts in full: every token, image, reward and advantage, and the task that was played.
+# --- One group of rollouts in full ---
 
 MEDIA = {media: name.lower() for media, name in FORMATS.items()}
-"""The suffix of an image's address by its media type."""
+"""Suffix of an image's address by its media type."""
 _decoder = lru_cache(maxsize=8)(token_decoder)
 
 
 def group_document(run: Run, source: str, step: int, group_id: str) -> dict[str, Any]:
-    """As the page draws it: `trajectories`, `failures`, the text of their `tokens`, their `images`, and the `task`.
+    """Return a group of rollouts as JSON for the page: `trajectories` with every token, image, reward and advantage,
+    `failures`, the text of the `tokens`, the `images`, and the `task`.
 
     Raises:
-        DataError: its tables cannot be read, or have no such group.
+        DataError: the tables cannot be read or have no such group.
     """
     played = run.rollouts(source, step)
     outputs = read_rollouts(played, group_id)
@@ -229,9 +237,9 @@ def group_document(run: Run, source: str, step: int, group_id: str) -> dict[str,
 
 
 def task_payload(tasks: Path | None, task_id: str) -> Any:
-    """What the environment keeps of a task, its right answer among it; None where the tasks are not known.
+    """Return the payload of a task, which usually has the right answer; None without the tasks' artifact.
 
-    A payload that cannot be shown, such as one that nests too deeply, is replaced by the reason.
+    If the payload cannot be shown, for example because it nests too deeply, the reason is returned instead.
     """
     if tasks is None:
         return None

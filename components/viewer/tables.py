@@ -1,7 +1,7 @@
-"""What can be searched of the rollouts in a store: one row a trajectory, in a DuckDB database in memory.
+"""Search index over the rollouts of a store: a DuckDB database in memory with a row for each trajectory.
 
-The tables of the store are read once, in the background, as runs write them: each step's is whole when it appears.
-Past `MEMORY` the database goes on in a folder that is made then; a later index removes it if its process was killed.
+Each table of the store is read once, in the background. Runs publish the table of a step only when it is complete. A
+database larger than `MEMORY` continues in a temporary folder. If the process is killed, the next index removes it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from armature.components.rollouts.batches.ratios import RATIOS_FOLDER
 FILES_AT_ONCE = 64
 MEMORY = "1GB"
 SPILL = "armature-view-"
-"""How the name of the folder begins; the number of its process follows."""
+"""First part of the temporary folder's name; the process id follows."""
 
 _TABLES = """
 CREATE TABLE rollouts (
@@ -47,7 +47,7 @@ _PLACE = """
     regexp_extract(filename, '/([^/-]*)(-[0-9]+)?/[^/]*$', 1) AS run,
     coalesce(try_cast(regexp_extract(filename, '-([0-9]+)/[^/]*$', 1) AS INTEGER), 0) AS step
 """
-# A folder called reward=1 must not become a column.
+# Without hive_partitioning = false, a folder called reward=1 would become a column.
 _FILES = "read_parquet(?, filename = true, hive_partitioning = false)"
 _ADD_ROLLOUTS = f"""
 INSERT INTO rollouts SELECT {_PLACE}, trajectory_id, any_value(group_id), any_value(task_id), any_value(split),
@@ -69,7 +69,7 @@ FROM {_FILES} GROUP BY filename, trajectory_id
 
 
 class RolloutTables:
-    """Thread safe. `revision` grows whenever something was added or taken away."""
+    """Reads a store's tables into the database; thread safe. `revision` grows with every added or removed table."""
 
     def __init__(self, store: Path) -> None:
         self.store = store
@@ -90,12 +90,12 @@ class RolloutTables:
         database = duckdb.connect(":memory:", config=config)
         database.execute(_TABLES)
         self._database = database
-        self._known: dict[str, tuple[int, int]] = {}
+        self._indexed: dict[str, tuple[int, int]] = {}
         self._unread: dict[str, str] = {}
 
     @property
     def problems(self) -> dict[str, str]:
-        """The reason for each entry of the store that cannot be listed or read, by its path."""
+        """Entries of the store that cannot be listed or read: the reason by path."""
         return {**self._unlisted, **self._unread}
 
     def close(self) -> None:
@@ -104,12 +104,12 @@ class RolloutTables:
             shutil.rmtree(self._spill, ignore_errors=True)
 
     def refresh(self, stopped: Callable[[], bool] = lambda: False) -> bool:
-        """Read what is new in the store, and forget what is gone. Whether anything changed.
+        """Read new tables of the store, drop removed ones, and return True if anything changed.
 
-        What cannot be read is one of the `problems`, and the rest is read all the same.
+        A table that cannot be read is added to `problems`, and the others are read all the same.
 
         Args:
-            stopped: asked now and then; True ends it early.
+            stopped: called between tables; if it returns True, reading ends early.
 
         Raises:
             duckdb.Error: the database cannot be used any more; the next call begins with a new one.
@@ -118,13 +118,13 @@ class RolloutTables:
             try:
                 return self._refresh(stopped)
             except duckdb.Error:
-                self._open()  # who asks the old one just now has its answer
+                self._open()  # queries that run in the old database still get their answer
                 raise
 
     def _refresh(self, stopped: Callable[[], bool]) -> bool:
-        there = self._tables()
-        gone = [path for path, state in self._known.items() if there.get(path) != state]
-        new = sorted(path for path, state in there.items() if self._known.get(path) != state)
+        tables = self._tables()
+        gone = [path for path, state in self._indexed.items() if tables.get(path) != state]
+        new = sorted(path for path, state in tables.items() if self._indexed.get(path) != state)
         for path in gone:
             self._forget(path)
         for start in range(0, len(new), FILES_AT_ONCE):
@@ -132,30 +132,30 @@ class RolloutTables:
                 break
             part = new[start : start + FILES_AT_ONCE]
             self._read(part)
-            self._known |= {path: there[path] for path in part}
+            self._indexed |= {path: tables[path] for path in part}
             self.revision += 1
         self.revision += bool(gone)
         return bool(gone or new)
 
     def _tables(self) -> dict[str, tuple[int, int]]:
-        """Every folder with rollout tables and every table of ratios, and what changes when it is made again."""
-        found: dict[str, tuple[int, int]] = {}
+        """Return each folder with rollout tables and each table of ratios, with its inode and modification time."""
+        tables: dict[str, tuple[int, int]] = {}
         problems: dict[str, str] = {}
         for parent in ("rollouts", "evaluations", "evaluate"):
-            found |= _listed(self.store / parent, lambda entry: entry.is_dir(), problems)
+            tables |= _listed(self.store / parent, lambda entry: entry.is_dir(), problems)
         for workspace in _listed(self.store / "workspaces", lambda entry: entry.is_dir(), problems):
-            found |= _listed(Path(workspace, RATIOS_FOLDER), lambda entry: entry.name.endswith(".parquet"), problems)
+            tables |= _listed(Path(workspace, RATIOS_FOLDER), lambda entry: entry.name.endswith(".parquet"), problems)
         self._unlisted = problems
-        return found
+        return tables
 
     def _forget(self, path: str) -> None:
         for table in ("rollouts", "failures", "ratios"):
             self._database.execute(f"DELETE FROM {table} WHERE folder = ?", [path])
-        self._known.pop(path, None)
+        self._indexed.pop(path, None)
         self._unread.pop(path, None)
 
     def _read(self, paths: list[str]) -> None:
-        """Read the tables of `paths` together, or, if one of them cannot be read, each on its own."""
+        """Read the tables of `paths` together. If one of them cannot be read, read each separately."""
         try:
             self._insert(paths)
         except duckdb.FatalException:
@@ -184,9 +184,9 @@ class RolloutTables:
             raise
 
     def _row(self, sql: str, values: Iterable[Any]) -> tuple[Any, ...]:
-        found = self._database.cursor().execute(sql, list(values)).fetchone()
-        assert found is not None
-        return found
+        row = self._database.cursor().execute(sql, list(values)).fetchone()
+        assert row is not None
+        return row
 
     def _rows(self, sql: str, values: Iterable[Any]) -> list[dict[str, Any]]:
         cursor = self._database.cursor().execute(sql, list(values))
@@ -195,7 +195,7 @@ class RolloutTables:
 
 
 def _literal(*parts: str) -> str:
-    """A pattern of DuckDB's that matches this one file.
+    """Return a DuckDB file pattern that matches exactly this file.
 
     Raises:
         OSError: it is not a regular file.
@@ -206,29 +206,29 @@ def _literal(*parts: str) -> str:
 def _listed(
     folder: Path, wanted: Callable[[os.DirEntry[str]], bool], problems: dict[str, str]
 ) -> dict[str, tuple[int, int]]:
-    """The entries of `folder` that are wanted, with what changes when one is made again.
+    """Return the wanted entries of `folder` with inode and modification time, which change when one is made again.
 
-    The reasons for those that cannot be looked at are added to `problems`.
+    Entries that cannot be read are added to `problems` with the reason.
     """
-    found: dict[str, tuple[int, int]] = {}
+    listing: dict[str, tuple[int, int]] = {}
     try:
         entries = [entry for entry in os.scandir(folder) if not entry.name.startswith(".")]
     except (FileNotFoundError, NotADirectoryError):
-        return found
+        return listing
     except OSError as error:
         problems[_shown(str(folder))] = _reason(error)
-        return found
+        return listing
     for entry in entries:
         try:
             entry.path.encode()
             if wanted(entry):
                 state = entry.stat()
-                found[entry.path] = state.st_ino, state.st_mtime_ns
-        except FileNotFoundError:  # it is just being replaced, or a link that leads nowhere
+                listing[entry.path] = state.st_ino, state.st_mtime_ns
+        except FileNotFoundError:  # the entry is being replaced, or is a broken link
             continue
         except (OSError, ValueError) as error:  # a link to itself, or a name that is not UTF-8
             problems[_shown(entry.path)] = _reason(error)
-    return found
+    return listing
 
 
 def _shown(path: str) -> str:
@@ -240,7 +240,7 @@ def _reason(error: Exception) -> str:
 
 
 def _remove_abandoned() -> None:
-    """Remove what an index whose process was killed has left."""
+    """Remove the temporary folders of indexes whose process was killed."""
     for folder in Path(tempfile.gettempdir()).glob(f"{SPILL}*-*"):
         process = folder.name.removeprefix(SPILL).partition("-")[0]
         if process.isdecimal() and not psutil.pid_exists(int(process)):
@@ -248,7 +248,7 @@ def _remove_abandoned() -> None:
 
 
 TIMES, ANSWERS = 2000, 8
-"""How often a task was played, and how many different answers of each time, are shown at most."""
+"""Largest numbers of times that a task was played, and of different answers each time, that `changes` returns."""
 _ORDERS = {
     "order": "step, group_id, trajectory_id",
     "newest": "step DESC, group_id, trajectory_id",
@@ -259,15 +259,15 @@ _ORDERS = {
     "ratio-": "ratio DESC NULLS LAST, step, trajectory_id",
 }
 LAST_STEP = 2**31 - 1
-"""The largest number in a column of steps."""
+"""Largest number that the column `step` (a 32-bit integer) can hold."""
 Number = Annotated[int, Field(ge=0, le=LAST_STEP)]
 Order = Literal["order", "newest", "reward-", "reward+", "length-", "surprise+", "ratio-"]
 Source = Literal["train", "heldout", "evaluation"]
-"""A training's own rollouts, its held-out tasks between steps, or an evaluation."""
+"""Origin of rollouts: training steps, held-out tasks between steps, or an evaluation."""
 
 
 class Query(BaseModel):
-    """Which rollouts of a run, in which order."""
+    """Filters and order of a search for rollouts, as the page sends them in the query string."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -287,7 +287,7 @@ class Query(BaseModel):
 
 @dataclass(frozen=True)
 class Side:
-    """What one checkpoint played: the rollouts of a run from one source, of one step or of all."""
+    """One of two sets of rollouts to compare: a run's rollouts from one source, of one step or of all steps."""
 
     run: str
     source: Source
@@ -295,19 +295,20 @@ class Side:
 
 
 class RolloutIndex(RolloutTables):
-    """Answers from the tables that were read so far."""
+    """Answers the page's searches from the tables that were read so far."""
 
     def __init__(self, store: Path) -> None:
         super().__init__(store)
         self._counts: tuple[int, dict[str, dict[str, Any]]] = (-1, {})
 
     def search(self, run: str, query: Query) -> dict[str, Any]:
-        """`total` rollouts of the run fit the query; `rows` are some of them, `mean` is the mean reward of all."""
+        """Return the number of matching rollouts (`total`), their mean reward (`mean`) and one page of them
+        (`rows`)."""
         where, values = _conditions(run, query)
         ratio, joined = "NULL", ""
         if query.sort == "ratio-":
             ratio, joined = "ratio", "LEFT JOIN ratios USING (run, step, trajectory_id)"
-        found = self._rows(
+        rows = self._rows(
             f"""WITH hits AS MATERIALIZED (
                 SELECT rollouts.rowid AS place, step, group_id, trajectory_id, reward, tokens, logprob, {ratio} AS ratio
                 FROM rollouts {joined} WHERE {where}
@@ -322,11 +323,11 @@ class RolloutIndex(RolloutTables):
             ORDER BY page.rank""",
             [*values, query.limit, query.offset],
         )
-        totals = [{name: row.pop(name) for name in ("total", "mean")} for row in found]
-        return {**totals[0], "rows": [row for row in found if row["trajectory_id"] is not None]}
+        totals = [{name: row.pop(name) for name in ("total", "mean")} for row in rows]
+        return {**totals[0], "rows": [row for row in rows if row["trajectory_id"] is not None]}
 
     def failures(self, run: str, query: Query) -> dict[str, Any]:
-        """The rollouts of the run that failed, by reason, and some of them in full."""
+        """Return the run's failed rollouts, counted by reason, and one page of them in full."""
         where, values = _conditions(run, query, texts=("reason", "detail"), rewards=False)
         reasons = self._rows(
             f"SELECT reason, count(*) AS count FROM failures WHERE {where} GROUP BY reason ORDER BY count DESC, reason",
@@ -340,7 +341,8 @@ class RolloutIndex(RolloutTables):
         return {"total": sum(row["count"] for row in reasons), "reasons": reasons, "rows": rows}
 
     def tasks(self, run: str, query: Query) -> dict[str, Any]:
-        """The run's tasks: how often each was played, its mean reward, and groups in which nothing could be learned."""
+        """Return the run's tasks with the number of rollouts, the mean reward, and the groups without any difference in
+        reward, from which nothing can be learned."""
         where, values = _conditions(run, query)
         grouped = f"""
             WITH groups AS (
@@ -358,12 +360,12 @@ class RolloutIndex(RolloutTables):
         return {"total": total, "rows": rows}
 
     def changes(self, runs: Sequence[str], task: str) -> list[dict[str, Any]]:
-        """How a task was answered, in the order of the steps: each time with its mean reward and its answers.
+        """Return how a task was answered over the steps, with the mean reward each time.
 
-        The `answers` are the most frequent ones, each with how often it was given and one rollout that gave it.
+        `answers` are the most frequent answers, each with its count and one rollout that gave it.
         """
         return self._rows(
-            f"""WITH said AS (
+            f"""WITH answered AS (
                 SELECT run, source, step, completion[:2000] AS answer, count(*) AS n, avg(reward) AS reward,
                     min(trajectory_id) AS trajectory_id, min(group_id) AS group_id
                 FROM rollouts WHERE list_contains(?, run) AND task_id = ? GROUP BY ALL
@@ -372,14 +374,14 @@ class RolloutIndex(RolloutTables):
                 count(*) AS different, list({{
                     'answer': answer, 'n': n, 'reward': reward, 'trajectory_id': trajectory_id, 'group_id': group_id
                 }} ORDER BY n DESC, answer)[:{ANSWERS}] AS answers
-            FROM said GROUP BY run, source, step ORDER BY step, source DESC, run LIMIT {TIMES}""",
+            FROM answered GROUP BY run, source, step ORDER BY step, source DESC, run LIMIT {TIMES}""",
             [list(runs), task],
         )
 
     def compare(self, first: Side, second: Side, query: Query) -> dict[str, Any]:
-        """The tasks that both have played, those with the largest difference of their mean rewards first.
+        """Return the tasks that both sides played, those with the largest difference in mean reward first.
 
-        With each the newest answer of either side and where it is: `first_step`, `first_group` and so on.
+        Each row has the newest answer of either side and its place: `first_step`, `first_group` and so on.
         """
         conditions = [
             _conditions(
@@ -416,7 +418,8 @@ class RolloutIndex(RolloutTables):
         return {"total": total, "better": better, "worse": worse, "rows": rows}
 
     def counts(self) -> Mapping[str, dict[str, Any]]:
-        """Rollouts, failures, the newest step and the steps with held-out rollouts, of every run that has rollouts."""
+        """Return for each run the numbers of rollouts and failures, the newest step and the steps with an
+        evaluation."""
         revision = self.revision
         if self._counts[0] != revision:
             rows = self._rows(
@@ -437,7 +440,7 @@ class RolloutIndex(RolloutTables):
 def _conditions(
     run: str, query: Query, texts: tuple[str, ...] = ("completion",), rewards: bool = True
 ) -> tuple[str, list[Any]]:
-    """A WHERE clause and its values, in order."""
+    """Return the WHERE clause of a query and its values in order."""
     conditions: list[str] = ["run = ?"]
     values: list[Any] = [run]
     asked: list[tuple[str, Any]] = [

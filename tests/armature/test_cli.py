@@ -154,7 +154,7 @@ def test_verify_reads_everything_and_names_what_is_damaged(tmp_path, armature):
     assert forced.code == 0 and "made again" in forced.stdout + forced.stderr, forced.stderr
     assert armature("verify").code == 0
     assert "did you mean 'tasks'" in armature("stage", "tasks", "--config", config, "--force", "task").stderr
-    assert "there is no artifact store" in armature("verify", "--store", "nowhere").stderr
+    assert "code: store_missing" in armature("verify", "--store", "nowhere").stderr
 
 
 def test_a_recipe_that_cannot_be_used_does_not_hide_the_others(tmp_path, armature, monkeypatch):

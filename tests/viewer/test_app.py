@@ -179,7 +179,7 @@ def test_the_command(training: Training) -> None:
     assert viewer_address(training.root) is None
     absent = subprocess.run([*command[:-1], "no-such-store"], capture_output=True, text=True)
     assert absent.returncode == 2
-    assert "there is no artifact store" in absent.stderr
+    assert "code: store_missing" in absent.stderr
 
 
 @pytest.mark.parametrize(
