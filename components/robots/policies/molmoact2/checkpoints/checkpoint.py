@@ -1,6 +1,7 @@
-"""A policy's checkpoint: read whole and strictly, from the released layout or LeRobot's, and written self-contained.
+"""Read and write a policy's checkpoint with its weights, in the released layout or in LeRobot's.
 
-Beside the released files, what we write has `policy.json` (its settings) and `action_tokenizer/`.
+Reading is strict: every weight must be present, known and of the right shape. A checkpoint that we write needs no other
+files. It has the released files, `policy.json` with the settings, and `action_tokenizer/`.
 """
 
 from __future__ import annotations
@@ -54,13 +55,13 @@ from armature.components.robots.policies.settings import RobotPolicySettings
 from armature.components.robots.policies.source import POLICY, write_settings
 
 VALUE_HEAD_FILE = "value_head.safetensors"
-OWN_TAG = "trained"
-"""The tag of statistics that came with a dataset, where the settings name none."""
+TRAINED_TAG = "trained"
+"""Tag under which a dataset's statistics are saved if the settings have no norm_tag."""
 SOURCES = (
     *("checkpoint_path", "path", "tiny", "revision", "checkpoint_revision"),
     *("action_tokenizer", "action_tokenizer_revision"),
 )
-"""Settings that say where parts of the policy come from: what was written needs them no more."""
+"""Settings that say where parts of the policy come from; a written checkpoint contains these parts."""
 UNCHANGED_FILES = (
     *("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json"),
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"),
@@ -70,20 +71,23 @@ UNCHANGED_FILES = (
 
 @dataclass(frozen=True)
 class LoadedPolicy:
-    """A checkpoint with its model, in evaluation mode."""
+    """A model in evaluation mode, with the other parts of its checkpoint."""
 
     model: MolmoAct2
     parts: PolicyParts
 
     @property
     def config(self) -> MolmoAct2Config:
+        """The model's configuration."""
         return self.parts.config
 
     @property
     def settings(self) -> RobotPolicySettings:
+        """The policy's settings."""
         return self.parts.settings
 
     def processor(self) -> Processor:
+        """Return the policy's processor; see `PolicyParts.processor`."""
         return self.parts.processor()
 
 
@@ -93,26 +97,36 @@ def load_policy(
     robot: RobotMetadata | None = None,
     device: str | torch.device = "cpu",
 ) -> LoadedPolicy:
-    """The policy with its weights on `device`, in the dtypes that `settings.dtype` stands for.
+    """Load a policy to `device`, in the dtypes of `MolmoAct2` for `settings.dtype`; for arguments see `load_parts`.
 
     Raises:
-        ConfigurationError, DataError: as `load_parts`, or a weight is missing, unknown or of another shape.
+        ConfigurationError, DataError: see `load_parts`; or a weight is missing, unknown, or has another shape.
+
+    Example:
+        >>> import tempfile
+        >>> from armature.components.robots.policies.molmoact2.checkpoints.tiny import make_tiny_policy
+        >>> from armature.components.robots.policies.settings import TinyPolicySettings
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     make_tiny_policy(Path(folder) / "checkpoint", RobotPolicySettings(tiny=TinyPolicySettings(layers=1)))
+        ...     load_policy(Path(folder) / "checkpoint").config.text_config.num_hidden_layers
+        PosixPath('.../checkpoint')
+        1
     """
     parts = load_parts(source, settings, robot)
     return LoadedPolicy(load_model(source, parts, device), parts)
 
 
 def empty_model(parts: PolicyParts) -> MolmoAct2:
-    """The model of `parts` on the meta device, where it takes no memory."""
+    """Return the model of `parts` on the meta device, without memory for its weights."""
     with torch.device("meta"):
         return MolmoAct2(parts.config, parts.settings.dtype, parts.settings.llm_residual_dropout).eval()
 
 
 def load_model(source: str | Path, parts: PolicyParts, device: str | torch.device = "cpu") -> MolmoAct2:
-    """The model of `parts`, filled with the weights of `source`, one tensor in memory besides it at a time.
+    """Return the model of `parts` with the weights of `source`; at most one tensor is in memory besides the model.
 
     Raises:
-        DataError: a weight is missing, unknown or of another shape.
+        DataError: a weight is missing, unknown, or has another shape.
     """
     model = empty_model(parts).to_empty(device=device)
     fill_model(model, locate(source, parts.settings.revision, POLICY))
@@ -122,10 +136,10 @@ def load_model(source: str | Path, parts: PolicyParts, device: str | torch.devic
 def read_model(source: str | Path, parts: PolicyParts) -> tuple[MolmoAct2, dict[str, Tensor]]:
     """Return the model that `load_model` loads, but without storage, and its weights as stored in the files.
 
-    The weights are views of mapped files; only layers into which adapters of LeRobot are merged take memory.
+    The weights are views of memory-mapped files; only layers with merged LeRobot adapters take memory.
 
     Raises:
-        DataError: a weight is missing, unknown or of another shape.
+        DataError: a weight is missing, unknown, or has another shape.
     """
     model, folder = without_storage(empty_model(parts)), locate(source, parts.settings.revision, POLICY)
     with TensorFiles(folder) as files:
@@ -134,10 +148,10 @@ def read_model(source: str | Path, parts: PolicyParts) -> tuple[MolmoAct2, dict[
 
 
 def fill_model(model: MolmoAct2, folder: Path) -> None:
-    """Give a model, and its value head if it has one, the weights of a checkpoint; its tensors stay where they are.
+    """Copy the weights of a checkpoint into a model, in place, including its value head if it has one.
 
     Raises:
-        DataError: a weight is missing, unknown or of another shape.
+        DataError: a weight is missing, unknown, or has another shape.
     """
     with TensorFiles(folder) as files:
         tensors = LeRobotTensors(files, folder) if is_lerobot(folder) else files
@@ -153,11 +167,11 @@ def fill_model(model: MolmoAct2, folder: Path) -> None:
 def save_policy(
     folder: Path, parts: PolicyParts, weights: Mapping[str, Tensor], shard_bytes: int = SHARD_BYTES
 ) -> Path:
-    """Write a checkpoint in the released layout that needs nothing else; one that fails leaves the earlier one.
+    """Write a self-contained checkpoint in the released layout, atomically: if it fails, the previous one stays.
 
     Args:
-        weights: State of `MolmoAct2`, whole, with adapters merged; written in its dtypes. A value head has a file of
-            its own, which nobody needs who only acts.
+        weights: Complete state dict of `MolmoAct2`, with adapters merged; it is written in its dtypes. The weights of a
+            value head are written to a file of their own, because only further training needs them.
     """
     head = {name: tensor.cpu() for name, tensor in weights.items() if name.startswith(VALUE_HEAD)}
     with checkpoint_folder(folder) as new:
@@ -169,13 +183,16 @@ def save_policy(
 
 
 def save_lerobot(folder: Path, parts: PolicyParts, weights: Mapping[str, Tensor], base: str) -> Path:
-    """Write a checkpoint in LeRobot's layout; `base` is what LeRobot needs besides it (`lerobot_export`), we do not.
+    """Write a checkpoint in LeRobot's layout.
+
+    Args:
+        base: Hub name or folder of a released checkpoint. LeRobot builds the model from it; we do not need it.
 
     Raises:
-        ConfigurationError: the policy knows no statistics, or no cameras.
+        ConfigurationError: the policy has no statistics, or no cameras.
     """
     processor = parts.processor()
-    robot = processor.robot.model_copy(  # LeRobot takes masks from the statistics alone
+    robot = processor.robot.model_copy(  # LeRobot reads masks only from the statistics
         update={
             "action_stats": _masked(processor.robot.action_stats, processor.action),
             "state_stats": _masked(processor.robot.state_stats, processor.state),
@@ -185,13 +202,13 @@ def save_lerobot(folder: Path, parts: PolicyParts, weights: Mapping[str, Tensor]
         (new / BASE).mkdir()
         write_parts(new / BASE, parts)
         write_processors(new, parts.settings, robot, base, parts.config.max_action_dim)
-        # LeRobot reads one file only
+        # LeRobot reads only model.safetensors, so the weights must not be sharded.
         write_released(new, weights, parts.config.molmo2(), prefix="model.", shard_bytes=sys.maxsize)
     return folder
 
 
 def export_lerobot(source: Path, out: Path, base: str) -> None:
-    """Write the policy of a checkpoint as `save_lerobot` does."""
+    """Convert the checkpoint in `source` to LeRobot's layout; see `save_lerobot`."""
     loaded = load_policy(source)
     save_lerobot(out, loaded.parts, loaded.model.state_dict(), base)
 
@@ -204,10 +221,10 @@ def write_parts(folder: Path, parts: PolicyParts) -> None:
     (folder / CONFIG).write_text(json.dumps(parts.config.to_dict(), indent=2) + "\n")
     settings, stats = parts.settings, parts.stats
     if parts.robot is not None:
-        tag = settings.norm_tag or OWN_TAG
+        tag = settings.norm_tag or TRAINED_TAG
         horizon = {"action_horizon": settings.chunk_size, "n_action_steps": settings.n_action_steps}
-        known = stats.metadata_by_tag if stats else {}
-        stats = norm_stats({**known, tag: parts.robot.model_copy(update=horizon)}, settings)
+        previous = stats.metadata_by_tag if stats else {}
+        stats = norm_stats({**previous, tag: parts.robot.model_copy(update=horizon)}, settings)
         settings = settings.model_copy(update={"norm_tag": tag})
     if stats is not None:
         stats.save(folder / parts.config.norm_stats_filename)

@@ -1,8 +1,8 @@
-"""Checkpoints as LeRobot saves them.
+"""Read and write the files of a checkpoint in LeRobot's layout.
 
-config.json holds LeRobot's settings; the sizes, the tokenizer and the image processor are those of the released
-checkpoint that it was trained from. Weights have released names after `model.`, adapters of PEFT unmerged. The
-normalizer's statistics are the tensors of a processor step.
+config.json holds LeRobot's settings. Sizes, tokenizer and image processor are not saved: they come from the released
+checkpoint that the policy was trained from. Weights have released names with the prefix `model.`, and PEFT adapters are
+not merged. The normalizer's statistics are tensors of a processor step.
 """
 
 from __future__ import annotations
@@ -42,7 +42,11 @@ _LORA_A, _LORA_B = ".lora_A.default.weight", ".lora_B.default.weight"
 
 @dataclass(frozen=True)
 class LeRobotCheckpoint:
-    """base: folder of the released files. settings: with the saved robot's facts. robot: statistics and words."""
+    """Content of a checkpoint in LeRobot's layout.
+
+    base: folder of the released checkpoint with the other files. settings: completed by the checkpoint's settings.
+    robot: statistics, prompt words and cameras; None if the checkpoint has no preprocessor.
+    """
 
     base: Path
     settings: RobotPolicySettings
@@ -50,7 +54,7 @@ class LeRobotCheckpoint:
 
 
 def is_lerobot(folder: Path) -> bool:
-    """Whether the folder's config.json is that of a LeRobot policy.
+    """Return True if the folder's config.json was written by LeRobot.
 
     Raises:
         DataError: there is no config.json, or it is not JSON.
@@ -59,21 +63,23 @@ def is_lerobot(folder: Path) -> bool:
 
 
 def read_lerobot(folder: Path, settings: RobotPolicySettings) -> LeRobotCheckpoint:
-    """Read a checkpoint's facts. As the processor was saved with them, chunk size, steps, normalization and how
-    prompts are written come from it; words and cameras do where `settings` leaves them empty.
+    """Read a checkpoint in LeRobot's layout, without its weights.
+
+    Chunk size, executed steps, normalization and the format of prompts come from the checkpoint, because its processor
+    was saved with them. Prompt words and cameras come from it only if `settings` leaves them empty.
 
     Raises:
         ConfigurationError: the base is a hub name without a revision.
-        DataError: not a MolmoAct2, a file is missing or not as LeRobot writes it, or it does what is not supported.
+        DataError: the policy is not a MolmoAct2, a file is missing or invalid, or a feature is not supported.
     """
     try:
         return _read(folder, settings)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise DataError(
-            f"a value is missing or of another kind: {error!r:.300}",
+            f"a value is missing or has the wrong type: {error!r:.300}",
             code="invalid_lerobot_checkpoint",
             where=f"{folder}: {CONFIG}, {PREPROCESSOR}.json",
-            remedy="use the checkpoint as LeRobot saved it",
+            remedy="use the unchanged files that LeRobot saved",
         ) from error
 
 
@@ -81,14 +87,14 @@ def _read(folder: Path, settings: RobotPolicySettings) -> LeRobotCheckpoint:
     raw = read_json(folder / CONFIG)
     if raw["type"] != "molmoact2":
         raise DataError(
-            f"a checkpoint of the policy {raw['type']!r}",
+            f"the checkpoint is of the policy {raw['type']!r}",
             code="policy_type_mismatch",
             where=str(folder),
-            remedy="give a MolmoAct2",
+            remedy="use a checkpoint of MolmoAct2",
         )
     if raw.get("joint_signs") is not None:
         raise DataError(
-            "joints are given signs and offsets between robot and policy, which is not supported",
+            "the policy changes signs and offsets of joints, which is not supported",
             code="joint_signs_unsupported",
             where=f"{folder / CONFIG}: joint_signs",
             remedy="use a checkpoint that was trained in the robot's own frame",
@@ -98,10 +104,10 @@ def _read(folder: Path, settings: RobotPolicySettings) -> LeRobotCheckpoint:
     for name, kind in (("state_normalization", "STATE"), ("action_normalization", "ACTION")):
         if mapping[kind] not in NORMALIZATIONS:
             raise DataError(
-                f"{kind} is normalized by {mapping[kind]}",
+                f"{kind} has the unsupported normalization {mapping[kind]}",
                 code="normalization_unsupported",
                 where=f"{folder / CONFIG}: normalization_mapping",
-                remedy=f"supported: {', '.join(NORMALIZATIONS)}",
+                remedy=f"use a checkpoint with {', '.join(NORMALIZATIONS)}",
             )
         modes[name] = NORMALIZATIONS[mapping[kind]]
     adopted = settings.model_copy(update={name: raw[name] for name in _ADOPTED if name in raw} | modes)
@@ -114,10 +120,10 @@ def _read(folder: Path, settings: RobotPolicySettings) -> LeRobotCheckpoint:
 
 
 class LeRobotTensors:
-    """A LeRobot checkpoint's weights under released names, adapters merged as they are read.
+    """Weights of a LeRobot checkpoint under released names; adapters are merged when a weight is read.
 
     Raises:
-        DataError: a name is not LeRobot's, or an adapter is not whole.
+        DataError: LeRobot does not write such a name, or an adapter is incomplete.
     """
 
     def __init__(self, files: TensorFiles, folder: Path) -> None:
@@ -129,26 +135,30 @@ class LeRobotTensors:
             for end in (_LORA_A, _LORA_B, f"{_BASE_LAYER}weight")
         ]
         self._adapted = set.intersection(*halves)
-        strange = {name for name in files.names if ".lora_" in name and not name.endswith((_LORA_A, _LORA_B))}
-        lonely = sorted(set.union(strange, *halves) - self._adapted)
-        if lonely:
+        unknown = {name for name in files.names if ".lora_" in name and not name.endswith((_LORA_A, _LORA_B))}
+        incomplete = sorted(set.union(unknown, *halves) - self._adapted)
+        if incomplete:
             raise DataError(
-                f"not a whole adapter of lora_A, lora_B and its layer: {lonely[0]}",
+                f"an adapter lacks one of lora_A, lora_B and its layer: {incomplete[0]}",
                 code="adapter_incomplete",
                 where=str(folder),
             )
         if self._adapted and self._alpha is None:
-            raise DataError("adapters without lora_alpha", code="lora_alpha_missing", where=str(folder / CONFIG))
+            raise DataError(
+                "the checkpoint has adapters but no lora_alpha", code="lora_alpha_missing", where=str(folder / CONFIG)
+            )
 
     @property
     def names(self) -> set[str]:
+        """Released names of all weights."""
         return set(self._stored)
 
     def shape(self, name: str) -> tuple[int, ...]:
+        """Return a weight's shape without reading the weight."""
         return self._files.shape(self._stored[name])
 
     def __getitem__(self, name: str) -> Tensor:
-        """The weight; with an adapter W + alpha/rank B A, in float32."""
+        """Read a weight; with an adapter, return W + alpha / rank B A in float32."""
         stored = self._stored[name]
         weight = self._files[stored]
         layer = stored.removesuffix(f"{_BASE_LAYER}weight")
@@ -159,17 +169,20 @@ class LeRobotTensors:
 
 
 def _base(folder: Path, raw: Mapping[str, Any], settings: RobotPolicySettings) -> Path:
-    """`base/` of a checkpoint that we wrote, the base that the settings name, or the one that config.json names."""
+    """Return the folder of the released checkpoint.
+
+    It is `base/` if we wrote the checkpoint, else the checkpoint named in the settings, else the one in config.json.
+    """
     if (folder / BASE).is_dir():
         return folder / BASE
-    own = settings.checkpoint_path is not None
-    name = settings.checkpoint_path if settings.checkpoint_path is not None else str(raw["checkpoint_path"])
-    revision = settings.checkpoint_revision or (None if own else raw.get("checkpoint_revision"))
-    return locate(name, revision, POLICY_WITHOUT_WEIGHTS)
+    if settings.checkpoint_path is not None:
+        return locate(settings.checkpoint_path, settings.checkpoint_revision, POLICY_WITHOUT_WEIGHTS)
+    revision = settings.checkpoint_revision or raw.get("checkpoint_revision")
+    return locate(str(raw["checkpoint_path"]), revision, POLICY_WITHOUT_WEIGHTS)
 
 
 def _robot(folder: Path, raw: Mapping[str, Any]) -> RobotMetadata | None:
-    """Statistics, words and cameras of the saved preprocessor; None where the policy was saved without one."""
+    """Return statistics, prompt words and cameras of the saved preprocessor; None if there is no preprocessor."""
     file = folder / f"{PREPROCESSOR}.json"
     if not file.is_file():
         return None
@@ -196,28 +209,29 @@ def _robot(folder: Path, raw: Mapping[str, Any]) -> RobotMetadata | None:
 
 
 def _stats(tensors: Mapping[str, Tensor], key: str, names: Any, where: Path) -> FeatureNormStats:
-    found = {name.removeprefix(f"{key}."): value for name, value in tensors.items() if name.startswith(f"{key}.")}
-    if not found:
+    stats = {name.removeprefix(f"{key}."): value for name, value in tensors.items() if name.startswith(f"{key}.")}
+    if not stats:
         raise DataError(
-            f"no statistics of {key}",
+            f"the checkpoint has no statistics of {key}",
             code="statistics_missing",
             where=str(where),
             remedy="use a complete checkpoint of LeRobot",
         )
     values: dict[str, Any] = {
-        name: tuple(value.double().flatten().tolist()) for name, value in found.items() if name not in ("mask", "count")
+        name: tuple(value.double().flatten().tolist()) for name, value in stats.items() if name not in ("mask", "count")
     }
-    if "count" in found:
-        values["count"] = int(found["count"].flatten()[0])
-    if "mask" in found:
-        values["mask"] = tuple(bool(value) for value in found["mask"].flatten().tolist())
+    if "count" in stats:
+        values["count"] = int(stats["count"].flatten()[0])
+    if "mask" in stats:
+        values["mask"] = tuple(bool(value) for value in stats["mask"].flatten().tolist())
     return FeatureNormStats(**values, names=tuple(names) if isinstance(names, list) else None)
 
 
 def _released(name: str, folder: Path) -> str:
+    """Return the released name of a weight in LeRobot's file."""
     if not name.startswith("model."):
         raise DataError(
-            f"not a name of LeRobot's: {name}",
+            f"the weight {name} does not have LeRobot's prefix model.",
             code="unknown_weight_name",
             where=str(folder),
             remedy="use an unchanged checkpoint",
@@ -226,29 +240,36 @@ def _released(name: str, folder: Path) -> str:
 
 
 def read_json(file: Path) -> dict[str, Any]:
+    """Read a JSON object from a file of a checkpoint.
+
+    Raises:
+        DataError: the file is missing, or is not a JSON object with finite numbers.
+    """
     try:
         content = read_finite(read_bytes(file))
     except FileNotFoundError as error:
         raise DataError(
-            "a checkpoint needs this file",
+            "the checkpoint lacks this file",
             code="checkpoint_file_missing",
             where=str(file),
-            remedy="give a policy's folder",
+            remedy="use a policy's complete folder",
         ) from error
     except (ValueError, RecursionError) as error:
-        raise DataError(f"not JSON of finite numbers: {error}", code="invalid_json", where=str(file)) from error
+        raise DataError(
+            f"the file is not JSON with finite numbers: {error}", code="invalid_json", where=str(file)
+        ) from error
     if not isinstance(content, dict):
-        raise DataError(f"not a JSON object: {content!r:.80}", code="invalid_json", where=str(file))
+        raise DataError(f"the file is not a JSON object: {content!r:.80}", code="invalid_json", where=str(file))
     return content
 
 
-# A policy written as LeRobot saves it, with what LeRobot takes from a released checkpoint in `base/`.
+# --- Writing LeRobot's files ---
 #
-# LeRobot itself builds the model from `checkpoint_path` before it reads our weights: name a released checkpoint there,
-# or a folder that `save_policy` wrote.
+# The files that LeRobot reads from a released checkpoint are in `base/`. LeRobot itself builds the model from
+# `checkpoint_path` before it reads our weights: it must name a released checkpoint, or a folder from `save_policy`.
 
 POSTPROCESSOR, UNNORMALIZER = "policy_postprocessor", "molmoact2_masked_unnormalizer"
-IMAGE_SHAPE = (3, 256, 256)  # declared shape of a camera; LeRobot resizes whatever comes
+IMAGE_SHAPE = (3, 256, 256)  # declared shape of a camera; LeRobot resizes images of any shape
 _MODES = {ours: theirs for theirs, ours in NORMALIZATIONS.items()}
 Step = tuple[str, dict[str, Any]]
 
@@ -256,17 +277,20 @@ Step = tuple[str, dict[str, Any]]
 def write_processors(
     folder: Path, settings: RobotPolicySettings, robot: RobotMetadata, base: str, max_action_dim: int
 ) -> None:
-    """Write config.json, the two processors and their statistics.
+    """Write config.json, the pre- and postprocessor, and their statistics.
 
     Args:
         base: Hub name or folder of the released checkpoint that LeRobot builds the model from.
 
     Raises:
-        ConfigurationError: no cameras are named.
+        ConfigurationError: the settings name no cameras.
     """
     if not settings.image_keys:
         raise ConfigurationError(
-            "no cameras are named", code="cameras_missing", where="policy.image_keys", remedy="name them in order"
+            "the settings name no cameras",
+            code="cameras_missing",
+            where="policy.image_keys",
+            remedy="set it to the cameras in the policy's order",
         )
     inputs: dict[str, Any] = {key: {"type": "VISUAL", "shape": list(IMAGE_SHAPE)} for key in settings.image_keys}
     inputs[STATE] = {"type": "STATE", "shape": [robot.state_stats.dimensions]}
@@ -286,7 +310,6 @@ def write_processors(
         "normalization_mapping": norm_map,
         **prompt,
         **_policy_fields(settings),
-        **_version_fields(settings),
     }
     if robot.action_stats.names and robot.state_stats.names:
         names = {ACTION: list(robot.action_stats.names), STATE: list(robot.state_stats.names)}
@@ -319,7 +342,7 @@ def write_processors(
 
 
 def _prompt(settings: RobotPolicySettings, base: str) -> dict[str, Any]:
-    """What both config.json and the packing step say."""
+    """Return the fields that are in config.json and in the packing step."""
     names = ("setup_type", "control_mode", "normalize_language", "add_setup_tokens", "add_control_tokens")
     more = ("max_sequence_length", "chunk_size", "action_mode")
     fields = {name: getattr(settings, name) for name in (*names, *more)}
@@ -327,21 +350,15 @@ def _prompt(settings: RobotPolicySettings, base: str) -> dict[str, Any]:
 
 
 def _policy_fields(settings: RobotPolicySettings) -> dict[str, Any]:
+    """Return the other fields of config.json; the names of some differ between LeRobot's versions."""
     names = ("n_action_steps", "normalize_gripper", "num_flow_timesteps", "num_inference_steps")
     more = ("mask_action_dim_padding", "enable_knowledge_insulation")
-    inference = "discrete" if settings.action_mode == "discrete" else "continuous"
-    return {name: getattr(settings, name) for name in (*names, *more)} | {"inference_action_mode": inference}
-
-
-def _version_fields(settings: RobotPolicySettings) -> dict[str, Any]:
-    """The fields that only some versions know; without adapters all three build the layers that we write."""
-    if settings.semantics == "head":
-        return {
-            "train_mode_vlm": "fft",
-            "dtype": settings.dtype,
-            "llm_residual_dropout": settings.llm_residual_dropout,
-        }
-    return {"model_dtype": settings.dtype}
+    fields = {name: getattr(settings, name) for name in (*names, *more)}
+    fields["inference_action_mode"] = "discrete" if settings.action_mode == "discrete" else "continuous"
+    if settings.semantics != "head":
+        return fields | {"model_dtype": settings.dtype}
+    dropout = settings.llm_residual_dropout
+    return fields | {"train_mode_vlm": "fft", "dtype": settings.dtype, "llm_residual_dropout": dropout}
 
 
 def _tensors(stats: FeatureNormStats) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""All of a policy's checkpoint but its weights: configuration, tokenizer, settings, statistics."""
+"""Read a policy's checkpoint without its weights: configuration, tokenizer, settings, statistics."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ CONFIG, PROCESSOR_CONFIG, ACTION_TOKENIZER = "config.json", "processor_config.js
 
 @dataclass(frozen=True)
 class PolicyParts:
-    """All of a checkpoint but its weights.
+    """Everything in a checkpoint except its weights.
 
-    settings: with what a norm_tag or a LeRobot checkpoint says filled in.
-    stats: the checkpoint's file with all its tags.
-    robot: whose statistics normalize; None where neither checkpoint nor dataset says.
-    action_tokens: None where the checkpoint has no tokenizer for discrete actions and the settings name none.
-    layout: how images become patches.
-    files: the folder of those files that pass on unchanged (tokenizer, image processor, templates).
+    settings: the policy's settings, completed by the entry `norm_tag` or by the settings of a LeRobot checkpoint.
+    stats: the checkpoint's norm_stats.json with all its tags; None if it has no such file.
+    robot: metadata and statistics to normalize by; None if neither the checkpoint nor a dataset provides them.
+    action_tokens: None if the checkpoint has no action tokenizer and the settings name none.
+    layout: geometry of images and patches.
+    files: folder with the files that `write_parts` copies unchanged (tokenizer, image processor, templates).
     """
 
     config: MolmoAct2Config
@@ -55,17 +55,17 @@ class PolicyParts:
     files: Path
 
     def processor(self, horizon: int | None = None) -> Processor:
-        """Turns observations into the model's inputs, and its answers into actions.
+        """Return the processor, which encodes observations and decodes predictions.
 
         Args:
-            horizon: Actions of an example, where robots with longer chunks are trained too; None: the chunk.
+            horizon: Number of actions of an example, if robots with longer chunks are trained too; None: chunk_size.
 
         Raises:
-            ConfigurationError: no statistics are known.
+            ConfigurationError: `robot` is None.
         """
         if self.robot is None:
             raise ConfigurationError(
-                "the policy knows no statistics to normalize by",
+                "the policy has no statistics to normalize by",
                 code="normalization_statistics_missing",
                 where=str(self.files),
                 remedy="set policy.norm_tag to an entry of the checkpoint's norm_stats.json, or train on a dataset",
@@ -82,64 +82,63 @@ def load_parts(
 
     Args:
         source: A checkpoint folder, an artifact of a stage that makes or trains policies, or a hub name.
-        settings: None takes those that were saved with the checkpoint.
-        robot: Metadata and statistics of the dataset that is trained on. They win over those of the checkpoint, but
-            not over a norm_tag in the settings under the semantics "head". The settings are taken as they are then,
-            also for a checkpoint of LeRobot's, whose own complete them otherwise.
+        settings: The policy's settings; None: those saved with the checkpoint.
+        robot: Metadata and statistics of the dataset to train on. They replace the checkpoint's, except for a norm_tag
+            in the settings with the semantics "head". With `robot`, `settings` are used unchanged; without it, settings
+            in a LeRobot checkpoint complete them.
 
     Raises:
-        ConfigurationError: no settings anywhere, or a hub name without a revision.
-        DataError: a file is missing or wrong, or there is no such norm_tag.
+        ConfigurationError: there are no settings, a hub name has no revision, or norm_tag is unknown.
+        DataError: a file is missing or invalid.
     """
     saved = _saved_settings(source, settings)
     chosen = settings or saved
     if chosen is None:
         raise ConfigurationError(
-            "the checkpoint was saved without settings",
+            "the checkpoint contains no policy settings",
             code="policy_settings_missing",
             where=str(source),
-            remedy="give the policy's settings, as for a released checkpoint",
+            remedy="pass settings, as for a released checkpoint",
         )
     base = locate(source, chosen.revision, POLICY_WITHOUT_WEIGHTS)
-    own: RobotMetadata | None = None
+    metadata: RobotMetadata | None = None
     if is_lerobot(base):
         lerobot = read_lerobot(base, chosen)
-        base, own = lerobot.base, lerobot.robot
+        base, metadata = lerobot.base, lerobot.robot
         chosen = lerobot.settings if robot is None else chosen
     config = MolmoAct2Config.from_dict(read_json(base / CONFIG), str(base / CONFIG))
     file = base / config.norm_stats_filename
     stats = NormStats.load(file) if file.is_file() else None
     if robot is not None and not chosen.norm_tag:
-        own = robot
-    elif tag := chosen.norm_tag or (saved.norm_tag if saved and own is None else None):
-        own = NormStats.load(file).select(tag)
-        chosen = resolve(chosen, own, robot.camera_keys if robot is not None else None).model_copy(
-            update={"norm_tag": tag}
-        )
-        own = own if robot is None else training_robot(chosen, own, robot)
+        metadata = robot
+    elif tag := chosen.norm_tag or (saved.norm_tag if saved and metadata is None else None):
+        metadata = NormStats.load(file).select(tag)
+        chosen = resolve(chosen, metadata, robot.camera_keys if robot is not None else None)
+        chosen = chosen.model_copy(update={"norm_tag": tag})
+        metadata = metadata if robot is None else training_robot(chosen, metadata, robot)
     if chosen.chunk_size > config.max_action_horizon:
         config = config.model_copy(update={"max_action_horizon": chosen.chunk_size})
     with foreign("the image processor's settings cannot be read", where=str(base / PROCESSOR_CONFIG)):
         layout = ImageLayout.from_processor_config(read_json(base / PROCESSOR_CONFIG))
-    return PolicyParts(config, _tokenizer(base), chosen, stats, own, _action_tokens(base, chosen), layout, base)
+    return PolicyParts(config, _tokenizer(base), chosen, stats, metadata, _action_tokens(base, chosen), layout, base)
 
 
 def _saved_settings(source: str | Path, settings: RobotPolicySettings | None) -> RobotPolicySettings | None:
-    """What was saved in an artifact, in the checkpoint of one, or beside the files of a LeRobot checkpoint's base."""
+    """Return the settings in an artifact, in its checkpoint, or in a LeRobot checkpoint's `base/`; None if missing."""
     folder = Path(source)
     if not folder.is_dir():
         folder = locate(source, settings.revision if settings else None, POLICY_WITHOUT_WEIGHTS)
-    found = (read_settings(place) for place in (folder, folder / CHECKPOINT, folder / BASE))
-    return next((one for one in found if one is not None), None)
+    saved = (read_settings(place) for place in (folder, folder / CHECKPOINT, folder / BASE))
+    return next((each for each in saved if each is not None), None)
 
 
 def _tokenizer(folder: Path) -> PreTrainedTokenizerFast:
     if not (folder / "tokenizer.json").is_file():
         raise DataError(
-            "no tokenizer.json",
+            "the checkpoint has no tokenizer.json",
             code="checkpoint_file_missing",
             where=str(folder),
-            remedy="complete the folder with its tokenizer",
+            remedy="add the checkpoint's tokenizer to the folder",
         )
     with foreign("the tokenizer cannot be read", where=str(folder), remedy="use the checkpoint's own files"):
         tokenizer: PreTrainedTokenizerFast = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)

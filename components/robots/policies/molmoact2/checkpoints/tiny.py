@@ -1,4 +1,4 @@
-"""A complete policy with random weights, in the released layout, small enough for a CPU."""
+"""Make a complete policy with random weights in the released layout, small enough for a CPU."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -19,7 +18,7 @@ from armature.components.robots.policies.molmoact2.checkpoints.checkpoint import
 from armature.components.robots.policies.molmoact2.checkpoints.parts import PolicyParts
 from armature.components.robots.policies.molmoact2.configuration import MolmoAct2Config
 from armature.components.robots.policies.molmoact2.modeling.model import MolmoAct2
-from armature.components.robots.policies.molmoact2.processing.action_tokens import ActionTokens
+from armature.components.robots.policies.molmoact2.processing.action_tokens import SPECIAL_TOKENS, ActionTokens
 from armature.components.robots.policies.molmoact2.processing.batch import Floats
 from armature.components.robots.policies.molmoact2.processing.images import ImageLayout
 from armature.components.robots.policies.molmoact2.processing.processor import instruction
@@ -27,23 +26,29 @@ from armature.components.robots.policies.settings import RobotPolicySettings, Ti
 
 PATCH, POOL = 14, 2
 STATE_TOKENS = 256
-EXTRA_EMBEDDINGS = 16  # rows for the tokens of images, and a few that nothing uses, as in released checkpoints
-MERGES = 1000  # at most; the corpus decides
-REPEATS = 20  # a pair must be frequent to become a token
-ROPE_THETA = 5_000_000.0
-TIME_BETA = (1.0, 1.5)
+EXTRA_EMBEDDINGS = 16  # rows for the tokens of images and some unused ones, as in released checkpoints
+MERGES = 1000  # limit of BPE merges; a small corpus gives fewer
+REPEATS = 20  # copies of the corpus, because BPE only merges pairs that are frequent
 FAST_SCALE, FAST_CHUNKS, FAST_DIMENSIONS = 10.0, 200, 7
 MARKERS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 IMAGE_TOKENS = (
     *("<im_start>", "<im_end>", "<im_patch>", "<im_col>", "<low_res_im_start>", "<|image|>", "<im_low>"),
     *("<frame_start>", "<frame_end>", "<|video|>"),
 )
+TOKEN_FIELDS = {field: token for token, field in SPECIAL_TOKENS.values()} | {
+    "low_res_image_start_token_id": "<low_res_im_start>",
+    "image_low_res_id": "<im_low>",
+    "frame_start_token_id": "<frame_start>",
+    "frame_end_token_id": "<frame_end>",
+    "action_output_token_id": "<action_output>",
+}
+"""Token whose id each of these fields of config.json holds."""
 
 
 def make_tiny_policy(folder: Path, settings: RobotPolicySettings) -> Path:
-    """Write the checkpoint of `settings.tiny` to `folder`. It knows no robot until it is trained.
+    """Write a checkpoint with random weights of the sizes `settings.tiny` to `folder`.
 
-    The same settings give the same bytes on the same kind of processor.
+    It has no statistics of a robot until it is trained. The same settings give the same bytes on the same kind of CPU.
     """
     assert settings.tiny is not None
     sizes = settings.tiny
@@ -63,13 +68,16 @@ def make_tiny_policy(folder: Path, settings: RobotPolicySettings) -> Path:
 
 
 def tiny_config(sizes: TinyPolicySettings) -> MolmoAct2Config:
-    """That of `make_tiny_policy`."""
+    """Return the configuration of the checkpoint that `make_tiny_policy` would write."""
     return _config(sizes, _tokenizer(sizes))
 
 
 def _tokenizer(sizes: TinyPolicySettings) -> PreTrainedTokenizerFast:
-    """Byte-level BPE that splits text as the released tokenizer does, with its tokens in its order: text, setup,
-    control, state, action, then those of images, which the output head has no rows for."""
+    """Train a byte-level BPE tokenizer that splits text like the released one.
+
+    Tokens have the released order: text, setup, control, state, action, and last images, because the output head has
+    no rows for image tokens.
+    """
     released = Qwen2Tokenizer().backend_tokenizer
     model = Tokenizer(models.BPE())
     model.normalizer, model.pre_tokenizer = released.normalizer, released.pre_tokenizer
@@ -103,7 +111,7 @@ def _tokenizer(sizes: TinyPolicySettings) -> PreTrainedTokenizerFast:
 
 
 def _texts(sizes: TinyPolicySettings) -> tuple[str, ...]:
-    """What should be few tokens: tasks, and the words around them."""
+    """Return the texts that should need few tokens: the tasks, and the other words of the prompt."""
     prompt = "".join(instruction("", "", ""))
     for marker in (*MARKERS, "<action_output>"):
         prompt = prompt.replace(marker, "")
@@ -111,15 +119,7 @@ def _texts(sizes: TinyPolicySettings) -> tuple[str, ...]:
 
 
 def _config(sizes: TinyPolicySettings, tokenizer: PreTrainedTokenizerFast) -> MolmoAct2Config:
-    return MolmoAct2Config.from_dict(_fields(sizes, tokenizer), "policy.tiny")
-
-
-def _fields(sizes: TinyPolicySettings, tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
-    """config.json with the fields of a released one."""
-
-    def token(text: str) -> int:
-        return int(tokenizer.convert_tokens_to_ids(text))
-
+    """Return a configuration with the fields of a released one."""
     vision = {
         "hidden_size": sizes.vision_hidden_size,
         "num_attention_heads": sizes.vision_heads,
@@ -128,7 +128,7 @@ def _fields(sizes: TinyPolicySettings, tokenizer: PreTrainedTokenizerFast) -> di
         "initializer_range": sizes.vision_initializer_range,
     }
     patches = sizes.image_side // PATCH
-    return {
+    fields = {
         "architectures": ["MolmoAct2ForConditionalGeneration"],
         "model_type": "molmoact2",
         "dtype": "float32",
@@ -160,7 +160,7 @@ def _fields(sizes: TinyPolicySettings, tokenizer: PreTrainedTokenizerFast) -> di
             "use_qk_norm": True,
             "qk_norm_type": "qwen3",
             "max_position_embeddings": sizes.max_positions,
-            "rope_theta": ROPE_THETA,
+            "rope_theta": 5_000_000.0,
             "initializer_range": sizes.initializer_range,
         },
         "action_expert_config": {
@@ -171,22 +171,8 @@ def _fields(sizes: TinyPolicySettings, tokenizer: PreTrainedTokenizerFast) -> di
             "ffn_multiple_of": 1,
             "timestep_embed_dim": sizes.time_embedding,
         },
-        "image_start_token_id": token("<im_start>"),
-        "image_end_token_id": token("<im_end>"),
-        "image_patch_id": token("<im_patch>"),
-        "image_col_id": token("<im_col>"),
-        "low_res_image_start_token_id": token("<low_res_im_start>"),
-        "image_low_res_id": token("<im_low>"),
-        "frame_start_token_id": token("<frame_start>"),
-        "frame_end_token_id": token("<frame_end>"),
-        "state_start_token_id": token("<state_start>"),
-        "state_end_token_id": token("<state_end>"),
-        "state_token_start_id": token("<state_0>"),
+        **{field: tokenizer.convert_tokens_to_ids(token) for field, token in TOKEN_FIELDS.items()},
         "num_state_tokens": STATE_TOKENS,
-        "action_output_token_id": token("<action_output>"),
-        "action_start_token_id": token("<action_start>"),
-        "action_end_token_id": token("<action_end>"),
-        "action_token_start_id": token("<action_0>"),
         "num_action_tokens": sizes.action_tokens,
         "bos_token_id": tokenizer.bos_token_id,
         "eos_token_id": tokenizer.eos_token_id,
@@ -200,17 +186,18 @@ def _fields(sizes: TinyPolicySettings, tokenizer: PreTrainedTokenizerFast) -> di
         "flow_matching_cutoff": 1.0,
         "flow_matching_time_offset": 0.001,
         "flow_matching_time_scale": 0.999,
-        "flow_matching_beta_alpha": TIME_BETA[0],
-        "flow_matching_beta_beta": TIME_BETA[1],
+        "flow_matching_beta_alpha": 1.0,
+        "flow_matching_beta_beta": 1.5,
         "mask_action_dim_padding": True,
         "add_setup_tokens": True,
         "add_control_tokens": True,
         "norm_stats_filename": "norm_stats.json",
     }
+    return MolmoAct2Config.from_dict(fields, "policy.tiny")
 
 
 def _model(config: MolmoAct2Config, sizes: TinyPolicySettings) -> MolmoAct2:
-    """Norms 1, biases 0, other weights of the VLM normal; the expert as its own class begins."""
+    """Return a model with norms 1, biases 0, and normal other weights of the VLM; see `ActionExpert.initialize`."""
     generator = torch.Generator().manual_seed(sizes.seed)
     model = MolmoAct2(config)
     with torch.no_grad():
@@ -226,7 +213,7 @@ def _model(config: MolmoAct2Config, sizes: TinyPolicySettings) -> MolmoAct2:
 
 
 def _smooth_chunks(seed: int, horizon: int) -> Iterator[Floats]:
-    """Sums of slow waves in [-1, 1], as a robot's actions are."""
+    """Yield chunks (horizon, FAST_DIMENSIONS) of slow waves in [-1, 1], which resemble a robot's actions."""
     draw = np.random.default_rng(seed)
     time = np.linspace(0.0, 1.0, horizon)[:, None]
     for _ in range(FAST_CHUNKS):

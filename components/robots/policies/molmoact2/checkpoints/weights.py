@@ -1,6 +1,6 @@
-"""The names that weights have in released checkpoints and in `MolmoAct2`, and safetensors read and written by parts.
+"""Convert weights between `MolmoAct2` and released checkpoints, and read and write them one tensor at a time.
 
-Released text layers have their projections fused, and the rotary frequencies are a tensor.
+In released checkpoints, projections of text layers are fused, and the rotary frequencies are stored as a tensor.
 """
 
 from __future__ import annotations
@@ -26,37 +26,45 @@ VLM, EXPERT, VALUE_HEAD = "vlm.", "action_expert.", "value_head."
 FREQUENCIES = "model.transformer.rotary_emb.inv_freq"
 SINGLE = "model.safetensors"
 SHARD_BYTES = 5_000_000_000
-LISTED = 3  # names that an error shows
-_OWN = {
+LISTED = 3  # number of names in an error message
+_EMBEDDINGS = {
     f"{VLM}model.language_model.embed_tokens.{part}": f"model.transformer.wte.{part}"
     for part in ("embedding", "new_embedding")
 }
-_RELEASED_OWN = {released: own for own, released in _OWN.items()}
+"""Released names of the two embedding tables. transformers' Molmo2 has one table, so `to_hub` does not know them."""
+_RELEASED_EMBEDDINGS = {released: name for name, released in _EMBEDDINGS.items()}
 
 
 class Tensors(Protocol):
-    """Tensors under their released names, read when they are asked for."""
+    """Lazily read tensors of a checkpoint, under their released names."""
 
     @property
-    def names(self) -> set[str]: ...
+    def names(self) -> set[str]:
+        """Names of all tensors."""
+        ...
 
-    def shape(self, name: str) -> tuple[int, ...]: ...
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return a tensor's shape without reading the tensor."""
+        ...
 
-    def __getitem__(self, name: str) -> Tensor: ...
+    def __getitem__(self, name: str) -> Tensor:
+        """Read a tensor."""
+        ...
 
 
 def to_released(state: Mapping[str, Tensor], config: Molmo2Config) -> dict[str, Tensor]:
-    """Weights of `MolmoAct2` under released names; parts of a fused tensor must all be there. A value head is left out.
+    """Return weights of `MolmoAct2` under released names, without a value head.
 
-    `config` is that of the native VLM inside, as everywhere below.
+    `state` may be a part of the model, but needs all parts of a fused tensor. `config` is the configuration of the
+    native VLM inside, here and in the functions below.
 
     Raises:
-        DataError: a name is not the model's, or a fused tensor lacks a part.
+        DataError: a name is unknown, or a fused tensor lacks a part.
     """
     released, vlm = {}, {}
     for name, tensor in state.items():
-        if own := _OWN.get(name):
-            released[own] = tensor
+        if embedding := _EMBEDDINGS.get(name):
+            released[embedding] = tensor
         elif name.startswith(EXPERT):
             released[f"model.{name}"] = tensor
         elif not name.startswith(VALUE_HEAD):
@@ -65,15 +73,15 @@ def to_released(state: Mapping[str, Tensor], config: Molmo2Config) -> dict[str, 
 
 
 def from_released(tensors: Mapping[str, Tensor], config: Molmo2Config) -> dict[str, Tensor]:
-    """The inverse of `to_released`.
+    """Invert `to_released`.
 
     Raises:
-        DataError: a name is not that of a released MolmoAct2.
+        DataError: a name does not exist in a released MolmoAct2.
     """
     state, vlm = {}, {}
     for name, tensor in tensors.items():
-        if own := _RELEASED_OWN.get(name):
-            state[own] = tensor
+        if embedding := _RELEASED_EMBEDDINGS.get(name):
+            state[embedding] = tensor
         elif name.startswith(f"model.{EXPERT}"):
             state[name.removeprefix("model.")] = tensor
         else:
@@ -82,7 +90,7 @@ def from_released(tensors: Mapping[str, Tensor], config: Molmo2Config) -> dict[s
 
 
 def frequencies(config: Molmo2Config) -> Tensor:
-    """Rotary frequencies of the text layers: float32 (half of a head's dimensions,)."""
+    """Return the rotary frequencies of the text layers, float32 of shape (head size / 2,)."""
     text: Any = config.text_config
     exponents = torch.arange(0, text.head_dim, 2, dtype=torch.int64).float() / text.head_dim
     return 1.0 / (text.rope_parameters["rope_theta"] ** exponents)
@@ -90,10 +98,10 @@ def frequencies(config: Molmo2Config) -> Tensor:
 
 @torch.no_grad()
 def load_weights(model: nn.Module, tensors: Tensors, config: Molmo2Config, where: str) -> None:
-    """Copy a checkpoint into the model, a tensor at a time, in the dtypes and on the devices that the model has.
+    """Copy a checkpoint into the model one tensor at a time, keeping the model's dtypes and devices.
 
     Raises:
-        DataError: a weight is missing, unknown or of another shape.
+        DataError: a weight is missing, unknown, or has another shape.
     """
     state = model.state_dict()
     for name, tensor in read_weights(model, tensors, config, where):
@@ -101,10 +109,10 @@ def load_weights(model: nn.Module, tensors: Tensors, config: Molmo2Config, where
 
 
 def read_weights(model: nn.Module, tensors: Tensors, config: Molmo2Config, where: str) -> Iterator[tuple[str, Tensor]]:
-    """A checkpoint's weights by their names in the model, as they are stored.
+    """Yield a checkpoint's weights in their stored dtype, under their names in the model.
 
     Raises:
-        DataError: as `load_weights`, before the first one.
+        DataError: see `load_weights`; raised before the first weight is yielded.
     """
     state = model.state_dict()
     expected = to_released({name: tensor.to("meta") for name, tensor in state.items()}, config)
@@ -112,7 +120,7 @@ def read_weights(model: nn.Module, tensors: Tensors, config: Molmo2Config, where
     _refuse_others(expected, tensors, where)
     if not torch.allclose(tensors[FREQUENCIES].float(), expected.pop(FREQUENCIES), rtol=1e-2):
         raise DataError(
-            "the rotary frequencies are not those of text_config.rope_theta",
+            "the rotary frequencies do not match text_config.rope_theta",
             code="rope_theta_mismatch",
             where=f"{where}: {FREQUENCIES}",
             remedy="correct rope_theta in config.json; scaled rotary embeddings are not supported",
@@ -123,9 +131,10 @@ def read_weights(model: nn.Module, tensors: Tensors, config: Molmo2Config, where
 
 @torch.no_grad()
 def load_value_head(head: nn.Module, tensors: Tensors, where: str) -> None:
-    """
+    """Copy the weights of a value head into `head`.
+
     Raises:
-        DataError: a weight is missing, unknown or of another shape.
+        DataError: a weight is missing, unknown, or has another shape.
     """
     state = {VALUE_HEAD + name: tensor for name, tensor in head.state_dict().items()}
     _refuse_others(state, tensors, where)
@@ -134,10 +143,10 @@ def load_value_head(head: nn.Module, tensors: Tensors, where: str) -> None:
 
 
 class TensorFiles:
-    """The tensors of a folder with one safetensors file, called `single`, or with shards and their index.
+    """Tensors of a folder with the safetensors file `single`, or with shards and their index; a context manager.
 
     Raises:
-        DataError: there are none, or index and shards disagree.
+        DataError: there is no such file, or the index and the shards disagree.
     """
 
     def __init__(self, folder: Path, single: str = SINGLE) -> None:
@@ -150,10 +159,10 @@ class TensorFiles:
                 self._files = dict.fromkeys(file.keys(), single)
         else:
             raise DataError(
-                f"no {single} and no {INDEX}",
+                f"the folder has neither {single} nor {INDEX}",
                 code="safetensors_missing",
                 where=str(folder),
-                remedy="give a folder with a policy's safetensors",
+                remedy="use a folder with a policy's safetensors",
             )
 
     def __enter__(self) -> Self:
@@ -161,7 +170,7 @@ class TensorFiles:
         for shard in sorted(set(self._files.values())):
             self._open[shard] = self._stack.enter_context(open_tensors(self._folder / shard, "pt"))
             listed = {name for name, file in self._files.items() if file == shard}
-            _refuse("index and shard disagree", sorted(listed ^ set(self._open[shard].keys())), str(self._folder))
+            _refuse("index and shard disagree about", sorted(listed ^ set(self._open[shard].keys())), str(self._folder))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -169,9 +178,11 @@ class TensorFiles:
 
     @property
     def names(self) -> set[str]:
+        """Names of all tensors."""
         return set(self._files)
 
     def shape(self, name: str) -> tuple[int, ...]:
+        """Return a tensor's shape without reading the tensor."""
         return tuple(self._open[self._files[name]].get_slice(name).get_shape())
 
     def __getitem__(self, name: str) -> Tensor:
@@ -182,9 +193,9 @@ class TensorFiles:
 def write_released(
     folder: Path, state: Mapping[str, Tensor], config: Molmo2Config, prefix: str = "", shard_bytes: int = SHARD_BYTES
 ) -> None:
-    """Write the weights of `MolmoAct2` under released names, each after `prefix`; more than a shard gets an index.
+    """Write the weights of `MolmoAct2` as safetensors under released names after `prefix`; several shards get an index.
 
-    No more than one shard is in memory besides `state`.
+    At most one shard is in memory besides `state`.
     """
     planned = to_released({name: tensor.to("meta") for name, tensor in state.items()}, config)
     planned[FREQUENCIES] = frequencies(config)
@@ -192,7 +203,7 @@ def write_released(
     files: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
         file = SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        tensors = {prefix + name: _made(name, planned[name], state, config) for name in shard}
+        tensors = {prefix + name: _released_tensor(name, planned[name], state, config) for name in shard}
         save_file(tensors, folder / file, {"format": "pt"})
         files |= dict.fromkeys(tensors, file)
     if len(shards) > 1:
@@ -205,7 +216,7 @@ def write_released(
 
 
 def _shards(tensors: Mapping[str, Tensor], most: int) -> list[list[str]]:
-    """Names in order, in groups of at most `most` bytes, or of one larger tensor."""
+    """Return the names in order, in groups of at most `most` bytes; a larger tensor has its own group."""
     shards: list[list[str]] = [[]]
     size = 0
     for name, tensor in tensors.items():
@@ -217,8 +228,8 @@ def _shards(tensors: Mapping[str, Tensor], most: int) -> list[list[str]]:
     return shards
 
 
-def _made(name: str, planned: Tensor, state: Mapping[str, Tensor], config: Molmo2Config) -> Tensor:
-    """The tensor with a released name, from its parts in `state`, contiguous and on the CPU."""
+def _released_tensor(name: str, planned: Tensor, state: Mapping[str, Tensor], config: Molmo2Config) -> Tensor:
+    """Return the tensor with the released `name`, made of its parts in `state`, contiguous and on the CPU."""
     if name == FREQUENCIES:
         return planned
     parts = from_released({name: planned}, config)
@@ -227,11 +238,15 @@ def _made(name: str, planned: Tensor, state: Mapping[str, Tensor], config: Molmo
 
 def _refuse_others(expected: Mapping[str, Tensor], tensors: Tensors, where: str) -> None:
     _refuse("the checkpoint lacks weights", sorted(expected.keys() - tensors.names), where)
-    _refuse("the checkpoint has weights that its config.json does not", sorted(tensors.names - expected.keys()), where)
+    _refuse(
+        "the checkpoint has weights that do not belong to its config.json",
+        sorted(tensors.names - expected.keys()),
+        where,
+    )
     for name, tensor in expected.items():
         if tuple(tensor.shape) != tensors.shape(name):
             raise DataError(
-                f"{name} has the shape {tensors.shape(name)}, by config.json it is {tuple(tensor.shape)}",
+                f"{name} has the shape {tensors.shape(name)}, config.json requires {tuple(tensor.shape)}",
                 code="weights_mismatch",
                 where=where,
                 remedy="use weights that belong to this config.json",

@@ -27,7 +27,7 @@ from armature.components.robots.policies.molmoact2.processing.batch import Float
 
 # --- Special tokens of the language model's tokenizer ---
 
-_SPECIAL_TOKENS = {
+SPECIAL_TOKENS = {
     "image_start": ("<im_start>", "image_start_token_id"),
     "image_end": ("<im_end>", "image_end_token_id"),
     "image_patch": ("<im_patch>", "image_patch_id"),
@@ -72,7 +72,7 @@ class ActionVocabulary:
             DataError: the tokenizer lacks a token, or the configuration gives it another id.
         """
         ids: dict[str, int] = tokenizer.get_vocab()
-        expected = {token: getattr(config, field) for token, field in _SPECIAL_TOKENS.values()}
+        expected = {token: getattr(config, field) for token, field in SPECIAL_TOKENS.values()}
         for kind, count in (("state", config.num_state_tokens), ("action", config.num_action_tokens)):
             first = ids.get(f"<{kind}_0>")
             expected[f"<{kind}_{count - 1}>"] = None if first is None else first + count - 1
@@ -93,7 +93,7 @@ class ActionVocabulary:
                 remedy="set eos_token and pad_token there, as in the released checkpoint",
             )
         bos = eos if tokenizer.bos_token_id is None else tokenizer.bos_token_id
-        return cls(**{name: ids[token] for name, (token, _) in _SPECIAL_TOKENS.items()}, bos=bos, eos=eos, pad=pad)
+        return cls(**{name: ids[token] for name, (token, _) in SPECIAL_TOKENS.items()}, bos=bos, eos=eos, pad=pad)
 
 
 # --- The action tokenizer ---
