@@ -1,6 +1,6 @@
-"""The action expert's attention over few queries, each as one Triton kernel with the norms and rotations before it."""
+"""Triton kernels of the action expert's attention over few queries, fused with the preceding norms and rotations."""
 
-# Triton gives its functions their types.
+# Triton kernels cannot have type annotations.
 # mypy: disable-error-code="no-untyped-def"
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ import triton.language as tl
 from torch import Tensor
 
 QUERIES = 64
-"""The most queries of a row; a program holds all of them."""
+"""Largest number of queries of a row; a Triton program holds all queries of a row and head."""
 KEYS = 128
-"""Keys that a program reads at once."""
+"""Number of keys that a Triton program reads at once."""
 
 
 @triton.jit
@@ -22,7 +22,7 @@ def _normed(x, SIZE: tl.constexpr):
 
 @triton.jit
 def _rotated(place, inside, cos, sin, SIZE: tl.constexpr):
-    """Both halves of normed heads, rotated."""
+    """Load heads, normalize and rotate them, and return both halves of their dimensions."""
     dtype = place.dtype.element_ty
     first = tl.load(place, inside, 0.0).to(tl.float32)
     second = tl.load(place + SIZE // 2, inside, 0.0).to(tl.float32)
@@ -92,10 +92,11 @@ def _cross_attention(
 
 
 def self_attention(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int) -> Tensor:
-    """Attention of at most `QUERIES` steps of a row to one another, all of them valid; (N, T, hidden).
+    """Compute self-attention among the steps of a row, without a mask; returns (N, T, hidden).
 
     Args:
-        qkv: (N, T, 3 hidden), queries, keys and values before norms and rotation. cos, sin: (T, size / 2) fp32.
+        qkv: Queries, keys and values before norms and rotation, (N, T, 3 hidden); T is at most `QUERIES`.
+        cos, sin: (T, head size / 2) float32.
     """
     rows, count, joined = qkv.shape
     size = joined // (3 * heads)
@@ -108,11 +109,12 @@ def self_attention(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int) -> Tensor:
 
 
 def cross_attention(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
-    """Attention of at most `QUERIES` queries of a row to its context; (E, Q, hidden).
+    """Compute cross-attention of the queries of a row to its context; returns (E, Q, hidden).
 
     Args:
-        queries: (E, Q, hidden) before their norm. keys, values: (E, heads, S, size). mask: (E, 1, 1, S) bool, True on
-            one key at least.
+        queries: Queries before their norm, (E, Q, hidden); Q is at most `QUERIES`.
+        keys, values: (E, heads, S, head size).
+        mask: (E, 1, 1, S) bool, True for at least one key of each row.
     """
     rows, count, hidden = queries.shape
     heads, length, size = keys.shape[1:]
@@ -128,5 +130,5 @@ def cross_attention(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor)
 
 
 def _padded(size: int) -> int:
-    """To a power of two that matrix products of Triton take."""
+    """Round up to a power of two of at least 16, as required for Triton's matrix products."""
     return max(16, 1 << (size - 1).bit_length())

@@ -1,7 +1,7 @@
-"""The action expert: a transformer over the actions of a chunk that reads the text model's keys and values.
+"""The action expert: a transformer over the actions of a chunk that attends to the text model's keys and values.
 
-Block l reads text layer l. Its norms have no weights; time enters through shifts, scales and gates (adaptive
-normalization). Names of modules are those of the released checkpoint.
+Block l attends to the keys and values of text layer l. Norms have no weights; the flow time enters through shifts,
+scales and gates (adaptive normalization). Modules are named as in released checkpoints.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ROPE_BASE = 10_000.0
 
 
 class TimeFeatures(nn.Module):
-    """Times (...) in [0, 1], unscaled, to sines and cosines (..., size) of geometric frequencies from 1 to 1e-4."""
+    """Maps times (...) in [0, 1] to sines and cosines (..., size) of geometric frequencies from 1 to 1e-4."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class TimeFeatures(nn.Module):
 
 
 class Modulation(nn.Module):
-    """The condition (N, hidden) to shifts, scales and gates: (N, parts, 1, hidden)."""
+    """Maps the condition (N, hidden) to shifts, scales and gates (N, parts, 1, hidden)."""
 
     def __init__(self, hidden: int, parts: int) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class Modulation(nn.Module):
 
 
 class SelfAttention(nn.Module):
-    """Every action attends to every action of its chunk, except padded ones."""
+    """Attention of each action to all actions of its chunk, except padded ones."""
 
     def __init__(self, hidden: int, heads: int) -> None:
         super().__init__()
@@ -69,12 +69,12 @@ class SelfAttention(nn.Module):
             return self.out_proj(attention_kernels.self_attention(joined, *rope, self.heads))
         queries, keys, values = (split_heads(part, self.heads) for part in joined.chunk(3, dim=-1))
         queries, keys = rotate(rms(queries), *rope), rotate(rms(keys), *rope)
-        seen = functional.scaled_dot_product_attention(queries, keys, values, attn_mask=mask)
-        return self.out_proj(seen.transpose(1, 2).flatten(2))
+        attended = functional.scaled_dot_product_attention(queries, keys, values, attn_mask=mask)
+        return self.out_proj(attended.transpose(1, 2).flatten(2))
 
 
 class CrossAttention(nn.Module):
-    """Keys and values are given, those of E contexts; x has the chunks of F draws for each, in order of E."""
+    """Attention of chunks to keys and values of E contexts; x has F chunks of each context, ordered by context."""
 
     def __init__(self, hidden: int, heads: int) -> None:
         super().__init__()
@@ -83,16 +83,18 @@ class CrossAttention(nn.Module):
         self.out_proj = nn.Linear(hidden, hidden)
 
     def forward(self, x: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
-        # The draws of one context are so many more queries: no key or value is repeated.
+        # All F chunks of a context become queries of one row, so keys and values need not be repeated.
         flat = self.q_proj(x).view(len(keys), -1, x.shape[-1])
         if has_kernel(flat, flat.shape[1]):
             return self.out_proj(attention_kernels.cross_attention(flat, keys, values, mask).view_as(x))
         queries = rms(split_heads(flat, self.heads))
-        seen = functional.scaled_dot_product_attention(queries, keys, values, attn_mask=mask)
-        return self.out_proj(seen.transpose(1, 2).flatten(2).view_as(x))
+        attended = functional.scaled_dot_product_attention(queries, keys, values, attn_mask=mask)
+        return self.out_proj(attended.transpose(1, 2).flatten(2).view_as(x))
 
 
 class GatedMLP(nn.Module):
+    """Feed-forward layer with SiLU gates."""
+
     def __init__(self, hidden: int, inner: int) -> None:
         super().__init__()
         self.up_proj = nn.Linear(hidden, inner)
@@ -105,6 +107,8 @@ class GatedMLP(nn.Module):
 
 
 class ExpertBlock(nn.Module):
+    """Block of self-attention, cross-attention and MLP, each modulated by the flow time."""
+
     def __init__(self, hidden: int, heads: int, inner: int) -> None:
         super().__init__()
         self.self_attn = SelfAttention(hidden, heads)
@@ -122,9 +126,14 @@ class ExpertBlock(nn.Module):
         context_mask: Tensor,
         valid: Tensor | None,
     ) -> Tensor:
-        """x: (N, T, hidden). modulation: (N or 1, 9, 1, hidden), which `self.modulation` makes of the times.
+        """Return the block's output (N, T, hidden).
 
-        keys, values: (E, heads, S, head size). valid: (N, T) bool or None: all.
+        Args:
+            x: (N, T, hidden).
+            modulation: Output of `self.modulation`, (N or 1, 9, 1, hidden).
+            keys, values: Context, (E, heads, S, head size).
+            context_mask: (E, 1, 1, S) bool.
+            valid: (N, T) bool, False for padded steps; None: all steps are valid.
         """
         shift1, scale1, gate1, shift2, scale2, gate2, shift3, scale3, gate3 = modulation.unbind(1)
         mask = None if valid is None else valid[:, None, None, :]
@@ -135,6 +144,8 @@ class ExpertBlock(nn.Module):
 
 
 class FinalLayer(nn.Module):
+    """Modulated projection of the last states to the velocity."""
+
     def __init__(self, hidden: int, dimensions: int) -> None:
         super().__init__()
         self.modulation = Modulation(hidden, 2)
@@ -146,10 +157,11 @@ class FinalLayer(nn.Module):
         return y
 
 
-class ReadingBlocks(NamedTuple):
-    """What blocks are given besides their input and a text layer.
+class BlockInputs(NamedTuple):
+    """Inputs that are the same for all blocks.
 
-    condition: (N, hidden) of the times, rope: cosines and sines of the steps, valid: (N, T) bool or None: all.
+    condition: (N, hidden), embedding of the flow times. rope: cosines and sines of the steps' rotary angles.
+    valid: (N, T) bool, False for padded steps; None: all steps are valid.
     """
 
     condition: Tensor
@@ -159,6 +171,13 @@ class ReadingBlocks(NamedTuple):
 
 
 class ActionExpert(nn.Module):
+    """Predicts the flow-matching velocity at noisy actions.
+
+    In training call `forward` or `velocity_and_states`; `MolmoAct2` runs its parts `begin`, `read` and `end` itself
+    when it checkpoints text layers and blocks together. In sampling, precompute `modulations` and `contexts`, which all
+    denoising steps share, and call `velocity` in each step.
+    """
+
     def __init__(self, config: MolmoAct2Config) -> None:
         super().__init__()
         sizes, text = config.action_expert_config, config.text_config
@@ -182,7 +201,7 @@ class ActionExpert(nn.Module):
         self._read_context = read_context
 
     def compile_context(self, *, dynamic: bool, options: dict[str, Any]) -> None:
-        """Compile what has no weights of the way from text layers to the expert; see `torch.compile`."""
+        """Compile the function `read_context`, which has no weights; see `torch.compile`."""
         self._read_context = torch.compile(read_context, dynamic=dynamic, options=options)
 
     def forward(
@@ -193,7 +212,7 @@ class ActionExpert(nn.Module):
         context: ContextIndex,
         valid: Tensor | None,
     ) -> Tensor:
-        """The velocity at noisy actions: (E, F, T, dimensions). See `velocity_and_states`."""
+        """Return the velocity at noisy actions, (E, F, T, dimensions); see `velocity_and_states`."""
         return self.velocity_and_states(actions, times, cache, context, valid)[0]
 
     def velocity_and_states(
@@ -204,48 +223,51 @@ class ActionExpert(nn.Module):
         context: ContextIndex,
         valid: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        """The velocity at noisy actions, (E, F, T, dimensions), and the states before the final layer, (E, F, T,
-        hidden).
+        """Return the velocity, (E, F, T, dimensions), and the states before the final layer, (E, F, T, hidden).
 
         Args:
-            actions: (E, F, T, dimensions), F draws for each of E examples. times: (E, F) in [0, 1].
-            cache: of every text layer, keys and values (B, key-value heads, L, head size).
-            context: which of the B x L tokens each example's draws attend to.
-            valid: (E, T), False on padded steps; None: all steps are valid.
+            actions: Noisy actions, (E, F, T, dimensions): F for each of E examples.
+            times: (E, F) in [0, 1].
+            cache: Keys and values of each text layer, (B, key-value heads, L, head size).
+            context: Tokens of the batch that each example's actions attend to.
+            valid: (E, T), False for padded steps; None: all steps are valid.
         """
         active = self.gradient_checkpointing and self.training
-        x, given = self.begin(actions, times, context, valid)
+        x, inputs = self.begin(actions, times, context, valid)
         for block, layer in zip(self.blocks, cache, strict=True):
-            x = checkpointed(self.call, active, self.read, block, x, layer, given)
-        return self.end(x, given).unflatten(0, times.shape), x.unflatten(0, times.shape)
+            x = checkpointed(self.call, active, self.read, block, x, layer, inputs)
+        return self.end(x, inputs).unflatten(0, times.shape), x.unflatten(0, times.shape)
 
     def begin(
         self, actions: Tensor, times: Tensor, context: ContextIndex, valid: Tensor | None
-    ) -> tuple[Tensor, ReadingBlocks]:
-        """The first block's input (E x F, T, hidden), and what all blocks are given; see `velocity_and_states`."""
+    ) -> tuple[Tensor, BlockInputs]:
+        """Return the input of the first block, (E x F, T, hidden), and the inputs of all blocks."""
         steps = None if valid is None else valid.repeat_interleave(times.shape[1], dim=0)
         condition = self._condition(times.flatten())
         x, rope = self._embed(actions.flatten(0, 1), steps)
-        return x, ReadingBlocks(condition, rope, context, steps)
+        return x, BlockInputs(condition, rope, context, steps)
 
-    def read(self, block: ExpertBlock, x: Tensor, layer: KeyValue, given: ReadingBlocks) -> Tensor:
-        """The output of a block that reads the keys and values of a text layer."""
-        keys, values = self._context(*joined_heads(layer), given.context)
-        mask = given.context.valid[:, None, None, :]
-        y: Tensor = block(x, block.modulation(given.condition), given.rope, keys, values, mask, given.valid)
+    def read(self, block: ExpertBlock, x: Tensor, layer: KeyValue, inputs: BlockInputs) -> Tensor:
+        """Return the output of a block that attends to the keys and values of a text layer."""
+        keys, values = self._context(*joined_heads(layer), inputs.context)
+        mask = inputs.context.valid[:, None, None, :]
+        y: Tensor = block(x, block.modulation(inputs.condition), inputs.rope, keys, values, mask, inputs.valid)
         return y
 
-    def end(self, x: Tensor, given: ReadingBlocks) -> Tensor:
-        """The velocity (E x F, T, dimensions) of the last block's output."""
-        return zero_padded(self.final_layer(x, self.final_layer.modulation(given.condition)), given.valid)
+    def end(self, x: Tensor, inputs: BlockInputs) -> Tensor:
+        """Return the velocity, (E x F, T, dimensions), for the output of the last block."""
+        return zero_padded(self.final_layer(x, self.final_layer.modulation(inputs.condition)), inputs.valid)
 
     def velocity(
         self, actions: Tensor, modulations: Sequence[Tensor], contexts: Sequence[KeyValue], mask: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """As `velocity_and_states` with one draw, one time for all, whose `modulations` are given, and `contexts`.
+        """Return velocity and states like `velocity_and_states`, for one chunk per example and one time for all.
 
         Args:
-            modulations: of each block and the final layer, (1, parts, 1, hidden).
+            actions: (N, T, dimensions).
+            modulations: Result of `modulations` for the time, (1, parts, 1, hidden) each.
+            contexts: Result of `contexts`.
+            mask: (N, 1, 1, S) bool, True for context tokens to attend to.
         """
         x, rope = self._embed(actions, None)
         *of_blocks, last = modulations
@@ -254,17 +276,17 @@ class ActionExpert(nn.Module):
         return self.final_layer(x, last), x
 
     def modulations(self, times: Tensor) -> list[Tensor]:
-        """Of each block and the final layer, at times (N,): (N, parts, 1, hidden)."""
+        """Return the modulations (N, parts, 1, hidden) of each block and the final layer at times (N,)."""
         condition = self._condition(times)
         return [module.modulation(condition) for module in (*self.blocks, self.final_layer)]
 
     def contexts(self, cache: Sequence[KeyValue], context: ContextIndex) -> list[KeyValue]:
-        """`context` of every text layer, of all at once."""
+        """Return the expert's keys and values for each text layer, (E, heads, S, head size), computed in one call."""
         keys, values = (torch.stack(part) for part in zip(*map(joined_heads, cache), strict=True))
         return list(zip(*self._context(keys, values, context), strict=True))
 
     def _context(self, keys: Tensor, values: Tensor, context: ContextIndex) -> KeyValue:
-        """Of text layers, (..., B, L, heads x size), as the expert's: (..., E, heads, S, head size)."""
+        """Project keys and values of text layers, (..., B, L, hidden), to (..., E, heads, S, head size)."""
         return self._read_context(self.context_k_proj(keys), self.context_v_proj(values), context, self.heads)
 
     def _condition(self, times: Tensor) -> Tensor:
@@ -277,9 +299,9 @@ class ActionExpert(nn.Module):
         return x, (angles.cos(), angles.sin())
 
     def initialize(self, generator: torch.Generator) -> None:
-        """Xavier uniform; projections into the residual stream shrunk by sqrt(2 L); what modulates, and the output, 0.
+        """Initialize weights as Xavier uniform, divided by sqrt(2 L) for projections into the residual stream.
 
-        The first velocity is therefore 0, and every block passes its input on.
+        Modulations and the output layer are 0, so every block initially returns its input, and the velocity is 0.
         """
         shrunk = ("out_proj", "down_proj")
         zero = ("modulation.linear", "final_layer.linear")
@@ -298,34 +320,37 @@ class ActionExpert(nn.Module):
 
 
 def has_kernel(x: Tensor, queries: int) -> bool:
-    """Whether so many queries attend in a kernel of `attention_kernels`: few of them, without gradients, on a GPU."""
+    """Return True if `attention_kernels` supports this input: bfloat16 on a GPU, few queries, and no gradients."""
     if attention_kernels is None or torch.is_grad_enabled():
         return False
     return x.is_cuda and x.dtype == torch.bfloat16 and queries <= attention_kernels.QUERIES
 
 
 def read_context(keys: Tensor, values: Tensor, context: ContextIndex, heads: int) -> KeyValue:
-    """Projected keys and values, (..., B, L, hidden), as the expert reads them: (..., E, heads, S, head size)."""
+    """Normalize and gather projected keys and values (..., B, L, hidden) to (..., E, heads, S, head size)."""
     keys, values = (split_heads(context.gather(rms(each)), heads) for each in (keys, values))
     return rms(keys), values
 
 
 def split_heads(x: Tensor, heads: int) -> Tensor:
-    """(..., S, heads x size) to (..., heads, S, size)."""
+    """Reshape (..., S, heads x size) to (..., heads, S, size)."""
     return x.unflatten(-1, (heads, -1)).transpose(-3, -2)
 
 
 def joined_heads(layer: KeyValue) -> KeyValue:
-    """(B, heads, L, size) each to (B, L, heads x size); what text layers give lies so, and is not copied."""
+    """Reshape keys and values (B, heads, L, size) to (B, L, heads x size).
+
+    Outputs of text layers already have this order in memory, so they are not copied.
+    """
     keys, values = (part.transpose(1, 2).flatten(2) for part in layer)
     return keys, values
 
 
 def modulated(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
-    """The normed x times 1 + scale, shifted."""
+    """Return rms(x) * (1 + scale) + shift."""
     return torch.addcmul(shift, rms(x), 1 + scale)
 
 
 def zero_padded(x: Tensor, valid: Tensor | None) -> Tensor:
-    """Zero where the step (N, T) is padding."""
+    """Set x (N, T, ...) to 0 at steps where `valid` (N, T) is False."""
     return x if valid is None else x * valid[..., None].to(x.dtype)

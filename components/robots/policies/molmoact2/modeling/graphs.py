@@ -1,4 +1,4 @@
-"""A function of tensors as one CUDA graph: its kernels are launched together, without Python between them."""
+"""Run a function of tensors as a CUDA graph, which launches all its kernels at once without Python in between."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ import torch
 from torch import Tensor
 
 Output = TypeVar("Output")
-KEPT = 4
-"""Graphs of a function. They share the memory that they compute in; their outputs have their own."""
+MAX_GRAPHS = 4
+"""Largest number of graphs of a function. They share their working memory, but each has its own outputs."""
 
 
 class GraphedFunction(Generic[Output]):
-    """Calls `function` by replaying its kernels: a graph for each layout of the inputs, the newest `KEPT` of them.
+    """Wraps `function` so that a call replays a CUDA graph; on a CPU, `function` is called directly.
 
-    Inputs may be on any device, `function` gets them on `device`; on a CPU it is called as it is. It may read other
-    memory as well, a model's weights say, as long as it stays where it is; it must have no random draws and no decision
-    that depends on values. The next call overwrites the tensors that a call returned.
+    There is a graph for each combination of input shapes and dtypes, and the `MAX_GRAPHS` most recent ones are kept.
+    Inputs may be on any device; `function` gets them on `device`. It may read other tensors, such as a model's weights,
+    that keep their address. It must not draw random numbers or branch on values of tensors. Each call overwrites the
+    tensors that the previous call returned.
     """
 
     def __init__(self, function: Callable[[Sequence[Tensor]], Output], device: torch.device) -> None:
@@ -32,7 +33,7 @@ class GraphedFunction(Generic[Output]):
         layout = tuple((one.shape, one.dtype) for one in inputs)
         graph = self._graphs.pop(layout, None)
         if graph is None:
-            while len(self._graphs) >= KEPT:
+            while len(self._graphs) >= MAX_GRAPHS:
                 del self._graphs[next(iter(self._graphs))]
             graph = _Graph(self.function, inputs, self.device, self._pool)
         self._graphs[layout] = graph
@@ -47,14 +48,14 @@ class _Graph(Generic[Output]):
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            function(self._inputs)  # libraries choose their kernels and take their workspaces before the capture
+            function(self._inputs)  # warm up: libraries must choose kernels and allocate workspaces before the capture
         torch.cuda.current_stream().wait_stream(stream)
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph, pool=pool):
             self._output = function(self._inputs)
 
     def replay(self, inputs: Sequence[Tensor]) -> Output:
-        for own, given in zip(self._inputs, inputs, strict=True):
-            own.copy_(given, non_blocking=True)
+        for static, tensor in zip(self._inputs, inputs, strict=True):
+            static.copy_(tensor, non_blocking=True)
         self._graph.replay()
         return self._output

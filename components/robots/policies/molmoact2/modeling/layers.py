@@ -1,4 +1,7 @@
-"""RMS normalization and rotary positions, computed in float32 or better whatever the input's dtype."""
+"""Layers of both parts of MolmoAct2: RMS norms, rotary positions, the value head, and attention masks.
+
+Norms and rotations are computed in float32, or float64 for float64 inputs, and rounded to the input's dtype.
+"""
 
 from __future__ import annotations
 
@@ -13,17 +16,17 @@ from armature.components.robots.policies.molmoact2.processing.batch import Polic
 
 
 def precise(x: Tensor) -> Tensor:
-    """As float32; float64 stays."""
+    """Return `x` as float32, or as float64 if it is float64."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def rms(x: Tensor) -> Tensor:
-    """x / sqrt(mean(x^2) + 1e-6) over the last dimension, in the input's dtype."""
+    """Return x / sqrt(mean(x^2) + 1e-6) over the last dimension, in the input's dtype."""
     return functional.rms_norm(precise(x), x.shape[-1:], eps=1e-6).to(x.dtype)
 
 
 class RMSNorm(nn.Module):
-    """The weight multiplies before the result is rounded to the input's dtype; transformers' Molmo2 rounds first."""
+    """RMS norm that multiplies by its weight before it rounds to the input's dtype; transformers rounds first."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -35,30 +38,28 @@ class RMSNorm(nn.Module):
 
 
 def rotary_angles(positions: Tensor, size: int, base: float) -> Tensor:
-    """(..., size / 2) float32: position times base^(-i / (size / 2))."""
+    """Return the angles position * base^(-i / (size / 2)), shape (..., size / 2) float32."""
     exponents = torch.arange(0, size, 2, dtype=torch.float32, device=positions.device) / size
     return positions.float()[..., None] * (1.0 / base**exponents)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the pairs (i, i + size / 2) of the last dimension by angles whose cosines and sines are given."""
+    """Rotate the pairs (i, i + size / 2) of the last dimension by angles with cosines `cos` and sines `sin`."""
     first, second = precise(x).chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
 
 
-# The value of what a policy sees: how much reward is still to come.
-
-
 class ValueHead(nn.Module):
-    """V = MLP(mean over the chunk of the action expert's last states, normed), in float32.
+    """Estimates the return that follows an observation: V = MLP(mean over the chunk of rms(states)), in float32.
 
-    Of a policy that answers with action tokens it reads the VLM's last state of the prompt instead.
+    The states are the action expert's last states. A policy that predicts action tokens uses the VLM's state of the
+    prompt's last token instead.
 
-    Its input has no gradient, so that it never changes the policy. A fresh one gives 0 for everything.
+    The states are detached, so training the value head never changes the policy. A new value head returns 0.
 
     Args:
-        size: hidden, of the states, and of the two layers in between.
-        seed: of the weights.
+        size: Width of the states and of the two hidden layers.
+        seed: Seed of the weights.
     """
 
     def __init__(self, size: int, seed: int) -> None:
@@ -74,21 +75,20 @@ class ValueHead(nn.Module):
         nn.init.zeros_(self.layers[-1].weight)  # type: ignore[arg-type]
 
     def forward(self, states: Tensor) -> Tensor:
-        """(N,) float32, of states (N, T, hidden)."""
+        """Return values (N,) float32 for states (N, T, hidden)."""
         with torch.autocast(states.device.type, enabled=False):
             y: Tensor = self.layers(rms(precise(states.detach())).mean(1))
         return y.squeeze(-1)
 
 
-# Which tokens attend to which: among the tokens of an example, and from the action expert.
+# --- Attention masks ---
 
 
 def attention_mask(batch: PolicyBatch, bidirectional_images: bool) -> Tensor:
-    """(B, 1, L, L) bool, True where a query (third dimension) sees a key (last).
+    """Mask of the VLM's attention, (B, 1, L, L) bool, True where a query (third dimension) attends to a key (last).
 
-    A token attends to the earlier tokens of its own example and itself; image tokens also attend to all later image
-    tokens of the example where `bidirectional_images`. Padding counts as one more example, so that no row of the mask
-    is empty.
+    A token attends to itself and the earlier tokens of its example. With `bidirectional_images`, image tokens also
+    attend to later image tokens of the example. Padding counts as another example, so that no row of the mask is empty.
     """
     ids = batch.example_ids
     order = torch.arange(ids.shape[1], device=ids.device)
@@ -99,22 +99,22 @@ def attention_mask(batch: PolicyBatch, bidirectional_images: bool) -> Tensor:
 
 
 def context_mask(batch: PolicyBatch, hides_answers: bool, config: MolmoAct2Config) -> Tensor:
-    """(B, L) bool, True on tokens that the expert of their example attends to: no padding.
+    """Mask of tokens that the action expert attends to, (B, L) bool; padding is False.
 
-    Where `hides_answers`, EOS is hidden, and everything from a start of actions to its end, or to the example's end
-    where there is none.
+    With `hides_answers`, EOS is hidden, and so are all tokens from <action_start> to <action_end>, or to the end of the
+    example if there is no <action_end>.
     """
-    seen = batch.example_ids >= 0
+    visible = batch.example_ids >= 0
     if not hides_answers:
-        return seen
+        return visible
     ids = batch.input_ids
     starts = _count(batch, ids == config.action_start_token_id)
     ended = _count(batch, ids == config.action_end_token_id) - (ids == config.action_end_token_id).long()
-    return seen & (ids != config.eos_token_id) & (starts <= ended)
+    return visible & (ids != config.eos_token_id) & (starts <= ended)
 
 
 def _count(batch: PolicyBatch, marked: Tensor) -> Tensor:
-    """How many tokens of its own example are marked up to each token, itself included."""
+    """Count for each token the marked tokens of its example up to and including itself, (B, L) int64."""
     total = marked.long().cumsum(-1)
     ids = batch.example_ids
     first = torch.ones_like(marked)
@@ -125,32 +125,34 @@ def _count(batch: PolicyBatch, marked: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class ContextIndex:
-    """Where the tokens lie that an example's expert attends to.
+    """Positions of the tokens that the action expert attends to, for each example.
 
-    index: (E, S) int64 into the B x L tokens of a batch, row by row; S is the longest context. valid: (E, S) bool.
+    index: (E, S) int64 into the B x L tokens of a batch, counted row by row; S is the length of the longest context.
+    valid: (E, S) bool, False for padding of shorter contexts.
     """
 
     index: Tensor
     valid: Tensor
 
     def gather(self, tokens: Tensor) -> Tensor:
-        """(..., B, L, D) to (..., E, S, D)."""
-        found = tokens.flatten(-3, -2).index_select(-2, self.index.flatten())
-        return found.unflatten(-2, self.index.shape)
+        """Gather tokens (..., B, L, D) to (..., E, S, D)."""
+        gathered = tokens.flatten(-3, -2).index_select(-2, self.index.flatten())
+        return gathered.unflatten(-2, self.index.shape)
 
 
-def context_index(batch: PolicyBatch, seen: Tensor, width: int | None = None) -> ContextIndex:
-    """The tokens that `seen` (of `context_mask`) marks, example by example, in order.
+def context_index(batch: PolicyBatch, visible: Tensor, width: int | None = None) -> ContextIndex:
+    """Return the positions of each example's tokens that `visible` (see `context_mask`) marks, in order.
 
     Args:
-        width: S, at least the longest context, where it must not depend on the batch, and then nothing asks the GPU;
-            none: the longest context.
+        width: S, at least the length of the longest context, so that S does not depend on the batch and the CPU does
+            not wait for the GPU; None: the length of the longest context.
     """
-    slots = torch.where(seen, _count(batch, seen) - 1, -1)
+    slots = torch.where(visible, _count(batch, visible) - 1, -1)
     if width is None:
         width = int(slots.max()) + 1
     size = batch.examples * width
-    places = torch.where(seen, batch.example_ids * width + slots, size).flatten()  # what is not seen goes to one more
+    # Tokens that are not visible are all scattered to one extra place at the end, which is cut off.
+    places = torch.where(visible, batch.example_ids * width + slots, size).flatten()
     index = places.new_zeros(size + 1).scatter(0, places, torch.arange(len(places), device=places.device))
     valid = torch.zeros_like(index, dtype=torch.bool).scatter(0, places, True)
     shape = (batch.examples, width)

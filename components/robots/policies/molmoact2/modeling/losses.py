@@ -1,4 +1,4 @@
-"""What is minimized: flow matching for continuous actions, cross-entropy and its z part for discrete ones."""
+"""Training losses: flow matching for continuous actions, cross-entropy and a z-loss for discrete ones."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ import torch
 from torch import Tensor
 
 from armature.components.robots.policies.molmoact2.configuration import SEMANTICS
-from armature.components.robots.policies.molmoact2.processing.batch import PolicyBatch
+from armature.components.robots.policies.molmoact2.processing.batch import IGNORED, PolicyBatch
 from armature.components.robots.policies.settings import ActionMode, RobotPolicySettings
 
-IGNORE = -100  # a label where nothing is learned
 TokenWeighting = Literal["root_subsegments_root_tokens", "token"]
 
 
 @dataclass(frozen=True)
 class LossPlan:
-    """Which losses are taken of a batch, and what the model sees while they are.
+    """Losses to compute for a batch, and the attention masks to use.
 
-    bidirectional_images: image tokens of an example attend to each other. hides_answers: see `context_mask`.
-    knowledge_insulation: no gradient from the flow-matching loss into the VLM.
-    mask_dimensions: dimensions that a robot does not have are neither noise nor error.
-    z_scale: weight of logsumexp squared.
-    token_weighting: "root_subsegments_root_tokens" gives each of an example's n tokens the weight 2 / sqrt(n), "token"
-        gives it 1.
+    bidirectional_images: image tokens of an example attend to each other in both directions.
+    hides_answers: see `context_mask`.
+    knowledge_insulation: the flow-matching loss has no gradient into the VLM.
+    mask_dimensions: dimensions that the robot does not have get no noise and count in no error.
+    z_scale: weight of the z-loss, logsumexp squared.
+    token_weighting: "root_subsegments_root_tokens" gives each of an example's n labeled tokens the weight 2 / sqrt(n),
+        "token" gives it 1.
     """
 
     action_mode: ActionMode
@@ -38,6 +38,7 @@ class LossPlan:
 
     @classmethod
     def of(cls, settings: RobotPolicySettings) -> LossPlan:
+        """Return the plan for a policy's settings."""
         semantics, mode = SEMANTICS[settings.semantics], settings.action_mode
         return cls(
             action_mode=mode,
@@ -51,18 +52,21 @@ class LossPlan:
 
     @property
     def continuous(self) -> bool:
+        """True if the flow-matching loss is computed."""
         return self.action_mode != "discrete"
 
     @property
     def discrete(self) -> bool:
+        """True if the losses of action tokens are computed."""
         return self.action_mode != "continuous"
 
 
 @dataclass(frozen=True)
 class LossDenominators:
-    """What sums over an update are divided by: its examples, and the weights of its labeled tokens.
+    """Denominators of an update's losses: its number of examples, and the sum of its labeled tokens' weights.
 
-    Losses of the update's parts, each with the whole update's denominators, add up to the loss of the whole.
+    If every micro-batch uses the denominators of the whole update, the losses of the micro-batches add up to the
+    update's loss.
     """
 
     examples: float
@@ -70,6 +74,7 @@ class LossDenominators:
 
     @classmethod
     def of(cls, batch: PolicyBatch, plan: LossPlan) -> LossDenominators:
+        """Return the denominators of a single batch."""
         weight = float(LabeledTokens.of(batch, plan).weights.sum()) if plan.discrete else 0.0
         return cls(float(batch.examples), weight)
 
@@ -78,10 +83,10 @@ class LossDenominators:
 
 
 class PolicyLosses(NamedTuple):
-    """total = flow + cross_entropy + z, scalars with a graph, 0 where a part is not trained.
+    """Losses of a batch: total = flow + cross_entropy + z, scalars with a gradient; a part that is not trained is 0.
 
-    A tuple, in which FSDP finds the tensors whose gradients it waits for.
-    The per-example values (E,) have none. Their means are the scalars of a batch with its own denominators.
+    The per-example losses (E,) have no gradient. With the batch's own denominators, their means are the scalars.
+    The class is a tuple because FSDP finds tensors with gradients only in tuples, lists and dicts.
     """
 
     total: Tensor
@@ -95,9 +100,9 @@ class PolicyLosses(NamedTuple):
 
 @dataclass(frozen=True)
 class LabeledTokens:
-    """The K tokens of a batch that are learned, in rows and columns of (B, L); each is predicted one column before.
+    """The K labeled tokens of a batch, at `rows` and `columns` of (B, L); each is predicted one column earlier.
 
-    owners: (K,) example of each, weights: (K,) float32.
+    labels, owners: (K,) int64, token ids and the tokens' examples. weights: (K,) float32.
     """
 
     rows: Tensor
@@ -108,8 +113,9 @@ class LabeledTokens:
 
     @classmethod
     def of(cls, batch: PolicyBatch, plan: LossPlan) -> LabeledTokens:
+        """Find the labeled tokens of a batch."""
         assert batch.labels is not None
-        rows, columns = (batch.labels[:, 1:] != IGNORE).nonzero(as_tuple=True)
+        rows, columns = (batch.labels[:, 1:] != IGNORED).nonzero(as_tuple=True)
         columns = columns + 1
         owners = batch.example_ids[rows, columns]
         weights = torch.ones(len(owners), device=owners.device)
@@ -118,12 +124,14 @@ class LabeledTokens:
         return cls(rows, columns, batch.labels[rows, columns], owners, weights)
 
     def hidden(self, states: Tensor) -> Tensor:
-        """Of (B, L, hidden), the K states that predict the labels."""
+        """Select from states (B, L, hidden) the ones that predict the labels, shape (K, hidden)."""
         return states[self.rows, self.columns - 1]
 
 
 @dataclass(frozen=True)
 class DiscreteLoss:
+    """Losses of action tokens: scalars with a gradient, and per-example losses (E,) without."""
+
     cross_entropy: Tensor
     z: Tensor
     cross_entropy_per_example: Tensor
@@ -133,20 +141,22 @@ class DiscreteLoss:
 def discrete_loss(
     logits: Tensor, tokens: LabeledTokens, z_scale: float, examples: int, token_weight: float
 ) -> DiscreteLoss:
-    """sum w (logsumexp - logit) / max(W, 1), and z_scale sum w logsumexp^2 / max(W, 1).
+    """Return sum w (logsumexp - logit) / max(W, 1), and the z-loss z_scale sum w logsumexp^2 / max(W, 1).
 
     Args:
-        logits: (K, vocabulary). token_weight: W, the sum of the weights w of the whole update.
+        logits: (K, vocabulary).
+        examples: Number of examples of the batch.
+        token_weight: W, the sum of the weights w over the whole update.
     """
     logits = logits.float()
     normalizer = torch.logsumexp(logits, dim=-1)
     chosen = logits.gather(-1, tokens.labels[:, None])[:, 0]
     weighted = tokens.weights * (normalizer - chosen), tokens.weights * z_scale * normalizer.square()
-    own = tokens.weights.sum().clamp(min=1.0)
+    batch_weight = tokens.weights.sum().clamp(min=1.0)
 
-    def of_examples(values: Tensor) -> Tensor:
+    def per_example(values: Tensor) -> Tensor:
         sums = torch.zeros(examples, device=values.device).index_add(0, tokens.owners, values.detach())
-        return sums * examples / own
+        return sums * examples / batch_weight
 
     scalars = (values.sum() / max(token_weight, 1.0) for values in weighted)
-    return DiscreteLoss(*scalars, *(of_examples(values) for values in weighted))
+    return DiscreteLoss(*scalars, *(per_example(values) for values in weighted))

@@ -1,4 +1,4 @@
-"""MolmoAct2: a vision-language model, and an action expert that reads the keys and values of its text layers."""
+"""MolmoAct2: a vision-language model, and an action expert that attends to the keys and values of its text layers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from armature.components.contracts.errors import DataError
 from armature.components.models.blockwise import FP8Linear, quantize_layers
 from armature.components.models.compiled import VARIANTS, check_compiler, copy_function
 from armature.components.robots.policies.molmoact2.configuration import MolmoAct2Config
-from armature.components.robots.policies.molmoact2.modeling.expert import ActionExpert, ExpertBlock, ReadingBlocks
+from armature.components.robots.policies.molmoact2.modeling.expert import ActionExpert, BlockInputs, ExpertBlock
 from armature.components.robots.policies.molmoact2.modeling.flow import FlowSamples, flow_errors, noisy_actions
 from armature.components.robots.policies.molmoact2.modeling.graphs import GraphedFunction
 from armature.components.robots.policies.molmoact2.modeling.layers import (
@@ -49,21 +49,27 @@ Precision = Literal["float32", "bfloat16"]
 
 
 class MolmoAct2(nn.Module):
-    """`vlm` has native Molmo2's names, `action_expert` those of the released checkpoint.
+    """The model with its training losses.
 
-    There is no buffer before `quantize_text`: a model that was built on the meta device is complete when its parameters
-    are loaded.
+    Modules of `vlm` have the names of transformers' Molmo2, modules of `action_expert` those of released checkpoints.
+    There are no buffers before `quantize_text`, so a model built on the meta device is complete once its parameters are
+    loaded. `value_head` is only used by reinforcement learning and is not part of a released checkpoint.
 
-    value_head: of reinforcement learning; no part of a released checkpoint.
+    Example:
+        >>> from armature.components.robots.policies.molmoact2.checkpoints.tiny import tiny_config
+        >>> from armature.components.robots.policies.settings import TinyPolicySettings
+        >>> model = MolmoAct2(tiny_config(TinyPolicySettings(layers=3)))
+        >>> len(model.vlm.model.language_model.layers), len(model.action_expert.blocks)
+        (3, 3)
     """
 
     def __init__(self, config: MolmoAct2Config, dtype: Precision = "float32", residual_dropout: float = 0.0) -> None:
-        """Random weights.
+        """Make a model with random weights.
 
         Args:
-            dtype: "bfloat16": the VLM's weights are bfloat16 but for its norms, the expert's float32, and both
-                compute under autocast. "float32": everything is, also inside an autocast of the caller.
-            residual_dropout: of the text layers, in training.
+            dtype: "bfloat16": the VLM's weights are bfloat16, except for norms; the action expert's are float32; both
+                compute under autocast. "float32": all weights are float32, and autocast of the caller has no effect.
+            residual_dropout: Dropout of the text layers, in training.
         """
         super().__init__()
         self.config, self.precision = config, dtype
@@ -79,70 +85,71 @@ class MolmoAct2(nn.Module):
                     module.float()
 
     def checkpoint_gradients(self, active: bool) -> None:
-        """In training, compute the activations inside vision, text and expert layers and the pooling of images again
-        instead of keeping them."""
+        """Turn activation checkpointing in training on or off, for vision, text and expert layers and image pooling."""
         for module in (self.vlm.model.vision_tower, self.vlm.model.language_model, self.action_expert):
             module.gradient_checkpointing = active
 
     def freeze_vlm(self, device: torch.device) -> None:
-        """From now on the losses and the velocity have no gradient to the VLM, which runs as a CUDA graph on a GPU.
+        """Run the VLM without gradients from now on, as a CUDA graph on a GPU; losses and velocities train the rest.
 
-        It needs a VLM without dropout in eval mode, and in one piece.
+        The VLM must be in eval mode (no dropout) and not sharded.
         """
         self._frozen = {both: GraphedFunction(partial(self._cache, both), device) for both in (False, True)}
 
     def add_value_head(self, seed: int, of_tokens: bool = False) -> ValueHead:
-        """A fresh one; see `ValueHead`.
+        """Add a new value head; see `ValueHead`.
 
         Args:
-            of_tokens: it reads the VLM's state of the prompt's last token, in place of the action expert's states.
+            of_tokens: The value head's input is the VLM's state of the prompt's last token instead of the action
+                expert's states.
         """
         config, device = self.config, next(self.action_expert.parameters()).device
-        read = config.text_config if of_tokens else config.action_expert_config
-        self.value_head = ValueHead(read.hidden_size, seed).to(device)
+        source = config.text_config if of_tokens else config.action_expert_config
+        self.value_head = ValueHead(source.hidden_size, seed).to(device)
         return self.value_head
 
     def cast_for_inference(self) -> None:
-        """Round the expert's matrices to what autocast makes of them at every use; answers keep their bits."""
+        """Cast the action expert's matrices to bfloat16 once, as autocast does at every use; results do not change."""
         if self.precision == "bfloat16":
             expert = self.action_expert
             for part in (expert.blocks, expert.context_k_proj, expert.context_v_proj):
                 part.to(torch.bfloat16)
 
     def quantize_text(self, where: str) -> None:
-        """Compute the products of the text layers in FP8 from now on, without gradients; see `FP8Linear`.
+        """Compute the matrix products of the text layers in FP8 from now on, without gradients; see `FP8Linear`.
 
-        Call it once the weights are there, before `compile_layers`.
+        Call this method after loading the weights and before `compile_layers`.
 
         Args:
-            where: the setting that asks for it.
+            where: Name of the setting that asks for quantization, for error messages.
 
         Raises:
-            ConfigurationError: the VLM is not in bfloat16, or the GPU cannot.
+            ConfigurationError: the VLM is not in bfloat16, or the GPU does not support FP8.
         """
         quantize_layers(self.vlm.model.language_model.layers, where)
 
     @property
     def quantization(self) -> Quantization | None:
-        """What the text layers compute their products in, where it is not the model's dtype."""
+        """Format of the text layers' matrix products; None if it is the model's dtype."""
         return "fp8" if any(isinstance(module, FP8Linear) for module in self.vlm.modules()) else None
 
     def compile_layers(self, *, dynamic: bool, split: bool = False) -> None:
-        """Compile vision, text and expert layers at their first call: elementwise work becomes few kernels.
+        """Compile vision, text and expert layers at their first call, which fuses elementwise operations.
 
-        Layers of a kind share their code. Results differ in rounding from those of layers that are not compiled.
+        Layers of a kind share compiled code. Results differ in rounding from those of layers that are not compiled.
 
         Args:
-            dynamic: True: for batches of all shapes. False: for each shape by itself, so that the code that a shape
-                runs, and its rounding, does not depend on the shapes before it.
-            split: the model will be split over ranks: what gathers weights between layers is not compiled.
+            dynamic: True compiles once for batches of all shapes. False compiles for each shape, so that the code of a
+                shape, and its rounding, does not depend on the shapes before it.
+            split: True if the model will be sharded over ranks. Then each layer is compiled by itself, so that FSDP's
+                hooks between layers, which gather weights, are not compiled.
 
         Raises:
-            ConfigurationError: there is no compiler for C++.
+            ConfigurationError: there is no C++ compiler.
         """
         check_compiler("torch_compile")
         torch._dynamo.config.recompile_limit = VARIANTS
-        options: dict[str, Any] = {"emulate_precision_casts": True}  # rounds where plain layers do
+        options: dict[str, Any] = {"emulate_precision_casts": True}  # round at the same places as plain layers
         body, expert = self.vlm.model, self.action_expert
         expert.compile_context(dynamic=dynamic, options=options)
         if split:
@@ -153,7 +160,7 @@ class MolmoAct2(nn.Module):
                 part.call = torch.compile(copy_function(call), dynamic=dynamic, options=options)
 
     def autocast(self, device: torch.device) -> torch.autocast:
-        """The precision that all of the model computes in."""
+        """Return the autocast context that the whole model computes in."""
         return torch.autocast(device.type, dtype=torch.bfloat16, enabled=self.precision == "bfloat16")
 
     def forward(
@@ -163,42 +170,45 @@ class MolmoAct2(nn.Module):
         plan: LossPlan,
         denominators: LossDenominators | None = None,
     ) -> PolicyLosses:
-        """The losses of a batch.
+        """Compute the losses of a batch.
 
         Args:
-            draws: Noise and times of the flow-matching loss; None where only discrete actions are trained.
-            denominators: Of the update that this batch is a part of; None: the batch is all of it.
+            draws: Noise and times of the flow-matching loss; None if only discrete actions are trained.
+            denominators: Denominators of the update that this batch is a part of; None: the batch is the whole update.
 
         Raises:
-            DataError: the batch lacks labels, actions or draws that the plan needs.
+            DataError: labels, actions or draws that the plan needs are None.
         """
         self._check(batch, draws, plan)
+        zero = torch.zeros((), device=batch.input_ids.device)
+        zeros = zero.expand(batch.examples)
+        discrete = DiscreteLoss(zero, zero, zeros, zeros)
         with self.autocast(batch.input_ids.device):
-            # First what asks a GPU for sizes, while it has little work to be waited for.
+            # Both lines wait for sizes from the GPU: they come first, while the GPU has little work queued.
             target = _Flow.of(batch, draws, plan, self.config) if draws is not None and plan.continuous else None
             tokens = LabeledTokens.of(batch, plan) if plan.discrete else None
             if target is None or not self._joins:
                 states, errors = self._apart(batch, target, plan)
             else:
                 states, errors = self._joined(batch, target, plan)
-            discrete = None if tokens is None else self._discrete(batch, states, tokens, plan, denominators)
-        nothing = torch.zeros((), device=batch.input_ids.device)
-        none_each = nothing.expand(batch.examples)
+            if tokens is not None:
+                logits = self.vlm.lm_head(tokens.hidden(states))
+                weight = float(tokens.weights.sum()) if denominators is None else denominators.token_weight
+                discrete = discrete_loss(logits, tokens, plan.z_scale, batch.examples, weight)
         examples = batch.examples if denominators is None else denominators.examples
-        flow = nothing if errors is None else errors.sum() / examples
-        cross_entropy, z = (nothing, nothing) if discrete is None else (discrete.cross_entropy, discrete.z)
+        flow = zero if errors is None else errors.sum() / examples
         return PolicyLosses(
-            total=flow + cross_entropy + z,
+            total=flow + discrete.cross_entropy + discrete.z,
             flow=flow,
-            cross_entropy=cross_entropy,
-            z=z,
-            flow_per_example=none_each if errors is None else errors.detach(),
-            cross_entropy_per_example=none_each if discrete is None else discrete.cross_entropy_per_example,
-            z_per_example=none_each if discrete is None else discrete.z_per_example,
+            cross_entropy=discrete.cross_entropy,
+            z=discrete.z,
+            flow_per_example=zeros if errors is None else errors.detach(),
+            cross_entropy_per_example=discrete.cross_entropy_per_example,
+            z_per_example=discrete.z_per_example,
         )
 
     def encode(self, batch: PolicyBatch, bidirectional_images: bool, cache_only: bool = False) -> BackboneOutput:
-        """The VLM's last states, which are empty with `cache_only`, and every text layer's keys and values."""
+        """Run the VLM; with `cache_only` only the keys and values are computed, and the last states are empty."""
         mask = attention_mask(batch, bidirectional_images)
         hidden: BackboneOutput = self.vlm.model(
             batch.input_ids, batch.position_ids, mask, batch.pixel_values, batch.pooling, cache_only
@@ -214,12 +224,15 @@ class MolmoAct2(nn.Module):
         hides_answers: bool,
         others: Sequence[ActionExpert] = (),
     ) -> list[tuple[Tensor, Tensor]]:
-        """The velocity at F points of each example's flow, (E, F, T, dimensions), with its gradient, and the expert's
-        states that it is read from, (E, F, T, hidden): of this model, then of those with `others` for its expert.
+        """Compute velocities at F points of each example's flow, with gradients.
+
+        Returns the velocity, (E, F, T, dimensions), and the expert's last states, (E, F, T, hidden): first with this
+        model's action expert, then with each of `others` in its place.
 
         Args:
-            points: (E, F, T, dimensions). times: (E, F) in [0, 1].
-            bidirectional_images, hides_answers: as in `LossPlan`.
+            points: (E, F, T, dimensions).
+            times: (E, F) in [0, 1].
+            bidirectional_images, hides_answers: See `LossPlan`.
         """
         with self.autocast(batch.input_ids.device):
             context = context_index(batch, context_mask(batch, hides_answers, self.config))
@@ -230,11 +243,13 @@ class MolmoAct2(nn.Module):
             ]
 
     def answer_logits(self, batch: PolicyBatch, answered: Tensor, bidirectional_images: bool) -> tuple[Tensor, Tensor]:
-        """Of tokens that continue each example's prompt: the logits (N, V) that they are drawn by, with their gradient,
-        row by row, and the state (E, 1, hidden) of each prompt's last token.
+        """Compute logits of tokens that continue each example's prompt, with gradients.
+
+        Returns the logits (N, V) that predict the marked tokens, row by row, and the state of each prompt's last token,
+        (E, 1, hidden).
 
         Args:
-            answered: (B, L) bool, True on these tokens.
+            answered: (B, L) bool, True for the tokens after the prompt.
         """
         predicting = answered.roll(-1, dims=1)
         with self.autocast(batch.input_ids.device):
@@ -243,7 +258,7 @@ class MolmoAct2(nn.Module):
             return self.vlm.lm_head(states[predicting]), last
 
     def _hidden(self, batch: PolicyBatch, bidirectional_images: bool) -> BackboneOutput:
-        """`encode`, or what it caches where the VLM is frozen; its states are empty then."""
+        """Run the VLM; a frozen VLM runs as a CUDA graph and returns empty states."""
         if not self._frozen:
             return self.encode(batch, bidirectional_images)
         self.vlm.model.check_images(batch.input_ids, batch.pooling)
@@ -258,16 +273,16 @@ class MolmoAct2(nn.Module):
 
     @property
     def _joins(self) -> bool:
-        """Whether a text layer and the block that reads it are recomputed together, and its keys and values not kept.
+        """True if each text layer is checkpointed together with its expert block, so that no keys and values are kept.
 
-        A model that is split gathers the weights of layers as it runs them, and those of the expert at once. Where both
-        have dropout, their random draws then come in another order than where all text layers are first.
+        A sharded model cannot do this: it gathers weights layer by layer for the VLM, but all at once for the expert.
+        With dropout, the order of random draws differs from running all text layers first.
         """
         recomputes = self.training and self.action_expert.gradient_checkpointing
         return recomputes and not self._frozen and not isinstance(self, FSDPModule)
 
     def _apart(self, batch: PolicyBatch, flow: _Flow | None, plan: LossPlan) -> tuple[Tensor, Tensor | None]:
-        """The VLM's last states, and the errors of the flow, (E,): all text layers, then all blocks."""
+        """Run all text layers, then all expert blocks; return the VLM's last states and the flow errors (E,)."""
         hidden = self._hidden(batch, plan.bidirectional_images)
         if flow is None:
             return hidden.states, None
@@ -277,44 +292,27 @@ class MolmoAct2(nn.Module):
         return hidden.states, flow.errors(self.action_expert(flow.points, flow.times, cache, flow.context, flow.valid))
 
     def _joined(self, batch: PolicyBatch, flow: _Flow, plan: LossPlan) -> tuple[Tensor, Tensor]:
-        """As `_apart`, layer by layer with its block."""
+        """Compute the same as `_apart`, but run each text layer together with its expert block."""
         body, expert = self.vlm.model, self.action_expert
         text = body.language_model
         x = body.embedded(batch.input_ids, batch.pixel_values, batch.pooling)
-        y, given = expert.begin(flow.points, flow.times, flow.context, flow.valid)
+        y, inputs = expert.begin(flow.points, flow.times, flow.context, flow.valid)
         mask, rope = attention_mask(batch, plan.bidirectional_images), text.rope(batch.position_ids)
         gqa = has_gqa_kernel(x)
         for layer, block in zip(text.layers, expert.blocks, strict=True):
             x, y = checkpointed(
-                self.call, True, _pair, layer, expert, block, x, y, rope, mask, gqa, given, plan.knowledge_insulation
+                self.call, True, _pair, layer, expert, block, x, y, rope, mask, gqa, inputs, plan.knowledge_insulation
             )
-        return text.norm(x), flow.errors(expert.end(y, given).unflatten(0, flow.times.shape))
-
-    def _discrete(
-        self,
-        batch: PolicyBatch,
-        states: Tensor,
-        tokens: LabeledTokens,
-        plan: LossPlan,
-        denominators: LossDenominators | None,
-    ) -> DiscreteLoss:
-        logits = self.vlm.lm_head(tokens.hidden(states))
-        weight = float(tokens.weights.sum()) if denominators is None else denominators.token_weight
-        return discrete_loss(logits, tokens, plan.z_scale, batch.examples, weight)
+        return text.norm(x), flow.errors(expert.end(y, inputs).unflatten(0, flow.times.shape))
 
     def _check(self, batch: PolicyBatch, draws: FlowSamples | None, plan: LossPlan) -> None:
-        missing = [
-            name
-            for name, value, needed in (
-                ("labels", batch.labels, plan.discrete),
-                ("actions", batch.actions, plan.continuous),
-                ("draws", draws, plan.continuous),
-            )
-            if needed and value is None
-        ]
+        needed: dict[str, object] = {"labels": batch.labels} if plan.discrete else {}
+        if plan.continuous:
+            needed |= {"actions": batch.actions, "draws": draws}
+        missing = [name for name, value in needed.items() if value is None]
         if missing:
             raise DataError(
-                f"action_mode {plan.action_mode!r} trains on {' and '.join(missing)}, and the batch has none",
+                f"action_mode {plan.action_mode!r} trains on {' and '.join(missing)}, which the batch lacks",
                 code="training_targets_missing",
                 where="a batch of the policy",
                 remedy="encode examples with actions for the same action_mode",
@@ -322,7 +320,7 @@ class MolmoAct2(nn.Module):
 
 
 class _Flow(NamedTuple):
-    """What a flow-matching loss needs besides velocities: see `noisy_actions`, `ActionExpert` and `flow_errors`."""
+    """Inputs and targets of a flow-matching loss; for the fields see `noisy_actions`, `ActionExpert`, `flow_errors`."""
 
     times: Tensor
     points: Tensor
@@ -340,6 +338,7 @@ class _Flow(NamedTuple):
         return cls(draws.times, *noisy_actions(batch.actions, draws, used), context, valid, used)
 
     def errors(self, velocity: Tensor) -> Tensor:
+        """Mean squared error of each example, shape (E,)."""
         return flow_errors(velocity, self.target, self.valid, self.used)
 
 
@@ -352,10 +351,10 @@ def _pair(
     rope: KeyValue,
     mask: Tensor,
     gqa: bool,
-    given: ReadingBlocks,
+    inputs: BlockInputs,
     insulated: bool,
 ) -> tuple[Tensor, Tensor]:
-    """The outputs of a text layer and of the block that reads its keys and values."""
+    """Run a text layer and the expert block that attends to its keys and values; return both outputs."""
     x, keys, values = layer(x, rope, mask, None, False, gqa)
-    read = (keys.detach(), values.detach()) if insulated else (keys, values)
-    return x, expert.read(block, y, read, given)
+    cached = (keys.detach(), values.detach()) if insulated else (keys, values)
+    return x, expert.read(block, y, cached, inputs)

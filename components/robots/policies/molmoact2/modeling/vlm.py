@@ -1,7 +1,7 @@
-"""The vision-language half: native Molmo2 parts and names, with every text layer's keys and values as outputs.
+"""The vision-language model: parts and names of transformers' Molmo2, but it also returns each layer's keys and values.
 
-Differences from transformers' forward pass that MolmoAct2's weights were trained with: pixels have the 256 values of 8
-bits, norms and rotary positions are computed in float32, text layers have residual dropout.
+The forward pass differs from transformers' in three points, because MolmoAct2's weights were trained so: pixels are
+rounded to 8 bits, norms and rotary positions are computed in float32, and text layers have residual dropout.
 """
 
 from __future__ import annotations
@@ -27,16 +27,19 @@ from armature.components.robots.policies.molmoact2.modeling.layers import RMSNor
 
 KeyValue = tuple[Tensor, Tensor]
 CUBLAS_GELU = "gelu_pytorch_tanh"
-"""The activation that `torch._addmm_activation` has on a GPU; on a CPU it is another."""
+"""Activation of `torch._addmm_activation` on a GPU; on a CPU this function uses another GELU."""
 CUDNN_FIRST = (9, 10)
-"""Major compute capabilities."""
+"""Major compute capabilities of GPUs on which PyTorch prefers cuDNN's attention."""
 
 
 class BackboneOutput(NamedTuple):
-    """A tuple, in which FSDP finds the tensors whose gradients it waits for.
+    """Last states and keys and values of all layers.
 
-    states: (B, L, hidden) after the last norm. cache: per layer, keys (normed and rotated) and values, each
-    (B, key-value heads, L, head size); with a past, of past and present tokens.
+    states: (B, L, hidden) after the last norm.
+    cache: for each layer, keys (normed and rotated) and values, (B, key-value heads, L, head size) each; with `past`,
+        L counts past and new tokens.
+
+    The class is a tuple because FSDP finds tensors with gradients only in tuples, lists and dicts.
     """
 
     states: Tensor
@@ -44,7 +47,7 @@ class BackboneOutput(NamedTuple):
 
 
 class TextAttention(Molmo2Attention):
-    """Grouped-query attention with normed heads; the angles are those of the tokens given."""
+    """Grouped-query attention with RMS norms of queries and keys."""
 
     def __init__(self, config: Any, layer: int) -> None:
         super().__init__(config, layer)
@@ -54,28 +57,38 @@ class TextAttention(Molmo2Attention):
     def forward(
         self, x: Tensor, angles: KeyValue, mask: Tensor, past: KeyValue | None, gqa: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """gqa: there is a kernel that reads the keys and values of a group of heads once for all of them."""
+        """Return the attention's output, and the keys and values of past and new tokens.
+
+        Args:
+            x: New tokens, (B, L, hidden).
+            angles: Cosines and sines of the new tokens' rotary angles.
+            past: Keys and values of earlier tokens.
+            gqa: True if a kernel supports grouped heads; otherwise keys and values are repeated for each head.
+        """
         queries = rotate(self.q_norm(self._heads(self.q_proj(x))), *angles).transpose(1, 2)
         keys, values = self.keys_values(x, angles)
         if past is not None:
             keys, values = torch.cat([past[0], keys], dim=2), torch.cat([past[1], values], dim=2)
-        own = (keys, values) if gqa else (self._repeated(keys), self._repeated(values))
-        seen = functional.scaled_dot_product_attention(queries, own[0], own[1], attn_mask=mask, enable_gqa=gqa)
-        return self.o_proj(seen.transpose(1, 2).flatten(2)), keys, values
+        groups = self.num_key_value_groups
+        heads = [keys, values] if gqa else [each.repeat_interleave(groups, dim=1) for each in (keys, values)]
+        attended = functional.scaled_dot_product_attention(queries, *heads, attn_mask=mask, enable_gqa=gqa)
+        return self.o_proj(attended.transpose(1, 2).flatten(2)), keys, values
 
     def keys_values(self, x: Tensor, angles: KeyValue) -> KeyValue:
-        """Of the tokens given: (B, key-value heads, L, head size) each, which a token's heads lie together in."""
+        """Return keys and values of the tokens `x`, (B, key-value heads, L, head size) each.
+
+        In memory they are ordered (B, L, heads, head size), so that `joined_heads` need not copy them.
+        """
         keys = rotate(self.k_norm(self._heads(self.k_proj(x))), *angles)
         return keys.transpose(1, 2), self._heads(self.v_proj(x)).transpose(1, 2)
-
-    def _repeated(self, heads: Tensor) -> Tensor:
-        return heads.repeat_interleave(self.num_key_value_groups, dim=1)
 
     def _heads(self, flat: Tensor) -> Tensor:
         return flat.unflatten(-1, (-1, self.head_dim))
 
 
 class TextLayer(Molmo2DecoderLayer):
+    """Layer of the language model with residual dropout."""
+
     def __init__(self, config: Any, layer: int, dropout: float) -> None:
         super().__init__(config, layer)
         self.self_attn = TextAttention(config, layer)
@@ -92,8 +105,10 @@ class TextLayer(Molmo2DecoderLayer):
         cache_only: bool = False,
         gqa: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The layer's output, and keys and values of all tokens that it looked at; `cache_only`: in place of the output
-        its input, and keys and values of the tokens given."""
+        """Return the layer's output, and the keys and values of past and new tokens.
+
+        With `cache_only`, only keys and values of the new tokens are computed, and `x` is returned as the output.
+        """
         normed = self.input_layernorm(x)
         if cache_only:
             return x, *self.self_attn.keys_values(normed, angles)
@@ -103,7 +118,10 @@ class TextLayer(Molmo2DecoderLayer):
 
 
 class VisionMLP(Molmo2VisionMLP):
-    """In bfloat16 on a GPU, without gradients, bias and GELU are part of the first product, and it is rounded once."""
+    """MLP of the vision tower, with bias and GELU fused into the first matrix product.
+
+    It is fused only in bfloat16 on a GPU without gradients. The fused result is rounded to bfloat16 only once.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.fc1.weight
@@ -118,7 +136,10 @@ class VisionMLP(Molmo2VisionMLP):
 
 
 class VisionTower(Molmo2VisionModel):
-    """Patches (C, patches, pixels) to the outputs of the chosen layers, side by side: (C, patches, hidden x layers)."""
+    """Maps patches (C, patches, pixels) to the concatenated outputs of the layers `features`.
+
+    The result has the shape (C, patches, hidden x layers).
+    """
 
     def __init__(self, config: Any, features: list[int]) -> None:
         super().__init__(config)
@@ -137,21 +158,23 @@ class VisionTower(Molmo2VisionModel):
         return torch.cat([outputs[index] for index in self.features], dim=-1)
 
     def _in_groups(self, most: int) -> Iterator[list[int]]:
-        """The indices of all layers in order, in groups of at most `most`; one whose output is a feature ends its
-        group."""
-        waiting: list[int] = []
+        """Yield the indices of all layers in groups of at most `most`; a layer whose output is needed ends a group."""
+        group: list[int] = []
         for index in range(len(self.layers)):
-            waiting.append(index)
-            if len(waiting) == most or index in self.features or index + 1 == len(self.layers):
-                yield waiting
-                waiting = []
+            group.append(index)
+            if len(group) == most or index in self.features or index + 1 == len(self.layers):
+                yield group
+                group = []
 
 
 class ImagePooling(Molmo2Adapter):
-    """As transformers' adapter, which also asks which image tokens have a patch and which pools are full."""
+    """Image pooling and projector, without the data-dependent branches of transformers' adapter."""
 
     def forward(self, features: Tensor, pooling: Tensor) -> Tensor:
-        """(C, patches, hidden x layers) and (P, 4), of which one is a patch at least, to (P, hidden)."""
+        """Pool features (C, patches, hidden x layers) to image tokens (P, hidden).
+
+        `pooling` (P, 4) holds the patches of each image token, at least one of them not -1.
+        """
         valid = pooling >= 0
         patches = features.flatten(0, 1).index_select(0, pooling.clamp(min=0).flatten()).unflatten(0, pooling.shape)
         patches = patches * valid[..., None].to(patches.dtype)
@@ -163,7 +186,10 @@ class ImagePooling(Molmo2Adapter):
 
 
 class TokenEmbedding(nn.Module):
-    """Base and additional vocabulary as two tables, since only one of them may be trained; named as in checkpoints."""
+    """Token embedding with separate tables for base and additional vocabulary, because they may be frozen separately.
+
+    The tables are named as in released checkpoints.
+    """
 
     def __init__(self, base: int, additional: int, hidden: int) -> None:
         super().__init__()
@@ -173,12 +199,14 @@ class TokenEmbedding(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         base = len(self.embedding)
         is_base = ids < base
-        known = functional.embedding(ids.clamp(max=base - 1), self.embedding)
+        of_base = functional.embedding(ids.clamp(max=base - 1), self.embedding)
         added = functional.embedding((ids - base).clamp(min=0), self.new_embedding)
-        return torch.where(is_base[..., None], known, added)
+        return torch.where(is_base[..., None], of_base, added)
 
 
 class TextModel(nn.Module):
+    """The language model without its output head."""
+
     def __init__(self, config: Any, dropout: float) -> None:
         super().__init__()
         self.head_dim, self.rope_theta = config.head_dim, config.rope_parameters["rope_theta"]
@@ -195,10 +223,15 @@ class TextModel(nn.Module):
         past: list[KeyValue] | None = None,
         cache_only: bool = False,
     ) -> BackboneOutput:
-        """
+        """Run all layers.
+
         Args:
-            cache_only: the states are not wanted, so what the last layer makes of its keys and values is left out; they
-                are empty then.
+            x: Embedded tokens, (B, L, hidden).
+            positions: (B, L) int64.
+            mask: (B, 1, L, L) bool, True where a query (third) attends to a key (last); with `past`, keys count past
+                and new tokens.
+            past: Keys and values of earlier tokens, for each layer.
+            cache_only: Only compute keys and values: most of the last layer is skipped, and the states are empty.
         """
         rope = self.rope(positions)
         cache, gqa = [], has_gqa_kernel(x)
@@ -211,12 +244,14 @@ class TextModel(nn.Module):
         return BackboneOutput(x.new_empty(0) if cache_only else self.norm(x), cache)
 
     def rope(self, positions: Tensor) -> KeyValue:
-        """Cosines and sines of the layers' angles at (B, L): (B, L, 1, head size / 2)."""
+        """Return cosines and sines of the rotary angles at positions (B, L), (B, L, 1, head size / 2) each."""
         angles = rotary_angles(positions, self.head_dim, self.rope_theta)[:, :, None]
         return angles.cos(), angles.sin()
 
 
 class Molmo2Body(nn.Module):
+    """Vision tower, image pooling and language model."""
+
     def __init__(self, config: Molmo2Config, dropout: float) -> None:
         super().__init__()
         self.image_patch_id = config.image_patch_id
@@ -233,26 +268,27 @@ class Molmo2Body(nn.Module):
         pooling: Tensor,
         cache_only: bool = False,
     ) -> BackboneOutput:
-        """Run a batch.
+        """Run the model on a batch.
 
         Args:
-            ids, pixels, pooling: see `embedded`. positions: (B, L) int64. mask: (B, 1, L, L) bool, True where a query
-                (third) sees a key (last).
-            cache_only: see `TextModel`.
+            ids, pixels, pooling: See `embedded`.
+            positions, mask, cache_only: See `TextModel.forward`.
 
         Raises:
-            DataError: see `check_images`, which whoever captures this as a CUDA graph calls before.
+            DataError: see `check_images`. Code that captures this method as a CUDA graph must call it before.
         """
         x = self.embedded(ids, pixels, pooling)
         hidden: BackboneOutput = self.language_model(x, positions, mask, cache_only=cache_only)
         return hidden
 
     def embedded(self, ids: Tensor, pixels: Tensor, pooling: Tensor) -> Tensor:
-        """What text layers are given, (B, L, hidden).
+        """Return the input of the text layers, (B, L, hidden): token embeddings with image features added.
 
         Args:
-            ids: (B, L) int64. pixels: (C, patches, pixels of a patch) uint8. pooling: (P, 4) indices of patches over
-                all crops, -1 for none; the P image tokens are those of `ids`, row by row.
+            ids: (B, L) int64.
+            pixels: (C, patches, pixels of a patch) uint8.
+            pooling: (P, 4) indices of patches, counted over all crops, -1 for no patch. The P image tokens are in the
+                order of the image patch tokens in `ids`, row by row.
 
         Raises:
             DataError: see `check_images`.
@@ -268,14 +304,15 @@ class Molmo2Body(nn.Module):
         return x
 
     def check_images(self, ids: Tensor, pooling: Tensor) -> None:
-        """
+        """Check that `pooling` belongs to the image tokens in `ids`; this waits for the GPU.
+
         Raises:
-            DataError: `pooling` has another number of image tokens than `ids`, or one without a patch.
+            DataError: `pooling` and `ids` have different numbers of image tokens, or an image token has no patch.
         """
         tokens, pools = int((ids == self.image_patch_id).sum()), int((pooling >= 0).any(-1).sum())
         if not tokens == pools == len(pooling):
             raise DataError(
-                f"{tokens} image tokens in the text, {len(pooling)} features of images, {pools} of them with a patch",
+                f"the text has {tokens} image tokens, and pooling has {len(pooling)}, {pools} of them with a patch",
                 code="image_tokens_mismatch",
                 where="a batch of the policy",
                 remedy="pass input_ids and pooling of the same examples, in the same order",
@@ -283,7 +320,7 @@ class Molmo2Body(nn.Module):
 
 
 class Molmo2Backbone(nn.Module):
-    """`model` and `lm_head`, as native Molmo2ForConditionalGeneration names them."""
+    """The VLM with its output head; `model` and `lm_head` are named as in Molmo2ForConditionalGeneration."""
 
     def __init__(self, config: Molmo2Config, dropout: float) -> None:
         super().__init__()
@@ -292,21 +329,26 @@ class Molmo2Backbone(nn.Module):
 
 
 def _with_images(x: Tensor, is_patch: Tensor, features: Tensor) -> Tensor:
-    """x (B, L, hidden) with `features` added where `is_patch` (B, L), in order; no shape depends on values."""
+    """Add `features` in order to x (B, L, hidden) where `is_patch` (B, L) is True.
+
+    No shape depends on values, so that CUDA graphs can capture it.
+    """
     order = is_patch.flatten().cumsum(0).sub(1).clamp(min=0)
     added = features.to(x.dtype).index_select(0, order).view_as(x)
     return x + added.masked_fill(~is_patch[..., None], 0.0)
 
 
 def has_gqa_kernel(x: Tensor) -> bool:
-    """Whether attention with a mask has a kernel for grouped heads where `x` is: cuDNN's, which PyTorch asks first on
-    these GPUs, in bfloat16. Elsewhere PyTorch would compute it by plain operations, in float32.
+    """Return True if masked attention has a kernel for grouped heads for inputs like `x`.
+
+    This is cuDNN's kernel, which PyTorch prefers in bfloat16 on these GPUs. Elsewhere PyTorch would fall back to plain
+    operations in float32.
     """
     return x.is_cuda and x.dtype == torch.bfloat16 and torch.cuda.get_device_capability(x.device)[0] in CUDNN_FIRST
 
 
 def normalized(levels: Tensor) -> Tensor:
-    """uint8 levels as float32 in [-1, 1]."""
+    """Map uint8 levels to float32 in [-1, 1]."""
     return levels.float() / 255.0 * 2.0 - 1.0
 
 
@@ -317,10 +359,10 @@ def _in_turn(layers: Sequence[nn.Module], x: Tensor) -> Tensor:
 
 
 def call(module: Callable[..., Any], *inputs: Any) -> Any:
-    """What layers are called by, which `MolmoAct2.compile_layers` compiles."""
+    """Call `module`; layers are called through this function, so that `MolmoAct2.compile_layers` can compile it."""
     return module(*inputs)
 
 
 def checkpointed(module: Callable[..., Any], active: bool, *inputs: Any) -> Any:
-    """Call `module`; if `active`, its activations are computed again in the backward pass instead of being kept."""
+    """Call `module`; if `active`, with activation checkpointing: the backward pass recomputes its activations."""
     return checkpoint(module, *inputs, use_reentrant=False) if active else module(*inputs)
