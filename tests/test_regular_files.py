@@ -28,9 +28,9 @@ from armature.components.machine.project import project
 from armature.components.rewards.make import make_rewards
 from armature.components.rewards.reward import RewardSettings
 from armature.components.robots.datasets.lerobot.layout import read_info
-from armature.components.robots.policies.molmoact2.checkpoints.lerobot_layout import read_json
 from armature.components.robots.policies.molmoact2.processing.action_tokens import CONFIG, ActionTokens
 from armature.components.robots.policies.molmoact2.processing.norm_stats import NormStats
+from armature.components.robots.policies.source import read_json
 
 
 def make_socket(path: Path) -> None:

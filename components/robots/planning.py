@@ -19,13 +19,12 @@ from armature.components.planning.memory import Gpu, RecipeMemory
 from armature.components.planning.step import STEP_HEAD, Plan, StepTime, assumptions, plan_title, step_cells
 from armature.components.robots.imitation.opening import prepare
 from armature.components.robots.imitation.settings import PolicyUpdateSettings, VLATrainerSettings
-from armature.components.robots.policies.molmoact2.checkpoints.lerobot_layout import read_json
 from armature.components.robots.policies.molmoact2.checkpoints.parts import CONFIG
 from armature.components.robots.policies.molmoact2.checkpoints.tiny import tiny_config
 from armature.components.robots.policies.molmoact2.configuration import MolmoAct2Config
 from armature.components.robots.policies.molmoact2.modeling.model import MolmoAct2
 from armature.components.robots.policies.settings import RobotPolicySettings
-from armature.components.robots.policies.source import POLICY_WITHOUT_WEIGHTS
+from armature.components.robots.policies.source import POLICY_WITHOUT_WEIGHTS, read_json
 from armature.components.robots.recipes import EvaluateLibero, TrainVla, TrainVlaRl
 from armature.components.robots.rl.settings import RobotRLTrainerSettings, TrainVLARLSettings
 from armature.components.training.processes import TrainerProcesses

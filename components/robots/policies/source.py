@@ -7,8 +7,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+from armature.components.contracts.errors import DataError
 from armature.components.contracts.files import foreign, read_bytes
+from armature.components.contracts.metrics import read_finite
 from armature.components.models.source import CHECKPOINT, CheckpointKind
 from armature.components.robots.policies.settings import RobotPolicySettings
 
@@ -46,3 +49,27 @@ def read_settings(folder: Path) -> RobotPolicySettings | None:
         return None
     with foreign("the settings of the policy cannot be read", where=str(file)):
         return RobotPolicySettings.model_validate_json(read_bytes(file))
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """Read a JSON object from a file of a checkpoint.
+
+    Raises:
+        DataError: the file is missing, or is not a JSON object with finite numbers.
+    """
+    try:
+        content = read_finite(read_bytes(file))
+    except FileNotFoundError as error:
+        raise DataError(
+            "the checkpoint lacks this file",
+            code="checkpoint_file_missing",
+            where=str(file),
+            remedy="use a policy's complete folder",
+        ) from error
+    except (ValueError, RecursionError) as error:
+        raise DataError(
+            f"the file is not JSON with finite numbers: {error}", code="invalid_json", where=str(file)
+        ) from error
+    if not isinstance(content, dict):
+        raise DataError(f"the file is not a JSON object: {content!r:.80}", code="invalid_json", where=str(file))
+    return content

@@ -25,7 +25,13 @@ def run_policy(
         DataError: the folder or repository does not exist, or a file of the checkpoint is missing or invalid.
     """
     if settings.tiny is not None:
-        _refuse_other_sources(settings)
+        for name in ("checkpoint_path", "path"):
+            if getattr(settings, name) is not None:
+                raise ConfigurationError(
+                    f"policy.tiny and policy.{name} both name a policy",
+                    code="policy_ambiguous",
+                    remedy="set only one of them",
+                )
         from armature.components.robots.policies.molmoact2.checkpoints.tiny import make_tiny_policy
 
         make_tiny_policy(out / "checkpoint", settings)
@@ -50,16 +56,6 @@ def run_policy(
     commit = f" at {reference.commit}" if reference.commit else ""
     context.events.message(f"policy: refers to {source}{commit}")
     return StageReport()
-
-
-def _refuse_other_sources(settings: RobotPolicySettings) -> None:
-    named = [name for name in ("checkpoint_path", "path") if getattr(settings, name) is not None]
-    if named:
-        raise ConfigurationError(
-            f"policy.tiny and policy.{named[0]} both name a policy",
-            code="policy_ambiguous",
-            remedy="set only one of them",
-        )
 
 
 def policy_sources(settings: RobotPolicySettings, inputs: Mapping[str, Artifact]) -> dict[str, str]:

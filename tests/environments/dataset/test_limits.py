@@ -30,8 +30,8 @@ from armature.components.inference.command import read_config
 from armature.components.rewards.make import make_rewards
 from armature.components.rewards.reward import RewardSettings
 from armature.components.robots.datasets.lerobot.layout import read_info
-from armature.components.robots.policies.molmoact2.checkpoints.lerobot_layout import read_json
 from armature.components.robots.policies.molmoact2.processing.norm_stats import NormStats
+from armature.components.robots.policies.source import read_json
 from tests.refusals import refused
 
 from .test_values import environment_of

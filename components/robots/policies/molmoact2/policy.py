@@ -15,11 +15,11 @@ from torch import Tensor
 from armature.components.contracts.errors import ConfigurationError, ServerError
 from armature.components.contracts.robots import PreviousActions, RobotObservation
 from armature.components.robots.policies.molmoact2.checkpoints.checkpoint import fill_model, load_policy
-from armature.components.robots.policies.molmoact2.modeling.flow import noise_scales, prefix_weights, step_logprobs
+from armature.components.robots.policies.molmoact2.modeling.flow import prefix_weights
 from armature.components.robots.policies.molmoact2.modeling.model import MolmoAct2
 from armature.components.robots.policies.molmoact2.processing.batch import Example, Floats
 from armature.components.robots.policies.molmoact2.processing.processor import Processor, in_threads
-from armature.components.robots.policies.molmoact2.sampling import InferencePlan, Sampler
+from armature.components.robots.policies.molmoact2.sampling import InferencePlan, Sampler, ScoredChunks
 from armature.components.robots.policies.settings import Quantization, RobotPolicySettings
 
 InferenceMode = Literal["continuous", "discrete"]
@@ -185,22 +185,15 @@ class MolmoAct2Policy:
         self, observations: Sequence[RobotObservation], seeds: Sequence[int], noise_level: float
     ) -> list[FlowChunk]:
         """Predict from the same noise as `predict`, with one random Flow-SDE step per row (see `Sampler`)."""
-        sampler = self._sampler
         examples = in_threads(self._example, observations)
-        chunks = sampler.sample_flow_sde(examples, seeds, noise_level)
-        sigmas = noise_scales(sampler.plan.steps, noise_level)
-        logprobs = step_logprobs(chunks.before, chunks.after, chunks.velocity, chunks.step, sigmas)
-        steps = chunks.step.tolist()
-        return self._flow_chunks(chunks.actions, chunks.before, chunks.after, steps, logprobs, chunks.values)
+        return self._flow_chunks(self._sampler.sample_flow_sde(examples, seeds, noise_level))
 
     def score_flow_losses(
         self, observations: Sequence[RobotObservation], seeds: Sequence[int], flow_samples: int
     ) -> list[FlowChunk]:
         """Predict the same chunks as `predict`, and score each by its flow-matching losses (see `Sampler`)."""
         examples = in_threads(self._example, observations)
-        chunks = self._sampler.score_flow_losses(examples, seeds, flow_samples)
-        steps = [None] * len(examples)
-        return self._flow_chunks(chunks.actions, chunks.noise, chunks.actions, steps, chunks.logprobs, chunks.values)
+        return self._flow_chunks(self._sampler.score_flow_losses(examples, seeds, flow_samples))
 
     def sample_action_tokens(
         self, observations: Sequence[RobotObservation], seeds: Sequence[int], temperature: float
@@ -289,27 +282,19 @@ class MolmoAct2Policy:
         wanted[:left, : self.action_dimensions] = torch.from_numpy(normalized)
         return wanted, prefix_weights(previous.delay, left, sampler.horizon)
 
-    def _flow_chunks(
-        self,
-        normalized: Tensor,
-        before: Tensor,
-        after: Tensor,
-        steps: Sequence[int | None],
-        logprobs: Tensor,
-        values: Tensor | None,
-    ) -> list[FlowChunk]:
-        """Return the rows as `FlowChunk`s, from normalized actions (N, T, max_action_dim) and the chunks' fields."""
-        actions, executed = self._processor.decode(normalized.numpy()), self.n_action_steps
+    def _flow_chunks(self, chunks: ScoredChunks) -> list[FlowChunk]:
+        """Return the rows of `chunks`, with actions in the dataset's units."""
+        actions, executed = self._processor.decode(chunks.actions.numpy()), self.n_action_steps
         return [
             FlowChunk(
                 actions=actions[row, :executed],
-                before=before[row].numpy(),
-                after=after[row].numpy(),
-                step=step,
-                logprobs=logprobs[row, :executed, : self.action_dimensions].numpy(),
-                value=None if values is None else float(values[row]),
+                before=chunks.before[row].numpy(),
+                after=chunks.after[row].numpy(),
+                step=None if chunks.steps is None else int(chunks.steps[row]),
+                logprobs=chunks.logprobs[row, :executed, : self.action_dimensions].numpy(),
+                value=None if chunks.values is None else float(chunks.values[row]),
             )
-            for row, step in enumerate(steps)
+            for row in range(len(actions))
         ]
 
     def _decoded(self, tokens: Sequence[Sequence[int]]) -> tuple[Floats, list[bool]]:

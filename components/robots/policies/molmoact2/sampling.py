@@ -27,6 +27,7 @@ from armature.components.robots.policies.molmoact2.modeling.flow import (
     midpoints,
     noise_scales,
     noisy_actions,
+    step_logprobs,
 )
 from armature.components.robots.policies.molmoact2.modeling.graphs import GraphedFunction
 from armature.components.robots.policies.molmoact2.modeling.layers import context_index, context_mask
@@ -74,7 +75,7 @@ class TokenSampler:
 
 @dataclass(frozen=True)
 class InferencePlan:
-    """What the model attends to at inference, and the number of Euler steps.
+    """Attention masks to use at inference, and the number of Euler steps.
 
     bidirectional_images, hides_answers, mask_dimensions: see `LossPlan`.
     """
@@ -105,36 +106,21 @@ def row_noise(seeds: Sequence[int], horizon: int, dimensions: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class FlowSDEChunks:
-    """Chunks of N rows with one random denoising step each (Flow-SDE, see `modeling/flow.py`), on the CPU.
+class ScoredChunks:
+    """Chunks of N rows, on the CPU, with log-probs of a random denoising step or losses in place of log-probs.
 
     actions: (N, T, max_action_dim) float32, normalized.
-    before, after, velocity: (N, T, max_action_dim) float32, the points before and after the random step, and the
-        velocity at the point before it.
-    step: (N,) int64, the number of the random step.
-    values: (N,) float32 of the value head at the point before the random step; None without a value head.
+    before, after: (N, T, max_action_dim) float32, the points before and after the random step. If no step is random,
+        the noise of the flow-matching losses, (N, F, T, max_action_dim), and the actions.
+    steps: (N,) int64, numbers of the random steps; None if no step is random.
+    logprobs: (N, T, max_action_dim) float64; see `step_logprobs` and `loss_logprobs`.
+    values: (N,) float32, the value head's at `before`, or at the first loss's point; None without a value head.
     """
 
     actions: Tensor
     before: Tensor
     after: Tensor
-    velocity: Tensor
-    step: Tensor
-    values: Tensor | None
-
-
-@dataclass(frozen=True)
-class ScoredChunks:
-    """Chunks of N rows, sampled by Euler steps, with their flow-matching losses, on the CPU.
-
-    actions: (N, T, max_action_dim) float32, normalized.
-    noise: (N, F, T, max_action_dim) float32, the noise of the losses.
-    logprobs: (N, T, max_action_dim) float64, the negative losses in place of log-probs; see `loss_logprobs`.
-    values: (N,) float32 of the value head at the first loss's point; None without a value head.
-    """
-
-    actions: Tensor
-    noise: Tensor
+    steps: Tensor | None
     logprobs: Tensor
     values: Tensor | None
 
@@ -168,7 +154,7 @@ class SharedConditions:
 
 
 TILE = 64
-"""The width of rows on a GPU is a multiple of this many tokens.
+"""Number of tokens that the width of a row on a GPU is a multiple of.
 
 Matrix products are fast at such widths, and all prompts of LIBERO get the same width.
 """
@@ -226,7 +212,7 @@ class Sampler:
         return chunks
 
     @torch.no_grad()
-    def sample_flow_sde(self, examples: Sequence[Example], seeds: Sequence[int], noise_level: float) -> FlowSDEChunks:
+    def sample_flow_sde(self, examples: Sequence[Example], seeds: Sequence[int], noise_level: float) -> ScoredChunks:
         """Sample from the same noise as `sample`, but with one random Flow-SDE step in each row.
 
         The row's seed also chooses the step and draws its noise, both after the initial noise.
@@ -236,14 +222,16 @@ class Sampler:
         """
         steps, shape = self.plan.steps, (self.horizon, self.model.config.max_action_dim)
         noise, step, step_noise = map(torch.stack, zip(*(_draw(seed, shape, steps) for seed in seeds), strict=True))
+        scales = noise_scales(steps, noise_level)
         sigmas = torch.zeros(len(step), steps)
-        sigmas[torch.arange(len(step)), step] = noise_scales(steps, noise_level)[step].float()
+        sigmas[torch.arange(len(step)), step] = scales[step].float()
         random = (noise, step_noise, sigmas)
         actions, before, after, velocity, *values = self._in_groups(
             examples,
             lambda rows, batch: self._flow_sde_steps([*(each[rows] for each in random), *batch.observed()]),
         )
-        return FlowSDEChunks(actions, before, after, velocity, step, values[0] if values else None)
+        logprobs = step_logprobs(before, after, velocity, step, scales)
+        return ScoredChunks(actions, before, after, step, logprobs, values[0] if values else None)
 
     @torch.no_grad()
     def score_flow_losses(self, examples: Sequence[Example], seeds: Sequence[int], flow_samples: int) -> ScoredChunks:
@@ -256,7 +244,7 @@ class Sampler:
         actions, logprobs, *values = self._in_groups(
             examples, lambda rows, batch: self._scored_steps([noise[rows], *batch.observed()])
         )
-        return ScoredChunks(actions, noise[:, 1:], logprobs, values[0] if values else None)
+        return ScoredChunks(actions, noise[:, 1:], actions, None, logprobs, values[0] if values else None)
 
     @torch.no_grad()
     def generate(self, examples: Sequence[Example], max_steps: int) -> list[list[int]]:

@@ -81,12 +81,12 @@ def test_a_row_explores_from_the_same_noise_and_keeps_its_bits() -> None:
     assert sampler.sample_flow_sde(examples, SEEDS, 0.5).values is None
     torch.nn.init.normal_(sampler.model.add_value_head(0).layers[-1].weight)
     together = sampler.sample_flow_sde(examples * 3, seeds, 0.5)
-    assert len(set(together.step.tolist())) > 2
+    assert together.steps is not None and len(set(together.steps.tolist())) > 2
     assert together.values is not None and len(set(together.values.tolist())) == 7  # two rows come twice
     for row, seed in enumerate(seeds):
         alone = sampler.sample_flow_sde(examples[row % 3 :][:1], [seed], 0.5)
         assert all(torch.equal(value[0], vars(together)[name][row]) for name, value in vars(alone).items())
-        step = int(together.step[row])
+        step = int(together.steps[row])
         cut = Sampler(sampler.model, replace(PLAN, steps=10), horizon=HORIZON, group=1, width=40, pad_id=0)
         cut._velocity = lambda x, k, rest, own=sampler._velocity, step=step: own(x, k, rest) * (k < step)  # type: ignore
         assert torch.equal(cut.sample(examples[row % 3 :][:1], [seed])[0], together.before[row])
@@ -106,7 +106,7 @@ def test_a_judged_answer_is_the_one_of_an_evaluation_with_the_losses_of_the_form
     for row, seed in enumerate(seeds):
         alone = sampler.score_flow_losses(examples[row % 3 :][:1], [seed], 4)
         assert all(
-            torch.equal(vars(alone)[name][0], vars(found)[name][row]) for name in ("actions", "noise", "logprobs")
+            torch.equal(vars(alone)[name][0], vars(found)[name][row]) for name in ("actions", "before", "logprobs")
         )
         batch = as_batch([make_examples(3)[row % 3]])
         with torch.no_grad():
@@ -114,7 +114,7 @@ def test_a_judged_answer_is_the_one_of_an_evaluation_with_the_losses_of_the_form
         context = [(keys[0].double(), values[0].double()) for keys, values in cache]
         seen, steps = batch.input_ids[0] != EOS, torch.ones(HORIZON, dtype=torch.bool)
         actions, errors = found.actions[row].double(), torch.zeros(HORIZON, DIMENSIONS, dtype=torch.float64)
-        for number, noise in enumerate(found.noise[row].double()):
+        for number, noise in enumerate(found.before[row].double()):
             t = torch.tensor(number / 4 + 1 / 8, dtype=torch.float64)
             point = ((1 - t) * noise + t * actions) * used
             heads = CONFIG.action_expert_config.num_heads
@@ -234,7 +234,8 @@ def test_a_cuda_graph_samples_what_the_loop_does_and_rows_keep_their_bits() -> N
         found = graphed.sample_flow_sde(examples, SEEDS, 0.5)
         assert all(torch.equal(value, vars(found)[name]) for name, value in vars(explored).items() if name != "values")
         losses = graphed.score_flow_losses(examples, SEEDS, 4)
-        assert all(torch.equal(value, vars(losses)[name]) for name, value in vars(judged).items() if name != "values")
+        for name in ("actions", "before", "logprobs"):
+            assert torch.equal(vars(judged)[name], vars(losses)[name])
     for index in range(3):
         assert torch.equal(graphed.sample(examples[index : index + 1], SEEDS[index : index + 1])[0], expected[index])
     assert torch.equal(graphed.sample(examples[::-1], SEEDS[::-1]), expected.flip(0))

@@ -18,8 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from armature.components.contracts.errors import ConfigurationError, DataError
-from armature.components.contracts.files import bare_name, read_bytes
-from armature.components.contracts.metrics import read_finite
+from armature.components.contracts.files import bare_name
 from armature.components.models.source import locate
 from armature.components.robots.policies.molmoact2.checkpoints.weights import TensorFiles
 from armature.components.robots.policies.molmoact2.processing.norm_stats import (
@@ -30,7 +29,7 @@ from armature.components.robots.policies.molmoact2.processing.norm_stats import 
     resolve,
 )
 from armature.components.robots.policies.settings import Normalization, RobotPolicySettings
-from armature.components.robots.policies.source import POLICY_WITHOUT_WEIGHTS
+from armature.components.robots.policies.source import POLICY_WITHOUT_WEIGHTS, read_json
 
 CONFIG, BASE = "config.json", "base"
 PREPROCESSOR, NORMALIZER, PACK = "policy_preprocessor", "molmoact2_masked_normalizer", "molmoact2_pack_inputs"
@@ -237,30 +236,6 @@ def _released(name: str, folder: Path) -> str:
             remedy="use an unchanged checkpoint",
         )
     return name.removeprefix("model.").removeprefix(_PEFT).replace(_BASE_LAYER, ".")
-
-
-def read_json(file: Path) -> dict[str, Any]:
-    """Read a JSON object from a file of a checkpoint.
-
-    Raises:
-        DataError: the file is missing, or is not a JSON object with finite numbers.
-    """
-    try:
-        content = read_finite(read_bytes(file))
-    except FileNotFoundError as error:
-        raise DataError(
-            "the checkpoint lacks this file",
-            code="checkpoint_file_missing",
-            where=str(file),
-            remedy="use a policy's complete folder",
-        ) from error
-    except (ValueError, RecursionError) as error:
-        raise DataError(
-            f"the file is not JSON with finite numbers: {error}", code="invalid_json", where=str(file)
-        ) from error
-    if not isinstance(content, dict):
-        raise DataError(f"the file is not a JSON object: {content!r:.80}", code="invalid_json", where=str(file))
-    return content
 
 
 # --- Writing LeRobot's files ---

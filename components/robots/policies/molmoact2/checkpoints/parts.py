@@ -14,7 +14,6 @@ from armature.components.models.source import CHECKPOINT, locate
 from armature.components.robots.policies.molmoact2.checkpoints.lerobot_layout import (
     BASE,
     is_lerobot,
-    read_json,
     read_lerobot,
 )
 from armature.components.robots.policies.molmoact2.configuration import MolmoAct2Config
@@ -28,7 +27,7 @@ from armature.components.robots.policies.molmoact2.processing.norm_stats import 
 )
 from armature.components.robots.policies.molmoact2.processing.processor import Processor
 from armature.components.robots.policies.settings import RobotPolicySettings
-from armature.components.robots.policies.source import POLICY_WITHOUT_WEIGHTS, read_settings
+from armature.components.robots.policies.source import POLICY_WITHOUT_WEIGHTS, read_json, read_settings
 
 CONFIG, PROCESSOR_CONFIG, ACTION_TOKENIZER = "config.json", "processor_config.json", "action_tokenizer"
 

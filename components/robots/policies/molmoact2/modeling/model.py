@@ -51,7 +51,7 @@ Precision = Literal["float32", "bfloat16"]
 class MolmoAct2(nn.Module):
     """The model with its training losses.
 
-    Modules of `vlm` have the names of transformers' Molmo2, modules of `action_expert` those of released checkpoints.
+    Modules of `vlm` are named as in transformers' Molmo2, and modules of `action_expert` as in released checkpoints.
     There are no buffers before `quantize_text`, so a model built on the meta device is complete once its parameters are
     loaded. `value_head` is only used by reinforcement learning and is not part of a released checkpoint.
 
@@ -136,7 +136,7 @@ class MolmoAct2(nn.Module):
     def compile_layers(self, *, dynamic: bool, split: bool = False) -> None:
         """Compile vision, text and expert layers at their first call, which fuses elementwise operations.
 
-        Layers of a kind share compiled code. Results differ in rounding from those of layers that are not compiled.
+        Layers of a kind share compiled code. Compiled layers round differently from layers that are not compiled.
 
         Args:
             dynamic: True compiles once for batches of all shapes. False compiles for each shape, so that the code of a

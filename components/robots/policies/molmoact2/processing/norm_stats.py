@@ -26,11 +26,10 @@ from pydantic import (
 )
 
 from armature.components.contracts.errors import ConfigurationError, DataError
-from armature.components.contracts.files import read_bytes
-from armature.components.contracts.metrics import read_finite
 from armature.components.robots.datasets.lerobot.layout import Feature
 from armature.components.robots.policies.molmoact2.processing.batch import Flags, Floats
 from armature.components.robots.policies.settings import Normalization, RobotPolicySettings
+from armature.components.robots.policies.source import read_json
 
 log = logging.getLogger(__name__)
 
@@ -169,21 +168,11 @@ class NormStats(BaseModel):
         Raises:
             DataError: the file is missing, or does not have this format.
         """
+        document = read_json(path)
         try:
-            return cls.model_validate(read_finite(read_bytes(path)))
-        except FileNotFoundError as error:
-            raise DataError(
-                "the checkpoint has no statistics",
-                code="checkpoint_file_missing",
-                where=str(path),
-                remedy="use a checkpoint with a norm_stats.json",
-            ) from error
+            return cls.model_validate(document)
         except ValidationError as error:
             raise DataError(_first(error), code="invalid_statistics", where=str(path)) from error
-        except (ValueError, RecursionError) as error:
-            raise DataError(
-                f"the file is not JSON with finite numbers: {error}", code="invalid_json", where=str(path)
-            ) from error
 
     def save(self, path: Path) -> None:
         """Write the file."""
@@ -473,7 +462,7 @@ class Normalizer:
                 )
 
     def _passed_outside(self, values: Floats) -> str:
-        """Describe the first value outside [-1, 1] in a dimension that is not normalized; "" if there is none."""
+        """Describe the first value outside [-1, 1] in a dimension that is not normalized, or return ""."""
         outside = np.argwhere((np.abs(values) > 1) & ~self.mask)
         if not len(outside):
             return ""
