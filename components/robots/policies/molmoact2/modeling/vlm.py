@@ -71,7 +71,7 @@ class TextAttention(Molmo2Attention):
             keys, values = torch.cat([past[0], keys], dim=2), torch.cat([past[1], values], dim=2)
         groups = self.num_key_value_groups
         heads = [keys, values] if gqa else [each.repeat_interleave(groups, dim=1) for each in (keys, values)]
-        attended = functional.scaled_dot_product_attention(queries, *heads, attn_mask=mask, enable_gqa=gqa)
+        attended = functional.scaled_dot_product_attention(queries, heads[0], heads[1], attn_mask=mask, enable_gqa=gqa)
         return self.o_proj(attended.transpose(1, 2).flatten(2)), keys, values
 
     def keys_values(self, x: Tensor, angles: KeyValue) -> KeyValue:
