@@ -1,1 +1,2 @@
-"""Families of vision-language models, one file each: parts, image inputs and a tiny checkpoint. Torch-free."""
+"""Families of vision-language models, one file each: components, image inputs and a tiny checkpoint. Nothing imports
+torch."""

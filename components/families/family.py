@@ -1,4 +1,4 @@
-"""The description of a model family, and the families by name."""
+"""Description of a model family, and the registry of families."""
 
 from __future__ import annotations
 
@@ -12,22 +12,24 @@ from armature.components.families.tiny import TinyRecipe
 from armature.components.machine.registry import Registry
 
 Component = Literal["vision", "projector", "language"]
+"""Part of a vision-language model: the vision tower, the projector after it, or the language model."""
 COMPONENTS: tuple[Component, ...] = ("vision", "projector", "language")
 
 
 @dataclass(frozen=True)
 class ImageInputs:
-    """How the images of a sample enter the tensors of a batch.
+    """Description of the model inputs that the images of a sample become.
 
-    Args:
-        feature_token: each one of these in the token ids takes one feature of an image. How many an image needs,
-            and in which runs, comes from the processor's own expansion of one image. Written as the token's text, or
-            as a path from the processor when it starts with a dot: `".tokenizer.image_token"`.
-        joins: every output of the image processor, and the function that joins it across images.
-        type_ids: the name of the (B, L) input that marks image tokens with 1; None if the model needs none.
-        typed_tokens: the texts of the tokens so marked; the feature token if empty.
-        reserved: the texts of all tokens that only a processor may write and no policy may sample.
-        merge_turns: False where a later image changes the log-probs of earlier tokens.
+    Attributes:
+        feature_token: token that takes one image feature at each occurrence. The processor's expansion of an image says
+        how many occurrences an image needs, and in which runs. Given as text, or as a path from the processor if it
+        starts with a dot: `".tokenizer.image_token"`.
+        joins: for each output of the image processor, the function that joins it across images.
+        type_ids: name of the (B, L) input that marks image tokens with 1; None if the model has no such input.
+        typed_tokens: texts of the marked tokens; if empty, the feature token.
+        reserved: texts of all tokens that only a processor may write and no policy may sample.
+        merge_turns: False if a later image changes the log-probs of earlier tokens, so that turns must not share a
+        sequence.
     """
 
     feature_token: str
@@ -40,20 +42,30 @@ class ImageInputs:
 
 @dataclass(frozen=True)
 class Family:
-    """One family.
+    """A family of vision-language models.
 
-    `model_type` and `vision_model_type` are those of the Hugging Face configuration; the second is named only
-    where several families share the first. A parameter belongs to the component that has the longest prefix of
-    its name (so `model.visual.merger` may be the projector inside `model.visual`). `placeholder` is the
-    configuration's attribute with the id of the token that one image feature replaces. `image_tokens` are all
-    tokens that stand for images or videos and must never be sampled. `wrap_classes` are the block classes that
-    FSDP shards and gradient checkpointing recomputes one by one. `image_attention` is True where the tokens of an
-    image attend in both directions unless the configuration's `is_mm_prefix_lm` is False. `served_adapters` are
-    the components whose adapters vLLM (0.32) applies as they are trained. `whole_tower` is True where a model uses the
-    output of its vision tower and no hidden states of the layers: of a tower that FSDP wraps transformers records none.
-    `embeds_features` is True where the features of images only replace the embeddings of their tokens, and False where
-    later layers or masks need them, or the ids, as well. `images` describes its inputs, and `tiny` makes a checkpoint
-    of it from a seed; None where nobody wrote one.
+    Attributes:
+        name: name of the family, as in tiny/<name>.
+        model_type: the Hugging Face configuration's `model_type`.
+        vision, projector, language: name prefixes of each component's parameters. The longest matching prefix decides,
+        so `model.visual.merger` may be the projector inside `model.visual`.
+        placeholder: the configuration's attribute with the id of the token that an image feature replaces.
+        image_tokens: all tokens that stand for images or videos, which must never be sampled.
+        wrap_classes: classes of the blocks that FSDP shards and gradient checkpointing recomputes one by one.
+        vision_model_type: the vision configuration's `model_type`, if several families share `model_type`.
+        image_attention: True if image tokens attend in both directions unless the configuration's `is_mm_prefix_lm` is
+        False.
+        served_adapters: components whose adapters vLLM (0.32) applies as they are trained.
+        whole_tower: True if the model uses only the final output of its vision tower. transformers records no hidden
+        states of the layers of a tower that FSDP wraps.
+        embeds_features: True if image features only replace the embeddings of their tokens; False if later layers or
+        masks also need features or ids.
+        images: description of the image inputs; None if they have to be inferred from the processor.
+        tiny: recipe of a tiny checkpoint; None if there is no such recipe.
+
+    Example:
+        >>> FAMILIES["qwen2-vl"].component_of("model.visual.merger.mlp.0.weight")
+        'projector'
     """
 
     name: str
@@ -73,31 +85,32 @@ class Family:
     tiny: TinyRecipe | None = None
 
     def component_of(self, parameter: str) -> Component:
-        """The component that the parameter or module called `parameter` belongs to.
+        """Return the component that a parameter or module belongs to, by its name.
 
         Raises:
-            ConfigurationError: no component's prefix fits.
+            ConfigurationError: the name has no component's prefix.
         """
-        found: tuple[int, Component] | None = None
+        longest: tuple[int, Component] | None = None
         for component in COMPONENTS:
             for prefix in getattr(self, component):
                 fits = parameter == prefix or parameter.startswith(prefix + ".")
-                if fits and (found is None or len(prefix) > found[0]):
-                    found = (len(prefix), component)
-        if found is None:
+                if fits and (longest is None or len(prefix) > longest[0]):
+                    longest = (len(prefix), component)
+        if longest is None:
             raise ConfigurationError(
                 f"{parameter!r} belongs to no component of {self.name}",
                 code="parameter_without_component",
-                remedy="add its prefix to the family's file in components/families",
+                remedy="add a matching prefix to the family's file in components/families",
             )
-        return found[1]
+        return longest[1]
 
 
 LANGUAGE = ("model.language_model", "lm_head")
+"""Name prefixes of the language model in most families."""
 
 
 class _Families(Registry, Mapping[str, Family]):
-    """Families by name: ours in the order below, then those of other packages by name."""
+    """Families by name: this project's families in the order below, then families of other packages."""
 
     def __iter__(self) -> Iterator[str]:
         return iter([*self._entries, *(name for name in super().__iter__() if name not in self._entries)])
@@ -125,7 +138,7 @@ FAMILIES = _Families(
 
 
 def family_of(config: Any) -> Family:
-    """The family of a Hugging Face configuration, or of the `model_type` alone.
+    """Return the family of a Hugging Face configuration, or of a `model_type`.
 
     Raises:
         ConfigurationError: no family has this `model_type`.
@@ -145,18 +158,18 @@ def family_of(config: Any) -> Family:
 
 
 def tiny_recipe(name: str) -> TinyRecipe:
-    """The parts of a tiny checkpoint of the family called `name`.
+    """Return the recipe of a family's tiny checkpoint.
 
     Raises:
-        ConfigurationError: no such family, or nobody wrote these parts for it.
+        ConfigurationError: the family does not exist, or has no such recipe.
     """
     recipe = FAMILIES[name].tiny
     if recipe is None:
         raise ConfigurationError(
-            f"the model family {name!r} makes no tiny checkpoint",
+            f"the model family {name!r} has no tiny checkpoint",
             code="tiny_checkpoint_unsupported",
             where=f"model.source = tiny/{name}",
-            remedy="give its `Family` a `tiny`, or name a checkpoint",
+            remedy="add `tiny` to its `Family`, or name a checkpoint",
         )
     return recipe
 
@@ -166,6 +179,6 @@ class _Tokenizer(Protocol):
 
 
 def image_token_ids(family: Family, tokenizer: _Tokenizer) -> tuple[int, ...]:
-    """The ids, in rising order, of the family's image tokens that the tokenizer knows: never to be sampled."""
+    """Sorted ids of the family's image tokens that the tokenizer has; they must never be sampled."""
     vocabulary = tokenizer.get_vocab()
     return tuple(sorted(vocabulary[token] for token in family.image_tokens if token in vocabulary))

@@ -1,4 +1,4 @@
-"""Gemma3: the tokens of an image attend in both directions."""
+"""The family Gemma3: the tokens of an image attend in both directions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ VOCABULARY = TinyVocabulary(
         *("<pad>", "<eos>", "<bos>", "<start_of_turn>", "<end_of_turn>"),
         *("<start_of_image>", "<end_of_image>", "<image_soft_token>"),
     ),
-    # The processor puts two line breaks around an image; servers expect runs of them as single tokens.
+    # The processor puts two line breaks around an image; servers expect a run of line breaks to be one token.
     words=("\n", "\n\n", "\n\n\n", "\n\n\n\n"),
     pad="<pad>",
     eos="<end_of_turn>",
@@ -82,7 +82,7 @@ def _processor(settings: TinySettings, tokenizer: Any) -> Any:
 
 
 def _initialize(model: Any, settings: TinySettings) -> None:
-    """Gemma3's projection starts at zero, which no gradient of the vision tower gets through."""
+    """Initialize the projection at random: with Gemma3's zeros, the vision tower would get no gradient."""
     from torch import nn
 
     nn.init.normal_(model.model.multi_modal_projector.mm_input_projection_weight, std=settings.initializer_range)
@@ -101,7 +101,7 @@ GEMMA3 = Family(
     whole_tower=True,
     embeds_features=False,
     images=ImageInputs(
-        feature_token=".tokenizer.image_token",  # the processor's own image_token is the one that begins an image
+        feature_token=".tokenizer.image_token",  # the processor's image_token is the start of an image instead
         joins={"pixel_values": cat},
         type_ids="token_type_ids",  # attention is bidirectional inside an image
     ),

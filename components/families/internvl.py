@@ -1,4 +1,4 @@
-"""InternVL: an image in tiles, each of as many tokens."""
+"""The family InternVL: an image is cut into tiles with equal numbers of tokens."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ VOCABULARY = TinyVocabulary(
         "video_token": "<video>",
     },
 )
-DOWNSAMPLE = 0.5  # of each side, by pixel shuffle
+DOWNSAMPLE = 0.5  # factor of pixel shuffle on each side
 MAX_TILES = 4
 
 

@@ -1,8 +1,8 @@
-"""How one output of an image processor is joined across images.
+"""Functions that join an image processor's output across images.
 
-Each function takes the list of that output per image, and the list of all outputs per image for rules that need
-another one, and returns what the processor itself would return for the whole list.
-Torch is imported when one of them is called.
+Each function takes one output per image (`parts`), and all outputs per image (`features`), which some functions need as
+well. It returns what the processor itself would return for all images together. Torch is imported when a function is
+called.
 """
 
 from __future__ import annotations
@@ -15,18 +15,20 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Features: TypeAlias = "Mapping[str, Tensor]"
+"""All outputs of an image processor for one image, by name."""
 Join: TypeAlias = "Callable[[Sequence[Tensor], Sequence[Features]], Tensor]"
+"""Function that joins one output across images."""
 
 
 def cat(parts: Sequence[Tensor], features: Sequence[Features]) -> Tensor:
-    """Along dim 0: patches, tiles, or rows of a grid."""
+    """Concatenate along dim 0: patches, tiles, or rows of a grid."""
     import torch
 
     return torch.cat(list(parts))
 
 
 def pad_cat(parts: Sequence[Tensor], features: Sequence[Features]) -> Tensor:
-    """Along dim 0, after zeros were added at the end of every other dim up to the largest."""
+    """Concatenate along dim 0 after padding all other dims with zeros at their ends to the largest size."""
     import torch
     from torch.nn.functional import pad
 
@@ -40,9 +42,10 @@ def pad_cat(parts: Sequence[Tensor], features: Sequence[Features]) -> Tensor:
 
 @dataclass(frozen=True)
 class OffsetCat:
-    """Along dim 0, of indices into the rows of another output: `output`, its first `dims` dims taken flat.
+    """Concatenate indices into the rows of another output along dim 0.
 
-    Indices of later images are raised by the rows before them. Negative ones mean "nothing" and are kept.
+    The indices of each image are raised by the number of rows of earlier images. The rows are the first `dims` dims of
+    `output`, flattened. Negative indices mean "nothing" and are not changed.
     """
 
     output: str

@@ -1,4 +1,4 @@
-"""LLaVA-1.5, and LLaVA-NeXT, which adds tiles of an image to the whole of it."""
+"""The families LLaVA-1.5 and LLaVA-NeXT; the latter encodes an image as a whole and in tiles."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ VOCABULARY = TinyVocabulary(
     named={"image_token": "<image>"},
 )
 TEMPLATE = vicuna("<image>\n")
-CLASS_TOKENS = 1  # CLIP's; the feature strategy "default" drops it again
+CLASS_TOKENS = 1  # class token of CLIP, which the feature strategy "default" drops
 
 
 def _shared(settings: TinySettings, tokenizer: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Molmo2: an image in crops, whose tokens attend in both directions."""
+"""The family Molmo2: an image is cut into crops, and its tokens attend in both directions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PATCH_TOKENS = (
     *("<frame_start>", "<frame_end>"),
 )
 VOCABULARY = TinyVocabulary(
-    # vLLM takes a first token with id 0 for none and writes the stop token instead.
+    # The first token must not have id 0: vLLM would treat it as missing and write the stop token instead.
     markers=("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|begin|>"),
     pad="<|endoftext|>",
     eos="<|im_end|>",
@@ -24,7 +24,7 @@ VOCABULARY = TinyVocabulary(
         *("<frame_start>", "<frame_end>", "<|video|>"),
     ),
 )
-EXTRA_EMBEDDINGS = 16  # rows for the tokens above, and a few that nothing uses, as in released checkpoints
+EXTRA_EMBEDDINGS = 16  # rows for the tokens above and some unused ones, as in released checkpoints
 MAX_CROPS = 4
 POOL = 2  # 2 x 2 patches become one token
 
@@ -34,7 +34,7 @@ def _config(settings: TinySettings, tokenizer: Any) -> Any:
 
     if settings.tie_embeddings:
         raise ConfigurationError(
-            "Molmo2 has more input embeddings than output ones, so they cannot be one matrix",
+            "Molmo2 has more input than output embeddings, so one matrix cannot serve as both",
             code="tied_embeddings_unsupported",
             where="model.tiny.tie_embeddings = true",
             remedy="set it to false",
@@ -83,7 +83,7 @@ def _processor(settings: TinySettings, tokenizer: Any) -> Any:
     from transformers import Molmo2ImageProcessor, Molmo2Processor, Molmo2VideoProcessor
 
     size = {"height": settings.image_side, "width": settings.image_side}
-    margin = 1 if settings.image_side >= 4 * PATCH else 0  # patches of a crop that its neighbor has too
+    margin = 1 if settings.image_side >= 4 * PATCH else 0  # patches that neighboring crops share
     images = Molmo2ImageProcessor(
         size=size, max_crops=MAX_CROPS, overlap_margins=[margin, margin], pooling_size=[POOL, POOL], patch_size=PATCH
     )
@@ -111,13 +111,13 @@ MOLMO2 = Family(
         feature_token="<im_patch>",
         joins={
             "pixel_values": cat,  # (crops of all images, patches, pixels)
-            "image_token_pooling": OffsetCat("pixel_values", dims=2),  # each row: the patches that make one token
+            "image_token_pooling": OffsetCat("pixel_values", dims=2),  # each row has the patches of one token
             "image_grids": cat,
             "image_num_crops": cat,
         },
         type_ids="mm_token_type_ids",  # attention is bidirectional inside an image
         typed_tokens=PATCH_TOKENS,
     ),
-    # The processor begins every text with the first token; vLLM only those with images: the template does it for both.
+    # The processor adds the first token to every text, vLLM only to those with images; so the template adds it.
     tiny=TinyRecipe(VOCABULARY, "{{ bos_token }}" + chatml("<|image|>"), _config, _processor),
 )

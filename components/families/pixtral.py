@@ -1,4 +1,4 @@
-"""Pixtral, which is LLaVA's architecture with a tower of its own, and Mistral3."""
+"""The families Pixtral (LLaVA's architecture with another vision tower) and Mistral3."""
 
 from __future__ import annotations
 

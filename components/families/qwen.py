@@ -1,4 +1,4 @@
-"""Qwen2-VL, Qwen2.5-VL and Qwen3-VL: images of any size, and positions in three dimensions."""
+"""The families Qwen2-VL, Qwen2.5-VL and Qwen3-VL: images of any size, and positions in three dimensions."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def _config_3(settings: TinySettings, tokenizer: Any) -> Any:
 
 
 def _mrope(settings: TinySettings) -> dict[str, Any]:
-    """Shares of the rotary frequencies for time, height and width, about 1 : 1.5 : 1.5 as in the real models."""
+    """Split the rotary frequencies among time, height and width, about 1 : 1.5 : 1.5 as in the real models."""
     half = settings.hidden_size // settings.heads // 2
     spatial = (half - half // 4) // 2
     return {
@@ -118,7 +118,7 @@ def _image_processor(settings: TinySettings, patch_size: int) -> Any:
 
 
 def _processor(kind: str, video: str, patch_size: int) -> Callable[[TinySettings, Any], Any]:
-    """A function that builds the processor of class `kind`, with the video processor of class `video`."""
+    """Return a function that builds a processor of class `kind` with a video processor of class `video`."""
 
     def build(settings: TinySettings, tokenizer: Any) -> Any:
         import transformers
@@ -144,7 +144,7 @@ QWEN2_VL = Family(
     images=ImageInputs(
         feature_token=".image_token",
         joins={"pixel_values": cat, "image_grid_thw": cat},  # patches of all images; one grid per image
-        type_ids="mm_token_type_ids",  # 3-D rotary positions come from them; Qwen2.5-VL falls back to 1-D in silence
+        type_ids="mm_token_type_ids",  # needed for 3-D rotary positions; without them Qwen2.5-VL silently uses 1-D ones
     ),
     tiny=TinyRecipe(VOCABULARY, TEMPLATE, _config_2, _processor("Qwen2VLProcessor", "Qwen2VLVideoProcessor", PATCH)),
 )

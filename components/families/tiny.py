@@ -1,8 +1,9 @@
-"""Parts of a tiny checkpoint of a family: sizes, vocabulary, chat template, configuration and processor. Torch-free.
+"""Recipes for tiny checkpoints: sizes, vocabulary, chat template, configuration and processor of a family. Nothing
+imports torch.
 
-Every chat template takes content as a string or as a list of parts (text, image, image_url) in any turn, a system
-message, and any number of turns; an assistant's turn ends with the token that the model samples to stop, so a
-later prompt begins with the earlier prompt and completion.
+Every chat template accepts content as a string or as a list of parts (text, image, image_url) in any turn, a system
+message, and any number of turns. An assistant's turn ends with the token that the model samples to stop, so the next
+prompt begins with the previous prompt and completion.
 """
 
 from __future__ import annotations
@@ -15,19 +16,19 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_va
 
 from armature.components.contracts.settings import Settings
 
-PATCH = 14  # pixels of a side, of every family but Qwen3-VL
+PATCH = 14  # side of a patch in pixels, in all families but Qwen3-VL
 
 
 class Transcript(Settings):
     """A conversation that teaches the answer format.
 
-    In `user`, `{image}` stands for an image; in `assistant`, `{answer}` for an answer drawn at random.
+    In `user`, `{image}` stands for an image; in `assistant`, `{answer}` stands for a randomly drawn answer.
     """
 
     user: tuple[str, ...] = Field(min_length=1)
     """The user's turns, e.g. '{image}What color is this?'."""
     assistant: tuple[str, ...] = Field(min_length=1)
-    """The assistant's turns, as many."""
+    """The assistant's turns, as many as the user's."""
 
     @model_validator(mode="after")
     def _turns_alternate(self) -> Self:
@@ -39,36 +40,36 @@ class Transcript(Settings):
 class FormatSettings(Settings):
     """Next-token training on conversations whose images are all blank.
 
-    It gives random weights what every pretrained model has: the environment's answer format, at chance accuracy.
+    It gives random weights what pretrained models have: the environment's answer format, at chance accuracy.
     """
 
     system: str = ""
     """System prompt of every conversation; empty for none."""
     transcripts: tuple[Transcript, ...] = Field(min_length=1)
-    """Conversations, used in turn."""
+    """Conversations, used one after the other, again and again."""
     answers: tuple[str, ...] = Field(min_length=1)
-    """What {answer} is drawn from, each equally often."""
+    """Answers that replace {answer}, each equally often."""
     image_side: PositiveInt = 56
     """Width and height of the blank images, in pixels."""
     steps: PositiveInt = 150
     """Optimizer steps."""
     batch_size: PositiveInt = 32
-    """Conversations per step."""
+    """Conversations per optimizer step."""
     learning_rate: PositiveFloat = 1e-2
     """Peak learning rate of AdamW, after a warm-up of five steps and before a cosine decay."""
     trained: Literal["embeddings", "language"] = "embeddings"
-    """What learns the format: the input and output embeddings, or the whole language model."""
+    """Weights that learn the format: the input and output embeddings, or the whole language model."""
 
 
 class TinySettings(Settings):
-    """Sizes of a checkpoint made from a seed. Attention heads must be 32, 64, 80, 96, 112 or 128 wide for vLLM."""
+    """Sizes of a checkpoint made from a seed. vLLM requires attention heads of size 32, 64, 80, 96, 112 or 128."""
 
     seed: NonNegativeInt = 0
     """Seed of the weights."""
     hidden_size: PositiveInt = Field(64, multiple_of=32)
     """Width of the language model."""
     intermediate_size: PositiveInt = 128
-    """Width of its feed-forward layers."""
+    """Width of the language model's feed-forward layers."""
     layers: PositiveInt = 2
     """Layers of the language model."""
     heads: PositiveInt = 2
@@ -78,27 +79,27 @@ class TinySettings(Settings):
     vision_hidden_size: PositiveInt = Field(64, multiple_of=32)
     """Width of the vision tower."""
     vision_intermediate_size: PositiveInt = 128
-    """Width of its feed-forward layers."""
+    """Width of the vision tower's feed-forward layers."""
     vision_layers: PositiveInt = 1
     """Layers of the vision tower."""
     vision_heads: PositiveInt = 2
     """Attention heads of the vision tower."""
     image_side: PositiveInt = Field(224, multiple_of=28)
-    """Largest (Qwen, Pixtral) or fixed (others) side of an image or its crops in pixels."""
+    """Side in pixels of an image or of its crops: the largest for Qwen and Pixtral, a fixed one for other families."""
     max_positions: PositiveInt = 2048
     """Longest sequence in tokens."""
     vocabulary_size: PositiveInt = Field(384, ge=300)
-    """Most tokens the tokenizer may have."""
+    """Largest number of tokens of the tokenizer."""
     corpus: tuple[str, ...] = ()
-    """Texts that the tokenizer learns before its own few sentences, to write them in few tokens."""
+    """Texts that the tokenizer is trained on before its own sentences, so that it encodes them in few tokens."""
     initializer_range: PositiveFloat = 0.02
     """Standard deviation of the language model's weights."""
     vision_initializer_range: PositiveFloat = 0.02
     """Standard deviation of the vision tower's weights."""
     tie_embeddings: bool = False
-    """Whether input and output embeddings are one matrix."""
+    """Use one matrix for input and output embeddings."""
     format: FormatSettings | None = None
-    """Teaches an answer format; leave out for none."""
+    """Training that teaches an answer format; leave it out for none."""
 
     @model_validator(mode="after")
     def _heads_divide(self) -> Self:
@@ -107,7 +108,7 @@ class TinySettings(Settings):
             (self.vision_hidden_size, self.vision_heads, "vision_heads"),
         ):
             if width % heads or width // heads not in (32, 64, 80, 96, 112, 128, 192, 256):
-                raise ValueError(f"{where} = {heads} over a width of {width} gives no head size that vLLM serves")
+                raise ValueError(f"{where} = {heads} and a width of {width} give a head size unknown to vLLM")
         if self.heads % self.key_value_heads:
             raise ValueError(f"heads = {self.heads} is not a multiple of key_value_heads = {self.key_value_heads}")
         return self
@@ -115,22 +116,31 @@ class TinySettings(Settings):
 
 @dataclass(frozen=True)
 class TinyVocabulary:
-    """The special tokens of a family. `markers` are those with the first ids, in their order."""
+    """Special tokens of a family.
+
+    Attributes:
+        markers: special tokens with the first ids, in this order.
+        words: ordinary texts that are one token each.
+        inputs_only: special tokens with the last ids, for which the output head has no rows.
+        named: tokens by attribute name, e.g. image_token, which some processors read.
+    """
 
     markers: tuple[str, ...]
     pad: str
     eos: str
     bos: str | None = None
-    words: tuple[str, ...] = ()  # ordinary text that is one token each
-    inputs_only: tuple[str, ...] = ()  # special tokens with the last ids, which the output head has no rows for
-    named: dict[str, str] = field(default_factory=dict)  # e.g. image_token, which some processors look for
+    words: tuple[str, ...] = ()
+    inputs_only: tuple[str, ...] = ()
+    named: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class TinyRecipe:
-    """`config(settings, tokenizer)` and `processor(settings, tokenizer)` build the Hugging Face objects.
+    """Recipe of a family's tiny checkpoint.
 
-    `initialize(model, settings)` replaces initial weights that would leave the model blind.
+    Attributes:
+        config, processor: build the Hugging Face objects from settings and tokenizer.
+        initialize: replaces initial weights with which the model could not learn to see.
     """
 
     vocabulary: TinyVocabulary
@@ -141,6 +151,7 @@ class TinyRecipe:
 
 
 def vision_sizes(settings: TinySettings) -> dict[str, int]:
+    """Entries that most vision configurations share."""
     return {
         "hidden_size": settings.vision_hidden_size,
         "intermediate_size": settings.vision_intermediate_size,
@@ -150,7 +161,7 @@ def vision_sizes(settings: TinySettings) -> dict[str, int]:
 
 
 def text_sizes(settings: TinySettings, tokenizer: Any) -> dict[str, Any]:
-    """The entries that every family's language-model configuration shares."""
+    """Entries that all language-model configurations share."""
     return {
         "vocab_size": len(tokenizer),
         "hidden_size": settings.hidden_size,
@@ -173,6 +184,7 @@ _PARTS = (
     "{%- if part['type'] in ('image', 'image_url') -%}{{ 'IMAGE' }}{%- else -%}{{ part['text'] }}{%- endif -%}"
     "{%- endfor -%}{%- endif -%}{%- endmacro -%}"
 )
+"""Jinja macro that renders content, a string or a list of parts."""
 _CHATML = (
     "{%- for message in messages -%}"
     "{{ '<|im_start|>' + message['role'] + '\\n' }}{{ render(message['content']) }}{{ '<|im_end|>\\n' }}"
@@ -205,24 +217,25 @@ _GEMMA = (
 
 
 def chatml(image: str) -> str:
-    """The template of Qwen and InternVL; `image` is the text that stands for one image."""
+    """Chat template of Qwen and InternVL; `image` is the text that stands for one image."""
     return _with(image, _CHATML)
 
 
 def vicuna(image: str) -> str:
-    """The template of LLaVA."""
+    """Chat template of LLaVA."""
     return _with(image, _VICUNA)
 
 
 def mistral(image: str) -> str:
-    """The template of Pixtral and Mistral3."""
+    """Chat template of Pixtral and Mistral3."""
     return _with(image, _MISTRAL)
 
 
 def gemma(image: str) -> str:
-    """The template of Gemma3; a system message is a turn of its own."""
+    """Chat template of Gemma3; a system message is a turn of its own."""
     return _with(image, _GEMMA)
 
 
 def _with(image: str, body: str) -> str:
+    """Join the macro and a template, with this text for an image."""
     return _PARTS.replace("IMAGE", image.replace("\n", "\\n")) + body

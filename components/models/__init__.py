@@ -1,1 +1,1 @@
-"""Vision-language models by family: loading, freezing, LoRA, saving, and tiny checkpoints for a CPU."""
+"""Vision-language models: loading, freezing, LoRA, 4-bit weights, packing, saving, and tiny checkpoints for a CPU."""

@@ -1,7 +1,8 @@
-"""Which tokens of an image attend to one another: `is_mm_prefix_lm` in the configuration, for families with the choice.
+"""Attention among the tokens of an image, given by `is_mm_prefix_lm` in the configuration of families that support both
+kinds.
 
-True or absent: every token of an image attends to all of that image. False: only those before it. vLLM reads the same
-attribute, so a checkpoint says it to trainer and server alike.
+True or absent: each token of an image attends to all tokens of that image. False: only to earlier ones. vLLM reads the
+same attribute, so trainer and server agree.
 """
 
 from __future__ import annotations
@@ -23,21 +24,22 @@ from armature.components.models.settings import ImageAttention
 from armature.components.models.varlen import is_remote
 
 CAUSAL_LAYERS = frozenset({"full_attention", "sliding_attention"})
+"""Layer types in which text attends causally."""
 _TYPE_IDS = ("mm_token_type_ids", "token_type_ids")
 
 
 def image_attention(config: PreTrainedConfig) -> ImageAttention | None:
-    """How image tokens attend according to `config`; None where the family leaves no choice."""
+    """The kind of attention among image tokens according to `config`; None if the family supports only one."""
     if not family_of(config).image_attention:
         return None
     return "bidirectional" if getattr(config, "is_mm_prefix_lm", True) else "causal"
 
 
 def choose_image_attention(config: PreTrainedConfig, chosen: ImageAttention | None) -> None:
-    """Write `chosen`, if it is not None, into a configuration that is going to be saved.
+    """Write the chosen kind into a configuration that is going to be saved; None leaves it as it is.
 
     Raises:
-        ConfigurationError: the family has no choice.
+        ConfigurationError: the family supports only one kind.
     """
     if chosen is not None:
         _has_choice(config, chosen)
@@ -45,23 +47,24 @@ def choose_image_attention(config: PreTrainedConfig, chosen: ImageAttention | No
 
 
 def check_image_attention(config: PreTrainedConfig, chosen: ImageAttention | None, attn_implementation: str) -> None:
-    """Refuse what would make the trainer attend otherwise than the server, which reads the checkpoint's config.json.
+    """Check that the trainer will attend as the server does, which reads the checkpoint's config.json.
 
     Raises:
-        ConfigurationError: the family has no choice, the checkpoint says otherwise, or the kernels cannot do it.
+        ConfigurationError: the family supports only one kind, the checkpoint has another one, or the kernels cannot do
+        it.
     """
-    found = image_attention(config)
+    actual = image_attention(config)
     if chosen is not None:
         _has_choice(config, chosen)
-        if found != chosen:
+        if actual != chosen:
             raise ConfigurationError(
-                f"image attention is to be {chosen}, and the checkpoint's config.json says {found}",
+                f"model.image_attention is {chosen}, but the checkpoint's config.json says {actual}",
                 code="image_attention_mismatch",
                 where="model.image_attention",
                 remedy=f'put "is_mm_prefix_lm": {str(chosen == "bidirectional").lower()} into the config.json of a '
                 "copy and name that folder, or leave image_attention out",
             )
-    if found == "bidirectional" and attn_implementation == "flash_attention_2":
+    if actual == "bidirectional" and attn_implementation == "flash_attention_2":
         raise ConfigurationError(
             "flash_attention_2 cannot attend in both directions inside an image",
             code="flash_attention_causal",
@@ -71,6 +74,7 @@ def check_image_attention(config: PreTrainedConfig, chosen: ImageAttention | Non
 
 
 def _has_choice(config: PreTrainedConfig, chosen: ImageAttention) -> None:
+    """Raise a ConfigurationError if the family supports only one kind of image attention."""
     family = family_of(config)
     if not family.image_attention:
         raise ConfigurationError(
@@ -85,9 +89,8 @@ def _has_choice(config: PreTrainedConfig, chosen: ImageAttention) -> None:
 def apply_image_attention(model: PreTrainedModel) -> PreTrainedModel:
     """Make the model's body attend as its configuration says, whatever type ids it is called with.
 
-    transformers does not know `is_mm_prefix_lm`. And its Molmo2 puts the tokens of all images of a sequence into one
-    block, so that a later image changes the log-probs of earlier tokens; here every image is a block of its own, as
-    it is in vLLM.
+    transformers ignores `is_mm_prefix_lm`. Also, its Molmo2 treats the tokens of all images of a sequence as one block,
+    so a later image changes the log-probs of earlier tokens. Here, as in vLLM, each image is a block of its own.
     """
     mode = image_attention(model.config)
     if mode == "causal":
@@ -98,30 +101,32 @@ def apply_image_attention(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _causal(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """In training mode transformers demands type ids, zeros if need be; without any it needs no mask at all."""
-    known = signature(module.forward).parameters
+    """Forward pre-hook for causal image attention: replace type ids. In training mode transformers requires them, so
+    zeros are passed; otherwise none."""
+    parameters = signature(module.forward).parameters
     zeros = torch.zeros_like(kwargs["input_ids"]) if module.training and kwargs.get("input_ids") is not None else None
-    return args, kwargs | {name: zeros for name in _TYPE_IDS if name in known}
+    return args, kwargs | {name: zeros for name in _TYPE_IDS if name in parameters}
 
 
 def _one_block_per_image(
     module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Forward pre-hook for Molmo2: pass an attention mask in which each image is a block of its own."""
     ids, types, grids = (kwargs.get(name) for name in ("input_ids", "mm_token_type_ids", "image_grids"))
     mask = kwargs.get("attention_mask")
-    if grids is None or (mask is not None and mask.ndim == 4):  # no image, or a mask that was made before
+    if grids is None or (mask is not None and mask.ndim == 4):  # no image, or the mask is made already
         return args, kwargs
     if ids is None or types is None:
         raise ConfigurationError(
-            "images are given without input_ids or mm_token_type_ids, so their tokens would attend causally",
+            "images are passed without input_ids or mm_token_type_ids, so their tokens would attend causally",
             code="image_types_missing",
             where=type(module).__name__,
-            remedy="pass both by name, as the family's adapter does, or make the checkpoint a causal one",
+            remedy="pass both by name, as the family's adapter does, or set is_mm_prefix_lm = false in the checkpoint",
         )
-    weight = module.get_input_embeddings().weight  # of it, embeddings have their dtype; FSDP may have sharded it
+    weight = module.get_input_embeddings().weight  # only its dtype is used; FSDP may have sharded it
     blocks = create_causal_mask(
         config=module.config.get_text_config(),
-        inputs_embeds=torch.empty((), dtype=weight.dtype, device=ids.device).expand(*ids.shape, 1),  # as a description
+        inputs_embeds=torch.empty((), dtype=weight.dtype, device=ids.device).expand(*ids.shape, 1),
         attention_mask=mask,
         past_key_values=kwargs.get("past_key_values"),
         position_ids=kwargs.get("position_ids"),
@@ -131,24 +136,26 @@ def _one_block_per_image(
 
 
 def needs_no_mask(model: PreTrainedModel) -> bool:
-    """Whether rows that are padded at their ends alone need no attention mask: every token attends to those before it.
+    """True if right-padded rows need no attention mask, since each token attends exactly to the earlier ones.
 
-    Without one, kernels of torch are chosen that know causal attention, and heads of keys and values are not repeated.
-    Not of code that comes with a checkpoint, nor for kernels that skip padding by its mask.
+    Without a mask, torch can choose kernels for causal attention, and key and value heads are not repeated. False for
+    code from a checkpoint and for kernels that skip padding by the mask.
     """
     text = model.config.get_text_config()
     if getattr(text, "_attn_implementation", None) not in ("sdpa", PACKED) or is_remote(model):
         return False
     if getattr(text, "use_bidirectional_attention", None) or not getattr(text, "is_causal", True):
         return False
-    known = set(getattr(text, "layer_types", None) or ()) <= CAUSAL_LAYERS
-    return known and image_attention(model.config) != "bidirectional"
+    causal = set(getattr(text, "layer_types", None) or ()) <= CAUSAL_LAYERS
+    return causal and image_attention(model.config) != "bidirectional"
 
 
 def attention_blocks(config: PreTrainedConfig, inputs: Mapping[str, Tensor]) -> Tensor | None:
-    """(B, L) int64: the block within which a token attends in both directions, -1 for none; None: all is causal.
+    """Blocks within which tokens attend in both directions: (B, L) int64 block numbers, -1 outside of blocks. None if
+    all attention is causal.
 
-    `inputs` are those of the model for B rows, by name.
+    Args:
+        inputs: the model's inputs for B rows, by name.
     """
     types = next((inputs[name] for name in _TYPE_IDS if name in inputs), None)
     if image_attention(config) != "bidirectional" or types is None or not types.any():
@@ -159,11 +166,15 @@ def attention_blocks(config: PreTrainedConfig, inputs: Mapping[str, Tensor]) -> 
 
 
 def image_blocks(ids: Tensor, types: Tensor, grids: Tensor, config: Any) -> Tensor:
-    """(B, L) int64: the number of the image that a Molmo2 token belongs to, counted over the batch; -1 on text.
+    """For each Molmo2 token the number of its image, (B, L) int64, counted over the batch; -1 on text.
 
-    `ids`, `types`: (B, L), `grids`: (images, 4), rows and columns of the low and of the high resolution. Patch tokens
-    belong to the images in order. Of the other tokens of an image, start tokens stand before its patches, the ends
-    of rows and of crops behind them.
+    Patch tokens belong to the images in order. Among an image's other tokens, start tokens come before its patches, and
+    the ends of rows and of crops after them.
+
+    Args:
+        ids: token ids (B, L).
+        types: type ids (B, L), 1 on image tokens.
+        grids: (images, 4): rows and columns of the low-resolution and of the high-resolution patches.
     """
     patches = grids[:, 0] * grids[:, 1] + grids[:, 2] * grids[:, 3]
     of_patch = torch.repeat_interleave(torch.arange(len(grids), device=ids.device), patches.to(ids.device))

@@ -1,4 +1,4 @@
-"""Numbers in few bits: blocks of a tensor with a scale each, and matrix products in 8 bits."""
+"""Block-wise quantization to 4 or 8 bits with a scale per block, and matrix products in float8."""
 
 from __future__ import annotations
 
@@ -12,27 +12,37 @@ from torch.nn.functional import pad
 
 from armature.components.contracts.errors import ConfigurationError
 
-# Numbers in few bits: blocks of a tensor with a scale each, and for each number the nearest of some codes.
+# --- Block-wise quantization ---
 
 AT_ONCE = 2**24
-"""Numbers that are worked on at a time, a multiple of every block: a large tensor takes little besides itself."""
+"""Numbers quantized at a time, a multiple of every block size, so that a large tensor needs little extra memory."""
 
 
 @dataclass(frozen=True)
 class Codes:
-    """`values`: what numbers are between -1 and 1, at most 256, from small to large; `block`: numbers with one scale.
+    """Block-wise quantization to the nearest of at most 256 codes.
 
-    The scale of a block is its largest magnitude.
+    Attributes:
+        values: the codes, between -1 and 1, in ascending order.
+        block: number of values that share a scale, which is their largest magnitude.
+
+    Example:
+        >>> codes = Codes((-1.0, 0.0, 1.0), block=2)
+        >>> indices, scales = codes.quantize(torch.tensor([0.1, -3.0, 0.0, 0.5]))
+        >>> codes.dequantize(indices, scales).tolist()
+        [0.0, -3.0, 0.0, 0.5]
     """
 
     values: tuple[float, ...]
     block: int
 
     def blocks(self, numbers: int) -> int:
+        """Number of blocks of so many values."""
         return ceil(numbers / self.block)
 
     def quantize(self, tensor: Tensor) -> tuple[Tensor, Tensor]:
-        """The indices (uint8, of the tensor's shape) of the codes nearest to value / scale, and the scales (fp32)."""
+        """Return the index of the code nearest to value / scale (uint8, in the tensor's shape) and the scales
+        (fp32)."""
         flat, block = tensor.detach().reshape(-1), self.block
         indices = torch.empty(flat.shape, dtype=torch.uint8, device=flat.device)
         scales = torch.empty(self.blocks(len(flat)), device=flat.device)
@@ -49,23 +59,24 @@ class Codes:
         return indices.view(tensor.shape), scales
 
     def dequantize(self, indices: Tensor, scales: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-        """code * scale, computed in fp32 and rounded once to `dtype`; of the shape of `indices`."""
+        """Return code * scale, computed in fp32 and rounded once to `dtype`, in the shape of `indices`."""
         flat, block = indices.reshape(-1), self.block
-        found = torch.empty(flat.shape, dtype=dtype, device=flat.device)
-        values = self.table(flat.device)
+        values = torch.empty(flat.shape, dtype=dtype, device=flat.device)
+        table = self.table(flat.device)
         for start in range(0, len(flat), AT_ONCE):
             part = flat[start : start + AT_ONCE].int()
-            own = scales[start // block : start // block + self.blocks(len(part))].float()
-            rows = pad(values.index_select(0, part), (0, -len(part) % block)).view(-1, block)
-            found[start : start + AT_ONCE] = rows.mul_(own.unsqueeze(1)).view(-1)[: len(part)]
-        return found.view(indices.shape)
+            factors = scales[start // block : start // block + self.blocks(len(part))].float()
+            rows = pad(table.index_select(0, part), (0, -len(part) % block)).view(-1, block)
+            values[start : start + AT_ONCE] = rows.mul_(factors.unsqueeze(1)).view(-1)[: len(part)]
+        return values.view(indices.shape)
 
     @cached_property
     def _placed(self) -> dict[torch.device, Tensor]:
+        """The codes on each device."""
         return {}
 
     def table(self, device: torch.device) -> Tensor:
-        """`values` on `device`, placed there once."""
+        """The codes as a tensor on `device`, which is copied there once."""
         if device not in self._placed:
             self._placed[device] = torch.tensor(self.values, device=device)
         return self._placed[device]
@@ -80,11 +91,12 @@ NF4 = Codes(
     ),
     block=64,
 )
-"""4 bits for weights, which are about normal: https://arxiv.org/abs/2305.14314, appendix E."""
+"""4-bit codes for weights, whose distribution is roughly normal: https://arxiv.org/abs/2305.14314, appendix E."""
 
 
 def _dynamic(signed: bool) -> tuple[float, ...]:
-    """Seven powers of ten, the larger in finer steps: centers of 2^e (unsigned 2^(e+1)) equal parts of 0.1 to 1."""
+    """Codes over seven powers of ten, finer for larger values: in each, the centers of 2^e (unsigned: 2^(e+1)) equal
+    parts of 0.1 to 1."""
     values = [0.0, 1.0]
     for exponent in range(7):
         parts = 2**exponent if signed else 2 ** (exponent + 1)
@@ -94,26 +106,32 @@ def _dynamic(signed: bool) -> tuple[float, ...]:
 
 
 SIGNED, UNSIGNED = Codes(_dynamic(True), block=256), Codes(_dynamic(False), block=256)
-"""8 bits for moments: dynamic tree quantization, block-wise (https://arxiv.org/abs/2110.02861)."""
+"""8-bit codes for optimizer moments: block-wise dynamic quantization (https://arxiv.org/abs/2110.02861)."""
 
 
-# Matrix products in 8 bits: both sides as float8_e4m3fn, one scale for each row of the input and of the weight
-# (https://arxiv.org/abs/2209.05433). An H100's data sheet has twice the operations per second of bf16 for them.
-#
-# The weight stays beside its codes, so a checkpoint is read and written as before. There is no gradient: it is for
-# layers that are frozen, or only asked. On a CPU, where it serves tests, it is slower than bf16.
+# --- Matrix products in float8 ---
 
 LARGEST = torch.finfo(torch.float8_e4m3fn).max
+"""Largest float8_e4m3fn."""
 TINY = torch.finfo(torch.float32).tiny
+"""Smallest scale, so that rows of zeros do not divide by 0."""
 CAPABILITY, MULTIPLE = (9, 0), 16
-"""Of the first GPUs that multiply such numbers row by row, and of what both sizes of a weight are to be there."""
+"""Compute capability of the first GPUs with row-wise scaled products, and the factor that both sizes of a weight must
+have there."""
 
 
 class FP8Linear(nn.Linear):
-    """y = x W^T + b of the layer whose bfloat16 `weight` and `bias` it shares.
+    """Linear layer y = x W^T + b that multiplies in float8, and shares the bfloat16 `weight` and `bias` of another
+    layer.
 
-    codes: (out_features, in_features) float8_e4m3fn. scales: (1, out_features) float32. `quantize` makes both of
-    `weight`, in place.
+    Input and weight are converted to float8_e4m3fn with a scale per row (https://arxiv.org/abs/2209.05433). By its data
+    sheet, an H100 does twice as many such operations per second as bf16 ones. The weight stays beside its codes, so
+    checkpoints are read and written as before. There is no gradient: the layer is for frozen weights and for inference.
+    On a CPU, where only tests use it, it is slower than bf16.
+
+    Attributes:
+        codes: (out_features, in_features) float8_e4m3fn, computed from `weight`.
+        scales: (1, out_features) float32.
     """
 
     codes: Tensor
@@ -129,17 +147,19 @@ class FP8Linear(nn.Linear):
 
     @torch.no_grad()
     def quantize(self) -> None:
+        """Recompute codes and scales from the weight, in place."""
         codes, scales = quantize_rows(self.weight)
         self.codes.copy_(codes)
         self.scales.copy_(scales.t())
 
     def forward(self, x: Tensor) -> Tensor:
-        """
+        """Multiply in float8.
+
         Raises:
-            RuntimeError: `x` asks for a gradient.
+            RuntimeError: `x` requires a gradient.
         """
         if x.requires_grad and torch.is_grad_enabled():
-            raise RuntimeError("a layer that computes in 8 bits has no gradient")
+            raise RuntimeError("a layer that multiplies in float8 has no gradient")
         codes, scales = quantize_rows(x.flatten(0, -2))
         if x.is_cuda:
             y = torch._scaled_mm(
@@ -159,17 +179,16 @@ class FP8Linear(nn.Linear):
 
 
 def quantize_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """(N, D) as codes, and (N, 1) float32 scales: codes times scales are about the rows."""
+    """Quantize (N, D) rows to float8. Return codes and (N, 1) float32 scales, whose product approximates the rows."""
     scales = rows.abs().amax(-1, keepdim=True).float().div(LARGEST).clamp(min=TINY)
     return (rows.float() / scales).to(torch.float8_e4m3fn), scales
 
 
 def quantize_layers(root: nn.Module, where: str) -> None:
-    """Replace all linear layers below `root`.
+    """Replace all linear layers below `root` by `FP8Linear`.
 
     Raises:
-        ConfigurationError: a weight is not bfloat16, or there is a GPU that cannot multiply such numbers, or none of
-            these sizes.
+        ConfigurationError: a weight is not bfloat16, or the GPU does not support float8 products or these sizes.
     """
     layers = [(name, layer) for name, layer in root.named_modules() if isinstance(layer, nn.Linear)]
     for name, layer in layers:
@@ -179,27 +198,28 @@ def quantize_layers(root: nn.Module, where: str) -> None:
 
 
 def _refuse(name: str, layer: nn.Linear, where: str) -> None:
+    """Raise a ConfigurationError if this layer cannot be replaced."""
     out, rows = layer.weight.shape
     if layer.weight.dtype != torch.bfloat16:
         raise ConfigurationError(
-            "8-bit products take the place of those in bfloat16, and the policy computes in "
+            "8-bit products replace products in bfloat16, but the policy computes in "
             f"{str(layer.weight.dtype).removeprefix('torch.')}",
             code="fp8_dtype_mismatch",
             where=where,
-            remedy="take a policy whose dtype is bfloat16, or leave quantization out",
+            remedy="use a policy whose dtype is bfloat16, or leave quantization out",
         )
     if not torch.cuda.is_available():
         return
     if torch.cuda.get_device_capability() < CAPABILITY:
         raise ConfigurationError(
-            f"{torch.cuda.get_device_name()} has no products of 8-bit floats",
+            f"{torch.cuda.get_device_name()} cannot multiply 8-bit floats",
             code="fp8_unsupported",
             where=where,
-            remedy="take an H100 or a newer GPU, or leave quantization out",
+            remedy="use an H100 or a newer GPU, or leave quantization out",
         )
     if out % MULTIPLE or rows % MULTIPLE:
         raise ConfigurationError(
-            f"the weight of {name} is {out} x {rows}, and a GPU multiplies 8-bit floats in multiples of {MULTIPLE}",
+            f"the weight of {name} is {out} x {rows}, but GPUs multiply 8-bit floats only in multiples of {MULTIPLE}",
             code="fp8_size_unsupported",
             where=where,
             remedy="leave quantization out",

@@ -1,4 +1,5 @@
-"""A model whose layers are compiled: norms, activations and rotations become few kernels."""
+"""Compile a model's layers, so that norms, activations and rotary embeddings become few kernels; pad MLPs of odd
+widths."""
 
 from __future__ import annotations
 
@@ -20,19 +21,22 @@ from armature.components.contracts.errors import ConfigurationError
 from armature.components.families.family import family_of
 from armature.components.models.varlen import attention_compiles, under_autocast
 
-# Gated MLPs of a width that tensor cores read slowly compute with zeros behind it.
-#
-# Rows of bf16 that are not whole 16 bytes, such as the 3,420 features of Qwen2.5-VL's vision MLP, take kernels of a
-# third of the speed. Only products have the zeros: parameters and their gradients keep their shapes.
+# --- Padding of gated MLPs whose widths tensor cores read slowly ---
 
 _ALIGNED, _TILE = 8, 64
+"""Padding applies to widths that are not a multiple of the first number; they are padded to a multiple of the
+second."""
 _WIDENED, _NARROWED = ("gate_proj", "up_proj"), "down_proj"
+"""Names of the layers of a gated MLP whose output, and of the layer whose input, is padded."""
 
 
 def pad_widths(model: nn.Module) -> None:
-    """Let each MLP down(act(gate(x)) * up(x)) whose width is no multiple of 8 compute at the next multiple of 64.
+    """Let each MLP down(act(gate(x)) * up(x)) whose width is not a multiple of 8 compute at the next multiple of 64,
+    with zeros.
 
-    A product costs a padded copy of its weight. Layers with adapters or in 4 bits stay as they are.
+    bf16 rows whose size is not a multiple of 16 bytes, such as the 3,420 features of Qwen2.5-VL's vision MLP, use
+    kernels of a third of the speed. Only the products are padded: parameters and their gradients keep their shapes.
+    Each product copies its weight once. Layers with adapters or 4-bit weights are not changed.
     """
     for mlp in model.modules():
         layers: list[Any] = [getattr(mlp, name, None) for name in (*_WIDENED, _NARROWED)]
@@ -48,7 +52,7 @@ def pad_widths(model: nn.Module) -> None:
 
 class _Widened(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
-        """(..., out + more), 0 in the last `more`."""
+        """Return (..., out_features + padding), where the padding is 0."""
         more = -self.out_features % _TILE
         (weight,) = under_autocast(self.weight)
         bias = None if self.bias is None else pad(self.bias, (0, more))
@@ -57,22 +61,24 @@ class _Widened(nn.Linear):
 
 class _Narrowed(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
-        """Of x (..., in + more), whose last `more` count for nothing."""
+        """Map x (..., in_features + padding) while ignoring the padding."""
         (weight,) = under_autocast(self.weight)
         return linear(x, pad(weight, (0, -self.in_features % _TILE)), self.bias)
 
 
+# --- Compilation ---
+
 VARIANTS = 64
-"""How many variants of a layer's code are kept: with and without gradients, of the first layer and others, of few and
-many tokens. torch keeps 8 by default, and goes on with plain layers, which are slower and round differently.
-"""
+"""Number of compiled variants kept of a layer's code: with and without gradients, of the first and of other layers, for
+few and many tokens. torch keeps 8 by default and then falls back to uncompiled layers, which are slower and round
+differently."""
 _OPTIONS: dict[str, Any] = {"emulate_precision_casts": True}
-"""Numbers that operations pass on are rounded as without compilation, so log-probs stay those of the plain layers."""
+"""Round intermediate results as without compilation, so that log-probs do not change."""
 _WHERE = "trainer.torch_compile"
 
 
 def copy_function(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A copy of a plain function, whose variants torch counts by themselves."""
+    """Return a copy of a plain function. torch counts the copy's compiled variants separately."""
     assert isinstance(function, FunctionType) and function.__closure__ is None
     copy = FunctionType(function.__code__.replace(), function.__globals__, function.__name__, function.__defaults__)
     copy.__kwdefaults__ = function.__kwdefaults__
@@ -82,18 +88,18 @@ def copy_function(function: Callable[..., Any]) -> Callable[..., Any]:
 def compile_layers(model: PreTrainedModel) -> None:
     """Compile each kind of layer of `model` once, for any number of tokens.
 
-    Text layers recompute their activations as before, and attention that this project brings stays outside of them. A
-    layer of a vision tower whose attention is compiled with it recomputes them in its own backward pass.
+    Text layers recompute activations as before, and this project's attention stays outside of compiled code. A vision
+    layer whose attention is compiled with it recomputes activations in its own backward pass.
 
     Raises:
-        ConfigurationError: the model has no layers as transformers makes them, or there is no compiler for C++.
+        ConfigurationError: the model has no layers of transformers' kind, or there is no C++ compiler.
     """
     check_compiler(_WHERE)
     torch._dynamo.config.recompile_limit = VARIANTS
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     if not layers:
         raise ConfigurationError(
-            f"{type(model).__name__} has no layers that are known here",
+            f"{type(model).__name__} has no layers of a kind that can be compiled here",
             code="layers_not_compilable",
             where=_WHERE,
             remedy="leave it out",
@@ -109,7 +115,7 @@ def compile_layers(model: PreTrainedModel) -> None:
 def _forward(
     layer: Any, compiled: Callable[..., Any], recomputing: Callable[..., Any] | None, *args: Any, **more: Any
 ) -> Any:
-    """As `GradientCheckpointingLayer` does it."""
+    """Forward of a compiled layer, with recomputation as `GradientCheckpointingLayer` does it."""
     if not (layer.gradient_checkpointing and layer.training):
         return compiled(layer, *args, **more)
     if recomputing is not None and not any(part.training for part in layer.children()):
@@ -119,13 +125,16 @@ def _forward(
 
 @cache
 def _compiled(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """The compiled function, which saves activations for the backward pass."""
     return torch.compile(forward, dynamic=True, options=_OPTIONS)
 
 
 @cache
 def _recomputing(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Keeps nothing but its inputs for the backward pass. Cheaper for the host than torch's checkpoint, which runs the
-    layer's Python again. Random operations, such as dropout in training mode, would draw other numbers there.
+    """The compiled function, which saves only its inputs for the backward pass.
+
+    This takes less host time than torch's checkpoint, which runs the layer's Python code again. Random operations, such
+    as dropout in training mode, would draw other numbers in the recomputation.
     """
 
     def compiled(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
@@ -136,9 +145,10 @@ def _recomputing(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def check_compiler(where: str) -> None:
-    """
+    """Check that a C++ compiler is installed.
+
     Raises:
-        ConfigurationError: there is no compiler for C++.
+        ConfigurationError: no compiler is installed.
     """
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.exc import InvalidCxxCompiler
@@ -147,7 +157,7 @@ def check_compiler(where: str) -> None:
         get_cpp_compiler()
     except InvalidCxxCompiler as error:
         raise ConfigurationError(
-            "layers are compiled by a compiler for C++, and there is none",
+            "compiling layers needs a C++ compiler, and none is installed",
             code="compiler_missing",
             where=where,
             remedy="install g++, or leave it out",

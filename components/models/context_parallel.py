@@ -1,8 +1,8 @@
-"""A packed sequence in slices, one for each of several ranks (context parallelism).
+"""Context parallelism: several ranks share a packed sequence, and each has a slice of its tokens.
 
-All of a model but attention works on tokens alone, so a rank computes those of its slice. Around attention the ranks
-exchange heads for tokens, after DeepSpeed-Ulysses (https://arxiv.org/abs/2309.14509): each then has all tokens for some
-of the heads, and attends as one rank would. Every rank of the group calls the functions here in the same order.
+Everything but attention works on single tokens, so each rank computes its slice. Around attention, ranks exchange heads
+for tokens, as in DeepSpeed-Ulysses (https://arxiv.org/abs/2309.14509): each rank then has all tokens for some of the
+heads and attends as a single rank would. All ranks of the group must call these functions in the same order.
 """
 
 from __future__ import annotations
@@ -20,11 +20,9 @@ from torch.autograd.function import once_differentiable
 
 from armature.components.contracts.errors import ConfigurationError
 
-# Tensors on their way to a device.
-
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """As `tensor.to(device)`, without waiting for what a GPU has been given to do before.
+    """Copy a tensor to `device` without waiting for work that the GPU has queued.
 
     Only copies from pinned memory are asynchronous.
     """
@@ -35,25 +33,32 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 @dataclass(frozen=True)
 class ContextParallel:
-    """This rank among the `size` that share a sequence. `group`: the process group that they exchange tensors in."""
+    """One of the `size` ranks that share a sequence; `group` is their process group.
+
+    Example:
+        >>> rank = ContextParallel(rank=1, size=2, group=None)
+        >>> rank.lengths(5), rank.slice(5)
+        ([2, 3], slice(2, 5, None))
+    """
 
     rank: int
     size: int
     group: Any
 
     def lengths(self, tokens: int) -> list[int]:
-        """How many of a sequence's tokens each rank has, in order; some have one more than others."""
+        """Number of a sequence's tokens on each rank, in order. They differ by at most one."""
         return [b - a for a, b in pairwise(tokens * rank // self.size for rank in range(self.size + 1))]
 
     def slice(self, tokens: int) -> slice:
-        """Which tokens of a sequence are this rank's."""
+        """The tokens of a sequence that this rank has."""
         ends = [0, *accumulate(self.lengths(tokens))]
         return slice(ends[self.rank], ends[self.rank + 1])
 
     def check_heads(self, heads: int) -> None:
-        """
+        """Check that a model's attention heads can be divided equally among the ranks.
+
         Raises:
-            ConfigurationError: the ranks cannot have equal parts of a model's attention heads.
+            ConfigurationError: they cannot.
         """
         if heads % self.size:
             possible = [str(size) for size in range(2, heads + 1) if heads % size == 0]
@@ -65,9 +70,10 @@ class ContextParallel:
             )
 
     def whole_sequence(self, query: Tensor, key: Tensor, value: Tensor, tokens: int) -> tuple[Tensor, ...]:
-        """For this rank's part of the heads, all T = `tokens` tokens: (t, H, D) each to (T, H / size, D).
+        """Exchange tokens for heads: from (t, H, D) of this rank's tokens to (T, H / size, D) of all T = `tokens`
+        tokens.
 
-        Heads of keys and values that are too few to be divided are repeated before.
+        Key and value heads are repeated first if there are too few of them to be divided.
         """
         parts = []
         for tensor in (query, key, value):
@@ -79,30 +85,35 @@ class ContextParallel:
         return received.split([part.shape[2] for part in parts], 1)
 
     def own_tokens(self, out: Tensor) -> Tensor:
-        """Of all heads this rank's t tokens: (T, H / size, D) to (t, H, D)."""
+        """Exchange heads for tokens: from (T, H / size, D) of all tokens to (t, H, D) of this rank's tokens."""
         lengths = self.lengths(len(out))
-        own = lengths[self.rank]
-        received = self.exchange(out, lengths, [own] * self.size)
-        return received.unflatten(0, (self.size, own)).transpose(0, 1).flatten(1, 2)
+        count = lengths[self.rank]
+        received = self.exchange(out, lengths, [count] * self.size)
+        return received.unflatten(0, (self.size, count)).transpose(0, 1).flatten(1, 2)
 
     def exchange(self, rows: Tensor, sends: Sequence[int], receives: Sequence[int]) -> Tensor:
-        """Send the next `sends[i]` of `rows` to rank i, for each i: what was received, `receives[i]` of each.
+        """Send `sends[i]` rows to each rank i, in order, and return the rows received, `receives[i]` from each.
 
-        Gradients go back the way that the rows came.
+        Gradients are exchanged in the opposite direction.
         """
         received: Tensor = _Exchange.apply(rows, list(sends), list(receives), self.group)
         return received
 
-    def combine_columns(self, own: Tensor, mine: Tensor) -> Tensor:
-        """(K, N) values of which this rank has those where `mine` (N,) is True, `own` (K, n), and others the others.
+    def combine_columns(self, columns: Tensor, mine: Tensor) -> Tensor:
+        """Combine columns of several ranks to (K, N) values on all ranks.
 
-        Every rank is taken to make the same loss of them, so that each keeps the gradient of its own.
+        The loss is assumed to be the same on every rank, so each rank keeps the gradient of its own columns.
+
+        Args:
+            columns: (K, n) columns of this rank.
+            mine: (N,) bool: positions of these columns.
         """
-        values: Tensor = _Joined.apply(own, mine, self.group)
+        values: Tensor = _Combined.apply(columns, mine, self.group)
         return values
 
 
 def all_to_all(rows: Tensor, sends: list[int], receives: list[int], group: Any) -> Tensor:
+    """Send rows to all ranks of a group and return the rows received, without gradients."""
     received = rows.new_empty(sum(receives), *rows.shape[1:])
     dist.all_to_all_single(received, rows.contiguous(), receives, sends, group=group)
     return received
@@ -120,12 +131,12 @@ class _Exchange(torch.autograd.Function):
         return all_to_all(gradient, *ctx.back), None, None, None
 
 
-class _Joined(torch.autograd.Function):
+class _Combined(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, own: Tensor, mine: Tensor, group: Any) -> Tensor:
+    def forward(ctx: Any, columns: Tensor, mine: Tensor, group: Any) -> Tensor:
         ctx.save_for_backward(mine)
-        values = own.new_zeros(len(own), len(mine))
-        values[:, mine] = own
+        values = columns.new_zeros(len(columns), len(mine))
+        values[:, mine] = columns
         dist.all_reduce(values, group=group)
         return values
 
@@ -138,12 +149,14 @@ class _Joined(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class FeatureExchange:
-    """How features of images come from the ranks that encode them to those that have the images' tokens.
+    """Sends image features from the ranks that encode the images to the ranks that have the images' tokens.
 
     Attributes:
-        rows: (n,) int64: the features that this rank sends, receiver after receiver; `sends`: how many to each.
-        receives: how many come from each rank.
-        order: (m,) int64: where the feature of each of its image tokens is among those that it receives.
+        rows: (n,) int64: features that this rank sends, receiver after receiver.
+        sends: number of features sent to each rank.
+        receives: number of features received from each rank.
+        order: (m,) int64: position of each image token's feature among those received.
+        context: the ranks.
     """
 
     rows: Tensor
@@ -153,13 +166,13 @@ class FeatureExchange:
     context: ContextParallel
 
     def __call__(self, features: Tensor) -> Tensor:
-        """(m, D) features of this rank's tokens, of those that it has encoded."""
+        """Return the features of this rank's image tokens, (m, D), given the features of the images that it encodes."""
         sent = features.index_select(0, self.rows)
         return self.context.exchange(sent, self.sends, self.receives).index_select(0, self.order)
 
 
 def assign_encoders(image_tokens: Sequence[int], ranks: int) -> tuple[int, ...]:
-    """Which rank encodes each of the distinct images, so that all have about as many tokens of them."""
+    """Assign each distinct image to a rank that encodes it, such that all ranks have about as many image tokens."""
     taken, chosen = [0] * ranks, [0] * len(image_tokens)
     for image in sorted(range(len(image_tokens)), key=lambda image: -image_tokens[image]):
         chosen[image] = taken.index(min(taken))
@@ -168,11 +181,13 @@ def assign_encoders(image_tokens: Sequence[int], ranks: int) -> tuple[int, ...]:
 
 
 def images_encoded_by(rank: int, chosen: Sequence[int], image_tokens: Sequence[int]) -> tuple[int, ...]:
-    """The images that `rank` encodes: of those that are there at least one, because FSDP gathers a tower on all ranks
-    or none. What only keeps step goes to nobody.
+    """The images that `rank` encodes, at least one if there are any.
+
+    FSDP gathers the vision tower on all ranks or on none, so a rank without images encodes the smallest one, and its
+    features are not used.
     """
-    own = tuple(image for image, other in enumerate(chosen) if other == rank)
-    return own or tuple(sorted(range(len(chosen)), key=image_tokens.__getitem__)[:1])
+    assigned = tuple(image for image, other in enumerate(chosen) if other == rank)
+    return assigned or tuple(sorted(range(len(chosen)), key=image_tokens.__getitem__)[:1])
 
 
 def feature_exchange(
@@ -183,12 +198,14 @@ def feature_exchange(
     at: Tensor,
     n: int,
 ) -> FeatureExchange:
-    """
+    """Plan the exchange of image features.
+
     Args:
-        shown: the images that a packed sequence of `n` tokens shows, in order.
-        image_tokens: of each distinct image, how many tokens it has.
-        chosen: see `assign_encoders`.
-        at: (K,) where the sequence has the tokens of these images, in order.
+        shown: images that a packed sequence of `n` tokens shows, in order.
+        image_tokens: number of tokens of each distinct image.
+        chosen: result of `assign_encoders`.
+        at: (K,) positions of the images' tokens in the sequence, in order.
+        n: number of tokens in the sequence.
     """
     ends = torch.tensor([*accumulate(context.lengths(n))])
     receiver = torch.bucketize(at, ends, right=True)

@@ -1,4 +1,8 @@
-"""FlashAttention 4 and other packages for GPUs: whether they are installed, and what they need."""
+"""FlashAttention 4 (package flash-attn-4) for packed rows, and checks for installed GPU packages.
+
+On a Hopper GPU it takes 0.6 to 0.7 of the time of PyTorch's kernels. Its kernels are compiled at their first call,
+which takes some seconds.
+"""
 
 from __future__ import annotations
 
@@ -11,32 +15,27 @@ from torch import Tensor
 
 from armature.components.artifacts.sources import versions
 
-# Which packages for GPUs are installed.
-
 TRITON = find_spec("triton") is not None
-"""Whether the kernels of this project can be compiled."""
+"""True if Triton is installed, which compiles this project's kernels."""
 
 
 @cache
 def is_installed(distribution: str) -> bool:
-    """Tells flash-attn from flash-attn-4, which both have modules below `flash_attn`."""
+    """True if this distribution is installed. Modules do not tell: flash-attn and flash-attn-4 both have some below
+    `flash_attn`."""
     return bool(versions(distribution)[distribution])
 
 
-# FlashAttention 4, of the package flash-attn-4.
-#
-# On a Hopper GPU it takes 0.6 to 0.7 of the time of PyTorch's kernels for packed rows.
-#
-# Its kernels are compiled when they are first called, which takes some seconds.
-
 VERIFIED = {(64, 1), (128, 4), (128, 6), (128, 7), (128, 8)}
-"""Head sizes and query heads per key head, in bf16, whose results were compared on a GPU with softmax written out."""
+"""(head size, query heads per key head) whose bf16 results were compared on a GPU with softmax attention in plain
+torch."""
 
 
 def has_kernel(q: Tensor, k: Tensor) -> bool:
-    """Whether to use it for queries (T, H, D) and keys (K, G, D), which PyTorch has a kernel for, too."""
-    known = (q.shape[-1], q.shape[1] // k.shape[1]) in VERIFIED and q.dtype == torch.bfloat16
-    return known and torch.cuda.get_device_capability(q.device)[0] == 9 and is_installed("flash-attn-4")
+    """True if FlashAttention 4 should be used for queries (T, H, D) and keys (K, G, D) that PyTorch has a kernel for,
+    too."""
+    verified = (q.shape[-1], q.shape[1] // k.shape[1]) in VERIFIED and q.dtype == torch.bfloat16
+    return verified and torch.cuda.get_device_capability(q.device)[0] == 9 and is_installed("flash-attn-4")
 
 
 def attend(
@@ -48,17 +47,19 @@ def attend(
     scale: float | None,
     window: int | None,
 ) -> Tensor:
-    """Causal attention of each sequence's queries, which are its last tokens: (T, H, D).
+    """Causal attention of S packed sequences, returned as (T, H, D). The queries of a sequence are its last tokens.
 
     Args:
-        k, v: (K, G, D), of groups of heads.
-        ends: (S + 1,) int32 each: where queries and keys of the S sequences end.
-        longest: the most queries and keys of a sequence.
-        window: a token attends to so many, itself included; None: to all before it.
+        q: queries (T, H, D).
+        k, v: keys and values (K, G, D), where each of the G heads serves H / G query heads.
+        ends: cumulative numbers of queries and of keys, (S + 1,) int32 each.
+        longest: largest number of queries and of keys of a sequence.
+        scale: factor of the scores; None for 1 / sqrt(D).
+        window: number of tokens that a token attends to, itself included; None for all earlier ones.
     """
     from flash_attn.cute import flash_attn_varlen_func
 
-    found: Any = flash_attn_varlen_func(
+    outputs: Any = flash_attn_varlen_func(
         q,
         k,
         v,
@@ -71,5 +72,5 @@ def attend(
         window_size=(None, None) if window is None else (window - 1, 0),
         deterministic=torch.are_deterministic_algorithms_enabled(),
     )
-    out: Tensor = found[0]
+    out: Tensor = outputs[0]
     return out

@@ -1,6 +1,7 @@
-"""Triton kernels of models: weights in 4 bits, and the gradient of rows that were taken several times."""
+"""Triton kernels of models: dequantization of 4-bit weights, and the gradient of rows that were gathered several
+times."""
 
-# Triton gives its functions their types.
+# Triton functions have no type annotations.
 # mypy: disable-error-code="no-untyped-def"
 
 from __future__ import annotations
@@ -12,13 +13,13 @@ from torch import Tensor
 
 from armature.components.models.blockwise import NF4
 
-# What weights in 4 bits stand for as one Triton kernel, which reads and writes each number once.
+# --- Dequantization of 4-bit weights ---
 
 BLOCK = 1024
 
 
 @triton.jit
-def _dequantize(packed, scales, codes, found, count, PER_SCALE: tl.constexpr, BLOCK: tl.constexpr):
+def _dequantize(packed, scales, codes, out, count, PER_SCALE: tl.constexpr, BLOCK: tl.constexpr):
     start = tl.program_id(0).to(tl.int64) * BLOCK
     place = start + tl.arange(0, BLOCK)
     inside = place < count
@@ -26,21 +27,23 @@ def _dequantize(packed, scales, codes, found, count, PER_SCALE: tl.constexpr, BL
     scale = tl.load(scales + place // PER_SCALE, inside, other=0.0)
     numbers = tl.interleave(tl.load(codes + (pair >> 4)) * scale, tl.load(codes + (pair & 15)) * scale)
     both = 2 * start + tl.arange(0, 2 * BLOCK)
-    tl.store(found + both, numbers.to(found.dtype.element_ty), both < 2 * count)
+    tl.store(out + both, numbers.to(out.dtype.element_ty), both < 2 * count)
 
 
-@torch.library.custom_op("armature::dequantize_nf4", mutates_args=())  # compiled layers do not look into it
+@torch.library.custom_op("armature::dequantize_nf4", mutates_args=())  # torch.compile then treats it as one operator
 def dequantize(packed: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """(2 * N,) numbers of which `packed` (uint8, N bytes) has two codes in a byte, the first in its upper half.
+    """Dequantize 4-bit weights to (2 * N,) numbers. Each of the N bytes of `packed` (uint8) has two codes, the first
+    one in the upper half.
 
-    Bit for bit as `NF4.dequantize`: code * scale in fp32, rounded once to `dtype`.
+    Bit for bit equal to `NF4.dequantize`: code * scale in fp32, rounded once to `dtype`. Each number is read and
+    written once.
     """
     count = packed.numel()
-    found = torch.empty(2 * count, dtype=dtype, device=packed.device)
+    out = torch.empty(2 * count, dtype=dtype, device=packed.device)
     grid = (triton.cdiv(count, BLOCK),)
     table = NF4.table(packed.device)
-    _dequantize[grid](packed, scales, table, found, count, PER_SCALE=NF4.block // 2, BLOCK=BLOCK)
-    return found
+    _dequantize[grid](packed, scales, table, out, count, PER_SCALE=NF4.block // 2, BLOCK=BLOCK)
+    return out
 
 
 @dequantize.register_fake
@@ -48,7 +51,7 @@ def _(packed: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     return packed.new_empty(2 * packed.numel(), dtype=dtype)
 
 
-# The gradient of rows that were taken several times, as one Triton kernel that adds them up in fp32.
+# --- Gradient of rows that were gathered several times ---
 
 
 @triton.jit
@@ -63,7 +66,7 @@ def _sum_copies(
     if COPIES:
         total = tl.zeros((HEADS, WIDTH), dtype=tl.float32)
         at, end = tl.load(begins + token), tl.load(begins + token + 1)
-        while at < end:  # Triton's interpreter knows no range of loaded numbers
+        while at < end:  # Triton's interpreter does not support a range over loaded numbers
             row = tl.load(order + at)
             total += tl.load(place + row * heads * width, inside, other=0.0).to(tl.float32)
             at += 1
@@ -74,11 +77,12 @@ def _sum_copies(
 
 
 def sum_copies(gradient: Tensor, copies: tuple[Tensor, Tensor] | None, n_tokens: int) -> Tensor:
-    """(T, H, D) sums of the rows of `gradient` (K, H, D) that are copies of each token, which lie head after head.
+    """For each token, sum the rows of `gradient` (K, H, D) that are its copies, in fp32. The result (T, H, D) lies in
+    memory head after head.
 
     Args:
-        copies: (K,) the copies of the first token, then those of the second, ...; (T + 1,) where each one's begin;
-            None: each token is there once, in order.
+        copies: positions of the copies of token 0, then of token 1 and so on, (K,), and the start of each token's
+        copies, (T + 1,). None: each token has one copy, in order.
     """
     _, heads, width = gradient.shape
     out = gradient.new_empty(heads, n_tokens, width)

@@ -1,4 +1,4 @@
-"""Load a model by family, freeze components, add adapters, and save what vLLM can load."""
+"""Load a model by family, freeze components, add adapters, and save checkpoints that vLLM can load."""
 
 from __future__ import annotations
 
@@ -33,68 +33,68 @@ from armature.components.models.settings import ModelSettings
 from armature.components.models.source import local_code_options, locate
 from armature.components.models.varlen import choose_kernels, complete_processor, is_remote, register_body
 
-# Weights that stay in their files until they are asked for, one at a time.
-
 Model = TypeVar("Model", bound=nn.Module)
 _PEFT = "base_model.model."
+"""Prefix of all weight names inside a PEFT model."""
 
 
 def without_storage(model: Model) -> Model:
-    """`model`, from the meta device, on the CPU: its tensors have shapes and dtypes, and one number each in memory.
+    """Move a model from the meta device to the CPU without memory for its weights: each tensor is one number, expanded
+    to its shape.
 
-    Layers can be added to it that are real, with the random numbers that they would have had in a whole model.
+    Real layers can be added to the model; their random numbers are the same as in a whole model.
     """
     model._apply(lambda t: torch.empty((), dtype=t.dtype).expand(t.shape) if t.is_meta else t)
     return model
 
 
 class MappedWeights(Mapping[str, Tensor]):
-    """All parameters and buffers of a model by name, in its dtypes.
+    """All parameters and buffers of a model by name, in the model's dtypes, read from mapped files one at a time.
 
     Args:
-        model: one that `without_storage` made, which may have got adapters since.
-        stored: what the files have for it, by the names without adapters, in any dtype. Views of mapped files take no
-            memory of their own.
-        attribute: of a module around the model, whose names are wanted; empty: the model's own.
+        model: a model made by `without_storage`, possibly with adapters added since.
+        stored: the files' tensors by their names without adapters, in any dtype. Views of mapped files take no memory.
+        attribute: prefix for the names, if they are wanted as in a module that has the model as this attribute.
     """
 
     def __init__(self, model: nn.Module, stored: Mapping[str, Tensor], attribute: str = "") -> None:
         self._model, self._stored = model, stored
-        self._own = model.state_dict(prefix=f"{attribute}." if attribute else "")
+        self._state = model.state_dict(prefix=f"{attribute}." if attribute else "")
         self._prefix = (f"{attribute}." if attribute else "") + (_PEFT if isinstance(model, PeftModel) else "")
 
     def of(self, attribute: str) -> MappedWeights:
-        """The same by the names in a module that has the model as `attribute`."""
+        """The same weights, by their names in a module that has the model as `attribute`."""
         return MappedWeights(self._model, self._stored, attribute)
 
     def __getitem__(self, name: str) -> Tensor:
-        own = self._own[name]
+        value = self._state[name]
         stored = self._stored.get(name.removeprefix(self._prefix).replace(".base_layer.", "."))
-        return own if stored is None else stored.to(own.dtype)
+        return value if stored is None else stored.to(value.dtype)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._own)
+        return iter(self._state)
 
     def __len__(self) -> int:
-        return len(self._own)
+        return len(self._state)
 
 
 _DEPTH = re.compile(r"(n|num|num_hidden)_(hidden_)?layers|depth")
+"""Configuration keys that are a number of layers."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 RECOMPUTATION = {"use_reentrant": False, "preserve_rng_state": False, "determinism_check": "none"}
-"""How layers recompute their activations: without dropout there is nothing random to repeat."""
+"""Options for recomputing activations. Layers have no dropout, so no random state has to be restored."""
 
 
 def load_config(source: str | Path, settings: ModelSettings) -> PreTrainedConfig:
-    """The configuration of a folder, a hub name or a model artifact.
+    """Load the configuration of a folder, a hub name or a model artifact.
 
     Raises:
         DataError: there is no readable configuration.
-        ConfigurationError: the model is of no known family, or attends to images otherwise than it is to.
+        ConfigurationError: the family is unknown, or the image attention is not the one in the settings.
     """
     folder, options = locate(source, settings.revision), local_code_options(settings.trust_remote_code)
-    remedy = "give a folder with a config.json of a vision-language model, or a hub name with its revision"
+    remedy = "name a folder with a config.json of a vision-language model, or a hub name with its revision"
     with foreign("no model configuration can be read", where=str(source), remedy=remedy):
         config = AutoConfig.from_pretrained(folder, **options)
     family_of(config)
@@ -103,15 +103,15 @@ def load_config(source: str | Path, settings: ModelSettings) -> PreTrainedConfig
 
 
 def load_processor(source: str | Path, settings: ModelSettings) -> ProcessorMixin:
-    """The processor (tokenizer, image processor, chat template) of a folder, a hub name or a model artifact.
+    """Load the processor (tokenizer, image processor, chat template) of a folder, a hub name or a model artifact.
 
-    Its code is trusted exactly if the model's is.
+    Code from the checkpoint is trusted if the model's is.
 
     Raises:
-        DataError: it cannot be loaded, or takes no images, as a tokenizer alone.
+        DataError: the processor cannot be loaded, or takes no images because it is only a tokenizer.
     """
     options = local_code_options(settings.trust_remote_code)
-    remedy = "complete the folder with the model's processor files; if they need code of their own, trust it by "
+    remedy = "add the model's processor files to the folder; if they need code from the checkpoint, trust it by "
     remedy += "model.trust_remote_code = true"
     with foreign("no processor can be loaded", where=str(source), remedy=remedy):
         processor = AutoProcessor.from_pretrained(locate(source, settings.revision), **options)
@@ -130,18 +130,18 @@ def load_processor(source: str | Path, settings: ModelSettings) -> ProcessorMixi
 def load_model(
     source: str | Path, settings: ModelSettings, device: str | torch.device = "cpu", *, empty: bool = False
 ) -> PreTrainedModel:
-    """The model on `device`, in evaluation mode, with its frozen components and its adapters.
+    """Load the model onto `device` in evaluation mode, with its frozen components and its adapters.
 
-    With `settings.lora` it is a PEFT model whose adapters alone, and nothing frozen, are trainable. Gradient
-    checkpointing "auto" is off: who trains chooses before.
+    With `settings.lora` the result is a PEFT model in which only the adapters are trainable, except those on frozen
+    components. Gradient checkpointing "auto" means off here; the trainer decides about it before.
 
     Args:
-        empty: parameters are on the meta device and take no memory, for one that gets them from elsewhere.
+        empty: leave parameters on the meta device, without memory, for a caller that fills them otherwise.
 
     Raises:
-        ConfigurationError: unknown family, flash-attn is not installed, an adapter target matches nothing, or a model
-            in 4 bits is to be empty.
-        DataError: the weights do not belong to the configuration.
+        ConfigurationError: the family is unknown, flash-attn is not installed, an adapter target matches no layer, or
+        `empty` is combined with 4-bit weights.
+        DataError: the weights do not fit the configuration.
     """
     config = load_config(source, settings)
     _check_attention(settings.attn_implementation)
@@ -160,13 +160,13 @@ def load_model(
 
 
 def read_model(source: str | Path, settings: ModelSettings) -> tuple[PreTrainedModel, MappedWeights]:
-    """What `load_model` loads, for who needs one tensor at a time: a model without memory for them, and its weights.
+    """Return the model of `load_model` without memory for its weights, and the weights one tensor at a time.
 
-    The weights stay in their files, which are mapped, and are the same bits. Those of files with several dtypes take
-    memory, as do tensors that transformers puts together from several.
+    The weights are bit for bit the same. They stay in the mapped files, except weights of files with several dtypes and
+    tensors that transformers assembles from several stored ones.
 
     Raises:
-        ConfigurationError, DataError: as `load_model`, or the weights are quantized.
+        ConfigurationError, DataError: see `load_model`; or the weights are quantized.
     """
     _refuse_split(settings)
     config = load_config(source, settings)
@@ -175,12 +175,12 @@ def read_model(source: str | Path, settings: ModelSettings) -> tuple[PreTrainedM
             "a model with quantized weights cannot be split over ranks",
             code="quantization_not_split",
             where=str(source),
-            remedy="train it on one GPU, or give a checkpoint in bfloat16",
+            remedy="train it on one GPU, or use a checkpoint in bfloat16",
         )
     kinds = {kind for kind, _ in read_tensors(locate(source, settings.revision)).values()} & FLOATS.keys()
-    dtype = FLOATS[kinds.pop()] if len(kinds) == 1 else torch.float32  # any other is rounded in the same way later
+    dtype = FLOATS[kinds.pop()] if len(kinds) == 1 else torch.float32  # MappedWeights casts later
     stored = _loaded(config, source, settings, dtype).state_dict()
-    with torch.random.fork_rng(devices=()):  # so that adapters have the numbers that they have in a whole model
+    with torch.random.fork_rng(devices=()):  # adapters then get the same random numbers as in a whole model
         model = without_storage(_empty(config, settings))
     for name, module in model.named_modules():
         if not model._keep_in_fp32_modules_strict.isdisjoint(name.split(".")):  # as from_pretrained does
@@ -190,9 +190,10 @@ def read_model(source: str | Path, settings: ModelSettings) -> tuple[PreTrainedM
 
 
 def _refuse_split(settings: ModelSettings) -> None:
+    """Raise a ConfigurationError if the model is in 4 bits, which cannot be split over ranks."""
     if settings.quantization is not None:
         raise ConfigurationError(
-            "a model in 4 bits cannot be split over ranks",
+            "a model with 4-bit weights cannot be split over ranks",
             code="quantization_not_split",
             where="model.quantization, machine.trainer_sharding",
             remedy="train it in one process, or leave model.quantization out",
@@ -202,6 +203,7 @@ def _refuse_split(settings: ModelSettings) -> None:
 def _frozen_and_adapted(
     model: PreTrainedModel, settings: ModelSettings, device: str | torch.device = "cpu"
 ) -> PreTrainedModel:
+    """Freeze components, quantize and add adapters, as the settings say."""
     family = family_of(model.config)
     freeze(model, family, settings.freeze)
     if settings.quantization is not None:
@@ -212,6 +214,7 @@ def _frozen_and_adapted(
 def _loaded(
     config: PreTrainedConfig, source: str | Path, settings: ModelSettings, dtype: torch.dtype
 ) -> PreTrainedModel:
+    """Load the weights from the files, and check that they fit the configuration."""
     check_sizes(config, locate(source, settings.revision))
     with foreign("the model cannot be loaded", where=str(source)):
         model, report = AutoModelForImageTextToText.from_pretrained(
@@ -219,7 +222,7 @@ def _loaded(
             dtype=dtype,
             attn_implementation=_implementation(settings),
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # reported here instead, with what to do
+            ignore_mismatched_sizes=True,  # `_check_weights` reports them with a remedy
             **local_code_options(settings.trust_remote_code),
         )
     _check_weights(report, source)
@@ -227,7 +230,8 @@ def _loaded(
 
 
 def _empty(config: PreTrainedConfig, settings: ModelSettings) -> PreTrainedModel:
-    """Buffers are real: what no checkpoint has, such as rotary frequencies, is computed as the model is made."""
+    """Build the model with parameters on the meta device. Buffers are real, since files have no values for some, such
+    as rotary frequencies."""
     with init_empty_weights(include_buffers=False):
         return AutoModelForImageTextToText.from_config(
             config,
@@ -238,7 +242,7 @@ def _empty(config: PreTrainedConfig, settings: ModelSettings) -> PreTrainedModel
 
 
 def freeze(model: PreTrainedModel, family: Family, components: tuple[str, ...]) -> None:
-    """Stop gradients of every parameter of the named components; the others are left as they are."""
+    """Disable gradients of all parameters of the named components. Other parameters are not changed."""
     for name, parameter in model.named_parameters():
         if family.component_of(name) in components:
             parameter.requires_grad_(False)
@@ -250,18 +254,21 @@ def save_checkpoint(
     folder: Path,
     weights: Mapping[str, torch.Tensor] | None = None,
 ) -> Path:
-    """Write safetensors, configuration and processor in the Hugging Face layout, adapters merged into the weights.
+    """Write safetensors, configuration and processor in the Hugging Face layout, with adapters merged into the weights.
 
-    `weights` are those to write, under the names of the model without adapters, where a sharded trainer has
-    gathered them itself. A reader of `folder` sees the earlier checkpoint or this one, never half of one.
+    Readers of `folder` see the previous checkpoint or the new one, never a mixture.
+
+    Args:
+        weights: weights to write, by their names in the model without adapters; a sharded trainer passes the gathered
+        ones. None: the model's own weights.
 
     Raises:
-        StoreError: it could not be written, as on a full disk.
+        StoreError: the checkpoint could not be written, as on a full disk.
     """
     base, state = base_model(model), dict(merged_weights(model) if weights is None else weights)
-    ours = has_hub_layout(base.config) and not is_remote(base)  # code of its own has the names of its files
+    convert = has_hub_layout(base.config) and not is_remote(base)  # remote code uses the files' names already
     with checkpoint_folder(folder) as new:
-        if ours:  # what transformers itself writes would be wrong
+        if convert:  # transformers itself would write a wrong embedding, see molmo2.py
             base.save_pretrained(new, state_dict=to_hub(state, base.config), save_original_format=False)
         else:
             base.save_pretrained(new, state_dict=state)
@@ -270,11 +277,12 @@ def save_checkpoint(
 
 
 def _implementation(settings: ModelSettings) -> str:
-    """What transformers loads, before `choose_kernels`."""
+    """Attention implementation to load with in transformers; `choose_kernels` may change it afterwards."""
     return "sdpa" if settings.attn_implementation == "auto" else settings.attn_implementation
 
 
 def _check_attention(implementation: str) -> None:
+    """Raise a ConfigurationError if flash_attention_2 is chosen but flash-attn is not installed."""
     if implementation == "flash_attention_2" and not is_installed("flash-attn"):
         raise ConfigurationError(
             "flash_attention_2 needs the package flash-attn, which is not installed",
@@ -285,10 +293,10 @@ def _check_attention(implementation: str) -> None:
 
 
 def check_sizes(config: PreTrainedConfig, folder: Path) -> None:
-    """See, before memory is taken for it, that the model of a config.json is not larger than the weights beside it.
+    """Check that the model described by config.json is not larger than the weights, before memory is allocated for it.
 
     Raises:
-        DataError: it is, the config.json is of no model that can be built, or the weights cannot be read.
+        DataError: the model is larger, config.json describes no model that can be built, or the weights cannot be read.
     """
     tensors = read_tensors(folder)
     stored = sum(math.prod(shape) for _, shape in tensors.values())
@@ -296,7 +304,7 @@ def check_sizes(config: PreTrainedConfig, folder: Path) -> None:
     depth = max((value for key, value in _numbers(config.to_dict()) if _DEPTH.fullmatch(key)), default=0)
     if depth > len(tensors):
         raise DataError(
-            f"config.json has {depth} layers, the weights are {len(tensors)} tensors",
+            f"config.json describes {depth} layers, but the weights have only {len(tensors)} tensors",
             code="weights_mismatch",
             where=str(folder),
             remedy=remedy,
@@ -306,7 +314,7 @@ def check_sizes(config: PreTrainedConfig, folder: Path) -> None:
     needed = sum(parameter.numel() for parameter in model.parameters())
     if needed > stored:
         raise DataError(
-            f"config.json describes a model of {needed:,} parameters, the weights beside it are {stored:,}",
+            f"config.json describes a model with {needed:,} parameters, but the weights have only {stored:,}",
             code="weights_mismatch",
             where=str(folder),
             remedy=remedy,
@@ -314,7 +322,7 @@ def check_sizes(config: PreTrainedConfig, folder: Path) -> None:
 
 
 def _numbers(document: Any) -> Iterator[tuple[str, int]]:
-    """Every integer in a configuration with its own key."""
+    """Yield every integer in a configuration with its key."""
     for key, value in document.items() if isinstance(document, dict) else ():
         if type(value) is int:
             yield str(key), value
@@ -322,13 +330,14 @@ def _numbers(document: Any) -> Iterator[tuple[str, int]]:
 
 
 def _check_weights(report: Mapping[str, Any], source: str | Path) -> None:
-    """A checkpoint of another model loads with random weights in the gaps, or without what it has more; refuse it."""
+    """Raise a DataError if weights are missing, superfluous or of another shape. Otherwise transformers fills gaps with
+    random weights."""
     kinds = {"missing": "missing_keys", "not in the model": "unexpected_keys", "of another shape": "mismatched_keys"}
-    found = {kind: sorted(map(str, report[keys])) for kind, keys in kinds.items()}
-    if any(found.values()):
-        counts = ", ".join(f"{len(names)} {kind}" for kind, names in found.items() if names)
+    differing = {kind: sorted(map(str, report[keys])) for kind, keys in kinds.items()}
+    if any(differing.values()):
+        counts = ", ".join(f"{len(names)} {kind}" for kind, names in differing.items() if names)
         raise DataError(
-            f"config.json and weights disagree: {counts}, first: {next(names[0] for names in found.values() if names)}",
+            f"config.json and weights disagree: {counts}, first: {next(filter(None, differing.values()))[0]}",
             code="weights_mismatch",
             where=str(source),
             remedy="use a checkpoint whose weights belong to its config.json",

@@ -1,4 +1,5 @@
-"""Low-rank adapters on exactly named linear layers, and the weights with the adapters merged in."""
+"""Low-rank adapters on named linear layers, 4-bit frozen weights below them, and the weights with adapters merged
+in."""
 
 from __future__ import annotations
 
@@ -22,21 +23,19 @@ from armature.components.models.blockwise import NF4
 from armature.components.models.flash import TRITON
 from armature.components.models.settings import LoraSettings
 
-# Frozen weights in 4 bits under adapters (QLoRA, https://arxiv.org/abs/2305.14314).
-#
-# A weight is what its 4 bits stand for, rounded to the dtype of the model: with that the trainer computes, and that is
-# what servers get. Quantized again it gives the same bits.
-
 SCALES = "scales"
+"""Name of the buffer with the scales of a 4-bit weight."""
 
 
 class NF4Linear(nn.Linear):
-    """A frozen linear layer: `weight` (uint8, two codes in a byte, the first in its upper half) and `scales` (fp32).
+    """A frozen linear layer with a 4-bit weight, used under adapters (QLoRA, https://arxiv.org/abs/2305.14314).
 
-    Nothing in 16 or 32 bits outlives a product: the backward pass makes the weight again.
+    `weight` (uint8) has two codes per byte, the first one in the upper half; `scales` is in fp32. The dequantized
+    weight, rounded to the model's dtype, is what the trainer computes with and what servers get; quantizing it again
+    gives the same bits. It is recomputed in the backward pass, so nothing in 16 or 32 bits is kept.
 
     Args:
-        layer: an even number of weights.
+        layer: the layer to replace, with an even number of weights.
     """
 
     def __init__(self, layer: nn.Linear) -> None:
@@ -50,7 +49,7 @@ class NF4Linear(nn.Linear):
         self.bias = layer.bias
 
     def dequantized(self) -> Tensor:
-        """(out_features, in_features) in the dtype that the layer had."""
+        """The weight (out_features, in_features), in the dtype of the replaced layer."""
         shape = torch.Size((self.out_features, self.in_features))
         return _dequantized(self.weight, self.get_buffer(SCALES), shape, self.dtype)
 
@@ -63,6 +62,8 @@ class NF4Linear(nn.Linear):
 
 
 class _Product(torch.autograd.Function):
+    """Matrix product with a 4-bit weight, which is dequantized in the forward and in the backward pass."""
+
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, packed: Tensor, scales: Tensor, bias: Tensor | None, shape: torch.Size, dtype: torch.dtype
@@ -80,6 +81,7 @@ class _Product(torch.autograd.Function):
 
 
 def _dequantized(packed: Tensor, scales: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """The weight of this shape and dtype, from its codes and scales."""
     if packed.is_cuda and TRITON:
         from armature.components.models.kernels import dequantize
 
@@ -89,7 +91,8 @@ def _dequantized(packed: Tensor, scales: Tensor, shape: torch.Size, dtype: torch
 
 
 def quantized_layers(model: PreTrainedModel, family: Family) -> Iterator[tuple[str, nn.Linear]]:
-    """Names and layers that get 4 bits: those of the language model, but its output head."""
+    """Yield name and layer of each linear layer that gets 4-bit weights: all of the language model but its output
+    head."""
     head = model.get_output_embeddings()
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear) and module is not head and family.component_of(name) == "language":
@@ -97,18 +100,19 @@ def quantized_layers(model: PreTrainedModel, family: Family) -> Iterator[tuple[s
 
 
 def quantize(model: PreTrainedModel, family: Family, device: str | torch.device) -> None:
-    """Replace these layers, one after the other, by ones in 4 bits on `device`."""
+    """Replace these layers, one after the other, by 4-bit ones on `device`."""
     for name, layer in list(quantized_layers(model, family)):
         model.set_submodule(name, NF4Linear(layer.to(device)))
 
 
 ALL_LINEARS = "all"
+"""Target that selects every linear layer but the output head."""
 
 
 def target_modules(model: nn.Module, family: Family, settings: LoraSettings) -> list[str]:
-    """Full names of the linear layers that get adapters; the output head gets one only where it is named.
+    """Return the full names of the linear layers that get adapters. The output head gets one only if it is named.
 
-    A bare name such as q_proj would also hit the vision tower of most families, hence full names.
+    Full names are used since a bare name such as q_proj would also match the vision tower of most families.
 
     Raises:
         ConfigurationError: a target matches no linear layer within the scope.
@@ -134,7 +138,12 @@ def target_modules(model: nn.Module, family: Family, settings: LoraSettings) -> 
 
 
 def add_adapters(model: PreTrainedModel, family: Family, settings: LoraSettings, frozen: tuple[str, ...]) -> PeftModel:
-    """Wrap `model`; only adapters are trainable, and those of frozen components are not."""
+    """Wrap `model` in adapters. Only these are trainable, and frozen components get none.
+
+    Raises:
+        ConfigurationError: no layer is left for an adapter, or an adapter is on an output head that is tied to the
+        input embeddings.
+    """
     names = [name for name in target_modules(model, family, settings) if family.component_of(name) not in frozen]
     if not names:
         raise ConfigurationError(
@@ -146,7 +155,7 @@ def add_adapters(model: PreTrainedModel, family: Family, settings: LoraSettings,
     tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
     if tied and any(name.endswith("lm_head") for name in names):
         raise ConfigurationError(
-            "an adapter on a tied output head would untie it: servers have one matrix for both",
+            "an adapter on a tied output head would change the input embeddings too: servers have one matrix for both",
             code="tied_head_adapted",
             where="model.lora.targets",
             remedy="leave lm_head out, or use a checkpoint with tie_word_embeddings = false",
@@ -155,31 +164,35 @@ def add_adapters(model: PreTrainedModel, family: Family, settings: LoraSettings,
 
 
 def lora_config(names: list[str], rank: int, alpha: float, dropout: float = 0.0) -> LoraConfig:
-    """Adapters on the layers of these full names: alpha / rank * B A dropout(x) is added to their output."""
+    """PEFT's configuration of adapters on these layers: alpha / rank * B A dropout(x) is added to each output."""
     return LoraConfig(r=rank, lora_alpha=cast(int, alpha), lora_dropout=dropout, target_modules=names, bias="none")
 
 
 def base_model(model: PreTrainedModel | PeftModel) -> PreTrainedModel:
-    """The Hugging Face model inside the adapters, or `model` itself."""
+    """The Hugging Face model inside the adapters, or `model` itself if it has none."""
     return cast(PreTrainedModel, model.get_base_model()) if isinstance(model, PeftModel) else model
 
 
 @torch.no_grad()
 def adapter_weights(model: PeftModel, take: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, torch.Tensor]:
-    """What adds up to the adapters, each as `take` gives it, under the names that PEFT writes."""
+    """Return the adapters' tensors by PEFT's names.
+
+    Args:
+        take: is applied to each tensor, e.g. to gather it from all ranks.
+    """
     state = {name: take(value) for name, value in model.state_dict().items() if ".lora_" in name}
     return dict(get_peft_model_state_dict(model, state_dict=state, save_embedding_layers=False))
 
 
 def layer_of(adapter: str) -> str:
-    """The name of the weight, in the model without adapters, that the adapter of this name in PEFT's files adds to."""
+    """Name of the weight, in the model without adapters, that an adapter tensor of PEFT's name adds to."""
     return adapter.removeprefix("base_model.model.").partition(".lora_")[0] + ".weight"
 
 
 def write_adapter(folder: Path, model: PeftModel, weights: Mapping[str, torch.Tensor]) -> None:
-    """Write `adapter_config.json` and `adapter_model.safetensors` as PEFT reads them; equal adapters, equal bytes.
+    """Write `adapter_config.json` and `adapter_model.safetensors` in PEFT's format. Equal adapters give equal bytes.
 
-    The base model is not named: the folder that it was loaded from means nothing elsewhere.
+    The base model's folder is not recorded, since it exists on this machine only.
     """
     (config,) = model.peft_config.values()
     facts = config.to_dict() | {"base_model_name_or_path": None, "inference_mode": True}
@@ -191,19 +204,19 @@ def write_adapter(folder: Path, model: PeftModel, weights: Mapping[str, torch.Te
 
 @torch.no_grad()
 def merged_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """The weights by their names in the model without adapters, each adapter added to its layer as it is asked for.
+    """Yield name and tensor of each weight of the model without adapters, with the adapters added.
 
-    Nothing is merged in place: subtracting an adapter again would not give back the same bits. The sum has the
-    wider dtype of layer and adapter. Of a layer in 4 bits the weight is what it computes with.
+    Nothing is merged in place: subtracting an adapter again would not restore the same bits. The sum has the wider
+    dtype of layer and adapter. The weight of a 4-bit layer is the dequantized one.
     """
     base = model.get_base_model() if isinstance(model, PeftModel) else model
     modules = dict(base.named_modules(remove_duplicate=False))
     for key, tensor in base.state_dict().items():
-        name, _, own = key.rpartition(".")
+        name, _, attribute = key.rpartition(".")
         layer = modules[name]
-        if ".lora_" in key or (isinstance(layer, NF4Linear) and own == SCALES):
+        if ".lora_" in key or (isinstance(layer, NF4Linear) and attribute == SCALES):
             continue
-        value = layer.dequantized() if isinstance(layer, NF4Linear) and own == "weight" else tensor
+        value = layer.dequantized() if isinstance(layer, NF4Linear) and attribute == "weight" else tensor
         adapted = modules.get(name.removesuffix(".base_layer"))
         if key.endswith(".base_layer.weight") and isinstance(adapted, LoraLayer):
             for adapter in adapted.active_adapters:
@@ -212,7 +225,8 @@ def merged_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def weight_dtypes(model: nn.Module) -> dict[str, torch.dtype]:
-    """Of the weights by their names in the model without adapters; of a layer in 4 bits the one it computes in."""
+    """Dtype of each weight by its name in the model without adapters; of a 4-bit layer, the dtype of the dequantized
+    weight."""
     base = model.get_base_model() if isinstance(model, PeftModel) else model
     dtypes = {key: tensor.dtype for key, tensor in base.state_dict().items() if ".lora_" not in key}
     for name, layer in base.named_modules():

@@ -1,7 +1,8 @@
-"""Molmo2's two weight layouts: transformers' own names (native), and those of released checkpoints (hub).
+"""Conversion between Molmo2's two weight layouts: transformers' module names (native) and the names in released
+checkpoints (hub).
 
-Files are in the hub layout: vLLM reads it, and transformers converts it when it loads. What transformers itself
-writes for it has the embedding in equal halves; its parts have `vocab_size` and `additional_vocab_size` rows.
+Files use the hub layout: vLLM reads it, and transformers converts it on loading. When transformers itself writes that
+layout, it splits the embedding into equal halves; the parts must have `vocab_size` and `additional_vocab_size` rows.
 """
 
 from __future__ import annotations
@@ -58,9 +59,10 @@ _PART_OF = {part: whole for whole, parts in _FUSED.items() for part in parts}
 
 
 def to_hub(state: Mapping[str, Tensor], config: Any) -> dict[str, Tensor]:
-    """Native weights under hub names; parts of a fused or split tensor must all be there.
+    """Convert native weights to hub names. All parts of a fused or split tensor must be given.
 
-    `config` is the native configuration of the whole model.
+    Args:
+        config: native configuration of the whole model.
 
     Raises:
         DataError: a name is not Molmo2's, or a fused tensor lacks a part.
@@ -73,7 +75,7 @@ def to_hub(state: Mapping[str, Tensor], config: Any) -> dict[str, Tensor]:
             hub |= dict(zip(EMBEDDING_PARTS, (tensor[:rows], tensor[rows:]), strict=True))
         elif key in _PART_OF:
             whole = _PART_OF[key]
-            if key == _FUSED[whole][0]:
+            if key == _FUSED[whole][0]:  # at its first part, add the fused tensor once
                 parts = [state.get(part.format(layer) + kind) for part in _FUSED[whole]]
                 if any(part is None for part in parts):
                     raise _unknown(whole.format(layer) + kind, "a part of it is missing")
@@ -86,7 +88,7 @@ def to_hub(state: Mapping[str, Tensor], config: Any) -> dict[str, Tensor]:
 
 
 def from_hub(state: Mapping[str, Tensor], config: Any) -> dict[str, Tensor]:
-    """The inverse of `to_hub`.
+    """Convert hub weights to native names; the inverse of `to_hub`.
 
     Raises:
         DataError: a name is not Molmo2's, or one part of the embedding is missing.
@@ -109,12 +111,13 @@ def from_hub(state: Mapping[str, Tensor], config: Any) -> dict[str, Tensor]:
 
 
 def has_hub_layout(config: Any) -> bool:
-    """Whether a configuration is Molmo2's, whose files are in the hub layout."""
+    """True for Molmo2, whose files use other names than transformers' modules."""
     return bool(config.model_type == "molmo2")
 
 
 def _parse(name: str) -> tuple[str, str, str]:
-    """The name with {} for its layer, the layer's number or nothing, and .weight, .bias or nothing."""
+    """Split a name into the name with {} for the layer's number, that number (or an empty string), and .weight, .bias
+    or an empty string."""
     stem, kind = re.fullmatch(r"(.*?)(\.weight|\.bias)?", name).groups(default="")  # type: ignore[union-attr]
     layer = re.search(r"(?<=\.)\d+(?=\.)", stem)
     if layer is None:
@@ -123,6 +126,7 @@ def _parse(name: str) -> tuple[str, str, str]:
 
 
 def _rows(fused: str, text: Any) -> list[int]:
+    """Numbers of rows of the parts of a fused tensor."""
     if fused.endswith("ff_proj"):
         return [text.intermediate_size] * 2
     queries, keys = (heads * text.head_dim for heads in (text.num_attention_heads, text.num_key_value_heads))
@@ -131,8 +135,8 @@ def _rows(fused: str, text: Any) -> list[int]:
 
 def _unknown(name: str, why: str) -> DataError:
     return DataError(
-        f"the weights have no second layout: {why}",
+        f"the weights cannot be converted to the other layout: {why}",
         code="weights_layout_mismatch",
         where=name,
-        remedy="pass the whole state of a Molmo2, with adapters merged, in one of its two layouts",
+        remedy="pass all weights of a Molmo2, with adapters merged, in one of its two layouts",
     )

@@ -1,4 +1,8 @@
-"""A model on rows that lie in one sequence without padding, in which what several of them begin with lies once."""
+"""Run a model on rows packed into one sequence without padding, in which a beginning that several rows share is stored
+once.
+
+Distinct images are encoded once, too, however many rows show them.
+"""
 
 from __future__ import annotations
 
@@ -27,17 +31,18 @@ from armature.components.models.context_parallel import (
 )
 from armature.components.models.packed_attention import PACKED, REMEDY, Segments
 
-# The vision tower on distinct images, and their features where rows show them.
+# --- Encoding distinct images once ---
 
 Features = Tensor | Sequence[Tensor]
 GRID = "image_grid_thw"
+"""Input with the patch grid (time, height, width) of each image of a Qwen model."""
 
 
 def tower_inputs(body: Any, grids: Tensor | None) -> dict[str, Tensor | int]:
-    """What the vision tower of a Qwen2-VL or Qwen2.5-VL would derive from `grids` (n, 3), by the name of its argument.
+    """Return what the vision tower of a Qwen2-VL or Qwen2.5-VL would derive from the images' grids, by argument name.
 
-    To derive it from grids on a GPU, a host waits a dozen times for all that the GPU has been given to do; other towers
-    still do.
+    If the tower derived it from `grids` (n, 3) on a GPU, the host would wait for the GPU about a dozen times. For other
+    towers nothing is returned, so they still do.
     """
     tower: Any = getattr(body, "visual", None)
     windows = isinstance(tower, Qwen2_5_VisionTransformerPretrainedModel)
@@ -45,13 +50,13 @@ def tower_inputs(body: Any, grids: Tensor | None) -> dict[str, Tensor | int]:
         return {}
     config, merge = tower.config, tower.spatial_merge_size
     ends, longest = get_vision_attention_seqlens(grids, config)
-    found = {GRID: grids, "position_ids": get_vision_position_ids(grids, merge), "cu_seqlens": ends}
+    derived = {GRID: grids, "position_ids": get_vision_position_ids(grids, merge), "cu_seqlens": ends}
     longest_of = {"max_seqlen": longest}
     if windows:
         order, ends = get_vision_window_index(grids, merge, config.window_size, config.patch_size)
-        found |= {"window_index": order, "cu_window_seqlens": ends}
+        derived |= {"window_index": order, "cu_window_seqlens": ends}
         longest_of["max_window_seqlen"] = get_max_seqlen(ends, config)
-    return found | {name: length for name, length in longest_of.items() if length is not None}
+    return derived | {name: length for name, length in longest_of.items() if length is not None}
 
 
 def encoded_images(
@@ -62,42 +67,43 @@ def encoded_images(
     exchange: FeatureExchange | None = None,
     derived: Mapping[str, Tensor | int] | None = None,
 ) -> Any:
-    """What the model's body takes as `mm_encoder_outputs["image"]`, with one pass of the vision tower for all images.
+    """Encode all images in one pass of the vision tower. Return the body's argument `mm_encoder_outputs["image"]`.
 
-    A gradient of an image that is shown several times is their sum.
+    The gradient of an image that is shown several times is the sum over its occurrences.
 
     Args:
-        body: a transformers model with `get_image_features`.
-        inputs: those of the distinct images, by name; others are left out.
-        tokens: of each distinct image, how many tokens it has.
-        shown: which images take the place of tokens, in order.
-        exchange: in place of `shown`, where ranks share a sequence: the images are those that this rank encodes.
-        derived: from `tower_inputs`.
+        body: transformers model with `get_image_features`.
+        inputs: inputs of the distinct images, by name; other inputs are ignored.
+        tokens: number of tokens of each distinct image.
+        shown: indices of the distinct images, in the order in which tokens show them.
+        exchange: for ranks that share a sequence, used in place of `shown`; the images are then those that this rank
+        encodes.
+        derived: result of `tower_inputs`.
 
     Raises:
-        ConfigurationError: the features are not one for each token.
+        ConfigurationError: the number of features is not the number of tokens.
     """
     names = signature(body.get_image_features).parameters
-    given = {name: inputs[name] for name in names if name in inputs} | dict(derived or {})
-    found = body.get_image_features(**given, return_dict=True)
-    found.pooler_output = _placed(found.pooler_output, tokens, shown, exchange)
-    if getattr(found, "deepstack_features", None) is not None:
-        found.deepstack_features = [_placed(layer, tokens, shown, exchange) for layer in found.deepstack_features]
-    return found
+    arguments = {name: inputs[name] for name in names if name in inputs} | dict(derived or {})
+    outputs = body.get_image_features(**arguments, return_dict=True)
+    outputs.pooler_output = _placed(outputs.pooler_output, tokens, shown, exchange)
+    if getattr(outputs, "deepstack_features", None) is not None:
+        outputs.deepstack_features = [_placed(layer, tokens, shown, exchange) for layer in outputs.deepstack_features]
+    return outputs
 
 
 def _placed(
     features: Features, tokens: Sequence[int], shown: Sequence[int], exchange: FeatureExchange | None
 ) -> Features:
-    """Of all images in one tensor, or in a sequence of tensors as `features` are."""
+    """Order features by the tokens that show them, in one tensor or in a sequence of tensors as `features` are."""
     one = isinstance(features, Tensor)
     flat = features.flatten(0, -2) if isinstance(features, Tensor) else torch.cat(list(features))
     if len(flat) != sum(tokens):
         raise ConfigurationError(
-            f"{len(tokens)} images have {len(flat)} features for {sum(tokens)} tokens",
+            f"{len(tokens)} images give {len(flat)} features, but have {sum(tokens)} tokens",
             code="images_not_separable",
             where="trainer.packing",
-            remedy="leave it out: this model's images cannot be told apart",
+            remedy="leave it out: features of this model cannot be assigned to images",
         )
     if exchange is not None:
         flat = exchange(flat)
@@ -109,26 +115,28 @@ def _placed(
 
 Holder = TypeVar("Holder", "Packing", FeatureExchange)
 GRIDS = (GRID, "image_grids")
-"""Inputs that positions and blocks depend on."""
+"""Inputs that positions and attention blocks depend on."""
 
 
 @dataclass(frozen=True)
 class Packing:
-    """Where the tokens of B rows of at most L tokens lie in a packed sequence of T tokens in S segments.
+    """Layout of B rows of at most L tokens in a packed sequence of T tokens, which consists of S segments.
+
+    The last six attributes are filled by `complete_packing`.
 
     Attributes:
-        rows, columns: (T,) int64: from which row, and where in it, a packed token is; others may begin alike.
-        places: (B, L) int64: the packed token of each token of a row; 0 at padding.
-        lengths: the tokens of each segment, in order.
+        rows, columns: (T,) int64: a row and a column that have this packed token; other rows may share it.
+        places: (B, L) int64: packed token of each token of a row; 0 at padding.
+        lengths: number of tokens of each segment, in order.
         keys, key_lengths: see `armature.components.models.packed_attention.Segments`.
-        images: the distinct images that the packed tokens show, in order.
-        image_tokens: of each distinct image, how many tokens it has.
-        encoders: which of the ranks that share the sequence encodes each distinct image.
-        positions: (1, T), or (3, 1, T) where the family has positions in three dimensions; from `complete_packing`.
-        blocks: see `Segments`; from `complete_packing`.
-        exchange: how features reach the ranks that share the sequence; from `complete_packing`.
-        image_places: (I,) int64: which packed tokens, of this rank's, stand for images; from `complete_packing`.
-        tower: see `armature.components.models.packed.tower_inputs`; from `complete_packing`.
+        images: distinct images that the packed tokens show, in order.
+        image_tokens: number of tokens of each distinct image.
+        encoders: for ranks that share the sequence, the rank that encodes each distinct image.
+        positions: (1, T), or (3, 1, T) for families with three-dimensional positions.
+        blocks: see `Segments`.
+        exchange: how features reach the ranks that share the sequence.
+        image_places: (I,) int64: this rank's packed tokens that stand for images.
+        tower: result of `tower_inputs`.
     """
 
     rows: Tensor
@@ -147,7 +155,7 @@ class Packing:
     tower: Mapping[str, Tensor | int] = field(default_factory=dict)
 
     def to(self, device: torch.device) -> Packing:
-        """On `device`; grids stay where they are, because a host asks for their numbers."""
+        """Copy the tensors to `device`. Grids stay where they are, since the host reads their numbers."""
         tower = {
             name: to_device(value, device) if isinstance(value, Tensor) and name != GRID else value
             for name, value in self.tower.items()
@@ -157,34 +165,36 @@ class Packing:
 
 
 def _tensors_on(value: Holder, device: torch.device) -> Holder:
-    tensors = {f.name: own for f in fields(value) if isinstance(own := getattr(value, f.name), Tensor)}
-    moved: dict[str, Any] = {name: to_device(own, device) for name, own in tensors.items()}
+    """Copy all tensor fields of a dataclass to `device`."""
+    values = {each.name: getattr(value, each.name) for each in fields(value)}
+    moved: dict[str, Any] = {name: to_device(each, device) for name, each in values.items() if isinstance(each, Tensor)}
     return replace(value, **moved)
 
 
 def use_packed_attention(model: PreTrainedModel, context: ContextParallel | None = None) -> None:
-    """Let the language model of `model`, which was loaded with `sdpa`, attend by this module.
+    """Make the language model of `model`, which was loaded with `sdpa`, use the packed attention.
 
     Args:
-        context: the ranks that share its packed sequences.
+        context: the ranks that share packed sequences.
 
     Raises:
-        ConfigurationError: it does something that packed rows cannot have, or its heads cannot be divided among ranks.
+        ConfigurationError: the model has a feature that packed rows do not support, or its heads cannot be divided
+        among the ranks.
     """
     text = model.config.get_text_config()
     layers = set(getattr(text, "layer_types", None) or ()) - CAUSAL_LAYERS
     if text._attn_implementation not in ("sdpa", PACKED):
         raise ConfigurationError(
-            f"packed rows have an attention of their own, and the model was loaded with {text._attn_implementation}",
+            f"packed rows need their own attention, but the model was loaded with {text._attn_implementation}",
             code="packing_attention_mismatch",
             where="trainer.packing, model.attn_implementation",
             remedy="leave one of the two out",
         )
     reason = None
     if "mm_encoder_outputs" not in signature(model.model.forward).parameters:
-        reason = "its code takes no features of images"
+        reason = "its code does not accept precomputed image features"
     elif layers:
-        reason = f"it has layers of {', '.join(sorted(layers))}"
+        reason = f"it has layers of type {', '.join(sorted(layers))}"
     elif getattr(text, "use_bidirectional_attention", None) or not getattr(text, "is_causal", True):
         reason = "its text attends in both directions"
     if reason is not None:
@@ -210,23 +220,23 @@ def complete_packing(
     packing: Packing,
     context: ContextParallel | None = None,
 ) -> Packing:
-    """`packing` with what its tokens have in rows of their own, such as positions. It is work for a CPU.
+    """Fill in what tokens have in their own rows, such as positions and attention blocks. This is work for a CPU.
 
     Args:
-        inputs: the model's for B rows, by name, with those of the distinct images; with `context` of those that this
-            rank encodes.
-        grids: of the images that the rows show, row after row.
+        inputs: the model's inputs for B rows, by name, with the inputs of the distinct images; with `context`, of the
+        images that this rank encodes.
+        grids: grids of the images that the rows show, row after row.
 
     Raises:
-        DataError: rows that begin alike part within tokens that attend to one another, or there are fewer tokens than
-            ranks.
+        DataError: a shared beginning ends within tokens that attend to one another, or there are fewer tokens than
+        ranks.
     """
     if context is not None and len(packing.rows) < context.size:
         raise DataError(
-            f"{context.size} ranks cannot share {len(packing.rows)} tokens",
+            f"{context.size} ranks cannot share only {len(packing.rows)} tokens",
             code="too_few_tokens",
             where="a micro-batch, machine.trainer_context_parallel",
-            remedy="make it smaller",
+            remedy="use fewer ranks",
         )
     at = packing.rows, packing.columns
     body: Any = model.model
@@ -246,44 +256,46 @@ def complete_packing(
         exchange = feature_exchange(
             context, packing.images, packing.image_tokens, packing.encoders, places, len(packing.rows)
         )
-        own = context.slice(len(packing.rows))
-        places = places[(places >= own.start) & (places < own.stop)] - own.start
+        part = context.slice(len(packing.rows))
+        places = places[(places >= part.start) & (places < part.stop)] - part.start
     tower = tower_inputs(body, inputs.get(GRID))
     return replace(packing, positions=positions, blocks=blocks, exchange=exchange, image_places=places, tower=tower)
 
 
 def _rope_index(body: Any, rows: Mapping[str, Tensor]) -> Tensor:
-    """(3, B, L) positions. Behind the last image of all rows each is one more than that before, so the model, which
-    looks at one token at a time, is asked only for the part up to there, and once per distinct beginning.
+    """Positions of the rows' tokens, (3, B, L).
 
-    As transformers has it, each run of image tokens has one grid.
+    After the last image of all rows, positions increase by one per token. The model's own function loops over tokens,
+    so it is called only for the columns up to there, and once per distinct beginning. As in transformers, each run of
+    image tokens has one grid.
     """
     types, grids = rows["mm_token_type_ids"], rows["image_grid_thw"]
-    asked = int(types.any(0).nonzero().max()) + 2 if types.any() else 1
-    begins = {name: rows[name][:, :asked] for name in ("input_ids", "mm_token_type_ids", "attention_mask")}
+    columns = int(types.any(0).nonzero().max()) + 2 if types.any() else 1
+    begins = {name: rows[name][:, :columns] for name in ("input_ids", "mm_token_type_ids", "attention_mask")}
     shown = (begins["mm_token_type_ids"] != 0).int()
     images = shown.diff(dim=1, prepend=torch.zeros_like(shown[:, :1])).eq(1).sum(1)
-    own = grids.split(images.tolist())
-    keys = [b"".join(part.numpy().tobytes() for part in each) for each in zip(*begins.values(), own, strict=True)]
+    row_grids = grids.split(images.tolist())
+    keys = [b"".join(part.numpy().tobytes() for part in each) for each in zip(*begins.values(), row_grids, strict=True)]
     number = {key: n for n, key in enumerate(dict.fromkeys(keys))}
     distinct = [keys.index(key) for key in number]
-    found, _ = body.get_rope_index(
+    positions, _ = body.get_rope_index(
         **{name: tokens[distinct] for name, tokens in begins.items()},
-        image_grid_thw=torch.cat([own[row] for row in distinct]),
+        image_grid_thw=torch.cat([row_grids[row] for row in distinct]),
     )
-    found = found[:, [number[key] for key in keys]]
-    more = torch.arange(1, types.shape[1] - found.shape[-1] + 1)
-    return torch.cat([found, found[..., -1:] + more], -1)
+    positions = positions[:, [number[key] for key in keys]]
+    more = torch.arange(1, types.shape[1] - positions.shape[-1] + 1)
+    return torch.cat([positions, positions[..., -1:] + more], -1)
 
 
 def _check_blocks(blocks: Tensor, packing: Packing) -> None:
+    """Raise a DataError if a segment ends within a block of tokens that attend to one another."""
     numbers = torch.repeat_interleave(torch.arange(len(packing.lengths)), torch.tensor(packing.lengths))
     segment = numbers[packing.places]
     within = (blocks[:, 1:] == blocks[:, :-1]) & (blocks[:, 1:] >= 0)
     cut = within & (segment[:, 1:] != segment[:, :-1])
     if cut.any():
         raise DataError(
-            "rows that begin alike part within an image, whose tokens attend to one another",
+            "the shared beginning of rows ends within an image, whose tokens attend to one another",
             code="image_split",
             where=f"row {int(cut.nonzero()[0, 0])} of a micro-batch",
             remedy=REMEDY,
@@ -293,50 +305,51 @@ def _check_blocks(blocks: Tensor, packing: Packing) -> None:
 def packed_states(
     model: PreTrainedModel, inputs: Mapping[str, Tensor], packing: Packing, context: ContextParallel | None = None
 ) -> Tensor:
-    """(T, D) last hidden states of the packed tokens; with `context` (t, D), those of this rank.
+    """Last hidden states of the packed tokens, (T, D); with `context`, of this rank's tokens, (t, D).
 
     Args:
-        inputs: `input_ids` (B, L), and those of the distinct images, with `context` of those that this rank encodes.
-        packing: from `complete_packing`.
+        inputs: `input_ids` (B, L) and the inputs of the distinct images; with `context`, of the images that this rank
+        encodes.
+        packing: result of `complete_packing`.
 
     Raises:
-        ConfigurationError: a layer of the model did something else than attend.
+        ConfigurationError: a layer of the model did not use the packed attention.
     """
     body: Any = model.model
     assert packing.positions is not None
-    own, encoded = slice(None), packing.image_tokens
+    part, encoded = slice(None), packing.image_tokens
     if context is not None:
-        own = context.slice(len(packing.rows))
+        part = context.slice(len(packing.rows))
         encoded = tuple(encoded[image] for image in images_encoded_by(context.rank, packing.encoders, encoded))
-    ids = inputs["input_ids"][packing.rows[own], packing.columns[own]][None]
+    ids = inputs["input_ids"][packing.rows[part], packing.columns[part]][None]
     images, embeddings = {}, None
     if packing.images:
-        found = encoded_images(body, inputs, encoded, packing.images, packing.exchange, packing.tower)
+        outputs = encoded_images(body, inputs, encoded, packing.images, packing.exchange, packing.tower)
         if family_of(model.config).embeds_features:
-            embeddings = _embedded(body, ids, found.pooler_output, packing.image_places)
+            embeddings = _embedded(body, ids, outputs.pooler_output, packing.image_places)
         else:
-            images["image"] = found
+            images["image"] = outputs
     segments = Segments(packing.lengths, packing.keys, packing.key_lengths, packing.blocks, context)
     states: Tensor = body(
         input_ids=ids if embeddings is None else None,
         inputs_embeds=embeddings,
-        # Four dimensions: transformers takes the mask as it is, and makes none of T x T.
+        # transformers uses a mask of four dimensions as it is, and otherwise would make one of T x T.
         attention_mask=torch.ones(1, 1, 1, 1, dtype=torch.bool, device=ids.device),
-        position_ids=packing.positions[..., own],
+        position_ids=packing.positions[..., part],
         mm_encoder_outputs=images,
         segments=segments,
         use_cache=False,
     ).last_hidden_state
     layers = model.config.get_text_config().num_hidden_layers
     if segments.layers != layers:
-        raise _refusal(model, f"{segments.layers} of its {layers} layers attend")
+        raise _refusal(model, f"only {segments.layers} of its {layers} layers use the packed attention")
     return states[0]
 
 
 def _embedded(body: Any, ids: Tensor, features: Tensor | Sequence[Tensor], places: Tensor | None) -> Tensor:
-    """(1, T, D): the features of images at their `places`, and embeddings elsewhere.
+    """Input embeddings (1, T, D) with image features at `places`.
 
-    transformers finds the places by a mask, and a host waits for a GPU to count them, forward and backward.
+    transformers finds the places by a mask, for which the host waits for the GPU in the forward and the backward pass.
     """
     (flat,) = (features,) if isinstance(features, Tensor) else features
     embeddings: Tensor = body.get_input_embeddings()(ids)

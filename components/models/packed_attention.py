@@ -1,8 +1,8 @@
-"""Attention in a sequence of several rows, in which what several of them begin with lies once.
+"""Attention in a sequence of packed rows, in which a beginning that several rows share is stored once.
 
-The sequence is cut into segments. A segment attends to those that its rows begin with, and within itself as it would in
-a row of its own. On a GPU in 16 bits that is FlashAttention for sequences of several lengths, PyTorch's or version 4;
-elsewhere, and where images attend in both directions, segments of equal lengths are computed together by
+The sequence is cut into segments. A segment attends to the segments that its rows begin with, and within itself as in a
+row of its own. On a GPU in 16 bits this is FlashAttention for sequences of several lengths (PyTorch's or version 4).
+Elsewhere, and if images attend in both directions, segments of equal lengths are batched for
 `scaled_dot_product_attention`.
 """
 
@@ -31,24 +31,26 @@ from armature.components.models.flash import TRITON
 from armature.components.models.varlen import has_kernel, under_autocast
 
 PACKED = "packed"
-"""Its name in transformers. Without segments it is `sdpa`."""
+"""Name of this attention in transformers. Called without segments, it is `sdpa`."""
 REMEDY = "leave trainer.packing out: padded rows train the same"
+"""Remedy of errors about packing."""
 _GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
-"""Older versions know grouped heads without being told."""
+"""Option for grouped heads; torch versions without it support grouped heads always."""
 _KNOWN_OPTIONS = {"position_ids", "use_cache", "is_causal", "output_attentions", "output_hidden_states", "return_dict"}
+"""Options of transformers that do not change this attention."""
 
 
 class Segments:
-    """The segments of a packed sequence of T tokens, and what attention asks of them, made once for all layers.
+    """The S segments of a packed sequence of T tokens, with tensors that all layers share.
 
     Attributes:
-        lengths: the tokens of each of the S segments, in order.
-        keys: (K,) int64: segment after segment, the tokens that it may attend to; the last of them are its own.
-        key_lengths: how many of `keys` are each segment's.
-        blocks: (T,) int64: tokens of a segment with the same number attend in both directions, -1 does not; None:
-            none do.
-        context: the ranks that share the sequence; None: this one has all of it.
-        layers: how many layers have attended.
+        lengths: number of tokens of each segment, in order.
+        keys: (K,) int64: segment after segment, the tokens that it may attend to; the last ones are its own tokens.
+        key_lengths: number of `keys` of each segment.
+        blocks: (T,) int64: tokens of a segment with the same number attend in both directions; -1 marks causal tokens.
+        None: all are causal.
+        context: the ranks that share the sequence; None: this rank has all of it.
+        layers: number of layers that have used this attention.
     """
 
     def __init__(
@@ -65,19 +67,21 @@ class Segments:
 
     @cached_property
     def ends(self) -> tuple[Tensor, Tensor]:
-        """(S + 1,) int32 each: where the segments' queries and keys end."""
+        """Cumulative numbers of the segments' queries and keys, (S + 1,) int32 each."""
         queries, keys = (torch.tensor([0, *accumulate(each)]) for each in (self.lengths, self.key_lengths))
         return to_device(queries.int(), self.keys.device), to_device(keys.int(), self.keys.device)
 
     @cached_property
     def copies(self) -> tuple[Tensor, Tensor]:
-        """(K,) int64: where in `keys` the first token is, then the second, ...; (T + 1,): where each one's begin."""
+        """Positions in `keys` of all copies of token 0, then of token 1 and so on, (K,) int64; and the start of each
+        token's copies, (T + 1,)."""
         tokens, order = self.keys.sort(stable=True)
         return order, torch.searchsorted(tokens, torch.arange(sum(self.lengths) + 1, device=tokens.device))
 
     @cached_property
     def groups(self) -> list[tuple[Tensor, Tensor]]:
-        """Of segments of equal lengths: the packed tokens that ask (b, n), and those that they may attend to (b, m)."""
+        """Group segments of equal lengths. Per group: query indices (b, n) and key indices (b, m) into the packed
+        sequence."""
         begins: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
         query = key = 0
         for n, m in zip(self.lengths, self.key_lengths, strict=True):
@@ -92,11 +96,12 @@ class Segments:
 
     @cached_property
     def order(self) -> Tensor:
-        """(T,) int64: where each token is among the queries of all groups of `groups`, one after the other."""
+        """For each token, its position among the queries of all groups, concatenated: (T,) int64."""
         return torch.cat([queries.flatten() for queries, _ in self.groups]).argsort()
 
     def mask(self, group: int, window: int | None) -> Tensor | None:
-        """(n, m) or (b, 1, n, m) of a group of `groups`: who attends to whom; None: every token to all before it."""
+        """Attention mask of a group, (n, m) or (b, 1, n, m); True where a query attends to a key. None: causal
+        attention."""
         if (group, window) not in self._masks:
             queries, keys = self.groups[group]
             self._masks[group, window] = self._mask(queries, keys.shape[1], window)
@@ -106,18 +111,18 @@ class Segments:
         n = queries.shape[1]
         if window is not None and window >= m:
             window = None
-        own = None if self.blocks is None else self.blocks[queries]
-        if own is not None and not own.ge(0).any():
-            own = None
-        if n == m and window is None and own is None:
+        blocks = None if self.blocks is None else self.blocks[queries]
+        if blocks is not None and not blocks.ge(0).any():
+            blocks = None
+        if n == m and window is None and blocks is None:
             return None
-        behind = torch.arange(m - n, m, device=queries.device)[:, None] - torch.arange(m, device=queries.device)
-        allowed = behind >= 0
-        if own is not None:
-            allowed = allowed.repeat(len(own), 1, 1)
-            allowed[:, :, m - n :] |= (own[:, :, None] == own[:, None]) & (own >= 0)[:, :, None]
+        distance = torch.arange(m - n, m, device=queries.device)[:, None] - torch.arange(m, device=queries.device)
+        allowed = distance >= 0
+        if blocks is not None:
+            allowed = allowed.repeat(len(blocks), 1, 1)
+            allowed[:, :, m - n :] |= (blocks[:, :, None] == blocks[:, None]) & (blocks >= 0)[:, :, None]
             allowed = allowed[:, None]
-        return allowed if window is None else allowed & (behind < window)
+        return allowed if window is None else allowed & (distance < window)
 
 
 @torch.compiler.disable
@@ -134,11 +139,12 @@ def attend_packed(
     segments: Segments | None = None,
     **more: Any,
 ) -> tuple[Tensor, None]:
-    """Attention within the paths of `segments`: (1, H, T, D) to (1, T, H, D); of ranks that share them, each gives and
-    gets its own tokens alone.
+    """Attention within segments, from (1, H, T, D) to (1, T, H, D).
+
+    Ranks that share a sequence each pass and get only their own tokens.
 
     Raises:
-        ConfigurationError: the model asks for something that is not known here.
+        ConfigurationError: the model uses an option that packed attention does not support.
     """
     if segments is None:
         options = more | {"scaling": scaling, "dropout": dropout}
@@ -146,7 +152,7 @@ def attend_packed(
     unknown = sorted(name for name, option in more.items() if option is not None and name not in _KNOWN_OPTIONS)
     if unknown or dropout:
         raise ConfigurationError(
-            f"{type(module).__name__} asks its attention for {', '.join(unknown) or 'dropout'}",
+            f"{type(module).__name__} calls its attention with {', '.join(unknown) or 'dropout'}",
             code="packing_unsupported",
             where="trainer.packing",
             remedy=REMEDY,
@@ -165,6 +171,7 @@ def attend_packed(
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float | None, window: int | None) -> Tensor:
+    """Compute attention with FlashAttention kernels, without blocks."""
     if TRITON:
         q, k, v = _Gathered.apply(q, k, v, segments)
     else:
@@ -179,8 +186,10 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float | N
 
 
 class _Gathered(torch.autograd.Function):
-    """Queries, and the keys and values of each segment. A key's gradient is added up in fp32, in the order of its
-    copies; all of them lie in memory head after head, as compiled layers want them.
+    """Gather queries, and the keys and values of each segment.
+
+    In the backward pass the gradients of a key's copies are added in fp32, in a fixed order. Results lie in memory head
+    after head, as compiled layers expect.
     """
 
     @staticmethod
@@ -203,13 +212,13 @@ class _Gathered(torch.autograd.Function):
 
 
 def _by_shape(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float | None, window: int | None) -> Tensor:
-    """As `_flash`, with any mask."""
+    """Compute attention with one `scaled_dot_product_attention` per group of segments; supports any mask."""
     repeats, outs = q.shape[1] // k.shape[1], []
     for group, (queries, keys) in enumerate(segments.groups):
         mask = segments.mask(group, window)
         query, key, value = (tensor.transpose(1, 2) for tensor in (q[queries], k[keys], v[keys]))
         grouped = repeats > 1 and mask is None
-        if repeats > 1 and not grouped:  # with a mask no kernel of a GPU knows groups
+        if repeats > 1 and not grouped:  # no GPU kernel supports both a mask and grouped heads
             key, value = (tensor.repeat_interleave(repeats, 1) for tensor in (key, value))
         out = scaled_dot_product_attention(
             query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped

@@ -1,4 +1,4 @@
-"""Texts that a model reads as one token with a meaning of its own: an image's place, the end of a turn."""
+"""Special tokens of a model: texts that its tokenizer reads as one token with a special meaning, such as an image."""
 
 from __future__ import annotations
 
@@ -21,18 +21,17 @@ from armature.components.machine.project import project_source
 from armature.components.models.settings import ModelSettings
 from armature.components.models.source import check_source_name, fetch_files, locate
 
-# Tokens with a text of their own in a checkpoint's tokenizer, read from its files without loading it.
-
 LARGEST_FILE = 2**28
+"""Largest tokenizer or configuration file that is read, in bytes."""
 TOKENIZER, TOKENIZER_CONFIG, SPECIAL, ADDED = FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
 )
-"""The files that name such tokens; a tokenizer has some of them."""
+"""Files that list added tokens; a tokenizer has some of them."""
 
 
 @dataclass(frozen=True)
 class AddedToken:
-    """A text that is one token wherever it stands. `special`: it is not part of texts, as the end of a turn."""
+    """A text that the tokenizer always reads as one token. `special`: it marks structure, such as the end of a turn."""
 
     text: str
     special: bool
@@ -40,27 +39,30 @@ class AddedToken:
 
 
 def added_tokens(folder: Path) -> list[AddedToken]:
-    """The added tokens of the tokenizer in `folder`; one that several files name may be there several times.
+    """Return the added tokens of the tokenizer in `folder`. A token that several files list is returned several times.
+
+    The files are read without loading the tokenizer.
 
     Raises:
-        DataError: a file is not what a tokenizer saves.
+        DataError: a file is not one that a tokenizer saves.
     """
-    found: list[AddedToken] = []
+    tokens: list[AddedToken] = []
     for name in FILES:
         if (folder / name).is_file():
             try:
-                found += _named(name, json.loads(read_bytes(folder / name, LARGEST_FILE)))
+                tokens += _named(name, json.loads(read_bytes(folder / name, LARGEST_FILE)))
             except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError, RecursionError, OSError) as error:
                 raise DataError(
-                    f"not a tokenizer's file: {type(error).__name__}: {str(error)[:200]}",
+                    f"not a file of a tokenizer: {type(error).__name__}: {str(error)[:200]}",
                     code="tokenizer_unreadable",
                     where=str(folder / name),
                     remedy="save the tokenizer again",
                 ) from error
-    return [token for token in found if token.text]
+    return [token for token in tokens if token.text]
 
 
 def _named(name: str, document: dict[str, Any]) -> Iterator[AddedToken]:
+    """Yield the added tokens that one tokenizer file lists."""
     if name == ADDED:
         yield from (AddedToken(text, False, int(number)) for text, number in document.items())
     elif name == TOKENIZER:
@@ -75,7 +77,8 @@ def _named(name: str, document: dict[str, Any]) -> Iterator[AddedToken]:
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """Of a token as transformers saves it: its text, a dict with its `content`, or lists and dicts of those."""
+    """Yield the texts of a token as transformers saves it: a text, a dict with its `content`, or lists and dicts of
+    these."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict) and "content" in value:
@@ -89,13 +92,16 @@ CONFIG = "config.json"
 
 
 def reserved_tokens(settings: ModelSettings, *, images_only: bool) -> tuple[str, ...]:
-    """The special tokens of the model, sorted; `images_only`: only those that stand for images and videos.
+    """Return the model's special tokens, sorted.
 
-    Of a model of the hub the tokenizer's files are fetched, and no weights.
+    For a hub model only the tokenizer's files are fetched, not the weights.
+
+    Args:
+        images_only: return only tokens that stand for images and videos.
 
     Raises:
-        ConfigurationError: a hub name without a revision.
-        DataError: there is no such folder or repository, or a file of the tokenizer is damaged.
+        ConfigurationError: a hub name has no revision.
+        DataError: the folder or repository does not exist, or a tokenizer file is damaged.
     """
     if settings.tiny_family is not None:
         vocabulary = tiny_recipe(settings.tiny_family).vocabulary
@@ -114,7 +120,7 @@ def reserved_tokens(settings: ModelSettings, *, images_only: bool) -> tuple[str,
 
 
 def _tokenizer_folder(settings: ModelSettings) -> Path:
-    """The folder with the tokenizer of a folder, an artifact or a hub name."""
+    """Return the folder with the tokenizer's files, given a folder, an artifact or a hub name."""
     source = project_source(settings.source)
     if Path(source).is_dir():
         return locate(source)
@@ -124,17 +130,18 @@ def _tokenizer_folder(settings: ModelSettings) -> Path:
         whole = Path(snapshot_download(source, revision=commit, local_files_only=True))
         if (whole / CONFIG).is_file() and any((whole / name).is_file() for name in FILES):
             return whole
-    # Not in the hub's own cache: a snapshot there is taken for a whole one, with weights.
+    # Do not use the hub's cache: a snapshot there would later pass for a complete one with weights.
     target = DownloadCache.standard().folder / "tokenizers" / commit
     return fetch_files("model's tokenizer", source, commit, allow_patterns=[CONFIG, *FILES], local_dir=target)
 
 
 def _config(folder: Path) -> dict[str, Any]:
-    """
+    """Read config.json.
+
     Raises:
-        DataError: there is none, or it is not an object.
+        DataError: the file is missing or is not a JSON object.
     """
-    remedy = "give a folder with a config.json of a vision-language model, or a hub name with its revision"
+    remedy = "name a folder with a config.json of a vision-language model, or a hub name with its revision"
     try:
         config = json.loads(read_bytes(folder / CONFIG, LARGEST_FILE))
     except (OSError, ValueError, RecursionError) as error:

@@ -1,4 +1,4 @@
-"""Where a checkpoint lies: a hub name, a folder, or an artifact that holds one or refers to either."""
+"""Finding a checkpoint: by hub name, by folder, or in an artifact that contains or references one."""
 
 from __future__ import annotations
 
@@ -20,21 +20,25 @@ from armature.components.contracts.files import foreign, is_folder, read_bytes
 from armature.components.machine.project import project_source
 
 REFERENCE = "source.json"
+"""File of an artifact that references a checkpoint elsewhere."""
 CHECKPOINT = "checkpoint"
-"""The folder with the weights in the artifact of a stage that trains."""
+"""Folder of the weights in the artifact of a training stage."""
 ADAPTER = "adapter"
-"""In it, where adapters were trained: these alone, as PEFT reads them. The weights beside it have them merged in."""
+"""Folder inside CHECKPOINT with the trained adapters alone, in PEFT's format. The weights beside it have them merged
+in."""
 
 
 @dataclass(frozen=True)
 class CheckpointKind:
-    """What checkpoints of a kind consist of.
+    """The files that belong to checkpoints of one kind, such as models or robot policies.
 
-    name: of the stage and the settings that give one, for messages.
-    content: Suffixes of the files that change what it computes; none are compared if it is empty.
-    files: Arguments of `snapshot_download` that choose what is fetched.
-    fetched_whole: A snapshot on this machine has all of these files.
-    no_folder, no_revision: What to do where a source is neither folder nor hub name, or a hub name has no revision.
+    Attributes:
+        name: name of the stage and of the settings that give such a checkpoint, for messages.
+        content: suffixes of the files that affect results; with an empty set, files are not compared.
+        files: arguments of `snapshot_download` that select the files to fetch.
+        fetched_whole: True if a snapshot on this machine always has all selected files.
+        no_folder: remedy if a source is neither a folder nor a hub name.
+        no_revision: remedy if a hub name has no revision.
     """
 
     name: str
@@ -50,16 +54,20 @@ MODEL = CheckpointKind(
     content=frozenset({".safetensors", ".json", ".jinja", ".txt", ".model", ".py"}),
     files={"ignore_patterns": ["*.bin", "*.pt", "*.pth", "*.gguf", "*.onnx", "*.h5", "*.msgpack"]},
     fetched_whole=True,
-    no_folder="give an existing folder, a hub name, or tiny/<family>",
+    no_folder="name an existing folder, a hub name, or tiny/<family>",
     no_revision="set model.revision to the commit that the model's page shows under its history",
 )
+"""Checkpoints of vision-language models."""
 
 
 class SourceReference(BaseModel):
-    """What an artifact holds instead of the weights themselves.
+    """Reference to a checkpoint, which an artifact contains in place of the weights.
 
-    `commit` is the resolved commit of a hub name, None for a folder. The loader checks `checkpoint_sha256`, so that
-    a changed folder is not taken for the old one.
+    Attributes:
+        source: hub name or absolute folder.
+        revision: the revision of the recipe.
+        commit: the resolved commit of a hub name; None for a folder.
+        checkpoint_sha256: digest of the checkpoint's files. The loader compares it, so a changed folder is noticed.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -75,11 +83,11 @@ class SourceReference(BaseModel):
 
 
 def make_reference(source: str, revision: str | None, kind: CheckpointKind = MODEL) -> SourceReference:
-    """Resolve a folder or a hub name, fetching the latter.
+    """Return a reference to a folder or a hub name; the latter is fetched.
 
     Raises:
-        ConfigurationError: a hub name without a revision.
-        DataError: no such folder or repository, or it has no safetensors.
+        ConfigurationError: a hub name has no revision.
+        DataError: the folder or repository does not exist, or has no safetensors files.
     """
     folder = locate(source, revision, kind)
     commit = None if is_folder(source) else folder.name
@@ -92,7 +100,8 @@ def make_reference(source: str, revision: str | None, kind: CheckpointKind = MOD
 
 
 def folder_sources(source: str, kind: CheckpointKind = MODEL) -> dict[str, str]:
-    """The digest of a folder of the recipe's, so that a changed one makes new artifacts; nothing of a hub name.
+    """Return the digest of a checkpoint folder named in a recipe, so that a changed folder gives new artifacts; {} for
+    a hub name.
 
     Raises:
         DataError: see `locate` and `checkpoint_sha256`.
@@ -102,13 +111,14 @@ def folder_sources(source: str, kind: CheckpointKind = MODEL) -> dict[str, str]:
 
 
 def locate(source: str | Path, revision: str | None = None, kind: CheckpointKind = MODEL) -> Path:
-    """The folder with the weights of a folder, an artifact or a hub name; the last is fetched if missing.
+    """Return the folder with the weights, given a folder, an artifact or a hub name. A hub name is fetched if
+    necessary.
 
-    The artifact is one of the stage that `kind` names, or of a stage that trains.
+    The artifact is one of the stage `kind.name` or of a training stage.
 
     Raises:
-        ConfigurationError: a hub name without a revision.
-        DataError: no such folder or repository, or an artifact refers to a checkpoint that has changed since.
+        ConfigurationError: a hub name has no revision.
+        DataError: the folder or repository does not exist, or the checkpoint that an artifact references has changed.
     """
     folder = Path(source)
     if not is_folder(folder):
@@ -120,10 +130,10 @@ def locate(source: str | Path, revision: str | None = None, kind: CheckpointKind
     remedy = f"remove the artifact and run the {kind.name} stage again"
     with foreign("the reference to a checkpoint cannot be followed", where=str(folder / REFERENCE), remedy=remedy):
         reference = SourceReference.model_validate_json(read_bytes(folder / REFERENCE))
-        target = _kept(reference, kind) or locate(reference.source, reference.commit, kind)
-    if kind.content and (found := checkpoint_sha256(target, kind.content)) != reference.checkpoint_sha256:
+        target = _fetched_snapshot(reference, kind) or locate(reference.source, reference.commit, kind)
+    if kind.content and (digest := checkpoint_sha256(target, kind.content)) != reference.checkpoint_sha256:
         raise DataError(
-            f"the checkpoint is not the one that the artifact refers to: {found} is not {reference.checkpoint_sha256}",
+            f"the checkpoint has changed since the artifact was made: {digest} is not {reference.checkpoint_sha256}",
             code="checkpoint_changed",
             where=f"{target}, referred to by {folder / REFERENCE}",
             remedy=f"put the old files back, or {remedy}",
@@ -132,27 +142,27 @@ def locate(source: str | Path, revision: str | None = None, kind: CheckpointKind
 
 
 def checkpoint_sha256(folder: Path, content: frozenset[str] = MODEL.content) -> str:
-    """SHA-256 over all that a checkpoint's results depend on: every shard, configuration, tokenizer and template.
+    """SHA-256 of all files that affect a checkpoint's results: shards, configuration, tokenizer and chat template.
 
-    Files that no loader reads (`content` are the suffixes of those that one does), and hidden ones, do not count.
+    Hidden files and files whose suffix is not in `content` do not count.
 
     Raises:
-        DataError: there are no safetensors.
+        DataError: there are no safetensors files.
     """
     paths = {path.relative_to(folder): path for path in folder.rglob("*") if path.suffix in content and path.is_file()}
-    found = {name.as_posix(): path for name, path in paths.items() if not any(part[0] == "." for part in name.parts)}
-    if not any(name.endswith(".safetensors") for name in found):
+    visible = {name.as_posix(): path for name, path in paths.items() if not any(part[0] == "." for part in name.parts)}
+    if not any(name.endswith(".safetensors") for name in visible):
         raise DataError(
             "no safetensors in the model folder",
             code="safetensors_missing",
             where=str(folder),
             remedy="convert the weights with save_pretrained; pickled weights are not loaded",
         )
-    return document_digest({name: file_sha256(path) for name, path in found.items()})
+    return document_digest({name: file_sha256(path) for name, path in visible.items()})
 
 
-def _kept(reference: SourceReference, kind: CheckpointKind) -> Path | None:
-    """The snapshot that was fetched when the reference was made, if it is still here."""
+def _fetched_snapshot(reference: SourceReference, kind: CheckpointKind) -> Path | None:
+    """Return the snapshot that was fetched when the reference was made, None if it is not on this machine."""
     if reference.commit is not None and kind.fetched_whole:
         with suppress(LocalEntryNotFoundError):
             return Path(snapshot_download(reference.source, revision=reference.commit, local_files_only=True))
@@ -160,11 +170,11 @@ def _kept(reference: SourceReference, kind: CheckpointKind) -> Path | None:
 
 
 def check_source_name(source: str, revision: str | None, kind: CheckpointKind = MODEL) -> None:
-    """Refuse what is neither a folder nor the name and the revision of a hub's repository; nothing is fetched.
+    """Check that a source is a folder, or a hub name with a revision. Nothing is fetched.
 
     Raises:
-        ConfigurationError: a hub name without a revision.
-        DataError: no such folder.
+        ConfigurationError: a hub name has no revision.
+        DataError: the folder does not exist.
     """
     if is_folder(source):
         return
@@ -182,15 +192,20 @@ def check_source_name(source: str, revision: str | None, kind: CheckpointKind = 
 
 
 def _fetch(name: str, revision: str | None, kind: CheckpointKind) -> Path:
+    """Fetch a hub name's files and return their folder."""
     check_source_name(name, revision, kind)
     return fetch_files(kind.name, name, revision, **kind.files)
 
 
 def fetch_files(title: str, name: str, revision: str | None, **choice: Any) -> Path:
-    """Return the folder of a hub repository's files; `choice` is what `snapshot_download` takes besides.
+    """Fetch files of a hub repository and return their folder.
+
+    Args:
+        title: what the files are, for errors.
+        choice: further arguments of `snapshot_download`.
 
     Raises:
-        DataError: they cannot be fetched; it calls them `title`.
+        DataError: the files cannot be fetched.
     """
     try:
         return Path(snapshot_download(name, revision=revision, **choice))
@@ -199,10 +214,10 @@ def fetch_files(title: str, name: str, revision: str | None, **choice: Any) -> P
             f"the {title} cannot be fetched: {str(error).splitlines()[0]}",
             code="repository_unavailable",
             where=f"{name} at {revision}",
-            remedy="check the name and the revision, log in for a gated repository, or give a folder",
+            remedy="check the name and the revision, log in for a gated repository, or name a folder",
         ) from error
 
 
 def local_code_options(trust_remote_code: bool) -> dict[str, Any]:
-    """What every Auto class is told besides the folder: nothing is looked up on a network."""
+    """Options for every `from_pretrained` of a local folder: code is trusted or not, and nothing is fetched."""
     return {"trust_remote_code": trust_remote_code, "local_files_only": True}

@@ -1,4 +1,4 @@
-"""The stage `model`: a tiny checkpoint in full, or a reference to one that lies elsewhere."""
+"""The stage `model`: it writes a tiny checkpoint, or a reference to a checkpoint elsewhere."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from armature.components.models.settings import ModelSettings
 
 
 def run_model(settings: ModelSettings, inputs: Mapping[str, Artifact], out: Path, context: StageContext) -> StageReport:
-    """Write the checkpoint of a tiny/<family> source to `out`, or `source.json` for a folder or a hub name.
+    """Write the checkpoint of a tiny/<family> source to `out`, or a reference (`source.json`) to a folder or a hub
+    name.
 
-    The weights of a folder or a hub name are not copied; `load_model(out, ...)` follows the reference.
+    Weights of a folder or a hub name are not copied; `load_model(out, ...)` follows the reference.
 
     Raises:
-        ConfigurationError: unknown family, or a hub name without a revision.
-        DataError: no such folder or repository, no safetensors, or no configuration.
+        ConfigurationError: the family is unknown, or a hub name has no revision.
+        DataError: the folder or repository does not exist, or has no safetensors files or no configuration.
     """
     if settings.tiny is not None and settings.tiny_family is not None:
         from armature.components.models.tiny import make_tiny_checkpoint
@@ -33,18 +34,20 @@ def run_model(settings: ModelSettings, inputs: Mapping[str, Artifact], out: Path
     reference.write(out)
     check_sizes(load_config(out, settings), locate(out))
     commit = f" at {reference.commit}" if reference.commit else ""
-    context.events.message(f"model: refers to {settings.source}{commit}")
+    context.events.message(f"model: uses {settings.source}{commit}")
     return StageReport()
 
 
 def model_sources(settings: ModelSettings, inputs: Mapping[str, Artifact]) -> dict[str, str]:
+    """Digest of a checkpoint folder, on which the artifact depends besides its settings."""
     from armature.components.models.source import folder_sources
 
     return {} if settings.tiny is not None else folder_sources(settings.source)
 
 
 def at_commit(settings: ModelSettings, inputs: Mapping[str, Artifact], say: Callable[[str], None]) -> ModelSettings:
-    """
+    """Return the settings with the revision of a hub name resolved to its commit.
+
     Raises:
         DataError: see `hub_commit`.
     """
@@ -55,3 +58,4 @@ def at_commit(settings: ModelSettings, inputs: Mapping[str, Artifact], say: Call
 
 
 MODEL_STAGE = Stage("model", 3, ModelSettings, (), run_model, model_sources, at_commit)
+"""The stage that provides the initial weights of a training or the weights of an evaluation."""

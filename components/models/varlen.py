@@ -1,7 +1,8 @@
-"""Attention of vision towers whose images or windows lie behind one another, one call for all of them.
+"""Attention in vision towers, where images or windows of several lengths are packed, in one call for all of them.
 
-On a GPU in 16 bits it is PyTorch's FlashAttention for sequences of several lengths; elsewhere, windows of equal lengths
-are computed together by `scaled_dot_product_attention`.
+On a GPU in 16 bits this is PyTorch's FlashAttention for sequences of several lengths. Elsewhere, windows of equal
+length are batched for `scaled_dot_product_attention`. The module also adapts code from checkpoints to what native
+classes provide.
 """
 
 from __future__ import annotations
@@ -19,27 +20,28 @@ from transformers import AttentionInterface, AutoModel, PreTrainedModel, Process
 
 from armature.components.families.family import Family, image_token_ids
 
-# What code that comes with a checkpoint lacks of what native classes have.
+# --- Models with code from their checkpoint ---
 
-MODULES = "transformers_modules"  # the package that transformers puts such code into
+MODULES = "transformers_modules"  # the package that transformers imports such code into
 
 
 def is_remote(thing: object) -> bool:
-    """Whether the class of `thing` came with a checkpoint."""
+    """True if the class of `thing` comes from a checkpoint."""
     return type(thing).__module__.partition(".")[0] == MODULES
 
 
 def register_body(model: PreTrainedModel) -> None:
-    """Let `AutoModel.from_config` of the model's configuration give the class of its body, as for native models."""
+    """Register the body's class from a checkpoint, so that `AutoModel.from_config` works as for native models."""
     if is_remote(model) and is_remote(model.config):
         AutoModel.register(type(model.config), type(model.model), exist_ok=True)
 
 
 def complete_processor(processor: ProcessorMixin, family: Family) -> None:
-    """Give the class of a Molmo2 processor what servers and adapters ask of one, where it lacks it.
+    """Add the attributes to a Molmo2 processor from a checkpoint that native processors have, and that servers and
+    adapters use.
 
-    `image_token` and `image_token_id`: the text that stands for one image. `_get_num_multimodal_tokens`: as in
-    native processors.
+    `image_token` and `image_token_id` are the token that stands for one image; `_get_num_multimodal_tokens` counts
+    tokens by image size.
     """
     if family.name != "molmo2":
         return
@@ -59,7 +61,8 @@ def complete_processor(processor: ProcessorMixin, family: Family) -> None:
 
 
 def count_image_tokens(processor: Any, image_ids: tuple[int, ...], sizes: Any, **kwargs: Any) -> dict[str, list[int]]:
-    """`num_image_tokens` and `num_image_patches` (crops) of images of `sizes`, (height, width) each, by trying."""
+    """Count tokens (`num_image_tokens`) and crops (`num_image_patches`) of images of (height, width) `sizes` by
+    processing blank images."""
     counts: dict[str, list[int]] = {"num_image_tokens": [], "num_image_patches": []}
     for height, width in sizes:
         blank = Image.new("RGB", (width, height))
@@ -70,13 +73,15 @@ def count_image_tokens(processor: Any, image_ids: tuple[int, ...], sizes: Any, *
     return counts
 
 
+# --- Attention of vision towers ---
+
 WINDOWS = "flash_windows"
-"""Its name in transformers, which passes lengths to names with "flash" in them, and else calls attention once for each
-image or window."""
+"""Name of this attention in transformers. It contains "flash" since transformers passes lengths only to such names, and
+else calls attention once per image or window."""
 
 
 def choose_kernels(model: PreTrainedModel) -> None:
-    """Let the vision tower of a model that was loaded with `sdpa` use this module; code of a checkpoint keeps that."""
+    """Let the vision tower of a native model that was loaded with `sdpa` use the attention of this module."""
     if is_remote(model):
         return
     vision = getattr(model.config, "vision_config", None)
@@ -96,7 +101,7 @@ def attend_in_windows(
     scaling: float,
     **more: Any,
 ) -> tuple[Tensor, None]:
-    """Attention in both directions within each image or window: (1, H, T, D) to (1, T, H, D)."""
+    """Attention in both directions within each image or window, from (1, H, T, D) to (1, T, H, D)."""
     q, k, v = (tensor[0].transpose(0, 1) for tensor in under_autocast(query, key, value))
     if has_kernel(q):
         out = _flash(q, k, v, cu_seq_lens_q, max_length_q, scaling)
@@ -106,7 +111,7 @@ def attend_in_windows(
 
 
 def under_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """To the dtype of autocast, which knows `scaled_dot_product_attention` but not these kernels."""
+    """Convert tensors to the dtype of autocast, which handles `scaled_dot_product_attention` but not these kernels."""
     kind = tensors[0].device.type
     if torch.is_autocast_enabled(kind):
         return tuple(tensor.to(torch.get_autocast_dtype(kind)) for tensor in tensors)
@@ -114,7 +119,8 @@ def under_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def attention_compiles(tower: nn.Module) -> bool:
-    """Whether attention of this vision tower becomes part of a compiled layer: nobody has to read lengths for it."""
+    """True if this vision tower's attention can be part of a compiled layer, since no lengths have to be read on the
+    host."""
     if not _takes_lengths(tower):
         return True
     weight = next(tower.parameters())
@@ -123,11 +129,13 @@ def attention_compiles(tower: nn.Module) -> bool:
 
 
 def _takes_lengths(model: nn.Module) -> bool:
+    """True if some module of `model` takes cumulative sequence lengths."""
     kinds = {type(module) for module in model.modules()}
     return any("cu_seqlens" in signature(kind.forward).parameters for kind in kinds)
 
 
 def has_kernel(q: Tensor) -> bool:
+    """True if PyTorch has a FlashAttention kernel for tensors such as `q`."""
     if not q.is_cuda:
         return False
     fits = q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
@@ -135,9 +143,8 @@ def has_kernel(q: Tensor) -> bool:
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, longest: int, scale: float) -> Tensor:
-    """What `torch.nn.attention.varlen` calls, without its operators in Python: their host time exceeds the GPU time of
-    a short layer.
-    """
+    """Call PyTorch's kernel directly. The Python operators of `torch.nn.attention.varlen` take more host time than a
+    short layer's GPU time."""
     ends, tensors = ends.int(), (q.contiguous(), k.contiguous(), v.contiguous())
     out: Tensor
     out, *_ = torch.ops.aten._flash_attention_forward(
@@ -148,7 +155,7 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, longest: int, scale: f
 
 @torch.compiler.disable
 def _by_length(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, scale: float) -> Tensor:
-    """As `_flash`; windows of one length are one batch."""
+    """Compute the same as `_flash`, with one batch for all windows of a length."""
     lengths: list[int] = ends.diff().tolist()
     begins: dict[int, list[int]] = defaultdict(list)
     for length, end in zip(lengths, accumulate(lengths), strict=True):

@@ -1,4 +1,4 @@
-"""Adapters: rollouts in, the tensors of a model family out. Names that need torch are imported when asked for."""
+"""Adapters: they turn rollouts into the tensors of a model family. Names that need torch are imported on first use."""
 
 from __future__ import annotations
 

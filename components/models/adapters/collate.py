@@ -1,4 +1,4 @@
-"""Samples of different lengths into the right-padded tensors of one batch."""
+"""Collate samples of different lengths and their images into the right-padded tensors of one batch."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from armature.components.families.family import ImageInputs
 from armature.components.families.joins import Features
 from armature.components.models.adapters.sequences import runs_fit
 
-# One image through the family's processor: its features, and the tokens that they need.
-
 ImageSource = Callable[[ImageRef], Image.Image]
+"""Opens an image by its reference."""
 
-# Kept beside an image's features: lengths (R,) of the consecutive runs of feature tokens in its expansion.
 PLACEHOLDER_RUNS = "placeholder_runs"
+"""Key, beside an image's features, of the lengths (R,) of the consecutive runs of feature tokens in its expansion."""
 TEXT_OUTPUTS = frozenset({"input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids"})
+"""Outputs of a processor that belong to the text."""
 
 
 def run_lengths(ids: Tensor, token: int) -> Tensor:
@@ -36,10 +36,10 @@ def run_lengths(ids: Tensor, token: int) -> Tensor:
 
 
 def process_one(processor: Any, image: Image.Image, feature_token: int) -> dict[str, Tensor]:
-    """Everything that the processor makes of one image, and `PLACEHOLDER_RUNS`.
+    """Return all outputs of the processor for one image, with `PLACEHOLDER_RUNS`.
 
-    The whole processor is called, not its image processor alone: it knows options of its own (tiles, patch size)
-    and is the only one that knows how many tokens the features need.
+    The whole processor is called instead of its image processor, since only it knows its own options (tiles, patch
+    size) and how many tokens the features need.
 
     Raises:
         DataError: the processor refuses the image.
@@ -59,17 +59,18 @@ def process_one(processor: Any, image: Image.Image, feature_token: int) -> dict[
 
 
 def is_missing(error: Exception) -> bool:
-    """Whether an image source failed because it does not have the image, not because the image is bad."""
+    """True if an image source raised `error` because it does not have the image, rather than because the image is
+    damaged."""
     return isinstance(error, FileNotFoundError | KeyError) or isinstance(error.__cause__, FileNotFoundError)
 
 
 def image_features(features: Features) -> dict[str, Tensor]:
-    """The features without what is only kept beside them."""
+    """The features without `PLACEHOLDER_RUNS`."""
     return {name: value for name, value in features.items() if name != PLACEHOLDER_RUNS}
 
 
 def pad_rows(rows: Sequence[np.ndarray[Any, Any]], value: float, dtype: torch.dtype) -> Tensor:
-    """(B, longest row), filled with `value` on the right."""
+    """Stack rows to (B, longest row), padded with `value` on the right."""
     padded = torch.full((len(rows), max(len(row) for row in rows)), value, dtype=dtype)
     for row, target in zip(rows, padded, strict=True):
         target[: len(row)] = torch.tensor(row, dtype=dtype)
@@ -77,12 +78,12 @@ def pad_rows(rows: Sequence[np.ndarray[Any, Any]], value: float, dtype: torch.dt
 
 
 def token_type_ids(input_ids: Tensor, attention_mask: Tensor, image_tokens: Collection[int]) -> Tensor:
-    """(B, L) int64: 1 on `image_tokens`, 0 on text and padding; of whole sequences, completions included."""
+    """Type ids (B, L) int64 of whole sequences, completions included: 1 on `image_tokens`, 0 on text and padding."""
     return torch.isin(input_ids, torch.tensor(sorted(image_tokens))).long() * attention_mask
 
 
 def text_batch(samples: Sequence[Sample], pad_id: int) -> MultimodalBatch:
-    """A batch of B samples without what comes from images: int64 ids and mask, bool loss mask, float32 else."""
+    """Batch of B samples without image inputs: int64 ids and attention mask, bool loss mask, float32 elsewhere."""
     ids = pad_rows([sample.input_ids for sample in samples], pad_id, torch.int64)
     lengths = torch.tensor([len(sample.input_ids) for sample in samples])
     return MultimodalBatch(
@@ -96,10 +97,10 @@ def text_batch(samples: Sequence[Sample], pad_id: int) -> MultimodalBatch:
 
 
 class SampleCollator:
-    """Samples to the tensors of one family: all that a trainer needs of it.
+    """Turns samples into the tensors of one model family; a trainer needs nothing else of the family.
 
     Attributes:
-        image_token_id: each one of these in the token ids takes one feature of an image.
+        image_token_id: token that takes one image feature at each occurrence.
         typed_token_ids: tokens that the model's type ids mark.
         forbidden_token_ids: tokens that only a processor may write and no policy may sample.
     """
@@ -114,17 +115,17 @@ class SampleCollator:
         self.pad_token_id = int(pad if pad is not None else processor.tokenizer.eos_token_id)
 
     def process_image(self, image: Image.Image) -> dict[str, Tensor]:
-        """The features of one image, on the CPU: what can be kept per distinct image.
+        """Return the features of one image on the CPU, which can be cached per distinct image.
 
         Raises:
             DataError: the processor refuses the image.
-            ConfigurationError: the processor's outputs are not those that the family's entry declares.
+            ConfigurationError: the processor's outputs differ from those declared by the family.
         """
         features = process_one(self.processor, to_rgb(image), self.image_token_id)
-        found = image_features(features).keys()
-        if found != self.spec.joins.keys():
+        outputs = image_features(features).keys()
+        if outputs != self.spec.joins.keys():
             raise ConfigurationError(
-                f"the image processor returns {sorted(found)}, its entry declares {sorted(self.spec.joins)}",
+                f"the image processor returns {sorted(outputs)}, but its family declares {sorted(self.spec.joins)}",
                 code="processor_outputs_mismatch",
                 where=type(self.processor).__name__,
                 remedy="declare every output in ImageInputs.joins",
@@ -132,9 +133,11 @@ class SampleCollator:
         return features
 
     def join(self, features: Sequence[Features], names: Collection[str] | None = None) -> dict[str, Tensor]:
-        """Model inputs of several images, equal to what the processor returns for all of them at once.
+        """Join the features of several images into model inputs, equal to the processor's outputs for all of them at
+        once.
 
-        `names`: which ones, of those that the family has; None: all.
+        Args:
+            names: inputs to return, as far as the family has them; None for all.
         """
         if not features:
             return {}
@@ -142,14 +145,17 @@ class SampleCollator:
         return {name: join([one[name] for one in features], features) for name, join in joins.items()}
 
     def collate(self, samples: Sequence[Sample], images: ImageSource) -> MultimodalBatch:
-        """`collate_features` with each distinct image opened and processed once."""
+        """Like `collate_features`, opening and processing each distinct image once."""
         return self.collate_features(samples, cache(lambda ref: self.process_image(images(ref))))
 
     def collate_features(self, samples: Sequence[Sample], features: Callable[[ImageRef], Features]) -> MultimodalBatch:
-        """The right-padded batch of `samples`, row by row in order; `features` gives `process_image` of an image.
+        """Return the right-padded batch of `samples`, one row per sample in their order.
+
+        Args:
+            features: returns the result of `process_image` for an image.
 
         Raises:
-            DataError: no samples, or a row's placeholders are not those that its images need.
+            DataError: there are no samples, or a row's placeholders do not match its images.
         """
         batch = self.rows(samples)
         of_rows = [[features(ref) for ref in sample.images] for sample in samples]
@@ -159,10 +165,10 @@ class SampleCollator:
         return batch
 
     def rows(self, samples: Sequence[Sample]) -> MultimodalBatch:
-        """The right-padded batch without what comes from images.
+        """Return the right-padded batch without image inputs.
 
         Raises:
-            DataError: no samples.
+            DataError: there are no samples.
         """
         if not samples:
             raise DataError("a batch needs at least one sample", code="empty_batch")
@@ -174,21 +180,22 @@ class SampleCollator:
         return batch
 
     def add_images(self, batch: MultimodalBatch, features: Sequence[Features]) -> None:
-        """Give a batch the model inputs of images, in order."""
+        """Add the model inputs of images, in order, to a batch."""
         joined = self.join(features)
         batch.pixel_values = joined.pop("pixel_values", None)
         batch.extra_model_kwargs |= joined
 
     def check_row(self, sample: Sample, features: Sequence[Features]) -> None:
-        """
+        """Check that a sample's placeholders match its images.
+
         Raises:
-            DataError: the sample's placeholders are not those that its images need.
+            DataError: they do not.
         """
         runs = [run for one in features for run in one[PLACEHOLDER_RUNS].tolist()]
         if not runs_fit(sample.input_ids, self.image_token_id, runs):
-            found = int((sample.input_ids == self.image_token_id).sum())
+            count = int((sample.input_ids == self.image_token_id).sum())
             raise DataError(
-                f"{found} image tokens for {len(features)} images that need {sum(runs)}, in runs of {runs[:8]}",
+                f"{count} image tokens for {len(features)} images that need {sum(runs)}, in runs of {runs[:8]}",
                 code="image_tokens_mismatch",
                 where=f"sample {sample.sample_id}",
                 remedy="use the processor (and its image size) that the samples were built with",
@@ -196,28 +203,28 @@ class SampleCollator:
 
 
 def _token_id(token: str, processor: Any) -> int:
-    """The id of `token`, a text or a path as in `ImageInputs`.
+    """Return the id of a token, given as a text or as a path from the processor (see `ImageInputs`).
 
     Raises:
-        ConfigurationError: the processor has no such attribute, or the tokenizer no such token.
+        ConfigurationError: the processor has no such attribute, or the tokenizer has no such token.
     """
     text: Any = token
     if token.startswith("."):
         text = processor
         for name in token[1:].split("."):
             text = getattr(text, name, None)
-    known = processor.tokenizer.get_vocab()
-    if not isinstance(text, str) or text not in known:
+    vocabulary = processor.tokenizer.get_vocab()
+    if not isinstance(text, str) or text not in vocabulary:
         raise ConfigurationError(
             f"the tokenizer has no token {text if isinstance(text, str) else token!r}, which stands for images",
             code="image_token_missing",
-            where=f"{type(processor).__name__} with {len(known)} tokens",
+            where=f"{type(processor).__name__} with {len(vocabulary)} tokens",
             remedy="load the processor that belongs to the model, or add its family: docs/extending.md",
         )
-    return int(known[text])
+    return int(vocabulary[text])
 
 
 def _known_token_ids(tokens: tuple[str, ...], processor: Any) -> list[int]:
-    """The ids of those `tokens` that the tokenizer has: some checkpoints of a family lack some."""
-    known = processor.tokenizer.get_vocab()
-    return [int(known[token]) for token in tokens if token in known]
+    """Ids of the `tokens` that the tokenizer has. Some checkpoints of a family lack some."""
+    vocabulary = processor.tokenizer.get_vocab()
+    return [int(vocabulary[token]) for token in tokens if token in vocabulary]

@@ -1,4 +1,5 @@
-"""The adapter of every family: what differs between families is in the `ImageInputs` of its collator."""
+"""The adapter of all model families, and checks of a batch; families differ only in the `ImageInputs` of the
+collator."""
 
 from __future__ import annotations
 
@@ -18,14 +19,12 @@ from armature.components.contracts.rollouts import GenerateOutputs, Turn
 from armature.components.models.adapters.collate import PLACEHOLDER_RUNS, ImageSource, SampleCollator, is_missing
 from armature.components.models.adapters.sequences import merge_turns, runs_fit, sample_of, turn_defect
 
-# Checks of a batch before it reaches a model, and the keyword arguments that it becomes.
-
 REMEDY = "correct the adapter's build_batch; armature.components.contracts.batches.MultimodalBatch names every shape"
 INTEGERS = (torch.int64, torch.int32)
 
 
 def model_inputs(batch: MultimodalBatch) -> dict[str, Tensor]:
-    """The keyword arguments of the model's forward; `pixel_values` only if there are any."""
+    """Keyword arguments of the model's forward for a batch; `pixel_values` only if the batch has images."""
     inputs = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask}
     if batch.pixel_values is not None:
         inputs["pixel_values"] = batch.pixel_values
@@ -33,10 +32,10 @@ def model_inputs(batch: MultimodalBatch) -> dict[str, Tensor]:
 
 
 def validate_batch(batch: MultimodalBatch) -> MultimodalBatch:
-    """`batch` itself, if its tensors fit together.
+    """Check that a batch's tensors fit together, and return the batch.
 
     Raises:
-        DataError: a field is not a tensor, has another shape, dtype or value than it must have.
+        DataError: a field is not a tensor, or has a wrong shape, dtype or value.
     """
     ids = _tensor("input_ids", batch.input_ids)
     if ids.ndim != 2 or 0 in ids.shape or ids.dtype not in INTEGERS:
@@ -64,7 +63,7 @@ def validate_batch(batch: MultimodalBatch) -> MultimodalBatch:
                 f"pixel_values must be floating point with at least 2 dims, found {_describe(pixels)}",
                 code="invalid_pixel_values",
                 where="MultimodalBatch.pixel_values",
-                remedy="pass the image processor's output unchanged, or None where no row has an image",
+                remedy="pass the image processor's output unchanged, or None if no row has an image",
             )
         _finite("pixel_values", pixels)
     for name, value in batch.extra_model_kwargs.items():
@@ -75,6 +74,7 @@ def validate_batch(batch: MultimodalBatch) -> MultimodalBatch:
 
 
 def _masks(batch: MultimodalBatch) -> None:
+    """Check that loss mask and log-probs are valid where tokens are trained."""
     trained = batch.loss_mask.bool()
     if (trained & ~batch.attention_mask.bool()).any():
         raise DataError(
@@ -85,7 +85,7 @@ def _masks(batch: MultimodalBatch) -> None:
         )
     if trained[:, 0].any():
         raise DataError(
-            f"loss_mask is set on the first token of {int(trained[:, 0].sum())} rows, which nothing predicts",
+            f"loss_mask is set on the first token of {int(trained[:, 0].sum())} rows, which the model does not predict",
             code="first_token_trained",
             where="MultimodalBatch.loss_mask",
             remedy="column j of every (B, L) tensor describes token j: check for a shift by one",
@@ -100,6 +100,7 @@ def _masks(batch: MultimodalBatch) -> None:
 
 
 def _tensor(name: str, value: object) -> Tensor:
+    """Check that a field is a tensor, and return it."""
     if not isinstance(value, Tensor):
         raise DataError(
             f"{name} must be a torch.Tensor, found {type(value).__name__}",
@@ -111,6 +112,7 @@ def _tensor(name: str, value: object) -> Tensor:
 
 
 def _shape(name: str, value: object, expected: tuple[int, ...]) -> None:
+    """Check the shape of a field."""
     tensor = _tensor(name, value)
     if tuple(tensor.shape) != expected:
         raise DataError(
@@ -122,13 +124,14 @@ def _shape(name: str, value: object, expected: tuple[int, ...]) -> None:
 
 
 def _finite(name: str, tensor: Tensor) -> None:
+    """Check that a field has no NaN or infinite values."""
     if not torch.isfinite(tensor).all():
         bad = int((~torch.isfinite(tensor)).sum())
         raise DataError(
             f"{name} has {bad} of {tensor.numel()} values that are NaN or infinite",
             code="batch_not_finite",
             where=f"MultimodalBatch.{name}",
-            remedy="drop the rows that they come from",
+            remedy="drop the rows with these values",
         )
 
 
@@ -140,11 +143,13 @@ log = logging.getLogger(__name__)
 
 
 class FamilyAdapter(MultimodalAdapter):
-    """Rollouts to samples for one family, and to whole batches by its `collator`.
+    """Turns rollouts into training samples of one family, and these into batches by its `collator`.
 
-    `images` opens an image by its reference (as `ImageStore.open` does); only rollouts with images need it.
-    `max_tokens` bounds a sequence: a turn that would end beyond it is dropped, so a sequence of several turns is
-    cut between turns, never inside an image or a completion.
+    Args:
+        collator: makes tensors of samples.
+        images: opens an image by its reference, as `ImageStore.open` does; needed only for rollouts with images.
+        max_tokens: longest sequence in tokens. A turn that would end beyond it is dropped, so sequences of several
+        turns are cut between turns, never inside an image or a completion.
     """
 
     def __init__(
@@ -157,11 +162,13 @@ class FamilyAdapter(MultimodalAdapter):
     def samples(
         self, outputs: GenerateOutputs, advantages: TurnAdvantages | None = None
     ) -> tuple[list[Sample], Counter[str]]:
-        """Training sequences in order, and how many turns were dropped, by reason.
+        """Return training sequences in order, and the number of dropped turns by reason.
 
-        A turn is dropped alone: the other turns of its trajectory stay, and a later turn that extends an earlier
-        one across it is still merged, with the dropped completion as context. `advantages` are needed for turns that
-        are kept; without them all are zeros.
+        Only the defective turn is dropped. Other turns of its trajectory remain, and a later turn that extends an
+        earlier one across it is still merged with that one; the dropped completion is then context.
+
+        Args:
+            advantages: advantage of each turn that is not dropped; None sets all to 0.
         """
         samples: list[Sample] = []
         drops: Counter[str] = Counter()
@@ -179,6 +186,7 @@ class FamilyAdapter(MultimodalAdapter):
         return samples, drops
 
     def _defect(self, turn: Turn, runs: dict[ImageRef, tuple[int, ...] | str]) -> str | None:
+        """Reason why a turn cannot be trained on, or None."""
         reason = turn_defect(turn, self.collator.forbidden_token_ids, self.max_tokens)
         if reason is not None:
             return reason
@@ -186,18 +194,18 @@ class FamilyAdapter(MultimodalAdapter):
         for ref in turn.images:
             if ref not in runs:
                 runs[ref] = self._runs(ref)
-            found = runs[ref]
-            if isinstance(found, str):
-                return found
-            needed += found
+            lengths = runs[ref]
+            if isinstance(lengths, str):
+                return lengths
+            needed += lengths
         if not runs_fit(turn.prompt_token_ids, self.collator.image_token_id, needed):
             return "placeholder_mismatch"
         return None
 
     def _runs(self, ref: ImageRef) -> tuple[int, ...] | str:
-        """Runs of feature tokens that the image needs, or why it cannot be used.
+        """Runs of feature tokens that an image needs, or the reason why it cannot be used.
 
-        The image is always opened, for it may be damaged; it is processed once per size, which decides the runs.
+        Each image is opened, since it may be damaged, but processed only once per size, which determines the runs.
         """
         try:
             image = self._open(ref)

@@ -1,4 +1,4 @@
-"""The adapter that fits a model."""
+"""Find the adapter of a model, or infer one for a family that is not described."""
 
 from __future__ import annotations
 
@@ -28,26 +28,24 @@ from armature.components.models.load import load_processor
 from armature.components.models.settings import ModelSettings
 from armature.components.models.source import locate
 
-# An entry for a family that nobody has described, inferred from its processor and then proved against it.
-
-# Wide, tall, small and large, so that tiles, grids and padding differ.
 SIZES = ((100, 80), (64, 150), (500, 90), (700, 900))
+"""Sizes of trial images (width, height): wide, tall, small and large, so that tiles, grids and padding differ."""
 TYPE_IDS = ("mm_token_type_ids", "token_type_ids")
 REMEDY = (
-    "describe its family in a file (docs/extending.md) that the entry-point group 'armature.families' names, or "
+    "describe the family in a file (docs/extending.md) that the entry-point group 'armature.families' names, or "
     "subclass MultimodalAdapter"
 )
 
 
 def infer_spec(processor: Any) -> ImageInputs:
-    """The entry whose joins reproduce `processor` on images of several sizes.
+    """Infer image inputs that reproduce `processor` exactly on images of several sizes.
 
-    The feature token is the one that an image's expansion holds most of. Every output must be a tensor that is
-    joined along dim 0, with or without zero padding of the other dims. Type ids are rebuilt where the processor
-    returns them, and must mark the feature tokens alone.
+    The feature token is the most frequent token of an image's expansion. Every output must be a tensor that is joined
+    along dim 0, with or without zero padding of the other dims. Type ids are reproduced if the processor returns them;
+    they must mark exactly the feature tokens.
 
     Raises:
-        ConfigurationError: the processor has no placeholder, or its joint output cannot be reproduced.
+        ConfigurationError: the processor has no placeholder, or its output for several images cannot be reproduced.
     """
     where = type(processor).__name__
     if not isinstance(getattr(processor, "image_token", None), str):
@@ -64,7 +62,7 @@ def infer_spec(processor: Any) -> ImageInputs:
         features = [process_one(processor, image, token) for image in images]
     except DataError as error:
         raise ConfigurationError(
-            f"no adapter entry fits: {error.what}", code="adapter_not_inferable", where=where, remedy=REMEDY
+            f"no adapter can be inferred: {error.what}", code="adapter_not_inferable", where=where, remedy=REMEDY
         ) from error
     if not all(len(one[PLACEHOLDER_RUNS]) for one in features):
         raise ConfigurationError(
@@ -76,25 +74,26 @@ def infer_spec(processor: Any) -> ImageInputs:
         joins={name: _infer_join(name, features, together, where) for name in image_features(features[0])},
         type_ids=_type_ids(together, token, where),
         reserved=_reserved(processor.tokenizer, set(ids.tolist())),
-        merge_turns=False,  # nothing is known of attention across images: one sample per turn is always exact
+        merge_turns=False,  # attention across images is unknown; one sample per turn is always exact
     )
 
 
 def _reserved(tokenizer: Any, expansion: set[int]) -> tuple[str, ...]:
-    """The added tokens of an image's expansion that have no other use."""
+    """Added tokens in an image's expansion, except those with another use."""
     other = {tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token, tokenizer.unk_token}
     added = tokenizer.get_added_vocab()
     return tuple(token for token, number in added.items() if number in expansion and token not in other)
 
 
 def _infer_join(name: str, features: Sequence[Features], together: Any, where: str) -> Join:
+    """Find the function that joins one output across images. Raise a ConfigurationError if none fits."""
     parts = [one[name] for one in features]
     if all(isinstance(part, torch.Tensor) and part.ndim for part in parts):
         for join in (cat, pad_cat):
             if _reproduces(join, parts, features, together[name]):
                 return join
     raise ConfigurationError(
-        f"the processor's {name!r} for several images is not that of single images joined along dim 0",
+        f"the processor's {name!r} for several images does not equal the outputs for single images joined along dim 0",
         code="adapter_not_inferable",
         where=where,
         remedy=REMEDY,
@@ -104,17 +103,19 @@ def _infer_join(name: str, features: Sequence[Features], together: Any, where: s
 def _reproduces(
     join: Join, parts: Sequence[torch.Tensor], features: Sequence[Features], expected: torch.Tensor
 ) -> bool:
+    """True if `join` gives the processor's output for several images."""
     same_dims = len({part.ndim for part in parts}) == 1
     same_sizes = len({part.shape[1:] for part in parts}) == 1
     return same_dims and (same_sizes or join is pad_cat) and torch.equal(join(parts, features), expected)
 
 
 def _type_ids(together: Any, token: int, where: str) -> str | None:
+    """Name of the processor's type ids, or None. Raise a ConfigurationError if they mark other tokens than `token`."""
     for name in TYPE_IDS:
         if name in together:
             if not torch.equal(together[name] != 0, together["input_ids"] == token):
                 raise ConfigurationError(
-                    f"the processor's {name} marks other tokens than the image token",
+                    f"the processor's {name} marks tokens other than the image token",
                     code="adapter_not_inferable",
                     where=where,
                     remedy=REMEDY,
@@ -133,13 +134,13 @@ def get_adapter(
 
     Args:
         model: a checkpoint folder or artifact, a model configuration, a family name or a `model_type`.
-        processor: the model's Hugging Face processor; None: the one in the checkpoint folder `model`.
+        processor: the model's Hugging Face processor; None loads it from the checkpoint folder `model`.
         images: opens an image by its reference, e.g. `ImageStore(...).open`.
-        max_tokens: longest sample in tokens; None: no limit.
+        max_tokens: longest sample in tokens; None for no limit.
 
     Raises:
         ConfigurationError: no family fits, or the processor takes no images or writes another image token.
-        DataError: `processor` is None and cannot be loaded.
+        DataError: the processor cannot be loaded.
 
     Example:
         adapter = get_adapter("outputs/model", images=ImageStore(Path("images")).open)
@@ -150,13 +151,13 @@ def get_adapter(
 
 
 def get_collator(model: Any, processor: Any) -> SampleCollator:
-    """The half of `get_adapter` that makes tensors of samples.
+    """Return the collator of a model, which makes tensors of samples.
 
-    A model that no entry describes gets one inferred from its processor, if that reproduces the processor exactly.
+    For a model of an unknown family, a collator is inferred from its processor if it reproduces the processor exactly.
 
     Raises:
-        ConfigurationError: nothing fits; the message says what to write. Or the model expects another
-            image token than the processor writes.
+        ConfigurationError: no family fits and none can be inferred (the message says what to write), or the model
+        expects another image token than the processor writes.
     """
     if getattr(processor, "image_processor", None) is None:
         raise ConfigurationError(
@@ -179,7 +180,7 @@ def get_collator(model: Any, processor: Any) -> SampleCollator:
 
 
 def _config(model: Any) -> dict[str, Any]:
-    """The model's configuration; of a name, one that holds nothing but the `model_type`."""
+    """The model's configuration as a dict; for a mere name, only its `model_type`."""
     if not isinstance(model, str | Path):
         return dict(model.to_dict())
     file = (locate(model) if Path(model).is_dir() else Path(model)) / "config.json"
@@ -200,15 +201,17 @@ def _config(model: Any) -> dict[str, Any]:
 
 
 def _spec(config: dict[str, Any], processor: Any) -> ImageInputs:
+    """Image inputs of the model's family, or inferred ones."""
     name = _name(config)
     if name in FAMILIES and (images := FAMILIES[name].images) is not None:
         spec = replace(images, reserved=FAMILIES[name].image_tokens)
-        # vLLM reads this flag too: the model attends causally inside images, so they need no marking.
+        # vLLM reads this flag, too. If it is False, images attend causally and need no type ids.
         return spec if config.get("is_mm_prefix_lm", True) else replace(spec, type_ids=None)
     return infer_spec(processor)
 
 
 def _name(config: dict[str, Any]) -> str:
+    """Name of the family of a configuration; its `model_type` if the family is unknown."""
     vision = SimpleNamespace(model_type=config.get("vision_config", {}).get("model_type"))
     try:
         return family_of(SimpleNamespace(model_type=config["model_type"], vision_config=vision)).name

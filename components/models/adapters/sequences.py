@@ -1,4 +1,4 @@
-"""From turns to training sequences, by the token ids that the server returned and nothing else."""
+"""Turn rollouts into training sequences, using only the token ids that the server returned."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from armature.components.contracts.batches import Sample, TurnAdvantages
 from armature.components.contracts.images import ImageRef
 from armature.components.contracts.rollouts import TokenIds, Trajectory, Turn
 
-# A log-softmax in float32 may end this much above zero.
 POSITIVE_LOGPROB = 1e-5
+"""Largest log-prob accepted; rounding of a float32 log-softmax may exceed 0 by this much."""
 
 
 def turn_defect(turn: Turn, forbidden: Collection[int], max_tokens: int | None) -> str | None:
-    """Why `turn` cannot be trained on, as a short slug that can be counted; None if it can."""
+    """Return a short reason why `turn` cannot be trained on, suitable for counting; None if it can."""
     tokens, logprobs = turn.completion_token_ids, turn.completion_logprobs
     if len(tokens) == 0:
         return "empty_completion"
@@ -38,7 +38,12 @@ def turn_defect(turn: Turn, forbidden: Collection[int], max_tokens: int | None) 
 
 
 def runs_fit(ids: TokenIds, feature_token: int, runs: Sequence[int]) -> bool:
-    """Whether the feature tokens in `ids` are exactly the consecutive `runs` that the images need, in order."""
+    """True if the feature tokens in `ids` are exactly the consecutive `runs` that the images need, in order.
+
+    Example:
+        >>> runs_fit(np.array([5, 9, 9, 5, 9]), feature_token=9, runs=[2, 1])
+        True
+    """
     positions = np.flatnonzero(np.asarray(ids) == feature_token)
     if len(positions) != sum(runs):
         return False
@@ -52,13 +57,14 @@ def runs_fit(ids: TokenIds, feature_token: int, runs: Sequence[int]) -> bool:
 
 @dataclass
 class _OpenSequence:
-    """A sequence that a later turn may extend: its ids so far, and the turns that it trains on."""
+    """A sequence that a later turn may extend: its ids and images so far, and the turns that it trains on."""
 
     ids: TokenIds
     images: tuple[ImageRef, ...]
     turns: list[Turn]
 
     def is_extended_by(self, turn: Turn) -> bool:
+        """True if the turn's prompt begins with this sequence's ids and its images with this sequence's images."""
         prompt = turn.prompt_token_ids
         return (
             len(prompt) >= len(self.ids)
@@ -68,10 +74,10 @@ class _OpenSequence:
 
 
 def merge_turns(turns: Sequence[Turn], merge: bool) -> list[list[Turn]]:
-    """Groups of turns that share one sequence.
+    """Group turns into sequences. Without `merge`, each turn is a sequence of its own.
 
-    A turn joins the newest sequence whose ids (prompt and completion) begin its prompt, and whose images begin its
-    images; else it starts its own. So no token is trained on twice and none is re-tokenized.
+    A turn joins the newest sequence whose ids (prompt and completion) its prompt begins with, and whose images its
+    images begin with; otherwise it starts a sequence. So no token is trained on twice, and no text is tokenized again.
     """
     sequences: list[_OpenSequence] = []
     for turn in turns:
@@ -86,9 +92,10 @@ def merge_turns(turns: Sequence[Turn], merge: bool) -> list[list[Turn]]:
 
 
 def sample_of(trajectory: Trajectory, turns: Sequence[Turn], advantages: TurnAdvantages | None = None) -> Sample:
-    """One sequence from `turns`, each of which extends the one before; the last holds all tokens and images.
+    """Return one training sequence of `turns`, each of which extends the previous one; the last one has all tokens and
+    images.
 
-    Every token that a turn sampled has the advantage of that turn; all have 0 without `advantages`.
+    All tokens sampled in a turn get the turn's advantage, or 0 without `advantages`.
     """
     last = turns[-1]
     ids = np.concatenate([last.prompt_token_ids, last.completion_token_ids]).astype(np.int32)

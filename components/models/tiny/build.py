@@ -1,4 +1,4 @@
-"""Make a real, complete checkpoint folder of a family from a seed."""
+"""Make a complete, small checkpoint of a model family from a seed."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from armature.components.models.tiny.tokenizer import train_tokenizer
 SMALL = TinySettings(
     vision_layers=2, image_side=112, vocabulary_size=400, initializer_range=0.05, vision_initializer_range=0.05
 )
+"""Sizes of tiny checkpoints by default."""
 
 
 def make_tiny_checkpoint(
@@ -31,20 +32,20 @@ def make_tiny_checkpoint(
     settings: TinySettings | Mapping[str, Any] = SMALL,
     image_attention: ImageAttention | None = None,
 ) -> Path:
-    """Make a small model with random weights in the layout of released checkpoints and return its folder.
+    """Write a small model with random weights, in the layout of released checkpoints, and return its folder.
 
     Transformers and vLLM load it like any checkpoint of the family. The same arguments give the same bytes on the same
     kind of processor.
 
     Args:
-        family: a model family that has a tiny checkpoint, e.g. "qwen2-vl".
+        family: name of a model family with tiny checkpoints, e.g. "qwen2-vl".
         folder: receives the configuration, fp32 weights, tokenizer, chat template and processor.
-        seed: draws the weights; `settings.seed` is not read.
+        seed: seed of the weights; `settings.seed` is ignored.
         settings: sizes and the answer format to learn, as `TinySettings` or a mapping of its fields.
-        image_attention: attention between the tokens of an image, as in `ModelSettings`; None: the family's own.
+        image_attention: attention among the tokens of an image, as in `ModelSettings`; None: the family's default.
 
     Raises:
-        ConfigurationError: the family has no tiny checkpoint, or leaves no choice of image attention.
+        ConfigurationError: the family has no tiny checkpoint, or supports only one kind of image attention.
 
     Example:
         >>> import tempfile
@@ -71,15 +72,15 @@ def make_tiny_checkpoint(
         model.generation_config = _generation(tokenizer)
         if settings.format is not None:
             format_pretraining(model, processor, settings.format, seed)
-    # Weights under the names that released checkpoints have, which vLLM reads. transformers writes those for a
-    # model that was loaded from such names; one made from a configuration would get the names of its modules.
+    # Save weights under the names in released checkpoints, which vLLM reads. transformers does so for a model that
+    # was loaded from such names, but would use module names for a model made from a configuration.
     model._weight_conversions = get_model_conversion_mapping(model, add_legacy=False)
     save_checkpoint(model, processor, folder)
     return folder
 
 
 def _texts(settings: FormatSettings | None) -> list[str]:
-    """What the tokenizer should know as few tokens: the answers alone, then the words of the prompts."""
+    """Texts that the tokenizer should encode in few tokens: answers, and the texts of prompts."""
     if settings is None:
         return []
     turns = [turn for script in settings.transcripts for turn in (*script.user, *script.assistant)]
@@ -88,6 +89,7 @@ def _texts(settings: FormatSettings | None) -> list[str]:
 
 
 def _generation(tokenizer: Any) -> GenerationConfig:
+    """Generation config with the tokenizer's special tokens."""
     return GenerationConfig(
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
@@ -97,7 +99,7 @@ def _generation(tokenizer: Any) -> GenerationConfig:
 
 @contextmanager
 def _reproducible(seed: int) -> Iterator[None]:
-    """Seeded draws and one thread: the order of a sum over threads depends on their number."""
+    """Seed torch and use one thread: sums over threads depend on their number."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -1,4 +1,4 @@
-"""Teach random weights to answer in an environment's format, without teaching them to see."""
+"""Pretrain random weights to answer in an environment's format, without teaching them to see."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from armature.components.families.family import family_of
 from armature.components.families.tiny import FormatSettings, Transcript
 
 WARM_UP_STEPS = 5
-IGNORE = -100  # cross_entropy's mark for positions without a target
+"""Steps in which the learning rate rises to its peak."""
+IGNORE = -100  # cross_entropy ignores positions with this label
 
 
 def format_pretraining(
     model: PreTrainedModel, processor: ProcessorMixin, settings: FormatSettings, seed: int
 ) -> list[float]:
-    """Train `model` in place on conversations with blank images and answers that are drawn at random.
+    """Train `model` in place on conversations with blank images and randomly drawn answers. Return the loss of each
+    step, in nats per token.
 
-    Every answer appears equally often, so the trained model answers well-formed and at chance. Training no more
-    than the embeddings leaves what the model makes of images as it was: training all of it teaches it to ignore
-    them, and reinforcement learning then has nothing to start from. The loss counts the assistant's tokens and
-    the token that ends its turn.
-
-    Returns: the loss of each step, in nats per token.
+    Every answer appears equally often, so the trained model gives well-formed answers at chance accuracy. Training only
+    the embeddings leaves the processing of images unchanged. Training the whole model teaches it to ignore images, and
+    reinforcement learning then has nothing to start from. The loss covers the assistant's tokens and the token that
+    ends its turn.
     """
     parameters = _trained(model, settings.trained)
     optimizer = torch.optim.AdamW(parameters, lr=settings.learning_rate, weight_decay=0.0)
     batches = _Batches(processor, settings, np.random.default_rng(seed))
     losses = []
-    model.requires_grad_(False)  # what is not trained costs no backward pass
+    model.requires_grad_(False)  # saves the backward pass of weights that are not trained
     for parameter in parameters:
         parameter.requires_grad_(True)
     model.train()
@@ -59,6 +59,7 @@ def format_pretraining(
 
 
 def _trained(model: PreTrainedModel, trained: str) -> list[torch.nn.Parameter]:
+    """Parameters that learn the format: input and output embeddings, or the whole language model."""
     if trained == "embeddings":
         tables = (model.get_input_embeddings(), model.get_output_embeddings())
         return list({id(parameter): parameter for table in tables for parameter in table.parameters()}.values())
@@ -67,7 +68,7 @@ def _trained(model: PreTrainedModel, trained: str) -> list[torch.nn.Parameter]:
 
 
 class _Answers:
-    """Draws without replacement, so that no answer is more frequent than another."""
+    """Draws answers without replacement, so that all are equally frequent."""
 
     def __init__(self, answers: tuple[str, ...], rng: np.random.Generator) -> None:
         self.answers, self.rng, self.left = answers, rng, list[str]()
@@ -79,12 +80,13 @@ class _Answers:
 
 
 def _schedule(step: int, steps: int) -> float:
+    """Factor of the learning rate: a linear warm-up, then a cosine decay."""
     warm = min(1.0, (step + 1) / WARM_UP_STEPS)
     return warm * max(0.02, 0.5 * (1.0 + math.cos(math.pi * step / steps)))
 
 
 class _Batches:
-    """Conversations as tensors. Where an answer lies among the tokens is measured once per conversation."""
+    """Conversations as tensors. The positions of answers among the tokens are computed once per conversation."""
 
     def __init__(self, processor: Any, settings: FormatSettings, rng: np.random.Generator) -> None:
         self.processor, self.settings, self.rng = processor, settings, rng
@@ -95,7 +97,7 @@ class _Batches:
         self.blank = Image.new("RGB", (settings.image_side, settings.image_side), (128, 128, 128))
 
     def next(self) -> tuple[Mapping[str, torch.Tensor], torch.Tensor]:
-        """The processor's tensors of B conversations, and labels (B, L) int64: IGNORE but on answers."""
+        """The processor's tensors of B conversations, and labels (B, L) int64, which are IGNORE outside of answers."""
         texts, images, answers = [], [], []
         for script in islice(self.rows, self.settings.batch_size):
             key = (script, self.answers.draw())
@@ -112,16 +114,16 @@ class _Batches:
                 end = start + len(tokens)
                 if inputs["input_ids"][row, start:end].tolist() != tokens:
                     raise DataError(
-                        "an answer's tokens change when its prompt stands before it",
+                        "an answer is tokenized differently after its prompt",
                         code="answer_tokens_change",
                         where=repr(texts[row]),
-                        remedy="let answers begin with a letter or a digit",
+                        remedy="begin answers with a letter or a digit",
                     )
                 labels[row, start:end] = torch.tensor(tokens)
         return inputs, labels
 
     def _conversation(self, script: Transcript, answer: str) -> tuple[str, list[tuple[int, list[int]]]]:
-        """The text up to the last stop token, and of every answer its first position and its tokens."""
+        """The text up to the last stop token, with first position and tokens of each answer."""
         tokenizer = self.processor.tokenizer
         messages: list[dict[str, Any]] = []
         if self.settings.system:
@@ -139,6 +141,7 @@ class _Batches:
         return text, spans
 
     def _length(self, prompt: str, images: int) -> int:
+        """Number of tokens of a prompt with blank images."""
         if prompt not in self.prompt_lengths:
             ids = self._process([prompt], [[self.blank] * images])["input_ids"]
             self.prompt_lengths[prompt] = int(ids.shape[1])
@@ -157,6 +160,7 @@ class _Batches:
 
 
 def _parts(user: str) -> list[dict[str, str]]:
+    """Split a user turn at `{image}` into parts of a chat message."""
     parts: list[dict[str, str]] = []
     for index, text in enumerate(user.split("{image}")):
         if index:

@@ -1,4 +1,4 @@
-"""A byte-level BPE tokenizer trained on a few sentences: small, deterministic, lossless for any text."""
+"""A byte-level BPE tokenizer trained on a few sentences: small, deterministic, and lossless for any text."""
 
 from __future__ import annotations
 
@@ -17,13 +17,20 @@ TEXT = (
     "You are a helpful assistant. user system assistant USER SYSTEM ASSISTANT model\n\n",
     "go to open close take put use look examine north south east west",
 )
-REPEATS = 20  # a pair must be frequent to become a token
+"""Sentences that every tokenizer is trained on."""
+REPEATS = 20  # a pair of characters must be frequent to become a token
 
 
 def train_tokenizer(
     vocabulary: TinyVocabulary, size: int, texts: Iterable[str], template: str, max_positions: int
 ) -> PreTrainedTokenizerFast:
-    """A tokenizer of at most `size` tokens: the family's markers, the 256 bytes, and merges learned from `texts`."""
+    """Train a tokenizer of at most `size` tokens: the family's markers, the 256 bytes, and merges learned from `texts`.
+
+    Args:
+        vocabulary: special tokens of the family.
+        template: chat template.
+        max_positions: longest sequence in tokens.
+    """
     model = Tokenizer(models.BPE())
     model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     model.decoder = decoders.ByteLevel()
