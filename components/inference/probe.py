@@ -109,8 +109,8 @@ def user_message(image: str) -> list[dict[str, Any]]:
 # That a server holds the weights that it was given: it answers the probe as the trainer does.
 
 CPU_FLOAT32, GPU_FLOAT32, SIXTEEN_BITS, EIGHT_BITS = 1e-4, 5e-3, 0.1, 0.5
-"""Tolerances in nats; GPUs multiply fp32 as tf32. Measured on tiny checkpoints: see docs/operations.md. In 8 bits,
-3.75 B random weights had a mismatch KL of 0.05, which is about 0.3 nats."""
+"""Tolerances in nats; GPUs multiply fp32 as tf32. Measured on tiny checkpoints: see docs/operations/servers.md.
+In 8 bits, 3.75 B random weights had a mismatch KL of 0.05, which is about 0.3 nats."""
 FIRST = "the first server that was asked"
 
 

@@ -148,7 +148,7 @@ def _remedy_for_drops(drops: Counter[str]) -> str:
             "the server expands images to another number of tokens than the trainer's processor: both must have "
             "the same preprocessor_config.json (image size, patch size, merge size)"
         )
-    return "look at the reasons above; docs/operations.md explains each"
+    return "look at the reasons above; docs/operations/faults.md explains each"
 
 
 # Whether servers turn tokens into text with the run's tokenizer.

@@ -5,7 +5,7 @@ set -eu
 : "${MODEL:?set MODEL to the folder of a checkpoint}"
 : "${VLLM_API_KEY:?set VLLM_API_KEY; the routes that load weights must not be open}"
 if [ ! -f "$MODEL/config.json" ]; then
-  echo "no checkpoint is in $MODEL: see "On Kubernetes" in docs/operations.md" >&2
+  echo "no checkpoint is in $MODEL: see "On Kubernetes" in docs/operations/platform.md" >&2
   exit 1
 fi
 case "${WEIGHT_TRANSFER:-file}" in

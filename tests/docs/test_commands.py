@@ -117,12 +117,12 @@ def test_the_tree_of_the_readme_is_the_tree():
 
 
 def named_tests() -> list[tuple[str, str]]:
-    text = (ROOT / "docs/operations.md").read_text()
-    return re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", text)
+    pages = [*(ROOT / "docs/operations").glob("*.md"), ROOT / "CONTRIBUTING.md"]
+    return sorted({match for page in pages for match in re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", page.read_text())})
 
 
 @pytest.mark.parametrize(("file", "name"), named_tests())
-def test_the_tests_of_the_fault_table_exist(file, name):
+def test_tests_named_in_operations_exist(file, name):
     assert re.search(rf"^(async )?def {name}\(", (ROOT / file).read_text(), re.MULTILINE), f"{file} has no {name}"
 
 
