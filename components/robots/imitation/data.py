@@ -1,4 +1,4 @@
-"""What an update trains on: samples of the mixture, augmented, encoded and put into micro-batches."""
+"""Training data of an update: augment samples of the mixture, encode them, and arrange them in micro-batches."""
 
 from __future__ import annotations
 
@@ -20,40 +20,45 @@ from armature.components.robots.policies.molmoact2.processing.batch import Examp
 from armature.components.robots.policies.molmoact2.processing.processor import Processor
 from armature.components.robots.policies.settings import RobotPolicySettings
 
-# What goes through a model at once.
-
 
 @dataclass(frozen=True)
 class PolicyMicroBatch:
-    """A part of an update. `draws` is None where no flow is trained; `tokens` are without padding."""
+    """Examples of one forward pass.
+
+    draws: noise and times of the flow-matching loss; None if it is not trained.
+    tokens: number of tokens without padding.
+    """
 
     batch: PolicyBatch
     draws: FlowSamples | None
     tokens: int
 
     def to(self, device: torch.device) -> PolicyMicroBatch:
+        """Return the micro-batch on `device`."""
         draws = None if self.draws is None else self.draws.to(device)
         return replace(self, batch=self.batch.to(device), draws=draws)
 
     @property
     def padding(self) -> int:
-        """Tokens of the batch that are of no example."""
+        """Number of padding tokens."""
         return self.batch.input_ids.numel() - self.tokens
 
 
-# Which examples share a row.
+# --- Packing ---
 
 
 def arranged(
     examples: Sequence[Example], packing: PackingSettings | None, pad_side: PadSide, multiple: int, pad_id: int
 ) -> tuple[PolicyBatch, list[int]]:
-    """Examples as a batch, packed or one to a row, and which of them each of the batch's examples is.
+    """Make a batch of examples, packed or one per row; return also the index of each of the batch's examples.
 
     Args:
-        pad_side: where rows are not packed.
+        packing: None puts one example into each row.
+        pad_side: Side of the padding without packing; packed rows are padded on the right.
+        multiple: See `collate`.
 
     Raises:
-        DataError: as `collate`.
+        DataError: see `collate`.
     """
     if packing is None:
         return collate(examples, pad_side, multiple, pad_id), list(range(len(examples)))
@@ -62,14 +67,18 @@ def arranged(
 
 
 def packed_rows(lengths: Sequence[int], settings: PackingSettings) -> list[list[int]]:
-    """The examples of each row, by best fit: longest first, each into the fullest row that still has room.
+    """Assign examples to rows by best fit: longest first, each into the fullest row that still has room.
 
     Args:
-        lengths: tokens of each example.
+        lengths: Number of tokens of each example.
 
     Returns:
-        Every example once; rows and the examples in them ascend. No row is longer than `max_row_tokens`, except for
-        one with a single example that is.
+        Indices of the examples of each row. Each example occurs once; rows and the examples in them are sorted. A row
+        is longer than `max_row_tokens` only if it has a single example that is longer.
+
+    Example:
+        >>> packed_rows([30, 70, 60, 20], PackingSettings(max_row_tokens=100, max_row_examples=8))
+        [[0, 1], [2, 3]]
     """
     rows: list[list[int]] = []
     free: list[int] = []
@@ -86,15 +95,15 @@ def packed_rows(lengths: Sequence[int], settings: PackingSettings) -> list[list[
     return sorted(sorted(row) for row in rows)
 
 
-# Random changes of training images.
+# --- Augmentation of images ---
 
 Pixels = NDArray[np.uint8]
 
 
 def augmented(pixels: Pixels, settings: ImageAugmentationSettings, random: np.random.Generator) -> Pixels:
-    """`pixels`, uint8 RGB (height, width, 3), cropped, rotated, recolored and blurred at random; same size.
+    """Crop, rotate, recolor and blur an image at random, keeping its size.
 
-    Corners that a rotation leaves empty are black.
+    The image is uint8 RGB of shape (height, width, 3). Corners that a rotation leaves empty are black.
     """
     image = _moved(Image.fromarray(pixels), settings, random)
     brightness, contrast, saturation = (
@@ -117,20 +126,20 @@ def augmented(pixels: Pixels, settings: ImageAugmentationSettings, random: np.ra
 
 
 def _moved(image: Image.Image, settings: ImageAugmentationSettings, random: np.random.Generator) -> Image.Image:
-    """A crop from anywhere, resized to the whole, then rotated about the middle."""
+    """Crop at a random place, resize the crop to the image's size, then rotate it about the center."""
     width, height = image.size
-    kept_width, kept_height = round(width * settings.crop_side), round(height * settings.crop_side)
-    left = int(random.integers(width - kept_width + 1))
-    top = int(random.integers(height - kept_height + 1))
+    crop_width, crop_height = round(width * settings.crop_side), round(height * settings.crop_side)
+    left = int(random.integers(width - crop_width + 1))
+    top = int(random.integers(height - crop_height + 1))
     degrees = random.uniform(-settings.rotation_degrees, settings.rotation_degrees)
-    if (kept_width, kept_height) != (width, height):
-        box = (left, top, left + kept_width, top + kept_height)
+    if (crop_width, crop_height) != (width, height):
+        box = (left, top, left + crop_width, top + crop_height)
         image = image.resize((width, height), Image.Resampling.BILINEAR, box=box)
     return image.rotate(degrees, Image.Resampling.BILINEAR) if degrees else image
 
 
 def _hue_shifted(image: Image.Image, turn: float) -> Image.Image:
-    """Every hue moved by `turn` of the circle, in the 256 steps that 8 bits have."""
+    """Shift all hues by the fraction `turn` of a full circle, rounded to one of 256 steps."""
     steps = round(turn * 256)
     if not steps:
         return image
@@ -139,14 +148,19 @@ def _hue_shifted(image: Image.Image, turn: float) -> Image.Image:
     return Image.merge("HSV", (moved, saturation, value)).convert("RGB")
 
 
+# --- Samples to micro-batches ---
+
 ROW_MULTIPLE = 8
-"""Rows are padded to one more than a multiple of this."""
-_AUGMENTATION, _DRAWS = 0, 1
+"""Rows are padded to one more than a multiple of this number of tokens."""
+_AUGMENTATION, _DRAWS = 0, 1  # keys that give augmentation and flow samples independent random streams
 
 
 @dataclass(frozen=True)
 class Encoder:
-    """Turns samples into examples and micro-batches. `processors` are by tag, all of one horizon."""
+    """Encodes samples and puts them into micro-batches.
+
+    processors: one for each tag of the datasets, all with the same horizon.
+    """
 
     processors: Mapping[str, Processor]
     config: MolmoAct2Config
@@ -154,11 +168,12 @@ class Encoder:
     settings: VLATrainerSettings
 
     def example(self, sample: RobotSample) -> Example:
+        """Encode a sample with the processor of its tag."""
         where = f"dataset {sample.source}, episode {sample.episode}, frame {sample.frame}"
         return self.processors[sample.tag].encode(sample.observation, sample.actions, sample.padding, where)
 
     def micro_batch(self, examples: Sequence[Example], seeds: Sequence[int]) -> PolicyMicroBatch:
-        """`seeds` are one per example: of its flow times and noise, whatever batch and row it comes to."""
+        """Make a micro-batch. The flow times and noise of an example depend only on its seed, not on batch or row."""
         pad, side = next(iter(self.processors.values())).vocabulary.pad, SEMANTICS[self.policy.semantics].pad_side
         batch, order = arranged(examples, self.settings.packing, side, ROW_MULTIPLE, pad)
         draws = None
@@ -170,17 +185,17 @@ class Encoder:
 
 
 class UpdateDataset(Dataset[list[PolicyMicroBatch]]):
-    """Item k = 1, 2, ...: the micro-batches of one rank in update k. All ranks have as many.
+    """Item k = 1, 2, ... is the list of one rank's micro-batches in update k; it is equally long on all ranks.
 
-    The update has the positions (k - 1) * batch_size to k * batch_size - 1 of the mixture's order; what is random
-    about one of them depends on the seed and the position alone.
+    The update uses the positions (k - 1) * batch_size to k * batch_size - 1 of the mixture's order. Augmentation and
+    flow samples depend only on seed and position.
     """
 
     def __init__(self, mixture: Mixture, encoder: Encoder, rank: int, size: int) -> None:
         self.mixture, self.encoder, self.rank, self.size = mixture, encoder, rank, size
 
     def positions(self, update: int) -> range:
-        """This rank's."""
+        """Return the positions of the mixture's order that this rank uses in `update`."""
         count = self.encoder.settings.batch_size
         return range((update - 1) * count + self.rank, update * count, self.size)
 
@@ -206,16 +221,20 @@ class UpdateDataset(Dataset[list[PolicyMicroBatch]]):
 
 
 def draw_seed(seed: int, position: int) -> int:
-    """Of the flow times and the noise of the example at `position`."""
+    """Return the seed of the flow times and noise of the example at `position`."""
     state = np.random.SeedSequence((seed, _DRAWS, position)).generate_state(1, np.uint64)
     return int(state[0] >> np.uint64(1))
 
 
 def load(updates: UpdateDataset, first: int, last: int, workers: int) -> Iterator[list[PolicyMicroBatch]]:
-    """Updates `first` to `last` in order, each built by one of `workers` processes; 0: in this one, when asked for."""
+    """Yield the micro-batches of updates `first` to `last`, each built by one of `workers` processes.
+
+    With 0 workers they are built in this process when needed.
+    """
     options: dict[str, Any] = {}
     if workers:
-        # One server process imports what workers need; they are forked from it, before it has any thread.
+        # Workers are forked from a server process that has only imported this module: forking this process, which
+        # has threads, could deadlock, and spawned workers would each import everything again.
         context = torch.multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([__name__])
         options = {"multiprocessing_context": context, "prefetch_factor": 2}

@@ -1,4 +1,4 @@
-"""What a policy does on frames of episodes that it is never trained on."""
+"""Evaluate a policy on held-out frames: losses and errors of predicted actions."""
 
 from __future__ import annotations
 
@@ -20,14 +20,17 @@ ACTION_ERROR, MEAN_ACTION_ERROR = "heldout/action_error", "heldout/mean_action_e
 
 
 def evenly_spread(mixture: Mixture, frames: int) -> list[RobotSample]:
-    """`frames` of the mixture's, or all if it has no more."""
+    """Return `frames` samples spread evenly over the mixture, or all samples if it has fewer."""
     chosen = np.unique(np.linspace(0, mixture.frames - 1, frames).round().astype(int))
     return [mixture.sample(mixture.nth(int(number))) for number in chosen]
 
 
 @dataclass(frozen=True)
 class HeldoutEvaluator:
-    """Samples to measure on. `robots` and `settings` are by tag; `robots` have the datasets' own statistics."""
+    """Measures a policy on held-out samples.
+
+    robots: metadata by tag, with statistics measured on the datasets. settings: the policy's settings by tag.
+    """
 
     samples: Sequence[RobotSample]
     encoder: Encoder
@@ -35,7 +38,10 @@ class HeldoutEvaluator:
     settings: Mapping[str, RobotPolicySettings]
 
     def measure(self, learner: PolicyLearner) -> dict[str, float]:
-        """Losses with the same times and noise every time, and the errors of predicted actions. Every rank calls it."""
+        """Return losses and errors of predicted actions; all ranks must call this method.
+
+        Flow times and noise are the same in each call, so the losses of different steps can be compared.
+        """
         report = {f"heldout/{name}": value for name, value in self._losses(learner).items()}
         with whole_expert(learner.model):
             return report | self._action_errors(learner.model)
@@ -50,35 +56,34 @@ class HeldoutEvaluator:
         )
 
     def _action_errors(self, model: MolmoAct2) -> dict[str, float]:
-        """Mean |predicted - demonstrated| over the steps that a robot carries out, in standard deviations.
+        """Return the mean |predicted - demonstrated| over executed steps, in standard deviations of the actions.
 
-        Frames past an episode's end do not count, nor do dimensions that never change. Beside it stands the error of
-        always answering with the dataset's mean action.
+        Steps after an episode's end and dimensions that never change do not count. For comparison, the result also has
+        the error of always predicting the dataset's mean action.
         """
         model.eval()
         predicted, constant = [], []
         for tag, robot in self.robots.items():
-            own = [sample for sample in self.samples if sample.tag == tag]
-            if not own:
+            samples = [sample for sample in self.samples if sample.tag == tag]
+            if not samples:
                 continue
             mean, spread = (np.array(getattr(robot.action_stats, name), np.float64) for name in ("mean", "std"))
             moving = spread > 0
-            answers = self._answers(model, tag, own)
-            for sample, answer in zip(own, answers, strict=True):
-                there = ~sample.padding[: len(answer)]
-                actions = sample.actions[: len(answer)][there][:, moving]
-                predicted.append(np.abs(answer[there][:, moving] - actions) / spread[moving])
+            chunks = self._predict(model, tag, samples)
+            for sample, chunk in zip(samples, chunks, strict=True):
+                valid = ~sample.padding[: len(chunk)]
+                actions = sample.actions[: len(chunk)][valid][:, moving]
+                predicted.append(np.abs(chunk[valid][:, moving] - actions) / spread[moving])
                 constant.append(np.abs(mean[moving] - actions) / spread[moving])
         return {
             ACTION_ERROR: float(np.concatenate(predicted).mean()),
             MEAN_ACTION_ERROR: float(np.concatenate(constant).mean()),
         }
 
-    def _answers(self, model: MolmoAct2, tag: str, samples: Sequence[RobotSample]) -> np.ndarray:
+    def _predict(self, model: MolmoAct2, tag: str, samples: Sequence[RobotSample]) -> np.ndarray:
+        """Return predicted chunks (N, n_action_steps, action dimensions) for samples of one tag."""
         settings = self.settings[tag]
         mode: InferenceMode = "discrete" if settings.action_mode == "discrete" else "continuous"
         processor = self.encoder.processors[tag]
-        on_cpu = next(model.parameters()).device.type == "cpu"  # where one row at a time needs no padding
-        rows = 1 if on_cpu else self.encoder.settings.micro_batch_size
-        policy = MolmoAct2Policy(model, processor, settings, mode, rows)
+        policy = MolmoAct2Policy(model, processor, settings, mode, self.encoder.settings.micro_batch_size)
         return policy.predict([sample.observation for sample in samples], range(len(samples)))

@@ -1,8 +1,9 @@
-"""One update of a policy: micro-batches in, changed weights and numbers out."""
+"""Update the weights of a policy from micro-batches."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
 from math import sqrt
 from time import perf_counter
 
@@ -19,17 +20,18 @@ from armature.components.training.engine import AppliedUpdate, TrainingEngine, p
 from armature.components.training.ranks import Ranks
 
 LOSSES = {"loss": "total", "loss/flow": "flow", "loss/cross_entropy": "cross_entropy", "loss/z": "z"}
-"""Names in the history, and attributes of the model's losses."""
+"""Name of a loss in the history, and its attribute of `PolicyLosses`."""
 
 
 class PolicyLearner(TrainingEngine[MolmoAct2]):
-    """A policy, its optimizer, and how a batch changes them.
+    """A policy with its optimizer.
 
     Args:
-        model: what of it requires a gradient is trained.
-        plan: what is trained of an example, and how parts are weighed.
-        shard: splits a model without weights over the ranks and gives each its shards, where every rank would else
-            hold all of it.
+        model: Model whose parameters that require a gradient are trained.
+        plan: Losses to compute.
+        ranks: Ranks that train together; None: this process alone.
+        shard: Function that splits a model on the meta device over the ranks and loads each rank's shards; None: each
+            rank holds the whole model.
     """
 
     def __init__(
@@ -64,13 +66,13 @@ class PolicyLearner(TrainingEngine[MolmoAct2]):
         )
 
     def step(self, micro_batches: Sequence[PolicyMicroBatch]) -> dict[str, float]:
-        """Make one update of the micro-batches of all ranks. Every rank calls it with as many.
+        """Make one update from the micro-batches of all ranks; all ranks call it with equally many.
 
-        The loss is that of all examples at once, however they are spread over micro-batches and ranks. An update with
-        a gradient that is not finite is skipped: weights and optimizer stay, and the step counts.
+        The loss is the loss of all examples together, independent of how they are spread over micro-batches and ranks.
+        If a gradient is not finite the update is skipped: weights and optimizer do not change, but the step counts.
 
         Returns:
-            Losses, gradient norms, learning rates, padding and speed, over all ranks.
+            Losses, gradient norms, learning rates, padding and speed over all ranks.
         """
         began = perf_counter()
         number = self.steps_done + 1
@@ -78,41 +80,41 @@ class PolicyLearner(TrainingEngine[MolmoAct2]):
         if self.settings.mode == "expert":
             self.model.vlm.eval()
         ready = [micro.to(self.ranks.device) for micro in micro_batches]
-        denominators = self._denominators(micro_batches)
-        found: list[dict[str, Tensor]] = []
+        denominators = LossDenominators(**self.ranks.sum(asdict(self._denominators(micro_batches))))
+        parts: list[dict[str, Tensor]] = []
         for index, micro in enumerate(ready):
             torch.manual_seed(self._seed(number, index))
             losses: PolicyLosses = self.model(micro.batch, micro.draws, self.plan, denominators)
             self.backward(losses.total)
-            found.append({name: getattr(losses, attribute).detach() for name, attribute in LOSSES.items()})
+            parts.append({name: getattr(losses, attribute).detach() for name, attribute in LOSSES.items()})
         done = self.update(number)
-        sums = {name: sum(float(each[name]) for each in found) for name in LOSSES}
+        sums = {name: sum(float(each[name]) for each in parts) for name in LOSSES}
         report = self.ranks.sum(sums) | self._gradients(done, number)
         self.steps_done = number
         return report | self._counts(micro_batches, perf_counter() - began)
 
     @torch.no_grad()
     def score(self, micro_batches: Iterable[PolicyMicroBatch]) -> dict[str, float]:
-        """The losses of all these examples together, without dropout. Every rank calls it with the same."""
+        """Compute the losses of all these examples together, without dropout; all ranks call it with the same ones."""
         self.model.eval()
-        sums, totals = dict.fromkeys(LOSSES, 0.0), LossDenominators(0.0, 0.0)
+        sums = dict.fromkeys(LOSSES, 0.0)
         ready = [micro.to(self.ranks.device) for micro in micro_batches]
+        denominators = self._denominators(ready)
         for micro in ready:
-            totals = totals + LossDenominators.of(micro.batch, self.plan)
-        for micro in ready:
-            losses = self.model(micro.batch, micro.draws, self.plan, totals)
+            losses = self.model(micro.batch, micro.draws, self.plan, denominators)
             for name, attribute in LOSSES.items():
                 sums[name] += float(getattr(losses, attribute))
         return sums
 
     def _denominators(self, micro_batches: Sequence[PolicyMicroBatch]) -> LossDenominators:
+        """Sum the denominators of this rank's micro-batches."""
         total = LossDenominators(0.0, 0.0)
         for micro in micro_batches:
             total = total + LossDenominators.of(micro.batch, self.plan)
-        return LossDenominators(**self.ranks.sum({"examples": total.examples, "token_weight": total.token_weight}))
+        return total
 
     def _seed(self, update: int, number: int) -> int:
-        """Of the dropout in a micro-batch of this rank, so that none of it has to be saved."""
+        """Return the seed of the dropout in a micro-batch of this rank, so that no random state has to be saved."""
         key = (self.settings.seed, update, number, self.ranks.rank)
         return int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0] >> np.uint64(1))
 

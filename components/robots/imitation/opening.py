@@ -1,4 +1,4 @@
-"""The model of a training of a policy: read whole or split over ranks, its trained parts and their parameter groups."""
+"""Open a policy's model for training: load or shard it, freeze parts, add adapters, and group its parameters."""
 
 from __future__ import annotations
 
@@ -34,14 +34,16 @@ from armature.components.training.ranks import Ranks, whole
 from armature.components.training.schedule import warmup_cosine
 from armature.components.training.sharding import Unit, sharder
 
-# The units of a policy that is split over ranks.
+# --- Sharding over ranks ---
 
 
 def units(model: MolmoAct2, precision: str) -> Iterator[Unit]:
-    """With `precision` bfloat16 the VLM is gathered and computes in bf16, the action expert in fp32 as in one process.
+    """Yield the modules that FSDP shards and gathers as units, with the dtype in which their weights are gathered.
 
-    The expert is one: the projections of the contexts are used between its blocks. Every weight is in a module that
-    sampling calls, or in the expert, so that a policy can be asked without the root's forward pass.
+    With `precision` "bfloat16" the VLM is gathered and computes in bfloat16; the action expert stays in float32, as in
+    a single process. The action expert is one unit, because its context projections are used between its blocks.
+    Every weight is in a module that sampling calls, or in the action expert, so that a policy can predict without the
+    root's forward pass.
     """
     lower = torch.bfloat16 if precision == "bfloat16" else None
     body = model.vlm.model
@@ -64,7 +66,7 @@ def units(model: MolmoAct2, precision: str) -> Iterator[Unit]:
 
 @contextmanager
 def whole_expert(model: MolmoAct2) -> Iterator[None]:
-    """Within it a sharded expert is gathered: sampling uses parts of it, which gather nothing by themselves."""
+    """Gather a sharded action expert within the block: sampling calls its parts, which do not gather their weights."""
     expert = model.action_expert
     if not isinstance(expert, FSDPModule):
         yield
@@ -78,11 +80,13 @@ def whole_expert(model: MolmoAct2) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class OpenedModel:
-    """A model that is prepared for its training.
+    """A model prepared for training.
 
-    model: on the CPU; on the meta device where it is to be split. named: with shapes, dtypes and what requires a
-    gradient, and `weights` by name, on the first rank of a split one; `model` and None on every other. shard: splits
-    `model`, and gives each rank its shards; None: every rank has all of it.
+    model: on the CPU, or on the meta device if it will be sharded.
+    named: the whole model with shapes, dtypes and gradient flags. weights: its weights by name. If the model will be
+        sharded, both are only set on the first rank; otherwise `named` is `model` and `weights` is None.
+    shard: function that shards `model` and loads each rank's shards; None: each rank has the whole model.
+    dtypes: dtypes of the checkpoint's weights.
     """
 
     model: MolmoAct2
@@ -92,7 +96,7 @@ class OpenedModel:
     dtypes: Mapping[str, torch.dtype]
 
     def publish(self, folder: Path, parts: PolicyParts, ranks: Ranks) -> None:
-        """Write the policy, adapters merged, in the dtypes that it was loaded in. Every rank calls it."""
+        """Write the policy with merged adapters, in the dtypes it was loaded in; all ranks must call it."""
         merged = merged_weights(self.model)
         weights = {name: whole(value).to(self.dtypes.get(name, value.dtype)) for name, value in merged}
         if ranks.first:
@@ -106,20 +110,21 @@ def open_model(
     processes: TrainerProcesses,
     ranks: Ranks,
 ) -> OpenedModel:
-    """
+    """Load a policy's model for training, or prepare it for sharding.
+
     Args:
-        prepare: freezes a model, and adds to it what is trained besides; called before it is split.
+        prepare: Function that freezes a model and adds adapters or a value head; called before sharding.
 
     Raises:
-        ConfigurationError: ranks are to share sequences.
-        DataError: a weight is missing, unknown or of another shape.
+        ConfigurationError: context parallelism is enabled.
+        DataError: a weight is missing, unknown, or has another shape.
     """
     if ranks.context is not None:
         raise ConfigurationError(
-            "ranks share sequences of vision-language models alone, and this is a robot policy",
+            "context parallelism is only supported for vision-language models, not for robot policies",
             code="context_parallel_unsupported",
             where="machine.trainer_context_parallel",
-            remedy="leave it out",
+            remedy="remove this setting",
         )
     sharded = processes.sharding is not None
     model = empty_model(parts) if sharded else load_model(source, parts)
@@ -138,23 +143,23 @@ def open_model(
     return OpenedModel(model, named, weights, shard, dtypes)
 
 
-# Low-rank adapters in a policy, whose other modules stay as they are.
+# --- Trained parts: adapters, frozen weights and parameter groups ---
 
 
 def add_adapters(
     model: nn.Module, chosen: Callable[[str], bool], settings: AdapterSettings, seed: int, dropout: float = 0.0
 ) -> list[str]:
-    """Put an adapter into every linear layer whose full name is `chosen`; their names. All else is frozen.
+    """Add a low-rank adapter to each linear layer whose name `chosen` accepts, freeze all else; return the names.
 
-    A, (rank, in), begins as N(0, 1 / rank) in standard deviations, B, (out, rank), as zeros; both are in fp32.
+    A, (rank, in), starts as normal noise of standard deviation 1 / rank, B, (out, rank), as zeros; both are float32.
 
     Raises:
-        ConfigurationError: there is no such layer.
+        ConfigurationError: `chosen` accepts no linear layer.
     """
     names = [name for name, module in model.named_modules() if type(module) is nn.Linear and chosen(name)]
     if not names:
         raise ConfigurationError(
-            "no linear layer is left for an adapter", code="no_layer_for_adapters", where="training.mode"
+            "the model has no linear layer to add an adapter to", code="no_layer_for_adapters", where="training.mode"
         )
     inject_adapter_in_model(lora_config(names, settings.rank, settings.alpha, dropout), model)
     random = torch.Generator().manual_seed(seed)
@@ -162,7 +167,7 @@ def add_adapters(
         layer = model.get_submodule(name)
         assert isinstance(layer, LoraLayer)
         if isinstance(model, MolmoAct2) and model.precision == "bfloat16":
-            layer.cast_input_dtype_enabled = False  # autocast computes in bf16: a copy in fp32 would be cast back
+            layer.cast_input_dtype_enabled = False  # autocast computes in bfloat16 and would cast a float32 copy back
         down, up = layer.lora_A["default"].float(), layer.lora_B["default"].float()
         with torch.no_grad():
             down.weight.copy_(torch.randn(down.weight.shape, generator=random) / settings.rank)
@@ -179,10 +184,11 @@ GROUPS = ("vlm", "vit", "connector", "action_expert")
 
 
 def prepare(model: nn.Module, settings: PolicyUpdateSettings, semantics: Semantics) -> None:
-    """Freeze and adapt `model` for `settings.mode`; what requires a gradient then is trained.
+    """Freeze parts of `model` and add adapters for `settings.mode`; parameters that then require gradients are trained.
 
     Args:
-        semantics: in head a frozen embedding still learns its new rows; before it did not.
+        semantics: In "head", the additional rows of a frozen embedding are still trained; in older versions they are
+            frozen too.
     """
     model.requires_grad_(settings.mode == "full")
     if settings.mode == "full" and settings.freeze_embedding:
@@ -198,7 +204,7 @@ def prepare(model: nn.Module, settings: PolicyUpdateSettings, semantics: Semanti
 
 
 def parameter_groups(model: nn.Module, settings: PolicyUpdateSettings) -> list[ParameterGroup]:
-    """One for each of GROUPS, in that order; a value head is in none."""
+    """Return a parameter group for each of GROUPS, in this order; a value head's parameters are left out."""
     members: dict[str, list[nn.Parameter]] = {name: [] for name in GROUPS}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and not name.startswith(VALUE_HEAD):
@@ -210,14 +216,14 @@ def parameter_groups(model: nn.Module, settings: PolicyUpdateSettings) -> list[P
 
 
 def scheduled(peak: float, settings: PolicyUpdateSettings) -> Callable[[float], float]:
-    """The learning rate by the number of the update."""
+    """Return the learning rate as a function of the update's number."""
     warmup, final = settings.warmup_steps, settings.final_lr_fraction
     decay = settings.decay_steps or settings.max_steps
     return lambda update: peak * warmup_cosine(update, warmup=warmup, decay=decay, final=final)
 
 
 def group_of(name: str) -> str:
-    """Of a parameter, by its name in the model."""
+    """Return the parameter group of the parameter `name`."""
     if name.startswith(EXPERT):
         return "action_expert"
     if name.startswith(CONNECTOR) or name == f"{EMBEDDING}.new_embedding":

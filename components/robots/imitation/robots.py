@@ -1,4 +1,4 @@
-"""The robots of a mixture: a processor for each tag, and what is saved of all of them."""
+"""Metadata, checkpoint parts and processors of the robots in a mixture of datasets, by tag."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ from armature.components.robots.policies.settings import RobotPolicySettings
 
 @dataclass(frozen=True)
 class RobotsByTag:
-    """Per tag of the datasets.
+    """Robots of a mixture, by the tags of the datasets.
 
-    measured: what the datasets' own statistics say. parts: a checkpoint's parts, settings and normalization being the
-    tag's. horizon: actions of an example, the longest chunk of all.
+    measured: metadata with statistics measured on the datasets.
+    parts: the checkpoint's parts with the settings and the normalization of each tag.
+    horizon: number of actions of an example, the longest chunk of all tags.
     """
 
     measured: Mapping[str, RobotMetadata]
@@ -33,14 +34,18 @@ class RobotsByTag:
     horizon: int
 
     def processors(self) -> dict[str, Processor]:
+        """Return a processor for each tag, all with the same horizon."""
         return {tag: parts.processor(self.horizon) for tag, parts in self.parts.items()}
 
     def saved(self) -> PolicyParts:
-        """What a checkpoint keeps: of one robot its statistics, of several those of all, to be chosen by norm_tag."""
+        """Return the parts to save in a checkpoint.
+
+        With several robots they hold the statistics of all, and a user of the checkpoint selects one by norm_tag.
+        """
         first, *others = self.parts.values()
         if not others:
             return first
-        robots = {tag: _robot(parts) for tag, parts in self.parts.items()}
+        robots = {tag: parts.robot for tag, parts in self.parts.items() if parts.robot is not None}
         stats: NormStats = norm_stats(robots, first.settings)
         settings = first.settings.model_copy(update={"chunk_size": self.horizon})
         return replace(first, robot=None, stats=stats, settings=settings)
@@ -52,44 +57,45 @@ def robots_of(
     sources: Sequence[DatasetSource],
     statistics: Mapping[str, Mapping[str, Any]],
 ) -> RobotsByTag:
-    """
+    """Read the checkpoint's parts for each tag of the datasets.
+
     Args:
-        policy: a checkpoint, or an artifact that has or names one.
-        statistics: LeRobot's stats.json by tag.
+        policy: A checkpoint, or an artifact that contains or refers to one.
+        statistics: Content of LeRobot's stats.json by tag.
 
     Raises:
-        ConfigurationError: sources of one tag differ in their horizon, or a norm_tag is to serve several tags or has
-            another horizon than they.
+        ConfigurationError: sources of one tag have different horizons, or `settings.norm_tag` is set and there are
+            several tags, or its horizon differs from the dataset's.
         DataError: a tag has no statistics, or they do not fit its datasets.
     """
     by_tag = _by_tag(sources, settings.chunk_size)
     if len(by_tag) > 1 and settings.norm_tag:
         raise ConfigurationError(
-            f"norm_tag {settings.norm_tag!r} is one robot, and the datasets have {', '.join(by_tag)}",
+            f"norm_tag {settings.norm_tag!r} names one robot, but the datasets have several: {', '.join(by_tag)}",
             code="norm_tag_ambiguous",
             where="policy.norm_tag",
-            remedy="leave it out: each dataset's own statistics are used",
+            remedy="remove it to use each dataset's own statistics",
         )
     measured, parts = {}, {}
     for tag, source in by_tag.items():
         if tag not in statistics:
             raise DataError(
-                f"no statistics for the tag {tag!r}",
+                f"there are no statistics for the tag {tag!r}",
                 code="statistics_missing",
                 where=str(source.dataset.files),
-                remedy=f"run quantile-stats on the same datasets; these are of {', '.join(statistics)}",
+                remedy=f"run quantile-stats on the same datasets; these statistics are of {', '.join(statistics)}",
             )
         chunk = source.horizon or settings.chunk_size
         steps = min(settings.n_action_steps, chunk)
-        own = settings.model_copy(update={"chunk_size": chunk, "n_action_steps": steps})
-        measured[tag] = _measured(source, statistics[tag], own)
-        parts[tag] = load_parts(policy, own, measured[tag])
-        if (told := parts[tag].settings.chunk_size) != chunk:
+        tag_settings = settings.model_copy(update={"chunk_size": chunk, "n_action_steps": steps})
+        measured[tag] = _measured(source, statistics[tag], tag_settings)
+        parts[tag] = load_parts(policy, tag_settings, measured[tag])
+        if (predicted := parts[tag].settings.chunk_size) != chunk:
             raise ConfigurationError(
-                f"norm_tag {settings.norm_tag!r} predicts {told} actions at once, the dataset's windows have {chunk}",
+                f"norm_tag {settings.norm_tag!r} predicts {predicted} actions, the dataset's windows have {chunk}",
                 code="horizon_mismatch",
                 where=f"policy.chunk_size = {settings.chunk_size}, horizon of {tag!r}: {source.horizon}",
-                remedy=f"set policy.chunk_size = {told}, and no other horizon for the dataset",
+                remedy=f"set policy.chunk_size = {predicted}, and no other horizon for the dataset",
             )
     horizon = max(each.settings.chunk_size for each in parts.values())
     longest = {
@@ -102,29 +108,24 @@ def robots_of(
 
 
 def _by_tag(sources: Sequence[DatasetSource], chunk: int) -> dict[str, DatasetSource]:
-    """One source of each tag, all of whose sources have its horizon."""
-    found: dict[str, DatasetSource] = {}
+    """Return the first source of each tag, after checking that all sources of a tag have the same horizon."""
+    by_tag: dict[str, DatasetSource] = {}
     for source in sources:
-        first = found.setdefault(source.tag, source)
+        first = by_tag.setdefault(source.tag, source)
         if (first.horizon or chunk) != (source.horizon or chunk):
             raise ConfigurationError(
                 f"datasets of the tag {source.tag!r} have the horizons {first.horizon} and {source.horizon}",
                 code="horizon_mismatch",
                 where="dataset.sources",
-                remedy="give them one horizon, or tags of their own",
+                remedy="set the same horizon for both, or give them different tags",
             )
-    return found
+    return by_tag
 
 
 def _measured(source: DatasetSource, statistics: Mapping[str, Any], settings: RobotPolicySettings) -> RobotMetadata:
-    """Under the names that a policy has for state and action, whatever the dataset calls them."""
+    """Return the dataset's metadata under the policy's names of state, action and cameras."""
     names = {ACTION: source.action} | ({STATE: source.state} if source.state else {})
-    features = {name: source.dataset.feature(own) for name, own in names.items()}
-    features |= {camera: source.dataset.feature(own) for camera, own in source.cameras.items()}
-    renamed = {name: statistics[own] for name, own in names.items() if own in statistics}
+    features = {name: source.dataset.feature(column) for name, column in names.items()}
+    features |= {camera: source.dataset.feature(column) for camera, column in source.cameras.items()}
+    renamed = {name: statistics[column] for name, column in names.items() if column in statistics}
     return robot_metadata(renamed, features, settings)
-
-
-def _robot(parts: PolicyParts) -> RobotMetadata:
-    assert parts.robot is not None
-    return parts.robot

@@ -1,4 +1,4 @@
-"""How a robot policy is trained."""
+"""Settings of training a robot policy on demonstrations."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ Mode = Literal["full", "lora", "lora_expert", "expert"]
 
 
 class PackingSettings(Settings):
-    """Several examples in one row, which cannot attend to one another."""
+    """Packing of several examples into one row, where they cannot attend to one another."""
 
     max_row_tokens: PositiveInt
-    """Tokens of a row; a longer example has a row of its own."""
+    """Largest number of tokens in a row; a longer example gets a row of its own."""
     max_row_examples: PositiveInt
-    """Examples of a row."""
+    """Largest number of examples in a row."""
 
 
 class LearningRates(Settings):
-    """Peak learning rates; with adapters, vlm, vit and connector are those of the adapters."""
+    """Peak learning rates; with adapters, vlm, vit and connector are the rates of the adapters there."""
 
     vlm: PositiveFloat = 1e-5
     """Text layers, embedding and output head."""
@@ -39,89 +39,94 @@ class LearningRates(Settings):
 
 
 class ImageAugmentationSettings(Settings):
-    """What happens to a training image: crop, rotation, colors in a random order, blur; it keeps its size."""
+    """Random changes of training images: crop, rotation, colors in a random order, blur; images keep their size."""
 
     crop_side: float = Field(0.95, gt=0.0, le=1.0)
-    """Side of the crop, of the image's: 0.95 has 0.9025 of it."""
+    """Side of the crop as a fraction of the image's side; 0.95 keeps 0.9025 of the area."""
     rotation_degrees: NonNegativeFloat = 5.0
-    """Largest rotation in degrees, either way."""
+    """Largest rotation in degrees, in both directions."""
     brightness: float = Field(0.2, ge=0.0, lt=1.0)
-    """The factor is drawn from 1 - this to 1 + this."""
+    """Largest change of brightness: its factor is drawn from [1 - brightness, 1 + brightness]."""
     contrast: float = Field(0.2, ge=0.0, lt=1.0)
-    """As brightness."""
+    """Largest change of contrast: its factor is drawn from [1 - contrast, 1 + contrast]."""
     saturation: float = Field(0.2, ge=0.0, lt=1.0)
-    """As brightness."""
+    """Largest change of saturation: its factor is drawn from [1 - saturation, 1 + saturation]."""
     hue: float = Field(0.05, ge=0.0, le=0.5)
-    """Largest shift, of a whole turn, either way."""
+    """Largest shift of the hue, as a fraction of a full circle, in both directions."""
     blur_probability: float = Field(0.2, ge=0.0, le=1.0)
-    """Gaussian blur of 0.1 to 2 pixels, this often."""
+    """Probability of a Gaussian blur of 0.1 to 2 pixels."""
 
 
 class HeldoutSettings(Settings):
-    """Episodes that are never trained on, to measure the loss and the action error."""
+    """Episodes that are held out from training to measure the loss and the action error."""
 
     fraction: float = Field(gt=0, lt=1)
-    """Share of each dataset's episodes."""
+    """Fraction of each dataset's episodes to hold out."""
     frames: PositiveInt = 1024
-    """Frames of theirs that are measured."""
+    """Number of held-out frames to measure on."""
     every: PositiveInt = 2000
-    """Updates between measurements."""
+    """Number of updates between measurements."""
 
 
 class PolicyUpdateSettings(OptimizerSettings):
-    """What of a policy is trained, and its optimizer: the same on demonstrations and on rewards."""
+    """Trained parts of a policy and their optimizer, for demonstrations as well as for rewards."""
 
     mode: Mode = "full"
-    """full: all weights. lora: adapters on the VLM, all of the action expert. lora_expert: adapters on both. expert:
-    the action expert alone."""
+    """Weights to train. full: all. lora: adapters on the VLM and all of the action expert. lora_expert: adapters on
+    both. expert: only the action expert."""
     lora: AdapterSettings | None = None
     """Adapters of the modes lora and lora_expert."""
     freeze_embedding: bool = True
-    """Leave the input embedding as it is, in full training."""
+    """Freeze the input embedding in mode full."""
     max_steps: PositiveInt
-    """Optimizer updates."""
+    """Number of optimizer updates."""
     micro_batch_size: PositiveInt
-    """Examples of one forward pass of a rank."""
+    """Number of examples in one forward pass of a rank."""
     learning_rates: LearningRates = LearningRates()
     """Peak learning rate of each part."""
     packing: PackingSettings | None = None
-    """Packs the examples of a forward pass; none: padding."""
+    """Packing of the examples of a forward pass; none: one example per row, padded."""
     adam_beta2: float = Field(0.95, ge=0, lt=1)
     """AdamW's decay of the second moment."""
     adam_epsilon: PositiveFloat = 1e-6
     """AdamW's epsilon."""
     decay_steps: PositiveInt | None = None
-    """Step at which the cosine ends, also when the run is shorter; none: with the run."""
+    """Step at which the cosine decay ends, also if the run is shorter; none: the last step."""
     final_lr_fraction: float = Field(0.1, ge=0, le=1)
-    """Learning rate after the decay, of the peak's."""
+    """Learning rate after the decay, as a fraction of the peak."""
 
     @model_validator(mode="after")
     def _parts_fit(self) -> Self:
         adapters = self.mode in ("lora", "lora_expert")
         if adapters != (self.lora is not None):
-            raise ValueError(f"mode {self.mode} {'needs' if adapters else 'has no'} section lora")
+            raise ValueError(f"mode {self.mode} {'needs the' if adapters else 'cannot have a'} section lora")
         if self.mode != "full" and not self.freeze_embedding:
-            raise ValueError(f"mode {self.mode} never trains the embedding: leave out freeze_embedding = false")
+            raise ValueError(f"mode {self.mode} never trains the embedding: remove freeze_embedding = false")
         if self.mode == "expert":
-            self.refuse_rates(("vlm", "vit", "connector"), "mode expert trains the action expert alone", "mode = full")
+            self.refuse_rates(("vlm", "vit", "connector"), "mode expert only trains the action expert", "mode = full")
         end = self.decay_steps or self.max_steps
         if self.warmup_steps > end:
             raise ValueError(f"warmup_steps ({self.warmup_steps}) exceeds the end of the decay ({end})")
         return self
 
     def refuse_rates(self, parts: Sequence[str], why: str, otherwise: str) -> None:
-        """Raises ValueError if one of these parts, which are not trained, has a learning rate of its own."""
+        """Raise ValueError if a part in `parts`, which is not trained, has a learning rate other than its default."""
         default = LearningRates()
-        given = [name for name in parts if getattr(self.learning_rates, name) != getattr(default, name)]
-        if given:
-            names = ", ".join(f"learning_rates.{name}" for name in given)
-            them, kept = ("it", "its default") if len(given) == 1 else ("them", "their defaults")
-            values = ", ".join(f"{getattr(default, name):g}" for name in given)
-            raise ValueError(f"{names}: {why}: leave {them} out ({kept}: {values}), or set {otherwise}")
+        changed = [name for name in parts if getattr(self.learning_rates, name) != getattr(default, name)]
+        if changed:
+            names = ", ".join(f"learning_rates.{name}" for name in changed)
+            values = ", ".join(f"{getattr(default, name):g}" for name in changed)
+            raise ValueError(f"{names}: {why}: remove the learning rates (default: {values}), or set {otherwise}")
 
 
 class VLATrainerSettings(PolicyUpdateSettings):
-    """The optimizer, what it may change, and what of it exists at once."""
+    """Settings of training on demonstrations.
+
+    Example:
+        >>> settings = VLATrainerSettings(max_steps=1000, batch_size=64, micro_batch_size=8, mode="expert")
+        >>> settings.learning_rates.action_expert
+        5e-05
+    """
 
     model_config = ConfigDict(title="Training")
 
@@ -130,46 +135,48 @@ class VLATrainerSettings(PolicyUpdateSettings):
     lora_dropout: float = Field(0.05, ge=0.0, lt=1.0)
     """Dropout before each adapter of section lora."""
     save_every: PositiveInt = 1000
-    """Steps between checkpoints to resume from."""
+    """Number of steps between checkpoints to resume from."""
     batch_size: PositiveInt
-    """Examples of an update, of all ranks together."""
+    """Number of examples of an update, over all ranks."""
     ema_decay: float | None = Field(None, gt=0, lt=1)
-    """Moving average of the trained weights, which is what is saved; none: no average."""
+    """Decay of a moving average of the trained weights, which is saved in their place; none: no average."""
     augmentation: ImageAugmentationSettings | None = None
-    """Changes training images; none: nothing."""
+    """Random changes of training images; none: no changes."""
     file_shuffle: FileShuffleSettings | None = None
-    """Shuffles files, and frames within a few of them, so that a rank reads its own files alone; none: shuffles all
-    frames."""
+    """Shuffling of files, and of frames within a few files, so that each rank only reads its own files; none: shuffle
+    all frames."""
     heldout: HeldoutSettings | None = None
-    """Measures on episodes that are not trained on; none: trains on all."""
+    """Episodes held out for measurements; none: train on all episodes."""
 
     @model_validator(mode="after")
-    def _something_is_dropped(self) -> Self:
+    def _dropout_has_adapters(self) -> Self:
         if self.lora is None and self.lora_dropout != type(self).model_fields["lora_dropout"].default:
-            raise ValueError("lora_dropout is of adapters, and there is no section lora: leave it out")
+            raise ValueError("lora_dropout needs adapters, but there is no section lora: remove lora_dropout")
         return self
 
 
 class TrainVLASettings(Settings):
-    """The sections that a trained policy depends on."""
+    """Sections of a recipe that determine the trained policy."""
 
     policy: RobotPolicySettings
+    """Policy to train."""
     training: VLATrainerSettings
+    """Training settings."""
 
     @model_validator(mode="after")
-    def _trains_something(self) -> Self:
+    def _modes_fit(self) -> Self:
         if self.training.mode == "expert" and self.policy.action_mode != "continuous":
             raise ValueError(
-                f"mode expert trains the action expert alone, and action_mode {self.policy.action_mode} also the VLM: "
+                f"mode expert only trains the action expert, but action_mode {self.policy.action_mode} trains the VLM: "
                 "set policy.action_mode to continuous"
             )
         insulated = self.policy.enable_knowledge_insulation and self.policy.action_mode == "continuous"
         if insulated and self.training.mode != "expert":
             raise ValueError(
-                f"enable_knowledge_insulation leaves continuous actions no gradient to the VLM, which mode "
-                f"{self.training.mode} is to train: set policy.action_mode to both, or training.mode to expert"
+                f"with enable_knowledge_insulation, continuous actions have no gradient into the VLM, but mode "
+                f"{self.training.mode} trains it: set policy.action_mode to both, or training.mode to expert"
             )
         if self.policy.action_mode == "discrete":
-            why = "policy.action_mode discrete has no loss that trains the action expert"
+            why = "policy.action_mode discrete does not train the action expert"
             self.training.refuse_rates(("action_expert",), why, "policy.action_mode = both")
         return self

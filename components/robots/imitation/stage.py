@@ -1,4 +1,4 @@
-"""The stage train-vla: a policy, datasets and their statistics in, a policy trained on them out."""
+"""The stage `train-vla`: train a policy on datasets, normalized by their statistics."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ History = Sequence[Mapping[str, float]]
 def train_vla(
     settings: TrainVLASettings, inputs: Mapping[str, Artifact], out: Path, context: StageContext
 ) -> StageReport:
-    """Writes `checkpoint/` (released layout, needs nothing else), `history.json`, `metrics.json` and the report.
+    """Write `checkpoint/` (self-contained, released layout), `history.json`, `metrics.json` and `report.html`.
 
     Raises:
         ConfigurationError, DataError: settings, datasets, statistics and policy do not fit each other.
-        TrainerError: the training dies again and again.
+        TrainerError: the training process keeps dying.
     """
     from armature.components.artifacts.json_lines import History as HistoryFile
     from armature.components.models.source import CHECKPOINT
@@ -41,9 +41,9 @@ def train_vla(
 
 
 def summary(history: History) -> dict[str, float]:
-    """Means over the last tenth of the updates, and what was measured on held-out frames before and after.
+    """Return means over the last tenth of the updates, and the first and last measurements on held-out frames.
 
-    `action_error_ratio` is how many times smaller the error is than that of always answering with the mean action.
+    `action_error_ratio` is the error of always predicting the mean action, divided by the policy's error.
     """
     trained = history[1:] if history[0]["step"] == 0 else history
     tail = trained[-max(1, len(trained) // 10) :]
@@ -98,12 +98,12 @@ def write_pages(folder: Path, settings: TrainVLASettings, history: History, numb
 
 
 def compared_errors(error: float, constant: float) -> str:
-    """In words: the error, and that of always answering with the mean action."""
+    """Compare the error with `constant`, the error of always predicting the mean action, in words."""
     if error <= constant:
-        said = f"{constant / error:.3g} times smaller than" if error else "against"
+        relation = f"{constant / error:.3g} times smaller than" if error else "against"
     else:
-        said = f"{error / constant:.3g} times larger than" if constant else "against"
-    return f"{error:.3g}, {said} that of the mean action ({constant:.3g})"
+        relation = f"{error / constant:.3g} times larger than" if constant else "against"
+    return f"{error:.3g}, {relation} the error of the mean action ({constant:.3g})"
 
 
 TRAIN_VLA_STAGE = Stage("train-vla", 4, TrainVLASettings, INPUTS, train_vla)

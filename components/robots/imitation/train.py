@@ -1,4 +1,4 @@
-"""The training loop of a policy, on a trainer service that may die and come back."""
+"""The training loop of a policy on a trainer service, which is restarted if it dies. Imports no torch."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ from armature.components.contracts.stages import Events
 from armature.components.robots.imitation.settings import TrainVLASettings, VLATrainerSettings
 from armature.components.training.client import FLOATS, ServiceClient, run_steps
 
-# The client of a trainer of policies. Torch-free.
-
 
 class PolicyTraining(BaseModel):
-    """What is trained: the inputs are folders of artifacts; the fingerprint names it, and no other resumes from it."""
+    """Settings and inputs of a training.
+
+    policy, dataset, statistics: folders of the input artifacts. fingerprint: only a training with the same fingerprint
+    resumes from its checkpoints.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -30,18 +32,25 @@ class PolicyTraining(BaseModel):
 
     @property
     def seed(self) -> int:
+        """Seed of the training."""
         return self.settings.training.seed
 
 
 class PolicyTrainerClient(ServiceClient):
-    """A trainer of policies: `training` is a `PolicyTraining`."""
+    """Client of a trainer service that trains a policy; its `training` is a `PolicyTraining`."""
 
     def step(self, step: int) -> dict[str, float]:
-        """Make update `step` = 1, 2, ... on the data that is its own; its metrics. Applied once."""
+        """Make update `step` = 1, 2, ... on data that the service loads; return its metrics.
+
+        A step that is sent twice is applied once.
+        """
         return self._train(step)
 
     def measure(self) -> dict[str, float]:
-        """Losses and action errors on held-out frames, of the averaged weights if there are; {} without such frames."""
+        """Return losses and action errors on held-out frames, or {} without such frames.
+
+        If weights are averaged (`ema_decay`), the averages are measured.
+        """
         return self._ask("measure", self.machine.train_timeout, FLOATS)
 
 
@@ -55,7 +64,7 @@ SHOWN = {
     "memory/peak_gib": "GiB",
     "heldout/action_error": "error",
 }
-"""Keys of the history, and their names beside the progress bar."""
+"""Keys of the history to show beside the progress bar, and their short names there."""
 
 
 def train(
@@ -63,14 +72,14 @@ def train(
 ) -> None:
     """Train to `max_steps`, from the newest checkpoint if there is one, and write the policy to the folder `out`.
 
-    The history's step 0 is before any training. A step is recorded before it is saved, so the history never lacks one
-    that the weights contain.
+    The history's step 0 is measured before any training. A step is recorded before it is saved, so the history has
+    every step that a checkpoint contains.
 
     Raises:
-        TrainerError: the service refuses, or dies again and again.
+        TrainerError: the service refuses the training, or keeps dying.
     """
-    last, held = settings.max_steps, settings.heldout
-    for row in history.read():  # of an earlier start: curves begin where the training did
+    last, heldout = settings.max_steps, settings.heldout
+    for row in history.read():  # steps of an earlier start, so that the curves show the whole training
         events.metrics({name: value for name, value in row.items() if name != "step"}, int(row["step"]))
 
     def record(step: int, report: dict[str, float]) -> None:
@@ -84,7 +93,7 @@ def train(
 
     def one_step(step: int) -> None:
         report = trainer.step(step)
-        if held is not None and (step % held.every == 0 or step == last):
+        if heldout is not None and (step % heldout.every == 0 or step == last):
             report |= trainer.measure()
         record(step, report)
         if step % settings.save_every == 0 or step == last:

@@ -1,4 +1,4 @@
-"""The commands of a trainer of policies, as every rank carries them out."""
+"""The worker process of a trainer service that trains a policy on demonstrations."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from armature.components.training.service_settings import ServiceSettings
 from armature.components.training.service_worker import Command, ServiceWorker
 
 REMEMBERED = 1000
-"""Steps whose metrics a checkpoint has: the history is beside it."""
+"""Number of last steps whose metrics a checkpoint keeps; the history file has the metrics of all steps."""
 
 
 class PolicyWorker(ServiceWorker):
-    """One rank of a trainer of policies: a policy on the frames of datasets.
+    """One rank of a trainer service that trains a policy on frames of datasets.
 
     Raises:
         ConfigurationError, DataError: settings, datasets, statistics and checkpoint do not fit each other.
@@ -42,15 +42,15 @@ class PolicyWorker(ServiceWorker):
         sources = open_sources(training.dataset)
         statistics = read_statistics(training.statistics, sorted({source.tag for source in sources}))
         robots = robots_of(training.policy, policy, sources, statistics)
-        held = self.trainer.heldout
-        trained, kept = split(sources, held.fraction if held else 0.0, self.trainer.seed)
+        heldout = self.trainer.heldout
+        trained, held_out = split(sources, heldout.fraction if heldout else 0.0, self.trainer.seed)
         self._parts = robots.saved()
         encoder = Encoder(robots.processors(), self._parts.config, policy, self.trainer)
         self._heldout = None
-        if held and kept:
-            samples = evenly_spread(Mixture(kept, policy.chunk_size, self.trainer.seed), held.frames)
-            own = {tag: each.settings for tag, each in robots.parts.items()}
-            self._heldout = HeldoutEvaluator(samples, encoder, robots.measured, own)
+        if heldout and held_out:
+            samples = evenly_spread(Mixture(held_out, policy.chunk_size, self.trainer.seed), heldout.frames)
+            settings_by_tag = {tag: each.settings for tag, each in robots.parts.items()}
+            self._heldout = HeldoutEvaluator(samples, encoder, robots.measured, settings_by_tag)
         self._updates = UpdateDataset(
             Mixture(trained, policy.chunk_size, self.trainer.seed, self.trainer.file_shuffle),
             encoder,
@@ -63,13 +63,14 @@ class PolicyWorker(ServiceWorker):
         self.learner = PolicyLearner(opened.model, self.trainer, LossPlan.of(policy), ranks, opened.shard)
         self._batches: Iterator[list[PolicyMicroBatch]] | None = None
         self._upcoming = 0
-        who = {"fingerprint": training.fingerprint, "trained": shapes}
-        super().__init__(settings, self.learner, who, self.trainer.keep_checkpoints, REMEMBERED)
+        identity = {"fingerprint": training.fingerprint, "trained": shapes}
+        super().__init__(settings, self.learner, identity, self.trainer.keep_checkpoints, REMEMBERED)
 
     def prepare(self, command: Command) -> None:
-        """Nothing: the data is this worker's own."""
+        """Do nothing: this worker loads its data itself."""
 
     def train(self, command: Command, prepared: None) -> dict[str, float]:
+        """Make the update `command["step"]` and return its metrics."""
         waiting = perf_counter()
         if self._batches is None or self._upcoming != command["step"]:
             self._upcoming = command["step"]
@@ -80,6 +81,7 @@ class PolicyWorker(ServiceWorker):
         return self.learner.step(micro_batches) | {"timing/wait_for_data": waited}
 
     def perform(self, command: Command, prepared: None) -> Any:
+        """Carry out the command "measure" or "publish"."""
         match command["name"]:
             case "measure":
                 with self.learner.optimizer.averaged():
@@ -90,12 +92,10 @@ class PolicyWorker(ServiceWorker):
                 raise ConfigurationError(f"the trainer has no command {other!r}", code="unknown_command")
 
     def _publish(self, folder: Path) -> None:
-        """Write the policy, averaged where there are averages."""
-        with (
-            self.learner.optimizer.averaged()
-        ):  # on the CPU its weights are no copies, so they are averages only in here
+        """Write the policy, with averaged weights if `ema_decay` is set."""
+        with self.learner.optimizer.averaged():  # publish must be inside: on a CPU the averages are not copied
             self._opened.publish(folder, self._parts, self.ranks)
-        self.ranks.broadcast(None)  # none answers before it is written
+        self.ranks.broadcast(None)  # a barrier: no rank replies before the first rank has written the policy
 
 
 def _refuse(trainer: VLATrainerSettings, ranks: int) -> None:
@@ -108,8 +108,8 @@ def _refuse(trainer: VLATrainerSettings, ranks: int) -> None:
         )
     if trainer.file_shuffle and trainer.file_shuffle.lanes % ranks:
         raise ConfigurationError(
-            f"{trainer.file_shuffle.lanes} lanes cannot be shared evenly among {ranks} processes: each would read all "
-            "files",
+            f"{trainer.file_shuffle.lanes} lanes cannot be shared evenly among {ranks} processes, so each would read "
+            "all files",
             code="lanes_not_divisible",
             where="training.file_shuffle.lanes, machine.trainer_processes, machine.trainer_nodes",
             remedy=f"make it a multiple of {ranks}",
