@@ -34,8 +34,8 @@ class PolicyTrainer:
     """Trains MolmoAct2 on the demonstrations of a LeRobot dataset, in one process.
 
     It computes the dataset's statistics, makes or loads the policy, and holds a share of the episodes out to measure
-    action errors on. The weights are those of the flow `train-vla`, bit for bit; resuming, several ranks and tracking
-    are the flow's.
+    action errors on. The weights are bitwise equal to the result of the flow `train-vla`. Only the flow can resume, use
+    several ranks, and track a run.
 
     Args:
         dataset: folder of a LeRobot dataset, version 3.0.

@@ -1,4 +1,4 @@
-"""Counters of the policy server for Prometheus, and the lines of its log."""
+"""Log lines and Prometheus metrics of the policy server."""
 
 from __future__ import annotations
 
@@ -8,21 +8,25 @@ from datetime import UTC, datetime
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-# What the policy server tells its log: one JSON object a line.
+# --- Log lines ---
 
 log = logging.getLogger("armature.components.robots.server")
 
 
-def tell(event: str, client: str, **facts: object) -> None:
-    """One line about a connection; empty facts, and None, are left out."""
-    kept = {name: value for name, value in facts.items() if value not in (None, "")}
-    log.info(event, extra={"facts": {"client": client, **kept}})
+def log_event(event: str, client: str, **facts: object) -> None:
+    """Log an event of a connection; facts that are None or "" are left out."""
+    present = {name: value for name, value in facts.items() if value not in (None, "")}
+    log.info(event, extra={"facts": {"client": client, **present}})
 
 
 class EventFormatter(logging.Formatter):
-    """time (UTC), level, event, and the facts of `tell`; with the traceback of an error as `error`."""
+    """Formats a record as a JSON object on one line.
+
+    It has the fields time (UTC), level and event, the facts of `log_event`, and the traceback of an exception as error.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
+        """Return the line of a record."""
         line = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
@@ -34,7 +38,7 @@ class EventFormatter(logging.Formatter):
         return json.dumps(line, default=str)
 
 
-# What the policy server counts, for Prometheus.
+# --- Metrics ---
 
 OUTCOMES = ("answered", "refused", "busy", "failed")
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 2.0, 5.0, 10.0)
@@ -42,34 +46,33 @@ _ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
 
 
 class PolicyServerMetrics:
-    """All have a registry of their own, so that several servers of a process do not add up."""
+    """Metrics of one server. They have their own registry, so that several servers of a process do not add up."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self.requests = Counter(
-            "armature_policy_requests", "Requests, by what became of them.", ["outcome"], registry=self.registry
-        )
+        self.requests = Counter("armature_policy_requests", "Requests by outcome.", ["outcome"], registry=self.registry)
         for outcome in OUTCOMES:
             self.requests.labels(outcome)
         self.refused_keys = Counter(
-            "armature_policy_refused_keys", "Connections without the key.", registry=self.registry
+            "armature_policy_refused_keys", "Connections refused for a wrong or missing key.", registry=self.registry
         )
-        self.connections = Gauge("armature_policy_connections", "Robots that are connected.", registry=self.registry)
-        self.waiting = Gauge("armature_policy_waiting", "Requests that wait.", registry=self.registry)
+        self.connections = Gauge("armature_policy_connections", "Connected robots.", registry=self.registry)
+        self.waiting = Gauge("armature_policy_waiting", "Requests in the queue.", registry=self.registry)
         self.seconds = Histogram(
             "armature_policy_answer_seconds",
-            "From a request to its answer, time in the queue included.",
+            "Seconds from a request to its answer, including time in the queue.",
             buckets=_SECONDS,
             registry=self.registry,
         )
         self.rows = Histogram(
             "armature_policy_batch_rows",
-            "Of each answer, how many were computed at once.",
+            "Number of requests computed together, for each answer.",
             buckets=_ROWS,
             registry=self.registry,
         )
 
     def answered(self, seconds: float, rows: int) -> None:
+        """Count a request that was answered after `seconds`, computed together with `rows` requests."""
         self.requests.labels("answered").inc()
         self.seconds.observe(seconds)
         self.rows.observe(rows)

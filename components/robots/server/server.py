@@ -1,8 +1,8 @@
-"""The policy server: the websocket protocol of openpi's clients.
+"""The policy server: serves a robot policy over websockets, with the protocol of openpi's clients.
 
-On connecting, the server sends its metadata as one MessagePack frame. Every request is one frame, an observation; every
-answer one, a map with `actions`, `seed` and `server_timing`, or a text frame that says what is wrong. Requests of a
-connection are answered one after the other. `GET /healthz` says 200 while the policy answers.
+After a client connects, the server sends its metadata as one MessagePack frame. Each request is one frame with an
+observation. Each answer is one frame: a map with `actions`, `seed` and `server_timing`, or a text frame with an error
+message. Requests of a connection are answered in order. `GET /healthz` returns 200 while the policy works.
 """
 
 from __future__ import annotations
@@ -23,25 +23,26 @@ from websockets.http11 import Request, Response
 from armature.components.contracts.errors import ArmatureError, ConfigurationError, DataError
 from armature.components.contracts.robots import RobotPolicy
 from armature.components.machine.network import listener
-from armature.components.robots.server.metrics import PolicyServerMetrics, tell
+from armature.components.robots.server.metrics import PolicyServerMetrics, log_event
 from armature.components.robots.server.settings import PolicyServerSettings
-from armature.components.robots.server.waiting import BusyError, ChunkAnswer, PolicyQueue
+from armature.components.robots.server.waiting import BusyError, PolicyQueue, ServedChunk
 from armature.components.robots.server.wire import Message, ObservationFormat, pack
 
 log = logging.getLogger(__name__)
 _WEBSOCKETS = logging.getLogger(f"{__name__}.websockets")
-_WEBSOCKETS.setLevel(logging.CRITICAL)  # a failed handshake is no event of ours
+_WEBSOCKETS.setLevel(logging.CRITICAL)  # the library logs every failed handshake as an error
 SCHEME = "Api-Key "
 
 
 def refuse_open_address(settings: PolicyServerSettings, with_key: bool) -> None:
-    """
+    """Check that a server without a key only listens on loopback.
+
     Raises:
-        ConfigurationError: no key, and others than programs of this machine could connect.
+        ConfigurationError: there is no key, and the host is reachable from other machines.
     """
     if not with_key and not settings.local:
         raise ConfigurationError(
-            "without a key, whoever reaches the address could use the policy",
+            "without a key, everybody who reaches the address could use the policy",
             code="key_missing",
             where=f"host {settings.host}",
             remedy="use a key, or listen on 127.0.0.1",
@@ -49,7 +50,7 @@ def refuse_open_address(settings: PolicyServerSettings, with_key: bool) -> None:
 
 
 class PolicyServer:
-    """Answers whoever has the key. One for each event loop."""
+    """Serves a policy to clients with the right key. Use each instance in one event loop."""
 
     def __init__(
         self,
@@ -62,8 +63,9 @@ class PolicyServer:
     ) -> None:
         """
         Args:
-            key: What connections must bring; None: nothing, on loopback alone.
-            facts: Of the policy, for the metadata.
+            form: Fields that clients send, and their meaning.
+            key: Key that clients must send; None: no key is needed, which is only allowed on loopback.
+            facts: Description of the policy for the metadata.
 
         Raises:
             ConfigurationError: see `refuse_open_address`.
@@ -78,14 +80,14 @@ class PolicyServer:
         )
 
     async def run(self, ready: Callable[[str], None]) -> None:
-        """Serve until it is cancelled.
+        """Serve until the task is cancelled.
 
         Args:
-            ready: is told the address when the policy has answered a first time.
+            ready: Called with the server's address once the policy has made a first prediction.
 
         Raises:
-            ConfigurationError: the address cannot be listened on.
-            ArmatureError: the policy cannot answer.
+            ConfigurationError: the server cannot listen on the address.
+            ArmatureError: the policy fails at the first prediction.
         """
         answering = asyncio.ensure_future(self._queue.run())
         try:
@@ -110,7 +112,8 @@ class PolicyServer:
                 settings.host,
                 settings.port,
                 process_request=self._admit,
-                origins=[None] if self._key is None else None,  # no page of a browser, which cannot send the key
+                # Without a key, refuse browsers, which always send an origin: any web page could use the policy.
+                origins=[None] if self._key is None else None,
                 compression=None,
                 max_size=settings.max_message_mib * 2**20,
                 max_queue=1,
@@ -119,29 +122,30 @@ class PolicyServer:
             )
         except OSError as error:
             raise ConfigurationError(
-                f"the address cannot be listened on: {error.strerror}",
+                f"the server cannot listen on the address: {error.strerror}",
                 code="address_unavailable",
                 where=f"{settings.host}:{settings.port} {listener(settings.port)}".strip(),
-                remedy="choose another: --port, --host",
+                remedy="choose another address with --port or --host",
             ) from error
 
     def _admit(self, connection: ServerConnection, request: Request) -> Response | None:
-        """The answer to a plain request or to one without the key; None goes on to a websocket."""
+        """Return a response to /healthz or to a request without the key; None lets the websocket handshake go on."""
         if request.path == "/healthz":
             if self._queue.healthy:
                 return connection.respond(HTTPStatus.OK, "OK\n")
             return connection.respond(HTTPStatus.SERVICE_UNAVAILABLE, "the policy failed, see the server's log\n")
-        given = request.headers.get_all("Authorization")
-        if self._key is None or (len(given) == 1 and _same(given[0], SCHEME + self._key)):
+        headers = request.headers.get_all("Authorization")
+        if self._key is None or (len(headers) == 1 and _same(headers[0], SCHEME + self._key)):
             return None
         self._metrics.refused_keys.inc()
-        tell("key refused", _client(connection))
+        log_event("key refused", _client(connection))
         return connection.respond(HTTPStatus.UNAUTHORIZED, f"send the header Authorization: {SCHEME}KEY\n")
 
     async def _serve(self, connection: ServerConnection) -> None:
+        """Serve a connection until it is closed."""
         closed = asyncio.ensure_future(connection.wait_closed())
         self._metrics.connections.inc()
-        tell("connected", _client(connection))
+        log_event("connected", _client(connection))
         try:
             with suppress(ConnectionClosed):
                 await self._converse(connection, closed)
@@ -151,9 +155,10 @@ class PolicyServer:
         finally:
             closed.cancel()
             self._metrics.connections.dec()
-            tell("disconnected", _client(connection), code=connection.close_code, reason=connection.close_reason)
+            log_event("disconnected", _client(connection), code=connection.close_code, reason=connection.close_reason)
 
     async def _converse(self, connection: ServerConnection, closed: asyncio.Future[None]) -> None:
+        """Send the metadata, then answer one request after the other."""
         await connection.send(self._metadata)
         answered, previous = 0, dict[str, float]()
         async for frame in connection:
@@ -164,7 +169,7 @@ class PolicyServer:
                 answer = await _unless(closed, self._queue.ask(request.observation, seed))
             except ArmatureError as error:
                 self._metrics.requests.labels(outcome := _outcome(error)).inc()
-                tell(outcome, _client(connection), what=error.what, where=error.where)
+                log_event(outcome, _client(connection), what=error.what, where=error.where)
                 await connection.send(str(error))
                 continue
             if answer is None:
@@ -174,8 +179,8 @@ class PolicyServer:
             answered, previous = answered + 1, {"prev_total_ms": 1000 * (time.monotonic() - began)}
 
 
-async def _unless(closed: asyncio.Future[None], asking: Coroutine[Any, Any, ChunkAnswer]) -> ChunkAnswer | None:
-    """The answer, or None where the connection is closed before it: then nobody waits for it any longer."""
+async def _unless(closed: asyncio.Future[None], asking: Coroutine[Any, Any, ServedChunk]) -> ServedChunk | None:
+    """Await `asking`; if the connection is closed first, cancel it and return None."""
     task = asyncio.ensure_future(asking)
     either: set[asyncio.Future[Any]] = {closed, task}
     try:
@@ -191,17 +196,18 @@ def _outcome(error: ArmatureError) -> str:
     return "refused" if isinstance(error, DataError) else "failed"
 
 
-def _message(answer: ChunkAnswer, seed: int, timing: Mapping[str, float]) -> Message:
-    own = {"infer_ms": 1000 * answer.computed, "wait_ms": 1000 * answer.waited}
-    return {"actions": answer.actions, "seed": seed, "server_timing": {**own, **timing}}
+def _message(answer: ServedChunk, seed: int, previous: Mapping[str, float]) -> Message:
+    timing = {"infer_ms": 1000 * answer.computed, "wait_ms": 1000 * answer.waited}
+    return {"actions": answer.actions, "seed": seed, "server_timing": {**timing, **previous}}
 
 
-def _same(given: str, wanted: str) -> bool:
-    return secrets.compare_digest(given.encode(errors="replace"), wanted.encode())
+def _same(header: str, expected: str) -> bool:
+    """Compare in constant time, so that timing reveals nothing about the key."""
+    return secrets.compare_digest(header.encode(errors="replace"), expected.encode())
 
 
 def _client(connection: ServerConnection) -> str:
-    address = connection.remote_address  # None of one that was gone at once
+    address = connection.remote_address  # None if the client disconnected immediately
     return f"{address[0]}:{address[1]}" if address else "unknown"
 
 

@@ -1,4 +1,4 @@
-"""How a robot policy answers, where its server listens, and how much it takes."""
+"""Settings of the policy server."""
 
 from __future__ import annotations
 
@@ -13,39 +13,45 @@ from armature.components.robots.policies.settings import Quantization
 
 
 class PolicyServerSettings(Settings):
-    """What robots connect to."""
+    """Address, message format, inference and limits of a policy server.
+
+    Example:
+        >>> PolicyServerSettings(host="0.0.0.0", batch=1).local
+        False
+    """
 
     host: str = Field("127.0.0.1", min_length=1)
     """Address of this machine to listen on."""
     port: int = Field(8000, ge=0, le=65535)
-    """TCP port; 0 takes a free one."""
+    """TCP port to listen on; 0 takes a free one."""
     cameras: tuple[str, ...] = ()
-    """What clients call the cameras, in the policy's order; empty: as the policy does."""
+    """Names under which clients send the cameras, in the policy's order; empty: the policy's names."""
     state: str = Field("observation.state", min_length=1)
-    """What clients call the state."""
+    """Name under which clients send the state."""
     inference_action_mode: Literal["continuous", "discrete"] = "continuous"
-    """Actions by flow matching, or as tokens; the policy must have been trained for it."""
+    """Predict actions by flow matching (continuous) or as tokens (discrete); the policy must be trained for it."""
     n_action_steps: PositiveInt | None = None
-    """Actions of an answer; none: the policy's own."""
+    """Number of actions in an answer; none: the policy's."""
     num_inference_steps: PositiveInt | None = None
-    """Euler steps; none: the policy's own."""
+    """Number of Euler steps; none: the policy's."""
     torch_compile: bool = False
-    """Compile the policy's layers at its first answer."""
+    """Compile the policy's layers at the first prediction."""
     quantization: Quantization | None = None
-    """fp8: products of the text layers in 8 bits."""
+    """Quantization of the text layers' matrix products; fp8 computes them in 8 bits."""
     batch: PositiveInt = 8
-    """Requests that are answered at once. On a GPU each pass is as large: for one robot 1 is fastest."""
+    """Largest number of requests computed together. On a GPU every pass has this many rows, so 1 is fastest for one
+    robot."""
     max_waiting: PositiveInt = 64
-    """Requests that wait at most; more are refused as busy."""
+    """Largest number of requests in the queue; further requests are refused as busy."""
     max_message_mib: PositiveInt = 64
     """Largest message of a client, in MiB."""
     metrics: str | None = Field(None, pattern=ADDRESS)
-    """Address (127.0.0.1:9464) that shows numbers to Prometheus; none: nothing listens. It asks for no password:
-    whoever reaches it can read them."""
+    """Address for Prometheus metrics, for example 127.0.0.1:9464; none: no metrics are served. It has no password:
+    everybody who reaches it can read the metrics."""
 
     @property
     def local(self) -> bool:
-        """Whether only programs of this machine can connect."""
+        """True if only programs on this machine can connect."""
         if self.host == "localhost":
             return True
         try:

@@ -1,4 +1,4 @@
-"""Requests that wait for the policy: a bounded queue, answered several at a time."""
+"""A bounded queue of requests to the policy, which computes several of them together."""
 
 from __future__ import annotations
 
@@ -22,14 +22,19 @@ Chunk = NDArray[np.float32]
 
 
 class BusyError(ServerError):
-    """As many requests wait as may wait."""
+    """The queue is full."""
 
     code = "busy"
 
 
 @dataclass(frozen=True)
-class ChunkAnswer:
-    """actions: (n_action_steps, action dimensions). rows: answered at once. Seconds in the queue, and of the policy."""
+class ServedChunk:
+    """A predicted chunk with its timing.
+
+    actions: (n_action_steps, action dimensions) float32.
+    rows: number of requests that were computed together.
+    waited: seconds in the queue. computed: seconds of the prediction.
+    """
 
     actions: Chunk
     rows: int
@@ -41,24 +46,24 @@ class ChunkAnswer:
 class _Waiting:
     observation: RobotObservation
     seed: int
-    answer: asyncio.Future[ChunkAnswer]
+    answer: asyncio.Future[ServedChunk]
     since: float = field(default_factory=time.monotonic)
 
 
 class PolicyQueue:
-    """Asked by coroutines of one event loop, answered in a thread of its own, as torch and CUDA like best.
+    """Takes requests from coroutines of one event loop and predicts in a single thread, as torch and CUDA need.
 
-    Who waits is whoever happened to come, so batches differ from run to run; answers do not, because a RobotPolicy's
-    rows are independent.
+    A batch consists of the requests that happen to be in the queue, so batches differ from run to run. The predictions
+    do not, because the rows of a `RobotPolicy` are independent.
 
-    healthy: False from a failure of the policy's own on, until it answers again.
+    healthy: False after a failure of the policy, until it predicts again.
     """
 
     def __init__(self, policy: RobotPolicy, batch: int, most_waiting: int) -> None:
         """
         Args:
-            batch: Requests that are answered at once, at most.
-            most_waiting: Requests that wait while others are answered, at most.
+            batch: Largest number of requests to compute together.
+            most_waiting: Largest number of requests in the queue.
         """
         self._policy, self._batch, self._most_waiting = policy, batch, most_waiting
         self._waiting: deque[_Waiting] = deque()
@@ -68,31 +73,32 @@ class PolicyQueue:
 
     @property
     def waiting(self) -> int:
+        """Number of requests in the queue."""
         return len(self._waiting)
 
-    async def ask(self, observation: RobotObservation, seed: int) -> ChunkAnswer:
-        """Whoever cancels this waits no longer.
+    async def ask(self, observation: RobotObservation, seed: int) -> ServedChunk:
+        """Wait for the prediction for an observation; cancelling the call removes the request from the queue.
 
         Raises:
             BusyError: the queue is full.
-            ArmatureError: the policy cannot answer this observation.
+            ArmatureError: the policy cannot predict for this observation.
         """
         if len(self._waiting) >= self._most_waiting:
             raise BusyError(
                 f"busy, {len(self._waiting)} waiting",
                 remedy="ask again later, or start the server with a larger --max-waiting or more servers",
             )
-        question = _Waiting(observation, seed, asyncio.get_running_loop().create_future())
-        self._waiting.append(question)
+        request = _Waiting(observation, seed, asyncio.get_running_loop().create_future())
+        self._waiting.append(request)
         self._some.set()
         try:
-            return await question.answer
+            return await request.answer
         finally:
             with suppress(ValueError):
-                self._waiting.remove(question)
+                self._waiting.remove(request)
 
     async def run(self) -> None:
-        """Answer until it is cancelled; what is being computed then is finished."""
+        """Answer requests until the task is cancelled; a prediction in progress is finished first."""
         loop = asyncio.get_running_loop()
         try:
             while True:
@@ -100,31 +106,29 @@ class PolicyQueue:
                 taken = [self._waiting.popleft() for _ in range(min(self._batch, len(self._waiting)))]
                 if not self._waiting:
                     self._some.clear()
-                if taken:
-                    began = time.monotonic()
-                    chunks = await loop.run_in_executor(self._thread, self._answers, taken)
-                    self._tell(taken, chunks, began)
+                if not taken:
+                    continue
+                began = time.monotonic()
+                chunks = await loop.run_in_executor(self._thread, self._predict, taken)
+                computed = time.monotonic() - began
+                for request, chunk in zip(taken, chunks, strict=True):
+                    if request.answer.done():
+                        continue
+                    if isinstance(chunk, ArmatureError):
+                        request.answer.set_exception(chunk)
+                    else:
+                        request.answer.set_result(ServedChunk(chunk, len(taken), began - request.since, computed))
         finally:
             self._thread.shutdown()
 
-    def _tell(self, taken: Sequence[_Waiting], chunks: Sequence[Chunk | ArmatureError], began: float) -> None:
-        computed = time.monotonic() - began
-        for question, chunk in zip(taken, chunks, strict=True):
-            if question.answer.done():
-                continue
-            if isinstance(chunk, ArmatureError):
-                question.answer.set_exception(chunk)
-            else:
-                question.answer.set_result(ChunkAnswer(chunk, len(taken), began - question.since, computed))
-
-    def _answers(self, taken: Sequence[_Waiting]) -> list[Chunk | ArmatureError]:
-        """Of each its actions or what is wrong with it; in the policy's thread."""
+    def _predict(self, taken: Sequence[_Waiting]) -> list[Chunk | ArmatureError]:
+        """Return for each request its chunk or its error; runs in the policy's thread."""
         try:
-            answer = self._policy.predict([each.observation for each in taken], [each.seed for each in taken])
-            chunks = np.asarray(answer, np.float32)
+            predicted = self._policy.predict([each.observation for each in taken], [each.seed for each in taken])
+            chunks = np.asarray(predicted, np.float32)
         except Exception as error:
-            if len(taken) > 1:  # a row's error is its own
-                return [answer for each in taken for answer in self._answers([each])]
+            if len(taken) > 1:  # predict one by one, so that only the failing request gets the error
+                return [chunk for each in taken for chunk in self._predict([each])]
             if isinstance(error, ArmatureError):
                 return [error]
             log.exception("the policy failed")
@@ -138,7 +142,7 @@ class PolicyQueue:
         self.healthy = chunks.shape == expected
         if not self.healthy:
             return [
-                ServerError(f"the policy's answer has the shape {chunks.shape}, not {expected}", code="policy_failed")
+                ServerError(f"the policy's actions have the shape {chunks.shape}, not {expected}", code="policy_failed")
             ] * len(taken)
         return [chunk if np.isfinite(chunk).all() else _not_finite(chunk) for chunk in chunks]
 
@@ -146,7 +150,7 @@ class PolicyQueue:
 def _not_finite(chunk: Chunk) -> ServerError:
     step, dimension = np.argwhere(~np.isfinite(chunk))[0]
     return ServerError(
-        f"the policy's action {step} has {chunk[step, dimension]} in dimension {dimension}: nothing to give a robot",
+        f"the policy's action {step} has {chunk[step, dimension]} in dimension {dimension}, which no robot can execute",
         code="policy_answer_not_finite",
-        remedy="look at the checkpoint: its weights or statistics are damaged",
+        remedy="check the checkpoint: its weights or statistics are damaged",
     )

@@ -1,9 +1,10 @@
-"""Messages between robots and the policy server: MessagePack, with numpy's arrays and numbers as maps.
+"""Messages between robots and the policy server: MessagePack, with NumPy arrays and scalars as maps.
 
-An array is the map {"__ndarray__": true, "data": its bytes in C order, "dtype": "<f4", "shape": [30, 7]}, a number of
-numpy's {"__npgeneric__": true, "data": the number, "dtype": "<f4"}. That is what openpi's clients speak (package
-openpi-client, openpi_client.msgpack_numpy). They write the four keys as binary strings and read only those, so we write
-them so; we read text as well. Nothing is unpickled, and what a message may declare is limited before memory is taken.
+An array is the map {"__ndarray__": true, "data": its bytes in C order, "dtype": "<f4", "shape": [30, 7]}. A scalar is
+the map {"__npgeneric__": true, "data": the number, "dtype": "<f4"}. This is the format of openpi's clients (package
+openpi-client, module openpi_client.msgpack_numpy). They write and read these keys only as binary strings, so we write
+binary strings too; we also read keys that are text. Nothing is unpickled, and sizes declared in a message are checked
+before memory is allocated.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from armature.components.contracts.errors import ConfigurationError, DataError
 from armature.components.contracts.robots import PreviousActions, RobotObservation
 
 Message = dict[str, Any]
-"""Field to value, as MessagePack has it; `value_of` reads arrays and numbers of numpy's."""
+"""Fields and values of a message as MessagePack decodes them; `value_of` converts values to arrays and numbers."""
 
 ARRAY, NUMBER = "__ndarray__", "__npgeneric__"
 MOST_DIMENSIONS, MOST_ITEMS, MOST_CONTAINERS, LONGEST_TEXT = 8, 256, 256, 2**16
@@ -33,15 +34,23 @@ _KINDS: dict[str, tuple[type, ...]] = {"b": (bool,), "i": (int,), "u": (int,), "
 
 
 def pack(message: Message) -> bytes:
-    """The frame of a message whose values may be arrays and numbers of numpy's."""
+    """Encode a message as a frame; values may be NumPy arrays and scalars.
+
+    Example:
+        >>> frame = pack({"prompt": "open the drawer", "state": np.zeros(2, np.float32)})
+        >>> value_of("state", unpack(frame)["state"])
+        array([0., 0.], dtype=float32)
+    """
     frame: bytes = msgpack.packb(message, default=_encoded)
     return frame
 
 
 def unpack(frame: bytes | str) -> Message:
-    """
+    """Decode a frame to a message.
+
     Raises:
-        DataError: text, not one whole MessagePack map, keys that repeat or are not text, or too many values in it.
+        DataError: the frame is text or not exactly one MessagePack map, a key repeats or is not text, or the message
+            has too many values.
     """
     if isinstance(frame, str):
         raise DataError(
@@ -93,11 +102,11 @@ _ONE_MAP = "send one MessagePack map in each frame, with the fields that the ser
 
 
 def value_of(field: str, value: Any) -> Any:
-    """What a field holds: an array, a number, or what MessagePack itself can say.
+    """Convert a field's value to an array or a number if it is a map for one; return other values unchanged.
 
     Raises:
-        DataError: an array or a number of numpy's whose parts contradict each other, or of another dtype than booleans,
-            integers and floats.
+        DataError: the parts of an array or scalar contradict each other, or its dtype is not a boolean, integer or
+            float.
     """
     if not isinstance(value, dict):
         return value
@@ -107,7 +116,7 @@ def value_of(field: str, value: Any) -> Any:
 
 
 def kind(value: Any) -> str:
-    """A value for an error message: what it is, not all that it holds."""
+    """Describe a value's type and size for an error message."""
     if isinstance(value, np.ndarray):
         return f"an array of {value.dtype} with the shape {list(value.shape)}"
     for container, name in ((dict, "a map"), (list, "a list"), (bytes, "bytes")):
@@ -124,18 +133,18 @@ def _count(containers: int) -> None:
 
 
 def _map(pairs: list[tuple[str | bytes, Any]]) -> Message:
-    found: Message = {}
+    message: Message = {}
     for key, value in pairs:
         name = key.decode() if isinstance(key, bytes) else key
-        if name in found:
+        if name in message:
             raise DataError(
                 "a map has the same key twice",
                 code="key_repeated",
                 where=f"{name!r:.60}",
                 remedy="send each field once",
             )
-        found[name] = value
-    return found
+        message[name] = value
+    return message
 
 
 def _array(field: str, value: Message) -> NDArray[Any]:
@@ -151,10 +160,10 @@ def _array(field: str, value: Message) -> NDArray[Any]:
         raise _wrong(field, "data", "bytes", data)
     if (needed := prod(shape) * dtype.itemsize) != len(data):
         raise DataError(
-            f"an array of {dtype} with the shape {shape!s:.80} has {needed} bytes, and {len(data)} came",
+            f"an array of {dtype} with the shape {shape!s:.80} has {needed} bytes, but {len(data)} were sent",
             code="array_size_mismatch",
             where=f"field {field!r}",
-            remedy="send the array's bytes in C order, all of them",
+            remedy="send all of the array's bytes, in C order",
         )
     return np.frombuffer(data, dtype).reshape(shape).astype(dtype.newbyteorder("="), copy=False)
 
@@ -170,22 +179,22 @@ def _number(field: str, value: Message) -> bool | int | float:
 
 def _dtype(field: str, name: Any) -> np.dtype[Any]:
     if not isinstance(name, str) or not _DTYPE.fullmatch(name):
-        raise _wrong(field, "dtype", "that of booleans, integers or floats, such as '|u1' or '<f4'", name)
+        raise _wrong(field, "dtype", "a boolean, integer or float dtype such as '|u1' or '<f4'", name)
     return np.dtype(name)
 
 
 def _refuse_keys(field: str, value: Message, keys: set[str]) -> None:
     if value.keys() != keys:
         raise DataError(
-            f"an array or a number of numpy's has the keys {', '.join(sorted(keys))}; "
-            f"{', '.join(sorted(value)):.80} came",
+            f"a NumPy array or scalar must have the keys {', '.join(sorted(keys))}, "
+            f"but {', '.join(sorted(value)):.80} were sent",
             code="invalid_array_keys",
             where=f"field {field!r}",
         )
 
 
-def _wrong(field: str, part: str, expected: str, came: Any) -> DataError:
-    return DataError(f"{part} is {kind(came)}, not {expected}", code="invalid_array_part", where=f"field {field!r}")
+def _wrong(field: str, part: str, expected: str, value: Any) -> DataError:
+    return DataError(f"{part} is {kind(value)}, not {expected}", code="invalid_array_part", where=f"field {field!r}")
 
 
 def _encoded(value: Any) -> dict[bytes, Any]:
@@ -198,7 +207,7 @@ def _encoded(value: Any) -> dict[bytes, Any]:
     return {key.encode(): part for key, part in parts.items()}
 
 
-# What a robot sends: the fields of a message, and the observation that they make.
+# --- Observations ---
 
 PROMPT, SEED, PREVIOUS, DELAY = "prompt", "seed", "previous_actions", "inference_delay"
 LONGEST_SIDE, LONGEST_PROMPT, LARGEST_SEED = 4096, 2000, 2**63 - 1
@@ -206,7 +215,7 @@ LONGEST_SIDE, LONGEST_PROMPT, LARGEST_SEED = 4096, 2000, 2**63 - 1
 
 @dataclass(frozen=True)
 class PolicyRequest:
-    """An observation, and the seed of its answer's noise; None: the server chooses."""
+    """An observation, and the seed of the prediction's noise; None: the server chooses the seed."""
 
     observation: RobotObservation
     seed: int | None
@@ -214,11 +223,21 @@ class PolicyRequest:
 
 @dataclass(frozen=True)
 class ObservationFormat:
-    """The fields of an observation, by the names that clients send them under.
+    """Names and shapes of the fields in which clients send an observation.
 
-    cameras: (name, the policy's key), in the policy's order. state: name. state_dimensions: of the state.
-    previous: most steps and dimensions of the actions that an answer can continue, and how many actions an answer has;
-    None where it cannot.
+    cameras: pairs of a field's name and the policy's camera key, in the policy's order.
+    state: name of the state's field. state_dimensions: number of dimensions of the state.
+    previous: largest number of previous actions that a prediction can continue, their number of dimensions, and the
+        number of actions in an answer; None if the policy cannot continue previous actions.
+
+    Example:
+        >>> form = ObservationFormat.of(["observation.images.front"], 8, "state", names=["front"])
+        >>> form.fields
+        ('front', 'state', 'prompt', 'seed')
+        >>> image, state = np.zeros((48, 64, 3), np.uint8), np.zeros(8, np.float32)
+        >>> request = form.read(pack({"front": image, "state": state, "prompt": "open the drawer"}))
+        >>> request.observation.images["observation.images.front"].shape
+        (48, 64, 3)
     """
 
     cameras: tuple[tuple[str, str], ...]
@@ -235,26 +254,28 @@ class ObservationFormat:
         names: Sequence[str] = (),
         previous: tuple[int, int, int] | None = None,
     ) -> ObservationFormat:
-        """
+        """Make the format for a policy.
+
         Args:
-            cameras: The policy's keys, in its order; empty: it takes any, sorted.
-            state: The name under which the state is sent.
-            names: What clients call the cameras, in the same order; empty: as the policy does.
+            cameras: The policy's camera keys, in its order; empty: the policy takes any cameras, sorted by name.
+            state_dimensions: Number of dimensions of the policy's state.
+            state: Name under which clients send the state.
+            names: Names under which clients send the cameras, in the same order; empty: the policy's camera keys.
             previous: See the class.
 
         Raises:
-            ConfigurationError: another number of names than cameras, no camera, or a name that stands for two fields.
+            ConfigurationError: there are no cameras, names and cameras differ in number, or two fields have one name.
         """
         keys = tuple(cameras) or tuple(sorted(names))
         sent = tuple(names if cameras and names else keys)
         if not keys or len(sent) != len(keys):
             raise ConfigurationError(
-                f"the policy sees {len(keys)} cameras ({', '.join(keys)}), and {len(sent)} are named"
+                f"the policy uses {len(keys)} cameras ({', '.join(keys)}), but {len(sent)} are named"
                 if keys
-                else "the policy does not say which cameras it sees",
+                else "the policy names no cameras",
                 code="camera_names_mismatch",
                 where="--camera",
-                remedy="name every camera as robots send it, in the policy's order: --camera NAME --camera NAME",
+                remedy="name each camera as robots send it, in the policy's order: --camera NAME --camera NAME",
             )
         form = cls(tuple(zip(sent, keys, strict=True)), state, state_dimensions, previous)
         if len(set(form.fields)) < len(form.fields):
@@ -262,21 +283,22 @@ class ObservationFormat:
                 f"two fields have the same name: {', '.join(form.fields)}",
                 code="field_name_repeated",
                 where="--camera, --state",
-                remedy="give each its own name",
+                remedy="give each field a different name",
             )
         return form
 
     @property
     def needed(self) -> tuple[str, ...]:
+        """Names of the fields that every message must have."""
         return (*(name for name, _ in self.cameras), self.state, PROMPT)
 
     @property
     def fields(self) -> tuple[str, ...]:
-        """All that are known."""
+        """Names of all fields, including optional ones."""
         return (*self.needed, SEED, *((PREVIOUS, DELAY) if self.previous else ()))
 
     def describe(self) -> dict[str, Any]:
-        """For the server's metadata: dtype and shape of each field; None is any length."""
+        """Return dtype and shape of each field for the server's metadata; None stands for any length."""
         described: dict[str, Any] = {
             **{name: {"dtype": "uint8", "shape": [None, None, 3]} for name, _ in self.cameras},
             self.state: {"dtype": "float32", "shape": [self.state_dimensions]},
@@ -289,24 +311,24 @@ class ObservationFormat:
         return described
 
     def blank(self) -> RobotObservation:
-        """An observation of black images."""
+        """Return an observation with black images, for a first prediction before any client connects."""
         black = np.zeros((64, 64, 3), np.uint8)
         return RobotObservation(
             {key: black for _, key in self.cameras}, np.zeros(self.state_dimensions, np.float32), "do nothing"
         )
 
     def read(self, frame: bytes | str) -> PolicyRequest:
-        """
+        """Decode and check a request.
+
         Raises:
-            DataError: not a message, or a field is unknown, missing, or not what it should be; the error names it.
+            DataError: the frame is invalid, or a field is unknown, missing or invalid; the error names the field.
         """
         message = unpack(frame)
-        known = self.fields
-        if unknown := sorted(message.keys() - set(known)):
+        if unknown := sorted(message.keys() - set(self.fields)):
             raise DataError(
                 f"the observation has an unknown field {unknown[0]!r:.60}",
                 code="unknown_field",
-                remedy=f"send only {', '.join(known)}",
+                remedy=f"send only {', '.join(self.fields)}",
             )
         both = (PREVIOUS, DELAY) if PREVIOUS in message or DELAY in message else ()
         if missing := [name for name in (*self.needed, *both) if name not in message]:
@@ -330,12 +352,12 @@ class ObservationFormat:
 
     def _previous(self, actions: Any, delay: Any) -> PreviousActions:
         assert self.previous is not None
-        most, dimensions, answered = self.previous
+        most, dimensions, predicted = self.previous
         if not _is_array(actions, "f") or actions.shape[1:] != (dimensions,) or len(actions) > most:
             raise _wrong_field(PREVIOUS, f"an array of float32 with the shape [1 to {most}, {dimensions}]", actions)
-        largest = min(len(actions), answered - 1)
+        largest = min(len(actions), predicted - 1)
         if type(delay) is not int or not 0 <= delay <= largest:
-            why = f"{len(actions)} previous actions came, and of the {answered} of an answer one must be left"
+            why = f"{len(actions)} previous actions were sent, and one of the {predicted} new actions must remain"
             raise _wrong_field(DELAY, f"a whole number from 0 to {largest}: {why}", delay)
         return PreviousActions(_finite(PREVIOUS, actions), delay)
 
@@ -349,7 +371,7 @@ def _finite(name: str, value: NDArray[Any]) -> NDArray[np.float32]:
             f"number {place} is {value[tuple(place)]}, which is not finite in float32",
             code="field_not_finite",
             where=f"field {name!r}",
-            remedy="send numbers without gaps",
+            remedy="send finite numbers",
         )
     return numbers
 
@@ -365,7 +387,7 @@ def _image(name: str, value: Any) -> NDArray[np.uint8]:
 
 def _prompt(value: Any) -> str:
     if not isinstance(value, str) or not value.strip() or len(value) > LONGEST_PROMPT:
-        raise _wrong_field(PROMPT, f"text of 1 to {LONGEST_PROMPT} characters that says what is to be done", value)
+        raise _wrong_field(PROMPT, f"the task as text of 1 to {LONGEST_PROMPT} characters", value)
     return value
 
 
@@ -379,5 +401,6 @@ def _is_array(value: Any, kinds: str) -> bool:
     return isinstance(value, np.ndarray) and value.dtype.kind in kinds
 
 
-def _wrong_field(name: str, expected: str, came: Any) -> DataError:
-    return DataError(f"{kind(came)} came", code="invalid_field", where=f"field {name!r}", remedy=f"send {expected}")
+def _wrong_field(name: str, expected: str, value: Any) -> DataError:
+    what = f"the value is {kind(value)}"
+    return DataError(what, code="invalid_field", where=f"field {name!r}", remedy=f"send {expected}")
