@@ -25,13 +25,13 @@ CPU = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
     "OMP_NUM_THREADS": "1",
-    "TORCH_COMPILE_DISABLE": "1",  # as our servers on CPU do
+    "TORCH_COMPILE_DISABLE": "1",  # as this project's CPU servers set it
 }
 
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory) -> Callable[[str], Path]:
-    """The folder of a tiny checkpoint of a family."""
+    """Return a function that gives the folder of a family's tiny checkpoint."""
     root, built = tmp_path_factory.mktemp("checkpoints"), dict[str, Path]()
 
     def build(family: str) -> Path:
@@ -49,7 +49,7 @@ def images() -> list[Image.Image]:
 
 
 class Engine:
-    """vLLM in a process of its own."""
+    """vLLM in another process, which answers one command at a time; see vllm_loop.py."""
 
     def __init__(self, folder: Path) -> None:
         ours, theirs = socket.socketpair()

@@ -1,4 +1,4 @@
-"""Attention inside images: what settings, checkpoint and model make of the choice."""
+"""Attention among the tokens of an image, causal or bidirectional: settings, checkpoints and models agree."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ OLD, NEW = Image.effect_noise((100, 80), 64.0).convert("RGB"), Image.new("RGB", 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> Callable[[str, str], Path]:
-    """The checkpoint of a family with its image attention chosen; its weights do not depend on that."""
+    """Return a function that gives a family's checkpoint with the chosen image attention and always equal weights."""
     root = tmp_path_factory.mktemp("attention")
     sizes = SMALL.model_copy(update={"image_side": 56})
 
@@ -46,7 +46,7 @@ def _inputs(folder: Path, count: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("family", WITH_CHOICE)
-def test_a_causal_checkpoint_is_the_model_without_type_ids(family, folders):
+def test_causal_checkpoint_equals_the_model_without_type_ids(family, folders):
     folder = folders(family, "causal")
     assert json.loads((folder / "config.json").read_text())["is_mm_prefix_lm"] is False
     inputs = _inputs(folder, 1)
@@ -61,7 +61,7 @@ def test_a_causal_checkpoint_is_the_model_without_type_ids(family, folders):
 
 
 @pytest.mark.parametrize("implementation", ("sdpa", "eager"))
-def test_with_one_image_molmo2_attends_as_in_transformers(implementation, folders):
+def test_molmo2_with_one_image_equals_transformers(implementation, folders):
     folder = folders("molmo2", "bidirectional")
     settings = SETTINGS.model_copy(update={"attn_implementation": implementation})
     native = AutoModelForImageTextToText.from_pretrained(folder, attn_implementation=implementation)
@@ -71,12 +71,12 @@ def test_with_one_image_molmo2_attends_as_in_transformers(implementation, folder
 
 
 @pytest.mark.parametrize("implementation", ("sdpa", "eager"))
-def test_a_later_image_changes_nothing_before_it(implementation, folders):
-    """In transformers it does, which is what this test would see."""
+def test_later_image_does_not_change_earlier_logits(implementation, folders):
+    """In transformers a later image does change them, which shows that the test can fail."""
     folder = folders("molmo2", "bidirectional")
     settings = SETTINGS.model_copy(update={"attn_implementation": implementation})
     one, two = _inputs(folder, 1), _inputs(folder, 2)
-    common = one["input_ids"].shape[1] - 2  # the words after the first image are others
+    common = one["input_ids"].shape[1] - 2  # the words after the first image differ
     changes = []
     for model in (
         load_model(folder, settings),
@@ -91,7 +91,7 @@ def test_a_later_image_changes_nothing_before_it(implementation, folders):
     assert changes[1] > 0.01
 
 
-def test_blocks_are_whole_images_numbered_over_the_batch(folders):
+def test_image_blocks_are_whole_images_numbered_over_the_batch(folders):
     folder = folders("molmo2", "bidirectional")
     processor, config = AutoProcessor.from_pretrained(folder), load_config(folder, SETTINGS)
     texts = ["a <|image|><|image|> b", "no image here", "<|image|>"]
@@ -108,7 +108,7 @@ def test_blocks_are_whole_images_numbered_over_the_batch(folders):
     assert torch.equal(blocks >= 0, marked)
 
 
-def test_images_without_type_ids_are_refused_where_they_matter(folders):
+def test_rejects_images_without_type_ids_in_bidirectional_mode(folders):
     folder = folders("molmo2", "bidirectional")
     inputs = _inputs(folder, 1)
     inputs.pop("mm_token_type_ids")
@@ -117,26 +117,26 @@ def test_images_without_type_ids_are_refused_where_they_matter(folders):
 
 
 @pytest.mark.parametrize("chosen", ("causal", "bidirectional"))
-def test_a_saved_model_says_the_same(chosen, folders, tmp_path):
+def test_saved_checkpoint_keeps_its_image_attention(chosen, folders, tmp_path):
     folder = folders("molmo2", chosen)
     save_checkpoint(load_model(folder, SETTINGS), load_processor(folder, SETTINGS), tmp_path / "saved")
     load_config(tmp_path / "saved", SETTINGS.model_copy(update={"image_attention": chosen}))
     assert json.loads((tmp_path / "saved/config.json").read_text())["is_mm_prefix_lm"] is (chosen == "bidirectional")
 
 
-def test_a_checkpoint_that_says_otherwise_is_refused(folders):
+def test_rejects_checkpoint_with_another_image_attention(folders):
     with refused("image_attention_mismatch", "causal", '"is_mm_prefix_lm": false'):
         load_model(folders("molmo2", "bidirectional"), SETTINGS.model_copy(update={"image_attention": "causal"}))
 
 
-def test_a_family_without_the_choice_refuses_it(checkpoint, tmp_path):
+def test_rejects_image_attention_for_families_with_only_one_kind(checkpoint, tmp_path):
     with refused("image_attention_fixed", "llava", "gemma3, molmo2"):
         load_config(checkpoint("llava"), SETTINGS.model_copy(update={"image_attention": "causal"}))
     with refused("image_attention_fixed", "qwen2-vl"):
         make_tiny_checkpoint("qwen2-vl", tmp_path / "x", 0, image_attention="bidirectional")
 
 
-def test_kernels_that_cannot_attend_both_ways_are_refused(folders):
+def test_rejects_flash_attention_for_bidirectional_images(folders):
     flash = SETTINGS.model_copy(update={"attn_implementation": "flash_attention_2"})
     with refused("flash_attention_causal", "model.attn_implementation"):
         load_config(folders("molmo2", "bidirectional"), flash)

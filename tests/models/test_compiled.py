@@ -1,4 +1,4 @@
-"""How many variants of compiled code torch keeps."""
+"""Limits on the number of compiled variants that torch keeps per function."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def _double(x: Tensor) -> Tensor:
     return 2 * x
 
 
-def test_variants_of_a_copy_are_counted_by_themselves():
+def test_copied_function_has_its_own_recompile_limit():
     limits = torch._dynamo.config.patch(recompile_limit=1, fail_on_recompile_limit_hit=True)
     with limits:
         for size in (2, 3):

@@ -1,4 +1,4 @@
-"""The table of families against the models themselves."""
+"""The described families, compared with the models themselves."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_every_parameter_has_a_component_and_every_block_is_wrapped(name, checkp
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_placeholder_is_among_the_forbidden_tokens(name, checkpoint):
+def test_placeholder_is_a_forbidden_token(name, checkpoint):
     folder, family = checkpoint(name), FAMILIES[name]
     config = AutoConfig.from_pretrained(folder)
     tokenizer = AutoProcessor.from_pretrained(folder).tokenizer
@@ -34,6 +34,6 @@ def test_unknown_model_type_lists_the_families():
         family_of("bert")
 
 
-def test_a_parameter_of_no_component_is_named():
+def test_rejects_parameter_without_component():
     with refused("parameter_without_component", "model.audio_tower"):
         FAMILIES["llava"].component_of("model.audio_tower.weight")

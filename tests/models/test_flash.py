@@ -1,4 +1,4 @@
-"""FlashAttention 4 against the softmax written out, on the GPUs that it is used on."""
+"""FlashAttention 4, compared with softmax attention in plain torch, on the GPUs that use it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from armature.components.models import flash
 
 QUERIES, KEYS, GROUPS = (300, 1, 129, 64), (300, 301, 459, 364), 2
-"""Tokens that ask are the last of those that may be attended to."""
+"""Numbers of queries and of keys per sequence; queries are the last tokens of their sequence."""
 
 pytestmark = pytest.mark.gpu
 
@@ -41,15 +41,15 @@ def attended(tensors: list[Tensor], window: int | None) -> tuple[Tensor, ...]:
 
 
 def written_out(tensors: list[Tensor], window: int | None) -> tuple[Tensor, ...]:
-    """As `attended`, in float64."""
+    """Compute the same as `attended` in plain torch and float64."""
     q, k, v, weight = (each.detach().double().requires_grad_() for each in tensors)
     outs = []
     for query, key, value in zip(q.split(QUERIES), k.split(KEYS), v.split(KEYS), strict=True):
         key, value = (each.repeat_interleave(q.shape[1] // GROUPS, 1) for each in (key, value))
         scores = torch.einsum("qhd,khd->hqk", query, key) / q.shape[-1] ** 0.5
-        behind = torch.arange(len(key) - len(query), len(key), device="cuda")[:, None]
-        behind = behind - torch.arange(len(key), device="cuda")
-        allowed = (behind >= 0) & (behind < (window or len(key)))
+        distance = torch.arange(len(key) - len(query), len(key), device="cuda")[:, None]
+        distance = distance - torch.arange(len(key), device="cuda")
+        allowed = (distance >= 0) & (distance < (window or len(key)))
         weights = scores.masked_fill(~allowed, float("-inf")).softmax(-1)
         outs.append(torch.einsum("hqk,khd->qhd", weights, value))
     out = torch.cat(outs)
@@ -58,13 +58,13 @@ def written_out(tensors: list[Tensor], window: int | None) -> tuple[Tensor, ...]
 
 @pytest.mark.parametrize("window", [None, 100])
 @pytest.mark.parametrize(("width", "ratio"), sorted(flash.VERIFIED))
-def test_it_is_attention_of_the_last_tokens_of_each_sequence(width, ratio, window):
+def test_flash_attention_4_equals_softmax_attention(width, ratio, window):
     tensors = drawn(GROUPS * ratio, width)
-    for found, expected in zip(attended(tensors, window), written_out(tensors, window), strict=True):
-        assert (found.double() - expected).norm() <= 1e-2 * expected.norm()
+    for actual, expected in zip(attended(tensors, window), written_out(tensors, window), strict=True):
+        assert (actual.double() - expected).norm() <= 1e-2 * expected.norm()
 
 
-def test_its_sums_have_one_order_where_that_is_asked_for():
+def test_flash_attention_4_is_deterministic_on_request():
     tensors = drawn(16, 128)
     torch.use_deterministic_algorithms(True)
     try:

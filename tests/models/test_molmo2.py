@@ -1,4 +1,4 @@
-"""Molmo2's two weight layouts, and code that comes with a checkpoint."""
+"""Molmo2's two weight layouts, and code from a checkpoint."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _equal(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> boo
     return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
 
 
-def test_files_are_in_the_released_layout_with_the_embedding_split_at_the_vocabulary(folder):
+def test_files_use_the_released_layout_with_a_split_embedding(folder):
     weights = load_file(folder / "model.safetensors")
     text = load_config(folder, SETTINGS).text_config
     rows = [weights[part].shape[0] for part in EMBEDDING_PARTS]
@@ -43,7 +43,7 @@ def test_files_are_in_the_released_layout_with_the_embedding_split_at_the_vocabu
     assert {name for name in weights if not name.startswith(places)} == set()
 
 
-def test_every_image_token_has_an_embedding_and_no_row_of_the_head(folder):
+def test_image_tokens_have_an_embedding_but_no_output_row(folder):
     tokenizer = AutoProcessor.from_pretrained(folder).tokenizer
     text = load_config(folder, SETTINGS).text_config
     ids = image_token_ids(FAMILIES["molmo2"], tokenizer)
@@ -53,7 +53,7 @@ def test_every_image_token_has_an_embedding_and_no_row_of_the_head(folder):
     assert tokenizer.bos_token_id > 0
 
 
-def test_the_layouts_turn_into_each_other_bit_for_bit(folder):
+def test_layouts_convert_into_each_other_bit_for_bit(folder):
     model = load_model(folder, SETTINGS)
     native, hub = model.state_dict(), load_file(folder / "model.safetensors")
     assert _equal(to_hub(native, model.config), hub)
@@ -61,8 +61,8 @@ def test_the_layouts_turn_into_each_other_bit_for_bit(folder):
     assert _equal(from_hub(to_hub(native, model.config), model.config), dict(native))
 
 
-def test_transformers_reads_both_layouts_as_the_same_model(folder, tmp_path):
-    """Its own conversion is the independent truth for ours."""
+def test_transformers_loads_both_layouts_as_the_same_model(folder, tmp_path):
+    """transformers' own conversion is the independent reference."""
     by_transformers, report = AutoModelForImageTextToText.from_pretrained(folder, output_loading_info=True)
     assert not any(report.values())
     other = shutil.copytree(folder, tmp_path / "native")
@@ -74,8 +74,8 @@ def test_transformers_reads_both_layouts_as_the_same_model(folder, tmp_path):
     assert (tmp_path / "saved/model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
 
 
-def test_the_released_configuration_is_read_too(folder, tmp_path):
-    """Released checkpoints say vit_config, vit_layers and image_num_pos."""
+def test_released_configuration_keys_are_accepted(folder, tmp_path):
+    """Released checkpoints use the keys vit_config, vit_layers and image_num_pos."""
     other = shutil.copytree(folder, tmp_path / "released")
     config = json.loads((other / "config.json").read_text())
     vision = config.pop("vision_config")
@@ -88,7 +88,7 @@ def test_the_released_configuration_is_read_too(folder, tmp_path):
     assert _equal(dict(load_model(other, SETTINGS).state_dict()), dict(load_model(folder, SETTINGS).state_dict()))
 
 
-def test_parts_of_fused_weights_and_foreign_names_are_refused(folder):
+def test_rejects_incomplete_fused_weights_and_unknown_names(folder):
     config = load_config(folder, SETTINGS)
     hub = load_file(folder / "model.safetensors")
     native = load_model(folder, SETTINGS).state_dict()
@@ -103,7 +103,7 @@ def test_parts_of_fused_weights_and_foreign_names_are_refused(folder):
             convert({name: torch.ones(2)}, config)
 
 
-def test_tied_embeddings_are_refused(tmp_path):
+def test_rejects_tied_embeddings(tmp_path):
     with refused("tied_embeddings_unsupported", "model.tiny.tie_embeddings"):
         make_tiny_checkpoint("molmo2", tmp_path / "x", 0, SMALL.model_copy(update={"tie_embeddings": True}))
 
@@ -135,7 +135,7 @@ class OtherProcessor(ProcessorMixin):
 
 @pytest.fixture(scope="module")
 def remote(folder, tmp_path_factory) -> Path:
-    """The same checkpoint with code of its own, whose processor lacks what servers ask for."""
+    """The same checkpoint with Python code, whose processor lacks attributes that servers use."""
     target = shutil.copytree(folder, tmp_path_factory.mktemp("remote") / "checkpoint")
     (target / "modeling_other.py").write_text(MODELING)
     (target / "processing_other.py").write_text(PROCESSING)
@@ -157,7 +157,7 @@ def remote(folder, tmp_path_factory) -> Path:
 TRUSTED = SETTINGS.model_copy(update={"trust_remote_code": True})
 
 
-def test_trusted_code_gets_what_native_classes_have(remote, folder):
+def test_remote_classes_get_the_attributes_of_native_ones(remote, folder):
     model = load_model(remote, TRUSTED)
     assert type(model).__name__ == "OtherForConditionalGeneration"
     assert type(AutoModel.from_config(model.config)) is type(model.model)
@@ -166,19 +166,19 @@ def test_trusted_code_gets_what_native_classes_have(remote, folder):
     assert (ours.image_token, ours.image_token_id) == (native.image_token, native.image_token_id)
     sizes = [(80, 100), (150, 64), (300, 300)]
     expected = native._get_num_multimodal_tokens(image_sizes=sizes)
-    found = ours._get_num_multimodal_tokens(image_sizes=sizes)
-    assert found["num_image_tokens"] == expected["num_image_tokens"]
-    assert found["num_image_patches"] == expected["num_image_patches"]
+    counts = ours._get_num_multimodal_tokens(image_sizes=sizes)
+    assert counts["num_image_tokens"] == expected["num_image_tokens"]
+    assert counts["num_image_patches"] == expected["num_image_patches"]
     assert ours._get_num_multimodal_tokens() == {"num_image_tokens": [], "num_image_patches": []}
 
 
-def test_code_of_a_checkpoint_runs_only_where_it_is_trusted(remote):
+def test_remote_code_runs_only_if_trusted(remote):
     assert type(load_model(remote, SETTINGS)).__name__ == "Molmo2ForConditionalGeneration"
     with refused("foreign_file_unreadable", remote, "model.trust_remote_code = true"):
         load_processor(remote, SETTINGS)
 
 
-def test_a_tokenizer_in_place_of_a_processor_is_refused(folder, tmp_path, monkeypatch):
+def test_rejects_tokenizer_in_place_of_a_processor(folder, tmp_path, monkeypatch):
     other = shutil.copytree(folder, tmp_path / "text")
     (other / "processor_config.json").unlink()
     with refused("foreign_file_unreadable", other):

@@ -1,4 +1,4 @@
-"""What weights in 4 bits stand for: the kernel against the plain way, bit for bit."""
+"""Dequantization of 4-bit weights: the kernel equals plain torch bit for bit."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from armature.components.models.blockwise import NF4
 
 
 def both(shape: tuple[int, int], dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor]:
-    """By the kernel and the plain way; a block of scale 0, and every code."""
+    """Dequantize weights with all codes and a block of scale 0, by the kernel and in plain torch."""
     from armature.components.models.kernels import dequantize
 
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(0)).flatten()
@@ -24,6 +24,6 @@ def both(shape: tuple[int, int], dtype: torch.dtype, device: str) -> tuple[Tenso
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(1, 2), (37, 258), (2048, 11008)])
-def test_on_a_gpu_the_kernel_gives_the_bits_of_the_plain_way(shape, dtype):
+def test_dequantize_kernel_on_gpu_equals_plain_torch(shape, dtype):
     kernel, plain = both(shape, dtype, "cuda")
     assert kernel.dtype == plain.dtype == dtype and torch.equal(kernel, plain)

@@ -1,4 +1,4 @@
-"""MLPs that compute at another width than their weights have."""
+"""MLPs whose products are padded to a wider width than their weights."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def mlps(width: int, bias: bool = True) -> tuple[nn.Module, nn.Module]:
 
 
 def widths(module: nn.Module, x: Tensor) -> tuple[int, int]:
-    """Features of what the second product of an MLP takes and of its weight."""
+    """Width of the input to an MLP's second product, and width of its weight."""
     seen = []
     module.down_proj.register_forward_pre_hook(lambda _, args: seen.append(args[0].shape[-1]))
     module(x)
@@ -33,25 +33,25 @@ def widths(module: nn.Module, x: Tensor) -> tuple[int, int]:
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("autocast", [False, True])
-def test_outputs_and_gradients_are_those_of_the_plain_mlp(bias, autocast):
+def test_padded_mlp_equals_the_plain_mlp(bias, autocast):
     plain, padded = mlps(100, bias)
     assert widths(padded, torch.zeros(1, 32)) == (128, 100)
-    x, found = torch.randn(17, 32), []
+    x, results = torch.randn(17, 32), []
     for module in (plain, padded):
-        given = x.clone().requires_grad_()
+        inputs = x.clone().requires_grad_()
         with torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext():
-            out = module(given)
+            out = module(inputs)
         out.float().square().sum().backward()
         gradients = {name: p.grad for name, p in module.named_parameters()}
-        found.append({"out": out.detach(), "x": given.grad} | gradients)
-    assert found[0].keys() == found[1].keys()
-    for name, value in found[0].items():
-        assert found[1][name].dtype == value.dtype
+        results.append({"out": out.detach(), "x": inputs.grad} | gradients)
+    assert results[0].keys() == results[1].keys()
+    for name, value in results[0].items():
+        assert results[1][name].dtype == value.dtype
         close = {"rtol": 2e-2, "atol": 2e-2 * float(value.abs().max())} if autocast else {"rtol": 1e-6, "atol": 1e-6}
-        torch.testing.assert_close(found[1][name], value, **close)
+        torch.testing.assert_close(results[1][name], value, **close)
 
 
-def test_names_shapes_and_gradients_in_fp32_of_bf16_weights_stay():
+def test_padding_keeps_names_shapes_and_fp32_gradients():
     plain, padded = mlps(100)
     for p in padded.parameters():
         p.data = p.data.bfloat16()
@@ -62,12 +62,12 @@ def test_names_shapes_and_gradients_in_fp32_of_bf16_weights_stay():
 
 
 @pytest.mark.parametrize("width", [64, 128, 104])
-def test_aligned_widths_stay(width):
+def test_aligned_widths_are_not_padded(width):
     _, same = mlps(width)
     assert widths(same, torch.zeros(1, 32)) == (width, width)
 
 
-def test_layers_of_another_kind_stay():
+def test_other_linear_classes_are_not_padded():
     class Scaled(nn.Linear):
         pass
 

@@ -1,9 +1,8 @@
-"""Special tokens of every family, read without loading the tokenizer, are those that transformers loads."""
+"""Special tokens read from the files of every family's tokenizer equal the ones that transformers loads."""
 
 from __future__ import annotations
 
 import json
-from typing import Any
 
 import pytest
 from transformers import AutoProcessor
@@ -23,7 +22,7 @@ def cache(tmp_path, monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("family", EVERY_FAMILY)
-def test_tokens_are_those_of_the_loaded_tokenizer(family, checkpoint):
+def test_reserved_tokens_equal_the_loaded_tokenizer_s(family, checkpoint):
     folder = checkpoint(family)
     processor = AutoProcessor.from_pretrained(folder)
     special = set(processor.tokenizer.all_special_tokens)
@@ -33,18 +32,22 @@ def test_tokens_are_those_of_the_loaded_tokenizer(family, checkpoint):
     tiny = ModelSettings(source=f"tiny/{family}", tiny=TinySettings())
     for settings in (ModelSettings(source=str(folder)), tiny):
         assert set(reserved_tokens(settings, images_only=False)) == special | images | added
-        found = set(reserved_tokens(settings, images_only=True))
-        assert images <= found and processor.image_token in found
-        assert not found & {processor.tokenizer.eos_token, processor.tokenizer.bos_token, processor.tokenizer.pad_token}
+        of_images = set(reserved_tokens(settings, images_only=True))
+        assert images <= of_images and processor.image_token in of_images
+        assert not of_images & {
+            processor.tokenizer.eos_token,
+            processor.tokenizer.bos_token,
+            processor.tokenizer.pad_token,
+        }
 
 
 @pytest.mark.parametrize("left_out", ["tokenizer.json", "tokenizer_config.json"])
-def test_one_of_the_tokenizers_files_suffices(left_out, checkpoint, tmp_path):
+def test_reserved_tokens_need_only_one_tokenizer_file(left_out, checkpoint, tmp_path):
     names = ("config.json", "tokenizer.json", "tokenizer_config.json")
     for name in names:
         if name != left_out:
             (tmp_path / name).write_bytes((checkpoint("qwen2-vl") / name).read_bytes())
-    if left_out == "tokenizer.json":  # as slow tokenizers and older versions save it
+    if left_out == "tokenizer.json":  # slow tokenizers and older versions save only this file
         whole = json.loads((checkpoint("qwen2-vl") / "tokenizer.json").read_bytes())
         listed = {str(each["id"]): {"content": each["content"], "special": True} for each in whole["added_tokens"]}
         (tmp_path / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": listed}))
@@ -65,7 +68,7 @@ def test_one_of_the_tokenizers_files_suffices(left_out, checkpoint, tmp_path):
         ("tokenizer.json", b"[" * 100_000),
     ],
 )
-def test_a_damaged_file_is_refused_by_name(name, content, tmp_path):
+def test_rejects_damaged_tokenizer_file_by_name(name, content, tmp_path):
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError) as refused:
@@ -73,11 +76,10 @@ def test_a_damaged_file_is_refused_by_name(name, content, tmp_path):
     assert str(tmp_path) in str(refused.value.where)
 
 
-def test_of_a_hub_model_the_tokenizer_alone_is_fetched(hub, checkpoint):
+def test_reserved_tokens_of_a_hub_model_fetch_no_weights(hub, checkpoint):
     files = {path.name: path.read_bytes() for path in checkpoint("llava").iterdir() if path.is_file()}
     hub.add("model", "someone/small", files)
     settings = ModelSettings(source="someone/small", revision="main")
-    found: Any = reserved_tokens(settings, images_only=True)
-    assert found == ("<image>",)
+    assert reserved_tokens(settings, images_only=True) == ("<image>",)
     assert not any("safetensors" in request for request in hub.asked if request.startswith("GET"))
     assert any("tokenizer.json" in request for request in hub.asked)

@@ -1,4 +1,4 @@
-"""vLLM's prompts and log-probs are ours, for every family: one image, two, two turns, and none."""
+"""vLLM's prompts and log-probs equal the local model's, for every family, with zero to two images and two turns."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _conversations(images: list[Image.Image]) -> list[tuple[list[dict[str, Any]]
         {"role": "user", "content": [_text("and "), second, _text("there")]},
     ]
     return [
-        # First, so that vLLM has neither image in its cache and processes both in one call.
+        # This one is first, so that vLLM has neither image in its cache and processes both in one call.
         ([{"role": "user", "content": [first, _text("or"), second]}], images),
         (turns[:1], images[:1]),
         ([{"role": "system", "content": "Be brief."}, *turns], images),
@@ -60,7 +60,7 @@ def _logprobs(model: Any, prompt: dict[str, torch.Tensor], sampled: list[int]) -
 
 @pytest.fixture(scope="module")
 def servable(checkpoint, tmp_path_factory) -> dict[str, Path]:
-    """Checkpoints by family; causal inside images where there is a choice, as vLLM's CPU attention is."""
+    """Checkpoint of each family, with causal image attention if possible, as vLLM's CPU attention is causal."""
     root = tmp_path_factory.mktemp("servable")
     return {
         name: make_tiny_checkpoint(name, root / name, seed=0, image_attention="causal")
@@ -72,7 +72,7 @@ def servable(checkpoint, tmp_path_factory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def layouts(servable) -> dict[tuple[str, int], Path]:
-    """Molmo2 with the weights of two seeds, each in both layouts: (layout, seed) -> folder."""
+    """Folders of Molmo2 by (layout, seed): weights of two seeds, each in both layouts."""
     released = servable["molmo2"]
     other = make_tiny_checkpoint("molmo2", released.with_name("molmo2-1"), seed=1, image_attention="causal")
     folders = {("released", 0): released, ("released", 1): other}
@@ -84,7 +84,7 @@ def layouts(servable) -> dict[tuple[str, int], Path]:
     return folders
 
 
-# Weights that one server of Molmo2 gets after each other, and how; the first are those it starts with.
+# (layout, seed, command) of the weights that one Molmo2 server gets, one after the other.
 LOADED = (
     *(("released", 0, "start"), ("native", 1, "load"), ("released", 0, "load in pieces")),
     *(("native", 1, "load in pieces"), ("released", 0, "load"), ("released", 1, "load")),
@@ -93,16 +93,16 @@ LOADED = (
 
 @pytest.fixture(scope="module")
 def served(engine, servable, layouts) -> dict[str, list[list[dict[str, Any]]]]:
-    """Answers of vLLM by family: to all conversations, from each checkpoint that it was given."""
+    """vLLM's answers to all conversations by family, for each checkpoint that it loads."""
     conversations = [messages for messages, _ in _conversations(IMAGES)]
 
     def answers(how: str, folder: Path) -> list[dict[str, Any]]:
         engine(how, str(folder))
         return [engine("ask", [messages], 1.0, {})[0] for messages in conversations]
 
-    found = {name: [answers("start", folder)] for name, folder in servable.items() if name != "molmo2"}
-    found["molmo2"] = [answers(how, layouts[layout, seed]) for layout, seed, how in LOADED]
-    return found | {"molmo2-native": [answers("start", layouts["native", 0])]}
+    served = {name: [answers("start", folder)] for name, folder in servable.items() if name != "molmo2"}
+    served["molmo2"] = [answers(how, layouts[layout, seed]) for layout, seed, how in LOADED]
+    return served | {"molmo2-native": [answers("start", layouts["native", 0])]}
 
 
 def _check(folder: Path, answers: list[dict[str, Any]]) -> None:
@@ -117,24 +117,24 @@ def _check(folder: Path, answers: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_prompts_and_log_probs_are_those_of_the_local_model(name, servable, served):
+def test_vllm_prompts_and_logprobs_equal_the_local_model_s(name, servable, served):
     _check(servable[name], served[name][0])
 
 
 @pytest.mark.parametrize("index", range(1, len(LOADED)), ids=lambda index: "-".join(map(str, LOADED[index])))
-def test_molmo2_takes_new_weights_in_either_layout_and_in_pieces(index, layouts, served):
+def test_vllm_reloads_molmo2_weights_in_either_layout(index, layouts, served):
     layout, seed, _ = LOADED[index]
     _check(layouts[layout, seed], served["molmo2"][index])
     before, after = (served["molmo2"][i][0] for i in (index - 1, index))
     assert (before["logprobs"] != after["logprobs"]) == (LOADED[index - 1][1] != seed)
 
 
-def test_molmo2_is_served_alike_from_both_layouts(served):
+def test_vllm_answers_are_equal_for_both_layouts_of_molmo2(served):
     assert served["molmo2-native"][0] == served["molmo2"][0]
 
 
-def test_every_image_part_of_a_conversation_is_in_the_prompt_that_the_server_reports(servable, served):
-    """Samples are made of these ids, so what is trained on has the images where they were when it was sampled."""
+def test_reported_prompt_has_the_tokens_of_every_image(servable, served):
+    """Samples are made of these ids, so training sees the images where they were during sampling."""
     processor = AutoProcessor.from_pretrained(servable["molmo2"])
     patch, begin = processor.tokenizer.convert_tokens_to_ids(["<im_patch>", "<low_res_im_start>"])
     for (messages, shown), answer in zip(_conversations(IMAGES), served["molmo2"][0], strict=True):

@@ -1,4 +1,4 @@
-"""The stage `model`, and references to weights that lie elsewhere."""
+"""The stage `model`, and references to checkpoints elsewhere."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def machine(tmp_path) -> Machine:
     return Machine(store=str(tmp_path / "store"))
 
 
-def test_a_tiny_model_is_made_once_and_again_with_the_same_digest(machine, tmp_path):
+def test_tiny_model_is_reused_and_reproducible(machine, tmp_path):
     settings = ModelSettings(source="tiny/qwen2-vl", tiny=SMALL, **BASE)
     made = run_stage("model", settings, {}, machine)
     assert run_stage("model", settings, {}, machine) == made
@@ -44,7 +44,7 @@ def test_a_tiny_model_is_made_once_and_again_with_the_same_digest(machine, tmp_p
     assert locate(made.path) == made.path
 
 
-def test_a_folder_is_referred_to_not_copied(machine, checkpoint, tmp_path):
+def test_folder_is_referenced_not_copied(machine, checkpoint, tmp_path):
     folder = tmp_path / "mine"
     folder.mkdir()
     for file in checkpoint("llava").iterdir():
@@ -66,32 +66,31 @@ def test_a_folder_is_referred_to_not_copied(machine, checkpoint, tmp_path):
     assert run_stage("model", settings, {}, machine) == again
 
 
-def test_a_missing_folder_is_named(machine, tmp_path):
-    settings = ModelSettings(source=str(tmp_path / "nowhere"), **BASE)
-    with refused("checkpoint_folder_missing", tmp_path / "nowhere"):
-        run_stage("model", settings, {}, machine)
+@pytest.mark.parametrize(
+    ("source", "code"),
+    [
+        ("{folder}/nowhere", "checkpoint_folder_missing"),
+        ("organization/model", "revision_missing"),
+        ("{folder}/pickled", "safetensors_missing"),
+    ],
+    ids=["missing folder", "hub name without revision", "pickled weights"],
+)
+def test_rejects_sources_without_usable_weights(machine, tmp_path, source, code):
+    (tmp_path / "pickled").mkdir()
+    (tmp_path / "pickled/config.json").write_text('{"model_type": "llava"}')
+    (tmp_path / "pickled/pytorch_model.bin").touch()
+    source = source.format(folder=tmp_path)
+    with refused(code, source):
+        run_stage("model", ModelSettings(source=source, **BASE), {}, machine)
 
 
-def test_a_hub_name_without_a_revision_is_refused(machine):
-    with refused("revision_missing", "organization/model"):
-        run_stage("model", ModelSettings(source="organization/model", **BASE), {}, machine)
-
-
-def test_a_folder_of_pickled_weights_is_refused(machine, tmp_path):
-    (tmp_path / "old").mkdir()
-    (tmp_path / "old" / "config.json").write_text('{"model_type": "llava"}')
-    (tmp_path / "old" / "pytorch_model.bin").touch()
-    with refused("safetensors_missing", tmp_path / "old"):
-        run_stage("model", ModelSettings(source=str(tmp_path / "old"), **BASE), {}, machine)
-
-
-def test_an_unknown_tiny_family_is_refused():
+def test_rejects_unknown_tiny_family():
     with refused("value_error", "'qwen2-vl'"):
         ModelSettings(source="tiny/qwen2", tiny=SMALL, **BASE)
 
 
 def sharded(checkpoint: Path, folder: Path) -> Path:
-    """A copy with its weights in two files and an index, and a file that nothing reads."""
+    """Copy a checkpoint, split its weights into two files with an index, and add a file that no loader reads."""
     folder.mkdir()
     for file in checkpoint.iterdir():
         (folder / file.name).write_bytes(file.read_bytes())
@@ -115,7 +114,7 @@ def sharded(checkpoint: Path, folder: Path) -> Path:
         "processor_config.json",
     ],
 )
-def test_whatever_a_checkpoints_results_depend_on_is_in_its_digest(machine, checkpoint, tmp_path, changed):
+def test_checkpoint_digest_covers_every_relevant_file(machine, checkpoint, tmp_path, changed):
     folder = sharded(checkpoint("llava"), tmp_path / "mine")
     made = run_stage("model", ModelSettings(source=str(folder), **BASE), {}, machine)
     (folder / "README.md").write_text("a good model")
@@ -127,7 +126,7 @@ def test_whatever_a_checkpoints_results_depend_on_is_in_its_digest(machine, chec
         locate(made.path)
 
 
-def test_an_index_that_names_a_file_elsewhere_is_refused(machine, checkpoint, tmp_path):
+def test_rejects_index_with_file_names_outside_the_folder(machine, checkpoint, tmp_path):
     folder = sharded(checkpoint("llava"), tmp_path / "mine")
     index = folder / "model.safetensors.index.json"
     index.write_text(index.read_text().replace("model-00002", "../model-00002"))
@@ -135,7 +134,7 @@ def test_an_index_that_names_a_file_elsewhere_is_refused(machine, checkpoint, tm
         run_stage("model", ModelSettings(source=str(folder), **BASE), {}, machine)
 
 
-def test_a_configuration_larger_than_its_weights_makes_no_artifact(machine, checkpoint, tmp_path):
+def test_rejects_configuration_larger_than_its_weights(machine, checkpoint, tmp_path):
     folder = sharded(checkpoint("qwen2-vl"), tmp_path / "mine")
     config = json.loads((folder / "config.json").read_text()) | {"text_config": None}
     (folder / "config.json").write_text(json.dumps(config))
@@ -147,14 +146,14 @@ def files_of(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
 
 
-def test_a_branch_is_resolved_once_and_its_commit_is_what_counts(hub, machine, checkpoint, capsys):
+def test_branch_is_resolved_to_its_commit_once(hub, machine, checkpoint, capsys):
     first = hub.add("model", "someone/small", files_of(checkpoint("llava")))
     settings = ModelSettings(source="someone/small", revision="main", **BASE)
     made = run_stage("model", settings, {}, machine)
     assert f"someone/small: main is commit {first}\n" in capsys.readouterr().out
     assert len([request for request in hub.asked if request.endswith("/revision/main")]) == 1
     pinned = settings.model_copy(update={"revision": first})
-    assert run_stage("model", pinned, {}, machine) == made  # however it is named
+    assert run_stage("model", pinned, {}, machine) == made  # a branch and its commit give the same artifact
     assert read_manifest(made.path).settings["revision"] == first
     assert json.loads((made.path / "source.json").read_text())["commit"] == first
     assert (locate(made.path) / "config.json").read_bytes() == hub.repositories["model", "someone/small"].files(first)[
@@ -166,7 +165,7 @@ def test_a_branch_is_resolved_once_and_its_commit_is_what_counts(hub, machine, c
     assert run_stage("model", pinned, {}, machine) == made
 
 
-def test_without_a_network_the_cache_says_what_a_branch_was(hub, machine, checkpoint, capsys, monkeypatch):
+def test_offline_run_resolves_a_branch_from_the_cache(hub, machine, checkpoint, capsys, monkeypatch):
     commit = hub.add("model", "someone/small", files_of(checkpoint("llava")))
     settings = ModelSettings(source="someone/small", revision="main", **BASE)
     made = run_stage("model", settings, {}, machine)
@@ -178,7 +177,7 @@ def test_without_a_network_the_cache_says_what_a_branch_was(hub, machine, checkp
         run_stage("model", settings.model_copy(update={"revision": "v2"}), {}, machine)
 
 
-def test_a_revision_that_the_hub_does_not_have_is_named(hub, machine):
+def test_rejects_revision_missing_on_the_hub(hub, machine):
     hub.add("model", "someone/small", {"config.json": b"{}"})
     for name, revision in (("someone/small", "v3"), ("someone/other", "main")):
         with refused("repository_unavailable", "404", f"{name} at {revision}"):
@@ -186,7 +185,7 @@ def test_a_revision_that_the_hub_does_not_have_is_named(hub, machine):
 
 
 @pytest.mark.parametrize("content", ["{}", "[", b"\xff\xfe", "to itself", "sparse"])
-def test_reference_that_cannot_be_followed_is_refused(content, tmp_path):
+def test_rejects_damaged_and_circular_references(content, tmp_path):
     reference = SourceReference(source=str(tmp_path), revision=None, commit=None, checkpoint_sha256="0")
     if content == "to itself":
         reference.write(tmp_path)

@@ -1,7 +1,7 @@
-"""Server and trainer give the same log-probs through three real training steps and three syncs: every family, tied and
-untied, two turns, several images of different sizes, in every mode and orientation.
+"""Server and trainer give the same log-probs through three real training steps and three syncs.
 
-Some families run by default, all with ARMATURE_TEST_FAMILIES=all.
+Families with tied and untied embeddings are tested on two turns with several images of all sizes, modes and
+orientations. Some families run by default, all with ARMATURE_TEST_FAMILIES=all.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ TRAINER = trainer_settings(
 
 
 def image_files() -> list[EncodedImage]:
-    """Files in every mode, turned and not, of different sizes."""
+    """Images in several modes, orientations, formats and sizes."""
     random = np.random.default_rng(0)
     made = []
     kinds = ("RGB PNG", "RGBA PNG", "L JPEG", "LA PNG", "P PNG", "CMYK JPEG", "1 PNG", "RGBA WEBP", "RGB JPEG")
@@ -94,11 +94,11 @@ def turn(index: int, answer: dict[str, Any], images: list[ImageRef], version: in
 
 
 class Loop:
-    """A trainer, and conversations of two turns that are played with a server."""
+    """A trainer, and conversations of two turns with a server."""
 
     def __init__(self, family: str, tied: bool, folder: Path) -> None:
         sizes = SMALL.model_copy(update={"tie_embeddings": tied})
-        attention = "causal" if FAMILIES[family].image_attention else None  # as vLLM's on CPU
+        attention = "causal" if FAMILIES[family].image_attention else None  # as vLLM's CPU attention is causal
         self.folder = folder
         self.start = make_tiny_checkpoint(family, folder / "weights/0", 0, sizes, attention)
         store = ImageStore(folder / "images")
@@ -116,7 +116,7 @@ class Loop:
         return self.worker.run(command, self.worker.check(command))
 
     def samples(self, engine: Engine, version: int) -> list[Sample]:
-        """What the server samples: three conversations, each with all of its images in two turns."""
+        """Samples of three conversations with the server, each of two turns with images."""
         bias = {str(token): -100.0 for token in self.adapter.collator.forbidden_token_ids if token < self.rows}
         chats = [[user("look", self.parts[i : i + 2])] for i in (0, 3, 6)]
         first = engine("ask", chats, 0.7, bias)
@@ -141,7 +141,7 @@ class Loop:
         return len(self.worker.learner.policy.forbidden)
 
     def difference(self, samples: list[Sample], version: int) -> float:
-        """Largest |trainer's log-prob - server's|."""
+        """Largest absolute difference between the trainer's and the server's log-probs, in nats."""
         batch = self.folder / f"scored-{version}"
         batch.mkdir()
         write_batch(batch, samples)
@@ -150,7 +150,7 @@ class Loop:
         return max(float(np.abs(np.array(s) - x.behavior_logprobs)[x.loss_mask].max()) for s, x in pairs)
 
     def step(self, samples: list[Sample], version: int) -> Path:
-        """Train on them, and the published weights."""
+        """Make a training step on these samples, and return the folder of the published weights."""
         random = np.random.default_rng(version)
         rewarded = [
             replace(one, advantages=np.where(one.loss_mask, random.normal(), 0.0).astype(np.float32)) for one in samples
@@ -167,16 +167,16 @@ class Loop:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("family", "tied"), CASES, ids=[f"{n}-{'tied' if t else 'untied'}" for n, t in CASES])
-def test_server_and_trainer_stay_alike(family, tied, engine, tmp_path):
+def test_server_and_trainer_logprobs_agree_through_training(family, tied, engine, tmp_path):
     loop = Loop(family, tied, tmp_path)
     engine("start", str(loop.start))
-    samples, found = loop.samples(engine, 0), []
+    samples, differences = loop.samples(engine, 0), []
     for version in range(STEPS):
-        found.append(loop.difference(samples, version))
+        differences.append(loop.difference(samples, version))
         stale = samples
         engine("load", str(loop.step(samples, version)))
         samples = loop.samples(engine, version + 1)
-    found.append(loop.difference(samples, STEPS))
-    print(f"{family} {'tied' if tied else 'untied'}: {', '.join(f'{one:.1e}' for one in found)} nats")
-    assert max(found) < TOLERANCE
-    assert loop.difference(stale, STEPS + 1) > 100 * TOLERANCE  # the last step alone would be seen
+    differences.append(loop.difference(samples, STEPS))
+    print(f"{family} {'tied' if tied else 'untied'}: {', '.join(f'{one:.1e}' for one in differences)} nats")
+    assert max(differences) < TOLERANCE
+    assert loop.difference(stale, STEPS + 1) > 100 * TOLERANCE  # a single missed step would be noticed

@@ -1,4 +1,4 @@
-"""Tiny checkpoints: reproducible, lossless tokenizers, templates with images in any turn."""
+"""Tiny checkpoints are reproducible, with lossless tokenizers and chat templates that accept images in any turn."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _digests(folder: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_same_seed_gives_the_same_bytes(family, checkpoint, tmp_path):
+def test_same_seed_gives_the_same_bytes(family, checkpoint, tmp_path):
     threads = torch.get_num_threads()
     torch.set_num_threads(threads + 1)
     torch.rand(3)
@@ -103,7 +103,7 @@ TURN = st.tuples(st.lists(PART, min_size=1, max_size=4), st.text("xyz", min_size
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_template_marks_every_image_and_grows_by_its_end(family, checkpoint):
+def test_template_marks_every_image_and_extends_earlier_prompts(family, checkpoint):
     processor = AutoProcessor.from_pretrained(checkpoint(family))
 
     def render(messages: list[dict[str, Any]]) -> str:
@@ -133,7 +133,7 @@ def test_template_marks_every_image_and_grows_by_its_end(family, checkpoint):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_another_image_gives_other_logits(family, checkpoint):
+def test_logits_depend_on_the_image(family, checkpoint):
     processor = AutoProcessor.from_pretrained(checkpoint(family))
     model = AutoModelForImageTextToText.from_pretrained(checkpoint(family))
     message = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what?"}]}
@@ -149,7 +149,7 @@ def test_another_image_gives_other_logits(family, checkpoint):
 @pytest.mark.parametrize(
     "family", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
 )
-def test_formed_model_answers_well_formed_at_chance(family, tmp_path):
+def test_format_pretraining_gives_well_formed_answers_at_chance(family, tmp_path):
     settings = SMALL.model_copy(update={"format": FORMAT, "image_side": 56})
     folder = make_tiny_checkpoint(family, tmp_path / family, seed=0, settings=settings)
     processor = AutoProcessor.from_pretrained(folder)
@@ -178,7 +178,7 @@ def test_formed_model_answers_well_formed_at_chance(family, tmp_path):
     assert float(p[forbidden].sum()) < 0.01
 
 
-def test_a_corpus_makes_its_words_single_tokens(tmp_path):
+def test_corpus_words_become_single_tokens(tmp_path):
     words = ("countertop", "sidetable", "garbagecan")
     lengths = []
     for corpus in ((), ("a " + " ".join(words),)):
@@ -191,6 +191,6 @@ def test_a_corpus_makes_its_words_single_tokens(tmp_path):
 
 
 @pytest.mark.parametrize("change", ({"heads": 4}, {"vision_heads": 4}, {"key_value_heads": 3}))
-def test_sizes_that_no_server_takes_are_refused(change):
+def test_rejects_head_sizes_unknown_to_vllm(change):
     with refused("value_error", *change):
         TinySettings.model_validate(SMALL.model_dump() | change)

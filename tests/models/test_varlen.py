@@ -1,4 +1,4 @@
-"""Attention of windows, against the softmax written out, and against transformers' own calls."""
+"""Attention within windows, compared with softmax attention in plain torch and with transformers."""
 
 from __future__ import annotations
 
@@ -35,21 +35,21 @@ def written_out(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int]) -> Tens
 def compare(
     attend: Callable[..., Any], expected: Callable[..., Tensor], shapes: Any, device: Any, tolerance: float
 ) -> None:
-    """Outputs and gradients of `attend`, of (1, H, T, D) tensors, against those of `expected`, of (T, H, D) ones."""
+    """Compare outputs and gradients of `attend` on (1, H, T, D) tensors with `expected` on (T, H, D) tensors."""
     generator = torch.Generator().manual_seed(0)
     drawn = [torch.randn(shape, generator=generator).to(*device).requires_grad_() for shape in shapes]
     out, nothing = attend(*(one.transpose(0, 1)[None] for one in drawn))
     assert nothing is None
     weight = torch.randn(out[0].shape, generator=generator).to(*device)
     ours = (out[0], *torch.autograd.grad((out[0] * weight).sum(), drawn))
-    told = expected(*drawn)
-    theirs = (told, *torch.autograd.grad((told * weight.double()).sum(), drawn))
+    reference = expected(*drawn)
+    theirs = (reference, *torch.autograd.grad((reference * weight.double()).sum(), drawn))
     for one, other in zip(ours, theirs, strict=True):
         assert (one.double() - other.double()).norm() <= tolerance * other.double().norm()
 
 
 @pytest.mark.parametrize(("device", "dtype", "tolerance"), DEVICES)
-def test_windows_attend_within_themselves(device, dtype, tolerance):
+def test_windows_attend_only_within_themselves(device, dtype, tolerance):
     lengths = (4, 4, 2, 4)
     ends = torch.tensor([0, 4, 8, 10, 14], dtype=torch.int32, device=device)
 
@@ -65,8 +65,8 @@ def test_windows_attend_within_themselves(device, dtype, tolerance):
 
 
 @pytest.mark.parametrize("family", WINDOWED)
-def test_a_vision_tower_calls_attention_once_per_layer_and_gives_the_same(family, checkpoint, monkeypatch):
-    """transformers' `sdpa` calls it once per image, or per window, of which each of these images has several."""
+def test_vision_tower_calls_attention_once_per_layer_with_equal_results(family, checkpoint, monkeypatch):
+    """transformers' `sdpa` calls attention once per image or window; each of these images has several windows."""
     folder = checkpoint(family)
     processor = AutoProcessor.from_pretrained(folder)
     images = [Image.effect_noise(size, 64.0).convert("RGB") for size in ((224, 168), (112, 150))]

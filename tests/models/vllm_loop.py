@@ -1,8 +1,8 @@
-"""Run by vLLM's own interpreter: serves one checkpoint after another in one process, which starts once.
+"""Serve one checkpoint after another in one vLLM process; runs in vLLM's own Python environment.
 
-Reads commands, one JSON list a line, from the socket whose number is its only argument, and answers each with a line:
-["start", folder], ["load", folder] (in place, as our file transfer does), ["load in pieces", folder] (tensor by tensor,
-as vLLM's NCCL engine does) and ["ask", conversations, temperature, logit_bias].
+The only argument is the number of a socket. Each line from it is a command as a JSON list, answered with one line:
+["start", folder], ["load", folder] (in place, like this project's file transfer), ["load in pieces", folder] (tensor by
+tensor, like vLLM's NCCL engine) and ["ask", conversations, temperature, logit_bias].
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from vllm import LLM, ModelRegistry, SamplingParams
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.plugins import load_general_plugins
 
-gc.unfreeze = lambda: None  # vLLM does at each end, and to collect all that was imported takes half of the time
+gc.unfreeze = lambda: None  # vLLM calls it at each shutdown; collecting all imported objects takes half of the time
 
 
 def register_class(folder: str) -> None:
-    """By its class instead of its name, which vLLM would look up in another process: it imports vLLM again, in 10 s."""
+    """Register the model's class. By name, vLLM would look it up in another process that imports vLLM for 10 s."""
     load_general_plugins()
     (architecture,) = json.loads((Path(folder) / "config.json").read_text())["architectures"]
     ModelRegistry.register_model(architecture, ModelRegistry.models[architecture].load_model_cls())
@@ -107,7 +107,7 @@ def main() -> None:
                 answer = commands[name](model, *arguments)
             lines.write(json.dumps(answer) + "\n")
             lines.flush()
-    os._exit(0)  # vLLM's engine does not end by itself in time
+    os._exit(0)  # vLLM's engine takes too long to shut down
 
 
 if __name__ == "__main__":

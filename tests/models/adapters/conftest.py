@@ -30,7 +30,7 @@ Message = dict[str, Any]
 
 @dataclass
 class Tiny:
-    """A checkpoint, its adapter, and a camera that keeps its images."""
+    """A checkpoint, its adapter, and the images made for its rollouts."""
 
     family: str
     folder: Path
@@ -53,7 +53,7 @@ class Tiny:
         return ref
 
     def processed(self, conversations: Sequence[list[Message]], images: Sequence[Sequence[ImageRef]]) -> Any:
-        """What the family's processor makes of chat-templated conversations, padded on the right."""
+        """Output of the family's processor for chat-templated conversations, padded on the right."""
         texts = [
             self.processor.apply_chat_template(one, add_generation_prompt=True, tokenize=False) for one in conversations
         ]
@@ -83,14 +83,14 @@ def turn_of(prompt: Any, completion: Any, logprobs: Any = None, **changes: Any) 
 
 
 def outputs_of(*trajectories: Sequence[Turn]) -> GenerateOutputs:
-    """One trajectory for each list of turns, two to a group."""
+    """Rollouts with one trajectory per list of turns; two trajectories form a group."""
     return GenerateOutputs(
         [make_trajectory(f"t{number}", f"g{number // 2}", turns) for number, turns in enumerate(trajectories)]
     )
 
 
 def says(*parts: str | None) -> Message:
-    """A user's message: texts, and None where an image is."""
+    """Return a user message of these texts; None stands for an image."""
     content = [{"type": "image"} if part is None else {"type": "text", "text": part} for part in parts]
     return {"role": "user", "content": content}
 

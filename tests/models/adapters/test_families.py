@@ -1,4 +1,4 @@
-"""Every family: batches equal the processor's own, and the model sees rows as if each were alone."""
+"""For every family, batches equal the processor's own, and batched rows give the same results as single rows."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TEXT_OUTPUTS = {"input_ids", "attention_mask", "mm_token_type_ids", "token_type_
 
 @pytest.fixture
 def rows(tiny) -> list[tuple[list[Any], list[Any]]]:
-    """Conversations with none, one, two and three images, one image shared by two of them."""
+    """Conversations with zero to three images, one of which is shown in two conversations."""
     a, b, c, d = (tiny.image(*size) for size in SIZES)
     return [
         ([says("Name a color.")], []),
@@ -38,7 +38,7 @@ def outputs(tiny, rows) -> Any:
     )
 
 
-def test_samples_hold_the_tokens_as_given(tiny, outputs):
+def test_samples_keep_the_rollout_s_tokens(tiny, outputs):
     samples, drops = tiny.adapter.samples(outputs)
     assert not drops
     assert len(samples) == 4
@@ -74,14 +74,14 @@ def test_collated_inputs_equal_the_processors_batch(tiny, rows, outputs, chosen)
         assert batch.pixel_values is None
 
 
-def test_the_number_of_tokens_is_what_the_processor_writes(tiny, rows):
+def test_image_token_count_equals_the_processor_s(tiny, rows):
     for size in SIZES:
         ref = tiny.image(*size)
         needed = tiny.collator.process_image(tiny.images[ref])["placeholder_runs"].sum()
         assert needed == (tiny.prompt([says(None)], [ref]) == tiny.collator.image_token_id).sum() > 0
 
 
-def test_batch_equals_single_rows(tiny, outputs):
+def test_batched_rows_equal_single_rows(tiny, outputs):
     samples, _ = tiny.adapter.samples(outputs)
     batch = tiny.collate(samples)
     logits, grads = forward_and_backward(tiny.model, batch)
@@ -98,7 +98,7 @@ def test_batch_equals_single_rows(tiny, outputs):
         torch.testing.assert_close(grad / scale, total[name] / scale, atol=1e-5, rtol=0)
 
 
-def test_training_mode_takes_batches_with_and_without_images(tiny, outputs):
+def test_training_mode_accepts_batches_with_and_without_images(tiny, outputs):
     samples, _ = tiny.adapter.samples(outputs)
     tiny.model.train()
     try:
@@ -127,7 +127,7 @@ def test_left_padding_equals_right_padding(tiny, outputs):
         torch.testing.assert_close(right[:length], other[-length:], atol=1e-5, rtol=0)
 
 
-def test_a_turn_with_a_new_image_is_merged_and_does_not_change_the_past(tiny):
+def test_merged_turn_with_a_new_image_keeps_earlier_logits(tiny):
     first, second = tiny.image(100, 80), tiny.image(64, 150)
     opening = tiny.turn([says(None, "What color is this?")], [first], "red")
     more = tiny.prompt([says("And this?", None)], [second])
@@ -147,7 +147,7 @@ def test_a_turn_with_a_new_image_is_merged_and_does_not_change_the_past(tiny):
     torch.testing.assert_close(of_both[: len(of_first)], of_first, atol=1e-5, rtol=0)
 
 
-def test_sampled_placeholders_and_wrong_counts_are_dropped_alone(tiny, outputs):
+def test_turns_with_placeholder_defects_are_dropped_individually(tiny, outputs):
     good = outputs.trajectories[2].turns[0]
     bad = [
         turn_of(good.prompt_token_ids, [*good.completion_token_ids, token], images=good.images)
@@ -163,7 +163,7 @@ def test_sampled_placeholders_and_wrong_counts_are_dropped_alone(tiny, outputs):
     assert drops == {"placeholder_sampled": len(bad), "placeholder_mismatch": 3}
 
 
-def test_collate_refuses_a_row_whose_images_do_not_fit(tiny, outputs):
+def test_collate_rejects_row_with_wrong_images(tiny, outputs):
     sample = tiny.adapter.samples(outputs)[0][2]
     with refused("image_tokens_mismatch", f"sample {sample.sample_id}"):
         tiny.collate([replace(sample, images=sample.images[:1])])
@@ -173,7 +173,7 @@ def forward_and_backward(model: Any, batch: Any) -> tuple[torch.Tensor, dict[str
     """Logits, and gradients of the summed log-probs of the sampled tokens."""
     model.zero_grad()
     logits = model(**model_inputs(batch)).logits
-    trained = batch.loss_mask[:, 1:]  # no other token is looked up: an image's may have no row in the head
+    trained = batch.loss_mask[:, 1:]  # image tokens may have no row in the output head
     targets = batch.input_ids[:, 1:][trained]
     logits[:, :-1][trained].log_softmax(-1).gather(-1, targets[:, None]).sum().backward()
     grads = {name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None}

@@ -1,4 +1,4 @@
-"""What is particular to Molmo2's batches: indices into patches, marked tokens, ids that the head has no rows for."""
+"""Special features of Molmo2's batches: indices into patches, type ids, and token ids beyond the output head."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ SIZES = ((100, 80), (64, 150), (230, 230))
 
 @pytest.fixture(scope="module", params=MODES)
 def molmo2(request, tmp_path_factory) -> Any:
-    """A tiny Molmo2 in each of the two modes of image attention, of the same weights."""
+    """A tiny Molmo2 with each kind of image attention, with the same weights."""
     return build("molmo2", tmp_path_factory.mktemp("molmo2") / request.param, request.param)
 
 
 @pytest.fixture
 def outputs(molmo2) -> Any:
-    """Rows with no image, one and three."""
+    """Rows with zero, one and three images."""
     a, b, c = (molmo2.image(*size) for size in SIZES)
     return outputs_of(
         [molmo2.turn([says("Name a color.")], [], "red")],
@@ -42,14 +42,14 @@ def _policy(molmo2: Any, backend: str = "normal") -> Policy:
 
 
 def _logprobs(policy: Policy, batch: Any) -> list[torch.Tensor]:
-    """Of every row."""
+    """Log-probs of the trained tokens of each row."""
     values, _ = policy(model_inputs(batch), predicting(batch.loss_mask))
     return list(values.split(batch.loss_mask.sum(1).tolist()))
 
 
 @pytest.mark.parametrize("backend", ("normal", "torch"))
-def test_rows_with_none_one_and_three_images_are_as_if_alone(molmo2, outputs, backend):
-    """Log-probs and gradients; the ids of image tokens lie beyond the head, so looking one up would fail."""
+def test_molmo2_rows_in_a_batch_equal_single_rows(molmo2, outputs, backend):
+    """Ids of image tokens lie beyond the output head, so looking one up would fail."""
     samples, drops = molmo2.adapter.samples(outputs)
     assert not drops
     batch = validate_batch(molmo2.collate(samples))
@@ -71,14 +71,14 @@ def test_rows_with_none_one_and_three_images_are_as_if_alone(molmo2, outputs, ba
 
 def _gradients(policy: Policy, batch: Any, collected: list[dict[str, torch.Tensor]]) -> list[torch.Tensor]:
     policy.zero_grad()
-    found = _logprobs(policy, batch)
-    torch.cat(found).sum().backward()
+    logprobs = _logprobs(policy, batch)
+    torch.cat(logprobs).sum().backward()
     collected.append({name: one.grad.clone() for name, one in policy.named_parameters() if one.grad is not None})
     policy.zero_grad()
-    return [one.detach() for one in found]
+    return [one.detach() for one in logprobs]
 
 
-def test_pooling_indices_are_those_of_one_call_and_not_of_many(molmo2):
+def test_joined_pooling_indices_equal_one_processor_call(molmo2):
     refs = [molmo2.image(*size) for size in (*SIZES, SIZES[0])]
     features = [molmo2.collator.process_image(molmo2.images[ref]) for ref in refs]
     images = [molmo2.images[ref] for ref in refs]
@@ -92,7 +92,7 @@ def test_pooling_indices_are_those_of_one_call_and_not_of_many(molmo2):
     assert (naive < 0).sum() == (joined["image_token_pooling"] < 0).sum()
 
 
-def test_a_new_image_changes_its_own_row_alone(molmo2, outputs):
+def test_changed_image_affects_only_its_row(molmo2, outputs):
     samples, _ = molmo2.adapter.samples(outputs)
     policy = _policy(molmo2)
     red = molmo2.image(*SIZES[0], seed=9)
@@ -106,9 +106,9 @@ def test_a_new_image_changes_its_own_row_alone(molmo2, outputs):
     assert max(changes[0], changes[2]) < 1e-5
 
 
-def test_marks_lie_on_the_eight_image_tokens(molmo2, outputs):
-    """Given as the processor gives them, for whole sequences; a shift would be seen by the wrong tokens."""
-    adapter = get_adapter("molmo2", molmo2.processor, molmo2.images.__getitem__)  # of no particular checkpoint
+def test_type_ids_mark_the_eight_image_tokens(molmo2, outputs):
+    """Type ids cover whole sequences, completions included; a shift by one would mark wrong tokens."""
+    adapter = get_adapter("molmo2", molmo2.processor, molmo2.images.__getitem__)  # by family name, without a checkpoint
     samples, _ = adapter.samples(outputs)
     batch = adapter.collator.collate(samples, molmo2.images.__getitem__)
     marks = batch.extra_model_kwargs["mm_token_type_ids"]
@@ -119,21 +119,21 @@ def test_marks_lie_on_the_eight_image_tokens(molmo2, outputs):
     assert not marks[batch.loss_mask].any()
 
 
-def test_training_mode_takes_what_the_adapter_gives(molmo2, outputs):
+def test_training_mode_gives_the_same_logits(molmo2, outputs):
     samples, _ = molmo2.adapter.samples(outputs)
     try:
         for chosen in (samples, samples[:1]):
             batch = molmo2.collate(chosen)
             with torch.no_grad():
                 trained = molmo2.model.train()(**model_inputs(batch)).logits
-                found = molmo2.model.eval()(**model_inputs(batch)).logits
-            kept = batch.attention_mask.bool()
-            torch.testing.assert_close(trained[kept], found[kept], atol=1e-5, rtol=0)
+                evaluated = molmo2.model.eval()(**model_inputs(batch)).logits
+            tokens = batch.attention_mask.bool()
+            torch.testing.assert_close(trained[tokens], evaluated[tokens], atol=1e-5, rtol=0)
     finally:
         molmo2.model.eval()
 
 
-def test_a_row_that_is_too_long_is_dropped_and_never_cut(molmo2, outputs):
+def test_too_long_row_is_dropped_whole(molmo2, outputs):
     lengths = [
         len(turn.prompt_token_ids) + len(turn.completion_token_ids)
         for trajectory in outputs.trajectories

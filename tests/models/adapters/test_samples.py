@@ -1,4 +1,4 @@
-"""Turns to samples: what is trained on, what is merged, what is dropped."""
+"""Turning rollouts into samples: which tokens are trained, which turns are merged, which are dropped."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ PROMPT, ANSWER = [20, 21, 22, 23], [30, 31, 1]
         ("too_long", [30] * 13, [-0.1] * 13),
     ],
 )
-def test_a_bad_turn_is_dropped_and_counted_and_the_rest_survives(qwen, reason, completion, logprobs):
+def test_defective_turn_is_dropped_and_counted(qwen, reason, completion, logprobs):
     adapter = get_adapter(qwen.folder, qwen.processor, max_tokens=16)
     bad, good = turn_of(PROMPT, completion, logprobs), turn_of(PROMPT, ANSWER, [-0.5, 0.0, -9.0])
     samples, drops = adapter.samples(outputs_of([good], [bad], [good]))
@@ -47,20 +47,20 @@ def test_a_bad_turn_is_dropped_and_counted_and_the_rest_survives(qwen, reason, c
     assert [sample.trajectory_id for sample in samples] == ["t0", "t2"]
 
 
-def test_a_reward_that_is_no_number_drops_the_trajectory(qwen):
+def test_trajectory_with_nan_reward_is_dropped(qwen):
     bad = [turn_of(PROMPT, ANSWER, reward=1.0), turn_of(PROMPT, ANSWER, reward=float("nan"))]
     samples, drops = qwen.adapter.samples(outputs_of(bad, [turn_of(PROMPT, ANSWER)]))
     assert drops == {"reward_not_finite": 2}
     assert len(samples) == 1
 
 
-def test_an_empty_prompt_is_dropped_for_nothing_predicts_its_first_token(qwen):
+def test_turn_with_empty_prompt_is_dropped(qwen):
     assert qwen.adapter.samples(outputs_of([turn_of([], ANSWER)])) == ([], {"empty_prompt": 1})
 
 
-def test_images_that_are_missing_damaged_or_refused(qwen):
+def test_turns_with_missing_damaged_or_rejected_images_are_dropped(qwen):
     good = qwen.turn([says(None, "What color?")], [qwen.image(100, 80)], "red")
-    thin = qwen.image(1, 300)  # the family refuses more than 200 to 1
+    thin = qwen.image(1, 300)  # the processor rejects aspect ratios above 200
     damaged = ImageRef("d" * 64, "image/png", 100, 80)
 
     def source(ref: ImageRef) -> Image.Image:
@@ -78,7 +78,7 @@ def test_images_that_are_missing_damaged_or_refused(qwen):
     assert len(samples) == 1
 
 
-def test_images_in_another_order_are_a_mismatch(qwen):
+def test_swapped_images_are_a_placeholder_mismatch(qwen):
     images = (qwen.image(100, 80), qwen.image(64, 150))
     good = qwen.turn([says(None, "or", None)], images, "red")
     swapped = turn_of(good.prompt_token_ids, ANSWER, images=images[::-1])
@@ -87,13 +87,13 @@ def test_images_in_another_order_are_a_mismatch(qwen):
     assert len(samples) == 1
 
 
-def test_without_an_image_source_rollouts_with_images_are_refused(qwen):
+def test_rejects_rollouts_with_images_without_an_image_source(qwen):
     turn = qwen.turn([says(None, "What color?")], [qwen.image(100, 80)], "red")
     with refused("image_store_missing"):
         get_adapter(qwen.folder, qwen.processor).samples(outputs_of([turn]))
 
 
-def test_words_of_the_template_in_a_completion_do_not_move_the_mask(qwen):
+def test_template_words_in_a_completion_do_not_move_the_loss_mask(qwen):
     for text in ("assistant", "<|im_start|>assistant\nred", "red<|im_end|>\n<|im_start|>user\n"):
         turn = qwen.turn([says("Say: assistant")], [], text)
         (sample,), _ = qwen.adapter.samples(outputs_of([turn]))
@@ -102,7 +102,7 @@ def test_words_of_the_template_in_a_completion_do_not_move_the_mask(qwen):
         )
 
 
-def test_turns_merge_on_an_exact_prefix_and_fork_on_any_other():
+def test_turns_merge_only_on_an_exact_prefix():
     first = turn_of(PROMPT, ANSWER)
     same = turn_of([*PROMPT, *ANSWER, 40, 41], ANSWER, index=1)
     drifted = turn_of([*PROMPT, 30, 99, 1, 40, 41], ANSWER, index=1)
@@ -113,23 +113,23 @@ def test_turns_merge_on_an_exact_prefix_and_fork_on_any_other():
         assert merge_turns([first, other], True) == [[first], [other]]
 
 
-def test_a_merge_needs_the_images_to_extend_too():
+def test_turns_merge_only_if_images_extend():
     red, blue = (ImageRef(letter * 64, "image/png", 8, 8) for letter in "ab")
     first = turn_of(PROMPT, ANSWER, images=(red,))
     longer = [*PROMPT, *ANSWER, 40]
-    kept, changed = (turn_of(longer, ANSWER, index=1, images=images) for images in ((red, blue), (blue,)))
-    assert merge_turns([first, kept], True) == [[first, kept]]
+    extended, changed = (turn_of(longer, ANSWER, index=1, images=images) for images in ((red, blue), (blue,)))
+    assert merge_turns([first, extended], True) == [[first, extended]]
     assert merge_turns([first, changed], True) == [[first], [changed]]
 
 
-def test_a_turn_extends_the_newest_sequence_that_fits():
+def test_turn_extends_the_newest_matching_sequence():
     first = turn_of(PROMPT, ANSWER)
     aside = turn_of([50, 51], [52, 1], index=1)
     resumed = turn_of([*PROMPT, *ANSWER, 40], ANSWER, index=2)
     assert merge_turns([first, aside, resumed], True) == [[first, resumed], [aside]]
 
 
-def test_a_dropped_turn_stays_as_context_of_a_later_one(qwen):
+def test_dropped_turn_remains_context_of_a_later_one(qwen):
     first = turn_of(PROMPT, ANSWER, policy_version=1)
     lost = turn_of([*PROMPT, *ANSWER, 40], [33, 1], [np.nan, -1.0], index=1)
     last = turn_of([*PROMPT, *ANSWER, 40, 33, 1, 41], [34, 1], index=2, policy_version=2)
@@ -141,7 +141,7 @@ def test_a_dropped_turn_stays_as_context_of_a_later_one(qwen):
     assert sample.policy_versions.tolist() == [-1] * 4 + [1] * 3 + [-1] * 4 + [2] * 2
 
 
-def test_turns_of_one_sequence_keep_their_own_advantages(qwen):
+def test_merged_turns_keep_their_own_advantages(qwen):
     first = turn_of(PROMPT, ANSWER)
     lost = turn_of([*PROMPT, *ANSWER, 40], [33, 1], [np.nan, -1.0], index=1)
     last = turn_of([*PROMPT, *ANSWER, 40, 33, 1, 41], [34, 1], index=2)
@@ -155,7 +155,7 @@ def test_turns_of_one_sequence_keep_their_own_advantages(qwen):
     assert not any(sample.advantages.any() for sample in qwen.adapter.samples(outputs)[0])
 
 
-def test_a_sequence_is_cut_between_turns_when_it_grows_too_long(qwen):
+def test_long_sequence_is_cut_between_turns(qwen):
     first = turn_of(PROMPT, ANSWER)
     second = turn_of([*PROMPT, *ANSWER, 40], ANSWER, index=1)
     for limit, lengths in ((7, [7]), (10, [7]), (11, [11])):
@@ -166,7 +166,7 @@ def test_a_sequence_is_cut_between_turns_when_it_grows_too_long(qwen):
 
 @st.composite
 def episodes(draw: st.DrawFn) -> list[tuple[list[int], list[int], list[float]]]:
-    """Turns that extend an earlier turn's tokens or start afresh."""
+    """Turns that extend an earlier turn's tokens or start a new sequence."""
     tokens = st.lists(st.integers(20, 24), min_size=1, max_size=5)
     turns: list[tuple[list[int], list[int], list[float]]] = []
     for _ in range(draw(st.integers(1, 6))):
@@ -179,7 +179,7 @@ def episodes(draw: st.DrawFn) -> list[tuple[list[int], list[int], list[float]]]:
 
 @settings(max_examples=150)
 @given(episode=episodes())
-def test_every_sampled_token_is_trained_on_once_with_its_own_logprob(episode):
+def test_every_sampled_token_is_trained_once_with_its_logprob(episode):
     turns = [turn_of(*parts, index=index, policy_version=index) for index, parts in enumerate(episode)]
     groups = merge_turns(turns, True)
     assert sorted(turn.index for group in groups for turn in group) == list(range(len(turns)))
@@ -199,7 +199,7 @@ def test_every_sampled_token_is_trained_on_once_with_its_own_logprob(episode):
 
 
 @given(runs=st.lists(st.integers(1, 4), max_size=4), gaps=st.lists(st.integers(0, 2), min_size=5, max_size=5))
-def test_runs_fit_where_only_text_is_between_images(runs, gaps):
+def test_runs_fit_only_if_runs_are_exact(runs, gaps):
     ids = [0] * gaps[-1]
     for run, gap in zip(runs, gaps, strict=False):
         ids += [7] * run + [0] * gap
@@ -211,7 +211,7 @@ def test_runs_fit_where_only_text_is_between_images(runs, gaps):
         assert not runs_fit(np.array(broken, dtype=np.int32), 7, runs)
 
 
-def test_build_batch_leaves_advantages_to_the_trainer_and_says_what_was_dropped(qwen, caplog):
+def test_build_batch_has_no_advantages_and_reports_drops(qwen, caplog):
     outputs = outputs_of([turn_of(PROMPT, ANSWER, reward=1.0)], [turn_of(PROMPT, [30, 6])], [turn_of([20], [1])])
     with caplog.at_level(logging.WARNING):
         batch = qwen.adapter.build_batch(outputs)
@@ -226,7 +226,7 @@ def test_build_batch_leaves_advantages_to_the_trainer_and_says_what_was_dropped(
         qwen.adapter.build_batch(outputs_of([turn_of(PROMPT, [])]))
 
 
-def test_each_distinct_image_is_processed_once_per_batch(qwen):
+def test_distinct_image_is_processed_once_per_batch(qwen):
     image, other = qwen.image(100, 80), qwen.image(64, 150)
     turns = [qwen.turn([says(None, None, "?")], [image, other], "red"), qwen.turn([says(None)], [image], "red")]
     samples, _ = qwen.adapter.samples(outputs_of(*([turn] for turn in turns)))

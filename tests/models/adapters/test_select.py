@@ -1,4 +1,4 @@
-"""Which adapter a model gets, and what is said when there is none."""
+"""Selecting or inferring a model's adapter, and errors if no adapter fits."""
 
 from __future__ import annotations
 
@@ -27,44 +27,44 @@ def image_inputs(family: str) -> ImageInputs:
     return replace(FAMILIES[family].images, reserved=FAMILIES[family].image_tokens)
 
 
-def test_folder_name_and_config_give_the_same_entry(tiny):
+def test_folder_name_and_config_give_the_same_image_inputs(tiny):
     for model in (tiny.folder, str(tiny.folder), tiny.family, tiny.model.config):
         assert get_collator(model, tiny.processor).spec == image_inputs(tiny.family)
 
 
-def test_a_model_artifact_that_refers_to_a_folder_is_followed(qwen, tmp_path):
+def test_get_collator_follows_a_model_artifact_s_reference(qwen, tmp_path):
     make_reference(str(qwen.folder), None).write(tmp_path)
     assert get_collator(tmp_path, qwen.processor).spec == image_inputs("qwen2-vl")
 
 
-def test_a_collator_survives_the_way_to_a_worker(tiny):
+def test_collator_can_be_pickled(tiny):
     image = tiny.images[tiny.image(64, 150)]
     copy = pickle.loads(pickle.dumps(get_collator(tiny.folder, tiny.processor)))
     for name, value in tiny.collator.process_image(image).items():
         assert torch.equal(copy.process_image(image)[name], value)
 
 
-def test_an_unknown_family_gets_an_entry_that_equals_the_one_written_by_hand(tiny):
+def test_inferred_image_inputs_equal_the_described_ones(tiny):
     if any(isinstance(join, OffsetCat) for join in tiny.collator.spec.joins.values()):
-        with refused("adapter_not_inferable", "image_token_pooling"):  # indices into a batch: never a guess
+        with refused("adapter_not_inferable", "image_token_pooling"):  # indices into a batch cannot be inferred
             get_collator("some_new_vlm", tiny.processor)
         return
-    found = get_collator("some_new_vlm", tiny.processor)
+    inferred = get_collator("some_new_vlm", tiny.processor)
     written = tiny.collator
-    assert found.image_token_id == written.image_token_id
-    assert found.spec.type_ids == written.spec.type_ids
-    assert found.typed_token_ids == written.typed_token_ids
-    assert found.spec.joins.keys() == written.spec.joins.keys()
-    assert written.image_token_id in found.forbidden_token_ids
-    assert tiny.processor.tokenizer.eos_token_id not in found.forbidden_token_ids
-    assert not found.spec.merge_turns
+    assert inferred.image_token_id == written.image_token_id
+    assert inferred.spec.type_ids == written.spec.type_ids
+    assert inferred.typed_token_ids == written.typed_token_ids
+    assert inferred.spec.joins.keys() == written.spec.joins.keys()
+    assert written.image_token_id in inferred.forbidden_token_ids
+    assert tiny.processor.tokenizer.eos_token_id not in inferred.forbidden_token_ids
+    assert not inferred.spec.merge_turns
     features = [written.process_image(tiny.images[tiny.image(*size)]) for size in ((90, 40), (300, 260), (50, 50))]
     for name, value in written.join(features).items():
-        assert torch.equal(found.join(features)[name], value)
+        assert torch.equal(inferred.join(features)[name], value)
 
 
 class Counting:
-    """A processor whose output says which image of the call it belongs to, as indices into a batch do."""
+    """A processor with an output that depends on the position of the image within the call."""
 
     def __init__(self, processor: Any) -> None:
         self.inner, self.tokenizer, self.image_token = processor, processor.tokenizer, processor.image_token
@@ -74,25 +74,25 @@ class Counting:
         return outputs | {"image_number": torch.arange(len(images))}
 
 
-def test_a_processor_that_no_join_reproduces_is_refused(qwen):
+def test_rejects_processor_that_no_join_reproduces(qwen):
     with refused("adapter_not_inferable", "image_number", "armature.families"):
         infer_spec(Counting(qwen.processor))
     with refused("image_token_missing", "image_token", "SimpleNamespace"):
         infer_spec(SimpleNamespace(tokenizer=qwen.processor.tokenizer))
 
 
-def test_a_processor_with_other_outputs_than_declared_is_refused(qwen):
+def test_rejects_processor_with_undeclared_outputs(qwen):
     collator = SampleCollator(qwen.processor, FAMILIES["llava"].images)
     with refused("processor_outputs_mismatch", ["image_grid_thw", "pixel_values"]):
         collator.process_image(qwen.images[qwen.image(100, 80)])
 
 
-def test_a_tokenizer_is_not_enough(qwen):
+def test_rejects_tokenizer_for_get_adapter(qwen):
     with refused("processor_needed", type(qwen.processor.tokenizer).__name__):
         get_adapter("qwen2-vl", qwen.processor.tokenizer)
 
 
-def test_the_processor_of_another_model_is_refused(qwen, tmp_path):
+def test_rejects_processor_of_another_model(qwen, tmp_path):
     config = json.loads((qwen.folder / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"image_token_id": 99}))
     with refused("image_token_mismatch", 99, qwen.collator.image_token_id):
@@ -102,11 +102,11 @@ def test_the_processor_of_another_model_is_refused(qwen, tmp_path):
 
 
 @pytest.mark.parametrize("model", ["Qwen/Qwen2-VL-2B-Instruct", Path("nowhere")])
-def test_a_model_that_is_no_folder_is_refused(qwen, model):
+def test_rejects_model_without_a_folder(qwen, model):
     with refused("config_missing", f"{model}/config.json"):
         get_adapter(model, qwen.processor)
 
 
-def test_the_package_imports_without_torch():
+def test_adapters_package_imports_without_torch():
     code = "import armature.components.models.adapters, sys; assert not {'torch', 'transformers'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

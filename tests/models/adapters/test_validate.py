@@ -1,4 +1,4 @@
-"""Batches of a user's own adapter: what is accepted, and how a wrong one is named."""
+"""Batches of a custom adapter: valid ones are accepted, wrong fields are named."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ def batch(**changes: Any) -> MultimodalBatch:
 
 
 class Own(MultimodalAdapter):
-    """An adapter as the seed's readme shows it: one method, pixels of shape (B, 3, H, W)."""
+    """A minimal adapter: one method, and pixels of shape (B, 3, H, W)."""
 
     def build_batch(self, outputs: Any) -> MultimodalBatch:
         return batch(pixel_values=torch.zeros(len(outputs.trajectories), 3, 224, 224))
 
 
-def test_an_own_adapter_needs_one_method(qwen):
-    for given in (qwen.processor, qwen.processor.tokenizer):
-        adapter = Own(given)
+def test_custom_adapter_needs_one_method(qwen):
+    for processor in (qwen.processor, qwen.processor.tokenizer):
+        adapter = Own(processor)
         assert adapter.tokenizer is qwen.processor.tokenizer
         built = validate_batch(adapter.build_batch(outputs_of([], [])))
         dims = (built.input_ids, built.attention_mask, built.loss_mask, built.behavior_logprobs, built.rewards)
@@ -46,7 +46,7 @@ def test_an_own_adapter_needs_one_method(qwen):
         MultimodalAdapter(qwen.processor)  # type: ignore[abstract]
 
 
-def test_pixels_and_extra_inputs_reach_the_model_unchanged():
+def test_model_inputs_pass_pixels_and_extra_inputs_unchanged():
     extra = {"image_sizes": torch.tensor([[224, 224], [336, 112]]), "image_embeddings": torch.randn(2, 7, 8)}
     pixels = torch.randn(48, 1176)
     inputs = model_inputs(validate_batch(batch(pixel_values=pixels, extra_model_kwargs=extra)))
@@ -54,7 +54,7 @@ def test_pixels_and_extra_inputs_reach_the_model_unchanged():
     assert all(inputs[name] is value for name, value in {**extra, "pixel_values": pixels}.items())
 
 
-def test_without_images_the_model_is_called_without_pixels():
+def test_model_inputs_without_images_have_no_pixels():
     inputs = model_inputs(validate_batch(batch()))
     assert inputs.keys() == {"input_ids", "attention_mask"}
     assert batch().extra_model_kwargs == {}
@@ -85,14 +85,14 @@ def test_without_images_the_model_is_called_without_pixels():
         ("extra_model_kwargs", {"mm_token_type_ids": torch.zeros(2, 4)}, "batch_shape_mismatch", ((2, 5), (2, 4))),
     ],
 )
-def test_a_wrong_batch_is_built_without_complaint_and_then_refused_by_name(field, value, code, shown):
+def test_validate_batch_rejects_and_names_the_wrong_field(field, value, code, shown):
     wrong = batch(**{field: value})
     with refused(code, f"MultimodalBatch.{field}", *shown) as error:
         validate_batch(wrong)
     assert error.value.remedy
 
 
-def test_pad_cat_adds_zeros_at_the_end_of_every_other_dim():
+def test_pad_cat_pads_other_dims_with_zeros_at_the_end():
     small, large = torch.ones(1, 2, 1), torch.full((2, 1, 3), 2.0)
     joined = pad_cat([small, large], [])
     assert joined.tolist() == [[[1, 0, 0], [1, 0, 0]], [[2, 2, 2], [0, 0, 0]], [[2, 2, 2], [0, 0, 0]]]
