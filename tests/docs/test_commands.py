@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import shlex
 import subprocess
@@ -107,8 +108,8 @@ def test_named_files_exist(page):
         assert (ROOT / path).exists() or path.endswith(".env"), f"{page.name}: {path}"
 
 
-def test_the_tree_of_the_readme_is_the_tree():
-    block = (ROOT / "README.md").read_text().partition("## The tree")[2].split("```")[1]
+def test_tree_in_contributing_lists_all_folders():
+    block = (ROOT / "CONTRIBUTING.md").read_text().partition("## The tree")[2].split("```")[1]
     top, inner = re.findall(r"^(\w+)/", block, re.MULTILINE), re.findall(r"^  (\w+)/", block, re.MULTILINE)
     tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
     folders = {name.split("/")[0] for name in tracked if "/" in name and not name.startswith(".")}
@@ -124,6 +125,23 @@ def named_tests() -> list[tuple[str, str]]:
 @pytest.mark.parametrize(("file", "name"), named_tests())
 def test_tests_named_in_operations_exist(file, name):
     assert re.search(rf"^(async )?def {name}\(", (ROOT / file).read_text(), re.MULTILINE), f"{file} has no {name}"
+
+
+def walkthrough() -> list[tuple[str, str]]:
+    """(file, function or class) of each step of CONTRIBUTING's walk through the code."""
+    section = (ROOT / "CONTRIBUTING.md").read_text().partition("\n## Follow one sample")[2].partition("\n## ")[0]
+    return sorted(set(re.findall(r"`([\w/]+\.py)::(\w+)`", section)))
+
+
+def test_walkthrough_passes_from_environment_to_server():
+    folders = {file.split("/")[1] for file, _ in walkthrough() if file.startswith("components/")}
+    assert {"environments", "rollouts", "inference", "vlm", "training", "rl"} <= folders
+
+
+@pytest.mark.parametrize(("file", "name"), walkthrough())
+def test_functions_of_the_walkthrough_exist(file, name):
+    names = [getattr(node, "name", None) for node in ast.parse((ROOT / file).read_text()).body]
+    assert name in names, f"{file} has no {name}"
 
 
 def test_the_benchmarks_page_is_what_the_template_makes_of_the_results():
