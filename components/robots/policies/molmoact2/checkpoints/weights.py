@@ -41,15 +41,12 @@ class Tensors(Protocol):
     @property
     def names(self) -> set[str]:
         """Names of all tensors."""
-        ...
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return a tensor's shape without reading the tensor."""
-        ...
 
     def __getitem__(self, name: str) -> Tensor:
         """Read a tensor."""
-        ...
 
 
 def to_released(state: Mapping[str, Tensor], config: Molmo2Config) -> dict[str, Tensor]:
