@@ -17,7 +17,7 @@ def image(height: int = 24, width: int = 36) -> np.ndarray:
     return np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8)
 
 
-def test_the_same_seed_gives_the_same_image_of_the_same_size() -> None:
+def test_same_seed_gives_same_image_and_size() -> None:
     settings = ImageAugmentationSettings(**AUGMENTATION)
     first, again, other = (augmented(image(), settings, np.random.default_rng(seed)) for seed in (1, 1, 2))
     assert first.shape == (24, 36, 3) and first.dtype == np.uint8
@@ -26,12 +26,12 @@ def test_the_same_seed_gives_the_same_image_of_the_same_size() -> None:
     assert not np.array_equal(first, image())
 
 
-def test_without_changes_an_image_stays_as_it_is() -> None:
+def test_image_is_unchanged_without_augmentation() -> None:
     result = augmented(image(), ImageAugmentationSettings(**NOTHING), np.random.default_rng(0))
     assert np.array_equal(result, image())
 
 
-def test_a_shift_of_hue_is_that_of_the_color_wheel() -> None:
+def test_hue_shift_keeps_saturation_and_value() -> None:
     red = np.full((4, 4, 3), (200, 40, 40), np.uint8)
     settings = ImageAugmentationSettings(**NOTHING | {"hue": 0.5})
     random = np.random.default_rng(3)
@@ -44,7 +44,7 @@ def test_a_shift_of_hue_is_that_of_the_color_wheel() -> None:
     assert hue != pytest.approx(original[0], abs=0.02)
 
 
-def test_a_crop_keeps_its_share_of_the_image() -> None:
+def test_crop_spans_its_fraction_of_the_image() -> None:
     """On a ramp from left to right, what is seen spans 80 % of it."""
     ramp = np.broadcast_to(np.linspace(0, 250, 200).astype(np.uint8)[None, :, None], (200, 200, 3)).copy()
     settings = ImageAugmentationSettings(**NOTHING | {"crop_side": 0.8})
@@ -55,7 +55,7 @@ def test_a_crop_keeps_its_share_of_the_image() -> None:
     assert spans == pytest.approx([200.0] * 5, abs=4)
 
 
-def test_factors_stay_in_their_bounds() -> None:
+def test_brightness_factor_stays_in_its_bounds() -> None:
     gray = np.full((4, 4, 3), 100, np.uint8)
     settings = ImageAugmentationSettings(**NOTHING | {"brightness": 0.2})
     values = [int(augmented(gray, settings, np.random.default_rng(seed))[0, 0, 0]) for seed in range(40)]

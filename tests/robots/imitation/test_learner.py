@@ -74,7 +74,7 @@ LOSSES = ("loss", "loss/flow", "loss/cross_entropy", "loss/z")
     ],
     ids=["accumulated", "packed", "packed-checkpointed"],
 )
-def test_an_update_is_the_same_however_its_examples_are_spread(make: Make, spread: dict[str, Any]) -> None:
+def test_update_does_not_depend_on_micro_batches_and_packing(make: Make, spread: dict[str, Any]) -> None:
     both = {"action_mode": "both"}
     one, updates = make(both, batch_size=6, micro_batch_size=6, adam_epsilon=1e-2)
     other, spread_updates = make(both, batch_size=6, adam_epsilon=1e-2, **spread)
@@ -86,7 +86,7 @@ def test_an_update_is_the_same_however_its_examples_are_spread(make: Make, sprea
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5, msg=name)
 
 
-def test_packing_needs_fewer_rows_and_pads_less(make: Make) -> None:
+def test_packing_needs_fewer_rows(make: Make) -> None:
     plain, _ = make(), None
     packed = make(packing={"max_row_tokens": 400, "max_row_examples": 4}, micro_batch_size=4)
     (micro,) = packed[1][1]
@@ -95,7 +95,7 @@ def test_packing_needs_fewer_rows_and_pads_less(make: Make) -> None:
     assert micro.tokens == sum(each.tokens for each in plain[1][1])
 
 
-def test_ranks_share_an_update_and_have_as_many_forward_passes(make: Make) -> None:
+def test_ranks_split_an_update_into_equally_many_micro_batches(make: Make) -> None:
     _, updates = make(batch_size=6, micro_batch_size=2)
     whole = [ids for micro in updates[3] for ids in actions_of(micro)]
     shares = [UpdateDataset(updates.mixture, updates.encoder, rank, 2)[3] for rank in (0, 1)]
@@ -117,7 +117,7 @@ def actions_of(micro: Any) -> list[list[float]]:
     ],
     ids=["full", "lora", "lora_expert", "expert"],
 )
-def test_a_mode_changes_what_it_says(make: Make, training: dict[str, Any], trained: set[str]) -> None:
+def test_mode_trains_only_its_parts(make: Make, training: dict[str, Any], trained: set[str]) -> None:
     learner, updates = make(**training)
     before = {name: value.detach().clone() for name, value in learner.model.named_parameters()}
     for update in (1, 2):
@@ -138,7 +138,7 @@ def _vlm_part(name: str) -> str:
     return "vit" if "vision_tower" in name else "connector" if "projector" in name or "new_emb" in name else "vlm"
 
 
-def test_an_update_with_a_gradient_that_is_not_finite_is_left_out_and_counted(make: Make) -> None:
+def test_update_with_non_finite_gradient_is_skipped_and_counted(make: Make) -> None:
     learner, updates = make()
     learner.step(updates[1])
     before = {name: value.detach().clone() for name, value in learner.model.named_parameters()}
@@ -153,7 +153,7 @@ def test_an_update_with_a_gradient_that_is_not_finite_is_left_out_and_counted(ma
     assert learner.step(updates[3])["updates_skipped"] == 1
 
 
-def test_each_group_is_clipped_by_itself(make: Make) -> None:
+def test_each_parameter_group_is_clipped_separately(make: Make) -> None:
     """With a bound that only the expert exceeds, the others' updates are those without a bound."""
     free, updates = make(max_grad_norm=1e9, adam_epsilon=1.0)
     report = free.step(updates[1])
@@ -170,7 +170,7 @@ def test_each_group_is_clipped_by_itself(make: Make) -> None:
     assert not all(equal for name, equal in same.items() if name.startswith("action_expert."))
 
 
-def test_what_is_sharded_at_once_gives_tensors_that_fsdp_finds(make: Make) -> None:
+def test_outputs_of_sharded_units_are_tensors_that_fsdp_finds(make: Make) -> None:
     """Where it finds none it does not gather the unit's weights for the backward pass, and on a GPU that reads freed
     memory."""
     learner, updates = make(policy={"action_mode": "both"})
@@ -188,7 +188,7 @@ def test_what_is_sharded_at_once_gives_tensors_that_fsdp_finds(make: Make) -> No
 @pytest.mark.slow
 @pytest.mark.parametrize("sharded", [False, True])
 @trace_only()
-def test_compiled_layers_train_as_plain_ones_do(make: Make, sharded: bool) -> None:
+def test_compiled_layers_train_like_plain_ones(make: Make, sharded: bool) -> None:
     both = {"action_mode": "both"}
     common = {"batch_size": 6, "micro_batch_size": 3, "gradient_checkpointing": True, "adam_epsilon": 1e-2}
     plain, updates = make(both, **common)

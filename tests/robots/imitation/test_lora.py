@@ -33,14 +33,14 @@ def net() -> Net:
 IDS = torch.tensor([[0, 3, 7], [8, 9, 1]])
 
 
-def test_new_adapters_change_nothing_and_leave_the_weights_names(net: Net) -> None:
+def test_new_adapters_change_neither_output_nor_weight_names(net: Net) -> None:
     before, names = net(IDS), net.state_dict().keys()
     assert add_adapters(net, lambda name: True, SETTINGS, seed=0) == ["first", "second"]
     assert torch.equal(net(IDS), before)
     assert dict(merged_weights(net)).keys() == names
 
 
-def test_exported_weights_do_what_the_adapters_do(net: Net) -> None:
+def test_merged_weights_equal_the_adapters(net: Net) -> None:
     add_adapters(net, lambda name: name == "second", SETTINGS, seed=0)
     optimizer = torch.optim.SGD([p for n, p in net.named_parameters() if "lora" in n], lr=0.5)
     for _ in range(3):
@@ -52,7 +52,7 @@ def test_exported_weights_do_what_the_adapters_do(net: Net) -> None:
     torch.testing.assert_close(plain(IDS), net(IDS))
 
 
-def test_adapters_stay_fp32_in_a_bf16_layer(net: Net) -> None:
+def test_adapters_of_bf16_layers_are_fp32(net: Net) -> None:
     net.bfloat16()
     add_adapters(net, lambda name: True, SETTINGS, seed=0)
     assert net(IDS).dtype == torch.bfloat16
@@ -61,19 +61,19 @@ def test_adapters_stay_fp32_in_a_bf16_layer(net: Net) -> None:
     assert net.first.weight.grad is None
 
 
-def test_down_begins_with_a_spread_of_one_over_the_rank() -> None:
+def test_lora_a_has_initial_deviation_of_one_over_rank() -> None:
     net = nn.Sequential(nn.Linear(4000, 2))
     add_adapters(net, lambda name: True, AdapterSettings(rank=8, alpha=1.0), seed=0)
     down = net[0].lora_A["default"].weight.detach()
     assert float(down.std()) == pytest.approx(1 / 8, rel=0.02)
 
 
-def test_a_model_without_a_chosen_layer_is_refused(net: Net) -> None:
+def test_rejects_model_without_linear_layer_for_adapters(net: Net) -> None:
     with refused("no_layer_for_adapters", "training.mode"):
         add_adapters(net, lambda name: name == "tokens", SETTINGS, seed=0)
 
 
-def test_adapters_under_autocast_give_the_same_bits_without_copies_of_the_input_in_fp32() -> None:
+def test_adapters_under_autocast_are_bitwise_equal_without_fp32_copies_of_the_input() -> None:
     model, batch = MolmoAct2(CONFIG, "bfloat16").eval(), as_batch(make_examples(2))
     names = add_adapters(model, lambda name: name.startswith("vlm.model.language_model"), SETTINGS, seed=0)
     layers = [model.get_submodule(name) for name in names]

@@ -7,7 +7,7 @@ from armature.components.robots.imitation.data import packed_rows
 from armature.components.robots.imitation.settings import PackingSettings
 
 
-def test_examples_fill_rows_and_padding_goes() -> None:
+def test_rows_are_filled_by_best_fit() -> None:
     lengths = [500, 300, 200, 450, 550, 1100]
     rows = packed_rows(lengths, PackingSettings(max_row_tokens=1000, max_row_examples=3))
     assert rows == [[0, 1, 2], [3, 4], [5]]
@@ -20,7 +20,7 @@ def test_examples_fill_rows_and_padding_goes() -> None:
     st.integers(20, 200),
     st.integers(1, 6),
 )
-def test_every_example_has_a_row_and_no_row_is_too_full(lengths: list[int], tokens: int, examples: int) -> None:
+def test_each_example_has_one_row_and_no_row_exceeds_its_limits(lengths: list[int], tokens: int, examples: int) -> None:
     rows = packed_rows(lengths, PackingSettings(max_row_tokens=tokens, max_row_examples=examples))
     assert sorted(example for row in rows for example in row) == list(range(len(lengths)))
     for row in rows:

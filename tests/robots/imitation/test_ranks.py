@@ -52,7 +52,7 @@ CASES = [("full", "copies"), ("full", "full"), ("lora", "full"), ("lora", "hybri
 
 
 @pytest.mark.slow
-def test_two_ranks_make_the_training_of_one(inputs: dict[str, Path], tmp_path: Path) -> None:
+def test_two_ranks_train_like_one(inputs: dict[str, Path], tmp_path: Path) -> None:
     files, jobs = [], {}
     for name, sharding in CASES:
         folder = tmp_path / f"{name}-{sharding}"
@@ -81,7 +81,7 @@ def test_two_ranks_make_the_training_of_one(inputs: dict[str, Path], tmp_path: P
 
 @pytest.mark.gpu(2)
 @pytest.mark.parametrize("case", SAME)
-def test_two_gpus_make_the_training_of_one(inputs: dict[str, Path], tmp_path: Path, case: str) -> None:
+def test_two_gpus_train_like_one(inputs: dict[str, Path], tmp_path: Path, case: str) -> None:
     """On two the model is split, and the second half is resumed from a checkpoint of one that died."""
     jobs = []
     for gpus in ((0,), (0, 1)):

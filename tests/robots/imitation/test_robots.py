@@ -35,7 +35,7 @@ def statistics(inputs: dict[str, Path]) -> dict[str, dict[str, object]]:
     return {"arm": document, "slow": document}
 
 
-def test_mixed_robots_have_the_losses_that_they_have_alone(
+def test_loss_of_mixed_robots_is_the_mean_of_their_own_losses(
     inputs: dict[str, Path], sources: tuple[DatasetSource, DatasetSource], statistics: dict[str, dict[str, object]]
 ) -> None:
     policy, training = policy_settings(), training_settings()
@@ -57,7 +57,7 @@ def test_mixed_robots_have_the_losses_that_they_have_alone(
     assert together == pytest.approx(np.mean(alone), rel=1e-5)
 
 
-def test_a_policy_of_several_robots_asks_which(
+def test_policy_of_several_robots_needs_a_norm_tag(
     inputs: dict[str, Path],
     sources: tuple[DatasetSource, DatasetSource],
     statistics: dict[str, dict[str, object]],
@@ -73,7 +73,7 @@ def test_a_policy_of_several_robots_asks_which(
     assert torch.isfinite(next(loaded.model.parameters())).all()
 
 
-def test_tags_that_do_not_fit_are_refused(
+def test_rejects_missing_statistics_and_different_horizons_of_a_tag(
     inputs: dict[str, Path], sources: tuple[DatasetSource, DatasetSource], statistics: dict[str, dict[str, object]]
 ) -> None:
     first, second = sources
@@ -83,7 +83,7 @@ def test_tags_that_do_not_fit_are_refused(
         robots_of(inputs["policy"], policy_settings(), (first, replace(second, tag="arm")), statistics)
 
 
-def test_a_norm_tag_with_another_horizon_than_the_windows_is_refused(
+def test_rejects_norm_tag_with_another_horizon_than_the_dataset(
     inputs: dict[str, Path],
     sources: tuple[DatasetSource, DatasetSource],
     statistics: dict[str, dict[str, object]],
@@ -99,7 +99,7 @@ def test_a_norm_tag_with_another_horizon_than_the_windows_is_refused(
     assert fitting.horizon == 2
 
 
-def test_cameras_of_a_norm_tag_that_the_dataset_lacks_give_way_to_its_own(
+def test_dataset_cameras_replace_missing_cameras_of_a_norm_tag(
     inputs: dict[str, Path],
     sources: tuple[DatasetSource, DatasetSource],
     statistics: dict[str, dict[str, object]],

@@ -25,12 +25,12 @@ from .settings import LORA, training_settings
         (30_000, 0.1),
     ],
 )
-def test_the_cosine_ends_where_it_is_told_whatever_the_run_is(update: int, factor: float) -> None:
+def test_cosine_ends_at_decay_steps_for_any_length_of_run(update: int, factor: float) -> None:
     rate = rate_of(warmup_steps=200, decay_steps=24_000, max_steps=10_000)
     assert rate(update) == pytest.approx(5e-5 * factor, abs=1e-17)
 
 
-def test_without_an_end_the_cosine_ends_with_the_run() -> None:
+def test_cosine_without_decay_steps_ends_with_the_run() -> None:
     rate = rate_of(warmup_steps=0, max_steps=100, final_lr_fraction=0.0)
     assert rate(100) == 0.0
     assert rate(50) == pytest.approx(5e-5 * 0.5)
@@ -61,8 +61,6 @@ def rate_of(**changes: Any) -> Callable[[int], float]:
     ],
     ids=["lora-missing", "dropout-unused", "lora-unused", "warmup", "heldout", "no-heldout", "embedding", "rates"],
 )
-def test_settings_that_contradict_each_other_are_refused(
-    changes: dict[str, object], code: str, shown: list[object]
-) -> None:
+def test_rejects_contradictory_training_settings(changes: dict[str, object], code: str, shown: list[object]) -> None:
     with refused(code, *shown):
         training_settings(**changes)

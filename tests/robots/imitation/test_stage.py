@@ -37,7 +37,7 @@ class Told:
 
 
 @pytest.mark.slow
-def test_the_stage_trains_reports_and_leaves_a_policy(inputs: dict[str, Path], tmp_path: Path) -> None:
+def test_stage_writes_policy_history_and_report(inputs: dict[str, Path], tmp_path: Path) -> None:
     settings = TrainVLASettings(policy=policy_settings(), training=training_settings(max_steps=3))
     out, told = tmp_path / "out", Told()
     out.mkdir()
@@ -63,7 +63,7 @@ def test_the_stage_trains_reports_and_leaves_a_policy(inputs: dict[str, Path], t
     assert load_policy(out).processor().action_dimensions == 3
 
 
-def test_a_summary_is_of_the_last_tenth_and_the_last_measurement() -> None:
+def test_summary_averages_last_tenth_and_uses_last_measurement() -> None:
     def row(step: int, **more: float) -> dict[str, float]:
         parts = dict.fromkeys(("loss/flow", "loss/cross_entropy", "samples_per_second", "padding_fraction"), 0.5)
         return {"step": step, "loss": float(step), "updates_skipped": 1.0, "memory/peak_gib": 2.0} | parts | more

@@ -58,7 +58,7 @@ CASES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     ("case", "loaders"), [("full", 0), ("lora", 0), pytest.param("lora", 2, marks=pytest.mark.slow)]
 )
-def test_a_resumed_training_is_one_that_was_never_stopped(
+def test_resumed_training_equals_uninterrupted_training(
     inputs: dict[str, Path], tmp_path: Path, case: str, loaders: int
 ) -> None:
     whole, stopped = (
@@ -78,7 +78,7 @@ def test_a_resumed_training_is_one_that_was_never_stopped(
     assert all(torch.equal(value, two[name]) for name, value in one.items())
 
 
-def test_a_trained_policy_needs_nothing_else(inputs: dict[str, Path], tmp_path: Path) -> None:
+def test_trained_policy_is_self_contained(inputs: dict[str, Path], tmp_path: Path) -> None:
     job = make_job(inputs, tmp_path, mode="lora_expert", lora=LORA, max_steps=2)
     job.train()
     own = tmp_path / "elsewhere"
@@ -96,7 +96,7 @@ def test_a_trained_policy_needs_nothing_else(inputs: dict[str, Path], tmp_path: 
     assert not any("wte" in name or "norm" in name for name in changed)
 
 
-def test_what_is_saved_is_the_average(inputs: dict[str, Path], tmp_path: Path) -> None:
+def test_saved_weights_are_the_moving_average(inputs: dict[str, Path], tmp_path: Path) -> None:
     job = make_job(inputs, tmp_path, ema_decay=0.25, max_steps=2, save_every=1)
     job.train()
     average = load_file(inputs["policy"] / "checkpoint" / "model.safetensors")[
@@ -108,7 +108,7 @@ def test_what_is_saved_is_the_average(inputs: dict[str, Path], tmp_path: Path) -
     torch.testing.assert_close(weights_of(job)["model.action_expert.action_embed.weight"], average)
 
 
-def test_files_of_a_store_are_fetched_ahead_of_the_updates(
+def test_files_of_a_remote_dataset_are_prefetched(
     inputs: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ARMATURE_CACHE", str(tmp_path / "cache"))
@@ -143,14 +143,14 @@ def test_files_of_a_store_are_fetched_ahead_of_the_updates(
     ],
     ids=["shares", "lanes", "camera", "heldout"],
 )
-def test_what_cannot_be_trained_is_refused(
+def test_rejects_untrainable_settings(
     inputs: dict[str, Path], tmp_path: Path, changes: dict[str, Any], code: str, shown: tuple[object, ...]
 ) -> None:
     with refused(code, *shown):
         make_job(inputs, tmp_path, **changes).train()
 
 
-def test_ranks_that_share_sequences_are_refused(inputs: dict[str, Path], tmp_path: Path) -> None:
+def test_rejects_context_parallelism(inputs: dict[str, Path], tmp_path: Path) -> None:
     ranks = Ranks(context=ContextParallel(0, 2, None))
     with refused("context_parallel_unsupported", "machine.trainer_context_parallel"):
         make_job(inputs, tmp_path, batch_size=2).train(ranks)

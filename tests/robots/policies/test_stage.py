@@ -60,14 +60,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return released.write_released(tmp_path_factory.mktemp("released") / "checkpoint")
 
 
-def test_a_tiny_policy_is_made_again_with_the_same_bytes(run: Callable[..., Path]) -> None:
+def test_tiny_policy_is_deterministic(run: Callable[..., Path]) -> None:
     made = run(tiny=TINY)
     assert folder_digest(made) == folder_digest(run(tiny=TINY))
     assert folder_digest(made) != folder_digest(run(tiny=TINY.model_copy(update={"seed": 4})))
     assert locate(made, kind=POLICY) == made / "checkpoint"
 
 
-def test_a_tiny_policy_has_the_released_layout(run: Callable[..., Path], folder: Path) -> None:
+def test_tiny_policy_has_the_released_layout(run: Callable[..., Path], folder: Path) -> None:
     made = run(tiny=TINY) / "checkpoint"
     ours, theirs = (json.loads((one / "config.json").read_text()) for one in (made, folder))
     assert theirs.keys() - ours.keys() == {"auto_map", "num_depth_codes", "a_field_of_tomorrow"}
@@ -78,7 +78,7 @@ def test_a_tiny_policy_has_the_released_layout(run: Callable[..., Path], folder:
     assert places["<im_start>"] == ours["text_config"]["vocab_size"] == places["<action_255>"] + 1
 
 
-def test_a_tiny_policy_takes_a_robot_and_answers_every_chunk_in_tokens(run: Callable[..., Path]) -> None:
+def test_tiny_policy_encodes_every_chunk_as_tokens(run: Callable[..., Path]) -> None:
     entry = released.norm_stats()["metadata_by_tag"]["kitchen"]
     settings = SETTINGS.model_copy(update={"action_mode": "both"})
     loaded = load_policy(run(tiny=TINY), settings, RobotMetadata.model_validate(entry))
@@ -99,7 +99,7 @@ def test_a_tiny_policy_takes_a_robot_and_answers_every_chunk_in_tokens(run: Call
     assert np.abs(said.actions - normalized).max() < 0.12  # half a step of each of 6 coefficients, at scale 10
 
 
-def test_a_folder_is_referred_to_and_its_tag_written_down(run: Callable[..., Path], folder: Path) -> None:
+def test_stage_refers_to_a_folder_and_stores_its_tag(run: Callable[..., Path], folder: Path) -> None:
     made = run(checkpoint_path=str(folder), norm_tag="kitchen")
     assert {file.name for file in made.iterdir()} == {"source.json", "policy.json"}
     loaded = load_policy(made)
@@ -110,7 +110,7 @@ def test_a_folder_is_referred_to_and_its_tag_written_down(run: Callable[..., Pat
     assert all(torch.equal(one, state[name]) for name, one in loaded.model.state_dict().items())
 
 
-def test_changed_weights_are_noticed(run: Callable[..., Path], folder: Path, tmp_path: Path) -> None:
+def test_rejects_changed_weights_of_a_referenced_folder(run: Callable[..., Path], folder: Path, tmp_path: Path) -> None:
     mine = shutil.copytree(folder, tmp_path / "mine")
     made = run(checkpoint_path=str(mine))
     content = bytearray((mine / "model.safetensors").read_bytes())
@@ -129,19 +129,19 @@ def test_changed_weights_are_noticed(run: Callable[..., Path], folder: Path, tmp
     ],
     ids=["none", "no revision", "two"],
 )
-def test_what_names_no_policy_is_refused(
+def test_rejects_missing_or_ambiguous_policy(
     run: Callable[..., Path], changes: dict[str, Any], code: str, place: str
 ) -> None:
     with refused(code, place):
         run(**changes)
 
 
-def test_unknown_tag_stops_the_stage(run: Callable[..., Path], folder: Path) -> None:
+def test_rejects_unknown_norm_tag(run: Callable[..., Path], folder: Path) -> None:
     with refused("unknown_norm_tag", "'cellar'", "kitchen"):
         run(checkpoint_path=str(folder), norm_tag="cellar")
 
 
-def test_no_code_is_fetched_from_a_hub(
+def test_no_code_is_downloaded_from_the_hub(
     run: Callable[..., Path], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The hub is a folder here; which files are fetched is decided as the hub's client decides it."""
@@ -167,6 +167,6 @@ def test_no_code_is_fetched_from_a_hub(
     assert any("model.safetensors" not in files for files in asked)  # parts alone need no weights
 
 
-def test_settings_need_no_torch() -> None:
+def test_stage_module_does_not_import_torch() -> None:
     code = "import sys; import armature.components.robots.policies.stage; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

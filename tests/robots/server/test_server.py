@@ -47,7 +47,7 @@ def connected(server: Running, count: int = 1) -> Iterator[list[ClientConnection
         yield connections
 
 
-def test_the_server_says_what_it_takes_and_gives(server: Running) -> None:
+def test_metadata_describes_observations_and_actions(server: Running) -> None:
     with server.connect() as connection:
         metadata = decode(connection.recv(10, decode=False))
     assert metadata["server"] == "armature" and metadata["policy"] == {"name": "tiny"}
@@ -56,9 +56,7 @@ def test_the_server_says_what_it_takes_and_gives(server: Running) -> None:
     assert metadata["observation"]["observation.images.front"] == {"dtype": "uint8", "shape": [None, None, 3]}
 
 
-def test_an_answer_is_the_policy_s_own_and_its_seed_that_of_the_request_or_the_count(
-    server: Running, policy: MolmoAct2Policy
-) -> None:
+def test_answers_equal_the_policy_for_requested_or_counted_seeds(server: Running, policy: MolmoAct2Policy) -> None:
     for _ in range(2):  # every connection counts from 0
         with connected(server) as (connection,):
             first, second = (ask(connection, message(number)) for number in (0, 1))
@@ -74,7 +72,7 @@ def test_an_answer_is_the_policy_s_own_and_its_seed_that_of_the_request_or_the_c
     assert second["server_timing"].keys() == {"infer_ms", "wait_ms", "prev_total_ms"}
 
 
-def test_200_malformed_messages_get_clear_errors_and_the_next_good_one_its_answer(
+def test_200_malformed_messages_get_errors_and_do_not_break_the_connection(
     server: Running, policy: MolmoAct2Policy
 ) -> None:
     assert len(MALFORMED) >= 200
@@ -94,7 +92,7 @@ def test_200_malformed_messages_get_clear_errors_and_the_next_good_one_its_answe
     assert server.count("refused") - refused == len(MALFORMED)
 
 
-def test_a_message_that_is_too_large_ends_its_connection_alone(gated: GatedPolicy) -> None:
+def test_too_large_message_only_closes_its_connection(gated: GatedPolicy) -> None:
     with running(gated, max_message_mib=1) as server, connected(server, 2) as (other, connection):
         connection.send(bytes(2**20 + 1))
         with pytest.raises(ConnectionClosedError) as closed:
@@ -103,7 +101,7 @@ def test_a_message_that_is_too_large_ends_its_connection_alone(gated: GatedPolic
         assert ask(other, message(0))["seed"] == 0
 
 
-def test_50_clients_at_once_get_the_bytes_that_they_get_alone(policy: MolmoAct2Policy) -> None:
+def test_50_concurrent_clients_get_bitwise_equal_answers(policy: MolmoAct2Policy) -> None:
     clients, rounds = 50, 3
     with running(policy, batch=8) as server:
         with connected(server) as (connection,):
@@ -124,7 +122,7 @@ def test_50_clients_at_once_get_the_bytes_that_they_get_alone(policy: MolmoAct2P
     assert shared is not None and count is not None and shared > 2 * count, "most were answered with others"
 
 
-def test_what_a_client_sends_ahead_is_answered_in_order(server: Running, policy: MolmoAct2Policy) -> None:
+def test_requests_sent_ahead_are_answered_in_order(server: Running, policy: MolmoAct2Policy) -> None:
     with connected(server) as (connection,):
         for number in range(5):
             connection.send(encode(message(number)))
@@ -133,7 +131,7 @@ def test_what_a_client_sends_ahead_is_answered_in_order(server: Running, policy:
     assert answers[4]["actions"].tobytes() == expected(policy, message(4), 4)
 
 
-def test_who_waits_is_answered_in_one_call_and_a_full_queue_sheds_load(gated: GatedPolicy) -> None:
+def test_waiting_requests_are_batched_and_a_full_queue_refuses(gated: GatedPolicy) -> None:
     with (
         running(gated, batch=4, max_waiting=6) as server,
         connected(server, 8) as connections,
@@ -156,7 +154,7 @@ def test_who_waits_is_answered_in_one_call_and_a_full_queue_sheds_load(gated: Ga
         assert server.count("busy") == 1 and server.count("answered") == 8
 
 
-def test_a_client_that_leaves_is_not_waited_for(gated: GatedPolicy) -> None:
+def test_requests_of_disconnected_clients_are_dropped(gated: GatedPolicy) -> None:
     with running(gated, batch=1, max_waiting=2) as server, connected(server, 3) as connections:
         gated.calls.clear()
         gated.gate.clear()
@@ -173,7 +171,7 @@ def test_a_client_that_leaves_is_not_waited_for(gated: GatedPolicy) -> None:
         assert len(gated.calls) == 1
 
 
-def test_a_server_that_is_stopped_keeps_nobody_waiting(gated: GatedPolicy) -> None:
+def test_stopping_the_server_closes_connections(gated: GatedPolicy) -> None:
     with running(gated, batch=1) as server:
         gated.gate.clear()
         connections = [server.connect() for _ in range(3)]
@@ -201,7 +199,7 @@ class Faulty(GatedPolicy):
         return actions[:1, :1] if observations[0].task == "shape" else actions
 
 
-def test_what_is_wrong_with_one_request_costs_no_other(caplog: pytest.LogCaptureFixture) -> None:
+def test_failing_request_does_not_affect_others_in_the_batch(caplog: pytest.LogCaptureFixture) -> None:
     policy = Faulty()
     caplog.set_level(logging.CRITICAL)
     with (
@@ -224,7 +222,7 @@ def test_what_is_wrong_with_one_request_costs_no_other(caplog: pytest.LogCapture
         assert server.count("failed") == 2
 
 
-def test_health_says_whether_the_policy_answers(caplog: pytest.LogCaptureFixture) -> None:
+def test_healthz_follows_the_policy(caplog: pytest.LogCaptureFixture) -> None:
     def health(url: str) -> int:
         return httpx.get(url.replace("ws:", "http:") + "/healthz", trust_env=False).status_code
 
@@ -240,14 +238,14 @@ def test_health_says_whether_the_policy_answers(caplog: pytest.LogCaptureFixture
 
 
 @pytest.mark.parametrize("key", [None, "", "wrong", KEY[:-1], KEY + "x", "é"])
-def test_who_has_not_the_key_is_refused(key: str | None, server: Running) -> None:
+def test_rejects_wrong_or_missing_key(key: str | None, server: Running) -> None:
     with pytest.raises(InvalidStatus) as refusal:
         server.connect(key.encode().decode("latin-1") if key else key)
     assert refusal.value.response.status_code == 401 and b"Api-Key" in refusal.value.response.body
     assert KEY.encode() not in refusal.value.response.body
 
 
-def test_only_the_header_of_the_protocol_counts(server: Running) -> None:
+def test_key_must_be_in_the_authorization_header(server: Running) -> None:
     url = server.url.replace("ws:", "http:")
     upgrade = {"Connection": "Upgrade", "Upgrade": "websocket", "Sec-WebSocket-Version": "13"}
     upgrade["Sec-WebSocket-Key"] = "AAAAAAAAAAAAAAAAAAAAAA=="
@@ -258,7 +256,7 @@ def test_only_the_header_of_the_protocol_counts(server: Running) -> None:
     assert httpx.get(f"{url}/metrics", trust_env=False).status_code == 401
 
 
-def test_a_page_of_a_browser_is_refused_where_no_key_keeps_it_out(server: Running, gated: GatedPolicy) -> None:
+def test_rejects_browsers_without_a_key(server: Running, gated: GatedPolicy) -> None:
     with server.connect(origin="http://robot.example") as connection:
         connection.recv(10)
     with running(gated, key=None) as server:
@@ -270,7 +268,7 @@ def test_a_page_of_a_browser_is_refused_where_no_key_keeps_it_out(server: Runnin
             assert ask(connection, message(0))["seed"] == 0
 
 
-def test_without_a_key_only_loopback_is_listened_on(gated: GatedPolicy) -> None:
+def test_without_a_key_only_loopback_is_allowed(gated: GatedPolicy) -> None:
     for host in ("0.0.0.0", "::", "192.0.2.1", "robot.example"):
         assert not PolicyServerSettings(host=host).local
         with refused("key_missing", host), running(gated, key=None, host=host):
@@ -278,7 +276,7 @@ def test_without_a_key_only_loopback_is_listened_on(gated: GatedPolicy) -> None:
     assert all(PolicyServerSettings(host=host).local for host in ("127.0.0.1", "localhost", "::1"))
 
 
-def test_a_policy_that_cannot_answer_is_not_served(caplog: pytest.LogCaptureFixture) -> None:
+def test_broken_policy_is_not_served(caplog: pytest.LogCaptureFixture) -> None:
     class Broken(GatedPolicy):
         def predict(self, observations: Any, seeds: Any) -> NDArray[np.float32]:
             raise RuntimeError("no kernel")
@@ -287,7 +285,7 @@ def test_a_policy_that_cannot_answer_is_not_served(caplog: pytest.LogCaptureFixt
         pass
 
 
-def test_a_port_that_is_taken_is_named(server: Running, gated: GatedPolicy) -> None:
+def test_rejects_port_in_use(server: Running, gated: GatedPolicy) -> None:
     port = int(server.url.rpartition(":")[2])
     with refused("address_unavailable", f"127.0.0.1:{port}"), running(gated, port=port):
         pass

@@ -23,7 +23,7 @@ PLAIN = st.one_of(st.none(), st.booleans(), st.integers(-(2**63), 2**64 - 1), st
 VALUES = st.one_of(PLAIN, st.lists(PLAIN, max_size=20), ARRAYS)
 
 
-def test_an_array_is_written_byte_for_byte_as_the_format_says() -> None:
+def test_array_bytes_follow_the_format() -> None:
     values = np.array([[1.0, -2.0, 0.5]], np.float32)
     by_hand = b"".join(
         [
@@ -41,7 +41,7 @@ def test_an_array_is_written_byte_for_byte_as_the_format_says() -> None:
 
 
 @given(st.dictionaries(st.text(max_size=20), VALUES, max_size=20))
-def test_what_is_written_equals_an_implementation_by_hand_and_is_read_again(message: dict[str, Any]) -> None:
+def test_messages_equal_an_independent_encoder_and_round_trip(message: dict[str, Any]) -> None:
     frame = pack(message)
     assert frame == encode(message)
     np.testing.assert_equal(decode(frame), message)
@@ -52,7 +52,7 @@ def test_what_is_written_equals_an_implementation_by_hand_and_is_read_again(mess
             assert read[name].dtype == value.dtype.newbyteorder("=") and read[name].shape == value.shape
 
 
-def test_keys_may_be_text_and_dtypes_names() -> None:
+def test_keys_may_be_text_and_dtypes_may_be_names() -> None:
     parts = {"__ndarray__": True, "data": b"\x00\x00\x80\x3f", "dtype": "float32", "shape": [1]}
     assert value_of("a", unpack(encode({"a": parts}))["a"]) == np.array([1.0], np.float32)
     assert value_of("n", {"__npgeneric__": True, "data": 3, "dtype": "<i8"}) == 3
@@ -81,7 +81,7 @@ def test_keys_may_be_text_and_dtypes_names() -> None:
         ("hello", "text_frame", "'hello'"),
     ],
 )
-def test_what_is_no_message_is_refused(frame: bytes | str, code: str, shown: str) -> None:
+def test_rejects_frames_that_are_not_messages(frame: bytes | str, code: str, shown: str) -> None:
     with refused(code, shown):
         unpack(frame)
 
@@ -103,7 +103,7 @@ SHAPES = ([0, 2**63], [-1], [1.0], [True], [1] * 100, 1)
     ],
     ids=str,
 )
-def test_invalid_part_of_an_array_is_refused_by_its_field(changes: Any, code: str, shown: str) -> None:
+def test_rejects_invalid_parts_of_an_array(changes: Any, code: str, shown: str) -> None:
     parts = {"__ndarray__": True, "data": bytes(4), "dtype": "<f4", "shape": [1]}
     assert value_of("camera", parts) == [0.0]
     with refused(code, *shown.split(), "field 'camera'"):
@@ -111,24 +111,24 @@ def test_invalid_part_of_an_array_is_refused_by_its_field(changes: Any, code: st
 
 
 @pytest.mark.parametrize(("data", "dtype"), [(1.5, "<i4"), (1, "|O"), ("1", "<i4")])
-def test_invalid_number_of_numpy_is_refused(data: Any, dtype: str) -> None:
+def test_rejects_invalid_numpy_scalars(data: Any, dtype: str) -> None:
     with refused("invalid_array_part", "field 'seed'"):
         value_of("seed", {"__npgeneric__": True, "data": data, "dtype": dtype})
 
 
-def test_an_error_shows_what_a_value_is_and_not_all_of_it() -> None:
+def test_errors_describe_values_briefly() -> None:
     assert kind(np.zeros((480, 640, 3))) == "an array of float64 with the shape [480, 640, 3]"
     assert kind(bytes(10**6)) == "bytes of 1000000" and kind({"a": 1}) == "a map of 1"
     assert len(kind("x" * 10**6)) == 60
 
 
 @pytest.mark.parametrize("value", [object(), np.array([None]), np.zeros(2, complex), {1, 2}])
-def test_only_arrays_of_numbers_are_sent(value: Any) -> None:
+def test_only_numeric_arrays_can_be_packed(value: Any) -> None:
     with pytest.raises(TypeError):
         pack({"a": value})
 
 
-def test_an_observation_is_what_was_sent() -> None:
+def test_observation_equals_the_sent_fields() -> None:
     fields = message(3)
     request = FORM.read(encode(fields))
     assert request.seed is None and request.observation.task == fields["prompt"]
@@ -139,19 +139,19 @@ def test_an_observation_is_what_was_sent() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["<f2", "<f4", ">f4", "<f8", ">f8"])
-def test_a_state_of_other_floats_becomes_float32(dtype: str) -> None:
+def test_state_of_other_float_dtypes_becomes_float32(dtype: str) -> None:
     state = np.linspace(-1, 1, 8).astype(dtype)
     read = FORM.read(encode(message(0, **{STATE: state}))).observation.state
     assert read.dtype == np.float32
     np.testing.assert_array_equal(read, state.astype(np.float32))
 
 
-def test_a_seed_is_a_number_of_python_s_or_numpy_s() -> None:
+def test_seed_may_be_a_python_or_numpy_integer() -> None:
     for seed in (0, 2**63 - 1, np.int64(5), np.uint8(7)):
         assert FORM.read(encode(message(0, seed=seed))).seed == int(seed)
 
 
-def test_clients_may_have_names_of_their_own() -> None:
+def test_clients_may_use_other_field_names() -> None:
     form = ObservationFormat.of((WRIST, FRONT), 8, "observation/state", ("observation/wrist", "observation/image"))
     assert form.cameras == (("observation/wrist", WRIST), ("observation/image", FRONT))
     fields = message(0)
@@ -163,7 +163,7 @@ def test_clients_may_have_names_of_their_own() -> None:
         form.read(encode(fields))
 
 
-def test_a_policy_without_names_of_cameras_takes_those_that_are_given() -> None:
+def test_policy_without_cameras_uses_the_clients_names() -> None:
     assert ObservationFormat.of((), 8, STATE, ("b", "a")).cameras == (("a", "a"), ("b", "b"))
 
 
@@ -177,14 +177,14 @@ def test_a_policy_without_names_of_cameras_takes_those_that_are_given() -> None:
         ((FRONT, WRIST), ("one", "prompt"), "field_name_repeated", ("prompt", "--camera")),
     ],
 )
-def test_names_that_cannot_be_are_refused(
+def test_rejects_invalid_camera_names(
     cameras: tuple[str, ...], names: tuple[str, ...], code: str, shown: tuple[object, ...]
 ) -> None:
     with refused(code, *shown):
         ObservationFormat.of(cameras, 8, STATE, names)
 
 
-def test_an_answer_may_go_on_from_previous_actions() -> None:
+def test_request_may_contain_previous_actions() -> None:
     actions = np.linspace(-1, 1, 21).reshape(3, 7)
     previous = FORM.read(encode(message(0, previous_actions=actions, inference_delay=2))).observation.previous
     assert previous is not None and previous.delay == 2 and previous.actions.dtype == np.float32
@@ -217,14 +217,14 @@ NO_PREVIOUS = (
         ({"previous_actions": np.zeros((4, 7)), "inference_delay": 4}, "inference_delay", "invalid_field"),
     ],
 )
-def test_previous_actions_that_cannot_be_are_refused(fields: dict[str, Any], named: str, code: str) -> None:
+def test_rejects_invalid_previous_actions(fields: dict[str, Any], named: str, code: str) -> None:
     with refused(code, repr(named)):
         FORM.read(encode(message(0, **fields)))
     with refused("unknown_field"):
         replace(FORM, previous=None).read(encode(message(0, **fields)))
 
 
-def test_a_refusal_says_the_field_what_is_expected_and_what_came() -> None:
+def test_error_shows_field_expected_and_actual_value() -> None:
     with refused("invalid_field", f"field '{FRONT}'", "float32", [3, 40, 50], "uint8", "[height, width, 3]"):
         FORM.read(encode(message(0, **{FRONT: np.zeros((3, 40, 50), np.float32)})))
     with refused("field_not_finite", [2], "nan", f"field '{STATE}'"):

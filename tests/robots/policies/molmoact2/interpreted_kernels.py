@@ -23,7 +23,7 @@ def close(found: Tensor, expected: Tensor) -> None:
 
 @pytest.mark.parametrize(("heads", "size"), [(8, 96), (2, 16), (4, 24)])
 @pytest.mark.parametrize(("rows", "steps"), [(1, 10), (3, 17), (2, 1)])
-def test_steps_of_a_chunk_attend_to_one_another(rows: int, steps: int, heads: int, size: int) -> None:
+def test_self_attention_kernel_equals_torch(rows: int, steps: int, heads: int, size: int) -> None:
     random = torch.Generator().manual_seed(0)
     qkv = 3 * torch.randn(rows, steps, 3 * heads * size, generator=random)
     angles = rotary_angles(torch.arange(steps), size, 10_000.0)
@@ -35,7 +35,7 @@ def test_steps_of_a_chunk_attend_to_one_another(rows: int, steps: int, heads: in
 
 @pytest.mark.parametrize(("heads", "size"), [(8, 96), (2, 16)])
 @pytest.mark.parametrize(("rows", "steps", "length"), [(1, 10, KEYS), (3, 17, 2 * KEYS + 5), (2, 1, 7)])
-def test_steps_read_the_tokens_that_their_mask_shows(rows: int, steps: int, length: int, heads: int, size: int) -> None:
+def test_cross_attention_kernel_equals_torch(rows: int, steps: int, length: int, heads: int, size: int) -> None:
     """Also where the first keys that a program reads are all hidden; layouts are a model's."""
     random = torch.Generator().manual_seed(1)
     flat = 3 * torch.randn(rows, steps, heads * size, generator=random)

@@ -44,7 +44,7 @@ def fitted() -> ActionTokens:
     return ActionTokens.fit(chunks(200), vocabulary=300, scale=SCALE)
 
 
-def test_tokens_say_the_rounded_cosine_transform(fitted: ActionTokens) -> None:
+def test_tokens_are_the_rounded_cosine_transform(fitted: ActionTokens) -> None:
     for chunk in chunks(20, seed=1):
         text = fitted.tokenizer.decode(fitted.encode(chunk), skip_special_tokens=False)
         said = np.array([ord(one) for one in text]).reshape(HORIZON, DIMENSIONS) + fitted.smallest
@@ -52,7 +52,7 @@ def test_tokens_say_the_rounded_cosine_transform(fitted: ActionTokens) -> None:
         assert np.abs(said - exact).max() <= 0.5 + 1e-4
 
 
-def test_decoding_is_off_by_no_more_than_rounding(fitted: ActionTokens) -> None:
+def test_decoding_error_is_at_most_the_rounding_error(fitted: ActionTokens) -> None:
     for chunk in chunks(20, seed=2):
         answer = fitted.decode(fitted.encode(chunk), HORIZON, DIMENSIONS)
         assert answer.error is None and answer.actions is not None and answer.actions.dtype == np.float32
@@ -61,14 +61,14 @@ def test_decoding_is_off_by_no_more_than_rounding(fitted: ActionTokens) -> None:
         assert error.max() <= 0.5 / SCALE * math.sqrt(HORIZON) + 1e-5
 
 
-def test_merges_shorten_what_was_learned_from(fitted: ActionTokens) -> None:
+def test_merges_shorten_chunks_like_the_training_data(fitted: ActionTokens) -> None:
     lengths = [len(fitted.encode(chunk)) for chunk in chunks(50, seed=3)]
     assert np.mean(lengths) < 0.6 * HORIZON * DIMENSIONS
     assert fitted.vocabulary <= 300
 
 
 @pytest.mark.parametrize("value", [-1.0, 1.0])
-def test_every_chunk_in_range_can_be_said(fitted: ActionTokens, value: float) -> None:
+def test_every_chunk_in_range_can_be_encoded(fitted: ActionTokens, value: float) -> None:
     rng = np.random.default_rng(4)
     for chunk in (np.full((HORIZON, DIMENSIONS), value), rng.choice([-1.0, 1.0], (HORIZON, DIMENSIONS))):
         answer = fitted.decode(fitted.encode(chunk.astype(np.float32)), HORIZON, DIMENSIONS)
@@ -76,7 +76,7 @@ def test_every_chunk_in_range_can_be_said(fitted: ActionTokens, value: float) ->
         assert np.abs(answer.actions - chunk).max() <= 0.5 / SCALE * math.sqrt(HORIZON) + 1e-5
 
 
-def test_a_saved_tokenizer_says_the_same(fitted: ActionTokens, tmp_path: Path) -> None:
+def test_saved_tokenizer_encodes_the_same(fitted: ActionTokens, tmp_path: Path) -> None:
     fitted.save(tmp_path)
     loaded = ActionTokens.load(tmp_path)
     for chunk in chunks(5, seed=5):
@@ -86,7 +86,7 @@ def test_a_saved_tokenizer_says_the_same(fitted: ActionTokens, tmp_path: Path) -
     assert config["vocab_size"] == fitted.vocabulary
 
 
-def test_fitting_twice_gives_the_same_files(fitted: ActionTokens, tmp_path: Path) -> None:
+def test_fitting_is_deterministic(fitted: ActionTokens, tmp_path: Path) -> None:
     fitted.save(tmp_path / "one")
     ActionTokens.fit(chunks(200), vocabulary=300, scale=SCALE).save(tmp_path / "two")
     for name in ("tokenizer.json", "processor_config.json"):
@@ -105,7 +105,7 @@ def narrow(tmp_path_factory: pytest.TempPathFactory) -> ActionTokens:
     return ActionTokens.load(folder)
 
 
-def test_coefficients_without_a_character_become_the_nearest(narrow: ActionTokens) -> None:
+def test_coefficients_without_a_character_move_to_the_nearest(narrow: ActionTokens) -> None:
     chunk = np.zeros((4, 2), np.float32)
     chunk[:, 0], chunk[:, 1] = 1.0, -1.0  # first coefficients 20 and -20
     answer = narrow.decode(narrow.encode(chunk), 4, 2)
@@ -113,7 +113,7 @@ def test_coefficients_without_a_character_become_the_nearest(narrow: ActionToken
     assert np.allclose(answer.actions, [[9 / 20, -10 / 20]] * 4, atol=1e-6)
 
 
-def test_tokens_that_say_no_chunk_are_reported(fitted: ActionTokens) -> None:
+def test_invalid_tokens_return_an_error(fitted: ActionTokens) -> None:
     good = fitted.encode(chunks(1)[0])
     for ids, shown in (
         (good[:-1], "10 x 7"),
@@ -129,7 +129,7 @@ def test_tokens_that_say_no_chunk_are_reported(fitted: ActionTokens) -> None:
     assert wide.decode(cut, 1, 1).actions is None
 
 
-def test_bad_files_and_sizes_are_named(tmp_path: Path) -> None:
+def test_rejects_missing_files_small_vocabulary_and_no_chunks(tmp_path: Path) -> None:
     with refused("invalid_action_tokenizer", tmp_path):
         ActionTokens.load(tmp_path)
     with refused("too_few_action_tokens", 8):

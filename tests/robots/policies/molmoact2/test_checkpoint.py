@@ -56,7 +56,7 @@ def same_bits(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
     )
 
 
-def test_every_tensor_lands_where_the_format_says(folder: Path) -> None:
+def test_released_tensors_load_into_the_right_parameters(folder: Path) -> None:
     state, file = load_policy(folder, released.SETTINGS).model.state_dict(), load_file(folder / "model.safetensors")
     layer, block = "vlm.model.language_model.layers.1", "model.transformer.blocks.1"
     queries, keys, values = file[f"{block}.self_attn.att_proj.weight"].split([24, 12, 12])
@@ -75,7 +75,7 @@ def test_every_tensor_lands_where_the_format_says(folder: Path) -> None:
     assert sum(one.numel() for one in state.values()) == sum(one.numel() for one in file.values()) - 3  # frequencies
 
 
-def test_a_checkpoint_is_written_byte_for_byte_as_it_was_read(folder: Path, tmp_path: Path) -> None:
+def test_written_checkpoint_equals_the_one_read(folder: Path, tmp_path: Path) -> None:
     loaded = load_policy(folder, released.SETTINGS)
     saved = save_policy(tmp_path / "saved", loaded.parts, loaded.model.state_dict())
     assert same_bits(load_file(folder / "model.safetensors"), load_file(saved / "model.safetensors"))
@@ -86,7 +86,7 @@ def test_a_checkpoint_is_written_byte_for_byte_as_it_was_read(folder: Path, tmp_
     assert not list(saved.glob("*.py"))
 
 
-def test_shards_are_read_and_written_with_an_index(folder: Path, tmp_path: Path) -> None:
+def test_reads_and_writes_shards_with_an_index(folder: Path, tmp_path: Path) -> None:
     sharded = released.write_released(tmp_path / "sharded", shards=3)
     one, many = load_policy(folder, released.SETTINGS), load_policy(sharded, released.SETTINGS)
     assert same_bits(dict(one.model.state_dict()), dict(many.model.state_dict()))
@@ -126,7 +126,7 @@ FREQUENCIES = "model.transformer.rotary_emb.inv_freq"
         pytest.param(set_to(FREQUENCIES, lambda old: old / 2), "rope_theta_mismatch", "rope_theta", id="frequencies"),  # type: ignore[operator]
     ],
 )
-def test_weights_that_do_not_fit_are_refused(
+def test_rejects_weights_that_do_not_fit_the_configuration(
     copy: Path, change: Callable[[dict[str, Tensor]], None], code: str, shown: object
 ) -> None:
     tensors = load_file(copy / "model.safetensors")
@@ -148,7 +148,7 @@ def move(sharded: Path, file: object) -> Path:
     return path
 
 
-def test_an_index_that_disagrees_with_its_shards_is_refused(sharded: Path) -> None:
+def test_rejects_index_that_disagrees_with_its_shards(sharded: Path) -> None:
     parts = load_parts(sharded, released.SETTINGS)
     names = json.loads((sharded / "model.safetensors.index.json").read_text())["weight_map"]
     other = next(name for name in names.values() if name != names["lm_head.weight"])
@@ -180,7 +180,7 @@ OUTSIDE = (
         ("invalid_statistics_name", "config.json"),
     ],
 )
-def test_statistics_are_not_looked_for_or_written_outside_the_checkpoint(copy: Path, code: str, name: object) -> None:
+def test_rejects_statistics_file_outside_the_checkpoint(copy: Path, code: str, name: object) -> None:
     config = json.loads((copy / "config.json").read_text())
     released.write(copy / "config.json", config | {"norm_stats_filename": name})
     with refused(code, copy / "config.json", "norm_stats_filename"):
@@ -188,14 +188,14 @@ def test_statistics_are_not_looked_for_or_written_outside_the_checkpoint(copy: P
 
 
 @pytest.mark.parametrize("name", ["../other.safetensors", "/etc/hostname", "sub/model.safetensors", 3])
-def test_a_shard_of_another_folder_is_refused(sharded: Path, name: object) -> None:
+def test_rejects_shard_in_another_folder(sharded: Path, name: object) -> None:
     parts = load_parts(sharded, released.SETTINGS)
     shutil.copy(next(sharded.glob("*.safetensors")), sharded.parent / "other.safetensors")
     with refused("unsafe_file_name", move(sharded, name)):
         load_model(sharded, parts)
 
 
-def test_bfloat16_keeps_the_expert_and_the_norms_as_precise_as_the_file(folder: Path) -> None:
+def test_bfloat16_keeps_expert_and_norms_in_float32(folder: Path) -> None:
     settings = released.SETTINGS.model_copy(update={"dtype": "bfloat16"})
     state, file = load_policy(folder, settings).model.state_dict(), load_file(folder / "model.safetensors")
     norm = file["model.transformer.blocks.0.attn_norm.weight"]
@@ -208,7 +208,7 @@ def test_bfloat16_keeps_the_expert_and_the_norms_as_precise_as_the_file(folder: 
     assert all(p.untyped_storage().nbytes() == p.element_size() for p in model.parameters())
 
 
-def test_released_size_has_the_published_number_of_tensors_and_parameters() -> None:
+def test_released_size_has_published_number_of_parameters() -> None:
     raw: dict[str, Any] = released.config() | {"max_action_dim": 32, "max_action_horizon": 30}
     raw["vit_config"] = {"image_num_pos": 729}
     raw["adapter_config"] = {"pooling_attention_mask": True, "intermediate_size": 9728, "text_hidden_size": 2560}
@@ -225,7 +225,7 @@ def test_released_size_has_the_published_number_of_tensors_and_parameters() -> N
     assert sum(expert) == 577_564_448
 
 
-def test_a_tag_brings_horizon_words_cameras_and_statistics(folder: Path) -> None:
+def test_norm_tag_sets_horizon_words_cameras_and_statistics(folder: Path) -> None:
     loaded = load_policy(folder, KITCHEN)
     settings, processor = loaded.settings, loaded.processor()
     assert (settings.chunk_size, settings.n_action_steps) == (4, 3)
@@ -242,13 +242,13 @@ def test_a_tag_brings_horizon_words_cameras_and_statistics(folder: Path) -> None
 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "processor_config.json"])
-def test_missing_file_is_named(copy: Path, name: str) -> None:
+def test_rejects_checkpoint_with_a_missing_file(copy: Path, name: str) -> None:
     (copy / name).unlink()
     with refused("checkpoint_file_missing", name):
         load_parts(copy, released.SETTINGS)
 
 
-def test_settings_tag_and_statistics_are_needed(folder: Path) -> None:
+def test_rejects_missing_settings_tag_or_statistics(folder: Path) -> None:
     with refused("policy_settings_missing", folder):
         load_parts(folder)
     with refused("unknown_norm_tag", "'cellar'", "garden, kitchen"):
@@ -258,7 +258,7 @@ def test_settings_tag_and_statistics_are_needed(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("feature", ["action_stats", "state_stats"])
-def test_policy_that_cannot_reach_its_actions_is_refused(copy: Path, feature: str) -> None:
+def test_rejects_action_statistics_that_cannot_be_inverted(copy: Path, feature: str) -> None:
     """At least 98 % of the values of dimension 3 are alike; a state is only read, as it was trained."""
     stats = json.loads((copy / "norm_stats.json").read_text())
     entry = stats["metadata_by_tag"]["kitchen"][feature]
@@ -277,7 +277,9 @@ def test_policy_that_cannot_reach_its_actions_is_refused(copy: Path, feature: st
     [("head", None, True), ("head", "kitchen", False), ("seed", "kitchen", True)],
     ids=["no tag", "head", "seed"],
 )
-def test_whose_statistics_a_training_uses(folder: Path, semantics: str, tag: str | None, dataset_wins: bool) -> None:
+def test_training_uses_statistics_of_tag_or_dataset_by_semantics(
+    folder: Path, semantics: str, tag: str | None, dataset_wins: bool
+) -> None:
     raw = released.norm_stats()["metadata_by_tag"]["kitchen"] | {"action_stats": released.statistics(7, seed=9)}
     dataset = RobotMetadata.model_validate(raw)
     settings = released.SETTINGS.model_copy(update={"norm_tag": tag, "semantics": semantics})
@@ -286,7 +288,7 @@ def test_whose_statistics_a_training_uses(folder: Path, semantics: str, tag: str
     assert (parts.robot.action_stats == dataset.action_stats) is dataset_wins
 
 
-def test_what_is_saved_needs_nothing_else(folder: Path, tmp_path: Path) -> None:
+def test_saved_checkpoint_is_self_contained(folder: Path, tmp_path: Path) -> None:
     gone = shutil.copytree(folder, tmp_path / "gone")
     tokens = ActionTokens.fit([np.zeros((4, 7), np.float32)], vocabulary=released.ACTIONS, scale=10.0)
     settings = KITCHEN.model_copy(update={"action_mode": "both", "action_normalization": "mean_std"})
@@ -302,7 +304,7 @@ def test_what_is_saved_needs_nothing_else(folder: Path, tmp_path: Path) -> None:
     assert again.settings.model_copy(update={"checkpoint_path": "given/elsewhere"}) == parts.settings
 
 
-def test_statistics_of_a_dataset_are_saved_under_a_tag_of_their_own(folder: Path, tmp_path: Path) -> None:
+def test_dataset_statistics_are_saved_under_the_tag_trained(folder: Path, tmp_path: Path) -> None:
     robot = RobotMetadata.model_validate(released.norm_stats()["metadata_by_tag"]["garden"])
     loaded = load_policy(folder, released.SETTINGS, robot)
     saved = save_policy(tmp_path / "saved", loaded.parts, loaded.model.state_dict())
@@ -314,14 +316,14 @@ def test_statistics_of_a_dataset_are_saved_under_a_tag_of_their_own(folder: Path
     )
 
 
-def test_a_longer_chunk_than_the_checkpoint_was_made_for_is_written_down(folder: Path, tmp_path: Path) -> None:
+def test_chunk_longer_than_the_horizon_extends_the_configuration(folder: Path, tmp_path: Path) -> None:
     settings = released.SETTINGS.model_copy(update={"chunk_size": 2 * released.HORIZON})
     loaded = load_policy(folder, settings)
     saved = save_policy(tmp_path / "saved", loaded.parts, loaded.model.state_dict())
     assert json.loads((saved / "config.json").read_text())["max_action_horizon"] == 2 * released.HORIZON
 
 
-def test_a_failed_save_leaves_the_earlier_checkpoint(folder: Path, tmp_path: Path) -> None:
+def test_failed_save_keeps_the_previous_checkpoint(folder: Path, tmp_path: Path) -> None:
     loaded = load_policy(folder, released.SETTINGS)
     state = loaded.model.state_dict()
     saved = save_policy(tmp_path / "saved", loaded.parts, state)

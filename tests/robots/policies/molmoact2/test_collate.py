@@ -74,7 +74,7 @@ SHAPES = st.lists(st.tuples(st.integers(1, 30), st.integers(0, 3)), min_size=1, 
 
 @settings(max_examples=40)
 @given(shapes=SHAPES, side=st.sampled_from(["left", "right"]), multiple=st.sampled_from([1, 8]))
-def test_rows_hold_one_example_each(shapes: list[tuple[int, int]], side: str, multiple: int) -> None:
+def test_collated_rows_hold_one_example_each(shapes: list[tuple[int, int]], side: str, multiple: int) -> None:
     examples = [example(*shape, seed) for seed, shape in enumerate(shapes)]
     batch = collate(examples, side, multiple, PAD)  # type: ignore[arg-type]
     assert_holds(batch, examples)
@@ -87,7 +87,7 @@ def test_rows_hold_one_example_each(shapes: list[tuple[int, int]], side: str, mu
 
 @settings(max_examples=40)
 @given(shapes=SHAPES, data=st.data())
-def test_packed_rows_hold_several(shapes: list[tuple[int, int]], data: st.DataObject) -> None:
+def test_packed_rows_hold_their_examples(shapes: list[tuple[int, int]], data: st.DataObject) -> None:
     examples = [example(*shape, seed) for seed, shape in enumerate(shapes)]
     order = data.draw(st.permutations(range(len(examples))))
     cuts = sorted(data.draw(st.sets(st.integers(1, len(order) - 1) if len(order) > 1 else st.nothing())))
@@ -99,14 +99,14 @@ def test_packed_rows_hold_several(shapes: list[tuple[int, int]], data: st.DataOb
     assert width <= batch.input_ids.shape[1] < width + 8
 
 
-def test_what_is_not_given_stays_out() -> None:
+def test_batch_without_labels_and_actions_has_none() -> None:
     asked = replace(example(5, 1, 0), labels=None, actions=None, horizon_padding=None)
     batch = collate([asked, asked], "left", 8, PAD)
     assert batch.labels is None and batch.actions is None and batch.horizon_padding is None
     assert batch.to("cpu").examples == 2
 
 
-def test_examples_that_do_not_go_together_are_refused() -> None:
+def test_rejects_empty_batches_and_examples_that_differ() -> None:
     one = example(5, 1, 0)
     for other, values in (
         (replace(one, labels=None), ("labels",)),

@@ -38,7 +38,7 @@ def _inputs(examples: int, draws: int, tokens: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("steps", [HORIZON, 2])
-def test_velocity_and_its_gradients_to_keys_and_values_are_those_of_the_formulas(steps: int) -> None:
+def test_velocity_and_gradients_equal_the_reference(steps: int) -> None:
     expert, given = make_model().action_expert, _inputs(2, 3, tokens=7)
     seen = torch.tensor([[True] * 7, [False, True, True, False, True, True, False]])
     valid = torch.arange(HORIZON).expand(2, -1) < steps
@@ -69,7 +69,7 @@ def test_velocity_and_its_gradients_to_keys_and_values_are_those_of_the_formulas
         torch.testing.assert_close(ours.double(), theirs, rtol=1e-4, atol=1e-5)
 
 
-def test_padded_steps_answer_zero_and_change_no_other() -> None:
+def test_padded_steps_have_zero_velocity_and_no_influence() -> None:
     expert, given = make_model().action_expert, _inputs(1, 1, tokens=4)
     context = ContextIndex(torch.arange(4)[None], torch.ones(1, 4, dtype=torch.bool))
     valid = torch.arange(HORIZON)[None] < 3
@@ -79,7 +79,7 @@ def test_padded_steps_answer_zero_and_change_no_other() -> None:
     torch.testing.assert_close(masked[:, :, :3], short, rtol=0, atol=1e-5)
 
 
-def test_it_begins_with_velocity_zero_and_blocks_that_pass_their_input_on() -> None:
+def test_initial_velocity_is_zero() -> None:
     expert = ActionExpert(CONFIG)
     expert.initialize(torch.Generator().manual_seed(0))
     given = _inputs(1, 2, tokens=4)
@@ -94,7 +94,7 @@ def test_it_begins_with_velocity_zero_and_blocks_that_pass_their_input_on() -> N
     assert float(expert.blocks[0].cross_attn.out_proj.weight.detach().abs().max()) <= largest / (2 * 3) ** 0.5
 
 
-def test_the_configuration_is_written_as_it_was_read() -> None:
+def test_configuration_round_trips() -> None:
     assert CONFIG.to_dict() == RAW
     changed = CONFIG.model_copy(update={"max_action_horizon": 9})
     assert changed.to_dict() == {**RAW, "max_action_horizon": 9}
@@ -111,9 +111,7 @@ def test_the_configuration_is_written_as_it_was_read() -> None:
         (("adapter_config", "pooling_attention_mask"), False, "architecture_unsupported", "False"),
     ],
 )
-def test_a_configuration_that_is_wrong_or_of_another_model_is_refused(
-    path: tuple[str, ...], value: Any, code: str, shown: str
-) -> None:
+def test_rejects_invalid_or_unsupported_configuration(path: tuple[str, ...], value: Any, code: str, shown: str) -> None:
     raw = copy.deepcopy(RAW)
     place = raw
     for part in path[:-1]:
@@ -123,7 +121,7 @@ def test_a_configuration_that_is_wrong_or_of_another_model_is_refused(
         MolmoAct2Config.from_dict(raw, "somewhere/config.json")
 
 
-def test_old_configuration_is_refused() -> None:
+def test_rejects_outdated_configuration() -> None:
     raw = {name: value for name, value in RAW.items() if name != "max_action_horizon"} | {"action_horizon": 5}
     with refused("policy_config_outdated", "max_action_horizon"):
         MolmoAct2Config.from_dict(raw)
@@ -131,7 +129,7 @@ def test_old_configuration_is_refused() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("compiled", [False, True])
-def test_the_kernels_of_an_answer_are_as_near_to_fp64_as_the_plain_operations(compiled: bool) -> None:
+def test_attention_kernels_are_as_precise_as_plain_operations(compiled: bool) -> None:
     """Blocks of released widths; plain operations are those of a block that is asked for gradients."""
     torch.manual_seed(0)
     hidden, heads, rows, steps, length = 768, 8, 3, 10, 300

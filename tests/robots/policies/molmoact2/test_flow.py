@@ -24,7 +24,7 @@ from tests.robots.policies.molmoact2.examples import CONFIG, DIMENSIONS, HORIZON
 
 
 @pytest.mark.parametrize("cutoff", [1.0, 0.6])
-def test_times_follow_the_shifted_beta_distribution(cutoff: float) -> None:
+def test_flow_times_follow_the_shifted_beta_distribution(cutoff: float) -> None:
     config = CONFIG.model_copy(update={"flow_matching_cutoff": cutoff})
     times = flow_times((20_000,), config, torch.Generator().manual_seed(0)).numpy()
     spread = min(cutoff, 1.0) - 0.001
@@ -34,14 +34,14 @@ def test_times_follow_the_shifted_beta_distribution(cutoff: float) -> None:
     assert stats.kstest((times - 0.001) / spread, stats.beta(1.0, 1.5).cdf).pvalue > 0.01
 
 
-def test_draws_are_all_times_first_and_then_all_noise() -> None:
+def test_batch_draws_all_times_before_all_noise() -> None:
     draws = FlowSamples.draw(3, 2, HORIZON, CONFIG, torch.Generator().manual_seed(4))
     generator = torch.Generator().manual_seed(4)
     assert torch.equal(draws.times, flow_times((3, 2), CONFIG, generator))
     assert torch.equal(draws.noise, torch.randn(3, 2, HORIZON, DIMENSIONS, generator=generator))
 
 
-def test_the_draws_of_an_example_depend_on_its_seed_alone() -> None:
+def test_flow_samples_depend_only_on_the_seed() -> None:
     many = FlowSamples.per_example([9, 1, 5], 2, HORIZON, CONFIG)
     one = FlowSamples.per_example([1], 2, HORIZON, CONFIG)
     assert torch.equal(many.times[1:2], one.times)
@@ -49,7 +49,7 @@ def test_the_draws_of_an_example_depend_on_its_seed_alone() -> None:
     assert len(many.times.unique()) == 6
 
 
-def test_points_lie_between_noise_and_actions() -> None:
+def test_points_interpolate_noise_and_actions() -> None:
     actions = torch.randn(1, HORIZON, DIMENSIONS)
     noise = torch.randn(1, 3, HORIZON, DIMENSIONS)
     points, target = noisy_actions(actions, FlowSamples(torch.tensor([[0.0, 0.25, 1.0]]), noise), None)
@@ -59,7 +59,7 @@ def test_points_lie_between_noise_and_actions() -> None:
     torch.testing.assert_close(target[0, 1], actions[0] - noise[0, 1])
 
 
-def test_dimensions_that_a_robot_lacks_are_neither_noise_nor_error() -> None:
+def test_padded_dimensions_have_no_noise_and_no_error() -> None:
     used = torch.arange(DIMENSIONS)[None] < 3
     draws = FlowSamples.per_example([0], 2, HORIZON, CONFIG)
     points, target = noisy_actions(torch.ones(1, HORIZON, DIMENSIONS), draws, used)
@@ -73,7 +73,7 @@ def test_dimensions_that_a_robot_lacks_are_neither_noise_nor_error() -> None:
     torch.testing.assert_close(flow_errors(velocity, target, None, None), torch.tensor([all_count]))
 
 
-def test_half_a_chunk_of_padding_halves_the_error() -> None:
+def test_half_a_chunk_of_padding_halves_the_flow_error() -> None:
     target = torch.zeros(1, 2, 4, DIMENSIONS)
     valid = torch.tensor([[True, True, False, False]])
     torch.testing.assert_close(flow_errors(target + 1.0, target, valid, None), torch.tensor([0.5]))
@@ -82,7 +82,7 @@ def test_half_a_chunk_of_padding_halves_the_error() -> None:
 TARGET_MEAN, TARGET_STD = 0.4, 0.3
 
 
-def test_mean_deviation_and_log_probability_are_those_of_the_formulas() -> None:
+def test_step_logprobs_equal_the_formula() -> None:
     steps, level = 4, 0.7
     random = torch.Generator().manual_seed(0)
     before, after, velocity = (torch.randn(steps, 2, 3, generator=random) for _ in range(3))
@@ -102,7 +102,7 @@ def test_mean_deviation_and_log_probability_are_those_of_the_formulas() -> None:
                 assert float(found[k, row, column]) == pytest.approx(expected, rel=1e-12)
 
 
-def test_divergences_are_those_of_torch_between_the_two_normal_distributions() -> None:
+def test_step_divergences_equal_torch_kl() -> None:
     steps, level = 4, 0.7
     random = torch.Generator().manual_seed(1)
     before, velocity, other = (torch.randn(steps, 2, 3, generator=random).double() for _ in range(3))
@@ -144,7 +144,9 @@ def moments(steps: int, sigmas: torch.Tensor) -> tuple[float, float]:
     ("steps", "level", "euler", "one", "every"),
     [(10, 0.5, 0.246, 0.251, 0.271), (4, 0.5, 0.177, 0.201, 0.238), (3, 0.5, 0.141, 0.191, None)],
 )
-def test_moments_for_a_normal_target(steps: int, level: float, euler: float, one: float, every: float | None) -> None:
+def test_flow_sde_has_exact_moments_for_a_normal_target(
+    steps: int, level: float, euler: float, one: float, every: float | None
+) -> None:
     sigmas = noise_scales(steps, level)
     mean, variance = moments(steps, torch.zeros(steps))
     assert mean == pytest.approx(TARGET_MEAN, abs=1e-6) and math.sqrt(variance) == pytest.approx(euler, abs=2e-3)
@@ -155,6 +157,6 @@ def test_moments_for_a_normal_target(steps: int, level: float, euler: float, one
         assert math.sqrt(moments(steps, sigmas)[1]) == pytest.approx(every, abs=2e-3)
 
 
-def test_a_single_step_is_refused() -> None:
+def test_flow_sde_rejects_a_single_step() -> None:
     with refused("too_few_denoising_steps", 1, "policy.num_inference_steps"):
         noise_scales(1, 0.5)

@@ -21,7 +21,7 @@ from tests.robots.rl.kitchen import calm_policy
 ROWS, STEPS, SIZE = 2, 5, 3
 
 
-def test_weights_are_those_of_the_paper() -> None:
+def test_prefix_weights_equal_the_paper() -> None:
     delay, left, horizon = 2, 6, 9
     for step, found in enumerate(prefix_weights(delay, left, horizon).tolist()):
         falling = (left - step) / (left - delay + 1)
@@ -32,7 +32,7 @@ def test_weights_are_those_of_the_paper() -> None:
 
 
 @pytest.mark.parametrize("time", [0.0, 0.1, 0.5, 0.9])
-def test_the_pull_is_the_formula_with_its_jacobian(time: float) -> None:
+def test_guided_velocity_equals_the_formula_with_a_numeric_jacobian(time: float) -> None:
     random = torch.Generator().manual_seed(0)
     mixing = torch.randn(STEPS * SIZE, STEPS * SIZE, generator=random, dtype=torch.float64) / 4
     x, wanted = (torch.randn(ROWS, STEPS, SIZE, generator=random, dtype=torch.float64) for _ in range(2))
@@ -86,7 +86,7 @@ def middle(shift: float, steps: int) -> np.ndarray[tuple[int, ...], np.dtype[np.
     return np.tile((low + high) / 2 + shift * (high - low) / 2, (steps, 1)).astype(np.float32)
 
 
-def test_what_is_carried_out_meanwhile_stays_and_the_rest_is_free(policy: MolmoAct2Policy) -> None:
+def test_guidance_keeps_executed_steps_and_leaves_later_ones_free(policy: MolmoAct2Policy) -> None:
     wanted = middle(0.5, 3)
     free = np.stack([policy.predict([observe(number)], [number])[0] for number in range(6)])
     pulled = np.stack(
@@ -97,7 +97,7 @@ def test_what_is_carried_out_meanwhile_stays_and_the_rest_is_free(policy: MolmoA
     assert np.abs(pulled[:, 3] - wanted[0]).mean() > 2 * after[:2].max()
 
 
-def test_a_row_hangs_on_itself_alone_whether_or_not_others_go_on_from_something(policy: MolmoAct2Policy) -> None:
+def test_rows_are_independent_with_and_without_previous_actions(policy: MolmoAct2Policy) -> None:
     left = [None, PreviousActions(middle(0.5, 3), 1), None, PreviousActions(middle(-0.4, 4), 2)]
     seen = [observe(number, previous) for number, previous in enumerate(left)]
     together = policy.predict(seen, [7, 8, 9, 10])
@@ -106,13 +106,13 @@ def test_a_row_hangs_on_itself_alone_whether_or_not_others_go_on_from_something(
     assert policy.predict([replace(seen[1], previous=None)], [8])[0].tobytes() != together[1].tobytes()
 
 
-def test_without_weight_it_is_the_answer_of_the_policy(policy: MolmoAct2Policy) -> None:
+def test_guidance_with_zero_weights_changes_nothing(policy: MolmoAct2Policy) -> None:
     sampler, examples = policy._sampler, [policy._processor.encode(observe(1))]
     plain = sampler.sample(examples, [3])
     extended = sampler.sample_guided(examples, [3], torch.ones_like(plain), torch.zeros(plain.shape[:2]))
     torch.testing.assert_close(extended, plain, rtol=1e-5, atol=1e-5)
 
 
-def test_previous_actions_of_another_robot_are_refused(policy: MolmoAct2Policy) -> None:
+def test_rejects_previous_actions_of_another_robot(policy: MolmoAct2Policy) -> None:
     with refused("dimensions_mismatch", (2, 3), "previous actions"):
         policy.predict([observe(0, PreviousActions(np.zeros((2, 3), np.float32), 1))], [0])

@@ -21,7 +21,7 @@ def image(height: int, width: int, seed: int = 0) -> np.ndarray:
 
 
 @pytest.mark.parametrize("size", [(1, 1), (2, 3), (256, 256), (360, 480), (378, 378), (5, 700)])
-def test_resizing_equals_torchvision_bit_by_bit(size: tuple[int, int]) -> None:
+def test_resizing_is_bitwise_equal_to_torchvision(size: tuple[int, int]) -> None:
     given = image(*size, seed=1)
     theirs = Resize([378, 378], InterpolationMode.BILINEAR, antialias=False)(torch.from_numpy(given).permute(2, 0, 1))
     wanted = theirs.permute(1, 2, 0).numpy().astype(np.float32) / np.float32(255) * np.float32(2) - np.float32(1)
@@ -31,7 +31,7 @@ def test_resizing_equals_torchvision_bit_by_bit(size: tuple[int, int]) -> None:
 
 
 @pytest.mark.filterwarnings("error")
-def test_images_of_several_sizes_become_one_array() -> None:
+def test_images_of_different_sizes_become_one_array() -> None:
     together = RELEASED.patchify([image(256, 256), image(10, 20)])
     assert together.shape == (2, 729, 588)
     locked = np.asfortranarray(image(10, 20))
@@ -40,7 +40,7 @@ def test_images_of_several_sizes_become_one_array() -> None:
     assert RELEASED.patchify([]).shape == (0, 729, 588)
 
 
-def test_patches_are_pooled_two_by_two_with_the_odd_one_at_the_end() -> None:
+def test_patches_are_pooled_two_by_two_with_padding_at_the_end() -> None:
     pooling = RELEASED.pooling
     assert pooling.shape == (196, 4)
     assert pooling[0].tolist() == [0, 1, 27, 28]
@@ -51,13 +51,13 @@ def test_patches_are_pooled_two_by_two_with_the_odd_one_at_the_end() -> None:
 
 
 @pytest.mark.parametrize("side", [14, 28, 42])
-def test_small_sides_pool_as_well(side: int) -> None:
+def test_small_images_are_pooled(side: int) -> None:
     layout = ImageLayout(side, patch=14, pool=2, columns=False)
     assert len(layout.pooling) == math.ceil(side / 28) ** 2
     assert layout.patchify([image(9, 9)]).shape == (1, (side // 14) ** 2, 588)
 
 
-def test_a_layout_is_what_its_file_says() -> None:
+def test_layout_round_trips_and_rejects_unsupported_processing() -> None:
     layout = ImageLayout(side=28, patch=14, pool=2, columns=True)
     assert ImageLayout.from_processor_config(layout.processor_config()) == layout
     released = RELEASED.processor_config() | {"image_use_col_tokens": True, "use_single_crop_col_tokens": False}
@@ -78,6 +78,6 @@ def test_a_layout_is_what_its_file_says() -> None:
     [np.zeros((4, 4, 3), np.float32), np.zeros((4, 4, 4), np.uint8), np.zeros((4, 4), np.uint8), image(0, 4)],
     ids=["floats", "alpha", "gray", "empty"],
 )
-def test_other_images_are_refused(bad: np.ndarray) -> None:
+def test_rejects_arrays_that_are_not_rgb_uint8(bad: np.ndarray) -> None:
     with refused("invalid_image_array", bad.dtype, bad.shape):
         RELEASED.patchify([bad])

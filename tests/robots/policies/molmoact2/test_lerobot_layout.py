@@ -111,7 +111,7 @@ def adapted(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Te
     return stored, merged
 
 
-def test_weights_are_lerobots_and_the_rest_is_the_bases(folder: Path, base: Path, tmp_path: Path) -> None:
+def test_weights_come_from_lerobot_and_other_files_from_the_base(folder: Path, base: Path, tmp_path: Path) -> None:
     released.write_released(tmp_path / "same", seed=1)
     loaded, same = load_policy(folder, SETTINGS), load_policy(tmp_path / "same", released.SETTINGS)
     state, expected = loaded.model.state_dict(), same.model.state_dict()
@@ -120,7 +120,7 @@ def test_weights_are_lerobots_and_the_rest_is_the_bases(folder: Path, base: Path
     assert loaded.parts.files == base
 
 
-def test_the_saved_processor_says_how_prompts_and_actions_are_made(folder: Path) -> None:
+def test_saved_processor_sets_prompt_and_normalization(folder: Path) -> None:
     parts = load_parts(folder, SETTINGS)
     settings, processor = parts.settings, parts.processor()
     assert (settings.chunk_size, settings.n_action_steps) == (4, 2)
@@ -136,13 +136,13 @@ def test_the_saved_processor_says_how_prompts_and_actions_are_made(folder: Path)
     assert parts.robot.action_stats.names == tuple(STATISTICS["action"]["names"])
 
 
-def test_words_and_cameras_of_the_settings_count_first(folder: Path) -> None:
+def test_settings_override_words_and_cameras_of_the_checkpoint(folder: Path) -> None:
     own = SETTINGS.model_copy(update={"setup_type": "mine", "image_keys": released.CAMERAS[:1]})
     settings = load_parts(folder, own).settings
     assert (settings.setup_type, settings.image_keys) == ("mine", released.CAMERAS[:1])
 
 
-def test_adapters_are_merged_as_they_are_read(base: Path, tmp_path: Path) -> None:
+def test_adapters_are_merged_when_read(base: Path, tmp_path: Path) -> None:
     stored, merged = adapted(released.weights(seed=1))
     loaded = load_policy(write_lerobot(tmp_path / "lora", base, stored), SETTINGS)
     state = loaded.model.state_dict()
@@ -165,7 +165,7 @@ def test_adapters_are_merged_as_they_are_read(base: Path, tmp_path: Path) -> Non
     assert torch.equal(state["vlm.model.vision_tower.patch_embedding.bias"], bias)
 
 
-def test_peft_merges_the_same(base: Path, tmp_path: Path) -> None:
+def test_merging_equals_peft(base: Path, tmp_path: Path) -> None:
     """PEFT itself as the truth for names, scale and orientation of an adapter."""
     from peft import LoraConfig, get_peft_model
 
@@ -189,7 +189,7 @@ def test_peft_merges_the_same(base: Path, tmp_path: Path) -> None:
     torch.testing.assert_close(state["vlm.lm_head.weight"], merged, rtol=0, atol=1e-6)
 
 
-def test_what_we_save_is_byte_equal_and_needs_no_base(folder: Path, base: Path, tmp_path: Path) -> None:
+def test_saved_lerobot_checkpoint_is_byte_equal_and_self_contained(folder: Path, base: Path, tmp_path: Path) -> None:
     mine = tmp_path / "mine"
     shutil.copytree(base, mine)
     released.write(folder / "config.json", policy_config(str(mine)))
@@ -218,7 +218,7 @@ def test_what_we_save_is_byte_equal_and_needs_no_base(folder: Path, base: Path, 
     assert all(torch.equal(again.model.state_dict()[name], one) for name, one in loaded.model.state_dict().items())
 
 
-def test_the_command_writes_what_save_lerobot_does_and_replaces_nothing(
+def test_export_command_writes_the_checkpoint_and_never_overwrites(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     loaded = load_policy(folder, SETTINGS)
@@ -232,7 +232,7 @@ def test_the_command_writes_what_save_lerobot_does_and_replaces_nothing(
         app(["export", str(trained), str(tmp_path / "exported")], standalone_mode=False)
 
 
-def test_a_hub_base_needs_its_commit_or_a_folder(folder: Path, base: Path) -> None:
+def test_base_on_the_hub_needs_a_revision_or_a_folder(folder: Path, base: Path) -> None:
     released.write(folder / "config.json", policy_config("allenai/MolmoAct2"))
     with refused("revision_missing", "allenai/MolmoAct2", "checkpoint_revision"):
         load_parts(folder, SETTINGS)
@@ -285,7 +285,7 @@ LORA, MAGNITUDE = ("model.base_model.model.lm_tail.lora_A", "model.base_model.mo
         "prefix",
     ],
 )
-def test_unsupported_checkpoint_is_refused(
+def test_rejects_unsupported_lerobot_checkpoint(
     base: Path, tmp_path: Path, change: Callable[[dict[str, Any], dict[str, Tensor]], None], code: str, place: str
 ) -> None:
     stored, _ = adapted(released.weights(seed=1))
@@ -299,7 +299,7 @@ def test_unsupported_checkpoint_is_refused(
 
 
 @pytest.mark.parametrize("name", ["../elsewhere.safetensors", "/etc/hostname", "a/b.safetensors", None])
-def test_statistics_of_another_folder_are_refused(folder: Path, name: object) -> None:
+def test_rejects_statistics_in_another_folder(folder: Path, name: object) -> None:
     file = folder / "policy_preprocessor.json"
     document = json.loads(file.read_text())
     (step,) = (step for step in document["steps"] if "state_file" in step)
@@ -314,7 +314,7 @@ def test_statistics_of_another_folder_are_refused(folder: Path, name: object) ->
 @pytest.mark.parametrize(
     "content", ["[]", "null", "{}", '{"type": "molmoact2"}', '{"steps": [1]}', "[" * 100_000, "\xff"]
 )
-def test_a_file_that_says_something_else_is_a_clear_error(folder: Path, file: str, content: str) -> None:
+def test_rejects_files_with_other_json(folder: Path, file: str, content: str) -> None:
     (folder / file).write_text(content)
     with pytest.raises(DataError):
         load_parts(folder, SETTINGS)

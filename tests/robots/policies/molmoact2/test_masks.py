@@ -21,9 +21,7 @@ ROWS = [[1, 0], [2]]
 
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("bidirectional", [False, True])
-def test_a_token_sees_its_own_example_up_to_itself_and_images_all_of_the_examples_images(
-    bidirectional: bool, side: str
-) -> None:
+def test_attention_mask_is_causal_within_examples_and_bidirectional_in_images(bidirectional: bool, side: str) -> None:
     batch = as_batch(make_examples(3), ROWS, side=side, extra=2)
     mask = attention_mask(batch, bidirectional)
     rows, width = batch.input_ids.shape
@@ -45,7 +43,7 @@ def _rows_of_ids(draw: st.DrawFn) -> list[list[int]]:
 
 @settings(max_examples=60)
 @given(_rows_of_ids(), st.booleans())
-def test_hidden_are_ends_of_turns_and_all_from_a_start_of_actions_to_its_end(ids: list[list[int]], left: bool) -> None:
+def test_context_mask_hides_eos_and_discrete_actions(ids: list[list[int]], left: bool) -> None:
     flat = [token for one in ids for token in one]
     owners = [owner for owner, one in enumerate(ids) for _ in one]
     gap = [0, 0]
@@ -65,7 +63,7 @@ def test_hidden_are_ends_of_turns_and_all_from_a_start_of_actions_to_its_end(ids
     assert everything == (owner_row[0] >= 0).tolist()
 
 
-def test_the_context_of_an_example_is_its_visible_tokens_in_order() -> None:
+def test_context_index_lists_visible_tokens_in_order() -> None:
     batch = as_batch(make_examples(3, answer=True), ROWS, side="right", extra=1)
     seen = context_mask(batch, True, CONFIG)
     context = context_index(batch, seen)
@@ -90,9 +88,7 @@ def test_the_context_of_an_example_is_its_visible_tokens_in_order() -> None:
         ("seed", "both", True, True),
     ],
 )
-def test_the_versions_train_with_the_masks_that_they_are_known_for(
-    semantics: str, mode: str, bidirectional: bool, hides: bool
-) -> None:
+def test_each_version_uses_its_masks(semantics: str, mode: str, bidirectional: bool, hides: bool) -> None:
     chosen = policy_settings(semantics=semantics, action_mode=mode)
     plan = LossPlan.of(chosen)
     assert (plan.bidirectional_images, plan.hides_answers) == (bidirectional, hides)
@@ -103,7 +99,7 @@ def test_the_versions_train_with_the_masks_that_they_are_known_for(
     assert (as_trained.steps, InferencePlan.of(released, CONFIG).steps) == (10, 3)
 
 
-def test_pads_are_seen_by_no_example() -> None:
+def test_no_example_attends_to_padding() -> None:
     batch = as_batch(make_examples(2), side="left", extra=3)
     mask, real = attention_mask(batch, True)[:, 0], batch.example_ids >= 0
     crossing = mask & (real[:, :, None] != real[:, None, :])

@@ -35,7 +35,7 @@ def _native(model: MolmoAct2) -> Molmo2ForConditionalGeneration:
 
 
 @pytest.mark.parametrize("bidirectional", [False, True])
-def test_states_keys_and_values_are_those_of_transformers_molmo2(bidirectional: bool) -> None:
+def test_states_keys_and_values_equal_transformers_molmo2(bidirectional: bool) -> None:
     model, batch = make_model().eval(), as_batch(make_examples(2), side="right")
     hidden = model.encode(batch, bidirectional)
     native = _native(model)
@@ -61,7 +61,7 @@ def test_states_keys_and_values_are_those_of_transformers_molmo2(bidirectional: 
         assert all(torch.equal(one, other) for one, other in zip(whole, part, strict=True))
 
 
-def test_pixels_are_seen_as_8_bit_ones() -> None:
+def test_pixels_are_rounded_to_8_bits() -> None:
     """As the released code rounds pixels in [-1, 1] back to them."""
     levels = torch.arange(256, dtype=torch.uint8)
     torch.testing.assert_close(normalized(levels).double(), torch.arange(256).double() / 255 * 2 - 1, rtol=0, atol=1e-6)
@@ -95,7 +95,7 @@ def _reference_loss(
 
 
 @pytest.mark.parametrize("valid_steps", [5, 3])
-def test_flow_loss_and_its_gradients_are_those_of_the_formulas(valid_steps: int) -> None:
+def test_flow_loss_and_gradients_equal_the_reference(valid_steps: int) -> None:
     model, batch = make_model(), as_batch(make_examples(2, valid_steps=valid_steps), extra=2)
     draws = make_draws(2, draws=2)
     seen = [row >= 0 for row in batch.example_ids]
@@ -110,7 +110,7 @@ def test_flow_loss_and_its_gradients_are_those_of_the_formulas(valid_steps: int)
         torch.testing.assert_close(parameter.grad.double(), expected[name], rtol=1e-4, atol=1e-5, msg=name)
 
 
-def test_answers_and_end_of_turn_are_hidden_from_the_expert_where_both_are_trained() -> None:
+def test_expert_does_not_attend_to_discrete_actions_and_eos() -> None:
     model, batch = make_model(), as_batch(make_examples(2, answer=True))
     draws = make_draws(2, draws=1)
     seen = []
@@ -122,7 +122,7 @@ def test_answers_and_end_of_turn_are_hidden_from_the_expert_where_both_are_train
     torch.testing.assert_close(found.flow_per_example.double(), losses, rtol=1e-5, atol=1e-5)
 
 
-def test_discrete_losses_are_those_of_the_formulas() -> None:
+def test_discrete_losses_equal_the_reference() -> None:
     model, batch = make_model(), as_batch(make_examples(3, answer=True))
     found = model(batch, None, make_plan(action_mode="discrete", z_scale=0.01))
     states = model.encode(batch, bidirectional_images=False).states.double()
@@ -145,7 +145,7 @@ def _permuted(draws: FlowSamples, order: list[int]) -> FlowSamples:
 
 
 @pytest.mark.parametrize("bidirectional", [False, True])
-def test_packed_rows_give_the_losses_and_gradients_of_separate_ones(bidirectional: bool) -> None:
+def test_packed_rows_have_losses_and_gradients_of_separate_rows(bidirectional: bool) -> None:
     model, examples = make_model(), make_examples(4, answer=True)
     plan = make_plan(action_mode="both", hides_answers=True, bidirectional_images=bidirectional)
     draws, rows = make_draws(4), [[2, 0, 3], [1]]
@@ -162,7 +162,7 @@ def test_packed_rows_give_the_losses_and_gradients_of_separate_ones(bidirectiona
         torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-5, msg=name)
 
 
-def test_mixed_horizons_give_the_losses_and_gradients_of_separate_ones() -> None:
+def test_mixed_horizons_have_losses_and_gradients_of_separate_batches() -> None:
     model = make_model()
     short, long = make_examples(2, seed=1, valid_steps=2), make_examples(2, seed=2)
     draws, plan, four = make_draws(4), make_plan(), LossDenominators(4, 0)
@@ -178,7 +178,7 @@ def test_mixed_horizons_give_the_losses_and_gradients_of_separate_ones() -> None
         torch.testing.assert_close(sums[0][name] + sums[1][name], gradient, rtol=1e-4, atol=1e-5, msg=name)
 
 
-def test_parts_of_an_update_add_up_to_the_loss_of_the_whole() -> None:
+def test_losses_of_micro_batches_add_up_to_the_update() -> None:
     model, examples, draws = make_model(), make_examples(3, answer=True), make_draws(3)
     plan = make_plan(action_mode="both")
     whole = model(as_batch(examples), draws, plan)
@@ -188,7 +188,7 @@ def test_parts_of_an_update_add_up_to_the_loss_of_the_whole() -> None:
     torch.testing.assert_close(total, whole.total, rtol=1e-5, atol=1e-5)
 
 
-def test_knowledge_insulation_keeps_the_flow_loss_out_of_the_vlm() -> None:
+def test_knowledge_insulation_stops_gradients_to_the_vlm() -> None:
     model, batch, draws = make_model(), as_batch(make_examples(2)), make_draws(2)
     open_, closed = (_gradients(model, batch, draws, make_plan(knowledge_insulation=value)) for value in (False, True))
     assert any(name.startswith("vlm.") for name in open_)
@@ -197,7 +197,7 @@ def test_knowledge_insulation_keeps_the_flow_loss_out_of_the_vlm() -> None:
 
 
 @pytest.mark.parametrize("features", [[3, 1], [3, 0]], ids=["pairs of vision layers", "some alone"])
-def test_checkpointed_activations_change_no_bit(features: list[int]) -> None:
+def test_activation_checkpointing_is_bitwise_equal(features: list[int]) -> None:
     model, batch, draws = (
         make_model(residual_dropout=0.1).train(),
         as_batch(make_examples(2, answer=True)),
@@ -214,7 +214,7 @@ def test_checkpointed_activations_change_no_bit(features: list[int]) -> None:
     assert all(torch.equal(plain[name], again[name]) for name in plain)
 
 
-def test_residual_dropout_acts_in_training_alone() -> None:
+def test_residual_dropout_is_only_active_in_training() -> None:
     model, batch, draws, plan = make_model(residual_dropout=0.5), as_batch(make_examples(1)), make_draws(1), make_plan()
     with torch.no_grad():
         trained = {float(model.train()(batch, draws, plan).total) for _ in range(2)}
@@ -223,7 +223,7 @@ def test_residual_dropout_acts_in_training_alone() -> None:
     assert len(asked) == 1
 
 
-def test_bfloat16_keeps_norms_and_the_expert_in_float32_and_computes_nearly_the_same() -> None:
+def test_bfloat16_model_has_float32_norms_and_expert() -> None:
     exact, batch, draws = make_model(), as_batch(make_examples(2, answer=True)), make_draws(2)
     model = MolmoAct2(CONFIG, "bfloat16")
     model.load_state_dict(exact.state_dict())
@@ -236,14 +236,14 @@ def test_bfloat16_keeps_norms_and_the_expert_in_float32_and_computes_nearly_the_
     assert float(rounded.total.detach()) == pytest.approx(float(expected.total.detach()), rel=0.05)
 
 
-def test_float32_computes_in_float32_inside_an_autocast_of_the_caller() -> None:
+def test_float32_model_ignores_autocast_of_the_caller() -> None:
     model, batch, draws, plan = make_model(), as_batch(make_examples(1)), make_draws(1), make_plan()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         inside = model(batch, draws, plan)
     assert torch.equal(inside.total, model(batch, draws, plan).total)
 
 
-def test_a_batch_without_what_is_trained_is_refused() -> None:
+def test_rejects_batch_without_labels_or_image_features() -> None:
     batch = as_batch(make_examples(1))
     with refused("training_targets_missing", "labels"):
         make_model()(batch, make_draws(1), make_plan(action_mode="both"))
@@ -251,7 +251,7 @@ def test_a_batch_without_what_is_trained_is_refused() -> None:
         make_model()(replace(batch, pooling=batch.pooling[1:]), make_draws(1), make_plan())
 
 
-def test_a_model_made_without_memory_is_complete_once_its_weights_are_given() -> None:
+def test_meta_model_is_complete_after_loading_weights() -> None:
     with torch.device("meta"):
         empty = MolmoAct2(CONFIG)
     full = make_model()
@@ -270,7 +270,7 @@ def _frozen(device: str, both: bool) -> tuple[list[MolmoAct2], PolicyBatch, Flow
 
 
 @pytest.mark.parametrize("both", [False, True])
-def test_a_frozen_vlm_gives_the_same_losses_gradients_and_velocities(both: bool) -> None:
+def test_frozen_vlm_has_the_same_losses_gradients_and_velocities(both: bool) -> None:
     (plain, frozen), batch, draws, plan = _frozen("cpu", both)
     expected, found = _gradients(plain, batch, draws, plan), _gradients(frozen, batch, draws, plan)
     assert expected.keys() == found.keys()
@@ -281,7 +281,7 @@ def test_a_frozen_vlm_gives_the_same_losses_gradients_and_velocities(both: bool)
 
 
 @pytest.mark.gpu
-def test_a_frozen_vlm_on_a_gpu_is_a_graph_for_each_shape_with_the_same_gradients() -> None:
+def test_frozen_vlm_as_cuda_graph_has_the_same_gradients() -> None:
     (plain, frozen), _, _, plan = _frozen("cuda", True)
     for _ in range(2):
         for count in (3, 1, 2):
@@ -293,7 +293,7 @@ def test_a_frozen_vlm_on_a_gpu_is_a_graph_for_each_shape_with_the_same_gradients
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_compiled_layers_on_a_gpu_are_as_near_to_fp32_as_plain_ones(dtype: Precision) -> None:
+def test_compiled_layers_on_gpu_are_as_precise_as_plain_ones(dtype: Precision) -> None:
     """Losses and gradients, with activations computed again, of two shapes."""
     models = [MolmoAct2(CONFIG, kind) for kind in ("float32", dtype, dtype)]
     for model in models:
@@ -317,7 +317,7 @@ def test_compiled_layers_on_a_gpu_are_as_near_to_fp32_as_plain_ones(dtype: Preci
 
 
 @pytest.mark.gpu
-def test_bias_and_gelu_of_one_kernel_are_those_of_the_formula_and_adapters_count() -> None:
+def test_fused_bias_and_gelu_equal_the_formula_and_keep_adapters() -> None:
     torch.manual_seed(0)
     mlp = VisionMLP(CONFIG.molmo2().vision_config).to("cuda", torch.bfloat16)
     x = torch.randn(3, 9, 16, device="cuda", dtype=torch.bfloat16)

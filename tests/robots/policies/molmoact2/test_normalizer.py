@@ -32,7 +32,7 @@ ENDS = {"min": (-3.0, -1.0, 5.0), "max": (9.0, 1.0, 5.0), "q01": (-2.0, -1.0, 5.
 STATS = FeatureNormStats(**ENDS, mean=(1.0, 0.0, 5.0), std=(2.0, 0.5, 0.0), names=NAMES)
 
 
-def test_quantiles_map_to_the_ends_and_beyond_is_clipped() -> None:
+def test_quantiles_map_to_plus_minus_one_with_clipping() -> None:
     normalizer = Normalizer.build("action", STATS, "quantiles", normalize_gripper=False)
     assert normalizer.mask.tolist() == [True, False, True]
     given = [[-2, -0.25, 5], [6, 0.5, 5], [2, 1, 5], [4, 0, 6], [90, 0, 4]]
@@ -43,13 +43,13 @@ def test_quantiles_map_to_the_ends_and_beyond_is_clipped() -> None:
     assert restored.tolist() == [[-2, -0.25, 5], [4, 1, 5], [6, 0, 5]]
 
 
-def test_mean_and_deviation_are_not_clipped() -> None:
+def test_mean_std_does_not_clip() -> None:
     normalizer = Normalizer.build("state", STATS, "mean_std", normalize_gripper=True)
     assert normalizer.normalize([7, -1, 5]).tolist() == [3, -2, 0]
     assert normalizer.restore([3, -2, 4]).tolist() == [7, -1, 5]
 
 
-def test_identity_clips_only() -> None:
+def test_identity_only_clips() -> None:
     normalizer = Normalizer.build("state", STATS, "identity", normalize_gripper=True)
     assert normalizer.normalize([0.25, -4, 5]).tolist() == [0.25, -1, 1]
     assert normalizer.restore([0.25, -4, 5]).tolist() == [0.25, -1, 1]
@@ -57,7 +57,7 @@ def test_identity_clips_only() -> None:
 
 @settings(max_examples=100)
 @given(st.lists(st.tuples(st.floats(-50, 50), st.floats(0.01, 100), st.floats(0, 1)), min_size=1, max_size=8))
-def test_what_lies_between_the_quantiles_comes_back(dimensions: list[tuple[float, float, float]]) -> None:
+def test_values_between_quantiles_round_trip(dimensions: list[tuple[float, float, float]]) -> None:
     low, span, part = (np.array(column) for column in zip(*dimensions, strict=True))
     stats = FeatureNormStats(q01=tuple(low), q99=tuple(low + span))
     normalizer = Normalizer.build("action", stats, "quantiles", normalize_gripper=True)
@@ -66,7 +66,7 @@ def test_what_lies_between_the_quantiles_comes_back(dimensions: list[tuple[float
     assert np.abs(restored - values).max() <= 1e-6 * (np.abs(low) + span).max() * 4
 
 
-def test_the_gripper_is_known_by_mask_or_name_or_asked_for() -> None:
+def test_gripper_is_found_by_mask_or_name() -> None:
     def mask(stats: FeatureNormStats, gripper: bool = False) -> list[bool]:
         return Normalizer.build("state", stats, "quantiles", gripper).mask.tolist()
 
@@ -77,13 +77,13 @@ def test_the_gripper_is_known_by_mask_or_name_or_asked_for() -> None:
             mask(STATS.model_copy(update={"names": names}))
 
 
-def test_libero_leaves_one_finger_and_the_gripper_action_alone() -> None:
+def test_libero_does_not_normalize_gripper_dimensions() -> None:
     ends = {"q01": (-0.5,) * 8, "q99": (0.5,) * 8}
     state = FeatureNormStats(**ends, names=("x", "y", "z", "rx", "ry", "rz", "rw", "gripper"))
     assert Normalizer.build("state", state, "quantiles", False).mask.tolist() == [True] * 7 + [False]
 
 
-def test_a_gripper_out_of_range_is_refused_at_building_and_at_use() -> None:
+def test_rejects_gripper_out_of_range() -> None:
     with refused("gripper_range_exceeded", "action 'left_Gripper'", -40, "normalize_gripper"):
         Normalizer.build("action", STATS.model_copy(update={"min": (0.0, -40.0, 5.0)}), "quantiles", False)
     normalizer = Normalizer.build("action", STATS, "quantiles", normalize_gripper=False)
@@ -127,7 +127,7 @@ RARE = {
 
 @pytest.mark.parametrize("mode", ["quantiles", "mean_std"])
 @pytest.mark.parametrize("name", RARE)
-def test_dimension_that_moves_rarely_comes_back(name: str, mode: Normalization) -> None:
+def test_rarely_moving_dimension_round_trips(name: str, mode: Normalization) -> None:
     steps = np.sin(np.arange(len(RARE[name]))).astype(np.float32)
     values = np.stack([steps, RARE[name], np.full(len(steps), 0.3, np.float32)], axis=1)
     moving = "gripper" if "noise" in name else "valve"
@@ -141,7 +141,7 @@ def test_dimension_that_moves_rarely_comes_back(name: str, mode: Normalization) 
     assert ((stats.q01 or ())[0], (stats.q99 or ())[0]) == tuple(expected)
 
 
-def test_quantiles_of_other_dimensions_stay() -> None:
+def test_quantiles_of_other_dimensions_are_not_widened() -> None:
     tails = np.random.default_rng(1).standard_t(2, 2000).astype(np.float32)
     values = np.stack([rare(0, 1e4, 1, 1.0), rare(0, 1, 30), tails, np.where(np.abs(tails) > 3, tails, 0)], axis=1)
     stats = measured(values, ("x", "gripper", "tails", "rests_with_tails"))
@@ -152,7 +152,7 @@ def test_quantiles_of_other_dimensions_stay() -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(st.integers(20, 400), st.integers(1, 20), st.floats(-10, 10), st.floats(-10, 10))
-def test_two_values_come_back_or_are_refused(frames: int, count: int, rest: float, other: float) -> None:
+def test_dimension_of_two_values_round_trips_or_is_rejected(frames: int, count: int, rest: float, other: float) -> None:
     """However often the other one comes: a dataset's robot brings both back, unwidened statistics do or are refused."""
     values = np.full((frames, 1), rest, np.float32)
     values[:count] = other
@@ -174,7 +174,7 @@ def refuses(mode: Normalization, dimension: str, **numbers: tuple[float, float, 
 
 
 @pytest.mark.parametrize("gripper", [0.0, 1e-9, 1e-3])
-def test_action_that_no_answer_reaches_is_refused_by_name(gripper: float) -> None:
+def test_rejects_action_that_no_prediction_reaches(gripper: float) -> None:
     q01, q99 = (-2.0, -1.0, 5.0), (6.0, -1.0 + gripper, 5.0)
     refuses("quantiles", "'left_Gripper'", q01=q01, q99=q99)
     stats = STATS.model_copy(update={"q01": q01, "q99": q99})
@@ -199,21 +199,19 @@ def test_action_that_no_answer_reaches_is_refused_by_name(gripper: float) -> Non
         ("identity", {"min": (-1.5, -1.0, 0.0), "max": (0.0, 1.0, 1.0)}),
     ],
 )
-def test_statistics_that_cannot_be_are_refused_by_dimension(
-    mode: Normalization, numbers: dict[str, tuple[float, float, float]]
-) -> None:
+def test_rejects_contradictory_statistics(mode: Normalization, numbers: dict[str, tuple[float, float, float]]) -> None:
     refuses(mode, "'x'", **numbers)
 
 
 @pytest.mark.parametrize("std", [1e-10, 1e-8, 3e-7])
-def test_small_deviations_are_inverted(std: float) -> None:
+def test_small_deviations_round_trip(std: float) -> None:
     stats = FeatureNormStats(mean=(0.0, 0.0), std=(std, 0.0), min=(-9 * std, 0.0), max=(9 * std, 0.0))
     normalizer = Normalizer.build("action", stats, "mean_std", normalize_gripper=True)
     values = np.array([[9 * std, 0], [-2 * std, 0]])
     np.testing.assert_allclose(normalizer.restore(normalizer.normalize(values)), values, rtol=1e-6)
 
 
-def test_statistics_that_a_mode_needs_are_named() -> None:
+def test_rejects_missing_statistics_of_a_mode() -> None:
     with refused("statistics_incomplete", "q01", "q99", "quantile-stats"):
         Normalizer.build("action", FeatureNormStats(mean=(0.0,), std=(1.0,)), "quantiles", True)
     with refused("value_error", {"mean": 2, "std": 1}):
@@ -243,7 +241,7 @@ FILE = {
 }
 
 
-def test_the_file_comes_back_as_it_was(tmp_path: Path) -> None:
+def test_norm_stats_file_round_trips(tmp_path: Path) -> None:
     (tmp_path / "in.json").write_text(json.dumps(FILE))
     stats = NormStats.load(tmp_path / "in.json")
     stats.save(tmp_path / "out.json")
@@ -264,14 +262,14 @@ def test_the_file_comes_back_as_it_was(tmp_path: Path) -> None:
     ],
     ids=["missing", "cut", "version", "tag", "nan"],
 )
-def test_a_bad_file_is_named(content: str | None, code: str, place: str, tmp_path: Path) -> None:
+def test_rejects_invalid_norm_stats_file(content: str | None, code: str, place: str, tmp_path: Path) -> None:
     if content is not None:
         (tmp_path / "norm_stats.json").write_text(content)
     with refused(code, tmp_path / "norm_stats.json", place):
         NormStats.load(tmp_path / "norm_stats.json")
 
 
-def test_a_tag_sets_the_horizon_and_fills_what_is_empty() -> None:
+def test_norm_tag_sets_horizon_and_completes_empty_settings() -> None:
     robot = NormStats.model_validate(FILE).select("libero")
     resolved = resolve(policy_settings(chunk_size=30, n_action_steps=30), robot)
     assert (resolved.chunk_size, resolved.n_action_steps) == (10, 8)
@@ -286,7 +284,7 @@ def test_a_tag_sets_the_horizon_and_fills_what_is_empty() -> None:
         resolve(policy_settings(n_action_steps=30), robot.model_copy(update={"n_action_steps": None}))
 
 
-def test_a_dataset_gives_the_same_form() -> None:
+def test_dataset_metadata_has_the_form_of_norm_stats() -> None:
     entry = {"min": [0.0], "max": [1.0], "q01": [0.0], "q99": [1.0], "count": [5], "other": [1, 2]}
     features = {
         "observation.state": Feature(dtype="float32", shape=(1,), names={"motors": ["joint"]}),
@@ -303,6 +301,6 @@ def test_a_dataset_gives_the_same_form() -> None:
         robot_metadata({"observation.state": entry}, features, policy_settings())
 
 
-def test_setup_type_of_null_is_empty() -> None:
+def test_null_setup_type_is_read_as_empty_text() -> None:
     robot = RobotMetadata(action_stats=STATS, state_stats=STATS, setup_type=None)  # type: ignore[arg-type]
     assert robot.setup_type == ""

@@ -41,7 +41,7 @@ def policy(loaded: LoadedPolicy) -> MolmoAct2Policy:
     return MolmoAct2Policy(loaded.model, loaded.processor(), loaded.settings, "continuous", rows=4)
 
 
-def test_answers_are_chunks_in_the_datasets_units(policy: MolmoAct2Policy) -> None:
+def test_predictions_are_chunks_in_the_datasets_units(policy: MolmoAct2Policy) -> None:
     actions = policy.predict(OBSERVATIONS, SEEDS)
     assert (policy.n_action_steps, policy.action_dimensions) == (3, 7)
     assert actions.shape == (5, 3, 7) and actions.dtype == np.float32
@@ -51,7 +51,7 @@ def test_answers_are_chunks_in_the_datasets_units(policy: MolmoAct2Policy) -> No
     assert policy.cameras == released.CAMERAS
 
 
-def test_a_row_hangs_on_its_observation_and_seed_alone(policy: MolmoAct2Policy) -> None:
+def test_row_depends_only_on_its_observation_and_seed(policy: MolmoAct2Policy) -> None:
     together = policy.predict(OBSERVATIONS, SEEDS)
     order = [3, 0, 4, 2, 1]
     shuffled = policy.predict([OBSERVATIONS[i] for i in order], [SEEDS[i] for i in order])
@@ -62,7 +62,7 @@ def test_a_row_hangs_on_its_observation_and_seed_alone(policy: MolmoAct2Policy) 
     assert policy.predict(OBSERVATIONS[2:3], [SEEDS[0]])[0].tobytes() != together[0].tobytes()
 
 
-def test_prepared_observations_are_not_encoded_again_and_have_the_same_answers(policy: MolmoAct2Policy) -> None:
+def test_prepared_observations_are_not_encoded_again(policy: MolmoAct2Policy) -> None:
     prepared = [policy.prepared(observation) for observation in OBSERVATIONS]
     assert [each.images for each in prepared] == [each.images for each in OBSERVATIONS]
     blind = [replace(each, images={}) for each in prepared]
@@ -74,7 +74,7 @@ def test_prepared_observations_are_not_encoded_again_and_have_the_same_answers(p
     assert policy.predict(mixed, SEEDS).tobytes() == policy.predict(OBSERVATIONS, SEEDS).tobytes()
 
 
-def test_an_artifact_is_opened_with_what_was_saved_or_what_is_asked(loaded: LoadedPolicy, tmp_path: Path) -> None:
+def test_open_policy_uses_saved_or_changed_settings(loaded: LoadedPolicy, tmp_path: Path) -> None:
     save_policy(tmp_path / "checkpoint", loaded.parts, loaded.model.state_dict())
     own = open_policy(tmp_path, "continuous", rows=1)
     expected = MolmoAct2Policy(loaded.model, loaded.processor(), loaded.settings, "continuous", rows=1)
@@ -90,9 +90,7 @@ def test_an_artifact_is_opened_with_what_was_saved_or_what_is_asked(loaded: Load
     )
 
 
-def test_text_layers_compute_in_8_bits_where_it_is_asked_with_the_weights_that_came_last(
-    loaded: LoadedPolicy, tmp_path: Path
-) -> None:
+def test_fp8_quantization_follows_loaded_weights(loaded: LoadedPolicy, tmp_path: Path) -> None:
     settings = loaded.settings.model_copy(update={"dtype": "bfloat16"})
     weights = loaded.model.state_dict()
     moved = {name: value + 0.01 if "language_model" in name else value for name, value in weights.items()}
@@ -112,7 +110,7 @@ def test_text_layers_compute_in_8_bits_where_it_is_asked_with_the_weights_that_c
     assert after.tobytes() == fresh.predict(OBSERVATIONS[:1], SEEDS[:1]).tobytes() != before.tobytes()
 
 
-def test_a_policy_acts_only_as_it_was_trained_to(loaded: LoadedPolicy, tmp_path: Path) -> None:
+def test_rejects_untrained_action_mode_and_too_many_steps(loaded: LoadedPolicy, tmp_path: Path) -> None:
     save_policy(tmp_path / "checkpoint", loaded.parts, loaded.model.state_dict())
     with refused("action_mode_mismatch", "continuous", "discrete"):
         open_policy(tmp_path, "discrete", rows=1)
@@ -147,7 +145,7 @@ def speaking(
     return MolmoAct2Policy(model, parts.processor(), settings, "discrete", 1, refuse_undecoded)
 
 
-def test_action_tokens_become_actions_and_those_that_say_none_are_counted(loaded: LoadedPolicy) -> None:
+def test_action_tokens_are_decoded_and_invalid_ones_counted(loaded: LoadedPolicy) -> None:
     level = np.linspace(-0.9, 0.9, 7, dtype=np.float32)
     chunk = np.tile(level, (4, 1))
     tokens = ActionTokens.fit([chunk] * 4, vocabulary=released.ACTIONS, scale=10.0)

@@ -133,7 +133,7 @@ def at_once(whole: str) -> list[int]:
     return ids
 
 
-def test_the_prompt_is_the_released_text(fast: ActionTokens) -> None:
+def test_prompt_equals_the_released_text(fast: ActionTokens) -> None:
     example = build(policy(), fast).encode(OBSERVATION)
     assert example.input_ids.tolist() == at_once(text())
     assert example.labels is None and example.actions is None
@@ -144,7 +144,7 @@ def test_the_prompt_is_the_released_text(fast: ActionTokens) -> None:
     assert one.input_ids.tolist() == at_once(text("<im_col>", ("",)))
 
 
-def test_images_stand_in_the_order_of_image_keys(fast: ActionTokens) -> None:
+def test_images_are_in_the_order_of_image_keys(fast: ActionTokens) -> None:
     first, second = (LAYOUT.patchify([OBSERVATION.images[key]]) for key in CAMERAS)
     example = build(policy(), fast).encode(OBSERVATION)
     assert np.array_equal(example.pixel_values, np.concatenate([first, second]))
@@ -158,7 +158,7 @@ def test_images_stand_in_the_order_of_image_keys(fast: ActionTokens) -> None:
     assert np.array_equal(from_tag.encode(OBSERVATION).pixel_values, first)
 
 
-def test_actions_are_normalized_padded_and_marked(fast: ActionTokens) -> None:
+def test_actions_are_normalized_and_padded(fast: ActionTokens) -> None:
     example = build(policy(), fast, horizon=HORIZON).encode(OBSERVATION, DONE, padding=[False, False, False, True])
     assert example.actions is not None and example.actions.shape == (HORIZON, WIDTH)
     wanted = np.stack([np.linspace(-1, 1, CHUNK), np.full(CHUNK, -0.5), [-1, -1, 1, 1]], axis=1)
@@ -171,7 +171,7 @@ def test_actions_are_normalized_padded_and_marked(fast: ActionTokens) -> None:
     assert masked is not None and masked.tolist() == [False] * 3 + [True] * 3
 
 
-def test_the_answer_is_labeled_and_says_the_actions(fast: ActionTokens) -> None:
+def test_action_tokens_are_labeled_and_decode_to_the_actions(fast: ActionTokens) -> None:
     processor = build(policy(), fast)
     example = processor.encode(OBSERVATION, DONE)
     prompt = at_once(text())
@@ -188,7 +188,7 @@ def test_the_answer_is_labeled_and_says_the_actions(fast: ActionTokens) -> None:
     assert build(policy(action_mode="continuous"), None).encode(OBSERVATION, DONE).labels is None
 
 
-def test_answers_that_say_nothing_are_reported(fast: ActionTokens) -> None:
+def test_undecodable_tokens_return_an_error(fast: ActionTokens) -> None:
     processor = build(policy(), fast)
     start, end = token("<action_start>"), token("<action_end>")
     for ids, words in (
@@ -202,7 +202,7 @@ def test_answers_that_say_nothing_are_reported(fast: ActionTokens) -> None:
         assert answer.actions is None and answer.error is not None and words in answer.error
 
 
-def test_actions_come_back_in_the_datasets_units(fast: ActionTokens) -> None:
+def test_decoded_actions_have_the_datasets_units(fast: ActionTokens) -> None:
     processor = build(policy(), fast, horizon=HORIZON)
     example = processor.encode(OBSERVATION, DONE)
     assert example.actions is not None
@@ -212,7 +212,7 @@ def test_actions_come_back_in_the_datasets_units(fast: ActionTokens) -> None:
     assert many.shape == (2, CHUNK, 3) and many[1, 1].tolist() == [2, 4, 1]  # clipped to the ends
 
 
-def test_examples_do_not_depend_on_what_came_before_or_the_process(fast: ActionTokens) -> None:
+def test_encoding_has_no_state(fast: ActionTokens) -> None:
     used, fresh = build(policy(), fast), build(policy(), fast)
     used.encode(RobotObservation(OBSERVATION.images, np.zeros(2, np.float32), "Another"))
     examples = [each.encode(OBSERVATION, DONE) for each in (used, fresh, pickle.loads(pickle.dumps(used)))]
@@ -238,7 +238,7 @@ def test_examples_do_not_depend_on_what_came_before_or_the_process(fast: ActionT
     ],
     ids=["camera", "state", "length", "chunk", "nan", "gripper", "padding"],
 )
-def test_bad_frames_are_named(change: dict[str, Any], code: str, shown: list[Any], fast: ActionTokens) -> None:
+def test_rejects_invalid_frames(change: dict[str, Any], code: str, shown: list[Any], fast: ActionTokens) -> None:
     given: dict[str, Any] = {"observation": OBSERVATION, "actions": DONE} | change
     with refused(code, *shown, "episode 3, frame 5"):
         build(policy(semantics="seed"), fast).encode(**given, where="episode 3, frame 5")
@@ -249,7 +249,7 @@ def without(word: str) -> tuple[str, ...]:
     return tuple("<unused>" if each == word else each for each in WORDS + EXTRAS)
 
 
-def test_parts_that_do_not_fit_are_refused(fast: ActionTokens) -> None:
+def test_rejects_parts_that_do_not_fit(fast: ActionTokens) -> None:
     for code, values, changes in (
         ("action_tokenizer_missing", ("'both'",), {"fast": None}),
         ("model_too_small", (4, 3), {"horizon": 3}),
@@ -285,7 +285,7 @@ def test_parts_that_do_not_fit_are_refused(fast: ActionTokens) -> None:
         (" .!? ", ""),
     ],
 )
-def test_a_task_is_reduced_to_its_words(given: str, wanted: str) -> None:
+def test_task_text_is_normalized(given: str, wanted: str) -> None:
     assert normalize_language(given) == wanted
     assert normalize_language(wanted) == wanted or "; " in wanted
 
@@ -297,11 +297,11 @@ def test_setup_and_control_are_wrapped_once() -> None:
     assert wrap("", "control", True) == ""
 
 
-def test_images_are_labeled_from_two_on() -> None:
+def test_only_several_images_have_labels() -> None:
     assert [image_labels(count) for count in range(3)] == [(), ("",), ("Image 1", "Image 2")]
 
 
-def test_a_state_is_binned_to_the_nearest_halves_to_even() -> None:
+def test_state_is_binned_to_the_nearest_even_bin() -> None:
     given = np.array([-1, 1, 0, np.nan, np.inf, -np.inf, 7, -7, -0.5, 0.25], np.float32)
     assert state_bins(given, 256).tolist() == [0, 255, 128, 128, 255, 0, 255, 0, 64, 159]
     assert state_bins(np.array([0.0], np.float32), 2).tolist() == [0]
@@ -316,5 +316,5 @@ def test_a_state_is_binned_to_the_nearest_halves_to_even() -> None:
         ((3, 14, 14, 30, True), 1216),
     ],
 )
-def test_the_budget_is_the_published_one(parts: tuple[int, int, int, int, bool], tokens: int) -> None:
+def test_sequence_budget_equals_the_published_one(parts: tuple[int, int, int, int, bool], tokens: int) -> None:
     assert sequence_budget(*parts) == tokens

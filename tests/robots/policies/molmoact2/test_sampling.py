@@ -50,7 +50,7 @@ def _calm_model() -> MolmoAct2:
 
 
 @pytest.mark.parametrize("mask_dimensions", [True, False])
-def test_ten_euler_steps_are_those_of_the_formulas(mask_dimensions: bool) -> None:
+def test_euler_steps_equal_the_reference(mask_dimensions: bool) -> None:
     model, examples = _calm_model(), _observed(2)
     found = _sampler(model, mask_dimensions=mask_dimensions).sample(examples, SEEDS[:2])
     weights = {name: value.detach().double() for name, value in model.action_expert.named_parameters()}
@@ -75,7 +75,7 @@ def test_ten_euler_steps_are_those_of_the_formulas(mask_dimensions: bool) -> Non
             assert not found[index, :, USED:].any()
 
 
-def test_a_row_explores_from_the_same_noise_and_keeps_its_bits() -> None:
+def test_flow_sde_rows_use_the_same_noise_and_are_independent() -> None:
     examples, seeds = _observed(3), [*SEEDS, 3, 4, 5, 6, 7, 8]
     sampler = Sampler(_calm_model(), PLAN, horizon=HORIZON, group=3, width=40, pad_id=0)
     assert sampler.sample_flow_sde(examples, SEEDS, 0.5).values is None
@@ -96,7 +96,7 @@ def test_a_row_explores_from_the_same_noise_and_keeps_its_bits() -> None:
 
 
 @pytest.mark.parametrize("mask_dimensions", [True, False])
-def test_a_judged_answer_is_the_one_of_an_evaluation_with_the_losses_of_the_formulas(mask_dimensions: bool) -> None:
+def test_scored_chunk_equals_sampled_chunk_and_losses_equal_the_reference(mask_dimensions: bool) -> None:
     model, examples, seeds = _calm_model(), _observed(3), [*SEEDS, 3, 4, 5]
     sampler = _sampler(model, mask_dimensions=mask_dimensions)
     found = sampler.score_flow_losses(examples * 2, seeds, 4)
@@ -126,7 +126,7 @@ def test_a_judged_answer_is_the_one_of_an_evaluation_with_the_losses_of_the_form
     assert valued is not None and len(set(valued.tolist())) == 3
 
 
-def test_matrices_cast_for_inference_answer_with_the_same_bits() -> None:
+def test_cast_for_inference_is_bitwise_equal() -> None:
     model = MolmoAct2(CONFIG, "bfloat16")
     model.load_state_dict(_calm_model().state_dict())
     expected = _sampler(model, 2).sample(_observed(3), SEEDS)
@@ -139,7 +139,7 @@ def test_matrices_cast_for_inference_answer_with_the_same_bits() -> None:
 
 
 @pytest.mark.parametrize("group", [1, 2])
-def test_a_row_on_a_gpu_is_as_wide_as_itself_in_tiles(monkeypatch: pytest.MonkeyPatch, group: int) -> None:
+def test_padded_row_width_depends_only_on_its_length(monkeypatch: pytest.MonkeyPatch, group: int) -> None:
     monkeypatch.setattr(sampling, "TILE", 16)
     examples = [_observed(3)[index] for index in (1, 0, 2)]
     assert [one.length for one in examples] == [21, 12, 18]
@@ -161,7 +161,7 @@ def test_a_row_on_a_gpu_is_as_wide_as_itself_in_tiles(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.slow
-def test_every_shape_has_compiled_code(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_shape_has_compiled_code(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of three sizes of groups and two widths, which is more than torch keeps unless it is told."""
     real, counters = torch.compile, torch._dynamo.utils.counters
     monkeypatch.setattr(
@@ -197,14 +197,14 @@ def _tokens_by_full_passes(model: MolmoAct2, example: Example, steps: int) -> li
 
 
 @pytest.mark.parametrize("group", [1, 2])
-def test_generated_tokens_are_those_of_a_full_pass_for_each(group: int) -> None:
+def test_generated_tokens_equal_full_forward_passes(group: int) -> None:
     model, examples = make_model(), make_examples(3)
     expected = [_tokens_by_full_passes(model, example, 8) for example in examples]
     assert _sampler(model, group).generate(_observed(3), max_steps=8) == expected
     assert len({tuple(tokens) for tokens in expected}) == 3
 
 
-def test_generation_ends_with_the_end_token() -> None:
+def test_generation_ends_with_eos() -> None:
     model, examples = make_model(), make_examples(2)
     free = _tokens_by_full_passes(model, examples[0], 6)
     stop = free[3]
@@ -215,14 +215,14 @@ def test_generation_ends_with_the_end_token() -> None:
     assert all(token < VOCABULARY for row in found for token in row)
 
 
-def test_an_example_beyond_the_width_is_refused() -> None:
+def test_rejects_example_longer_than_the_width() -> None:
     sampler = Sampler(make_model(), PLAN, horizon=HORIZON, group=1, width=8, pad_id=0)
     with refused("example_too_long", 21, 8, "observation 0"):
         sampler.sample(_observed(3)[1:2], [0])
 
 
 @pytest.mark.gpu
-def test_a_cuda_graph_samples_what_the_loop_does_and_rows_keep_their_bits() -> None:
+def test_cuda_graph_is_bitwise_equal_to_the_loop() -> None:
     model, examples = _calm_model().cuda(), _observed(3)
     plain = _sampler(model, 2)
     plain._euler_steps, plain._flow_sde_steps, plain._scored_steps = plain._euler, plain._flow_sde, plain._scored
