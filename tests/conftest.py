@@ -6,9 +6,11 @@ import asyncio
 import gc
 import inspect
 import os
+import re
 import sys
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,60 +38,27 @@ os.environ.update(
 
 Command = Callable[..., "Done"]
 
-ON_ONE_WORKER = {
-    "shared_server": (
-        "tests/chaos/test_kills.py",
-        "tests/end_to_end/test_joined_server.py",
-        "tests/end_to_end/test_server_leases.py",
-        "tests/end_to_end/test_skipped_batch.py",
-        "tests/evaluation/test_stage.py",
-        "tests/examples/test_evaluate.py",
-        "tests/examples/test_grpo.py",
-        "tests/examples/test_trainer.py",
-        "tests/platform/test_open_ports.py",
-        "tests/platform/test_up.py",
-        "tests/rollouts/test_real_images.py",
-    ),
-    "prefect_server": (
-        "tests/flows/test_flows.py",
-        "tests/flows/test_submit.py",
-        "tests/platform/test_mlflow_away.py",
-        "tests/tasks/test_blocks.py",
-        "tests/tasks/test_prometheus.py",
-        "tests/tasks/test_run_stage.py",
-    ),
-}
-"""The files that use a fixture that is dear to start: on one worker, it is started once."""
+ON_ONE_WORKER = {"shared_server": r"\b(shared_server|joined_url)\b", "prefect_server": r"\bprefect_server\b"}
+"""Fixtures that take seconds to start. Files whose text matches the pattern run on one worker, so each starts once."""
 
-WAITING = (
-    "tests/fuzz/test_fuzz.py",
-    "tests/inference/test_answers.py",
-    "tests/inference/test_lease.py",
-    "tests/inference/test_pool_faults.py",
-    "tests/inference/test_pool_restarts.py",
-    "tests/inference/test_server.py",
-    "tests/rewards/test_judge.py",
-    "tests/rollouts/test_hostile.py",
-    "tests/test_process.py",
-    "tests/vlm/test_loader.py",
-    "tests/machine/workers/test_worker.py",
-)
-"""Files that mostly wait: for a timeout, or until something is retried. Beside others they take next to no time."""
+
+@cache
+def group_of(file: str) -> str:
+    """Name of the tests that run on the same worker as those of a file: the file, or a fixture of `ON_ONE_WORKER`."""
+    text = Path(file).read_text()
+    return next((fixture for fixture, pattern in ON_ONE_WORKER.items() if re.search(pattern, text)), file)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """`--dist loadfile`, with the files of each group of `ON_ONE_WORKER` as one."""
+    """`--dist loadfile` with the groups of `group_of`. xdist 3.8's own groups have no effect with pytest 9.2."""
     from xdist.scheduler import LoadFileScheduling
 
-    groups = {file: fixture for fixture, files in ON_ONE_WORKER.items() for file in files}
-
-    class ByFileAndGroup(LoadFileScheduling):
+    class ByGroup(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            file = super()._split_scope(nodeid)
-            return groups.get(file, file)
+            return group_of(str(config.rootpath / super()._split_scope(nodeid)))
 
-    return ByFileAndGroup(config, log) if config.getvalue("dist") == "loadfile" else None
+    return ByGroup(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 @pytest.hookimpl(wrapper=True)
@@ -108,20 +77,24 @@ def file_of(item: pytest.Item) -> str:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Slow tests may take long on a busy machine. On several workers their files go first, so that none ends alone, and
-    those that wait are spread among them.
+    """Order test files so that all workers stay busy, and give slow tests more time.
+
+    Files with slow tests come first, so that none of them ends alone. Files marked as `waits` (for timeouts and
+    retries) are spread among them.
     """
     for item in items:
-        file = file_of(item)
         for fixture in ON_ONE_WORKER.keys() & getattr(item, "fixturenames", ()):
-            if file not in ON_ONE_WORKER[fixture]:
-                raise pytest.UsageError(f"{file} uses {fixture}: add it to ON_ONE_WORKER in tests/conftest.py")
+            if group_of(str(item.path)) != fixture:
+                raise pytest.UsageError(f"{item.path} uses {fixture}: extend its pattern in ON_ONE_WORKER")
         if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(900))
     if "PYTEST_XDIST_WORKER" in os.environ:
-        slow = list(dict.fromkeys(file_of(item) for item in items if item.get_closest_marker("slow")))
+        slow, waiting = (
+            list(dict.fromkeys(file_of(item) for item in items if item.get_closest_marker(name)))
+            for name in ("slow", "waits")
+        )
         places = {file: 2 * place for place, file in enumerate(slow)} | {
-            file: 2 * place * len(slow) // len(WAITING) + 1 for place, file in enumerate(WAITING)
+            file: 2 * place * len(slow) // len(waiting) + 1 for place, file in enumerate(waiting)
         }
         items.sort(key=lambda item: places.get(file_of(item), 2 * len(slow) + 2))
 

@@ -16,6 +16,8 @@ import pytest
 
 from armature.components.machine.process import Program, program
 
+pytestmark = pytest.mark.waits
+
 # A program with a grandchild in a session of its own, one that ignores SIGTERM, and a double-forked daemon.
 FAMILY = """
 import json, os, signal, subprocess, sys, time

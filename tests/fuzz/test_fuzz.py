@@ -6,9 +6,13 @@ import random
 import time
 from collections import Counter
 
+import pytest
+
 from tests.fuzz.doors.planted import KINDS
 from tests.fuzz.mutate import damaged_bytes, damaged_document, dumps
 from tests.fuzz.run import fuzz_door, table
+
+pytestmark = pytest.mark.waits
 
 DOCUMENT = {"a": [1, 2.5, "x"], "b": {"c": None, "d": [[], {}]}}
 

@@ -20,6 +20,8 @@ from armature.components.inference.pool import ServerPool
 from armature.components.inference.settings import ServerSettings
 from tests.inference.conftest import KEY, MESSAGES, SAMPLING, stand_in, write_checkpoint
 
+pytestmark = pytest.mark.waits
+
 PROMPT, TOKENS, ROWS = [1, 7, 7, 7, 2], [3, 4, 5], 10
 SAMPLES = 3
 

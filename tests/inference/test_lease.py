@@ -16,6 +16,8 @@ from armature.components.inference.pool import ServerPool
 from tests.inference.conftest import ask_many, texts
 from tests.refusals import codes, refused
 
+pytestmark = pytest.mark.waits
+
 KEY = {"Authorization": "Bearer a-key"}
 OTHER = "b" * 32
 

@@ -18,6 +18,8 @@ from armature.tasks.prometheus import RunCollector
 from tests.inference.conftest import MESSAGES, SAMPLING, ask_many, texts
 from tests.refusals import codes, refused
 
+pytestmark = pytest.mark.waits
+
 
 def run(pool: ServerPool, work: Callable[[ServerPool], Any]) -> Any:
     async def inside() -> Any:

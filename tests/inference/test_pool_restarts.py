@@ -21,6 +21,8 @@ from armature.components.inference.settings import ServerSettings
 from tests.inference.conftest import MESSAGES, SAMPLING, ask_many, texts
 from tests.refusals import codes, refused
 
+pytestmark = pytest.mark.waits
+
 STAND_IN = Path(__file__).with_name("stand_in.py")
 
 

@@ -28,6 +28,8 @@ from armature.components.inference.server import VllmServer
 from armature.components.inference.settings import ServerSettings
 from tests.refusals import refused
 
+pytestmark = pytest.mark.waits
+
 SETTINGS = ServerSettings(max_model_len=512, max_images_per_prompt=2, dtype="float32")
 
 

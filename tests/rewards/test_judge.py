@@ -26,6 +26,8 @@ from tests.refusals import refused
 from .grading import made
 from .judge_server import JudgeServer, judge_server
 
+pytestmark = pytest.mark.waits
+
 SETTINGS: dict[str, Any] = {
     "model": "judge-1",
     "template": "Is {completion} the same as {answer}? mood: {mood}",

@@ -31,6 +31,8 @@ from armature.components.rollouts.table import read_rollouts, write_rollouts
 from .conftest import RecordedEvents, ScriptedPolicy
 from .test_collect import IMPATIENT, Counting, CountingEpisode, collecting, play, png, says
 
+pytestmark = pytest.mark.waits
+
 
 class Ends(BaseException):
     """Neither an `Exception` nor one that asyncio knows."""

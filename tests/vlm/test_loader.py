@@ -16,6 +16,8 @@ from armature.components.contracts.images import ImageRef
 from armature.components.vlm.loader import MicroBatchLoader
 from armature.components.vlm.packing import micro_batches, packed_micro_batches, share, updates
 
+pytestmark = pytest.mark.waits
+
 REF = ImageRef("0" * 64, "image/png", 4, 4)
 
 

@@ -29,6 +29,8 @@ from tests.refusals import refused
 
 from .calls import call, parts
 
+pytestmark = pytest.mark.waits
+
 MODULE = "tests.machine.workers.misbehaving"
 MakeWorker = Callable[..., Worker]
 
