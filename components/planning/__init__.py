@@ -1,1 +1,4 @@
-"""Memory, seconds of a step and bottleneck of a recipe on N GPUs, by formulas that need neither GPUs nor weights."""
+"""Planning of runs: formulas for memory, seconds of a step and bottleneck of a recipe on N GPUs.
+
+They need neither GPUs nor the model's weights.
+"""

@@ -1,4 +1,4 @@
-"""How GPUs are best divided between servers and trainer, by the seconds that a run measured."""
+"""The best division of GPUs between servers and trainer, from the times that an earlier run measured."""
 
 from __future__ import annotations
 
@@ -15,35 +15,41 @@ from armature.components.artifacts.store import ArtifactStore
 from armature.components.rl.settings import TrainVLMSettings
 
 LEAST = 0.05
-"""Of a step, that another share has to save to be worth it."""
+"""Share of a step's time that another division must save to be recommended."""
 WARM_UP = 2
-"""Steps at the beginning that do not count: kernels are compiled, caches are filled."""
+"""Number of first steps that are ignored, in which kernels are compiled and caches are filled."""
 
 
 @dataclass(frozen=True)
 class MeasuredShare:
-    """Means of the steps of a run: `rollouts` and `train` are seconds on so many `servers` and `ranks`, `others` those
-    of what neither shortens. `overlaps`: rollouts are played while the trainer works; `at_most`: they took no longer
-    than that, and how much less is not in the records.
-    """
+    """Mean times of the steps of a run, in seconds, on its servers and ranks."""
 
     path: Path
+    """Folder of the run."""
     servers: int
     ranks: int
     rollouts: float
+    """Seconds of rollouts, on `servers` servers."""
     train: float
+    """Seconds of training, on `ranks` ranks."""
     others: float
+    """Seconds of everything that more servers or ranks do not shorten."""
     overlaps: bool
+    """Rollouts are played while the trainer works."""
     at_most: bool
+    """Rollouts took at most as long as training; the exact time is unknown because nothing waited for them."""
 
     def step(self, servers: int, ranks: int) -> float:
-        """Seconds of a step, if rollouts and training each take as much less as they have more GPUs."""
+        """Return the seconds of a step with other numbers of GPUs, assuming that both sides scale perfectly."""
         rollouts, train = self.rollouts * self.servers / servers, self.train * self.ranks / ranks
         return self.others + (max(rollouts, train) if self.overlaps else rollouts + train)
 
 
 def last_run(settings: TrainVLMSettings, store: ArtifactStore) -> MeasuredShare | None:
-    """The newest finished run of this model with these rollouts that says on how many servers and ranks it was."""
+    """Return the times of the newest finished run with the same model, rollouts and batches; None if there is none.
+
+    Runs whose history lacks the numbers of servers and ranks are ignored.
+    """
     homes = sorted(store.root.glob("train-vlm/*/history.json"), key=lambda file: file.stat().st_mtime, reverse=True)
     wanted = _compared(settings.model_dump(mode="json"))
     for file in homes:
@@ -56,6 +62,7 @@ def last_run(settings: TrainVLMSettings, store: ArtifactStore) -> MeasuredShare 
 
 
 def _compared(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings that must be equal for times to be comparable."""
     rollouts = {key: value for key, value in settings["rollouts"].items() if key != "seed"}
     return {"model": settings["model"], "rollouts": rollouts, "batches": settings["batches"]}
 
@@ -80,7 +87,13 @@ def _measured(path: Path, settings: TrainVLMSettings, steps: list[dict[str, floa
 
 
 def best_share(measured: MeasuredShare, gpus: int, gpus_per_server: int) -> tuple[int, int]:
-    """Servers and ranks on `gpus` GPUs with the shortest step, all GPUs in use but for what no server has room on."""
+    """Return the numbers of servers and ranks, which together use `gpus` GPUs, with the shortest step.
+
+    Example:
+        >>> measured = MeasuredShare(Path(), 1, 3, rollouts=30.0, train=10.0, others=0.0, overlaps=True, at_most=False)
+        >>> best_share(measured, gpus=4, gpus_per_server=1)
+        (2, 2)
+    """
     best, shortest = (0, 0), inf
     for servers in range(1, (gpus - 1) // gpus_per_server + 1):
         ranks = gpus - servers * gpus_per_server
@@ -90,22 +103,26 @@ def best_share(measured: MeasuredShare, gpus: int, gpus_per_server: int) -> tupl
 
 
 def share_lines(measured: MeasuredShare, gpus_per_server: int) -> list[str]:
-    """What `measured` says of the GPUs that it had, of which each server took `gpus_per_server`."""
+    """Return lines that compare the measured division of GPUs with the best one.
+
+    Args:
+        gpus_per_server: number of GPUs that each server of the run used.
+    """
     gpus = measured.servers * gpus_per_server + measured.ranks
     now = measured.step(measured.servers, measured.ranks)
-    said = (
+    line = (
         f"share of {gpus} GPUs: in {measured.path} {measured.servers} servers and {measured.ranks} ranks took "
         f"{now:.1f} s a step: rollouts {'at most ' * measured.at_most}{measured.rollouts:.1f} s, training "
         f"{measured.train:.1f} s{', at the same time' * measured.overlaps}, batch and sync {measured.others:.1f} s"
     )
     if measured.at_most:
-        return [said, "  servers waited for the trainer: give it a GPU of theirs, and see what the next run says"]
+        return [line, "  servers waited for the trainer: move a GPU from servers to trainer and compare the next run"]
     servers, ranks = best_share(measured, gpus, gpus_per_server)
     saved = 1 - measured.step(servers, ranks) / now
     if saved < LEAST:
-        return [said, f"  no other share would save {LEAST:.0%} of it"]
+        return [line, f"  no other share would save {LEAST:.0%} of this time"]
     return [
-        said,
+        line,
         f"  {servers} servers and {ranks} ranks would take {measured.step(servers, ranks):.1f} s, {saved:.0%} less, if "
-        "both get as much faster as they get GPUs",
+        "both sides scale perfectly",
     ]

@@ -1,4 +1,4 @@
-"""Sizes of a model without its weights, and the memory of a trainer and of a server on one GPU."""
+"""Model sizes computed without weights, and the memory that a trainer and a server need on one GPU."""
 
 from __future__ import annotations
 
@@ -26,28 +26,34 @@ from armature.components.vlm.memory import GIB, OVERHEAD, MemoryEstimate, estima
 from armature.components.vlm.settings import TrainerSettings
 
 CAPACITIES = (24e9, 48e9, 80e9, 141e9)
-"""Bytes of the GPUs that are common, from the smallest."""
+"""Memory of common GPUs in bytes, smallest first."""
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU as its data sheet describes it.
-
-    `flops`: dense bf16 operations per second; `memory_bandwidth`, `link`, `network`: bytes per second of one GPU.
-    `link` is NVLink in one direction, `network` the share of a GPU in the InfiniBand of a node of `per_node` GPUs.
-    """
+    """A GPU as its data sheet describes it."""
 
     name: str
     memory: float
+    """Bytes of memory."""
     flops: float
+    """Dense bf16 operations per second."""
     memory_bandwidth: float
+    """Bytes per second of its memory."""
     link: float
+    """Bytes per second of NVLink in one direction."""
     network: float
+    """Bytes per second of one GPU's share of its node's InfiniBand."""
     source: str
+    """Where the numbers are from."""
     per_node: int = 8
+    """Number of GPUs of a node."""
 
     def collective(self, ranks: int) -> float:
-        """Bytes per second of a ring of `ranks`: each byte enters a node once, over the network of all its GPUs."""
+        """Return the bytes per second of a ring of `ranks`.
+
+        Between nodes each byte enters a node once, over the network of all its GPUs together.
+        """
         return self.link if ranks <= self.per_node else min(self.link, self.per_node * self.network)
 
 
@@ -62,43 +68,48 @@ GPUS = {
 
 
 def gpu_named(name: str) -> Gpu:
-    """Raises ConfigurationError if no data sheet has this name."""
+    """Return the GPU with this name.
+
+    Raises:
+        ConfigurationError: the name is unknown.
+    """
     if name not in GPUS:
         raise ConfigurationError(
-            f"no GPU is called {name!r}", code="gpu_unknown", where="--gpu", remedy=suggestion(name, GPUS)
+            f"GPU {name!r} is unknown", code="gpu_unknown", where="--gpu", remedy=suggestion(name, GPUS)
         )
     return GPUS[name]
 
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """Sizes of a vision-language model.
-
-    `tensors`: number of its parameters' tensors; `blocks`: layers, of the vision tower too; `root`: parameters that are
-    in no block; `key_value_bytes`: what a server keeps for a token, over all layers, in 16 bits.
-    """
+    """Sizes of a vision-language model."""
 
     tensors: int
+    """Number of parameter tensors."""
     blocks: int
+    """Number of layers, including those of the vision tower."""
     root: int
+    """Number of parameters outside of blocks."""
     key_value_bytes: int
+    """Bytes of the KV cache for one token, over all layers, in 16 bits."""
     estimate: MemoryEstimate
 
     @property
     def parameters(self) -> int:
+        """Number of parameters."""
         return self.estimate.parameters
 
     @property
     def trained(self) -> float:
-        """Trained parameters over all parameters."""
+        """Share of the parameters that is trained."""
         return min(1.0, self.estimate.trainable / self.parameters)
 
 
 def read_config(settings: ModelSettings) -> Any:
-    """Return the configuration of a folder or a hub name, without its weights, or of a tiny model.
+    """Return the configuration of a model, without its weights: of a folder, a hub name, or a tiny model.
 
     Raises:
-        DataError: there is no configuration here, and the hub does not answer.
+        DataError: the configuration is not on this machine, and the hub does not answer.
     """
     if settings.tiny is not None and settings.tiny_family is not None:
         from armature.components.families.family import tiny_recipe
@@ -110,7 +121,7 @@ def read_config(settings: ModelSettings) -> Any:
         )
         return recipe.config(tiny, tokenizer)
     source = project_source(settings.source)
-    remedy = "give a folder that has the model's config.json, which is all that is read: --set model.source=/a/folder"
+    remedy = "use a folder with the model's config.json, no other file is needed: --set model.source=/a/folder"
     with foreign("the model's configuration cannot be read", where=source, remedy=remedy):
         return AutoConfig.from_pretrained(
             Path(source) if Path(source).is_dir() else source,
@@ -120,7 +131,10 @@ def read_config(settings: ModelSettings) -> Any:
 
 
 def model_sizes(config: Any, model: ModelSettings, trainer: TrainerSettings, server_dtype: str) -> ModelSizes:
-    """Count on the meta device. A block is a layer, of a vision tower too, as the seconds of a step were measured."""
+    """Count a model's sizes on the meta device.
+
+    Each layer of the vision tower counts as a block, as in the measurements behind the assumed times.
+    """
     with torch.device("meta"):
         skeleton = AutoModelForImageTextToText.from_config(config, trust_remote_code=model.trust_remote_code)
     layers = replace(family_of(config), whole_tower=False)
@@ -139,30 +153,35 @@ def model_sizes(config: Any, model: ModelSettings, trainer: TrainerSettings, ser
 
 
 def sizes_of(settings: TrainVLMSettings) -> ModelSizes:
-    """Raises DataError as `read_config` does."""
+    """Return the sizes of the model in a recipe.
+
+    Raises:
+        DataError: see `read_config`.
+    """
     return model_sizes(read_config(settings.model), settings.model, settings.trainer, settings.inference.dtype)
 
 
 @dataclass(frozen=True)
 class RecipeMemory:
-    """Bytes of each process of a run, by what they are for.
-
-    `trainer` is one of `ranks`; `server`, one of the GPUs of a model server, or the policy that plays, holds at least
-    that; there are `servers` of them. Empty: there is none. `together`: both are on one GPU, of which a vLLM server
-    takes `server_share`, and a policy (None) what it needs. `on_gpu` is false where all of it is in main memory.
-    """
+    """Estimated bytes of the processes of a run, by purpose."""
 
     trainer: Mapping[str, int]
+    """Bytes of one rank of the trainer."""
     ranks: int
     server: Mapping[str, int]
+    """Least bytes of one GPU of a model server, or of the policy that plays; empty if the run starts none."""
     servers: int
+    """Number of GPUs of model servers, or of policies that play."""
     together: bool
+    """Trainer and server are on the same GPU."""
     server_share: float | None
+    """Part of a GPU that a vLLM server takes; None for a policy, which takes only what it needs."""
     on_gpu: bool
+    """Memory is on GPUs; otherwise all of it is main memory."""
     served: str = "a server"
 
     def fits(self, capacity: float) -> bool:
-        """Tell whether a GPU of `capacity` bytes, or the machine's main memory, is enough."""
+        """Tell if a GPU of `capacity` bytes, or a machine with so much main memory, is enough."""
         trainer, server = OVERHEAD * sum(self.trainer.values()), float(sum(self.server.values()))
         if not self.on_gpu:
             return self.ranks * trainer + self.servers * server <= capacity
@@ -173,9 +192,13 @@ class RecipeMemory:
         return server <= share * capacity and trainer <= (1 - share * self.together) * capacity
 
     def lines(self, capacity: float | None, where: str) -> list[str]:
-        """Say what is needed, and whether `where`, of so many bytes, has it; None: which GPUs do."""
+        """Return lines that say how much memory is needed and where it fits.
+
+        Args:
+            capacity: bytes of the GPU or machine `where`; None to name the smallest common GPU that is large enough.
+        """
         unit = "GPUs" if self.on_gpu else "processes"
-        found = [
+        table = [
             f"memory of {role:<19}{sum(parts.values()) / GIB:.2f} GiB on each of {count} {unit}: "
             + ", ".join(f"{name} {size / GIB:.2f}" for name, size in parts.items() if size)
             for role, parts, count in (
@@ -187,14 +210,18 @@ class RecipeMemory:
         shared = ", which both share" * (self.together and self.on_gpu)
         if capacity is not None:
             verdict = "fits" if self.fits(capacity) else "WARNING: does not fit"
-            return [*found, f"memory: {verdict} {capacity / GIB:.1f} GiB of {where}{shared}"]
+            return [*table, f"memory: {verdict} {capacity / GIB:.1f} GiB of {where}{shared}"]
         enough = [size for size in CAPACITIES if self.fits(size)]
         verdict = f"fits a GPU of {enough[0] / 1e9:.0f} GB" if enough else "WARNING: does not fit a GPU of 141 GB"
-        return [*found, f"memory: {verdict}{shared}"]
+        return [*table, f"memory: {verdict}{shared}"]
 
 
 def server_parts(sizes: ModelSizes, gpus: int, sequences: int, context: int) -> dict[str, int]:
-    """Bytes of one of the `gpus` of a server, with the cache of `sequences` of `context` tokens."""
+    """Return the bytes of one of the `gpus` of a server by purpose, with the KV cache of some sequences.
+
+    Args:
+        context: number of tokens of each sequence.
+    """
     return {
         "weights": sizes.estimate.server_weights // gpus,
         f"KV cache of {sequences} x {context:,} tokens": sequences * context * sizes.key_value_bytes // gpus,
@@ -202,7 +229,7 @@ def server_parts(sizes: ModelSizes, gpus: int, sequences: int, context: int) -> 
 
 
 def trainer_parts(estimate: MemoryEstimate) -> dict[str, int]:
-    """Bytes of a rank, as `MemoryEstimate.trainer` adds them up."""
+    """Return the bytes of a rank by purpose; their sum is `MemoryEstimate.trainer`."""
     return {
         "weights": estimate.weights,
         "gradients and optimizer": estimate.optimizer,
@@ -213,9 +240,13 @@ def trainer_parts(estimate: MemoryEstimate) -> dict[str, int]:
 
 
 def recipe_memory(recipe: TrainVlm) -> RecipeMemory:
-    """Memory of a recipe of train-vlm on its machine. A server needs its weights and one sequence at least.
+    """Return the memory that a recipe of train-vlm needs on its machine.
 
-    `model.gradient_checkpointing = "auto"` counts as on, as where memory is short. Raises DataError as `read_config`.
+    A server is counted with its weights and one sequence. `model.gradient_checkpointing = "auto"` counts as on, which
+    is what it becomes if memory is short.
+
+    Raises:
+        DataError: see `read_config`.
     """
     settings, machine = recipe.settings_for(TrainVLMSettings), recipe.machine
     sizes, processes = sizes_of(settings), TrainerProcesses.of(machine)

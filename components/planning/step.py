@@ -1,4 +1,4 @@
-"""Seconds of a step of train-vlm on N GPUs by formulas, the best share of the GPUs, and the bottleneck."""
+"""Formulas for the seconds of a step of train-vlm on N GPUs, the best division of the GPUs, and the bottleneck."""
 
 from __future__ import annotations
 
@@ -27,22 +27,24 @@ TWO = "; docs/benchmarks.md, Two GPUs, and less memory"
 Transfer = Literal["file", "delta", "nccl", "ipc", "adapter"]
 Mfu = Literal["trainer_mfu", "packed_mfu", "compiled_mfu", "kept_mfu"]
 COLLECTIVES = 3
-"""Of a block in a micro-batch: its weights are gathered forward and backward, its gradients are scattered."""
+"""Collectives of a block per micro-batch: gathering weights forward and backward, and scattering gradients."""
 USABLE = 0.9
-"""Of a server's GPU; the rest is CUDA's context, NCCL and fragments."""
+"""Usable part of a server's GPU memory; the rest is CUDA's context, NCCL and fragmentation."""
 MAX_SEQUENCES = 256
-"""vLLM's max_num_seqs."""
+"""vLLM's default of max_num_seqs."""
 
 
 class Assumptions(Settings):
-    """What is neither in a recipe nor on a data sheet. The descriptions say where each is from; GPUs were H200s and
-    H100s. The first ones are of the mean episode: `armature plan` takes them from the recipe where it says them.
+    """Numbers that are neither in a recipe nor on a data sheet.
+
+    Each description tells if the number was assumed, measured or fitted, and where; GPUs were H200s and H100s. The
+    first numbers describe the mean episode; `armature plan` takes them from the recipe if it has them.
     """
 
     turns: PositiveFloat = 1.0
     """assumed: turns of an episode"""
     dialogue: bool = False
-    """of the environment: a turn's prompt holds the conversation before it"""
+    """from the environment: a turn's prompt contains the conversation so far"""
     prompt_tokens: PositiveInt = 512
     """assumed: tokens of the first prompt, images included"""
     turn_tokens: PositiveInt = 256
@@ -52,81 +54,89 @@ class Assumptions(Settings):
     completion_tokens: PositiveFloat = 128
     """assumed: tokens of an answer"""
     environment_seconds: NonNegativeFloat = 0.05
-    """assumed: of the environment for a turn"""
+    """assumed: seconds of the environment per turn"""
     longest: float = Field(2.0, ge=1)
-    """assumed: tokens of the longest episode, over the mean"""
-    trainer_mfu: PositiveFloat = Field(0.26, description="fitted: of the bf16 FLOPs, not packed, two models" + STEP)
-    packed_mfu: PositiveFloat = Field(0.4, description="fitted: packed, not compiled, one case" + STEP)
-    compiled_mfu: PositiveFloat = Field(0.49, description="fitted: packed and compiled, three cases" + STEP)
-    kept_mfu: PositiveFloat = Field(0.64, description="fitted: the same, activations kept, three cases" + STEP)
-    # Three micro-batches in place of one took 0.79 s more; a line through three compiled cases leaves 0.115 s.
-    eager_layer_seconds: NonNegativeFloat = Field(0.395 / 68 / 3, description="measured: of a layer, each pass" + STEP)
+    """assumed: tokens of the longest episode, relative to the mean"""
+    trainer_mfu: PositiveFloat = Field(0.26, description="fitted: share of bf16 FLOPs, not packed, two models" + STEP)
+    packed_mfu: PositiveFloat = Field(0.4, description="fitted: the same, packed, not compiled, one case" + STEP)
+    compiled_mfu: PositiveFloat = Field(0.49, description="fitted: the same, packed and compiled, three cases" + STEP)
+    kept_mfu: PositiveFloat = Field(0.64, description="fitted: the same, activations kept as well, three cases" + STEP)
+    # Three micro-batches instead of one took 0.79 s longer, uncompiled. A line fitted to three compiled cases has an
+    # intercept of 0.115 s.
+    eager_layer_seconds: NonNegativeFloat = Field(
+        0.395 / 68 / 3, description="measured: seconds per layer and pass" + STEP
+    )
     compiled_layer_seconds: NonNegativeFloat = Field(0.115 / 68 / 3, description="fitted: the same, compiled" + STEP)
-    # Two GPUs took 1,775 ms for half of 3,225, and 117 ms besides, less the 42 ms of one GPU, in 207 collectives.
-    sharded_loss: NonNegativeFloat = Field(2 * 1775 / 3225 - 1, description="measured: more, beside NCCL" + TWO)
-    collective_seconds: NonNegativeFloat = Field(0.075 / 207, description="measured: of a collective, exposed" + TWO)
+    # Two GPUs took 1,775 ms for half of the work that took one GPU 3,225 ms. They took 117 ms more in 207 collectives, and
+    # 42 ms of these a single GPU takes as well.
+    sharded_loss: NonNegativeFloat = Field(2 * 1775 / 3225 - 1, description="measured: slowdown beside NCCL" + TWO)
+    collective_seconds: NonNegativeFloat = Field(
+        0.075 / 207, description="measured: exposed seconds per collective" + TWO
+    )
     prefill_mfu: PositiveFloat = 0.4
-    """assumed: of the bf16 FLOPs for prompts and decoded tokens"""
+    """assumed: share of bf16 FLOPs for prompts and decoded tokens"""
     memory_share: PositiveFloat = 0.7
-    """assumed: of the memory bandwidth, when weights are read"""
+    """assumed: share of the memory bandwidth when weights are read"""
     network_share: PositiveFloat = 0.7
-    """assumed: of NVLink and network, in collectives"""
+    """assumed: share of NVLink's and the network's bandwidth in collectives"""
     pass_seconds: NonNegativeFloat = 0.003
-    """assumed: of a server's forward pass besides the GPU's"""
+    """assumed: seconds of a server's forward pass besides the GPU's"""
     hop_seconds: NonNegativeFloat = 5e-6
-    """assumed: of one rank to the next in a ring"""
+    """assumed: seconds from one rank to the next in a ring"""
     request_seconds: NonNegativeFloat = 0.0015
-    """assumed: of the flow's event loop for a turn"""
+    """assumed: seconds of the flow's event loop per turn"""
     image_seconds: NonNegativeFloat = 0.037 / 50
-    """measured: of the event loop for an image"""
+    """measured: seconds of the event loop per image"""
     rollout_seconds: NonNegativeFloat = 1 / 5259
-    """measured: of a rollout in a batch"""
+    """measured: seconds to build a batch, per rollout"""
     sync_seconds: NonNegativeFloat = 0.15
-    """measured: 0.12 to 0.19 s of a sync of a tiny model"""
-    tensor_seconds: NonNegativeFloat = Field(0.125 / 824, description="measured: to publish a tensor" + SYNC)
-    load_bandwidth: PositiveFloat = Field(12e9, description="measured: bytes/s that vLLM loads" + SYNC)
-    write_bandwidth: PositiveFloat = Field(0.56e9, description="measured: bytes/s of a checkpoint on a disk" + SYNC)
+    """measured: seconds to sync a tiny model, 0.12 to 0.19"""
+    tensor_seconds: NonNegativeFloat = Field(0.125 / 824, description="measured: seconds to publish a tensor" + SYNC)
+    load_bandwidth: PositiveFloat = Field(12e9, description="measured: bytes/s at which vLLM loads weights" + SYNC)
+    write_bandwidth: PositiveFloat = Field(
+        0.56e9, description="measured: bytes/s of writing a checkpoint to a disk" + SYNC
+    )
     shared_bandwidth: PositiveFloat = 2e9
-    """assumed: bytes/s of the folder that servers load from"""
-    delta_bandwidth: PositiveFloat = Field(4e9, description="measured: bytes/s of weights that are compared" + SYNC)
-    delta_share: PositiveFloat = Field(0.03, description="measured: moved of weights of which 2 % changed" + SYNC)
+    """assumed: bytes/s of the folder from which servers load"""
+    delta_bandwidth: PositiveFloat = Field(4e9, description="measured: bytes/s of comparing weights" + SYNC)
+    delta_share: PositiveFloat = Field(0.03, description="measured: share of bytes sent if 2 % changed" + SYNC)
     adapter_publish: NonNegativeFloat = Field(0.28, description="measured: seconds to publish adapters" + SYNC)
     adapter_load: NonNegativeFloat = Field(0.94, description="measured: seconds to load 60 MB of adapters" + SYNC)
 
     def new_tokens(self) -> float:
-        """Prompt tokens of an episode after its first prompt that no cache has."""
+        """Return the prompt tokens of an episode, after its first prompt, that are not in a server's cache."""
         return (self.turns - 1) * (self.turn_tokens if self.dialogue else self.prompt_tokens)
 
     def context(self) -> float:
-        """Mean tokens that a decoded token attends to."""
+        """Return the mean number of tokens to which a decoded token attends."""
         earlier = (self.turns - 1) / 2 * (self.turn_tokens + self.completion_tokens) if self.dialogue else 0.0
         return self.prompt_tokens + earlier + self.completion_tokens / 2
 
     def trained_tokens(self, group_size: int, packing: bool) -> float:
-        """Tokens that the trainer computes for an episode; packed, the group's first prompt counts once."""
+        """Return the tokens that the trainer computes for an episode; with packing a group shares its first prompt."""
         first = self.prompt_tokens / group_size if packing else self.prompt_tokens
         return first + self.new_tokens() + self.turns * self.completion_tokens
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step by what they are spent on.
-
-    `rollouts` and `training` follow one another, or are at the same time (`overlaps`); `others` come on top.
-    """
+    """Seconds of a step, by activity."""
 
     rollouts: Mapping[str, float]
     training: Mapping[str, float]
     others: Mapping[str, float]
+    """Activities during which neither rollouts nor training continue."""
     overlaps: bool
+    """Rollouts and training run at the same time; otherwise one after the other."""
 
     @property
     def seconds(self) -> float:
+        """Total seconds of the step."""
         rollouts, training = sum(self.rollouts.values()), sum(self.training.values())
         return (max(rollouts, training) if self.overlaps else rollouts + training) + sum(self.others.values())
 
     def bottleneck(self) -> tuple[str, float]:
-        """Return the longest part that the step waits for, and its share of the step."""
+        """Return the longest activity that the step waits for, and its share of the step."""
         sides = [self.rollouts, self.training]
         waited = [max(sides, key=lambda side: sum(side.values()))] if self.overlaps else sides
         parts = {name: seconds for side in (*waited, self.others) for name, seconds in side.items()}
@@ -136,17 +146,24 @@ class StepTime:
 
 @dataclass(frozen=True)
 class TrainerCosts:
-    """Seconds of a rank: for a token; for each micro-batch of the host, to gather weights, and of collectives that
-    nothing hides; of an optimizer step."""
+    """Seconds of one rank of the trainer, per unit of work."""
 
     token: float
+    """Seconds to compute a token."""
     micro_batch: float
+    """Seconds of the host to launch the kernels of a micro-batch."""
     gather: float
+    """Seconds to gather weights and scatter gradients of a micro-batch, while computing continues."""
     exposed: float
+    """Seconds of collectives of a micro-batch during which nothing is computed."""
     update: float
+    """Seconds of an optimizer step."""
 
     def seconds(self, tokens: float, micro_batches: int, updates: int = 1) -> dict[str, float]:
-        """Seconds of `tokens` of a rank in micro-batches of one size. Gathering is hidden behind computing."""
+        """Return the seconds of a rank by activity, for `tokens` tokens in equal micro-batches.
+
+        Gathering costs time only if it takes longer than computing.
+        """
         computing = tokens * self.token
         gathered = max(0.0, micro_batches * self.gather - computing)
         return {
@@ -158,12 +175,12 @@ class TrainerCosts:
 
 
 def trainer_costs(sizes: ModelSizes, gpu: Gpu, assumed: Assumptions, mfu: Mfu, ranks: int) -> TrainerCosts:
-    """Seconds of a trainer that splits the model over `ranks`.
+    """Return the costs of a trainer that shards the model over `ranks`.
 
-    A forward pass is 2 operations for a weight and token, a backward pass 4, or 2 for weights that are not trained;
-    recomputation is counted in the share of the FLOPs that is reached. A micro-batch gathers all weights twice and
-    scatters the gradients once. Nothing hides the gathering of what is in no block, which comes first, and the
-    scattering of its gradients, which comes last.
+    A forward pass takes 2 operations per weight and token; a backward pass takes 4, or 2 for frozen weights.
+    Recomputation is contained in the share of FLOPs that is reached (MFU). A micro-batch gathers all weights twice and
+    scatters the gradients once. The weights outside of blocks are gathered first and their gradients are scattered
+    last, so no computation hides these collectives.
     """
     passes = 2 if mfu == "kept_mfu" else 3
     layer = assumed.compiled_layer_seconds if mfu in ("compiled_mfu", "kept_mfu") else assumed.eager_layer_seconds
@@ -184,7 +201,7 @@ def trainer_costs(sizes: ModelSizes, gpu: Gpu, assumed: Assumptions, mfu: Mfu, r
 
 
 def mfu_of(model: ModelSettings, trainer: TrainerSettings) -> Mfu:
-    """Return the share of the FLOPs that was measured of a trainer like this."""
+    """Return the name of the assumption with the share of FLOPs (MFU) that such a trainer reaches."""
     if not trainer.packing:
         return "trainer_mfu"
     if not trainer.torch_compile:
@@ -195,7 +212,7 @@ def mfu_of(model: ModelSettings, trainer: TrainerSettings) -> Mfu:
 def sync_seconds(
     sizes: ModelSizes, gpu: Gpu, assumed: Assumptions, servers: int, transfer: Transfer
 ) -> tuple[float, float]:
-    """Seconds to publish new weights, while servers go on; and seconds to load them, while they wait."""
+    """Return the seconds to publish new weights, while servers continue, and to load them, while servers wait."""
     moved, tensors = 2 * sizes.parameters, sizes.tensors * assumed.tensor_seconds
     if transfer == "adapter":
         return assumed.adapter_publish, assumed.adapter_load
@@ -209,10 +226,10 @@ def sync_seconds(
 
 
 class LanguagePlan:
-    """Plans a recipe of train-vlm on many GPUs of a kind, `gpus_per_server` to a server.
+    """The plan of a recipe of train-vlm on many GPUs of one kind.
 
     Raises:
-        ConfigurationError: a server fits on no node, or a rank on no GPU, however many there are.
+        ConfigurationError: a server does not fit on a node, or a rank does not fit on a GPU with any number of ranks.
     """
 
     def __init__(
@@ -223,10 +240,10 @@ class LanguagePlan:
         self.gpus_per_server, self.fewest_ranks = self._server_size(), self._fewest_ranks()
 
     def best(self, gpus: int) -> tuple[int, int]:
-        """Return the servers and ranks with the shortest step; on several nodes the trainer has whole ones.
+        """Return the numbers of servers and ranks with the shortest step. On several nodes the trainer has whole nodes.
 
         Raises:
-            ConfigurationError: so few GPUs do not hold a server and the trainer.
+            ConfigurationError: a server and the trainer do not fit on so few GPUs.
         """
         node, sharing = self.gpu.per_node, self.machine.trainer_context_parallel
         ranks = [
@@ -244,7 +261,7 @@ class LanguagePlan:
         return min(layouts, key=lambda layout: self.step(*layout).seconds)
 
     def step(self, servers: int, ranks: int) -> StepTime:
-        """Seconds of a step on so many servers and ranks, with all episodes but the longest like the mean one."""
+        """Return the seconds of a step, assuming that all episodes except the longest ones are like the mean one."""
         lora, assumed = self.settings.model.lora, self.assumed
         alone = lora is not None and lora.served_as == "adapter"
         transfer: Transfer = "adapter" if alone else self.machine.weight_transfer
@@ -257,21 +274,24 @@ class LanguagePlan:
         )
 
     def _rollouts(self, servers: int) -> dict[str, float]:
-        """A forward pass of a server reads all weights once, for all sequences that it decodes. The flow's event loop
-        works meanwhile, and counts where it needs longer."""
+        """Return the seconds of rollouts by activity.
+
+        A forward pass of a server reads all weights once for all sequences that it decodes. The flow's event loop works
+        at the same time, and only counts as far as it takes longer.
+        """
         assumed, gpu = self.assumed, self.gpu
         read = gpu.memory_bandwidth * assumed.memory_share * self.gpus_per_server
         each_pass = assumed.pass_seconds + self.sizes.estimate.server_weights / read
         token = 2 * self.sizes.parameters / (gpu.flops * self.gpus_per_server * assumed.prefill_mfu)
         cache = self.sizes.key_value_bytes / read * assumed.context()
         limit = self.machine.max_concurrent if self.machine.environment_processes else self.rollouts
-        # Episodes follow one another in waves where servers, or environments, have no room for all of them.
+        # If servers or environments do not have room for all episodes at once, they are played in waves.
         waves = max(1.0, self.rollouts / (servers * self.slots()))
         played = max(1.0, self.rollouts / limit)
         sequences, answers = max(1.0, self.rollouts / servers), assumed.turns * assumed.completion_tokens
         prompts = sequences * (assumed.prompt_tokens / self.settings.rollouts.group_size + assumed.new_tokens())
         environment = assumed.turns * assumed.environment_seconds
-        found = {
+        seconds = {
             "servers read weights": waves * answers * each_pass,
             "servers compute tokens": sequences * answers * (token + cache) + prompts * token,
             "the longest episodes": (assumed.longest - 1) * answers * (each_pass + token + cache),
@@ -280,10 +300,10 @@ class LanguagePlan:
         }
         requests = self.rollouts * assumed.turns
         flow = requests * (assumed.request_seconds + assumed.images_per_turn * assumed.image_seconds)
-        return found | {"the flow's event loop": max(0.0, flow - sum(found.values()))}
+        return seconds | {"the flow's event loop": max(0.0, flow - sum(seconds.values()))}
 
     def _training(self, ranks: int) -> dict[str, float]:
-        """All rollouts are trained on; ranks have equal parts, but no rank less than a row."""
+        """Return the seconds of training by activity. All rollouts are trained on, in equal parts of at least a row."""
         trainer, sharing = self.settings.trainer, self.machine.trainer_context_parallel
         each = self.assumed.trained_tokens(self.settings.rollouts.group_size, trainer.packing)
         tokens = max(1.0, self.rollouts / (ranks // sharing)) * each
@@ -293,21 +313,26 @@ class LanguagePlan:
         return costs.seconds(tokens / sharing, micro_batches, updates)
 
     def slots(self) -> int:
-        """Sequences that a server decodes at once: vLLM's most, or as many as its cache has room for."""
+        """Return the number of sequences that a server decodes at once, limited by vLLM's setting and by its cache."""
         room = USABLE * self.gpu.memory * self.gpus_per_server - self.sizes.estimate.server_weights
         most = int(self.machine.server_arguments.get("max_num_seqs", MAX_SEQUENCES))
         return min(most, int(room / (self.sizes.key_value_bytes * self.settings.inference.max_model_len)))
 
     def rank_bytes(self, ranks: int) -> int:
+        """Return the bytes of a rank if the trainer has `ranks` ranks."""
         return self.sizes.estimate.over(ranks, self.machine.trainer_context_parallel).trainer
 
     def server_bytes(self) -> int:
-        """Bytes of one of the GPUs of a server whose slots are all in use."""
+        """Return the bytes of one GPU of a server whose slots are all in use."""
         context = self.settings.inference.max_model_len
         return sum(server_parts(self.sizes, self.gpus_per_server, self.slots(), context).values())
 
     def _server_size(self) -> int:
-        """As the recipe says, else the fewest GPUs of a node with half of their memory left for sequences."""
+        """Return the GPUs of a server: at least as many as in the recipe, with half of their memory free for sequences.
+
+        Raises:
+            ConfigurationError: a server does not fit on a node.
+        """
         first = max((len(each) for each in self.machine.server_gpus), default=1)
         weights, context = self.sizes.estimate.server_weights, self.settings.inference.max_model_len
         for count in (first, 2 * first, 4 * first, 8 * first):
@@ -315,11 +340,11 @@ class LanguagePlan:
             if count <= self.gpu.per_node and room > max(weights, self.sizes.key_value_bytes * context):
                 return count
         raise ConfigurationError(
-            f"the weights of a server, {weights / GIB:.0f} GiB, and one sequence of {context} tokens leave too little "
-            f"room on {self.gpu.per_node} GPUs",
+            f"a server with {weights / GIB:.0f} GiB of weights and one sequence of {context} tokens does not fit on "
+            f"{self.gpu.per_node} GPUs",
             code="server_does_not_fit",
             where=f"--gpu {self.gpu.name}",
-            remedy="take larger GPUs, a smaller model, or a smaller inference.max_model_len",
+            remedy="use larger GPUs, a smaller model, or a smaller inference.max_model_len",
         )
 
     def _fewest_ranks(self) -> int:
@@ -328,30 +353,35 @@ class LanguagePlan:
             if shared and OVERHEAD * self.rank_bytes(ranks) <= self.gpu.memory:
                 return ranks
         raise ConfigurationError(
-            f"a rank of the trainer needs {self.rank_bytes(8192) / GIB:.0f} GiB, however many there are, of "
-            f"{self.gpu.memory / GIB:.0f}: a gathered block and the activations of a micro-batch are not split",
+            f"a rank of the trainer needs {self.rank_bytes(8192) / GIB:.0f} GiB even with 8192 ranks, and a GPU has "
+            f"{self.gpu.memory / GIB:.0f}: a gathered block and the activations of a micro-batch are not sharded",
             code="trainer_does_not_fit",
             where=f"--gpu {self.gpu.name}, trainer.max_tokens_per_micro_batch",
             remedy="lower trainer.max_tokens_per_micro_batch, set model.gradient_checkpointing = true, raise "
-            "machine.trainer_context_parallel, or take larger GPUs",
+            "machine.trainer_context_parallel, or use larger GPUs",
         )
 
 
 SIZES = (8, 64, 512)
-"""Numbers of GPUs that are planned if none is given."""
+"""Numbers of GPUs in a plan by default."""
 STEP_HEAD = ("step", "rollouts", "training", "others", "rollouts/s", "GPU s each", "bottleneck")
 
 
 class Plan(NamedTuple):
-    """Assumptions of a plan, its title, and a table with a row for each number of GPUs below its head."""
+    """The result of planning, ready to be printed."""
 
     assumed: Settings
     title: str
     rows: list[list[str]]
+    """A table: the column names, and a row for each number of GPUs."""
 
 
 def plan_language(recipe: TrainVlm, gpus: Sequence[int], gpu: Gpu, values: Mapping[str, Any]) -> Plan:
-    """Plan the steps of a recipe of train-vlm, see `Plan`."""
+    """Plan the steps of a recipe of train-vlm on each of the numbers `gpus` of GPUs.
+
+    Args:
+        values: assumptions that replace the defaults, by name.
+    """
     settings = recipe.settings_for(TrainVLMSettings)
     sizes, assumed = sizes_of(settings), assumptions(Assumptions, _episodes(settings) | dict(values))
     plan, played = LanguagePlan(settings, recipe.machine, sizes, gpu, assumed), recipe.rollouts
@@ -373,7 +403,7 @@ def plan_language(recipe: TrainVlm, gpus: Sequence[int], gpu: Gpu, values: Mappi
 
 
 def _episodes(settings: TrainVLMSettings) -> dict[str, Any]:
-    """Return the episodes that the estimate assumes for the recipe."""
+    """Return assumptions about the recipe's episodes."""
     environment, sampling = settings.environment, settings.rollouts.sampling
     kind = ENVIRONMENTS[environment.name]
     most = environment.args.get("max_turns") or getattr(kind, "max_turns", None) or 1
@@ -386,11 +416,13 @@ def _episodes(settings: TrainVLMSettings) -> dict[str, Any]:
 
 
 def plan_title(parameters: int, groups_per_step: int, group_size: int, max_staleness: int) -> str:
+    """Return the title of a plan."""
     size, ahead = f"{parameters / 1e9:.3g} billion parameters", f"{max_staleness} steps ahead of the training"
     return f"{size}, {groups_per_step} groups of {group_size} in a step, {ahead}"
 
 
 def step_cells(step: StepTime, gpus: int, rollouts: int) -> list[str]:
+    """Return the cells of a step below `STEP_HEAD`."""
     sides = (sum(side.values()) for side in (step.rollouts, step.training, step.others))
     seconds = [f"{each:,.1f} s" for each in (step.seconds, *sides)]
     name, share = step.bottleneck()
@@ -399,9 +431,10 @@ def step_cells(step: StepTime, gpus: int, rollouts: int) -> list[str]:
 
 
 def assumptions(kind: type[SettingsT], values: Mapping[str, Any]) -> SettingsT:
-    """
+    """Return assumptions of class `kind` with the given values and defaults for all others.
+
     Raises:
-        ConfigurationError: an unknown assumption, or a value out of bounds.
+        ConfigurationError: an assumption is unknown, or a value is out of bounds.
     """
     try:
         return kind.model_validate(values)

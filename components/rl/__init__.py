@@ -1,1 +1,1 @@
-"""Reinforcement learning: the loop that joins rollouts, batches, training steps and new weights."""
+"""Reinforcement learning: the loop of rollouts, batches, training steps and weight updates, and its run and trainer."""

@@ -1,4 +1,4 @@
-"""Whether trainer and server compute the same log-probs, and the likely reason if they do not."""
+"""Checks that trainer and servers agree: on log-probs, with the likely reason if not, and on the text of tokens."""
 
 from __future__ import annotations
 
@@ -21,22 +21,28 @@ from armature.components.rollouts.play import Generator
 
 @dataclass(frozen=True)
 class LogprobAgreement:
-    """Over all sampled tokens, with d = trainer's log-prob - server's and r = exp(d).
+    """A comparison of trainer's and server's log-probs of sampled tokens.
 
-    `mismatch_kl` is the mean of (r - 1) - d, the k3 estimate of KL(server || trainer) in nats;
-    `fraction_lower` the share of tokens to which the trainer gives a clearly smaller probability.
-    `image_kl` and `text_kl` are the mismatch KL over the samples with and without images, NaN if there are none.
+    For each token, d = trainer's log-prob - server's log-prob and r = exp(d).
     """
 
     tokens: int
+    """Number of tokens that were compared."""
     mismatch_kl: float
+    """Mean of (r - 1) - d, the k3 estimate of KL(server || trainer), in nats."""
     mean_ratio: float
+    """Mean of r."""
     max_difference: float
+    """Largest |d|."""
     fraction_lower: float
+    """Share of tokens whose probability is clearly smaller in the trainer."""
     image_kl: float
+    """`mismatch_kl` over the samples with images; NaN if there are none."""
     text_kl: float
+    """`mismatch_kl` over the samples without images; NaN if there are none."""
 
     def lines(self) -> list[str]:
+        """Return the lines of a report."""
         return [
             f"tokens compared        {self.tokens}",
             f"mismatch KL            {self.mismatch_kl:.3g}",
@@ -46,7 +52,12 @@ class LogprobAgreement:
 
 
 def compare(samples: Sequence[Sample], scores: Sequence[LogProbs]) -> LogprobAgreement:
-    """`scores[i]` (L,) are the trainer's log-probs of `samples[i]`, valid where its loss_mask is True."""
+    """Compare the trainer's log-probs of sampled tokens with the server's.
+
+    Args:
+        samples: samples with the server's log-probs.
+        scores: for each sample the trainer's log-probs (L,), valid where its loss_mask is True.
+    """
     pairs = zip(samples, scores, strict=True)
     parts = [(score - sample.behavior_logprobs)[sample.loss_mask].astype(np.float64) for sample, score in pairs]
     difference = np.concatenate(parts) if parts else np.zeros(0)
@@ -71,13 +82,18 @@ def _mismatch_kl(*parts: npt.NDArray[np.float64]) -> float:
 
 
 def refuse_mismatch(agreement: LogprobAgreement, drops: Counter[str], max_kl: float) -> None:
-    """
+    """Refuse to train if trainer and server do not agree.
+
+    Args:
+        drops: number of dropped rollouts by reason, for the error.
+        max_kl: largest accepted `mismatch_kl`.
+
     Raises:
-        MismatchError: there is nothing to compare, or the two sides differ by more than `max_kl`.
+        MismatchError: there are no tokens to compare, or the mismatch KL is larger than `max_kl`.
     """
     if agreement.tokens == 0:
         raise MismatchError(
-            "no rollout could be turned into a sample: "
+            "none of the rollouts became a training sample: "
             + (", ".join(f"{reason} {count}" for reason, count in drops.most_common()) or "nothing was generated"),
             code="no_samples",
             where="pre-flight",
@@ -94,15 +110,16 @@ def refuse_mismatch(agreement: LogprobAgreement, drops: Counter[str], max_kl: fl
 
 
 FIRST_UPDATE = "mismatch_kl/first_update"
+"""Metric with the mismatch KL of a step's first update, before which the step has not changed the policy."""
 OLDEST = "policy_version/min"
-"""How far trainer and servers are apart, before an update of the step has moved the policy."""
+"""Metric with the oldest version of the weights that sampled tokens of a step."""
 
 
 def step_mismatch(metrics: Mapping[str, float], step: int, max_kl: float) -> MismatchError | None:
-    """What is wrong with a step in which the two sides differ by more than `max_kl`.
+    """Return an error if trainer and server differ by more than `max_kl` in a step, else None.
 
-    One without tokens is fine, and one whose rollouts are of earlier weights (max_staleness) is not judged: there the
-    policy has moved since, and every sync was proved by itself.
+    A step without tokens is fine. A step with rollouts of earlier weights (max_staleness) is not checked: the policy
+    has changed since then, and every weight sync is checked by itself.
     """
     kl = metrics.get(FIRST_UPDATE, 0.0)
     if kl <= max_kl or metrics.get(OLDEST, step - 1) < step - 1:
@@ -112,30 +129,33 @@ def step_mismatch(metrics: Mapping[str, float], step: int, max_kl: float) -> Mis
         f"{metrics.get('importance_ratio', float('nan')):.4f}",
         code="logprobs_mismatch",
         where="preflight.max_step_mismatch_kl",
-        remedy="its rollouts are not of the weights that they name: read the servers' logs, then delete the rollouts "
-        "and the batch of this step and start again; or set preflight.step_mismatch = 'warn'",
+        remedy="the rollouts were not sampled by the weights version recorded in them: read the servers' logs, delete "
+        "the rollouts and the batch of this step and start again; or set preflight.step_mismatch = 'warn'",
     )
 
 
 def likely_reason(agreement: LogprobAgreement) -> str:
-    """A truncated sampler (top_p, top_k, min_p) renormalizes, so the trainer's probability is never the larger."""
+    """Return the likely reason for a mismatch, and what to do about it.
+
+    A sampler that truncates (top_p, top_k, min_p) renormalizes, so the trainer's probability is never the larger one.
+    """
     if agreement.fraction_lower > 0.2 and agreement.mean_ratio < 0.99 and agreement.max_difference < 8.0:
         share_not_lower = 1.0 - agreement.fraction_lower
         return (
             "the server seems to sample from a truncated or sharpened distribution "
             f"({agreement.fraction_lower:.0%} of tokens are likelier there, {share_not_lower:.0%} equal): start it "
-            "with --generation-config vllm --logprobs-mode processed_logprobs, and set top_p = 1, no top_k, no "
-            "min_p, no penalties and the trainer's temperature"
+            "with --generation-config vllm --logprobs-mode processed_logprobs, and set top_p = 1 and the trainer's "
+            "temperature, without top_k, min_p and penalties"
         )
     images = (
-        "the server seems to attend to images otherwise than the trainer. If image tokens attend to each other "
-        "in both directions (molmo2, gemma3), a server needs --attention-backend TRITON_ATTN for it and vLLM on CPU "
-        'cannot do it: set model.image_attention = "causal" there. A joined server for molmo2 needs our plug-in as '
-        f"well: pip install --no-deps {SERVED}"
+        "the server seems to attend to images in another way than the trainer. If image tokens attend to each other "
+        "in both directions (molmo2, gemma3), start the server with --attention-backend TRITON_ATTN; vLLM on CPU does "
+        'not support this, so set model.image_attention = "causal" there. A joined server for molmo2 also needs our '
+        f"plug-in: pip install --no-deps {SERVED}"
     )
     weights = (
-        "the server seems to serve other weights than the trainer's: start it with the checkpoint of [model], "
-        "the same dtype, and processed log-probs (--logprobs-mode processed_logprobs)"
+        "the server seems to have other weights than the trainer: start it with the checkpoint of [model], the same "
+        "dtype, and processed log-probs (--logprobs-mode processed_logprobs)"
     )
     if agreement.image_kl > 100 * agreement.text_kl:
         return images
@@ -145,20 +165,20 @@ def likely_reason(agreement: LogprobAgreement) -> str:
 def _remedy_for_drops(drops: Counter[str]) -> str:
     if drops and "placeholder" in drops.most_common(1)[0][0]:
         return (
-            "the server expands images to another number of tokens than the trainer's processor: both must have "
-            "the same preprocessor_config.json (image size, patch size, merge size)"
+            "the server expands images to another number of tokens than the trainer's processor: give both the same "
+            "preprocessor_config.json (image size, patch size, merge size)"
         )
-    return "look at the reasons above; docs/operations/faults.md explains each"
+    return "see the reasons above; docs/operations/faults.md explains each of them"
 
 
-# Whether servers turn tokens into text with the run's tokenizer.
+# --- The tokenizer of servers ---
 #
-# Everything that is trained on is token ids, so log-probs agree whatever tokenizer a server has; rewards are of its
-# text.
+# Training uses token ids only, so log-probs agree even if a server has another tokenizer. But rewards are computed from
+# the server's text.
 
 
 class RecordingGenerator:
-    """Answers as `generator` does and keeps every completion in `completions`."""
+    """A generator that passes requests on to `generator` and stores every completion in `completions`."""
 
     def __init__(self, generator: Generator) -> None:
         self._generator = generator
@@ -171,44 +191,47 @@ class RecordingGenerator:
 
 
 def refuse_other_texts(completions: Sequence[Completion], tokenizer: Tokenizer) -> None:
-    """
+    """Refuse servers whose text for the sampled tokens differs from the run's tokenizer.
+
     Raises:
-        MismatchError: a server's text is not what `tokenizer` makes of the tokens; the server's URL and both texts.
+        MismatchError: the texts differ; the error has the server's URL and both texts.
     """
     by_server: dict[str, list[tuple[str, str]]] = defaultdict(list)
     for completion in completions:
-        if (own := _text(completion, tokenizer)) is not None:
-            by_server[completion.server].append((own, completion.text.strip()))
+        if (expected := _text(completion, tokenizer)) is not None:
+            by_server[completion.server].append((expected, completion.text.strip()))
     for server, texts in by_server.items():
-        # A server with a reasoning parser leaves thoughts out, at times all there is.
+        # A server with a reasoning parser omits thoughts, which may be the whole text.
         answered = [pair for pair in texts if pair[1]] or texts
-        if different := [(own, theirs) for own, theirs in answered if not _is_part(theirs, own)]:
-            own, theirs = different[0]
+        if different := [pair for pair in answered if not _is_part(pair[1], pair[0])]:
+            expected, text = different[0]
             raise MismatchError(
-                f"the server makes other text of the same tokens than the run's tokenizer, {len(different)} times in "
-                f"{len(answered)}; it says {theirs[:200]!r}, the tokenizer {own[:200]!r}",
+                f"the server and the run's tokenizer decode the same tokens to different texts, {len(different)} times "
+                f"in {len(answered)}; server: {text[:200]!r}, tokenizer: {expected[:200]!r}",
                 code="server_tokenizer_mismatch",
                 where=server,
-                remedy="start the server from this run's model: a run gives its weights to servers that it joins, not "
-                "its tokenizer, and rewards are of the server's text",
+                remedy="start the server from this run's model: a run gives servers that it joins its weights, not "
+                "its tokenizer, and rewards are computed from the server's text",
             )
 
 
-def _is_part(theirs: str, own: str) -> bool:
-    return theirs in own if theirs else not own.strip()
+def _is_part(text: str, expected: str) -> bool:
+    return text in expected if text else not expected.strip()
 
 
 def _text(completion: Completion, tokenizer: Tokenizer) -> str | None:
-    """What a vLLM server with `tokenizer` says: without the token that it stopped at, without a last character that
-    is not whole, special tokens included. None if bytes that are not text make that undefined.
+    """Return the text that a vLLM server with `tokenizer` would return for the completion's tokens.
+
+    It omits the token at which the server stopped and an incomplete last character, and includes special tokens. None
+    if the tokens are bytes that are not valid text, for which the result is undefined.
     """
-    said = completion.token_ids.tolist()
+    tokens = completion.token_ids.tolist()
     if completion.finish_reason == "stop":
-        said.pop()
+        tokens.pop()
     stream = DecodeStream(ids=completion.prompt_token_ids.tolist(), skip_special_tokens=False)
     try:
-        parts = [stream.step(tokenizer, token) for token in said]
-    except Exception as error:  # the Rust library raises Exception itself, with no class of its own
+        parts = [stream.step(tokenizer, token) for token in tokens]
+    except Exception as error:  # the Rust library raises plain Exception
         if "Invalid prefix" not in str(error):
             raise
         return None

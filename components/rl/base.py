@@ -1,4 +1,4 @@
-"""An RL run, whatever it plays: the units of its steps as artifacts, each applied once."""
+"""Base class of RL runs, for language models and robot policies: a step's units as artifacts, each applied once."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ T = TypeVar("T")
 
 
 class TrainingRun(ABC):
-    """Units that can be repeated: rollouts and batches are artifacts, and step k is applied once.
+    """The units of `run_loop`, each of which can be repeated: rollouts and batches are artifacts, steps applied once.
 
-    The batches are the write-ahead log: a trainer that restarts from its last checkpoint applies the batches since
-    then, and a run that is started again finds its rollouts and batches.
+    The batches are a write-ahead log. A trainer that restarts from its last checkpoint applies the batches since then,
+    and a run that is started again finds its rollouts and batches in the store.
 
     Args:
-        trainer: applies the steps.
-        evaluations: between steps; None: there are none.
+        trainer: the service that applies the steps.
+        evaluations: the evaluations between steps; None if there are none.
     """
 
     ROLLOUTS: ClassVar[str]
     BATCHES: ClassVar[str]
     STAGE: ClassVar[str]
     skipped: frozenset[int] = frozenset()
-    """Steps whose batches are left out."""
+    """Steps whose batches are replaced by empty ones, as `machine.skip_batches` asks."""
 
     def __init__(
         self,
@@ -61,27 +61,27 @@ class TrainingRun(ABC):
     @property
     @abstractmethod
     def version(self) -> int:
-        """The step after which the weights were made that play now."""
+        """The version of the weights that play now: the step after which they were made."""
 
     @abstractmethod
     def _play(self, step: int) -> Artifact:
-        """Collect the rollouts of `step` and write them."""
+        """Play the rollouts of `step` and write them as an artifact."""
 
     @abstractmethod
     def _build(self, step: int, rollouts: Artifact) -> tuple[BuiltBatch[Any], dict[str, str]]:
-        """Return the batch of `step`, and the digests of further inputs by name."""
+        """Build the batch of `step` from its rollouts; also return the digests of further inputs by name."""
 
     @abstractmethod
     def _write_samples(self, folder: Path, samples: Sequence[Any]) -> None:
-        """Write the table of a batch."""
+        """Write the samples of a batch to `folder`."""
 
     @abstractmethod
     def _apply(self, step: int, batch: Artifact) -> dict[str, float]:
-        """Have the trainer apply `step`, and return its metrics."""
+        """Let the trainer apply `step`, and return its metrics."""
 
     @abstractmethod
     def _give(self, version: int) -> None:
-        """Bring the weights after step `version` to what plays."""
+        """Give the weights after step `version` to the servers or the policy that plays."""
 
     @abstractmethod
     def _refuse_disagreement(self) -> None:
@@ -93,19 +93,20 @@ class TrainingRun(ABC):
 
     @abstractmethod
     def _numbers(self, step: int) -> dict[str, float]:
-        """Return what the rollouts of `step` and the machine add to its record."""
+        """Return the metrics of the rollouts of `step` and of the machine, for the step's record."""
 
     def resume(self, done: int) -> None:
-        """Continue after step `done`, the last one that the trainer has saved."""
+        """Continue after step `done`, the last one in the trainer's newest checkpoint; 0 for a new run."""
         if done:
             self.context.events.message(f"resuming after step {done}")
             self.complete_history(done)
             self.sync(done)
 
     def train_into(self, out: Path, done: int) -> tuple[int, list[dict[str, float]], dict[str, float]]:
-        """Train, and write the checkpoint, `history.json` and `lineage.json` to `out`.
+        """Make the steps after `done`, and write the checkpoint, `history.json` and `lineage.json` to `out`.
 
-        Returns the last step, the history and the summary of the best evaluation, empty without evaluations.
+        Returns:
+            The last step, the history, and the summary of the best evaluation (empty without evaluations).
         """
         last = self.train_from(done)
         self.finish(out / CHECKPOINT, last)
@@ -115,17 +116,20 @@ class TrainingRun(ABC):
         return last, history, self.evaluations.summary() if self.evaluations is not None else {}
 
     def train_from(self, done: int) -> int:
-        """Make all steps after `done`; before the first one trainer and sampler have to agree.
+        """Make all steps after `done`. Before step 1, check that trainer and sampler agree on log-probs.
 
-        Returns the last step: less than the planned one if an evaluation ended the training.
+        Returns:
+            The last step, which is earlier than planned if an evaluation ended the training.
 
         Raises:
-            DataError: the weights of the best evaluation are gone.
+            DataError: the weights of the best evaluation are missing.
             MismatchError: trainer and sampler do not agree.
         """
         units, events, evaluations = self.context.units, self.context.events, self.evaluations
         if evaluations is not None:
-            if evaluations.due(done):  # before the pre-flight, which leaves the sampler as it is without evaluations
+            # Evaluate before the pre-flight, so that rollouts find the sampler in the same state with and without
+            # evaluations.
+            if evaluations.due(done):
                 ends = units.submit(f"evaluation-{done:05d}", self.evaluate, done).result()
                 events.metrics(evaluations.complete(self.history, done), done)
                 if ends:
@@ -136,15 +140,15 @@ class TrainingRun(ABC):
         return run_loop(self, done + 1, self.plan, units, events)
 
     def rollouts(self, step: int) -> Artifact:
-        """Return the rollouts of `step`, which are collected if the store has none."""
+        """Return the rollouts of `step` from the store, or play them if the store has none."""
         return self.store.find(self.ROLLOUTS, self._key(step)) or self._play(step)
 
     @abstractmethod
     def wait_for_rollouts(self, step: int) -> None:
-        """Hurry the rollouts of `step`: nothing goes on without them."""
+        """Be told that the loop now waits for the rollouts of `step`; see `StepUnits.wait_for_rollouts`."""
 
     def batch(self, step: int, rollouts: Artifact) -> Artifact:
-        """Return the training samples of `step` with their advantages."""
+        """Return the batch of `step`, training samples with advantages, from the store, or build it."""
         if (made := self.store.find(self.BATCHES, self._key_of(self.BATCHES, step))) is None:
             built, inputs = self._build(step, rollouts)
             metrics = merged(batch=built.metrics, drops=metrics_below("drops", built.drops))
@@ -159,16 +163,16 @@ class TrainingRun(ABC):
         return made
 
     def train(self, step: int, batch: Artifact) -> dict[str, float]:
-        """Apply `step`."""
+        """Apply `step` to the weights, restarting the trainer if it dies, and return the trainer's metrics."""
         return self._of_trainer(step - 1, lambda: self._apply(step, batch))
 
     def save(self, step: int) -> None:
-        """Write a checkpoint, if one is due after `step`."""
+        """Start writing a checkpoint if one is due after `step`."""
         if step % self.plan.save_every == 0 or step == self.plan.last:
             self._of_trainer(step, self.trainer.save)
 
     def sync(self, version: int) -> None:
-        """Bring the weights after step `version` to what plays, unless all that they would sample is made."""
+        """Give the weights after step `version` to the sampler, unless all rollouts that need them exist already."""
         count = (self.plan.sync_every or self.plan.last) + self.plan.max_staleness
         if not all(self.store.find(self.ROLLOUTS, self._key(version + 1 + number)) for number in range(count)):
             self._give(version)
@@ -178,9 +182,10 @@ class TrainingRun(ABC):
         return self.evaluations is not None and self.evaluations.due(step)
 
     def evaluate(self, step: int) -> bool:
-        """Evaluate the weights after `step`, unless that was done, and keep them if they are the best.
+        """Evaluate the weights after `step`, unless this was done before, and keep a copy of them if they are the best.
 
-        Returns whether training ends here.
+        Returns:
+            True if the training ends here, because evaluations have not improved for too long.
         """
         evaluations = self.evaluations
         assert evaluations is not None
@@ -190,7 +195,7 @@ class TrainingRun(ABC):
             evaluations.play(step)
         evaluations.keep_best(step, lambda folder: self._publish(folder, step))
         ends = evaluations.out_of_patience(step)
-        self.context.events.message(evaluations.said(step) + "; training ends here" * ends)
+        self.context.events.message(evaluations.report_line(step) + "; training ends here" * ends)
         return ends
 
     def record(self, step: int, metrics: dict[str, float]) -> dict[str, float]:
@@ -208,14 +213,14 @@ class TrainingRun(ABC):
         return whole
 
     def complete_history(self, done: int) -> None:
-        """Record the applied steps that a crash kept out of the history; the trainer still knows their metrics."""
+        """Add applied steps to the history that a crash kept out of it; the trainer still has their metrics."""
         recorded = {row["step"] for row in self.history.read()}
         for step in sorted(set(range(1, done + 1)) - recorded):
             batch = self.batch(step, self._made(self.ROLLOUTS, step))
             self.record(step, self._of_trainer(done, partial(self._apply, step, batch)))
 
     def finish(self, folder: Path, last: int) -> None:
-        """Write the weights of the best evaluation to `folder`; without evaluations those after step `last`."""
+        """Write the final weights to `folder`: of the best evaluation, or without evaluations those after `last`."""
         if self.evaluations is None:
             self._publish(folder, last)
         else:
@@ -224,8 +229,10 @@ class TrainingRun(ABC):
         self.trainer.settle()
 
     def lineage(self, last: int) -> list[dict[str, Any]]:
-        """Return, for each step, the digests of its rollouts, its batch, a batch that was made and then skipped, and
-        its evaluation. The first evaluation is at step 0."""
+        """Return for each step the digests of its artifacts: rollouts, batch, a batch that was skipped, evaluation.
+
+        Step 0 has only an evaluation.
+        """
         evaluated = {} if self.evaluations is None else self.evaluations.made
         steps: list[dict[str, Any]] = []
         for step in range(last + 1):
@@ -235,8 +242,8 @@ class TrainingRun(ABC):
                     "rollouts": self._made(self.ROLLOUTS, step).digest,
                     "batch": self._made(self.BATCHES, step).digest,
                 }
-            if step in self.skipped and (poisoned := self.store.find(self.BATCHES, self._key(step))):
-                row["skipped"] = poisoned.digest
+            if step in self.skipped and (original := self.store.find(self.BATCHES, self._key(step))):
+                row["skipped"] = original.digest
             if step in evaluated:
                 row[EVALUATION] = evaluated[step].digest
             if row:
@@ -247,7 +254,7 @@ class TrainingRun(ABC):
         self._of_trainer(step, lambda: self.trainer.publish(folder, step))
 
     def _of_trainer(self, done: int, ask: Callable[[], T]) -> T:
-        """Return the answer of a trainer that has the weights after step `done`; if it dies, it replays its steps."""
+        """Call `ask`, which needs a trainer with the weights after step `done`; see `with_restarts`."""
 
         def replay(step: int) -> None:
             self._apply(step, self._made(self.BATCHES, step))
@@ -258,10 +265,10 @@ class TrainingRun(ABC):
         key = self._key_of(kind, step)
         if (made := self.store.find(kind, key)) is None:
             raise TrainerError(
-                f"{kind} of step {step} are gone",
+                f"the {kind} of step {step} are missing",
                 code="step_files_missing",
                 where=str(self.store.home(kind, key)),
-                remedy=f"start the run again from its beginning: --force {self.STAGE}",
+                remedy=f"run the training again from its beginning: --force {self.STAGE}",
             )
         return made
 

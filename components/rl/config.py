@@ -1,4 +1,4 @@
-"""`MultimodalRLConfig`: one flat set of options for `MultimodalGRPOTrainer`, with defaults. Torch-free."""
+"""`MultimodalRLConfig`: the options of `MultimodalGRPOTrainer` as one flat class with defaults. Torch-free."""
 
 from __future__ import annotations
 
@@ -27,10 +27,12 @@ from armature.components.rollouts.settings import BatchSettings, GroupMean, Roll
 from armature.components.vlm.settings import Aggregation, Logprobs, MaskRatio, TrainerSettings
 
 DEFAULT_GROUP = 8
+"""Episodes per task by default, if rollouts_per_step is a multiple of it."""
 WITHOUT_USE = {
-    "vllm_server_group_port": "weights reach the server as a folder that it reloads, not over a port of their own",
-    "report_to": "MLflow tracking belongs to the flows: armature run train-vlm/...; history.jsonl is always written",
+    "vllm_server_group_port": "the server reloads weights from a folder, so there is no port for them",
+    "report_to": "only flows report to MLflow: armature run train-vlm/...; history.jsonl is always written",
 }
+"""Options of similar trainers that this one does not need, and why."""
 
 
 class _RolloutSettings(RolloutSettings):
@@ -38,99 +40,104 @@ class _RolloutSettings(RolloutSettings):
 
 
 class MultimodalRLConfig(BaseModel):
-    """Options of `MultimodalGRPOTrainer`. Unknown ones are refused; every one has an effect.
+    """Options of `MultimodalGRPOTrainer`. Unknown options are errors.
 
-    Each step plays `rollouts_per_step` episodes in groups of `rollouts_per_example` on the same task, and trains on
-    them with the objective `mask_ratio` in updates of `batch_size` samples.
+    Each step plays `rollouts_per_step` episodes, in groups of `rollouts_per_example` episodes of the same task, and
+    trains on them with the objective `mask_ratio` in updates of `batch_size` samples.
+
+    Example:
+        >>> config = MultimodalRLConfig(env_id="colors", max_steps=20, rollouts_per_step=64, batch_size=64)
+        >>> config.group_size, config.settings().rollouts.groups_per_step
+        (8, 8)
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
     output_dir: Path = Path("outputs")
-    """Checkpoints, published weights, rollouts and history.jsonl."""
+    """Folder for checkpoints, published weights, rollouts and history.jsonl."""
     run_name: str | None = None
-    """Name of the run: a folder of its own under output_dir."""
+    """Name of the run, which becomes a subfolder of output_dir."""
     seed: NonNegativeInt = 42
     """Seed of the tasks, of sampling and of the trainer."""
 
     env_id: str = ""
-    """Registered environment; empty: set_environment is called."""
+    """Name of a registered environment; empty if set_environment is called."""
     env_args: dict[str, Any] = Field(default_factory=dict)
-    """The environment's own settings."""
+    """Settings of this environment."""
     env_tasks: PositiveInt = 1000
-    """Training tasks that the environment draws."""
+    """Number of training tasks that the environment generates."""
     max_steps: PositiveInt = 500
-    """Training steps."""
+    """Number of training steps."""
     rollouts_per_step: PositiveInt = 512
-    """Episodes of a step."""
+    """Number of episodes of a step."""
     rollouts_per_example: PositiveInt | None = None
-    """Episodes per task, compared with each other; 1 compares with the whole step. Default: the greatest common divisor
-    of rollouts_per_step and 8."""
+    """Number of episodes per task, whose rewards are compared with each other; 1 compares all episodes of a step. By
+    default the greatest common divisor of rollouts_per_step and 8."""
     primary_reward_key: str | None = None
-    """Reward part to train on instead of the sum."""
+    """Reward part to train on instead of the sum of all parts."""
     temperature: PositiveFloat = 1.0
-    """Of sampling, and of the trainer's log-probs."""
+    """Temperature of sampling and of the trainer's log-probs."""
     max_tokens: PositiveInt = 512
-    """Longest completion of one turn."""
+    """Largest number of tokens that one turn may generate."""
 
     batch_size: PositiveInt = 512
-    """Samples per optimizer update."""
+    """Number of samples per optimizer update."""
     micro_batch_size: PositiveInt = 4
-    """Most samples of one forward pass."""
+    """Largest number of samples of one forward pass."""
     max_tokens_per_micro_batch: PositiveInt = 16384
-    """Most padded tokens of one forward pass."""
+    """Largest number of padded tokens of one forward pass."""
     packing: bool = False
-    """Compute what samples of a forward pass begin with once, each distinct image once, and no padding; needs the
-    adapter of the model's family."""
+    """Pack the samples of a forward pass: compute common beginnings and each distinct image once, and no padding. Needs
+    the adapter of the model's family."""
     mask_ratio_low: NonNegativeFloat = 0.1
     """Tokens with a smaller importance ratio are dropped."""
     mask_ratio_high: PositiveFloat = 10.0
     """Tokens with a larger importance ratio are dropped."""
     aggregation: Aggregation = "sum"
-    """How tokens make one loss; the published trainer sums."""
+    """Reduction of the tokens' losses to one number; the published trainer used the sum."""
     learning_rate: PositiveFloat = 5e-5
     """Peak learning rate of AdamW."""
     adam_beta1: float = 0.9
-    """AdamW's decay of the first moment."""
+    """Decay of AdamW's first moment."""
     adam_beta2: float = 0.999
-    """AdamW's decay of the second moment."""
+    """Decay of AdamW's second moment."""
     adam_epsilon: PositiveFloat = 1e-8
     """AdamW's epsilon."""
     weight_decay: NonNegativeFloat = 0.0
     """AdamW's weight decay."""
     max_grad_norm: PositiveFloat = 1.0
-    """Gradients are scaled down to this norm."""
+    """Gradients are clipped to this norm."""
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
-    """Decay of the rate."""
+    """Decay of the learning rate after the warm-up."""
     warmup_steps: NonNegativeInt = 0
-    """Steps over which the rate rises linearly."""
+    """Number of steps over which the learning rate rises linearly from 0."""
     logprobs: Logprobs = "torch"
-    """How log-probs are computed; triton needs a GPU."""
+    """The backend that computes log-probs; triton needs a GPU."""
     torch_compile: bool = False
-    """Compile the model's layers, which takes a minute or two."""
+    """Compile the model's layers with torch.compile, which takes a minute or two."""
     bf16: bool = False
-    """Matrix products in bf16; the trained weights stay fp32."""
+    """Compute matrix products in bf16; the trained weights stay fp32."""
     gradient_checkpointing: bool = False
-    """Recompute activations in backward to save memory."""
+    """Recompute activations in the backward pass to save memory."""
     save_steps: PositiveInt = 500
-    """Steps between checkpoints."""
+    """Number of steps between checkpoints."""
     save_total_limit: PositiveInt = 2
-    """Newest checkpoints that are kept."""
+    """Number of newest checkpoints to keep."""
 
     eval_steps: NonNegativeInt = 0
-    """Steps between evaluations on held-out tasks; the first is before step 1, the last after the last step, and the
-    best weights become the result. 0: none."""
+    """Number of steps between evaluations on held-out tasks; 0: no evaluations. The first one is before step 1, the
+    last one after the last step, and the best weights become the result."""
     eval_tasks: PositiveInt = 64
-    """Held-out tasks of an evaluation: the first ones, each time."""
+    """Number of held-out tasks that each evaluation plays, always the same ones."""
     eval_temperature: float = Field(0.0, ge=0, le=2)
-    """Of sampling in evaluations; 0 is greedy."""
+    """Temperature of sampling in evaluations; 0 is greedy."""
     eval_success_reward: float = 1.0
-    """A held-out episode counts as solved from this reward on."""
+    """Smallest reward with which a held-out episode counts as solved."""
     eval_patience: NonNegativeInt = 0
-    """Training ends after so many evaluations in a row that were not better than the best; 0: never."""
+    """Number of evaluations in a row without improvement after which the training ends; 0: it never ends early."""
 
     max_mismatch_kl: PositiveFloat = 1e-2
-    """Refuse to train above this KL between server and trainer, measured before the first step."""
+    """Largest KL between server and trainer before the first step; above it the training is refused."""
     vllm_server_host: str = "0.0.0.0"
     """Host of the vLLM server; 0.0.0.0 means this machine."""
     vllm_server_port: int = Field(8000, gt=0, lt=65536)
@@ -140,11 +147,11 @@ class MultimodalRLConfig(BaseModel):
     generation_timeout: PositiveFloat = 600.0
     """Seconds for one generation request."""
     max_concurrent: PositiveInt = 128
-    """Concurrent episodes."""
+    """Number of episodes that are played concurrently."""
     sync_to_vllm_every: NonNegativeInt = 1
-    """Steps between weight updates of the server; 0: never."""
+    """Number of steps between weight updates of the server; 0: never."""
     log_every_steps: PositiveInt = 10
-    """Steps between lines of the progress bar."""
+    """Number of steps between printed lines of metrics."""
 
     def __init__(self, **options: Any) -> None:
         for name in options:
@@ -182,7 +189,7 @@ class MultimodalRLConfig(BaseModel):
 
     @property
     def folder(self) -> Path:
-        """Where the run writes."""
+        """Folder of the run."""
         return self.output_dir / self.run_name if self.run_name else self.output_dir
 
     @property
@@ -193,7 +200,7 @@ class MultimodalRLConfig(BaseModel):
 
     @property
     def machine(self) -> Machine:
-        """The same values as the section `machine` of a recipe."""
+        """The options that belong to the section `machine` of a recipe."""
         return Machine(
             endpoints=(self.server_url,),
             ready_timeout=self.vllm_server_timeout,
@@ -202,10 +209,10 @@ class MultimodalRLConfig(BaseModel):
         )
 
     def settings(self) -> LoopSettings:
-        """The same values as sections of a recipe.
+        """Return the options as sections of a recipe.
 
         Raises:
-            ConfigurationError: values that contradict each other.
+            ConfigurationError: some options contradict each other.
         """
         try:
             n_groups = self.rollouts_per_step // self.group_size
@@ -229,16 +236,16 @@ class MultimodalRLConfig(BaseModel):
             raise ConfigurationError(f"the options contradict each other: {error}", code=code) from error
 
     def heldout_set(self) -> HeldoutSetSettings | None:
-        """What is evaluated between steps; None: nothing.
+        """Return the settings of evaluations between steps; None without evaluations.
 
         Raises:
-            ConfigurationError: eval_patience without eval_steps.
+            ConfigurationError: eval_patience is set without eval_steps.
         """
         if self.eval_patience and not self.eval_steps:
             raise ConfigurationError(
-                f"eval_patience = {self.eval_patience} counts evaluations, and there are none",
+                f"eval_patience = {self.eval_patience} has no effect, because there are no evaluations",
                 code="patience_without_evaluations",
-                remedy="set eval_steps, or leave eval_patience out",
+                remedy="set eval_steps, or omit eval_patience",
             )
         if not self.eval_steps:
             return None

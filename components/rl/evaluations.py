@@ -1,4 +1,4 @@
-"""Evaluations between the steps of a training, whatever is played: when, which weights are kept, and when it ends."""
+"""Evaluations between training steps: when they are due, which weights are the best, and when the training ends."""
 
 from __future__ import annotations
 
@@ -36,30 +36,31 @@ from armature.components.rollouts.table import write_rollouts
 
 METRICS_FILE = "metrics.json"
 BEST = "best"
-"""Folder of the workspace with the weights of the best evaluation."""
+"""Name of the workspace's folder with the weights of the best evaluation."""
 Measure = tuple[float, ...]
 
 
 def due(plan: EvaluationSchedule, step: int, last: int) -> bool:
-    """Whether the weights after `step` play: before step 1, after each so many, and after the last."""
+    """Tell if the weights after `step` are evaluated: before step 1, every `plan.every` steps, and after the last."""
     return step % plan.every == 0 or step == last
 
 
 class Evaluations(ABC):
-    """The evaluations of a run. Each is an artifact, which is made once; all else is computed from these.
+    """The evaluations of a run. Each one is an artifact that is made once; everything else is computed from them.
 
-    Those that an earlier attempt has made are there from the beginning, later ones than its last checkpoint included.
+    Evaluations that an earlier attempt of the run made are loaded at the beginning, including those after its last
+    checkpoint.
     """
 
     KIND: ClassVar[str]
-    """Of the artifacts."""
+    """Kind of the artifacts."""
     STAGE: ClassVar[str]
     HISTORY_KEYS: ClassVar[Mapping[str, str]]
-    """Names in a run's history, and in the metrics of an evaluation."""
+    """Names of metrics in a run's history, and their names in the metrics of an evaluation."""
     RATE: ClassVar[str]
-    """The metric that is a share of successes; RATE_low and RATE_high bound it."""
+    """The metric with the share of successes; RATE_low and RATE_high are its confidence interval."""
     SUMMARY: ClassVar[tuple[str, ...]]
-    """Further metrics of the best evaluation that a run's summary has; the last one counts what RATE is a share of."""
+    """Further metrics of the best evaluation in a run's summary. The last one is the number of trials behind RATE."""
 
     def __init__(self, plan: EvaluationSchedule, context: StageContext, store: ArtifactStore, last: int) -> None:
         self._plan, self._context, self._store, self._last = plan, context, store, last
@@ -72,21 +73,21 @@ class Evaluations(ABC):
 
     @abstractmethod
     def measure(self, metrics: Mapping[str, Any]) -> Measure:
-        """What is compared, most important first; larger is better."""
+        """Return the numbers by which evaluations are compared, most important first; larger is better."""
 
     @abstractmethod
     def play(self, step: int) -> None:
         """Play with the weights after `step` and write the results."""
 
-    def said(self, step: int) -> str:
-        """Return the result of `step` in a line."""
+    def report_line(self, step: int) -> str:
+        """Return one line about the evaluation after `step`."""
         metrics, best, counted = self.metrics[step], self.best, self.SUMMARY[-1]
         rate = f"{self.RATE} {Interval(*(metrics[name] for name in self._measured()))} of {metrics[counted]} {counted}"
         place = "the best so far" if best == step else f"the best is that after step {best}"
         return f"evaluation after step {step}: {rate}, {place}"
 
     def summary(self) -> dict[str, float]:
-        """Return the best evaluation in a few numbers."""
+        """Return metrics of the best evaluation, its step, and the number of evaluations."""
         metrics = self.metrics[self.best]
         names = (*self._measured()[:3], *self.SUMMARY)
         numbers = {f"best/{name.removeprefix(f'{self.RATE}_')}": float(metrics[name]) for name in names}
@@ -94,7 +95,7 @@ class Evaluations(ABC):
 
     @classmethod
     def figures(cls, summary: Mapping[str, float]) -> dict[str, str]:
-        """Return the lines of a report about `summary`, which may be empty."""
+        """Return captions and values for a report of `summary`; empty if it is empty."""
         if not summary:
             return {}
         interval = Interval(*(summary[f"best/{name}"] for name in (cls.RATE, "low", "high", cls.SUMMARY[-1])))
@@ -104,16 +105,16 @@ class Evaluations(ABC):
         }
 
     def due(self, step: int) -> bool:
-        """See `due`."""
+        """Tell if the weights after `step` are evaluated; see the function `due`."""
         return due(self._plan, step, self._last)
 
     def history(self, step: int) -> dict[str, float]:
-        """The numbers of `step` for the run's history; none where it has no evaluation."""
-        found = self.metrics.get(step, {})
-        return {key: float(found[name]) for key, name in self.HISTORY_KEYS.items() if name in found}
+        """Return the metrics of the evaluation after `step` for the run's history; empty without an evaluation."""
+        metrics = self.metrics.get(step, {})
+        return {key: float(metrics[name]) for key, name in self.HISTORY_KEYS.items() if name in metrics}
 
     def complete(self, history: History, step: int) -> dict[str, float]:
-        """Add the numbers of `step` to its row of a run's history, which may have them; returns the row."""
+        """Add the metrics of the evaluation after `step` to its row of a run's history, and return the row."""
         row = next((row for row in history.read() if row["step"] == step), {})
         before = {key: value for key, value in row.items() if key != "step" and key not in self.HISTORY_KEYS}
         whole = merged(run=before, evaluation=self.history(step))
@@ -122,29 +123,34 @@ class Evaluations(ABC):
 
     @property
     def best(self) -> int:
-        """The step after which the weights were best."""
+        """The step after which the weights were the best."""
         return best_step({step: self.measure(metrics) for step, metrics in self.metrics.items()})
 
     @property
     def best_weights(self) -> Path:
-        """The folder of these weights, as they are published."""
+        """The folder with the published weights of the best evaluation."""
         return self._context.workspace / BEST / f"step-{self.best:06d}"
 
     def refuse_lost_weights(self, done: int) -> None:
-        """
+        """Check that the weights of the best evaluation are still on the disk.
+
+        Args:
+            done: the step that the trainer has reached. Later evaluations are skipped, since their weights will be
+                made again.
+
         Raises:
-            DataError: the weights of the best evaluation are gone, and those after step `done` are others.
+            DataError: the weights are missing, and the trainer is past the step that made them.
         """
         if self.made and self.best <= done and not self.best_weights.is_dir():
             raise DataError(
-                f"the weights after step {self.best}, the best of {len(self.made)} evaluations, are gone",
+                f"the weights after step {self.best}, the best of {len(self.made)} evaluations, are missing",
                 code="best_weights_missing",
                 where=str(self.best_weights),
-                remedy=f"train again from the beginning: --force {self.STAGE}",
+                remedy=f"run the training again from its beginning: --force {self.STAGE}",
             )
 
     def keep_best(self, step: int, publish: Callable[[Path], None]) -> None:
-        """Have the weights after `step` written, if they are the best, in place of those that were."""
+        """If the weights after `step` are the best, let `publish` write them and delete the previously best ones."""
         folder = self.best_weights
         if step != self.best or folder.exists():
             return
@@ -154,7 +160,7 @@ class Evaluations(ABC):
                 shutil.rmtree(other)
 
     def out_of_patience(self, step: int) -> bool:
-        """Whether training ends after `step`."""
+        """Tell if the training ends after `step`, because `patience` evaluations did not improve on the best one."""
         until = {each: self.measure(metrics) for each, metrics in self.metrics.items() if each <= step}
         patience = self._plan.patience
         return patience > 0 and sum(each > best_step(until) for each in until) >= patience
@@ -163,7 +169,11 @@ class Evaluations(ABC):
         return self.RATE, f"{self.RATE}_low", f"{self.RATE}_high", self.SUMMARY[-1]
 
     def _write(self, step: int, metrics: Mapping[str, Any], fill: Callable[[Path], None], **facts: Any) -> None:
-        """Write the artifact of `step`: what `fill` writes, and `metrics`. `facts`: see `write_step`."""
+        """Write the artifact of the evaluation after `step`: the files that `fill` writes, and `metrics`.
+
+        Args:
+            facts: see `write_step`.
+        """
 
         def write(folder: Path) -> None:
             fill(folder)
@@ -180,7 +190,12 @@ class Evaluations(ABC):
 
 
 def best_step(measures: Mapping[int, Measure]) -> int:
-    """The first of those that no other surpasses."""
+    """Return the step with the best measure; of equal ones the first.
+
+    Example:
+        >>> best_step({0: (0.5,), 10: (0.75,), 20: (0.75,)})
+        10
+    """
     return max(sorted(measures), key=lambda step: measures[step])
 
 
@@ -193,10 +208,11 @@ def write_step(
     fill: Callable[[Path], None],
     **facts: Any,
 ) -> Artifact:
-    """Write what `fill` writes as an artifact of step `step` of a run, and report it.
+    """Write an artifact of step `step` of a run, and report it to the run's events.
 
     Args:
-        facts: rows, drops and inputs of its manifest.
+        fill: writes the artifact's files to a folder.
+        facts: the manifest's `rows`, `drops` and `inputs`.
     """
 
     def write(folder: Path) -> None:
@@ -209,21 +225,19 @@ def write_step(
     return artifact
 
 
-# Evaluations during training: the weights after some of the steps play a fixed set of held-out tasks.
+# --- Evaluations on model servers ---
 
 
 @dataclass(frozen=True)
 class HeldoutSet:
-    """Tasks played in every evaluation during training, with the environment that plays them.
-
-    `environment` is an instance of its own, so evaluation cannot disturb training. `digests` are the digests of the
-    inputs that the tasks come from, by name, for the manifest.
-    """
+    """The tasks that every evaluation during training plays, and the environment that plays them."""
 
     settings: HeldoutSetSettings
     tasks: Sequence[Task]
     environment: Environment
+    """An instance that only evaluations use, so they cannot disturb training."""
     digests: Mapping[str, str]
+    """Digests of the artifacts that the tasks come from, by name, for manifests."""
 
 
 class HeldoutEvaluations(Evaluations):

@@ -1,4 +1,4 @@
-"""A trainer without a process of its own."""
+"""A trainer that runs in the caller's process, and the adapter for users' own batches."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ from armature.components.vlm.worker import Loader, TokenWorker
 
 
 class InProcessTrainer(TrainerClient):
-    """A client of a worker in this process, which trains the given model in place. It lives as long as this process.
+    """A trainer client whose worker runs in this process and trains the given model in place.
 
     Args:
-        processor: what is saved beside the weights, and reads the image of a probe.
-        load: gives the micro-batches of a step their tensors.
-        folder: gets `checkpoints/` and `processor/`.
+        processor: the model's processor, which is saved beside the weights and prepares the image of a probe.
+        load: turns the micro-batches of a step into tensors.
+        folder: the folder for `checkpoints/` and `processor/`.
     """
 
     def __init__(
@@ -74,23 +74,21 @@ class InProcessTrainer(TrainerClient):
 
     def _ask(self, name: str, timeout: float, result: TypeAdapter[ResultT], **arguments: Any) -> ResultT:
         command = {"name": name, **arguments}
-        known = self._worker.recorded(command)
-        return result.validate_python(
-            self._worker.run(command, self._worker.check(command)) if known is None else known
-        )
-
-
-# An adapter of a user's own in the loop.
+        reply = self._worker.recorded(command)
+        if reply is None:
+            reply = self._worker.run(command, self._worker.check(command))
+        return result.validate_python(reply)
 
 
 class UserAdapter:
-    """An adapter that has only `build_batch`, as the loop asks for samples and the learner for micro-batches.
+    """Lets a user's adapter that only has `build_batch` work in the loop, as source of samples and as loader.
 
-    It is given `size` trajectories at a time, and what it makes of them is one forward pass. Where that has a row for
-    each trajectory, a row has the advantage of its trajectory; else its reward less the mean of all rows.
+    The adapter gets `size` trajectories at a time, and the batch that it builds from them is one forward pass. If the
+    batch has one row per trajectory, each row has the advantage of its trajectory; otherwise the advantage of a row is
+    its reward less the mean reward of all rows.
 
     Args:
-        rollouts: those of a step, should the adapter have to make a batch of it again after a restart.
+        rollouts: returns the rollouts of a step. After a restart the adapter may have to build a batch again.
     """
 
     def __init__(self, adapter: MultimodalAdapter, size: int, rollouts: Callable[[int], GenerateOutputs]) -> None:
@@ -100,10 +98,10 @@ class UserAdapter:
     def samples(
         self, outputs: GenerateOutputs, advantages: TurnAdvantages | None = None
     ) -> tuple[list[Sample], Counter[str]]:
-        """The rows of the adapter's batches.
+        """Return the rows of the adapter's batches as samples, and no drops.
 
         Raises:
-            DataError: a batch of wrong shapes; names the field.
+            DataError: a batch has wrong shapes; the error names the field.
         """
         every = outputs.trajectories
         parts = [every[start : start + self._size] for start in range(0, len(every), self._size)]
@@ -115,11 +113,14 @@ class UserAdapter:
 
     @contextmanager
     def batch(self) -> Iterator[None]:
-        """Where micro-batches are asked for; see `MicroBatchLoader.batch`."""
+        """Return a context for the micro-batches of one step; see `MicroBatchLoader.batch`."""
         yield
 
     def __call__(self, plan: Sequence[MicroBatch]) -> Iterator[tuple[MicroBatch, MultimodalBatch]]:
-        """The batches whose rows the planned samples are, however they are planned; other rows are masked."""
+        """Yield the adapter's batches that contain the planned samples, with the loss of all other rows masked.
+
+        The plan's own division into micro-batches is ignored, because a batch of the adapter is one forward pass.
+        """
         planned: dict[str, dict[int, tuple[int, Sample]]] = defaultdict(dict)
         for micro in plan:
             for position, sample in zip(micro.rows, micro.samples, strict=True):

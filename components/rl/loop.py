@@ -1,4 +1,4 @@
-"""The loop: which unit follows which, and how far rollouts may run ahead of the weights."""
+"""The RL loop: the order of a step's units, and how far rollouts may be ahead of the weights."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SHOWN = {
     "acc": "heldout/accuracy",
     "success": "heldout/success",
 }
-"""What the progress bar shows of a step's metrics, and how it calls them."""
+"""Metrics that the progress bar shows, by their short names there."""
 
 
 class StepUnits(Protocol):
@@ -78,34 +78,37 @@ class StepUnits(Protocol):
 
 @dataclass(frozen=True)
 class LoopPlan:
-    """How the loop goes: `last` is the number of its last step.
-
-    Rollouts run up to `max_staleness` versions ahead of the weights, and with `in_flight_updates` weights change while
-    they are played. New weights follow after the steps that `sync_every` divides, checkpoints after those that
-    `save_every` divides; `sync_every` 0: never.
-    """
+    """The schedule of `run_loop`."""
 
     last: int
+    """Number of the last step."""
     save_every: int = 1
+    """Steps between checkpoints."""
     max_staleness: int = 0
+    """Number of versions by which the weights that sample rollouts may be older than on-policy ones."""
     in_flight_updates: bool = False
+    """Give servers new weights while rollouts are being played."""
     sync_every: int = 1
+    """Steps between new weights for the servers; 0: never."""
 
 
 def run_loop(steps: StepUnits, first: int, plan: LoopPlan, units: Units, events: Events) -> int:
-    """Make steps `first` to `plan.last`, both included; the policy version is the number of steps applied.
+    """Make steps `first` to `plan.last`, both included. The policy version is the number of steps applied.
 
-    Returns the last step that was made: an evaluation may end the training before `plan.last`.
+    With `max_staleness` 0 the rollouts of a step are sampled by the weights after the step before (on-policy).
 
-    With `max_staleness` 0 the rollouts of a step are sampled by the weights of the step before (on-policy). With 1
-    they are generated while the trainer works on the step before, by weights that are one version older: new weights
-    wait until the last of them is there, and so does a checkpoint, for a run that resumes has no older weights to
-    make them with. Which version samples a token never depends on which of the two is done first.
+    With `max_staleness` 1 they are played while the trainer works on the step before, by weights that are one version
+    older. New weights are not sent until the last of these rollouts is there. A checkpoint waits for them too, because
+    a resumed run would not have the older weights to play them again. So the version that samples a token never depends
+    on whether trainer or servers are faster.
 
-    With `in_flight_updates` nothing waits for rollouts but the step that trains on them. Those of step k may begin
-    once the servers have version k - 1 - `max_staleness`, so no token of a step is sampled by an older one.
+    With `in_flight_updates` only the step that trains on rollouts waits for them. The rollouts of step k may start once
+    the servers have version k - 1 - `max_staleness`, so no token of a step is sampled by an older version.
 
-    An evaluation plays by the weights after its step, while nothing else does unless updates are in flight.
+    An evaluation plays with the weights after its step. Nothing else plays meanwhile, unless updates are in flight.
+
+    Returns:
+        The last step that was made, which is before `plan.last` if an evaluation ended the training.
     """
     pending: deque[Future[Artifact]] = deque()
     begun, staleness, last = first - 1, plan.max_staleness, plan.last
@@ -150,19 +153,19 @@ def run_loop(steps: StepUnits, first: int, plan: LoopPlan, units: Units, events:
         metrics = merged(trainer=metrics, loop=clock.laps | {"timing/step": sum(clock.laps.values())})
         metrics = steps.record(step, metrics)
         events.metrics(metrics, step)
-        # Until the next evaluation.
-        kept = {short: value for short, value in postfix.items() if SHOWN[short].startswith("heldout/")}
-        postfix = kept | {short: metrics[name] for short, name in SHOWN.items() if name in metrics}
+        # Keep showing the results of the last evaluation until the next one.
+        evaluated = {short: value for short, value in postfix.items() if SHOWN[short].startswith("heldout/")}
+        postfix = evaluated | {short: metrics[name] for short, name in SHOWN.items() if name in metrics}
         events.progress("Training", step, last, **postfix)
         if ends:
-            for future in pending:  # of steps that an evaluation left out
+            for future in pending:  # rollouts of steps that are not made because an evaluation ended the training
                 future.result()
             return step
     return first - 1
 
 
 class _Clock:
-    """Seconds between laps."""
+    """Measures the seconds between laps, summed by name."""
 
     def __init__(self) -> None:
         self.laps: dict[str, float] = {}

@@ -1,4 +1,4 @@
-"""What the rollouts of one step say about the policy."""
+"""Metrics of a step's rollouts and of CPU time, and a warning if nothing can be learned from rollouts."""
 
 from __future__ import annotations
 
@@ -15,23 +15,24 @@ from armature.components.contracts.rollouts import GenerateOutputs, Trajectory
 from armature.components.rollouts.batches.advantages import turn_advantages
 from armature.components.rollouts.settings import BatchSettings
 
-# How long the threads of a run computed, and how long they waited for a CPU that others had.
-
 Thread = tuple[int, int]
+"""PID and thread id."""
 
 
 class CpuTimes:
-    """Counts for this process and all that it started, since it was asked before.
+    """Measures CPU time of this process and all its child processes between calls of `since`.
 
-    Linux's scheduler counts both for every thread (`schedstat`); elsewhere nothing is said.
+    The numbers are from Linux's scheduler (`schedstat`); on other systems there are none.
     """
 
     def __init__(self) -> None:
         self._before = _thread_times()
 
     def since(self) -> dict[str, float]:
-        """`timing/cpu`: seconds on a CPU; `timing/cpu_wait`: ready to run, and waiting for one. Threads add up; those
-        that ended meanwhile are not counted."""
+        """Return CPU times since the last call, summed over threads; threads that have ended are not counted.
+
+        `timing/cpu` is the time on a CPU, `timing/cpu_wait` the time that runnable threads waited for one, in seconds.
+        """
         before, self._before = self._before, _thread_times()
         pairs = [(times, before.get(thread, (0, 0))) for thread, times in self._before.items()]
         if not pairs:
@@ -41,7 +42,7 @@ class CpuTimes:
 
 
 def _thread_times() -> Mapping[Thread, tuple[int, int]]:
-    """Nanoseconds that each thread ran, and waited."""
+    """Return for each thread the nanoseconds that it ran, and that it waited for a CPU."""
     times: dict[Thread, tuple[int, int]] = {}
     me = psutil.Process()
     for process in [me, *me.children(recursive=True)]:
@@ -55,9 +56,9 @@ def _thread_times() -> Mapping[Thread, tuple[int, int]]:
 
 
 def rollout_metrics(outputs: GenerateOutputs) -> dict[str, float]:
-    """Rewards, lengths, truncation and failures; times are seconds, lengths are tokens.
+    """Return metrics of rollouts: rewards, lengths in tokens, times in seconds, truncation and failures.
 
-    Rewards and their parts are means over rollouts, where a part that a rollout lacks counts as 0.
+    Rewards and their parts are means over rollouts; a part that a rollout does not have counts as 0.
     """
     planned = len(outputs.trajectories) + len(outputs.failures)
     counts = {"rollouts/planned": float(planned), "rollouts/failed": float(len(outputs.failures))}
@@ -87,14 +88,11 @@ def rollout_metrics(outputs: GenerateOutputs) -> dict[str, float]:
     return merged(counts=counts, failures=failures, rollouts=rollouts, parts=metrics_below("reward_parts", parts))
 
 
-# Whether there is anything to learn from some rollouts.
-
-
 def no_signal(trajectories: Sequence[Trajectory], settings: BatchSettings) -> str | None:
-    """What to say where no turn of any group has an advantage, so that rewards would not change a weight; else None.
+    """Return a warning if no turn of any group has an advantage, so that no weight would change; else None.
 
     Raises:
-        ConfigurationError: GiGPO without any state to compare turns at.
+        ConfigurationError: the advantage is GiGPO, but no turn has a state to compare.
     """
     groups = {trajectory.group_id for trajectory in trajectories}
     if not groups or groups - turn_advantages(trajectories, settings).without_gradient:
@@ -104,6 +102,6 @@ def no_signal(trajectories: Sequence[Trajectory], settings: BatchSettings) -> st
     answer = reprlib.repr(trajectories[0].turns[-1].completion) if trajectories[0].turns else "nothing"
     return (
         f"warning: nothing could be learned from these {len(trajectories)} rollouts of {len(groups)} groups: {earned}. "
-        f"The first ended with {answer}. While that is so, no step changes the weights by rewards: see whether the "
-        "reward can be earned by such answers, and whether the tasks are too hard or too easy"
+        f"The first one ended with {answer}. As long as this is so, rewards do not change the weights: check that such "
+        "answers can earn the reward, and that the tasks are neither too hard nor too easy"
     )

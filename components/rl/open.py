@@ -1,4 +1,4 @@
-"""A run with its servers and its trainer up."""
+"""Opening a run: starts its servers, its trainer and its environments, and checks memory and agreement before."""
 
 from __future__ import annotations
 
@@ -39,7 +39,9 @@ from armature.components.vlm.client import TrainerClient, TrainerPolicySettings
 from armature.components.vlm.memory import chosen_recomputation, estimate_memory, memory_of_rank
 
 QUANTIZED_BASE = "quantized-base"
+"""Name of the workspace's folder with the initial weights after rounding to 4 bits."""
 SKIPPED_BATCHES = "skipped-batches.json"
+"""Name of the workspace's file with the steps whose batches are skipped."""
 
 
 @contextmanager
@@ -50,9 +52,10 @@ def open_run(
     store: ArtifactStore,
     load_on_join: bool = True,
 ) -> Iterator[tuple[RLRun, int]]:
-    """The run with its servers and its trainer up, and the last step that the trainer has saved.
+    """Open a run: yield it with its servers and its trainer running, and the last step that the trainer has saved.
 
-    Servers that somebody else started are given the run's weights, unless `load_on_join` is False.
+    Args:
+        load_on_join: give the run's weights to joined servers, which somebody else started.
     """
     weights = base_weights(locate(inputs["model"].path, settings.model.revision), settings.model, context.workspace)
     policy = TrainerPolicySettings(
@@ -102,9 +105,10 @@ def open_run(
 
 
 def base_weights(weights: Path, model: ModelSettings, workspace: Path) -> Path:
-    """The folder that trainer and servers start from: `weights`, or what is left of them in 4 bits, written once.
+    """Return the folder of the weights from which trainer and servers start.
 
-    The trainer quantizes it again, which changes nothing.
+    For a model in 4 bits it has the rounded weights in full precision and is written once, so that servers compute with
+    the same numbers. The trainer quantizes them again, which changes nothing.
     """
     if model.quantization is None:
         return weights
@@ -116,10 +120,10 @@ def base_weights(weights: Path, model: ModelSettings, workspace: Path) -> Path:
 
 
 def served_adapters(model: ModelSettings, weights: Path) -> ServedAdapters | None:
-    """What servers hold beside the weights; None where they get whole weights.
+    """Return the adapters that servers hold beside the initial weights; None if servers get complete weights.
 
     Raises:
-        ConfigurationError: vLLM does not serve them.
+        ConfigurationError: vLLM cannot serve adapters of these parts of the model.
     """
     lora = model.lora
     if lora is None or lora.served_as == "merged":
@@ -128,7 +132,7 @@ def served_adapters(model: ModelSettings, weights: Path) -> ServedAdapters | Non
     family = family_of(load_config(weights, model))
     if missing := sorted(adapted - set(family.served_adapters)):
         raise ConfigurationError(
-            f"vLLM serves no adapters of {', '.join(missing)} of {family.name}",
+            f"vLLM does not serve adapters of {', '.join(missing)} of {family.name}",
             code="adapters_not_served",
             where=f'model.lora.served_as = "adapter", scope = "{lora.scope}"',
             remedy='set served_as = "merged"' + ', or scope = "language"' * ("language" not in missing),
@@ -163,7 +167,7 @@ def _heldout_set(
 def open_parts(
     settings: LoopSettings, context: StageContext, store: ArtifactStore, parts: RunParts
 ) -> Iterator[tuple[RLRun, int]]:
-    """The run of `parts`, of which servers and trainer are up within it, and the last step that the trainer saved."""
+    """Start the servers and the trainer of `parts`; yield the run and the last step that the trainer has saved."""
     with ThreadPoolExecutor(1) as starter, start_blocking_portal(name="servers") as portal:
         context.events.message("starting the trainer and the servers")
         resumed = starter.submit(_start, parts)
@@ -176,7 +180,8 @@ def open_parts(
                 run.resume(done)
                 yield run, done
         finally:
-            with suppress(TrainerError):  # one that did not start has said so, or something worse has
+            # A trainer that did not start has raised its error above already, or another error is being raised.
+            with suppress(TrainerError):
                 resumed.result()
             parts.trainer.stop()
 
@@ -187,38 +192,42 @@ def _start(parts: RunParts) -> int:
 
 
 def skipped_batches(workspace: Path, named: Collection[int], done: int, last: int) -> frozenset[int]:
-    """The steps to make without an update: those named now, and those named when the run was started before.
+    """Return the steps whose batches are skipped: `named`, and the steps named in earlier starts of the run.
+
+    Args:
+        done: the last step that the trainer has saved.
+        last: the last step of the run.
 
     Raises:
-        ConfigurationError: a step that the weights contain already, or that the run does not have.
+        ConfigurationError: a newly named step is applied already, or the run does not have it.
     """
     file = workspace / SKIPPED_BATCHES
     before: set[int] = set(json.loads(file.read_text())) if file.exists() else set()
     new = set(named) - before
     if wrong := sorted(step for step in new if step <= done or step > last):
         raise ConfigurationError(
-            f"the batches of steps {', '.join(map(str, wrong))} cannot be skipped: {done} of {last} steps are made",
+            f"the batches of steps {', '.join(map(str, wrong))} cannot be skipped: {done} of {last} steps are applied",
             code="steps_not_skippable",
             where="machine.skip_batches",
-            remedy="name steps that are still to come, or delete the checkpoints after the step before",
+            remedy="name steps that are not applied yet, or delete the checkpoints from these steps on",
         )
     if new:
         file.write_text(json.dumps(sorted(before | new)))
     return frozenset(before | new)
 
 
-# Know before a run whether the machine and the model fit: memory, then log-probs of both sides.
-
-
 def check(settings: TrainVLMSettings, inputs: Mapping[str, Artifact], context: StageContext) -> None:
-    """Say what the run needs of memory and how well trainer and server agree. Joined servers stay as they are.
+    """Report the memory that the run needs and how well trainer and servers agree, without training.
+
+    Joined servers keep their weights.
 
     Raises:
-        MismatchError: they do not agree; training would be off-policy without knowing it.
+        MismatchError: trainer and servers do not agree, so training would unknowingly be off-policy.
     """
     weights = locate(inputs["model"].path, settings.model.revision)
     processes = TrainerProcesses.of(context.machine)
-    elsewhere = context.machine.trainer_bundle is not None  # where the least is said that ranks need
+    # On a cluster the trainer's node is not chosen yet, so its memory is unknown.
+    elsewhere = context.machine.trainer_bundle is not None
     available, where = (None, "") if elsewhere else available_memory(processes)
     room = 0 if elsewhere else memory_of_rank(processes, processes.gpus[0] if processes.gpus else None)
     model = chosen_recomputation(weights, settings.model, settings.trainer, processes, room)
@@ -227,11 +236,11 @@ def check(settings: TrainVLMSettings, inputs: Mapping[str, Artifact], context: S
     for line in memory.lines(available, where):
         context.events.message(line)
     if settings.model.gradient_checkpointing == "auto":
-        kept = "recomputes" if model.gradient_checkpointing else "keeps"
+        choice = "recomputes" if model.gradient_checkpointing else "keeps"
         context.events.message(
-            "gradient checkpointing  auto: on its node each rank keeps activations if they fit"
+            "gradient checkpointing  auto: each rank keeps activations if they fit on its node"
             if elsewhere
-            else f"gradient checkpointing  auto: the backward pass {kept} activations here"
+            else f"gradient checkpointing  auto: the backward pass {choice} activations on this machine"
         )
     if available is not None and (share := processes.server_share) is not None:
         context.events.message(memory.beside_server(share, torch.cuda.mem_get_info(processes.gpus[0])[1], available))
@@ -242,7 +251,7 @@ def check(settings: TrainVLMSettings, inputs: Mapping[str, Artifact], context: S
 
 
 def available_memory(processes: TrainerProcesses) -> tuple[int, str]:
-    """Free bytes on the trainer's first GPU, or of main memory the part of each rank here."""
+    """Return the free bytes on the trainer's first GPU, or each rank's part of free main memory, and a name for it."""
     if processes.gpus:
         return torch.cuda.mem_get_info(processes.gpus[0])[0], f"GPU {processes.gpus[0]}"
     where = "this machine" + (f" for each of {processes.processes} ranks" if processes.processes > 1 else "")

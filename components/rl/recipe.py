@@ -1,4 +1,4 @@
-"""The recipe of train-vlm."""
+"""The recipe of `train-vlm`: its sections, and the check before a run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from armature.components.vlm.settings import TrainerSettings, WarmStartSettings
 
 
 class TrainVlm(ModelSections):
-    """Tasks and a model, GRPO on rollouts from a pool of vLLM servers, and an evaluation of the result.
+    """Train a model on an environment's tasks with GRPO on rollouts from a pool of vLLM servers, and evaluate it.
 
     With a warm start the model is first trained on demonstrations.
     """
@@ -35,18 +35,18 @@ class TrainVlm(ModelSections):
     environment: EnvironmentSection
     inference: ServerSection
     rollouts: RolloutSettings
-    """How much is played per step, and how tokens are sampled."""
+    """The rollouts of each step, and the sampling of their tokens."""
     batches: BatchSettings
-    """From rollouts to training samples."""
+    """The conversion of rollouts to training samples."""
     trainer: TrainerSettings
     """Objective, optimizer and number of steps."""
     preflight: PreflightSettings
-    """What trainer and server must agree on before the first step."""
+    """The agreement of trainer and servers that is checked before the first step and in every step."""
     evaluation: TrainEvaluationSettings
-    """Which tasks are played, how often, and what counts as solved: by the trained model, and during training."""
+    """Evaluation of the trained model and during training: the tasks, their number, and the reward that solves them."""
     machine: MachineSection = Machine()
     warm_start: WarmStartSettings | None = None
-    """Training on demonstrations before that on rewards; leave it out for none."""
+    """Training on demonstrations before the training on rewards; omit it for none."""
 
     def refuse_sources(self) -> None:
         from armature.components.machine.project import project_source

@@ -1,4 +1,4 @@
-"""The page of a run: its learning curves, and its first and last rollouts to browse."""
+"""The report page of a run: learning curves, and the rollouts of the first and last step."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ from armature.components.rollouts.table import read_rollouts
 
 TASKS = {
     "tasks/played": "played",
-    "tasks/with_signal": "told their rollouts apart, at least once",
-    "tasks/always_right": "never did: all rollouts earned the most that any did",
-    "tasks/always_wrong": "never did: all rollouts earned the same, and less",
-    "tasks/right_or_wrong": "never did: some of their groups all right, the others all wrong",
+    "tasks/with_signal": "gave different rewards within a group, at least once",
+    "tasks/always_right": "never did: every rollout earned the largest reward",
+    "tasks/always_wrong": "never did: the rollouts of a group earned the same, less than the largest reward",
+    "tasks/right_or_wrong": "never did: in some groups all earned the largest reward, in others all earned less",
 }
+"""Counts of tasks by the rewards of their rollouts, and their captions."""
 
 
 @dataclass(frozen=True)
 class ShownStep:
-    """A step to look at: the folders of its rollouts and its batch, and the file of its log-ratios."""
+    """A step on the report page: the folders of its rollouts and its batch, and the file of its log-ratios."""
 
     step: int
     rollouts: Path
@@ -44,9 +45,11 @@ def write_pages(
     best: Mapping[str, float],
     tasks: Mapping[str, int],
 ) -> None:
-    """Write `report.html`.
+    """Write the page `report.html` to `folder`.
 
-    `best`: see `Evaluations.summary`; `tasks`: see `difficulty_counts`.
+    Args:
+        best: the summary of the best evaluation; see `Evaluations.summary`.
+        tasks: counts of tasks; see `difficulty_counts`.
     """
     trajectories: list[Trajectory] = []
     failures: list[Failure] = []
@@ -65,6 +68,6 @@ def write_pages(
         history=history,
         configuration=settings.model_dump(mode="json"),
         figures=HeldoutEvaluations.figures(best),
-        tables=[Table("Tasks", ["groups", "tasks"], [[said, f"{tasks[name]:,}"] for name, said in TASKS.items()])],
+        tables=[Table("Tasks", ["groups", "tasks"], [[text, f"{tasks[name]:,}"] for name, text in TASKS.items()])],
         rollouts=Rollouts(trajectories, failures, ImageStore(images), decode, steps, scores),
     )

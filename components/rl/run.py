@@ -1,4 +1,4 @@
-"""One RL run: the units of its steps, on a server pool and a trainer service that it holds open."""
+"""An RL run of a language model: rollouts from a pool of servers, and steps on a trainer service."""
 
 from __future__ import annotations
 
@@ -54,32 +54,34 @@ from armature.components.vlm.client import TrainerClient
 
 @dataclass(frozen=True)
 class RunParts:
-    """What a run joins.
-
-    `tokenizer` is that of the policy, a fast one of transformers; `digests` are those of what is played, by name, for
-    the manifests of rollouts; the servers get new weights after every `sync_every` steps, 0: never; `rewarded` may
-    change what is played before it is kept; `heldout` is played between steps, for which servers need the weights
-    of each: `sync_every` is 1 then; `workers` collect the rollouts of steps in place of this process; with `adapters`
-    the servers get these alone, as the pool was told.
-    """
+    """The parts from which a run is made: environment, tasks, servers, trainer and what is between them."""
 
     environment: Environment
     tasks: Sequence[Task]
+    """Training tasks, from which each step's are chosen."""
     adapter: SampleSource
+    """Turns rollouts into training samples."""
     tokenizer: Any
+    """The policy's tokenizer, a fast one of transformers."""
     vocabulary: Vocabulary
     servers: ServerPool
     trainer: TrainerClient
     digests: Mapping[str, str]
+    """Digests of the artifacts that are played, by name, for the manifests of rollouts."""
     sync_every: int = 1
+    """Steps between new weights for the servers; 0: never."""
     rewarded: Callable[[GenerateOutputs], GenerateOutputs] = lambda outputs: outputs
+    """A function that may change rollouts, such as their rewards, before they are written."""
     heldout: HeldoutSet | None = None
+    """Tasks that are played between steps. Servers need the weights of every such step, so `sync_every` must be 1."""
     workers: RolloutWorkers | None = None
+    """Processes that play the rollouts of steps; None plays them in this process."""
     adapters: bool = False
+    """Servers get only the adapters of a new version; the pool must be set up for it."""
 
 
 class RLRun(TrainingRun):
-    """A run whose rollouts a server pool samples; see `TrainingRun`."""
+    """A run whose rollouts are sampled by a pool of model servers; see `TrainingRun`."""
 
     ROLLOUTS, BATCHES, STAGE = "rollouts", "batches", "train-vlm"
     trainer: TrainerClient
@@ -118,7 +120,7 @@ class RLRun(TrainingRun):
         return made
 
     def wait_for_rollouts(self, step: int) -> None:
-        """Replace workers that are late with the rollouts of `step`, which training waits for."""
+        """Replace workers that are late with their rollouts, now that training waits for the rollouts of `step`."""
         if self.parts.workers is not None:
             self.parts.workers.awaited(step)
 
@@ -167,7 +169,7 @@ class RLRun(TrainingRun):
             self.trainer.publish(folder, version)
 
     def _numbers(self, step: int) -> dict[str, float]:
-        if (metrics := self._rollout_metrics.pop(step, None)) is None:  # the batch was made before
+        if (metrics := self._rollout_metrics.pop(step, None)) is None:  # an earlier attempt built the batch
             metrics = rollout_metrics(read_rollouts(self._made(self.ROLLOUTS, step).path))
         return metrics | {"machine/servers": float(len(self.pool.replicas))}
 
@@ -175,16 +177,16 @@ class RLRun(TrainingRun):
         self.context.events.message("\n".join(["pre-flight: trainer and server agree", *self.preflight().lines()]))
 
     def preflight(self) -> LogprobAgreement:
-        """Compare the log-probs of a few rollouts, and warn if nothing could be learned from them.
+        """Compare the log-probs of trainer and servers on a few rollouts, and warn if nothing can be learned from them.
 
         Raises:
-            MismatchError: trainer and server disagree, or no rollout becomes a sample.
+            MismatchError: trainer and servers disagree, or none of the rollouts becomes a sample.
         """
-        overheard = RecordingGenerator(self.pool)
+        recorded = RecordingGenerator(self.pool)
         plan = self.settings.rollouts
         tasks = tasks_of_step(self.parts.tasks, self.settings.preflight.groups, 0, plan.seed)
-        outputs = self.portal.call(self._round, overheard, 0, [tasks], 0)
-        refuse_other_texts(overheard.completions, self.parts.tokenizer.backend_tokenizer)
+        outputs = self.portal.call(self._round, recorded, 0, [tasks], 0)
+        refuse_other_texts(recorded.completions, self.parts.tokenizer.backend_tokenizer)
         samples, drops = self.parts.adapter.samples(outputs)
         drops.update(outputs.drops)
         folder = self.context.workspace / "preflight"
@@ -198,12 +200,12 @@ class RLRun(TrainingRun):
         return agreement
 
     def shown(self, step: int) -> ShownStep:
-        """A step that was made, for the pages of the run."""
+        """Return the files of a step that was made, for the report page."""
         rollouts, batch = (self._made(kind, step).path for kind in (self.ROLLOUTS, self.BATCHES))
         return ShownStep(step, rollouts, batch, ratios_file(self.context.workspace, step))
 
     def groups(self, last: int) -> Iterator[PlayedGroup]:
-        """The groups of steps 1 to `last`."""
+        """Yield the groups of rollouts of steps 1 to `last`."""
         for step in range(1, last + 1):
             yield from self._groups(step)
 
@@ -211,7 +213,7 @@ class RLRun(TrainingRun):
         return played_groups(step, self._made(self.ROLLOUTS, step).path)
 
     def _chosen(self, step: int) -> list[list[Task]]:
-        """The tasks of each round of `step`."""
+        """Return the tasks of each round of `step`."""
         plan = self.settings.rollouts
         if plan.repeat_no_signal < 1:
             return self._sampler.tasks_of_step(step, self._groups)

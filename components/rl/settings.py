@@ -1,4 +1,4 @@
-"""What decides the outcome of an RL run."""
+"""Settings of an RL run: the pre-flight, and the sections on which the trained weights depend."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from armature.components.vlm.settings import TrainerSettings
 
 
 class PreflightSettings(Settings):
-    """What trainer and server must agree on before the first step, and in every step."""
+    """Limits on the disagreement of trainer and servers, before the first step and in every step."""
 
     model_config = ConfigDict(title="Pre-flight")
 
     groups: PositiveInt = 4
-    """Groups of rollouts that are scored by both sides."""
+    """Number of groups of rollouts for which trainer and servers compare log-probs before the first step."""
     max_mismatch_kl: PositiveFloat = 1e-3
-    """Refuse to train above this k3 KL(server || trainer)."""
+    """Largest k3 KL(server || trainer) before the first step; above it the training is refused."""
     max_step_mismatch_kl: PositiveFloat = 0.1
-    """Largest k3 KL(server || trainer) of a step's first update, where its rollouts are of the weights before it (not
-    of earlier ones, as max_staleness allows: then the policy has moved since)."""
+    """Largest k3 KL(server || trainer) of a step's first update. It is not checked for rollouts of earlier weights,
+    which max_staleness allows, because the policy has changed since then."""
     step_mismatch: Literal["stop", "warn"] = "stop"
-    """Whether a step above max_step_mismatch_kl ends the run before it is saved, or is only said."""
+    """Stop the run before it saves a step above max_step_mismatch_kl (stop), or only print a warning (warn)."""
 
 
 class LoopSettings(Settings):
-    """What the loop reads, whatever is played and trained."""
+    """The settings that the RL loop needs, independent of environment and model."""
 
     rollouts: RolloutSettings
     batches: BatchSettings
@@ -41,7 +41,7 @@ class LoopSettings(Settings):
 
 
 class TrainVLMSettings(Settings):
-    """The sections of a train-vlm recipe that the trained weights depend on."""
+    """The sections of a train-vlm recipe on which the trained weights depend."""
 
     model: ModelSettings
     environment: EnvironmentSettings
@@ -54,31 +54,32 @@ class TrainVLMSettings(Settings):
 
     @field_validator("evaluation", mode="before")
     @classmethod
-    def _what_is_played_during_training(cls, value: Any) -> Any:
-        """Of the section: how the trained model is evaluated does not change it."""
+    def _take_evaluation_during_training(cls, value: Any) -> Any:
+        """Take only the evaluation during training: evaluating the trained model does not change its weights."""
         return value.heldout_set if isinstance(value, TrainEvaluationSettings) else value
 
     @model_validator(mode="after")
-    def _what_is_not_repeatable_is_not_promised(self) -> Self:
+    def _check_in_flight_updates_are_not_deterministic(self) -> Self:
         if self.rollouts.in_flight_updates and self.inference.deterministic:
             raise ValueError(
-                "rollouts.in_flight_updates: the same seed does not give the same run, as inference.deterministic "
-                "promises: leave one of the two out"
+                "rollouts.in_flight_updates makes runs with the same seed differ, but inference.deterministic promises "
+                "the opposite: omit one of the two"
             )
         return self
 
     @model_validator(mode="after")
-    def _servers_that_round_are_corrected_for(self) -> Self:
+    def _check_quantized_servers_are_corrected(self) -> Self:
         corrected = self.trainer.correction.mode != "none" or self.trainer.objective.name == "mask_ratio"
         if self.inference.quantization is not None and not corrected:
             raise ValueError(
                 "inference.quantization: servers that compute in 8 bits sample from another distribution than the "
-                'trainer\'s, which biases every update: set trainer.correction.mode = "truncate"'
+                'trainer, which biases every update: set trainer.correction.mode = "truncate"'
             )
         return self
 
     @property
     def loop(self) -> LoopSettings:
+        """The sections that the RL loop needs."""
         return LoopSettings(
             rollouts=self.rollouts, batches=self.batches, trainer=self.trainer, preflight=self.preflight
         )

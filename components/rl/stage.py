@@ -1,4 +1,4 @@
-"""The stage train-vlm: a model and an environment's tasks in, a trained checkpoint with its history out."""
+"""The stage `train-vlm`: trains a model on an environment's tasks, and writes a checkpoint with its history."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ from armature.components.vlm.settings import FunctionObjective
 def train_vlm(
     settings: TrainVLMSettings, inputs: Mapping[str, Artifact], out: Path, context: StageContext
 ) -> StageReport:
-    """Writes `checkpoint/` (Hugging Face layout), `history.json`, `metrics.json`, `lineage.json` and the report, and
-    `difficulty.parquet`: how the groups of each task ended.
+    """Run the stage, and write the results to `out`.
 
-    With evaluations during training the checkpoint has the weights of the best of them.
+    It writes `checkpoint/` (Hugging Face layout), `history.json`, `metrics.json`, `lineage.json`, `report.html`, and
+    `difficulty.parquet` with the rewards of the groups of each task. With evaluations during training the checkpoint
+    has the weights of the best one.
     """
     from armature.components.artifacts.tables import write_table
     from armature.components.configuration.stages import open_store
@@ -46,7 +47,7 @@ def train_vlm(
 
 
 def summary(history: list[dict[str, float]]) -> dict[str, float]:
-    """The last tenth of the run in a few numbers."""
+    """Return means of important metrics over the last tenth of the run."""
     tail = history[-max(1, len(history) // 10) :]
     keys = ("reward", "importance_ratio", "entropy", "mismatch_kl", "masked_fraction", "tokens/completion")
     means = {key: sum(step[key] for step in tail) / len(tail) for key in keys if all(key in step for step in tail)}
@@ -57,7 +58,7 @@ def summary(history: list[dict[str, float]]) -> dict[str, float]:
 def played_as_listed(
     settings: TrainVLMSettings, inputs: Mapping[str, Artifact], say: Callable[[str], None]
 ) -> TrainVLMSettings:
-    """With the environment at the commit that its tasks were listed at, where it names a branch or a tag."""
+    """Replace a branch or tag of the environment by the commit at which its tasks were listed."""
     environment = settings.environment
     revision = environment.args.get("revision")
     if revision is None or COMMIT.fullmatch(revision):
@@ -71,17 +72,17 @@ def played_as_listed(
 
 
 def sources(settings: TrainVLMSettings, inputs: Mapping[str, Artifact]) -> Mapping[str, str]:
-    """The code and data of the environment, and the code of an objective of the user's.
+    """Return digests of the environment's code and data, and of the code of a user's objective.
 
     Raises:
-        ConfigurationError: some of it cannot be found.
+        ConfigurationError: some of the code or data is missing.
     """
-    found = (evaluated_sources if settings.evaluation else environment_sources)(settings.environment)
+    digests = (evaluated_sources if settings.evaluation else environment_sources)(settings.environment)
     if isinstance(objective := settings.trainer.objective, FunctionObjective):
         module = objective.function.partition(":")[0]
         find_module(module)
-        return found | {"objective": code_digest(module)}
-    return found
+        return digests | {"objective": code_digest(module)}
+    return digests
 
 
 TRAIN_VLM_STAGE = Stage(

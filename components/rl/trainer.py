@@ -1,4 +1,4 @@
-"""`MultimodalGRPOTrainer`: the loop around a model in this process."""
+"""`MultimodalGRPOTrainer`: the RL loop as a class, which trains a model in the caller's process."""
 
 from __future__ import annotations
 
@@ -40,28 +40,29 @@ from armature.components.vlm.loader import MicroBatchLoader
 from armature.components.vlm.worker import Loader
 
 JOINED = ServerSettings(max_model_len=2**20, max_images_per_prompt=0, dtype="bfloat16")
-"""What a server that somebody else started is at worst."""
+"""Settings of a server that somebody else started, of which nothing is known: limits as wide as possible, and the least
+precise dtype."""
 NOT_COMPARED = {"max_steps", "save_every", "keep_checkpoints"}
-"""What may be otherwise when a run resumes: rollouts do not depend on it."""
+"""Trainer settings that may change when a run resumes, because rollouts do not depend on them."""
 
 
 class MultimodalGRPOTrainer:
-    """Trains a vision-language model on rollouts of its own, step by step, in this process.
+    """Trains a vision-language model by reinforcement learning in this process.
 
-    It is the loop of the flow `train-vlm`: trainer and server have to agree before the first step, and what is
-    played lies below `config.folder`, so that a run which was stopped resumes from its newest checkpoint, with the
-    rollouts and batches since then. With `config.eval_steps` it plays held-out tasks between steps.
+    It runs the same loop as the flow `train-vlm`. Trainer and server must agree on log-probs before the first step.
+    Rollouts and batches are stored in `config.folder`, so a run that was stopped resumes from its newest checkpoint
+    with the rollouts and batches since then. With `config.eval_steps` it plays held-out tasks between steps.
+
+    Dropout is turned off, whatever the model's configuration says, and trained weights are kept in fp32.
 
     Args:
-        model: a transformers model (with PEFT adapters or without), or a folder to load one from.
-        tokenizer: the model's processor, or its tokenizer; None with a folder: the folder's processor.
-        adapter: rollouts to batches; None: the one of the model's family, which needs a processor.
-        config: everything else.
-
-    Whatever the model's configuration says, dropout is off, and what is trained is kept in fp32.
+        model: a transformers model, with or without PEFT adapters, or a folder to load one from.
+        tokenizer: the model's processor or tokenizer; by default the processor in the model's folder.
+        adapter: turns rollouts into batches; by default the adapter of the model's family, which needs a processor.
+        config: all other options.
 
     Raises:
-        ConfigurationError: `config` is missing, or no adapter fits the model.
+        ConfigurationError: `config` is missing, or there is no adapter for the model.
     """
 
     def __init__(
@@ -95,10 +96,10 @@ class MultimodalGRPOTrainer:
         else:
             if config.packing:
                 raise ConfigurationError(
-                    f"{type(self.adapter).__name__} makes whole batches, whose rows cannot be packed",
+                    f"{type(self.adapter).__name__} builds complete batches, whose rows cannot be packed",
                     code="batches_not_packable",
                     where="MultimodalRLConfig.packing",
-                    remedy="leave it out, or leave the adapter out where the model's family has one",
+                    remedy="omit packing, or omit the adapter if the model's family has one",
                 )
             self.forbidden = placeholder_token_ids(self._weights)
             self._samples = load = UserAdapter(self.adapter, config.micro_batch_size, self._rollouts)
@@ -120,7 +121,7 @@ class MultimodalGRPOTrainer:
         )
 
     def _loaded(self, model: nn.Module | str | Path, tokenizer: Any) -> tuple[Any, Any, Path]:
-        """The model, read from its folder if it is not one yet, what tokenizes for it, and a folder that has both."""
+        """Return the model, loaded if `model` is a folder, its processor or tokenizer, and a folder that has both."""
         if not isinstance(model, str | Path):
             network: Any = model
             if self.config.gradient_checkpointing:
@@ -140,9 +141,12 @@ class MultimodalGRPOTrainer:
         return self._trainer.learner.model
 
     def set_environment(self, environment: str | Environment, **args: Any) -> None:
-        """Train on a registered environment with its settings `args`, or on one that is made already.
+        """Set the environment to train on.
 
-        One that is made already plays its held-out tasks in evaluations as well.
+        Args:
+            environment: the name of a registered environment, or an instance. An instance is also used for evaluations;
+                for a name, evaluations get an instance of their own.
+            args: settings of a registered environment.
         """
         if not isinstance(environment, str):
             self.environment, self._examined, kind = environment, environment, type(environment)
@@ -160,12 +164,12 @@ class MultimodalGRPOTrainer:
         self._played = settings.model_dump(mode="json") | environment_sources(settings)
 
     def train(self) -> dict[str, float]:
-        """Run to `max_steps`, from the newest checkpoint if there is one; the metrics of the last step.
+        """Train until step `max_steps`, from the newest checkpoint if there is one, and return the last step's metrics.
 
         Raises:
             ConfigurationError: no environment is set.
-            MismatchError: trainer and server do not agree.
-            ServerError: the server is not up, or does not take new weights.
+            MismatchError: trainer and server do not agree on log-probs.
+            ServerError: the server does not answer, or does not accept new weights.
         """
         config, settings = self.config, self.config.settings()
         if self.environment is None:
@@ -213,7 +217,8 @@ class MultimodalGRPOTrainer:
         return ServerPool(weights, self.served, self.machine, logs, forbidden_token_ids=self.forbidden)
 
     def _heldout_set(self, environment: Environment) -> HeldoutSet | None:
-        """
+        """Return the tasks and settings of evaluations; None without evaluations.
+
         Raises:
             ConfigurationError: the environment has no held-out tasks.
         """
@@ -225,7 +230,7 @@ class MultimodalGRPOTrainer:
                 "the environment has no held-out tasks to evaluate with",
                 code="heldout_tasks_missing",
                 where="eval_steps",
-                remedy='have tasks("heldout") list some, or leave eval_steps out',
+                remedy='return some from tasks("heldout"), or omit eval_steps',
             )
         return HeldoutSet(plan, tasks, environment, {})
 
@@ -233,7 +238,7 @@ class MultimodalGRPOTrainer:
         return read_rollouts(self.store.home("rollouts", f"{self._key}-{step:05d}"))
 
     def _rewarded(self, outputs: GenerateOutputs) -> GenerateOutputs:
-        """With the reward part that is trained on, and in the groups that are compared."""
+        """Return the rollouts with the reward part that is trained on, in the groups whose rewards are compared."""
         return replace(outputs, trajectories=tuple(self._of_part(one) for one in outputs.trajectories))
 
     def _of_part(self, trajectory: Trajectory) -> Trajectory:
@@ -244,7 +249,7 @@ class MultimodalGRPOTrainer:
             return trajectory
         if key not in trajectory.reward_parts:
             raise ConfigurationError(
-                f"the environment gives no reward part {key!r}",
+                f"the environment does not return a reward part {key!r}",
                 code="unknown_reward_part",
                 where="primary_reward_key",
                 remedy=f"choose from {', '.join(sorted(trajectory.reward_parts))}",
@@ -254,7 +259,7 @@ class MultimodalGRPOTrainer:
 
 
 class _StepLines(TerminalEvents):
-    """Says a line of every `every`-th step, beside the bars."""
+    """Prints a line of metrics for every `every`-th step, in addition to progress bars."""
 
     def __init__(self, every: int) -> None:
         super().__init__()

@@ -1,1 +1,4 @@
-"""The losses and batches that reinforcement learning and supervised training of vision-language models share."""
+"""Training of vision-language models on tokens: objectives, log-probs, micro-batches, and the trainer's worker.
+
+Reinforcement learning and supervised training share it.
+"""

@@ -1,4 +1,4 @@
-"""The client of a trainer of tokens. Torch-free."""
+"""Client and settings of a trainer service for vision-language models. Torch-free."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from armature.components.vlm.settings import TrainerSettings
 
 
 class ProbeReply(BaseModel):
-    """The fields of a `ProbeAnswer`."""
+    """The reply to a probe, with the fields of a `ProbeAnswer`."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -32,20 +32,20 @@ SCORES, PROBE = TypeAdapter(list[list[float]]), TypeAdapter(ProbeReply)
 
 
 class TrainerPolicySettings(BaseModel):
-    """What decides the results of a trainer of tokens: which model, trained how, on which images."""
+    """The settings on which the results of a training depend: the model, the trainer, and the images."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     WORKER: ClassVar[str] = "tokens"
 
     model_path: Path
-    """Folder of the model that the run begins with."""
+    """Folder of the initial model."""
     model: ModelSettings
     trainer: TrainerSettings
     temperature: PositiveFloat
-    """Temperature of the sampler."""
+    """Temperature at which the tokens were sampled."""
     images: Path
-    """Root of the image store."""
+    """Root folder of the image store."""
 
     @property
     def seed(self) -> int:
@@ -53,55 +53,57 @@ class TrainerPolicySettings(BaseModel):
 
 
 class TrainerClient(ServiceClient):
-    """A trainer of tokens: `training` is a `TrainerPolicySettings`."""
+    """Client of a trainer service for vision-language models; its `training` is a `TrainerPolicySettings`."""
 
     def step(self, step: int, batch: Path, log_ratios: Path | None = None) -> dict[str, float]:
-        """Train on the batch in folder `batch` as step `step` = 1, 2, ...; the metrics of the step.
+        """Train on the batch in folder `batch` as step `step` = 1, 2, ... and return the step's metrics.
 
-        A step is applied once: asking again returns the same metrics.
+        A step is applied once: calling again with the same step returns the same metrics.
 
         Args:
-            log_ratios: a file to write, of the trained tokens; see `armature.components.rollouts.batches.ratios`.
+            log_ratios: a file to which the log-ratios of the trained tokens are written; see
+                `armature.components.rollouts.batches.ratios`.
         """
         files = {"log_ratios": str(log_ratios.resolve())} if log_ratios is not None else {}
         return self._train(step, batch=str(batch.resolve()), **files)
 
     def score(self, batch: Path) -> list[npt.NDArray[np.float32]]:
-        """For each sample of the batch (L,) log-probs of its trained tokens, 0 elsewhere."""
+        """Return for each sample of the batch the log-probs (L,) of its trained tokens, 0 elsewhere."""
         scores = self._ask("score", self.machine.train_timeout, SCORES, batch=str(batch.resolve()))
         return [np.array(score, dtype=np.float32) for score in scores]
 
     def publish_version(self, folder: Path, version: int, form: Literal["delta", "adapter"]) -> None:
-        """Write the weights after step `version` to `folder`, one of a series, atomically, for servers.
+        """Write the weights after step `version` to `folder` for servers, atomically, as one of a series of versions.
 
         Args:
-            form: what changed since the last version, or all where that is not much less; or the adapters alone, as
-                PEFT loads them.
+            form: "delta" writes the changes since the last version, or a complete checkpoint if these are not much
+                smaller; "adapter" writes only the adapters, as PEFT loads them.
 
         Raises:
-            ConfigurationError: the weights are of another version, or have no adapters.
+            ConfigurationError: the trainer has another version of the weights, or the model has no adapters.
         """
         command = {"folder": str(folder.resolve()), "version": version, "form": form}
         self._ask("publish", self.machine.train_timeout, ANYTHING, **command)
 
     def send(self, endpoints: Sequence[Endpoint], version: int) -> None:
-        """Send the weights after step `version` from the trainer's GPUs to vLLM servers, all of them together.
+        """Send the weights after step `version` from the trainer's GPUs to all given vLLM servers at once.
 
-        They are those that `publish` would write, under the same names. The servers must expect it: see
-        `armature.components.inference.pool.ServerPool.sync`. Asking again sends again.
+        The tensors are the same, under the same names, as `publish` would write. The servers must be waiting for them;
+        see `armature.components.inference.pool.ServerPool.sync`. Calling again sends again.
 
         Raises:
-            ConfigurationError: the weights are of another version, or `machine.weight_transfer` needs no sender.
-            WeightSyncError: a server refused them.
+            ConfigurationError: the trainer has another version of the weights, or `machine.weight_transfer` does not
+                use a sender.
+            WeightSyncError: a server refused the weights.
         """
         addresses = [asdict(endpoint) for endpoint in endpoints]
         self._ask("send", self.machine.sync_timeout, ANYTHING, endpoints=addresses, version=version)
 
     def probe(self, probe: Probe, version: int) -> ProbeAnswer:
-        """What the weights after step `version` answer; servers that hold them answer the same.
+        """Return the log-probs that the weights after step `version` give to `probe`, to compare with a server's.
 
         Raises:
-            ConfigurationError: the weights are of another version.
+            ConfigurationError: the trainer has another version of the weights.
         """
         answer = self._ask("probe", self.machine.train_timeout, PROBE, probe=asdict(probe), version=version)
         return ProbeAnswer(np.array(answer.logprobs, dtype=np.float32), answer.dtype)

@@ -1,4 +1,4 @@
-"""Micro-batches built in worker processes, each distinct image processed once per batch."""
+"""Loading micro-batches in worker processes. Each distinct image is processed once per batch."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ Job = tuple[MicroBatch, str]
 
 
 class FeatureCache:
-    """Image features in files of `folder`: whoever needs an image first processes it, in whichever process.
+    """Image features in files of a folder that several processes share.
 
-    The files are mapped, not read, so memory stays with the page cache. A lock is released when its holder dies.
+    The first process that needs an image processes it, while the others wait for its lock file; the lock is released if
+    that process dies. Files are memory-mapped, so their memory belongs to the page cache.
     """
 
     def __init__(self, collator: SampleCollator, images: ImageStore, folder: Path) -> None:
@@ -50,7 +51,7 @@ class FeatureCache:
 
 
 class BatchDataset(Dataset[tuple[MicroBatch, MultimodalBatch]]):
-    """The "index" of an item is the whole job, so that workers outlive the batch they were started for."""
+    """A dataset whose "index" is a complete job, a micro-batch and a folder, so that workers serve many batches."""
 
     def __init__(self, collator: SampleCollator, images: ImageStore, part: tuple[int, int]) -> None:
         self.collator, self.images, self.part = collator, images, part
@@ -64,14 +65,14 @@ class BatchDataset(Dataset[tuple[MicroBatch, MultimodalBatch]]):
 
 
 class MicroBatchLoader:
-    """Turns planned micro-batches into tensors, in their order for any number of workers.
+    """Turns planned micro-batches into tensors, in the order of the plan for any number of workers.
 
     Args:
-        collator: of the model's family; it is sent to the workers.
-        images: where the images lie.
-        workers: processes; 0 builds micro-batches in this one, when they are asked for.
-        scratch: folder for the features of the images of the batch at hand; None for the system's.
-        part: which of how many ranks that share a packed micro-batch this one is.
+        collator: the collator of the model's family; it is pickled and sent to the workers.
+        images: the store with the samples' images.
+        workers: number of worker processes; 0 builds micro-batches in this process when they are needed.
+        scratch: folder for the image features of the current batch; by default the system's temporary folder.
+        part: this rank's number among the ranks that share a packed micro-batch, and how many they are.
     """
 
     def __init__(
@@ -87,7 +88,8 @@ class MicroBatchLoader:
         self._jobs: list[Job] = []
         options: dict[str, Any] = {}
         if workers:
-            # One server process imports what workers need; they are forked from it, before it has any thread.
+            # One server process imports the modules that workers need. Workers are forked from it while it has a single
+            # thread, which is safe, and they start without importing.
             context = multiprocessing.get_context("forkserver")
             context.set_forkserver_preload([__name__])
             options = {"multiprocessing_context": context, "persistent_workers": True, "prefetch_factor": 2}
@@ -101,7 +103,7 @@ class MicroBatchLoader:
 
     @contextmanager
     def batch(self) -> Iterator[None]:
-        """Within it an image is processed once, however many plans need it; at the end its features go."""
+        """Keep image features within this block, so that plans of the same batch share them; then delete them."""
         with tempfile.TemporaryDirectory(prefix="features-", dir=self.scratch) as self._folder:
             try:
                 yield
@@ -109,7 +111,7 @@ class MicroBatchLoader:
                 self._folder = None
 
     def __call__(self, plan: Sequence[MicroBatch]) -> Iterator[tuple[MicroBatch, MultimodalBatch]]:
-        """Each micro-batch of `plan` with its tensors. To be used within `batch()`.
+        """Yield each micro-batch of `plan` with its tensors. Use it within `batch()`.
 
         Raises:
             DataError: an image is missing or damaged, or does not fit its row's placeholders.

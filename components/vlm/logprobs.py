@@ -1,4 +1,4 @@
-"""Log-probs and entropies of the trained tokens, and of no other position."""
+"""Log-probs and entropies of trained tokens. The output head is applied only at positions that predict one."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ from armature.components.vlm.heads.backends import HEADS, Backend, HeadSettings
 
 
 class Policy(nn.Module):
-    """A vision-language model seen as a function from a batch to the log-probs of its trained tokens.
+    """A vision-language model as a function from a batch to the log-probs and entropies of its trained tokens.
 
-    The head is applied to the positions that predict a trained token only, in a way that is chosen by name; see
-    `armature.components.vlm.heads.backends`. All of it happens in `forward`, so FSDP's hooks see one call.
+    The output head is applied by a backend, and only at positions that predict a trained token; see
+    `armature.components.vlm.heads.backends`. Everything happens within `forward`, so that FSDP's hooks see one call.
 
     Args:
-        model: a transformers model with a body `.model` and an output head, with or without adapters. It is
-            put into evaluation mode: log-probs with dropout would not be those of the sampler.
+        model: a transformers model with a body `.model` and an output head, with or without adapters. It is put into
+            evaluation mode, because log-probs with dropout would differ from the sampler's.
         logprobs: name of the backend that applies the head.
         temperature: logits are divided by it, as the sampler's were.
-        chunk_tokens: trained tokens whose logits exist at once, for backends that do not make all of them.
-        forbidden_token_ids: tokens that the sampler could not choose; they get no probability here either. Ids
-            beyond the head's rows, as images and placeholders have in some families, have none anyway.
-        autocast: dtype of matrix products, None for the dtype of the weights.
-        device: where it will compute; None: where the model is.
-        packing: whether rows may come packed.
+        chunk_tokens: number of trained tokens whose logits exist at once, for backends that work in chunks.
+        forbidden_token_ids: tokens that the sampler could not choose; they get probability 0 here too. Ids beyond the
+            head's rows, such as image placeholders in some families, have no probability anyway.
+        autocast: dtype of matrix products; None is the dtype of the weights.
+        device: the device on which the model will compute; by default where it is now.
+        packing: allow packed rows.
         context: the ranks that share packed rows with this one.
 
     Raises:
-        ConfigurationError: the backend does not work with this head, or on this device; or the model's rows cannot be
-            packed, or not be shared by so many ranks.
+        ConfigurationError: the backend does not support this head or device, or the model does not support packed rows
+            or their sharing by this number of ranks.
     """
 
     def __init__(
@@ -64,7 +64,8 @@ class Policy(nn.Module):
         if packing:
             use_packed_attention(base_model(model), context)
         for module in model.modules():
-            # Such a layer checkpoints in training mode only; its children, where dropout is, stay as they are.
+            # A checkpointing layer recomputes in training mode only. Its children, where dropout is, stay in evaluation
+            # mode.
             if isinstance(module, GradientCheckpointingLayer):
                 module.training = module.gradient_checkpointing
         self.temperature, self.autocast = temperature, autocast
@@ -81,12 +82,13 @@ class Policy(nn.Module):
     def forward(
         self, inputs: dict[str, Tensor], at: tuple[Tensor, Tensor], packing: Packing | None = None
     ) -> tuple[Tensor, Tensor]:
-        """(N,) log-probs and (N,) entropies of the N tokens behind the positions `at`; see `predicting`.
+        """Return log-probs (N,) and entropies (N,) of the N tokens that the positions `at` predict; see `predicting`.
 
-        With `packing` the model computes what rows begin with once, and no padding; the result is the same. Ranks that
-        share the rows all get the whole of it, and each the gradients of its part of the tokens.
-        Without any token they are empty, and still depend on the head: under FSDP every rank has to use it, or its
-        gradients are missing from a collective of the others.
+        With `packing` the model computes a beginning that rows share only once, and no padding; the result is the same.
+        Ranks that share the rows all get the complete result, and each computes gradients for its part of the tokens.
+
+        With N = 0 the results are empty but still depend on the head: under FSDP every rank has to use it, because its
+        gradients take part in a collective.
         """
         with self.cast(inputs["input_ids"].device):
             targets = inputs["input_ids"][:, 1:][at]
@@ -95,20 +97,21 @@ class Policy(nn.Module):
             places = packing.places[:, :-1][at]
             if self.context is None:
                 return self._applied(self._packed(inputs, packing)[places], targets)
-            own = self.context.slice(len(packing.rows))
-            mine = (places >= own.start) & (places < own.stop)
-            places, targets = places[mine] - own.start, targets[mine]
-            found = self._applied(self._packed(inputs, packing)[places], targets)
-            logprobs, entropies = self.context.combine_columns(torch.stack(found), mine)
+            part = self.context.slice(len(packing.rows))
+            mine = (places >= part.start) & (places < part.stop)
+            places, targets = places[mine] - part.start, targets[mine]
+            results = self._applied(self._packed(inputs, packing)[places], targets)
+            logprobs, entropies = self.context.combine_columns(torch.stack(results), mine)
             return logprobs, entropies
 
     def _applied(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """What the head makes of the hidden states (N, D) before `targets` (N,)."""
+        """Apply the head to the hidden states (N, D) that predict `targets` (N,)."""
         return self.backend(base_model(self.model).get_output_embeddings(), hidden, targets, self.forbidden)
 
     def next_tokens(self, inputs: dict[str, Tensor], mask: Tensor) -> Tensor:
-        """(N, V) log-probs of every token after each of the N where `mask` (B, L) is True, as servers report those of
-        a prompt: at temperature 1, and no token is forbidden.
+        """Return log-probs (N, V) of all possible next tokens at the N positions where `mask` (B, L) is True.
+
+        They are computed as servers compute the log-probs of a prompt: at temperature 1, without forbidden tokens.
         """
         with self.cast(mask.device):
             logits: Tensor = base_model(self.model).get_output_embeddings()(self._hidden(inputs)[mask])
@@ -118,12 +121,12 @@ class Policy(nn.Module):
         return logits.log_softmax(-1)
 
     def own_logits(self, inputs: dict[str, Tensor]) -> Tensor:
-        """(B, L, V) as the model itself gives them."""
+        """Return the logits (B, L, V) that the model itself computes."""
         logits: Tensor = base_model(self.model)(**inputs, use_cache=False).logits
         return logits
 
     def cast(self, device: torch.device) -> AbstractContextManager[Any]:
-        """What the model computes in."""
+        """Return the autocast context in which the model computes."""
         return torch.autocast(device.type, self.autocast) if self.autocast else nullcontext()
 
     def _packed(self, inputs: dict[str, Tensor], packing: Packing) -> Tensor:
@@ -137,9 +140,14 @@ class Policy(nn.Module):
 
 
 def predicting(loss_mask: Tensor, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
-    """(N,) rows and (N,) columns of the positions before the N tokens where `loss_mask` (B, L) is True, columns 1 on.
+    """Return rows (N,) and columns (N,) of the positions that predict the N tokens where `loss_mask` (B, L) is True.
 
-    A mask on a GPU is waited for, one on the CPU is not; they are on `device`, None: where the mask is.
+    A token at column c is predicted at column c - 1; column 0 is never predicted. The result is on `device`, by default
+    the mask's. Keep the mask on the CPU: a mask on a GPU makes the host wait for the GPU.
+
+    Example:
+        >>> predicting(torch.tensor([[False, False, True, True]]))
+        (tensor([0, 0]), tensor([1, 2]))
     """
     rows, columns = loss_mask[:, 1:].bool().nonzero(as_tuple=True)
     device = device or loss_mask.device
@@ -147,7 +155,7 @@ def predicting(loss_mask: Tensor, device: torch.device | None = None) -> tuple[T
 
 
 def text_inputs(policy: Policy, ids: Tensor) -> dict[str, Tensor]:
-    """The model's inputs for rows (B, L) of text of one length."""
+    """Return the model's inputs for B rows of text of the same length L."""
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     if "mm_token_type_ids" in signature(base_model(policy.model).forward).parameters:
         inputs["mm_token_type_ids"] = torch.zeros_like(ids)
@@ -155,10 +163,11 @@ def text_inputs(policy: Policy, ids: Tensor) -> dict[str, Tensor]:
 
 
 def check_head(policy: Policy) -> None:
-    """Compares the head applied by `Policy` with the model's own logits on a row of text, up to their rounding.
+    """Compare the log-probs of `policy` with the log-probs of the model's own logits, on a row of text.
 
     Raises:
-        ConfigurationError: the model does something to its logits that `Policy` does not know.
+        ConfigurationError: they differ by more than rounding, so the model changes its logits in a way that `Policy`
+            does not support.
     """
     device = next(policy.parameters()).device
     ids = torch.arange(1, 9, device=device)[None] % len(policy.forbidden)
@@ -177,19 +186,19 @@ def check_head(policy: Policy) -> None:
     if gap > tolerance:
         name = type(base_model(policy.model)).__name__
         raise ConfigurationError(
-            f"{name} changes its logits after the head: log-probs differ by {gap:.3g}",
+            f"{name} changes its logits after the output head: log-probs differ by {gap:.3g}",
             code="head_not_supported",
             where="armature.components.vlm.logprobs.Policy",
-            remedy="add that change to the backends in armature.components.vlm.heads.backends",
+            remedy="implement this change in the backends in armature.components.vlm.heads.backends",
         )
-
-
-# The trainer's own answer to a probe, with its current weights.
 
 
 @torch.no_grad()
 def answer_probe(policy: Policy, processor: Any, probe: Probe) -> LogProbs:
-    """See `Probe`. Of a sharded policy every rank asks."""
+    """Return the log-probs that the trainer's current weights give to a probe; see `Probe`.
+
+    Servers that hold the same weights return the same numbers. With a sharded policy every rank must call this.
+    """
     device = next(policy.parameters()).device
     tokens = torch.tensor([probe.tokens], device=device)
     mask = torch.ones_like(tokens, dtype=torch.bool)

@@ -1,4 +1,4 @@
-"""What training takes of memory, computed before, and whether activations have to be recomputed."""
+"""Memory of training: offloading activations, an estimate before the run, and the choice to recompute activations."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ from armature.components.training.processes import TrainerProcesses
 from armature.components.training.sharding import blocks, n_parameters
 from armature.components.vlm.settings import ChunkedLogprobs, TrainerSettings
 
-# What the backward pass needs, in main memory until then.
-
 SMALLEST = 16 * 1024
-"""Bytes of the tensors that are worth a copy."""
+"""Smallest size in bytes of a tensor that is offloaded."""
 
-Kept = Tensor | tuple[torch.device, Tensor]
+Offloaded = Tensor | tuple[torch.device, Tensor]
+"""A tensor that stayed where it was, or the device it came from and its copy in main memory."""
 
 
 @contextmanager
 def offloaded_activations() -> Iterator[None]:
-    """What autograd keeps of what is computed in here lies in main memory, pinned for a GPU, until it is used.
+    """Keep the tensors that autograd saves within this block in main memory until the backward pass uses them.
 
-    The copies are the same bits. They are made in the stream of the computation, so nobody waits for them on the host
-    and memory is free for what comes next. Weights stay: they are there anyway, and FSDP gathers them again.
+    The copies are exact, and pinned for a GPU. They are made in the stream of the computation, so the host does not
+    wait for them, and the GPU memory is free for the operations that follow. Weights are not copied: they stay on the
+    GPU anyway, and FSDP gathers them again.
     """
     with saved_tensors_hooks(to_main_memory, from_main_memory):
         yield
 
 
-def to_main_memory(tensor: Tensor) -> Kept:
-    """A copy on the CPU and where it came from; small tensors, and weights or views of them, as they are."""
+def to_main_memory(tensor: Tensor) -> Offloaded:
+    """Return the tensor's device and a copy on the CPU; small tensors and (views of) weights are returned unchanged."""
     owner = tensor if tensor._base is None else tensor._base
     if isinstance(owner, nn.Parameter) or tensor.nbytes < SMALLEST:
         return tensor
@@ -51,55 +51,58 @@ def to_main_memory(tensor: Tensor) -> Kept:
     return tensor.device, copy.copy_(tensor, non_blocking=True)
 
 
-def from_main_memory(kept: Kept) -> Tensor:
-    if isinstance(kept, Tensor):
-        return kept
-    device, copy = kept
+def from_main_memory(offloaded: Offloaded) -> Tensor:
+    """Return the tensor from which `to_main_memory` made `offloaded`, on its original device."""
+    if isinstance(offloaded, Tensor):
+        return offloaded
+    device, copy = offloaded
     return copy.to(device, non_blocking=True)
 
 
 GIB = 2**30
 OVERHEAD = 1.15
-"""CUDA's context, NCCL, fragmentation and what is short-lived, over the estimate."""
+"""Factor on the estimate for CUDA's context, NCCL, fragmentation and short-lived tensors."""
 BYTES = {"float32": 4, "bfloat16": 2}
 
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes of one rank of the trainer, and of one server's weights.
-
-    `models` is 2 where there is a frozen copy for the KL to the initial model. `optimizer` counts fp32 gradients, two
-    AdamW moments and, of a model in bf16, what its weights have besides 16 bits: the other 16 of each master with
-    trainer.weights = "bfloat16", else an fp32 copy; `main_memory` has what of these trainer.optimizer_states = "cpu"
-    keeps there. Of a model that is split over `shards` ranks, weights
-    are fp32, and `gathered` is what a rank has whole besides its shards: what is in no block, and the two largest of
-    them; a whole vision tower is one, see `armature.components.training.sharding.blocks`.
-    `activations` is what a transformer layer keeps for the backward pass (34 bytes per token and hidden unit in
-    bf16, arXiv 2205.05198 without the attention scores), once per layer, or once with gradient checkpointing, or where
-    they are offloaded;
-    `logits` is one chunk of log-probs in fp32 with its gradient, of `triton` the gradient alone in the dtype of the
-    products, or all of a micro-batch with logprobs = normal.
-    """
+    """Estimated bytes of one rank of the trainer, and of one server's weights."""
 
     parameters: int
+    """Number of the model's parameters."""
     trainable: int
+    """Number of trained parameters."""
     models: int
+    """Number of models in memory: 2 if there is a frozen copy for the KL to the initial model."""
     weights: int
+    """Bytes of the weights. In a sharded model they are fp32."""
     optimizer: int
+    """Bytes of fp32 gradients, two AdamW moments and, for a model in bf16, the fp32 part of its weights: the other 16
+    bits of each master with trainer.weights = "bfloat16", else an fp32 copy."""
     gathered: int
+    """With a sharded model: bytes that a rank holds unsharded besides its shards. These are the weights outside of
+    blocks, and the two largest blocks; see `armature.components.training.sharding.blocks`."""
     activations: int
+    """Bytes that transformer layers save for the backward pass: 34 per token and hidden unit in bf16 (arXiv 2205.05198
+    without the attention scores) for each layer; with gradient checkpointing or offloading for one layer."""
     logits: int
+    """Bytes of one chunk of logits in fp32 with its gradient; with `triton` the gradient alone, in the dtype of matrix
+    products; with `normal` the logits of a whole micro-batch."""
     server_weights: int
     shards: int = 1
+    """Number of ranks over which the model is sharded."""
     main_memory: int = 0
+    """Bytes of optimizer states in main memory, with trainer.optimizer_states = "cpu"."""
 
     @property
     def trainer(self) -> int:
+        """Bytes of one rank on its device."""
         gathered = self.gathered if self.shards > 1 else 0
         return self.weights + self.optimizer + gathered + self.activations + self.logits
 
     def over(self, shards: int, sharing: int = 1) -> MemoryEstimate:
-        """The same training with the model split over `shards` ranks (FSDP2), and sequences over `sharing`."""
+        """Return the estimate for the model sharded over `shards` ranks, with sequences shared by `sharing` ranks."""
         if sharing > 1:
             return replace(self, activations=ceil(self.activations / sharing)).over(shards)
         if shards == 1:
@@ -116,8 +119,13 @@ class MemoryEstimate:
         )
 
     def lines(self, available: int | None, where: str) -> list[str]:
-        """`available`: bytes that are free `where` a rank is; None: it is on a node that is not known yet."""
-        free = "of a node of the cluster" if available is None else f"{available / GIB:.2f} GiB free on {where}"
+        """Return the lines of a report.
+
+        Args:
+            available: bytes that are free for a rank; None if its node is not chosen yet.
+            where: the GPU or machine on which they are free.
+        """
+        free = "on a node of the cluster" if available is None else f"{available / GIB:.2f} GiB free on {where}"
         parts = {
             "weights": self.weights,
             "gradients, AdamW, master weights": self.optimizer,
@@ -139,7 +147,7 @@ class MemoryEstimate:
         ]
 
     def beside_server(self, share: float, total: int, available: int) -> str:
-        """Whether the trainer fits on a GPU of `total` bytes with a server that takes `share` of it."""
+        """Return a line that says if the trainer fits on a GPU of `total` bytes beside a server with `share` of it."""
         server, lacking = int(share * total), self.trainer + int(share * total) - available
         line = f"a server beside it      {server / GIB:.2f} GiB, {share:.0%} of the GPU (gpu_memory_utilization)"
         if self.server_weights > server:
@@ -150,7 +158,7 @@ class MemoryEstimate:
 
 
 def estimate_memory(source: Path, model: ModelSettings, trainer: TrainerSettings, server_dtype: str) -> MemoryEstimate:
-    """Counts parameters on the meta device: no weights are read."""
+    """Estimate the memory of training the model in the folder `source`, without reading its weights."""
     config = load_config(source, model)
     with torch.device("meta"):
         skeleton = AutoModelForImageTextToText.from_config(config, trust_remote_code=model.trust_remote_code)
@@ -160,7 +168,7 @@ def estimate_memory(source: Path, model: ModelSettings, trainer: TrainerSettings
 def estimate_memory_of(
     skeleton: PreTrainedModel, model: ModelSettings, trainer: TrainerSettings, server_dtype: str
 ) -> MemoryEstimate:
-    """`estimate_memory` of a model without weights."""
+    """Estimate the memory of training from a model without weights, on the meta device."""
     config = skeleton.config
     family = family_of(config)
     sizes = {name: parameter.numel() for name, parameter in skeleton.named_parameters()}
@@ -176,9 +184,9 @@ def estimate_memory_of(
     width = 2 if trainer.autocast == "bf16" or model.dtype == "bfloat16" else 4
     tokens = trainer.max_tokens_per_micro_batch
     layers = 1 if model.gradient_checkpointing else text.num_hidden_layers
-    kept = text.num_hidden_layers * tokens * text.hidden_size * width if model.gradient_checkpointing else 0
+    inputs = text.num_hidden_layers * tokens * text.hidden_size * width if model.gradient_checkpointing else 0
     if trainer.activation_offloading:
-        layers, kept = 1, 0
+        layers, inputs = 1, 0
     master = {"float32": 4, "bfloat16": 2}[trainer.weights] if model.dtype == "bfloat16" else 0
     low = master if trainer.weights == "bfloat16" else 0
     states = {"device": 8 + low, "cpu": 0, "8bit": 2 + 2 * 4 / SIGNED.block + low}[trainer.optimizer_states]
@@ -195,7 +203,7 @@ def estimate_memory_of(
         optimizer=ceil(trainable * (4 + states + master - low)),
         main_memory=trainable * (8 + low) if trainer.optimizer_states == "cpu" else 0,
         gathered=(parameters - sum(sorted(units)[:-2])) * width,
-        activations=17 * width * tokens * text.hidden_size * layers + kept,
+        activations=17 * width * tokens * text.hidden_size * layers + inputs,
         logits=chunk * text.vocab_size * (width if triton else 8),
         server_weights=parameters * {"float32": 4}.get(server_dtype, 2),
     )
@@ -204,22 +212,26 @@ def estimate_memory_of(
 def chosen_recomputation(
     source: Path, model: ModelSettings, trainer: TrainerSettings, processes: TrainerProcesses, available: int
 ) -> ModelSettings:
-    """`model` with gradient checkpointing on or off where it is "auto": on if the `available` bytes of a rank do not
-    hold the activations of a micro-batch as well. Numbers are the same either way.
+    """Return `model` with gradient checkpointing "auto" resolved to True or False.
+
+    It is turned on if the `available` bytes of a rank do not have room for the activations of a micro-batch. Results
+    are the same either way.
     """
     if model.gradient_checkpointing != "auto":
         return model
-    kept = model.model_copy(update={"gradient_checkpointing": False})
-    here = trainer.model_copy(update={"activation_offloading": False})  # to recompute is faster than to offload it all
-    estimate = estimate_memory(source, kept, here, "bfloat16").over(processes.shards, processes.context_parallel)
-    return kept.model_copy(update={"gradient_checkpointing": estimate.trainer * OVERHEAD > available})
+    plain = model.model_copy(update={"gradient_checkpointing": False})
+    # Estimate without offloading: recomputing activations is faster than offloading all of them.
+    in_memory = trainer.model_copy(update={"activation_offloading": False})
+    estimate = estimate_memory(source, plain, in_memory, "bfloat16").over(processes.shards, processes.context_parallel)
+    return plain.model_copy(update={"gradient_checkpointing": estimate.trainer * OVERHEAD > available})
 
 
 def keeps_gathered(
     source: Path, model: ModelSettings, trainer: TrainerSettings, processes: TrainerProcesses, available: int
 ) -> bool:
-    """Whether the `available` bytes of a rank hold all weights from a forward pass to its backward pass, so that they
-    are gathered once for both. Numbers are the same either way.
+    """Check that the `available` bytes of a rank have room for all weights from a forward to its backward pass.
+
+    Then FSDP gathers them once for both passes. Results are the same either way.
     """
     estimate = estimate_memory(source, model, trainer, "bfloat16").over(processes.shards, processes.context_parallel)
     width = 2 if trainer.autocast == "bf16" or model.dtype == "bfloat16" else 4
@@ -227,8 +239,9 @@ def keeps_gathered(
 
 
 def memory_of_rank(processes: TrainerProcesses, gpu: torch.device | int | None) -> int:
-    """Bytes that a rank has for training: those of `gpu` that are free and no server of the run takes, or its part of
-    main memory.
+    """Return the bytes that a rank has for training.
+
+    On a GPU these are the free bytes, less the share of a server of the run; on a CPU an equal part of main memory.
     """
     if gpu is None:
         return psutil.virtual_memory().available // processes.processes

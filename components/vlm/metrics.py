@@ -1,4 +1,4 @@
-"""What one training step says about itself."""
+"""Metrics of one training step: collected over its micro-batches, and summed over ranks."""
 
 from __future__ import annotations
 
@@ -29,29 +29,31 @@ PER_TOKEN = {
     "weight_floored": "correction/floored_fraction",
     "weight_capped": "correction/capped_fraction",
 }
-"""Sums of a loss, and the name of their mean over the trained tokens."""
+"""Name of each sum in `Loss.sums`, and the metric that is its mean over the trained tokens."""
 ALWAYS = ("importance_ratio", "entropy", "mismatch_kl", "masked_low", "masked_high", "ratio_out_of_range")
-"""Of these, what every step reports: 0 where no token was trained on."""
+"""Sums that every step reports; they are 0 if no token was trained on."""
 
 
 @dataclass(frozen=True)
 class _Added:
-    """Of a micro-batch: its rows, the trained tokens of each, log-ratios to the sampler, and sums with their names.
-    Tensors are on their way to the CPU.
-    """
+    """The numbers of one micro-batch. Tensors may still be on their way from a GPU to the CPU."""
 
     rows: Sequence[int]
+    """Position of each row in the batch, -1 for a dummy."""
     lengths: Tensor
+    """Trained tokens of each row."""
     log_ratios: Tensor
+    """Log-prob less the sampler's, of each trained token."""
     names: Sequence[str]
     sums: Tensor
+    """One sum for each of `names`."""
 
 
 class Meter:
-    """Collects sums over the micro-batches of a step, on every rank, and reports them over all ranks.
+    """Collects the numbers of a step on every rank, and reports them over all ranks.
 
-    In a step of several updates `mismatch_kl` also has what the earlier ones changed; `mismatch_kl/first_update` is
-    over the tokens of the first one alone, so it compares the two engines and nothing else.
+    In a step with several updates `mismatch_kl` includes the changes that earlier updates made. Only
+    `mismatch_kl/first_update`, over the tokens of the first update, compares trainer and sampler at equal weights.
     """
 
     def __init__(self) -> None:
@@ -64,18 +66,21 @@ class Meter:
         self._waiting: list[_Added] = []
 
     def add(self, micro: MicroBatch, tokens: Tokens, loss: Loss, scale: float) -> None:
-        """One micro-batch: its loss counts `scale` times. A GPU is not waited for: the update does that."""
+        """Add a micro-batch; `scale` is the factor on its loss. This does not wait for the GPU, `update` does."""
         ratios = (tokens.logprobs - tokens.behavior).detach().float()
         sums = torch.stack([*loss.sums.values(), loss.total.detach().double() * scale])
         lengths, ratios, sums = (value.to("cpu", non_blocking=True) for value in (tokens.lengths, ratios, sums))
         self._waiting.append(_Added(micro.rows, lengths, ratios, (*loss.sums, "loss"), sums))
 
     def add_packed(self, tokens: int) -> None:
-        """What a packed micro-batch has computed: those of a prompt once."""
+        """Count the tokens that a packed micro-batch computed; a prompt that rows share counts once."""
         self.sums["computed"] += tokens
 
     def update(self, grad_norm: float, applied: bool) -> None:
-        """One optimizer update, of the micro-batches that were added since the last; their norm has been read."""
+        """Count an optimizer update of the micro-batches added since the last one.
+
+        The caller has read the gradient norm, so all tensors of these micro-batches have arrived on the CPU.
+        """
         for added in self._waiting:
             self._count(added)
         self._waiting.clear()
@@ -94,23 +99,25 @@ class Meter:
         self.log_ratios.append(added.log_ratios)
 
     def report(self, ranks: Ranks, peak_gib: float) -> tuple[dict[str, float], dict[int, LogRatios]]:
-        """Means over the trained tokens of all ranks (0 where there are none), quantiles of the raw ratio, and the most
-        memory that one of them took.
+        """Return the metrics of the step over all ranks, and the log-ratios of its tokens. Every rank calls it.
+
+        Args:
+            peak_gib: peak memory of this rank; the report has the maximum over ranks.
 
         Returns:
-            The report, and (T,) the log-prob of each of the T trained tokens less the sampler's, by the position of a
-            sample in the batch. The log-prob is that of the weights that the sample's own update began with.
+            The metrics: means over trained tokens (0 if there are none), and quantiles of the ratio. And for each
+            sample, by its position in the batch, the log-prob of each of its T trained tokens less the sampler's (T,),
+            under the weights at the beginning of the sample's update.
         """
         values = torch.cat(self.log_ratios) if self.log_ratios else torch.empty(0)
-        own = {"rows": self.rows, "values": values, "sums": dict(self.sums), "peak_gib": peak_gib}
-        parts = ranks.gather(own)
+        parts = ranks.gather({"rows": self.rows, "values": values, "sums": dict(self.sums), "peak_gib": peak_gib})
         log_ratios: dict[int, LogRatios] = {}
         for part in parts:
             pieces = part["values"].split([length for _, length in part["rows"]])
-            found = zip(part["rows"], pieces, strict=True)
-            log_ratios |= {row: piece.numpy() for (row, _), piece in found if len(piece)}
+            pairs = zip(part["rows"], pieces, strict=True)
+            log_ratios |= {row: piece.numpy() for (row, _), piece in pairs if len(piece)}
         _, sharing = ranks.part
-        # Of ranks that share their tokens the first one counts. One without micro-batches lacks some of the sums.
+        # Ranks that share sequences have the same sums: count the first one. A rank without micro-batches lacks some.
         counted = [part["sums"] for part in parts[::sharing]]
         sums = {name: sum(part.get(name, 0.0) for part in counted) for part in counted for name in part}
         tokens = max(sums.pop("tokens"), 1.0)
@@ -131,6 +138,7 @@ class Meter:
 
 
 def _quantiles(log_ratios: LogRatios) -> dict[str, float]:
+    """Return quantiles of the ratio exp(log-ratio) over all trained tokens; empty without tokens."""
     if not len(log_ratios):
         return {}
     with np.errstate(over="ignore"):
@@ -139,7 +147,7 @@ def _quantiles(log_ratios: LogRatios) -> dict[str, float]:
 
 
 def batch_report(samples: Sequence[Sample]) -> dict[str, float]:
-    """Rewards, groups, lengths and versions of the samples of a step. Lengths are in tokens."""
+    """Return metrics of the samples of a step: rewards, groups, lengths in tokens, images and policy versions."""
     if not samples:
         return {"sequences": 0.0, "tokens/trained": 0.0, "tokens/total": 0.0}
     rewards = np.array([sample.reward for sample in samples])

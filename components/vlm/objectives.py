@@ -1,7 +1,8 @@
-"""The objectives of policy optimization, as losses per token, and their sums over a micro-batch.
+"""Objectives of policy optimization as losses per token, the importance correction, the KL term, and their sum.
 
-Symbols: lp = log-prob of a sampled token under the policy that is trained (with gradient); b = under the policy
-in the ratio's denominator; r = exp(lp - b); A = advantage; t runs over the trained tokens, i over sequences.
+Symbols in docstrings: lp is the log-prob of a sampled token under the trained policy, with gradient; b is its log-prob
+under the policy in the ratio's denominator; r = exp(lp - b) is the ratio; A is the advantage; t runs over trained
+tokens, i over sequences.
 """
 
 from __future__ import annotations
@@ -29,69 +30,81 @@ from armature.components.vlm.settings import (
 )
 
 MAX_LOG_RATIO = 20.0
-"""Log-ratios are held within ±20, so that exp stays finite and one token cannot poison a mean."""
+"""Log-ratios are clamped to ±20, so that exp stays finite and a single token cannot dominate a mean."""
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """The N trained tokens of a micro-batch, packed: every tensor is (N,).
+    """The N trained tokens of a micro-batch, row after row without padding.
 
-    `logprobs` has the gradient; `denominator` is what the objective's ratio is against; `behavior` is the
-    sampler's; `rows` (int64) tells which of the `n_rows` sequences a token belongs to, ascending.
+    Example:
+        >>> one, zero = torch.ones(3), torch.zeros(3)
+        >>> tokens = Tokens(zero, zero, zero, advantages=one, rows=torch.tensor([0, 0, 1]), n_rows=2)
+        >>> tokens.lengths
+        tensor([2, 1])
     """
 
     logprobs: Tensor
+    """Log-probs (N,) under the trained policy, with gradient."""
     denominator: Tensor
+    """Log-probs (N,) in the denominator of the objective's ratio."""
     behavior: Tensor
+    """Log-probs (N,) that the sampler reported."""
     advantages: Tensor
+    """Advantages (N,)."""
     rows: Tensor
+    """Number (N,) of the sequence to which each token belongs, int64, ascending."""
     n_rows: int
+    """Number of sequences."""
 
     @property
     def lengths(self) -> Tensor:
-        """(n_rows,) trained tokens of each sequence."""
+        """Number of trained tokens of each sequence, (n_rows,)."""
         return self.row_sums(torch.ones_like(self.rows))
 
     def row_sums(self, values: Tensor) -> Tensor:
-        """(n_rows,) sums of `values` (N,) over each sequence."""
+        """Return the sums (n_rows,) of `values` (N,) over the tokens of each sequence."""
         return values.new_zeros(self.n_rows).index_add(0, self.rows, values)
 
 
 @dataclass(frozen=True)
 class PerToken:
-    """`loss` (N,) and which tokens (bool, (N,)) fell out below and above the objective's band."""
+    """The result of an objective for N tokens."""
 
     loss: Tensor
+    """Loss (N,) of each token."""
     low: Tensor
+    """Tokens (N,), bool, that the objective dropped or clipped because their ratio is too small."""
     high: Tensor
+    """Tokens (N,), bool, that the objective dropped or clipped because their ratio is too large."""
 
 
 Objective = Callable[[Tokens, Any], PerToken]
 
 
 def log_ratio(logprobs: Tensor, denominator: Tensor) -> Tensor:
-    """lp - b held within ±MAX_LOG_RATIO; beyond it the gradient is zero."""
+    """Return lp - b clamped to ±MAX_LOG_RATIO; beyond it the gradient is zero."""
     return (logprobs - denominator).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 def mask_ratio(tokens: Tokens, settings: MaskRatio) -> PerToken:
-    """loss_t = -r_t A_t where low <= r_t <= high, else 0; r is not detached.
+    """Return loss_t = -r_t A_t if low <= r_t <= high, else 0; r is not detached.
 
     The gradient is -r A grad(lp). Source: the trainer of verifiers 0.1.7 and its multimodal sibling.
     """
-    held = log_ratio(tokens.logprobs, tokens.denominator)
-    ratio = held.detach().exp()
+    clamped = log_ratio(tokens.logprobs, tokens.denominator)
+    ratio = clamped.detach().exp()
     low, high = ratio < settings.mask_ratio_low, ratio > settings.mask_ratio_high
-    kept = ~(low | high)
-    loss = -torch.where(kept, held, 0.0).exp() * tokens.advantages * kept
+    inside = ~(low | high)
+    loss = -torch.where(inside, clamped, 0.0).exp() * tokens.advantages * inside
     return PerToken(loss, low, high)
 
 
 def ppo(tokens: Tokens, settings: PPO) -> PerToken:
-    """loss_t = -min(r_t A_t, clip(r_t, 1 - clip_low, 1 + clip_high) A_t).
+    """Return loss_t = -min(r_t A_t, clip(r_t, 1 - clip_low, 1 + clip_high) A_t).
 
-    Schulman et al. 2017 (arXiv:1707.06347); the asymmetric clip is DAPO's (Yu et al. 2025, arXiv:2503.14476). With
-    `dual_clip` c it is at most c |A_t| where A_t < 0 (Ye et al. 2020, arXiv:1912.09729).
+    Source: Schulman et al. 2017 (arXiv:1707.06347); the asymmetric clip is from DAPO (Yu et al. 2025,
+    arXiv:2503.14476). With `dual_clip` c the loss is at most c |A_t| if A_t < 0 (Ye et al. 2020, arXiv:1912.09729).
     """
     ratio = log_ratio(tokens.logprobs, tokens.denominator).exp()
     result = _clipped(ratio, tokens.advantages, settings.clip_low, settings.clip_high)
@@ -102,10 +115,10 @@ def ppo(tokens: Tokens, settings: PPO) -> PerToken:
 
 
 def gspo(tokens: Tokens, settings: GSPO) -> PerToken:
-    """loss_t = -min(s_i A_t, clip(s_i, 1 - clip_low, 1 + clip_high) A_t), s_i = exp(mean over i of (lp - b)).
+    """Return loss_t = -min(s_i A_t, clip(s_i, 1 - clip_low, 1 + clip_high) A_t), s_i = exp(mean over i of (lp - b)).
 
-    Zheng et al. 2025 (arXiv:2507.18071). With aggregation "sequence" and one advantage per sequence this is
-    the paper's loss.
+    Source: Zheng et al. 2025 (arXiv:2507.18071). With aggregation "sequence" and one advantage per sequence this is the
+    paper's loss.
     """
     lengths = tokens.lengths.clamp(min=1)
     mean = tokens.row_sums(tokens.logprobs - tokens.denominator) / lengths
@@ -114,38 +127,38 @@ def gspo(tokens: Tokens, settings: GSPO) -> PerToken:
 
 
 def cispo(tokens: Tokens, settings: CISPO) -> PerToken:
-    """loss_t = -stop_gradient(min(r_t, 1 + clip_high)) A_t lp_t.
+    """Return loss_t = -stop_gradient(min(r_t, 1 + clip_high)) A_t lp_t.
 
-    MiniMax 2025 (arXiv:2506.13585), with the upper clip only, as in its experiments.
+    Source: MiniMax 2025 (arXiv:2506.13585), with the upper clip only, as in the paper's experiments.
     """
     ratio = log_ratio(tokens.logprobs.detach(), tokens.denominator).exp()
     high = ratio > 1 + settings.clip_high
     weight = ratio.clamp(max=1 + settings.clip_high)
-    # A token of probability zero has no gradient worth having; its -inf would make the loss NaN.
+    # A token of probability 0 has log-prob -inf, which would make the loss NaN; it has no useful gradient.
     logprobs = tokens.logprobs.clamp(min=-1e4)
     return PerToken(-weight * tokens.advantages * logprobs, torch.zeros_like(high), high)
 
 
 def likelihood(tokens: Tokens, settings: Likelihood) -> PerToken:
-    """loss_t = -lp_t: the cross-entropy of the given tokens. Advantages and ratios play no part."""
+    """Return loss_t = -lp_t, the cross-entropy of the trained tokens, whatever their advantages and ratios."""
     nothing = torch.zeros_like(tokens.logprobs, dtype=torch.bool)
     return PerToken(-tokens.logprobs, nothing, nothing)
 
 
 def function(tokens: Tokens, settings: FunctionObjective) -> PerToken:
-    """loss_t as a function of the user's gives it.
+    """Return loss_t as computed by the user's function that `settings.function` names.
 
     Raises:
-        ConfigurationError: there is no such function, or it gives no tensor of one loss for each token.
+        ConfigurationError: the function does not exist, or does not return one loss per token.
     """
     loss = load_object(settings.function, "objective")(tokens, **settings.args)
     if not isinstance(loss, Tensor) or loss.shape != tokens.logprobs.shape:
         shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
         raise ConfigurationError(
-            f"an objective gives one loss for each trained token, {tuple(tokens.logprobs.shape)}, not {shape}",
+            f"the objective returned {shape} instead of one loss per trained token, {tuple(tokens.logprobs.shape)}",
             code="objective_loss_shape",
             where=settings.function,
-            remedy="return a tensor like tokens.logprobs; the trainer takes its mean or sum",
+            remedy="return a tensor of the shape of tokens.logprobs; the trainer computes its mean or sum",
         )
     nothing = torch.zeros_like(loss, dtype=torch.bool)
     return PerToken(loss, nothing, nothing)
@@ -171,10 +184,15 @@ OBJECTIVES = Registry(
 
 
 def kl_estimate(logprobs: Tensor, reference: Tensor, estimator: KLEstimator) -> Tensor:
-    """(N,) estimates of KL(policy || reference): with d = reference - lp, k1 = -d, k2 = d^2 / 2, k3 = exp(d) - 1 - d.
+    """Return estimates (N,) of KL(policy || reference).
 
-    Schulman, "Approximating KL divergence" (2020). k1 and k3 have the right mean, k3 is never negative, and k2 alone
-    has the right gradient where tokens are sampled from the policy; that of k1 is 0 on average.
+    With d = reference - lp they are k1 = -d, k2 = d^2 / 2 and k3 = exp(d) - 1 - d (Schulman, "Approximating KL
+    divergence", 2020). k1 and k3 are unbiased, and k3 is never negative. If tokens are sampled from the policy, only k2
+    has an unbiased gradient; the gradient of k1 is 0 on average.
+
+    Example:
+        >>> kl_estimate(torch.tensor([-1.0]), torch.tensor([-2.0]), "k2")
+        tensor([0.5000])
     """
     difference = log_ratio(reference, logprobs)
     if estimator == "k1":
@@ -185,13 +203,15 @@ def kl_estimate(logprobs: Tensor, reference: Tensor, estimator: KLEstimator) -> 
 
 
 def importance_weights(tokens: Tokens, start: Tensor, settings: ImportanceCorrection) -> tuple[Tensor, Tensor, Tensor]:
-    """Weights w = exp(start - behavior), per token or multiplied over the sequence, cut or zeroed at floor and cap.
+    """Return importance weights w = exp(start - behavior), truncated to, or set to 0 outside of, [floor, cap].
+
+    At level "sequence" all tokens of a sequence have the product of its tokens' weights.
 
     Args:
-        start: (N,) log-probs of the policy at the start of the step.
+        start: log-probs (N,) of the policy at the start of the step.
 
     Returns:
-        (N,) each, without gradient: the weights, and which of them (bool) were below the floor and above the cap.
+        Three tensors (N,) without gradient: the weights, and bool masks of those below the floor and above the cap.
     """
     difference = (start - tokens.behavior).detach()
     if settings.level == "sequence":
@@ -204,9 +224,10 @@ def importance_weights(tokens: Tokens, start: Tensor, settings: ImportanceCorrec
 
 
 def aggregate(loss: Tensor, tokens: Tokens, settings: TrainerSettings) -> Tensor:
-    """Scalar: the sum over tokens, or over the sequences' means. Divide by `normalizer` of the whole update.
+    """Return the sum over tokens, or with aggregation "sequence" the sum of the sequences' means; a scalar.
 
-    Sums over micro-batches are exact, because a sequence is never split between two.
+    Divided by the `normalizer` of the update, sums over micro-batches are exactly the loss of the update, because a
+    sequence is never split between micro-batches.
     """
     if settings.aggregation == "sequence":
         return (loss / tokens.lengths.clamp(min=1)[tokens.rows]).sum()
@@ -214,7 +235,7 @@ def aggregate(loss: Tensor, tokens: Tokens, settings: TrainerSettings) -> Tensor
 
 
 def normalizer(settings: TrainerSettings, n_tokens: int, n_sequences: int) -> float:
-    """What the sum over all micro-batches and ranks of one update is divided by (at least 1)."""
+    """Return the divisor (at least 1) of the losses summed over all micro-batches and ranks of one update."""
     divisors = {
         "sum": 1,
         "token": n_tokens,
@@ -226,22 +247,24 @@ def normalizer(settings: TrainerSettings, n_tokens: int, n_sequences: int) -> fl
 
 @dataclass(frozen=True)
 class Loss:
-    """`total`: scalar with gradient, not yet normalized. `sums`: float64 scalars to add over micro-batches."""
+    """The loss of a micro-batch and the sums behind its metrics."""
 
     total: Tensor
+    """Scalar with gradient, not yet divided by the `normalizer`."""
     sums: dict[str, Tensor]
+    """Sums over the trained tokens by name, float64 scalars, to be added over micro-batches."""
 
 
 def loss_of(
     tokens: Tokens, entropy: Tensor, reference: Tensor | None, start: Tensor, settings: TrainerSettings
 ) -> Loss:
-    """The loss of one micro-batch, and the sums behind its metrics.
+    """Return the loss of one micro-batch: the objective, times importance weights, plus KL and minus entropy terms.
 
     Args:
         tokens: the trained tokens.
-        entropy: (N,) of the policy's distribution, with its gradient where there is an entropy term.
-        reference: (N,) log-probs under the initial model, where there is a KL term.
-        start: (N,) log-probs of the policy at the start of the step; used by the importance correction.
+        entropy: entropies (N,) of the policy's distributions.
+        reference: log-probs (N,) under the initial model; None without a KL term.
+        start: log-probs (N,) of the policy at the start of the step; only the importance correction uses them.
         settings: the objective and its options.
     """
     result = OBJECTIVES[settings.objective.name](tokens, settings.objective)
@@ -263,7 +286,7 @@ def loss_of(
 
 
 def _mismatch(tokens: Tokens) -> dict[str, Tensor]:
-    """(N,) ratio against the sampler and k3 estimate of KL(sampler || policy), as the first trainer reported them."""
+    """Return the ratio to the sampler and the k3 estimate of KL(sampler || policy), (N,) each, as metrics."""
     raw = (tokens.logprobs - tokens.behavior).detach()
     difference = log_ratio(tokens.logprobs.detach(), tokens.behavior).double()
     return {

@@ -1,12 +1,12 @@
-"""Rows without padding in one sequence, in which what several of them begin with lies once.
+"""Planning micro-batches, and packing rows into one sequence without padding that stores shared beginnings once.
 
-Rows that begin alike form a tree: its nodes are segments, and a row is the segments from the root to a leaf. Tokens are
-alike if they are equal and, where they stand for an image, if the image is.
+Rows with a common beginning form a tree, as in a radix cache. Its nodes are segments, and the segments from the root to
+a leaf are a row. Two tokens are the same if their ids are equal and, for image tokens, their images are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -31,19 +31,21 @@ Bools = npt.NDArray[np.bool_]
 
 @dataclass(kw_only=True)
 class PackedBatch(MultimodalBatch):
-    """A batch whose rows share what they begin with: features of images are those of each distinct image, once; of
-    ranks that share it, each has those that it encodes. `grids`: of the images that the rows show, row after row.
+    """A batch whose rows are packed: common beginnings are stored once, and so are the features of each distinct image.
+
+    If several ranks share the batch, each has the features of the images that it encodes.
     """
 
     packing: Packing
     grids: dict[str, Tensor]
+    """Grids of the images in the rows, row after row, with repetitions."""
 
 
 @dataclass(frozen=True)
 class Segment:
-    """The tokens from `start` to `end` of `row`, and of all rows that have it in their path.
+    """The tokens from `start` to `end` of `row`, which are the same in all rows that have this segment in their path.
 
-    `path` are the segments that these rows begin with, in order; the last is this one.
+    `path` has the numbers of the segments from the beginning of these rows to this one, which is the last.
     """
 
     row: int
@@ -53,7 +55,11 @@ class Segment:
 
 
 def content(sample: Sample, image_token: int, counts: Sequence[int]) -> Ints:
-    """(L,) what each token stands for: its id, or a negative number for each of the images; image k has `counts[k]`."""
+    """Return numbers (L,) by which tokens are compared: token ids, and for image tokens a negative hash of the image.
+
+    Args:
+        counts: number of tokens of each image of the sample.
+    """
     values = sample.input_ids.astype(np.int64)
     if not sample.images:
         return values
@@ -63,38 +69,45 @@ def content(sample: Sample, image_token: int, counts: Sequence[int]) -> Ints:
 
 
 def estimated_content(sample: Sample, image_token: int) -> Ints:
-    """`content` where nobody has processed the images yet: each of a row is taken to have as many tokens."""
+    """Return `content` before the images are processed, assuming that all images of a row have equally many tokens."""
     total = int((sample.input_ids == image_token).sum())
     ends = np.linspace(0, total, len(sample.images) + 1).round().astype(int)
     return content(sample, image_token, np.diff(ends).tolist())
 
 
 def in_order(contents: Sequence[Ints]) -> list[int]:
-    """The rows in an order in which those that begin alike are neighbors; of equal ones the first comes first."""
+    """Return the rows in sorted order, so that rows with a common beginning are neighbors. The sort is stable."""
     return sorted(range(len(contents)), key=lambda row: (contents[row].astype(">i8").tobytes(), row))
 
 
 def alike(one: Ints, other: Ints) -> int:
-    """How many tokens both begin with."""
+    """Return the length of the common beginning of two rows.
+
+    Example:
+        >>> alike(np.array([5, 6, 7]), np.array([5, 6, 8, 9]))
+        2
+    """
     shorter = min(len(one), len(other))
     different = one[:shorter] != other[:shorter]
     return int(different.argmax()) if different.any() else shorter
 
 
 def tree(contents: Sequence[Ints], whole: Sequence[Bools]) -> tuple[list[Segment], list[tuple[int, ...]]]:
-    """The segments, those of a path in order, and the path of each row.
+    """Build the tree of common beginnings; return its segments, parents first, and the path of each row.
 
     Args:
-        contents: see `content`.
-        whole: (L,) of each row; a run of True is not cut: within an image tokens may attend to later ones.
+        contents: the rows as `content` returns them.
+        whole: a mask (L,) for each row. Runs of True are never cut, because image tokens may attend to later tokens of
+            their image.
     """
     order = in_order(contents)
     shared = [0, *(alike(contents[a], contents[b]) for a, b in pairwise(order))]
     segments: list[Segment] = []
     paths: list[tuple[int, ...]] = [()] * len(contents)
-    ahead: list[tuple[int, int, int, tuple[int, ...]]] = [(0, len(order), 0, ())] if order else []
-    while ahead:
-        first, last, start, path = ahead.pop()
+    # Ranges of `order` still to be divided: first and last row, the token at which they go on, and their path so far.
+    stack: list[tuple[int, int, int, tuple[int, ...]]] = [(0, len(order), 0, ())] if order else []
+    while stack:
+        first, last, start, path = stack.pop()
         row = order[first]
         together = min(shared[first + 1 : last], default=len(contents[row]))
         end = max(start, _uncut(together, [whole[one] for one in order[first:last]]))
@@ -105,12 +118,12 @@ def tree(contents: Sequence[Ints], whole: Sequence[Bools]) -> tuple[list[Segment
             paths[row] = path
             continue
         cuts = [first, *(at for at in range(first + 1, last) if shared[at] == together), last]
-        ahead += [(a, b, end, path) for a, b in reversed(list(pairwise(cuts)))]
+        stack += [(a, b, end, path) for a, b in reversed(list(pairwise(cuts)))]
     return segments, paths
 
 
 def _uncut(end: int, whole: Sequence[Bools]) -> int:
-    """`end`, or where the run begins that a cut there would split in one of the rows."""
+    """Return `end`, or the start of the run of True that a cut at `end` would split in one of the rows."""
     if end == 0 or not whole[0][end - 1] or not any(len(row) > end and row[end] for row in whole):
         return end
     before = np.flatnonzero(~whole[0][:end])
@@ -125,17 +138,17 @@ def packing_of(
     image_tokens: Sequence[int] = (),
     ranks: int = 1,
 ) -> Packing:
-    """How the rows are packed.
+    """Return the layout of rows packed into one sequence.
 
     Args:
         contents, whole: see `tree`.
-        images: of each row, which of the distinct images it shows, in order.
-        places: of each row, the columns of its image tokens.
-        image_tokens: of each distinct image, how many tokens it has.
-        ranks: how many share the sequence.
+        images: for each row, the numbers of the distinct images in it, in order.
+        places: for each row, the columns of its image tokens.
+        image_tokens: for each distinct image, its number of tokens.
+        ranks: number of ranks that share the sequence.
 
     Raises:
-        DataError: rows that begin alike part within an image.
+        DataError: rows with a common beginning differ from within an image on.
     """
     segments, paths = tree(contents, whole)
     lengths = [segment.end - segment.start for segment in segments]
@@ -162,7 +175,7 @@ def packing_of(
 def _images_of(
     segment: Segment, images: Sequence[Sequence[int]], places: Sequence[Ints], image_tokens: Sequence[int]
 ) -> Iterator[int]:
-    """The images whose tokens the segment has."""
+    """Yield the images whose tokens are in the segment."""
     end = 0
     for image in images[segment.row] if images else ():
         begin, end = end, end + image_tokens[image]
@@ -170,11 +183,11 @@ def _images_of(
         if first < segment.end and last >= segment.start:
             if first < segment.start or last >= segment.end:
                 raise DataError(
-                    f"tokens {first} to {last} are an image, and rows that begin alike part at {segment.start} or "
-                    f"{segment.end}",
+                    f"rows with a common beginning separate at token {segment.start} or {segment.end}, within the "
+                    f"image of tokens {first} to {last}",
                     code="image_split",
                     where=f"row {segment.row} of a micro-batch",
-                    remedy="leave trainer.packing out",
+                    remedy="set trainer.packing = false",
                 )
             yield image
 
@@ -186,60 +199,66 @@ def packed_batch(
     rank: int = 0,
     ranks: int = 1,
 ) -> PackedBatch:
-    """As `SampleCollator.collate_features`, with each distinct image once, and how the rows are packed.
+    """Collate samples into a packed batch, as `SampleCollator.collate_features` does into a padded one.
 
-    Of several `ranks` that share the batch it is for `rank`.
+    Args:
+        features: returns the features of an image; it is called once for each distinct image.
+        rank: this rank's number among the `ranks` that share the batch.
 
     Raises:
-        DataError: no samples, or a row's placeholders are not those that its images need.
+        DataError: there are no samples, or a row's placeholders do not match its images.
     """
     batch = collator.rows(samples)
     numbers = {ref: number for number, ref in enumerate(dict.fromkeys(ref for one in samples for ref in one.images))}
-    found = [features(ref) for ref in numbers]
-    tokens = [int(one[PLACEHOLDER_RUNS].sum()) for one in found]
+    of_images = [features(ref) for ref in numbers]
+    tokens = [int(one[PLACEHOLDER_RUNS].sum()) for one in of_images]
     images = [[numbers[ref] for ref in sample.images] for sample in samples]
     for sample, shown in zip(samples, images, strict=True):
-        collator.check_row(sample, [found[image] for image in shown])
+        collator.check_row(sample, [of_images[image] for image in shown])
     token = collator.image_token_id
     packing = packing_of(
         [content(one, token, [tokens[i] for i in shown]) for one, shown in zip(samples, images, strict=True)],
-        [_marked(sample, collator.typed_token_ids) for sample in samples],
+        [np.isin(sample.input_ids, sorted(collator.typed_token_ids)) for sample in samples],
         images,
         [np.flatnonzero(sample.input_ids == token) for sample in samples],
         tokens,
         ranks,
     )
-    collator.add_images(batch, [found[image] for image in images_encoded_by(rank, packing.encoders, tokens)])
-    grids = collator.join([found[image] for row in images for image in row], GRIDS)
+    collator.add_images(batch, [of_images[image] for image in images_encoded_by(rank, packing.encoders, tokens)])
+    grids = collator.join([of_images[image] for row in images for image in row], GRIDS)
     return PackedBatch(**vars(batch), packing=packing, grids=grids)
 
 
-def _marked(sample: Sample, tokens: Collection[int]) -> Bools:
-    return np.isin(sample.input_ids, sorted(tokens))
-
-
-# Which samples go into which forward pass, on which rank.
+# --- Planning: which samples share a forward pass, and on which rank ---
 
 Part = TypeVar("Part")
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """The samples of one forward pass; `rows` are their positions in the step's batch, -1 for a dummy.
+    """The samples of one forward pass.
 
-    If it is `packed`, what samples begin with is computed once, and there is no padding.
-
-    A dummy is a copy of a sample with nothing to train on. It keeps ranks in step that would otherwise have
-    fewer forward passes, or none through the vision tower, than the others.
+    A rank that has fewer forward passes than others, or none through the vision tower, gets dummies: copies of a sample
+    without trained tokens. They keep the ranks' collectives in step.
     """
 
     samples: tuple[Sample, ...]
     rows: tuple[int, ...]
+    """Positions of the samples in the step's batch, -1 for a dummy."""
     packed: bool = False
+    """Pack the samples into one sequence without padding, in which common beginnings are computed once."""
 
 
 def updates(n_samples: int, samples_per_update: int) -> Iterator[range]:
-    """The positions of the samples of each optimizer update, in order; 0 means one update for all."""
+    """Yield the positions of the samples of each optimizer update, in order.
+
+    Args:
+        samples_per_update: number of samples of an update; 0 makes one update of all samples.
+
+    Example:
+        >>> list(updates(5, 2))
+        [range(0, 2), range(2, 4), range(4, 5)]
+    """
     size = samples_per_update or max(n_samples, 1)
     for start in range(0, n_samples, size):
         yield range(start, min(start + size, n_samples))
@@ -248,10 +267,10 @@ def updates(n_samples: int, samples_per_update: int) -> Iterator[range]:
 def micro_batches(
     samples: Sequence[Sample], rows: Sequence[int], max_tokens: int, max_rows: int, ranks: int = 1
 ) -> list[MicroBatch]:
-    """Pack `rows` of `samples`, longest first, so that rows * longest <= max_tokens in each.
+    """Plan padded micro-batches of `rows` of `samples`, longest first: rows * longest <= max_tokens in each.
 
-    Lengths count image tokens: the server had expanded them. A sample longer than `max_tokens` goes alone. For several
-    `ranks`, of which each gets as many, they are as even as their number lets them be.
+    Lengths include image tokens, which the server expanded. A sample longer than `max_tokens` is alone. For several
+    `ranks`, which all get equally many micro-batches, their sizes are as even as their number allows.
     """
     lengths = {row: len(samples[row].input_ids) for row in rows}
     order = sorted(rows, key=lambda row: (-lengths[row], row))
@@ -272,12 +291,15 @@ def micro_batches(
 def packed_micro_batches(
     samples: Sequence[Sample], rows: Sequence[int], max_tokens: int, max_rows: int, image_token: int, ranks: int = 1
 ) -> list[MicroBatch]:
-    """Put `rows` of `samples` that begin alike together, with at most `max_tokens` packed tokens in each.
+    """Plan packed micro-batches of `rows` of `samples`, with at most `max_tokens` packed tokens in each.
 
-    What samples of one micro-batch begin with counts once. `image_token` stands for images in the samples. A sample
-    longer than `max_tokens` goes alone. For one rank, a micro-batch that could take no more ends, once it is half full,
-    where its last sample has least in common with the next. For several `ranks`, of which each gets as many
-    micro-batches, they are as even as their number lets them be, and groups are cut where that makes them so.
+    Samples with a common beginning are put together, and the beginning counts once. A sample longer than `max_tokens`
+    is alone. For one rank, a full micro-batch is cut in its second half, where neighboring samples have least in
+    common. For several `ranks`, which all get equally many micro-batches, their sizes are as even as possible, even if
+    that cuts groups with a common beginning.
+
+    Args:
+        image_token: id of the tokens that stand for images.
     """
     contents = [estimated_content(samples[row], image_token) for row in rows]
     order = in_order(contents)
@@ -294,7 +316,13 @@ def packed_micro_batches(
 def _packed(
     sizes: Sequence[int], shared: Sequence[int], max_tokens: int, *, max_rows: int, at_borders: bool
 ) -> list[range]:
-    """Runs of samples in order: `sizes` are their tokens, `shared` those that each begins with like the one before."""
+    """Cut a sorted list of samples into runs, one for each micro-batch.
+
+    Args:
+        sizes: number of tokens of each sample.
+        shared: number of tokens that each sample has in common with the one before.
+        at_borders: prefer cuts between samples with little in common.
+    """
     runs, start = [], 0
     while start < len(sizes):
         filled, end, ends = sizes[start], start + 1, []
@@ -313,7 +341,11 @@ def _packed(
 
 
 def _even(cut: Callable[[int], Sequence[Part]], max_tokens: int, ranks: int) -> Sequence[Part]:
-    """The parts with the fewest tokens at most, of as many rounds of `ranks` parts as `max_tokens` asks for."""
+    """Return the parts that `cut` makes with the smallest token limit that does not need more rounds.
+
+    A round is one part for each of `ranks`; the number of rounds is given by `max_tokens`. The limit is found by
+    bisection.
+    """
     parts = cut(max_tokens)
     most, least = -(-len(parts) // ranks) * ranks, 1
     while ranks > 1 and least < max_tokens:
@@ -327,7 +359,10 @@ def _even(cut: Callable[[int], Sequence[Part]], max_tokens: int, ranks: int) -> 
 
 
 def share(batches: Sequence[MicroBatch], rank: int, world_size: int) -> list[MicroBatch]:
-    """The micro-batches of one rank: every rank gets as many, and all or none of a round have images."""
+    """Return the micro-batches of one rank, with dummies added.
+
+    All ranks get equally many, and in each round, one micro-batch per rank, either all or none have images.
+    """
     if world_size == 1:
         return list(batches)
     mine = []

@@ -1,4 +1,4 @@
-"""The commands of a trainer of tokens, as every rank carries them out."""
+"""The worker of a trainer service for vision-language models: one rank, and the commands that it carries out."""
 
 from __future__ import annotations
 
@@ -44,18 +44,24 @@ logger = logging.getLogger(__name__)
 
 
 class Loader(Protocol):
-    """Gives planned micro-batches their tensors, as `armature.components.vlm.loader.MicroBatchLoader` does."""
+    """Turns planned micro-batches into tensors, as `armature.components.vlm.loader.MicroBatchLoader` does."""
 
-    def batch(self) -> AbstractContextManager[None]: ...
+    def batch(self) -> AbstractContextManager[None]:
+        """Return a context for the micro-batches of one step."""
+        ...
 
-    def __call__(self, plan: Sequence[MicroBatch]) -> Iterator[tuple[MicroBatch, MultimodalBatch]]: ...
+    def __call__(self, plan: Sequence[MicroBatch]) -> Iterator[tuple[MicroBatch, MultimodalBatch]]:
+        """Yield each micro-batch of `plan` with its tensors."""
+        ...
 
 
 class TokenWorker(ServiceWorker):
-    """One rank of a trainer of tokens: a vision-language model on batches of samples.
+    """A rank that trains a given learner on batches of samples, scores them, and publishes its weights.
 
     Args:
-        processor: what reads the image of a probe.
+        processor: the model's processor, which prepares the image of a probe.
+        publisher: writes the weights.
+        load: turns planned micro-batches into tensors.
         who: see `ServiceWorker`.
     """
 
@@ -75,18 +81,18 @@ class TokenWorker(ServiceWorker):
         super().__init__(settings, learner, who, policy.trainer.keep_checkpoints, ALL_STEPS)
 
     def prepare(self, command: Command) -> list[Sample]:
-        """The samples that the command names, if any.
+        """Read and check the samples of the batch that the command names; empty if it names none.
 
         Raises:
-            ConfigurationError: weights are to be sent in a way that needs no sender.
-            DataError: no readable batch, or one that cannot be trained on; names batch, row and field.
+            ConfigurationError: the command is "send", but the weight transfer does not use a sender.
+            DataError: the batch is not readable or cannot be trained on; the error names batch, row and field.
         """
         if command["name"] == "send" and self.settings.weight_transfer not in WEIGHT_SENDERS:
             raise ConfigurationError(
-                f"{self.settings.weight_transfer!r} needs no sender",
+                f"weight transfer {self.settings.weight_transfer!r} does not send weights from GPUs",
                 code="sender_not_needed",
                 where="machine.weight_transfer",
-                remedy=f"publish a folder instead, or choose from {', '.join(WEIGHT_SENDERS)}",
+                remedy=f"publish a folder instead, or set it to one of {', '.join(WEIGHT_SENDERS)}",
             )
         if "batch" not in command:
             return []
@@ -96,19 +102,20 @@ class TokenWorker(ServiceWorker):
         return samples
 
     def _check_images(self, samples: list[Sample], batch: str) -> None:
-        """
+        """Check that all images of the samples are in the store.
+
         Raises:
             DataError: an image is not in the store, or has changed there.
         """
-        sound: set[ImageRef] = set()
+        checked: set[ImageRef] = set()
         for row, sample in enumerate(samples):
             for ref in sample.images:
                 try:
-                    if ref not in sound:
+                    if ref not in checked:
                         self._images.read(ref)
                 except DataError as error:
                     raise refusal(f"images: {error.what}", batch, row, sample) from error
-                sound.add(ref)
+                checked.add(ref)
 
     def train(self, command: Command, prepared: list[Sample]) -> dict[str, float]:
         with self._load.batch():
@@ -116,7 +123,7 @@ class TokenWorker(ServiceWorker):
         if "log_ratios" in command and self.ranks.first:
             try:
                 write_log_ratios(Path(command["log_ratios"]), prepared, self.learner.log_ratios)
-            except OSError as error:  # they are for people; the step is made
+            except OSError as error:  # only people read the ratios, and the step is applied already
                 logger.warning("the token ratios of step %d were not written: %s", command["step"], error)
         return metrics
 
@@ -141,10 +148,10 @@ class TokenWorker(ServiceWorker):
                 precise = self._publisher.float32 and self.policy.trainer.autocast == "none"
                 return {"logprobs": logprobs.tolist(), "dtype": "float32" if precise else "bfloat16"}
             case other:
-                raise ConfigurationError(f"the trainer has no command {other!r}", code="unknown_command")
+                raise ConfigurationError(f"the trainer does not have a command {other!r}", code="unknown_command")
 
     def _send(self, endpoints: list[Endpoint]) -> None:
-        """Connections last from version to version; other servers, or a failure, make new ones."""
+        """Send the weights to servers. Connections are reused until the servers change or sending fails."""
         if self._sender is not None and self._sender.endpoints != endpoints:
             self._disconnect()
         if self._sender is None:
@@ -162,7 +169,7 @@ class TokenWorker(ServiceWorker):
 
 
 class TrainerWorker(TokenWorker):
-    """That of a model in a folder."""
+    """A rank of the service: it loads the model in a folder, shards it if asked, and makes the learner."""
 
     def __init__(self, settings: ServiceSettings, ranks: Ranks) -> None:
         policy = TrainerPolicySettings.model_validate(settings.training)
@@ -172,9 +179,11 @@ class TrainerWorker(TokenWorker):
         processor = load_processor(policy.model_path, policy.model)
         collator = get_collator(policy.model_path, processor)
         sharded = settings.processes.sharding is not None
-        # First, so that adapters have the random numbers that they would have in one process.
+        # Rank 0 reads the weights before any model is made, so that adapters get the same random numbers as in one
+        # process.
         read = read_model(policy.model_path, policy.model) if sharded and ranks.first else None
-        device = "cpu" if policy.model.quantization is None else ranks.device  # in 4 bits it is small enough
+        # A model in 4 bits is small enough to be quantized on the device.
+        device = "cpu" if policy.model.quantization is None else ranks.device
         model = load_model(policy.model_path, loaded, device, empty=sharded)
         whole, weights = read or (model, None)
         family = family_of(base_model(model).config)
@@ -187,14 +196,13 @@ class TrainerWorker(TokenWorker):
         if sharded:
             low = policy.trainer.autocast == "bf16" or policy.trainer.weights == "bfloat16"
             units = partial(blocks, family=family, dtype=torch.bfloat16 if low else None)
-            methods = ["next_tokens", "own_logits"]
             shard = sharder(
                 ranks,
                 settings.processes.copies,
                 units,
                 weights.of("model") if weights else None,
                 cast_inputs=True,
-                methods=methods,
+                methods=["next_tokens", "own_logits"],
                 keep=keeps_gathered(policy.model_path, loaded, *trained),
             )
         learner = Learner(

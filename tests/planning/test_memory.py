@@ -1,4 +1,4 @@
-"""The bytes of a rank against FSDP2 itself, and those of a robot policy against what a GPU held."""
+"""Memory estimates of a rank compared with FSDP2 itself, and of a robot policy compared with measured GPU memory."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def sizes() -> ModelSizes:
 
 
 def sharded(folder: Path, ranks: Ranks) -> nn.Module:
-    """The policy of a trainer's first rank, by the code that trains."""
+    """Load a model as the first rank of a sharded trainer does."""
     loaded = load_model(folder, MODEL)
     model = load_model(folder, MODEL, empty=True)
     units = partial(blocks, family=family_of(model.config), dtype=None)
@@ -64,11 +64,11 @@ def sharded(folder: Path, ranks: Ranks) -> nn.Module:
     return model
 
 
-def test_tiny_model_is_counted_without_being_made(folder: Path, sizes: ModelSizes) -> None:
+def test_model_sizes_equal_loaded_model(folder: Path, sizes: ModelSizes) -> None:
     assert sizes.parameters == sum(parameter.numel() for parameter in load_model(folder, MODEL).parameters())
 
 
-def test_rank_holds_shards_gradients_and_moments(folder: Path, ranks: Ranks, sizes: ModelSizes) -> None:
+def test_estimate_equals_bytes_of_sharded_rank(folder: Path, ranks: Ranks, sizes: ModelSizes) -> None:
     parameters = list(sharded(folder, ranks).parameters())
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
@@ -81,8 +81,8 @@ def test_rank_holds_shards_gradients_and_moments(folder: Path, ranks: Ranks, siz
     assert sizes.estimate.over(2, sharing=2).activations == sizes.estimate.activations // 2
 
 
-def test_model_of_a_real_size_over_many_ranks(tmp_path: Path) -> None:
-    """Qwen2.5-VL-7B without its weights, split by FSDP2 into whole rows of the blocks that a trainer splits it in."""
+def test_estimate_equals_fsdp_shards_of_7b_model(tmp_path: Path) -> None:
+    """Qwen2.5-VL-7B without weights, sharded by FSDP2 with the trainer's units; a shard is whole rows of a tensor."""
     config = CONFIG_MAPPING["qwen2_5_vl"](
         text_config={"hidden_size": 3584, "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4}
         | {"intermediate_size": 18944, "vocab_size": 152_064},
@@ -117,7 +117,7 @@ def test_model_of_a_real_size_over_many_ranks(tmp_path: Path) -> None:
         pytest.param(False, 0.9, False, 2 * 40 * 1.15 + 3 * 20, id="all processes in main memory"),
     ],
 )
-def test_fits_from_the_least_capacity_on(together: bool, share: float | None, on_gpu: bool, least: float) -> None:
+def test_fits_from_required_capacity_on(together: bool, share: float | None, on_gpu: bool, least: float) -> None:
     memory = RecipeMemory({"weights": 30, "activations": 10}, 2, {"weights": 20}, 3, together, share, on_gpu)
     assert memory.fits(least + 0.01) and not memory.fits(least - 0.01)
 
@@ -136,10 +136,10 @@ def released(policy: RobotPolicySettings) -> PolicySizes:
     ("mode", "examples", "peak"),
     list(zip(("expert", "lora", "full") * 2, (8,) * 3 + (32,) * 3, (18.6, 22.3, 51.9, 20.5, 30.1, 56.6), strict=True)),
 )
-def test_policy_takes_what_a_gpu_measured(
+def test_policy_estimate_is_close_to_measured_peak(
     mode: Mode, examples: int, peak: float, policy: RobotPolicySettings, released: PolicySizes
 ) -> None:
-    """Peaks of an H200; see docs/benchmarks.md, MolmoAct2 of the released sizes."""
+    """The measured peaks are from an H200; see docs/benchmarks.md, MolmoAct2 of the released sizes."""
     settings = policy.model_copy(update={"action_mode": "continuous" if mode == "expert" else "both"})
     parts = policy_trainer_parts(released, settings, trainer_settings(mode, examples, compiled=True), 1, 8)
     assert sum(parts.values()) / GIB == pytest.approx(peak, rel=0.08)
@@ -149,9 +149,7 @@ def test_policy_takes_what_a_gpu_measured(
     )
 
 
-def test_split_policy_has_sixteen_bytes_of_each_trained_weight(
-    policy: RobotPolicySettings, released: PolicySizes
-) -> None:
+def test_sharded_policy_bytes_per_trained_weight(policy: RobotPolicySettings, released: PolicySizes) -> None:
     expert = policy_trainer_parts(released, policy, trainer_settings("expert", 8, compiled=True), 8, 8)
     assert expert["weights"] == 4 * released.parameters // 8
     assert expert["gradients and optimizer"] == 12 * released.expert // 8

@@ -1,4 +1,4 @@
-"""Seconds of a step against formulas by hand, and against what GPUs took: docs/benchmarks.md has the measured ones."""
+"""Predicted seconds of a step compared with formulas by hand, and with measured times from docs/benchmarks.md."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 @cache
 def sizes(small: bool = False) -> ModelSizes:
-    """Qwen2.5-VL-3B as the benchmarks made it; small: Qwen2-VL-2B."""
+    """Sizes of Qwen2.5-VL-3B as in the benchmarks, or of Qwen2-VL-2B if `small`."""
     config: PretrainedConfig = Qwen2_5_VLConfig(text_config=TEXT, vision_config=VISION, tie_word_embeddings=True)
     if small:
         text = TEXT | {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28}
@@ -64,7 +64,7 @@ def costs(gpu: str, mfu: Mfu = "compiled_mfu", small: bool = False, ranks: int =
 
 
 def step(tokens: int, mfu: Mfu = "compiled_mfu", small: bool = False, micro: int = 1, ranks: int = 1) -> float:
-    """`tokens` of a rank, in `micro` micro-batches of one size."""
+    """Predict the seconds of a rank for `tokens` tokens in `micro` equal micro-batches."""
     return sum(costs("h200", mfu, small, ranks).seconds(tokens, micro).values())
 
 
@@ -74,7 +74,7 @@ def sync(transfer: Transfer) -> float:
 
 @cache
 def released() -> PolicySizes:
-    """A MolmoAct2 of the released sizes, two cameras, 10 Euler steps."""
+    """Sizes of the released MolmoAct2 with two cameras and 10 Euler steps."""
     settings = RobotPolicySettings(checkpoint_path="allenai/MolmoAct2-LIBERO", num_inference_steps=10, dtype="bfloat16")
     return policy_sizes(policy_config_of("allenai/MolmoAct2-LIBERO"), settings, 2)
 
@@ -97,18 +97,18 @@ def of_robots(rows: int, mode: str = "expert", quantization: str | None = None) 
 
 
 def update(mode: str) -> float:
-    """Seconds of 32 examples."""
-    found = of_robots(1, mode)
-    return max(32 * found.answer, found.micro_batch) + found.update
+    """Predict the seconds of an update on 32 examples."""
+    seconds = of_robots(1, mode)
+    return max(32 * seconds.answer, seconds.micro_batch) + seconds.update
 
 
 def played() -> float:
-    """192 episodes of 120 actions, 64 at once in 16 processes, as `benchmarks.vla_rl_gpu` plays them; the seconds of
-    policy and simulators are the measured ones."""
-    found = replace(of_robots(32), policy_pass=0.466, build=9.15, reset=1.15, action=0.034)
+    """Predict the seconds of the rollouts of `benchmarks.vla_rl_gpu`: 192 episodes of 120 actions, 64 at once in 16
+    processes, with the measured seconds of policy and simulators."""
+    seconds = replace(of_robots(32), policy_pass=0.466, build=9.15, reset=1.15, action=0.034)
     settings = robot_settings(groups_per_step=192, group_size=1, max_steps=120, batch=64, rows_per_pass=32)
     failed = RobotAssumptions(success=0.0)
-    return sum(robot_step(found, failed, settings, tasks=10, chunk=10, processes=16, ranks=1).rollouts.values())
+    return sum(robot_step(seconds, failed, settings, tasks=10, chunk=10, processes=16, ranks=1).rollouts.values())
 
 
 CASES = [
@@ -139,7 +139,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("gpu", "what", "predicted", "measured", "written"), CASES, ids=[case[1] for case in CASES])
-def test_what_gpus_took_is_predicted_within_a_fifth(
+def test_prediction_is_within_20_percent_of_measurement(
     gpu: str, what: str, predicted: float, measured: float, written: str
 ) -> None:
     assert predicted == pytest.approx(measured, rel=0.2)
@@ -148,15 +148,15 @@ def test_what_gpus_took_is_predicted_within_a_fifth(
     assert row.replace("%", " %") in (DOCS / "planning.md").read_text(), row
 
 
-def test_ranks_of_many_nodes_gather_over_the_network_of_all_gpus_of_a_node() -> None:
-    """A byte enters a node once, over the network of its eight GPUs."""
+def test_collectives_between_nodes_use_network_of_all_gpus() -> None:
+    """Each byte enters a node once, over the network of its eight GPUs together."""
     within, beyond = (GPUS["a100"].collective(ranks) for ranks in (8, 16))
     assert (within, beyond) == (300e9, 200e9)
     assert costs("h100").exposed == costs("h100").gather == 0
 
 
-def test_what_nothing_hides_is_not_hidden() -> None:
-    """A rank with hardly any tokens still waits for its host, for each collective, and for what is in no block."""
+def test_exposed_collectives_are_counted() -> None:
+    """A rank with few tokens still waits for its host, for each collective, and for weights outside of blocks."""
     alone, split = (costs("h100", ranks=ranks) for ranks in (1, 2))
     assumed, blocks = Assumptions(), sizes().blocks + 1
     root = 6 * sizes().root / 2 / (450e9 * assumed.network_share)
@@ -165,7 +165,7 @@ def test_what_nothing_hides_is_not_hidden() -> None:
     assert split.micro_batch == alone.micro_batch == pytest.approx(0.115)
 
 
-def test_products_in_8_bits_take_the_share_that_was_measured_of_what_grows_with_rows() -> None:
+def test_fp8_speeds_up_time_per_row_as_measured() -> None:
     plain, fp8 = ([of_robots(rows, quantization=one) for rows in (1, 32)] for one in (None, "fp8"))
     growth = [many.policy_pass - single.policy_pass for single, many in (plain, fp8)]
     assert growth[1] == pytest.approx(0.8 * growth[0])
@@ -173,13 +173,13 @@ def test_products_in_8_bits_take_the_share_that_was_measured_of_what_grows_with_
     assert of_robots(1, "full", "fp8").answer == of_robots(1, "full").answer
 
 
-def test_micro_batches_hide_what_they_gather() -> None:
+def test_gathering_is_hidden_behind_computing() -> None:
     costs = TrainerCosts(token=0.01, micro_batch=1.0, gather=30.0, exposed=0.5, update=2.0)
     assert sum(costs.seconds(6000, 2).values()) == 60 + 2 * (1 + 0.5) + 2
     assert sum(costs.seconds(1000, 2, updates=2).values()) == 2 * 30 + 2 * (1 + 0.5) + 2 * 2
 
 
-def test_rollouts_and_training_at_the_same_time_take_as_long_as_the_longer() -> None:
+def test_overlapping_step_takes_as_long_as_longer_side() -> None:
     parts = {"rollouts": {"servers": 3.0, "environments": 1.0}, "training": {"computes": 3.5}, "others": {"sync": 1.0}}
     in_turn, ahead = StepTime(**parts, overlaps=False), StepTime(**parts, overlaps=True)
     assert (in_turn.seconds, ahead.seconds) == (8.5, 5.0)
@@ -192,40 +192,40 @@ ASSUMED = Assumptions(
 
 
 def planned(assumed: Assumptions = ASSUMED, gpu: str = "h100", **machine: object) -> LanguagePlan:
-    """8 groups of 8 in a step; without a flow's event loop."""
+    """Plan steps of 8 groups of 8 rollouts, with an event loop that takes no time."""
     settings = load_recipe("train-vlm/colors", ["rollouts.groups_per_step=8"]).settings_for(TrainVLMSettings)
     assert isinstance(settings, TrainVLMSettings)
     idle = assumed.model_copy(update={"request_seconds": 0.0, "image_seconds": 0.0})
     return LanguagePlan(settings, Machine.model_validate(machine), sizes(), GPUS[gpu], idle)
 
 
-def test_a_server_reads_its_weights_for_every_token_of_all_sequences() -> None:
+def test_rollout_seconds_equal_formula_by_hand() -> None:
     plan = planned()
-    found, bandwidth = plan.step(servers=2, ranks=1).rollouts, 0.7 * 3.35e12
+    seconds, bandwidth = plan.step(servers=2, ranks=1).rollouts, 0.7 * 3.35e12
     each_pass = 0.003 + 2 * sizes().parameters / bandwidth
     token = 2 * sizes().parameters / (0.4 * 989e12)
     # 32 sequences on each server; an answer attends to its prompt, 1.5 earlier turns of 150 tokens and half of itself.
     cache = sizes().key_value_bytes * (500 + 1.5 * 150 + 25) / bandwidth
-    assert found["servers read weights"] == pytest.approx(4 * 50 * each_pass)
+    assert seconds["servers read weights"] == pytest.approx(4 * 50 * each_pass)
     prompts = 32 * (500 / 8 + 3 * 100)  # the group's first prompt is computed once
-    assert found["servers compute tokens"] == pytest.approx(32 * 200 * (token + cache) + prompts * token)
-    assert found["the longest episodes"] == pytest.approx(0.5 * 200 * (each_pass + token + cache))
-    assert found["environments"] == 4 * 2
-    assert found["too few environments at once"] == 0
+    assert seconds["servers compute tokens"] == pytest.approx(32 * 200 * (token + cache) + prompts * token)
+    assert seconds["the longest episodes"] == pytest.approx(0.5 * 200 * (each_pass + token + cache))
+    assert seconds["environments"] == 4 * 2
+    assert seconds["too few environments at once"] == 0
     few = planned(server_arguments={"max_num_seqs": 8}).step(servers=2, ranks=1).rollouts
-    assert few["servers read weights"] == pytest.approx(4 * found["servers read weights"])
+    assert few["servers read weights"] == pytest.approx(4 * seconds["servers read weights"])
 
 
 @pytest.mark.parametrize("servers", [2, 64, 512])
-def test_episodes_wait_for_environments_however_many_servers_there_are(servers: int) -> None:
-    """64 episodes, 8 at once: eight waves, of which the first is what any step takes."""
+def test_too_few_environments_limit_rollouts_with_any_servers(servers: int) -> None:
+    """64 episodes, 8 at once, are played in eight waves; the first one takes as long as a whole step otherwise."""
     plan = planned(environment_processes=8, max_concurrent=8)
-    found = plan.step(servers, ranks=1).rollouts
+    seconds = plan.step(servers, ranks=1).rollouts
     each_pass = 0.003 + 2 * sizes().parameters / (0.7 * 3.35e12)
-    assert found["too few environments at once"] == pytest.approx(7 * (4 * 50 * each_pass + 4 * 2))
+    assert seconds["too few environments at once"] == pytest.approx(7 * (4 * 50 * each_pass + 4 * 2))
 
 
-def test_a_rank_computes_its_part_of_all_tokens() -> None:
+def test_training_seconds_equal_ranks_part_of_tokens() -> None:
     plan = planned()
     each, trainer = 500 + 3 * 100 + 4 * 50, plan.settings.trainer
     assert not trainer.packing and ASSUMED.trained_tokens(8, packing=True) == each - 500 + 500 / 8
@@ -234,7 +234,7 @@ def test_a_rank_computes_its_part_of_all_tokens() -> None:
         assert plan.step(1, ranks).training["the trainer computes"] == pytest.approx(rows * each * costs.token)
 
 
-def test_the_best_share_has_the_shortest_step() -> None:
+def test_best_division_has_shortest_step() -> None:
     plan = planned()
     best = plan.best(8)
     assert plan.step(*best).seconds == min(plan.step(8 - ranks, ranks).seconds for ranks in (1, 2, 4))

@@ -96,10 +96,10 @@ class RobotEvaluations(Evaluations):
         """The share of solved episodes, then how few actions an episode takes."""
         return metrics["success"], -metrics["steps"]
 
-    def said(self, step: int) -> str:
+    def report_line(self, step: int) -> str:
         metrics = self.metrics[step]
         compared = f"; {judgement(metrics['gained'], metrics['lost'], metrics['p_value'])}" if step else ""
-        return super().said(step) + compared
+        return super().report_line(step) + compared
 
 
 def judgement(gained: int, lost: int, p_value: float) -> str:

@@ -1,1 +1,1 @@
-"""Output heads: from hidden states to log-probs and entropies."""
+"""Output heads: backends that compute log-probs and entropies of tokens from hidden states."""

@@ -1,4 +1,4 @@
-"""The backends of `[trainer] logits`: each maps hidden states to log-probs and entropies."""
+"""The interface of head backends, their registry (setting `trainer.logprobs`), and the plain one, "normal"."""
 
 from __future__ import annotations
 
@@ -10,40 +10,50 @@ from torch import Tensor, nn
 
 from armature.components.machine.registry import Registry
 
-# From hidden states to log-probs and entropies: one backend for each value of `[trainer] logprobs`.
-
 EXCLUDED = -1e30
-"""Logit of a forbidden token: exp gives 0, and 0 times it is 0, unlike with -inf."""
+"""Logit of a forbidden token. Its exp is 0, and 0 times this logit is 0, whereas 0 times -inf would be NaN."""
 
 
 @dataclass(frozen=True)
 class HeadSettings:
-    """What the logits of an output head go through before the softmax, and how many of them exist at once.
+    """Settings of the logits z before the softmax.
 
-    z = cap tanh((h W^T + b) / cap) / temperature, without the hyperbola where `softcap` is None.
+    z = cap tanh((h W^T + b) / cap) / temperature, or z = (h W^T + b) / temperature without a softcap.
     """
 
     temperature: float
     softcap: float | None
     chunk_tokens: int
+    """Number of tokens whose logits are in memory at once."""
 
 
 class Backend(Protocol):
-    """Made from the settings, the output head it will be called with, and the device.
+    """Computes log-probs and entropies from hidden states with an output head.
+
+    Args:
+        head: the kind of head that the backend will be called with.
 
     Raises:
-        ConfigurationError: this backend cannot do that.
+        ConfigurationError: the backend does not support these settings, this head or this device.
+
+    Example:
+        >>> head = nn.Linear(2, 3, bias=False)
+        >>> settings = HeadSettings(temperature=1.0, softcap=None, chunk_tokens=8)
+        >>> backend = HEADS["normal"](settings, head, torch.device("cpu"))
+        >>> logprobs, entropies = backend(head, torch.zeros(1, 2), torch.tensor([0]), torch.zeros(3, dtype=torch.bool))
+        >>> round(logprobs.exp().item(), 4), round(entropies.exp().item(), 4)  # all three tokens are equally likely
+        (0.3333, 3.0)
     """
 
     def __init__(self, settings: HeadSettings, head: nn.Module, device: torch.device) -> None: ...
 
     def __call__(self, head: nn.Module, hidden: Tensor, targets: Tensor, forbidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Log-probs of `targets` and entropies, (N,) each in fp32 or better, with gradients.
+        """Return log-probs of `targets` and entropies, (N,) each, in fp32 or better, with gradients.
 
         Args:
-            hidden: (N, D); N may be 0, and then the head has a gradient of 0, not none.
-            targets: (N,) token ids. One that is forbidden, or beyond the head's rows, gets -inf and no gradient.
-            forbidden: (V,) bool, tokens without probability.
+            hidden: hidden states (N, D). With N = 0 the head must still get a gradient, of zeros.
+            targets: token ids (N,). A target that is forbidden or beyond the head's rows gets -inf and no gradient.
+            forbidden: mask (V,), bool, of tokens with probability 0.
         """
 
 
@@ -58,11 +68,11 @@ HEADS = Registry(
 )
 
 
-# Log-probs from the logits of all trained tokens: any kind of head, and the plainest form to compare with.
-
-
 class StandardHead:
-    """The head as the model applies it. Several (N, V) tensors live until the backward pass."""
+    """Backend "normal": calls the head as the model does, and is the reference for the others.
+
+    It supports any kind of head. Several tensors (N, V) live until the backward pass.
+    """
 
     def __init__(self, settings: HeadSettings, head: nn.Module, device: torch.device) -> None:
         self.settings = settings

@@ -1,4 +1,4 @@
-"""The linear head with log-softmax and entropy in Triton kernels, which make tiles of logits in registers."""
+"""Backend "triton": the linear head fused with log-softmax and entropy in Triton kernels, with logits in registers."""
 
 from __future__ import annotations
 
@@ -18,53 +18,53 @@ from armature.components.vlm.heads.linear import BlockStatistics, HeadBlock, Lin
 
 @dataclass(frozen=True)
 class TileConfig:
-    """Rows x columns of one program, the depth of one step, and how the compiler lays it out.
-
-    With descriptors the copy engine loads the factors (Hopper and later); `group` row tiles share columns in the cache.
-    """
+    """Tiling of a kernel: the tile of logits that one program computes, and compiler options."""
 
     rows: int
     columns: int
     depth: int
+    """Hidden dimensions that one step of the matrix product covers."""
     warps: int
     stages: int
     group: int
+    """Number of row tiles that share the columns of the weight in the L2 cache."""
     descriptors: bool
+    """Load matrices with tensor descriptors through the copy engine (TMA, Hopper and later)."""
 
 
 LARGE = TileConfig(128, 256, 64, warps=8, stages=3, group=16, descriptors=True)
-"""The fastest of 33 on an H200; takes 144 KiB of shared memory."""
+"""The fastest of 33 tilings on an H200; it takes 144 KiB of shared memory."""
 SMALL = TileConfig(128, 128, 32, warps=4, stages=3, group=8, descriptors=False)
 FULL = TileConfig(64, 64, 32, warps=4, stages=2, group=8, descriptors=False)
-"""fp32, multiplied as such and not in tensor cores: for comparison, not for speed."""
+"""Tiling for fp32, which is multiplied exactly and not in tensor cores: for comparison, not for speed."""
 KEPT_ROWS = 16
-"""Of a program that makes gradients of what was kept."""
+"""Rows of a program that computes gradients from the values that the forward pass kept."""
 
 
 class FusedHead(LinearHead):
-    """On a CUDA device in bf16, fp16 and fp32, or interpreted (TRITON_INTERPRET=1) in fp32.
+    """Backend for CUDA devices in bf16, fp16 and fp32, or interpreted on a CPU (TRITON_INTERPRET=1) in fp32.
 
-    The backward pass holds the gradient of a block of logits, as many as `chunk_tokens` tokens have, in the dtype of
-    the matrix products; its products with the hidden states and the weight are cuBLAS's. Where that block is the whole
-    vocabulary, the forward pass keeps what the gradient is made of, and logits are computed once.
+    The backward pass computes the gradient of a block of logits, as many as `chunk_tokens` tokens have, in the dtype of
+    the matrix products. cuBLAS multiplies it with the hidden states and the weight. If that block is the whole
+    vocabulary, the forward pass keeps exp(z - m), from which the gradient is computed, so logits are computed once.
     """
 
     def __init__(self, settings: HeadSettings, head: nn.Module, device: torch.device) -> None:
         super().__init__(settings, head, device)
-        elsewhere = "set trainer.logprobs = 'torch'"
+        other_backend = "set trainer.logprobs = 'torch'"
         if not TRITON:
             raise ConfigurationError(
                 "triton is not installed",
                 code="triton_missing",
                 where="trainer.logprobs",
-                remedy=f"pip install triton, or {elsewhere}",
+                remedy=f"pip install triton, or {other_backend}",
             )
         if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
             raise ConfigurationError(
-                f"the Triton kernels need a CUDA device, and the model is on {device}",
+                f"the Triton kernels need a CUDA device, but the model is on {device}",
                 code="triton_needs_cuda",
                 where="trainer.logprobs",
-                remedy=f"{elsewhere}, or export TRITON_INTERPRET=1 to interpret them, slowly",
+                remedy=f"{other_backend}, or export TRITON_INTERPRET=1 to interpret the kernels, which is slow",
             )
 
     def statistics(self, hidden: Tensor, block: HeadBlock, targets: Tensor, keep: bool) -> BlockStatistics:
@@ -77,13 +77,15 @@ class FusedHead(LinearHead):
         arguments = [targets, *parts, chosen, scaled]
         self._launch(statistics_kernel, tile, hidden, block, arguments, KEEP=scaled is not None)
         maximum, total, weighted = parts.unbind()
-        # Of `parts`, the maxima alone are kept.
-        kept = None if scaled is None else partial(self._kept_gradient, scaled, maximum.clone())
-        return BlockStatistics(maximum, total, weighted, chosen, kept)
+        # Clone the maxima, so that the rest of `parts` is freed.
+        gradient = None if scaled is None else partial(self._kept_gradient, scaled, maximum.clone())
+        return BlockStatistics(maximum, total, weighted, chosen, gradient)
 
     def _can_keep(self, dtype: torch.dtype) -> bool:
-        """Whether exp(z - m) can be kept in `dtype`: not in fp16, where it is 0 from z - m = -17 on, and not with a
-        softcap, whose slope is made of it, where it may be 0.
+        """Check that exp(z - m) can be stored in `dtype`.
+
+        In fp16 it cannot: below z - m = -17 it is 0. With a softcap it cannot if it may become 0, because the slope of
+        the softcap is computed from it.
         """
         cap, temperature = self.settings.softcap, self.settings.temperature
         return dtype != torch.float16 and (cap is None or 2 * cap / temperature < 80)
@@ -102,7 +104,11 @@ class FusedHead(LinearHead):
     def _kept_gradient(
         self, scaled: Tensor, maximum: Tensor, targets: Tensor, saved: list[Tensor], grads: list[Tensor]
     ) -> Tensor:
-        """In the memory of `scaled`, (N, V) exp(z - m); `maximum` has m of each tile's rows."""
+        """Compute the gradient of the logits in place of `scaled`, which has exp(z - m), (N, V).
+
+        Args:
+            maximum: m of each row in each tile of columns.
+        """
         from armature.components.vlm.heads.kernels import kept_gradient_kernel
 
         n_rows, n_columns = scaled.shape
@@ -126,12 +132,18 @@ class FusedHead(LinearHead):
         return scaled
 
     def _tile(self, hidden: Tensor) -> TileConfig:
-        # They add up in fp32; and Triton 3.6's interpreter multiplies the bits of bf16 numbers.
+        """Choose the tiling for these hidden states.
+
+        Raises:
+            ConfigurationError: the kernels do not support the dtype on this device.
+        """
+        # The kernels sum in fp32, so fp64 would lose precision. On a CPU, Triton 3.6's interpreter multiplies bf16
+        # numbers as if their bits were integers.
         if hidden.dtype == torch.float64 or (not hidden.is_cuda and hidden.dtype != torch.float32):
-            known = "bfloat16, float16 or float32" if hidden.is_cuda else "float32, interpreted"
-            given = str(hidden.dtype).removeprefix("torch.")
+            supported = "bfloat16, float16 or float32" if hidden.is_cuda else "float32, interpreted"
+            dtype = str(hidden.dtype).removeprefix("torch.")
             raise ConfigurationError(
-                f"the Triton kernels compute in {known}, and the model is in {given}",
+                f"the Triton kernels compute in {supported}, but the model is in {dtype}",
                 code="triton_dtype_unsupported",
                 where="trainer.logprobs",
                 remedy="set trainer.logprobs = 'torch'",

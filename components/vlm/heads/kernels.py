@@ -1,8 +1,8 @@
-"""Triton kernels: a tile of logits is made in registers, and leaves them as three numbers per row, as its gradient, or
-as exp(z - m), of which the gradient can be made.
+"""Triton kernels of the output head. Logits exist only as tiles in registers.
 
-A program owns a tile of rows (tokens) x columns (vocabulary). The product runs over D in tensor cores with an fp32
-accumulator; softcap, temperature and the exclusion of tokens follow in registers.
+A tile is stored as three numbers per row, as its gradient, or as exp(z - m), from which the gradient can be computed. A
+program owns a tile of rows (tokens) x columns (vocabulary). The matrix product over D runs in tensor cores with an fp32
+accumulator; softcap, temperature and the exclusion of forbidden tokens follow in registers.
 """
 
 # Triton gives its functions their types.
@@ -18,7 +18,7 @@ EXCLUDED = tl.constexpr(-1e30)
 
 @triton.jit
 def _place(n_rows, n_columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr):
-    """First row and column of this program's tile; GROUP row tiles share the columns that are in the L2 cache."""
+    """Return first row and column of this program's tile; GROUP row tiles in a row share columns in the L2 cache."""
     program = tl.program_id(0)
     row_tiles, column_tiles = tl.cdiv(n_rows, ROWS), tl.cdiv(n_columns, COLUMNS)
     group = program // (GROUP * column_tiles)
@@ -34,14 +34,14 @@ def _logits(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
     BIAS: tl.constexpr, SOFTCAP: tl.constexpr, DESCRIPTORS: tl.constexpr,
 ):  # fmt: skip
-    """The tile's logits after softcap and temperature, and the hyperbolic tangent of the softcap (or the logits)."""
+    """Return the tile's logits after softcap and temperature, and the tanh of the softcap (else the plain logits)."""
     z = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
     if DESCRIPTORS:
         for start in range(0, depth, DEPTH):
             z = tl.dot(hidden.load([row, start]), weight.load([column, start]).T, z)
     else:
         steps = tl.arange(0, DEPTH)
-        # Rows past the end read a row again instead of being masked: what they give is not stored.
+        # Rows past the end read other rows instead of being masked; their results are not stored.
         h = hidden + ((row + tl.arange(0, ROWS)) % n_rows).to(tl.int64)[:, None] * depth + steps[None, :]
         w = weight + ((column + tl.arange(0, COLUMNS)) % n_columns).to(tl.int64)[None, :] * depth + steps[:, None]
         for start in range(0, depth, DEPTH):
@@ -55,14 +55,14 @@ def _logits(
             h += DEPTH
             w += DEPTH
     columns = column + tl.arange(0, COLUMNS)
-    known = columns < n_columns
+    valid = columns < n_columns
     if BIAS:
-        z += tl.load(bias + columns, mask=known, other=0.0)[None, :]
+        z += tl.load(bias + columns, mask=valid, other=0.0)[None, :]
     bent = z
     if SOFTCAP:
         bent = 2 * tl.sigmoid(2 * z / softcap) - 1
         z = bent * softcap
-    allowed = tl.load(forbidden + columns, mask=known, other=1) == 0
+    allowed = tl.load(forbidden + columns, mask=valid, other=1) == 0
     return tl.where(allowed[None, :], z * scale, EXCLUDED), bent
 
 
@@ -74,9 +74,9 @@ def statistics_kernel(
     BIAS: tl.constexpr, SOFTCAP: tl.constexpr, DESCRIPTORS: tl.constexpr,
     KEEP: tl.constexpr,
 ):  # fmt: skip
-    """Per row of the tile: the largest logit m, sum exp(z - m) and sum exp(z - m) (z - m); and the target's logit.
+    """Store for each row of the tile the largest logit m, sum exp(z - m), sum exp(z - m) (z - m), and target's logit.
 
-    KEEP: the tile of exp(z - m) goes to `scaled` (n_rows, n_columns).
+    With KEEP also store the tile of exp(z - m) in `scaled` (n_rows, n_columns).
     """
     row, column = _place(n_rows, n_columns, ROWS, COLUMNS, GROUP)
     z, _ = _logits(
@@ -84,22 +84,22 @@ def statistics_kernel(
         ROWS, COLUMNS, DEPTH, BIAS, SOFTCAP, DESCRIPTORS,
     )  # fmt: skip
     rows = row + tl.arange(0, ROWS)
-    known = rows < n_rows
+    valid = rows < n_rows
     m = tl.max(z, 1)
     below = z - m[:, None]
     e = tl.exp(below)
     place = (column // COLUMNS).to(tl.int64) * n_rows + rows
-    tl.store(maximum + place, m, mask=known)
-    tl.store(total + place, tl.sum(e, 1), mask=known)
-    tl.store(weighted + place, tl.sum(e * below, 1), mask=known)
-    target = tl.load(targets + rows, mask=known, other=-1).to(tl.int32) - column
+    tl.store(maximum + place, m, mask=valid)
+    tl.store(total + place, tl.sum(e, 1), mask=valid)
+    tl.store(weighted + place, tl.sum(e * below, 1), mask=valid)
+    target = tl.load(targets + rows, mask=valid, other=-1).to(tl.int32) - column
     hit = tl.arange(0, COLUMNS)[None, :] == target[:, None]
-    here = known & (target >= 0) & (target < COLUMNS)
+    here = valid & (target >= 0) & (target < COLUMNS)
     tl.store(chosen + rows, tl.sum(tl.where(hit, z, 0.0), 1), mask=here)
     if KEEP:
         columns = column + tl.arange(0, COLUMNS)
         to = scaled + rows.to(tl.int64)[:, None] * n_columns + columns[None, :]
-        tl.store(to, e.to(scaled.dtype.element_ty), mask=known[:, None] & (columns[None, :] < n_columns))
+        tl.store(to, e.to(scaled.dtype.element_ty), mask=valid[:, None] & (columns[None, :] < n_columns))
 
 
 @triton.jit
@@ -110,26 +110,26 @@ def gradient_kernel(
     BIAS: tl.constexpr, SOFTCAP: tl.constexpr, DESCRIPTORS: tl.constexpr,
     ENTROPY: tl.constexpr,
 ):  # fmt: skip
-    """dz (rows, columns): the gradient of what the linear layer gave."""
+    """Store dz (rows, columns), the gradient with respect to the linear layer's output."""
     row, column = _place(n_rows, n_columns, ROWS, COLUMNS, GROUP)
     z, bent = _logits(
         hidden, weight, bias, forbidden, row, column, n_rows, n_columns, scale, softcap, depth,
         ROWS, COLUMNS, DEPTH, BIAS, SOFTCAP, DESCRIPTORS,
     )  # fmt: skip
     rows, columns = row + tl.arange(0, ROWS), column + tl.arange(0, COLUMNS)
-    known = rows < n_rows
-    log_p = z - tl.load(normalizer + rows, mask=known, other=0.0)[:, None]
+    valid = rows < n_rows
+    log_p = z - tl.load(normalizer + rows, mask=valid, other=0.0)[:, None]
     p = tl.exp(log_p)
-    g = tl.load(d_logprobs + rows, mask=known, other=0.0)[:, None]
-    target = tl.load(targets + rows, mask=known, other=-1).to(tl.int32)
+    g = tl.load(d_logprobs + rows, mask=valid, other=0.0)[:, None]
+    target = tl.load(targets + rows, mask=valid, other=-1).to(tl.int32)
     gradient = tl.where(columns[None, :] == target[:, None], g, 0.0) - p * g
     if ENTROPY:
-        slope = tl.load(d_entropy + rows, mask=known, other=0.0)[:, None]
-        gradient -= p * slope * (log_p + tl.load(entropy + rows, mask=known, other=0.0)[:, None])
+        slope = tl.load(d_entropy + rows, mask=valid, other=0.0)[:, None]
+        gradient -= p * slope * (log_p + tl.load(entropy + rows, mask=valid, other=0.0)[:, None])
     if SOFTCAP:
         gradient *= 1 - bent * bent
     place = dz + rows.to(tl.int64)[:, None] * n_columns + columns[None, :]
-    inside = known[:, None] & (columns[None, :] < n_columns)
+    inside = valid[:, None] & (columns[None, :] < n_columns)
     tl.store(place, (gradient * scale).to(dz.dtype.element_ty), mask=inside)
 
 
@@ -139,26 +139,29 @@ def kept_gradient_kernel(
     n_rows, n_columns, scale, softcap,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, SOFTCAP: tl.constexpr, ENTROPY: tl.constexpr,
 ):  # fmt: skip
-    """As `gradient_kernel`, in place of what `statistics_kernel` kept; COLUMNS is that kernel's."""
+    """Compute the same as `gradient_kernel` from the values that `statistics_kernel` stored in `scaled`, in place.
+
+    COLUMNS must be the same as in `statistics_kernel`.
+    """
     rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    known = rows < n_rows
+    valid = rows < n_rows
     place = scaled + rows.to(tl.int64)[:, None] * n_columns + columns[None, :]
-    inside = known[:, None] & (columns[None, :] < n_columns)
+    inside = valid[:, None] & (columns[None, :] < n_columns)
     e = tl.load(place, mask=inside, other=0.0).to(tl.float32)
-    m = tl.load(maximum + tl.program_id(0).to(tl.int64) * n_rows + rows, mask=known, other=0.0)
-    shift = m - tl.load(normalizer + rows, mask=known, other=0.0)
+    m = tl.load(maximum + tl.program_id(0).to(tl.int64) * n_rows + rows, mask=valid, other=0.0)
+    shift = m - tl.load(normalizer + rows, mask=valid, other=0.0)
     p = e * tl.exp(shift)[:, None]
-    g = tl.load(d_logprobs + rows, mask=known, other=0.0)[:, None]
-    target = tl.load(targets + rows, mask=known, other=-1).to(tl.int32)
+    g = tl.load(d_logprobs + rows, mask=valid, other=0.0)[:, None]
+    target = tl.load(targets + rows, mask=valid, other=-1).to(tl.int32)
     gradient = tl.where(columns[None, :] == target[:, None], g, 0.0) - p * g
     below = tl.log(tl.where(e > 0, e, 1.0))
     if ENTROPY:
-        slope = tl.load(d_entropy + rows, mask=known, other=0.0)[:, None]
+        slope = tl.load(d_entropy + rows, mask=valid, other=0.0)[:, None]
         log_p = below + shift[:, None]
-        gradient -= p * slope * (log_p + tl.load(entropy + rows, mask=known, other=0.0)[:, None])
+        gradient -= p * slope * (log_p + tl.load(entropy + rows, mask=valid, other=0.0)[:, None])
     if SOFTCAP:
-        # Of a block without an allowed token m is EXCLUDED.
+        # In a tile without an allowed token m is EXCLUDED.
         bent = tl.where(m[:, None] > EXCLUDED / 2, (below + m[:, None]) / (softcap * scale), 0.0)
         gradient *= 1 - bent * bent
     tl.store(place, (gradient * scale).to(scaled.dtype.element_ty), mask=inside)

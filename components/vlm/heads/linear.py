@@ -1,13 +1,13 @@
-"""A linear head fused with log-softmax and entropy: no tensor of tokens x vocabulary unless one is kept on purpose.
+"""A linear head fused with log-softmax and entropy, without a tensor of tokens x vocabulary, and the backend "torch".
 
 With z the logits after softcap and temperature, p = softmax(z), H = -sum p log p:
 
     log-prob of t = z_t - logsumexp(z)
     dL/dz_j = dlogp (1[j = t] - p_j) - dH p_j (log p_j + H)
 
-The forward pass keeps logsumexp and H, (N,) each. The backward pass computes z again, a block of the vocabulary at a
-time: such a block gives its rows of dW at once, and its part of dh. Where `chunk_tokens` allows for the logits of all N
-tokens, a backend may keep exp(z - m) instead, m being the largest z of a row in each of its blocks.
+The forward pass keeps logsumexp and H, (N,) each. The backward pass computes z again, one block of the vocabulary at a
+time; a block gives its rows of dW completely, and a part of dh. If `chunk_tokens` allows for the logits of all N
+tokens, a backend may keep exp(z - m) instead, where m is the largest z of a row in each of the backend's blocks.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from torch.autograd.function import once_differentiable
 from armature.components.contracts.errors import ConfigurationError
 from armature.components.vlm.heads.backends import EXCLUDED, HeadSettings
 
-# Matrix products whose sums stay in fp32 where the factors are bf16.
+# --- Matrix products of bf16 numbers whose sums stay in fp32 ---
 
 
 def linear(bias: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
-    """bias + scale a b in the dtype of `bias`; on GPUs no product of bf16 numbers is rounded to bf16 on its way."""
+    """Return bias + scale a b in the dtype of `bias`. On GPUs products of bf16 numbers are never rounded to bf16."""
     if a.dtype == bias.dtype:
         return torch.addmm(bias, a, b, alpha=scale)
     if a.is_cuda:
@@ -37,7 +37,7 @@ def linear(bias: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
 
 
 def product(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
-    """out = a b, likewise."""
+    """Compute out = a b in the dtype of `out`, on GPUs without rounding to bf16."""
     if a.dtype == out.dtype:
         return torch.mm(a, b, out=out)
     if a.is_cuda:
@@ -46,7 +46,7 @@ def product(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
 
 
 def add_product(out: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """out += a b, likewise."""
+    """Compute out += a b in the dtype of `out`, on GPUs without rounding to bf16."""
     if a.dtype == out.dtype:
         return torch.addmm(out, a, b, out=out)
     if a.is_cuda:
@@ -55,36 +55,39 @@ def add_product(out: Tensor, a: Tensor, b: Tensor) -> Tensor:
 
 
 KeptGradient = Callable[[Tensor, list[Tensor], list[Tensor]], Tensor]
-"""Of targets, what was saved and gradients: as `LinearHead.logit_gradient` of the whole vocabulary, once."""
+"""A function (targets, saved, grads) like `LinearHead.logit_gradient` for the whole vocabulary. It works only once."""
 
 
 class BlockStatistics(NamedTuple):
-    """Of S blocks of the vocabulary: (S, N) each, and (N,) the target's logit, -inf where it has no probability.
+    """The logits of N tokens, summarized over each of S blocks of the vocabulary."""
 
-    `kept` makes the gradient of what the backend kept, if it did.
-    """
-
-    maximum: Tensor  # m = max z
-    total: Tensor  # sum exp(z - m)
-    weighted: Tensor  # sum exp(z - m) (z - m)
+    maximum: Tensor
+    """m = max z, (S, N)."""
+    total: Tensor
+    """sum exp(z - m), (S, N)."""
+    weighted: Tensor
+    """sum exp(z - m) (z - m), (S, N)."""
     chosen: Tensor
-    kept: KeptGradient | None = None
+    """The target's logit, (N,); -inf if it has no probability."""
+    gradient: KeptGradient | None = None
+    """Computes the logits' gradient from values that the backend kept; None if it kept none."""
 
 
 class HeadBlock(NamedTuple):
-    """Some rows of the head, in the dtype of matrix products; the bias is fp32 or better."""
+    """Some rows of the head's weight, in the dtype of matrix products. The bias is fp32 or better."""
 
     weight: Tensor  # (width, D)
     bias: Tensor | None  # (width,)
     forbidden: Tensor  # (width,) bool
 
     def part(self, start: int, width: int) -> HeadBlock:
-        some = slice(start, start + width)
-        return HeadBlock(self.weight[some], None if self.bias is None else self.bias[some], self.forbidden[some])
+        """Return `width` rows from row `start` on."""
+        rows = slice(start, start + width)
+        return HeadBlock(self.weight[rows], None if self.bias is None else self.bias[rows], self.forbidden[rows])
 
 
 class LinearHead(ABC):
-    """What backends for linear heads share; they differ in how a block of logits is made and used."""
+    """Base class of backends for linear heads. Subclasses differ in how they compute a block of logits."""
 
     def __init__(self, settings: HeadSettings, head: nn.Module, device: torch.device) -> None:
         layer = head.get_base_layer() if isinstance(head, LoraLayer) else head
@@ -99,18 +102,22 @@ class LinearHead(ABC):
 
     @abstractmethod
     def statistics(self, hidden: Tensor, block: HeadBlock, targets: Tensor, keep: bool) -> BlockStatistics:
-        """Of the whole vocabulary. With `keep` there is memory for all logits until the backward pass."""
+        """Return the statistics of the logits over the whole vocabulary.
+
+        Args:
+            keep: there is memory for all logits until the backward pass, so values may be kept for it.
+        """
 
     @abstractmethod
     def logit_gradient(
         self, hidden: Tensor, block: HeadBlock, targets: Tensor, saved: list[Tensor], grads: list[Tensor]
     ) -> Tensor:
-        """(N, width) gradient of what the linear layer gave, in the dtype of `hidden`.
+        """Return the gradient (N, width) with respect to the linear layer's output, in the dtype of `hidden`.
 
         Args:
-            targets: (N,) rows of the block, or outside of it.
-            saved: (N,) logsumexp and entropy.
-            grads: (N,) gradients of the log-probs and, where there is one, of the entropies.
+            targets: the targets' rows (N,) within the block; numbers outside of it are other blocks' targets.
+            saved: logsumexp and entropy, (N,) each.
+            grads: gradients (N,) of the log-probs and, if they have one, of the entropies.
         """
 
     def __call__(self, head: nn.Module, hidden: Tensor, targets: Tensor, forbidden: Tensor) -> tuple[Tensor, Tensor]:
@@ -119,11 +126,14 @@ class LinearHead(ABC):
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
         keep = torch.is_grad_enabled() and len(hidden) <= self.settings.chunk_tokens
         with torch.autocast(kind, enabled=False):
-            found = _Function.apply(self, dtype, keep, hidden, weight, bias, targets, forbidden)
-        return cast(tuple[Tensor, Tensor], found)
+            results = _Function.apply(self, dtype, keep, hidden, weight, bias, targets, forbidden)
+        return cast(tuple[Tensor, Tensor], results)
 
     def width(self, n_tokens: int, vocabulary: int) -> int:
-        """Rows of the head in a block: it has as many logits as `chunk_tokens` tokens have. A multiple of 256."""
+        """Return the number of the head's rows in a block, a multiple of 256.
+
+        A block for `n_tokens` tokens has about as many logits as `chunk_tokens` tokens have over the whole vocabulary.
+        """
         wanted = self.settings.chunk_tokens * vocabulary // max(n_tokens, 1)
         return min(vocabulary, max(1, wanted // 256) * 256)
 
@@ -141,20 +151,20 @@ class _Function(torch.autograd.Function):
         targets: Tensor,
         forbidden: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        # An id beyond the head's rows is an image or a placeholder: the head cannot choose it.
+        # An id beyond the head's rows is an image or a placeholder, which the head cannot choose.
         rows = targets.clamp(max=len(forbidden) - 1)
         targets = rows.where((targets == rows) & ~forbidden[rows], -1)
-        found = head.statistics(hidden.to(dtype), _whole(weight, bias, forbidden, dtype), targets, keep)
-        maximum = found.maximum.amax(0)
-        below = found.maximum - maximum
+        blocks = head.statistics(hidden.to(dtype), _whole(weight, bias, forbidden, dtype), targets, keep)
+        maximum = blocks.maximum.amax(0)
+        below = blocks.maximum - maximum
         share = below.exp()
-        total = (share * found.total).sum(0)
+        total = (share * blocks.total).sum(0)
         normalizer = total.log()
-        entropy = normalizer - (share * (found.weighted + below * found.total)).sum(0) / total
+        entropy = normalizer - (share * (blocks.weighted + below * blocks.total)).sum(0) / total
         ctx.save_for_backward(hidden, weight, bias, targets, forbidden, maximum + normalizer, entropy)
-        ctx.head, ctx.dtype, ctx.kept = head, dtype, found.kept
+        ctx.head, ctx.dtype, ctx.gradient = head, dtype, blocks.gradient
         ctx.set_materialize_grads(False)
-        return found.chosen - maximum - normalizer, entropy
+        return blocks.chosen - maximum - normalizer, entropy
 
     @staticmethod
     @once_differentiable
@@ -168,23 +178,23 @@ class _Function(torch.autograd.Function):
         d_hidden = torch.zeros_like(hidden, dtype=saved[0].dtype) if needs["hidden"] else None
         d_weight = torch.empty_like(weight) if needs["weight"] else None
         d_bias = torch.empty_like(bias) if needs["bias"] else None
-        kept: KeptGradient | None = ctx.kept
-        ctx.kept = None  # a second backward pass computes z again
-        width = head.width(len(hidden), len(weight)) if kept is None else len(weight)
+        gradient: KeptGradient | None = ctx.gradient
+        ctx.gradient = None  # it works only once; a second backward pass computes z again
+        width = head.width(len(hidden), len(weight)) if gradient is None else len(weight)
         with torch.autocast(hidden.device.type, enabled=False):
             for start in range(0, len(weight), width):
                 block = whole.part(start, width)
-                if kept is None:
+                if gradient is None:
                     dz = head.logit_gradient(rows, block, targets - start, saved, grads)
                 else:
-                    dz = kept(targets, saved, grads)
+                    dz = gradient(targets, saved, grads)
                 if d_hidden is not None:
                     add_product(d_hidden, dz, block.weight)
                 if d_weight is not None:
                     product(dz.t(), rows, d_weight[start : start + width])
                 if d_bias is not None:
                     d_bias[start : start + width] = dz.sum(0, dtype=saved[0].dtype)
-                del dz  # or it would still be there while the next block is made
+                del dz  # free its memory before the next block is computed
         return None, None, None, None if d_hidden is None else d_hidden.to(hidden.dtype), d_weight, d_bias, None, None
 
 
@@ -194,7 +204,7 @@ def _whole(weight: Tensor, bias: Tensor | None, forbidden: Tensor, dtype: torch.
 
 
 def _linear(head: nn.Module) -> tuple[Tensor, Tensor | None]:
-    """(V, D) weight and (V,) bias that the head stands for, its adapters added where they are switched on."""
+    """Return weight (V, D) and bias (V,) of the head, with its adapters added if they are enabled."""
     if not isinstance(head, LoraLayer):
         return cast(Tensor, head.weight), cast("Tensor | None", head.bias)
     layer = head.get_base_layer()
@@ -205,17 +215,17 @@ def _linear(head: nn.Module) -> tuple[Tensor, Tensor | None]:
     return weight, layer.bias
 
 
-# The linear head with log-softmax and entropy in PyTorch, a block of the vocabulary at a time.
-
-
 class ChunkedHead(LinearHead):
-    """On any device, in any dtype. The largest tensor has the logits of `chunk_tokens` tokens, in fp32 or better."""
+    """Backend "torch": PyTorch operations on one block of the vocabulary at a time, on any device and in any dtype.
+
+    The largest tensor has the logits of `chunk_tokens` tokens, in fp32 or better.
+    """
 
     def statistics(self, hidden: Tensor, block: HeadBlock, targets: Tensor, keep: bool) -> BlockStatistics:
         width = self.width(len(hidden), len(block.weight))
         starts = range(0, len(block.weight), width)
-        found = [self._part(hidden, block.part(start, width), targets - start) for start in starts]
-        maximum, total, weighted, chosen = (torch.stack(parts) for parts in zip(*found, strict=True))
+        blocks = [self._part(hidden, block.part(start, width), targets - start) for start in starts]
+        maximum, total, weighted, chosen = (torch.stack(parts) for parts in zip(*blocks, strict=True))
         return BlockStatistics(maximum, total, weighted, chosen.amax(0))
 
     def _part(self, hidden: Tensor, block: HeadBlock, targets: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -233,7 +243,7 @@ class ChunkedHead(LinearHead):
         z, slope = self._logits(hidden, block)
         log_p = z.sub_(normalizer[:, None])
         p = log_p.exp()
-        # The temperature's share goes into the numbers per token: a pass over all logits costs as much as a product.
+        # Apply the temperature to the numbers per token: a pass over all logits costs as much as a matrix product.
         g = d_logprobs[:, None] / self.settings.temperature
         if d_entropy:
             p.mul_(log_p.add_(entropy[:, None]).mul_(d_entropy[0][:, None] / -self.settings.temperature).sub_(g))
@@ -246,7 +256,7 @@ class ChunkedHead(LinearHead):
         return p.to(hidden.dtype)
 
     def _logits(self, hidden: Tensor, block: HeadBlock) -> tuple[Tensor, Tensor | None]:
-        """(N, width) logits after softcap and temperature, and the slope of the softcap."""
+        """Return logits (N, width) after softcap and temperature, and the slope of the softcap, if there is one."""
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         scale, cap = 1 / self.settings.temperature, self.settings.softcap
         bias = hidden.new_zeros(len(block.weight), dtype=dtype) if block.bias is None else block.bias
@@ -258,6 +268,9 @@ class ChunkedHead(LinearHead):
 
 
 def _local(targets: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
-    """(N, 1) columns of `z` that can be gathered, and (N,) where they are the targets'."""
+    """Return columns (N, 1) that can be gathered from `z`, and a mask (N,) of targets that lie within `z`.
+
+    For a target outside of `z` the column is 0.
+    """
     inside = (targets >= 0) & (targets < z.shape[1])
     return targets.where(inside, 0)[:, None], inside

@@ -1,1 +1,1 @@
-"""Warm start: supervised training on demonstrations, before any reward."""
+"""Warm start: supervised training on demonstrations before reinforcement learning."""

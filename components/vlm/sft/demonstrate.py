@@ -1,4 +1,4 @@
-"""Demonstrations: a demonstrator's answers, played in the real environment like those of any policy."""
+"""Demonstrations: prepared answers, played in the real environment as if a policy had given them."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from armature.components.inference.settings import EvaluationSamplingSettings
 from armature.components.rollouts.collect import allow_episodes
 from armature.components.rollouts.play import EpisodeRunner, RolloutId, SharedImages
 
-# Chat messages as the token ids that a model server would return for them.
-
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Within it, threads that are started compute with one core: an image processor's steps are too small for more,
-    and on a busy machine ten times as slow with two.
+    """Limit torch to one core per thread within this block.
+
+    The operations of an image processor are too small for several cores; on a busy machine two cores make them ten
+    times as slow.
     """
     import torch
 
@@ -42,18 +42,19 @@ def one_thread() -> Iterator[None]:
 
 
 class PromptWriter:
-    """The family's chat template and processor, used as vLLM's chat route uses them.
+    """Turns chat messages into the token ids that a vLLM server would return for them.
 
-    The tokenizer adds no special tokens of its own: a beginning-of-sequence token comes from the template, or from a
-    processor that always writes one, which prompts without images do not pass. Several threads may ask.
+    It uses the family's chat template and processor as vLLM's chat route does. The tokenizer adds no special tokens: a
+    beginning-of-sequence token comes from the template, or from a processor that always writes one (it is only used for
+    prompts with images). It can be used from several threads.
     """
 
     def __init__(self, processor: Any) -> None:
         self._processor = processor
-        self._lock = Lock()  # a fast tokenizer refuses to be used by two threads at once
+        self._lock = Lock()  # a fast tokenizer raises an error when two threads use it at once
 
     def prompt(self, messages: Sequence[Mapping[str, Any]]) -> TokenIds:
-        """(P,) the prompt of the next assistant message, image placeholders expanded."""
+        """Return the prompt (P,) of the next assistant message, with image placeholders expanded."""
         images = [_image(part) for message in messages for part in _parts(message) if _is_image(part)]
         chat = [{**message, "content": [_for_template(part) for part in _parts(message)]} for message in messages]
         with self._lock:
@@ -65,7 +66,7 @@ class PromptWriter:
         return np.asarray(ids, dtype=np.int32)
 
     def answer(self, text: str) -> TokenIds:
-        """(C,) what a policy samples that says `text` and stops: its tokens and the end-of-sequence token."""
+        """Return the tokens (C,) of a completion that says `text` and stops, with the end-of-sequence token."""
         tokenizer = self._processor.tokenizer
         with self._lock:
             ids = tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -89,22 +90,24 @@ def _image(part: Mapping[str, Any]) -> Image.Image:
     return decode(EncodedImage.from_url(part["image_url"]["url"]))
 
 
-_NOTHING_IS_SAMPLED = EvaluationSamplingSettings(temperature=0.0, max_tokens=1)
+_UNUSED_SAMPLING = EvaluationSamplingSettings(temperature=0.0, max_tokens=1)
+"""Sampling settings that an episode needs but a demonstrator ignores."""
 
 
 class Demonstrator:
-    """A policy that says prepared answers, one a turn, each token with probability 1."""
+    """A policy that gives prepared answers, one per turn; each token has probability 1."""
 
     def __init__(self, answers: Sequence[str], writer: PromptWriter) -> None:
         self._answers, self._writer = deque(answers), writer
 
     async def complete(self, messages: Sequence[Message], sampling: Sampling, seed: int) -> Completion:
-        """
+        """Return the next prepared answer as a completion.
+
         Raises:
-            GenerationFailure: all answers are said, and the episode continues.
+            GenerationFailure: all answers are used up, but the episode continues.
         """
         if not self._answers:
-            raise GenerationFailure("the answers end before the episode does", reason="goal_not_reached")
+            raise GenerationFailure("the demonstration's answers end before the episode", reason="goal_not_reached")
         text = self._answers.popleft()
         prompt = await asyncio.to_thread(self._writer.prompt, messages)
         tokens = self._writer.answer(text)
@@ -113,17 +116,17 @@ class Demonstrator:
 
 
 def expert(environment: Environment) -> DemonstrationEnvironment:
-    """`environment` itself, if it knows how its tasks are solved.
+    """Return `environment` if it can demonstrate its tasks.
 
     Raises:
-        ConfigurationError: it does not.
+        ConfigurationError: it does not have a method `demonstration`.
     """
     if not hasattr(environment, "demonstration"):
         raise ConfigurationError(
-            f"environment {environment.name!r} gives no demonstrations, so there is nothing to start from",
+            f"environment {environment.name!r} has no demonstrations for a warm start",
             code="demonstrator_missing",
             where="warm_start",
-            remedy="take the section out of the recipe, or give the environment a method demonstration(task)",
+            remedy="remove this section from the recipe, or add a method demonstration(task) to the environment",
         )
     return environment  # type: ignore[return-value]
 
@@ -137,9 +140,11 @@ async def demonstrate(
     machine: Machine,
     report: Callable[[int], None],
 ) -> GenerateOutputs:
-    """One demonstration of each task, in their order; what does not reach its goal is a failure.
+    """Play one demonstration of each task, in the order of the tasks. One that misses its goal becomes a failure.
 
-    `report` is told how many are finished.
+    Args:
+        success_reward: the reward from which on a demonstration has reached its goal.
+        report: called with the number of finished demonstrations after each one.
     """
     allow_episodes(machine.max_concurrent)
     shared = SharedImages(images)
@@ -160,17 +165,17 @@ async def demonstrate(
     async def _played(task: Task, place: RolloutId) -> Trajectory | Failure:
         try:
             answers = await asyncio.to_thread(environment.demonstration, task)
-        except Exception as error:  # an environment is code that we did not write
+        except Exception as error:  # an environment is other people's code and may raise anything
             raise RolloutFailed("environment_error", f"demonstration: {type(error).__name__}: {error}") from error
         if not answers:
-            raise RolloutFailed("no_demonstration", "the demonstrator knows no answers")
+            raise RolloutFailed("no_demonstration", "the demonstrator has no answers for this task")
         policy = Demonstrator(answers, writer)
-        player = EpisodeRunner(environment, policy, shared, _NOTHING_IS_SAMPLED, 0, machine.environment_timeout)
+        player = EpisodeRunner(environment, policy, shared, _UNUSED_SAMPLING, 0, machine.environment_timeout)
         trajectory = await player.play(task, place)
         if trajectory.truncated or not trajectory.earns(success_reward):
             ending = "ran out of turns" if trajectory.truncated else "ended"
             raise RolloutFailed(
-                "goal_not_reached", f"{ending} after {len(trajectory.turns)} turns with {trajectory.reward:g}"
+                "goal_not_reached", f"{ending} after {len(trajectory.turns)} turns with reward {trajectory.reward:g}"
             )
         return trajectory
 

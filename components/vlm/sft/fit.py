@@ -1,4 +1,4 @@
-"""Epochs over the demonstrations, on a trainer service that may die and come back."""
+"""Training on demonstrations for several epochs, on a trainer service that may die and be restarted."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from armature.components.rollouts.batches.table import write_batch
 from armature.components.training.client import run_steps
 from armature.components.vlm.client import TrainerClient
 
-KEPT = {
+METRICS = {
     "loss": "loss",
-    "importance_ratio": "probability",  # of a demonstrated token: the demonstrator's own is 1
+    "importance_ratio": "probability",  # the ratio to the demonstrator's probability, which is 1
     "entropy": "entropy",
     "grad_norm": "grad_norm",
     "updates_skipped": "updates_skipped",
@@ -28,13 +28,13 @@ KEPT = {
     "timing/train_s": "timing/train",
     "memory/peak_gib": "memory/peak_gib",
 }
-"""What a trainer says of a step that means something without a sampler, and its name in the history."""
+"""Metrics of the trainer that are meaningful without a sampler, and their names in the history."""
 HELDOUT_LOSS = "heldout/loss"
 
 
 @dataclass(frozen=True)
 class EpochSampler:
-    """Which samples a step trains on. Every epoch goes through all of them in an order of its own."""
+    """Chooses the samples of each step. Every epoch uses all samples, in a new random order."""
 
     samples: Sequence[Sample]
     epochs: int
@@ -50,12 +50,13 @@ class EpochSampler:
         return self.epochs * self.steps_per_epoch
 
     def of(self, step: int) -> list[Sample]:
-        """The samples of step 1, 2, ..., `steps`; the last step of an epoch takes what is left."""
+        """Return the samples of step 1, 2, ..., `steps`. The last step of an epoch has the remaining ones."""
         epoch, part = divmod(step - 1, self.steps_per_epoch)
         order = np.random.default_rng((self.seed, epoch)).permutation(len(self.samples))
         return [self.samples[row] for row in order[part * self.samples_per_step :][: self.samples_per_step]]
 
     def ends_epoch(self, step: int) -> bool:
+        """Tell if `step` is the last step of an epoch."""
         return step % self.steps_per_epoch == 0
 
 
@@ -68,14 +69,13 @@ def fit(
     events: Events,
     out: Path,
 ) -> None:
-    """Carry out `plan` from the trainer's newest checkpoint on, and publish the weights to the folder `out`.
+    """Make the steps of `plan` that the newest checkpoint lacks, and publish the final weights to the folder `out`.
 
-    The history's step 0 is before any training.
-
-    A step is recorded before it is saved, so the history never lacks one that the weights contain.
+    Step 0 of the history is the held-out loss before any training. A step is recorded before it is saved, so the
+    history never lacks a step that the weights contain.
 
     Raises:
-        TrainerError: the service refuses, or dies again and again.
+        TrainerError: the service refuses a command, or dies too often; see `run_steps`.
     """
     with Scratch() as folder:
         batch = Path(folder)
@@ -89,7 +89,7 @@ def fit(
         def one_step(step: int) -> None:
             write_batch(batch, plan.of(step))
             report = trainer.step(step, batch)
-            metrics = {name: report[key] for key, name in KEPT.items() if key in report}
+            metrics = {name: report[key] for key, name in METRICS.items() if key in report}
             if plan.ends_epoch(step):
                 metrics |= held_out_loss()
             history.append(step, metrics)
@@ -105,6 +105,10 @@ def fit(
 
 
 def mean_loss(samples: Sequence[Sample], scores: Sequence[np.ndarray]) -> float:
-    """Mean of -log p over the trained tokens of all samples, in nats; `scores[i]` (L,) as the trainer gives them."""
+    """Return the mean of -log p over the trained tokens of all samples, in nats per token.
+
+    Args:
+        scores: for each sample the log-probs (L,) that the trainer returned.
+    """
     losses = [-score[1:][sample.loss_mask[1:]] for sample, score in zip(samples, scores, strict=True)]
     return float(np.concatenate(losses).mean(dtype=np.float64))

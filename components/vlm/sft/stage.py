@@ -1,4 +1,4 @@
-"""The stage sft: a model and an environment's tasks in, a checkpoint trained on demonstrations out."""
+"""The stage `sft` (warm start): trains a model on demonstrations of an environment's tasks and writes a checkpoint."""
 
 from __future__ import annotations
 
@@ -20,11 +20,13 @@ KIND = "demonstrations"
 
 
 def warm_start(settings: SFTSettings, inputs: Mapping[str, Artifact], out: Path, context: StageContext) -> StageReport:
-    """Writes `checkpoint/` (Hugging Face layout), `history.json`, `metrics.json`, `lineage.json` and the report.
+    """Run the stage: play or find demonstrations, train on them, and write the results to `out`.
+
+    It writes `checkpoint/` (Hugging Face layout), `history.json`, `metrics.json`, `lineage.json` and `report.html`.
 
     Raises:
-        ConfigurationError: the environment has no demonstrator.
-        DataError: no demonstration can be trained on.
+        ConfigurationError: the environment has no demonstrations.
+        DataError: none of the demonstrations can be trained on.
     """
     from armature.components.artifacts.images import ImageStore
     from armature.components.artifacts.json_lines import History
@@ -46,10 +48,10 @@ def warm_start(settings: SFTSettings, inputs: Mapping[str, Artifact], out: Path,
     drops.update(outputs.drops)
     if not samples:
         raise DataError(
-            f"no demonstration can be trained on; left out: {dict(drops)}",
+            f"none of the demonstrations can be trained on; dropped: {dict(drops)}",
             code="no_demonstration_usable",
             where=str(played.path),
-            remedy="look at the first failure's detail in failures.parquet there",
+            remedy="read the detail of the first failure in failures.parquet in this folder",
         )
     steps = EpochSampler(samples, plan.epochs, plan.samples_per_step, plan.seed)
     policy = TrainerPolicySettings(
@@ -74,7 +76,7 @@ def warm_start(settings: SFTSettings, inputs: Mapping[str, Artifact], out: Path,
 def demonstrations(
     plan: WarmStartSettings, processor: Any, inputs: Mapping[str, Artifact], context: StageContext
 ) -> Artifact:
-    """The rollout tables of the demonstrator, found or played; training tasks first."""
+    """Return the artifact with the demonstrations' rollout tables, training tasks first; play them if it is missing."""
     from armature.components.artifacts.images import ImageStore
     from armature.components.artifacts.manifest import write_manifest
     from armature.components.configuration.stages import open_store
@@ -108,8 +110,8 @@ def demonstrations(
     if outputs.failures:
         first = outputs.failures[0]
         context.events.message(
-            f"{len(outputs.failures)} of {len(tasks)} demonstrations are left out: {outputs.drops}; "
-            f"the first is {first.task_id}: {first.detail[:200]}"
+            f"{len(outputs.failures)} of {len(tasks)} demonstrations are dropped: {outputs.drops}; "
+            f"the first one is task {first.task_id}: {first.detail[:200]}"
         )
 
     def fill(folder: Path) -> None:
@@ -130,7 +132,10 @@ def demonstrations(
 
 
 def summary(history: list[dict[str, float]]) -> dict[str, float]:
-    """Losses in nats per token: of the last tenth of the steps, and held out before and after."""
+    """Return mean loss and probability over the last tenth of the steps, and held-out losses before and after.
+
+    Losses are in nats per token.
+    """
     from armature.components.vlm.sft.fit import HELDOUT_LOSS
 
     trained = history[1:]
@@ -145,7 +150,7 @@ def summary(history: list[dict[str, float]]) -> dict[str, float]:
 def write_pages(
     folder: Path, settings: SFTSettings, outputs: GenerateOutputs, history: list[dict[str, float]], images: Path
 ) -> None:
-    """Writes `report.html`."""
+    """Write the page `report.html`."""
     from armature.components.artifacts.images import ImageStore
     from armature.components.models.source import CHECKPOINT
     from armature.components.pages.records import token_decoder
@@ -158,8 +163,8 @@ def write_pages(
         figures["held-out loss, nats per token"] = (
             f"{numbers['heldout_loss_before']:.4g} before, {numbers['heldout_loss']:.4g} after"
         )
-    left_out = Counter(failure.reason for failure in outputs.failures)
-    figures |= {f"left out: {reason}": f"{count:,}" for reason, count in sorted(left_out.items())}
+    dropped = Counter(failure.reason for failure in outputs.failures)
+    figures |= {f"left out: {reason}": f"{count:,}" for reason, count in sorted(dropped.items())}
     write_training_report(
         folder,
         title=f"Warm start of {settings.model.source} on {outputs.trajectories[0].environment}",
