@@ -67,8 +67,8 @@ class Assumptions(Settings):
         0.395 / 68 / 3, description="measured: seconds per layer and pass" + STEP
     )
     compiled_layer_seconds: NonNegativeFloat = Field(0.115 / 68 / 3, description="fitted: the same, compiled" + STEP)
-    # Two GPUs took 1,775 ms for half of the work that took one GPU 3,225 ms. They took 117 ms more in 207 collectives, and
-    # 42 ms of these a single GPU takes as well.
+    # Two GPUs took 1,775 ms for half of the work that took one GPU 3,225 ms. They took 117 ms more in 207 collectives,
+    # of which a single GPU takes 42 ms as well.
     sharded_loss: NonNegativeFloat = Field(2 * 1775 / 3225 - 1, description="measured: slowdown beside NCCL" + TWO)
     collective_seconds: NonNegativeFloat = Field(
         0.075 / 207, description="measured: exposed seconds per collective" + TWO
