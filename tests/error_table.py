@@ -16,10 +16,11 @@ HEAD = """# Error codes
 Every error of Armature has a stable code, which the command line prints below it. Sentences may change from version to
 version, codes do not. A setting that pydantic refuses has the type of
 [pydantic's error](https://docs.pydantic.dev/latest/errors/validation_errors/) as its code, such as `extra_forbidden`
-for an unknown key. The table is made from the code by `python -m tests.error_table`.
+for an unknown key. The table is made from the code by `python -m tests.error_table`: the last column names a test that
+raises the error, where there is one.
 
-| code | error | meaning | what to do |
-|---|---|---|---|
+| code | error | meaning | what to do | shown by |
+|---|---|---|---|---|
 """
 
 
@@ -74,6 +75,61 @@ def all_raised() -> list[Raised]:
     return sorted({error for path in files for error in raised(ast.parse(Path(path).read_text()))})
 
 
+EXPECTS = {"refused", "codes"}
+"""Functions of `tests.refusals` that compare an error's code."""
+
+
+def expected_codes(tree: ast.Module, codes: set[str]) -> dict[str, str]:
+    """Return for each of `codes` that a test module expects the name of its first test that does.
+
+    A test expects codes if its body calls `refused` or `codes`, or compares an attribute `code`. The codes are the
+    strings in its body, in its decorators, and in module constants and helpers that these name: codes of parametrized
+    tables are found there.
+    """
+    texts: dict[str, set[str]] = {}  # of each top-level name
+    checks: dict[str, bool] = {}
+    names: dict[str, set[str]] = {}
+    for node in tree.body:
+        inside = list(ast.walk(node))
+        match node:
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                defined = [name]
+            case ast.Assign(targets=targets):
+                defined = [target.id for target in targets if isinstance(target, ast.Name)]
+            case ast.AnnAssign(target=ast.Name(id=name)):
+                defined = [name]
+            case _:
+                continue
+        for name in defined:
+            constants = (each.value for each in inside if isinstance(each, ast.Constant))
+            texts[name] = {value for value in constants if isinstance(value, str)}
+            names[name] = {each.id for each in inside if isinstance(each, ast.Name)} - {name}
+            compared = (each.left for each in inside if isinstance(each, ast.Compare))
+            checks[name] = bool(names[name] & EXPECTS) or any(
+                isinstance(part, ast.Attribute) and part.attr == "code" for left in compared for part in ast.walk(left)
+            )
+    shown: dict[str, str] = {}
+    for test in (name for name in texts if name.startswith("test_")):
+        reached, waiting = {test}, [test]
+        while waiting:
+            new = names[waiting.pop()] & texts.keys() - reached
+            reached |= new
+            waiting += new
+        if any(checks[name] for name in reached):
+            for code in sorted(set().union(*(texts[name] for name in reached)) & codes):
+                shown.setdefault(code, test)
+    return shown
+
+
+def tests_of_codes(codes: set[str]) -> dict[str, str]:
+    """Return for each code a test that expects it, as `tests/file.py::name`, if there is one."""
+    shown: dict[str, str] = {}
+    for path in sorted(tracked("tests/**/test_*.py", "tests/test_*.py")):
+        for code, name in expected_codes(ast.parse(path.read_text()), codes).items():
+            shown.setdefault(code, f"{path.relative_to(ROOT).as_posix()}::{name}")
+    return shown
+
+
 def page() -> str:
     """Return the page; each code is one row."""
 
@@ -82,12 +138,14 @@ def page() -> str:
         return "<br>".join(re.sub(r"([<>*_`\[\]])", r"\\\1", text) for text in distinct)
 
     errors = all_raised()
+    tests = tests_of_codes({error.code for error in errors})
     rows = []
     for code in dict.fromkeys(error.code for error in errors):
         same = [error for error in errors if error.code == code]
         kinds = ", ".join(f"`{kind}`" for kind in dict.fromkeys(error.kind for error in same))
         meanings, remedies = (cell([getattr(error, name) for error in same]) for name in ("meaning", "remedy"))
-        rows.append(f"| `{code}` | {kinds} | {meanings} | {remedies} |\n")
+        test = f"`{tests[code]}`" if code in tests else ""
+        rows.append(f"| `{code}` | {kinds} | {meanings} | {remedies} | {test} |\n")
     return HEAD + "".join(rows)
 
 
