@@ -141,8 +141,8 @@ class WorkerClient:
         return partial(self._ask, {"finish": "settle"}.get(name, name))
 
     def _ask(self, name: str, *values: Any) -> Any:
-        known = {"step": ("step",), "publish": ("folder", "version")}.get(name, ())
-        command = {"name": name} | dict(zip(known, values, strict=True))
+        parameters = {"step": ("step",), "publish": ("folder", "version")}.get(name, ())
+        command = {"name": name} | dict(zip(parameters, values, strict=True))
         return self.worker.run(command, self.worker.check(command))
 
 

@@ -174,14 +174,14 @@ def test_outputs_of_sharded_units_are_tensors_that_fsdp_finds(make: Make) -> Non
     """Where it finds none it does not gather the unit's weights for the backward pass, and on a GPU that reads freed
     memory."""
     learner, updates = make(policy={"action_mode": "both"})
-    found: dict[str, list[object]] = {}
+    outputs: dict[str, list[object]] = {}
     names = {id(module): name for name, module in learner.model.named_modules()}
     for module, _ in units(learner.model, "float32"):
         name = names[id(module)]
-        module.register_forward_hook(lambda _m, _i, output, name=name: found.update({name: tree_leaves(output)}))
+        module.register_forward_hook(lambda _m, _i, output, name=name: outputs.update({name: tree_leaves(output)}))
     learner.step(updates[1])
-    assert "" in found and "vlm.model.language_model" in found
-    for name, leaves in found.items():
+    assert "" in outputs and "vlm.model.language_model" in outputs
+    for name, leaves in outputs.items():
         assert leaves and all(isinstance(leaf, torch.Tensor) for leaf in leaves), name
 
 

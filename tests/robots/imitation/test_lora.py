@@ -86,10 +86,10 @@ def test_adapters_under_autocast_are_bitwise_equal_without_fp32_copies_of_the_in
             assert not layer.cast_input_dtype_enabled
             layer.cast_input_dtype_enabled = casts
         with torch.no_grad(), model.autocast(torch.device("cpu")):
-            found = model.encode(batch, False).states
+            states_now = model.encode(batch, False).states
         for layer in layers:
             layer.cast_input_dtype_enabled = False
-        return found
+        return states_now
 
     seen: list[torch.dtype] = []
     layers[0].lora_A["default"].register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].dtype))

@@ -72,10 +72,10 @@ def test_two_ranks_train_like_one(inputs: dict[str, Path], tmp_path: Path) -> No
             compared = ("rows", "padding_fraction")  # one example to a forward pass needs no padding
             for key in first.keys() - set(compared):
                 assert second[key] == pytest.approx(first[key], rel=1e-3, abs=1e-5), (name, sharding, key)
-        expected, found = weights_of(one), weights_of(two)
-        assert expected.keys() == found.keys()
+        expected, weights = weights_of(one), weights_of(two)
+        assert expected.keys() == weights.keys()
         for key, value in expected.items():
-            torch.testing.assert_close(found[key], value, atol=1e-5, rtol=1e-4, msg=f"{name} {sharding} {key}")
+            torch.testing.assert_close(weights[key], value, atol=1e-5, rtol=1e-4, msg=f"{name} {sharding} {key}")
         assert json.loads((two.service.checkpoints / "step-000004/state.json").read_text())["step"] == 4
 
 
@@ -97,6 +97,6 @@ def test_two_gpus_train_like_one(inputs: dict[str, Path], tmp_path: Path, case: 
             trainer.restart()
             train(trainer, settings, history, Silent(), job.checkpoint)
         jobs.append(job)
-    expected, found = map(weights_of, jobs)
+    expected, weights = map(weights_of, jobs)
     for key, value in expected.items():
-        torch.testing.assert_close(found[key], value, atol=1e-4, rtol=1e-3, msg=f"{case} {key}")
+        torch.testing.assert_close(weights[key], value, atol=1e-4, rtol=1e-3, msg=f"{case} {key}")

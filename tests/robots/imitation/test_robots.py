@@ -110,7 +110,7 @@ def test_dataset_cameras_replace_missing_cameras_of_a_norm_tag(
     save_policy(tmp_path / "saved", replace(parts, robot=other), load_model(inputs["policy"], parts).state_dict())
     tagged = policy_settings(tiny=None, norm_tag="trained")
     robots = robots_of(tmp_path / "saved", tagged, sources[:1], statistics)
-    own = tuple(sources[0].cameras)
-    assert own and robots.parts["arm"].settings.image_keys == own
-    named = policy_settings(tiny=None, norm_tag="trained", image_keys=own[:1])
-    assert robots_of(tmp_path / "saved", named, sources[:1], statistics).parts["arm"].settings.image_keys == own[:1]
+    cameras = tuple(sources[0].cameras)
+    assert cameras and robots.parts["arm"].settings.image_keys == cameras
+    named = policy_settings(tiny=None, norm_tag="trained", image_keys=cameras[:1])
+    assert robots_of(tmp_path / "saved", named, sources[:1], statistics).parts["arm"].settings.image_keys == cameras[:1]

@@ -18,7 +18,7 @@ from .conftest import policy_settings
 from .settings import training_settings
 
 
-class Told:
+class RecordedEvents:
     """What a stage says of itself."""
 
     def __init__(self) -> None:
@@ -39,11 +39,11 @@ class Told:
 @pytest.mark.slow
 def test_stage_writes_policy_history_and_report(inputs: dict[str, Path], tmp_path: Path) -> None:
     settings = TrainVLASettings(policy=policy_settings(), training=training_settings(max_steps=3))
-    out, told = tmp_path / "out", Told()
+    out, events = tmp_path / "out", RecordedEvents()
     out.mkdir()
     context = StageContext(
         machine=Machine(threads=1, loader_workers=0),
-        events=told,
+        events=events,
         units=ThreadUnits(),
         workspace=tmp_path / "work",
         images=tmp_path / "images",
@@ -52,10 +52,10 @@ def test_stage_writes_policy_history_and_report(inputs: dict[str, Path], tmp_pat
     artifacts = {name: Artifact(kind=name, path=path, digest="0") for name, path in inputs.items()}
     report = TRAIN_VLA_STAGE.run(settings, artifacts, out, context)
     assert report.rows == {"steps": 3}
-    assert told.steps == [("Training", step, 3) for step in range(4)]
+    assert events.steps == [("Training", step, 3) for step in range(4)]
     history = json.loads((out / "history.json").read_text())
     assert [row["step"] for row in history] == [0, 1, 2, 3]
-    assert told.numbers[3] == {name: value for name, value in history[3].items() if name != "step"}
+    assert events.numbers[3] == {name: value for name, value in history[3].items() if name != "step"}
     numbers = json.loads((out / "metrics.json").read_text())
     assert numbers["action_error_ratio"] == pytest.approx(numbers["mean_action_error"] / numbers["action_error"])
     page = (out / "report.html").read_text()

@@ -93,10 +93,10 @@ def test_tiny_policy_encodes_every_chunk_as_tokens(run: Callable[..., Path]) -> 
     assert example.input_ids.max() < loaded.config.text_config.vocab_size + 16
     assert example.pooling.shape == (2 * 4, 4)
     assert example.labels is not None
-    said = processor.decode_tokens([number for number in example.labels.tolist() if number >= 0])
-    assert said.actions is not None
+    decoded = processor.decode_tokens([number for number in example.labels.tolist() if number >= 0])
+    assert decoded.actions is not None
     normalized = processor.action.normalize(actions.astype(np.float32), "")
-    assert np.abs(said.actions - normalized).max() < 0.12  # half a step of each of 6 coefficients, at scale 10
+    assert np.abs(decoded.actions - normalized).max() < 0.12  # half a step of each of 6 coefficients, at scale 10
 
 
 def test_stage_refers_to_a_folder_and_stores_its_tag(run: Callable[..., Path], folder: Path) -> None:

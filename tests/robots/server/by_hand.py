@@ -100,7 +100,7 @@ def _decode(frame: bytes, at: int) -> tuple[Any, int]:
     return _array(dict(zip(items[::2], items[1::2], strict=True))), at
 
 
-def _array(found: dict[Any, Any]) -> Any:
-    if b"__ndarray__" in found:
-        return np.frombuffer(found[b"data"], found[b"dtype"]).reshape(found[b"shape"])
-    return found
+def _array(parts: dict[Any, Any]) -> Any:
+    if b"__ndarray__" in parts:
+        return np.frombuffer(parts[b"data"], parts[b"dtype"]).reshape(parts[b"shape"])
+    return parts

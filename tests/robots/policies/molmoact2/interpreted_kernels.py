@@ -16,9 +16,9 @@ from armature.components.robots.policies.molmoact2.modeling.expert import split_
 from armature.components.robots.policies.molmoact2.modeling.layers import rms, rotary_angles, rotate
 
 
-def close(found: Tensor, expected: Tensor) -> None:
-    assert found.shape == expected.shape
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+def close(actual: Tensor, expected: Tensor) -> None:
+    assert actual.shape == expected.shape
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(("heads", "size"), [(8, 96), (2, 16), (4, 24)])
@@ -45,5 +45,5 @@ def test_cross_attention_kernel_equals_torch(rows: int, steps: int, length: int,
     mask[0, : length - 1], mask[:, -1] = False, True
     mask = mask[:, None, None]
     queries = rms(split_heads(flat, heads))
-    seen = functional.scaled_dot_product_attention(queries, keys, values, attn_mask=mask)
-    close(cross_attention(flat, keys, values, mask), seen.transpose(1, 2).flatten(2))
+    attended = functional.scaled_dot_product_attention(queries, keys, values, attn_mask=mask)
+    close(cross_attention(flat, keys, values, mask), attended.transpose(1, 2).flatten(2))

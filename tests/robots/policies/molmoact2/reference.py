@@ -39,10 +39,10 @@ def turned(x: Tensor, base: float) -> Tensor:
     return y
 
 
-def attend(queries: Tensor, keys: Tensor, values: Tensor, seen: Tensor) -> Tensor:
+def attend(queries: Tensor, keys: Tensor, values: Tensor, visible: Tensor) -> Tensor:
     """One head; seen: which keys count."""
     scores = queries @ keys.T / math.sqrt(queries.shape[-1])
-    scores = scores.masked_fill(~seen, -torch.inf)
+    scores = scores.masked_fill(~visible, -torch.inf)
     return torch.softmax(scores, -1) @ values
 
 
@@ -51,7 +51,7 @@ def velocity(
     actions: Tensor,
     time: Tensor,
     cache: Sequence[tuple[Tensor, Tensor]],
-    seen: Tensor,
+    visible: Tensor,
     valid: Tensor,
     heads: int,
 ) -> Tensor:
@@ -73,7 +73,7 @@ def velocity(
         mixed = [attend(turned(rms(q[:, p]), 1e4), turned(rms(k[:, p]), 1e4), v[:, p], valid) for p in parts]
         x = x + g1 * linear(weights, f"{block}.self_attn.out_proj", torch.cat(mixed, -1))
         q = linear(weights, f"{block}.cross_attn.q_proj", rms(x) * (1 + c2) + s2)
-        mixed = [attend(rms(q[:, p]), rms(keys[:, p]), values[:, p], seen) for p in parts]
+        mixed = [attend(rms(q[:, p]), rms(keys[:, p]), values[:, p], visible) for p in parts]
         x = x + g2 * linear(weights, f"{block}.cross_attn.out_proj", torch.cat(mixed, -1))
         y = rms(x) * (1 + c3) + s3
         gated = silu(linear(weights, f"{block}.mlp.gate_proj", y)) * linear(weights, f"{block}.mlp.up_proj", y)
@@ -88,7 +88,7 @@ def flow_loss(
     noise: Tensor,
     times: Tensor,
     cache: Sequence[tuple[Tensor, Tensor]],
-    seen: Tensor,
+    visible: Tensor,
     valid: Tensor,
     used: Tensor,
     heads: int,
@@ -98,7 +98,7 @@ def flow_loss(
     total = actions.new_zeros(())
     for draw, time in zip(noise, times, strict=True):
         a, n = actions * keep, draw * keep
-        v = velocity(weights, (1 - time) * n + time * a, time, cache, seen, valid, heads)
+        v = velocity(weights, (1 - time) * n + time * a, time, cache, visible, valid, heads)
         squares = (v - (a - n)) ** 2 * valid[:, None].to(actions.dtype)
         total = total + (squares * keep).sum() / (used.sum() * len(actions))
     return total / len(times)
@@ -109,7 +109,7 @@ def sample(
     noise: Tensor,
     steps: int,
     cache: Sequence[tuple[Tensor, Tensor]],
-    seen: Tensor,
+    visible: Tensor,
     valid: Tensor,
     used: Tensor,
     heads: int,
@@ -119,7 +119,7 @@ def sample(
     x = noise * keep
     for step in range(steps):
         time = torch.tensor(step / steps, dtype=noise.dtype)
-        x = x + velocity(weights, x, time, cache, seen, valid, heads) * keep / steps
+        x = x + velocity(weights, x, time, cache, visible, valid, heads) * keep / steps
     return x
 
 

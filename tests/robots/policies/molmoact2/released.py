@@ -84,7 +84,7 @@ def shapes() -> dict[str, tuple[int, ...]]:
     """Every tensor of the checkpoint but the rotary frequencies."""
     queries, keys = HEADS * HEAD, KEY_HEADS * HEAD
     text, vit = "model.transformer", "model.vision_backbone.image_vit"
-    found: dict[str, tuple[int, ...]] = {
+    tensors: dict[str, tuple[int, ...]] = {
         f"{text}.wte.embedding": (VOCABULARY, HIDDEN),
         f"{text}.wte.new_embedding": (EXTRA, HIDDEN),
         f"{text}.ln_f.weight": (HIDDEN,),
@@ -95,9 +95,9 @@ def shapes() -> dict[str, tuple[int, ...]]:
     }
     for layer in range(LAYERS):
         block = f"{text}.blocks.{layer}"
-        found |= {f"{block}.{norm}.weight": (HIDDEN,) for norm in ("attn_norm", "ff_norm")}
-        found |= {f"{block}.self_attn.{norm}.weight": (HEAD,) for norm in ("q_norm", "k_norm")}
-        found |= {
+        tensors |= {f"{block}.{norm}.weight": (HIDDEN,) for norm in ("attn_norm", "ff_norm")}
+        tensors |= {f"{block}.self_attn.{norm}.weight": (HEAD,) for norm in ("q_norm", "k_norm")}
+        tensors |= {
             f"{block}.self_attn.att_proj.weight": (queries + 2 * keys, HIDDEN),
             f"{block}.self_attn.attn_out.weight": (HIDDEN, queries),
             f"{block}.mlp.ff_proj.weight": (2 * MLP, HIDDEN),
@@ -108,15 +108,15 @@ def shapes() -> dict[str, tuple[int, ...]]:
     for layer in range(BUILT):
         block = f"{vit}.transformer.resblocks.{layer}"
         for name, shape in linears.items():
-            found |= {f"{block}.{name}.weight": shape, f"{block}.{name}.bias": shape[:1]}
+            tensors |= {f"{block}.{name}.weight": shape, f"{block}.{name}.bias": shape[:1]}
         for norm in ("attention_norm", "ffn_norm"):
-            found |= {f"{block}.{norm}.weight": (VISION,), f"{block}.{norm}.bias": (VISION,)}
+            tensors |= {f"{block}.{norm}.weight": (VISION,), f"{block}.{norm}.bias": (VISION,)}
     for name, width in (("wq", 2 * VISION), ("wk", 2 * VISION), ("wv", 2 * VISION), ("wo", VISION)):
         place = f"model.vision_backbone.image_pooling_2d.{name}"
-        found |= {f"{place}.weight": (VISION, width), f"{place}.bias": (VISION,)}
+        tensors |= {f"{place}.weight": (VISION, width), f"{place}.bias": (VISION,)}
     for name, shape in (("w1", (PROJECTOR, VISION)), ("w2", (HIDDEN, PROJECTOR)), ("w3", (PROJECTOR, VISION))):
-        found[f"model.vision_backbone.image_projector.{name}.weight"] = shape
-    return found | _expert_shapes(keys)
+        tensors[f"model.vision_backbone.image_projector.{name}.weight"] = shape
+    return tensors | _expert_shapes(keys)
 
 
 def _expert_shapes(context: int) -> dict[str, tuple[int, ...]]:
@@ -139,10 +139,10 @@ def _expert_shapes(context: int) -> dict[str, tuple[int, ...]]:
             f"blocks.{layer}.mlp.down_proj": (EXPERT, EXPERT_MLP),
             f"blocks.{layer}.modulation.linear": (9 * EXPERT, EXPERT),
         }
-    found = {f"{expert}.context_{one}_proj.weight": (EXPERT, context) for one in "kv"}
+    tensors = {f"{expert}.context_{one}_proj.weight": (EXPERT, context) for one in "kv"}
     for name, shape in linears.items():
-        found |= {f"{expert}.{name}.weight": shape, f"{expert}.{name}.bias": shape[:1]}
-    return found
+        tensors |= {f"{expert}.{name}.weight": shape, f"{expert}.{name}.bias": shape[:1]}
+    return tensors
 
 
 def weights(seed: int = 0) -> dict[str, Tensor]:

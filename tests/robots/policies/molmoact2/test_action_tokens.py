@@ -47,17 +47,17 @@ def fitted() -> ActionTokens:
 def test_tokens_are_the_rounded_cosine_transform(fitted: ActionTokens) -> None:
     for chunk in chunks(20, seed=1):
         text = fitted.tokenizer.decode(fitted.encode(chunk), skip_special_tokens=False)
-        said = np.array([ord(one) for one in text]).reshape(HORIZON, DIMENSIONS) + fitted.smallest
+        integers = np.array([ord(one) for one in text]).reshape(HORIZON, DIMENSIONS) + fitted.smallest
         exact = transform(chunk) * SCALE
-        assert np.abs(said - exact).max() <= 0.5 + 1e-4
+        assert np.abs(integers - exact).max() <= 0.5 + 1e-4
 
 
 def test_decoding_error_is_at_most_the_rounding_error(fitted: ActionTokens) -> None:
     for chunk in chunks(20, seed=2):
-        answer = fitted.decode(fitted.encode(chunk), HORIZON, DIMENSIONS)
-        assert answer.error is None and answer.actions is not None and answer.actions.dtype == np.float32
+        decoded = fitted.decode(fitted.encode(chunk), HORIZON, DIMENSIONS)
+        assert decoded.error is None and decoded.actions is not None and decoded.actions.dtype == np.float32
         # The transform keeps lengths: the error is that of the coefficients, half a step each.
-        error = np.linalg.norm(answer.actions - chunk, axis=0)
+        error = np.linalg.norm(decoded.actions - chunk, axis=0)
         assert error.max() <= 0.5 / SCALE * math.sqrt(HORIZON) + 1e-5
 
 
@@ -71,9 +71,9 @@ def test_merges_shorten_chunks_like_the_training_data(fitted: ActionTokens) -> N
 def test_every_chunk_in_range_can_be_encoded(fitted: ActionTokens, value: float) -> None:
     rng = np.random.default_rng(4)
     for chunk in (np.full((HORIZON, DIMENSIONS), value), rng.choice([-1.0, 1.0], (HORIZON, DIMENSIONS))):
-        answer = fitted.decode(fitted.encode(chunk.astype(np.float32)), HORIZON, DIMENSIONS)
-        assert answer.actions is not None
-        assert np.abs(answer.actions - chunk).max() <= 0.5 / SCALE * math.sqrt(HORIZON) + 1e-5
+        decoded = fitted.decode(fitted.encode(chunk.astype(np.float32)), HORIZON, DIMENSIONS)
+        assert decoded.actions is not None
+        assert np.abs(decoded.actions - chunk).max() <= 0.5 / SCALE * math.sqrt(HORIZON) + 1e-5
 
 
 def test_saved_tokenizer_encodes_the_same(fitted: ActionTokens, tmp_path: Path) -> None:
@@ -108,9 +108,9 @@ def narrow(tmp_path_factory: pytest.TempPathFactory) -> ActionTokens:
 def test_coefficients_without_a_character_move_to_the_nearest(narrow: ActionTokens) -> None:
     chunk = np.zeros((4, 2), np.float32)
     chunk[:, 0], chunk[:, 1] = 1.0, -1.0  # first coefficients 20 and -20
-    answer = narrow.decode(narrow.encode(chunk), 4, 2)
-    assert answer.actions is not None
-    assert np.allclose(answer.actions, [[9 / 20, -10 / 20]] * 4, atol=1e-6)
+    decoded = narrow.decode(narrow.encode(chunk), 4, 2)
+    assert decoded.actions is not None
+    assert np.allclose(decoded.actions, [[9 / 20, -10 / 20]] * 4, atol=1e-6)
 
 
 def test_invalid_tokens_return_an_error(fitted: ActionTokens) -> None:
@@ -121,8 +121,8 @@ def test_invalid_tokens_return_an_error(fitted: ActionTokens) -> None:
         ([*good, fitted.vocabulary], f"action token {fitted.vocabulary} does not exist"),
         ([-1], "-1"),
     ):
-        answer = fitted.decode(ids, HORIZON, DIMENSIONS)
-        assert answer.actions is None and answer.error is not None and shown in answer.error
+        decoded = fitted.decode(ids, HORIZON, DIMENSIONS)
+        assert decoded.actions is None and decoded.error is not None and shown in decoded.error
     # A character of two bytes, cut.
     wide = ActionTokens.fit([np.full((2, 1), 20, np.float32), np.full((2, 1), -20, np.float32)], 400, SCALE)
     cut = wide.tokenizer.encode(chr(0xE9)).ids[:1]

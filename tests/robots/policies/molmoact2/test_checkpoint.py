@@ -234,11 +234,11 @@ def test_norm_tag_sets_horizon_words_cameras_and_statistics(folder: Path) -> Non
     low, high = (np.array(released.statistics(7, seed=1)[name]) for name in ("q01", "q99"))
     answer = processor.decode(np.full((4, released.DIMENSIONS), 0.5))
     np.testing.assert_allclose(answer, np.tile(low + 0.75 * (high - low), (4, 1)), rtol=1e-6)
-    spoken = released.tokenizer().decode(processor.encode(OBSERVATION).input_ids.tolist(), skip_special_tokens=False)
-    assert "The setup is <setup_start>single arm in a kitchen<setup_end>." in spoken
-    own = KITCHEN.model_copy(update={"setup_type": "mine", "image_keys": released.CAMERAS[1:]})
-    assert load_parts(folder, own).settings.setup_type == "mine"
-    assert load_parts(folder, own).processor().cameras == released.CAMERAS[1:]
+    prompt = released.tokenizer().decode(processor.encode(OBSERVATION).input_ids.tolist(), skip_special_tokens=False)
+    assert "The setup is <setup_start>single arm in a kitchen<setup_end>." in prompt
+    changed = KITCHEN.model_copy(update={"setup_type": "mine", "image_keys": released.CAMERAS[1:]})
+    assert load_parts(folder, changed).settings.setup_type == "mine"
+    assert load_parts(folder, changed).processor().cameras == released.CAMERAS[1:]
 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "processor_config.json"])

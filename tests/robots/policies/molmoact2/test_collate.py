@@ -50,10 +50,10 @@ def unbatch(batch: PolicyBatch, number: int) -> Example:
 def assert_holds(batch: PolicyBatch, examples: list[Example]) -> None:
     assert batch.examples == len(examples)
     for number, wanted in enumerate(examples):
-        found = unbatch(batch, number)
+        unbatched = unbatch(batch, number)
         for name, value in vars(wanted).items():
             if name not in ("pixel_values", "pooling"):
-                assert np.array_equal(getattr(found, name), value), name
+                assert np.array_equal(getattr(unbatched, name), value), name
     pads = (batch.example_ids == -1).numpy()
     assert batch.labels is not None
     assert (batch.input_ids.numpy()[pads] == PAD).all() and (batch.labels.numpy()[pads] == -100).all()
@@ -62,9 +62,9 @@ def assert_holds(batch: PolicyBatch, examples: list[Example]) -> None:
     pixels, start = batch.pixel_values.numpy().reshape(-1, PIXELS), 0
     for wanted in examples:
         rows = batch.pooling.numpy()[start : start + len(wanted.pooling)]
-        own = wanted.pixel_values.reshape(-1, PIXELS)
+        patches = wanted.pixel_values.reshape(-1, PIXELS)
         assert np.array_equal(rows < 0, wanted.pooling < 0)
-        assert np.array_equal(pixels[rows[rows >= 0]], own[wanted.pooling[wanted.pooling >= 0]])
+        assert np.array_equal(pixels[rows[rows >= 0]], patches[wanted.pooling[wanted.pooling >= 0]])
         start += len(rows)
     assert start == len(batch.pooling)
 

@@ -39,14 +39,14 @@ def _inputs(examples: int, draws: int, tokens: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("steps", [HORIZON, 2])
 def test_velocity_and_gradients_equal_the_reference(steps: int) -> None:
-    expert, given = make_model().action_expert, _inputs(2, 3, tokens=7)
-    seen = torch.tensor([[True] * 7, [False, True, True, False, True, True, False]])
+    expert, inputs = make_model().action_expert, _inputs(2, 3, tokens=7)
+    visible = torch.tensor([[True] * 7, [False, True, True, False, True, True, False]])
     valid = torch.arange(HORIZON).expand(2, -1) < steps
-    context = ContextIndex(torch.arange(14).view(2, 7), seen)
-    found = expert(given["actions"], given["times"], given["cache"], context, valid)
-    probe = torch.randn(found.shape, generator=torch.Generator().manual_seed(6))
-    leaves = [part for pair in given["cache"] for part in pair]
-    gradients = torch.autograd.grad((found * probe).sum(), leaves)
+    context = ContextIndex(torch.arange(14).view(2, 7), visible)
+    actual = expert(inputs["actions"], inputs["times"], inputs["cache"], context, valid)
+    probe = torch.randn(actual.shape, generator=torch.Generator().manual_seed(6))
+    leaves = [part for pair in inputs["cache"] for part in pair]
+    gradients = torch.autograd.grad((actual * probe).sum(), leaves)
 
     weights = {name: value.detach().double() for name, value in expert.named_parameters()}
     doubles = [part.detach().double().requires_grad_() for part in leaves]
@@ -56,25 +56,25 @@ def test_velocity_and_gradients_equal_the_reference(steps: int) -> None:
         for draw in range(3):
             expected = reference.velocity(
                 weights,
-                given["actions"][example, draw].double(),
-                given["times"][example, draw].double(),
+                inputs["actions"][example, draw].double(),
+                inputs["times"][example, draw].double(),
                 cache,
-                seen[example],
+                visible[example],
                 valid[example],
                 HEADS,
             )
-            torch.testing.assert_close(found[example, draw].double(), expected, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(actual[example, draw].double(), expected, rtol=1e-5, atol=1e-5)
             total = total + (expected * probe[example, draw].double()).sum()
     for ours, theirs in zip(gradients, torch.autograd.grad(total, doubles), strict=True):
         torch.testing.assert_close(ours.double(), theirs, rtol=1e-4, atol=1e-5)
 
 
 def test_padded_steps_have_zero_velocity_and_no_influence() -> None:
-    expert, given = make_model().action_expert, _inputs(1, 1, tokens=4)
+    expert, inputs = make_model().action_expert, _inputs(1, 1, tokens=4)
     context = ContextIndex(torch.arange(4)[None], torch.ones(1, 4, dtype=torch.bool))
     valid = torch.arange(HORIZON)[None] < 3
-    masked = expert(given["actions"], given["times"], given["cache"], context, valid)
-    short = expert(given["actions"][:, :, :3], given["times"], given["cache"], context, None)
+    masked = expert(inputs["actions"], inputs["times"], inputs["cache"], context, valid)
+    short = expert(inputs["actions"][:, :, :3], inputs["times"], inputs["cache"], context, None)
     assert not masked[:, :, 3:].any()
     torch.testing.assert_close(masked[:, :, :3], short, rtol=0, atol=1e-5)
 
@@ -82,9 +82,9 @@ def test_padded_steps_have_zero_velocity_and_no_influence() -> None:
 def test_initial_velocity_is_zero() -> None:
     expert = ActionExpert(CONFIG)
     expert.initialize(torch.Generator().manual_seed(0))
-    given = _inputs(1, 2, tokens=4)
+    inputs = _inputs(1, 2, tokens=4)
     context = ContextIndex(torch.arange(4)[None], torch.ones(1, 4, dtype=torch.bool))
-    assert not expert(given["actions"], given["times"], given["cache"], context, None).any()
+    assert not expert(inputs["actions"], inputs["times"], inputs["cache"], context, None).any()
     for name, parameter in expert.named_parameters():
         zero = name.endswith("bias") or "modulation" in name or name == "final_layer.linear.weight"
         assert bool(parameter.any()) == (not zero), name
@@ -140,9 +140,9 @@ def test_attention_kernels_are_as_precise_as_plain_operations(compiled: bool) ->
     angles = rotary_angles(torch.arange(steps), hidden // heads, ROPE_BASE)
 
     def read(dtype: torch.dtype) -> torch.Tensor:
-        given = (each.cuda().to(dtype) for each in (x, modulation, angles.cos(), angles.sin(), keys, values))
-        own, shifts, cos, sin, *context = given
-        return block.to(dtype)(own, shifts, (cos.float(), sin.float()), *context, mask.cuda(), None)
+        inputs = (each.cuda().to(dtype) for each in (x, modulation, angles.cos(), angles.sin(), keys, values))
+        chunk, shifts, cos, sin, *context = inputs
+        return block.to(dtype)(chunk, shifts, (cos.float(), sin.float()), *context, mask.cuda(), None)
 
     weights = {name: value.bfloat16().double() for name, value in block.state_dict().items()}
     block.load_state_dict(weights)
@@ -151,6 +151,6 @@ def test_attention_kernels_are_as_precise_as_plain_operations(compiled: bool) ->
         block.compile(dynamic=False)
     with torch.no_grad():
         assert has_kernel(x.cuda().bfloat16(), steps)
-        found = read(torch.bfloat16)
-    far, near = (float((each.double() - exact).norm() / exact.norm()) for each in (plain, found))
+        actual = read(torch.bfloat16)
+    far, near = (float((each.double() - exact).norm() / exact.norm()) for each in (plain, actual))
     assert near < 1.2 * far

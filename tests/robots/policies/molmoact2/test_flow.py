@@ -86,8 +86,8 @@ def test_step_logprobs_equal_the_formula() -> None:
     steps, level = 4, 0.7
     random = torch.Generator().manual_seed(0)
     before, after, velocity = (torch.randn(steps, 2, 3, generator=random) for _ in range(3))
-    found = step_logprobs(before, after, velocity, torch.arange(steps), noise_scales(steps, level))
-    assert found.dtype == torch.float64
+    actual = step_logprobs(before, after, velocity, torch.arange(steps), noise_scales(steps, level))
+    assert actual.dtype == torch.float64
     for k in range(steps):
         t, width = k / steps, 1 / steps
         base = t if k else width
@@ -99,14 +99,14 @@ def test_step_logprobs_equal_the_formula() -> None:
                 mean = noise * (1 - t - width - sigma**2 * width / (2 * (1 - t))) + action * (t + width)
                 std = sigma * math.sqrt(width)
                 expected = -0.5 * ((y - mean) / std) ** 2 - math.log(std) - 0.5 * math.log(2 * math.pi)
-                assert float(found[k, row, column]) == pytest.approx(expected, rel=1e-12)
+                assert float(actual[k, row, column]) == pytest.approx(expected, rel=1e-12)
 
 
 def test_step_divergences_equal_torch_kl() -> None:
     steps, level = 4, 0.7
     random = torch.Generator().manual_seed(1)
     before, velocity, other = (torch.randn(steps, 2, 3, generator=random).double() for _ in range(3))
-    found = step_divergences(velocity, other, torch.arange(steps), noise_scales(steps, level))
+    actual = step_divergences(velocity, other, torch.arange(steps), noise_scales(steps, level))
     for k in range(steps):
         t, width = k / steps, 1 / steps
         base = t if k else width
@@ -117,7 +117,7 @@ def test_step_divergences_equal_torch_kl() -> None:
             mean = noise * (1 - t - width - sigma**2 * width / (2 * (1 - t))) + action * (t + width)
             normals.append(torch.distributions.Normal(mean, sigma * math.sqrt(width)))
         expected = torch.distributions.kl_divergence(*normals)
-        torch.testing.assert_close(found[k], expected, rtol=1e-10, atol=0)
+        torch.testing.assert_close(actual[k], expected, rtol=1e-10, atol=0)
 
 
 def exact_velocity(x: float, t: float) -> float:

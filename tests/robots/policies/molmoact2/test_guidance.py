@@ -23,10 +23,10 @@ ROWS, STEPS, SIZE = 2, 5, 3
 
 def test_prefix_weights_equal_the_paper() -> None:
     delay, left, horizon = 2, 6, 9
-    for step, found in enumerate(prefix_weights(delay, left, horizon).tolist()):
+    for step, actual in enumerate(prefix_weights(delay, left, horizon).tolist()):
         falling = (left - step) / (left - delay + 1)
         soft = falling * (math.exp(falling) - 1) / (math.e - 1)
-        assert found == pytest.approx(1.0 if step < delay else soft if step < left else 0.0, abs=1e-7)
+        assert actual == pytest.approx(1.0 if step < delay else soft if step < left else 0.0, abs=1e-7)
     assert prefix_weights(3, 3, 5).tolist() == [1, 1, 1, 0, 0]
     assert prefix_weights(0, 5, 5).max() < 1
 
@@ -41,8 +41,8 @@ def test_guided_velocity_equals_the_formula_with_a_numeric_jacobian(time: float)
     def velocity(x: Tensor) -> Tensor:
         return torch.tanh(x.reshape(len(x), -1) @ mixing).reshape(x.shape)
 
-    found = guided_velocity(velocity, x, time, wanted, weights)
-    assert not found.requires_grad
+    actual = guided_velocity(velocity, x, time, wanted, weights)
+    assert not actual.requires_grad
     scale = 5.0 if time == 0 else min(5.0, (1 - time) / time / ((1 - time) ** 2 / (time**2 + (1 - time) ** 2)))
     for row in range(ROWS):
 
@@ -54,7 +54,7 @@ def test_guided_velocity_equals_the_formula_with_a_numeric_jacobian(time: float)
         jacobian = torch.stack([_slope(estimate, flat, each) for each in range(len(flat))], dim=1)
         pull = (wanted[row].flatten() - estimate(flat)) * weights[row].repeat_interleave(SIZE) @ jacobian
         expected = velocity(x[row : row + 1]).flatten() + scale * pull
-        torch.testing.assert_close(found[row].flatten(), expected, rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(actual[row].flatten(), expected, rtol=1e-6, atol=1e-7)
 
 
 def _slope(function: object, at: Tensor, index: int, width: float = 1e-5) -> Tensor:

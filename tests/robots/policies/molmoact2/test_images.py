@@ -22,11 +22,11 @@ def image(height: int, width: int, seed: int = 0) -> np.ndarray:
 
 @pytest.mark.parametrize("size", [(1, 1), (2, 3), (256, 256), (360, 480), (378, 378), (5, 700)])
 def test_resizing_is_bitwise_equal_to_torchvision(size: tuple[int, int]) -> None:
-    given = image(*size, seed=1)
-    theirs = Resize([378, 378], InterpolationMode.BILINEAR, antialias=False)(torch.from_numpy(given).permute(2, 0, 1))
+    pixels = image(*size, seed=1)
+    theirs = Resize([378, 378], InterpolationMode.BILINEAR, antialias=False)(torch.from_numpy(pixels).permute(2, 0, 1))
     wanted = theirs.permute(1, 2, 0).numpy().astype(np.float32) / np.float32(255) * np.float32(2) - np.float32(1)
     patches = wanted.reshape(27, 14, 27, 14, 3).transpose(0, 2, 1, 3, 4).reshape(729, 588)
-    ours = RELEASED.patchify([given])
+    ours = RELEASED.patchify([pixels])
     assert ours.dtype == np.uint8 and np.array_equal(normalized(torch.from_numpy(ours[0])).numpy(), patches)
 
 

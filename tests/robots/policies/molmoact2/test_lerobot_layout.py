@@ -137,8 +137,8 @@ def test_saved_processor_sets_prompt_and_normalization(folder: Path) -> None:
 
 
 def test_settings_override_words_and_cameras_of_the_checkpoint(folder: Path) -> None:
-    own = SETTINGS.model_copy(update={"setup_type": "mine", "image_keys": released.CAMERAS[:1]})
-    settings = load_parts(folder, own).settings
+    changed = SETTINGS.model_copy(update={"setup_type": "mine", "image_keys": released.CAMERAS[:1]})
+    settings = load_parts(folder, changed).settings
     assert (settings.setup_type, settings.image_keys) == ("mine", released.CAMERAS[:1])
 
 
@@ -202,9 +202,12 @@ def test_saved_lerobot_checkpoint_is_byte_equal_and_self_contained(folder: Path,
     theirs = json.loads((folder / "policy_preprocessor.json").read_text())["steps"]
     assert [step["registry_name"] for step in steps] == [step["registry_name"] for step in theirs]
     assert steps[3]["state_file"] == theirs[3]["state_file"]
-    kept, written = load_file(folder / theirs[3]["state_file"]), load_file(saved / steps[3]["state_file"])
-    assert kept.keys() == written.keys()
-    assert all(torch.equal(kept[name], written[name]) for name in kept)
+    original_statistics, saved_statistics = (
+        load_file(folder / theirs[3]["state_file"]),
+        load_file(saved / steps[3]["state_file"]),
+    )
+    assert original_statistics.keys() == saved_statistics.keys()
+    assert all(torch.equal(original_statistics[name], saved_statistics[name]) for name in original_statistics)
     post = json.loads((saved / "policy_postprocessor.json").read_text())["steps"]
     assert [step["registry_name"] for step in post][:2] == ["molmoact2_clamp_action", "molmoact2_masked_unnormalizer"]
     config, original = json.loads((saved / "config.json").read_text()), policy_config("allenai/MolmoAct2")

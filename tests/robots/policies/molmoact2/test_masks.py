@@ -57,24 +57,24 @@ def test_context_mask_hides_eos_and_discrete_actions(ids: list[list[int]], left:
             inside += token == ACTION_START
             expected.append(inside <= 0 and token != EOS)
             inside -= token == ACTION_END
-    found = context_mask(batch, True, CONFIG)[0].tolist()
-    assert found == ([False, False, *expected] if left else [*expected, False, False])
+    actual = context_mask(batch, True, CONFIG)[0].tolist()
+    assert actual == ([False, False, *expected] if left else [*expected, False, False])
     everything = context_mask(batch, False, CONFIG)[0].tolist()
     assert everything == (owner_row[0] >= 0).tolist()
 
 
 def test_context_index_lists_visible_tokens_in_order() -> None:
     batch = as_batch(make_examples(3, answer=True), ROWS, side="right", extra=1)
-    seen = context_mask(batch, True, CONFIG)
-    context = context_index(batch, seen)
-    flat = torch.arange(seen.numel()).view(seen.shape)
+    visible = context_mask(batch, True, CONFIG)
+    context = context_index(batch, visible)
+    flat = torch.arange(visible.numel()).view(visible.shape)
     gathered = context.gather(flat[..., None])[..., 0]
     for example in range(batch.examples):
-        expected = flat[seen & (batch.example_ids == example)].tolist()
+        expected = flat[visible & (batch.example_ids == example)].tolist()
         assert gathered[example][context.valid[example]].tolist() == expected
     longest = int(context.valid.sum(-1).max())
     assert context.valid.shape[1] == longest
-    assert torch.equal(context_index(batch, seen, width=50).gather(flat[..., None])[:, :longest, 0], gathered)
+    assert torch.equal(context_index(batch, visible, width=50).gather(flat[..., None])[:, :longest, 0], gathered)
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ def test_states_keys_and_values_equal_transformers_molmo2(bidirectional: bool) -
     hidden = model.encode(batch, bidirectional)
     native = _native(model)
     with torch.no_grad():
-        found = native.model(
+        actual = native.model(
             input_ids=batch.input_ids,
             attention_mask=(batch.example_ids >= 0).long(),
             position_ids=batch.position_ids,
@@ -51,8 +51,8 @@ def test_states_keys_and_values_equal_transformers_molmo2(bidirectional: bool) -
             use_cache=True,
         )
     real = batch.example_ids >= 0
-    torch.testing.assert_close(hidden.states[real], found.last_hidden_state[real], rtol=0, atol=1e-5)
-    for (keys, values), layer in zip(hidden.cache, found.past_key_values.layers, strict=True):
+    torch.testing.assert_close(hidden.states[real], actual.last_hidden_state[real], rtol=0, atol=1e-5)
+    for (keys, values), layer in zip(hidden.cache, actual.past_key_values.layers, strict=True):
         for ours, theirs in ((keys, layer.keys), (values, layer.values)):
             torch.testing.assert_close(ours.transpose(1, 2)[real], theirs.transpose(1, 2)[real], rtol=0, atol=1e-5)
     alone = model.encode(batch, bidirectional, cache_only=True)
@@ -69,7 +69,7 @@ def test_pixels_are_rounded_to_8_bits() -> None:
 
 
 def _reference_loss(
-    model: MolmoAct2, batch: PolicyBatch, draws: FlowSamples, seen: list[Tensor]
+    model: MolmoAct2, batch: PolicyBatch, draws: FlowSamples, visible: list[Tensor]
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The flow loss of every example, and the expert's weights that it depends on, in float64."""
     weights = {name: value.detach().double().requires_grad_() for name, value in model.action_expert.named_parameters()}
@@ -84,7 +84,7 @@ def _reference_loss(
             draws.noise[index].double(),
             draws.times[index].double(),
             [(keys[row], values[row]) for keys, values in cache],
-            seen[index],
+            visible[index],
             ~batch.horizon_padding[index],
             ~batch.dimension_padding[index],
             HEADS,
@@ -98,14 +98,14 @@ def _reference_loss(
 def test_flow_loss_and_gradients_equal_the_reference(valid_steps: int) -> None:
     model, batch = make_model(), as_batch(make_examples(2, valid_steps=valid_steps), extra=2)
     draws = make_draws(2, draws=2)
-    seen = [row >= 0 for row in batch.example_ids]
-    losses, weights = _reference_loss(model, batch, draws, seen)
+    visible = [row >= 0 for row in batch.example_ids]
+    losses, weights = _reference_loss(model, batch, draws, visible)
     expected = dict(zip(weights, torch.autograd.grad(losses.mean(), list(weights.values())), strict=True))
 
-    found = model(batch, draws, make_plan())
-    found.total.backward()
+    actual = model(batch, draws, make_plan())
+    actual.total.backward()
 
-    torch.testing.assert_close(found.flow_per_example.double(), losses, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(actual.flow_per_example.double(), losses, rtol=1e-5, atol=1e-5)
     for name, parameter in model.action_expert.named_parameters():
         torch.testing.assert_close(parameter.grad.double(), expected[name], rtol=1e-4, atol=1e-5, msg=name)
 
@@ -113,25 +113,25 @@ def test_flow_loss_and_gradients_equal_the_reference(valid_steps: int) -> None:
 def test_expert_does_not_attend_to_discrete_actions_and_eos() -> None:
     model, batch = make_model(), as_batch(make_examples(2, answer=True))
     draws = make_draws(2, draws=1)
-    seen = []
+    visible = []
     for ids, owner in zip(batch.input_ids, batch.example_ids, strict=True):
         start = ids.tolist().index(CONFIG.action_start_token_id)
-        seen.append((owner >= 0) & (ids != CONFIG.eos_token_id) & (torch.arange(len(ids)) < start))
-    losses, _ = _reference_loss(model, batch, draws, seen)
-    found = model(batch, draws, make_plan(action_mode="both", hides_answers=True))
-    torch.testing.assert_close(found.flow_per_example.double(), losses, rtol=1e-5, atol=1e-5)
+        visible.append((owner >= 0) & (ids != CONFIG.eos_token_id) & (torch.arange(len(ids)) < start))
+    losses, _ = _reference_loss(model, batch, draws, visible)
+    actual = model(batch, draws, make_plan(action_mode="both", hides_answers=True))
+    torch.testing.assert_close(actual.flow_per_example.double(), losses, rtol=1e-5, atol=1e-5)
 
 
 def test_discrete_losses_equal_the_reference() -> None:
     model, batch = make_model(), as_batch(make_examples(3, answer=True))
-    found = model(batch, None, make_plan(action_mode="discrete", z_scale=0.01))
+    actual = model(batch, None, make_plan(action_mode="discrete", z_scale=0.01))
     states = model.encode(batch, bidirectional_images=False).states.double()
     rows, columns = (batch.labels != -100).nonzero(as_tuple=True)
     logits = states[rows, columns - 1] @ model.vlm.lm_head.weight.double().T
     expected = reference.discrete_loss(logits, batch.labels[rows, columns], batch.example_ids[rows, columns], 0.01)
-    torch.testing.assert_close(found.cross_entropy.double(), expected[0], rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(found.z.double(), expected[1], rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(found.cross_entropy_per_example.mean(), found.cross_entropy, rtol=1e-5, atol=0)
+    torch.testing.assert_close(actual.cross_entropy.double(), expected[0], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(actual.z.double(), expected[1], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(actual.cross_entropy_per_example.mean(), actual.cross_entropy, rtol=1e-5, atol=0)
 
 
 def _gradients(model: MolmoAct2, *arguments: Any, **named: Any) -> dict[str, Tensor]:
@@ -272,9 +272,9 @@ def _frozen(device: str, both: bool) -> tuple[list[MolmoAct2], PolicyBatch, Flow
 @pytest.mark.parametrize("both", [False, True])
 def test_frozen_vlm_has_the_same_losses_gradients_and_velocities(both: bool) -> None:
     (plain, frozen), batch, draws, plan = _frozen("cpu", both)
-    expected, found = _gradients(plain, batch, draws, plan), _gradients(frozen, batch, draws, plan)
-    assert expected.keys() == found.keys()
-    assert all(torch.equal(value, found[name]) for name, value in expected.items())
+    expected, actual = _gradients(plain, batch, draws, plan), _gradients(frozen, batch, draws, plan)
+    assert expected.keys() == actual.keys()
+    assert all(torch.equal(value, actual[name]) for name, value in expected.items())
     assert torch.equal(plain(batch, draws, plan).flow_per_example, frozen(batch, draws, plan).flow_per_example)
     velocities = [m.velocities(batch, draws.noise, draws.times, both, False)[0][0] for m in (plain, frozen)]
     assert torch.equal(*velocities)
@@ -286,9 +286,9 @@ def test_frozen_vlm_as_cuda_graph_has_the_same_gradients() -> None:
     for _ in range(2):
         for count in (3, 1, 2):
             batch, draws = as_batch(make_examples(count, seed=count)).to("cuda"), make_draws(count).to("cuda")
-            expected, found = _gradients(plain, batch, draws, plan), _gradients(frozen, batch, draws, plan)
+            expected, actual = _gradients(plain, batch, draws, plan), _gradients(frozen, batch, draws, plan)
             for name, value in expected.items():
-                torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5, msg=name)
+                torch.testing.assert_close(actual[name], value, rtol=1e-4, atol=1e-5, msg=name)
 
 
 @pytest.mark.gpu
@@ -332,5 +332,5 @@ def test_fused_bias_and_gelu_equal_the_formula_and_keep_adapters() -> None:
         mlp.fc1 = nn.Sequential(mlp.fc1, nn.Identity())
         mlp.fc1.weight, mlp.fc1.bias = adapted.weight, adapted.bias  # as a layer with an adapter has them
         torch.testing.assert_close(mlp(x), plain, rtol=0, atol=0)
-    for found in (plain, fused):
-        assert float((found.double() - expected).norm() / expected.norm()) < 5e-3
+    for actual in (plain, fused):
+        assert float((actual.double() - expected).norm() / expected.norm()) < 5e-3

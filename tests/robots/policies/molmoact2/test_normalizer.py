@@ -275,8 +275,12 @@ def test_norm_tag_sets_horizon_and_completes_empty_settings() -> None:
     assert (resolved.chunk_size, resolved.n_action_steps) == (10, 8)
     assert resolved.setup_type == "single franka robotic arm in libero"
     assert resolved.image_keys == robot.camera_keys
-    told = resolve(policy_settings(setup_type="mine", image_keys=("a",)), robot)
-    assert (told.setup_type, told.control_mode, told.image_keys) == ("mine", "delta end-effector pose", ("a",))
+    overridden = resolve(policy_settings(setup_type="mine", image_keys=("a",)), robot)
+    assert (overridden.setup_type, overridden.control_mode, overridden.image_keys) == (
+        "mine",
+        "delta end-effector pose",
+        ("a",),
+    )
     other = ("observation.images.front",)
     assert resolve(policy_settings(), robot, available=other).image_keys == other
     assert resolve(policy_settings(), robot, available=(*robot.camera_keys, "more")).image_keys == robot.camera_keys

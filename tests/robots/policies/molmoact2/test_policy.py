@@ -68,25 +68,25 @@ def test_prepared_observations_are_not_encoded_again(policy: MolmoAct2Policy) ->
     blind = [replace(each, images={}) for each in prepared]
     mixed = [*blind[:2], *OBSERVATIONS[2:4], blind[4]]
     expected = policy.sample_flow_sde(OBSERVATIONS, SEEDS, 0.5)
-    for found, wanted in zip(policy.sample_flow_sde(mixed, SEEDS, 0.5), expected, strict=True):
-        assert found.actions.tobytes() == wanted.actions.tobytes()
-        assert found.logprobs.tobytes() == wanted.logprobs.tobytes()
+    for chunk, wanted in zip(policy.sample_flow_sde(mixed, SEEDS, 0.5), expected, strict=True):
+        assert chunk.actions.tobytes() == wanted.actions.tobytes()
+        assert chunk.logprobs.tobytes() == wanted.logprobs.tobytes()
     assert policy.predict(mixed, SEEDS).tobytes() == policy.predict(OBSERVATIONS, SEEDS).tobytes()
 
 
 def test_open_policy_uses_saved_or_changed_settings(loaded: LoadedPolicy, tmp_path: Path) -> None:
     save_policy(tmp_path / "checkpoint", loaded.parts, loaded.model.state_dict())
-    own = open_policy(tmp_path, "continuous", rows=1)
+    opened = open_policy(tmp_path, "continuous", rows=1)
     expected = MolmoAct2Policy(loaded.model, loaded.processor(), loaded.settings, "continuous", rows=1)
     two = (OBSERVATIONS[:2], SEEDS[:2])
     if not torch.cuda.is_available():  # where there is a GPU, that is where it was opened
-        assert own.predict(*two).tobytes() == expected.predict(*two).tobytes()
+        assert opened.predict(*two).tobytes() == expected.predict(*two).tobytes()
     short = open_policy(tmp_path, "continuous", rows=1, n_action_steps=2)
-    assert short.predict(*two).tobytes() == own.predict(*two)[:, :2].tobytes()
+    assert short.predict(*two).tobytes() == opened.predict(*two)[:, :2].tobytes()
     fewer = open_policy(tmp_path, "continuous", rows=1, num_inference_steps=3)
-    assert fewer.predict(*two).tobytes() != own.predict(*two).tobytes()
+    assert fewer.predict(*two).tobytes() != opened.predict(*two).tobytes()
     assert open_policy(tmp_path, "continuous", rows=1, num_inference_steps=10).predict(*two).tobytes() == (
-        own.predict(*two).tobytes()
+        opened.predict(*two).tobytes()
     )
 
 
@@ -125,14 +125,14 @@ def speaking(
     settings = loaded.settings.model_copy(update={"action_mode": "both"})
     parts = replace(loaded.parts, settings=settings, action_tokens=tokens)
     model = copy.deepcopy(loaded.model)
-    said = [
+    tokens_of_chunk = [
         "<action_output>",
         "<action_start>",
         *(f"<action_{token}>" for token in answer),
         "<action_end>",
         "<|im_end|>",
     ]
-    ids = [released.TOKENS[token] for token in said]
+    ids = [released.TOKENS[token] for token in tokens_of_chunk]
     assert len(set(ids)) == len(ids) <= released.HIDDEN
     with torch.no_grad():
         for name, weights in model.named_parameters():
@@ -149,8 +149,8 @@ def test_action_tokens_are_decoded_and_invalid_ones_counted(loaded: LoadedPolicy
     level = np.linspace(-0.9, 0.9, 7, dtype=np.float32)
     chunk = np.tile(level, (4, 1))
     tokens = ActionTokens.fit([chunk] * 4, vocabulary=released.ACTIONS, scale=10.0)
-    said = tokens.encode(chunk)
-    policy = speaking(loaded, tokens, said)
+    tokens_of_chunk = tokens.encode(chunk)
+    policy = speaking(loaded, tokens, tokens_of_chunk)
     actions = policy.predict(OBSERVATIONS[:2], SEEDS[:2])
     stats = released.norm_stats()["metadata_by_tag"]["kitchen"]["action_stats"]
     low, high = np.array(stats["q01"]), np.array(stats["q99"])
@@ -158,8 +158,8 @@ def test_action_tokens_are_decoded_and_invalid_ones_counted(loaded: LoadedPolicy
     expected = low + (coefficients / 20 + 1) * (high - low) / 2
     np.testing.assert_allclose(actions, np.broadcast_to(expected, (2, 3, 7)), atol=1e-5)
     assert policy.undecoded == 0
-    mute = speaking(loaded, tokens, said[:-1])
+    mute = speaking(loaded, tokens, tokens_of_chunk[:-1])
     np.testing.assert_allclose(mute.predict(OBSERVATIONS[:2], SEEDS[:2])[1, 0], (low + high) / 2, atol=1e-5)
     assert mute.undecoded == mute.facts()["undecoded_answers"] == 2
     with refused("undecodable_actions", "4 x 7"):
-        speaking(loaded, tokens, said[:-1], refuse_undecoded=True).predict(OBSERVATIONS[:1], SEEDS[:1])
+        speaking(loaded, tokens, tokens_of_chunk[:-1], refuse_undecoded=True).predict(OBSERVATIONS[:1], SEEDS[:1])

@@ -51,9 +51,9 @@ TOKENIZER = tokenizer()
 
 
 def token(text: str) -> int:
-    found = TOKENIZER.convert_tokens_to_ids(text)
-    assert isinstance(found, int)
-    return found
+    token_id = TOKENIZER.convert_tokens_to_ids(text)
+    assert isinstance(token_id, int)
+    return token_id
 
 
 def config(**changes: Any) -> MolmoAct2Config:
@@ -75,7 +75,7 @@ def config(**changes: Any) -> MolmoAct2Config:
 
 
 def policy(**changes: Any) -> RobotPolicySettings:
-    own: dict[str, Any] = {
+    defaults: dict[str, Any] = {
         "action_mode": "both",
         "chunk_size": CHUNK,
         "n_action_steps": 2,
@@ -84,7 +84,7 @@ def policy(**changes: Any) -> RobotPolicySettings:
         "image_keys": CAMERAS,
         "max_sequence_length": 1000,
     }
-    return policy_settings(**(own | changes))
+    return policy_settings(**(defaults | changes))
 
 
 ROBOT = RobotMetadata(
@@ -239,9 +239,9 @@ def test_encoding_has_no_state(fast: ActionTokens) -> None:
     ids=["camera", "state", "length", "chunk", "nan", "gripper", "padding"],
 )
 def test_rejects_invalid_frames(change: dict[str, Any], code: str, shown: list[Any], fast: ActionTokens) -> None:
-    given: dict[str, Any] = {"observation": OBSERVATION, "actions": DONE} | change
+    arguments: dict[str, Any] = {"observation": OBSERVATION, "actions": DONE} | change
     with refused(code, *shown, "episode 3, frame 5"):
-        build(policy(semantics="seed"), fast).encode(**given, where="episode 3, frame 5")
+        build(policy(semantics="seed"), fast).encode(**arguments, where="episode 3, frame 5")
 
 
 def without(word: str) -> tuple[str, ...]:
@@ -265,7 +265,7 @@ def test_rejects_parts_that_do_not_fit(fast: ActionTokens) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "wanted"),
+    ("text", "wanted"),
     [
         ("Pick up the black bowl.", "pick up the black bowl"),
         ("  Pick\tup \n the bowl  ", "pick up the bowl"),
@@ -285,8 +285,8 @@ def test_rejects_parts_that_do_not_fit(fast: ActionTokens) -> None:
         (" .!? ", ""),
     ],
 )
-def test_task_text_is_normalized(given: str, wanted: str) -> None:
-    assert normalize_language(given) == wanted
+def test_task_text_is_normalized(text: str, wanted: str) -> None:
+    assert normalize_language(text) == wanted
     assert normalize_language(wanted) == wanted or "; " in wanted
 
 
@@ -302,8 +302,8 @@ def test_only_several_images_have_labels() -> None:
 
 
 def test_state_is_binned_to_the_nearest_even_bin() -> None:
-    given = np.array([-1, 1, 0, np.nan, np.inf, -np.inf, 7, -7, -0.5, 0.25], np.float32)
-    assert state_bins(given, 256).tolist() == [0, 255, 128, 128, 255, 0, 255, 0, 64, 159]
+    state = np.array([-1, 1, 0, np.nan, np.inf, -np.inf, 7, -7, -0.5, 0.25], np.float32)
+    assert state_bins(state, 256).tolist() == [0, 255, 128, 128, 255, 0, 255, 0, 64, 159]
     assert state_bins(np.array([0.0], np.float32), 2).tolist() == [0]
 
 

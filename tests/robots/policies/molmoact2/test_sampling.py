@@ -52,7 +52,7 @@ def _calm_model() -> MolmoAct2:
 @pytest.mark.parametrize("mask_dimensions", [True, False])
 def test_euler_steps_equal_the_reference(mask_dimensions: bool) -> None:
     model, examples = _calm_model(), _observed(2)
-    found = _sampler(model, mask_dimensions=mask_dimensions).sample(examples, SEEDS[:2])
+    actual = _sampler(model, mask_dimensions=mask_dimensions).sample(examples, SEEDS[:2])
     weights = {name: value.detach().double() for name, value in model.action_expert.named_parameters()}
     for index, example in enumerate(make_examples(2)):
         batch = as_batch([example])
@@ -70,9 +70,9 @@ def test_euler_steps_equal_the_reference(mask_dimensions: bool) -> None:
             used,
             CONFIG.action_expert_config.num_heads,
         )
-        torch.testing.assert_close(found[index].double(), expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(actual[index].double(), expected, rtol=1e-5, atol=1e-5)
         if mask_dimensions:
-            assert not found[index, :, USED:].any()
+            assert not actual[index, :, USED:].any()
 
 
 def test_flow_sde_rows_use_the_same_noise_and_are_independent() -> None:
@@ -88,7 +88,7 @@ def test_flow_sde_rows_use_the_same_noise_and_are_independent() -> None:
         assert all(torch.equal(value[0], vars(together)[name][row]) for name, value in vars(alone).items())
         step = int(together.steps[row])
         cut = Sampler(sampler.model, replace(PLAN, steps=10), horizon=HORIZON, group=1, width=40, pad_id=0)
-        cut._velocity = lambda x, k, rest, own=sampler._velocity, step=step: own(x, k, rest) * (k < step)  # type: ignore
+        cut._velocity = lambda x, k, rest, velocity=sampler._velocity, step=step: velocity(x, k, rest) * (k < step)  # type: ignore
         assert torch.equal(cut.sample(examples[row % 3 :][:1], [seed])[0], together.before[row])
         assert not together.after[row, :, USED:].any() and together.after[row, :, :USED].all()
     narrow = sampler.sample_flow_sde(examples, SEEDS, 1e-7).actions
@@ -99,28 +99,28 @@ def test_flow_sde_rows_use_the_same_noise_and_are_independent() -> None:
 def test_scored_chunk_equals_sampled_chunk_and_losses_equal_the_reference(mask_dimensions: bool) -> None:
     model, examples, seeds = _calm_model(), _observed(3), [*SEEDS, 3, 4, 5]
     sampler = _sampler(model, mask_dimensions=mask_dimensions)
-    found = sampler.score_flow_losses(examples * 2, seeds, 4)
-    assert torch.equal(found.actions, sampler.sample(examples * 2, seeds)) and found.values is None
+    actual = sampler.score_flow_losses(examples * 2, seeds, 4)
+    assert torch.equal(actual.actions, sampler.sample(examples * 2, seeds)) and actual.values is None
     weights = {name: value.detach().double() for name, value in model.action_expert.named_parameters()}
     used = torch.arange(DIMENSIONS) < (USED if mask_dimensions else DIMENSIONS)
     for row, seed in enumerate(seeds):
         alone = sampler.score_flow_losses(examples[row % 3 :][:1], [seed], 4)
         assert all(
-            torch.equal(vars(alone)[name][0], vars(found)[name][row]) for name in ("actions", "before", "logprobs")
+            torch.equal(vars(alone)[name][0], vars(actual)[name][row]) for name in ("actions", "before", "logprobs")
         )
         batch = as_batch([make_examples(3)[row % 3]])
         with torch.no_grad():
             cache = model.encode(batch, bidirectional_images=True).cache
         context = [(keys[0].double(), values[0].double()) for keys, values in cache]
         seen, steps = batch.input_ids[0] != EOS, torch.ones(HORIZON, dtype=torch.bool)
-        actions, errors = found.actions[row].double(), torch.zeros(HORIZON, DIMENSIONS, dtype=torch.float64)
-        for number, noise in enumerate(found.before[row].double()):
+        actions, errors = actual.actions[row].double(), torch.zeros(HORIZON, DIMENSIONS, dtype=torch.float64)
+        for number, noise in enumerate(actual.before[row].double()):
             t = torch.tensor(number / 4 + 1 / 8, dtype=torch.float64)
             point = ((1 - t) * noise + t * actions) * used
             heads = CONFIG.action_expert_config.num_heads
             velocity = reference.velocity(weights, point, t, context, seen, steps, heads)
             errors += (velocity - (actions - noise)) ** 2 / 4
-        torch.testing.assert_close(found.logprobs[row][:, used], -errors[:, used], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(actual.logprobs[row][:, used], -errors[:, used], rtol=1e-5, atol=1e-5)
     torch.nn.init.normal_(model.add_value_head(0).layers[-1].weight)
     valued = sampler.score_flow_losses(examples, SEEDS, 4).values
     assert valued is not None and len(set(valued.tolist())) == 3
@@ -210,9 +210,9 @@ def test_generation_ends_with_eos() -> None:
     stop = free[3]
     ending = MolmoAct2(CONFIG.model_copy(update={"eos_token_id": stop}))
     ending.load_state_dict(model.state_dict())
-    found = _sampler(ending, 2).generate(_observed(2), max_steps=6)
-    assert found[0] == free[: free.index(stop) + 1]
-    assert all(token < VOCABULARY for row in found for token in row)
+    actual = _sampler(ending, 2).generate(_observed(2), max_steps=6)
+    assert actual[0] == free[: free.index(stop) + 1]
+    assert all(token < VOCABULARY for row in actual for token in row)
 
 
 def test_rejects_example_longer_than_the_width() -> None:
@@ -231,8 +231,8 @@ def test_cuda_graph_is_bitwise_equal_to_the_loop() -> None:
     judged = plain.score_flow_losses(examples, SEEDS, 4)
     for _ in range(2):
         assert torch.equal(graphed.sample(examples, SEEDS), expected)
-        found = graphed.sample_flow_sde(examples, SEEDS, 0.5)
-        assert all(torch.equal(value, vars(found)[name]) for name, value in vars(explored).items() if name != "values")
+        actual = graphed.sample_flow_sde(examples, SEEDS, 0.5)
+        assert all(torch.equal(value, vars(actual)[name]) for name, value in vars(explored).items() if name != "values")
         losses = graphed.score_flow_losses(examples, SEEDS, 4)
         for name in ("actions", "before", "logprobs"):
             assert torch.equal(vars(judged)[name], vars(losses)[name])
