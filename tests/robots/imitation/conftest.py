@@ -1,4 +1,4 @@
-"""A tiny policy, a small dataset whose actions follow from its states, and its statistics."""
+"""A tiny policy, a small dataset whose actions are functions of its states, and its statistics."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def policy_settings(**changes: Any) -> RobotPolicySettings:
 
 
 def write_dataset(root: Path, episodes: int, seed: int = 0, layout: LayoutSettings = LAYOUT) -> None:
-    """Two actions and a gripper: each is a function of the state, which wanders."""
+    """Write a dataset with two actions and a gripper, all functions of the state, which is a random walk."""
     features = {
         "observation.state": Feature(dtype="float32", shape=(2,), names=["x", "y"]),
         "action": Feature(dtype="float32", shape=(3,), names=["dx", "dy", "gripper"]),
@@ -91,7 +91,7 @@ def write_dataset(root: Path, episodes: int, seed: int = 0, layout: LayoutSettin
 
 @pytest.fixture(scope="session")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Artifacts of the stages before, by the input's name."""
+    """Artifacts of the preceding stages, by the name of the input."""
     from armature.components.robots.policies.molmoact2.checkpoints.tiny import make_tiny_policy
 
     root = tmp_path_factory.mktemp("vla")
@@ -104,7 +104,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @dataclass(frozen=True)
 class Job:
-    """A training in this process, where the ranks of a service are not what is tested."""
+    """A training that runs in this process, for tests that need no trainer service."""
 
     training: PolicyTraining
     service: ServiceSettings
@@ -119,7 +119,7 @@ class Job:
         return self.folder / "checkpoint"
 
     def train(self, ranks: Ranks | None = None) -> None:
-        """To the end; on several ranks each calls it, and the first has the history."""
+        """Train to the end. All ranks call this method; the first one writes the history."""
         ranks = ranks or Ranks()
         worker = PolicyWorker(self.service, ranks)
         trainer: Any = WorkerClient(worker)
@@ -147,7 +147,7 @@ class WorkerClient:
 
 
 class Silent:
-    """Events that nobody hears."""
+    """Events that are discarded."""
 
     def progress(self, name: str, done: int, total: int, **postfix: float) -> None: ...
     def metrics(self, values: Mapping[str, float], step: int) -> None: ...

@@ -1,4 +1,4 @@
-"""Complete settings for tests, with what a test changes."""
+"""Complete settings for tests, which a test changes where needed."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def test_hue_shift_keeps_saturation_and_value() -> None:
 
 
 def test_crop_spans_its_fraction_of_the_image() -> None:
-    """On a ramp from left to right, what is seen spans 80 % of it."""
+    """An augmented horizontal ramp spans 80 % of the original values."""
     ramp = np.broadcast_to(np.linspace(0, 250, 200).astype(np.uint8)[None, :, None], (200, 200, 3)).copy()
     settings = ImageAugmentationSettings(**NOTHING | {"crop_side": 0.8})
     spans = []

@@ -1,4 +1,4 @@
-"""Updates: what they change, and that how examples are spread over forward passes does not matter."""
+"""Updates of a policy: the weights they change, and independence of micro-batches, packing and ranks."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def make(inputs: dict[str, Path]) -> Make:
         robots: RobotsByTag = robots_of(inputs["policy"], chosen, sources, statistics)
         parts = robots.saved()
         model = load_model(inputs["policy"], parts)
-        with torch.no_grad():  # the expert begins as zero where it modulates, and then nothing else gets a gradient
+        with torch.no_grad():  # initial modulations are 0 and stop gradients
             for module in model.action_expert.modules():
                 if isinstance(module, torch.nn.Linear):
                     module.weight.add_(
@@ -154,7 +154,7 @@ def test_update_with_non_finite_gradient_is_skipped_and_counted(make: Make) -> N
 
 
 def test_each_parameter_group_is_clipped_separately(make: Make) -> None:
-    """With a bound that only the expert exceeds, the others' updates are those without a bound."""
+    """If only the action expert exceeds the bound, the other groups are updated as without a bound."""
     free, updates = make(max_grad_norm=1e9, adam_epsilon=1.0)
     report = free.step(updates[1])
     bound = (report["grad_norm/vlm"] * report["grad_norm/action_expert"]) ** 0.5
@@ -171,8 +171,10 @@ def test_each_parameter_group_is_clipped_separately(make: Make) -> None:
 
 
 def test_outputs_of_sharded_units_are_tensors_that_fsdp_finds(make: Make) -> None:
-    """Where it finds none it does not gather the unit's weights for the backward pass, and on a GPU that reads freed
-    memory."""
+    """Without a tensor in a unit's output, FSDP does not gather the unit's weights for the backward pass.
+
+    On a GPU the backward pass then reads freed memory.
+    """
     learner, updates = make(policy={"action_mode": "both"})
     outputs: dict[str, list[object]] = {}
     names = {id(module): name for name, module in learner.model.named_modules()}

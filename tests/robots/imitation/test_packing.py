@@ -26,6 +26,6 @@ def test_each_example_has_one_row_and_no_row_exceeds_its_limits(lengths: list[in
     for row in rows:
         assert len(row) == 1 or (sum(lengths[i] for i in row) <= tokens and len(row) <= examples)
     if examples >= len(lengths):
-        # Best fit: no two rows could have been one.
+        # Best fit: no two rows would fit into one.
         sums = sorted(sum(lengths[i] for i in row) for row in rows)
         assert len(sums) < 2 or sums[0] + sums[1] > tokens

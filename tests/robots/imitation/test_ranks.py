@@ -1,4 +1,4 @@
-"""Two gloo ranks make the training of one: each with the whole model, with it split, and with a copy on each node."""
+"""Training on two ranks equals training on one: with whole copies, fully sharded, and sharded within each node."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from armature.components.training.ranks import joined
 from tests.robots.imitation.conftest import Job
 
 os.environ.update(ARMATURE_RENDEZVOUS=sys.argv[1] + ".store", WORLD_SIZE="2")
-other = os.fork()  # as the real parent would have started it, but with what is imported
+other = os.fork()  # like the service's worker, but with modules imported
 os.environ.update(RANK="1" if other == 0 else "0", LOCAL_RANK="1" if other == 0 else "0")
 jobs = [pickle.load(open(file, "rb")) for file in sys.argv[1:]]
 with joined(jobs[0].service.processes, seed=0) as ranks:
@@ -82,7 +82,7 @@ def test_two_ranks_train_like_one(inputs: dict[str, Path], tmp_path: Path) -> No
 @pytest.mark.gpu(2)
 @pytest.mark.parametrize("case", SAME)
 def test_two_gpus_train_like_one(inputs: dict[str, Path], tmp_path: Path, case: str) -> None:
-    """On two the model is split, and the second half is resumed from a checkpoint of one that died."""
+    """On two GPUs the model is sharded, and the second half is resumed from a checkpoint after a restart."""
     jobs = []
     for gpus in ((0,), (0, 1)):
         machine = Machine(trainer_processes=len(gpus), trainer_gpus=gpus, loader_workers=1, ready_timeout=120)

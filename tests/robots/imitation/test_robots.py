@@ -1,4 +1,4 @@
-"""Several robots in one training: other dimensions, other horizons, statistics of their own."""
+"""Training on several robots with different dimensions, horizons and statistics."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def test_cosine_without_decay_steps_ends_with_the_run() -> None:
 
 
 def rate_of(**changes: Any) -> Callable[[int], float]:
-    """Of the action expert, whose peak is 5e-5."""
+    """Return the learning rate of the action expert, whose peak is 5e-5."""
     settings = training_settings(learning_rates={"action_expert": 5e-5}, **changes)
     groups = parameter_groups(nn.ModuleDict({"action_expert": nn.Linear(1, 1)}), settings)
     return next(group.rate for group in groups if group.name == "action_expert")

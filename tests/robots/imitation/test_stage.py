@@ -1,4 +1,4 @@
-"""The stage, with its training in a process of its own."""
+"""The stage `train-vla` with its trainer process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .settings import training_settings
 
 
 class RecordedEvents:
-    """What a stage says of itself."""
+    """Records the events of a stage."""
 
     def __init__(self) -> None:
         self.steps: list[tuple[str, int, int]] = []

@@ -1,4 +1,4 @@
-"""The training loop in this process, on a tiny policy and a dataset of six episodes."""
+"""The training loop, run in this process on a tiny policy and a dataset of six episodes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SPEED = ("samples_per_second", "memory/peak_gib")
 
 
 def rows_of(job: Job) -> list[dict[str, float]]:
-    """The history without what depends on the machine."""
+    """Return the history without columns that depend on the machine."""
     rows = [json.loads(line) for line in job.history.read_text().splitlines()]
     return [{k: v for k, v in row.items() if k not in SPEED and not k.startswith("timing/")} for row in rows]
 
@@ -69,11 +69,11 @@ def test_resumed_training_equals_uninterrupted_training(
     first, second = (job.service.checkpoints / "step-000002" for job in (whole, stopped))
     shutil.copytree(first, second)
     lines = whole.history.read_text().splitlines(keepends=True)
-    stopped.history.write_text("".join(lines[:4]) + '{"step": 4, "lo')  # died while it recorded step 3, after step 2
+    stopped.history.write_text("".join(lines[:4]) + '{"step": 4, "lo')  # the process died while recording step 3
     torch.manual_seed(99)
     stopped.train()
-    kept = {row["step"]: row for row in rows_of(stopped)}
-    assert [kept[step] for step in range(5)] == rows_of(whole)
+    last = {row["step"]: row for row in rows_of(stopped)}
+    assert [last[step] for step in range(5)] == rows_of(whole)
     one, two = weights_of(whole), weights_of(stopped)
     assert all(torch.equal(value, two[name]) for name, value in one.items())
 
@@ -81,15 +81,15 @@ def test_resumed_training_equals_uninterrupted_training(
 def test_trained_policy_is_self_contained(inputs: dict[str, Path], tmp_path: Path) -> None:
     job = make_job(inputs, tmp_path, mode="lora_expert", lora=LORA, max_steps=2)
     job.train()
-    own = tmp_path / "elsewhere"
-    shutil.move(job.checkpoint, own)
-    loaded = load_policy(own)
+    moved = tmp_path / "elsewhere"
+    shutil.move(job.checkpoint, moved)
+    loaded = load_policy(moved)
     processor = loaded.processor()
     assert processor.cameras == ("observation.images.front",)
     assert (processor.state_dimensions, processor.action_dimensions) == (2, 3)
     assert loaded.settings.norm_tag == "trained"
     before = load_file(inputs["policy"] / "checkpoint" / "model.safetensors")
-    after = load_file(own / "model.safetensors")
+    after = load_file(moved / "model.safetensors")
     assert after.keys() == before.keys()
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     assert any("action_expert" in name for name in changed)

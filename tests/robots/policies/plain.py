@@ -1,4 +1,4 @@
-"""Settings of a policy for tests: a test names what it is about."""
+"""Settings of a policy for tests; a test only names the settings that matter to it."""
 
 from __future__ import annotations
 
@@ -17,5 +17,5 @@ _PLAIN: dict[str, Any] = {
 
 
 def policy_settings(**changes: Any) -> RobotPolicySettings:
-    """The plain settings with `changes`."""
+    """Return the plain settings with `changes`."""
     return RobotPolicySettings.model_validate(_PLAIN | changes)

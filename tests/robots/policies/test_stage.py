@@ -1,4 +1,4 @@
-"""The stage `policy`, and policies that lie elsewhere."""
+"""The stage `policy`: tiny policies and references to existing ones."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def test_rejects_unknown_norm_tag(run: Callable[..., Path], folder: Path) -> Non
 def test_no_code_is_downloaded_from_the_hub(
     run: Callable[..., Path], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The hub is a folder here; which files are fetched is decided as the hub's client decides it."""
+    """The hub is a local folder here; its real client's function selects the files to download."""
     asked: list[set[str]] = []
 
     def snapshot(name: str, revision: str, allow_patterns: list[str]) -> str:
@@ -164,7 +164,7 @@ def test_no_code_is_downloaded_from_the_hub(
     fetched = set.union(*asked)
     assert fetched >= {"config.json", "model.safetensors", "norm_stats.json", "tokenizer.json", "chat_template.jinja"}
     assert not [file for file in fetched if file.endswith(".py")]
-    assert any("model.safetensors" not in files for files in asked)  # parts alone need no weights
+    assert any("model.safetensors" not in files for files in asked)  # loading only the parts downloads no weights
 
 
 def test_stage_module_does_not_import_torch() -> None:

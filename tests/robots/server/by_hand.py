@@ -1,6 +1,6 @@
-"""MessagePack and arrays of numpy's, written from the formats' byte layouts; nothing here is the project's.
+"""MessagePack and NumPy arrays, written from the byte layout of the formats, independent of the project's code.
 
-MessagePack: https://github.com/msgpack/msgpack/blob/master/spec.md. Only what the policy server's messages use.
+Only the types in the policy server's messages: https://github.com/msgpack/msgpack/blob/master/spec.md.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import numpy as np
 
 
 def encode(value: Any) -> bytes:
-    """The shortest form; arrays and numbers of numpy's as maps with keys of bytes, as openpi's clients write them."""
+    """Encode a value in its shortest form; NumPy arrays and scalars become maps with binary keys (openpi)."""
     if value is None or isinstance(value, bool):
         return {None: b"\xc0", False: b"\xc2", True: b"\xc3"}[value]
     if isinstance(value, np.ndarray):

@@ -1,4 +1,4 @@
-"""A server in a thread of its own, and what robots send to it."""
+"""A policy server in a thread, and messages of robots."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ FORM = ObservationFormat.of(released.CAMERAS, 8, STATE, previous=(4, 7, 4))
 
 
 def message(number: int, **changes: Any) -> dict[str, Any]:
-    """What a robot sees; `changes` replace fields by the names in `released`, None removes one."""
+    """Return the fields of an observation; `changes` replace fields, and None removes a field."""
     rng = np.random.default_rng(number)
     fields: dict[str, Any] = {
         FRONT: rng.integers(0, 256, (40, 50, 3), np.uint8),
@@ -49,7 +49,7 @@ def observation(fields: dict[str, Any]) -> RobotObservation:
 
 @dataclass
 class Running:
-    """A server that answers, and all that it counts."""
+    """A running server with its metrics."""
 
     url: str
     metrics: PolicyServerMetrics
@@ -104,7 +104,7 @@ def running(policy: RobotPolicy, key: str | None = KEY, **settings: Any) -> Iter
 
 
 def ask(connection: ClientConnection, fields: dict[str, Any]) -> dict[str, Any]:
-    """The answer, as the format's byte layout says."""
+    """Send a request and decode the answer with the independent decoder."""
     connection.send(encode(fields))
     frame = connection.recv(60)
     assert isinstance(frame, bytes), frame
@@ -113,7 +113,7 @@ def ask(connection: ClientConnection, fields: dict[str, Any]) -> dict[str, Any]:
 
 
 class GatedPolicy:
-    """A policy whose answers say what was asked, once the gate is open: state, seed and how many rows there were."""
+    """A policy that returns state, seed and length of the task as actions, once its gate is open."""
 
     n_action_steps, action_dimensions, rows_per_pass = 2, 3, 1
 

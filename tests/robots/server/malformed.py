@@ -1,4 +1,4 @@
-"""Messages with something wrong, each with what its refusal has to name."""
+"""Malformed messages, each with a word that the error must contain."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.robots.server.conftest import FRONT, STATE, WRIST, message
 
 
 def raw(**changes: Any) -> dict[bytes, Any]:
-    """Eight float32 as they are sent, with parts that are others."""
+    """Return the map of eight float32 numbers with `changes` to its parts."""
     parts = {"__ndarray__": True, "data": bytes(32), "dtype": "<f4", "shape": [8]}
     return {name.encode(): part for name, part in (parts | changes).items()}
 
@@ -43,7 +43,7 @@ FIELDS: dict[str, tuple[Any, ...]] = {
     "seed": (-1, 2**63, 2**64 - 1, 1.0, "1", True, [1], np.float64(2), np.zeros(1, int), {}),
     **dict.fromkeys(("observation.images.left", "Prompt", "", "__class__", "state"), (1, "x", np.zeros(3))),
 }
-"""Values that a field must not have; None leaves the field out."""
+"""Invalid values of each field; None omits the field."""
 WHOLE = encode(message(0))
 HUGE = (
     b"\xdd\xff\xff\xff\xff",
@@ -63,7 +63,7 @@ FRAMES: dict[str, tuple[bytes | str, ...]] = {
         *(b"\xc1", b"\xc1" + bytes(2000)),
         *(b"\x81\xa6prompt" + each + b"a" for each in HUGE),
     ),
-    "'prompt'": (encode({**message(8), b"prompt": "wait"}),),  # a key that comes twice
+    "'prompt'": (encode({**message(8), b"prompt": "wait"}),),  # a repeated key
 }
 MALFORMED = [
     *((encode(message(1, **{name: value})), name) for name, values in FIELDS.items() for value in values),

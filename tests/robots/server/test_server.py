@@ -1,4 +1,4 @@
-"""The server over real sockets: who may ask, what comes back, and what neither crashes nor hangs it."""
+"""The policy server over real sockets: access, answers, errors and load."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.robots.server.malformed import MALFORMED
 
 
 def expected(policy: MolmoAct2Policy, fields: dict[str, Any], seed: int) -> bytes:
-    """The actions of the policy alone."""
+    """Return the actions that the policy predicts without a server."""
     return policy.predict([observation(fields)], [seed])[0].tobytes()
 
 
@@ -39,7 +39,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 @contextmanager
 def connected(server: Running, count: int = 1) -> Iterator[list[ClientConnection]]:
-    """Connections that have received what the server says first."""
+    """Open connections that have received the server's metadata."""
     with ExitStack() as opened:
         connections = [opened.enter_context(server.connect()) for _ in range(count)]
         for connection in connections:
@@ -140,7 +140,7 @@ def test_waiting_requests_are_batched_and_a_full_queue_refuses(gated: GatedPolic
         gated.calls.clear()
         gated.gate.clear()
         answers = [threads.submit(ask, connections[0], message(0, seed=0))]
-        wait_for(lambda: gated.begun == 2)  # the first was the server's own
+        wait_for(lambda: gated.begun == 2)  # the first prediction is the server's check at the start
         answers += [threads.submit(ask, connections[each], message(each, seed=each)) for each in range(1, 7)]
         wait_for(lambda: server.waiting == 6)
         connections[7].send(encode(message(7)))
@@ -159,7 +159,7 @@ def test_requests_of_disconnected_clients_are_dropped(gated: GatedPolicy) -> Non
         gated.calls.clear()
         gated.gate.clear()
         connections[0].send(encode(message(0)))
-        wait_for(lambda: gated.begun == 2)  # the first was the server's own
+        wait_for(lambda: gated.begun == 2)  # the first prediction is the server's check at the start
         for connection in connections[1:]:
             connection.send(encode(message(0)))
         wait_for(lambda: server.waiting == 2)
@@ -187,7 +187,7 @@ def test_stopping_the_server_closes_connections(gated: GatedPolicy) -> None:
 
 
 class Faulty(GatedPolicy):
-    """Fails for tasks that say so, alone or beside others."""
+    """A policy that fails for the tasks "raise", "nan" and "shape"."""
 
     def predict(self, observations: Any, seeds: Any) -> NDArray[np.float32]:
         actions = super().predict(observations, seeds)

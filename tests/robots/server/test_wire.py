@@ -1,4 +1,4 @@
-"""Bytes of messages and the observations in them; anything else is refused."""
+"""Encoding and decoding of messages, and the checks of observations."""
 
 from __future__ import annotations
 
@@ -213,7 +213,7 @@ NO_PREVIOUS = (
             ({"previous_actions": np.zeros((2, 7)), "inference_delay": delay}, "inference_delay", "invalid_field")
             for delay in (3, -1, 1.0)
         ),
-        # Nothing would be left of the answer.
+        # No action of the prediction would remain.
         ({"previous_actions": np.zeros((4, 7)), "inference_delay": 4}, "inference_delay", "invalid_field"),
     ],
 )

@@ -1,4 +1,4 @@
-"""A policy of the smallest sizes, and examples of random tokens, images and actions for it."""
+"""A very small model, and examples with random tokens, images and actions."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ CONFIG = MolmoAct2Config.from_dict(RAW)
 
 
 def make_model(seed: int = 0, residual_dropout: float = 0.0) -> MolmoAct2:
-    """Random weights of a size at which every part matters, the expert's zero initialization included."""
+    """Make a model whose random weights are large enough for every part to matter, also those initialized as zero."""
     model = MolmoAct2(CONFIG, residual_dropout=residual_dropout)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -62,7 +62,7 @@ def make_model(seed: int = 0, residual_dropout: float = 0.0) -> MolmoAct2:
 def make_example(
     rng: np.random.Generator, words: int = 6, images: int = 1, answer: int = 0, valid_steps: int = HORIZON
 ) -> Example:
-    """BOS, `images` images, words with an EOS among them, and an answer of `answer` action tokens."""
+    """Make an example of BOS, `images` images, words with an EOS among them, and `answer` action tokens."""
     image = [IMAGE_START, *[PATCH] * 4, IMAGE_END]
     text = rng.integers(30, VOCABULARY, words).tolist()
     ids = [EOS, *image * images, *text[: words // 2], EOS, *text[words // 2 :]]
@@ -91,7 +91,7 @@ def make_example(
 
 
 def make_examples(count: int, seed: int = 0, answer: bool = False, **facts: Any) -> list[Example]:
-    """Of different lengths and numbers of images."""
+    """Make examples with different lengths and numbers of images."""
     rng = np.random.default_rng(seed)
     return [
         make_example(rng, words=4 + 3 * index, images=1 + index % 2, answer=(3 + index) * answer, **facts)
@@ -102,7 +102,7 @@ def make_examples(count: int, seed: int = 0, answer: bool = False, **facts: Any)
 def as_batch(
     examples: Sequence[Example], rows: Sequence[Sequence[int]] | None = None, side: str = "left", extra: int = 0
 ) -> PolicyBatch:
-    """Rows of examples, one to a row by default, padded to the longest and `extra` tokens more."""
+    """Make a batch of rows of examples, by default one per row, padded to the longest row plus `extra` tokens."""
     rows = [[index] for index in range(len(examples))] if rows is None else rows
     order = [index for row in rows for index in row]
     width = max(sum(examples[index].length for index in row) for row in rows) + extra

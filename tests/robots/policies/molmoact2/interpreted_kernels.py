@@ -1,4 +1,4 @@
-"""The action expert's attention kernels on a CPU, in fp32; run by `test_interpreted` with TRITON_INTERPRET=1."""
+"""The action expert's attention kernels on a CPU in float32, run by `test_interpreted` (TRITON_INTERPRET=1)."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_self_attention_kernel_equals_torch(rows: int, steps: int, heads: int, s
 @pytest.mark.parametrize(("heads", "size"), [(8, 96), (2, 16)])
 @pytest.mark.parametrize(("rows", "steps", "length"), [(1, 10, KEYS), (3, 17, 2 * KEYS + 5), (2, 1, 7)])
 def test_cross_attention_kernel_equals_torch(rows: int, steps: int, length: int, heads: int, size: int) -> None:
-    """Also where the first keys that a program reads are all hidden; layouts are a model's."""
+    """Includes a row whose first blocks of keys are all masked; memory layouts are as in the model."""
     random = torch.Generator().manual_seed(1)
     flat = 3 * torch.randn(rows, steps, heads * size, generator=random)
     keys = 2 * torch.randn(rows, length, heads, size, generator=random).transpose(1, 2)

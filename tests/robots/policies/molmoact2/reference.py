@@ -1,6 +1,6 @@
-"""The policy's formulas once more, in float64 and with loops: nothing of the code under test is used.
+"""Reference implementation of the policy's formulas in float64 with loops, independent of the code under test.
 
-Weights are given under the names of the released checkpoint's expert, and keys and values as a text layer caches them.
+Weights have the names of the released checkpoint's action expert; keys and values have the layout of a layer's cache.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def linear(weights: Weights, name: str, x: Tensor) -> Tensor:
 
 
 def turned(x: Tensor, base: float) -> Tensor:
-    """Rotary positions 0, 1, ... of (T, size), one pair of dimensions at a time."""
+    """Rotate x (T, size) by its positions 0, 1, ..., one pair of dimensions at a time."""
     steps, size = x.shape
     half = size // 2
     y = x.clone()
@@ -40,7 +40,7 @@ def turned(x: Tensor, base: float) -> Tensor:
 
 
 def attend(queries: Tensor, keys: Tensor, values: Tensor, visible: Tensor) -> Tensor:
-    """One head; seen: which keys count."""
+    """Attention of one head; `visible` marks the keys to attend to."""
     scores = queries @ keys.T / math.sqrt(queries.shape[-1])
     scores = scores.masked_fill(~visible, -torch.inf)
     return torch.softmax(scores, -1) @ values
@@ -55,7 +55,10 @@ def velocity(
     valid: Tensor,
     heads: int,
 ) -> Tensor:
-    """One chunk: actions (T, D), time (), per layer keys and values (kv heads, S, size), seen (S,), valid (T,)."""
+    """Velocity of one chunk.
+
+    Shapes: actions (T, D), time (), each layer's keys and values (kv heads, S, size), visible (S,), valid (T,).
+    """
     steps = weights["time_embed.1.weight"].shape[1] // 2
     frequencies = torch.tensor([math.exp(-i * math.log(1e4) / (steps - 1)) for i in range(steps)], dtype=actions.dtype)
     features = torch.cat([torch.sin(time * frequencies), torch.cos(time * frequencies)])
@@ -93,7 +96,10 @@ def flow_loss(
     used: Tensor,
     heads: int,
 ) -> Tensor:
-    """One example: actions (T, D), noise (F, T, D), times (F,), used (D,). Mean over draws and all T steps."""
+    """Flow-matching loss of one example, the mean over draws and all T steps.
+
+    Shapes: actions (T, D), noise (F, T, D), times (F,), used (D,).
+    """
     keep = used.to(actions.dtype)
     total = actions.new_zeros(())
     for draw, time in zip(noise, times, strict=True):
@@ -114,7 +120,7 @@ def sample(
     used: Tensor,
     heads: int,
 ) -> Tensor:
-    """Euler steps from noise (T, D) at time 0 to actions at time 1."""
+    """Integrate Euler steps from noise (T, D) at time 0 to actions at time 1."""
     keep = used.to(noise.dtype)
     x = noise * keep
     for step in range(steps):
@@ -124,7 +130,7 @@ def sample(
 
 
 def discrete_loss(logits: Tensor, labels: Tensor, owners: Tensor, z_scale: float) -> tuple[Tensor, Tensor]:
-    """Of K tokens: weights 2 / sqrt(n of the owner), sums over max(sum of weights, 1)."""
+    """Cross-entropy and z-loss of K tokens: weights 2 / sqrt(tokens of the example), over max(sum of weights, 1)."""
     cross_entropy, z, total = logits.new_zeros(()), logits.new_zeros(()), 0.0
     for row, label, owner in zip(logits, labels, owners, strict=True):
         weight = 2.0 / math.sqrt(int((owners == owner).sum()))

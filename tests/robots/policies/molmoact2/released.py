@@ -1,7 +1,4 @@
-"""Checkpoints written from the file format alone: names and shapes as the format's description lists them.
-
-Nothing here is made with the project's own readers or writers.
-"""
+"""Checkpoints written from the description of the file format, without the project's readers and writers."""
 
 from __future__ import annotations
 
@@ -41,7 +38,7 @@ CAMERAS = ("observation.images.front", "observation.images.wrist")
 
 
 def config() -> dict[str, Any]:
-    """config.json: only what differs from the classes' defaults, as transformers writes it."""
+    """Return config.json as transformers writes it: only fields that differ from the classes' defaults."""
     vision = {"hidden_size": VISION, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 6}
     image = {"intermediate_size": VISION_MLP, "num_hidden_layers": DECLARED, "image_num_pos": 4}
     adapter = {"vit_layers": [-2, -4], "intermediate_size": PROJECTOR, "text_hidden_size": HIDDEN}
@@ -81,7 +78,7 @@ def config() -> dict[str, Any]:
 
 
 def shapes() -> dict[str, tuple[int, ...]]:
-    """Every tensor of the checkpoint but the rotary frequencies."""
+    """Return the shapes of all tensors of the checkpoint, except the rotary frequencies."""
     queries, keys = HEADS * HEAD, KEY_HEADS * HEAD
     text, vit = "model.transformer", "model.vision_backbone.image_vit"
     tensors: dict[str, tuple[int, ...]] = {
@@ -146,7 +143,7 @@ def _expert_shapes(context: int) -> dict[str, tuple[int, ...]]:
 
 
 def weights(seed: int = 0) -> dict[str, Tensor]:
-    """Random float32 tensors, and the frequencies that the text layers rotate by."""
+    """Return random float32 tensors, and the rotary frequencies of the text layers."""
     generator = torch.Generator().manual_seed(seed)
     tensors = {name: torch.randn(shape, generator=generator) * 0.2 for name, shape in shapes().items()}
     exponents = torch.arange(0, HEAD, 2, dtype=torch.int64).float() / HEAD
@@ -180,7 +177,7 @@ def norm_stats() -> dict[str, Any]:
 
 
 def tokenizer() -> Tokenizer:
-    """Bytes without merges, and the special tokens at the ids above."""
+    """Return a tokenizer with bytes, no merges, and the special tokens at the ids in TOKENS."""
     ordinary = {token: number for token, number in TOKENS.items() if number < len(MARKERS) + 256}
     made = Tokenizer(models.BPE(vocab=ordinary, merges=[]))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -191,7 +188,7 @@ def tokenizer() -> Tokenizer:
 
 
 def write_files(folder: Path) -> None:
-    """Everything but config.json and weights."""
+    """Write all files except config.json and the weights."""
     tokenizer().save(str(folder / "tokenizer.json"))
     special = {"eos_token": "<|im_end|>", "bos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
     image = {"size": {"height": SIDE, "width": SIDE}, "patch_size": 14, "pooling_size": [2, 2], "crop_mode": "resize"}
@@ -205,7 +202,7 @@ def write_files(folder: Path) -> None:
 
 
 def write_released(folder: Path, seed: int = 0, shards: int = 1) -> Path:
-    """A checkpoint in the released layout; with an index from two shards on."""
+    """Write a checkpoint in the released layout; two or more shards get an index."""
     folder.mkdir(parents=True)
     write(folder / "config.json", config())
     write_files(folder)

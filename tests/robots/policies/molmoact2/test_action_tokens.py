@@ -1,4 +1,4 @@
-"""Action tokens against the cosine transform's plain formula."""
+"""Action tokens, compared with the plain formula of the cosine transform."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HORIZON, DIMENSIONS, SCALE = 10, 7, 10.0
 
 
 def chunks(count: int, seed: int = 0) -> list[np.ndarray]:
-    """Smooth ones, as robots move, with a gripper that switches."""
+    """Return smooth chunks like a robot's motion, with a gripper that switches."""
     rng = np.random.default_rng(seed)
     time = np.linspace(0, 1, HORIZON)[:, None]
     made = []
@@ -30,7 +30,7 @@ def chunks(count: int, seed: int = 0) -> list[np.ndarray]:
 
 
 def transform(chunk: np.ndarray) -> np.ndarray:
-    """Orthonormal DCT-II over time."""
+    """Return the orthonormal DCT-II over time."""
     horizon = len(chunk)
     basis = np.array(
         [[math.cos(math.pi * (n + 0.5) * k / horizon) for n in range(horizon)] for k in range(horizon)]
@@ -56,7 +56,7 @@ def test_decoding_error_is_at_most_the_rounding_error(fitted: ActionTokens) -> N
     for chunk in chunks(20, seed=2):
         decoded = fitted.decode(fitted.encode(chunk), HORIZON, DIMENSIONS)
         assert decoded.error is None and decoded.actions is not None and decoded.actions.dtype == np.float32
-        # The transform keeps lengths: the error is that of the coefficients, half a step each.
+        # The transform preserves norms, so the error equals the coefficients' rounding errors, half a step each.
         error = np.linalg.norm(decoded.actions - chunk, axis=0)
         assert error.max() <= 0.5 / SCALE * math.sqrt(HORIZON) + 1e-5
 
@@ -95,7 +95,7 @@ def test_fitting_is_deterministic(fitted: ActionTokens, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def narrow(tmp_path_factory: pytest.TempPathFactory) -> ActionTokens:
-    """In the released layout, of 20 characters only, for coefficients of -10 to 9."""
+    """A tokenizer in the released layout with only 20 characters, for coefficients from -10 to 9."""
     folder = tmp_path_factory.mktemp("fast")
     model = ByteLevelBPETokenizer()
     texts = ["".join(map(chr, np.random.default_rng(0).integers(0, 20, 40))) for _ in range(50)]
@@ -123,7 +123,7 @@ def test_invalid_tokens_return_an_error(fitted: ActionTokens) -> None:
     ):
         decoded = fitted.decode(ids, HORIZON, DIMENSIONS)
         assert decoded.actions is None and decoded.error is not None and shown in decoded.error
-    # A character of two bytes, cut.
+    # Only the first byte of a character of two bytes.
     wide = ActionTokens.fit([np.full((2, 1), 20, np.float32), np.full((2, 1), -20, np.float32)], 400, SCALE)
     cut = wide.tokenizer.encode(chr(0xE9)).ids[:1]
     assert wide.decode(cut, 1, 1).actions is None

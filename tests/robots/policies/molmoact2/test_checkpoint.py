@@ -1,4 +1,4 @@
-"""Released checkpoints: built from the format's description alone, read strictly, written byte-equal."""
+"""Checkpoints in the released layout: reading is strict, and writing reproduces their bytes."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def sharded(tmp_path: Path) -> Path:
 
 
 def move(sharded: Path, file: object) -> Path:
-    """Let the index say that the head is in `file`."""
+    """Make the index claim that the output head is in `file`."""
     path = sharded / "model.safetensors.index.json"
     released.write(path, {"weight_map": json.loads(path.read_text())["weight_map"] | {"lm_head.weight": file}})
     return path
@@ -259,7 +259,7 @@ def test_rejects_missing_settings_tag_or_statistics(folder: Path) -> None:
 
 @pytest.mark.parametrize("feature", ["action_stats", "state_stats"])
 def test_rejects_action_statistics_that_cannot_be_inverted(copy: Path, feature: str) -> None:
-    """At least 98 % of the values of dimension 3 are alike; a state is only read, as it was trained."""
+    """Dimension 3 has q99 = q01. As a state it is only an input, so the released normalization is kept."""
     stats = json.loads((copy / "norm_stats.json").read_text())
     entry = stats["metadata_by_tag"]["kitchen"][feature]
     entry["q99"][3] = entry["q01"][3]
@@ -297,7 +297,7 @@ def test_saved_checkpoint_is_self_contained(folder: Path, tmp_path: Path) -> Non
     saved = save_policy(tmp_path / "run" / "checkpoint", parts, loaded.model.state_dict())
     before = parts.processor().encode(OBSERVATION, np.full((4, 7), 0.3))
     shutil.rmtree(gone)
-    again = load_policy(saved.parent)  # the artifact that holds it, without settings
+    again = load_policy(saved.parent)  # load the artifact around the checkpoint, without settings
     after = again.processor().encode(OBSERVATION, np.full((4, 7), 0.3))
     assert all(np.array_equal(getattr(before, name), value) for name, value in vars(after).items())
     assert again.settings.checkpoint_path is None
@@ -310,7 +310,7 @@ def test_dataset_statistics_are_saved_under_the_tag_trained(folder: Path, tmp_pa
     saved = save_policy(tmp_path / "saved", loaded.parts, loaded.model.state_dict())
     tags = json.loads((saved / "norm_stats.json").read_text())["metadata_by_tag"]
     assert set(tags) == {"kitchen", "garden", "trained"}
-    assert tags["trained"]["action_horizon"] == released.HORIZON  # as it was trained, not as the entry had it
+    assert tags["trained"]["action_horizon"] == released.HORIZON  # the trained horizon, not the entry's
     assert load_parts(saved).robot == robot.model_copy(
         update={"action_horizon": released.HORIZON, "n_action_steps": released.HORIZON}
     )

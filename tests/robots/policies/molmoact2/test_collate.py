@@ -1,4 +1,4 @@
-"""Batches hold their examples: every token, position, patch and action is found again."""
+"""Batches contain every token, position, patch and action of their examples."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def example(length: int, crops: int, seed: int) -> Example:
 
 
 def unbatch(batch: PolicyBatch, number: int) -> Example:
-    """Example `number`, read through the batch's own indices alone."""
+    """Restore example `number` using only the batch's indices."""
     row = int(batch.rows[number])
     owned = (batch.example_ids == number).numpy()
     assert owned.any(axis=1).nonzero()[0].tolist() == [row]
@@ -58,7 +58,7 @@ def assert_holds(batch: PolicyBatch, examples: list[Example]) -> None:
     assert batch.labels is not None
     assert (batch.input_ids.numpy()[pads] == PAD).all() and (batch.labels.numpy()[pads] == -100).all()
     assert not batch.image_tokens.numpy()[pads].any() and not batch.position_ids.numpy()[pads].any()
-    # What an image token pools: the very patches, whatever their number in the batch.
+    # Each image token must pool the patches of its own example.
     pixels, start = batch.pixel_values.numpy().reshape(-1, PIXELS), 0
     for wanted in examples:
         rows = batch.pooling.numpy()[start : start + len(wanted.pooling)]

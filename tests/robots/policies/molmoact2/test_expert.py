@@ -1,4 +1,4 @@
-"""The action expert against formulas in float64, its start, and the checkpoint's configuration."""
+"""The action expert, compared with formulas in float64; its initialization; the checkpoint's configuration."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_rejects_outdated_configuration() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("compiled", [False, True])
 def test_attention_kernels_are_as_precise_as_plain_operations(compiled: bool) -> None:
-    """Blocks of released widths; plain operations are those of a block that is asked for gradients."""
+    """Blocks have the released widths; with gradients enabled a block uses the plain operations."""
     torch.manual_seed(0)
     hidden, heads, rows, steps, length = 768, 8, 3, 10, 300
     block = ExpertBlock(hidden, heads, 2048).cuda()

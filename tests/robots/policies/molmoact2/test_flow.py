@@ -1,4 +1,4 @@
-"""Flow matching, and Flow-SDE against its formulas written out number by number."""
+"""Flow matching and Flow-SDE, compared with formulas for single numbers."""
 
 from __future__ import annotations
 
@@ -121,13 +121,13 @@ def test_step_divergences_equal_torch_kl() -> None:
 
 
 def exact_velocity(x: float, t: float) -> float:
-    """Of the flow from N(0, 1) to the target: E[action - noise | x]."""
+    """Velocity E[action - noise | x] of the flow from N(0, 1) to the target distribution."""
     variance = (1 - t) ** 2 + (t * TARGET_STD) ** 2
     return TARGET_MEAN + (t * TARGET_STD**2 - (1 - t)) / variance * (x - t * TARGET_MEAN)
 
 
 def moments(steps: int, sigmas: torch.Tensor) -> tuple[float, float]:
-    """Mean and variance at t = 1; every step is linear in x, so both are exact."""
+    """Return the exact mean and variance at t = 1; they are exact because each step is linear in x."""
     mean, variance = 0.0, 1.0
     for k in range(steps):
         t, sigma = k / steps, sigmas[k]

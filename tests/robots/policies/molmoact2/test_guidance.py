@@ -1,4 +1,4 @@
-"""Real-time chunking against its formula written out with explicit Jacobians, and what it does to a policy's chunks."""
+"""Real-time chunking, compared with its formula with a numeric Jacobian, and its effect on a policy's chunks."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_guided_velocity_equals_the_formula_with_a_numeric_jacobian(time: float)
 
 
 def _slope(function: object, at: Tensor, index: int, width: float = 1e-5) -> Tensor:
-    """By central differences."""
+    """Return the derivative along dimension `index` by central differences."""
     assert callable(function)
     moved = torch.zeros_like(at)
     moved[index] = width
@@ -80,7 +80,7 @@ def observe(number: int, previous: PreviousActions | None = None) -> RobotObserv
 
 
 def middle(shift: float, steps: int) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
-    """Actions at a share of each dimension's range from its middle."""
+    """Return actions at `shift` of half the range away from the middle of each dimension's range."""
     stats = released.norm_stats()["metadata_by_tag"]["kitchen"]["action_stats"]
     low, high = np.array(stats["q01"]), np.array(stats["q99"])
     return np.tile((low + high) / 2 + shift * (high - low) / 2, (steps, 1)).astype(np.float32)

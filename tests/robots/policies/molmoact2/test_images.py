@@ -1,4 +1,4 @@
-"""Images as patches, against a plain formula and torchvision."""
+"""Images as patches, compared with a plain formula and torchvision."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints as LeRobot saves them: whole, with adapters, and written by us. Built from the format alone."""
+"""Checkpoints in LeRobot's layout: full weights, adapters, and written by us; built from the format's description."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def write_processors(folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The released checkpoint that LeRobot trained from; its own weights differ from those it saved."""
+    """The released checkpoint that LeRobot trained from; its weights differ from the weights that LeRobot saved."""
     return released.write_released(tmp_path_factory.mktemp("base") / "checkpoint", seed=7)
 
 
@@ -94,7 +94,7 @@ def write_lerobot(folder: Path, base: Path, tensors: dict[str, Tensor]) -> Path:
 
 
 def adapted(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The weights as PEFT names them with adapters on some layers, and what they amount to, in float64."""
+    """Return weights under PEFT's names with adapters on some layers, and the merged weights in float64."""
     generator = torch.Generator().manual_seed(5)
     stored, merged = {}, dict(tensors)
     for name, tensor in tensors.items():
@@ -166,7 +166,7 @@ def test_adapters_are_merged_when_read(base: Path, tmp_path: Path) -> None:
 
 
 def test_merging_equals_peft(base: Path, tmp_path: Path) -> None:
-    """PEFT itself as the truth for names, scale and orientation of an adapter."""
+    """PEFT is the reference for names, scale and orientation of an adapter."""
     from peft import LoraConfig, get_peft_model
 
     class Body(torch.nn.Module):

@@ -1,4 +1,4 @@
-"""Masks against their definition, token by token."""
+"""Attention masks, compared with their definition token by token."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_attention_mask_is_causal_within_examples_and_bidirectional_in_images(bi
 
 @st.composite
 def _rows_of_ids(draw: st.DrawFn) -> list[list[int]]:
-    """Up to three examples of tokens, among them ends of turns, and starts and ends of actions in any order."""
+    """Draw up to three examples with EOS and starts and ends of actions among their tokens, in any order."""
     token = st.sampled_from([7, 8, EOS, ACTION_START, ACTION_END])
     return draw(st.lists(st.lists(token, min_size=1, max_size=8), min_size=1, max_size=3))
 
@@ -52,7 +52,7 @@ def test_context_mask_hides_eos_and_discrete_actions(ids: list[list[int]], left:
     batch = replace(as_batch(make_examples(1)), input_ids=row, example_ids=owner_row)
     expected: list[bool] = []
     for one in ids:
-        inside = 0  # starts that no end has closed yet
+        inside = 0  # number of starts without an end so far
         for token in one:
             inside += token == ACTION_START
             expected.append(inside <= 0 and token != EOS)

@@ -1,4 +1,4 @@
-"""The model against formulas in float64, and against transformers' Molmo2."""
+"""The model, compared with formulas in float64 and with transformers' Molmo2."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_states_keys_and_values_equal_transformers_molmo2(bidirectional: bool) -
 
 
 def test_pixels_are_rounded_to_8_bits() -> None:
-    """As the released code rounds pixels in [-1, 1] back to them."""
+    """The released code rounds pixels in [-1, 1] back to 8 bits in the same way."""
     levels = torch.arange(256, dtype=torch.uint8)
     torch.testing.assert_close(normalized(levels).double(), torch.arange(256).double() / 255 * 2 - 1, rtol=0, atol=1e-6)
     assert torch.equal(((normalized(levels) + 1) / 2 * 255).round(), levels.float())
@@ -71,7 +71,7 @@ def test_pixels_are_rounded_to_8_bits() -> None:
 def _reference_loss(
     model: MolmoAct2, batch: PolicyBatch, draws: FlowSamples, visible: list[Tensor]
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The flow loss of every example, and the expert's weights that it depends on, in float64."""
+    """Return each example's flow loss in float64, and the expert's weights with gradients to it."""
     weights = {name: value.detach().double().requires_grad_() for name, value in model.action_expert.named_parameters()}
     cache = [
         tuple(part.detach().double() for part in layer)
@@ -261,7 +261,7 @@ def test_meta_model_is_complete_after_loading_weights() -> None:
 
 
 def _frozen(device: str, both: bool) -> tuple[list[MolmoAct2], PolicyBatch, FlowSamples, LossPlan]:
-    """A model whose VLM is not trained, and the same one with its VLM frozen."""
+    """Return a model whose VLM requires no gradients, and the same model after `freeze_vlm`."""
     models = [make_model().to(device).eval() for _ in range(2)]
     for model in models:
         model.vlm.requires_grad_(False)
@@ -294,7 +294,7 @@ def test_frozen_vlm_as_cuda_graph_has_the_same_gradients() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_compiled_layers_on_gpu_are_as_precise_as_plain_ones(dtype: Precision) -> None:
-    """Losses and gradients, with activations computed again, of two shapes."""
+    """Compares losses and gradients, with activation checkpointing, for two shapes."""
     models = [MolmoAct2(CONFIG, kind) for kind in ("float32", dtype, dtype)]
     for model in models:
         model.load_state_dict(make_model().state_dict())
@@ -310,8 +310,8 @@ def test_compiled_layers_on_gpu_are_as_precise_as_plain_ones(dtype: Precision) -
         whole = float(torch.stack([value.norm() for value in truth.values()]).norm())
         for name, value in truth.items():
             rounding = float((theirs[name].float() - value).norm())
-            # What all scores of a softmax have in common changes nothing: that gradient is 0 and rounding, of the sums
-            # that cancel in it.
+            # A constant added to all scores of a softmax has no effect: its gradient is 0 up to rounding of sums that
+            # cancel.
             least = 1e-6 * whole if name.endswith("k_proj.bias") else 1e-6
             assert float((ours[name].float() - value).norm()) <= 3 * rounding + 1e-2 * float(value.norm()) + least, name
 
@@ -330,7 +330,7 @@ def test_fused_bias_and_gelu_equal_the_formula_and_keep_adapters() -> None:
         assert not torch.equal(fused, plain)
         adapted = nn.Linear(16, 24, device="cuda", dtype=torch.bfloat16)
         mlp.fc1 = nn.Sequential(mlp.fc1, nn.Identity())
-        mlp.fc1.weight, mlp.fc1.bias = adapted.weight, adapted.bias  # as a layer with an adapter has them
+        mlp.fc1.weight, mlp.fc1.bias = adapted.weight, adapted.bias  # a layer with an adapter exposes these attributes
         torch.testing.assert_close(mlp(x), plain, rtol=0, atol=0)
     for actual in (plain, fused):
         assert float((actual.double() - expected).norm() / expected.norm()) < 5e-3

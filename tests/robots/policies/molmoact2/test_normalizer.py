@@ -1,4 +1,4 @@
-"""Normalization and norm_stats.json against numbers worked out by hand."""
+"""Normalization and norm_stats.json, compared with numbers computed by hand."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ STATS = FeatureNormStats(**ENDS, mean=(1.0, 0.0, 5.0), std=(2.0, 0.5, 0.0), name
 def test_quantiles_map_to_plus_minus_one_with_clipping() -> None:
     normalizer = Normalizer.build("action", STATS, "quantiles", normalize_gripper=False)
     assert normalizer.mask.tolist() == [True, False, True]
-    given = [[-2, -0.25, 5], [6, 0.5, 5], [2, 1, 5], [4, 0, 6], [90, 0, 4]]
+    values = [[-2, -0.25, 5], [6, 0.5, 5], [2, 1, 5], [4, 0, 6], [90, 0, 4]]
     wanted = [[-1, -0.25, -1], [1, 0.5, -1], [0, 1, -1], [0.5, 0, 1], [1, 0, -1]]
-    assert normalizer.normalize(given).tolist() == wanted
-    assert normalizer.normalize(given).dtype == np.float32
+    assert normalizer.normalize(values).tolist() == wanted
+    assert normalizer.normalize(values).dtype == np.float32
     restored = normalizer.restore([[-1, -0.25, -1], [0.5, 3, -1], [7, 0, 1]])
     assert restored.tolist() == [[-2, -0.25, 5], [4, 1, 5], [6, 0, 5]]
 
@@ -94,7 +94,7 @@ def test_rejects_gripper_out_of_range() -> None:
 
 
 def measured(values: NDArray[np.float32], names: tuple[str, ...]) -> FeatureNormStats:
-    """Statistics of a dataset, as they become those of its robot."""
+    """Return the statistics of a dataset's robot, with widened quantiles."""
     _, parts = quantiles.measure(values, [len(values)], "action")
     document = quantiles.merge([parts]).statistics().document()
     feature = Feature(dtype="float32", shape=(len(names),), names=list(names))
@@ -153,7 +153,7 @@ def test_quantiles_of_other_dimensions_are_not_widened() -> None:
 @settings(max_examples=100, deadline=None)
 @given(st.integers(20, 400), st.integers(1, 20), st.floats(-10, 10), st.floats(-10, 10))
 def test_dimension_of_two_values_round_trips_or_is_rejected(frames: int, count: int, rest: float, other: float) -> None:
-    """However often the other one comes: a dataset's robot brings both back, unwidened statistics do or are refused."""
+    """Two values in any proportion: with widened statistics both round-trip; others are rejected if they do not."""
     values = np.full((frames, 1), rest, np.float32)
     values[:count] = other
     _, parts = quantiles.measure(values, [frames], "action")
@@ -178,8 +178,8 @@ def test_rejects_action_that_no_prediction_reaches(gripper: float) -> None:
     q01, q99 = (-2.0, -1.0, 5.0), (6.0, -1.0 + gripper, 5.0)
     refuses("quantiles", "'left_Gripper'", q01=q01, q99=q99)
     stats = STATS.model_copy(update={"q01": q01, "q99": q99})
-    Normalizer.build("action", stats, "quantiles", normalize_gripper=False)  # it is passed on
-    assert Normalizer.build("state", stats, "quantiles", True).normalize([0, 1, 5])[1] == 1  # as released
+    Normalizer.build("action", stats, "quantiles", normalize_gripper=False)  # the gripper is not normalized
+    assert Normalizer.build("state", stats, "quantiles", True).normalize([0, 1, 5])[1] == 1  # the released behavior
     unknown = STATS.model_copy(update={"q01": q01, "q99": q99, "min": None, "max": None})
     Normalizer.build("action", unknown, "quantiles", normalize_gripper=True)
 

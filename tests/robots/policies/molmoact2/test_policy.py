@@ -79,7 +79,7 @@ def test_open_policy_uses_saved_or_changed_settings(loaded: LoadedPolicy, tmp_pa
     opened = open_policy(tmp_path, "continuous", rows=1)
     expected = MolmoAct2Policy(loaded.model, loaded.processor(), loaded.settings, "continuous", rows=1)
     two = (OBSERVATIONS[:2], SEEDS[:2])
-    if not torch.cuda.is_available():  # where there is a GPU, that is where it was opened
+    if not torch.cuda.is_available():  # open_policy uses a GPU if there is one
         assert opened.predict(*two).tobytes() == expected.predict(*two).tobytes()
     short = open_policy(tmp_path, "continuous", rows=1, n_action_steps=2)
     assert short.predict(*two).tobytes() == opened.predict(*two)[:, :2].tobytes()
@@ -121,7 +121,7 @@ def test_rejects_untrained_action_mode_and_too_many_steps(loaded: LoadedPolicy, 
 def speaking(
     loaded: LoadedPolicy, tokens: ActionTokens, answer: list[int], refuse_undecoded: bool = False
 ) -> MolmoAct2Policy:
-    """A policy that says `answer`: its layers add nothing, so each token is chosen by the one before it."""
+    """Make a policy that generates `answer`: its layers add nothing, so a token only depends on the previous one."""
     settings = loaded.settings.model_copy(update={"action_mode": "both"})
     parts = replace(loaded.parts, settings=settings, action_tokens=tokens)
     model = copy.deepcopy(loaded.model)
@@ -154,7 +154,7 @@ def test_action_tokens_are_decoded_and_invalid_ones_counted(loaded: LoadedPolicy
     actions = policy.predict(OBSERVATIONS[:2], SEEDS[:2])
     stats = released.norm_stats()["metadata_by_tag"]["kitchen"]["action_stats"]
     low, high = np.array(stats["q01"]), np.array(stats["q99"])
-    coefficients = np.rint(10 * 2 * level.astype(np.float64))  # of a constant over 4 steps, DCT-II, orthonormal
+    coefficients = np.rint(10 * 2 * level.astype(np.float64))  # first DCT coefficient of a constant over 4 steps
     expected = low + (coefficients / 20 + 1) * (high - low) / 2
     np.testing.assert_allclose(actions, np.broadcast_to(expected, (2, 3, 7)), atol=1e-5)
     assert policy.undecoded == 0

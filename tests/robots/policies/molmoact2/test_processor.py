@@ -1,4 +1,4 @@
-"""Examples as a whole, with the released prompt tokenized at once, and the words of a task."""
+"""Encoded examples, compared with the released prompt tokenized as one text; normalization of a task's text."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ LAYOUT = ImageLayout(side=42, patch=14, pool=2, columns=False)
 
 
 def tokenizer(words: tuple[str, ...] = WORDS + EXTRAS, pad: str | None = "<|endoftext|>") -> PreTrainedTokenizerFast:
-    """One token a byte, and the special ones."""
+    """Return a tokenizer with one token per byte, and special tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     model = Tokenizer(models.BPE(vocab={byte: index for index, byte in enumerate(alphabet)}, merges=[]))
     model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -114,7 +114,7 @@ def build(settings: RobotPolicySettings, fast: ActionTokens | None, **changes: A
 
 
 def text(columns: str = "", images: tuple[str, ...] = ("Image 1", "Image 2")) -> str:
-    """The released prompt, spelled out: 42 pixels are 3 x 3 patches, pooled to 2 x 2 tokens."""
+    """Return the released prompt as text; 42 pixels are 3 x 3 patches, which are pooled to 2 x 2 tokens."""
     image = "<im_start>" + ("<im_patch><im_patch>" + columns) * 2 + "<im_end>"
     return (
         "<|im_end|>"
@@ -245,7 +245,7 @@ def test_rejects_invalid_frames(change: dict[str, Any], code: str, shown: list[A
 
 
 def without(word: str) -> tuple[str, ...]:
-    """The special tokens with another name for `word`."""
+    """Return the special tokens with `word` renamed."""
     return tuple("<unused>" if each == word else each for each in WORDS + EXTRAS)
 
 

@@ -1,4 +1,4 @@
-"""Samples against Euler's method in float64, tokens against a full forward pass each, and rows against one another."""
+"""Sampled chunks compared with Euler's method in float64, tokens with full forward passes, and rows with each other."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SEEDS = [11, 7, 2**63 + 5]
 
 
 def _sampler(model: MolmoAct2, group: int = 1, **changes: object) -> Sampler:
-    """With groups of more than one padded as on a GPU."""
+    """Make a sampler; with groups of several rows it pads as on a GPU."""
     sampler = Sampler(model, replace(PLAN, **changes), horizon=HORIZON, group=group, width=40, pad_id=0)
     sampler.group, sampler._padded = group, sampler._padded or group > 1
     return sampler
@@ -42,7 +42,7 @@ def _observed(count: int) -> list[Example]:
 
 
 def _calm_model() -> MolmoAct2:
-    """With velocities of about 1, as a trained model has."""
+    """Make a model with velocities of about 1, as in a trained model."""
     model = make_model()
     with torch.no_grad():
         model.action_expert.final_layer.linear.weight.mul_(0.3)
@@ -162,14 +162,14 @@ def test_padded_row_width_depends_only_on_its_length(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.slow
 def test_each_shape_has_compiled_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of three sizes of groups and two widths, which is more than torch keeps unless it is told."""
+    """Three group sizes and two widths are more shapes than torch compiles by default."""
     real, counters = torch.compile, torch._dynamo.utils.counters
     monkeypatch.setattr(
         torch, "compile", lambda function, dynamic, options: real(function, dynamic=dynamic, backend="eager")
     )
     monkeypatch.setattr(sampling, "TILE", 16)
     model, examples = _calm_model(), _observed(2)
-    with torch._dynamo.config.patch(recompile_limit=8):  # puts back what is set within
+    with torch._dynamo.config.patch(recompile_limit=8):  # restores the limit that compile_layers sets
         model.compile_layers(dynamic=False)
         counters.clear()
         for rows in (4, 1, 2):
