@@ -363,17 +363,13 @@ def image_refs(folder: Path) -> list[ImageRef]:
     """Return the images that the tables in `folder` refer to, each once, with width and height set to 0."""
     seen: set[tuple[str, str]] = set()
     for path in sorted(folder.rglob("*.parquet")):
-        columns = [field.name for field in pq.read_schema(path) if _shows_images(field.type)]
+        lists = [field for field in pq.read_schema(path) if pa.types.is_list(field.type)]
+        columns = [field.name for field in lists if field.type.value_type == IMAGE_REF]
         for column in pq.read_table(path, columns=columns).columns if columns else ():
             rows = pc.list_flatten(column)
             digests, kinds = (pc.struct_field(rows, name).to_pylist() for name in ("sha256", "media_type"))
             seen.update(zip(digests, kinds, strict=True))
     return [ImageRef(digest, kind, 0, 0) for digest, kind in sorted(seen)]
-
-
-def _shows_images(kind: pa.DataType) -> bool:
-    """True if a column's type is a list of image references."""
-    return pa.types.is_list(kind) and kind.value_type == IMAGE_REF
 
 
 def write_archive(images: ImageStore, refs: Iterable[ImageRef], target: Path, say: Callable[[str], None]) -> None:

@@ -21,7 +21,7 @@ from armature.components.artifacts.disk import locked_sibling
 from armature.components.artifacts.images import ImageStore, image_refs, unpack_archive, write_archive
 from armature.components.artifacts.record import Record
 from armature.components.artifacts.remote_attempts import ATTEMPTS, RemoteAttempts
-from armature.components.artifacts.remote_folder import RemoteFolder, Source
+from armature.components.artifacts.remote_folder import Files, RemoteFolder, Source
 from armature.components.contracts.errors import ConfigurationError, DataError
 
 MARKER = "artifact.json"
@@ -48,7 +48,7 @@ class RemoteMarker(BaseModel):
     marker_version: Literal[1] = 1
     copy_id: Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
     digest: str
-    files: dict[str, tuple[Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")], NonNegativeInt]]
+    files: Files
     images: NonNegativeInt | None = None
 
 
@@ -121,18 +121,15 @@ class RemoteStore:
 
     def _sent(self, home: str, folder: Path, record: Record, copy_id: str) -> RemoteMarker:
         """Send the files of one copy that the remote lacks. Return the marker that would make it count."""
-        there = self._files.facts(f"{home}/{copy_id}")
         files = {name: (md5, state.size) for name, (md5, state) in record.files.items()}
-        lacking = {md5: folder / name for name, (md5, size) in files.items() if there.get(md5, {}).get("size") != size}
+        contents = {md5: folder / name for name, (md5, _) in files.items()}
         images, refs = None, image_refs(folder)
         with self.scratch() as scratch:
             if refs:
-                archive = scratch / ARCHIVE
-                write_archive(self._images, refs, archive, self._say)
-                images = archive.stat().st_size
-                if there.get(ARCHIVE, {}).get("size") != images:
-                    lacking[ARCHIVE] = archive
-            self._files.put({f"{home}/{copy_id}/{name}": path for name, path in lacking.items()})
+                contents[ARCHIVE] = scratch / ARCHIVE
+                write_archive(self._images, refs, contents[ARCHIVE], self._say)
+                images = contents[ARCHIVE].stat().st_size
+            self._files.put(f"{home}/{copy_id}", contents)
         return RemoteMarker(copy_id=copy_id, digest=record.digest, files=files, images=images)
 
     def fetch(self, stage: str, fingerprint: str, marker: RemoteMarker, folder: Path) -> None:

@@ -22,13 +22,12 @@ from contextlib import AbstractContextManager
 from datetime import UTC, datetime
 from pathlib import Path
 from threading import Lock, Thread
-from typing import Annotated
 from uuid import uuid4
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from armature.components.artifacts.disk import link_folder, sync_tree, write_file
-from armature.components.artifacts.remote_folder import RemoteFolder, Source
+from armature.components.artifacts.remote_folder import Files, RemoteFolder, Source
 from armature.components.contracts.digests import file_digest
 from armature.components.contracts.errors import ArmatureError, DataError
 from armature.components.contracts.files import confined
@@ -79,7 +78,7 @@ class NewestCheckpoint(BaseModel):
 
     checkpoint: str
     parts: tuple[str, ...]
-    files: dict[str, tuple[Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")], NonNegativeInt]]
+    files: Files
 
     @property
     def steps(self) -> int:
@@ -142,13 +141,11 @@ class RemoteAttempts:
         home = f"{ATTEMPTS}/{workspace}/{attempt.number:06d}"
         paths = {path.relative_to(snapshot).as_posix(): path for path in snapshot.rglob("*") if path.is_file()}
         files = {name: (file_digest(path), path.stat().st_size) for name, path in paths.items()}
-        there = self._files.facts(home)
-        lacking = {md5: paths[name] for name, (md5, size) in files.items() if there.get(md5, {}).get("size") != size}
-        self._files.put({f"{home}/{md5}": path for md5, path in lacking.items()})
+        before = self._files.put(home, {md5: paths[name] for name, (md5, _) in files.items()})
         within = Path(checkpoint).parts[0]
         parts = (*sorted({name.split("/")[0] for name in paths} - {within}), checkpoint)
         self._files.write(f"{home}/{NEWEST}", NewestCheckpoint(checkpoint=checkpoint, parts=parts, files=files))
-        for md5 in there.keys() - {md5 for md5, _ in files.values()} - {NEWEST}:
+        for md5 in set(before) - {md5 for md5, _ in files.values()} - {NEWEST}:
             self._files.remove(f"{home}/{md5}")
         self._say(f"sent the checkpoint of step {_steps(checkpoint)} to the remote store")
 

@@ -9,18 +9,18 @@ import errno
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import IO, Any, NamedTuple, TypeVar
+from typing import IO, Annotated, Any, NamedTuple, TypeVar
 from uuid import uuid4
 
 import fsspec
 from fsspec.asyn import AsyncFileSystem
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.spec import AbstractFileSystem
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, Field, NonNegativeInt, ValidationError
 
 from armature.components.artifacts.disk import FULL, raising_disk_full, sync
 from armature.components.contracts.errors import ArmatureError, ConfigurationError, DataError, StoreError
@@ -61,6 +61,10 @@ MAY_SUCCEED = frozenset({408, 425, 429})
 NO_CREDENTIALS = frozenset({"NoCredentialsError", "PartialCredentialsError", "ProfileNotFound", "RefreshError"})
 """Class names of errors about credentials; by name, since the clients may not be installed."""
 NO_CALLBACK = fsspec.callbacks.NoOpCallback()
+
+
+Files = dict[str, tuple[Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")], NonNegativeInt]]
+"""MD5 and size in bytes of each file, by relative path."""
 
 
 class Source(NamedTuple):
@@ -249,20 +253,10 @@ class RemoteFolder(RemoteFiles):
                 remedy=PACKAGES.get(url.partition("://")[0], "install it beside armature"),
             ) from error
         except (ValueError, TypeError, OSError) as error:
-            raise ConfigurationError(
-                f"not the address of a remote store: {error}",
-                code="invalid_remote_store",
-                where=f"machine.remote_store = {url!r}",
-                remedy="write it as s3://bucket/prefix, or as a folder",
-            ) from error
+            raise _invalid_address(url, error) from error
         local = isinstance(self._filesystem, LocalFileSystem)
         if reason := _unusable(url, local):
-            raise ConfigurationError(
-                f"not the address of a remote store: {reason}",
-                code="invalid_remote_store",
-                where=f"machine.remote_store = {url!r}",
-                remedy="write it as s3://bucket/prefix, or as the absolute path of a folder",
-            )
+            raise _invalid_address(url, reason)
         self.folder = Path(self._root).resolve() if local else None
         """The local folder, if the remote store is one."""
 
@@ -312,11 +306,20 @@ class RemoteFolder(RemoteFiles):
         """Names directly below `folder`, sorted."""
         return sorted(self._below(folder, self._answered(self._entries, folder)))
 
-    def put(self, files: Mapping[str, Path]) -> None:
-        """Copy local files to these remote names, with one request per file unless it is large."""
+    def put(self, folder: str, files: Mapping[str, Path]) -> Collection[str]:
+        """Copy local files to these names in `folder`, except where a file of the same size exists.
+
+        Files that are not large take one request each.
+
+        Returns:
+            The names of all files that were in the folder before.
+        """
+        there = self.facts(folder)
+        missing = {name: path for name, path in files.items() if there.get(name, {}).get("size") != path.stat().st_size}
         with raising_disk_full(Path(self._root)):
-            calls = [(str(source), self._path(name)) for name, source in files.items()]
+            calls = [(str(source), self._path(f"{folder}/{name}")) for name, source in missing.items()]
             self._all(self._filesystem.put_file, calls)
+        return there.keys()
 
     def remove(self, name: str) -> None:
         """Delete a file, or a folder with everything in it. Do nothing if it does not exist."""
@@ -455,6 +458,15 @@ def _error_of(request: Callable[..., object], call: tuple[Any, ...]) -> Exceptio
     except Exception as error:  # each kind of store raises its own errors
         return error
     return None
+
+
+def _invalid_address(url: str, reason: object) -> ConfigurationError:
+    return ConfigurationError(
+        f"not the address of a remote store: {reason}",
+        code="invalid_remote_store",
+        where=f"machine.remote_store = {url!r}",
+        remedy="write it as s3://bucket/prefix, or as the absolute path of a folder",
+    )
 
 
 def _unusable(url: str, local: bool) -> str | None:

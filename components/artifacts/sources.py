@@ -82,7 +82,9 @@ def _files(module: str) -> dict[str, Path]:
         path = Path(spec.origin)
         files[name] = path
         package = name if spec.submodule_search_locations else name.rpartition(".")[0]
-        whole = package != "" and _of_one_environment(package)
+        # A whole package counts if it is not ours, or if it is the package of one of our environments.
+        ours = package.partition(".")[0] == OURS and not package.startswith(f"{ENVIRONMENTS_HERE}.")
+        whole = package != "" and not ours
         if whole and package not in packages:
             packages.add(package)
             below = [each.relative_to(path.parent) for each in _walk(path.parent) if each.suffix == ".py"]
@@ -93,11 +95,6 @@ def _files(module: str) -> dict[str, Path]:
             waiting += imported
             files |= {f"{name}:{text}": file for text, file in _named(texts, path.parent, whole)}
     return files
-
-
-def _of_one_environment(package: str) -> bool:
-    """True if the whole package enters a digest: it is not ours, or it is the package of one of our environments."""
-    return package.partition(".")[0] != OURS or package.startswith(f"{ENVIRONMENTS_HERE}.")
 
 
 def _counts(name: str, start: str) -> bool:

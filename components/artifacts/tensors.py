@@ -36,7 +36,7 @@ def open_tensors(path: Path, framework: str = "numpy") -> Any:
 
 
 @contextmanager
-def checkpoint_folder(folder: Path) -> Iterator[Path]:
+def new_checkpoint_folder(folder: Path) -> Iterator[Path]:
     """Yield an empty folder to write a checkpoint into; it replaces `folder` atomically when the block ends well.
 
     Raises:

@@ -6,7 +6,7 @@ import json
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
 from typing import Any, TypeVar
@@ -48,6 +48,10 @@ RESULTS = TableSchema(
 )
 
 
+PER_EPISODE = ("turns", "completion_tokens", "format_errors", "inadmissible_actions", "truncated")
+"""Columns whose means over finished episodes are metrics."""
+
+
 @dataclass(frozen=True)
 class EpisodeResult:
     """Result of one planned episode, a row of `results.parquet`.
@@ -62,14 +66,14 @@ class EpisodeResult:
     split: str
     kind: str
     solved: bool
-    reward: float | None
-    reward_parts: Mapping[str, float]
-    turns: int
-    completion_tokens: int
-    format_errors: int
-    inadmissible_actions: int
-    truncated: bool
-    failure: str | None
+    reward: float | None = None
+    reward_parts: Mapping[str, float] = field(default_factory=dict)
+    turns: int = 0
+    completion_tokens: int = 0
+    format_errors: int = 0
+    inadmissible_actions: int = 0
+    truncated: bool = False
+    failure: str | None = None
 
     def row(self) -> dict[str, Any]:
         """The result as a row of the table."""
@@ -127,7 +131,6 @@ def _finished(trajectory: Trajectory, split: str, kind: str, success_reward: flo
         format_errors=defects["format"],
         inadmissible_actions=defects["inadmissible"],
         truncated=trajectory.truncated,
-        failure=None,
     )
 
 
@@ -138,13 +141,6 @@ def _failed(failure: Failure, split: str, kind: str) -> EpisodeResult:
         split=split,
         kind=kind,
         solved=False,
-        reward=None,
-        reward_parts={},
-        turns=0,
-        completion_tokens=0,
-        format_errors=0,
-        inadmissible_actions=0,
-        truncated=False,
         failure=failure.reason,
     )
 
@@ -229,11 +225,8 @@ def split_metrics(results: Sequence[EpisodeResult]) -> dict[str, Any]:
         "kinds": {kind: _kind_metrics(group) for kind, group in sorted(by_kind(results).items())},
     }
     if done:
-        numbers["turns"] = fmean(result.turns for result in done)
-        numbers["completion_tokens"] = fmean(result.completion_tokens for result in done)
-        numbers["format_errors"] = fmean(result.format_errors for result in done)
-        numbers["inadmissible_actions"] = fmean(result.inadmissible_actions for result in done)
-        numbers["truncated"] = fmean(result.truncated for result in done)
+        for name in PER_EPISODE:
+            numbers[name] = fmean(getattr(result, name) for result in done)
     if solved:
         numbers["turns_when_solved"] = fmean(result.turns for result in solved)
     return numbers

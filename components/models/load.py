@@ -21,7 +21,7 @@ from transformers import (
     ProcessorMixin,
 )
 
-from armature.components.artifacts.tensors import checkpoint_folder, read_tensors
+from armature.components.artifacts.tensors import new_checkpoint_folder, read_tensors
 from armature.components.contracts.errors import ConfigurationError, DataError
 from armature.components.contracts.files import foreign
 from armature.components.families.family import Family, family_of
@@ -267,7 +267,7 @@ def save_checkpoint(
     """
     base, state = base_model(model), dict(merged_weights(model) if weights is None else weights)
     convert = has_hub_layout(base.config) and not is_remote(base)  # remote code uses the files' names already
-    with checkpoint_folder(folder) as new:
+    with new_checkpoint_folder(folder) as new:
         if convert:  # transformers itself would write a wrong embedding, see molmo2.py
             base.save_pretrained(new, state_dict=to_hub(state, base.config), save_original_format=False)
         else:

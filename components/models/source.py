@@ -122,7 +122,8 @@ def locate(source: str | Path, revision: str | None = None, kind: CheckpointKind
     """
     folder = Path(source)
     if not is_folder(folder):
-        return _fetch(str(source), revision, kind)
+        check_source_name(str(source), revision, kind)
+        return fetch_files(kind.name, str(source), revision, **kind.files)
     if (folder / CHECKPOINT).is_dir():
         return folder / CHECKPOINT
     if not (folder / REFERENCE).is_file():
@@ -189,12 +190,6 @@ def check_source_name(source: str, revision: str | None, kind: CheckpointKind = 
             where=f"{kind.name}: {source!r}",
             remedy=kind.no_revision,
         )
-
-
-def _fetch(name: str, revision: str | None, kind: CheckpointKind) -> Path:
-    """Fetch a hub name's files and return their folder."""
-    check_source_name(name, revision, kind)
-    return fetch_files(kind.name, name, revision, **kind.files)
 
 
 def fetch_files(title: str, name: str, revision: str | None, **choice: Any) -> Path:

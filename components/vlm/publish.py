@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers.core_model_loading import revert_weight_conversion
 
-from armature.components.artifacts.tensors import checkpoint_folder
+from armature.components.artifacts.tensors import new_checkpoint_folder
 from armature.components.contracts.errors import ConfigurationError
 from armature.components.inference.served.armature_served.deltas import HostWeights, write_delta
 from armature.components.models.load import save_checkpoint
@@ -96,7 +96,7 @@ class DeltaSeries:
 
     def _write(self, folder: Path, last: Path, new: Iterable[tuple[str, Tensor]]) -> bool:
         assert self._held is not None
-        with checkpoint_folder(folder) as made:
+        with new_checkpoint_folder(folder) as made:
             self._room -= write_delta(made, self._held, last.name, new)
         return self._room >= 0
 
@@ -176,7 +176,7 @@ class Publisher:
         weights = adapter_weights(model, whole)
         if ranks.first:
             typed = {name: value.to(self._dtypes[layer_of(name)]) for name, value in weights.items()}
-            with checkpoint_folder(folder) as new:
+            with new_checkpoint_folder(folder) as new:
                 write_adapter(new, model, typed)
             remove_old_versions(folder.parent)
 

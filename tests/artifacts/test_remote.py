@@ -9,7 +9,7 @@ import errno
 import hashlib
 import threading
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from io import BytesIO
 from pathlib import Path
@@ -292,10 +292,10 @@ def test_force_waits_for_another_process_that_sends_the_artifact(tmp_path, monke
         patched.setattr(ArtifactStore, "_send", lambda *_: None)
         one.write("stage", "f1", filled())
 
-    def slow_put(self: RemoteFolder, files: Mapping[str, Path]) -> None:
+    def slow_put(self: RemoteFolder, folder: str, files: Mapping[str, Path]) -> Collection[str]:
         began.set()
         assert go_on.wait(30)
-        put(self, files)
+        return put(self, folder, files)
 
     monkeypatch.setattr(RemoteFolder, "put", slow_put)
     sent: list[int] = []
@@ -316,9 +316,9 @@ def test_force_waits_for_another_process_that_sends_the_artifact(tmp_path, monke
 def test_artifact_discarded_during_sending_is_skipped(tmp_path, monkeypatch):
     store, put = ArtifactStore(tmp_path / "one", URL, say=lambda line: None), RemoteFolder.put
 
-    def discard_first(self: RemoteFolder, files: Mapping[str, Path]) -> None:
+    def discard_first(self: RemoteFolder, folder: str, files: Mapping[str, Path]) -> Collection[str]:
         ArtifactStore(tmp_path / "one").discard("stage", "f1")
-        put(self, files)
+        return put(self, folder, files)
 
     with monkeypatch.context() as patched:
         patched.setattr(ArtifactStore, "_send", lambda *_: None)

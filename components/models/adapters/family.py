@@ -46,9 +46,8 @@ def validate_batch(batch: MultimodalBatch) -> MultimodalBatch:
             remedy=REMEDY,
         )
     rows, length = ids.shape
-    _shape("attention_mask", batch.attention_mask, (rows, length))
-    _shape("loss_mask", batch.loss_mask, (rows, length))
-    _shape("behavior_logprobs", batch.behavior_logprobs, (rows, length))
+    for name in ("attention_mask", "loss_mask", "behavior_logprobs"):
+        _shape(name, getattr(batch, name), (rows, length))
     _shape("rewards", batch.rewards, (rows,))
     if batch.advantages is not None:
         _shape("advantages", batch.advantages, (rows, length))

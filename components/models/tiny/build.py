@@ -69,7 +69,11 @@ def make_tiny_checkpoint(
     with _reproducible(seed):
         model = apply_image_attention(AutoModelForImageTextToText.from_config(config, dtype=torch.float32))
         recipe.initialize(model, settings)
-        model.generation_config = _generation(tokenizer)
+        model.generation_config = GenerationConfig(
+            bos_token_id=tokenizer.bos_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+        )
         if settings.format is not None:
             format_pretraining(model, processor, settings.format, seed)
     # Save weights under the names in released checkpoints, which vLLM reads. transformers does so for a model that
@@ -86,15 +90,6 @@ def _texts(settings: FormatSettings | None) -> list[str]:
     turns = [turn for script in settings.transcripts for turn in (*script.user, *script.assistant)]
     prompts = [turn.replace("{image}", "").replace("{answer}", "") for turn in turns]
     return [*settings.answers, settings.system, *prompts]
-
-
-def _generation(tokenizer: Any) -> GenerationConfig:
-    """Generation config with the tokenizer's special tokens."""
-    return GenerationConfig(
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from itertools import cycle, islice
 from typing import Any, cast
 
@@ -67,16 +67,11 @@ def _trained(model: PreTrainedModel, trained: str) -> list[torch.nn.Parameter]:
     return [parameter for name, parameter in model.named_parameters() if family.component_of(name) == "language"]
 
 
-class _Answers:
-    """Draws answers without replacement, so that all are equally frequent."""
-
-    def __init__(self, answers: tuple[str, ...], rng: np.random.Generator) -> None:
-        self.answers, self.rng, self.left = answers, rng, list[str]()
-
-    def draw(self) -> str:
-        if not self.left:
-            self.left = [self.answers[index] for index in self.rng.permutation(len(self.answers))]
-        return self.left.pop()
+def _draws(answers: tuple[str, ...], rng: np.random.Generator) -> Iterator[str]:
+    """Yield answers endlessly, each once per random permutation, so that all are equally frequent."""
+    while True:
+        for index in reversed(rng.permutation(len(answers)).tolist()):
+            yield answers[index]
 
 
 def _schedule(step: int, steps: int) -> float:
@@ -90,7 +85,7 @@ class _Batches:
 
     def __init__(self, processor: Any, settings: FormatSettings, rng: np.random.Generator) -> None:
         self.processor, self.settings, self.rng = processor, settings, rng
-        self.answers = _Answers(settings.answers, rng)
+        self.answers = _draws(settings.answers, rng)
         self.rows = cycle(settings.transcripts)
         self.conversations: dict[tuple[Transcript, str], tuple[str, list[tuple[int, list[int]]]]] = {}
         self.prompt_lengths: dict[str, int] = {}
@@ -100,7 +95,7 @@ class _Batches:
         """The processor's tensors of B conversations, and labels (B, L) int64, which are IGNORE outside of answers."""
         texts, images, answers = [], [], []
         for script in islice(self.rows, self.settings.batch_size):
-            key = (script, self.answers.draw())
+            key = (script, next(self.answers))
             if key not in self.conversations:
                 self.conversations[key] = self._conversation(*key)
             text, spans = self.conversations[key]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
@@ -40,7 +40,8 @@ def train_tokenizer(
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    model.train_from_iterator(_corpus(list(texts)), trainer)
+    texts = list(texts)
+    model.train_from_iterator([*texts, *texts, *TEXT] * REPEATS, trainer)
     model.add_tokens([AddedToken(word, normalized=False) for word in vocabulary.words])
     model.add_special_tokens(list(vocabulary.inputs_only))
     tokenizer = PreTrainedTokenizerFast(
@@ -55,7 +56,3 @@ def train_tokenizer(
     )
     tokenizer.chat_template = template
     return tokenizer
-
-
-def _corpus(texts: Sequence[str]) -> list[str]:
-    return [*texts, *texts, *TEXT] * REPEATS

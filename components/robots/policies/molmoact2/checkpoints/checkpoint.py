@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from armature.components.artifacts.tensors import checkpoint_folder
+from armature.components.artifacts.tensors import new_checkpoint_folder
 from armature.components.models.blockwise import FP8Linear
 from armature.components.models.load import without_storage
 from armature.components.models.source import locate
@@ -174,7 +174,7 @@ def save_policy(
             value head are written to a file of their own, because only further training needs them.
     """
     head = {name: tensor.cpu() for name, tensor in weights.items() if name.startswith(VALUE_HEAD)}
-    with checkpoint_folder(folder) as new:
+    with new_checkpoint_folder(folder) as new:
         write_parts(new, parts)
         if head:
             save_file(head, new / VALUE_HEAD_FILE)
@@ -198,7 +198,7 @@ def save_lerobot(folder: Path, parts: PolicyParts, weights: Mapping[str, Tensor]
             "state_stats": _masked(processor.robot.state_stats, processor.state),
         }
     )
-    with checkpoint_folder(folder) as new:
+    with new_checkpoint_folder(folder) as new:
         (new / BASE).mkdir()
         write_parts(new / BASE, parts)
         write_processors(new, parts.settings, robot, base, parts.config.max_action_dim)
