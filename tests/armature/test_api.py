@@ -29,24 +29,24 @@ PROMISED = {
 
 
 @pytest.mark.parametrize("name", armature.__all__)
-def test_every_name_can_be_imported_and_says_what_it_is(name):
+def test_public_name_is_importable_and_documented(name):
     found = getattr(armature, name)
     assert found.__name__ == name and found.__doc__
 
 
-def test_the_promised_names_are_there_and_no_other_name_passes():
+def test_promised_names_exist_and_unknown_names_raise():
     assert set(armature.__all__) >= PROMISED
     assert set(dir(armature)) >= set(armature.__all__)
     with pytest.raises(AttributeError):
         armature.MultimodalGRPOTrainr  # noqa: B018
 
 
-def test_the_page_lists_exactly_the_public_names():
+def test_api_page_lists_exactly_the_public_names():
     rows = re.findall(r"^\| `(\w+)` \|", (ROOT / "docs/api.md").read_text(), re.MULTILINE)
     assert sorted(rows) == sorted(armature.__all__)
 
 
-def test_type_checkers_see_the_same_names():
+def test_type_checkers_see_the_public_names():
     """What is imported under TYPE_CHECKING, by a parser: module for module what is imported at run time."""
     tree = ast.parse(Path(armature.__file__).read_text())
     (block,) = [node for node in tree.body if isinstance(node, ast.If)]
@@ -55,7 +55,7 @@ def test_type_checkers_see_the_same_names():
     assert typed == armature._MODULES and sorted(typed) == sorted(armature.__all__)
 
 
-def test_importing_armature_is_quick_and_loads_nothing_heavy():
+def test_import_armature_loads_nothing_heavy():
     script = (
         "import sys, time; began = time.process_time(); import armature; took = time.process_time() - began\n"
         "heavy = {'torch', 'transformers', 'numpy', 'pydantic', 'prefect', 'components'} & set(sys.modules)\n"
@@ -67,7 +67,7 @@ def test_importing_armature_is_quick_and_loads_nothing_heavy():
 
 
 @pytest.mark.parametrize(("before", "after"), [(None, "passive"), ("active", "active")])
-def test_threads_wait_without_spinning_whoever_imports_it(before, after):
+def test_import_sets_passive_thread_waiting(before, after):
     others = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
     script = "import os, armature; print(os.environ['OMP_WAIT_POLICY'])"
     env = others | ({"OMP_WAIT_POLICY": before} if before else {})

@@ -16,7 +16,7 @@ from tests.refusals import refused
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
-def test_list_is_json_for_programs(tmp_path):
+def test_list_prints_json(tmp_path):
     command = [sys.executable, "-m", "armature", "list", "--json"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     by_name = {row["name"]: row for row in json.loads(done.stdout)}
@@ -37,7 +37,7 @@ def test_list_is_json_for_programs(tmp_path):
         (["train-multimodal", "@", "missing.toml"], 2, "TOML config not found: "),
     ],
 )
-def test_wrong_input_is_named_without_a_traceback(arguments, code, said, armature):
+def test_invalid_input_is_an_error_without_traceback(arguments, code, said, armature):
     done = armature(*arguments)
     assert done.code == code, done.stderr
     assert said in done.stderr and "Traceback" not in done.stderr
@@ -57,20 +57,20 @@ def test_wrong_input_is_named_without_a_traceback(arguments, code, said, armatur
         (["--machine", "trainer_gpus=[99]"], "GPU 99 is named"),
     ],
 )
-def test_what_would_fail_minutes_later_is_said_before_anything_is_made(command, given, said, armature, tmp_path):
+def test_late_failures_are_found_before_the_run_starts(command, given, said, armature, tmp_path):
     done = armature(command, "train-vlm/colors", *given)
     assert done.code in (1, 2) and said in done.stderr and "Traceback" not in done.stderr
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_version_is_that_of_the_distribution(armature):
+def test_version_equals_the_distribution(armature):
     from importlib.metadata import version
 
     done = armature("--version")
     assert done.code == 0 and done.stdout.startswith(f"armature {version('armature-vla')} ")
 
 
-def test_a_shell_completes_commands_and_recipes(armature, monkeypatch):
+def test_shell_completes_commands_and_recipes(armature, monkeypatch):
     def completed(*words: str) -> list[str]:
         monkeypatch.setenv("COMP_WORDS", " ".join(words))
         monkeypatch.setenv("COMP_CWORD", str(len(words) - 1))
@@ -84,14 +84,14 @@ def test_a_shell_completes_commands_and_recipes(armature, monkeypatch):
 @pytest.mark.parametrize(
     "name", ["evaluate/libero", "train-vla/tiny", "quantile-stats/folder", "alfworld-games/generated"]
 )
-def test_recipes_without_model_servers_are_checked_without_an_interpreter_that_has_vllm(name, armature):
+def test_check_without_model_servers_needs_no_vllm(name, armature):
     done = armature(
         "check", name, "--configuration-only", "--machine", "server_python=nowhere", "--machine", "trainer_gpus=[]"
     )
     assert done.code == 0 and "what the recipe names is there" in done.stdout
 
 
-def test_stage_makes_an_artifact_once_and_links_it(tmp_path, armature):
+def test_stage_makes_artifact_once_and_links_it(tmp_path, armature):
     config = str(REPOSITORY / "configs/train-vlm/colors.toml")
     small = ["--set", "environment.train_tasks=8", "--set", "environment.heldout_tasks=8"]
     first = armature("stage", "tasks", "--config", config, "--out", "data/tasks", *small)
@@ -105,7 +105,7 @@ def test_stage_makes_an_artifact_once_and_links_it(tmp_path, armature):
     assert missing.code == 2 and "['model', 'tasks'], given ['tasks']" in missing.stderr
 
 
-def test_seed_layout_is_read_with_its_own_words(tmp_path):
+def test_train_multimodal_reads_the_published_layout(tmp_path):
     from armature.train_multimodal import InferenceArgs, parse
 
     file = tmp_path / "vlm.toml"
@@ -123,7 +123,7 @@ def test_seed_layout_is_read_with_its_own_words(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["file", "below a file", "link to itself", "no permission", "NUL", "too long"])
-def test_a_store_that_cannot_be_used_is_said(tmp_path, kind, armature):
+def test_unusable_store_is_an_error(tmp_path, kind, armature):
     (tmp_path / "file").write_text("")
     (tmp_path / "loop").symlink_to("loop")
     (tmp_path / "closed").mkdir(mode=0o500)
@@ -140,7 +140,7 @@ def test_a_store_that_cannot_be_used_is_said(tmp_path, kind, armature):
     assert done.code == 2 and "cannot be used as an artifact store" in done.stderr, done.stderr
 
 
-def test_verify_reads_everything_and_names_what_is_damaged(tmp_path, armature):
+def test_verify_names_damaged_artifacts(tmp_path, armature):
     config = str(REPOSITORY / "configs/train-vlm/colors.toml")
     small = ["--set", "environment.train_tasks=8", "--set", "environment.heldout_tasks=8"]
     made = armature("stage", "tasks", "--config", config, *small).stdout.split()[-1]
@@ -157,7 +157,7 @@ def test_verify_reads_everything_and_names_what_is_damaged(tmp_path, armature):
     assert "code: store_missing" in armature("verify", "--store", "nowhere").stderr
 
 
-def test_a_recipe_that_cannot_be_used_does_not_hide_the_others(tmp_path, armature, monkeypatch):
+def test_list_shows_recipes_beside_an_invalid_one(tmp_path, armature, monkeypatch):
     from armature.components import configuration
 
     shutil.copytree(REPOSITORY / "configs", tmp_path / "configs")
@@ -199,7 +199,7 @@ def test_a_recipe_that_cannot_be_used_does_not_hide_the_others(tmp_path, armatur
         ("PREFECT_SERVER_API_AUTH_STRING", "secret-without-a-user", "user:password"),
     ],
 )
-def test_a_wrong_variable_of_prefect_is_named(name, value, said, tmp_path):
+def test_invalid_prefect_variable_is_named(name, value, said, tmp_path):
     environment = {key: each for key, each in os.environ.items() if not key.startswith("PREFECT_")} | {name: value}
     environment["PYTHONPATH"] = str(Path(__file__).resolve().parents[2])
     command = [sys.executable, "-m", "armature", "run", "train-vlm/colors"]
@@ -211,7 +211,7 @@ def test_a_wrong_variable_of_prefect_is_named(name, value, said, tmp_path):
 
 
 @pytest.mark.parametrize("words", [("status",), ("down",), ("env",), ("up",), ("up", "-d"), ("show",)])
-def test_a_folder_that_cannot_be_made_is_said(words, tmp_path, armature):
+def test_uncreatable_folder_is_an_error(words, tmp_path, armature):
     (tmp_path / ".armature").write_text("in the way")
     done = armature(*words)
     assert done.code != 0 or words == ("down",)
@@ -219,7 +219,7 @@ def test_a_folder_that_cannot_be_made_is_said(words, tmp_path, armature):
 
 
 @pytest.mark.parametrize("damaged", [b"", b"{", b"[]", b"\xff\xfe", b'{"pid": 1}', b"null"])
-def test_a_damaged_record_of_a_platform_that_is_gone_is_no_matter(damaged, tmp_path, armature):
+def test_damaged_record_of_a_stopped_platform_is_ignored(damaged, tmp_path, armature):
     (tmp_path / ".armature").mkdir()
     for name in ("platform.json", "platform.lock"):
         (tmp_path / ".armature" / name).write_bytes(damaged)
@@ -231,7 +231,7 @@ def test_a_damaged_record_of_a_platform_that_is_gone_is_no_matter(damaged, tmp_p
 @pytest.mark.parametrize(
     "damaged", [b"", b"armature:", b"one-word", b"\xff:\xff\xff\xff\xff\xff\xff\xff\xff", b"a:b c d e f g h"]
 )
-def test_a_damaged_password_is_said_and_not_repeated(damaged, tmp_path, monkeypatch):
+def test_damaged_password_is_an_error_that_hides_it(damaged, tmp_path, monkeypatch):
     from armature.services import auth_string
 
     monkeypatch.chdir(tmp_path)

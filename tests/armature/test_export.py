@@ -149,7 +149,7 @@ def record_of(trained: Trained) -> TrainingRecord:
     return read_record(trained.artifact.path, trained.store)
 
 
-def test_an_export_is_what_transformers_loads_with_the_merged_weights(trained, tmp_path):
+def test_exported_model_loads_in_transformers_with_merged_weights(trained, tmp_path):
     out = export(trained.artifact.digest[:12], tmp_path / "out", trained.store)
     made = files_of(trained.artifact.path / "checkpoint")
     expected = {name: data for name, data in made.items() if not name.startswith("adapter/")}
@@ -176,7 +176,7 @@ def test_an_export_is_what_transformers_loads_with_the_merged_weights(trained, t
         export(str(trained.artifact.path), tmp_path / "other", tmp_path / "empty", adapter=True)
 
 
-def test_the_card_carries_what_the_checkpoint_was_made_from_and_how_it_did(trained, tmp_path):
+def test_model_card_has_lineage_and_results(trained, tmp_path):
     out = export(str(trained.artifact.path), tmp_path / "out", trained.store)
     card = ModelCard.load(out / "README.md")
     data, record = card.data, record_of(trained)
@@ -198,7 +198,7 @@ def test_the_card_carries_what_the_checkpoint_was_made_from_and_how_it_did(train
     assert f"vllm serve {tmp_path / 'out'}" in text and f"from_pretrained('{tmp_path / 'out'}'" in text
 
 
-def test_the_recipe_in_the_card_makes_the_same_again(trained):
+def test_recipe_in_model_card_has_the_same_fingerprint(trained):
     _, _, after = model_card(record_of(trained), "me/mine", "merged").partition("## Recipe")
     fence = after[after.index("```") :].split("toml", 1)[0]
     recipe = tomllib.loads(after.split(f"{fence}toml\n", 1)[1].split(f"\n{fence}\n", 1)[0])
@@ -210,7 +210,7 @@ def test_the_recipe_in_the_card_makes_the_same_again(trained):
             assert again.sections[name] == section, name
 
 
-def test_recipe_of_a_robot_training_keeps_the_evaluation_after_it(trained):
+def test_model_card_recipe_has_evaluation_after_robot_training(trained):
     recipe = load_recipe("train-vla-rl/tiny", ["evaluation.every=5", "evaluation.perturbations={camera=[0.5]}"])
     settings, after = (
         recipe.settings_for(each).model_dump(mode="json") for each in (TrainVLARLSettings, EvaluateLiberoStageSettings)
@@ -222,14 +222,14 @@ def test_recipe_of_a_robot_training_keeps_the_evaluation_after_it(trained):
     assert again["evaluation"] == recipe.dump()["evaluation"]
 
 
-def test_a_policy_s_card_is_for_lerobot_and_names_the_commit_of_the_code(trained):
+def test_policy_card_names_lerobot_and_code_commit(trained):
     card = ModelCard(model_card(replace(record_of(trained), commit="0ddba11"), "me/robot", "lerobot"))
     assert (card.data.library_name, card.data.pipeline_tag) == ("lerobot", "robotics")
     assert "MolmoAct2Policy.from_pretrained('me/robot')" in card.content and "vllm serve" not in card.content
     assert "| commit of the code | `0ddba11` |" in card.content and SOURCES["code"] in card.content
 
 
-def test_text_of_recipes_and_data_stays_text_in_the_card(trained):
+def test_model_card_escapes_text_of_recipes_and_data(trained):
     record, name = record_of(trained), "me/my: model # | <b>"
     manifest = record.manifest.model_copy(
         update={"sources": {HOSTILE: HOSTILE}, "settings": {**record.manifest.settings, HOSTILE: {HOSTILE: [HOSTILE]}}}
@@ -254,7 +254,7 @@ def hub(trained, monkeypatch) -> HubServer:
     return trained.hub
 
 
-def test_what_arrives_is_the_export_byte_for_byte_in_a_private_repository(trained, hub, tmp_path, capsys):
+def test_push_uploads_the_export_to_a_private_repository(trained, hub, tmp_path, capsys):
     app(["push", str(trained.artifact.path), "me/mine", "--store", str(trained.store)], standalone_mode=False)
     said = capsys.readouterr()
     repository = hub.repositories["model", "me/mine"]
@@ -272,7 +272,7 @@ def test_what_arrives_is_the_export_byte_for_byte_in_a_private_repository(traine
     assert {name: data for name, data in public.files("v2").items() if name != ".gitattributes"} == files_of(out)
 
 
-def test_an_upload_that_was_interrupted_is_repeated_and_leaves_no_old_weights(trained, hub, tmp_path):
+def test_repeated_push_completes_and_removes_old_weights(trained, hub, tmp_path):
     out = export(str(trained.artifact.path), tmp_path / "out", trained.store)
     hub.faults.append((r"^POST /api/models/me/again/commit", 0))
     with refused("upload_failed", "me/again"):
@@ -286,7 +286,7 @@ def test_an_upload_that_was_interrupted_is_repeated_and_leaves_no_old_weights(tr
     assert not any(request.startswith("PUT /objects/") for request in hub.asked)  # they had arrived before
 
 
-def test_what_the_hub_cannot_take_is_refused_with_what_to_do(trained, hub, tmp_path, monkeypatch):
+def test_rejects_invalid_push(trained, hub, tmp_path, monkeypatch):
     out = export(str(trained.artifact.path), tmp_path / "out", trained.store)
 
     def not_taken(name: str, code: str, *values: object, **how: Any) -> None:

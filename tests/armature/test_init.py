@@ -45,7 +45,7 @@ def rows(project: Path) -> list[dict[str, str]]:
     return [json.loads(line) for line in (project / "data/shapes.jsonl").read_text().splitlines()]
 
 
-def test_the_same_project_every_time(project, tmp_path):
+def test_init_writes_the_same_project_every_time(project, tmp_path):
     write_project(tmp_path / "again")
     files = [path.relative_to(project) for path in project.rglob("*") if path.is_file()]
     assert len(files) == len(rows(project)) + 11 and sum((project / each).stat().st_size for each in files) < 2**18
@@ -53,7 +53,7 @@ def test_the_same_project_every_time(project, tmp_path):
         assert (tmp_path / "again" / file).read_bytes() == (project / file).read_bytes(), file
 
 
-def test_an_answer_is_the_color_in_the_image_s_middle_and_none_is_more_frequent_in_a_split(project):
+def test_sample_answers_match_images_and_are_balanced(project):
     for row in rows(project):
         with Image.open(project / "data" / row["image"]) as image:
             assert image.size == (56, 56) and row["shape"] in row["question"]
@@ -65,14 +65,14 @@ def test_an_answer_is_the_color_in_the_image_s_middle_and_none_is_more_frequent_
     )
 
 
-def test_its_own_tests_pass(project):
+def test_tests_of_the_new_project_pass(project):
     environment = {"PATH": os.environ["PATH"], "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "."]
     done = subprocess.run(command, cwd=project, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0 and "2 passed" in done.stdout, done.stdout + done.stderr
 
 
-def test_dvc_runs_every_stage_of_its_recipe(project):
+def test_dvc_runs_every_stage_of_the_new_project(project):
     recipe, stages = load_recipe(project / "recipe.toml"), yaml.safe_load((project / "dvc.yaml").read_text())["stages"]
     assert recipe.name == "train-vlm/recipe" and list(stages) == ["tasks", "model", "train-vlm", "evaluate"]
     for name, stage in stages.items():
@@ -113,7 +113,7 @@ def plots(project, tmp_path_factory) -> Path:
     return folder / "dvc_plots/index.html"
 
 
-def test_the_page_of_plots_asks_nobody(plots):
+def test_plots_page_makes_no_requests(plots):
     text = plots.read_text()
     assert set(re.findall(r"https?://[\w./-]+", text)) <= {
         "http://www.w3.org/2000/svg",  # a name
@@ -124,7 +124,7 @@ def test_the_page_of_plots_asks_nobody(plots):
 
 @pytest.mark.browser
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
-def test_the_page_of_plots_draws_a_line_for_each_revision(plots):
+def test_plots_page_draws_a_line_per_revision(plots):
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
@@ -152,7 +152,7 @@ EDITS: dict[str, Callable[[Path], None]] = {
 }
 
 
-def test_an_edit_of_data_or_code_makes_new_tasks_and_training(project, tmp_path):
+def test_edited_data_or_code_makes_new_artifacts(project, tmp_path):
     """Size and time of what is edited stay the same, and so does nothing that a fingerprint may look at instead."""
     whole = tmp_path / "whole"
     shutil.copytree(project, whole)
@@ -174,7 +174,7 @@ def test_an_edit_of_data_or_code_makes_new_tasks_and_training(project, tmp_path)
     assert len(set(found.values())) == len(EDITS) - 1
 
 
-def test_a_folder_that_holds_something_is_left_alone(project, tmp_path):
+def test_init_does_not_change_a_nonempty_folder(project, tmp_path):
     before = sorted(tmp_path.iterdir())
     for folder, code in ((project, "folder_not_empty"), (project / "recipe.toml", "project_not_written")):
         with refused(code, folder):

@@ -102,7 +102,7 @@ def edited(project: Path, copy: str, name: str, before: str, after: str) -> None
     file.write_text(file.read_text().replace(before, after))
 
 
-def test_what_lies_beside_a_recipe_makes_new_artifacts_and_nothing_else_does(project, printed):
+def test_only_files_that_a_recipe_uses_change_its_artifacts(project, printed):
     """A copy for each edit: in one process a module stays as it was loaded."""
     assert "tasks: made in" in printed("stage", "tasks", "--config", "first/recipe.toml", "--out", "first/data/tasks")
     assert (project / "data/tasks/train.parquet").is_file() and (project.parent / ".armature/store").is_dir()
@@ -118,7 +118,7 @@ def test_what_lies_beside_a_recipe_makes_new_artifacts_and_nothing_else_does(pro
         assert ("already made" if name == "unrelated.py" else "made in") in done, name
 
 
-def test_code_that_is_edited_while_a_stage_runs_counts_as_it_was_at_its_start(project, printed):
+def test_code_edited_during_a_stage_counts_as_at_its_start(project, printed):
     """And not even a broken file costs what was made."""
     own = project / "own_shapes.py"
     spoil = 'Path(__file__).with_name("own_" + "grades.py").write_text("def (")'
@@ -133,7 +133,7 @@ def test_code_that_is_edited_while_a_stage_runs_counts_as_it_was_at_its_start(pr
     assert kept == spoiled and "code" in kept
 
 
-def test_check_show_and_list_take_it(project, printed, tmp_path):
+def test_check_show_and_list_accept_own_recipe(project, printed, tmp_path):
     program = ["--configuration-only", "--machine", f"server_python={sys.executable}"]
     assert "train-vlm/recipe: every value is valid" in printed("check", "first/recipe.toml", *program)
     shown = printed("show", str(project / "recipe.toml"), "--set", "trainer.max_steps=3")
@@ -145,7 +145,7 @@ def test_check_show_and_list_take_it(project, printed, tmp_path):
     assert "own_shapes" not in printed("list")
 
 
-def test_a_deployment_goes_to_the_recipe_s_folder(project, monkeypatch):
+def test_deployment_runs_in_the_folder_of_the_recipe(project, monkeypatch):
     monkeypatch.chdir(project.parent)
     own, installed = (deployment(load_recipe(name)) for name in (Path("first/recipe.toml"), "train-vlm/colors"))
     assert own["entrypoint"] == installed["entrypoint"]
@@ -153,7 +153,7 @@ def test_a_deployment_goes_to_the_recipe_s_folder(project, monkeypatch):
     assert own["pull_steps"] == [*installed["pull_steps"], {USE_PROJECT: {"folder": "first"}}]
 
 
-def test_a_recipe_of_any_kind_may_lie_anywhere(tmp_path):
+def test_own_recipe_may_be_of_any_kind_and_in_any_folder(tmp_path):
     file = tmp_path / "mine.toml"
     for kind in RECIPES:
         installed = next(name for name in recipe_names() if load_recipe(name).kind == kind)
@@ -178,20 +178,20 @@ def test_a_recipe_of_any_kind_may_lie_anywhere(tmp_path):
         ("[environment]", "[environment", "not valid TOML"),
     ],
 )
-def test_a_wrong_recipe_is_said(project, printed, before, after, said):
+def test_invalid_own_recipe_is_an_error(project, printed, before, after, said):
     edited(project, "wrong", "recipe.toml", before, after)
     done = printed("check", "wrong/recipe.toml", "--configuration-only")
     assert said in done and done.endswith("exit code 2") and "Traceback" not in done
     assert "exit code" not in printed("list")
 
 
-def test_a_file_that_is_not_there_and_a_name_that_is_near_one_are_said(project, printed):
+def test_missing_recipe_suggests_similar_name(project, printed):
     assert "first/recipes.toml" in printed("run", "first/recipes.toml")
     assert "or give the path of a file" in printed("run", "first/recipe")
 
 
 @pytest.mark.parametrize("name", list(RECIPES))
-def test_a_worker_finds_each_flow_by_its_module(name):
+def test_worker_loads_each_flow_by_its_module(name):
     from prefect.flows import load_flow_from_entrypoint
 
     assert load_flow_from_entrypoint(RECIPES[name].FLOW, use_placeholder_flow=False) is flow_of(name)

@@ -22,14 +22,14 @@ def rows(name: str, *changes: str, gpus: tuple[int, ...] = (2,), assume: tuple[s
     return [line.split() for line in lines[3 : lines.index("", 2)]]
 
 
-def test_row_for_each_number_of_gpus():
+def test_plan_has_a_row_for_each_number_of_gpus():
     alone, *planned = rows(COLORS, "rollouts.groups_per_step=4", gpus=(1, 2, 4))
     assert [row[0] for row in planned] == ["2", "4"] and alone[0] == "1"  # which hold no server and trainer
     assert planned[0][1:3] == ["1", "1"]
     assert [row[0] for row in rows(ROBOT, gpus=(1, 8))] == ["1", "8"]
 
 
-def test_assumptions_are_changed_and_printed_with_their_source():
+def test_plan_prints_assumptions_with_their_source():
     (usual,), (slow,) = rows(COLORS), rows(COLORS, assume=("environment_seconds=60", "turns=2.0"))
     assert float(slow[5]) > 2 * 60 > float(usual[5])
     lines = list(plan_recipe(load_recipe(ROBOT), (1,), "h200", ("action_seconds=0.5",)))
@@ -51,7 +51,7 @@ def test_assumptions_are_changed_and_printed_with_their_source():
         ),
     ],
 )
-def test_rejects_what_cannot_be_planned(name, changes, gpu, assume, code):
+def test_rejects_recipes_that_cannot_be_planned(name, changes, gpu, assume, code):
     with refused(code):
         list(plan_recipe(load_recipe(name, changes), (2,), gpu, assume))
 
@@ -84,7 +84,7 @@ def test_memory_of_a_robot_recipe_is_known_without_a_gpu(name, trains, plays, sm
     assert memory.fits(smallest) and not memory.fits(smallest / 2)
 
 
-def test_memory_that_is_unknown_ends_no_check():
+def test_unknown_memory_does_not_end_the_check():
     (line,) = memory_lines(load_recipe(COLORS, ("model.source=./nowhere", "model.tiny=")), None)
     assert "unknown" in line
     assert memory_lines(load_recipe("quantile-stats/folder"), None) == []

@@ -25,12 +25,12 @@ def marked(text: str, remark: str) -> set[str]:
 
 @pytest.mark.parametrize("options", [{}, {"describe": True}, {"changed_only": True}], ids=str)
 @pytest.mark.parametrize("name", recipe_names())
-def test_what_is_shown_is_the_recipe_again(name, options):
+def test_shown_toml_is_the_same_recipe(name, options):
     text = recipe_text(name, **options)
     assert build_recipe(name, tomllib.loads(text), where="shown") == load_recipe(name)
 
 
-def test_what_the_recipe_says_is_marked_and_nothing_else():
+def test_show_marks_exactly_the_values_of_the_recipe():
     said = set()
     for file in ("train-vlm/colors.toml", *map(str, bases(CONFIGS / "train-vlm/colors.toml"))):
         values = tomllib.loads((CONFIGS / file).read_text())
@@ -43,7 +43,7 @@ def test_what_the_recipe_says_is_marked_and_nothing_else():
     assert "# revision: none" in text.splitlines() and "group_size = 8" in text.splitlines()
 
 
-def test_a_recipe_to_start_from_says_what_is_not_a_default_and_nothing_else():
+def test_show_toml_leaves_out_defaults():
     overrides = ["trainer.max_steps=50"]
     whole, own = (recipe_text("train-vlm/colors", overrides, changed_only=only) for only in (False, True))
     kept = re.findall(r"^(\w+ = .*?)  # (?:recipe|--set)$", whole, re.MULTILINE)
@@ -52,7 +52,7 @@ def test_a_recipe_to_start_from_says_what_is_not_a_default_and_nothing_else():
     assert "max_steps = 50" in kept and not any(line.startswith("group_size") for line in kept)
 
 
-def test_what_the_command_line_says_is_marked_as_such():
+def test_show_marks_values_of_the_command_line():
     overrides = ["trainer.max_steps=50", "trainer.objective={name='ppo', clip_high=0.3}"]
     text = recipe_text("train-vlm/molmo2-tiny", overrides)
     assert marked(text, "--set") == {"trainer.max_steps", "trainer.objective.name", "trainer.objective.clip_high"}
@@ -60,6 +60,6 @@ def test_what_the_command_line_says_is_marked_as_such():
     assert "noise = 1.0  # --set" in recipe_text("train-vlm/colors", ["environment.args.noise=1.0"]).splitlines()
 
 
-def test_descriptions_stand_above_what_they_describe():
+def test_show_describe_puts_descriptions_above_values():
     lines = recipe_text("train-vlm/colors", describe=True).splitlines()
     assert lines[lines.index("warmup_steps = 0") - 1] == "# Steps over which learning rates rise linearly."

@@ -29,7 +29,7 @@ def notebook_cell(tag: str) -> str:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_served_model_is_joined(tmp_path, monkeypatch):
+def test_trainer_joins_a_served_model(tmp_path, monkeypatch):
     """It is started as examples/trainer.ipynb starts it."""
     model = make_tiny_checkpoint("qwen2-vl", tmp_path / "tiny-colors", 0, SMALL)
     (tmp_path / ".venv-vllm").symlink_to(ROOT / ".venv-vllm")

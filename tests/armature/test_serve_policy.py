@@ -47,7 +47,7 @@ def environment(**more: str) -> dict[str, str]:
 
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="compares with an answer on the CPU")
-def test_a_robot_is_served_until_it_is_interrupted(checkpoint, tmp_path):
+def test_serve_policy_answers_until_interrupted(checkpoint, tmp_path):
     options = ["--port", "0", "--metrics", "127.0.0.1:0", "--n-action-steps", "2", "--state", "observation/state"]
     options += [word for name in NAMES for word in ("--camera", name)]
     command = [*COMMAND, str(checkpoint), *options]

@@ -38,7 +38,7 @@ def started(script: str, folder: Path) -> list[str]:
     return words.read_text().split("\0")[:-1]
 
 
-def test_the_resources_of_a_node_are_those_of_the_machine():
+def test_slurm_node_gets_the_resources_of_the_machine_section():
     large = directives(slurm.script("train-vla/molmoact2", TWO, ["--partition=gpu", "--mem=0"]))
     resources = {"--nodes=2", "--exclusive", "--gpus-per-node=8", "--cpus-per-task=42", "--mem=816G"}
     assert resources < set(large) and large[-1] == "--partition=gpu --mem=0"
@@ -53,7 +53,7 @@ def test_the_resources_of_a_node_are_those_of_the_machine():
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
-def test_every_value_arrives_as_it_was_given(nodes, tmp_path, monkeypatch):
+def test_slurm_script_passes_values_unchanged(nodes, tmp_path, monkeypatch):
     folder = tmp_path / HOSTILE[0] / HOSTILE[2] / HOSTILE[3]
     folder.mkdir(parents=True)
     monkeypatch.chdir(folder)
@@ -65,7 +65,7 @@ def test_every_value_arrives_as_it_was_given(nodes, tmp_path, monkeypatch):
     assert not list(tmp_path.rglob("made"))
 
 
-def test_what_cannot_be_submitted_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_rejects_recipes_that_slurm_cannot_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with refused("invalid_sbatch_option", ascii("--comment=a\ntouch made")):
         slurm.script("train-vlm/colors", [], ["--comment=a\ntouch made"])
     with refused("force_in_job", "machine.force = tasks"):
@@ -85,12 +85,12 @@ def test_what_cannot_be_submitted_is_refused(monkeypatch: pytest.MonkeyPatch, tm
         (["--slurm", "--watch"], "slurm-<job>.out"),
     ],
 )
-def test_options_that_would_do_nothing_are_refused(words, said, armature):
+def test_rejects_options_without_effect(words, said, armature):
     done = armature("submit", "train-vlm/colors", *words)
     assert done.code == 2 and said in done.stderr
 
 
-def test_a_dry_run_prints_the_script(armature):
+def test_dry_run_prints_the_script(armature):
     words = ["--slurm", "--dry-run", "--set", "trainer.max_steps=3", "--", "--partition=gpu", "--comment=a b"]
     done = armature("submit", "train-vlm/colors", *words)
     assert not done.code and directives(done.stdout)[-1] == '--partition=gpu "--comment=a b"'

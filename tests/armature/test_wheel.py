@@ -79,7 +79,7 @@ def installed(tmp_path_factory) -> Installed:
 
 
 @pytest.mark.slow
-def test_the_wheel_carries_every_file_of_the_product(installed):
+def test_wheel_contains_every_product_file(installed):
     with zipfile.ZipFile(installed.wheel) as wheel:
         held = {name: wheel.read(name) for name in wheel.namelist() if ".dist-info/" not in name}
     expected = {
@@ -95,7 +95,7 @@ def test_the_wheel_carries_every_file_of_the_product(installed):
 
 
 @pytest.mark.slow
-def test_the_command_works_in_an_empty_folder(installed):
+def test_installed_command_works_in_an_empty_folder(installed):
     listed = installed("armature", "list", "--json")
     recipes = {f"{path.parent.name}/{path.stem}" for path in ROOT.glob("configs/[!_]*/[!_]*.toml")}
     assert listed.returncode == 0, listed.stderr
@@ -117,7 +117,7 @@ def test_the_command_works_in_an_empty_folder(installed):
 
 
 @pytest.mark.slow
-def test_nothing_comes_from_the_checkout(installed):
+def test_installed_package_imports_nothing_from_the_checkout(installed):
     script = (
         "import armature, armature.components.contracts.installation as i, sys\n"
         "from armature import components, flows, tasks\n"
@@ -131,7 +131,7 @@ def test_nothing_comes_from_the_checkout(installed):
 
 
 @pytest.mark.slow
-def test_code_has_one_digest_in_a_checkout_and_in_a_wheel(installed):
+def test_code_digest_is_equal_in_checkout_and_wheel(installed):
     names = "environments.colors", "environments.alfworld.text.environment", "rewards.number"
     modules = [f"armature.components.{name}" for name in names]
     script = f"from armature.components.artifacts.sources import code_digest; print(*map(code_digest, {modules}))"

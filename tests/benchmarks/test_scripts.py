@@ -56,7 +56,7 @@ def test_script_imports(script: str) -> None:
 
 
 @pytest.mark.parametrize("script", FOREIGN)
-def test_foreign_half_takes_names_that_exist(script: str) -> None:
+def test_peer_side_imports_existing_names(script: str) -> None:
     """The names that it imports from scripts beside it are there."""
     tree = ast.parse((BENCHMARKS / f"{script}.py").read_text())
     imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module]
@@ -66,7 +66,7 @@ def test_foreign_half_takes_names_that_exist(script: str) -> None:
             assert {alias.name for alias in node.names} <= names_of(beside)
 
 
-def test_page_shows_the_results() -> None:
+def test_benchmark_page_shows_the_results() -> None:
     assert table.PAGE.read_text() == table.render(json.loads(table.RESULTS.read_text()))
 
 
@@ -92,7 +92,7 @@ def test_benchmark_runs_at_toy_size(script: str, monkeypatch: pytest.MonkeyPatch
         ("vla_rl_gpu", "main", []),
     ],
 )
-def test_large_sizes_without_a_gpu_are_refused(
+def test_rejects_large_sizes_without_gpu(
     script: str, function: str, words: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sys.argv", [script, *(["3b"] if script == "sync_gpu" else [])])
@@ -106,7 +106,7 @@ class TestSteps:
     def taken(self, side: str, way: str, *seconds: float) -> dict[str, Any]:
         return {"side": side, "way": way, "seconds": list(seconds), "computed": 1, "peak_gib": 1.0, "norm": 1.0}
 
-    def test_activations_are_treated_alike_on_both_sides_of_a_row(self) -> None:
+    def test_both_sides_of_a_row_treat_activations_alike(self) -> None:
         from benchmarks.step_gpu import rows_of
 
         taken = [
@@ -121,19 +121,19 @@ class TestSteps:
         rows = {row["kept"]: (row["ratio"], row["trl_flash"], row["range"]) for row in rows_of(taken)}
         assert rows == {True: (0.5, "4", [1000.0, 3000.0]), False: (0.25, "2", [2000.0, 2000.0])}
 
-    def test_each_of_our_ways_has_one_of_trl(self) -> None:
+    def test_each_of_our_variants_has_a_trl_variant(self) -> None:
         from benchmarks.step_gpu import OURS, TRL
 
         ours = {(way.split(",")[0], "keep" in way.split(",")) for way in OURS}
         theirs = {(way.split(",")[3], way.split(",")[2] == "0") for way in TRL}
         assert ours == theirs == {(case, kept) for case in step_case.WORK for kept in (True, False)}
 
-    def test_trl_without_recomputation_is_among_whole_steps(self) -> None:
+    def test_whole_steps_include_trl_without_recomputation(self) -> None:
         from benchmarks.rl_step_gpu import TRL
 
         assert {way.split(",")[1] for way in TRL} == {"0", "1"}
 
-    def test_one_case_shares_nothing(self) -> None:
+    def test_one_case_has_no_shared_prefix(self) -> None:
         """Case U differs from Q in that alone: answers have the same lengths, and each has images of its own."""
         shared, alone = (step_case.Case(Path(), name, small=True) for name in ("Q", "U"))
         assert shared.lengths.tolist() == alone.lengths.tolist()
@@ -144,7 +144,7 @@ class TestSteps:
     @pytest.mark.parametrize(
         ("case", "tokens"), [("A", 37_504), ("B", 86_656), ("C", 58_194), ("Q", 42_129), ("U", 42_129)]
     )
-    def test_cases_have_the_tokens_that_were_measured(self, case: str, tokens: int) -> None:
+    def test_cases_have_the_measured_token_counts(self, case: str, tokens: int) -> None:
         """Tokens of rows without padding, as verl 0.9.1 computed them."""
         work = step_case.WORK[case]
         rows = step_case.Case(Path(), case).lengths.sum() + work.rows * work.prompt_tokens
@@ -153,7 +153,7 @@ class TestSteps:
     @pytest.mark.parametrize(
         ("case", "seconds", "mfu"), [("A", 0.75, 0.53), ("B", 2.464, 0.55), ("C", 1.514, 0.53), ("U", 2.232, 0.5)]
     )
-    def test_needed_operations_are_those_of_another_count(self, case: str, seconds: float, mfu: float) -> None:
+    def test_needed_operations_equal_an_independent_count(self, case: str, seconds: float, mfu: float) -> None:
         """Shares of the peak that were counted apart from this code, to the percent."""
         found = step_case.needed_flops(step_case.Case(Path(), case)) / seconds / step_case.PEAK_FLOPS
         assert found == pytest.approx(mfu, abs=0.01)

@@ -13,7 +13,7 @@ import tests.chaos.__main__ as command
 
 @pytest.mark.parametrize("passed", [True, False])
 @pytest.mark.parametrize("place", ["temporary", "new", "existing"])
-def test_folder_after_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, passed: bool) -> None:
+def test_run_leaves_a_clean_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, passed: bool) -> None:
     class Quick:
         """In place of trainings that take minutes: it writes what they would."""
 

@@ -132,7 +132,7 @@ def killed_run(
     return run
 
 
-def test_every_planned_rollout_is_there_once(killed_run):
+def test_every_planned_rollout_exists_exactly_once(killed_run):
     kept: Counter[str] = Counter()
     for step in range(1, STEPS + 1):
         (folder,) = (killed_run.folder / "store/rollouts").glob(f"*-{step:05d}")
@@ -144,14 +144,14 @@ def test_every_planned_rollout_is_there_once(killed_run):
     assert kept.total() == STEPS * GROUPS * MEMBERS
 
 
-def test_the_history_has_every_step_once(killed_run):
+def test_history_has_every_step_exactly_once(killed_run):
     history = json.loads((killed_run.folder / "train-vlm/history.json").read_text())
     assert [row["step"] for row in history] == list(range(STEPS + 1))
     assert all(row["policy_version/min"] >= row["step"] - 1 - killed_run.staleness for row in history[1:])
     assert all(row["samples/count"] == row["rollouts/planned"] == GROUPS * MEMBERS for row in history[1:])
 
 
-def test_the_evaluation_that_was_killed_was_played_once_and_whole(killed_run):
+def test_killed_evaluation_is_complete_and_played_once(killed_run):
     assert killed_run.evaluated() == [0, EVERY, STEPS]
     for folder in (killed_run.folder / "store/evaluations").glob("*-?????"):
         outputs = read_rollouts(folder)
@@ -159,7 +159,7 @@ def test_the_evaluation_that_was_killed_was_played_once_and_whole(killed_run):
         assert {turn.policy_version for each in outputs.trajectories for turn in each.turns} == {int(folder.name[-5:])}
 
 
-def test_lineage_names_artifacts_that_exist(killed_run):
+def test_lineage_names_existing_artifacts(killed_run):
     lineage = json.loads((killed_run.folder / "train-vlm/lineage.json").read_text())
     assert [row["step"] for row in lineage if "evaluation" in row] == [0, EVERY, STEPS]
     for row in lineage:
@@ -168,7 +168,7 @@ def test_lineage_names_artifacts_that_exist(killed_run):
             assert found is not None and found.digest == row[kind]
 
 
-def test_the_weights_are_those_of_a_run_that_was_never_stopped(killed_run, tmp_path):
+def test_killed_run_has_the_uninterrupted_weights(killed_run, tmp_path):
     sections = load_recipe("train-vlm/colors", killed_run.overrides).sections
     machine, model, trainer = sections["machine"], sections["model"], sections["trainer"]
     assert isinstance(machine, Machine) and isinstance(model, ModelSettings) and isinstance(trainer, TrainerSettings)

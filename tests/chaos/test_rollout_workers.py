@@ -28,7 +28,7 @@ def tables(training: Training) -> list[list[dict[str, Any]]]:
     return [pq.read_table(file).drop_columns(["generate_seconds", "environment_seconds"]).to_pylist() for file in files]
 
 
-def test_rollouts_and_weights_are_those_of_one_process(tmp_path: Path) -> None:
+def test_rollout_workers_give_the_results_of_one_process(tmp_path: Path) -> None:
     inputs = make_inputs(tmp_path / "inputs")
     alone = Training(tmp_path / "alone", inputs)
     assert alone.start().wait() == 0, alone.log.read_text()[-4000:]

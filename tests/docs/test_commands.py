@@ -37,7 +37,7 @@ def of(program: str) -> list[tuple[str, str]]:
     return [(page, line) for page, line in commands() if line.split()[0] == program]
 
 
-def test_the_documentation_has_commands():
+def test_documentation_contains_commands():
     assert len(commands()) >= 20 and {line.split()[0] for _, line in commands()} == set(PROGRAMS)
 
 
@@ -95,7 +95,7 @@ def test_prefect_commands_exist(words):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_lead_somewhere(page):
+def test_links_have_targets(page):
     for target in re.findall(r"\]\(([^)#]+)", page.read_text()):
         if not target.startswith(("http://", "https://")):
             assert (page.parent / unquote(target)).exists(), f"{page.name}: {target}"
@@ -144,7 +144,7 @@ def test_functions_of_the_walkthrough_exist(file, name):
     assert name in names, f"{file} has no {name}"
 
 
-def test_the_benchmarks_page_is_what_the_template_makes_of_the_results():
+def test_benchmarks_page_is_current():
     import json
 
     from benchmarks.table import PAGE, RESULTS, render
@@ -152,7 +152,7 @@ def test_the_benchmarks_page_is_what_the_template_makes_of_the_results():
     assert PAGE.read_text() == render(json.loads(RESULTS.read_text()))
 
 
-def test_the_file_for_train_multimodal_is_one(tmp_path):
+def test_train_multimodal_example_file_is_valid(tmp_path):
     from armature.components.environments.settings import EnvironmentSettings
     from armature.components.rl.config import MultimodalRLConfig
     from armature.train_multimodal import parse

@@ -24,7 +24,7 @@ def build(checkout: Path, out: Path) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
-def test_every_page_and_every_public_name_is_in_the_site(tmp_path: Path) -> None:
+def test_site_has_every_page_and_public_name(tmp_path: Path) -> None:
     assert build(ROOT, tmp_path).returncode == 0
     assert [page for page in PAGES if not (tmp_path / page.with_suffix(".html")).is_file()] == []
     inventory = InventoryFile.loads((tmp_path / "objects.inv").read_bytes(), uri="")
@@ -34,7 +34,7 @@ def test_every_page_and_every_public_name_is_in_the_site(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_a_broken_link_fails_the_build(tmp_path: Path) -> None:
+def test_broken_link_fails_the_build(tmp_path: Path) -> None:
     """To a page, to a file of the code and to a heading."""
     broken = ["gone.md", "../components/gone.py", "quickstart.md#no-such-heading"]
     shutil.copytree(ROOT / "docs", tmp_path / "docs")

@@ -71,7 +71,7 @@ def test_aggregations() -> None:
     assert set(names(table("algorithms.md", "Aggregation"))) == set(get_args(Aggregation))
 
 
-def test_published_methods_are_settings_that_are_taken() -> None:
+def test_settings_of_published_methods_are_valid() -> None:
     for method, cells in table("algorithms.md", "Published methods as recipes"):
         overrides = []
         for key, value in re.findall(r"`([\w.]+) = ([^`]+)`", cells):
@@ -83,7 +83,7 @@ def test_published_methods_are_settings_that_are_taken() -> None:
         load_recipe("train-vlm/colors", overrides)
 
 
-def test_settings_that_follow_other_libraries_are_taken() -> None:
+def test_settings_of_other_libraries_are_valid() -> None:
     rows = table("algorithms.md", "Conventions beside TRL's and verl's")
     found = [re.findall(r"`([\w.]+) = ([^`]+)`", cells[-1]) for cells in rows]
     assert sum(map(bool, found)) >= 6
@@ -113,7 +113,7 @@ def test_lora() -> None:
 
 
 @pytest.mark.parametrize("name", ["Qwen2.5-VL-3B"])
-def test_memory_is_what_the_estimate_of_check_says(name: str) -> None:
+def test_memory_table_equals_the_estimate(name: str) -> None:
     page = (ROOT / "docs/models.md").read_text()
     assert model_memory.row(name) in page
     assert set(names(table("models.md", "Memory"))) == model_memory.MODELS.keys()
@@ -132,17 +132,17 @@ def messages() -> list[str]:
 
 
 @pytest.mark.parametrize("message", messages())
-def test_messages_of_the_troubleshooting_page_are_those_of_the_code(message: str) -> None:
+def test_troubleshooting_messages_exist_in_the_code(message: str) -> None:
     parts = [part.strip(" ,") for part in message.replace("'policy'", "…").split("…") if len(part.strip(" ,")) > 3]
     missing = [part for part in parts if part not in code()]
     assert parts and not missing
 
 
-def test_there_are_some_twenty_of_them() -> None:
+def test_troubleshooting_page_has_enough_entries() -> None:
     assert len(messages()) >= 20
 
 
-def test_what_is_made_again_is_what_the_page_says() -> None:
+def test_remade_stages_match_the_page() -> None:
     """A stage is made again if its settings change, or an input of it is."""
     inputs = {"tasks": (), "model": (), "train-vlm": ("tasks", "model"), "evaluate": ("tasks", "train-vlm")}
     before = load_recipe("train-vlm/colors")
@@ -161,7 +161,7 @@ def test_page_is_current() -> None:
     assert PAGE.read_text() == page(), "run python -m tests.error_table"
 
 
-def test_a_code_belongs_to_one_class() -> None:
+def test_error_code_belongs_to_one_class() -> None:
     classes = defaultdict(set)
     for error in all_raised():
         assert re.fullmatch(r"[a-z][a-z0-9]*(_[a-z0-9]+)*", error.code)

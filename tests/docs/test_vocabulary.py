@@ -53,7 +53,7 @@ def test_no_class_name_is_defined_twice() -> None:
     assert {name: found for name, found in places.items() if len(found) > 1} == {}
 
 
-def test_the_glossary_is_read() -> None:
+def test_glossary_is_parsed() -> None:
     assert len(not_used()) > 30 and "picture*" in not_used()
 
 
@@ -67,12 +67,12 @@ def test_the_glossary_is_read() -> None:
         ("max dead ends", "max_dead_ends = 2"),
     ],
 )
-def test_a_word_is_found_in_names_comments_and_broken_strings(word: str, text: str) -> None:
+def test_finds_a_word_in_names_comments_and_strings(word: str, text: str) -> None:
     assert pattern(word).search(prose(text))
 
 
 @pytest.mark.parametrize("word", not_used())
-def test_a_word_that_is_not_used_does_not_occur(word: str, product: dict[Path, str]) -> None:
+def test_avoided_words_do_not_occur(word: str, product: dict[Path, str]) -> None:
     one = pattern(word)
     hits = [f"{path.relative_to(ROOT)}: {m[0]}" for path, text in product.items() for m in one.finditer(text)]
     assert not hits, f"{len(hits)} hits; see the glossary in CONTRIBUTING.md: {hits[:10]}"

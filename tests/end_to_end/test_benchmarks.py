@@ -97,7 +97,7 @@ def test_gpu_script_runs_small_on_a_cpu(words, tmp_path):
     assert done.returncode == 0
 
 
-def test_our_half_of_a_trainers_step_runs():
+def test_our_side_of_the_step_benchmark_runs():
     """Keeping activations changes no gradient, and where no prompt is shared more tokens are computed."""
     ways = ["Q,2000,packing", "Q,2000,packing,keep", "U,2000,packing", "A,2000,packing"]
     shared, kept, alone, image = step_gpu.sides(ways, (), 1, small=not torch.cuda.is_available())
@@ -106,7 +106,7 @@ def test_our_half_of_a_trainers_step_runs():
     assert image["norm"] > 0
 
 
-def test_our_half_of_robot_policies_runs():
+def test_our_side_of_the_policy_benchmark_runs():
     ours = lerobot_gpu.Side("ours", [sys.executable, "-m", "benchmarks.policy_ours", "small"])
     try:
         ours.ask(do="open", case="full 8")
@@ -117,7 +117,7 @@ def test_our_half_of_robot_policies_runs():
         ours.stop()
 
 
-def test_our_half_of_a_whole_step_runs(tmp_path, monkeypatch):
+def test_our_side_of_the_whole_step_runs(tmp_path, monkeypatch):
     monkeypatch.setattr(rl_step_gpu, "STEPS", 1)
     question = rl_step_gpu.checkpoint(tmp_path / "model")
     found = rl_step_gpu.ours(tmp_path / "model", question, "in turn", tmp_path / "store")

@@ -37,7 +37,7 @@ def project(tmp_path) -> Project:
     return made
 
 
-def test_a_second_repro_does_nothing_and_finds_what_a_flow_has_made(project):
+def test_second_dvc_repro_reuses_artifacts_of_flows(project):
     recipe = load_recipe("train-vlm/colors", [*SHORT, f'machine.store="{project.store}"'])
     by_flow = make(recipe, "model")
 
@@ -50,7 +50,7 @@ def test_a_second_repro_does_nothing_and_finds_what_a_flow_has_made(project):
     assert "Running stage" not in project.dvc("repro", "tasks", "model")
 
 
-def test_experiments_in_a_copy_come_back_and_what_they_made_takes_no_disk(project):
+def test_dvc_experiment_in_a_copy_links_its_artifacts(project):
     project.dvc("repro", "tasks")
     project.commit()
     changed = "configs/train-vlm/colors.toml:environment.heldout_tasks=8"
@@ -72,7 +72,7 @@ def test_experiments_in_a_copy_come_back_and_what_they_made_takes_no_disk(projec
 
 
 @pytest.mark.parametrize("file", ["dvc.yaml", "armature/init/template/dvc.yaml"])
-def test_metrics_and_plots_are_files_of_their_own(file):
+def test_dvc_metrics_and_plots_are_real_files(file):
     """In a folder that the cache lacks, as in a fresh clone, they would stop `dvc exp run`."""
     pipeline = yaml.safe_load((ROOT / file).read_text())
     outs = {out for stage in pipeline["stages"].values() for out in stage["outs"]}
@@ -82,7 +82,7 @@ def test_metrics_and_plots_are_files_of_their_own(file):
     assert not metrics & outs and all(path.endswith("-metrics.json") for path in metrics)
 
 
-def test_the_lock_is_of_the_stages_that_there_are_and_of_no_machine():
+def test_dvc_lock_is_current_and_machine_independent():
     """Not of the code and the values that there are: making it again takes a quarter of an hour."""
     lock, text = yaml.safe_load((ROOT / "dvc.lock").read_text()), (ROOT / "dvc.lock").read_text()
     stages = yaml.safe_load((ROOT / "dvc.yaml").read_text())["stages"]

@@ -45,7 +45,7 @@ def server(store, joined_url) -> str:
     return joined_url
 
 
-def test_the_right_server_passes(store, server, capsys):
+def test_preflight_accepts_the_right_server(store, server, capsys):
     check_recipe(recipe(store, f'machine.endpoints=["{server}"]'), configuration_only=False)
     printed = capsys.readouterr()
     said = printed.out + printed.err
@@ -53,14 +53,14 @@ def test_the_right_server_passes(store, server, capsys):
     assert "trainer needs" in said and "mismatch KL" in said
 
 
-def test_another_checkpoint_on_the_server_is_refused(store, server):
+def test_preflight_rejects_another_checkpoint(store, server):
     other = recipe(store, f'machine.endpoints=["{server}"]', "model.tiny.seed=11")
     with pytest.raises(MismatchError) as caught:
         check_recipe(other, configuration_only=False)
     assert caught.value.where == "pre-flight"
 
 
-def test_a_processor_with_another_image_size_is_refused(store, server, tmp_path):
+def test_preflight_rejects_another_image_size(store, server, tmp_path):
     own = recipe(store, f'machine.endpoints=["{server}"]')
     model = make(own, "model")
     folder = tmp_path / "larger-images"
@@ -85,7 +85,7 @@ def enlarge_images(folder: Path) -> None:
             (folder / name).write_text(json.dumps(document))
 
 
-def test_a_step_above_the_bound_stops_the_run(store, server):
+def test_step_mismatch_above_the_bound_stops_the_run(store, server):
     """The trainer computes in 16 bits, the server in 32: little enough for the pre-flight, too much for this bound."""
     few = ("trainer.max_steps=2", "rollouts.groups_per_step=2", 'trainer.autocast="bf16"')
     own = recipe(store, f'machine.endpoints=["{server}"]', *few, "preflight.max_step_mismatch_kl=1e-9")

@@ -71,7 +71,7 @@ def weights(artifact: Artifact) -> dict[str, torch.Tensor]:
     return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
-def test_the_warm_start_learns_the_plans(made):
+def test_warm_start_learns_the_plans(made):
     metrics = document(made["sft"], "metrics.json")
     assert metrics["heldout_loss"] < metrics["heldout_loss_before"] / 2
 
@@ -83,7 +83,7 @@ def test_server_and_trainer_agree_in_every_step(made):
     assert all(row["rollouts/failed"] == 0 and row["images/distinct"] > 1 for row in steps)
 
 
-def test_each_stage_trains_all_of_the_language_model(made):
+def test_each_stage_trains_the_whole_language_model(made):
     for before, after in (("model", "sft"), ("sft", "train-vlm")):
         old, new = weights(made[before]), weights(made[after])
         assert old.keys() == new.keys()
@@ -91,6 +91,6 @@ def test_each_stage_trains_all_of_the_language_model(made):
         assert blocks and not any(torch.equal(old[name], new[name]) for name in blocks)
 
 
-def test_the_evaluation_tells_the_kinds_of_games_apart(made):
+def test_evaluation_reports_each_kind_of_game(made):
     metrics = document(made["evaluate"], "metrics.json")
     assert set(metrics["kinds"]) == KINDS

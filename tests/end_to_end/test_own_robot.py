@@ -70,7 +70,7 @@ def run(folder: Path, *more: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*command, *overrides, *more], cwd=folder, capture_output=True, text=True)
 
 
-def test_it_is_trained_measured_and_promoted(folder):
+def test_own_robot_is_trained_measured_and_promoted(folder):
     done = run(folder)
     assert done.returncode == 0, done.stderr
     (metrics,) = (folder / ".armature/store/train-vla").glob("*/metrics.json")
@@ -81,7 +81,7 @@ def test_it_is_trained_measured_and_promoted(folder):
     assert not (folder / ".armature/store/evaluate-libero").exists()
 
 
-def test_an_evaluation_in_libero_is_refused_before_the_training(folder):
+def test_rejects_libero_evaluation_of_another_robot_before_training(folder):
     refused = run(folder, "--set=simulator={}", "--set=evaluation={}", "--set=training.seed=1")
     assert refused.returncode == 2
     assert "the dataset's actions have the shape [6], those of LIBERO's robot [7]" in refused.stderr

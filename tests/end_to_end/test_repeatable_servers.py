@@ -95,7 +95,7 @@ def asked(model, tmp_path) -> Iterator[Asked]:
 
 
 @pytest.mark.slow
-def test_bits_are_the_same_alone_and_among_others_on_every_server(asked):
+def test_logprobs_do_not_depend_on_the_batch_or_server(asked):
     order, random = list(range(REQUESTS)), Random(1)
     first = asked.together(order)
     answers = [asked.one_by_one(order), asked.together(order[::-1])]
@@ -141,7 +141,7 @@ print("batches", json.dumps(batches))
 @pytest.mark.parametrize(
     ("split", "batches"), [("0", [{"a": [0]}, {"a": [1]}, {"b": [2]}]), ("1", [{"a": [0, 1], "b": [2]}])]
 )
-def test_images_are_encoded_alone_where_bits_are_to_be_the_same(split, batches):
+def test_deterministic_servers_encode_images_one_by_one(split, batches):
     if not PYTHON.exists():
         pytest.skip("needs .venv-vllm: make environments")
     environment = {**os.environ, "PYTHONPATH": str(SERVED), "VLLM_CPU_ATTN_SPLIT_KV": split}
@@ -151,7 +151,7 @@ def test_images_are_encoded_alone_where_bits_are_to_be_the_same(split, batches):
 
 
 @pytest.mark.slow
-async def test_a_server_that_depends_on_its_batch_is_said(model, tmp_path, caplog):
+async def test_preflight_finds_a_batch_dependent_server(model, tmp_path, caplog):
     machine = Machine(
         server_python=PYTHON, threads=2, ready_timeout=600, server_environment={"VLLM_CPU_ATTN_SPLIT_KV": "1"}
     )

@@ -58,7 +58,7 @@ class Saboteur:
         return self._policy.predict(observations, seeds)
 
 
-def test_results_depend_on_neither_batch_nor_workers_nor_deaths(tmp_path):
+def test_results_do_not_depend_on_batch_workers_or_deaths(tmp_path):
     for name in ("alone", "four", "two"):
         (tmp_path / name / "out").mkdir(parents=True)
     loaded = load_policy(
@@ -87,7 +87,7 @@ def test_results_depend_on_neither_batch_nor_workers_nor_deaths(tmp_path):
             assert ("attempts lost with their simulator" in report.drops) == (name == "two")
 
 
-def test_perturbed_results_depend_on_neither_batch_nor_workers(tmp_path):
+def test_perturbed_results_do_not_depend_on_batch_or_workers(tmp_path):
     loaded = load_policy(
         released.write_released(tmp_path / "released"), released.SETTINGS.model_copy(update={"norm_tag": "kitchen"})
     )
@@ -137,7 +137,7 @@ class Recorded:
         return {}
 
 
-def test_what_the_expert_does_is_a_success_and_is_filmed(tmp_path):
+def test_expert_succeeds_and_is_filmed(tmp_path):
     (tmp_path / "out").mkdir()
     task = suite_tasks("libero_spatial")[2]
     evaluation = settings(tasks=(2,), episodes_per_task=1, max_steps={"libero_spatial": 280}, seed=3, videos_per_task=1)

@@ -77,7 +77,7 @@ def document(artifact: Artifact, name: str) -> Any:
     return json.loads((artifact.path / name).read_text())
 
 
-def test_what_is_demonstrated_is_trained_on_and_the_result_played(made):
+def test_libero_chain_from_demonstrations_to_evaluation(made):
     info = document(made["demonstrations"], "dataset/meta/info.json")
     assert info["total_episodes"] == 3 and info["fps"] == 20
     assert document(made["quantile-stats"], "stats.json")["action"]["count"] == [info["total_frames"]]
@@ -89,7 +89,7 @@ def test_what_is_demonstrated_is_trained_on_and_the_result_played(made):
     assert list((made["evaluate-libero"].path / "videos").rglob("*.mp4"))
 
 
-def test_dvc_finds_all_of_it_made_under_the_same_digests(project, made):
+def test_dvc_reuses_the_artifacts_of_the_flow(project, made):
     said = project.dvc("repro", "evaluate-libero")
     assert all(f"{stage}: already made" in said for stage in CHAIN)
     assert {stage: project.locked_digest(stage) for stage in CHAIN} == {

@@ -34,7 +34,7 @@ def processes() -> Iterator[list[SimulatorProcess]]:
 
 
 @pytest.mark.parametrize("mode", ["continuous", "discrete"])
-def test_rollouts_depend_on_neither_batch_nor_processes(mode, processes, tmp_path, monkeypatch):
+def test_rollouts_do_not_depend_on_batch_or_processes(mode, processes, tmp_path, monkeypatch):
     monkeypatch.setattr(policies, "TOKENS_PER_ACTION", 3)  # random weights hardly ever end their answers
     if mode == "continuous":
         calm_policy(tmp_path)

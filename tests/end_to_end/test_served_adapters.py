@@ -72,7 +72,7 @@ def trained(tmp_path) -> Trained:
     return Trained(tmp_path / "trained")
 
 
-def test_what_is_published_is_what_peft_adds_to_the_layers(trained):
+def test_published_adapter_equals_the_peft_delta(trained):
     from armature.components.models.lora import merged_weights
 
     first, second = trained.version(1), trained.version(2)
@@ -91,7 +91,7 @@ def test_what_is_published_is_what_peft_adds_to_the_layers(trained):
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_real_server_answers_with_the_adapter_of_the_version_also_after_it_was_killed(trained, tmp_path):
+def test_restarted_server_answers_with_the_current_adapter(trained, tmp_path):
     """Adapters in the vision tower too, tied embeddings, a rank that vLLM rounds up."""
     if not PYTHON.exists():
         pytest.skip("needs .venv-vllm: make environments")

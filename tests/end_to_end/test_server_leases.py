@@ -92,7 +92,7 @@ def made_by(run: Program, folder: Path) -> Artifact:
     return Artifact(kind="train-vlm", path=made, digest="")
 
 
-def test_a_run_that_is_killed_leaves_its_servers_to_the_one_that_waits(tmp_path, alone, joined_url, second):
+def test_killed_run_frees_its_servers_for_the_waiting_run(tmp_path, alone, joined_url, second):
     servers = [joined_url, second]
     runs = {name: begin(tmp_path / name, given) for name, given in (("one", servers), ("other", servers[::-1]))}
 

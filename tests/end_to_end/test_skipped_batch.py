@@ -43,7 +43,7 @@ def poison(folder: Path) -> None:
     write_manifest(folder, kind="batches", kind_version=1, rows={"samples": 2}, drops={}, inputs={}, settings={})
 
 
-def test_a_run_that_stopped_at_a_poisoned_batch_goes_on_without_it(tmp_path, joined_url):
+def test_run_continues_without_the_skipped_batch(tmp_path, joined_url):
     where = (f'machine.store="{tmp_path}"', f'machine.endpoints=["{joined_url}"]', "machine.loader_workers=0")
 
     def stage(name: str, inputs: dict[str, Artifact], *more: str) -> Artifact:

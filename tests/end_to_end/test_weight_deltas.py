@@ -26,7 +26,7 @@ PYTHON = Path(__file__).parents[2] / ".venv-vllm" / "bin" / "python"
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
-def test_a_server_is_brought_from_version_to_version_also_after_it_was_killed(tmp_path):
+def test_killed_server_gets_the_current_adapter_version(tmp_path):
     """Tied embeddings; every sync is proved against the trainer's own log-probs, and so is the restart."""
     if not PYTHON.exists():
         pytest.skip("needs .venv-vllm: make environments")

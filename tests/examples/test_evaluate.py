@@ -19,7 +19,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.slow
-def test_it_prints_the_numbers_of_the_stage(shared_server: SharedServer, joined_url: str, tmp_path: Path) -> None:
+def test_evaluate_example_prints_the_metrics_of_the_stage(
+    shared_server: SharedServer, joined_url: str, tmp_path: Path
+) -> None:
     overrides = [
         f'machine.endpoints=["{joined_url}"]',
         "environment.heldout_tasks=24",

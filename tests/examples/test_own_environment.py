@@ -16,14 +16,14 @@ EXAMPLE = ROOT / "examples/own_environment.py"
 
 
 @pytest.mark.slow
-def test_the_policy_learns_the_task() -> None:
+def test_own_environment_is_learned() -> None:
     done = subprocess.run([sys.executable, EXAMPLE], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     reward = re.search(r"reward in the last step ([\d.]+)", done.stdout)
     assert reward is not None and float(reward[1]) >= 0.9, done.stdout
 
 
-def test_a_recipe_finds_it_by_the_entry_point_that_the_page_gives(tmp_path: Path) -> None:
+def test_documented_entry_point_registers_the_environment(tmp_path: Path) -> None:
     """As of an installed package: the module, and the entry point that its docstring has."""
     source = EXAMPLE.read_text()
     (entry,) = re.findall(r'^ {4}\[project\.entry-points\."(.*)"\]\n {4}(\w+) = "(.*)"$', source, re.MULTILINE)

@@ -28,7 +28,7 @@ def run(url: str, key: str, folder: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_it_prints_the_policy_s_actions(policy: MolmoAct2Policy, tmp_path: Path) -> None:
+def test_robot_client_prints_the_policy_actions(policy: MolmoAct2Policy, tmp_path: Path) -> None:
     gray = np.full((224, 224, 3), 128, np.uint8)
     seen = RobotObservation(dict.fromkeys(released.CAMERAS, gray), np.zeros(8, np.float32), TASK)
     expected = [action for seed in (0, 1) for action in policy.predict([seen], [seed])[0]]
@@ -41,7 +41,7 @@ def test_it_prints_the_policy_s_actions(policy: MolmoAct2Policy, tmp_path: Path)
     assert refused.returncode != 0 and "401" in refused.stderr
 
 
-def test_it_needs_nothing_of_ours() -> None:
+def test_robot_client_needs_no_armature() -> None:
     imports = [
         node for node in ast.walk(ast.parse(EXAMPLE.read_text())) if isinstance(node, ast.Import | ast.ImportFrom)
     ]

@@ -20,7 +20,7 @@ POLICY, TRAINING, record = (EXAMPLE[name] for name in ("POLICY", "TRAINING", "re
 
 
 @pytest.mark.slow
-def test_the_policy_looks_at_the_image(tmp_path: Path) -> None:
+def test_policy_uses_the_image(tmp_path: Path) -> None:
     record(tmp_path / "dataset", episodes=40)
     trainer = PolicyTrainer(tmp_path / "dataset", POLICY, TRAINING.model_copy(update={"max_steps": 60}), tmp_path)
     metrics = trainer.train()
@@ -28,7 +28,7 @@ def test_the_policy_looks_at_the_image(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_it_makes_the_policy_of_the_stages(tmp_path: Path) -> None:
+def test_policy_trainer_equals_the_stages(tmp_path: Path) -> None:
     dataset, machine = tmp_path / "dataset", Machine(store=str(tmp_path / "store"), threads=1, loader_workers=0)
     training = TRAINING.model_copy(update={"max_steps": 3, "warmup_steps": 1})
     record(dataset, episodes=10)

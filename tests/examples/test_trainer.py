@@ -36,7 +36,7 @@ runpy.run_path(script, run_name="__main__")
 
 
 @pytest.mark.slow
-def test_both_learn_the_colors(joined_url: str, tmp_path: Path) -> None:
+def test_script_and_notebook_learn_the_colors(joined_url: str, tmp_path: Path) -> None:
     """The notebook plays the held-out tasks with transformers as well, which has to find what the server did."""
     command = [sys.executable, "-c", KERNEL, EXAMPLES / "trainer.py", EXAMPLES / "trainer.ipynb", joined_url]
     paths = os.pathsep.join([str(EXAMPLES.parent), os.environ.get("PYTHONPATH", "")])
@@ -57,6 +57,6 @@ def test_both_learn_the_colors(joined_url: str, tmp_path: Path) -> None:
     assert (tmp_path / "outputs/trainer/final/model.safetensors").is_file()
 
 
-def test_the_notebook_keeps_no_path_of_a_machine() -> None:
+def test_notebook_contains_no_machine_path() -> None:
     text = (EXAMPLES / "trainer.ipynb").read_text()
     assert not re.search(r"/(?:home|root|Users|tmp|work)/|[A-Z]:\\\\", text)

@@ -32,7 +32,7 @@ def artifacts_of(state) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("name", list(RECIPES))
-def test_prefect_s_form_has_the_sections_of_the_recipe(name):
+def test_prefect_form_has_the_sections_of_the_recipe(name):
     flow, fields = flow_of(name), RECIPES[name].model_fields
     form = flow.parameters
     assert list(form.properties) == list(fields)
@@ -46,7 +46,7 @@ def test_prefect_s_form_has_the_sections_of_the_recipe(name):
 
 
 @pytest.mark.parametrize("name", list(RECIPES))
-def test_prefect_s_form_says_of_every_setting_what_it_is_and_its_default(name):
+def test_prefect_form_shows_description_and_default_of_every_setting(name):
     """Against the settings classes themselves. What the server stores for a deployment: tests/platform/test_up.py."""
     form = flow_of(name).parameters
     known: dict[str, type[BaseModel]] = {}
@@ -76,7 +76,7 @@ def test_prefect_s_form_says_of_every_setting_what_it_is_and_its_default(name):
                 assert shown["default"] == default, (title, key)
 
 
-def test_training_ends_with_a_candidate_whose_evaluation_leads_back_to_everything(recipe):
+def test_training_ends_with_a_candidate_with_full_lineage(recipe):
     from armature.flows.train_vlm import train_vlm
     from armature.tasks.lineage import code_commit, lineage
     from armature.tasks.mlflow_client import client
@@ -117,7 +117,7 @@ def test_training_ends_with_a_candidate_whose_evaluation_leads_back_to_everythin
     assert code_commit("0" * 32) == ""
 
 
-def test_what_accuracy_cannot_be_broken_down_by_is_said_before_the_training(recipe):
+def test_unknown_kind_field_is_an_error_before_training(recipe):
     from armature.components.configuration.stages import open_store
     from armature.flows.train_vlm import train_vlm
 
@@ -127,7 +127,7 @@ def test_what_accuracy_cannot_be_broken_down_by_is_said_before_the_training(reci
     assert {each.kind for each in open_store(loaded.sections["machine"])} == {"tasks"}
 
 
-def test_the_candidate_is_never_replaced_by_a_worse_checkpoint(recipe):
+def test_worse_checkpoint_does_not_replace_the_candidate(recipe):
     from armature.flows.train_vlm import train_vlm
     from armature.tasks.mlflow_client import client
 
@@ -150,7 +150,7 @@ def test_the_candidate_is_never_replaced_by_a_worse_checkpoint(recipe):
     assert otherwise == "models:/train-vlm.custom@candidate" and accuracy() != 0.75
 
 
-def test_a_warm_start_comes_before_the_rewards_and_is_in_what_the_result_was_made_from(recipe):
+def test_warm_start_comes_before_rl_and_is_in_the_lineage(recipe):
     from armature.flows.train_vlm import train_vlm
     from armature.tasks.lineage import lineage
     from armature.tasks.mlflow_client import client
@@ -177,7 +177,7 @@ def test_a_warm_start_comes_before_the_rewards_and_is_in_what_the_result_was_mad
     assert names.index("train-vlm") < names.index("sft") < names.index("model")
 
 
-def test_a_failing_cell_leaves_the_good_ones(recipe):
+def test_failing_sweep_cell_keeps_the_results_of_others(recipe):
     from armature.flows.sweep import sweep
 
     loaded = recipe("evaluate/sweep", 'sweep.checkpoints=["tiny/qwen2-vl", "tiny/llava"]', "sweep.seeds=[1, 13]")
@@ -190,7 +190,7 @@ def test_a_failing_cell_leaves_the_good_ones(recipe):
     assert rows["tiny/llava-seed1"]["accuracy"] == 0.51 and "no luck" in rows["tiny/llava-seed13"]["error"]
 
 
-def test_a_checkpoint_may_be_an_alias_a_digest_or_a_folder(recipe):
+def test_checkpoint_may_be_alias_digest_or_folder(recipe):
     from armature.components.configuration.stages import open_store
     from armature.flows.evaluate import evaluate
     from armature.flows.train_vlm import train_vlm
@@ -206,7 +206,7 @@ def test_a_checkpoint_may_be_an_alias_a_digest_or_a_folder(recipe):
     assert len(set(results)) == 1
 
 
-def test_a_half_given_section_is_refused_and_not_half_defaulted(recipe):
+def test_rejects_incomplete_section(recipe):
     from armature.flows.train_vlm import train_vlm
 
     sections = dict(recipe("train-vlm/colors").sections)
@@ -214,7 +214,7 @@ def test_a_half_given_section_is_refused_and_not_half_defaulted(recipe):
         train_vlm(**{**sections, "trainer": {"learning_rate": 1e-3}})
 
 
-def test_a_policy_is_trained_on_demonstrations_and_its_candidate_evaluated_against_another(recipe):
+def test_policy_is_trained_and_evaluated_against_another(recipe):
     from armature.flows.evaluate_libero import evaluate_libero
     from armature.flows.train_vla import train_vla
     from armature.tasks.lineage import lineage
@@ -241,7 +241,7 @@ def test_a_policy_is_trained_on_demonstrations_and_its_candidate_evaluated_again
     assert [(row["checkpoint"], row["success"]) for row in rows] == [("policy", 0.75), ("against", 0.0)]
 
 
-def test_a_policy_learns_by_trying_after_its_demonstrations(recipe):
+def test_policy_rl_follows_imitation(recipe):
     from armature.flows.train_vla_rl import train_vla_rl
     from armature.tasks.lineage import lineage
     from armature.tasks.mlflow_client import client
@@ -266,7 +266,7 @@ def test_a_policy_learns_by_trying_after_its_demonstrations(recipe):
     ("given", "code"),
     [({"demonstrations": None, "layout": None}, "one_kind_of_data"), ({"layout": None}, "sections_incomplete")],
 )
-def test_a_policy_is_trained_on_one_kind_of_data(recipe, given, code):
+def test_policy_needs_either_dataset_or_demonstrations(recipe, given, code):
     from armature.flows.train_vla import train_vla
 
     with refused(code, "demonstrations" if code == "sections_incomplete" else ""):

@@ -73,7 +73,7 @@ def runs(client: SyncPrefectClient, name: str) -> list[Any]:
     return [run for run in client.read_flow_runs() if run.deployment_id == deployment.id]
 
 
-def test_one_value_is_changed_and_all_others_are_those_of_the_deployment(armature, client, deployed):
+def test_submit_changes_one_value_and_keeps_the_others(armature, client, deployed):
     pool = deployed("train-vlm/colors")
     refused = armature("submit", "train-vlm/colors")
     assert refused.code == 1 and f"no worker serves the work pool {pool!r}" in refused.stderr
@@ -94,7 +94,7 @@ def test_one_value_is_changed_and_all_others_are_those_of_the_deployment(armatur
     }
 
 
-def test_a_job_of_kubernetes_has_what_the_changed_machine_needs(armature, client, deployed):
+def test_kubernetes_job_has_resources_for_the_changed_machine(armature, client, deployed):
     client.send_worker_heartbeat(deployed("train-vlm/qwen3-vl", JOBS), "a worker")
     more, joined = (
         {"gpus": 3, "cpus": "14", "memory": "232Gi"},
@@ -127,7 +127,7 @@ def test_a_job_of_kubernetes_has_what_the_changed_machine_needs(armature, client
         ("store_claim=", "write --job-variable key=value"),
     ],
 )
-def test_a_job_variable_that_the_template_does_not_allow_is_refused(given, said, armature, client, deployed):
+def test_rejects_job_variable_that_the_template_lacks(given, said, armature, client, deployed):
     client.send_worker_heartbeat(deployed("train-vlm/colors", JOBS), "a worker")
     before = len(runs(client, "train-vlm/colors"))
     done = armature("submit", "train-vlm/colors", "--job-variable", given)
@@ -135,7 +135,7 @@ def test_a_job_variable_that_the_template_does_not_allow_is_refused(given, said,
     assert len(runs(client, "train-vlm/colors")) == before
 
 
-def test_runs_of_a_process_have_no_job_variables(armature, client, deployed):
+def test_process_pool_runs_have_no_job_variables(armature, client, deployed):
     client.send_worker_heartbeat(deployed("train-vlm/colors"), "a worker")
     done = armature("submit", "train-vlm/colors", "--job-variable", "cpus=8")
     assert done.code == 2 and "'cpus' is not a variable" in done.stderr and "leave it out" in done.stderr
@@ -144,7 +144,7 @@ def test_runs_of_a_process_have_no_job_variables(armature, client, deployed):
 
 
 @pytest.mark.parametrize("template", [None, JOBS])
-def test_a_run_that_needs_gpus_of_another_pool_is_refused(armature, client, deployed, template):
+def test_rejects_run_that_needs_another_pool(armature, client, deployed, template):
     client.send_worker_heartbeat(deployed("train-vlm/colors", template), "a worker")
     before = len(runs(client, "train-vlm/colors"))
     done = armature("submit", "train-vlm/colors", "--machine", "trainer_gpus=[0]")
@@ -152,7 +152,7 @@ def test_a_run_that_needs_gpus_of_another_pool_is_refused(armature, client, depl
     assert len(runs(client, "train-vlm/colors")) == before
 
 
-def test_what_run_refuses_is_refused_with_the_same_words(armature, client, deployed):
+def test_submit_rejects_the_same_values_as_run(armature, client, deployed):
     client.send_worker_heartbeat(deployed("train-vlm/colors"), "a worker")
     before = len(runs(client, "train-vlm/colors"))
     for given in (
@@ -169,7 +169,7 @@ def test_what_run_refuses_is_refused_with_the_same_words(armature, client, deplo
     assert len(runs(client, "train-vlm/colors")) == before
 
 
-def test_a_recipe_outside_the_installation_is_submitted_by_its_file(armature, client, deployed, tmp_path):
+def test_submits_own_recipe_by_its_file(armature, client, deployed, tmp_path):
     write_project(tmp_path / "demo")
     client.send_worker_heartbeat(deployed("demo/recipe.toml"), "a worker")
     done = armature("submit", "demo/recipe.toml", "--set", "environment.heldout_tasks=8")
@@ -178,7 +178,7 @@ def test_a_recipe_outside_the_installation_is_submitted_by_its_file(armature, cl
 
 
 @pytest.mark.parametrize(("end", "code"), [(Completed(), 0), (Failed(message="out of memory"), 1)])
-def test_whoever_watches_sees_the_log_and_the_outcome(end, code, armature, client, deployed):
+def test_watch_prints_the_log_and_the_outcome(end, code, armature, client, deployed):
     client.send_worker_heartbeat(deployed("train-vlm/colors"), "a worker")
     known = {run.id for run in runs(client, "train-vlm/colors")}
 
@@ -211,7 +211,7 @@ def test_whoever_watches_sees_the_log_and_the_outcome(end, code, armature, clien
     assert said[-1] == ("Failed: out of memory" if code else "Completed")
 
 
-def test_no_deployment_no_api_and_no_platform_are_said(armature, monkeypatch, deployed):
+def test_missing_deployment_api_or_platform_is_an_error(armature, monkeypatch, deployed):
     deployed("train-vlm/colors")
     for name in ("train-vlm/colrs", "colors", "a/b/c"):
         unknown = armature("submit", name)
@@ -237,7 +237,7 @@ def test_rejects_a_deployment_of_a_foreign_flow(armature, client):
     assert done.code == 2 and "code: foreign_deployment" in done.stderr
 
 
-def test_pools_without_a_worker_are_counted():
+def test_counts_recipes_of_pools_without_worker():
     names = ["train-vlm/colors", "train-vlm/qwen3-vl", "train-vla/molmoact2"]
     assert deployments.without_worker(["cpu"], names) == {"train-gpu": 2}
     assert deployments.without_worker(["cpu", "train-gpu"], names) == {}

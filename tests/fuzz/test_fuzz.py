@@ -17,7 +17,7 @@ pytestmark = pytest.mark.waits
 DOCUMENT = {"a": [1, 2.5, "x"], "b": {"c": None, "d": [[], {}]}}
 
 
-def test_a_door_that_fails_is_found_in_each_way_and_the_rest_goes_on() -> None:
+def test_fuzzer_finds_every_kind_of_failure_and_goes_on() -> None:
     planned = [random.Random(f"c/planted/{number}").choice(KINDS) for number in range(13)]
     assert set(planned) == set(KINDS)
     result = fuzz_door("planted", "c", range(13), time.monotonic() + 120)
@@ -27,7 +27,7 @@ def test_a_door_that_fails_is_found_in_each_way_and_the_rest_goes_on() -> None:
     assert f"13 inputs, {len(found)} findings" in table({"planted": result})
 
 
-def test_damage_is_a_function_of_the_seed_and_does_damage() -> None:
+def test_damage_depends_on_the_seed_and_changes_the_input() -> None:
     data = bytes(range(200))
     for seed in range(200):
         first, second = (damaged_bytes(data, random.Random(seed)) for _ in range(2))

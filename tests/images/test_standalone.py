@@ -69,7 +69,7 @@ def weights(folder: Path) -> str:
     return hashlib.sha256(checkpoint.read_bytes()).hexdigest()
 
 
-def test_it_trains_to_the_weights_that_a_checkout_trains_to(inside, store, tmp_path):
+def test_image_trains_to_the_weights_of_a_checkout(inside, store, tmp_path):
     inside(*TRAINING, store=store)
     (tmp_path / "outside").mkdir()
     (tmp_path / "outside/.venv-vllm").symlink_to(ROOT / ".venv-vllm")
@@ -89,12 +89,12 @@ def test_libero_is_simulated_and_rendered_without_a_gpu(inside, store):
     assert list(store.glob("store/demonstrations/*/**/*.parquet"))
 
 
-def test_alfworld_s_games_begin(inside, store):
+def test_alfworld_games_start_in_the_image(inside, store):
     inside(*stage("tasks", "train-vlm/molmo2-tiny"), store=store)
     assert list(store.glob("store/tasks/*/manifest.json"))
 
 
-def test_it_knows_its_commit_and_has_no_tools_for_development(inside, store):
+def test_image_has_its_commit_and_no_development_tools(inside, store):
     script = "from armature.components.contracts.installation import installed_commit; print(installed_commit())"
     assert inside("python", "-c", script, store=store).strip() == installed_commit()
     programs = inside("sh", "-c", "id -u; ls .venv/bin; command -v gcc make git || true", store=store).split()
@@ -102,5 +102,5 @@ def test_it_knows_its_commit_and_has_no_tools_for_development(inside, store):
     assert not {"pytest", "ruff", "mypy", "playwright", "sphinx-build", "/usr/bin/gcc"} & set(programs)
 
 
-def test_its_user_cannot_change_what_is_installed(inside, store):
+def test_image_user_cannot_change_installed_files(inside, store):
     assert inside("find", "/opt/armature", "-writable", "-not", "-type", "l", store=store).split() == [str(STORE)]

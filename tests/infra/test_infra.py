@@ -45,7 +45,7 @@ def test_kustomization_is_valid(folder, tmp_path):
     assert result.returncode == 0, result.stdout + result.stderr
 
 
-def test_the_validator_sees_a_misspelled_field(tmp_path):
+def test_manifest_validator_finds_a_misspelled_field(tmp_path):
     container = {"name": "a", "image": "a", "readinesProbe": {}}
     pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "a"}, "spec": {"containers": [container]}}
     (tmp_path / "pod.yaml").write_text(yaml.safe_dump(pod))
@@ -88,13 +88,13 @@ def test_rendered_job_is_valid(tmp_path, gpus):
     assert result.returncode == 0, result.stdout + result.stderr
 
 
-def test_every_variable_of_the_job_template_is_used_and_known():
+def test_every_job_template_variable_is_used_and_defined():
     template = json.loads((INFRA / "kubernetes/base/job-template.json").read_text())
     used = set(re.findall(r"\{\{ (\w+) \}\}", json.dumps(template["job_configuration"])))
     assert used == set(template["variables"]["properties"])
 
 
-def test_a_run_on_the_cluster_cannot_bring_a_command():
+def test_cluster_run_cannot_bring_a_command():
     import jsonschema
 
     template = json.loads((INFRA / "kubernetes/base/job-template.json").read_text())
@@ -133,7 +133,7 @@ def pods() -> Iterator[tuple[str, dict[str, str], dict[str, Any]]]:
 
 
 @needs_kubectl
-def test_every_pod_keeps_to_the_restricted_standard_and_writes_where_it_is_said():
+def test_every_pod_meets_the_restricted_security_standard():
     names = [name for name, _, pod in pods() if not restricted(pod)]
     assert not names
     assert {name for name, _, pod in pods() if pod["automountServiceAccountToken"]} == {"worker"}
@@ -160,7 +160,7 @@ def restricted(pod: dict[str, Any]) -> bool:
 
 
 @needs_kubectl
-def test_the_network_lets_through_what_is_needed_and_nothing_else():
+def test_network_policies_allow_only_needed_traffic():
     documents = [each for name in OVERLAYS for each in build(INFRA / "kubernetes/overlays" / name)]
     policies = [each["spec"] for each in documents if each["kind"] == "NetworkPolicy"]
     labels = {name: labels for name, labels, _ in pods()}
@@ -202,7 +202,7 @@ def selects(selector: dict[str, Any], labels: dict[str, str]) -> bool:
 
 
 @needs_kubectl
-def test_prometheus_reaches_metrics_and_nothing_else(tmp_path):
+def test_prometheus_reaches_only_metrics(tmp_path):
     shutil.copytree(INFRA / "kubernetes", tmp_path / "kubernetes")
     overlay = tmp_path / "kubernetes/overlays/gpu"
     file = overlay / "kustomization.yaml"
@@ -230,7 +230,7 @@ def test_prometheus_reaches_metrics_and_nothing_else(tmp_path):
 
 
 @needs_kubectl
-def test_one_file_names_the_images_of_everything(tmp_path):
+def test_image_names_are_in_one_file(tmp_path):
     shutil.copytree(INFRA / "kubernetes", tmp_path / "kubernetes")
     file = tmp_path / "kubernetes/images/kustomization.yaml"
     digest = "sha256:" + "0" * 64
@@ -260,13 +260,13 @@ def test_compose_file_is_valid():
     assert result.returncode == 0, result.stdout + result.stderr
 
 
-def test_every_service_of_compose_has_few_rights_and_limited_memory():
+def test_compose_services_have_few_rights_and_limited_memory():
     for name, service in compose()["services"].items():
         assert service["cap_drop"] == ["ALL"] and service["security_opt"] == ["no-new-privileges:true"], name
         assert service["read_only"] is True and service["pids_limit"] and service["mem_limit"], name
 
 
-def test_compose_has_a_worker_of_every_pool_with_gpus_where_it_is_for_them():
+def test_compose_has_a_worker_for_every_pool():
     from armature.deployments import POOLS
 
     workers = [each for each in compose()["services"].values() if each.get("command", [])[:2] == ["prefect", "worker"]]
@@ -279,7 +279,7 @@ def test_compose_has_a_worker_of_every_pool_with_gpus_where_it_is_for_them():
         assert served[pool]["environment"] == served["cpu"]["environment"]
 
 
-def test_compose_gives_a_server_and_its_images_all_that_they_take():
+def test_compose_passes_every_server_variable():
     read = set(re.findall(r"\$\{?([A-Z_]+)", (INFRA / "images/serve.sh").read_text()))
     assert read == compose()["services"]["vllm"]["environment"].keys()
     dockerfile = (INFRA / "images/Dockerfile").read_text()
@@ -291,7 +291,7 @@ def test_compose_gives_a_server_and_its_images_all_that_they_take():
         assert each["target"] in targets and {"COMMIT"} <= each["args"].keys() <= arguments
 
 
-def test_only_those_who_manage_the_object_store_of_compose_are_its_root():
+def test_compose_uses_object_store_root_only_for_management():
     services = compose()["services"]
     assert {name for name, each in services.items() if "MINIO_ROOT" in json.dumps(each)} == {"minio", "buckets"}
     made = re.search(r"mc mb --ignore-existing (.*)", services["buckets"]["command"][0])
@@ -303,7 +303,7 @@ def test_only_those_who_manage_the_object_store_of_compose_are_its_root():
     assert named == buckets == {"mlflow", "artifacts"}
 
 
-def test_compose_services_wait_for_what_can_become_true():
+def test_compose_dependencies_can_become_healthy():
     services = compose()["services"]
     for name, service in services.items():
         for other, condition in service.get("depends_on", {}).items():
@@ -325,7 +325,7 @@ def test_compose_names_volumes_variables_and_files_that_exist():
             assert (ROOT / build_["dockerfile"]).is_file()
 
 
-def test_only_loopback_is_published():
+def test_compose_publishes_loopback_ports_only():
     ports = [port for service in compose()["services"].values() for port in service.get("ports", [])]
     assert ports and all(port.startswith("127.0.0.1:") for port in ports)
 
@@ -351,7 +351,7 @@ def server_of(name: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("where", ["compose", "kubernetes"])
-def test_prefect_asks_for_its_password_and_answers_to_its_names_alone(where):
+def test_prefect_needs_password_and_known_host_name(where):
     command, variables = server_of("prefect-server")[where]
     assert "armature.prefect_server:create_app" in command
     assert variables["PREFECT_SERVER_API_AUTH_STRING"]
@@ -360,13 +360,13 @@ def test_prefect_asks_for_its_password_and_answers_to_its_names_alone(where):
 
 
 @pytest.mark.parametrize("where", ["compose", "kubernetes"])
-def test_mlflow_asks_for_its_password(where):
+def test_mlflow_needs_its_password(where):
     command, variables = server_of("mlflow")[where]
     assert "--app-name=basic-auth" in command and variables["MLFLOW_AUTH_ADMIN_PASSWORD"]
     assert shared("mlflow")["MLFLOW_AUTH_ADMIN_USERNAME"] == shared("client")["MLFLOW_TRACKING_USERNAME"]
 
 
-def test_no_password_is_in_a_command_line_or_an_address():
+def test_no_password_in_command_lines_or_addresses():
     servers = [server_of(name)[where] for name in ("mlflow", "prefect-server") for where in ("compose", "kubernetes")]
     commands = [json.dumps(each.get("command", "")) for each in compose()["services"].values()]
     assert not [each for each in (*commands, *(json.dumps(command) for command, _ in servers)) if SECRET.search(each)]
@@ -395,7 +395,7 @@ def test_manifests_take_secrets_by_reference():
                     assert "secretKeyRef" in variable["valueFrom"], f"{document['metadata']['name']}: {variable}"
 
 
-def test_the_driver_of_every_database_is_installed_on_a_cluster():
+def test_cluster_environment_has_every_database_driver():
     from sqlalchemy import make_url
 
     files = [*INFRA.rglob("*.yaml"), *INFRA.rglob("*.env"), *(ROOT / "docs").rglob("*.md")]
@@ -413,7 +413,7 @@ def test_images_copy_files_that_exist():
 
 
 @needs_kubectl
-def test_servers_look_for_their_checkpoint_where_a_job_puts_it():
+def test_servers_read_the_checkpoint_folder_of_the_job():
     containers = {name: (pod["containers"][0], pod["volumes"]) for name, _, pod in pods()}
     (server, of_server), (job, of_job) = containers["vllm"], containers["model"]
     (model,) = [each["value"] for each in server["env"] if each["name"] == "MODEL"]
@@ -422,7 +422,7 @@ def test_servers_look_for_their_checkpoint_where_a_job_puts_it():
     assert mounts[0] == mounts[1] == ["/opt/armature/.armature"] and of_server[0] == of_job[0]
 
 
-def test_a_server_without_a_checkpoint_says_so(tmp_path: Path):
+def test_server_without_checkpoint_fails_with_a_message(tmp_path: Path):
     environment = {"PATH": "/usr/bin:/bin", "MODEL": str(tmp_path), "VLLM_API_KEY": "key"}
     command = ["sh", INFRA / "images/serve.sh"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -430,7 +430,7 @@ def test_a_server_without_a_checkpoint_says_so(tmp_path: Path):
 
 
 @pytest.mark.parametrize("transfer", ["file", "delta", "nccl"])
-def test_served_model_settings_are_the_pools(tmp_path: Path, transfer: str):
+def test_served_model_settings_equal_the_pool(tmp_path: Path, transfer: str):
     """A joined server must be started as the pool starts its own, or importance ratios are biased."""
     from armature.components.contracts.machine import Machine
     from armature.components.inference.command import server_command

@@ -93,7 +93,7 @@ def up(tmp_path_factory) -> Iterator[Up]:
     started.run("down")
 
 
-def test_without_the_password_nothing_is_read_or_run(up):
+def test_requests_without_password_are_refused(up):
     for path, body in (("/flow_runs/filter", {}), ("/deployments/filter", {}), ("/work_pools/filter", {})):
         assert httpx.post(f"{up.prefect}/api{path}", json=body).status_code == 401
     start = f"{up.prefect}/api/deployments/{up.deployment()}/create_flow_run"
@@ -104,7 +104,7 @@ def test_without_the_password_nothing_is_read_or_run(up):
     )
 
 
-def test_a_page_of_another_origin_may_not_read(up):
+def test_foreign_origin_cannot_read(up):
     asked = {"origin": STRANGER, "access-control-request-method": "POST"}
     answer = up.api.options("/flow_runs/filter", headers=asked)
     assert answer.status_code == 400 and answer.headers.get("access-control-allow-origin") is None
@@ -117,7 +117,7 @@ def test_a_page_of_another_origin_may_not_read(up):
 
 
 @pytest.mark.parametrize("host", ["attacker.example", "10.attacker.example", "127.0.0.1.attacker.example", ""])
-def test_another_host_is_refused(up, host):
+def test_foreign_host_header_is_refused(up, host):
     """A page whose name is pointed at 127.0.0.1 is of the same origin as we are, for its browser."""
     headers = {"host": f"{host}:{up.ports[0]}"}
     assert up.api.post("/flow_runs/filter", json={}, headers=headers).status_code == 400
@@ -127,14 +127,14 @@ def test_another_host_is_refused(up, host):
     assert httpx.get(search).status_code == 200
 
 
-def test_no_pool_has_a_place_for_a_command(up):
+def test_pool_templates_take_no_command(up):
     pools = {each["name"]: each for each in up.api.post("/work_pools/filter", json={}).json()}
     assert set(pools) >= {"cpu", "vllm-gpu", "train-gpu", "of-my-own"}
     for pool in pools.values():
         assert "command" not in json.dumps(pool["base_job_template"])
 
 
-def test_a_run_cannot_bring_a_command(up):
+def test_run_cannot_bring_a_command(up):
     command = f"{sys.executable} -c \"open('{up.folder / 'owned'}', 'w')\""
     for variables in ({"command": command}, {"env": {"PYTHONSTARTUP": "x"}}, {"working_dir": "/"}):
         asked = {"job_variables": variables}
@@ -149,7 +149,7 @@ def test_a_run_cannot_bring_a_command(up):
     assert not (up.folder / "owned").exists()
 
 
-def test_a_secret_in_a_run_s_parameters_is_refused_before_it_is_stored(up):
+def test_plain_secret_in_run_parameters_is_refused(up):
     secret = "hf_DoNotStoreThisAnywhere"
     asked = {"parameters": {"name": "x", "machine": {"server_environment": {"HF_TOKEN": secret}}}}
     answer = up.api.post(f"/deployments/{up.deployment()}/create_flow_run", json=asked)
@@ -158,7 +158,7 @@ def test_a_secret_in_a_run_s_parameters_is_refused_before_it_is_stored(up):
         assert not file.is_file() or secret.encode() not in file.read_bytes(), file
 
 
-def test_a_shell_runs_deployments_with_what_env_prints(up):
+def test_env_output_lets_a_shell_run_deployments(up):
     done = up.shell("prefect deployment run hello/world --param name=made --watch")
     assert done.returncode == 0, done.stdout + done.stderr
     assert (up.folder / "made").exists()
@@ -166,13 +166,13 @@ def test_a_shell_runs_deployments_with_what_env_prints(up):
 
 @pytest.mark.browser
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on PATH; on Debian: apt-get install chromium")
-def test_the_pages_open_for_who_gives_the_password(up):
+def test_pages_open_with_the_password(up):
     with chromium(up.prefect, up.secret) as browser:
         page = open_page(browser, f"{up.prefect}/deployments/deployment/{up.deployment()}")
         page.get_by_text("world", exact=True).first.wait_for()
 
 
-def test_secrets_and_databases_are_for_their_owner(up):
+def test_secrets_and_databases_are_private_files(up):
     state = up.folder / ".armature"
     files = [file for file in state.rglob("*") if file.is_file() and ".db" in file.name]
     assert {file.name for file in files} >= {"prefect.db", "mlflow.db", "prefect.db-wal"}
@@ -188,7 +188,7 @@ def test_secrets_and_databases_are_for_their_owner(up):
     assert password.encode() not in (state / "prefect/prefect.db").read_bytes()
 
 
-def test_a_second_one_and_a_damaged_record_are_said(up):
+def test_second_platform_or_damaged_record_is_an_error(up):
     record = up.folder / ".armature/platform.json"
     whole = record.read_text()
     for damaged in ("", "{", '{"prefect": 3}', "[]", "\x00"):
@@ -203,7 +203,7 @@ def test_a_second_one_and_a_damaged_record_are_said(up):
     assert second.returncode == 2 and "already running" in second.stderr
 
 
-def test_a_clock_that_was_set_hides_nothing(up):
+def test_platform_is_found_after_the_clock_changed(up):
     """When a program started is read from the clock: after a step, the time that is told is not the one noted."""
     record = up.folder / ".armature/platform.json"
     whole = record.read_text()
@@ -213,7 +213,7 @@ def test_a_clock_that_was_set_hides_nothing(up):
     assert done.returncode == 0 and up.prefect in done.stdout, done.stdout + done.stderr
 
 
-def test_down_ends_it_whatever_the_record_says(up):
+def test_down_stops_the_platform_despite_a_damaged_record(up):
     """By the supervisor's lock: a clock that was set, or a record that is damaged, hides nothing."""
     record: dict[str, Any] = json.loads((up.folder / ".armature/platform.json").read_text())
     (up.folder / ".armature/platform.json").write_text(json.dumps(record | {"started": 1.0})[:-9])

@@ -24,14 +24,14 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize("name", recipe_names())
-def test_every_recipe_loads_and_says_what_it_is(name):
+def test_every_recipe_loads_and_has_a_description(name):
     recipe = load_recipe(name)
     assert recipe.description.endswith(".")
     for section in recipe.sections.values():
         assert type(section).model_validate(section.model_dump(mode="json")) == section
 
 
-def test_the_promised_deployments_are_there():
+def test_promised_deployments_exist():
     promised = {"train-vlm/colors", "train-vlm/recall", "train-vlm/qwen3-vl", "train-vlm/llava"}
     promised |= {"train-vlm/molmo2", "train-vlm/molmo2-text", "evaluate/alfworld", "evaluate/alfworld-thor"}
     promised |= {"train-vla/molmoact2", "train-vla/molmoact2-lora", "train-vla/molmoact2-expert", "train-vla/tiny"}
@@ -171,14 +171,14 @@ def settings_files(annotation: Any) -> set[str]:
     return found.union(*map(settings_files, parts))
 
 
-def test_a_machine_that_is_all_defaults_is_not_written():
+def test_default_machine_section_is_left_out_of_parameters():
     names = "quantile-stats/folder", "train-vlm/colors"
     written = {name: deployments.deployment(load_recipe(name))["parameters"] for name in names}
     assert "machine" not in written["quantile-stats/folder"]
     assert written["train-vlm/colors"]["machine"]["threads"] == 1
 
 
-def test_dvc_stages_are_registered_stages_and_know_all_that_decides_their_settings():
+def test_dvc_stages_depend_on_all_files_of_their_settings():
     """Values stand in the recipe, the files that it extends, and the settings classes."""
     stages = yaml.safe_load((REPOSITORY / "dvc.yaml").read_text())["stages"]
     assert set(stages) <= set(STAGES)
@@ -193,7 +193,7 @@ def test_dvc_stages_are_registered_stages_and_know_all_that_decides_their_settin
 
 
 @pytest.mark.parametrize("name", sorted({*RECIPES} - {"evaluate/libero", "evaluate/libero-perturbed"}))
-def test_a_recipe_that_says_nothing_is_refused(name):
+def test_rejects_empty_recipe(name):
     from armature.components.configuration import build_recipe
 
     with pytest.raises(ConfigurationError) as caught:
@@ -201,7 +201,7 @@ def test_a_recipe_that_says_nothing_is_refused(name):
     assert caught.value.where == "nowhere"
 
 
-def test_layers():
+def test_import_layers_hold():
     """The contracts are in pyproject.toml, [tool.importlinter]."""
     done = subprocess.run(
         [Path(sys.executable).with_name("lint-imports"), "--no-cache"], cwd=REPOSITORY, capture_output=True, text=True

@@ -29,13 +29,13 @@ def show(folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60, check=False)
 
 
-def test_nobody_there_is_said_within_seconds(tmp_path):
+def test_absent_mlflow_is_an_error_within_seconds(tmp_path):
     done = show(tmp_path, MLFLOW_TRACKING_URI=f"http://me:pass-word@127.0.0.1:{free_port()}")
     assert done.returncode == 1 and "MLflow does not answer" in done.stderr and "Traceback" not in done.stderr
     assert "what to do: start it" in done.stderr and "pass-word" not in done.stderr
 
 
-def test_one_that_takes_the_call_and_says_nothing_is_given_up(tmp_path):
+def test_silent_mlflow_times_out(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"http://127.0.0.1:{server.getsockname()[1]}"
         done = show(tmp_path, MLFLOW_TRACKING_URI=address, MLFLOW_HTTP_REQUEST_TIMEOUT="1")
@@ -75,7 +75,7 @@ def steps_of(run_id: str) -> list[int]:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("prefect_server")
-def test_a_stage_goes_on_without_it_and_its_record_is_complete_in_the_end(server, tmp_path):
+def test_stage_survives_mlflow_outage_with_complete_record(server, tmp_path):
     @flow
     def training() -> str:
         with tracked("away", "run", {}, {}) as run, PrefectEvents(run, set(), tmp_path) as events:
@@ -94,7 +94,7 @@ def test_a_stage_goes_on_without_it_and_its_record_is_complete_in_the_end(server
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("prefect_server")
-def test_one_that_stays_away_is_an_error_of_ours_and_hides_none(server, tmp_path):
+def test_absent_mlflow_at_the_end_hides_no_stage_error(server, tmp_path):
     from armature.tasks.patience import patience
 
     @flow

@@ -40,7 +40,7 @@ socket.getaddrinfo = lambda host, *a, **k: (
 """
 
 
-def test_tasks_are_made_without_a_network_and_without_a_data_set(tmp_path):
+def test_tasks_are_made_without_network_or_dataset(tmp_path):
     (tmp_path / "sitecustomize.py").write_text(WATCH)
     connections = tmp_path / "connections"
     connections.touch()
@@ -59,7 +59,7 @@ def test_tasks_are_made_without_a_network_and_without_a_data_set(tmp_path):
     assert not (tmp_path / "hub").exists() and (tmp_path / "tasks/train.parquet").exists()
 
 
-def test_everything_of_ours_is_imported_where_flash_attn_cannot_be():
+def test_all_modules_import_without_flash_attn():
     """All components, that is; but for vLLM's plug-in, which is for vLLM's own environment."""
     program = """
 import importlib, pkgutil, sys
@@ -94,7 +94,7 @@ ADVANTAGES = {
 
 
 @pytest.mark.parametrize("name", ADVANTAGES)
-def test_images_play_no_part_in_rewards_and_advantages(name):
+def test_rewards_and_advantages_do_not_depend_on_images(name):
     """Not their number, their size nor what a family's processor makes of them."""
     settings = BatchSettings.model_validate(
         {

@@ -28,14 +28,14 @@ def trainer_of(checkpoint: Path, folder: Path) -> TrainerClient:
     return TrainerClient(policy, machine, folder / "trainer")
 
 
-def test_an_open_port_is_found(second_machine):
+def test_port_scan_finds_an_open_port(second_machine):
     """Else nothing found would mean nothing."""
     with socket.create_server(("0.0.0.0", 0)) as everywhere, socket.create_server(("127.0.0.1", 0)) as loopback:
         ports = [one.getsockname()[1] for one in (everywhere, loopback)]
         assert reachable(second_machine, set(ports)) == {ports[0]}
 
 
-def test_no_port_of_a_trainer_or_a_server_is_open(second_machine, shared_server, tmp_path):
+def test_trainer_and_server_ports_are_closed_to_other_machines(second_machine, shared_server, tmp_path):
     with trainer_of(shared_server.checkpoint, tmp_path):
         family = psutil.Process().children(recursive=True)
         assert_closed(second_machine, family, {"armature.components.training.service", "vllm.entrypoints"})

@@ -93,7 +93,7 @@ def platform(tmp_path_factory, shared_server) -> Iterator[Platform]:
     armature(folder, "down")
 
 
-def test_what_is_up_answers_and_knows_every_flow(platform):
+def test_platform_answers_and_has_every_flow(platform):
     assert httpx.get(f"{platform.record['mlflow']}/health").status_code == 200
     known = platform.api.post("/deployments/filter", json={}).json()
     assert len(known) == len(recipe_names())
@@ -113,7 +113,7 @@ def test_what_is_up_answers_and_knows_every_flow(platform):
     assert second.returncode == 2 and "already running" in second.stderr
 
 
-def test_no_port_of_it_is_open_to_a_second_machine(platform, second_machine):
+def test_platform_ports_are_closed_to_other_machines(platform, second_machine):
     assert_closed(second_machine, platform.family, {"prefect", "mlflow"})
 
 
@@ -142,7 +142,7 @@ def wait_for_end(api: httpx.Client, run_id: str, seconds: float) -> dict[str, An
         time.sleep(1)
 
 
-def test_everything_ends_with_it(platform):
+def test_all_programs_end_with_the_platform(platform):
     """Twice: by `armature down`, and by SIGKILL of the supervisor."""
     assert armature(platform.folder, "down").returncode == 0
     platform.assert_all_ended()

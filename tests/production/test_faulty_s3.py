@@ -53,7 +53,7 @@ def made(store: Path) -> dict[str, str]:
     return {path.relative_to(store).as_posix(): sha256(path.read_bytes()).hexdigest() for path in files}
 
 
-def test_every_file_arrives_once_and_whole(tmp_path, server):
+def test_every_file_is_uploaded_once_and_complete(tmp_path, server):
     def fill(folder: Path) -> None:
         for number in range(60):
             (folder / f"{number}").write_bytes(os.urandom(100))
@@ -75,7 +75,7 @@ def test_every_file_arrives_once_and_whole(tmp_path, server):
     assert {"passed", "refused", "unanswered", "truncated", "away"} <= faults.counts.keys()
 
 
-def test_a_training_ends_with_the_weights_of_an_undisturbed_one(tmp_path, server):
+def test_disturbed_training_has_the_undisturbed_weights(tmp_path, server):
     inputs, faults = make_inputs(tmp_path / "inputs"), Faults(**FAULTS)
     undisturbed = Training(tmp_path / "undisturbed", inputs)
     assert undisturbed.start().wait() == 0, undisturbed.log.read_text()[-4000:]

@@ -125,7 +125,7 @@ def disturb(flow: Flow, rng: random.Random) -> None:
     flow.finish(process)
 
 
-def test_it_learned_something(flows: tuple[Flow, Flow]) -> None:
+def test_training_improves_accuracy(flows: tuple[Flow, Flow]) -> None:
     alone, _ = flows
     before, after = (load_file(*alone.store.glob(f"{stage}/*/checkpoint/model.safetensors")) for stage in TRAINED)
     assert any(not after[name].equal(weights) for name, weights in before.items())
@@ -141,13 +141,13 @@ def test_it_learned_something(flows: tuple[Flow, Flow]) -> None:
         "train-vla-rl/*/lineage.json",
     ],
 )
-def test_the_files_are_those_of_a_flow_that_was_left_alone(flows: tuple[Flow, Flow], pattern: str) -> None:
+def test_files_equal_those_of_an_undisturbed_flow(flows: tuple[Flow, Flow], pattern: str) -> None:
     """By name: what an evaluation is called hangs on the history of its policy, which has times in it."""
     alone, killed = (sorted((Path(path).name, data) for path, data in flow.files(pattern).items()) for flow in flows)
     assert alone == killed and alone
 
 
-def test_the_history_has_every_step_once(flows: tuple[Flow, Flow]) -> None:
+def test_history_has_every_step_exactly_once(flows: tuple[Flow, Flow]) -> None:
     histories = [json.loads(*flow.files("train-vla-rl/*/history.json").values()) for flow in flows]
     for history in histories:
         assert [row["step"] for row in history] == list(range(1, STEPS + 1))

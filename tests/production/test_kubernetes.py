@@ -218,7 +218,7 @@ def access(server: str, token: str) -> Object:
     }
 
 
-def test_a_run_becomes_a_job_that_completes_it(platform: Platform):
+def test_kubernetes_run_becomes_a_job_that_completes(platform: Platform):
     run = platform.submit()
     assert platform.ended(run).is_completed(), platform.node.said(platform.pod(run)["metadata"]["name"])
     (container,) = platform.job(run)["spec"]["template"]["spec"]["containers"]
@@ -230,7 +230,7 @@ def test_a_run_becomes_a_job_that_completes_it(platform: Platform):
     assert not [value for each in SECRETS.values() for value in each.values() if value in written]
 
 
-def test_tracking_takes_the_password_of_runs_and_no_other(platform: Platform):
+def test_mlflow_accepts_only_the_password_of_runs(platform: Platform):
     url = f"{platform.node.mlflow}/api/2.0/mlflow/experiments/search?max_results=100"
     refused = [httpx.get(url, auth=auth, trust_env=False).status_code for auth in (None, ("armature", "guess"))]
     answer = httpx.get(url, auth=("armature", SECRETS["mlflow"]["PASSWORD"]), trust_env=False)
@@ -238,7 +238,7 @@ def test_tracking_takes_the_password_of_runs_and_no_other(platform: Platform):
     assert "quantile-stats" in json.dumps(answer.raise_for_status().json())
 
 
-def test_a_run_whose_pod_is_killed_is_crashed(platform: Platform):
+def test_run_with_killed_pod_is_crashed(platform: Platform):
     run = platform.submit()
     name = platform.pod(run)["metadata"]["name"]
     until(lambda: name in platform.cluster.processes, lambda: platform.node.said("worker"))
@@ -246,7 +246,7 @@ def test_a_run_whose_pod_is_killed_is_crashed(platform: Platform):
     assert platform.ended(run).is_crashed()
 
 
-def test_a_run_whose_job_is_deleted_while_its_pod_waits_is_crashed(platform: Platform):
+def test_run_with_deleted_pending_job_is_crashed(platform: Platform):
     platform.cluster.has_room = False
     run = platform.submit()
     name = platform.job(run)["metadata"]["name"]
@@ -259,7 +259,7 @@ def seen_by_the_observer(platform: Platform, run: UUID) -> bool:
     return platform.client.read_flow_run(run).state_name == "InfrastructurePending"
 
 
-def test_the_worker_needs_each_of_its_rights_and_no_other(platform: Platform):
+def test_worker_role_has_exactly_the_needed_rights(platform: Platform):
     rights = {
         (verb, group, resource)
         for rule in platform.cluster.rules
@@ -270,7 +270,7 @@ def test_the_worker_needs_each_of_its_rights_and_no_other(platform: Platform):
     assert platform.cluster.asked == rights and not platform.cluster.refused
 
 
-def test_the_stand_in_refuses_what_a_cluster_refuses(platform: Platform):
+def test_stand_in_refuses_like_a_cluster(platform: Platform):
     job: Object = {
         "apiVersion": "batch/v1",
         "kind": "Job",

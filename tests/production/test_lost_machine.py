@@ -172,7 +172,7 @@ def undisturbed(network: Network, platform: Platform) -> Iterator[Node]:
     node.stop()
 
 
-def test_another_machine_resumes_from_the_checkpoint_that_has_arrived(taken_up: TakenUp) -> None:
+def test_second_machine_resumes_from_the_newest_sent_checkpoint(taken_up: TakenUp) -> None:
     said, name = taken_up.taker.said(), f"train-vlm-{taken_up.trained.name}"
     assert re.search(rf"process \d+ on a since \S+ has begun the same work \({name}\)", said)
     (fetched,) = re.findall(r"has a checkpoint of (\d+) steps, fetched", said)
@@ -180,41 +180,41 @@ def test_another_machine_resumes_from_the_checkpoint_that_has_arrived(taken_up: 
     assert fetched == resumed and int(resumed) in range(SAVE_EVERY, STEPS, SAVE_EVERY)
 
 
-def test_every_planned_rollout_is_there_once(taken_up: TakenUp, undisturbed: Node) -> None:
+def test_every_planned_rollout_exists_exactly_once(taken_up: TakenUp, undisturbed: Node) -> None:
     found = played(taken_up.taker.store, taken_up.trained)
     assert len({trajectory for _, trajectory, *_ in found}) == len(found) == STEPS * GROUPS * MEMBERS
     assert found == played(undisturbed.folder / ".armature/store", undisturbed.folder / "trained")
 
 
-def test_rollouts_that_have_arrived_are_not_played_again(taken_up: TakenUp) -> None:
+def test_sent_rollouts_are_not_played_again(taken_up: TakenUp) -> None:
     """Their tables say how long each answer took: two that were played are never equal."""
     before, after = taken_up.lost.rollouts(), taken_up.taker.rollouts()
     assert len(before) > SAVE_EVERY and len(after) == STEPS
     assert all(after[name] == before[name] for name in sorted(before)[:SAVE_EVERY])
 
 
-def test_its_weights_are_those_of_an_undisturbed_run(taken_up: TakenUp, undisturbed: Node) -> None:
+def test_resumed_run_has_the_undisturbed_weights(taken_up: TakenUp, undisturbed: Node) -> None:
     assert weights(taken_up.trained) == weights(undisturbed.folder / "trained")
 
 
-def test_tracking_has_the_whole_curve(taken_up: TakenUp, platform: Platform) -> None:
+def test_mlflow_has_the_complete_curve(taken_up: TakenUp, platform: Platform) -> None:
     (curve,) = json.loads(platform.node.run(["python", "-c", CURVES], platform.environment))
     assert sorted(set(curve)) == list(range(1, STEPS + 1))
 
 
-def test_tracking_knows_what_was_lost(taken_up: TakenUp, platform: Platform) -> None:
+def test_mlflow_shows_the_lost_run_as_killed(taken_up: TakenUp, platform: Platform) -> None:
     """The run that was on the lost machine and its training, and no other."""
     assert taken_up.second.returncode == 0
     statuses = ast.literal_eval(platform.node.run(["python", "-c", STATUSES], platform.environment))
     assert [each for each in statuses if not each.endswith("FINISHED")] == ["flow KILLED", "train-vlm KILLED"]
 
 
-def test_the_run_of_the_lost_machine_is_crashed(taken_up: TakenUp) -> None:
+def test_prefect_shows_the_lost_run_as_crashed(taken_up: TakenUp) -> None:
     assert taken_up.first.wait(300) == 1
     assert "No heartbeat for 120 s" in taken_up.first.tail()
 
 
-def test_a_third_machine_evaluates_the_candidate(taken_up: TakenUp, network: Network, platform: Platform) -> None:
+def test_third_machine_evaluates_the_candidate(taken_up: TakenUp, network: Network, platform: Platform) -> None:
     """Its store is empty, and the machine that trained is off."""
     trained = taken_up.taker.made("train-vlm")
     assert CANDIDATE in taken_up.second.tail()

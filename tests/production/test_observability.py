@@ -134,7 +134,7 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
         prometheus.stop()
 
 
-def test_every_panel_shows_the_training(watched: Watched) -> None:
+def test_every_grafana_panel_shows_the_training(watched: Watched) -> None:
     empty = [
         (title, expression)
         for expression, title in expressions().items()
@@ -145,7 +145,7 @@ def test_every_panel_shows_the_training(watched: Watched) -> None:
     assert {expression for _, expression in empty} <= ONLY_OF_FAULTS
 
 
-def test_a_collector_has_a_trace_of_the_run_with_every_step(watched: Watched) -> None:
+def test_trace_collector_has_every_step_of_the_run(watched: Watched) -> None:
     runs = {bytes(each.span_id): each for each in watched.collector.spans if of_a_run(each)}
     (root,) = [each for each in runs.values() if not each.parent_span_id]
     names = {each.name for each in runs.values()}

@@ -46,7 +46,7 @@ with ranks.joined(TrainerProcesses(threads=1), seed=0):
 """
 
 
-def test_a_server_without_a_network_is_not_waited_for(network: Network) -> None:
+def test_unreachable_server_is_removed_from_the_pool(network: Network) -> None:
     server, client = network.add("server"), network.add("client")
     serving = server.start([sys.executable, "-c", SERVER])
     asking = client.start(
@@ -60,7 +60,7 @@ def test_a_server_without_a_network_is_not_waited_for(network: Network) -> None:
     assert "connection_lost: " in said and f"http://{server.address}:8000" in said
 
 
-def test_ranks_that_cannot_connect_say_where(network: Network, tmp_path: Path) -> None:
+def test_ranks_that_cannot_connect_name_the_address(network: Network, tmp_path: Path) -> None:
     nodes = [network.add(name) for name in ("g", "h")]
     nodes[1].run(["ip", "route", "add", "blackhole", f"{nodes[0].address}/32"])
     meeting = {RENDEZVOUS: str(private_folder(tmp_path / "meeting") / "store"), "GLOO_SOCKET_IFNAME": "eth0"}

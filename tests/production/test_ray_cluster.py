@@ -129,7 +129,7 @@ def serve(node: Node, recipe: str, model: Path) -> Program:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_the_weights_are_those_of_one_machine_though_a_raylet_is_killed(
+def test_run_with_killed_raylet_has_the_weights_of_one_machine(
     ray_cluster: RayCluster, tmp_path: Path, recipe: str
 ) -> None:
     flow, _, name = recipe.partition("/")
@@ -168,9 +168,7 @@ def test_the_weights_are_those_of_one_machine_though_a_raylet_is_killed(
     ray_cluster.add(lost)
 
 
-def test_the_weights_are_those_of_one_machine_though_the_node_with_the_model_server_is_lost(
-    ray_cluster: RayCluster, tmp_path: Path
-) -> None:
+def test_run_with_lost_server_node_has_the_weights_of_one_machine(ray_cluster: RayCluster, tmp_path: Path) -> None:
     recipe = "train-vlm/colors"
     expected = ended(start(None, tmp_path, recipe))
     place = f'cluster={{address="{ray_cluster.address}", start_timeout=300, servers={{num_cpus=2}}}}'
@@ -192,7 +190,7 @@ def test_the_weights_are_those_of_one_machine_though_the_node_with_the_model_ser
     ray_cluster.add(lost)
 
 
-def test_ranks_of_which_one_loses_its_network_make_the_weights_of_one_machine(
+def test_run_with_disconnected_rank_has_the_weights_of_one_machine(
     ray_cluster: RayCluster, network: Network, tmp_path: Path
 ) -> None:
     """A linear model. The node has the first rank, which answers the run."""
@@ -230,9 +228,7 @@ def test_ranks_of_which_one_loses_its_network_make_the_weights_of_one_machine(
     ray_cluster.add(lost)
 
 
-def test_the_weights_are_those_of_one_machine_though_a_node_with_a_rank_of_the_trainer_is_lost(
-    ray_cluster: RayCluster, tmp_path: Path
-) -> None:
+def test_run_with_lost_trainer_node_has_the_weights_of_one_machine(ray_cluster: RayCluster, tmp_path: Path) -> None:
     recipe = "train-vlm/colors"
     expected = ended(start(None, tmp_path, recipe, "trainer_processes=2", "threads=1"))
     trainer = 'trainer={num_cpus=1, strategy="STRICT_SPREAD"}'

@@ -194,7 +194,7 @@ def script(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> Path:
     return file
 
 
-def test_a_job_is_taken_up_when_its_time_is_over_when_it_is_preempted_and_when_a_node_is_lost(cluster, script):
+def test_slurm_job_resumes_after_time_limit_preemption_and_lost_node(cluster, script):
     number = cluster.run("sbatch", "--parsable", str(script)).strip()
     cluster.wait_for_start(number, 0)
     cluster.run("scancel", "--batch", "--signal=USR1", number)  # as SLURM does when the time limit is near
@@ -210,7 +210,7 @@ def test_a_job_is_taken_up_when_its_time_is_over_when_it_is_preempted_and_when_a
 
 
 @pytest.mark.parametrize(("starts", "code"), [(True, 3), (False, 1)], ids=["run", "launcher"])
-def test_failed_run_ends_its_job(cluster, script, starts, code):
+def test_failed_run_fails_its_slurm_job(cluster, script, starts, code):
     (cluster.folder / "end").write_text("3")
     if not starts:  # the launcher's exit code is 0 then
         (cluster.folder / "ray").unlink()
@@ -220,12 +220,12 @@ def test_failed_run_ends_its_job(cluster, script, starts, code):
     assert (cluster.job(number)["ExitCode"], cluster.job(number)["Restarts"]) == (f"{code}:0", "0")
 
 
-def test_what_slurm_refuses_is_said_in_its_words(cluster):
+def test_slurm_refusal_includes_its_message(cluster):
     with pytest.raises(AssertionError, match="invalid partition specified: nowhere"):
         cluster.submit(RECIPE, *TWO, "--", "--partition=nowhere")
 
 
-def test_options_arrive_as_they_were_given(cluster):
+def test_sbatch_receives_options_unchanged(cluster):
     comment = 'it\'s \\ "a b" # $HOME `x`'
     number = cluster.submit(RECIPE, *TWO, "--", "--hold", f"--comment={comment}", "--time=1:00:00", "--nodes=3")
     assert cluster.run("squeue", "--noheader", f"--job={number}", "--Format=comment:80").strip() == comment
@@ -266,7 +266,7 @@ def expected(cluster: Cluster) -> str:
 
 
 @pytest.mark.parametrize("lost", ["first node", "second raylet", "first raylet"])
-def test_training_that_loses_a_node_makes_the_weights_of_one_machine(cluster, expected, lost):
+def test_training_with_lost_slurm_node_has_the_weights_of_one_machine(cluster, expected, lost):
     store = cluster.folder / ".armature/store"
     number = cluster.submit("training.toml", *TWO)
     cluster.wait_until(number, lambda _: steps_done(store) > 25)

@@ -15,7 +15,7 @@ MACHINE = Machine.model_validate({"server_environment": {"HF_TOKEN": {"prefect_s
 
 
 @pytest.mark.usefixtures("prefect_server")
-def test_a_block_is_read_by_the_flow_that_names_it():
+def test_flow_reads_the_secret_block_it_names():
     from prefect.blocks.system import Secret
 
     from armature.tasks.flow_run import read_blocks
@@ -32,7 +32,7 @@ def test_a_block_is_read_by_the_flow_that_names_it():
 
 
 @pytest.mark.usefixtures("prefect_server")
-def test_so_is_one_that_a_reward_names():
+def test_flow_reads_the_secret_block_of_a_reward():
     from prefect.blocks.system import Secret
 
     from armature.tasks.flow_run import read_blocks

@@ -16,7 +16,7 @@ from tests.hostile_names import EVERY_CHARACTER
 from tests.refusals import refused
 
 
-def test_the_database_of_this_folder_is_for_its_owner(tmp_path, monkeypatch):
+def test_database_is_readable_by_its_owner_only(tmp_path, monkeypatch):
     from mlflow import MlflowClient
 
     monkeypatch.chdir(tmp_path)
@@ -29,7 +29,7 @@ def test_the_database_of_this_folder_is_for_its_owner(tmp_path, monkeypatch):
     assert databases[0].stat().st_mode & 0o077 == 0
 
 
-def test_project_in_a_folder_of_any_name(tmp_path, monkeypatch):
+def test_project_folder_may_have_any_name(tmp_path, monkeypatch):
     """Its first question makes the database, which MLflow begins with an experiment of its own."""
     folder = tmp_path / EVERY_CHARACTER
     folder.mkdir()
@@ -58,20 +58,20 @@ def test_project_in_a_folder_of_any_name(tmp_path, monkeypatch):
         ("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "-"),
     ],
 )
-def test_a_wrong_variable_is_named(tmp_path, name, value, monkeypatch):
+def test_invalid_mlflow_variable_is_named(tmp_path, name, value, monkeypatch):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
     monkeypatch.setenv(name, value)
     with refused("invalid_mlflow_variable" if "HTTP" in name else "invalid_mlflow_address", name):
         client().search_experiments()
 
 
-def test_the_address_of_a_page_has_no_password(monkeypatch):
+def test_page_address_has_no_password(monkeypatch):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "https://me:pass-word@tracking.example:5000/")
     assert page("run", "1").startswith("https://tracking.example:5000/#/experiments/1/runs/run")
 
 
 @pytest.mark.slow
-def test_runs_that_begin_together_in_a_new_folder_share_its_database(tmp_path):
+def test_simultaneous_first_runs_create_one_database(tmp_path):
     """As two commands in a fresh checkout: MLflow makes its tables in steps that no second process may meet."""
     script = "from armature.tasks.mlflow_client import experiment_id; print(experiment_id('shared'))"
     environment = {name: value for name, value in os.environ.items() if name != "MLFLOW_TRACKING_URI"}

@@ -33,7 +33,7 @@ def evaluation(folder: Path, kinds: list[str]) -> Artifact:
 
 @settings(max_examples=25)
 @given(kinds=st.lists(st.sampled_from(KINDS), unique=True, min_size=1))
-def test_kinds_and_parts_of_any_name_replace_nothing(tmp_path_factory, kinds):
+def test_metric_names_of_kinds_and_parts_do_not_collide(tmp_path_factory, kinds):
     found = numbers(evaluation(tmp_path_factory.mktemp("evaluation"), kinds))
     assert sorted(value for name, value in found.items() if name.startswith("reward_parts/")) == list(range(len(kinds)))
     assert sum(name.startswith("kinds/") and name.endswith("/episodes") for name in found) == len(kinds)
@@ -42,7 +42,7 @@ def test_kinds_and_parts_of_any_name_replace_nothing(tmp_path_factory, kinds):
         _validate_metric_name(name)
 
 
-def test_settings_with_keys_of_any_name_are_params_that_mlflow_takes():
+def test_any_settings_key_becomes_an_mlflow_parameter():
     values = {"environment": {"args": {"columns": dict.fromkeys(KINDS, "x")}, "name": "colors"}}
     found = flatten(values)
     assert len(found) == len(KINDS) + 1 and found["environment.name"] == "colors"
@@ -51,7 +51,7 @@ def test_settings_with_keys_of_any_name_are_params_that_mlflow_takes():
         _validate_param_name(name)
 
 
-def test_checkpoints_whose_names_differ_in_one_character_keep_their_numbers(tmp_path):
+def test_similar_checkpoint_names_keep_separate_metrics(tmp_path):
     named = ["runs/a", "runs_a", "runs:a"]
     findings = [CheckpointResult(name, evaluation(tmp_path / str(n), ["all"])) for n, name in enumerate(named)]
     found = _final_numbers(findings, {})

@@ -32,7 +32,7 @@ def read(text: str) -> dict[tuple[str, ...], float]:
 
 
 @pytest.mark.usefixtures("prefect_server")
-def test_a_stage_is_there_while_it_runs(tmp_path):
+def test_running_stage_is_in_the_metrics(tmp_path):
     from armature.tasks.events import PrefectEvents
     from armature.tasks.tracking import tracked
 
@@ -68,7 +68,7 @@ def test_a_stage_is_there_while_it_runs(tmp_path):
         httpx.get(f"http://{address}/metrics", trust_env=False)
 
 
-def test_an_address_that_is_taken_or_is_none_is_refused(tmp_path):
+def test_rejects_used_or_invalid_metrics_address(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(ConfigurationError) as caught, serve_metrics(address, str(tmp_path)):

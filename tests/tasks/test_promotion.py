@@ -50,7 +50,7 @@ def log_probs(folder: Path) -> torch.Tensor:
     return scores[:, :-1].gather(-1, ids[:, 1:, None])
 
 
-def test_the_candidate_s_files_load_elsewhere_and_take_no_disk(trained, tracking, tmp_path):
+def test_candidate_files_are_hard_links_that_load_elsewhere(trained, tracking, tmp_path):
     import mlflow
 
     from armature.tasks.checkpoints import checkpoint_artifact
@@ -84,7 +84,7 @@ def test_the_candidate_s_files_load_elsewhere_and_take_no_disk(trained, tracking
 
 
 @pytest.mark.parametrize("deployment", [*HOSTILE_NAMES, EVERY_CHARACTER])
-def test_recipe_of_any_name_is_a_name_of_a_model(deployment):
+def test_any_recipe_name_becomes_a_model_name(deployment):
     name = _model_name(f"train-vlm.{deployment}")
     _validate_model_name(name)
     assert not set(name) & set("/:@'\"%?#`\n")

@@ -11,7 +11,7 @@ from armature.tasks.prometheus import Free, ResourceWatch, free_bytes
 GIB = 2**30
 
 
-def test_the_limit_of_a_container_counts(tmp_path):
+def test_container_memory_limit_counts(tmp_path):
     here = free_bytes(tmp_path / "not" / "made yet", tmp_path)
     assert here.disk_size == shutil.disk_usage(tmp_path).total and here.memory_size == psutil.virtual_memory().total
 
@@ -27,7 +27,7 @@ def test_the_limit_of_a_container_counts(tmp_path):
     assert free_bytes(tmp_path, tmp_path).memory_size == here.memory_size
 
 
-def test_what_runs_low_is_said_once_until_it_recovers():
+def test_warns_once_until_the_resource_recovers():
     watch = ResourceWatch()
     plenty = Free(disk=100 * GIB, disk_size=1000 * GIB, memory=8 * GIB, memory_size=16 * GIB)
     full = Free(disk=4 * GIB, disk_size=1000 * GIB, memory=8 * GIB, memory_size=16 * GIB)

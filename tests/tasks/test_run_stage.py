@@ -60,7 +60,7 @@ def eventually(check, seconds=20.0):
         time.sleep(0.3)
 
 
-def test_units_are_task_runs_and_lineage_walks_from_the_checkpoint_to_the_tasks(chain, demo_stages):
+def test_units_are_task_runs_and_lineage_reaches_the_tasks(chain, demo_stages):
     from armature.tasks.lineage import lineage
     from armature.tasks.mlflow_client import client
 
@@ -87,7 +87,7 @@ def test_units_are_task_runs_and_lineage_walks_from_the_checkpoint_to_the_tasks(
     assert [point.value for point in client().get_metric_history(nested.info.run_id, "loss")] == [1, 1 / 2, 1 / 3]
 
 
-def test_tags_stay_with_the_flow_run(chain, demo_stages):
+def test_task_runs_do_not_inherit_the_flow_run_tags(chain, demo_stages):
     from armature.tasks.mlflow_client import client
 
     settings = demo_stages.TasksSettings(count=6), demo_stages.TrainSettings(steps=1, rate=0.1)
@@ -99,7 +99,7 @@ def test_tags_stay_with_the_flow_run(chain, demo_stages):
     assert client().get_run(state.result()[0]).data.tags["armature.deployment"] == "demo"
 
 
-def test_second_run_reuses_everything_and_says_so(chain, demo_stages):
+def test_second_run_reuses_every_artifact(chain, demo_stages):
     settings = demo_stages.TasksSettings(count=4), demo_stages.TrainSettings(steps=1, rate=0.1)
     first = chain(*settings)
     state = chain(*settings, return_state=True)
@@ -109,7 +109,7 @@ def test_second_run_reuses_everything_and_says_so(chain, demo_stages):
     eventually(lambda: task_runs(runs_id) == {"demo-tasks": "Reused", "demo-train": "Reused"})
 
 
-def test_dead_server_is_tried_again_and_bad_data_is_not(chain, demo_stages, tmp_path):
+def test_retries_dead_server_but_not_bad_data(chain, demo_stages, tmp_path):
     tasks = demo_stages.TasksSettings(count=5)
     _, _, trained = chain(tasks, demo_stages.TrainSettings(steps=1, rate=0.2, fail_once=str(tmp_path / "failed")))
     assert (trained.path / "weights.txt").read_text() == "1 0.2"
@@ -144,7 +144,7 @@ run_stage(
 """
 
 
-def test_runs_of_a_killed_process_do_not_stay_running(chain, demo_stages, machine, tmp_path):
+def test_runs_of_a_killed_process_are_closed(chain, demo_stages, machine, tmp_path):
     from armature.tasks.mlflow_client import client
 
     hung = tmp_path / "hung"
@@ -195,7 +195,7 @@ def inodes(made):
     return [(each.path / "manifest.json").stat().st_ino for each in made]
 
 
-def test_reused_numbers_say_so_and_force_makes_a_stage_and_what_depends_on_it_again(evaluated, machine):
+def test_force_remakes_a_stage_and_its_dependents(evaluated, machine):
     lines, made = evaluated()
     assert "reused" not in lines[0]
     first = inodes(made)

@@ -47,14 +47,14 @@ def wait_for(client: TestClient, rollouts: int) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("path", ["/", "/assets/view.js", "/api/runs", f"/api/runs/{RUN}/rollouts", "/images/x.png"])
-def test_nothing_without_the_token(client: TestClient, path: str) -> None:
+def test_requests_without_token_are_refused(client: TestClient, path: str) -> None:
     for headers in ({}, bearer("another"), {"Cookie": f"armature-view-8000={TOKEN[:-1]}"}, bearer("tökén")):
         answer = client.get(path, headers=[(name, value.encode()) for name, value in headers.items()])
         assert answer.status_code == 401
     assert client.get("/?token=another").status_code == 401
 
 
-def test_a_link_without_the_token_asks_for_it_and_then_goes_to_the_run(client: TestClient) -> None:
+def test_link_without_token_shows_form_and_then_opens_the_run(client: TestClient) -> None:
     refused = client.get(f"/?run={RUN[:12]}")
     assert refused.status_code == 401
     assert f'name="run" value="{RUN[:12]}"' in refused.text and TOKEN not in refused.text
@@ -65,7 +65,7 @@ def test_a_link_without_the_token_asks_for_it_and_then_goes_to_the_run(client: T
     assert (later.status_code, later.headers["location"]) == (303, f"/#run={RUN[:12]}")
 
 
-def test_the_printed_address_gives_a_cookie(client: TestClient) -> None:
+def test_token_in_address_sets_a_cookie(client: TestClient) -> None:
     answer = client.get(f"/?token={TOKEN}")
     assert (answer.status_code, answer.headers["location"]) == (303, "/")
     cookie = answer.headers["set-cookie"].lower()
@@ -75,11 +75,11 @@ def test_the_printed_address_gives_a_cookie(client: TestClient) -> None:
     assert "script-src 'self'" in page.headers["content-security-policy"]
 
 
-def test_another_host_name_is_refused(client: TestClient) -> None:
+def test_foreign_host_name_is_refused(client: TestClient) -> None:
     assert client.get("/api/runs", headers=bearer() | {"Host": "armature.example"}).status_code == 400
 
 
-def test_a_run_that_goes_on(client: TestClient, training: Training) -> None:
+def test_running_training_is_listed_as_unfinished(client: TestClient, training: Training) -> None:
     training.step(1, [0.0, 1.0], failures=[Failure("00001-0000-02", "00001-0000", "red", "timeout", "30 s")])
     run = wait_for(client, 2)
     assert (run["id"], run["title"], run["last_step"], run["steps"]) == (RUN, "colors, tiny", 1, 9)
@@ -91,7 +91,7 @@ def test_a_run_that_goes_on(client: TestClient, training: Training) -> None:
     assert history["panels"][0]["series"] == ["reward"]
 
 
-def test_a_training_that_was_made_elsewhere_has_its_curves(client: TestClient, training: Training) -> None:
+def test_training_of_another_machine_has_curves(client: TestClient, training: Training) -> None:
     made = training.root / "train-vlm" / ("e" * 20)
     made.mkdir(parents=True)
     settings = json.loads((training.workspace / STARTED).read_text())["settings"]
@@ -105,7 +105,7 @@ def test_a_training_that_was_made_elsewhere_has_its_curves(client: TestClient, t
     assert "Made elsewhere" in page.text and page.headers["content-disposition"].startswith("attachment")
 
 
-def test_evaluations_belong_to_their_training(client: TestClient, training: Training) -> None:
+def test_evaluations_are_listed_with_their_training(client: TestClient, training: Training) -> None:
     training.step(1, [0.5])
     training.evaluation("c" * 20, training.root / "train-vlm" / RUN, [1.0], ["red"])
     training.evaluation("d" * 20, training.root / "gone", [0.0], ["blue"])
@@ -131,7 +131,7 @@ def test_evaluations_belong_to_their_training(client: TestClient, training: Trai
     assert group["trajectories"][0]["reward"] == 1.0
 
 
-def test_a_skipped_batch_has_no_advantages(client: TestClient, training: Training) -> None:
+def test_skipped_batch_has_no_advantages(client: TestClient, training: Training) -> None:
     training.step(1, [1.0])
     skipped = training.root / "batches" / f"{RUN}-00001-skipped"
     skipped.mkdir()
@@ -140,7 +140,7 @@ def test_a_skipped_batch_has_no_advantages(client: TestClient, training: Trainin
     assert answer["trajectories"][0]["turns"][0]["advantages"] is None
 
 
-def test_a_group_in_full(client: TestClient, training: Training) -> None:
+def test_group_document_has_every_token_reward_and_image(client: TestClient, training: Training) -> None:
     failure = Failure("00001-0000-02", "00001-0000", "red", "timeout", "30 s")
     training.step(1, [0.25, 1.0], ["red", "blue"], [failure])
     training.step(2, [1.0])
@@ -158,7 +158,7 @@ def test_a_group_in_full(client: TestClient, training: Training) -> None:
     assert served.content.startswith(b"\x89PNG")
 
 
-def test_the_command(training: Training) -> None:
+def test_view_command_serves_the_page(training: Training) -> None:
     training.step(1, [1.0])
     command = [sys.executable, "-m", "armature", "view", "--no-browser", "--store", str(training.root)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as program:
@@ -202,5 +202,5 @@ def test_the_command(training: Training) -> None:
         ("/assets/..%2fapp.py", 404),
     ],
 )
-def test_what_is_not_there_is_said(client: TestClient, path: str, status: int) -> None:
+def test_missing_items_answer_404(client: TestClient, path: str, status: int) -> None:
     assert client.get(path, headers=bearer()).status_code == status

@@ -23,7 +23,9 @@ def tab(training: Training) -> Iterator[Any]:
         yield page
 
 
-def test_following_a_run(tab: Any, training: Training, record_property: Callable[[str, object], None]) -> None:
+def test_index_follows_a_running_training(
+    tab: Any, training: Training, record_property: Callable[[str, object], None]
+) -> None:
     assert "token" not in tab.url
     assert tab.inner_text("[data-series=reward] b") == "0.5"
     training.step(2, [1.0, 1.0], ["green", "red"])
@@ -49,7 +51,7 @@ def test_following_a_run(tab: Any, training: Training, record_property: Callable
     assert RUN[:12] in tab.url
 
 
-def test_how_answers_changed(tab: Any, training: Training) -> None:
+def test_changes_lists_answers_over_the_steps(tab: Any, training: Training) -> None:
     training.heldout(0, [0.0, 0.0], ["blue", "green"])
     training.step(2, [1.0, 1.0], ["green", "red"])
     training.heldout(2, [1.0, 0.0], ["crimson", "pink"])

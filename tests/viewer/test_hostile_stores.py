@@ -72,7 +72,7 @@ def folder_without_permission(path: Path) -> None:
 @pytest.mark.parametrize(
     "damage", [link_to_itself, link_to_nothing, os.mkfifo, folder_of_pipes, folder_without_permission, Path.touch]
 )
-def test_one_entry_does_not_stop_the_others(training: Training, place: str, damage: Callable[[Path], None]) -> None:
+def test_unreadable_entry_does_not_hide_others(training: Training, place: str, damage: Callable[[Path], None]) -> None:
     (training.root / place).mkdir(exist_ok=True)
     damage(training.root / place / f"{OTHER}-00001")
     (training.root / place / os.fsdecode(b"\xff-00001")).mkdir()
@@ -130,7 +130,7 @@ def test_error_of_the_reader_is_shown_and_does_not_end_it(training: Training, mo
 
 
 @pytest.mark.parametrize("name", HOSTILE_NAMES)
-def test_rollouts_of_a_store_in_a_folder_of_any_name(training: Training, name: str, tmp_path: Path) -> None:
+def test_store_folder_may_have_any_name(training: Training, name: str, tmp_path: Path) -> None:
     """Nothing but the store itself is read: the folder beside it, which `*` matches, has another run's rollouts."""
     training.step(1, [0, 1, 1])
     named, beside = tmp_path / "top" / name, tmp_path / "top" / "v"
@@ -192,7 +192,7 @@ def pipe_document(training: Training) -> None:
         *map(raw_document, (DEEP, HUGE, "1" * 5000, "null", '{"settings": [], "inputs": []}')),
     ],
 )
-def test_one_record_of_a_run_hides_no_other_run(training: Training, damage: Callable[[Training], None]) -> None:
+def test_damaged_run_record_hides_no_other_run(training: Training, damage: Callable[[Training], None]) -> None:
     damage(training)
     with client_of(training.root) as client:
         answer = client.get("/api/runs")
@@ -209,7 +209,7 @@ def test_one_record_of_a_run_hides_no_other_run(training: Training, damage: Call
         *("[]", "1", '{"x": 1}', '{"step": [], "x": 1}', "\x00"),
     ],
 )
-def test_history_that_cannot_be_read_is_answered(training: Training, line: str) -> None:
+def test_unreadable_history_answers_with_an_error(training: Training, line: str) -> None:
     (training.workspace / "history.jsonl").write_text(line + "\n")
     with client_of(training.root) as client:
         assert client.get(f"/api/runs/{RUN}/history").status_code in (200, 404)
@@ -217,7 +217,7 @@ def test_history_that_cannot_be_read_is_answered(training: Training, line: str) 
 
 
 @pytest.mark.parametrize("payload", [DEEP, SHOWN_DEEP, f'{{"x": {HUGE}}}', "1" * 5000, '{"x": NaN}', "{"])
-def test_task_that_cannot_be_shown_hides_no_rollouts(training: Training, tmp_path: Path, payload: str) -> None:
+def test_unreadable_task_hides_no_rollouts(training: Training, tmp_path: Path, payload: str) -> None:
     training.step(1, [0, 1])
     write_table(tmp_path / "tasks/train.parquet", [{"task_id": "red", "split": "train", "payload": payload}], TASKS)
     with client_of(training.root) as client:
@@ -226,7 +226,7 @@ def test_task_that_cannot_be_shown_hides_no_rollouts(training: Training, tmp_pat
 
 
 @pytest.mark.parametrize("rewards", [[1e308, 1e308], [float("inf"), 1.0], [float("nan"), 1.0], [-1e308, 1e308]])
-def test_rewards_beyond_a_sum_are_answered(training: Training, rewards: list[float]) -> None:
+def test_rewards_that_overflow_a_sum_are_answered(training: Training, rewards: list[float]) -> None:
     training.step(1, rewards)
     with client_of(training.root) as client:
         rollouts_shown(client)
@@ -256,7 +256,7 @@ ADDRESSES = (
 )
 
 
-def test_no_address_is_an_error_of_the_server(training: Training) -> None:
+def test_no_address_causes_a_server_error(training: Training) -> None:
     training.step(1, [0, 1])
     with client_of(training.root) as client:
         asked = [path.format(run=RUN, number=number) for path in ADDRESSES for number in NUMBERS]
@@ -264,7 +264,7 @@ def test_no_address_is_an_error_of_the_server(training: Training) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGKILL])
-def test_nothing_is_left_however_the_command_ends(training: Training, tmp_path: Path, number: int) -> None:
+def test_view_command_leaves_no_files_behind(training: Training, tmp_path: Path, number: int) -> None:
     training.step(1, [0, 1, 1])
     temporary = tmp_path / "temporary"
     temporary.mkdir()
@@ -278,7 +278,7 @@ def test_nothing_is_left_however_the_command_ends(training: Training, tmp_path: 
     assert list(temporary.iterdir()) == []
 
 
-def test_index_larger_than_its_memory_goes_on_in_a_folder_that_a_later_one_removes(
+def test_index_spills_to_a_folder_that_a_later_index_removes(
     training: Training, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))

@@ -57,7 +57,7 @@ def test_failures_and_tasks(training: Training, index: RolloutIndex) -> None:
     assert index.counts() == {RUN: {"rollouts": 4, "failures": 1, "last_step": 2, "heldout_steps": []}}
 
 
-def test_two_runs_on_the_same_tasks(training: Training, index: RolloutIndex) -> None:
+def test_compares_two_runs_on_their_common_tasks(training: Training, index: RolloutIndex) -> None:
     other = Training(training.root, training.image, "b" * 20)
     other.workspace.mkdir(parents=True)
     training.step(1, [0.0, 0.5])
@@ -71,7 +71,7 @@ def test_two_runs_on_the_same_tasks(training: Training, index: RolloutIndex) -> 
     assert index.compare(Side(RUN, "heldout"), Side(other.run, "train"), Query())["total"] == 0
 
 
-def test_held_out_rollouts_have_their_own_source(training: Training, index: RolloutIndex) -> None:
+def test_heldout_rollouts_have_their_own_source(training: Training, index: RolloutIndex) -> None:
     training.heldout(0, [0.0], ["blue"])
     training.step(1, [0.5, 0.0, 0.5], ["pink", "blue", "pink"])
     training.step(2, [1.0])
@@ -94,7 +94,7 @@ def test_held_out_rollouts_have_their_own_source(training: Training, index: Roll
     assert index.changes([RUN], "green") == index.changes([], "red") == []
 
 
-def test_the_largest_ratio_first(training: Training, index: RolloutIndex) -> None:
+def test_sorts_by_largest_importance_ratio(training: Training, index: RolloutIndex) -> None:
     training.step(1, [0.25, 1.0, -2.0])
     training.step(2, [0.5])
     lost = ratios_file(training.workspace, 2)
@@ -107,7 +107,7 @@ def test_the_largest_ratio_first(training: Training, index: RolloutIndex) -> Non
     assert found(index, sort="ratio-", source="train", high=0.9) == [order[0], *order[2:]]
 
 
-def test_what_is_made_again_replaces_what_was(training: Training, index: RolloutIndex) -> None:
+def test_rewritten_table_replaces_its_rows(training: Training, index: RolloutIndex) -> None:
     training.step(1, [0.0, 0.0])
     index.refresh()
     shutil.rmtree(training.root / "rollouts" / f"{RUN}-00001")
@@ -119,7 +119,7 @@ def test_what_is_made_again_replaces_what_was(training: Training, index: Rollout
     assert index.search(RUN, Query())["total"] == 0
 
 
-def test_a_damaged_table_hides_no_other(training: Training, index: RolloutIndex) -> None:
+def test_damaged_table_leaves_other_tables_readable(training: Training, index: RolloutIndex) -> None:
     for step in (1, 2, 3):
         training.step(step, [1.0])
     damaged = training.root / "rollouts" / f"{RUN}-00002" / "rollouts.parquet"

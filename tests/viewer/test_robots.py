@@ -37,7 +37,7 @@ def episodes(client: TestClient, query: str = "") -> dict[str, Any]:
     return answer
 
 
-def test_runs_of_robot_policies_are_listed_by_their_own_stage(client: TestClient) -> None:
+def test_lists_runs_of_robot_policies(client: TestClient) -> None:
     runs = {run["id"]: run for run in client.get("/api/runs").json()["runs"]}
     assert {id: run["stage"] for id, run in runs.items()} == {
         RUN: "train-vla-rl",
@@ -56,7 +56,7 @@ def test_runs_of_robot_policies_are_listed_by_their_own_stage(client: TestClient
     assert [panel["title"] for panel in history["panels"]] == ["Reward of the rollouts", "Success of the rollouts"]
 
 
-def test_episodes_by_outcome(client: TestClient, store: Path) -> None:
+def test_filters_episodes_by_outcome(client: TestClient, store: Path) -> None:
     answer = episodes(client)
     assert [(each["step"], each["outcome"], each["chunks"]) for each in answer["rows"]] == [
         (2, "solved", 1),
@@ -77,7 +77,7 @@ def test_episodes_by_outcome(client: TestClient, store: Path) -> None:
     assert episodes(client)["total"] == 6
 
 
-def test_an_episode_answer_by_answer(client: TestClient) -> None:
+def test_episode_document_has_every_answer(client: TestClient) -> None:
     row = episodes(client, "outcome=truncated")["rows"][0]
     found = client.get(f"/api/runs/{RUN}/episodes/1/{row['episode_id']}").json()
     assert found["outcome"] == "truncated" and found["language"] == "reach"
@@ -90,7 +90,7 @@ def test_an_episode_answer_by_answer(client: TestClient) -> None:
     assert client.get(f"/api/runs/{RUN}/episodes/9/{row['episode_id']}").status_code == 404
 
 
-def test_videos_of_the_same_beginning_before_and_after(client: TestClient, store: Path) -> None:
+def test_pairs_videos_of_the_same_initial_state(client: TestClient, store: Path) -> None:
     pairs = client.get(f"/api/runs/{RUN}/videos").json()["rows"]
     assert [(each["episode"], each["before"]["solved"], each["after"]["solved"]) for each in pairs] == [
         (0, False, True),
@@ -196,7 +196,7 @@ def fail_episodes(store: Path) -> None:
         write_failures(store / "robot-rollouts" / f"{RUN}-{step:05d}", failures)
 
 
-def test_episodes_that_failed_are_counted_and_listed_with_their_reasons(client: TestClient, store: Path) -> None:
+def test_failed_episodes_are_listed_with_their_reasons(client: TestClient, store: Path) -> None:
     def found(query: str = "") -> dict[str, Any]:
         answer: dict[str, Any] = client.get(f"/api/runs/{RUN}/failures?{query}").json()
         return answer

@@ -10,7 +10,7 @@ from benchmarks import store_s3
 
 
 @pytest.mark.slow
-def test_files_reach_s3(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_files_are_written_to_s3(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     for name, value in {"FILES": 20, "BASELINE_FILES": 10, "DELAY": 0.001}.items():
         monkeypatch.setattr(store_s3, name, value)
     store_s3.main()

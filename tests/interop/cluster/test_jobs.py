@@ -19,7 +19,7 @@ from armature.deployments import pod_variables, pool_of
 from tests.interop.cluster.jobs import DEPLOYMENTS, IMAGE, KUBERNETES, STANDALONE, base_template, rendered
 
 
-def test_every_recipe_has_a_valid_job_with_its_gpus_and_memory(tmp_path):
+def test_every_recipe_has_a_valid_kubernetes_job(tmp_path):
     for number, deployment in enumerate(DEPLOYMENTS):
         variables = deployment["job_variables"]
         job = rendered(variables)
@@ -37,7 +37,7 @@ def test_every_recipe_has_a_valid_job_with_its_gpus_and_memory(tmp_path):
     assert result.returncode == 0, result.stdout + result.stderr
 
 
-def test_a_run_chooses_its_node_and_volumes_and_nothing_else():
+def test_run_chooses_only_node_and_volumes():
     chosen = {"node_selector": {"gpu": "h200"}, "store_claim": "store-fast", "tolerations": [{"operator": "Exists"}]}
     pod = rendered(chosen)["spec"]["template"]["spec"]
     assert pod["nodeSelector"] == {"gpu": "h200"} and pod["tolerations"] == [{"operator": "Exists"}]
@@ -46,7 +46,7 @@ def test_a_run_chooses_its_node_and_volumes_and_nothing_else():
     assert rendered(brought) == rendered({})
 
 
-def test_a_run_cannot_name_a_claim_of_the_platform():
+def test_run_cannot_use_platform_volumes():
     text = subprocess.check_output(["kubectl", "kustomize", KUBERNETES / "overlays/gpu"], text=True)
     documents = list(yaml.safe_load_all(text))
     claims = {each["metadata"]["name"] for each in documents if each["kind"] == "PersistentVolumeClaim"}
@@ -59,13 +59,13 @@ def test_a_run_cannot_name_a_claim_of_the_platform():
     assert allowed.is_valid({"store_claim": "store-fast"}) and not allowed.is_valid({"store_claim": "store-"})
 
 
-def test_a_run_has_one_of_two_images():
+def test_run_uses_one_of_two_images():
     allowed = Draft202012Validator(base_template()["variables"])
     assert allowed.is_valid({"image": IMAGE}) and allowed.is_valid({"image": STANDALONE})
     assert not allowed.is_valid({"image": "registry.example/other"})
 
 
-def test_a_run_that_joins_servers_needs_neither_vllm_nor_their_gpus():
+def test_run_that_joins_servers_needs_no_gpu_for_them():
     joined = load_recipe("train-vlm/qwen3-vl", ['machine.endpoints=["http://vllm-0.vllm:8000"]'])
     alone = load_recipe("train-vlm/qwen3-vl")
     assert pod_variables(joined, base_template()) == {"image": IMAGE, "gpus": 1, "cpus": "6", "memory": "112Gi"}
@@ -73,14 +73,14 @@ def test_a_run_that_joins_servers_needs_neither_vllm_nor_their_gpus():
     assert pool_of(load_recipe("evaluate/alfworld", ['machine.endpoints=["http://vllm-0.vllm:8000"]'])) == "cpu"
 
 
-def test_a_template_of_another_version_is_said():
+def test_outdated_job_template_is_an_error():
     template = json.loads(json.dumps(base_template()))
     del template["variables"]["properties"]["image"]
     with pytest.raises(ConfigurationError, match="two images"):
         pod_variables(load_recipe("train-vlm/colors"), template)
 
 
-def test_the_worker_refuses_another_container():
+def test_worker_refuses_foreign_container():
     template = json.loads(json.dumps(base_template()).replace("prefect-job", "run"))
     with pytest.raises(ValueError, match="prefect-job"):
         asyncio.run(KubernetesWorkerJobConfiguration.from_template_and_values(base_job_template=template, values={}))

@@ -15,11 +15,11 @@ FOUND = [(file, url) for file in sorted(INFRA.rglob("*.env")) for url in URL.fin
 
 
 @pytest.mark.parametrize(("file", "url"), FOUND, ids=[file.stem for file, _ in FOUND])
-def test_the_driver_of_an_address_is_installed(file, url):
+def test_driver_for_each_address_is_installed(file, url):
     address = make_url(url)
     engine = create_async_engine(address) if address.get_dialect().is_async else create_engine(address)
     assert engine.dialect.name == "postgresql"
 
 
-def test_there_are_addresses():
+def test_configuration_names_database_addresses():
     assert len(FOUND) == 2

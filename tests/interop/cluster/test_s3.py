@@ -51,7 +51,7 @@ def table(images: ImageStore, count: int) -> Callable[[Path], None]:
     return fill
 
 
-def test_an_artifact_travels_with_its_images_for_one_request_a_file(tmp_path, server):
+def test_artifact_with_images_needs_one_request_per_file(tmp_path, server):
     one, two = ArtifactStore(tmp_path / "one", URL), ArtifactStore(tmp_path / "two", URL)
     made = one.write("stage", "f1", table(ImageStore(one.images), 50))
     one.send_waiting()
@@ -63,7 +63,7 @@ def test_an_artifact_travels_with_its_images_for_one_request_a_file(tmp_path, se
     assert {path.name for path in one.images.glob("??/*")} == {path.name for path in two.images.glob("??/*")}
 
 
-def test_a_checkpoint_moves_and_goes_when_the_stage_is_made(tmp_path, server):
+def test_sent_checkpoint_is_removed_after_the_stage(tmp_path, server):
     one, two = ArtifactStore(tmp_path / "one", URL), ArtifactStore(tmp_path / "two", URL)
     one.begin("stage", "f2", afresh=False)
     for step in (2, 4):
@@ -82,7 +82,7 @@ def test_a_checkpoint_moves_and_goes_when_the_stage_is_made(tmp_path, server):
     assert not [name for name in server.names() if "/attempts/stage-f2/000001/" in name]
 
 
-def test_set_aside_is_gone_from_the_remote(tmp_path, server):
+def test_damaged_artifact_is_removed_from_the_remote(tmp_path, server):
     store = ArtifactStore(tmp_path, URL)
     for fingerprint in ("f3", "f3-00001", "f30"):
         store.write("stage", fingerprint, table(ImageStore(store.images), 1))
@@ -109,7 +109,7 @@ print(ArtifactStore(Path(sys.argv[1]), sys.argv[2]).write("stage", "f5", fill).d
 """
 
 
-def test_machines_that_finish_at_the_same_moment_have_one_result(tmp_path, server):
+def test_machines_that_finish_together_have_one_result(tmp_path, server):
     """Each made other bytes, and all begin to send them at once."""
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     command = [sys.executable, "-c", MAKES]
@@ -125,13 +125,13 @@ def test_machines_that_finish_at_the_same_moment_have_one_result(tmp_path, serve
     assert len(copies) == 2  # one of them, and the marker
 
 
-def test_a_bucket_that_is_not_there_is_refused_and_not_made(tmp_path, server):
+def test_missing_bucket_is_an_error(tmp_path, server):
     with pytest.raises(StoreError, match="there is no bucket 'buckte'"):
         ArtifactStore(tmp_path, "s3://buckte/prefix").find("stage", "f1")
     assert [each["Name"] for each in server.client.list_buckets()["Buckets"]] == ["bucket"]
 
 
-def test_missing_credentials_are_said_without_waiting(tmp_path, server, monkeypatch):
+def test_missing_credentials_are_an_immediate_error(tmp_path, server, monkeypatch):
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
@@ -149,7 +149,7 @@ ACCOUNTS = {
 """Rights, and what is said; the stranger has another secret key than it gives."""
 
 
-def test_the_request_that_an_account_may_not_make_is_named(tmp_path, monkeypatch):
+def test_denied_request_is_named(tmp_path, monkeypatch):
     with running(tmp_path) as server:
         users, keys = boto3.client("iam", endpoint_url=server.url), {}
         for name, (rights, _) in ACCOUNTS.items():
@@ -179,7 +179,7 @@ def test_the_request_that_an_account_may_not_make_is_named(tmp_path, monkeypatch
         ("s3://Bucket!/prefix", None, "Invalid bucket name"),
     ],
 )
-def test_what_is_wrong_with_an_address_is_said(tmp_path, server, monkeypatch, url, endpoint, said):
+def test_invalid_store_address_is_an_error(tmp_path, server, monkeypatch, url, endpoint, said):
     monkeypatch.setattr(remote_folder, "WAITS", ())
     if endpoint:
         monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
@@ -189,7 +189,7 @@ def test_what_is_wrong_with_an_address_is_said(tmp_path, server, monkeypatch, ur
     S3FileSystem.clear_instance_cache()
 
 
-def test_s3_that_is_away_for_a_while_gets_what_was_made_meanwhile(tmp_path, server, monkeypatch):
+def test_s3_outage_delays_uploads(tmp_path, server, monkeypatch):
     said: list[str] = []
     monkeypatch.setattr(remote_folder, "WAITS", (0.1,))
     server.stop()

@@ -27,7 +27,7 @@ def findings(folder: Path) -> tuple[dict[str, int], set[str]]:
     return report["summary"], {each["check_id"] for each in report["results"]["failed_checks"]}
 
 
-def test_nothing_fails(tmp_path):
+def test_checkov_finds_no_failures(tmp_path):
     site, manifests = tmp_path / "kubernetes", tmp_path / "manifests"
     shutil.copytree(KUBERNETES, site)
     images = site / "images/kustomization.yaml"
@@ -45,7 +45,7 @@ def test_nothing_fails(tmp_path):
     assert summary["passed"] > 1000
 
 
-def test_it_sees_what_is_wrong(tmp_path):
+def test_checkov_finds_a_planted_fault(tmp_path):
     pod = {"containers": [{"name": "a", "image": "a", "securityContext": {"privileged": True}}]}
     document = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "a"}, "spec": pod}
     (tmp_path / "pod.yaml").write_text(yaml.safe_dump(document))

@@ -49,7 +49,7 @@ def run(folder: Path, url: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
 
 
-def test_a_collector_has_the_spans_of_a_run(tmp_path: Path) -> None:
+def test_trace_collector_receives_the_spans_of_a_run(tmp_path: Path) -> None:
     with collecting() as (url, collector):
         done = run(tmp_path, url)
     assert done.returncode == 0, done.stderr
@@ -59,7 +59,7 @@ def test_a_collector_has_the_spans_of_a_run(tmp_path: Path) -> None:
     assert "armature" in collector.services
 
 
-def test_a_collector_that_is_away_stops_no_run(tmp_path: Path) -> None:
+def test_absent_trace_collector_does_not_stop_a_run(tmp_path: Path) -> None:
     done = run(tmp_path, "http://127.0.0.1:9")
     assert done.returncode == 0, done.stderr
     assert "Completed" in done.stderr

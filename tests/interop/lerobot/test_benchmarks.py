@@ -27,7 +27,7 @@ def old() -> bool:
 
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="toy sizes are those of a CPU")
-def test_both_sides_do_the_same_work(tmp_path, monkeypatch):
+def test_both_sides_of_the_policy_benchmark_do_equal_work(tmp_path, monkeypatch):
     if old():
         refused = subprocess.run([PYTHON, HALF, "small"], stdin=subprocess.DEVNULL, capture_output=True, text=True)
         assert refused.returncode == 1 and "compile_model" in refused.stderr

@@ -55,7 +55,7 @@ def test_we_read_what_lerobot_writes(datasets_side, tmp_path):
         assert item["task"] == f"task {int(index >= 6)}" and item["index"] == index
 
 
-def test_our_statistics_are_near_theirs_where_theirs_are_right(written, datasets_side, tmp_path):
+def test_statistics_agree_with_lerobot_where_it_is_exact(written, datasets_side, tmp_path):
     """Theirs average the episodes' quantiles, and are right for what does not depend on the episode."""
     facts = Machine(store=str(tmp_path))
     source = run_stage("dataset", pinned(DatasetSettings(path=str(written[0]))), {}, facts)

@@ -92,7 +92,7 @@ def answer(loaded: LoadedPolicy, observation: RobotObservation) -> NDArray[np.fl
     )[0]
 
 
-def test_lerobot_acts_as_we_do_on_our_checkpoint(policy, observation, policies_side, tmp_path):
+def test_lerobot_predicts_our_actions_from_our_checkpoint(policy, observation, policies_side, tmp_path):
     state = policy.model.state_dict()
     base = save_policy(tmp_path / "released", policy.parts, state)
     folder = save_lerobot(tmp_path / "lerobot", policy.parts, state, base=str(base))
@@ -102,7 +102,7 @@ def test_lerobot_acts_as_we_do_on_our_checkpoint(policy, observation, policies_s
 
 
 @pytest.mark.parametrize("mode", ["plain", "lora"])
-def test_we_act_as_lerobot_does_on_its_checkpoint(policy, observation, policies_side, tmp_path, mode):
+def test_we_predict_lerobot_actions_from_its_checkpoint(policy, observation, policies_side, tmp_path, mode):
     base = save_policy(tmp_path / "released", policy.parts, policy.model.state_dict())
     saved = tmp_path / "pretrained_model"
     theirs = ask_lerobot(policies_side, "create", base, observation, saved, mode)

@@ -87,7 +87,7 @@ def test_episodes_are_played_and_rewarded_by_the_server(server, pixels):
             assert outcome.done and outcome.reward_parts == {"reward": 1.0} and outcome.action_defect is None
 
 
-def test_the_answer_to_an_action_is_the_next_observation(server):
+def test_server_reply_becomes_the_next_observation(server):
     with served(base_url=server, prompt="{images}{message} {metadata.colors}") as environment:
 
         async def twice_wrong() -> None:
@@ -114,7 +114,7 @@ def test_the_answer_to_an_action_is_the_next_observation(server):
         assert [outcome.reward_parts for outcome in outcomes] == [{"reward": 0.0}] * 2
 
 
-def test_more_episodes_than_sessions_wait_for_one(server):
+def test_episodes_wait_for_a_free_session(server):
     with served(base_url=server) as environment:
 
         async def all_at_once() -> list[list[Outcome]]:
@@ -124,13 +124,13 @@ def test_more_episodes_than_sessions_wait_for_one(server):
 
 
 @pytest.mark.parametrize("answer", ["", "mauve", "a\x00b"])
-def test_an_answer_that_the_servers_types_refuse_is_rewarded_as_such(server, answer):
+def test_answer_of_a_wrong_type_gets_the_invalid_reward(server, answer):
     with served(base_url=server, invalid_reward=-0.5) as environment:
         (outcome,) = asyncio.run(play(environment, first(environment), lambda _: answer))
         assert outcome.done and outcome.reward_parts == {"reward": -0.5} and outcome.action_defect == "format"
 
 
-def test_an_action_in_json(server):
+def test_action_is_parsed_from_json(server):
     with served(base_url=server, action="json", extract="</think>") as environment:
         task = first(environment)
         said = 'Perhaps {"color": "red"}?</think>I say {"color": "%s"}.'
@@ -141,7 +141,7 @@ def test_an_action_in_json(server):
             assert outcome.action_defect == "format"
 
 
-def test_without_a_prompt_the_observation_is_shown_as_json(server):
+def test_observation_without_prompt_is_shown_as_json(server):
     with served(base_url=server, prompt="") as environment:
 
         async def see() -> Observation:
@@ -155,7 +155,7 @@ def test_without_a_prompt_the_observation_is_shown_as_json(server):
         assert text == f'{{"message": "Game {first(environment).payload["seed"]}"}}'
 
 
-def test_what_the_server_gets_wrong_costs_its_rollout(server):
+def test_server_error_fails_only_its_rollout(server):
     with served(base_url=server) as environment:
         with refused("environment_error", "EXECUTION_ERROR: the game has crashed"):
             asyncio.run(play(environment, first(environment), lambda _: "crash"))
@@ -167,7 +167,7 @@ def test_what_the_server_gets_wrong_costs_its_rollout(server):
         asyncio.run(play(environment, first(environment), color_of))
 
 
-def test_a_server_that_dies_is_started_again(started):
+def test_dead_environment_server_is_restarted(started):
     with refused("environment_error"):
         asyncio.run(play(started, first(started), lambda _: "die"))
     assert (
@@ -178,7 +178,7 @@ def test_a_server_that_dies_is_started_again(started):
     assert outcome.reward_parts == {"reward": 1.0}
 
 
-def test_a_command_that_is_no_server_says_what_it_said():
+def test_server_command_failure_includes_output():
     command = [str(PYTHON), "-c", "import sys; sys.exit('no such game')", "{port}"]
     with (
         closing(make_environment(settings(command=command))) as environment,

@@ -11,7 +11,7 @@ import pytest
 
 
 @pytest.mark.slow
-def test_episodes_of_both_ways_are_collected() -> None:
+def test_collects_episodes_on_cluster_and_locally() -> None:
     command = [sys.executable, "-m", "benchmarks.rollout_workers", "16"]
     done = subprocess.run(command, cwd=Path(__file__).parents[3], stdout=subprocess.PIPE, text=True, check=True)
     rows = json.loads(done.stdout.splitlines()[-1])

@@ -40,7 +40,7 @@ places.close()
 """
 
 
-def test_workers_and_programs_are_started_from_outside(ray_cluster, cluster, tmp_path):
+def test_ray_starts_workers_and_programs(ray_cluster, cluster, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as found:
         port = found.getsockname()[1]
     path = {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}

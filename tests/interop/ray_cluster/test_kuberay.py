@@ -49,7 +49,7 @@ def validate(template: dict[str, Any]) -> None:
     kubernetes_validate.validate(pod, kubernetes_validate.latest_version(), strict=True)
 
 
-def test_its_pods_are_valid_and_have_the_images_of_the_overlay(ray_cluster_object):
+def test_ray_cluster_pods_are_valid(ray_cluster_object):
     for group in groups(ray_cluster_object):
         validate(group["template"])
         (container,) = group["template"]["spec"]["containers"]
@@ -60,7 +60,7 @@ def test_its_pods_are_valid_and_have_the_images_of_the_overlay(ray_cluster_objec
         validate(wrong)
 
 
-def test_ray_reads_it(ray_cluster_object):
+def test_ray_accepts_the_manifest(ray_cluster_object):
     config = _derive_autoscaling_config_from_ray_cr(ray_cluster_object)
     head, workers = config["available_node_types"]["headgroup"], config["available_node_types"]["cpu"]
     assert head["resources"]["CPU"] == 0 and head["max_workers"] == 0
@@ -70,13 +70,13 @@ def test_ray_reads_it(ray_cluster_object):
     assert f"ray=={ray_cluster_object['spec']['rayVersion']}" in PINNED.read_text().splitlines()
 
 
-def test_its_parameters_are_options_of_ray_start(ray_cluster_object):
+def test_manifest_parameters_are_ray_start_options(ray_cluster_object):
     known = {option.removeprefix("--") for parameter in start.params for option in parameter.opts}
     given = {name for group in groups(ray_cluster_object) for name in group["rayStartParams"]}
     assert given and given <= known
 
 
-def test_runs_reach_it_and_it_reaches_servers(documents, ray_cluster_object):
+def test_network_policies_connect_runs_cluster_and_servers(documents, ray_cluster_object):
     """KubeRay labels its pods with the cluster's name, and names the head's service by it."""
     name = ray_cluster_object["metadata"]["name"]
     policies = {each["metadata"]["name"]: each["spec"] for each in documents if each["kind"] == "NetworkPolicy"}

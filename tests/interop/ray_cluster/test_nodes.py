@@ -49,7 +49,7 @@ def node_of(ray_cluster: Any, pid: int) -> Any:
     return raylets[(parents & set(raylets)).pop()]
 
 
-def test_a_lost_node_costs_what_was_there_and_the_next_call_finds_another(ray_cluster):
+def test_call_after_a_lost_node_uses_another_node(ray_cluster):
     nodes = [ray_cluster.add_node(num_cpus=1, resources={"fragile": 1}) for _ in range(2)]
     place = ClusterSettings(address=ray_cluster.address, resources={"fragile": 1}, start_timeout=60)
     with WorkerActor(place, MODULE, timeout=60.0) as one, WorkerActor(place, MODULE, timeout=60.0) as other:
@@ -66,7 +66,7 @@ def test_a_lost_node_costs_what_was_there_and_the_next_call_finds_another(ray_cl
     ray_cluster.remove_node(next(node for node in nodes if node is not victim))
 
 
-def test_demonstrations_are_the_same_bytes_though_a_node_is_lost(ray_cluster, tmp_path):
+def test_demonstrations_are_identical_after_a_lost_node(ray_cluster, tmp_path):
     nodes = [ray_cluster.add_node(num_cpus=2, resources={"drawing": 2}) for _ in range(2)]
     place = ClusterSettings(address=ray_cluster.address, resources={"drawing": 1}, start_timeout=60)
     chosen = settings()
@@ -88,7 +88,7 @@ def test_demonstrations_are_the_same_bytes_though_a_node_is_lost(ray_cluster, tm
     assert lost[0] in nodes and files(there.path) == files(here.path)
 
 
-def test_statistics_are_the_same_bytes(cluster, tmp_path, monkeypatch):
+def test_cluster_statistics_are_identical(cluster, tmp_path, monkeypatch):
     monkeypatch.setenv("ARMATURE_CACHE", str(tmp_path / "cache"))
     write(tmp_path / "dataset", data_files_size_in_mb=1e-3)
     chosen = QuantileStatsSettings(features=("action", "observation.images.front"))
@@ -101,7 +101,7 @@ def test_statistics_are_the_same_bytes(cluster, tmp_path, monkeypatch):
     assert measured(Machine(store=str(tmp_path / "there"), statistics_workers=2, cluster=cluster)) == here
 
 
-def test_text_games_say_the_same(cluster):
+def test_text_games_on_cluster_give_identical_observations(cluster):
     few = games(3, seed=5)
     here = EngineHost(1)
     with workers_on(cluster):
@@ -114,13 +114,13 @@ def test_text_games_say_the_same(cluster):
         there.close()
 
 
-def test_no_room_is_said_with_what_is_free(ray_cluster):
+def test_missing_room_is_an_error_with_free_resources(ray_cluster):
     place = ClusterSettings(address=ray_cluster.address, num_cpus=1000, start_timeout=3)
     with pytest.raises(ConfigurationError, match=r"no node of the cluster had room .*'num_cpus': 1000.*free"):
         call(WorkerActor(place, MODULE, timeout=5.0), "echo", 1)
 
 
-def test_one_that_waits_for_room_is_closed_at_once(ray_cluster):
+def test_worker_waiting_for_room_closes_at_once(ray_cluster):
     place = ClusterSettings(address=ray_cluster.address, num_cpus=1000, start_timeout=60)
     worker = WorkerActor(place, MODULE, timeout=5.0)
     threading.Timer(1.0, worker.close).start()
@@ -130,7 +130,7 @@ def test_one_that_waits_for_room_is_closed_at_once(ray_cluster):
     assert time.monotonic() - began < 20
 
 
-def test_room_is_counted_as_ray_counts(ray_cluster):
+def test_room_equals_what_ray_can_place(ray_cluster):
     node = ray_cluster.add_node(num_cpus=1, resources={"fifths": 1})
     places = [
         WorkerActor(
@@ -148,7 +148,7 @@ def test_room_is_counted_as_ray_counts(ray_cluster):
     ray_cluster.remove_node(node)
 
 
-def test_a_node_that_cannot_make_workers_is_said(cluster):
+def test_node_without_packages_is_an_error(cluster):
     worker = WorkerActor(cluster, MODULE, timeout=5.0)
     worker._arguments = (MODULE, b"cut off", 5.0, b"", 2**20)
     with pytest.raises(ConfigurationError, match=r"cannot start workers(.|\n)*EOFError(.|\n)*same release"):
@@ -156,7 +156,7 @@ def test_a_node_that_cannot_make_workers_is_said(cluster):
     assert not worker.alive
 
 
-def test_other_packages_and_other_code_are_refused():
+def test_rejects_node_with_other_packages_or_code():
     here = actor.installed()
     about = {"node": "10.0.0.2", "code": here["code"], "packages": dict(here["packages"])}
     actor.refuse_other(about, "machine.cluster")
@@ -167,7 +167,7 @@ def test_other_packages_and_other_code_are_refused():
         actor.refuse_other(about | {"code": "0"}, "machine.cluster")
 
 
-def test_a_cluster_that_is_not_there_is_said():
+def test_missing_cluster_is_an_error():
     code = (
         "from armature.components.contracts.cluster import ClusterSettings\n"
         "from armature.components.machine.workers.actor import WorkerActor\n"
@@ -179,7 +179,7 @@ def test_a_cluster_that_is_not_there_is_said():
     assert "ConfigurationError: the Ray cluster cannot be joined" in done.stderr
 
 
-def test_workers_end_with_a_run_that_is_killed(cluster):
+def test_workers_end_with_a_killed_run(cluster):
     code = (
         "import os, signal\n"
         "from armature.components.contracts.cluster import ClusterSettings\n"

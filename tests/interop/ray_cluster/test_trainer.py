@@ -71,9 +71,7 @@ def nodes(ray_cluster: Any) -> Iterator[list[Any]]:
         ray_cluster.remove_node(node)
 
 
-def test_ranks_on_two_nodes_of_which_one_is_lost_make_the_weights_of_this_machine(
-    ray_cluster, nodes, tmp_path, python_path, capsys
-):
+def test_ranks_on_two_nodes_survive_a_lost_node(ray_cluster, nodes, tmp_path, python_path, capsys):
     here, there = tmp_path / "here", tmp_path / "there"
     for folder in (here, there):
         folder.mkdir()
@@ -106,7 +104,7 @@ def test_ranks_on_two_nodes_of_which_one_is_lost_make_the_weights_of_this_machin
     assert not any(map(ranks_on, nodes))
 
 
-def test_each_rank_has_a_gpu_of_its_own(ray_cluster, tmp_path, python_path):
+def test_each_rank_has_its_own_gpu(ray_cluster, tmp_path, python_path):
     """Ray counts GPUs that it is told of; the ranks end for want of them, after they said which they were given."""
     node = ray_cluster.add_node(num_cpus=2, num_gpus=4, resources={"cards": 2})
     said = tmp_path / "said"
@@ -135,7 +133,7 @@ def test_each_rank_has_a_gpu_of_its_own(ray_cluster, tmp_path, python_path):
     ],
     ids=["too large", "on different nodes", "on one node"],
 )
-def test_no_room_is_said_with_what_is_wanted(ray_cluster, tmp_path, python_path, bundle, nodes, numbers):
+def test_missing_room_is_an_error_with_requested_resources(ray_cluster, tmp_path, python_path, bundle, nodes, numbers):
     """One node has what is asked for: four of them, which are free."""
     node = ray_cluster.add_node(num_cpus=4, resources={"desks": 4})
     placed = machine(ray_cluster.address, bundle, python_path, trainer_nodes=nodes)

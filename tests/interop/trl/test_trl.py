@@ -12,7 +12,7 @@ from benchmarks import rl_step_gpu, step_gpu, trl_step
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(torch.cuda.is_available(), reason="toy sizes are those of a CPU")]
 
 
-def test_both_sides_of_a_trainers_step_do_the_same_work():
+def test_both_sides_of_the_step_benchmark_do_equal_work():
     """Norms of first gradients agree in every case, also where no two answers share a prompt, and however TRL treats
     activations. Without Liger, which is for GPUs.
     """
@@ -36,7 +36,7 @@ def test_both_sides_of_a_small_step_run(monkeypatch):
 
 
 @pytest.mark.parametrize("way", ["16,0,0", "16,1,0"])
-def test_trls_half_of_a_whole_step_runs(way, tmp_path, monkeypatch):
+def test_trl_side_of_the_whole_step_runs(way, tmp_path, monkeypatch):
     monkeypatch.setattr(rl_step_gpu, "STEPS", 1)
     question = rl_step_gpu.checkpoint(tmp_path / "model")
     found = rl_step_gpu.measured(way, tmp_path / "model", question, 0)

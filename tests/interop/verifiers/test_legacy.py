@@ -18,7 +18,7 @@ from tests.refusals import refused
 from .bridge import color_of, environment, play, run
 
 
-def test_a_single_turn_environment_is_played_and_scored_by_its_rubric():
+def test_single_turn_environment_is_scored_by_its_rubric():
     bridge = environment("sample-colors")
     assert bridge.max_turns == 1 and bridge.system_prompt == "One word."
     for task in bridge.tasks("train"):
@@ -34,7 +34,7 @@ def test_a_single_turn_environment_is_played_and_scored_by_its_rubric():
         assert run(bridge, task, lambda *_: "mauve")[1]["correct"] == 0.0
 
 
-def test_splits_of_one_data_set_are_disjoint_and_repeat():
+def test_splits_of_one_dataset_are_disjoint_and_repeatable():
     bridge = environment("sample-colors")
     rows = [task.payload["row"] for split in ("train", "heldout") for task in bridge.tasks(split)]  # type: ignore[arg-type]
     assert len(rows) == 9 == len(set(rows))
@@ -42,7 +42,7 @@ def test_splits_of_one_data_set_are_disjoint_and_repeat():
     assert list(bridge.tasks("train")) != list(environment("sample-colors", seed=6).tasks("train"))
 
 
-def test_an_environment_with_a_data_set_for_evaluation_keeps_it_for_that():
+def test_evaluation_dataset_is_only_used_for_evaluation():
     bridge = environment("sample-colors", args={"heldout": 3})
     identities = {split: {task.payload["identity"] for task in bridge.tasks(split)} for split in ("train", "heldout")}  # type: ignore[arg-type]
     assert len(identities["heldout"]) == 3 and not identities["train"] & identities["heldout"]
@@ -52,14 +52,14 @@ def test_an_environment_with_a_data_set_for_evaluation_keeps_it_for_that():
         assert caught.value.where == f"{split}_tasks"
 
 
-def test_rows_that_changed_are_noticed():
+def test_changed_rows_change_the_fingerprint():
     task = next(iter(environment("sample-colors").tasks("train")))
     with pytest.raises(DataError) as caught:
         environment("sample-colors", args={"size": 20}).episode(task)
     assert caught.value.where == task.task_id
 
 
-def test_a_multi_turn_environment_is_played_turn_by_turn():
+def test_multi_turn_environment_is_played_turn_by_turn():
     bridge = environment("sample-guess", max_turns=8)
     task = next(iter(bridge.tasks("train")))
     low, high = [0], [7]
@@ -82,7 +82,7 @@ def test_a_multi_turn_environment_is_played_turn_by_turn():
     assert len(observations) == len(previous) <= 4 and parts["num_turns"] == len(previous)
 
 
-def test_the_turn_limit_ends_and_scores_the_episode():
+def test_turn_limit_ends_and_scores_the_episode():
     for bridge in (environment("sample-guess", max_turns=3), environment("sample-guess", args={"max_turns": 3})):
         assert bridge.max_turns == 3
         task = next(task for task in bridge.tasks("train"))
@@ -92,7 +92,7 @@ def test_the_turn_limit_ends_and_scores_the_episode():
         assert done and len(observations) == 3 and parts["reward"] == 0.0
 
 
-def test_many_episodes_at_once_do_not_mix():
+def test_concurrent_episodes_do_not_mix():
     bridge = environment("sample-colors")
 
     async def all_at_once() -> list[Any]:
@@ -102,7 +102,7 @@ def test_many_episodes_at_once_do_not_mix():
     assert all(parts["correct"] == 1.0 for _, parts, _ in asyncio.run(all_at_once()))
 
 
-def test_an_environment_can_be_made_in_any_thread_and_leaves_signals_alone():
+def test_environment_loads_in_any_thread_without_signal_handlers():
     import signal
 
     before = (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM))
@@ -113,7 +113,7 @@ def test_an_environment_can_be_made_in_any_thread_and_leaves_signals_alone():
     assert made and (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
 
 
-def test_what_the_environment_gets_wrong_ends_its_episode():
+def test_environment_error_ends_only_its_episode():
     bridge = environment("sample-guess", args={"fail": True})
     task = next(iter(bridge.tasks("train")))
     with refused("environment_error", "the game has crashed"):
@@ -124,7 +124,7 @@ def test_what_the_environment_gets_wrong_ends_its_episode():
 
 
 @pytest.mark.parametrize("silence", ["", " ", "\n"])
-def test_to_say_nothing_is_an_answer_that_the_environment_scores(silence):
+def test_empty_answer_is_scored_by_the_environment(silence):
     bridge = environment("sample-colors")
     task = next(iter(bridge.tasks("train")))
     _, parts, done = run(bridge, task, lambda *_: silence)
@@ -134,7 +134,7 @@ def test_to_say_nothing_is_an_answer_that_the_environment_scores(silence):
     assert done and len(observations) == 3 and parts["right"] == 0.0 and parts["reward"] == 0.0
 
 
-def test_an_episode_given_up_leaves_nothing_running():
+def test_abandoned_episode_leaves_no_task_running():
     async def give_up() -> set[Any]:
         bridge = environment("sample-guess")
         episode = bridge.episode(next(iter(bridge.tasks("train"))))
@@ -146,7 +146,7 @@ def test_an_episode_given_up_leaves_nothing_running():
     assert asyncio.run(give_up()) == set()
 
 
-def test_contents_that_can_be_read_once_are_made_lists():
+def test_one_shot_contents_become_lists():
     from collections.abc import Iterable
 
     from armature.components.environments.verifiers.legacy import materialized
@@ -163,7 +163,7 @@ def test_contents_that_can_be_read_once_are_made_lists():
     assert materialized({"a": "text", "b": b"bytes", "c": (1, 2)}) == {"a": "text", "b": b"bytes", "c": [1, 2]}
 
 
-def test_v1_asks_for_a_later_release():
+def test_v1_interface_needs_a_later_release():
     with pytest.raises(ConfigurationError) as caught:
         environment("sample-colors", "v1")
     assert 'interface = "legacy"' in caught.exconly()

@@ -10,7 +10,7 @@ from armature.components.contracts.errors import ConfigurationError
 from .bridge import color_of, environment, run
 
 
-def test_a_taskset_is_played_through_its_harness():
+def test_taskset_is_played_through_its_harness():
     bridge = environment("sample-taskset", "v1", args={"agent": {"harness": {"id": "sample-taskset"}}})
     assert bridge.system_prompt == "One word."
     for task in list(bridge.tasks("train"))[:3]:
@@ -26,19 +26,19 @@ def test_a_taskset_is_played_through_its_harness():
         assert run(bridge, task, lambda *_: "mauve")[1] == {"reward": 0.0, "correct": 0.0, "turns": 2.0}
 
 
-def test_to_say_nothing_is_an_answer_to_a_taskset():
+def test_empty_answer_is_scored_by_a_taskset():
     bridge = environment("sample-taskset", "v1", args={"agent": {"harness": {"id": "sample-taskset"}}})
     _, parts, done = run(bridge, next(iter(bridge.tasks("train"))), lambda *_: "")
     assert done and parts == {"reward": 0.0, "correct": 0.0, "turns": 2.0}
 
 
-def test_a_tasksets_tasks_are_split():
+def test_taskset_tasks_are_split():
     bridge = environment("sample-taskset", "v1", args={"agent": {"harness": {"id": "sample-taskset"}}})
     rows = [task.payload["row"] for split in ("train", "heldout") for task in bridge.tasks(split)]  # type: ignore[arg-type]
     assert len(rows) == 9 == len(set(rows))
 
 
-def test_the_legacy_interface_asks_for_an_earlier_release():
+def test_legacy_interface_needs_an_earlier_release():
     with pytest.raises(ConfigurationError) as caught:
         environment("sample-colors")
     assert 'interface = "v1"' in caught.exconly()

@@ -82,7 +82,7 @@ def expected(policy: MolmoAct2Policy, task: str, episode: int) -> list[list[floa
 
 
 @pytest.mark.parametrize(("batch", "runs"), [(1, 1), (8, 3)])
-def test_a_benchmark_carries_out_what_the_policy_answers(policy, tmp_path, batch, runs):
+def test_benchmark_executes_the_policy_actions(policy, tmp_path, batch, runs):
     with running(policy) as server, bridge(server.url, tmp_path / "log", batch) as url:
         answer = evaluated(url, runs)
     own = {f"{task}/{k}": expected(policy, task, k) for task in ("put the bowl away", "wait") for k in range(2)}
@@ -90,7 +90,7 @@ def test_a_benchmark_carries_out_what_the_policy_answers(policy, tmp_path, batch
     assert answer["result"]["mean_success"] == 1.0, answer["result"]
 
 
-def test_what_the_policy_refuses_reaches_the_benchmark(policy, tmp_path):
+def test_policy_error_reaches_the_benchmark(policy, tmp_path):
     with running(policy) as server, bridge(server.url, tmp_path / "log", 1) as url:
         done = subprocess.run(
             [PYTHON, "-c", REFUSED, url, str(BENCHMARK.parent)], capture_output=True, text=True, timeout=300
