@@ -37,7 +37,7 @@ from armature.components.inference.command import (
     server_environment,
     vocabulary,
 )
-from armature.components.inference.lease import weights_mark
+from armature.components.inference.lease import read_weights_id
 from armature.components.inference.probe import SIXTEEN_BITS, Probe, ask_probe, distance, make_probe
 from armature.components.inference.replica import Replica, reset_caches
 from armature.components.inference.replies import Endpoint
@@ -195,7 +195,7 @@ class Measured:
             await result
         lap()
         replica = Replica("server", KEY, url=endpoint.url)
-        replica.mark = await weights_mark(self.http, endpoint)
+        replica.weights_id = await read_weights_id(self.http, endpoint)
         await reset_caches(self.http, endpoint)
         name = served_name(folder) if what == "adapter" else MODEL_NAME
         found = distance(await ask_probe(self.http, endpoint, self.probe, name), expected)

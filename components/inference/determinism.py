@@ -25,7 +25,7 @@ import numpy as np
 from armature.components.contracts.errors import ServerError
 from armature.components.contracts.machine import Machine
 from armature.components.inference.command import is_deterministic
-from armature.components.inference.lease import weights_mark
+from armature.components.inference.lease import read_weights_id
 from armature.components.inference.probe import random_image, user_message
 from armature.components.inference.replica import Replica, pause, reset_caches, resume
 from armature.components.inference.settings import ServerSettings
@@ -107,7 +107,7 @@ class Repeatability:
                 raise
             log.warning("%s", error)
             self.promised = False
-        replica.mark = await weights_mark(http, replica.endpoint)  # a pause counts as a change
+        replica.weights_id = await read_weights_id(http, replica.endpoint)  # a pause counts as a change
 
     async def _compare(self, http: httpx.AsyncClient, replica: Replica, load_again: LoadAgain | None) -> None:
         await reset_caches(http, replica.endpoint)

@@ -75,7 +75,7 @@ async def give_back(http: httpx.AsyncClient, endpoint: Endpoint) -> None:
     await _send(http, "DELETE", endpoint, {})
 
 
-async def weights_mark(http: httpx.AsyncClient, endpoint: Endpoint) -> str:
+async def read_weights_id(http: httpx.AsyncClient, endpoint: Endpoint) -> str:
     """What the server's answers bear while its weights stay as they are now; "" without our plug-in.
 
     Raises:
@@ -85,17 +85,17 @@ async def weights_mark(http: httpx.AsyncClient, endpoint: Endpoint) -> str:
     reply = await exchange(http, "GET", f"{endpoint.url}{_PATH}", endpoint.headers)
     if reply.status != 200:
         return ""
-    mark = reply.document.get("weights")
-    if not isinstance(mark, str) or not mark:
+    weights_id = reply.document.get("weights")
+    if not isinstance(weights_id, str) or not weights_id:
         raise ServerError(
             f"{_PATH} does not say which weights: {reply.text}", code="invalid_weights_mark", where=endpoint.url
         )
-    return mark
+    return weights_id
 
 
 def in_order(*marks: str) -> bool:
     """Whether a server had these marks one after the other, or the same for longer, and was not started in between."""
-    starts, changes = zip(*(mark.rpartition("-")[::2] for mark in marks), strict=True)
+    starts, changes = zip(*(weights_id.rpartition("-")[::2] for weights_id in marks), strict=True)
     if len(set(starts)) > 1 or not all(change.isdecimal() for change in changes):
         return False
     numbers = [int(change) for change in changes]

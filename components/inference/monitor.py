@@ -265,7 +265,7 @@ class ReplicaMonitor:
                 log.info("%s: its lease could not be kept: %r", replica.name, error)  # requests find out what is wrong
             except ServerError as error:
                 log.warning("%s: %s", replica.name, error)
-                replica.doubt()
+                replica.mark_suspect()
 
     async def _admit(self) -> None:
         """Let requests through, once the server holds the current weights. Not while weights are changing."""

@@ -27,11 +27,11 @@ from armature.components.inference.client import (
 )
 from armature.components.inference.command import ServedAdapters, placeholder_token_ids, sampled_token_ids, vocabulary
 from armature.components.inference.determinism import Repeatability
+from armature.components.inference.direct_access import ServerAccess, SuspectServer, server_access
 from armature.components.inference.lease import describe_run
-from armature.components.inference.lending import LentServer, SuspectServer, lend
 from armature.components.inference.monitor import PoolContext, PoolMonitors
 from armature.components.inference.own_servers import OwnServers
-from armature.components.inference.probe import ProbeAnswer, SyncProof, make_probe
+from armature.components.inference.probe import ProbeAnswer, SyncCheck, make_probe
 from armature.components.inference.replica import Replica, reset_caches
 from armature.components.inference.requests import AnswerLimits, PoolRequests
 from armature.components.inference.routing import PoolStatistics, Router
@@ -99,12 +99,12 @@ class ServerPool:
         forbidden = frozenset(self.forbidden_token_ids)
         self.limits = AnswerLimits(sampled, prompt, forbidden, settings.max_model_len, places)
         images = settings.max_images_per_prompt > 0
-        proof = SyncProof(
+        sync_check = SyncCheck(
             make_probe(sampled, forbidden_token_ids, settings.max_model_len - 1, images), settings, machine
         )
         transfer = "adapter" if adapters is not None else machine.weight_transfer
         self.weights = ServedWeights(
-            weights, transfer, proof, load_on_join, adapters is not None, in_flight_updates and adapters is None
+            weights, transfer, sync_check, load_on_join, adapters is not None, in_flight_updates and adapters is None
         )
         self._api_key = os.environ.get("VLLM_API_KEY") or secrets.token_urlsafe(32)
         keep_secret(self._api_key)
@@ -113,7 +113,7 @@ class ServerPool:
         self.replicas = self._make_replicas()
         self._router = Router(self.replicas, machine.max_concurrent, self.statistics, log_folder)
         self._requests = PoolRequests(
-            self._router, self.limits, machine.generation_timeout, self._prove, _doubt_other_weights
+            self._router, self.limits, machine.generation_timeout, self._check_answer, _suspect_other_weights
         )
 
     def _make_replicas(self) -> list[Replica]:
@@ -187,11 +187,11 @@ class ServerPool:
         """
         return await self._requests.sample(messages, sampling, seed, n)
 
-    async def _prove(self, replica: Replica, mark: str, answered: str) -> None:
-        await self.weights.prove(self.http, replica, mark, answered)
+    async def _check_answer(self, replica: Replica, weights_id: str, answered: str) -> None:
+        await self.weights.check_answer(self.http, replica, weights_id, answered)
 
     @asynccontextmanager
-    async def lent(self, requests: int) -> AsyncIterator[list[LentServer]]:
+    async def direct_access(self, requests: int) -> AsyncIterator[list[ServerAccess]]:
         """The servers that may be asked now, to be asked directly from elsewhere, `requests` at once. Within, they keep
         their weights: these requests count as in flight.
 
@@ -200,16 +200,16 @@ class ServerPool:
             ServerError: no server is left.
             WeightSyncError: an earlier sync failed.
         """
-        async with self._router.admitted(requests, lent=True):
-            yield [lend(replica) for replica in await self._router.ready()]
+        async with self._router.admitted(requests, direct=True):
+            yield [server_access(replica) for replica in await self._router.ready()]
 
-    def returned(self, suspects: Sequence[SuspectServer]) -> None:
+    def report_suspects(self, suspects: Sequence[SuspectServer]) -> None:
         """See to servers that did not answer those whom they were lent to."""
         for each in suspects:
             for replica in self.replicas:
-                if (replica.name, replica.mark) == (each.name, each.mark):
+                if (replica.name, replica.weights_id) == (each.name, each.weights_id):
                     replica.suspect.set()
-                    _doubt_other_weights(replica, TransientError(each.reason, "asked by others"))
+                    _suspect_other_weights(replica, TransientError(each.reason, "asked by others"))
 
     @property
     def in_flight(self) -> int:
@@ -249,7 +249,7 @@ class ServerPool:
         try:
             async with self._router.drained(self._requests_go_on):
                 if not self.weights.single:
-                    await self.weights.doubt_lost(self.http, self.replicas)
+                    await self.weights.mark_lost_suspect(self.http, self.replicas)
                     await self._router.reachable()
                 async with self.weights.changing, asyncio.timeout(self.machine.sync_timeout):
                     first = self.weights.version == 0
@@ -284,9 +284,9 @@ class ServerPool:
         try:
             await reset_caches(self.http, replica.endpoint)
         except httpx.TransportError:
-            replica.doubt()  # what brings it back resets them
+            replica.mark_suspect()  # what brings it back resets them
 
 
-def _doubt_other_weights(replica: Replica, error: TransientError) -> None:
+def _suspect_other_weights(replica: Replica, error: TransientError) -> None:
     if error.reason == OTHER_WEIGHTS:
-        replica.doubt()
+        replica.mark_suspect()

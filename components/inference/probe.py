@@ -114,7 +114,7 @@ In 8 bits, 3.75 B random weights had a mismatch KL of 0.05, which is about 0.3 n
 FIRST = "the first server that was asked"
 
 
-class SyncProof:
+class SyncCheck:
     """What the servers have to answer at the current version.
 
     That is the trainer's answer; of a version that no trainer sent, the answer of the first server that is asked.

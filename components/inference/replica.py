@@ -35,10 +35,10 @@ class Replica:
     """Times that it came up."""
     model: str = MODEL_NAME
     """What it calls the weights of its version."""
-    mark: str = ""
+    weights_id: str = ""
     """What its answers bear while it holds them; "": it has no plug-in of ours that could say so."""
     ours_since: str = ""
-    """The mark since which nobody but this pool has changed its weights."""
+    """The weights_id since which nobody but this pool has changed its weights."""
     lease: str = ""
     """The id under which this pool has it; "": it is unavailable."""
     outstanding: int = 0
@@ -47,11 +47,11 @@ class Replica:
     restarts: int = 0
     """Starts since it last answered a request."""
     given_up: ArmatureError | None = None
-    proofs: int = 0
-    """Times that it was asked to prove its weights between two syncs; see `ServedWeights.prove`."""
-    proved: int = 0
+    answer_checks: int = 0
+    """Times that it was asked to prove its weights between two syncs; see `ServedWeights.check_answer`."""
+    passed_check: int = 0
     """The last of them that it passed."""
-    proving: asyncio.Lock = field(default_factory=asyncio.Lock)
+    checking: asyncio.Lock = field(default_factory=asyncio.Lock)
     suspect: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
@@ -60,10 +60,10 @@ class Replica:
 
     @property
     def says_weights(self) -> bool:
-        """Whether its answers bear a mark of the weights that they are of."""
-        return bool(self.mark) or self.server is not None
+        """Whether its answers bear a weights_id of the weights that they are of."""
+        return bool(self.weights_id) or self.server is not None
 
-    def doubt(self) -> None:
+    def mark_suspect(self) -> None:
         """Send no more requests to it; its monitor sees to it, and gives it the current weights."""
         self.version, self.ready, self.waits = UNKNOWN, False, False
         self.suspect.set()

@@ -280,8 +280,9 @@ def _cancel_if_unwanted(
         task.cancel()
 
 
-Prove = Callable[[Replica, str, str], Awaitable[None]]
-"""See `ServedWeights.prove`: of a replica, its mark before the request was sent, and that of the answer."""
+CheckAnswer = Callable[[Replica, str, str], Awaitable[None]]
+"""The signature of `ServedWeights.check_answer`: the replica, its `weights_id` when the request was sent, and the id in
+the answer's header."""
 
 
 class PoolRequests:
@@ -290,7 +291,7 @@ class PoolRequests:
     Args:
         limits: what servers can answer with; its `forbidden` tokens are never sampled.
         timeout: seconds for one request.
-        prove: raises TransientError where an answer is not of the weights that the server should have.
+        check_answer: raises TransientError where an answer is not of the weights that the server should have.
         failed: is told of an attempt that failed, unless the replica has been given other weights since.
     """
 
@@ -299,11 +300,11 @@ class PoolRequests:
         router: Router,
         limits: AnswerLimits,
         timeout: float,
-        prove: Prove,
+        check_answer: CheckAnswer,
         failed: Callable[[Replica, TransientError], None],
     ) -> None:
         self._router, self._limits, self._timeout = router, limits, timeout
-        self._prove, self._failed = prove, failed
+        self._check_answer, self._failed = check_answer, failed
         self._merger = RequestMerger(self.sample)
 
     def open(self) -> None:
@@ -338,13 +339,13 @@ class PoolRequests:
         self, replica: Replica, body: dict[str, object], n: int, max_tokens: int
     ) -> Callable[[], list[Completion | GenerationFailure]]:
         """What reads the answer, for which the server is not kept."""
-        began, version, mark = time.monotonic(), replica.version, replica.mark
+        began, version, weights_id = time.monotonic(), replica.version, replica.weights_id
         try:
             limit = self._limits.answer_bytes(n, max_tokens)
             named = body | {"model": replica.model}
             answer = await ask(self._session, replica.endpoint, named, self._timeout, limit)
-            await self._prove(replica, mark, answer.weights)
-            self._router.statistics.continued += n * (answer.weights != mark)
+            await self._check_answer(replica, weights_id, answer.weights)
+            self._router.statistics.continued += n * (answer.weights != weights_id)
         except TransientError as error:
             if replica.version == version:
                 self._failed(replica, error)

@@ -83,7 +83,7 @@ class Router:
 
     Attributes:
         in_flight: requests that were admitted and have no answer yet.
-        lent: those of them that others send.
+        direct: those of them that others send.
         broken: what every request raises from now on.
         closed: nobody waits for answers any more.
     """
@@ -92,7 +92,7 @@ class Router:
         self, replicas: Sequence[Replica], max_concurrent: int, statistics: PoolStatistics, log_folder: Path
     ) -> None:
         self.replicas, self.statistics, self.log_folder = replicas, statistics, log_folder
-        self.in_flight = self.lent = 0
+        self.in_flight = self.direct = 0
         self.broken: WeightSyncError | None = None
         self.closed = False
         self._slots = asyncio.Semaphore(max_concurrent)
@@ -100,7 +100,7 @@ class Router:
         self._draining = False
 
     @asynccontextmanager
-    async def admitted(self, requests: int = 1, *, lent: bool = False) -> AsyncIterator[None]:
+    async def admitted(self, requests: int = 1, *, direct: bool = False) -> AsyncIterator[None]:
         """Counts as so many requests in flight; waits for a slot, and while weights are being changed.
 
         Raises:
@@ -112,12 +112,12 @@ class Router:
                 if self.broken is not None:
                     raise self.broken
                 self.in_flight += requests
-                self.lent += requests * lent
+                self.direct += requests * direct
             try:
                 yield
             finally:
                 self.in_flight -= requests
-                self.lent -= requests * lent
+                self.direct -= requests * direct
                 await self.notify()
 
     async def answered(self, attempt: Callable[[Replica], Awaitable[T]]) -> T:
@@ -211,12 +211,15 @@ class Router:
             self._changed.notify_all()
 
     @asynccontextmanager
-    async def drained(self, lent_only: Callable[[], bool] = lambda: False) -> AsyncIterator[None]:
-        """No request is in flight, or none of those that others send, if `lent_only()`; new ones wait until the end."""
+    async def drained(self, direct_only: Callable[[], bool] = lambda: False) -> AsyncIterator[None]:
+        """Wait until no request is in flight, and hold back new ones inside the block.
+
+        Where `direct_only()` is true, wait only for requests that other processes send directly to the servers.
+        """
         self._draining = True
         try:
             async with self._changed:
-                await self._changed.wait_for(lambda: (self.lent if lent_only() else self.in_flight) == 0)
+                await self._changed.wait_for(lambda: (self.direct if direct_only() else self.in_flight) == 0)
             yield
         finally:
             self._draining = False

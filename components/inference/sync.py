@@ -14,8 +14,8 @@ from armature.components.artifacts.tensors import read_tensors
 from armature.components.contracts.errors import ArmatureError, ServerError, WeightSyncError
 from armature.components.inference.client import MODEL_NAME, OTHER_WEIGHTS, TransientError
 from armature.components.inference.command import read_config, served_name
-from armature.components.inference.lease import in_order, weights_mark
-from armature.components.inference.probe import Probe, ProbeAnswer, SyncProof
+from armature.components.inference.lease import in_order, read_weights_id
+from armature.components.inference.probe import Probe, ProbeAnswer, SyncCheck
 from armature.components.inference.replica import Replica, pause, reset_caches, resume
 from armature.components.inference.server import fault
 from armature.components.inference.weights import WEIGHT_TRANSFERS, Publish, WeightTransfer
@@ -43,7 +43,7 @@ class ServedWeights:
         self,
         weights: Path,
         transfer: str,
-        proof: SyncProof,
+        sync_check: SyncCheck,
         load_on_join: bool,
         adapters: bool = False,
         in_flight_updates: bool = False,
@@ -55,7 +55,7 @@ class ServedWeights:
         self.in_flight_updates = in_flight_updates
         self._transfer: WeightTransfer = WEIGHT_TRANSFERS[transfer]()
         self._shapes = _loaded_shapes(weights)
-        self.proof = proof
+        self.sync_check = sync_check
 
     @property
     def single(self) -> bool:
@@ -64,7 +64,7 @@ class ServedWeights:
 
     @property
     def probe(self) -> Probe:
-        return self.proof.probe
+        return self.sync_check.probe
 
     async def give(
         self,
@@ -95,7 +95,7 @@ class ServedWeights:
                 self.folder, self.folder_version = self.latest, version
         self.version = version
         if answer is not None:
-            self.proof.expect(version, answer)
+            self.sync_check.expect(version, answer)
         if self.single:
             await asyncio.gather(*(self._bring_up_to_date(http, replica) for replica in replicas if replica.ready))
             return
@@ -118,13 +118,13 @@ class ServedWeights:
                 replica.waits = False
                 replica.suspect.set()  # its monitor lets requests through
 
-    async def doubt_lost(self, http: httpx.AsyncClient, replicas: Sequence[Replica]) -> None:
+    async def mark_lost_suspect(self, http: httpx.AsyncClient, replicas: Sequence[Replica]) -> None:
         """Take out those that are gone or were started again since they came up: others would wait for them."""
         up = _up(replicas)
         for replica, lost in zip(up, await asyncio.gather(*(_lost(http, each) for each in up)), strict=True):
             if lost:
                 log.warning("%s is left out of the sync: %s", replica.name, lost)
-                replica.doubt()
+                replica.mark_suspect()
 
     async def make_current(self, http: httpx.AsyncClient, replica: Replica) -> bool:
         """See that a server that joins holds the current weights; whether it may be used now. One that cannot be given
@@ -136,7 +136,7 @@ class ServedWeights:
         """
         if replica.server is None:
             await resume(http, replica.endpoint)  # a run that was killed may have paused it
-        replica.ours_since = await weights_mark(http, replica.endpoint)
+        replica.ours_since = await read_weights_id(http, replica.endpoint)
         if replica.version == self.version:
             await self._check(http, replica)
             return True
@@ -148,7 +148,7 @@ class ServedWeights:
             await self._check(http, replica)
             replica.version = self.version
             return True
-        replica.mark = await weights_mark(http, replica.endpoint)
+        replica.weights_id = await read_weights_id(http, replica.endpoint)
         replica.waits = True
         log.warning("%s gets weights with the next sync: only the trainer has version %d", replica.name, self.version)
         return False
@@ -215,8 +215,8 @@ class ServedWeights:
         await _all(resume(http, endpoint) for endpoint in endpoints)
 
     async def _pause(self, http: httpx.AsyncClient, replica: Replica) -> None:
-        if (mark := await weights_mark(http, replica.endpoint)) != replica.mark:
-            replica.ours_since = mark  # others had it: what was sent before is not answered by our weights alone
+        if (weights_id := await read_weights_id(http, replica.endpoint)) != replica.weights_id:
+            replica.ours_since = weights_id  # others had it: what was sent before is not answered by our weights alone
         await pause(http, replica.endpoint)
 
     async def _verify(self, http: httpx.AsyncClient, replica: Replica) -> None:
@@ -226,33 +226,33 @@ class ServedWeights:
     async def _check(self, http: httpx.AsyncClient, replica: Replica) -> None:
         """See that it holds the current weights, under the name that requests are to use."""
         replica.model = served_name(self.latest) if self._adapters and self.version else MODEL_NAME
-        replica.mark = await weights_mark(http, replica.endpoint)
-        await self.proof.check(http, replica, self.version)
+        replica.weights_id = await read_weights_id(http, replica.endpoint)
+        await self.sync_check.check(http, replica, self.version)
 
-    async def prove(self, http: httpx.AsyncClient, replica: Replica, mark: str, answered: str) -> None:
+    async def check_answer(self, http: httpx.AsyncClient, replica: Replica, weights_id: str, answered: str) -> None:
         """See that an answer is of the weights that we gave the server.
 
         A server with our plug-in says it itself. Another one that we joined is asked for a fixed prompt once more;
         answers that come while it is asked share the next time.
 
         Args:
-            mark, answered: `replica.mark` before the request was sent, and that of the answer.
+            weights_id, answered: `replica.weights_id` before the request was sent, and that of the answer.
 
         Raises:
             Transient: it is not, or the server is gone.
         """
-        if answered != mark and not await self._updated(replica, mark, answered):
+        if answered != weights_id and not await self._updated(replica, weights_id, answered):
             raise TransientError(OTHER_WEIGHTS, f"{replica.name} was started again, or others changed its weights")
-        if mark or replica.server is not None:
+        if weights_id or replica.server is not None:
             return
-        before = replica.proofs
-        async with replica.proving:
-            if replica.proved > before:
+        before = replica.answer_checks
+        async with replica.checking:
+            if replica.passed_check > before:
                 return
-            replica.proofs += 1
-            number = replica.proofs
+            replica.answer_checks += 1
+            number = replica.answer_checks
             try:
-                await self.proof.check(http, replica, self.version)
+                await self.sync_check.check(http, replica, self.version)
             except httpx.TransportError as error:
                 raise TransientError("connection_lost", f"{replica.name}: {error!r}") from error
             except ServerError as error:
@@ -260,14 +260,14 @@ class ServedWeights:
                 raise TransientError(
                     OTHER_WEIGHTS, f"{replica.name} does not have the weights that we gave it"
                 ) from error
-            replica.proved = number
+            replica.passed_check = number
 
-    async def _updated(self, replica: Replica, mark: str, answered: str) -> bool:
-        """Whether an answer bears another mark because we gave the server weights since its request was sent."""
+    async def _updated(self, replica: Replica, weights_id: str, answered: str) -> bool:
+        """Whether an answer bears another weights_id because we gave the server weights since its request was sent."""
         if not self.in_flight_updates:
             return False
         async with self.changing:
-            return in_order(replica.ours_since, mark, answered, replica.mark)
+            return in_order(replica.ours_since, weights_id, answered, replica.weights_id)
 
 
 async def _all(works: Iterable[Awaitable[None]]) -> None:
@@ -286,7 +286,7 @@ async def _lost(http: httpx.AsyncClient, replica: Replica) -> str:
     try:
         if reason := await fault(http, replica.endpoint):
             return reason
-        same = await weights_mark(http, replica.endpoint) == replica.mark
+        same = await read_weights_id(http, replica.endpoint) == replica.weights_id
     except (ServerError, httpx.TransportError) as error:
         return repr(error)
     return "" if same else "it was started again, or others changed its weights"

@@ -122,7 +122,7 @@ class RLRun(TrainingRun):
     def wait_for_rollouts(self, step: int) -> None:
         """Replace workers that are late with their rollouts, now that training waits for the rollouts of `step`."""
         if self.parts.workers is not None:
-            self.parts.workers.awaited(step)
+            self.parts.workers.training_waits(step)
 
     def _build(self, step: int, rollouts: Artifact) -> tuple[BuiltBatch[Sample], dict[str, str]]:
         outputs = read_rollouts(rollouts.path)

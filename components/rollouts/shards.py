@@ -23,7 +23,7 @@ from armature.components.contracts.machine import Machine
 from armature.components.contracts.rollouts import Failure, GenerateOutputs, Trajectory
 from armature.components.contracts.stages import Events
 from armature.components.environments.settings import EnvironmentSettings
-from armature.components.inference.lending import SuspectServer
+from armature.components.inference.direct_access import SuspectServer
 from armature.components.inference.pool import ServerPool
 from armature.components.machine.project import VARIABLE as PROJECT
 from armature.components.machine.project import project_folder
@@ -124,7 +124,7 @@ class SuspectReply(ReplyForm):
     """The fields of a `SuspectServer`."""
 
     name: str
-    mark: str
+    weights_id: str
     reason: str
 
 
@@ -205,7 +205,7 @@ class RolloutWorkers:
         self._late_after = machine.rollout_straggler_timeout
         self._awaited = dict[int, float]()
 
-    def awaited(self, step: int) -> None:
+    def training_waits(self, step: int) -> None:
         """The training can do nothing more without the rollouts of `step`; from any thread."""
         self._awaited[step] = time.monotonic()
 
@@ -277,7 +277,7 @@ class RolloutWorkers:
         key = f"{self._run}-{shard.name}"
         tasks = [{**asdict(task), "payload": task.payload} for task in shard.tasks]
         requests = len(shard.tasks) * self._plan.group_size
-        async with self._free[worker], self._pool.lent(requests) as servers:
+        async with self._free[worker], self._pool.direct_access(requests) as servers:
             lent = [asdict(server) for server in servers]
             play = partial(
                 worker.stream,
@@ -292,7 +292,7 @@ class RolloutWorkers:
             except asyncio.CancelledError:
                 worker.close()
                 raise
-        self._pool.returned([SuspectServer(**dict(each)) for each in reply.suspects])
+        self._pool.report_suspects([SuspectServer(**dict(each)) for each in reply.suspects])
         if not reply.made:
             await asyncio.sleep(PAUSE)
             suspects = ", ".join(each.name for each in reply.suspects)

@@ -22,7 +22,7 @@ from armature.components.contracts.settings import Settings
 from armature.components.contracts.stages import Artifact
 from armature.components.environments.make import make_environment
 from armature.components.environments.settings import EnvironmentSettings
-from armature.components.inference.lending import BorrowedServers, LentServer
+from armature.components.inference.direct_access import DirectServers, ServerAccess
 from armature.components.inference.requests import AnswerLimits
 from armature.components.inference.settings import SamplingSettings
 from armature.components.machine.workers.channel import serve
@@ -85,8 +85,8 @@ class RolloutWorker:
         made, suspects = True, list[dict[str, str]]()
         if self._store.find(SHARDS, key) is None:
             machine = self._plan.machine
-            borrowed = BorrowedServers(
-                [LentServer(**server) for server in servers],
+            borrowed = DirectServers(
+                [ServerAccess(**server) for server in servers],
                 self._plan.limits,
                 machine.max_concurrent,
                 machine.generation_timeout,
@@ -102,9 +102,7 @@ class RolloutWorker:
         self._store.send_waiting()
         return {"made": made, "suspects": suspects}
 
-    async def _collect(
-        self, servers: BorrowedServers, step: int, first_group: int, tasks: list[Task]
-    ) -> GenerateOutputs:
+    async def _collect(self, servers: DirectServers, step: int, first_group: int, tasks: list[Task]) -> GenerateOutputs:
         plan = self._plan
         servers.requests.open()
         async with aclosing(servers.requests):

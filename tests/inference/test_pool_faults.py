@@ -250,7 +250,7 @@ async def test_requests_of_servers_that_are_lent_are_waited_for_by_a_sync_in_fli
     async with pool:
         asking = asyncio.create_task(ask_many(pool, 1))
         await asyncio.sleep(0.05)
-        async with pool.lent(3):
+        async with pool.direct_access(3):
             sync = asyncio.create_task(pool.sync(newer, 1))
             await asyncio.gather(asking)
             await asyncio.sleep(0.1)
@@ -300,7 +300,7 @@ async def test_a_server_that_is_taken_out_during_a_sync_is_not_resumed_before_it
         sync = asyncio.create_task(pool.sync(newer, 1))
         while "/collective_rpc" not in server.calls:
             await asyncio.sleep(0.01)
-        pool.replicas[0].doubt()
+        pool.replicas[0].mark_suspect()
         pool.replicas[0].failures = 3
         await asyncio.sleep(2.0)  # its monitor looks once a second
         assert "/resume" not in server.calls and not pool.replicas[0].ready

@@ -204,7 +204,7 @@ def test_a_worker_that_is_late_is_replaced_and_no_rollout_is_doubled(stand_ins, 
         os.kill(started.pop(), signal.SIGSTOP)  # it says no more that it lives, but would have two minutes to
         await asyncio.sleep(5.0)
         assert not run.events.messages, "nobody waits for the rollouts yet"
-        run.workers.awaited(3)
+        run.workers.training_waits(3)
         return await playing
 
     outputs = run.play(stopping)
@@ -268,11 +268,11 @@ def test_a_shard_waits_for_a_server_that_comes_back(start):
 
 def test_answers_of_other_weights_are_thrown_away(start):
     _, run = start(1)
-    real = run.pool.lent
+    real = run.pool.direct_access
 
     async def changed() -> GenerateOutputs:
         async with real(1) as lent:
-            stale = [replace(each, mark="another") for each in lent]
+            stale = [replace(each, weights_id="another") for each in lent]
         worker = run.workers._workers.workers[0]
         tasks = [{"task_id": "a", "split": "train", "payload": TASKS[0].payload}]
         arguments = "e" * 20, 1, 0, tasks, [vars(each) for each in stale]
@@ -280,7 +280,7 @@ def test_answers_of_other_weights_are_thrown_away(start):
         _, reply = await asyncio.to_thread(worker.stream, "play", *arguments, **forms)
         assert reply.model_dump() == {
             "made": False,
-            "suspects": [{"name": stale[0].name, "mark": "another", "reason": "other_weights"}],
+            "suspects": [{"name": stale[0].name, "weights_id": "another", "reason": "other_weights"}],
         }
         return await run.collect()
 

@@ -42,7 +42,7 @@ VALUES = {
     "step": (STEP, {"observation": SEEN, "success": True, "steps": 3}, ARRAYS),
     "progress": (PROGRESS, [GOAL, {**GOAL, "place": 0.25}], b""),
     "outcome": (OUTCOME, {"success": True, "steps": 8, "phase": "done", "retries": 0}, b""),
-    "shard": (SHARD_REPLY, {"made": False, "suspects": [{"name": "a", "mark": "1-2", "reason": "timeout"}]}, b""),
+    "shard": (SHARD_REPLY, {"made": False, "suspects": [{"name": "a", "weights_id": "1-2", "reason": "timeout"}]}, b""),
     "measured": (MEASURED, {"episodes": {"$array": ["|u1", [12]]}, "values": {}, "histograms": {}}, ARRAYS[:12]),
 }
 REWARD = """

@@ -15,8 +15,8 @@ from armature.components.inference.routing import PoolStatistics, Router
 
 
 @dataclass(frozen=True)
-class LentServer:
-    """How to ask a server that holds version `version`, which it calls `model` and its answers say by `mark`: see
+class ServerAccess:
+    """How to ask a server that holds version `version`, which it calls `model` and its answers say by `weights_id`: see
     `Replica`."""
 
     name: str
@@ -25,19 +25,19 @@ class LentServer:
     lease: str
     version: int
     model: str
-    mark: str
+    weights_id: str
 
 
 @dataclass(frozen=True)
 class SuspectServer:
-    """A server that failed an attempt, for `reason`; `mark` is the one that it was lent with."""
+    """A server that failed an attempt, for `reason`; `weights_id` is the one that it was lent with."""
 
     name: str
-    mark: str
+    weights_id: str
     reason: str
 
 
-def lend(replica: Replica) -> LentServer:
+def server_access(replica: Replica) -> ServerAccess:
     """
     Raises:
         ConfigurationError: nobody but its pool can know which weights it answers with.
@@ -49,12 +49,12 @@ def lend(replica: Replica) -> LentServer:
             where=f"machine.rollout_workers, {replica.name}",
             remedy="start it by `armature serve`, or with --middleware armature_served.require_key.RequireKey",
         )
-    return LentServer(
-        replica.name, replica.url, replica.api_key, replica.lease, replica.version, replica.model, replica.mark
+    return ServerAccess(
+        replica.name, replica.url, replica.api_key, replica.lease, replica.version, replica.model, replica.weights_id
     )
 
 
-class BorrowedServers:
+class DirectServers:
     """What asks servers that were lent. It gives up one that is gone: when all are, requests raise ServerError.
 
     Attributes:
@@ -62,7 +62,7 @@ class BorrowedServers:
         requests: asks them; see `PoolRequests`.
     """
 
-    def __init__(self, lent: Sequence[LentServer], limits: AnswerLimits, max_concurrent: int, timeout: float) -> None:
+    def __init__(self, lent: Sequence[ServerAccess], limits: AnswerLimits, max_concurrent: int, timeout: float) -> None:
         self.suspects: dict[str, SuspectServer] = {}
         replicas = [
             Replica(
@@ -72,23 +72,23 @@ class BorrowedServers:
                 ready=True,
                 version=each.version,
                 model=each.model,
-                mark=each.mark,
+                weights_id=each.weights_id,
                 lease=each.lease,
             )
             for each in lent
         ]
         router = Router(replicas, max_concurrent, PoolStatistics(), Path())
-        self.requests = PoolRequests(router, limits, timeout, _prove, self._failed)
+        self.requests = PoolRequests(router, limits, timeout, _check_answer, self._failed)
 
     def _failed(self, replica: Replica, error: TransientError) -> None:
         if replica.given_up:
             return
-        self.suspects[replica.name] = SuspectServer(replica.name, replica.mark, error.reason)
+        self.suspects[replica.name] = SuspectServer(replica.name, replica.weights_id, error.reason)
         often = error.reason == "connection_lost" and replica.failures + 1 >= EJECT_AFTER
         if error.reason == OTHER_WEIGHTS or often:
             replica.ready, replica.given_up = False, ServerError(error.detail, where=replica.url)
 
 
-async def _prove(replica: Replica, mark: str, answered: str) -> None:
-    if answered != mark:
+async def _check_answer(replica: Replica, weights_id: str, answered: str) -> None:
+    if answered != weights_id:
         raise TransientError(OTHER_WEIGHTS, f"{replica.name} was started again, or others changed its weights")
