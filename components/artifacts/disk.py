@@ -33,7 +33,7 @@ LOCK, CONTENT = "lock", "content"
 
 @contextmanager
 def raising_disk_full(where: Path) -> Iterator[None]:
-    """Turn OSErrors of a full disk within the block into a StoreError that names the free space.
+    """Convert OSErrors of a full disk, raised in the block, into a StoreError that names the free space.
 
     Args:
         where: the path being written.
@@ -56,7 +56,7 @@ def raising_disk_full(where: Path) -> Iterator[None]:
 
 @contextmanager
 def raising_store_errors(where: Path) -> Iterator[None]:
-    """Turn OSErrors within the block into errors that name the store. The block must access nothing but the store at
+    """Convert OSErrors, raised in the block, into errors about the store. The block must access only the store at
     `where`.
 
     Raises:

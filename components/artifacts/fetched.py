@@ -112,15 +112,16 @@ class FetchedFiles:
         target, entry = self.root / name, self._entry(name)
         if target.is_file():
             return target
-        with self._room(str(name), entry):
+        with self._reserved(str(name), entry):
             return make_once(target, partial(self._fetch, str(name), entry, callback))
 
     @contextmanager
     def view(self, name: str | PurePosixPath, whole: bool) -> Iterator[Path | IO[bytes]]:
-        """Yield a file for reading: a local path if it was fetched already, else perhaps an open remote file.
+        """Yield a file for reading: a local path, or an open remote file if only a part will be read or `ranges` is
+        set.
 
         Args:
-            whole: True if the whole file will be read; then it is fetched, unless `ranges` is set.
+            whole: True if the whole file will be read.
 
         Raises:
             DataError: see `path`; or the remote file cannot be read.
@@ -131,7 +132,7 @@ class FetchedFiles:
             return
         try:
             options = BLOCKS if whole else {"cache_type": "none"}
-            file = _opened(self.url).open(Source(str(name), entry.size), **options)
+            file = _open_url(self.url).open(Source(str(name), entry.size), **options)
         except DataError:
             raise
         except Exception as error:  # each kind of file system raises its own errors
@@ -157,9 +158,9 @@ class FetchedFiles:
         return sum(entry.size for entry in self.listing.files.values())
 
     @contextmanager
-    def _room(self, name: str, entry: RemoteFile) -> Iterator[None]:
-        """Reserve the bytes of a file for the time that the block fetches it. Files that other processes are fetching
-        count, too.
+    def _reserved(self, name: str, entry: RemoteFile) -> Iterator[None]:
+        """Reserve the bytes of a file within the dataset's limit while the block fetches it. Files that other processes
+        are fetching count, too.
 
         Raises:
             DataError: the dataset would exceed its limit.
@@ -173,7 +174,7 @@ class FetchedFiles:
             with _locked(folder / "counting"):
                 arriving = {mark.name for mark in folder.iterdir() if _is_locked(mark)}
                 files = self.listing.files.items()
-                here = {key for key, _ in files if _mark(key) in arriving or (self.root / key).is_file()}
+                here = {key for key, _ in files if _lock_name(key) in arriving or (self.root / key).is_file()}
                 fetched = sum(each.size for key, each in files if key in here)
                 if name not in here and fetched + entry.size > self.limit_bytes:
                     raise DataError(
@@ -185,13 +186,13 @@ class FetchedFiles:
                         "remotely: ARMATURE_FETCH=ranges",
                     )
                 if name not in here:
-                    reserved.enter_context(_locked(folder / _mark(name)))
+                    reserved.enter_context(_locked(folder / _lock_name(name)))
             yield
 
     def _fetch(self, name: str, entry: RemoteFile, callback: fsspec.Callback, target: Path) -> None:
         """Fetch a file into `target`."""
         try:
-            _opened(self.url).get({target: Source(name, entry.size)}, callback)
+            _open_url(self.url).get({target: Source(name, entry.size)}, callback)
         except DataError:
             raise
         except Exception as error:  # each kind of file system raises its own errors
@@ -214,7 +215,7 @@ def _is_locked(path: Path) -> bool:
         return not try_lock(file)
 
 
-def _mark(name: str) -> str:
+def _lock_name(name: str) -> str:
     """Name of the lock file that exists while a remote file is being fetched."""
     return hashlib.sha256(name.encode()).hexdigest()
 
@@ -232,7 +233,7 @@ def list_files(url: str, wanted: Callable[[str], bool]) -> FileListing:
         ConfigurationError: a package that the protocol needs is not installed.
         DataError: the URL cannot be reached.
     """
-    remote = _opened(url)
+    remote = _open_url(url)
     try:
         listed = remote.facts()
     except Exception as error:  # each kind of file system raises its own errors
@@ -249,7 +250,7 @@ def list_files(url: str, wanted: Callable[[str], bool]) -> FileListing:
     return FileListing(files=files)
 
 
-def _opened(url: str) -> RemoteFiles:
+def _open_url(url: str) -> RemoteFiles:
     """Open the file system of a URL.
 
     Raises:

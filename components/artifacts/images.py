@@ -68,7 +68,7 @@ def rgb_and_plain(image: Image.Image) -> tuple[Image.Image, bool]:
     key = _transparent_value(image)
     image.load()
     orientation = _orientation(image)
-    rgb = _flattened(image, key)
+    rgb = _convert_to_rgb(image, key)
     if orientation in _TURNED:
         rgb = rgb.transpose(_TURNED[orientation])
     rgb.info = {}
@@ -105,10 +105,10 @@ def _transparent_value(image: Image.Image) -> object:
     return key * _KEY_SCALES.get(depth, 1) if isinstance(key, int) else key
 
 
-def _flattened(image: Image.Image, key: object) -> Image.Image:
+def _convert_to_rgb(image: Image.Image, key: object) -> Image.Image:
     """Convert an image to RGB. `key` is its transparent pixel value, or None."""
     if image.mode.startswith("I;16"):
-        return _from_16_bits(image, key)
+        return _from_16_bit_gray(image, key)
     if image.mode in ("I", "F"):
         raise DataError(
             f"pixels of mode {image.mode} are 32-bit numbers without a defined range",
@@ -124,7 +124,7 @@ def _flattened(image: Image.Image, key: object) -> Image.Image:
     return _on_white((image.convert("LA") if image.mode == "La" else image).convert("RGBA"))
 
 
-def _from_16_bits(image: Image.Image, key: object) -> Image.Image:
+def _from_16_bit_gray(image: Image.Image, key: object) -> Image.Image:
     """Convert 16-bit gray to RGB by its high byte; pixels equal to `key` become white."""
     values = np.asarray(image)
     gray = Image.fromarray((values >> 8).astype(np.uint8))
@@ -204,7 +204,7 @@ def normalized(image: EncodedImage) -> tuple[EncodedImage, Image.Image]:
     return encoded, rgb
 
 
-def refuse_unreadable(image: EncodedImage) -> None:
+def check_image_header(image: EncodedImage) -> None:
     """Check an image by its header alone. Damaged pixels are noticed only when they are decoded.
 
     Raises:
@@ -227,7 +227,7 @@ def _opened(image: EncodedImage) -> Iterator[Image.Image]:
         )
     try:
         opened = Image.open(io.BytesIO(image.data), formats=tuple(FORMATS.values()))
-        _check(opened, image)
+        _check_header(opened, image)
         with _large if opened.width * opened.height > LARGE_PIXELS else nullcontext():
             yield opened
     except DataError:
@@ -240,7 +240,7 @@ def _opened(image: EncodedImage) -> Iterator[Image.Image]:
         raise DataError(f"the image is damaged: {type(error).__name__}: {error}", code="image_unreadable") from error
 
 
-def _check(opened: Image.Image, image: EncodedImage) -> None:
+def _check_header(opened: Image.Image, image: EncodedImage) -> None:
     """Raise a DataError if the format, size, number of frames or number of scans is not allowed."""
     # MPO is a JPEG with further images, as phones and stereo cameras write it: the first image counts.
     actual = "JPEG" if opened.format == "MPO" else opened.format

@@ -18,7 +18,7 @@ from armature.components.artifacts.disk import raising_disk_full, write_file
 from armature.components.contracts.digests import file_digest, listing_digest
 from armature.components.contracts.errors import DataError
 
-NAMED = 5
+MAX_NAMES = 5
 """Largest number of file names that an error message lists."""
 SETTLED_NS = 2 * 10**9
 """A file that changes in the same clock tick in which it is read looks unchanged. So a recorded state is trusted only
@@ -107,7 +107,7 @@ def scan_files(folder: Path, previous: Record | None = None, links: bool = False
     """
     settled = record_path(folder).stat().st_mtime_ns - SETTLED_NS if previous else 0
     files = {}
-    for name, path in _listed(folder, links).items():
+    for name, path in _files_below(folder, links).items():
         md5, before = previous.files.get(name, ("", None)) if previous else ("", None)
         state = FileState.of(path)
         trusted = state == before and state.ctime_ns < settled
@@ -122,14 +122,15 @@ def differences(before: Mapping[str, str], now: Mapping[str, str]) -> str:
         "added": sorted(now.keys() - before.keys()),
         "removed": sorted(before.keys() - now.keys()),
     }
-    return "; ".join(
-        f"{change} {', '.join(names[:NAMED])}" + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
-        for change, names in groups.items()
-        if names
-    )
+    parts = []
+    for change, names in groups.items():
+        more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
+        if names:
+            parts.append(f"{change} {', '.join(names[:MAX_NAMES])}{more}")
+    return "; ".join(parts)
 
 
-def _listed(folder: Path, links: bool) -> dict[str, Path]:
+def _files_below(folder: Path, links: bool) -> dict[str, Path]:
     """Return every file below `folder`, by relative path.
 
     Raises:

@@ -110,7 +110,7 @@ class RemoteStore:
         """
         home, marker = f"{stage}/{fingerprint}", self.marker(stage, fingerprint)
         while marker is None:
-            mine = self._sent(home, folder, record, copy_id)
+            mine = self._send_copy(home, folder, record, copy_id)
             named = NamedArtifact(stage=stage, fingerprint=fingerprint)
             self._files.write(f"{DIGESTS}/{record.digest[:2]}/{record.digest}", named)
             created = self._files.create(f"{home}/{MARKER}", mine)
@@ -119,8 +119,8 @@ class RemoteStore:
             self._files.remove(f"{home}/{copy_id}")
         return marker
 
-    def _sent(self, home: str, folder: Path, record: Record, copy_id: str) -> RemoteMarker:
-        """Send the files of one copy that the remote lacks. Return the marker that would make it count."""
+    def _send_copy(self, home: str, folder: Path, record: Record, copy_id: str) -> RemoteMarker:
+        """Send the files of one copy that the remote lacks. Return the marker that makes the copy the artifact."""
         files = {name: (md5, state.size) for name, (md5, state) in record.files.items()}
         contents = {md5: folder / name for name, (md5, _) in files.items()}
         images, refs = None, image_refs(folder)
@@ -176,7 +176,8 @@ class RemoteStore:
         return None
 
     def remove(self, stage: str, fingerprint: str) -> None:
-        """Delete the artifacts of this fingerprint and of its units, and its checkpoints."""
+        """Delete the artifact of this fingerprint, the artifacts of its parts (`<fingerprint>-<number>`), and its
+        checkpoints."""
         self.attempts.remove(f"{stage}-{fingerprint}")
         for folder in self._files.listed(""):
             for name in self._files.listed(folder) if folder not in NO_STAGES else ():

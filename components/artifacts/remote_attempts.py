@@ -34,11 +34,11 @@ from armature.components.contracts.files import confined
 
 ATTEMPTS = "attempts"
 NEWEST = "newest.json"
-MINE = ".attempt"
+ATTEMPT_FILE = ".attempt"
 """Name of the file in a workspace that holds the workspace's attempt."""
-POLL = 0.5
+POLL_S = 0.5
 """Seconds between two looks whether a checkpoint is complete."""
-INCOMPLETE_SECONDS = 3600.0
+INCOMPLETE_S = 3600.0
 """Seconds after which an incomplete checkpoint is given up."""
 _STEP = re.compile(r"step-(\d+)")
 
@@ -107,11 +107,11 @@ class RemoteAttempts:
         Raises:
             DataError: the remote checkpoint is damaged.
         """
-        home, mine = f"{ATTEMPTS}/{workspace.name}", self._mine(workspace)
+        home, mine = f"{ATTEMPTS}/{workspace.name}", self._current_attempt(workspace)
         others = [each for each in self._attempts(home) if mine is None or each.id != mine.id]
         if mine is None:
-            mine = self._created(home, others, afresh)
-            write_file(workspace / MINE, mine.model_dump_json().encode())
+            mine = self._register(home, others, afresh)
+            write_file(workspace / ATTEMPT_FILE, mine.model_dump_json().encode())
         first = max((each.number for each in (*others, mine) if each.afresh), default=0)
         before = [each for each in others if first <= each.number]
         if before and not afresh:
@@ -119,12 +119,12 @@ class RemoteAttempts:
                 f"{before[-1]} has begun the same work ({workspace.name}); if it still runs, the first to finish counts"
             )
         homes = [f"{home}/{each.number:06d}" for each in before]
-        while (best := self._best(homes)) is not None:
+        while (best := self._newest_checkpoint(homes)) is not None:
             try:
                 self._fetch(workspace, *best)
                 break
             except DataError:
-                if self._best(homes) == best:
+                if self._newest_checkpoint(homes) == best:
                     raise  # otherwise its machine has replaced the checkpoint meanwhile: try the new one
         return mine
 
@@ -149,7 +149,7 @@ class RemoteAttempts:
             self._files.remove(f"{home}/{md5}")
         self._say(f"sent the checkpoint of step {_steps(checkpoint)} to the remote store")
 
-    def _best(self, homes: list[str]) -> tuple[str, NewestCheckpoint] | None:
+    def _newest_checkpoint(self, homes: list[str]) -> tuple[str, NewestCheckpoint] | None:
         """Return the newest checkpoint in these remote folders and its folder, or None."""
         read = [(home, self._files.read(f"{home}/{NEWEST}", NewestCheckpoint)) for home in homes]
         saved = [(home, newest) for home, newest in read if newest is not None]
@@ -167,10 +167,10 @@ class RemoteAttempts:
         """Return the sender of an attempt's checkpoints."""
         return CheckpointSender(self, workspace, attempt, before, self._scratch, self._say)
 
-    def _mine(self, workspace: Path) -> RemoteAttempt | None:
+    def _current_attempt(self, workspace: Path) -> RemoteAttempt | None:
         """Return the attempt that a workspace belongs to, if the remote store knows it; else None."""
         try:
-            mine = RemoteAttempt.model_validate_json((workspace / MINE).read_bytes())
+            mine = RemoteAttempt.model_validate_json((workspace / ATTEMPT_FILE).read_bytes())
         except (FileNotFoundError, ValidationError):
             return None
         name = f"{ATTEMPTS}/{workspace.name}/{mine.number:06d}.json"
@@ -182,7 +182,7 @@ class RemoteAttempts:
         read = (self._files.read(f"{home}/{name}", RemoteAttempt) for name in names)
         return [attempt for attempt in read if attempt is not None]
 
-    def _created(self, home: str, others: list[RemoteAttempt], afresh: bool) -> RemoteAttempt:
+    def _register(self, home: str, others: list[RemoteAttempt], afresh: bool) -> RemoteAttempt:
         """Register a new attempt under the next free number. Attempts that other machines register meanwhile are added
         to `others`."""
         number = max((each.number for each in others), default=0)
@@ -270,11 +270,11 @@ class CheckpointSender:
 
     def _deliver(self, checkpoint: Path, best: Path | None) -> None:
         """Wait until a checkpoint is complete, then send it unless a newer one is complete."""
-        until = time.monotonic() + INCOMPLETE_SECONDS
+        until = time.monotonic() + INCOMPLETE_S
         while not checkpoint.is_dir():
             if self._ended or time.monotonic() > until:
                 return
-            time.sleep(POLL)
+            time.sleep(POLL_S)
         with self._guard:
             newest = self._newest
             if self._ended or (newest is not None and newest != checkpoint and newest.is_dir()):

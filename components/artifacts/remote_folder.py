@@ -29,13 +29,13 @@ from armature.components.contracts.installation import install_command
 ResultT = TypeVar("ResultT")
 DocumentT = TypeVar("DocumentT", bound=BaseModel)
 
-WAITS = (1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 60.0)
+RETRY_WAITS_S = (1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 60.0)
 """Seconds to wait before each retry of a request."""
 CONCURRENT = 32
 """Largest number of requests at a time."""
 DOCUMENT_BYTES = 64 * 2**20
 """Largest JSON document that is read; one that lists 100,000 files has 15 MB."""
-LASTING = (
+NOT_RETRIED = (
     ArmatureError,
     InterruptedError,
     PermissionError,
@@ -54,9 +54,9 @@ PACKAGES = {
     **dict.fromkeys(("az", "abfs", "abfss"), "pip install adlfs"),
 }
 """Command that installs the client of each URL scheme."""
-NOT_ASKED = frozenset({"ParamValidationError", "OfflineModeIsEnabled"})
+NOT_SENT = frozenset({"ParamValidationError", "OfflineModeIsEnabled"})
 """Class names of client errors that mean a request was never sent."""
-MAY_SUCCEED = frozenset({408, 425, 429})
+RETRIED_STATUSES = frozenset({408, 425, 429})
 """HTTP statuses from 400 to 499 that are retried; all others are refusals."""
 NO_CREDENTIALS = frozenset({"NoCredentialsError", "PartialCredentialsError", "ProfileNotFound", "RefreshError"})
 """Class names of errors about credentials; by name, since the clients may not be installed."""
@@ -145,8 +145,8 @@ class RemoteFiles:
 
     def facts(self, folder: str = "") -> dict[str, dict[str, Any]]:
         """Return what the file system reports about each file below `folder`, by relative name."""
-        files = self._answered(self._find, folder)
-        return dict(zip(self._below(folder, files), files.values(), strict=True))
+        files = self._request(self._find, folder)
+        return dict(zip(self._relative_names(folder, files), files.values(), strict=True))
 
     def get(self, files: Mapping[Path, Source], callback: fsspec.Callback = NO_CALLBACK) -> None:
         """Copy remote files to local paths, creating their folders.
@@ -161,7 +161,7 @@ class RemoteFiles:
         """
         for folder in {target.parent for target in files}:
             folder.mkdir(parents=True, exist_ok=True)
-        self._all(self._get, [(source, target, callback) for target, source in files.items()])
+        self._request_all(self._get, [(source, target, callback) for target, source in files.items()])
 
     def open(self, source: Source, **options: Any) -> IO[bytes]:
         """Open a remote file for reading in place.
@@ -169,7 +169,7 @@ class RemoteFiles:
         Raises:
             DataError: the file has another size.
         """
-        file: IO[bytes] = self._answered(partial(self._filesystem.open, self._path(source.name), "rb", **options))
+        file: IO[bytes] = self._request(partial(self._filesystem.open, self._path(source.name), "rb", **options))
         if (size := file.seek(0, os.SEEK_END)) != source.size:
             file.close()
             raise _other_size(f"{self.url}/{source.name}", size, source.size)
@@ -179,7 +179,7 @@ class RemoteFiles:
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}"
 
-    def _below(self, folder: str, paths: Iterable[str]) -> list[str]:
+    def _relative_names(self, folder: str, paths: Iterable[str]) -> list[str]:
         """Return paths relative to `folder`."""
         prefix = self._path(folder).rstrip("/").lstrip("/") + "/"
         return [str(path).lstrip("/").removeprefix(prefix).rstrip("/") for path in paths]
@@ -202,27 +202,27 @@ class RemoteFiles:
         if (arrived := target.stat().st_size) != source.size:
             raise _other_size(where, arrived, source.size)
 
-    def _answered(self, request: Callable[..., ResultT], *arguments: Any) -> ResultT:
+    def _request(self, request: Callable[..., ResultT], *arguments: Any) -> ResultT:
         """Make one request with retries and return its result."""
         answers: list[ResultT] = []
-        self._all(lambda: answers.append(request(*arguments)), [()])
+        self._request_all(lambda: answers.append(request(*arguments)), [()])
         return answers[0]
 
-    def _all(self, request: Callable[..., object], calls: list[tuple[Any, ...]]) -> None:
+    def _request_all(self, request: Callable[..., object], calls: list[tuple[Any, ...]]) -> None:
         """Make every call, and repeat those that fail. The waits start again from the shortest while some calls
         succeed."""
-        waits = iter(WAITS)
+        waits = iter(RETRY_WAITS_S)
         with ThreadPoolExecutor(min(CONCURRENT, max(1, len(calls))), thread_name_prefix="remote") as pool:
             while calls:
-                errors = (pool.map if len(calls) > 1 else map)(partial(_error_of, request), calls)
+                errors = (pool.map if len(calls) > 1 else map)(partial(_error_raised, request), calls)
                 failures = [(call, error) for call, error in zip(calls, errors, strict=True) if error is not None]
                 if not failures:
                     return
                 for _, error in failures:
-                    if _lasts(error):
+                    if _is_permanent(error):
                         raise error
                 if len(failures) < len(calls):
-                    waits = iter(WAITS)
+                    waits = iter(RETRY_WAITS_S)
                 calls, error = [call for call, _ in failures], failures[0][1]
                 if (wait := next(waits, None)) is None:
                     raise error
@@ -255,7 +255,7 @@ class RemoteFolder(RemoteFiles):
         except (ValueError, TypeError, OSError) as error:
             raise _invalid_address(url, error) from error
         local = isinstance(self._filesystem, LocalFileSystem)
-        if reason := _unusable(url, local):
+        if reason := _reason_unusable(url, local):
             raise _invalid_address(url, reason)
         self.folder = Path(self._root).resolve() if local else None
         """The local folder, if the remote store is one."""
@@ -266,7 +266,7 @@ class RemoteFolder(RemoteFiles):
         Raises:
             DataError: the document is damaged or too large.
         """
-        content = self._answered(self._content, self._path(name))
+        content = self._request(self._read_document, self._path(name))
         try:
             return None if content is None else model.model_validate_json(content)
         except ValidationError as error:
@@ -284,13 +284,13 @@ class RemoteFolder(RemoteFiles):
         A store without conditional writes may overwrite a document of another machine; a warning says so once.
         """
         path, content = self._path(name), document.model_dump_json().encode()
-        created = self._answered(self._created, path, content)
+        created = self._request(self._create_file, path, content)
         if created and self._exclusive is None:
             # For stores without conditional writes, fsspec first looks whether the file exists; another machine may
             # write it in between.
             atomic = type(self._filesystem).pipe_file is not AbstractFileSystem.pipe_file
             atomic |= isinstance(self._filesystem, AsyncFileSystem)
-            self._exclusive = atomic and not self._answered(self._created, path, content)
+            self._exclusive = atomic and not self._request(self._create_file, path, content)
             if not self._exclusive:
                 self._say(
                     f"warning: the remote store {self.url} has no conditional writes: of two machines that make the "
@@ -300,11 +300,11 @@ class RemoteFolder(RemoteFiles):
 
     def write(self, name: str, document: BaseModel) -> None:
         """Write a document, replacing an existing one."""
-        self._answered(self._filesystem.pipe_file, self._path(name), document.model_dump_json().encode())
+        self._request(self._filesystem.pipe_file, self._path(name), document.model_dump_json().encode())
 
     def listed(self, folder: str) -> list[str]:
         """Names directly below `folder`, sorted."""
-        return sorted(self._below(folder, self._answered(self._entries, folder)))
+        return sorted(self._relative_names(folder, self._request(self._entries, folder)))
 
     def put(self, folder: str, files: Mapping[str, Path]) -> Collection[str]:
         """Copy local files to these names in `folder`, except where a file of the same size exists.
@@ -318,16 +318,16 @@ class RemoteFolder(RemoteFiles):
         missing = {name: path for name, path in files.items() if there.get(name, {}).get("size") != path.stat().st_size}
         with raising_disk_full(Path(self._root)):
             calls = [(str(source), self._path(f"{folder}/{name}")) for name, source in missing.items()]
-            self._all(self._filesystem.put_file, calls)
+            self._request_all(self._filesystem.put_file, calls)
         return there.keys()
 
     def remove(self, name: str) -> None:
         """Delete a file, or a folder with everything in it. Do nothing if it does not exist."""
-        self._answered(self._delete, self._path(name))
+        self._request(self._delete, self._path(name))
 
-    def _content(self, path: str) -> bytes | None:
-        """Return the bytes of a document, None if it does not exist. Of one that is too large, return zeros, which are
-        not JSON."""
+    def _read_document(self, path: str) -> bytes | None:
+        """Return the bytes of a document, None if it does not exist. A document that is too large is replaced by zeros,
+        which are not JSON."""
         self._filesystem.invalidate_cache()
         try:
             # `exists` would return False for a request that failed.
@@ -335,11 +335,11 @@ class RemoteFolder(RemoteFiles):
                 return bytes(DOCUMENT_BYTES + 1)
             content: bytes = self._filesystem.cat_file(path)
         except FileNotFoundError:
-            self._see_bucket()
+            self._check_bucket()
             return None
         return content
 
-    def _see_bucket(self) -> None:
+    def _check_bucket(self) -> None:
         """Raise a StoreError if the bucket does not exist."""
         bucket = self._root.partition("/")[0]
         if not bucket or self._bucket_seen:
@@ -363,7 +363,7 @@ class RemoteFolder(RemoteFiles):
         except FileNotFoundError:
             return []
 
-    def _created(self, target: str, content: bytes) -> bool:
+    def _create_file(self, target: str, content: bytes) -> bool:
         """Write a file that must not exist. Return False if it does."""
         try:
             self._filesystem.pipe_file(target, content, mode="create")
@@ -378,18 +378,18 @@ class RemoteFolder(RemoteFiles):
         except FileNotFoundError:
             return
 
-    def _all(self, request: Callable[..., object], calls: list[tuple[Any, ...]]) -> None:
-        """Like `RemoteFiles._all`, but errors of the client become StoreErrors."""
+    def _request_all(self, request: Callable[..., object], calls: list[tuple[Any, ...]]) -> None:
+        """Like `RemoteFiles._request_all`, but errors of the client become StoreErrors."""
         try:
-            super()._all(request, calls)
+            super()._request_all(request, calls)
         except ArmatureError:
             raise
         except Exception as error:  # each kind of store raises its own errors
             if isinstance(error, OSError) and error.errno in FULL:
                 raise
-            raise self._refusal(error) from error
+            raise self._store_error(error) from error
 
-    def _refusal(self, error: Exception) -> StoreError:
+    def _store_error(self, error: Exception) -> StoreError:
         """Return the StoreError for an error of the client."""
         if isinstance(error, PermissionError) or type(error).__name__ in NO_CREDENTIALS:
             detail = error.__cause__ or error  # the client's own error names the refused request
@@ -400,7 +400,7 @@ class RemoteFolder(RemoteFiles):
                 remedy="use an account that may list, read, write and delete there; for s3:// set AWS_ACCESS_KEY_ID "
                 "and AWS_SECRET_ACCESS_KEY, and AWS_ENDPOINT_URL where it is not Amazon's",
             )
-        if _lasts(error):
+        if _is_permanent(error):
             return StoreError(
                 f"the remote store cannot be used: {type(error).__name__}: {error}",
                 code="remote_store_not_usable",
@@ -444,15 +444,15 @@ def _other_size(path: str, size: int, listed: int) -> DataError:
     )
 
 
-def _lasts(error: Exception) -> bool:
+def _is_permanent(error: Exception) -> bool:
     """True if retrying cannot help."""
     status = getattr(getattr(error, "response", None), "status_code", 0)
-    refused = 400 <= status < 500 and status not in MAY_SUCCEED
-    return refused or isinstance(error, LASTING) or type(error).__name__ in NOT_ASKED | NO_CREDENTIALS
+    refused = 400 <= status < 500 and status not in RETRIED_STATUSES
+    return refused or isinstance(error, NOT_RETRIED) or type(error).__name__ in NOT_SENT | NO_CREDENTIALS
 
 
-def _error_of(request: Callable[..., object], call: tuple[Any, ...]) -> Exception | None:
-    """Make a request. Return the error that it raises, or None."""
+def _error_raised(request: Callable[..., object], call: tuple[Any, ...]) -> Exception | None:
+    """Call `request`. Return the error that it raises, or None."""
     try:
         request(*call)
     except Exception as error:  # each kind of store raises its own errors
@@ -469,7 +469,7 @@ def _invalid_address(url: str, reason: object) -> ConfigurationError:
     )
 
 
-def _unusable(url: str, local: bool) -> str | None:
+def _reason_unusable(url: str, local: bool) -> str | None:
     """Return the reason why a remote store cannot be kept at this address, or None."""
     scheme, _, rest = url.partition("://")
     if scheme == "memory":

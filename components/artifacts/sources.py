@@ -48,7 +48,7 @@ def code_digest(module: str) -> str:
     spec = _spec(module)
     if module in _digests and _digests[module][0] is spec and module in sys.modules:
         return _digests[module][1]
-    digest = document_digest({name: _content(path) for name, path in sorted(_files(module).items())})
+    digest = document_digest({name: _file_digest(path) for name, path in sorted(_files(module).items())})
     _digests[module] = (spec, digest)
     return digest
 
@@ -67,7 +67,7 @@ def _files(module: str) -> dict[str, Path]:
     waiting = [module]
     while waiting:
         name = waiting.pop()
-        if name in seen or not _counts(name, module):
+        if name in seen or not _enters_digest(name, module):
             continue
         seen.add(name)
         spec = _spec(name)
@@ -91,13 +91,13 @@ def _files(module: str) -> dict[str, Path]:
             waiting += [".".join([package, *each.with_suffix("").parts]).removesuffix(".__init__") for each in below]
             files |= {f"{package}/{each.as_posix()}": path.parent / each for each in below}
         if path.suffix == ".py":
-            imported, texts = _read(path, package)
+            imported, texts = _imports_and_texts(path, package)
             waiting += imported
-            files |= {f"{name}:{text}": file for text, file in _named(texts, path.parent, whole)}
+            files |= {f"{name}:{text}": file for text, file in _named_files(texts, path.parent, whole)}
     return files
 
 
-def _counts(name: str, start: str) -> bool:
+def _enters_digest(name: str, start: str) -> bool:
     """True if the module `name` enters the digest of the module `start`."""
     top = name.partition(".")[0]
     if top == OURS:
@@ -144,7 +144,7 @@ def _spec(name: str) -> ModuleSpec | None:
         return spec
 
 
-def _read(path: Path, package: str) -> tuple[list[str], set[str]]:
+def _imports_and_texts(path: Path, package: str) -> tuple[list[str], set[str]]:
     """Return the names of all modules that a file may import, and all strings in its code."""
     try:
         tree = ast.parse(path.read_bytes())
@@ -156,14 +156,14 @@ def _read(path: Path, package: str) -> tuple[list[str], set[str]]:
         if isinstance(node, ast.Import):
             imported += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            base = _absolute(node, package)
+            base = _absolute_name(node, package)
             imported += [base, *(f"{base}.{alias.name}" for alias in node.names)] if base else []
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and 0 < len(node.value) < 256:
             texts.add(node.value)
     return imported, texts
 
 
-def _absolute(node: ast.ImportFrom, package: str) -> str:
+def _absolute_name(node: ast.ImportFrom, package: str) -> str:
     """Return the absolute name of the module in `from ... import`, or an empty string if it leaves the package."""
     name = node.module or ""
     try:
@@ -172,7 +172,7 @@ def _absolute(node: ast.ImportFrom, package: str) -> str:
         return ""
 
 
-def _named(texts: set[str], folder: Path, below: bool) -> Iterator[tuple[str, Path]]:
+def _named_files(texts: set[str], folder: Path, below: bool) -> Iterator[tuple[str, Path]]:
     """Yield files whose paths relative to `folder` are among `texts`; with `below`, also files anywhere below it by
     name."""
     for text in sorted(texts):
@@ -203,7 +203,7 @@ def _walk(folder: Path) -> Iterator[Path]:
         yield from (here / name for name in sorted(names) if not name.startswith("."))
 
 
-def _content(path: Path) -> str:
+def _file_digest(path: Path) -> str:
     """SHA-256 of a file."""
     return sha256(path.read_bytes()).hexdigest() if path.stat().st_size < SMALL else file_sha256(path)
 

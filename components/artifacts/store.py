@@ -46,7 +46,7 @@ from armature.components.artifacts.remote_attempts import CheckpointSender
 from armature.components.contracts.errors import DataError, StoreError
 from armature.components.contracts.stages import Artifact
 
-AGAIN_SECONDS = 600.0
+RETRY_AFTER_S = 600.0
 """Seconds without another try after a remote store did not take an artifact."""
 
 
@@ -91,7 +91,7 @@ class ArtifactStore:
         return self.root / "images"
 
     def home(self, stage: str, fingerprint: str) -> Path:
-        """Folder of an artifact, whether it exists or not."""
+        """Path of an artifact's folder, which need not exist."""
         return self.root / stage / fingerprint
 
     def workspace(self, stage: str, fingerprint: str) -> Path:
@@ -170,7 +170,7 @@ class ArtifactStore:
         with atomic_folder(home) as folder:
             fill(folder)
             record = verify_artifact(folder, stage)
-        self._keep(home, record)
+        self._write_record(home, record)
         made = self._open(home)
         if self.remote is None or time.monotonic() < self._away_until:
             return made
@@ -200,8 +200,8 @@ class ArtifactStore:
         return len(waiting)
 
     def begin(self, stage: str, fingerprint: str, afresh: bool) -> None:
-        """Register an attempt in the remote, and fetch the newest checkpoint that other machines sent into the
-        workspace.
+        """Register this process's attempt at an artifact in the remote store, and fetch the newest checkpoint that
+        other machines sent.
 
         The caller holds the lock of the artifact.
 
@@ -233,8 +233,8 @@ class ArtifactStore:
             sender.offer(checkpoint, best)
 
     def finish(self, stage: str, fingerprint: str) -> None:
-        """Send all waiting artifacts, then delete this attempt's checkpoints in the remote, which nobody needs any
-        more."""
+        """Send all waiting artifacts, then delete the remote checkpoints of this artifact, which are no longer
+        needed."""
         self.end_checkpoints(stage, fingerprint)
         if self.remote is not None and self.send_waiting_or_warn():
             self._or_warn(partial(self.remote.attempts.remove, f"{stage}-{fingerprint}"))
@@ -266,16 +266,16 @@ class ArtifactStore:
                 self._say(f"{stage}: waiting for {_holder(file)}, which is making the same artifact ({fingerprint})")
                 fcntl.flock(file, fcntl.LOCK_EX)
             with raising_store_errors(self.root):
-                self._collect()
+                self._remove_leftovers()
                 _sign(file)
             self.send_waiting_or_warn()
             yield
 
     def set_aside(self, stage: str, fingerprint: str) -> None:
-        """Move an artifact, its units and its workspace to `replaced/`, and delete the remote copies. The caller holds
-        the lock.
+        """Move an artifact, the artifacts of its parts (`*/<fingerprint>-<number>`) and its workspace to `replaced/`,
+        and delete the remote copies.
 
-        The artifact itself is moved last, so other processes find it until then.
+        The caller holds the lock. The artifact itself is moved last, so other processes find it until then.
         """
         workspace = self.workspace(stage, fingerprint)
         parts = [path for path in workspace.iterdir() if path.name != ".lock"]
@@ -312,7 +312,7 @@ class ArtifactStore:
         if self.remote is not None and (record is None or self.remote.url in record.pushed):
             self.remote.discard(stage, fingerprint)
 
-    def _collect(self) -> None:
+    def _remove_leftovers(self) -> None:
         """Remove temporary files of killed processes from all folders of the store."""
         stages = [path for path in self.root.iterdir() if path.is_dir() and path.name not in NO_STAGES]
         state = [self.remote.state, *self.remote.state.glob("waiting/*")] if self.remote else []
@@ -333,14 +333,12 @@ class ArtifactStore:
         return Artifact(kind=stage, path=home, digest=record.digest)
 
     def _waiting(self) -> list[Path]:
-        """Note of each artifact that the remote lacks: a file `<stage>/<fingerprint>` with the id of the copy to
-        send."""
+        """Files that note which artifacts the remote lacks: `<stage>/<fingerprint>` with the id of the copy to send."""
         paths = self.remote.state.glob("waiting/*/*") if self.remote else ()
         return sorted(path for path in paths if not path.name.startswith("."))  # hidden files are still being written
 
     def _copy_id(self, remote: RemoteStore, home: Path) -> str:
-        """Return the id under which this machine sends a copy of an artifact. Each artifact gets a random id, stored in
-        its note."""
+        """Return the random id of this machine's copy of an artifact; it is stored in the note of `_waiting`."""
         path = remote.state / "waiting" / home.parent.name / home.name
         try:
             return path.read_text()
@@ -392,12 +390,12 @@ class ArtifactStore:
         (remote.state / "waiting" / home.parent.name / home.name).unlink(missing_ok=True)
 
     def _or_warn(self, send: Callable[[], object]) -> bool:
-        """Call `send`. If the remote fails, print a warning, return False, and make no other try for AGAIN_SECONDS."""
+        """Call `send`. If the remote fails, print a warning, return False, and make no other try for RETRY_AFTER_S."""
         try:
             send()
         except (StoreError, DataError) as error:
             if isinstance(error, StoreError):
-                self._away_until = time.monotonic() + AGAIN_SECONDS
+                self._away_until = time.monotonic() + RETRY_AFTER_S
             self._say(
                 f"warning: not sent to the remote store: {error}\nThe artifacts are kept in {self.root}. They are sent "
                 "when the next stage begins there, or by `armature store send RECIPE`."
@@ -412,12 +410,12 @@ class ArtifactStore:
             home.parent.mkdir(parents=True, exist_ok=True)
         try:
             with atomic_folder(home) as folder:
-                record = _fetched(remote, home, marker, folder)
+                record = _fetch_artifact(remote, home, marker, folder)
         except DataError:
             if remote.marker(home.parent.name, home.name) != marker:
                 return False
             raise
-        self._keep(home, record)
+        self._write_record(home, record)
         return True
 
     def _adopt(self, remote: RemoteStore, home: Path, marker: RemoteMarker) -> None:
@@ -426,27 +424,27 @@ class ArtifactStore:
         with raising_disk_full(self.root), locked_sibling(home) as work:
             folder = work / CONTENT
             folder.mkdir()
-            record = _fetched(remote, home, marker, folder)
+            record = _fetch_artifact(remote, home, marker, folder)
             with self._sending(fcntl.LOCK_EX):
                 made = read_record(home) if home.is_dir() else None
                 if made is None or remote.url in made.pushed:
                     return  # the artifact was set aside meanwhile, or another process has adopted it
                 aside = self._move_aside(name, [record_path(home), home])
                 place_folder(folder, home)  # unless another process has fetched the same artifact meanwhile
-                self._keep(home, record)
+                self._write_record(home, record)
         self._say(
             f"{home.parent.name}: another machine was first to make {home.name}, and its artifact is used "
             f"(digest {marker.digest}); the one made here is in {aside}"
         )
 
-    def _keep(self, home: Path, record: Record) -> None:
+    def _write_record(self, home: Path, record: Record) -> None:
         """Write the record of a new artifact, unless another writer was first: then the record does not describe its
         files."""
         if FileState.of(home / MANIFEST) == record.files[MANIFEST][1]:
             write_record(home, record)
 
 
-def _fetched(remote: RemoteStore, home: Path, marker: RemoteMarker, folder: Path) -> Record:
+def _fetch_artifact(remote: RemoteStore, home: Path, marker: RemoteMarker, folder: Path) -> Record:
     """Fetch an artifact with its images into `folder`. Return its record.
 
     Raises:

@@ -104,9 +104,9 @@ def read_table(
 
 # --- Parquet files that other programs wrote ---
 
-FREE = 3 * 2**26
+MIN_LIMIT_BYTES = 3 * 2**26
 """Bytes that any file may decode to, however small it is."""
-RATIO = 200
+MAX_RATIO = 200
 """Decoded bytes allowed per byte of a larger file: more than texts written by people compress to."""
 BATCH_BYTES = 2**28
 """Largest number of decoded bytes in one batch."""
@@ -167,16 +167,16 @@ def read_parquet(source: Path | IO[bytes], where: str = "", **choice: Any) -> pa
 def decoded_limit(source: Path | IO[bytes]) -> int:
     """Return the number of bytes that the content of a file may decode to."""
     if isinstance(source, Path):
-        return max(FREE, RATIO * source.stat().st_size)
+        return max(MIN_LIMIT_BYTES, MAX_RATIO * source.stat().st_size)
     place = source.tell()
     size = source.seek(0, os.SEEK_END)
     source.seek(place)
-    return max(FREE, RATIO * size)
+    return max(MIN_LIMIT_BYTES, MAX_RATIO * size)
 
 
 def _too_large(limit: int, where: str) -> DataError:
     return DataError(
-        f"the file decodes to more than {limit} bytes, {RATIO} times its size: it repeats one value",
+        f"the file decodes to more than {limit} bytes, {MAX_RATIO} times its size: it repeats one value",
         code="table_too_large",
         where=where,
         remedy="if that is intended, write it as JSON Lines, and move text that all rows share into the prompt",

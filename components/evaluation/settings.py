@@ -58,7 +58,7 @@ class EvaluationSettings(PlaySettings):
 
 
 class EvaluationSchedule(Settings):
-    """When a training is evaluated, and after how many evaluations without improvement it ends."""
+    """Schedule of evaluations during training, and the number of evaluations without improvement that ends it."""
 
     every: NonNegativeInt = 0
     """Training steps between two evaluations; 0 disables evaluation during training. The first one is before step 1,
@@ -77,7 +77,7 @@ class EvaluationSchedule(Settings):
 
 
 class HeldoutSetSettings(EvaluationSchedule, PlaySettings):
-    """A fixed set of held-out tasks that the policy plays between the steps of its training."""
+    """Settings of the held-out set: a fixed set of held-out tasks that the policy plays between training steps."""
 
     heldout_tasks: PositiveInt = 64
     """Number of held-out tasks played in each evaluation during training; always the first ones of the split."""
@@ -91,8 +91,7 @@ class TrainEvaluationSettings(HeldoutSetSettings, EvaluationSettings):
 
     @property
     def heldout_set(self) -> HeldoutSetSettings | None:
-        """Settings of evaluations during training, which the training's fingerprint depends on; None if `every` is
-        0."""
+        """Settings of evaluations during training; None if `every` is 0. The training's fingerprint depends on them."""
         if not self.every:
             return None
         return HeldoutSetSettings.model_validate(

@@ -187,7 +187,8 @@ async def play(
     images: ImageStore,
     context: StageContext,
 ) -> GenerateOutputs:
-    """Play every task `samples_per_task` times, on servers that are started for this evaluation or joined."""
+    """Play every task `samples_per_task` times, on model servers that are started for this evaluation or already
+    running."""
     from armature.components.inference.pool import ServerPool
 
     plan = settings.evaluation

@@ -218,24 +218,24 @@ _GEMMA = (
 
 def chatml(image: str) -> str:
     """Chat template of Qwen and InternVL; `image` is the text that stands for one image."""
-    return _with(image, _CHATML)
+    return _template(image, _CHATML)
 
 
 def vicuna(image: str) -> str:
     """Chat template of LLaVA."""
-    return _with(image, _VICUNA)
+    return _template(image, _VICUNA)
 
 
 def mistral(image: str) -> str:
     """Chat template of Pixtral and Mistral3."""
-    return _with(image, _MISTRAL)
+    return _template(image, _MISTRAL)
 
 
 def gemma(image: str) -> str:
     """Chat template of Gemma3; a system message is a turn of its own."""
-    return _with(image, _GEMMA)
+    return _template(image, _GEMMA)
 
 
-def _with(image: str, body: str) -> str:
+def _template(image: str, body: str) -> str:
     """Join the macro and a template, with this text for an image."""
     return _PARTS.replace("IMAGE", image.replace("\n", "\\n")) + body

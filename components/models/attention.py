@@ -42,7 +42,7 @@ def choose_image_attention(config: PreTrainedConfig, chosen: ImageAttention | No
         ConfigurationError: the family supports only one kind.
     """
     if chosen is not None:
-        _has_choice(config, chosen)
+        _check_both_kinds(config, chosen)
         config.is_mm_prefix_lm = chosen == "bidirectional"
 
 
@@ -55,7 +55,7 @@ def check_image_attention(config: PreTrainedConfig, chosen: ImageAttention | Non
     """
     actual = image_attention(config)
     if chosen is not None:
-        _has_choice(config, chosen)
+        _check_both_kinds(config, chosen)
         if actual != chosen:
             raise ConfigurationError(
                 f"model.image_attention is {chosen}, but the checkpoint's config.json says {actual}",
@@ -73,7 +73,7 @@ def check_image_attention(config: PreTrainedConfig, chosen: ImageAttention | Non
         )
 
 
-def _has_choice(config: PreTrainedConfig, chosen: ImageAttention) -> None:
+def _check_both_kinds(config: PreTrainedConfig, chosen: ImageAttention) -> None:
     """Raise a ConfigurationError if the family supports only one kind of image attention."""
     family = family_of(config)
     if not family.image_attention:

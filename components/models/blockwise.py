@@ -14,7 +14,7 @@ from armature.components.contracts.errors import ConfigurationError
 
 # --- Block-wise quantization ---
 
-AT_ONCE = 2**24
+CHUNK = 2**24
 """Numbers quantized at a time, a multiple of every block size, so that a large tensor needs little extra memory."""
 
 
@@ -48,13 +48,13 @@ class Codes:
         scales = torch.empty(self.blocks(len(flat)), device=flat.device)
         values = self.table(flat.device)
         between = (values[1:] + values[:-1]) / 2
-        for start in range(0, len(flat), AT_ONCE):
-            part = flat[start : start + AT_ONCE].float()
+        for start in range(0, len(flat), CHUNK):
+            part = flat[start : start + CHUNK].float()
             rows = pad(part, (0, -len(part) % block)).view(-1, block)
             largest = rows.abs().amax(1)
             rows = rows / largest.where(largest > 0, 1.0).unsqueeze(1)
             nearest = torch.bucketize(rows, between, out_int32=True).view(-1)[: len(part)]
-            indices[start : start + AT_ONCE].copy_(nearest)
+            indices[start : start + CHUNK].copy_(nearest)
             scales[start // block : start // block + len(largest)] = largest
         return indices.view(tensor.shape), scales
 
@@ -63,11 +63,11 @@ class Codes:
         flat, block = indices.reshape(-1), self.block
         values = torch.empty(flat.shape, dtype=dtype, device=flat.device)
         table = self.table(flat.device)
-        for start in range(0, len(flat), AT_ONCE):
-            part = flat[start : start + AT_ONCE].int()
+        for start in range(0, len(flat), CHUNK):
+            part = flat[start : start + CHUNK].int()
             factors = scales[start // block : start // block + self.blocks(len(part))].float()
             rows = pad(table.index_select(0, part), (0, -len(part) % block)).view(-1, block)
-            values[start : start + AT_ONCE] = rows.mul_(factors.unsqueeze(1)).view(-1)[: len(part)]
+            values[start : start + CHUNK] = rows.mul_(factors.unsqueeze(1)).view(-1)[: len(part)]
         return values.view(indices.shape)
 
     @cached_property
@@ -192,12 +192,12 @@ def quantize_layers(root: nn.Module, where: str) -> None:
     """
     layers = [(name, layer) for name, layer in root.named_modules() if isinstance(layer, nn.Linear)]
     for name, layer in layers:
-        _refuse(name, layer, where)
+        _check_layer(name, layer, where)
     for name, layer in layers:
         root.set_submodule(name, FP8Linear(layer))
 
 
-def _refuse(name: str, layer: nn.Linear, where: str) -> None:
+def _check_layer(name: str, layer: nn.Linear, where: str) -> None:
     """Raise a ConfigurationError if this layer cannot be replaced."""
     out, rows = layer.weight.shape
     if layer.weight.dtype != torch.bfloat16:

@@ -146,14 +146,14 @@ def load_model(
     config = load_config(source, settings)
     _check_attention(settings.attn_implementation)
     if empty:
-        _refuse_split(settings)
+        _check_not_quantized(settings)
     dtype = DTYPES[settings.dtype]
-    model = _empty(config, settings) if empty else _loaded(config, source, settings, dtype)
+    model = _empty_model(config, settings) if empty else _load_weights(config, source, settings, dtype)
     if settings.attn_implementation == "auto":
         choose_kernels(model)
     apply_image_attention(model)
     register_body(model)
-    model = _frozen_and_adapted(model, settings, device)
+    model = _freeze_and_adapt(model, settings, device)
     if settings.gradient_checkpointing is True:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=RECOMPUTATION)
     return (model if empty else model.to(device)).eval()
@@ -168,7 +168,7 @@ def read_model(source: str | Path, settings: ModelSettings) -> tuple[PreTrainedM
     Raises:
         ConfigurationError, DataError: see `load_model`; or the weights are quantized.
     """
-    _refuse_split(settings)
+    _check_not_quantized(settings)
     config = load_config(source, settings)
     if getattr(config, "quantization_config", None) is not None:
         raise ConfigurationError(
@@ -179,17 +179,17 @@ def read_model(source: str | Path, settings: ModelSettings) -> tuple[PreTrainedM
         )
     kinds = {kind for kind, _ in read_tensors(locate(source, settings.revision)).values()} & FLOATS.keys()
     dtype = FLOATS[kinds.pop()] if len(kinds) == 1 else torch.float32  # MappedWeights casts later
-    stored = _loaded(config, source, settings, dtype).state_dict()
+    stored = _load_weights(config, source, settings, dtype).state_dict()
     with torch.random.fork_rng(devices=()):  # adapters then get the same random numbers as in a whole model
-        model = without_storage(_empty(config, settings))
+        model = without_storage(_empty_model(config, settings))
     for name, module in model.named_modules():
         if not model._keep_in_fp32_modules_strict.isdisjoint(name.split(".")):  # as from_pretrained does
             module.float()
-    model = _frozen_and_adapted(model, settings)
+    model = _freeze_and_adapt(model, settings)
     return model, MappedWeights(model, stored)
 
 
-def _refuse_split(settings: ModelSettings) -> None:
+def _check_not_quantized(settings: ModelSettings) -> None:
     """Raise a ConfigurationError if the model is in 4 bits, which cannot be split over ranks."""
     if settings.quantization is not None:
         raise ConfigurationError(
@@ -200,7 +200,7 @@ def _refuse_split(settings: ModelSettings) -> None:
         )
 
 
-def _frozen_and_adapted(
+def _freeze_and_adapt(
     model: PreTrainedModel, settings: ModelSettings, device: str | torch.device = "cpu"
 ) -> PreTrainedModel:
     """Freeze components, quantize and add adapters, as the settings say."""
@@ -211,7 +211,7 @@ def _frozen_and_adapted(
     return add_adapters(model, family, settings.lora, settings.freeze) if settings.lora is not None else model
 
 
-def _loaded(
+def _load_weights(
     config: PreTrainedConfig, source: str | Path, settings: ModelSettings, dtype: torch.dtype
 ) -> PreTrainedModel:
     """Load the weights from the files, and check that they fit the configuration."""
@@ -229,7 +229,7 @@ def _loaded(
     return model
 
 
-def _empty(config: PreTrainedConfig, settings: ModelSettings) -> PreTrainedModel:
+def _empty_model(config: PreTrainedConfig, settings: ModelSettings) -> PreTrainedModel:
     """Build the model with parameters on the meta device. Buffers are real, since files have no values for some, such
     as rotary frequencies."""
     with init_empty_weights(include_buffers=False):

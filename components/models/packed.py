@@ -86,13 +86,15 @@ def encoded_images(
     names = signature(body.get_image_features).parameters
     arguments = {name: inputs[name] for name in names if name in inputs} | dict(derived or {})
     outputs = body.get_image_features(**arguments, return_dict=True)
-    outputs.pooler_output = _placed(outputs.pooler_output, tokens, shown, exchange)
+    outputs.pooler_output = _in_token_order(outputs.pooler_output, tokens, shown, exchange)
     if getattr(outputs, "deepstack_features", None) is not None:
-        outputs.deepstack_features = [_placed(layer, tokens, shown, exchange) for layer in outputs.deepstack_features]
+        outputs.deepstack_features = [
+            _in_token_order(layer, tokens, shown, exchange) for layer in outputs.deepstack_features
+        ]
     return outputs
 
 
-def _placed(
+def _in_token_order(
     features: Features, tokens: Sequence[int], shown: Sequence[int], exchange: FeatureExchange | None
 ) -> Features:
     """Order features by the tokens that show them, in one tensor or in a sequence of tensors as `features` are."""
@@ -198,13 +200,13 @@ def use_packed_attention(model: PreTrainedModel, context: ContextParallel | None
     elif getattr(text, "use_bidirectional_attention", None) or not getattr(text, "is_causal", True):
         reason = "its text attends in both directions"
     if reason is not None:
-        raise _refusal(model, reason)
+        raise _packing_error(model, reason)
     if context is not None:
         context.check_heads(text.num_attention_heads)
     text._attn_implementation = PACKED
 
 
-def _refusal(model: PreTrainedModel, reason: str) -> ConfigurationError:
+def _packing_error(model: PreTrainedModel, reason: str) -> ConfigurationError:
     return ConfigurationError(
         f"rows of {family_of(model.config).name} cannot be packed: {reason}",
         code="packing_unsupported",
@@ -326,7 +328,7 @@ def packed_states(
     if packing.images:
         outputs = encoded_images(body, inputs, encoded, packing.images, packing.exchange, packing.tower)
         if family_of(model.config).embeds_features:
-            embeddings = _embedded(body, ids, outputs.pooler_output, packing.image_places)
+            embeddings = _input_embeddings(body, ids, outputs.pooler_output, packing.image_places)
         else:
             images["image"] = outputs
     segments = Segments(packing.lengths, packing.keys, packing.key_lengths, packing.blocks, context)
@@ -342,11 +344,11 @@ def packed_states(
     ).last_hidden_state
     layers = model.config.get_text_config().num_hidden_layers
     if segments.layers != layers:
-        raise _refusal(model, f"only {segments.layers} of its {layers} layers use the packed attention")
+        raise _packing_error(model, f"only {segments.layers} of its {layers} layers use the packed attention")
     return states[0]
 
 
-def _embedded(body: Any, ids: Tensor, features: Tensor | Sequence[Tensor], places: Tensor | None) -> Tensor:
+def _input_embeddings(body: Any, ids: Tensor, features: Tensor | Sequence[Tensor], places: Tensor | None) -> Tensor:
     """Input embeddings (1, T, D) with image features at `places`.
 
     transformers finds the places by a mask, for which the host waits for the GPU in the forward and the backward pass.

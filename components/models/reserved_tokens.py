@@ -50,7 +50,7 @@ def added_tokens(folder: Path) -> list[AddedToken]:
     for name in FILES:
         if (folder / name).is_file():
             try:
-                tokens += _named(name, json.loads(read_bytes(folder / name, LARGEST_FILE)))
+                tokens += _tokens_in_file(name, json.loads(read_bytes(folder / name, LARGEST_FILE)))
             except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError, RecursionError, OSError) as error:
                 raise DataError(
                     f"not a file of a tokenizer: {type(error).__name__}: {str(error)[:200]}",
@@ -61,7 +61,7 @@ def added_tokens(folder: Path) -> list[AddedToken]:
     return [token for token in tokens if token.text]
 
 
-def _named(name: str, document: dict[str, Any]) -> Iterator[AddedToken]:
+def _tokens_in_file(name: str, document: dict[str, Any]) -> Iterator[AddedToken]:
     """Yield the added tokens that one tokenizer file lists."""
     if name == ADDED:
         yield from (AddedToken(text, False, int(number)) for text, number in document.items())
@@ -109,7 +109,7 @@ def reserved_tokens(settings: ModelSettings, *, images_only: bool) -> tuple[str,
         images = special.intersection(FAMILIES[settings.tiny_family].image_tokens)
     else:
         folder = _tokenizer_folder(settings)
-        config, added = _config(folder), added_tokens(folder)
+        config, added = _read_config(folder), added_tokens(folder)
         kinds = [family for family in FAMILIES.values() if family.model_type == config.get("model_type")]
         names = {"image_token_id", "image_token_index", "video_token_id", *(kind.placeholder for kind in kinds)}
         places = {number for name in names if isinstance(number := config.get(name), int)}
@@ -135,7 +135,7 @@ def _tokenizer_folder(settings: ModelSettings) -> Path:
     return fetch_files("model's tokenizer", source, commit, allow_patterns=[CONFIG, *FILES], local_dir=target)
 
 
-def _config(folder: Path) -> dict[str, Any]:
+def _read_config(folder: Path) -> dict[str, Any]:
     """Read config.json.
 
     Raises:

@@ -80,7 +80,7 @@ class Unsteady(MemoryFileSystem):
 @pytest.fixture(autouse=True)
 def unsteady(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Unsteady]]:
     fsspec.register_implementation("unsteady", Unsteady, clobber=True)
-    monkeypatch.setattr(remote_folder, "WAITS", (0.0, 0.0), raising=False)
+    monkeypatch.setattr(remote_folder, "RETRY_WAITS_S", (0.0, 0.0), raising=False)
     monkeypatch.setattr(Unsteady, "refusals", 0)
     monkeypatch.setattr(Unsteady, "error", ConnectionError("no route to host"))
     Unsteady.store.clear()

@@ -16,7 +16,7 @@ from fsspec.spec import AbstractFileSystem
 from pydantic import BaseModel
 
 from armature.components.artifacts import remote_attempts, remote_folder
-from armature.components.artifacts.remote_attempts import MINE, NEWEST, NewestCheckpoint, RemoteAttempt
+from armature.components.artifacts.remote_attempts import ATTEMPT_FILE, NEWEST, NewestCheckpoint, RemoteAttempt
 from armature.components.artifacts.remote_folder import RemoteFiles
 from armature.components.artifacts.store import ArtifactStore
 from armature.components.configuration import stages
@@ -30,8 +30,8 @@ from tests.refusals import refused
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote_attempts, "POLL", 0.01)
-    monkeypatch.setattr(remote_folder, "WAITS", ())
+    monkeypatch.setattr(remote_attempts, "POLL_S", 0.01)
+    monkeypatch.setattr(remote_folder, "RETRY_WAITS_S", ())
 
 
 @pytest.fixture
@@ -59,7 +59,7 @@ def workspace(store: ArtifactStore) -> Path:
 def begin(store: ArtifactStore, afresh: bool = False) -> int:
     """Begin an attempt and return its number."""
     store.begin("stage", "f1", afresh)
-    return RemoteAttempt.model_validate_json((workspace(store) / MINE).read_bytes()).number
+    return RemoteAttempt.model_validate_json((workspace(store) / ATTEMPT_FILE).read_bytes()).number
 
 
 def offer(store: ArtifactStore, step: int) -> Path:
@@ -290,7 +290,7 @@ def test_rejects_checkpoint_part_without_files(machine, remote, part):
     path.write_text(newest.model_copy(update={"parts": (part, newest.checkpoint)}).model_dump_json())
     with refused("remote_checkpoint_damaged", remote):
         begin(two)
-    assert here(two) == {} and (workspace(two) / MINE).exists()
+    assert here(two) == {} and (workspace(two) / ATTEMPT_FILE).exists()
 
 
 @pytest.mark.parametrize("harm", ["bytes", "document", "attempt"])

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from armature.components.models.blockwise import AT_ONCE, NF4, SIGNED, UNSIGNED, Codes
+from armature.components.models.blockwise import CHUNK, NF4, SIGNED, UNSIGNED, Codes
 from armature.components.training.checkpoints import Checkpoints
 from armature.components.training.engine import ParameterGroup, SkippedUpdates, TrainingEngine
 from armature.components.training.optimizer import CompensatedAdamW
@@ -104,7 +104,7 @@ def test_quantization_picks_nearest_code_of_block(codes: Codes, dtype: torch.dty
 
 
 def test_quantizes_large_tensor_in_parts() -> None:
-    part = torch.randn(AT_ONCE // 1024, generator=torch.Generator().manual_seed(0))
+    part = torch.randn(CHUNK // 1024, generator=torch.Generator().manual_seed(0))
     large = torch.cat([part.repeat(1024), part])
     indices, scales = SIGNED.quantize(large)
     once = SIGNED.quantize(part)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any
 
-from armature.components.artifacts.images import refuse_unreadable
+from armature.components.artifacts.images import check_image_header
 from armature.components.contracts.episodes import Split
 from armature.components.contracts.errors import ConfigurationError, DataError, RolloutFailed
 from armature.components.contracts.value_text import value_text
@@ -148,7 +148,7 @@ def check_images(table: RowTable, settings: DatasetEnvironmentSettings, referenc
             image.check_present(table.files)
         else:
             try:
-                refuse_unreadable(image.load(table.files))
+                check_image_header(image.load(table.files))
             except DataError as error:
                 raise BadRow("bad_image", f"{image.path or 'an image'}: {error.what}") from error
 

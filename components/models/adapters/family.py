@@ -37,7 +37,7 @@ def validate_batch(batch: MultimodalBatch) -> MultimodalBatch:
     Raises:
         DataError: a field is not a tensor, or has a wrong shape, dtype or value.
     """
-    ids = _tensor("input_ids", batch.input_ids)
+    ids = _check_tensor("input_ids", batch.input_ids)
     if ids.ndim != 2 or 0 in ids.shape or ids.dtype not in INTEGERS:
         raise DataError(
             f"input_ids must be (B, L) integers with B, L >= 1, found {_describe(ids)}",
@@ -47,16 +47,16 @@ def validate_batch(batch: MultimodalBatch) -> MultimodalBatch:
         )
     rows, length = ids.shape
     for name in ("attention_mask", "loss_mask", "behavior_logprobs"):
-        _shape(name, getattr(batch, name), (rows, length))
-    _shape("rewards", batch.rewards, (rows,))
+        _check_shape(name, getattr(batch, name), (rows, length))
+    _check_shape("rewards", batch.rewards, (rows,))
     if batch.advantages is not None:
-        _shape("advantages", batch.advantages, (rows, length))
-        _finite("advantages", batch.advantages)
-    _finite("rewards", batch.rewards)
-    _finite("behavior_logprobs", batch.behavior_logprobs)
-    _masks(batch)
+        _check_shape("advantages", batch.advantages, (rows, length))
+        _check_finite("advantages", batch.advantages)
+    _check_finite("rewards", batch.rewards)
+    _check_finite("behavior_logprobs", batch.behavior_logprobs)
+    _check_masks(batch)
     if batch.pixel_values is not None:
-        pixels = _tensor("pixel_values", batch.pixel_values)
+        pixels = _check_tensor("pixel_values", batch.pixel_values)
         if pixels.ndim < 2 or not pixels.is_floating_point():
             raise DataError(
                 f"pixel_values must be floating point with at least 2 dims, found {_describe(pixels)}",
@@ -64,15 +64,15 @@ def validate_batch(batch: MultimodalBatch) -> MultimodalBatch:
                 where="MultimodalBatch.pixel_values",
                 remedy="pass the image processor's output unchanged, or None if no row has an image",
             )
-        _finite("pixel_values", pixels)
+        _check_finite("pixel_values", pixels)
     for name, value in batch.extra_model_kwargs.items():
-        _tensor(f"extra_model_kwargs[{name!r}]", value)
+        _check_tensor(f"extra_model_kwargs[{name!r}]", value)
         if name.endswith("token_type_ids"):
-            _shape(f"extra_model_kwargs[{name!r}]", value, (rows, length))
+            _check_shape(f"extra_model_kwargs[{name!r}]", value, (rows, length))
     return batch
 
 
-def _masks(batch: MultimodalBatch) -> None:
+def _check_masks(batch: MultimodalBatch) -> None:
     """Check that loss mask and log-probs are valid where tokens are trained."""
     trained = batch.loss_mask.bool()
     if (trained & ~batch.attention_mask.bool()).any():
@@ -98,7 +98,7 @@ def _masks(batch: MultimodalBatch) -> None:
         )
 
 
-def _tensor(name: str, value: object) -> Tensor:
+def _check_tensor(name: str, value: object) -> Tensor:
     """Check that a field is a tensor, and return it."""
     if not isinstance(value, Tensor):
         raise DataError(
@@ -110,9 +110,9 @@ def _tensor(name: str, value: object) -> Tensor:
     return value
 
 
-def _shape(name: str, value: object, expected: tuple[int, ...]) -> None:
+def _check_shape(name: str, value: object, expected: tuple[int, ...]) -> None:
     """Check the shape of a field."""
-    tensor = _tensor(name, value)
+    tensor = _check_tensor(name, value)
     if tuple(tensor.shape) != expected:
         raise DataError(
             f"{name} must have shape {expected}, found {tuple(tensor.shape)}",
@@ -122,7 +122,7 @@ def _shape(name: str, value: object, expected: tuple[int, ...]) -> None:
         )
 
 
-def _finite(name: str, tensor: Tensor) -> None:
+def _check_finite(name: str, tensor: Tensor) -> None:
     """Check that a field has no NaN or infinite values."""
     if not torch.isfinite(tensor).all():
         bad = int((~torch.isfinite(tensor)).sum())
@@ -175,7 +175,7 @@ class FamilyAdapter(MultimodalAdapter):
         for trajectory in outputs.trajectories:
             good = []
             for turn in trajectory.turns:
-                reason = "reward_not_finite" if not np.isfinite(trajectory.reward) else self._defect(turn, runs)
+                reason = "reward_not_finite" if not np.isfinite(trajectory.reward) else self._turn_defect(turn, runs)
                 if reason is None:
                     good.append(turn)
                 else:
@@ -184,7 +184,7 @@ class FamilyAdapter(MultimodalAdapter):
             samples += [sample_of(trajectory, turns, advantages) for turns in merged]
         return samples, drops
 
-    def _defect(self, turn: Turn, runs: dict[ImageRef, tuple[int, ...] | str]) -> str | None:
+    def _turn_defect(self, turn: Turn, runs: dict[ImageRef, tuple[int, ...] | str]) -> str | None:
         """Reason why a turn cannot be trained on, or None."""
         reason = turn_defect(turn, self.collator.forbidden_token_ids, self.max_tokens)
         if reason is not None:

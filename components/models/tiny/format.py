@@ -33,7 +33,7 @@ def format_pretraining(
     reinforcement learning then has nothing to start from. The loss covers the assistant's tokens and the token that
     ends its turn.
     """
-    parameters = _trained(model, settings.trained)
+    parameters = _trained_parameters(model, settings.trained)
     optimizer = torch.optim.AdamW(parameters, lr=settings.learning_rate, weight_decay=0.0)
     batches = _Batches(processor, settings, np.random.default_rng(seed))
     losses = []
@@ -43,7 +43,7 @@ def format_pretraining(
     model.train()
     for step in range(settings.steps):
         for group in optimizer.param_groups:
-            group["lr"] = settings.learning_rate * _schedule(step, settings.steps)
+            group["lr"] = settings.learning_rate * _learning_rate_factor(step, settings.steps)
         inputs, labels = batches.next()
         logits = model(**inputs, use_cache=False).logits[:, :-1]
         loss = functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORE)
@@ -58,7 +58,7 @@ def format_pretraining(
     return losses
 
 
-def _trained(model: PreTrainedModel, trained: str) -> list[torch.nn.Parameter]:
+def _trained_parameters(model: PreTrainedModel, trained: str) -> list[torch.nn.Parameter]:
     """Parameters that learn the format: input and output embeddings, or the whole language model."""
     if trained == "embeddings":
         tables = (model.get_input_embeddings(), model.get_output_embeddings())
@@ -74,7 +74,7 @@ def _draws(answers: tuple[str, ...], rng: np.random.Generator) -> Iterator[str]:
             yield answers[index]
 
 
-def _schedule(step: int, steps: int) -> float:
+def _learning_rate_factor(step: int, steps: int) -> float:
     """Factor of the learning rate: a linear warm-up, then a cosine decay."""
     warm = min(1.0, (step + 1) / WARM_UP_STEPS)
     return warm * max(0.02, 0.5 * (1.0 + math.cos(math.pi * step / steps)))
@@ -127,7 +127,7 @@ class _Batches:
         for user, assistant in zip(script.user, script.assistant, strict=True):
             reply = assistant.replace("{answer}", answer)
             images += user.count("{image}")
-            messages.append({"role": "user", "content": _parts(user)})
+            messages.append({"role": "user", "content": _message_parts(user)})
             prompt = self.processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
             tokens = tokenizer(reply, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
             spans.append((self._length(prompt, images), tokens))
@@ -154,7 +154,7 @@ class _Batches:
         return cast(Mapping[str, torch.Tensor], inputs)
 
 
-def _parts(user: str) -> list[dict[str, str]]:
+def _message_parts(user: str) -> list[dict[str, str]]:
     """Split a user turn at `{image}` into parts of a chat message."""
     parts: list[dict[str, str]] = []
     for index, text in enumerate(user.split("{image}")):

@@ -92,7 +92,7 @@ def _write_bombs(folder: Path) -> None:
 def test_a_small_file_with_large_rows_is_refused_before_they_are_written(
     kind: str, bombs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tables, "FREE", tables.FREE // 16)
+    monkeypatch.setattr(tables, "MIN_LIMIT_BYTES", tables.MIN_LIMIT_BYTES // 16)
     monkeypatch.setattr(tables, "BATCH_BYTES", tables.BATCH_BYTES // 16)
     path = bombs / f"{kind}.parquet"
     assert path.stat().st_size < MIB

@@ -180,7 +180,7 @@ def test_denied_request_is_named(tmp_path, monkeypatch):
     ],
 )
 def test_invalid_store_address_is_an_error(tmp_path, server, monkeypatch, url, endpoint, said):
-    monkeypatch.setattr(remote_folder, "WAITS", ())
+    monkeypatch.setattr(remote_folder, "RETRY_WAITS_S", ())
     if endpoint:
         monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
     S3FileSystem.clear_instance_cache()
@@ -191,7 +191,7 @@ def test_invalid_store_address_is_an_error(tmp_path, server, monkeypatch, url, e
 
 def test_s3_outage_delays_uploads(tmp_path, server, monkeypatch):
     said: list[str] = []
-    monkeypatch.setattr(remote_folder, "WAITS", (0.1,))
+    monkeypatch.setattr(remote_folder, "RETRY_WAITS_S", (0.1,))
     server.stop()
     store = ArtifactStore(tmp_path / "one", URL, say=said.append)
     made = store.write("stage", "f4", table(ImageStore(store.images), 3))

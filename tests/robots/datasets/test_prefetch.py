@@ -65,7 +65,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Store]]:
     fsspec.register_implementation("slow", Store, clobber=True)
     monkeypatch.setattr(frames, "SMALL", 0)  # videos are read, not what was decoded of them once
-    monkeypatch.setattr(remote_folder, "WAITS", ())
+    monkeypatch.setattr(remote_folder, "RETRY_WAITS_S", ())
     monkeypatch.setattr(Store, "fetched", [])
     monkeypatch.setattr(Store, "part", staticmethod(lambda name: None))
     yield Store
