@@ -16,7 +16,8 @@ from armature.components.contracts.errors import ConfigurationError
 from armature.components.contracts.files import regular
 
 TICK_S = 0.02
-"""Seconds after which a file's change time differs for sure; longer than one clock tick of a local file system."""
+"""Seconds that are longer than one clock tick of a local file system. Two changes this far apart have different
+times."""
 
 
 @dataclass(frozen=True)
@@ -93,10 +94,10 @@ def file_sha256(path: Path) -> str:
 
 
 def make_once(target: Path, write: Callable[[Path], None]) -> Path:
-    """Return `target`, calling `write` with a temporary path first if it does not exist yet.
-
-    Exactly one process writes; others wait for it and use its result. The temporary file becomes `target` by one
+    """Return `target`. If it does not exist yet, call `write` with a temporary path, which becomes `target` by one
     rename.
+
+    Exactly one process writes; others wait for it and use its result.
 
     Raises:
         ConfigurationError: the folder of `target` cannot be created.

@@ -57,7 +57,7 @@ def to_rgb(image: Image.Image) -> Image.Image:
 
 
 def rgb_and_plain(image: Image.Image) -> tuple[Image.Image, bool]:
-    """Return `to_rgb(image)`, and True if every decoder shows the original like that: it is RGB, upright and without
+    """Return `to_rgb(image)`, and True if the original needs no conversion: it is RGB, upright and without
     transparency.
 
     Raises:
@@ -184,7 +184,7 @@ def decode(image: EncodedImage) -> Image.Image:
 
 
 def normalized(image: EncodedImage) -> tuple[EncodedImage, Image.Image]:
-    """Return an encoded image that every decoder shows alike, and its pixels.
+    """Return an encoded image that every decoder decodes to the same pixels, and these pixels.
 
     The result is `image` itself if it is RGB, upright and without transparency. Otherwise, and if its metadata cannot
     be read, the result is a PNG of its pixels.

@@ -18,7 +18,7 @@ COMPONENTS: tuple[Component, ...] = ("vision", "projector", "language")
 
 @dataclass(frozen=True)
 class ImageInputs:
-    """Description of the model inputs that the images of a sample become.
+    """Describes which inputs of the model the images of a sample become.
 
     Attributes:
         feature_token: token that takes one image feature at each occurrence. The processor's expansion of an image says

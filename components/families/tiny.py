@@ -151,7 +151,7 @@ class TinyRecipe:
 
 
 def vision_sizes(settings: TinySettings) -> dict[str, int]:
-    """Entries that most vision configurations share."""
+    """Entries that most vision configurations have in common."""
     return {
         "hidden_size": settings.vision_hidden_size,
         "intermediate_size": settings.vision_intermediate_size,
@@ -161,7 +161,7 @@ def vision_sizes(settings: TinySettings) -> dict[str, int]:
 
 
 def text_sizes(settings: TinySettings, tokenizer: Any) -> dict[str, Any]:
-    """Entries that all language-model configurations share."""
+    """Entries that all language-model configurations have in common."""
     return {
         "vocab_size": len(tokenizer),
         "hidden_size": settings.hidden_size,
@@ -237,5 +237,5 @@ def gemma(image: str) -> str:
 
 
 def _template(image: str, body: str) -> str:
-    """Join the macro and a template, with this text for an image."""
+    """Return the macro and a template, in which `image` stands for one image."""
     return _PARTS.replace("IMAGE", image.replace("\n", "\\n")) + body

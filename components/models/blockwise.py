@@ -37,7 +37,7 @@ class Codes:
     block: int
 
     def blocks(self, numbers: int) -> int:
-        """Number of blocks of so many values."""
+        """Return the number of blocks that `numbers` values need."""
         return ceil(numbers / self.block)
 
     def quantize(self, tensor: Tensor) -> tuple[Tensor, Tensor]:
@@ -71,15 +71,15 @@ class Codes:
         return values.view(indices.shape)
 
     @cached_property
-    def _placed(self) -> dict[torch.device, Tensor]:
-        """The codes on each device."""
+    def _tables(self) -> dict[torch.device, Tensor]:
+        """The codes as a tensor, by device."""
         return {}
 
     def table(self, device: torch.device) -> Tensor:
         """The codes as a tensor on `device`, which is copied there once."""
-        if device not in self._placed:
-            self._placed[device] = torch.tensor(self.values, device=device)
-        return self._placed[device]
+        if device not in self._tables:
+            self._tables[device] = torch.tensor(self.values, device=device)
+        return self._tables[device]
 
 
 NF4 = Codes(

@@ -164,7 +164,8 @@ def add_adapters(model: PreTrainedModel, family: Family, settings: LoraSettings,
 
 
 def lora_config(names: list[str], rank: int, alpha: float, dropout: float = 0.0) -> LoraConfig:
-    """PEFT's configuration of adapters on these layers: alpha / rank * B A dropout(x) is added to each output."""
+    """Return PEFT's configuration of adapters on these layers: alpha / rank * B A dropout(x) is added to each
+    output."""
     return LoraConfig(r=rank, lora_alpha=cast(int, alpha), lora_dropout=dropout, target_modules=names, bias="none")
 
 
@@ -175,7 +176,7 @@ def base_model(model: PreTrainedModel | PeftModel) -> PreTrainedModel:
 
 @torch.no_grad()
 def adapter_weights(model: PeftModel, take: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the adapters' tensors by PEFT's names.
+    """Return the adapters' tensors by the names that PEFT writes.
 
     Args:
         take: is applied to each tensor, e.g. to gather it from all ranks.
@@ -185,7 +186,8 @@ def adapter_weights(model: PeftModel, take: Callable[[torch.Tensor], torch.Tenso
 
 
 def layer_of(adapter: str) -> str:
-    """Name of the weight, in the model without adapters, that an adapter tensor of PEFT's name adds to."""
+    """Return the name of the weight, in the model without adapters, that an adapter tensor with this PEFT name adds
+    to."""
     return adapter.removeprefix("base_model.model.").partition(".lora_")[0] + ".weight"
 
 

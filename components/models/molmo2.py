@@ -116,8 +116,8 @@ def has_hub_layout(config: Any) -> bool:
 
 
 def _parse(name: str) -> tuple[str, str, str]:
-    """Split a name into the name with {} for the layer's number, that number (or an empty string), and .weight, .bias
-    or an empty string."""
+    """Split a name into its pattern with {} for the layer number, that number, and .weight or .bias; missing parts are
+    empty."""
     stem, kind = re.fullmatch(r"(.*?)(\.weight|\.bias)?", name).groups(default="")  # type: ignore[union-attr]
     layer = re.search(r"(?<=\.)\d+(?=\.)", stem)
     if layer is None:

@@ -222,7 +222,8 @@ def complete_packing(
     packing: Packing,
     context: ContextParallel | None = None,
 ) -> Packing:
-    """Fill in what tokens have in their own rows, such as positions and attention blocks. This is work for a CPU.
+    """Add to a packing what depends on the tokens' own rows, such as positions and attention blocks. This is work for a
+    CPU.
 
     Args:
         inputs: the model's inputs for B rows, by name, with the inputs of the distinct images; with `context`, of the

@@ -79,7 +79,7 @@ class WorkerNode:
 
     def has_sent_a_checkpoint(self) -> bool:
         """Whether the first one has arrived, and another step is done since."""
-        return self.steps_done() > SAVE_EVERY and f"has the checkpoint of {SAVE_EVERY} steps" in self.said()
+        return self.steps_done() > SAVE_EVERY and f"sent the checkpoint of step {SAVE_EVERY} to" in self.said()
 
     def made(self, stage: str) -> Artifact:
         """The only artifact of `stage`."""
@@ -175,7 +175,7 @@ def undisturbed(network: Network, platform: Platform) -> Iterator[Node]:
 def test_second_machine_resumes_from_the_newest_sent_checkpoint(taken_up: TakenUp) -> None:
     said, name = taken_up.taker.said(), f"train-vlm-{taken_up.trained.name}"
     assert re.search(rf"process \d+ on a since \S+ has begun the same work \({name}\)", said)
-    (fetched,) = re.findall(r"has a checkpoint of (\d+) steps, fetched", said)
+    (fetched,) = re.findall(r"fetched the checkpoint of step (\d+) from", said)
     (resumed,) = re.findall(r"resuming after step (\d+)", said)
     assert fetched == resumed and int(resumed) in range(SAVE_EVERY, STEPS, SAVE_EVERY)
 

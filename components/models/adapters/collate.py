@@ -97,7 +97,7 @@ def text_batch(samples: Sequence[Sample], pad_id: int) -> MultimodalBatch:
 
 
 class SampleCollator:
-    """Turns samples into the tensors of one model family; a trainer needs nothing else of the family.
+    """Turns samples into the tensors of one model family. It is the only part of a family that a trainer needs.
 
     Attributes:
         image_token_id: token that takes one image feature at each occurrence.

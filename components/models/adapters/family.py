@@ -230,7 +230,7 @@ class FamilyAdapter(MultimodalAdapter):
         return self.images(ref)
 
     def build_batch(self, outputs: GenerateOutputs) -> MultimodalBatch:
-        """All samples of `outputs` as one batch; `advantages` is None: the trainer computes them from `rewards`.
+        """Return all samples of `outputs` as one batch without advantages, which the trainer computes from the rewards.
 
         Raises:
             DataError: every turn was dropped.

@@ -16,7 +16,7 @@ POSITIVE_LOGPROB = 1e-5
 
 
 def turn_defect(turn: Turn, forbidden: Collection[int], max_tokens: int | None) -> str | None:
-    """Return a short reason why `turn` cannot be trained on, suitable for counting; None if it can."""
+    """Return a short reason why `turn` cannot be trained on, by which drops are counted; None if it can."""
     tokens, logprobs = turn.completion_token_ids, turn.completion_logprobs
     if len(tokens) == 0:
         return "empty_completion"
