@@ -103,17 +103,17 @@ def _ours(games: list[Game]) -> dict[str, Any]:
     idle, began = worker.call("count", reply=ANYTHING)["resident"], spent()
     shown = [hosted.reset() for hosted, _ in members]
     reset = spent()
-    said = {game.name: [first.feedback] for (_, game), first in zip(members, shown, strict=True)}
+    output = {game.name: [first.feedback] for (_, game), first in zip(members, shown, strict=True)}
     choices = [Random(0) for _ in members]
     for _ in range(STEPS):
         commands = [rng.choice(now.commands) for rng, now in zip(choices, shown, strict=True)]
         shown = [hosted.step(command) for (hosted, _), command in zip(members, commands, strict=True)]
         for index in range(0, len(members), GROUP):
-            said[members[index][1].name].append(shown[index].feedback)
+            output[members[index][1].name].append(shown[index].feedback)
     stepping = spent()
     resident = worker.call("count", reply=ANYTHING)["resident"]
     host.close()
-    return {"resets": reset - began, "steps": stepping - reset, "said": said, "idle": idle, "resident": resident}
+    return {"resets": reset - began, "steps": stepping - reset, "said": output, "idle": idle, "resident": resident}
 
 
 def _stock(root: Path) -> dict[str, Any]:

@@ -148,18 +148,18 @@ def family_row(family: str, ways: tuple[str, ...], small: bool) -> dict[str, Any
         logprobs.mean().backward()
         return logprobs.detach()
 
-    found: dict[str, torch.Tensor] = {}
+    result: dict[str, torch.Tensor] = {}
     failed: dict[str, str] = {}
     for way in (AUTO, *ways):
         try:
             chosen(way)
-            found[way] = passes()
+            result[way] = passes()
             passes()
         except Exception as error:  # what transformers refuses is a result
             failed[way] = f"{type(error).__name__}: {error}".splitlines()[0][:200]
-    seconds: dict[str, list[float]] = {way: [] for way in found}
+    seconds: dict[str, list[float]] = {way: [] for way in result}
     for _ in range(1 if small else ROUNDS):
-        for way in found:
+        for way in result:
             chosen(way)
             seconds[way].append(timed(passes))
     ms = {way: 1e3 * statistics.median(values) for way, values in seconds.items()}
@@ -167,7 +167,7 @@ def family_row(family: str, ways: tuple[str, ...], small: bool) -> dict[str, Any
     if AUTO not in ms or not named:
         raise SystemExit(f"{family}: nothing to compare: {json.dumps(failed)}")
     best = min(named, key=lambda way: named[way])
-    gaps = {way: float((values - found[AUTO]).abs().mean()) for way, values in found.items() if way != AUTO}
+    gaps = {way: float((values - result[AUTO]).abs().mean()) for way, values in result.items() if way != AUTO}
     return {
         "family": family,
         "tokens": int(batch.attention_mask.sum()),

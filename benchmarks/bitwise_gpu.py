@@ -153,8 +153,8 @@ def compare_kernels(_: Path, sizes: Sizes, __: str) -> Iterator[dict[str, Any]]:
         ),
         "attention": (lambda: attention(rows), own_attention),
     }
-    for name, (one, own) in pairs.items():
-        yield attempt(name, partial(pair_row, name, one, own))
+    for name, (one, ours) in pairs.items():
+        yield attempt(name, partial(pair_row, name, one, ours))
     alone: dict[str, tuple[Tensor, Callable[[Tensor], Tensor]]] = {
         "matmul": (x, lambda x: theirs.matmul(x, weight)),
         "matmul, cuBLAS": (x, lambda x: x @ weight),
@@ -164,14 +164,14 @@ def compare_kernels(_: Path, sizes: Sizes, __: str) -> Iterator[dict[str, Any]]:
         "logprobs": (logits, lambda x: theirs.logprobs(x, ids[: len(x)])),
         "attention": (q, lambda x: attention(len(x))),
     }
-    for name, (given, kernel) in alone.items():
-        yield attempt(name, partial(rows_row, name, kernel, given))
+    for name, (arguments, kernel) in alone.items():
+        yield attempt(name, partial(rows_row, name, kernel, arguments))
     if CUDA:
         for count in (1, 17, 130, 600, rows - 1):
             for splits in (1, 0):
                 name = f"attention, decode at {count}, splits {splits or 'free'}"
-                found = gap(decoded(q, k, v, count, splits), attention(rows)[count - 1 : count])
-                yield {"row": "kernel", "kernel": name, **found}
+                result = gap(decoded(q, k, v, count, splits), attention(rows)[count - 1 : count])
+                yield {"row": "kernel", "kernel": name, **result}
 
 
 def pair_row(name: str, one: Callable[[], Tensor], own: Callable[[], Tensor]) -> dict[str, Any]:
@@ -223,16 +223,16 @@ def serve(folder: Path, sizes: Sizes, name: str) -> Iterator[dict[str, Any]]:
         server.forget()
         if what == "prefill":
             values = np.concatenate([sample["logprobs"] for sample in cases[case]])
-            found = differences(server.as_prompts(cases[case]), values)
+            result = differences(server.as_prompts(cases[case]), values)
         elif what == "again":
-            found = themselves(cases[case], server.first(case, everyone))
+            result = themselves(cases[case], server.first(case, everyone))
         else:
-            found = themselves(cases[case][:2], [server.first(case, [i], seed=i)[0] for i in everyone[:2]])
-        return {"row": "itself", "what": what, "case": case} | found
+            result = themselves(cases[case][:2], [server.first(case, [i], seed=i)[0] for i in everyone[:2]])
+        return {"row": "itself", "what": what, "case": case} | result
 
     def dump(case: str) -> dict[str, Any]:
-        document["dumps"][case] = found = server.dump(case)
-        return {"row": "dump", "case": case, "modules": len(found["seen"])}
+        document["dumps"][case] = result = server.dump(case)
+        return {"row": "dump", "case": case, "modules": len(result["seen"])}
 
     for case in ("text", "image", "text2", "image2"):
         yield attempt(case, partial(one_case, case))
@@ -301,8 +301,8 @@ def load(folder: Path, sizes: Sizes) -> tuple[Any, dict[int | None, dict[str, Te
     process = AutoProcessor.from_pretrained(base).image_processor
     images: dict[int | None, dict[str, Tensor] | None] = {None: None}
     for i, image in enumerate(make_images(folder / "tiny", sizes.small, sizes.prompts)):
-        given = process(images=[image], return_tensors="pt")
-        images[i] = {name: given[name].to(DEVICE) for name in ("pixel_values", "image_grid_thw")}
+        arguments = process(images=[image], return_tensors="pt")
+        images[i] = {name: arguments[name].to(DEVICE) for name in ("pixel_values", "image_grid_thw")}
     return switchable(model.to(DEVICE).eval()), images
 
 
@@ -342,12 +342,12 @@ def score(folder: Path, sizes: Sizes, _: str) -> Iterator[dict[str, Any]]:
             for way, on in (("base", frozenset[str]()), ("all", ALL)):
                 use(on)
                 about = {"server": served["name"], "case": case, "step": way}
-                found = attempt(f"modules, {case}", partial(all_modules, model, dump, images, about))
-                yield from found.get("rows", [found])
+                result = attempt(f"modules, {case}", partial(all_modules, model, dump, images, about))
+                yield from result.get("rows", [result])
 
 
-def all_modules(*given: Any) -> dict[str, Any]:
-    return {"rows": [*modules(*given)]}
+def all_modules(*arguments: Any) -> dict[str, Any]:
+    return {"rows": [*modules(*arguments)]}
 
 
 def modules(
@@ -369,9 +369,9 @@ def modules(
         rows = min(len(value), len(theirs[name]))
         spans = {"image": (0, rows)} if name[0] == "V" else {"prompt": (0, count), "decoded": (count, rows)}
         for what, (begin, end) in spans.items():
-            found = gap(value[begin:end], theirs[name][begin:end])
-            other = found["equal"] < 1
-            yield row | {"rows": what, **found, "first": first and other}
+            result = gap(value[begin:end], theirs[name][begin:end])
+            other = result["equal"] < 1
+            yield row | {"rows": what, **result, "first": first and other}
             first = first and not other
 
 
@@ -433,8 +433,8 @@ def update(folder: Path, sizes: Sizes, _: str) -> Iterator[dict[str, Any]]:
             with one_order(strict):
                 yield attempt(f"update, {way}, {'one' if strict else 'any'} order", partial(one, way, strict))
     if len(gradients) == 2:
-        own, other = gradients["all"], gradients["base"]
-        away = sum((own[key].float() - value.float()).square().sum().item() for key, value in other.items())
+        ours, other = gradients["all"], gradients["base"]
+        away = sum((ours[key].float() - value.float()).square().sum().item() for key, value in other.items())
         size = sum(value.float().square().sum().item() for value in other.values())
         yield {"row": "gradient", "relative": math.sqrt(away / size)}
     gradients.clear()
@@ -534,11 +534,11 @@ def learn(
     total = sum(len(episode["places"]) for episode in episodes)
     mine, ratios = [], []
     for episode in episodes:
-        found = of_episode(model, episode, images)
-        ratio = (found - torch.from_numpy(episode["logprobs"]).to(DEVICE)).exp()
+        result = of_episode(model, episode, images)
+        ratio = (result - torch.from_numpy(episode["logprobs"]).to(DEVICE)).exp()
         advantage = episode["advantage"]
         (-torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage).sum() / total).backward()
-        mine.append(found.detach().cpu().numpy())
+        mine.append(result.detach().cpu().numpy())
         ratios.append(ratio.detach())
     before = copy_of(model)
     optimizer.step()
@@ -608,7 +608,7 @@ def child(part: str, folder: Path) -> None:
 
 def environment(part: str) -> dict[str, str]:
     invariant = SERVERS.get(part.removeprefix("run="), {"invariant": True})["invariant"]
-    given = {
+    arguments = {
         "VLLM_BATCH_INVARIANT": str(int(invariant and CUDA)),  # in the trainer alone it chooses a launch of `kernels`
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
@@ -618,10 +618,10 @@ def environment(part: str) -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",
     }
     if not CUDA:
-        given |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+        arguments |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
     if part.startswith(("update", "run")):
-        given["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # deterministic algorithms want it
-    return os.environ | given
+        arguments["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # deterministic algorithms want it
+    return os.environ | arguments
 
 
 def main() -> None:
@@ -653,12 +653,12 @@ def main() -> None:
                 python = PYTHON if part in SERVERS or part.startswith("run") else sys.executable
                 command = [python, "-m", "benchmarks.bitwise_gpu", "--child", part, scratch]
                 try:
-                    said = f"exit status {subprocess.run(command, env=environment(part), timeout=LIMIT).returncode}"
+                    output = f"exit status {subprocess.run(command, env=environment(part), timeout=LIMIT).returncode}"
                 except subprocess.TimeoutExpired:
-                    said = "timed out"
+                    output = "timed out"
                 seconds[part] = time.perf_counter() - start
-                print(f"--- {part}: {said}, {seconds[part]:.0f} s", flush=True)
-                failed += [part] if said != "exit status 0" else []
+                print(f"--- {part}: {output}, {seconds[part]:.0f} s", flush=True)
+                failed += [part] if output != "exit status 0" else []
                 if failed == ["make"]:
                     break
         finally:

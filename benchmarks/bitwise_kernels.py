@@ -238,9 +238,9 @@ class Attention(torch.autograd.Function):
         q, k, v, ends, out, lse = ctx.saved_tensors
         if not q.is_cuda:
             with torch.enable_grad():
-                given = [x.detach().requires_grad_() for x in (q, k, v)]
-                again, _ = plain_kernels().attention(*given, ends, ctx.longest, ctx.scale, ctx.causal)
-                return (*torch.autograd.grad(again, given, grad), *[None] * 4)
+                arguments = [x.detach().requires_grad_() for x in (q, k, v)]
+                again, _ = plain_kernels().attention(*arguments, ends, ctx.longest, ctx.scale, ctx.causal)
+                return (*torch.autograd.grad(again, arguments, grad), *[None] * 4)
         groups, heads = q.shape[1] // k.shape[1], k.shape[1]
         wide = [x.repeat_interleave(groups, 1) for x in (k, v)]
         state = torch.zeros(2, dtype=torch.uint64, device=q.device)
@@ -336,8 +336,8 @@ def _angles(key: str, own: Callable[..., Any], module: Any, x: Tensor, position_
         return own(module, x, position_ids)
     size = 2 * len(module.inv_freq)
     with torch.device(x.device):
-        given = 1.0 / (module.config.rope_parameters["rope_theta"] ** (torch.arange(0, size, 2).float() / size))
-    before, module.inv_freq = module.inv_freq, given
+        arguments = 1.0 / (module.config.rope_parameters["rope_theta"] ** (torch.arange(0, size, 2).float() / size))
+    before, module.inv_freq = module.inv_freq, arguments
     try:
         return own(module, x, position_ids)
     finally:

@@ -37,7 +37,7 @@ def patch_server() -> None:
     from vllm.model_executor.layers.batch_invariant import linear_batch_invariant
     from vllm.v1.attention.backends import fa_utils
 
-    norm, own = layernorm.rms_norm_batch_invariant, getattr(fa_utils, "flash_attn_varlen_func", None)
+    norm, ours = layernorm.rms_norm_batch_invariant, getattr(fa_utils, "flash_attn_varlen_func", None)
 
     def summed(x: Tensor, weight: Tensor | None, eps: float = 1e-6, residual: Tensor | None = None) -> Any:
         if residual is None:
@@ -51,8 +51,8 @@ def patch_server() -> None:
 
     layernorm.rms_norm_batch_invariant = summed
     conv.Conv3dLayer._forward_mulmat = of_patches
-    if own is not None:
-        fa_utils.flash_attn_varlen_func = lambda *given, **more: own(*given, **{"num_splits": 1} | more)
+    if ours is not None:
+        fa_utils.flash_attn_varlen_func = lambda *arguments, **more: ours(*arguments, **{"num_splits": 1} | more)
 
 
 def engine(model: Path, how: Mapping[str, Any]) -> Any:
@@ -94,12 +94,12 @@ def prompts(folder: Path, small: bool, count: int) -> dict[str, list[list[int]]]
     config = json.loads((folder / "base/config.json").read_text())
     random, (low, high) = np.random.default_rng(3), (500, 2000) if small else (1000, 151_000)
     image = [config[f"{name}_token_id"] for name in ("vision_start", "image", "vision_end")]
-    found: dict[str, list[list[int]]] = {"text": [], "image": []}
+    result: dict[str, list[list[int]]] = {"text": [], "image": []}
     for _ in range(count + 1):
         words = [random.integers(low, high, random.integers(40, 100)).tolist() for _ in range(2)]
-        found["text"].append(words[0])
-        found["image"].append([*words[1][:4], *image, *words[1][4:]])
-    return found
+        result["text"].append(words[0])
+        result["image"].append([*words[1][:4], *image, *words[1][4:]])
+    return result
 
 
 class Server:
@@ -133,8 +133,10 @@ class Server:
     def second(self, case: str, which: Sequence[int], one: list[dict[str, Any]], seed: int = 0) -> list[dict[str, Any]]:
         """The turn after `one`, whose keys and values may be in the cache."""
         texts, ids = self.prompts["text"], self.prompts[case]
-        given = [[*ids[i], *a["answer"], *texts[self.count - 1 - i][:EXTRA]] for i, a in zip(which, one, strict=True)]
-        return self.sample(given, self._shown(case, which), seed)
+        arguments = [
+            [*ids[i], *a["answer"], *texts[self.count - 1 - i][:EXTRA]] for i, a in zip(which, one, strict=True)
+        ]
+        return self.sample(arguments, self._shown(case, which), seed)
 
     def sample(
         self, ids: Sequence[list[int]], images: Sequence[int] | None, seed: int = 0, answers: int | None = None
@@ -142,7 +144,7 @@ class Server:
         """At temperature 1, with seeds from `seed` on: `ids` with all of an image's tokens, sampled at `places`."""
         from vllm import SamplingParams
 
-        given = [self._prompt(one, images[i] if images else None) for i, one in enumerate(ids)]
+        arguments = [self._prompt(one, images[i] if images else None) for i, one in enumerate(ids)]
         settings = [
             SamplingParams(
                 temperature=1.0, seed=seed + i, max_tokens=answers or self.answers, ignore_eos=True, logprobs=0,
@@ -150,24 +152,24 @@ class Server:
             )
             for i in range(len(ids))
         ]  # fmt: skip
-        found = []
-        for i, out in enumerate(self.llm.generate(given, settings, use_tqdm=False)):
+        result = []
+        for i, out in enumerate(self.llm.generate(arguments, settings, use_tqdm=False)):
             answer = out.outputs[0]
             values = [step[token].logprob for token, step in zip(answer.token_ids, answer.logprobs, strict=True)]
             ids_of, begin = [*out.prompt_token_ids, *answer.token_ids], len(out.prompt_token_ids)
             episode = {"ids": ids_of, "places": range(begin, len(ids_of)), "image": images[i] if images else None}
-            found.append(episode | {"answer": list(answer.token_ids), "logprobs": np.array(values, np.float32)})
-        return found
+            result.append(episode | {"answer": list(answer.token_ids), "logprobs": np.array(values, np.float32)})
+        return result
 
     def as_prompts(self, samples: list[dict[str, Any]]) -> Any:
         """The log-probs of answers that are part of the prompt, one after another."""
         from vllm import SamplingParams
 
         settings = SamplingParams(temperature=1.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
-        given = [{"prompt_token_ids": sample["ids"]} for sample in samples]
+        arguments = [{"prompt_token_ids": sample["ids"]} for sample in samples]
         values = [
             out.prompt_logprobs[place][sample["ids"][place]].logprob
-            for out, sample in zip(self.llm.generate(given, settings, use_tqdm=False), samples, strict=True)
+            for out, sample in zip(self.llm.generate(arguments, settings, use_tqdm=False), samples, strict=True)
             for place in sample["places"]
         ]
         return np.array(values, np.float32)
@@ -190,7 +192,7 @@ class Server:
         many = [[600 + i, *one] for i, one in enumerate(texts)]  # no two begin alike
         long = [[700 + i, *(one * 30)[:1500]] for i, one in enumerate(texts[: count // 4])]
         decoding, prefill = (
-            min(self._seconds(given, n) for _ in range(2)) for given, n in ((many, answers), (long, 1))
+            min(self._seconds(arguments, n) for _ in range(2)) for arguments, n in ((many, answers), (long, 1))
         )
         rates = {"tokens_per_s": count * answers / decoding, "prompt_tokens_per_s": sum(map(len, long)) / prefill}
         return {"requests": count, "answer_tokens": answers, **rates}
@@ -243,8 +245,8 @@ def watch(seen: dict[str, list[Tensor]], model: nn.Module) -> None:
     """
 
     def add(name: str, use: Callable[[Any], Tensor]) -> Callable[..., None]:
-        def hook(_: nn.Module, given: Any, *out: Any) -> None:
-            value = use(out[0] if out else given)
+        def hook(_: nn.Module, arguments: Any, *out: Any) -> None:
+            value = use(out[0] if out else arguments)
             value = value[0] if value.ndim > 2 and len(value) == 1 else value
             seen.setdefault(name, []).append(value.detach().reshape(len(value), -1).to("cpu", copy=True))
 

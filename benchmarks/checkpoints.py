@@ -34,9 +34,9 @@ def measure() -> list[Row]:
         )
         if code := program.wait(600):
             raise RuntimeError(f"exit code {code}: {program.tail(40)}")
-        found = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(RANKS)]
+        result = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(RANKS)]
     rows = []
-    for rank, one in enumerate(found):
+    for rank, one in enumerate(result):
         note = f"peak of the process above what it held before; {one['parameters'] / 1e6:.0f} M parameters in fp32"
         rows.append(
             Row(

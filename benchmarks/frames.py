@@ -54,7 +54,7 @@ def reopened(dataset: Dataset, mixture: Mixture) -> None:
 
 
 def measure() -> list[Row]:
-    found = []
+    result = []
     with tempfile.TemporaryDirectory() as folder:
         os.environ["ARMATURE_CACHE"] = folder
         for stored in KINDS:
@@ -71,7 +71,7 @@ def measure() -> list[Row]:
                 lambda dataset=dataset, mixture=mixture: SAMPLES / 10 / seconds(lambda: reopened(dataset, mixture)),
             )
             note = f"two cameras of {SIDE}x{SIDE}, {KINDS[stored]}; {CHUNK} actions; one process"
-            found.append(
+            result.append(
                 Row(
                     f"samples at random, {stored}",
                     timed.ours,
@@ -83,4 +83,4 @@ def measure() -> list[Row]:
                     timed.spread,
                 )
             )
-    return found
+    return result

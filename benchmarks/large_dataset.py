@@ -159,9 +159,9 @@ def listed(dataset: Dataset) -> list[dict[str, Any]]:
 
 def measured_by(dataset: Dataset, workers: int) -> tuple[float, Measured]:
     units = plan(dataset, QuantileStatsSettings(features=tuple(WIDTHS)), range(len(dataset.episodes)))
-    found: list[Measured] = []
+    result: list[Measured] = []
     machine = Machine(statistics_workers=workers)
-    return seconds(lambda: found.append(measure_dataset(dataset, units, machine, lambda done: None))), found[0]
+    return seconds(lambda: result.append(measure_dataset(dataset, units, machine, lambda done: None))), result[0]
 
 
 def measure() -> list[Row]:

@@ -63,8 +63,8 @@ def trl(hidden: Tensor, head: nn.Linear, targets: Tensor, scale: Tensor) -> Tens
     from trl.kernels.chunked_logprob import ChunkedLogProbFunction
 
     wanted = ("log_probs", "entropy")
-    found = ChunkedLogProbFunction.apply(hidden, head.weight, None, targets, 1.0, 32_768, None, 1.0, wanted)
-    loss: Tensor = (found[0] * scale).sum()
+    result = ChunkedLogProbFunction.apply(hidden, head.weight, None, targets, 1.0, 32_768, None, 1.0, wanted)
+    loss: Tensor = (result[0] * scale).sum()
     return loss
 
 

@@ -41,8 +41,8 @@ def estimates(source: str) -> tuple[MemoryEstimate, MemoryEstimate, MemoryEstima
     with tempfile.TemporaryDirectory() as folder:
         config_of(source).save_pretrained(folder)
         whole, lora, few_bits = (
-            estimate_memory(Path(folder), ModelSettings(source=folder, **own, **common), trainer, "bfloat16")
-            for own in ({}, {"lora": LoraSettings()}, {"lora": LoraSettings(), "quantization": "nf4"})
+            estimate_memory(Path(folder), ModelSettings(source=folder, **ours, **common), trainer, "bfloat16")
+            for ours in ({}, {"lora": LoraSettings()}, {"lora": LoraSettings(), "quantization": "nf4"})
         )
     return whole, lora, few_bits
 

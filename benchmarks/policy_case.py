@@ -215,9 +215,9 @@ class Side(ABC):
     def open(self, case: str) -> dict[str, Any]:
         """What the side says of a case before it is measured; `work` is warm then."""
         mode, count = case.split()
-        found = self.open_answer(int(count)) if mode == "answer" else self.open_training(mode, int(count))
+        result = self.open_answer(int(count)) if mode == "answer" else self.open_training(mode, int(count))
         timed(self.work, 3)
-        return found
+        return result
 
     @abstractmethod
     def open_training(self, mode: Any, batch: int) -> dict[str, Any]:

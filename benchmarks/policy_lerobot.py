@@ -80,8 +80,8 @@ class LeRobot(Side):
         inputs = self._batch(rows, answers=False, trained=False)
 
         def work():
-            given = {name: value.to(self.device) for name, value in inputs.items()}
-            policy.predict_action_chunk(given, num_steps=10).cpu()
+            arguments = {name: value.to(self.device) for name, value in inputs.items()}
+            policy.predict_action_chunk(arguments, num_steps=10).cpu()
 
         self.work = work
         return {"tokens": int(inputs["attention_mask"].sum())}
@@ -94,7 +94,7 @@ class LeRobot(Side):
         optimizer = preset.build(policy.get_optim_params())
         schedule = policy.config.get_scheduler_preset().build(optimizer, 1000)
         few = self._batch(COMPARED, answers=mode != "expert", trained=True)
-        found = self._first(
+        result = self._first(
             policy.eval(), {name: value.to(self.device) for name, value in few.items()}, mode != "expert"
         )
 
@@ -110,7 +110,7 @@ class LeRobot(Side):
 
         self.work = work
         trained = sum(p.numel() for p in policy.parameters() if p.requires_grad)
-        return found | {"tokens": int(inputs["attention_mask"].sum()), "trained": trained}
+        return result | {"tokens": int(inputs["attention_mask"].sum()), "trained": trained}
 
     def _first(self, policy, inputs, tokens):
         """Loss of these and norm of the expert's gradient, with given flow times and noise, without dropout."""
@@ -128,12 +128,12 @@ class LeRobot(Side):
         return {"loss": loss.item(), "norm": norm}
 
     def _batch(self, count, *, answers, trained):
-        given = list(examples(self.raw, count, answers=answers))
-        longest = max(len(one["ids"]) for one in given)
+        arguments = list(examples(self.raw, count, answers=answers))
+        longest = max(len(one["ids"]) for one in arguments)
         width = 1 + -(-(longest - 1) // 8) * 8 if trained else longest
         ids, mask = np.full((count, width), PAD, np.int64), np.zeros((count, width), np.int64)
         kinds, labels = np.zeros((count, width), np.int64), np.full((count, width), -100, np.int64)
-        for row, one in enumerate(given):
+        for row, one in enumerate(arguments):
             place = (row, slice(width - len(one["ids"]), width))
             ids[place], mask[place], kinds[place] = one["ids"], 1, one["image_tokens"]
             if answers:
@@ -143,14 +143,14 @@ class LeRobot(Side):
             "input_ids": ids,
             "attention_mask": mask,
             "token_type_ids": kinds,
-            "pixel_values": np.concatenate([one["pixels"] for one in given]).astype(np.float32) / 127.5 - 1.0,
-            "image_token_pooling": np.concatenate([one["windows"] for one in given for _ in range(IMAGES)]),
+            "pixel_values": np.concatenate([one["pixels"] for one in arguments]).astype(np.float32) / 127.5 - 1.0,
+            "image_token_pooling": np.concatenate([one["windows"] for one in arguments for _ in range(IMAGES)]),
             "image_grids": np.tile(np.array([[pooled, pooled, 0, 0]]), (IMAGES * count, 1)),
             "image_num_crops": np.ones(IMAGES * count, np.int64),
             "action_dim_is_pad": np.tile(np.arange(self.raw["max_action_dim"]) >= ACTIONS, (count, 1)),
         }
         if trained:
-            made["action"] = np.stack([one["actions"] for one in given])
+            made["action"] = np.stack([one["actions"] for one in arguments])
             made["action_horizon_is_pad"] = np.zeros((count, CHUNK), bool)
         if answers:
             made["labels"] = labels

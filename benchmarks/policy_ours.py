@@ -74,8 +74,8 @@ class Ours(Side):
         self.reports: list[dict[str, float]] = []
 
     def measure(self, count: int) -> dict[str, Any]:
-        found, peaks = super().measure(count), [report["memory/peak_gib"] for report in self.reports[-count:]]
-        return found | {"peak_gib": max([found["peak_gib"], *peaks])}  # the learner begins a new peak when it reports
+        result, peaks = super().measure(count), [report["memory/peak_gib"] for report in self.reports[-count:]]
+        return result | {"peak_gib": max([result["peak_gib"], *peaks])}  # the learner begins a new peak when it reports
 
     def close(self) -> dict[str, Any]:
         self.reports.clear()
@@ -91,15 +91,15 @@ class Ours(Side):
     def open_answer(self, rows: int) -> dict[str, Any]:
         """With the distance of the first row's actions from those in fp32, plainly computed and as they are measured,
         relative to their norm."""
-        given = examples_of(self.raw, rows, answers=False, trained=False)
-        exact, plain = (self._plain_actions(dtype, given[:1]) for dtype in ("float32", "bfloat16"))
+        arguments = examples_of(self.raw, rows, answers=False, trained=False)
+        exact, plain = (self._plain_actions(dtype, arguments[:1]) for dtype in ("float32", "bfloat16"))
         model = self._model("bfloat16", 0.0)
         model.cast_for_inference()
         model.compile_layers(dynamic=False)
         sampler = self._sampler(model, rows)
-        self.work = lambda: sampler.sample(given, range(rows))
+        self.work = lambda: sampler.sample(arguments, range(rows))
         far = [float((each - exact).norm() / exact.norm()) for each in (plain, self.work()[:1])]
-        return {"tokens": sum(one.length for one in given), "distances": far}
+        return {"tokens": sum(one.length for one in arguments), "distances": far}
 
     def _plain_actions(self, dtype: Precision, given: list[Example]) -> torch.Tensor:
         sampler = self._sampler(self._model(dtype, 0.0), 1)
@@ -121,12 +121,12 @@ class Ours(Side):
         few = collate(chosen[:COMPARED], "left", 8, PAD).to(self.device)
         losses = model.eval()(few, FlowSamples(*flow_samples(self.raw)).to(self.device), plan)
         losses.total.backward()
-        found = {"loss": losses.total.item(), "norm": norm_of(model.action_expert.parameters())}
+        result = {"loss": losses.total.item(), "norm": norm_of(model.action_expert.parameters())}
         model.zero_grad(set_to_none=True)
         draws = self._draws(batch)
         self.work = lambda: self.reports.append(learner.step([PolicyMicroBatch(made, next(draws), tokens)]))
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-        return found | {"tokens": tokens, "trained": trained}
+        return result | {"tokens": tokens, "trained": trained}
 
     def _draws(self, batch: int) -> Iterator[FlowSamples]:
         seed = 0

@@ -58,8 +58,8 @@ def measure() -> list[Row]:
         ("latency of one client, p50", single, "an answer of the policy alone", "ms", "lower"),
     ]
     return [
-        Row(what, found.ours, found.baseline, against, unit, better, note, found.spread)
-        for what, found, against, unit, better in named
+        Row(what, result.ours, result.baseline, against, unit, better, note, result.spread)
+        for what, result, against, unit, better in named
     ]
 
 
@@ -88,7 +88,7 @@ async def _play(url: str, clients: int, answers: int) -> tuple[list[float], floa
     robots = [asyncio.ensure_future(robot(number)) for number in range(clients)]
     await barrier.wait()
     began = time.perf_counter()
-    times = [each for found in await asyncio.gather(*robots) for each in found]
+    times = [each for result in await asyncio.gather(*robots) for each in result]
     return times, time.perf_counter() - began
 
 

@@ -108,9 +108,9 @@ def by_libraries(encoder: Processor, observation: RobotObservation, actions: Flo
     before, after = instruction(TASK, wrap(SETUP, "setup", True), wrap(CONTROL, "control", True))
     state = "<state_start>" + "".join(f"<state_{one}>" for one in bins) + "<state_end>"
     assert encoder.action_tokens is not None
-    said = "".join(f"<action_{one}>" for one in encoder.action_tokens.encode(encoder.action.normalize(actions)))
+    output = "".join(f"<action_{one}>" for one in encoder.action_tokens.encode(encoder.action.normalize(actions)))
     images = "".join(f"Image {number + 1}{image}" for number in range(len(CAMERAS)))
-    text = f"<|im_end|>{images}{before}{state}{after}<action_start>{said}<action_end><|im_end|>"
+    text = f"<|im_end|>{images}{before}{state}{after}<action_start>{output}<action_end><|im_end|>"
     return np.array(encoder.tokenizer(text, add_special_tokens=False)["input_ids"]), np.stack(patches)
 
 

@@ -39,8 +39,8 @@ def plain(rows: Array, lengths: list[int]) -> Array:
     for part in (*np.split(rows, np.cumsum(lengths)[:-1]), rows):
         whole = part.astype(np.float64)
         _ = whole.min(0), whole.max(0), whole.mean(0), whole.std(0)
-        found: Array = np.quantile(whole, LEVELS, axis=0)
-    return found
+        result: Array = np.quantile(whole, LEVELS, axis=0)
+    return result
 
 
 def by_bins(column: Array) -> Array:
@@ -50,8 +50,8 @@ def by_bins(column: Array) -> Array:
     target = LEVELS * cumulated[-1]
     bins = np.searchsorted(cumulated, target)
     inside = (target - cumulated[bins] + counts[bins]) / counts[bins]
-    found: Array = edges[bins] + inside * (edges[bins + 1] - edges[bins])
-    return found
+    result: Array = edges[bins] + inside * (edges[bins + 1] - edges[bins])
+    return result
 
 
 def example() -> tuple[Array, list[int]]:
@@ -97,7 +97,7 @@ def measure() -> list[Row]:
     column = rows[:, 0].copy()
     column[np.argmax(column)] = 1e4
     exact = np.quantile(column.astype(np.float64), LEVELS)
-    found = quantiles.measure(column[:, None], [FRAMES], "state")[1].statistics().quantiles[:, 0]
+    result = quantiles.measure(column[:, None], [FRAMES], "state")[1].statistics().quantiles[:, 0]
     shape = f"{FRAMES:,} frames of {WIDTH}, {EPISODES:,} episodes; each episode's and all's, equal to the last bit"
     spoiled = "largest error of q01 to q99, in units of the data's std"
     return [
@@ -105,7 +105,7 @@ def measure() -> list[Row]:
         Row("statistics", timed.ours, timed.baseline, "numpy", "s", "lower", shape, timed.spread),
         Row(
             "error with one value of 1e4",
-            float(np.abs(found - exact).max()),
+            float(np.abs(result - exact).max()),
             float(np.abs(by_bins(column) - exact).max()),
             f"{BINS:,} bins",
             "std",

@@ -311,8 +311,8 @@ def measured(way: str, folder: Path, question: str, gpu: int) -> dict[str, Any]:
             command = [python, str(HERE / "rl_step_trl.py"), str(folder), str(out), *sizes, question, way]
         if code := subprocess.run(command, env=environment).returncode:
             return {"way": way, "failed": f"exit code {code}"}
-        found: dict[str, Any] = json.loads(out.read_text().splitlines()[-1])
-    return found
+        result: dict[str, Any] = json.loads(out.read_text().splitlines()[-1])
+    return result
 
 
 def record() -> None:
@@ -337,11 +337,15 @@ def rows_of(taken: Sequence[Mapping[str, Any]], number: int) -> list[dict[str, A
     fastest = min(seconds[way] for way in TRL if way in seconds)
     rows = []
     for one in taken:
-        own, uneven = seconds[one["way"]], one["way"].startswith("uneven")
+        ours, uneven = seconds[one["way"]], one["way"].startswith("uneven")
         rollouts, sync = (statistics.mean(one["laps"][name]) for name in LAPS[one["side"]])
-        row = {"round": number, "side": one["side"], "way": one["way"], "seconds": own}
-        row |= {"tokens_per_s": statistics.mean(one["sampled"]) / own, "rollouts_s": round(rollouts, 3), "sync_s": sync}
-        rows.append(row | {"ratio": (seconds["uneven, in turn"] if uneven else fastest) / own})
+        row = {"round": number, "side": one["side"], "way": one["way"], "seconds": ours}
+        row |= {
+            "tokens_per_s": statistics.mean(one["sampled"]) / ours,
+            "rollouts_s": round(rollouts, 3),
+            "sync_s": sync,
+        }
+        rows.append(row | {"ratio": (seconds["uneven, in turn"] if uneven else fastest) / ours})
     return rows
 
 

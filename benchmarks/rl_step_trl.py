@@ -35,9 +35,9 @@ class Noting(GRPOTrainer):
     laps: dict
 
     def _generate_single_turn(self, *arguments, **more):
-        found = self._timed("sample", super()._generate_single_turn, *arguments, **more)
-        self.sampled.append(sum(len(ids) for ids in found[0]))
-        return found
+        result = self._timed("sample", super()._generate_single_turn, *arguments, **more)
+        self.sampled.append(sum(len(ids) for ids in result[0]))
+        return result
 
     def _clip_grad_norm(self, model):
         norm = super()._clip_grad_norm(model)
@@ -47,10 +47,10 @@ class Noting(GRPOTrainer):
     def _timed(self, name, ask, *arguments, **more):
         sync()
         began = time.perf_counter()
-        found = ask(*arguments, **more)
+        result = ask(*arguments, **more)
         sync()
         self.laps.setdefault(name, []).append(time.perf_counter() - began)
-        return found
+        return result
 
 
 class Clock(TrainerCallback):
@@ -129,9 +129,9 @@ def time_sampler(trainer, image):
     generate, synced = sampler.generate, sampler.sync_weights
 
     def sample(prompts, **more):
-        found = trainer._timed("generate", generate, prompts=[once(ids, image) for ids in prompts], **more)
-        assert found[0] == prompts, "the sampler's prompts are not the trainer's"
-        return found
+        result = trainer._timed("generate", generate, prompts=[once(ids, image) for ids in prompts], **more)
+        assert result[0] == prompts, "the sampler's prompts are not the trainer's"
+        return result
 
     sampler.generate = sample
     sampler.sync_weights = lambda: trainer._timed("sync_weights", synced)
@@ -164,8 +164,8 @@ def main():
     dataset = Dataset.from_list(rows)
     for way in sys.argv[9:]:
         try:
-            found = measure(str(folder), processor, dataset, steps, groups, group_size, sampled, way)
-            say(out, {"side": "trl", "way": way} | found)
+            result = measure(str(folder), processor, dataset, steps, groups, group_size, sampled, way)
+            say(out, {"side": "trl", "way": way} | result)
         except Exception:
             say(out, {"side": "trl", "way": way, "failed": traceback.format_exc()[-1500:]})
 

@@ -52,17 +52,17 @@ def measure(name: str, seeds: Sequence[int], changes: Sequence[str]) -> list[dic
     """One entry for the policy before, and one for each seed."""
     first = Chain(load_recipe(name, changes))
     start = first.imitation()
-    found = [{"before": True, "metrics": first.evaluation(start), "seconds": first.seconds}]
-    print(json.dumps(found[-1]), flush=True)
+    result = [{"before": True, "metrics": first.evaluation(start), "seconds": first.seconds}]
+    print(json.dumps(result[-1]), flush=True)
     for seed in seeds:
-        own = [f"rollouts.seed={seed}", f"trainer.seed={seed}"]
-        chain = Chain(load_recipe(name, [*changes, *own]))
+        ours = [f"rollouts.seed={seed}", f"trainer.seed={seed}"]
+        chain = Chain(load_recipe(name, [*changes, *ours]))
         trained = chain.run("train-vla-rl", policy=start)
         history = json.loads((trained.path / "history.json").read_text())
         entry = {"seed": seed, "metrics": chain.evaluation(trained), "seconds": chain.seconds, "history": history}
-        found.append(entry)
+        result.append(entry)
         print(json.dumps({**entry, "history": [round(row["reward"], 2) for row in history]}), flush=True)
-    return found
+    return result
 
 
 def main() -> None:
@@ -73,10 +73,10 @@ def main() -> None:
     )
     parser.add_argument("--set", action="append", default=[], dest="changes", metavar="SECTION.KEY=VALUE")
     parser.add_argument("--out", help="a JSON file for all of it")
-    given = parser.parse_args()
-    found = measure(given.recipe, given.seeds, given.changes)
-    if given.out:
-        Path(given.out).write_text(json.dumps(found, indent=1))
+    arguments = parser.parse_args()
+    result = measure(arguments.recipe, arguments.seeds, arguments.changes)
+    if arguments.out:
+        Path(arguments.out).write_text(json.dumps(result, indent=1))
 
 
 if __name__ == "__main__":

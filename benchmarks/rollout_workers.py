@@ -136,7 +136,7 @@ async def _timed(work: Callable[[], Any]) -> tuple[GenerateOutputs, float, float
 def one_process(pool: ServerPool, scratch: Path, machine: Machine) -> Measured:
     environment = make_environment(ENVIRONMENT, HOSTS)
     tasks = list(environment.tasks("train"))
-    own = psutil.Process()
+    ours = psutil.Process()
 
     async def play() -> tuple[GenerateOutputs, float, float]:
         async with pool:
@@ -156,7 +156,7 @@ def one_process(pool: ServerPool, scratch: Path, machine: Machine) -> Measured:
                 )
             )
 
-    with closing(environment), Footprint(lambda: {"": [own, *_players(own)]}) as footprint:
+    with closing(environment), Footprint(lambda: {"": [ours, *_players(ours)]}) as footprint:
         measured = asyncio.run(play())
     return Measured(*measured, list(footprint.most.values()))
 

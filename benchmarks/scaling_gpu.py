@@ -95,11 +95,11 @@ def measured(
     samples = samples_of(case, adapter, store, case.prompt(processor, case.question(processor)))
     with loader.batch():
         scores = learner.score(samples, loader)
-        own = [replace(one, behavior_logprobs=values) for one, values in zip(samples, scores, strict=True)]
-        whole = list(loader(learner.plan(own, range(len(own)))))
+        ours = [replace(one, behavior_logprobs=values) for one, values in zip(samples, scores, strict=True)]
+        whole = list(loader(learner.plan(ours, range(len(ours)))))
 
     def step() -> dict[str, float]:
-        return learner.step(own, lambda plan: iter(whole))
+        return learner.step(ours, lambda plan: iter(whole))
 
     def timed() -> tuple[float, dict[str, float]]:
         ranks.gather(None)  # they begin together
@@ -113,7 +113,7 @@ def measured(
     first, report = timed()
     exempt_from_collection()  # as a trainer does after its first steps
     later = [timed() for _ in range(STEPS)]
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         "case": case.name,
         "norm": report["grad_norm"],
         "mismatch_kl": report["mismatch_kl"],
@@ -124,7 +124,7 @@ def measured(
         "seconds": [seconds for seconds, _ in later],
         "peak_gib": ranks.gather(later[-1][1]["memory/peak_gib"]),
     }
-    return found | ({"gpu_ms": ranks.gather(on_gpu(step))} if CUDA else {})
+    return result | ({"gpu_ms": ranks.gather(on_gpu(step))} if CUDA else {})
 
 
 def on_gpu(step: Callable[[], Any]) -> dict[str, float]:
@@ -165,11 +165,11 @@ def rank(folder: Path, out: Path, side: str, words: set[str]) -> None:
         loader = MicroBatchLoader(adapter.collator, store, workers=0)
         learner = learner_of(folder, words, processes, ranks)
         for name in (case for case in CASES if case in words):
-            found = measured(Case(folder, name, "small" in words), learner, loader, store, adapter, processor)
+            result = measured(Case(folder, name, "small" in words), learner, loader, store, adapter, processor)
             if ranks.first:
-                print(json.dumps({"side": side} | found), flush=True)
+                print(json.dumps({"side": side} | result), flush=True)
                 with out.open("a") as file:
-                    file.write(json.dumps({"side": side} | found) + "\n")
+                    file.write(json.dumps({"side": side} | result) + "\n")
 
 
 def compared(rows: list[dict[str, Any]]) -> None:

@@ -95,10 +95,10 @@ def sides(ours: Sequence[str], trl: Sequence[str], steps: int, *, small: bool = 
         if ours:
             command = [sys.executable, "-m", "benchmarks.step_ours", *shared, *ours]
             subprocess.run(command, env=environment, cwd=HERE.parent, check=True)
-        found = [json.loads(line) for line in out.read_text().splitlines()]
-    if failed := [one for one in found if "failed" in one]:
+        result = [json.loads(line) for line in out.read_text().splitlines()]
+    if failed := [one for one in result if "failed" in one]:
         raise SystemExit("\n".join(f"{one['side']} {one['way']}: {one['failed']}" for one in failed))
-    return found
+    return result
 
 
 def make_processor(family: str, folder: Path, *, small: bool) -> Path:
@@ -118,20 +118,20 @@ def rows_of(taken: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """
     rows = []
     for way in dict.fromkeys(one["way"] for one in taken if one["side"] == "ours"):
-        case, kept = Case(Path(), way.split(",")[0]), "keep" in way.split(",")
+        case, saved = Case(Path(), way.split(",")[0]), "keep" in way.split(",")
         ours = [one for one in taken if one["way"] == way]
         named: dict[str, list[dict[str, Any]]] = {}
         for one in taken:
-            if one["side"] == "trl" and one["way"].split(",")[2:4] == ["0" if kept else "1", case.name]:
+            if one["side"] == "trl" and one["way"].split(",")[2:4] == ["0" if saved else "1", case.name]:
                 named.setdefault(one["way"], []).append(one)
-        medians = {other: statistics.median(_seconds(found)) for other, found in named.items()}
+        medians = {other: statistics.median(_seconds(result)) for other, result in named.items()}
         fastest = min(medians, key=medians.__getitem__)
         theirs, seconds, baseline = named[fastest], _seconds(ours), _seconds(named[fastest])
         median = statistics.median(seconds)
         rows.append(
             {
                 "case": case.name,
-                "kept": kept,
+                "kept": saved,
                 "sampled": int(case.lengths.sum()),
                 "computed": ours[0]["computed"],
                 "trl_computed": theirs[0]["computed"],

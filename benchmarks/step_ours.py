@@ -98,30 +98,30 @@ def measure(
     loader = MicroBatchLoader(collator, store, workers=0)
     with loader.batch():
         scores = learner.score(samples, loader)
-        own = [replace(one, behavior_logprobs=values) for one, values in zip(samples, scores, strict=True)]
-        whole = list(loader(learner.plan(own, range(len(own)))))
+        ours = [replace(one, behavior_logprobs=values) for one, values in zip(samples, scores, strict=True)]
+        whole = list(loader(learner.plan(ours, range(len(ours)))))
 
     def step() -> dict[str, float]:
-        return learner.step(own, lambda plan: iter(whole))
+        return learner.step(ours, lambda plan: iter(whole))
 
     began = time.perf_counter()
     report = step()
     sync()
-    found: dict[str, Any] = {"norm": report["grad_norm"], "first_s": time.perf_counter() - began, "seconds": []}
+    result: dict[str, Any] = {"norm": report["grad_norm"], "first_s": time.perf_counter() - began, "seconds": []}
     exempt_from_collection()  # as our trainer does after its first steps
-    found["mismatch_kl"] = report["mismatch_kl"]
-    found["computed"] = int(report.get("tokens/computed", sum(batch.input_ids.numel() for _, batch in whole)))
-    found["micro_batches"] = len(whole)
+    result["mismatch_kl"] = report["mismatch_kl"]
+    result["computed"] = int(report.get("tokens/computed", sum(batch.input_ids.numel() for _, batch in whole)))
+    result["micro_batches"] = len(whole)
     for _ in range(steps):
         sync()
         began = time.perf_counter()
         report = step()
         sync()
-        found["seconds"].append(time.perf_counter() - began)
-    found["peak_gib"] = report["memory/peak_gib"] if CUDA else peak_gib()
+        result["seconds"].append(time.perf_counter() - began)
+    result["peak_gib"] = report["memory/peak_gib"] if CUDA else peak_gib()
     if "profile" in words:
-        found["profile"] = profiled(step)
-    return found
+        result["profile"] = profiled(step)
+    return result
 
 
 def restore(model: Any) -> None:
@@ -182,8 +182,8 @@ def main() -> None:
                         restore(model)
                     torch.manual_seed(0)
                     model = add_adapters(model, family, LoraSettings(), frozen)
-                found = measure(model, adapter.collator, store, samples_of(case, adapter, store, prompt), steps, way)
-                say(out, {"side": "ours", "way": way} | found)
+                result = measure(model, adapter.collator, store, samples_of(case, adapter, store, prompt), steps, way)
+                say(out, {"side": "ours", "way": way} | result)
             except torch.OutOfMemoryError:
                 say(out, {"side": "ours", "way": way, "failed": "out of memory"})
             except Exception:

@@ -139,8 +139,8 @@ def main():
         model.to(torch.float32 if dtype == "fp32" else torch.bfloat16)
         clean()
         try:
-            found = measure(model, processor, case, text, steps, way)
-            say(out, {"side": "trl", "way": way} | found)
+            result = measure(model, processor, case, text, steps, way)
+            say(out, {"side": "trl", "way": way} | result)
         except torch.OutOfMemoryError:
             say(out, {"side": "trl", "way": way, "failed": "out of memory"})
         except Exception:

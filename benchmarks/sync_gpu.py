@@ -198,7 +198,7 @@ class Measured:
         replica.weights_id = await read_weights_id(self.http, endpoint)
         await reset_caches(self.http, endpoint)
         name = served_name(folder) if what == "adapter" else MODEL_NAME
-        found = distance(await ask_probe(self.http, endpoint, self.probe, name), expected)
+        matches = distance(await ask_probe(self.http, endpoint, self.probe, name), expected)
         lap()
         seconds = [after - before for before, after in itertools.pairwise(times)]
         row = {
@@ -211,17 +211,17 @@ class Measured:
             "total": sum(seconds),
             "link_rate": link,
             "link_share": moved / link / (seconds[1] + seconds[2]),
-            "nats": found,
+            "nats": matches,
         }
         self.rows.append(row)
         print(
             f"{what:<12}{moved / 1e6:>11,.1f} MB  trainer's probe {seconds[0]:6.3f} s  publish {seconds[1]:7.3f}  load "
             f"{seconds[2]:7.3f}  caches, probe {seconds[3]:6.3f}  total {sum(seconds):7.3f} s  of the link "
-            f"{row['link_share']:6.1%}  {found:.1e} nats",
+            f"{row['link_share']:6.1%}  {matches:.1e} nats",
             flush=True,
         )
-        if not found < SIXTEEN_BITS:
-            raise SystemExit(f"{what}: the server does not hold the weights: {found} nats")
+        if not matches < SIXTEEN_BITS:
+            raise SystemExit(f"{what}: the server does not hold the weights: {matches} nats")
 
 
 def copy_rate(source: str, target: str) -> float:
@@ -250,8 +250,8 @@ async def measure(size: str, work: Path, rows: list[dict[str, Any]]) -> None:
     tiny = make_tiny_checkpoint("qwen2.5-vl", work / "tiny", 0, settings)
     for file in tiny.glob("*.safetensors"):
         file.unlink()  # only the processor is wanted
-    given = ModelSettings(source=str(tiny))
-    processor = load_processor(tiny, given)
+    arguments = ModelSettings(source=str(tiny))
+    processor = load_processor(tiny, arguments)
     model = make_model(tiny, "sdpa", DEVICE, size == "small", "7b" if size == "7b" else "3b").eval()
     trainer, began = Trainer(model, processor, work), time.perf_counter()
     base = work / "base"

@@ -45,9 +45,9 @@ def measure() -> list[Row]:
         image = images.put(encode_png(Image.new("RGB", (SIDE, SIDE), (200, 40, 40))))
         norms: dict[str, float] = {}
         for _ in range(ROUNDS):
-            found = _theirs(checkpoint, images.path(image), Path(scratch) / "batch.npz")
-            taken["theirs"] += found["seconds"]
-            norms["TRL"] = found["norm"]
+            result = _theirs(checkpoint, images.path(image), Path(scratch) / "batch.npz")
+            taken["theirs"] += result["seconds"]
+            norms["TRL"] = result["norm"]
             samples = _samples(Path(scratch) / "batch.npz", image)
             for name, packing in (("padded", False), ("packed", True)):
                 ours = _ours(checkpoint, images, samples, packing)
@@ -95,9 +95,9 @@ def _theirs(checkpoint: Path, image: Path, batch: Path) -> dict[str, Any]:
 
 def _samples(batch: Path, image: ImageRef) -> list[Sample]:
     """What TRL trained on."""
-    found, samples = np.load(batch), []
-    for row, completion in enumerate(found["completion_ids"]):
-        prompt = found["prompt_ids"][row][found["prompt_mask"][row] == 1]
+    result, samples = np.load(batch), []
+    for row, completion in enumerate(result["completion_ids"]):
+        prompt = result["prompt_ids"][row][result["prompt_mask"][row] == 1]
         mask = np.arange(len(prompt) + len(completion)) >= len(prompt)
         samples.append(
             Sample(
@@ -108,7 +108,7 @@ def _samples(batch: Path, image: ImageRef) -> list[Sample]:
                 loss_mask=mask,
                 behavior_logprobs=np.zeros(len(mask), np.float32),
                 policy_versions=np.where(mask, 0, -1).astype(np.int32),
-                advantages=np.where(mask, found["advantages"][row], 0).astype(np.float32),
+                advantages=np.where(mask, result["advantages"][row], 0).astype(np.float32),
                 reward=0.0,
                 images=(image,),
             )
@@ -138,15 +138,15 @@ def _ours(checkpoint: Path, images: ImageStore, samples: list[Sample], packing: 
     loader = MicroBatchLoader(adapter_of(checkpoint, images).collator, images, workers=0)
     with loader.batch():
         scores = learner.score(samples, loader)
-        own = [replace(one, behavior_logprobs=values) for one, values in zip(samples, scores, strict=True)]
-        whole = list(loader(learner.plan(own, range(len(own)))))
+        ours = [replace(one, behavior_logprobs=values) for one, values in zip(samples, scores, strict=True)]
+        whole = list(loader(learner.plan(ours, range(len(ours)))))
 
     def step() -> None:
         with loader.batch():
-            learner.step(own, loader)
+            learner.step(ours, loader)
 
     def ready_step() -> dict[str, float]:
-        return learner.step(own, lambda plan: iter(whole))
+        return learner.step(ours, lambda plan: iter(whole))
 
     norm = ready_step()["grad_norm"]
     step()

@@ -107,18 +107,18 @@ def _range(size: int) -> FeatureNormStats:
 def answers(loaded: LoadedPolicy, seen: list[RobotObservation], rows: int) -> dict[str, Any]:
     """How long `rows` answers take, all at once, with the processor's work and without."""
     policy = MolmoAct2Policy(loaded.model, loaded.processor(), loaded.settings, "continuous", rows)
-    given = (seen * rows)[:rows]
-    examples = [policy._processor.encode(each) for each in given]
+    arguments = (seen * rows)[:rows]
+    examples = [policy._processor.encode(each) for each in arguments]
     whole, model = [], []
     for seed in range(8):
         began = time.perf_counter()
-        policy.sample_flow_sde(given, range(seed, seed + rows), NOISE)
+        policy.sample_flow_sde(arguments, range(seed, seed + rows), NOISE)
         whole.append(time.perf_counter() - began)
         began = time.perf_counter()
         policy._sampler.sample_flow_sde(examples, range(seed, seed + rows), NOISE)
         model.append(time.perf_counter() - began)
-    found = {"rows": rows, "tokens": examples[0].length, "width": policy._sampler._width(examples[0])}
-    return found | {"ms": 1e3 * statistics.median(whole[2:]), "model_ms": 1e3 * statistics.median(model[2:])}
+    result = {"rows": rows, "tokens": examples[0].length, "width": policy._sampler._width(examples[0])}
+    return result | {"ms": 1e3 * statistics.median(whole[2:]), "model_ms": 1e3 * statistics.median(model[2:])}
 
 
 def play(loaded: LoadedPolicy, folder: Path, small: bool) -> tuple[dict[str, Any], list[ActionChunkSample]]:
@@ -142,11 +142,14 @@ def play(loaded: LoadedPolicy, folder: Path, small: bool) -> tuple[dict[str, Any
         collector.collect(plan_step(settings, tasks, 1)[:slots], 1, 0, bootstrap=False)
         collector.times.since()
         began = time.perf_counter()
-        found = collector.collect(plan_step(settings, tasks, 2), 2, 1, bootstrap=False).answers
+        result = collector.collect(plan_step(settings, tasks, 2), 2, 1, bootstrap=False).answers
         seconds = time.perf_counter() - began
-    rates = {"episodes_per_minute": 60 * settings.groups_per_step / seconds, "answers_per_second": len(found) / seconds}
+    rates = {
+        "episodes_per_minute": 60 * settings.groups_per_step / seconds,
+        "answers_per_second": len(result) / seconds,
+    }
     shape = {"simulators": len(arenas), "slots": slots, "episodes": settings.groups_per_step, "seconds": seconds}
-    samples = [with_advantage(each, (-1.0) ** row) for row, each in enumerate(found)]
+    samples = [with_advantage(each, (-1.0) ** row) for row, each in enumerate(result)]
     return shape | rates | collector.times.since(), samples
 
 
@@ -184,14 +187,14 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="a tiny policy, to see that it runs")
     parser.add_argument("--fp8", action="store_true", help="text layers of players and trainer compute in 8 bits")
     parser.add_argument("--eager", action="store_true", help="layers are not compiled")
-    given = parser.parse_args()
-    if not given.small:
+    arguments = parser.parse_args()
+    if not arguments.small:
         need_gpu("python -m benchmarks.vla_rl_gpu --small")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
-    def say(**found: Any) -> None:
+    def say(**result: Any) -> None:
         print(
-            json.dumps({key: round(value, 2) if isinstance(value, float) else value for key, value in found.items()}),
+            json.dumps({key: round(value, 2) if isinstance(value, float) else value for key, value in result.items()}),
             flush=True,
         )
 
@@ -199,28 +202,28 @@ def main() -> None:
         device=torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
         cpus=available_cpus(),
         torch=torch.__version__,
-        quantization="fp8" if given.fp8 else None,
+        quantization="fp8" if arguments.fp8 else None,
     )
     with tempfile.TemporaryDirectory() as scratch:
         folder, images = Path(scratch), Path(scratch) / "images"
-        loaded = released(folder / "policy", given.small, device)
+        loaded = released(folder / "policy", arguments.small, device)
         loaded.model.cast_for_inference()
-        if given.fp8:
+        if arguments.fp8:
             loaded.model.quantize_text("--fp8")
-        compiled = not (given.eager or given.small)
+        compiled = not (arguments.eager or arguments.small)
         if compiled:
             loaded.model.compile_layers(dynamic=False)
-        found, samples = play(loaded, images, given.small)
-        say(what="rollouts", **found)
+        result, samples = play(loaded, images, arguments.small)
+        say(what="rollouts", **result)
         seen = [observed(ImageStore(images), sample) for sample in samples[:4]]
-        for rows in ROWS[:2] if given.small else ROWS:
+        for rows in ROWS[:2] if arguments.small else ROWS:
             say(what="answers", **answers(loaded, seen, rows))
         del loaded
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
-        fresh = released(folder / "policy", given.small, device)
-        if given.fp8:
+        fresh = released(folder / "policy", arguments.small, device)
+        if arguments.fp8:
             fresh.model.quantize_text("--fp8")
         say(what="updates", **train(fresh, samples, images, device, compiled))
 

@@ -1,4 +1,4 @@
-"""What every test stands on: no network, no telemetry, one thread."""
+"""Settings and fixtures of all tests: no network, no telemetry, one thread."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ ON_ONE_WORKER = {"shared_server": r"\b(shared_server|joined_url)\b", "prefect_se
 
 @cache
 def group_of(file: str) -> str:
-    """Name of the tests that run on the same worker as those of a file: the file, or a fixture of `ON_ONE_WORKER`."""
+    """Name of the group of tests that a file runs with on one worker: the file, or a fixture of `ON_ONE_WORKER`."""
     text = Path(file).read_text()
     return next((fixture for fixture, pattern in ON_ONE_WORKER.items() if re.search(pattern, text)), file)
 
@@ -63,7 +63,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """What is imported here stays: to look for garbage in it again and again is a quarter of the imports' time."""
+    """Keep imported modules out of garbage collection, which would take a quarter of the import time."""
     gc.disable()
     try:
         return (yield)
@@ -134,7 +134,7 @@ def environment_of_one_test() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def secrets_of_one_test(monkeypatch) -> None:
-    """What a test reads as a secret, such as "another", is not blanked in the errors of the next one."""
+    """Forget the secrets of a test, which would otherwise be blanked in the errors of later tests."""
     from armature.components.contracts import errors
 
     monkeypatch.setattr(errors, "_forms", set(errors._forms))
@@ -142,7 +142,7 @@ def secrets_of_one_test(monkeypatch) -> None:
 
 @dataclass(frozen=True)
 class Done:
-    """How a command ended, and what it printed."""
+    """Exit code and output of a command."""
 
     code: int | str | None
     stdout: str

@@ -49,7 +49,7 @@ class Repository:
 
 @dataclass
 class HubServer:
-    """What the hub has, what it was asked, and which requests fail.
+    """Contents of the hub, the requests it received, and the requests that are to fail.
 
     `faults`: a regular expression over "METHOD path" and a status; each is used up by one request. Status 0 cuts the
     connection.
@@ -117,14 +117,14 @@ class _Handler(BaseHTTPRequestHandler):
             return self._send(200, {"type": "user", "name": "someone", "orgs": []})
         if path.startswith("/objects/"):
             return self._object(path.removeprefix("/objects/"), body)
-        if found := re.fullmatch(r"/(datasets/)?([^/]+/[^/]+)\.git/info/lfs/objects/batch", path):
+        if result := re.fullmatch(r"/(datasets/)?([^/]+/[^/]+)\.git/info/lfs/objects/batch", path):
             self._refuse_strangers()
             return self._batch(json.loads(body))
-        if found := re.fullmatch(r"/api/(model|dataset)s/([^/]+/[^/]+)(?:/([\w-]+)(?:/(.+))?)?", path):
-            kind, name, verb, rest = found.groups()
+        if result := re.fullmatch(r"/api/(model|dataset)s/([^/]+/[^/]+)(?:/([\w-]+)(?:/(.+))?)?", path):
+            kind, name, verb, rest = result.groups()
             return self._api(kind, name, verb or "revision", rest or "main", body)
-        if found := re.fullmatch(r"/(datasets/)?([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path):
-            return self._file("dataset" if found[1] else "model", *found.groups()[1:])
+        if result := re.fullmatch(r"/(datasets/)?([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path):
+            return self._file("dataset" if result[1] else "model", *result.groups()[1:])
         raise _Refused(404, "EntryNotFound", path)
 
     def _api(self, kind: str, name: str, verb: str, rest: str, body: bytes) -> None:
@@ -255,7 +255,7 @@ def _mode(file: Mapping[str, Any], known: Mapping[str, bytes]) -> dict[str, obje
 
 
 def _blob(data: bytes) -> str:
-    """As git names it."""
+    """Digest of a file as git computes it."""
     return hashlib.sha1(f"blob {len(data)}\0".encode() + data).hexdigest()
 
 

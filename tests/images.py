@@ -72,7 +72,7 @@ def palette(alpha: bool) -> Image.Image:
 
 @cache
 def pillow_images() -> dict[str, Image.Image]:
-    """By Pillow's mode, all that have a defined conversion to 8-bit RGB."""
+    """One image for each Pillow mode that has a defined conversion to 8-bit RGB."""
     rgba = Image.fromarray(scene())
     rgb = rgba.convert("RGB")
     sixteen = Image.fromarray(scene()[..., 2].astype(np.uint16) * 256 + scene()[..., 0])

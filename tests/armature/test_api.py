@@ -30,8 +30,8 @@ PROMISED = {
 
 @pytest.mark.parametrize("name", armature.__all__)
 def test_public_name_is_importable_and_documented(name):
-    found = getattr(armature, name)
-    assert found.__name__ == name and found.__doc__
+    result = getattr(armature, name)
+    assert result.__name__ == name and result.__doc__
 
 
 def test_promised_names_exist_and_unknown_names_raise():
@@ -47,7 +47,7 @@ def test_api_page_lists_exactly_the_public_names():
 
 
 def test_type_checkers_see_the_public_names():
-    """What is imported under TYPE_CHECKING, by a parser: module for module what is imported at run time."""
+    """Imports under TYPE_CHECKING, found by a parser, equal the imports at run time."""
     tree = ast.parse(Path(armature.__file__).read_text())
     (block,) = [node for node in tree.body if isinstance(node, ast.If)]
     imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]

@@ -1,4 +1,4 @@
-"""What a person types and reads: exit codes, error texts, help."""
+"""The command line: exit codes, errors and help."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_list_prints_json(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "said"),
+    ("arguments", "code", "output"),
     [
         (["run", "train-vlm/colrs"], 2, "did you mean 'train-vlm/colors'"),
         (["run", "train-vlm/colors", "--set", "trainer.max_stepz=3"], 2, "did you mean 'max_steps'"),
@@ -37,15 +37,15 @@ def test_list_prints_json(tmp_path):
         (["train-multimodal", "@", "missing.toml"], 2, "TOML config not found: "),
     ],
 )
-def test_invalid_input_is_an_error_without_traceback(arguments, code, said, armature):
+def test_invalid_input_is_an_error_without_traceback(arguments, code, output, armature):
     done = armature(*arguments)
     assert done.code == code, done.stderr
-    assert said in done.stderr and "Traceback" not in done.stderr
+    assert output in done.stderr and "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize("command", ["check", "run"])
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("arguments", "output"),
     [
         (["--set", "environment.args.image_sise=3"], "did you mean 'image_size'"),
         (["--set", "model.source=tiny/qwen2vl"], "did you mean 'qwen2-vl'"),
@@ -57,9 +57,9 @@ def test_invalid_input_is_an_error_without_traceback(arguments, code, said, arma
         (["--machine", "trainer_gpus=[99]"], "GPU 99 is named"),
     ],
 )
-def test_late_failures_are_found_before_the_run_starts(command, given, said, armature, tmp_path):
-    done = armature(command, "train-vlm/colors", *given)
-    assert done.code in (1, 2) and said in done.stderr and "Traceback" not in done.stderr
+def test_late_failures_are_found_before_the_run_starts(command, arguments, output, armature, tmp_path):
+    done = armature(command, "train-vlm/colors", *arguments)
+    assert done.code in (1, 2) and output in done.stderr and "Traceback" not in done.stderr
     assert list(tmp_path.iterdir()) == []
 
 
@@ -185,12 +185,12 @@ def test_list_shows_recipes_beside_an_invalid_one(tmp_path, armature, monkeypatc
     done = armature("list")
     assert done.code == 0 and "train-vlm/qwen3-vl" in done.stdout
     lines = {line.split()[0]: line for line in done.stdout.splitlines()}
-    for name, (_, said) in broken.items():
-        assert "cannot be used: " in lines[name] and said in lines[name]
+    for name, (_, output) in broken.items():
+        assert "cannot be used: " in lines[name] and output in lines[name]
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "said"),
+    ("name", "value", "output"),
     [
         ("PREFECT_API_REQUEST_TIMEOUT", "soon", "PREFECT_API_REQUEST_TIMEOUT"),
         ("PREFECT_LOGGING_LEVEL", "LOUD", "PREFECT_LOGGING_LEVEL"),
@@ -199,14 +199,14 @@ def test_list_shows_recipes_beside_an_invalid_one(tmp_path, armature, monkeypatc
         ("PREFECT_SERVER_API_AUTH_STRING", "secret-without-a-user", "user:password"),
     ],
 )
-def test_invalid_prefect_variable_is_named(name, value, said, tmp_path):
+def test_invalid_prefect_variable_is_named(name, value, output, tmp_path):
     environment = {key: each for key, each in os.environ.items() if not key.startswith("PREFECT_")} | {name: value}
     environment["PYTHONPATH"] = str(Path(__file__).resolve().parents[2])
     command = [sys.executable, "-m", "armature", "run", "train-vlm/colors"]
     done = subprocess.run(
         command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100, check=False
     )
-    assert done.returncode in (1, 2) and said in done.stderr, done.stderr[-2000:]
+    assert done.returncode in (1, 2) and output in done.stderr, done.stderr[-2000:]
     assert "Traceback" not in done.stderr and "secret-without" not in done.stderr
 
 

@@ -164,8 +164,8 @@ def test_exported_model_loads_in_transformers_with_merged_weights(trained, tmp_p
     joined = PeftModel.from_pretrained(base, str(adapter)).merge_and_unload().state_dict()
     for name, value in loaded.state_dict().items():
         torch.testing.assert_close(joined[name], value)
-    kept = trained.artifact.path / "checkpoint/adapter/adapter_config.json"
-    assert json.loads(kept.read_text())["revision"] is None  # the artifact is as it was
+    saved = trained.artifact.path / "checkpoint/adapter/adapter_config.json"
+    assert json.loads(saved.read_text())["revision"] is None  # the artifact is as it was
     with refused("output_exists", out):
         export(str(trained.artifact.path), out, trained.store)
     with refused("unknown_checkpoint", "0123456789", trained.store):
@@ -256,15 +256,15 @@ def hub(trained, monkeypatch) -> HubServer:
 
 def test_push_uploads_the_export_to_a_private_repository(trained, hub, tmp_path, capsys):
     app(["push", str(trained.artifact.path), "me/mine", "--store", str(trained.store)], standalone_mode=False)
-    said = capsys.readouterr()
+    output = capsys.readouterr()
     repository = hub.repositories["model", "me/mine"]
-    assert repository.private and said.out.strip() == f"{hub.url}/me/mine/commit/{repository.branches['main']}"
+    assert repository.private and output.out.strip() == f"{hub.url}/me/mine/commit/{repository.branches['main']}"
     out = export(str(trained.artifact.path), tmp_path / "out", trained.store)
     arrived, expected = repository.files("main"), files_of(out)
     assert arrived.pop(".gitattributes")
     assert arrived.pop("README.md").decode() == model_card(record_of(trained), "me/mine", "merged")
     assert expected.pop("README.md") and arrived == expected
-    assert hub.tokens == {TOKEN} and TOKEN not in said.out + said.err
+    assert hub.tokens == {TOKEN} and TOKEN not in output.out + output.err
     (out / "README.md").write_text("---\nlibrary_name: transformers\n---\nMy own words.\n")
     push(str(out), "me/public", trained.store, public=True, branch="v2")
     public = hub.repositories["model", "me/public"]

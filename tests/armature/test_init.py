@@ -83,9 +83,9 @@ def test_dvc_runs_every_stage_of_the_new_project(project):
         assert {each.split()[2] for each in others} | {f"results/{name}"} == set(written)
         words = first.split()
         assert words[:5] == ["armature", "stage", name, "--config", "recipe.toml"]
-        given = [words[number + 1].split("=") for number, word in enumerate(words) if word == "--input"]
-        assert {key for key, _ in given} == set(STAGES[name].inputs)
-        assert {folder for _, folder in given} <= set(stage.get("deps", ()))
+        arguments = [words[number + 1].split("=") for number, word in enumerate(words) if word == "--input"]
+        assert {key for key, _ in arguments} == set(STAGES[name].inputs)
+        assert {folder for _, folder in arguments} <= set(stage.get("deps", ()))
         assert words[-2:] == ["--out", f"results/{name}"]
 
 
@@ -160,7 +160,7 @@ def test_edited_data_or_code_makes_new_artifacts(project, tmp_path):
     (whole / "words.txt").write_text("red\n")
     with (whole / "reward.py").open("a") as file:
         file.write("\n\nimport lengths\nWORDS = 'words.txt'\n")
-    found = {}
+    result = {}
     for number, (what, edit) in enumerate(EDITS.items()):
         folder = tmp_path / str(number)
         shutil.copytree(whole, folder)
@@ -169,9 +169,9 @@ def test_edited_data_or_code_makes_new_artifacts(project, tmp_path):
             os.utime(file, (1, 1))
         recipe = load_recipe(folder / "recipe.toml")
         with in_project(folder):
-            found[what] = fingerprint(STAGES["tasks"], recipe.sections["environment"], {})
-    assert found["something else"] == found["nothing"]
-    assert len(set(found.values())) == len(EDITS) - 1
+            result[what] = fingerprint(STAGES["tasks"], recipe.sections["environment"], {})
+    assert result["something else"] == result["nothing"]
+    assert len(set(result.values())) == len(EDITS) - 1
 
 
 def test_init_does_not_change_a_nonempty_folder(project, tmp_path):

@@ -85,7 +85,8 @@ def project(tmp_path) -> Path:
 
 @pytest.fixture
 def printed(armature) -> Callable[..., str]:
-    """What the command prints in the folder above the projects, and its exit code if not 0: the store is there."""
+    """Output of a command run in the folder above the projects, where the store is, with the exit code if it is
+    not 0."""
 
     def run(*words: str) -> str:
         done = armature(*words)
@@ -120,17 +121,17 @@ def test_only_files_that_a_recipe_uses_change_its_artifacts(project, printed):
 
 def test_code_edited_during_a_stage_counts_as_at_its_start(project, printed):
     """And not even a broken file costs what was made."""
-    own = project / "own_shapes.py"
+    ours = project / "own_shapes.py"
     spoil = 'Path(__file__).with_name("own_" + "grades.py").write_text("def (")'
     made = "        if Path('spo' + 'il').exists():\n            " + spoil + "\n        return {"
-    own.write_text("from pathlib import Path\n" + own.read_text().replace("        return {", made))
+    ours.write_text("from pathlib import Path\n" + ours.read_text().replace("        return {", made))
     printed("stage", "tasks", "--config", "first/recipe.toml", "--out", "kept")
     shutil.copytree(project, project.parent / "second")
     Path("spoil").touch()
     done = printed("stage", "tasks", "--config", "second/recipe.toml", "--force", "tasks", "--out", "spoiled")
     assert "tasks: made in" in done and (project.parent / "second/own_grades.py").read_text() == "def ("
-    kept, spoiled = (json.loads(Path(name, "manifest.json").read_text())["sources"] for name in ("kept", "spoiled"))
-    assert kept == spoiled and "code" in kept
+    saved, spoiled = (json.loads(Path(name, "manifest.json").read_text())["sources"] for name in ("kept", "spoiled"))
+    assert saved == spoiled and "code" in saved
 
 
 def test_check_show_and_list_accept_own_recipe(project, printed, tmp_path):
@@ -147,10 +148,10 @@ def test_check_show_and_list_accept_own_recipe(project, printed, tmp_path):
 
 def test_deployment_runs_in_the_folder_of_the_recipe(project, monkeypatch):
     monkeypatch.chdir(project.parent)
-    own, installed = (deployment(load_recipe(name)) for name in (Path("first/recipe.toml"), "train-vlm/colors"))
-    assert own["entrypoint"] == installed["entrypoint"]
-    assert own["parameters"]["environment"]["name"] == "own_shapes:Shapes"
-    assert own["pull_steps"] == [*installed["pull_steps"], {USE_PROJECT: {"folder": "first"}}]
+    ours, installed = (deployment(load_recipe(name)) for name in (Path("first/recipe.toml"), "train-vlm/colors"))
+    assert ours["entrypoint"] == installed["entrypoint"]
+    assert ours["parameters"]["environment"]["name"] == "own_shapes:Shapes"
+    assert ours["pull_steps"] == [*installed["pull_steps"], {USE_PROJECT: {"folder": "first"}}]
 
 
 def test_own_recipe_may_be_of_any_kind_and_in_any_folder(tmp_path):
@@ -165,7 +166,7 @@ def test_own_recipe_may_be_of_any_kind_and_in_any_folder(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "said"),
+    ("before", "after", "output"),
     [
         ('flow = "train-vlm"\n', "", "does not say its flow"),
         ('"train-vlm"', '"train-vml"', "did you mean 'train-vlm'"),
@@ -178,10 +179,10 @@ def test_own_recipe_may_be_of_any_kind_and_in_any_folder(tmp_path):
         ("[environment]", "[environment", "not valid TOML"),
     ],
 )
-def test_invalid_own_recipe_is_an_error(project, printed, before, after, said):
+def test_invalid_own_recipe_is_an_error(project, printed, before, after, output):
     edited(project, "wrong", "recipe.toml", before, after)
     done = printed("check", "wrong/recipe.toml", "--configuration-only")
-    assert said in done and done.endswith("exit code 2") and "Traceback" not in done
+    assert output in done and done.endswith("exit code 2") and "Traceback" not in done
     assert "exit code" not in printed("list")
 
 

@@ -14,13 +14,13 @@ from tests.test_recipes import bases, leaves
 
 def marked(text: str, remark: str) -> set[str]:
     """The dotted keys of the lines that end with the remark."""
-    found, table = set(), ""
+    result, table = set(), ""
     for line in text.splitlines():
         if header := re.fullmatch(r"\[(.+)\]", line):
             table = header[1]
         elif line.endswith(f"  # {remark}"):
-            found.add(f"{table}.{line.split(' = ')[0]}")
-    return found
+            result.add(f"{table}.{line.split(' = ')[0]}")
+    return result
 
 
 @pytest.mark.parametrize("options", [{}, {"describe": True}, {"changed_only": True}], ids=str)
@@ -31,25 +31,25 @@ def test_shown_toml_is_the_same_recipe(name, options):
 
 
 def test_show_marks_exactly_the_values_of_the_recipe():
-    said = set()
+    output = set()
     for file in ("train-vlm/colors.toml", *map(str, bases(CONFIGS / "train-vlm/colors.toml"))):
         values = tomllib.loads((CONFIGS / file).read_text())
         values = {section: table for section, table in values.items() if isinstance(table, dict)}
-        said |= {".".join(str(part) for part in key if part not in range(9)) for key in leaves(values)}
+        output |= {".".join(str(part) for part in key if part not in range(9)) for key in leaves(values)}
     lists = {"model.tiny.format.transcripts"}
-    said = {key for key in said if not key.startswith(tuple(lists))} | lists
+    output = {key for key in output if not key.startswith(tuple(lists))} | lists
     text = recipe_text("train-vlm/colors")
-    assert marked(text, "recipe") == said
+    assert marked(text, "recipe") == output
     assert "# revision: none" in text.splitlines() and "group_size = 8" in text.splitlines()
 
 
 def test_show_toml_leaves_out_defaults():
     overrides = ["trainer.max_steps=50"]
-    whole, own = (recipe_text("train-vlm/colors", overrides, changed_only=only) for only in (False, True))
-    kept = re.findall(r"^(\w+ = .*?)  # (?:recipe|--set)$", whole, re.MULTILINE)
+    whole, ours = (recipe_text("train-vlm/colors", overrides, changed_only=only) for only in (False, True))
+    saved = re.findall(r"^(\w+ = .*?)  # (?:recipe|--set)$", whole, re.MULTILINE)
     head = ("flow = ", "description = ")
-    assert [line for line in own.splitlines() if " = " in line and not line.startswith(head)] == kept
-    assert "max_steps = 50" in kept and not any(line.startswith("group_size") for line in kept)
+    assert [line for line in ours.splitlines() if " = " in line and not line.startswith(head)] == saved
+    assert "max_steps = 50" in saved and not any(line.startswith("group_size") for line in saved)
 
 
 def test_show_marks_values_of_the_command_line():
@@ -62,4 +62,4 @@ def test_show_marks_values_of_the_command_line():
 
 def test_show_describe_puts_descriptions_above_values():
     lines = recipe_text("train-vlm/colors", describe=True).splitlines()
-    assert lines[lines.index("warmup_steps = 0") - 1] == "# Steps over which learning rates rise linearly."
+    assert lines[lines.index("warmup_steps = 0") - 1] == "# Number of first updates over which the learning rates rise linearly from 0."

@@ -21,10 +21,10 @@ KEY = "the-key-of-the-test"
 
 
 def notebook_cell(tag: str) -> str:
-    """Where the notebook starts its server, for one."""
+    """The cell of the notebook with a tag, such as the one that starts the server."""
     cells = json.loads((ROOT / "examples/trainer.ipynb").read_text())["cells"]
-    (found,) = (cell for cell in cells if tag in cell["metadata"].get("tags", ()))
-    return "".join(found["source"])
+    (result,) = (cell for cell in cells if tag in cell["metadata"].get("tags", ()))
+    return "".join(result["source"])
 
 
 @pytest.mark.slow
@@ -40,9 +40,9 @@ def test_trainer_joins_a_served_model(tmp_path, monkeypatch):
     exec(notebook_cell("server"), notebook)
     program, url = notebook["server"], notebook["url"]
     try:
-        said = [program.stdout.readline().strip() for _ in range(4)]
-        assert said[0].startswith("export VLLM_API_KEY=") and KEY not in said[0]
-        assert f"--machine 'endpoints=[\"{url}\"]'" in said[1]
+        output = [program.stdout.readline().strip() for _ in range(4)]
+        assert output[0].startswith("export VLLM_API_KEY=") and KEY not in output[0]
+        assert f"--machine 'endpoints=[\"{url}\"]'" in output[1]
         assert httpx.get(f"{url}/v1/models", trust_env=False).status_code == 401
         assert asyncio.run(sampled(model, url, tmp_path)) == 2
     finally:

@@ -41,8 +41,8 @@ def checkpoint(tmp_path) -> Path:
 
 
 def environment(**more: str) -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if name != KEY}
-    return {**kept, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", **more}
+    saved = {name: value for name, value in os.environ.items() if name != KEY}
+    return {**saved, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", **more}
 
 
 @pytest.mark.slow
@@ -57,12 +57,12 @@ def test_serve_policy_answers_until_interrupted(checkpoint, tmp_path):
         killer.start()
         try:
             metrics = program.stdout.readline().split()[-1]
-            said = [program.stdout.readline().strip() for _ in range(3)]
-            url = said[0].removeprefix("serving at ").partition(";")[0]
-            assert said[0].endswith(f"{', '.join(NAMES)}, observation/state, prompt, seed{MAY_BE_SENT}")
+            output = [program.stdout.readline().strip() for _ in range(3)]
+            url = output[0].removeprefix("serving at ").partition(";")[0]
+            assert output[0].endswith(f"{', '.join(NAMES)}, observation/state, prompt, seed{MAY_BE_SENT}")
             file = tmp_path / ".armature/serve-policy.key"
             key = file.read_text()
-            assert str(file.relative_to(tmp_path)) in said[1] and key not in "".join(said)
+            assert str(file.relative_to(tmp_path)) in output[1] and key not in "".join(output)
             assert file.stat().st_mode & 0o777 == 0o600
             with pytest.raises(InvalidStatus) as caught:
                 connect(url)
@@ -84,10 +84,10 @@ def test_serve_policy_answers_until_interrupted(checkpoint, tmp_path):
             program.kill()
     assert program.returncode == 0, errors
     assert metadata["policy"]["checkpoint"] == str(checkpoint) and metadata["actions"]["shape"] == [2, 7]
-    own = open_policy(checkpoint, "continuous", rows=1, n_action_steps=2)
-    assert answer["actions"].tobytes() == own.predict([observation(fields)], [5])[0].tobytes()
+    ours = open_policy(checkpoint, "continuous", rows=1, n_action_steps=2)
+    assert answer["actions"].tobytes() == ours.predict([observation(fields)], [5])[0].tobytes()
     seen = replace(observation(fields), previous=PreviousActions(left["previous_actions"], 1))
-    assert extended["actions"].tobytes() == own.predict([seen], [6])[0].tobytes()
+    assert extended["actions"].tobytes() == ours.predict([seen], [6])[0].tobytes()
     values = {
         (sample.name, *sample.labels.values()): sample.value
         for family in text_string_to_metric_families(numbers)

@@ -57,9 +57,9 @@ def test_slurm_script_passes_values_unchanged(nodes, tmp_path, monkeypatch):
     folder = tmp_path / HOSTILE[0] / HOSTILE[2] / HOSTILE[3]
     folder.mkdir(parents=True)
     monkeypatch.chdir(folder)
-    given = [f"machine.store={value}" for value in HOSTILE] + (TWO if nodes == 2 else [])
-    words = started(slurm.script("train-vlm/colors", given, []), tmp_path)
-    run = [sys.executable, "-m", "armature", "run", "train-vlm/colors", *(f"--set={each}" for each in given)]
+    arguments = [f"machine.store={value}" for value in HOSTILE] + (TWO if nodes == 2 else [])
+    words = started(slurm.script("train-vlm/colors", arguments, []), tmp_path)
+    run = [sys.executable, "-m", "armature", "run", "train-vlm/colors", *(f"--set={each}" for each in arguments)]
     assert words[0] == "--cpus-per-task=4" and words[-len(run) :] == run
     assert (len(words) == len(run) + 1) == (nodes == 1)
     assert not list(tmp_path.rglob("made"))
@@ -78,16 +78,16 @@ def test_rejects_recipes_that_slurm_cannot_run(monkeypatch: pytest.MonkeyPatch, 
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "output"),
     [
         (["--dry-run"], "only with --slurm"),
         (["--", "--partition=gpu"], "only with --slurm"),
         (["--slurm", "--watch"], "slurm-<job>.out"),
     ],
 )
-def test_rejects_options_without_effect(words, said, armature):
+def test_rejects_options_without_effect(words, output, armature):
     done = armature("submit", "train-vlm/colors", *words)
-    assert done.code == 2 and said in done.stderr
+    assert done.code == 2 and output in done.stderr
 
 
 def test_dry_run_prints_the_script(armature):

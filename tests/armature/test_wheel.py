@@ -88,8 +88,8 @@ def test_wheel_contains_every_product_file(installed):
         if name.startswith("armature/") and (ROOT / name).is_file()
     }
     for folder, place in LINKED.items():
-        found = [name for name in tracked() if name.startswith(folder) and (ROOT / name).is_file()]
-        expected |= {place + name.removeprefix(folder): (ROOT / name).read_bytes() for name in found}
+        result = [name for name in tracked() if name.startswith(folder) and (ROOT / name).is_file()]
+        expected |= {place + name.removeprefix(folder): (ROOT / name).read_bytes() for name in result}
     assert held.keys() == expected.keys()
     assert [name for name in held if held[name] != expected[name]] == []
 
@@ -112,8 +112,8 @@ def test_installed_command_works_in_an_empty_folder(installed):
     assert list(installed.folder.iterdir()) == []
 
     assert installed("armature", "init", "demo").returncode == 0
-    own = installed("armature", "check", "demo/recipe.toml", "--configuration-only")
-    assert "every value is valid" in own.stdout and "`armature setup`" in own.stderr, own.stdout + own.stderr
+    ours = installed("armature", "check", "demo/recipe.toml", "--configuration-only")
+    assert "every value is valid" in ours.stdout and "`armature setup`" in ours.stderr, ours.stdout + ours.stderr
 
 
 @pytest.mark.slow

@@ -37,7 +37,7 @@ SIZES: dict[str, dict[str, Any]] = {
 
 
 def names_of(script: str) -> set[str]:
-    """What a script has on its top level, without running it."""
+    """Names that a script defines at its top level, read without running it."""
     names: set[str] = set()
     for node in ast.parse((BENCHMARKS / f"{script}.py").read_text()).body:
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
@@ -126,7 +126,7 @@ class TestSteps:
 
         ours = {(way.split(",")[0], "keep" in way.split(",")) for way in OURS}
         theirs = {(way.split(",")[3], way.split(",")[2] == "0") for way in TRL}
-        assert ours == theirs == {(case, kept) for case in step_case.WORK for kept in (True, False)}
+        assert ours == theirs == {(case, saved) for case in step_case.WORK for saved in (True, False)}
 
     def test_whole_steps_include_trl_without_recomputation(self) -> None:
         from benchmarks.rl_step_gpu import TRL
@@ -155,5 +155,5 @@ class TestSteps:
     )
     def test_needed_operations_equal_an_independent_count(self, case: str, seconds: float, mfu: float) -> None:
         """Shares of the peak that were counted apart from this code, to the percent."""
-        found = step_case.needed_flops(step_case.Case(Path(), case)) / seconds / step_case.PEAK_FLOPS
-        assert found == pytest.approx(mfu, abs=0.01)
+        result = step_case.needed_flops(step_case.Case(Path(), case)) / seconds / step_case.PEAK_FLOPS
+        assert result == pytest.approx(mfu, abs=0.01)

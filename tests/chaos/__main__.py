@@ -21,20 +21,20 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=30, help="how many disturbed runs")
     parser.add_argument("--seed", type=int, default=random.randrange(10**6), help="of the first run")
     parser.add_argument("--folder", type=Path, help="where; a new folder goes unless a run fails")
-    given = parser.parse_args()
-    made = given.folder is None or not given.folder.exists()
-    folder = given.folder or Path(tempfile.mkdtemp(prefix="chaos-"))
+    arguments = parser.parse_args()
+    made = arguments.folder is None or not arguments.folder.exists()
+    folder = arguments.folder or Path(tempfile.mkdtemp(prefix="chaos-"))
     print(f"in {folder}", flush=True)
     with Chaos(folder) as chaos:
         print(f"undisturbed: weights {chaos.expected}", flush=True)
         failed = 0
-        for seed in range(given.seed, given.seed + given.runs):
+        for seed in range(arguments.seed, arguments.seed + arguments.runs):
             report = chaos.disturb(seed)
             failed += not report.passed
             print(report, flush=True)
     if made and not failed:
         shutil.rmtree(folder)
-    print(f"{given.runs - failed} of {given.runs} runs ended with the weights of the undisturbed one")
+    print(f"{arguments.runs - failed} of {arguments.runs} runs ended with the weights of the undisturbed one")
     return int(failed > 0)
 
 

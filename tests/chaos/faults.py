@@ -1,4 +1,4 @@
-"""What is done to a run, and when: a function of the seed."""
+"""Faults that are injected into a run, and their times, drawn from a seed."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ NOT_OURS = "not an error of ours:"
 
 @dataclass(frozen=True)
 class Report:
-    """`stops` are the errors that the run stopped with, `digest` that of its weights, "" if it did not get there."""
+    """Errors that the run stopped with (`stops`), and the digest of its final weights, empty if it did not finish."""
 
     seed: int
     joined: bool
@@ -116,8 +116,8 @@ class Chaos:
             written = training.log.stat().st_size if training.log.exists() else 0
             process = training.start()
             while left and process.poll() is None:
-                said = inflict(left.pop(0), training, process, proxy)
-                done += [said] if said else []
+                output = inflict(left.pop(0), training, process, proxy)
+                done += [output] if output else []
             children = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
             code = process.wait(max(1.0, LIMIT - (time.monotonic() - began)))
             if code == 0:
@@ -131,7 +131,7 @@ class Chaos:
 
 
 def _stop(log: str, code: int) -> str:
-    """How an attempt ended: a kill of ours, an error of ours by its first line, or something that should not be."""
+    """Classify the end of an attempt: a kill that we injected, one of our errors (its first line), or a failure."""
     if code == -signal.SIGKILL:
         return "killed"
     _, ours, last = f"\n{log}".rpartition("\narmature: ")

@@ -68,9 +68,9 @@ class Run:
     def start(self, *machine: str) -> subprocess.Popen[bytes]:
         sets = [part for override in self.overrides for part in ("--set", override)]
         sets += [part for override in machine for part in ("--machine", override)]
-        given = [part for name, path in self.inputs.items() for part in ("--input", f"{name}={path}")]
+        arguments = [part for name, path in self.inputs.items() for part in ("--input", f"{name}={path}")]
         config = CONFIGS / "train-vlm/colors.toml"
-        command = [sys.executable, "-m", "armature", "stage", "train-vlm", "--config", str(config), *sets, *given]
+        command = [sys.executable, "-m", "armature", "stage", "train-vlm", "--config", str(config), *sets, *arguments]
         with self.log.open("ab") as log:
             out = ["--out", str(self.folder / "train-vlm")]
             return subprocess.Popen([*command, *out], stdout=log, stderr=log, start_new_session=True)
@@ -133,15 +133,15 @@ def killed_run(
 
 
 def test_every_planned_rollout_exists_exactly_once(killed_run):
-    kept: Counter[str] = Counter()
+    saved: Counter[str] = Counter()
     for step in range(1, STEPS + 1):
         (folder,) = (killed_run.folder / "store/rollouts").glob(f"*-{step:05d}")
         outputs = read_rollouts(folder)
-        kept.update(trajectory.trajectory_id for trajectory in outputs.trajectories)
-        kept.update(failure.trajectory_id for failure in outputs.failures)
+        saved.update(trajectory.trajectory_id for trajectory in outputs.trajectories)
+        saved.update(failure.trajectory_id for failure in outputs.failures)
         assert not outputs.failures
-    assert set(kept.values()) == {1}
-    assert kept.total() == STEPS * GROUPS * MEMBERS
+    assert set(saved.values()) == {1}
+    assert saved.total() == STEPS * GROUPS * MEMBERS
 
 
 def test_history_has_every_step_exactly_once(killed_run):
@@ -164,8 +164,8 @@ def test_lineage_names_existing_artifacts(killed_run):
     assert [row["step"] for row in lineage if "evaluation" in row] == [0, EVERY, STEPS]
     for row in lineage:
         for kind in {"rollouts", "batch", "evaluation"} & set(row):
-            found = killed_run.store.find_digest(row[kind])
-            assert found is not None and found.digest == row[kind]
+            result = killed_run.store.find_digest(row[kind])
+            assert result is not None and result.digest == row[kind]
 
 
 def test_killed_run_has_the_uninterrupted_weights(killed_run, tmp_path):
@@ -195,6 +195,6 @@ def test_killed_run_has_the_uninterrupted_weights(killed_run, tmp_path):
         assert straight.keys() == resumed.keys()
         assert all(straight[name].equal(resumed[name]) for name in straight)
     for step in range(1, STEPS + 1):
-        kept, expected = (read_log_ratios(ratios_file(each, step)) for each in (workspace, tmp_path))
-        assert kept.keys() == expected.keys() and len(kept) == GROUPS * MEMBERS
-        assert all(kept[name].tobytes() == expected[name].tobytes() for name in kept)
+        saved, expected = (read_log_ratios(ratios_file(each, step)) for each in (workspace, tmp_path))
+        assert saved.keys() == expected.keys() and len(saved) == GROUPS * MEMBERS
+        assert all(saved[name].tobytes() == expected[name].tobytes() for name in saved)

@@ -74,7 +74,7 @@ class Training:
         return max((json.loads(line)["step"] for line in lines if line.endswith("}")), default=0)
 
     def weights_digest(self) -> str:
-        """Of the weights after the last step, of those of the best evaluation, and of what evaluations said."""
+        """Digest of the final weights, the weights of the best evaluation, and the results of all evaluations."""
         (last,) = (self.store / "workspaces").glob(f"train-vlm-*/weights/{STEPS:06d}/model.safetensors")
         evaluations = sorted((self.store / "evaluations").glob("*/results.parquet"))
         digest = hashlib.sha256()
@@ -85,13 +85,13 @@ class Training:
 
 def children(process: subprocess.Popen[bytes], wanted: Callable[[str], bool]) -> list[psutil.Process]:
     """Programs under `process` by their command lines."""
-    found = []
+    result = []
     with suppress(psutil.NoSuchProcess):
         for child in psutil.Process(process.pid).children(recursive=True):
             with suppress(psutil.NoSuchProcess):
                 if wanted(" ".join(child.cmdline())):
-                    found.append(child)
-    return found
+                    result.append(child)
+    return result
 
 
 def is_server(command: str) -> bool:

@@ -22,15 +22,15 @@ PROGRAMS = ("armature", "make", "dvc", "prefect")
 
 def commands() -> list[tuple[str, str]]:
     """(page, command) of every line of a shell block and every inline command, without comments."""
-    found = []
+    result = []
     for page in PAGES:
         text = page.read_text()
         blocks = re.findall(r"^```(?:bash|sh|console)\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
         lines = [line.split("  #")[0].strip().removeprefix("$ ") for block in blocks for line in block.splitlines()]
         prose = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
         lines += re.findall(r"`([^`\n]+)`", prose)
-        found += [(page.name, line) for line in lines if line.split(" ")[0] in PROGRAMS and " " in line]
-    return sorted(set(found))
+        result += [(page.name, line) for line in lines if line.split(" ")[0] in PROGRAMS and " " in line]
+    return sorted(set(result))
 
 
 def of(program: str) -> list[tuple[str, str]]:

@@ -17,7 +17,7 @@ PAGES = sorted(path.relative_to(ROOT / "docs") for path in (ROOT / "docs").rglob
 
 
 def build(checkout: Path, out: Path) -> subprocess.CompletedProcess[str]:
-    """What `make docs` does."""
+    """Build the site as `make docs` does."""
     options = ["--fresh-env", "--fail-on-warning", "--keep-going", "--quiet"]
     command = [Path(sys.executable).parent / "sphinx-build", *options, checkout / "docs", out]
     return subprocess.run(command, cwd=checkout, capture_output=True, text=True, check=False)
@@ -48,5 +48,5 @@ def test_broken_link_fails_the_build(tmp_path: Path) -> None:
     )
     done = build(tmp_path, tmp_path / "site")
     assert done.returncode != 0
-    for said in ("gone.md", "gone.py", "no-such-heading"):
-        assert said in done.stderr, done.stderr
+    for output in ("gone.md", "gone.py", "no-such-heading"):
+        assert output in done.stderr, done.stderr

@@ -31,8 +31,8 @@ def table(page: str, heading: str, number: int = 0) -> list[list[str]]:
     """The cells of a table below a heading, without its first two rows."""
     section = re.split(r"^#+ ", (ROOT / "docs" / page).read_text(), flags=re.M)
     (text,) = (part for part in section if part.partition("\n")[0] == heading)
-    found = re.findall(r"(?:^\|.*\|\n)+", text, re.M)[number]
-    rows = [re.split(r"(?<!\\)\|", line)[1:-1] for line in found.splitlines()]
+    result = re.findall(r"(?:^\|.*\|\n)+", text, re.M)[number]
+    rows = [re.split(r"(?<!\\)\|", line)[1:-1] for line in result.splitlines()]
     return [[cell.strip() for cell in row] for row in rows[2:]]
 
 
@@ -45,21 +45,21 @@ def settings_classes(union: Any) -> dict[str, type[BaseModel]]:
 
 
 @pytest.mark.parametrize(
-    ("heading", "union", "known", "module"),
+    ("heading", "union", "existing", "module"),
     [
         ("Objectives", Objective, set(OBJECTIVES), objectives),
         ("Advantages", Advantage, set(advantages.ESTIMATORS), advantages),
     ],
 )
-def test_objectives_and_advantages(heading: str, union: Any, known: set[str], module: Any) -> None:
+def test_objectives_and_advantages(heading: str, union: Any, existing: set[str], module: Any) -> None:
     """Every one is there, with the options and defaults of its settings, and the papers that the code names."""
     rows, classes = table("algorithms.md", heading), settings_classes(union)
-    assert set(names(rows)) == known == set(classes)
+    assert set(names(rows)) == existing == set(classes)
     for name, (_, _, source, options) in zip(names(rows), rows, strict=True):
         fields = {key: field for key, field in classes[name].model_fields.items() if key != "name"}
-        said = dict(re.findall(r"`(\w+)(?: = ([^`]+))?`", options))
-        assert said.keys() == fields.keys()
-        for key, value in said.items():
+        output = dict(re.findall(r"`(\w+)(?: = ([^`]+))?`", options))
+        assert output.keys() == fields.keys()
+        for key, value in output.items():
             if value:
                 assert fields[key].default == eval(value), f"{name}.{key}"
         function = getattr(module, name)
@@ -85,9 +85,9 @@ def test_settings_of_published_methods_are_valid() -> None:
 
 def test_settings_of_other_libraries_are_valid() -> None:
     rows = table("algorithms.md", "Conventions beside TRL's and verl's")
-    found = [re.findall(r"`([\w.]+) = ([^`]+)`", cells[-1]) for cells in rows]
-    assert sum(map(bool, found)) >= 6
-    for settings in filter(None, found):
+    result = [re.findall(r"`([\w.]+) = ([^`]+)`", cells[-1]) for cells in rows]
+    assert sum(map(bool, result)) >= 6
+    for settings in filter(None, result):
         base = ["trainer.objective={ name = 'ppo' }", "trainer.kl_coefficient=0.1"]
         if "norm" in settings[-1][0]:
             load_recipe("train-vlm/colors", [*base, "batches.advantage={name='gigpo'}", "=".join(settings.pop())])
@@ -103,8 +103,8 @@ def test_families() -> None:
 
 def test_lora() -> None:
     rows = table("models.md", "LoRA")
-    said = {name for row in rows for name in re.findall(r"`(\w+)`", row[0])}
-    assert said == LoraSettings.model_fields.keys()
+    output = {name for row in rows for name in re.findall(r"`(\w+)`", row[0])}
+    assert output == LoraSettings.model_fields.keys()
     scopes = {value.strip("`") for (_, value, _), scope in zip(rows, ("scope", ""), strict=False) if value}
     assert scopes == set(get_args(LoraSettings.model_fields["scope"].annotation))
     defaults = LoraSettings()

@@ -50,7 +50,7 @@ def test_no_class_name_is_defined_twice() -> None:
             if isinstance(node, ast.ClassDef):
                 places[node.name].append(f"{path.relative_to(ROOT)}:{node.lineno}")
     assert len(places) > 300
-    assert {name: found for name, found in places.items() if len(found) > 1} == {}
+    assert {name: result for name, result in places.items() if len(result) > 1} == {}
 
 
 def test_glossary_is_parsed() -> None:

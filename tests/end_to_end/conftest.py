@@ -1,4 +1,4 @@
-"""What DVC needs of this project, in a repository of its own."""
+"""A copy of the files that DVC needs, in a repository of its own."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ GPU_SCRIPTS = [
     ["scaling_gpu", "small", "one", "copies", "A"],
     ["sync_gpu", "small"],
 ]
-"""As they are started, and what makes them small."""
+"""Command and toy sizes of each benchmark."""
 ROBOT = [
     "demonstrations.episodes_per_task=1",
     "training.max_steps=2",
@@ -100,9 +100,9 @@ def test_gpu_script_runs_small_on_a_cpu(words, tmp_path):
 def test_our_side_of_the_step_benchmark_runs():
     """Keeping activations changes no gradient, and where no prompt is shared more tokens are computed."""
     ways = ["Q,2000,packing", "Q,2000,packing,keep", "U,2000,packing", "A,2000,packing"]
-    shared, kept, alone, image = step_gpu.sides(ways, (), 1, small=not torch.cuda.is_available())
-    assert kept["norm"] == pytest.approx(shared["norm"], rel=1e-5)
-    assert alone["computed"] > 2 * shared["computed"] == 2 * kept["computed"]
+    shared, saved, alone, image = step_gpu.sides(ways, (), 1, small=not torch.cuda.is_available())
+    assert saved["norm"] == pytest.approx(shared["norm"], rel=1e-5)
+    assert alone["computed"] > 2 * shared["computed"] == 2 * saved["computed"]
     assert image["norm"] > 0
 
 
@@ -120,6 +120,6 @@ def test_our_side_of_the_policy_benchmark_runs():
 def test_our_side_of_the_whole_step_runs(tmp_path, monkeypatch):
     monkeypatch.setattr(rl_step_gpu, "STEPS", 1)
     question = rl_step_gpu.checkpoint(tmp_path / "model")
-    found = rl_step_gpu.ours(tmp_path / "model", question, "in turn", tmp_path / "store")
-    assert len(found["seconds"]) == 1 and max(found["kl"]) < 1e-4
-    assert json.dumps(found)
+    result = rl_step_gpu.ours(tmp_path / "model", question, "in turn", tmp_path / "store")
+    assert len(result["seconds"]) == 1 and max(result["kl"]) < 1e-4
+    assert json.dumps(result)

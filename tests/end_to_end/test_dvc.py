@@ -54,8 +54,8 @@ def test_dvc_experiment_in_a_copy_links_its_artifacts(project):
     project.dvc("repro", "tasks")
     project.commit()
     changed = "configs/train-vlm/colors.toml:environment.heldout_tasks=8"
-    said = project.dvc("exp", "run", "--temp", "--name", "fewer", "--set-param", changed, "tasks")
-    assert "tasks: made in" in said
+    output = project.dvc("exp", "run", "--temp", "--name", "fewer", "--set-param", changed, "tasks")
+    assert "tasks: made in" in output
     rows = csv.DictReader(project.dvc("exp", "show", "--csv", "--rev", "HEAD").splitlines())
     assert sorted((row["Experiment"], row["environment.heldout_tasks"]) for row in rows) == [
         *[("", "16")] * 2,  # what is here, and what it began with

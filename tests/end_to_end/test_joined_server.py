@@ -34,11 +34,11 @@ def store(tmp_path_factory) -> Path:
 @pytest.fixture
 def server(store, joined_url) -> str:
     """The URL of a server with the recipe's checkpoint."""
-    own = recipe(store, f'machine.endpoints=["{joined_url}"]')
-    model = make(own, "model")
+    ours = recipe(store, f'machine.endpoints=["{joined_url}"]')
+    model = make(ours, "model")
 
     async def give_weights() -> None:
-        async with ServerPool(model.path, own.sections["inference"], own.sections["machine"], store.parent / "logs"):
+        async with ServerPool(model.path, ours.sections["inference"], ours.sections["machine"], store.parent / "logs"):
             pass
 
     asyncio.run(give_weights())
@@ -48,9 +48,9 @@ def server(store, joined_url) -> str:
 def test_preflight_accepts_the_right_server(store, server, capsys):
     check_recipe(recipe(store, f'machine.endpoints=["{server}"]'), configuration_only=False)
     printed = capsys.readouterr()
-    said = printed.out + printed.err
-    assert "ready to train" in said
-    assert "trainer needs" in said and "mismatch KL" in said
+    output = printed.out + printed.err
+    assert "ready to train" in output
+    assert "trainer needs" in output and "mismatch KL" in output
 
 
 def test_preflight_rejects_another_checkpoint(store, server):
@@ -61,12 +61,12 @@ def test_preflight_rejects_another_checkpoint(store, server):
 
 
 def test_preflight_rejects_another_image_size(store, server, tmp_path):
-    own = recipe(store, f'machine.endpoints=["{server}"]')
-    model = make(own, "model")
+    ours = recipe(store, f'machine.endpoints=["{server}"]')
+    model = make(ours, "model")
     folder = tmp_path / "larger-images"
     shutil.copytree(model.path, folder, ignore=shutil.ignore_patterns("manifest.json"))
     enlarge_images(folder)
-    values: dict[str, Any] = own.dump()
+    values: dict[str, Any] = ours.dump()
     values["model"] |= {"source": str(folder), "tiny": None}
     with pytest.raises(MismatchError) as caught:
         check_recipe(build_recipe(NAME, values, where="test"), configuration_only=False)
@@ -88,11 +88,11 @@ def enlarge_images(folder: Path) -> None:
 def test_step_mismatch_above_the_bound_stops_the_run(store, server):
     """The trainer computes in 16 bits, the server in 32: little enough for the pre-flight, too much for this bound."""
     few = ("trainer.max_steps=2", "rollouts.groups_per_step=2", 'trainer.autocast="bf16"')
-    own = recipe(store, f'machine.endpoints=["{server}"]', *few, "preflight.max_step_mismatch_kl=1e-9")
-    inputs = {name: make(own, name) for name in ("model", "tasks")}
+    ours = recipe(store, f'machine.endpoints=["{server}"]', *few, "preflight.max_step_mismatch_kl=1e-9")
+    inputs = {name: make(ours, name) for name in ("model", "tasks")}
     before = set((store / "workspaces").glob("train-vlm-*"))
     with pytest.raises(MismatchError) as caught:
-        make(own, "train-vlm", **inputs)
+        make(ours, "train-vlm", **inputs)
     assert caught.value.where == "preflight.max_step_mismatch_kl"
     (workspace,) = set((store / "workspaces").glob("train-vlm-*")) - before
     assert not list(workspace.glob("trainer/checkpoints/*"))

@@ -105,11 +105,11 @@ def test_logprobs_do_not_depend_on_the_batch_or_server(asked):
         asked.portal.call(asked.pool.reset_caches)  # or images and prefixes are those of the first time
         answers.append(again(order))
     servers = {index: {first[index].server} for index in order}
-    for found in answers:
+    for result in answers:
         for index in order:
-            servers[index].add(found[index].server)
-            assert found[index].token_ids.tobytes() == first[index].token_ids.tobytes()
-            assert found[index].logprobs.tobytes() == first[index].logprobs.tobytes()
+            servers[index].add(result[index].server)
+            assert result[index].token_ids.tobytes() == first[index].token_ids.tobytes()
+            assert result[index].logprobs.tobytes() == first[index].logprobs.tobytes()
     assert sum(len(names) == 2 for names in servers.values()) > REQUESTS // 3
 
 

@@ -76,13 +76,13 @@ def test_results_do_not_depend_on_batch_workers_or_deaths(tmp_path):
     with av.open(str(alone / json.loads((alone / "eval_info.json").read_text())["overall"]["video_paths"][0])) as video:
         assert sum(1 for _ in video.decode(video=0)) == 6
 
-    known = {"libero_spatial": suite_tasks("libero_spatial")}
+    existing = {"libero_spatial": suite_tasks("libero_spatial")}
     policy = open_policy(tmp_path / "policy", "continuous", rows=1)
     with SimulatorProcess(SIMULATOR, 120) as one, SimulatorProcess(SIMULATOR, 120) as other:
         for name, batch, arenas in (("four", 4, [one]), ("two", 2, [one, other])):
             asked = policy if name == "four" else Saboteur(policy, other)
             out, where = tmp_path / name / "out", context(tmp_path / name, Events())
-            report = evaluate_policy(asked, known, arenas, plan(batch), out, where)
+            report = evaluate_policy(asked, existing, arenas, plan(batch), out, where)
             assert (out / "results.parquet").read_bytes() == (alone / "results.parquet").read_bytes()
             assert ("attempts lost with their simulator" in report.drops) == (name == "two")
 
@@ -92,7 +92,7 @@ def test_perturbed_results_do_not_depend_on_batch_or_workers(tmp_path):
         released.write_released(tmp_path / "released"), released.SETTINGS.model_copy(update={"norm_tag": "kitchen"})
     )
     save_policy(tmp_path / "policy/checkpoint", loaded.parts, loaded.model.state_dict())
-    policy, known = open_policy(tmp_path / "policy", "continuous", rows=1), suite_tasks("libero_spatial")
+    policy, existing = open_policy(tmp_path / "policy", "continuous", rows=1), suite_tasks("libero_spatial")
     perturbations = PerturbationSettings(layout=(1.0,), texture=(1.0,))
     evaluation = settings(
         tasks=(0,), episodes_per_task=1, max_steps={"libero_spatial": 5}, videos_per_task=0, perturbations=perturbations
@@ -106,7 +106,7 @@ def test_perturbed_results_do_not_depend_on_batch_or_workers(tmp_path):
                 simulator=RESTED, evaluation=evaluation.model_copy(update={"batch": batch})
             )
             evaluate_policy(
-                policy, {"libero_spatial": known}, arenas, chosen, folder / "out", context(folder, Events())
+                policy, {"libero_spatial": existing}, arenas, chosen, folder / "out", context(folder, Events())
             )
             tables.append((folder / "out/perturbed.parquet").read_bytes())
     assert tables[0] == tables[1]

@@ -90,8 +90,8 @@ def test_libero_chain_from_demonstrations_to_evaluation(made):
 
 
 def test_dvc_reuses_the_artifacts_of_the_flow(project, made):
-    said = project.dvc("repro", "evaluate-libero")
-    assert all(f"{stage}: already made" in said for stage in CHAIN)
+    output = project.dvc("repro", "evaluate-libero")
+    assert all(f"{stage}: already made" in output for stage in CHAIN)
     assert {stage: project.locked_digest(stage) for stage in CHAIN} == {
         name: each.digest for name, each in made.items()
     }

@@ -41,12 +41,12 @@ def test_rollouts_do_not_depend_on_batch_or_processes(mode, processes, tmp_path,
     else:
         loaded = spoken(tmp_path)
         save_policy(tmp_path / "checkpoint", loaded.parts, loaded.model.state_dict())
-    policy, known, tables = open_policy(tmp_path, mode, rows=1), suite_tasks("libero_spatial"), []
+    policy, existing, tables = open_policy(tmp_path, mode, rows=1), suite_tasks("libero_spatial"), []
     for batch, count in WAYS:
         settings = rollout_settings(tasks=(0,), max_steps=5, inference_action_mode=mode, batch=batch)
         images, folder = ImageStore(tmp_path / "images"), tmp_path / f"{batch}x{count}"
         collector = Collector(settings, policy, processes[:count], images, lambda done, total: None)
-        answers = collector.collect(plan_step(settings, known, 1), 1, 0, bootstrap=False).answers
+        answers = collector.collect(plan_step(settings, existing, 1), 1, 0, bootstrap=False).answers
         folder.mkdir()
         write_rollouts(folder, answers)
         tables.append((folder / ROLLOUTS_FILE).read_bytes())

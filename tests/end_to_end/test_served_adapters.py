@@ -60,7 +60,7 @@ class Trained:
         return ProbeAnswer(answer_probe(self.policy, self.processor, pool.weights.probe), "float32")
 
     def logprobs(self, prompt: list[int], sampled: list[int], forbidden: tuple[int, ...]) -> Any:
-        """Of a text, by the model itself."""
+        """Log-probs of a text, computed by the model in this process."""
         with torch.no_grad():
             logits = self.model(input_ids=torch.tensor([prompt + sampled])).logits[0]
         logits[:, list(forbidden)] = -torch.inf

@@ -50,7 +50,7 @@ def train(store: Path, servers: str) -> Artifact:
 
 @pytest.fixture(scope="module")
 def alone(shared_server, tmp_path_factory) -> Artifact:
-    """What a training with one server ends with."""
+    """The result of a training that has a server for itself."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_API_KEY", shared_server.key)
         return train(tmp_path_factory.mktemp("alone"), f'machine.endpoints=["{shared_server.url}"]')
@@ -94,7 +94,7 @@ def made_by(run: Program, folder: Path) -> Artifact:
 
 def test_killed_run_frees_its_servers_for_the_waiting_run(tmp_path, alone, joined_url, second):
     servers = [joined_url, second]
-    runs = {name: begin(tmp_path / name, given) for name, given in (("one", servers), ("other", servers[::-1]))}
+    runs = {name: begin(tmp_path / name, arguments) for name, arguments in (("one", servers), ("other", servers[::-1]))}
 
     def waiting() -> list[str]:
         return [name for name, run in runs.items() if "which another run has" in run.tail(1000)]

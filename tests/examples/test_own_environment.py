@@ -24,7 +24,7 @@ def test_own_environment_is_learned() -> None:
 
 
 def test_documented_entry_point_registers_the_environment(tmp_path: Path) -> None:
-    """As of an installed package: the module, and the entry point that its docstring has."""
+    """The example is installed as a package with the entry point that its docstring shows."""
     source = EXAMPLE.read_text()
     (entry,) = re.findall(r'^ {4}\[project\.entry-points\."(.*)"\]\n {4}(\w+) = "(.*)"$', source, re.MULTILINE)
     (command,) = re.findall(r"`armature run (train-vlm/colors --set .*?)`", " ".join(source.split()))

@@ -49,8 +49,8 @@ def test_script_and_notebook_learn_the_colors(joined_url: str, tmp_path: Path) -
     lines = (tmp_path / "outputs/notebook/history.jsonl").read_text().splitlines()
     measured = {row["step"]: row["heldout/accuracy"] for row in map(json.loads, lines) if "heldout/accuracy" in row}
     assert measured.keys() == {0, 5, 10} and max(measured.values()) > measured[0] + 0.2
-    found = re.search(r"held-out accuracy ([\d.]+); the server measured ([\d.]+)", done.stdout)
-    assert found is not None and float(found[1]) == pytest.approx(max(measured.values()), abs=0.02), done.stdout
+    result = re.search(r"held-out accuracy ([\d.]+); the server measured ([\d.]+)", done.stdout)
+    assert result is not None and float(result[1]) == pytest.approx(max(measured.values()), abs=0.02), done.stdout
 
     accuracy = re.search(r"^accuracy ([\d.]+); the model is in outputs/trainer/final", done.stdout, re.MULTILINE)
     assert accuracy is not None and float(accuracy[1]) > 0.3, done.stdout  # a guess is right one time in 8

@@ -109,9 +109,9 @@ class CountSettings(Settings):
 
 def count(settings: CountSettings, inputs: Mapping[str, Artifact], out: Path, context: StageContext) -> StageReport:
     lines = (inputs["text"].path / "text.txt").read_text().splitlines()
-    kept = [line for line in lines if len(line) >= settings.at_least]
-    (out / "count.txt").write_text(str(len(kept)))
-    return StageReport(rows={"lines": len(kept)}, drops={"short": len(lines) - len(kept)})
+    saved = [line for line in lines if len(line) >= settings.at_least]
+    (out / "count.txt").write_text(str(len(saved)))
+    return StageReport(rows={"lines": len(saved)}, drops={"short": len(lines) - len(saved)})
 
 
 COUNT_STAGE = Stage(name="count", version=1, settings=CountSettings, inputs=("text",), run=count)

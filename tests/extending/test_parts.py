@@ -19,8 +19,8 @@ PARTS = Path(__file__).with_name("parts.py")
 
 def entry_points() -> str:
     """The text that the docstring of parts.py gives, as an installed package has it."""
-    found = re.findall(r'^ {4}\[project\.entry-points\."(.*)"\]\n {4}(\w+) = "(.*)"$', PARTS.read_text(), re.MULTILINE)
-    return "".join(f"[{group}]\n{name} = {value}\n" for group, name, value in found)
+    result = re.findall(r'^ {4}\[project\.entry-points\."(.*)"\]\n {4}(\w+) = "(.*)"$', PARTS.read_text(), re.MULTILINE)
+    return "".join(f"[{group}]\n{name} = {value}\n" for group, name, value in result)
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +34,7 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def in_a_process(package: Path, tmp_path: Path, part: str) -> Any:
-    """What the function `part` of this module returns in a process that has the package."""
+    """Return value of the function `part` of this module in a process that has the package installed."""
     environment = os.environ | {"PYTHONPATH": f"{ROOT}:{package}", "CUDA_VISIBLE_DEVICES": ""}
     code = f"import json; from tests.extending import test_parts; print(json.dumps(test_parts.{part}()))"
     done = subprocess.run(
@@ -69,10 +69,10 @@ def family() -> Any:
 
 
 def test_family(package: Path, tmp_path: Path) -> None:
-    found = in_a_process(package, tmp_path, "family")
-    assert found["name"] == found["last"] == "vipllava"
-    assert found["components"] == ["language", "projector", "vision"]
-    assert found["image tokens"] == (112 // 14) ** 2 == found["logits"][1]
+    result = in_a_process(package, tmp_path, "family")
+    assert result["name"] == result["last"] == "vipllava"
+    assert result["components"] == ["language", "projector", "vision"]
+    assert result["image tokens"] == (112 // 14) ** 2 == result["logits"][1]
 
 
 def environment() -> Any:
@@ -125,15 +125,15 @@ def objective() -> Any:
     logprobs = torch.tensor([-1.0, -2.0, -3.0], requires_grad=True)
     advantages = torch.tensor([1.0, -1.0, 2.0])
     tokens = Tokens(logprobs, logprobs.detach(), logprobs.detach(), advantages, torch.tensor([0, 0, 1]), 2)
-    own = {"name": "function", "function": "parts:reinforce", "args": {"baseline": 0.5}}
-    found = []
-    for given in ("parts:reinforce", own):
+    ours = {"name": "function", "function": "parts:reinforce", "args": {"baseline": 0.5}}
+    result = []
+    for arguments in ("parts:reinforce", ours):
         settings = TrainerSettings.model_validate(
-            {"objective": given, "aggregation": "sum", "learning_rate": 1e-3, "max_steps": 1}
+            {"objective": arguments, "aggregation": "sum", "learning_rate": 1e-3, "max_steps": 1}
         )
         loss = loss_of(tokens, torch.zeros(3), None, logprobs.detach(), settings).total
-        found.append([loss.item(), torch.autograd.grad(loss, logprobs)[0].tolist()])
-    return found
+        result.append([loss.item(), torch.autograd.grad(loss, logprobs)[0].tolist()])
+    return result
 
 
 def test_objective(package: Path, tmp_path: Path) -> None:

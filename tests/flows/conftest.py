@@ -29,7 +29,7 @@ def small_warm_start(settings, inputs, folder, context):
 
 
 GAINS = {2e-3: 0.25, 4e-3: 0.125, 8e-3: -0.25}
-"""What training by a learning rate changes of the accuracy."""
+"""Stand-in for a training: the learning rate decides the accuracy."""
 
 
 def small_training(settings, inputs, folder, context):

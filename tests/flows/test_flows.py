@@ -49,22 +49,22 @@ def test_prefect_form_has_the_sections_of_the_recipe(name):
 def test_prefect_form_shows_description_and_default_of_every_setting(name):
     """Against the settings classes themselves. What the server stores for a deployment: tests/platform/test_up.py."""
     form = flow_of(name).parameters
-    known: dict[str, type[BaseModel]] = {}
+    existing: dict[str, type[BaseModel]] = {}
 
     def collect(model: type[BaseModel]) -> None:
-        if model.__name__ not in known:
-            known[model.__name__] = model
+        if model.__name__ not in existing:
+            existing[model.__name__] = model
             for field in model.model_fields.values():
                 for each in settings_in(field.annotation):
                     collect(each)
 
     collect(RECIPES[name])
-    assert set(form.definitions) <= set(known)
+    assert set(form.definitions) <= set(existing)
     for section, shown in form.properties.items():
         assert shown["title"] == section
         assert shown.get("description") or form.definitions[shown["$ref"].rpartition("/")[2]]["description"]
     for title, definition in form.definitions.items():
-        fields = known[title].model_fields
+        fields = existing[title].model_fields
         assert list(definition["properties"]) == list(fields)
         for key, shown in definition["properties"].items():
             field = fields[key]
@@ -263,11 +263,11 @@ def test_policy_rl_follows_imitation(recipe):
 
 
 @pytest.mark.parametrize(
-    ("given", "code"),
+    ("arguments", "code"),
     [({"demonstrations": None, "layout": None}, "one_kind_of_data"), ({"layout": None}, "sections_incomplete")],
 )
-def test_policy_needs_either_dataset_or_demonstrations(recipe, given, code):
+def test_policy_needs_either_dataset_or_demonstrations(recipe, arguments, code):
     from armature.flows.train_vla import train_vla
 
     with refused(code, "demonstrations" if code == "sections_incomplete" else ""):
-        train_vla(**{**recipe("train-vla/tiny").sections, **given})
+        train_vla(**{**recipe("train-vla/tiny").sections, **arguments})

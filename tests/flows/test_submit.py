@@ -100,7 +100,7 @@ def test_kubernetes_job_has_resources_for_the_changed_machine(armature, client, 
         {"gpus": 3, "cpus": "14", "memory": "232Gi"},
         {"image": "flows", "gpus": 1, "cpus": "6", "memory": "112Gi"},
     )
-    for given, expected in (
+    for arguments, expected in (
         (["--machine", "trainer_gpus=[0, 2]"], more),
         (["--machine", 'endpoints=["http://vllm-0.vllm:8000"]'], joined),
         (["--set", "trainer.max_steps=7"], {}),
@@ -109,15 +109,15 @@ def test_kubernetes_job_has_resources_for_the_changed_machine(armature, client, 
         (["--job-variable", "store_claim=store-fast", "--job-variable", 'tolerations=[{operator="Exists"}]'], OTHERS),
         (["--machine", "trainer_gpus=[0, 2]", "--job-variable", "gpus=8"], more | {"gpus": 8}),
     ):
-        known = {run.id for run in runs(client, "train-vlm/qwen3-vl")}
-        done = armature("submit", "train-vlm/qwen3-vl", *given)
+        existing = {run.id for run in runs(client, "train-vlm/qwen3-vl")}
+        done = armature("submit", "train-vlm/qwen3-vl", *arguments)
         assert done.code == 0, done.stderr
-        (run,) = [each for each in runs(client, "train-vlm/qwen3-vl") if each.id not in known]
+        (run,) = [each for each in runs(client, "train-vlm/qwen3-vl") if each.id not in existing]
         assert run.job_variables == expected
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("arguments", "output"),
     [
         ("nodeselector.gpu=h200", "did you mean 'node_selector'"),
         ("gpus=two", "'two' is not of type 'integer'"),
@@ -127,11 +127,11 @@ def test_kubernetes_job_has_resources_for_the_changed_machine(armature, client, 
         ("store_claim=", "write --job-variable key=value"),
     ],
 )
-def test_rejects_job_variable_that_the_template_lacks(given, said, armature, client, deployed):
+def test_rejects_job_variable_that_the_template_lacks(arguments, output, armature, client, deployed):
     client.send_worker_heartbeat(deployed("train-vlm/colors", JOBS), "a worker")
     before = len(runs(client, "train-vlm/colors"))
-    done = armature("submit", "train-vlm/colors", "--job-variable", given)
-    assert done.code == 2 and said in done.stderr, done.stderr
+    done = armature("submit", "train-vlm/colors", "--job-variable", arguments)
+    assert done.code == 2 and output in done.stderr, done.stderr
     assert len(runs(client, "train-vlm/colors")) == before
 
 
@@ -155,7 +155,7 @@ def test_rejects_run_that_needs_another_pool(armature, client, deployed, templat
 def test_submit_rejects_the_same_values_as_run(armature, client, deployed):
     client.send_worker_heartbeat(deployed("train-vlm/colors"), "a worker")
     before = len(runs(client, "train-vlm/colors"))
-    for given in (
+    for arguments in (
         ["--set", "trainer.max_stepz=3"],
         ["--set", "trainer.max_steps=0"],
         ["--set", "environment.args.image_sise=3"],
@@ -163,9 +163,9 @@ def test_submit_rejects_the_same_values_as_run(armature, client, deployed):
         ["--set", "trainer"],
         ["--machine", "servers=none"],
     ):
-        submitted, run = (armature(command, "train-vlm/colors", *given) for command in ("submit", "run"))
-        said = [[line for line in done.stderr.splitlines() if "where:" not in line] for done in (submitted, run)]
-        assert submitted.code == run.code == 2 and said[0] == said[1] != []
+        submitted, run = (armature(command, "train-vlm/colors", *arguments) for command in ("submit", "run"))
+        output = [[line for line in done.stderr.splitlines() if "where:" not in line] for done in (submitted, run)]
+        assert submitted.code == run.code == 2 and output[0] == output[1] != []
     assert len(runs(client, "train-vlm/colors")) == before
 
 
@@ -180,11 +180,11 @@ def test_submits_own_recipe_by_its_file(armature, client, deployed, tmp_path):
 @pytest.mark.parametrize(("end", "code"), [(Completed(), 0), (Failed(message="out of memory"), 1)])
 def test_watch_prints_the_log_and_the_outcome(end, code, armature, client, deployed):
     client.send_worker_heartbeat(deployed("train-vlm/colors"), "a worker")
-    known = {run.id for run in runs(client, "train-vlm/colors")}
+    existing = {run.id for run in runs(client, "train-vlm/colors")}
 
     def work() -> None:
         with get_client(sync_client=True) as worker:
-            while not (new := [run for run in runs(worker, "train-vlm/colors") if run.id not in known]):
+            while not (new := [run for run in runs(worker, "train-vlm/colors") if run.id not in existing]):
                 time.sleep(0.1)
             worker.set_flow_run_state(new[0].id, Running(), force=True)
             lines = [f"line {number}" for number in range(450)]  # more than one answer of the API
@@ -206,9 +206,9 @@ def test_watch_prints_the_log_and_the_outcome(end, code, armature, client, deplo
     assert done.code == code, done.stderr
     *lines, summary = done.stdout.splitlines()
     assert summary == "after training  accuracy=0.5"
-    said = [line.partition("  ")[2] for line in lines]
-    assert [line for line in said if line.startswith("line ")] == [f"line {number}" for number in range(450)]
-    assert said[-1] == ("Failed: out of memory" if code else "Completed")
+    output = [line.partition("  ")[2] for line in lines]
+    assert [line for line in output if line.startswith("line ")] == [f"line {number}" for number in range(450)]
+    assert output[-1] == ("Failed: out of memory" if code else "Completed")
 
 
 def test_missing_deployment_api_or_platform_is_an_error(armature, monkeypatch, deployed):

@@ -22,19 +22,19 @@ def main() -> int:
     parser.add_argument("--seed", default=str(random.randrange(10**6)), help="inputs are a function of it")
     parser.add_argument("--door", choices=DOORS, action="append", help="only this one; may be given several times")
     parser.add_argument("--number", type=int, help="only this input of the one door")
-    given = parser.parse_args()
-    names = given.door or [name for name, door in DOORS.items() if door.share]
+    arguments = parser.parse_args()
+    names = arguments.door or [name for name, door in DOORS.items() if door.share]
     shares = max(1, sum(DOORS[name].share for name in names))
-    print(f"seed {given.seed}", flush=True)
-    results, end = {}, time.monotonic() + given.seconds
+    print(f"seed {arguments.seed}", flush=True)
+    results, end = {}, time.monotonic() + arguments.seconds
     for place, name in enumerate(names):
-        first = given.number or 0
-        count = 1 if given.number is not None else max(1, given.inputs * DOORS[name].share // shares)
+        first = arguments.number or 0
+        count = 1 if arguments.number is not None else max(1, arguments.inputs * DOORS[name].share // shares)
         left = sum(DOORS[each].share for each in names[place:])
         until = time.monotonic() + (end - time.monotonic()) * DOORS[name].share / left
-        results[name] = fuzz_door(name, given.seed, range(first, first + count), until)
+        results[name] = fuzz_door(name, arguments.seed, range(first, first + count), until)
         for number, kind, detail in results[name].findings:
-            print(f"\n{kind}: python -m tests.fuzz --door {name} --seed {given.seed} --number {number}\n{detail}")
+            print(f"\n{kind}: python -m tests.fuzz --door {name} --seed {arguments.seed} --number {number}\n{detail}")
     print(table(results))
     return int(any(result.findings for result in results.values()))
 

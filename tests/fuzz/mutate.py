@@ -97,10 +97,10 @@ def hostile_value(rng: random.Random) -> Any:
 
 def _places(value: Any) -> list[tuple[Any, Any]]:
     """Every (container, key)."""
-    found, open_ = [], [value]
+    result, open_ = [], [value]
     while open_:
         holder = open_.pop()
         keys = list(holder) if isinstance(holder, dict) else range(len(holder))
-        found += [(holder, key) for key in keys]
+        result += [(holder, key) for key in keys]
         open_ += [holder[key] for key in keys if isinstance(holder[key], dict | list)]
-    return found
+    return result

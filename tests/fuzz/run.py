@@ -25,7 +25,7 @@ FINDINGS = ("silent", "raw", "memory", "hang", "died")
 
 @dataclass
 class Result:
-    """What came of a door's inputs; `findings` are (number, kind, detail)."""
+    """Results of the inputs of one entry point; `findings` are (number, kind, detail)."""
 
     counts: Counter[str] = field(default_factory=Counter)
     findings: list[tuple[int, str, str]] = field(default_factory=list)
@@ -117,5 +117,5 @@ def table(results: dict[str, Result]) -> str:
         for name, result in results.items()
     ]
     total = sum(result.counts.total() for result in results.values())
-    found = sum(len(result.findings) for result in results.values())
-    return "\n".join([head, *rows, f"{total} inputs, {found} findings"])
+    matches = sum(len(result.findings) for result in results.values())
+    return "\n".join([head, *rows, f"{total} inputs, {matches} findings"])

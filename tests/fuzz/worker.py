@@ -18,13 +18,13 @@ GROWTH = 2**20
 
 
 def peak_kib() -> int:
-    """Of this process's memory; `ru_maxrss` would count that of the process which started it."""
+    """Peak memory of this process in bytes. `ru_maxrss` would include the parent process."""
     (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM:"))
     return int(line.split()[1])
 
 
 def outcome(attempt: Attempt, rng: random.Random) -> tuple[str, str]:
-    """What came of one input, and the details of a finding."""
+    """Result of one input, with the details of a finding."""
     before = peak_kib()
     try:
         result = "accepted" if attempt(rng) else "refused"

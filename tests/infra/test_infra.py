@@ -65,12 +65,12 @@ def test_references_between_manifests_resolve():
     assert hosts <= {name for kind, name in names if kind == "Service"}
 
 
-def render(template: dict[str, Any], **given: Any) -> dict[str, Any]:
+def render(template: dict[str, Any], **arguments: Any) -> dict[str, Any]:
     """The job that Prefect's worker makes of the template, with the variables' defaults and `given`."""
     from prefect.utilities.templating import apply_values
 
     properties = template["variables"]["properties"]
-    values = {name: each["default"] for name, each in properties.items() if "default" in each} | given
+    values = {name: each["default"] for name, each in properties.items() if "default" in each} | arguments
     return apply_values(template["job_configuration"], values, remove_notset=True)
 
 
@@ -179,7 +179,7 @@ def test_network_policies_allow_only_needed_traffic():
 
 
 def lets_through(policies: list[Any], way: str, own: dict[str, str], other: dict[str, str], port: int) -> bool:
-    """Whether a pod's policies let it speak to (Egress), or hear (Ingress), another pod of the namespace."""
+    """True if a pod's network policies allow traffic to (Egress) or from (Ingress) another pod of the namespace."""
     of_pod = [each for each in policies if way in each["policyTypes"] and selects(each["podSelector"], own)]
     peers = {"Egress": "to", "Ingress": "from"}[way]
     return not of_pod or any(
@@ -224,8 +224,8 @@ def test_prometheus_reaches_only_metrics(tmp_path):
     }
     assert ports == {name: port["containerPort"] for name, port in offered.items()}
     runs, servers = yaml.safe_load((INFRA / "kubernetes/metrics/scrape.yaml").read_text())["scrape_configs"]
-    kept = [[rule["regex"] for rule in each["relabel_configs"] if "regex" in rule] for each in (runs, servers)]
-    assert kept == [["Running", offered["run"]["name"]], ["Running", "vllm"]]
+    saved = [[rule["regex"] for rule in each["relabel_configs"] if "regex" in rule] for each in (runs, servers)]
+    assert saved == [["Running", offered["run"]["name"]], ["Running", "vllm"]]
     assert servers["authorization"]["credentials_file"].endswith("/VLLM_API_KEY") and "authorization" not in runs
 
 

@@ -56,7 +56,7 @@ def second_machine() -> Iterator[str]:
 
 
 def reachable(namespace: str, ports: set[int]) -> set[int]:
-    """Those TCP ports of this machine that answer in `namespace`."""
+    """TCP ports of this machine that answer in `namespace`."""
     command = ["ip", "netns", "exec", namespace, sys.executable, "-I", "-c", CONNECT, HERE, *map(str, ports)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
     return {int(line) for line in done.stdout.split()}

@@ -76,7 +76,7 @@ def start_from_the_form(
 
 
 def table_of_results(browser: Any, dashboard: str, run_id: str) -> str:
-    """What the table on the run's page shows."""
+    """Text of the table on the run's page."""
     page = open_page(browser, f"{dashboard}/runs/flow-run/{run_id}")
     page.get_by_text("Artifacts", exact=True).last.click()
     page.get_by_text("results", exact=True).first.click()

@@ -1,4 +1,4 @@
-"""Who may do what on a platform that is up: `armature up` in a folder of its own, with one flow that takes no time."""
+"""Access to a running platform: `armature up` in a folder of its own, with one flow that takes no time."""
 
 from __future__ import annotations
 
@@ -108,8 +108,8 @@ def test_foreign_origin_cannot_read(up):
     asked = {"origin": STRANGER, "access-control-request-method": "POST"}
     answer = up.api.options("/flow_runs/filter", headers=asked)
     assert answer.status_code == 400 and answer.headers.get("access-control-allow-origin") is None
-    own = up.api.options("/flow_runs/filter", headers=asked | {"origin": f"http://localhost:{up.ports[0]}"})
-    assert own.headers["access-control-allow-origin"] == f"http://localhost:{up.ports[0]}"
+    ours = up.api.options("/flow_runs/filter", headers=asked | {"origin": f"http://localhost:{up.ports[0]}"})
+    assert ours.headers["access-control-allow-origin"] == f"http://localhost:{up.ports[0]}"
     write = httpx.post(
         f"{up.mlflow}/api/2.0/mlflow/experiments/create", json={"name": "x"}, headers={"origin": STRANGER}
     )
@@ -214,7 +214,7 @@ def test_platform_is_found_after_the_clock_changed(up):
 
 
 def test_down_stops_the_platform_despite_a_damaged_record(up):
-    """By the supervisor's lock: a clock that was set, or a record that is damaged, hides nothing."""
+    """The platform is found by the supervisor's lock, even after a clock change or with a damaged record."""
     record: dict[str, Any] = json.loads((up.folder / ".armature/platform.json").read_text())
     (up.folder / ".armature/platform.json").write_text(json.dumps(record | {"started": 1.0})[:-9])
     done = up.run("down")

@@ -75,7 +75,8 @@ PUBLISHED_GIGPO = {
     },
     "machine": {"server_gpus": [[2, 3]]},
 }
-"""Of the script that train-vlm/molmo2 follows, under our names; tensor parallel 2 is two GPUs of one server."""
+"""Settings of the published script that train-vlm/molmo2 follows, by our names. Tensor parallel 2: one server with two
+GPUs."""
 
 
 PUBLISHED_VLA = {
@@ -120,7 +121,7 @@ PUBLISHED_VLA = {
     },
     "machine": {"trainer_processes": 8, "loader_workers": 4},
 }
-"""Of LeRobot's page on the policy: its training command and its evaluation command."""
+"""Settings of the training and evaluation commands on LeRobot's page about the policy."""
 
 PUBLISHED_LORA = {
     "policy": {"action_mode": "both"},
@@ -147,10 +148,10 @@ PUBLISHED = {
 def test_recipes_have_the_published_settings(name, section):
     values = load_recipe(name).dump()[section]
     for key, expected in PUBLISHED[name][section].items():
-        found = values
+        result = values
         for part in key.split("."):
-            found = found[part]
-        assert found == expected, key
+            result = result[part]
+        assert result == expected, key
 
 
 def extended(file: Path) -> set[Path]:
@@ -161,14 +162,14 @@ def extended(file: Path) -> set[Path]:
 
 def settings_files(annotation: Any) -> set[str]:
     """Files that define the settings classes in a type, with the classes that these extend."""
-    found = set()
+    result = set()
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         classes = annotation.__mro__[: annotation.__mro__.index(Settings)]
-        found = {each.__module__.removeprefix("armature.").replace(".", "/") + ".py" for each in classes}
+        result = {each.__module__.removeprefix("armature.").replace(".", "/") + ".py" for each in classes}
         parts = [field.annotation for field in annotation.model_fields.values()]
     else:
         parts = list(get_args(annotation))
-    return found.union(*map(settings_files, parts))
+    return result.union(*map(settings_files, parts))
 
 
 def test_default_machine_section_is_left_out_of_parameters():

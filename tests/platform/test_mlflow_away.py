@@ -57,7 +57,7 @@ def server(tmp_path_factory) -> Iterator[Program]:
 
 
 def asleep(server: Program) -> None:
-    """As if its machine hung: connections are taken, nothing is answered."""
+    """A server that hangs: it accepts connections and answers nothing."""
     for process in server.family():
         process.suspend()
 

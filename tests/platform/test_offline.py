@@ -1,4 +1,4 @@
-"""What must not be there: a network for tasks, flash-attn for an import, images for a reward."""
+"""Things that are not needed: a network for tasks, flash-attn for imports, images for rewards."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.pages.conftest import make_trajectory
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
-# Read by every Python that starts below: whoever connects elsewhere, or asks for an address, leaves a line.
+# Every Python that starts below runs this. It writes a line for each connection and each name lookup.
 WATCH = """
 import os, socket
 def told(what):

@@ -95,10 +95,10 @@ def platform(tmp_path_factory, shared_server) -> Iterator[Platform]:
 
 def test_platform_answers_and_has_every_flow(platform):
     assert httpx.get(f"{platform.record['mlflow']}/health").status_code == 200
-    known = platform.api.post("/deployments/filter", json={}).json()
-    assert len(known) == len(recipe_names())
+    existing = platform.api.post("/deployments/filter", json={}).json()
+    assert len(existing) == len(recipe_names())
     forms = {RECIPES[kind].FLOW: deployments.flow_of(kind).parameters.model_dump() for kind in RECIPES}
-    assert {each["entrypoint"]: each["parameter_openapi_schema"] for each in known} == forms
+    assert {each["entrypoint"]: each["parameter_openapi_schema"] for each in existing} == forms
     (platform.folder / "mine.toml").write_text('flow = "train-vlm"\nextends = "train-vlm/colors"\n')
     colors = platform.api.get("/deployments/name/train-vlm/colors").json()["id"]
     nightly = [{"schedule": {"cron": "0 3 * * *"}, "active": False}]

@@ -41,7 +41,7 @@ class Platform:
         return self.compose.environment("worker")
 
     def add_servers(self, node: Node) -> None:
-        """What model servers need, where the image has it."""
+        """Environment of model servers, at its place in the image."""
         (node.folder / ".venv-vllm").symlink_to(Path(__file__).parents[2] / ".venv-vllm")
 
     def start_worker(self, node: Node) -> Program:

@@ -42,7 +42,7 @@ class Faults:
         self._rng, self._guard = random.Random(self.seed), Lock()
 
     def choose(self) -> tuple[str, float]:
-        """What happens to a request, and after how many seconds."""
+        """A fault of a request, and the seconds after which it happens."""
         with self._guard:
             drawn, delay = self._rng.random(), self._rng.uniform(0, self.delay)
             what = "passed"

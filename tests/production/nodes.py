@@ -19,7 +19,7 @@ from typing import Self
 from armature.components.machine.process import Program
 
 DISK = Path("/srv")
-"""Where every node has its own disk: the working folder of its programs."""
+"""Folder at which every node has its own disk; its programs run there."""
 
 _START = (
     "mount --bind $0 /srv && mount --bind $1 /etc/hosts && mount -t tmpfs tmpfs /dev/shm && hostname $2"

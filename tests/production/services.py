@@ -25,9 +25,9 @@ def start_postgres(node: Node, password: str, databases: Path) -> Program:
     """Debian's PostgreSQL as the user `postgres`, with the password of `armature` and the databases of an SQL file."""
     folder = DISK / "postgres"
     binaries = [path.parent for path in Path("/usr/lib/postgresql").glob("*/bin/initdb")]
-    found = shutil.which("initdb") or (binaries[-1] / "initdb" if binaries else None)
-    assert found is not None, "PostgreSQL is missing: apt-get install postgresql"
-    binary = Path(found).resolve().parent
+    result = shutil.which("initdb") or (binaries[-1] / "initdb" if binaries else None)
+    assert result is not None, "PostgreSQL is missing: apt-get install postgresql"
+    binary = Path(result).resolve().parent
     (node.folder / "postgres").mkdir()
     (node.folder / "password").write_text(password)
     shutil.chown(node.folder / "postgres", "postgres", "postgres")
@@ -70,14 +70,14 @@ class Compose:
         self._variables = variables
 
     def environment(self, name: str) -> dict[str, str]:
-        """What a service is given, without what belongs to its image."""
+        """Environment variables of a service, without those of its image."""
         service = self._services[name]
-        given = dict[str, str]()
+        arguments = dict[str, str]()
         if file := service.get("env_file"):
             lines = (COMPOSE / file).read_text().splitlines()
-            given |= dict(line.split("=", 1) for line in lines if line and not line.startswith("#"))
-        given |= service["environment"]
-        return {**ONE_THREAD, **OFFLINE, **{key: self._filled(value) for key, value in given.items()}}
+            arguments |= dict(line.split("=", 1) for line in lines if line and not line.startswith("#"))
+        arguments |= service["environment"]
+        return {**ONE_THREAD, **OFFLINE, **{key: self._filled(value) for key, value in arguments.items()}}
 
     def files(self, name: str) -> dict[str, Path]:
         """Files of this repository that a service has, by where it has them."""
@@ -107,8 +107,8 @@ class Compose:
     def _filled(self, text: str) -> str:
         """`${NAME}`, `${NAME:-default}` and `${NAME:?message}` replaced, and folders of the image."""
 
-        def value(found: re.Match[str]) -> str:
-            name, kind, default = found.groups()
+        def value(result: re.Match[str]) -> str:
+            name, kind, default = result.groups()
             return self._variables.get(name, default) if kind == ":-" else self._variables[name]
 
         return _on_node(re.sub(r"\$\{(\w+)(?:(:[-?])(.*?))?\}", value, text))

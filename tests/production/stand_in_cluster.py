@@ -33,7 +33,7 @@ SERVED = {
     "batch/v1": {"jobs": "Job"},
     "apiextensions.k8s.io/v1": {"customresourcedefinitions": "CustomResourceDefinition"},
 }
-"""What discovery names. Kopf, the worker's observer, waits for all of it before it watches."""
+"""Resource kinds in API discovery. Kopf, the worker's observer, waits for all of them before it watches."""
 POLL = 0.1
 
 
@@ -48,23 +48,23 @@ def variables(container: Object, documents: list[Object], secret: dict[str, dict
         KeyError: it needs a ConfigMap or a secret that is not there.
     """
     named = {each["metadata"]["name"]: each["data"] for each in documents if each["kind"] == "ConfigMap"}
-    found: dict[str, str] = {}
+    result: dict[str, str] = {}
     for source in container.get("envFrom", []):
         if "configMapRef" in source:
-            found |= named[source["configMapRef"]["name"]]
+            result |= named[source["configMapRef"]["name"]]
         elif source["secretRef"]["name"] in secret or not source["secretRef"].get("optional"):
-            found |= secret[source["secretRef"]["name"]]
+            result |= secret[source["secretRef"]["name"]]
     for each in container.get("env", []):
         origin = each.get("valueFrom", {})
         if "fieldRef" in origin:
-            found[each["name"]] = {"metadata.namespace": NAMESPACE}[origin["fieldRef"]["fieldPath"]]
+            result[each["name"]] = {"metadata.namespace": NAMESPACE}[origin["fieldRef"]["fieldPath"]]
         elif "secretKeyRef" in origin:
             reference = origin["secretKeyRef"]
             if reference["name"] in secret or not reference.get("optional"):
-                found[each["name"]] = secret[reference["name"]][reference["key"]]
+                result[each["name"]] = secret[reference["name"]][reference["key"]]
         else:
-            found[each["name"]] = each["value"]
-    return found
+            result[each["name"]] = each["value"]
+    return result
 
 
 @dataclass
@@ -134,11 +134,11 @@ class Cluster:
         if verb == "watch":
             return StreamingResponse(self._watch(str(resource), request), media_type="application/json")
         if verb == "list":
-            found = [each for each in self.objects[str(resource)].values() if selected(each, request)]
+            result = [each for each in self.objects[str(resource)].values() if selected(each, request)]
             kind = f"{KINDS[str(resource)]}List"
             metadata = {"resourceVersion": str(self._version)}
             return JSONResponse(
-                {"apiVersion": VERSIONS[str(resource)], "kind": kind, "metadata": metadata, "items": found}
+                {"apiVersion": VERSIONS[str(resource)], "kind": kind, "metadata": metadata, "items": result}
             )
         if name not in self.objects[str(resource)]:
             return failure(404, "NotFound")
@@ -206,8 +206,13 @@ class Cluster:
         if name not in self.objects["pods"]:
             return
         code = process.returncode if process.returncode >= 0 else 128 - process.returncode
-        (given,) = template["spec"]["containers"]
-        container = {"name": given["name"], "image": given["image"], "imageID": given["image"], "ready": False}
+        (arguments,) = template["spec"]["containers"]
+        container = {
+            "name": arguments["name"],
+            "image": arguments["image"],
+            "imageID": arguments["image"],
+            "ready": False,
+        }
         container["restartCount"] = 0
         ended = {"exitCode": code, "reason": "Error" if code else "Completed", "finishedAt": now()}
         status = {
@@ -268,7 +273,7 @@ def failure(code: int, reason: str, message: str = "") -> Response:
 
 
 def selected(each: Object, request: Request) -> bool:
-    """Whether an object has the labels that the request names."""
+    """True if an object has the labels that the request selects."""
     labels = each["metadata"].get("labels", {})
     terms = [term for term in request.query_params.get("labelSelector", "").split(",") if term]
     return all(

@@ -35,7 +35,7 @@ def server(tmp_path: Path) -> Iterator[Server]:
 
 
 def held(server: Server) -> dict[str, str]:
-    """What the server has of artifacts: relpath to sha256, by their markers."""
+    """Files of the artifacts on the server, by marker: relative path to SHA-256."""
     files = {}
     for name in (name for name in server.names() if name.endswith(MARKER)):
         home = name.removesuffix(f"/{MARKER}")
@@ -47,7 +47,7 @@ def held(server: Server) -> dict[str, str]:
 
 
 def made(store: Path) -> dict[str, str]:
-    """What the artifacts of a store are made of."""
+    """Files of the artifacts in a store: relative path to SHA-256."""
     homes = [home for home in store.glob("*/*") if home.parent.name not in NO_STAGES and read_record(home)]
     files = (path for home in homes for path in home.rglob("*") if path.is_file())
     return {path.relative_to(store).as_posix(): sha256(path.read_bytes()).hexdigest() for path in files}
@@ -69,9 +69,9 @@ def test_every_file_is_uploaded_once_and_complete(tmp_path, server):
         Timer(AWAY, faults.away.clear).start()
         store.write("stage", "f2", fill)
         store.send_waiting()
-        found = ArtifactStore(tmp_path / "two", URL).find("stage", "f1")
+        result = ArtifactStore(tmp_path / "two", URL).find("stage", "f1")
     assert held(server) == made(one) and len(held(server)) == 2 * (60 + 2)
-    assert found is not None and read_record(found.path).digest == read_record(one / "stage/f1").digest
+    assert result is not None and read_record(result.path).digest == read_record(one / "stage/f1").digest
     assert {"passed", "refused", "unanswered", "truncated", "away"} <= faults.counts.keys()
 
 

@@ -77,9 +77,9 @@ class Flow:
         assert process.wait() == 0, self.log.read_text(errors="replace")[-4000:]
 
     def files(self, pattern: str) -> dict[str, bytes]:
-        """Of the store, by path."""
-        found = sorted(path for path in self.store.glob(pattern) if path.is_file())
-        return {str(path.relative_to(self.store)): path.read_bytes() for path in found}
+        """Digests of files in the store, by path."""
+        result = sorted(path for path in self.store.glob(pattern) if path.is_file())
+        return {str(path.relative_to(self.store)): path.read_bytes() for path in result}
 
 
 def is_simulator(command: str) -> bool:
@@ -142,7 +142,7 @@ def test_training_improves_accuracy(flows: tuple[Flow, Flow]) -> None:
     ],
 )
 def test_files_equal_those_of_an_undisturbed_flow(flows: tuple[Flow, Flow], pattern: str) -> None:
-    """By name: what an evaluation is called hangs on the history of its policy, which has times in it."""
+    """Artifacts by name. The fingerprint of an evaluation depends on its policy's history, which contains times."""
     alone, killed = (sorted((Path(path).name, data) for path, data in flow.files(pattern).items()) for flow in flows)
     assert alone == killed and alone
 

@@ -51,10 +51,10 @@ def free_port() -> int:
 
 def until(true: Callable[[], Any], said: Callable[[], str]) -> Any:
     deadline = time.monotonic() + PATIENCE
-    while not (found := true()):
+    while not (result := true()):
         assert time.monotonic() < deadline, said()
         time.sleep(0.2)
-    return found
+    return result
 
 
 def answers(url: str) -> bool:
@@ -89,8 +89,8 @@ class Node:
         }
 
     def find(self, kind: str, name: str) -> Object:
-        (found,) = [each for each in self.documents if (each["kind"], each["metadata"]["name"]) == (kind, name)]
-        return found
+        (result,) = [each for each in self.documents if (each["kind"], each["metadata"]["name"]) == (kind, name)]
+        return result
 
     def start(
         self,
@@ -198,7 +198,8 @@ def platform(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
-    """As the kubelet does: SIGKILL after the grace period, which Prefect's worker sometimes needs."""
+    """Stop a process as the kubelet does, with SIGKILL after the grace period, which Prefect's worker sometimes
+    needs."""
     process.terminate()
     with suppress(subprocess.TimeoutExpired):
         process.wait(30)

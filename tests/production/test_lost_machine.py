@@ -78,13 +78,13 @@ class WorkerNode:
         return max((json.loads(line)["step"] for line in lines if line.endswith("}")), default=0)
 
     def has_sent_a_checkpoint(self) -> bool:
-        """Whether the first one has arrived, and another step is done since."""
+        """True if the first checkpoint was sent, and another step was finished after it."""
         return self.steps_done() > SAVE_EVERY and f"sent the checkpoint of step {SAVE_EVERY} to" in self.said()
 
     def made(self, stage: str) -> Artifact:
         """The only artifact of `stage`."""
-        (found,) = [artifact for artifact in ArtifactStore(self.store) if artifact.kind == stage]
-        return found
+        (result,) = [artifact for artifact in ArtifactStore(self.store) if artifact.kind == stage]
+        return result
 
     def rollouts(self) -> dict[str, str]:
         """The digests of the steps' rollouts, by fingerprint."""
@@ -125,7 +125,7 @@ def weights(trained: Path) -> str:
 
 def played(store: Path, trained: Path) -> list[tuple[Any, ...]]:
     """Step, trajectory, task, reward and sampled tokens of each rollout that the training names."""
-    found: list[tuple[Any, ...]] = []
+    result: list[tuple[Any, ...]] = []
     for row in json.loads((trained / "lineage.json").read_text()):
         rollouts = ArtifactStore(store).find_digest(row["rollouts"])
         assert rollouts is not None
@@ -133,8 +133,8 @@ def played(store: Path, trained: Path) -> list[tuple[Any, ...]]:
         assert not outputs.failures
         for each in outputs.trajectories:
             sampled = [list(turn.completion_token_ids) for turn in each.turns]
-            found.append((row["step"], each.trajectory_id, each.task_id, each.reward, sampled))
-    return found
+            result.append((row["step"], each.trajectory_id, each.task_id, each.reward, sampled))
+    return result
 
 
 @pytest.fixture(scope="module")
@@ -165,25 +165,25 @@ def undisturbed(network: Network, platform: Platform) -> Iterator[Node]:
     began = time.monotonic()
     for name in ("tasks", "model"):
         node.run([*command, name, *more, f"--out={name}"], {**ONE_THREAD, **OFFLINE})
-    given = ["--input=tasks=tasks", "--input=model=model", "--out=trained"]
-    node.run([*command, "train-vlm", *more, *given], {**ONE_THREAD, **OFFLINE}, 900)
+    arguments = ["--input=tasks=tasks", "--input=model=model", "--out=trained"]
+    node.run([*command, "train-vlm", *more, *arguments], {**ONE_THREAD, **OFFLINE}, 900)
     print(f"trained undisturbed in {time.monotonic() - began:.0f} s")
     yield node
     node.stop()
 
 
 def test_second_machine_resumes_from_the_newest_sent_checkpoint(taken_up: TakenUp) -> None:
-    said, name = taken_up.taker.said(), f"train-vlm-{taken_up.trained.name}"
+    output, name = taken_up.taker.said(), f"train-vlm-{taken_up.trained.name}"
     assert re.search(rf"process \d+ on a since \S+ has begun the same work \({name}\)", said)
-    (fetched,) = re.findall(r"fetched the checkpoint of step (\d+) from", said)
+    (fetched,) = re.findall(r"fetched the checkpoint of step (\d+) from", output)
     (resumed,) = re.findall(r"resuming after step (\d+)", said)
     assert fetched == resumed and int(resumed) in range(SAVE_EVERY, STEPS, SAVE_EVERY)
 
 
 def test_every_planned_rollout_exists_exactly_once(taken_up: TakenUp, undisturbed: Node) -> None:
-    found = played(taken_up.taker.store, taken_up.trained)
-    assert len({trajectory for _, trajectory, *_ in found}) == len(found) == STEPS * GROUPS * MEMBERS
-    assert found == played(undisturbed.folder / ".armature/store", undisturbed.folder / "trained")
+    result = played(taken_up.taker.store, taken_up.trained)
+    assert len({trajectory for _, trajectory, *_ in result}) == len(result) == STEPS * GROUPS * MEMBERS
+    assert result == played(undisturbed.folder / ".armature/store", undisturbed.folder / "trained")
 
 
 def test_sent_rollouts_are_not_played_again(taken_up: TakenUp) -> None:

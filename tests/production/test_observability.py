@@ -48,7 +48,7 @@ def expressions() -> dict[str, str]:
 
 
 class Prometheus:
-    """What it scraped, by its HTTP API."""
+    """Scraped values, read over the HTTP API of Prometheus."""
 
     def __init__(self, folder: Path, target: str) -> None:
         port = free_port()
@@ -73,8 +73,8 @@ class Prometheus:
         """The result of a query, which is refused where PromQL is wrong."""
         answer = httpx.get(f"{self._url}/{path}", params=parameters, trust_env=False, timeout=60)
         assert answer.status_code == 200, answer.text
-        found: list[dict[str, Any]] = answer.json()["data"]["result"]
-        return found
+        result: list[dict[str, Any]] = answer.json()["data"]["result"]
+        return result
 
     def wait_until_ready(self) -> None:
         deadline = time.monotonic() + 120
@@ -92,7 +92,7 @@ class Prometheus:
 
 @dataclass(frozen=True)
 class Watched:
-    """What was seen of a training of a few steps, and when that began and ended."""
+    """Observations of a training of a few steps, with its start and end."""
 
     prometheus: Prometheus
     collector: Collector
@@ -163,5 +163,5 @@ def test_trace_collector_has_every_step_of_the_run(watched: Watched) -> None:
 
 
 def of_a_run(span: Any) -> bool:
-    """Whether it is one of Prefect's flow and task runs."""
+    """True if a span is one of Prefect's flow or task runs."""
     return any(each.key == "prefect.run.id" for each in span.attributes)

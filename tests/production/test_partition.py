@@ -55,9 +55,9 @@ def test_unreachable_server_is_removed_from_the_pool(network: Network) -> None:
     wait_for(lambda: "asked" in serving.tail(), asking, 60)
     with network.unplugged(server):
         assert asking.wait(MOST) == 0, asking.tail(60)
-    said = asking.tail(5)
-    print(said)
-    assert "connection_lost: " in said and f"http://{server.address}:8000" in said
+    output = asking.tail(5)
+    print(output)
+    assert "connection_lost: " in output and f"http://{server.address}:8000" in output
 
 
 def test_ranks_that_cannot_connect_name_the_address(network: Network, tmp_path: Path) -> None:

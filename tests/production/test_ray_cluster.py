@@ -63,8 +63,8 @@ class RayCluster:
 
     def players(self, module: str) -> dict[Node, list[psutil.Process]]:
         """The processes of `module` on each node that has any."""
-        found = {node: [each for each in _family(program) if _runs(each, module)] for node, program in self._nodes()}
-        return {node: processes for node, processes in found.items() if processes}
+        result = {node: [each for each in _family(program) if _runs(each, module)] for node, program in self._nodes()}
+        return {node: processes for node, processes in result.items() if processes}
 
     def kill_raylet(self, node: Node) -> None:
         (raylet,) = (each for each in _family(self._programs[node]) if each.name() == "raylet")
@@ -123,9 +123,11 @@ def serve(node: Node, recipe: str, model: Path) -> Program:
     machine = machine.model_copy(update={"server_python": ROOT / ".venv-vllm/bin/python"})
     command = server_command(model, inference, machine, port=8000, gpus=())
     command[command.index("--host") + 1] = node.address
-    given = server_environment(machine, api_key=KEY, gpus=(), deterministic=True)
+    arguments = server_environment(machine, api_key=KEY, gpus=(), deterministic=True)
     served = {"PYTHONPATH": str(ROOT / "components/inference/served")}
-    return node.start(command, {key: value for key, value in (given | served).items() if value is not None}, "vllm.log")
+    return node.start(
+        command, {key: value for key, value in (arguments | served).items() if value is not None}, "vllm.log"
+    )
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -184,9 +186,9 @@ def test_run_with_lost_server_node_has_the_weights_of_one_machine(ray_cluster: R
     _, alive = psutil.wait_procs(servers, timeout=60)
     assert not alive, "the server outlived its raylet"
     assert ended(run) == expected
-    said = run.tail(5000)
+    output = run.tail(5000)
     print(f"on the cluster after {time.monotonic() - began:.0f} s, the same weights")
-    assert "is removed from the pool" in said and "is back with version" in said
+    assert "is removed from the pool" in output and "is back with version" in output
     ray_cluster.add(lost)
 
 
@@ -216,7 +218,7 @@ def test_run_with_disconnected_rank_has_the_weights_of_one_machine(
     began, ranks = time.monotonic(), ray_cluster.players(RANK)
     assert len(ranks) == 2
     address = next(there.rglob("address.json")).read_text()
-    lost, gone = next(found for found in ranks.items() if f"{found[0].address}:" in address)
+    lost, gone = next(result for result in ranks.items() if f"{result[0].address}:" in address)
     with network.unplugged(lost):
         (there / CONTINUE).touch()
         assert run.wait(600) == 0, run.tail(60)
@@ -238,7 +240,7 @@ def test_run_with_lost_trainer_node_has_the_weights_of_one_machine(ray_cluster: 
     # All nodes see the store: ranks read batches and checkpoints there.
     run = start(ray_cluster.head, tmp_path / "placed", recipe, place, "trainer_nodes=2", python, "threads=1")
     wait_for(lambda: any(tmp_path.glob("placed/store/workspaces/train-vlm-*/history.jsonl")), run, 900)
-    lost, ranks = min(ray_cluster.players(RANK).items(), key=lambda found: found[0].name)
+    lost, ranks = min(ray_cluster.players(RANK).items(), key=lambda result: result[0].name)
     assert len(ray_cluster.players(RANK)) == 2
     ray_cluster.kill_raylet(lost)
     print(f"{lost.name} lost its raylet, and a rank, after {time.monotonic() - began:.0f} s")

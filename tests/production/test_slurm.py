@@ -127,7 +127,7 @@ class Cluster:
         return self.run(str(PYTHON), "-m", "armature", "submit", recipe, "--slurm", *words).strip()
 
     def job(self, number: str) -> dict[str, str]:
-        """What scontrol says of a job."""
+        """Fields of a job in the output of scontrol."""
         words = self.run("scontrol", "--oneliner", "show", "job", number).split()
         return dict(word.partition("=")[::2] for word in words)
 
@@ -234,7 +234,7 @@ def test_sbatch_receives_options_unchanged(cluster):
 
 
 def steps_done(store: Path) -> int:
-    """Of the training that runs."""
+    """Processes of the running training."""
     histories = list(store.glob("workspaces/train-vla-*/history.jsonl"))
     return len(histories[0].read_text().splitlines()) if histories else 0
 
@@ -249,8 +249,8 @@ def weights(store: Path) -> str:
 
 
 def raylet_of(node: Node) -> psutil.Process:
-    (found,) = (each for each in psutil.Process(node.pid).children(recursive=True) if each.name() == "raylet")
-    return found
+    (result,) = (each for each in psutil.Process(node.pid).children(recursive=True) if each.name() == "raylet")
+    return result
 
 
 @pytest.fixture(scope="module")

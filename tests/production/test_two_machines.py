@@ -23,8 +23,8 @@ BEGUN = 4
 
 def stored(training: Training) -> dict[tuple[str, str], str]:
     """The digests of the rollouts and batches in the store of a machine."""
-    found = {(each.kind, each.path.name): each.digest for each in ArtifactStore(training.store)}
-    return {key: digest for key, digest in found.items() if key[0] in ("rollouts", "batches")}
+    result = {(each.kind, each.path.name): each.digest for each in ArtifactStore(training.store)}
+    return {key: digest for key, digest in result.items() if key[0] in ("rollouts", "batches")}
 
 
 def test_two_machines_on_one_run_have_one_result(tmp_path: Path) -> None:
@@ -38,9 +38,9 @@ def test_two_machines_on_one_run_have_one_result(tmp_path: Path) -> None:
     assert [run.wait() for run in runs] == [0, 0], two.log.read_text()[-4000:]
 
     assert folder_digest(one.folder / "made") == folder_digest(two.folder / "made")
-    said = two.log.read_text()
-    assert "has begun the same work (train-vlm-" in said and re.search(r"resuming after step [369]", said)
-    assert (one.log.read_text() + said).count("another machine was first to make") >= 1  # at least the training
+    output = two.log.read_text()
+    assert "has begun the same work (train-vlm-" in output and re.search(r"resuming after step [369]", output)
+    assert (one.log.read_text() + output).count("another machine was first to make") >= 1  # at least the training
     assert stored(two) and stored(two).items() <= stored(one).items()  # both have trained on the same
     lineage, third = (
         json.loads((one.folder / "made/lineage.json").read_text()),
@@ -49,6 +49,6 @@ def test_two_machines_on_one_run_have_one_result(tmp_path: Path) -> None:
     assert [row["step"] for row in lineage if row["step"]] == list(range(1, STEPS + 1))
     for row in lineage:
         for name in row.keys() - {"step"}:
-            found = third.find_digest(row[name])
-            assert found is not None and found.digest == row[name], f"{name} of step {row['step']}"
+            result = third.find_digest(row[name])
+            assert result is not None and result.digest == row[name], f"{name} of step {row['step']}"
     assert not [path for path in (remote / "attempts").glob("*/*") if path.is_dir()]

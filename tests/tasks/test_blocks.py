@@ -45,5 +45,5 @@ def test_flow_reads_the_secret_block_of_a_reward():
         read_blocks(sections)
     Secret(value="sk-SecretOfABlock").save("judge-key")
     read_blocks(sections)
-    own = RewardSettings.model_validate(rewards[0]).own()
-    assert resolve({"api_key": own.api_key}, "reward judge") == {"api_key": "sk-SecretOfABlock"}
+    ours = RewardSettings.model_validate(rewards[0]).own()
+    assert resolve({"api_key": ours.api_key}, "reward judge") == {"api_key": "sk-SecretOfABlock"}

@@ -1,4 +1,4 @@
-"""Where MLflow's records are, and who may see what of that."""
+"""The place of MLflow's records and the access rights of its files."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def test_project_folder_may_have_any_name(tmp_path, monkeypatch):
     run = client().create_run(experiment_id("named"))
     (folder / "file.txt").write_text("kept")
     client().log_artifact(run.info.run_id, "file.txt", "a folder")
-    (kept,) = (folder / ".armature").rglob("file.txt")
-    assert kept.read_text() == "kept" and kept.parent.name == "a folder"
+    (saved,) = (folder / ".armature").rglob("file.txt")
+    assert saved.read_text() == "kept" and saved.parent.name == "a folder"
     assert [each.path for each in client().list_artifacts(run.info.run_id, "a folder")] == ["a folder/file.txt"]
     assert list(tmp_path.iterdir()) == [folder]
     assert (folder / ".armature/mlflow.db").stat().st_size > 10_000
@@ -72,7 +72,8 @@ def test_page_address_has_no_password(monkeypatch):
 
 @pytest.mark.slow
 def test_simultaneous_first_runs_create_one_database(tmp_path):
-    """As two commands in a fresh checkout: MLflow makes its tables in steps that no second process may meet."""
+    """Two commands start in a fresh checkout. MLflow creates its tables in steps that a second process must not
+    interrupt."""
     script = "from armature.tasks.mlflow_client import experiment_id; print(experiment_id('shared'))"
     environment = {name: value for name, value in os.environ.items() if name != "MLFLOW_TRACKING_URI"}
     environment["PYTHONPATH"] = str(Path(__file__).parents[2])
@@ -86,6 +87,6 @@ def test_simultaneous_first_runs_create_one_database(tmp_path):
         )
         for _ in range(3)
     ]
-    said = [start.communicate(timeout=280) for start in starts]
-    assert [start.returncode for start in starts] == [0, 0, 0], said[0][1].decode()[-2000:]
-    assert len({out for out, _ in said}) == 1
+    output = [start.communicate(timeout=280) for start in starts]
+    assert [start.returncode for start in starts] == [0, 0, 0], output[0][1].decode()[-2000:]
+    assert len({out for out, _ in output}) == 1

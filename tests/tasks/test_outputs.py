@@ -34,27 +34,29 @@ def evaluation(folder: Path, kinds: list[str]) -> Artifact:
 @settings(max_examples=25)
 @given(kinds=st.lists(st.sampled_from(KINDS), unique=True, min_size=1))
 def test_metric_names_of_kinds_and_parts_do_not_collide(tmp_path_factory, kinds):
-    found = numbers(evaluation(tmp_path_factory.mktemp("evaluation"), kinds))
-    assert sorted(value for name, value in found.items() if name.startswith("reward_parts/")) == list(range(len(kinds)))
-    assert sum(name.startswith("kinds/") and name.endswith("/episodes") for name in found) == len(kinds)
-    assert found["accuracy"] == 1.0 and found["episodes"] == len(kinds)
-    for name in found:
+    result = numbers(evaluation(tmp_path_factory.mktemp("evaluation"), kinds))
+    assert sorted(value for name, value in result.items() if name.startswith("reward_parts/")) == list(
+        range(len(kinds))
+    )
+    assert sum(name.startswith("kinds/") and name.endswith("/episodes") for name in result) == len(kinds)
+    assert result["accuracy"] == 1.0 and result["episodes"] == len(kinds)
+    for name in result:
         _validate_metric_name(name)
 
 
 def test_any_settings_key_becomes_an_mlflow_parameter():
     values = {"environment": {"args": {"columns": dict.fromkeys(KINDS, "x")}, "name": "colors"}}
-    found = flatten(values)
-    assert len(found) == len(KINDS) + 1 and found["environment.name"] == "colors"
-    assert found["environment.args.columns.mean"] == "x"
-    for name in found:
+    result = flatten(values)
+    assert len(result) == len(KINDS) + 1 and result["environment.name"] == "colors"
+    assert result["environment.args.columns.mean"] == "x"
+    for name in result:
         _validate_param_name(name)
 
 
 def test_similar_checkpoint_names_keep_separate_metrics(tmp_path):
     named = ["runs/a", "runs_a", "runs:a"]
     findings = [CheckpointResult(name, evaluation(tmp_path / str(n), ["all"])) for n, name in enumerate(named)]
-    found = _final_numbers(findings, {})
-    assert sum(name.endswith("/accuracy") and name.count("/") == 1 for name in found) == len(named)
-    for name in found:
+    result = _final_numbers(findings, {})
+    assert sum(name.endswith("/accuracy") and name.count("/") == 1 for name in result) == len(named)
+    for name in result:
         _validate_metric_name(name)

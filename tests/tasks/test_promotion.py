@@ -1,4 +1,4 @@
-"""What is behind `models:/NAME@candidate`: files that other programs load, and an artifact that runs find."""
+"""The candidate (`models:/NAME@candidate`): its files load in other programs, and runs find its artifact."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def trained(tmp_path) -> Artifact:
 
 
 def fill_with_another(folder: Path) -> None:
-    """What another machine has under the same path."""
+    """The same path on another machine."""
     (folder / "weights").write_text("others")
     write_manifest(folder, kind="train-vlm", kind_version=1, rows={}, drops={}, inputs={}, settings={})
 
@@ -79,8 +79,8 @@ def test_candidate_files_are_hard_links_that_load_elsewhere(trained, tracking, t
     with refused("checkpoint_not_here", name):
         checkpoint_artifact(name, model_settings(), here)
     another = Machine(store=str(tmp_path / "another"), remote_store=str(tmp_path / "remote"))
-    found = checkpoint_artifact(name, model_settings(), another)
-    assert found.digest == trained.digest and found.path.is_relative_to(tmp_path / "another")
+    result = checkpoint_artifact(name, model_settings(), another)
+    assert result.digest == trained.digest and result.path.is_relative_to(tmp_path / "another")
 
 
 @pytest.mark.parametrize("deployment", [*HOSTILE_NAMES, EVERY_CHARACTER])

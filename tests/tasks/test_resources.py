@@ -1,4 +1,4 @@
-"""What is left of disk and memory."""
+"""Free disk and memory, and the warnings about them."""
 
 from __future__ import annotations
 
@@ -32,8 +32,10 @@ def test_warns_once_until_the_resource_recovers():
     plenty = Free(disk=100 * GIB, disk_size=1000 * GIB, memory=8 * GIB, memory_size=16 * GIB)
     full = Free(disk=4 * GIB, disk_size=1000 * GIB, memory=8 * GIB, memory_size=16 * GIB)
     both = Free(disk=4 * GIB, disk_size=1000 * GIB, memory=GIB // 2, memory_size=16 * GIB)
-    said = [list(watch.warnings(each)) for each in (plenty, full, full, both, plenty, full)]
-    assert [len(lines) for lines in said] == [0, 1, 0, 1, 0, 1]
-    assert said[1][0].startswith("4.0 GiB of the store's disk are left") and said[3][0].startswith("0.5 of 16.0 GiB")
+    output = [list(watch.warnings(each)) for each in (plenty, full, full, both, plenty, full)]
+    assert [len(lines) for lines in output] == [0, 1, 0, 1, 0, 1]
+    assert output[1][0].startswith("4.0 GiB of the store's disk are left") and output[3][0].startswith(
+        "0.5 of 16.0 GiB"
+    )
     small = Free(disk=GIB, disk_size=10 * GIB, memory=GIB, memory_size=16 * GIB)
     assert not list(ResourceWatch().warnings(small))  # a tenth of a small disk

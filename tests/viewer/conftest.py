@@ -120,13 +120,13 @@ class Training:
         completions: Sequence[str],
         failures: Sequence[Failure] = (),
     ) -> list[Trajectory]:
-        said = [*completions, *["red"] * (len(rewards) - len(completions))]
+        output = [*completions, *["red"] * (len(rewards) - len(completions))]
         trajectories = [
             replace(
                 make_trajectory(f"{group}-{i:02d}", (self.image,), completion=text, reward=reward, group=group),
                 task_id="red",
             )
-            for i, (reward, text) in enumerate(zip(rewards, said, strict=True))
+            for i, (reward, text) in enumerate(zip(rewards, output, strict=True))
         ]
 
         def fill(folder: Path) -> None:

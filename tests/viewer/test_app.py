@@ -1,4 +1,4 @@
-"""Who may see the page, and what it answers."""
+"""Access to the viewer's page, and its answers."""
 
 from __future__ import annotations
 
@@ -164,9 +164,9 @@ def test_view_command_serves_the_page(training: Training) -> None:
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as program:
         assert program.stdout is not None
         address = program.stdout.readline().strip()
-        said = (training.root / RECORD).read_text()
+        output = (training.root / RECORD).read_text()
         assert viewer_address(training.root) == address.partition("?")[0]
-        assert address.partition("token=")[2] not in said
+        assert address.partition("token=")[2] not in output
         with announced(training.root, "http://127.0.0.1:1/"):  # another viewer of the same store
             assert viewer_address(training.root) == address.partition("?")[0]
         assert httpx.get(address, trust_env=False).status_code == 303
@@ -175,7 +175,7 @@ def test_view_command_serves_the_page(training: Training) -> None:
         _, errors = program.communicate(timeout=30)
     assert errors == ""
     assert viewer_address(training.root) is None and not (training.root / RECORD).exists()
-    (training.root / RECORD).write_text(said)  # as one that was killed leaves it
+    (training.root / RECORD).write_text(output)  # as one that was killed leaves it
     assert viewer_address(training.root) is None
     absent = subprocess.run([*command[:-1], "no-such-store"], capture_output=True, text=True)
     assert absent.returncode == 2

@@ -1,4 +1,4 @@
-"""What is searched is what the tables hold, whatever happens to them."""
+"""The search index equals the tables of the store, even when tables are damaged or replaced."""
 
 from __future__ import annotations
 

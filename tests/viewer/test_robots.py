@@ -79,12 +79,12 @@ def test_filters_episodes_by_outcome(client: TestClient, store: Path) -> None:
 
 def test_episode_document_has_every_answer(client: TestClient) -> None:
     row = episodes(client, "outcome=truncated")["rows"][0]
-    found = client.get(f"/api/runs/{RUN}/episodes/1/{row['episode_id']}").json()
-    assert found["outcome"] == "truncated" and found["language"] == "reach"
-    assert [each["value"] for each in found["answers"]] == [0.5, 0.375, 0.25]
-    assert [each["logprob"] for each in found["answers"]] == [2.0, 2.125, 2.25]
-    assert [each["advantage"] for each in found["answers"]] == [0.25, 1.25, 2.25]
-    (uri,) = found["answers"][0]["images"].values()
+    result = client.get(f"/api/runs/{RUN}/episodes/1/{row['episode_id']}").json()
+    assert result["outcome"] == "truncated" and result["language"] == "reach"
+    assert [each["value"] for each in result["answers"]] == [0.5, 0.375, 0.25]
+    assert [each["logprob"] for each in result["answers"]] == [2.0, 2.125, 2.25]
+    assert [each["advantage"] for each in result["answers"]] == [0.25, 1.25, 2.25]
+    (uri,) = result["answers"][0]["images"].values()
     assert client.get(uri).content.startswith(b"\x89PNG")
     assert client.get(f"/api/runs/{RUN}/episodes/1/unknown").status_code == 404
     assert client.get(f"/api/runs/{RUN}/episodes/9/{row['episode_id']}").status_code == 404
@@ -100,8 +100,8 @@ def test_pairs_videos_of_the_same_initial_state(client: TestClient, store: Path)
     assert whole.headers["content-type"] == "video/mp4" and whole.content[4:8] == b"ftyp"
     part = client.get(pairs[0]["before"]["uri"], headers={"Range": "bytes=4-7"})
     assert (part.status_code, part.content) == (206, b"ftyp")
-    own = client.get(f"/api/runs/{AFTER}/videos").json()["rows"]
-    assert [each["episode"] for each in own] == [0, 1, 2] and all(each["before"] is None for each in own)
+    ours = client.get(f"/api/runs/{AFTER}/videos").json()["rows"]
+    assert [each["episode"] for each in ours] == [0, 1, 2] and all(each["before"] is None for each in ours)
     for path in ("libero_spatial_0/eval_episode_9.mp4", "../results.parquet", "..%2f..%2fresults.parquet", "x.mp4"):
         assert client.get(f"/videos/{AFTER}/{path}").status_code == 404
     make_evaluation(store, "d" * 20, store / "other", True, filmed=1)
@@ -115,7 +115,7 @@ def tab(store: Path) -> Iterator[Any]:
 
 
 def wait_until(tab: Any, condition: str) -> None:
-    """Of all videos. The page's policy lets no script wait for it in the page."""
+    """State of all videos. The page's content policy forbids a waiting script in the page."""
     deadline = time.monotonic() + 20
     while not tab.evaluate(f"[...document.querySelectorAll('video')].every((each) => {condition})"):
         assert time.monotonic() < deadline, condition

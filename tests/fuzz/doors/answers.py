@@ -1,4 +1,4 @@
-"""What a model server answers: the pool's client asks a real HTTP server that answers with damage."""
+"""Replies of a model server: the pool's client calls a real HTTP server that sends damaged replies."""
 
 from __future__ import annotations
 

@@ -59,8 +59,8 @@ def door(folder: Path) -> Iterator[Attempt]:
         shutil.copytree(made, root)
         damage(root, rng)
         opened = ArtifactStore(root)
-        found = opened.find("made", KEY)
-        if found is None:
+        result = opened.find("made", KEY)
+        if result is None:
             return False
         now = content(opened.home("made", KEY))
         for name in whole.keys() | now.keys():

@@ -23,9 +23,9 @@ WEIGHTS = "model.safetensors"
 
 
 def facts(tensors: dict[str, torch.Tensor]) -> list[tuple[int, float]]:
-    """Of each tensor its size and sum, whatever it is called."""
-    kept = {tensor.data_ptr(): tensor for tensor in tensors.values() if tensor.is_floating_point()}
-    return sorted((tensor.numel(), float(tensor.double().nan_to_num().sum())) for tensor in kept.values())
+    """Size and sum of each tensor, without its name."""
+    saved = {tensor.data_ptr(): tensor for tensor in tensors.values() if tensor.is_floating_point()}
+    return sorted((tensor.numel(), float(tensor.double().nan_to_num().sum())) for tensor in saved.values())
 
 
 @contextmanager

@@ -22,27 +22,27 @@ TYPES = {"PNG": "image/png", "JPEG": "image/jpeg", "WEBP": "image/webp"}
 def seeds() -> list[tuple[bytes, str]]:
     """A small image in every mode that a format can hold, some with an orientation."""
     pixels = np.random.default_rng(0).integers(0, 256, (12, 9, 4), dtype=np.uint8)
-    found = []
+    result = []
     for kind, media_type in TYPES.items():
         for mode in ("RGB", "RGBA", "L", "LA", "P", "1", "I;16", "CMYK"):
             image = Image.fromarray(pixels, "RGBA").convert("I" if mode == "I;16" else mode)
             exif = Image.Exif()
-            exif[0x0112] = 1 + len(found) % 8
+            exif[0x0112] = 1 + len(result) % 8
             buffer = io.BytesIO()
             try:
                 image.save(buffer, kind, exif=exif)
             except (OSError, ValueError):  # not a mode of this format
                 continue
-            found.append((buffer.getvalue(), media_type))
-    return found
+            result.append((buffer.getvalue(), media_type))
+    return result
 
 
 @contextmanager
 def door(folder: Path) -> Iterator[Attempt]:
-    store, known = ImageStore(folder / "images"), seeds()
+    store, existing = ImageStore(folder / "images"), seeds()
 
     def attempt(rng: random.Random) -> bool:
-        data, media_type = rng.choice(known)
+        data, media_type = rng.choice(existing)
         if rng.random() < 0.1:
             media_type = rng.choice([*TYPES.values(), "image/gif", "", "text/html"])
         reference = store.put(EncodedImage(damaged_bytes(data, rng), media_type))

@@ -37,7 +37,7 @@ def check(dump: dict[str, Any]) -> bool:
 
 
 def contains(dump: Any, value: Any) -> bool:
-    """Whether what was given is there as it was given: True is not 1, "1" is not 1."""
+    """True if each value in the recipe has the type and value that was written: True is not 1, "1" is not 1."""
     return any(type(leaf) is type(value) and leaf == value for leaf in leaves(dump)) or (
         type(value) is int and any(type(leaf) is float and leaf == float(value) for leaf in leaves(dump))
     )

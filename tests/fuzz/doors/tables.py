@@ -84,16 +84,16 @@ KINDS: tuple[Kind, ...] = (
 
 
 def text_of(value: Any, kind: pa.DataType | None) -> str | None:
-    """How a scalar is to be shown, written without the project's function; None: its row cannot be shown."""
+    """Expected text of a scalar, computed without the project's function; None if its row cannot be shown."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, float | np.floating) and math.isfinite(value):
         if value == int(value) and abs(value) < 1e15:
             return str(int(value))
-        own = {pa.float16(): np.float16, pa.float32(): np.float32}.get(kind, np.float64)
-        mantissa, _, exponent = np.format_float_scientific(own(value), trim="-").partition("e")
+        ours = {pa.float16(): np.float16, pa.float32(): np.float32}.get(kind, np.float64)
+        mantissa, _, exponent = np.format_float_scientific(ours(value), trim="-").partition("e")
         if -7 < int(exponent) < 21:
-            return np.format_float_positional(own(value), trim="-")
+            return np.format_float_positional(ours(value), trim="-")
         return f"{mantissa}e{int(exponent):+d}"
     if isinstance(value, Decimal):
         return format(value, "f").rstrip("0").rstrip(".") if "." in format(value, "f") else str(value)

@@ -39,8 +39,8 @@ def door(folder: Path) -> Iterator[Attempt]:
                 answer.set_result(None)
                 return
             seen.append(command)
-            known = isinstance(command, dict) and command.get("name") == "score"
-            answer.set_result([]) if known else answer.set_exception(DataError("no such command"))
+            existing = isinstance(command, dict) and command.get("name") == "score"
+            answer.set_result([]) if existing else answer.set_exception(DataError("no such command"))
 
     url = front.start()
     port = int(url.rpartition(":")[2])

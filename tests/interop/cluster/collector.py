@@ -44,7 +44,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(traces.ExportTraceServiceResponse().SerializeToString())
 
     def log_message(self, format: str, *args: object) -> None:
-        """What arrived is kept."""
+        """The spans that arrived."""
 
 
 @contextmanager

@@ -58,8 +58,8 @@ def test_artifact_with_images_needs_one_request_per_file(tmp_path, server):
     time.sleep(0.2)
     # its files, the table and the manifest; the archive, the digest, the marker, the trial of the condition; the bucket
     assert server.requests("PUT") == FILES + 2 + 4 + 1
-    found = two.find_digest(made.digest)
-    assert found is not None and found.digest == made.digest
+    result = two.find_digest(made.digest)
+    assert result is not None and result.digest == made.digest
     assert {path.name for path in one.images.glob("??/*")} == {path.name for path in two.images.glob("??/*")}
 
 
@@ -73,9 +73,9 @@ def test_sent_checkpoint_is_removed_after_the_stage(tmp_path, server):
         one.send_checkpoint("stage", "f2", checkpoint)
         one._senders["stage-f2"].join()
     two.begin("stage", "f2", afresh=False)
-    found = two.workspace("stage", "f2") / "trainer/checkpoints"
-    assert [path.name for path in found.iterdir()] == ["step-000004"]
-    assert (found / "step-000004/tensors/0").read_bytes() == bytes([4]) * 2**24
+    result = two.workspace("stage", "f2") / "trainer/checkpoints"
+    assert [path.name for path in result.iterdir()] == ["step-000004"]
+    assert (result / "step-000004/tensors/0").read_bytes() == bytes([4]) * 2**24
     sent = [name.removeprefix("prefix/attempts/stage-f2/") for name in server.names() if "/attempts/stage-f2/" in name]
     assert len(sent) == 4 and {"000001.json", "000001/newest.json", "000002.json"} < set(sent)
     one.finish("stage", "f2")
@@ -119,8 +119,8 @@ def test_machines_that_finish_together_have_one_result(tmp_path, server):
         machine.stdin.write("\n")
         machine.stdin.flush()
     digests = [machine.communicate(timeout=120)[0].splitlines()[-1] for machine in machines]
-    found = ArtifactStore(tmp_path / "another", URL).find("stage", "f5")
-    assert found is not None and digests == [found.digest] * 4
+    result = ArtifactStore(tmp_path / "another", URL).find("stage", "f5")
+    assert result is not None and digests == [result.digest] * 4
     copies = {name.split("/")[3] for name in server.names() if name.startswith("prefix/stage/f5/")}
     assert len(copies) == 2  # one of them, and the marker
 
@@ -162,44 +162,44 @@ def test_denied_request_is_named(tmp_path, monkeypatch):
         # From here on, the server looks at rights.
         headers = {"Content-Type": "text/plain"}
         urlopen(Request(f"{server.url}/moto-api/reset-auth", data=b"0", headers=headers, method="POST"))
-        for name, (_, said) in ACCOUNTS.items():
+        for name, (_, output) in ACCOUNTS.items():
             monkeypatch.setenv("AWS_ACCESS_KEY_ID", keys[name]["AccessKeyId"])
             monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", keys[name]["SecretAccessKey"])
             S3FileSystem.clear_instance_cache()
-            with pytest.raises(StoreError, match=f"these credentials do not allow it.*{said}"):
+            with pytest.raises(StoreError, match=f"these credentials do not allow it.*{output}"):
                 ArtifactStore(tmp_path / name, URL).begin("stage", "f1", afresh=False)
     S3FileSystem.clear_instance_cache()
 
 
 @pytest.mark.parametrize(
-    ("url", "endpoint", "said"),
+    ("url", "endpoint", "output"),
     [
         ("s3://bucket/prefix", "http://127.0.0.1:9", "does not answer.*Could not connect to the endpoint"),
         ("s3://bucket/prefix", "127.0.0.1:9", "Invalid endpoint(?s:.*)AWS_ENDPOINT_URL"),
         ("s3://Bucket!/prefix", None, "Invalid bucket name"),
     ],
 )
-def test_invalid_store_address_is_an_error(tmp_path, server, monkeypatch, url, endpoint, said):
+def test_invalid_store_address_is_an_error(tmp_path, server, monkeypatch, url, endpoint, output):
     monkeypatch.setattr(remote_folder, "RETRY_WAITS_S", ())
     if endpoint:
         monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
     S3FileSystem.clear_instance_cache()
-    with pytest.raises(StoreError, match=said):
+    with pytest.raises(StoreError, match=output):
         ArtifactStore(tmp_path, url).find("stage", "f1")
     S3FileSystem.clear_instance_cache()
 
 
 def test_s3_outage_delays_uploads(tmp_path, server, monkeypatch):
-    said: list[str] = []
+    output: list[str] = []
     monkeypatch.setattr(remote_folder, "RETRY_WAITS_S", (0.1,))
     server.stop()
-    store = ArtifactStore(tmp_path / "one", URL, say=said.append)
+    store = ArtifactStore(tmp_path / "one", URL, say=output.append)
     made = store.write("stage", "f4", table(ImageStore(store.images), 3))
-    assert said[-1].startswith("warning: not sent")
+    assert output[-1].startswith("warning: not sent")
     with pytest.raises(StoreError, match="does not answer"):
         store.send_waiting()
     server.start()
     later = ArtifactStore(tmp_path / "one", URL)
     later.send_waiting()
-    found = ArtifactStore(tmp_path / "two", URL).find("stage", "f4")
-    assert found is not None and found.digest == made.digest
+    result = ArtifactStore(tmp_path / "two", URL).find("stage", "f4")
+    assert result is not None and result.digest == made.digest

@@ -1,4 +1,4 @@
-"""What a run under a worker sends to a receiver of OpenTelemetry's protocol."""
+"""A run under a worker sends its spans to an OTLP receiver."""
 
 from __future__ import annotations
 

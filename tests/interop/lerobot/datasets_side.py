@@ -34,7 +34,7 @@ def write(root: Path, out: Path) -> None:
     }
     dataset = LeRobotDataset.create("test/theirs", fps=10, features=features, root=root, robot_type="panda")
     rng = np.random.default_rng(0)
-    kept: dict[str, list[np.ndarray]] = {name: [] for name in features}
+    saved: dict[str, list[np.ndarray]] = {name: [] for name in features}
     for number, length in enumerate(LENGTHS):
         for step in range(length):
             frame = {
@@ -44,25 +44,26 @@ def write(root: Path, out: Path) -> None:
                 "observation.images.wrist": np.full((64, 64, 3), 20 + 15 * step + 5 * number, np.uint8),
             }
             for name, value in frame.items():
-                kept[name].append(value)
+                saved[name].append(value)
             dataset.add_frame({**frame, "task": f"task {number}"})
         dataset.save_episode()
     dataset.finalize()
-    np.savez(out, **{name: np.stack(values) for name, values in kept.items()})
+    np.savez(out, **{name: np.stack(values) for name, values in saved.items()})
 
 
 def statistics(root: Path, out: Path) -> None:
-    """By lerobot's own script, without its upload; seconds of CPU, and those of reading every item alone."""
+    """Statistics of lerobot's own script without its upload, with CPU seconds in total and for reading the items
+    alone."""
     dataset = LeRobotDataset("test/small", root=root, video_backend="pyav")
     began, cpu = time.perf_counter(), time.process_time()
-    found = compute_quantile_stats_for_dataset(dataset)
+    result = compute_quantile_stats_for_dataset(dataset)
     seconds, cpu_seconds = time.perf_counter() - began, time.process_time() - cpu
     cpu = time.process_time()
     for index in range(len(dataset)):
         dataset[index]
     reading = time.process_time() - cpu
     entries = {
-        name: {stat: np.asarray(value).tolist() for stat, value in entry.items()} for name, entry in found.items()
+        name: {stat: np.asarray(value).tolist() for stat, value in entry.items()} for name, entry in result.items()
     }
     times = {"seconds": seconds, "cpu_seconds": cpu_seconds, "reading_cpu_seconds": reading}
     out.write_text(json.dumps({**times, "stats": entries}))

@@ -23,25 +23,25 @@ def channels_last(images: np.ndarray) -> np.ndarray:
 
 def test_lerobot_reads_what_we_write(written, datasets_side, tmp_path):
     datasets_side("read", written[0], tmp_path / "read.npz")
-    found = np.load(tmp_path / "read.npz")
+    result = np.load(tmp_path / "read.npz")
     windows = {"action": [0.0, 0.1, 0.2], "observation.state": [-0.1, 0.0], "observation.images.wrist": [-0.1, 0.0]}
     frames = FrameReader(open_dataset(written[0]), DownloadCache.standard())
     items = [frames.item(index, windows) for index in range(sum(LENGTHS))]
-    assert found["episodes"].tolist() == list(LENGTHS)
-    assert found["task"].tolist() == [item["task"] for item in items]
+    assert result["episodes"].tolist() == list(LENGTHS)
+    assert result["task"].tolist() == [item["task"] for item in items]
     for name in set(items[0]) - {"task"}:
         ours = np.stack([item[name] for item in items])
         if ".images." in name and not name.endswith("_is_pad"):
-            np.testing.assert_array_equal(channels_last(found[name]), ours)
+            np.testing.assert_array_equal(channels_last(result[name]), ours)
         else:
-            np.testing.assert_array_equal(found[name].reshape(ours.shape), ours)
-    assert set(found.files) - set(items[0]) == {"episodes"}
+            np.testing.assert_array_equal(result[name].reshape(ours.shape), ours)
+    assert set(result.files) - set(items[0]) == {"episodes"}
 
 
 def test_we_read_what_lerobot_writes(datasets_side, tmp_path):
     root = tmp_path / "theirs"
     datasets_side("write", root, tmp_path / "written.npz")
-    kept = np.load(tmp_path / "written.npz")
+    saved = np.load(tmp_path / "written.npz")
     dataset = open_dataset(root)
     assert [episode.length for episode in dataset.episodes] == [6, 9]
     assert dict(dataset.tasks) == {0: "task 0", 1: "task 1"}
@@ -49,9 +49,9 @@ def test_we_read_what_lerobot_writes(datasets_side, tmp_path):
     for index in range(15):
         item = frames.item(index, {})
         for name in ("observation.state", "action", "observation.images.front"):
-            np.testing.assert_array_equal(item[name], kept[name][index])
+            np.testing.assert_array_equal(item[name], saved[name][index])
         wrist = item["observation.images.wrist"].astype(int)
-        assert np.abs(wrist - kept["observation.images.wrist"][index]).max() <= 6  # a step of time is 15
+        assert np.abs(wrist - saved["observation.images.wrist"][index]).max() <= 6  # a step of time is 15
         assert item["task"] == f"task {int(index >= 6)}" and item["index"] == index
 
 

@@ -71,19 +71,19 @@ def policy(tmp_path_factory) -> LoadedPolicy:
 def ask_lerobot(
     side: Side, order: str, folder: Path, observation: RobotObservation, *more: str | Path
 ) -> NDArray[np.float32]:
-    given, answer = folder.parent / "observation.npz", folder.parent / "answer.npy"
+    arguments, answer = folder.parent / "observation.npz", folder.parent / "answer.npy"
     facts = {"chunk_size": SETTINGS.chunk_size, "action_dimensions": 7, "statistics": STATISTICS}
     np.savez(
-        given,
+        arguments,
         cameras=np.array(list(observation.images)),
         state=observation.state,
         task=observation.task,
         facts=json.dumps(facts),
         **observation.images,
     )
-    side(order, folder, given, answer, *more)
-    found: NDArray[np.float32] = np.load(answer)
-    return found
+    side(order, folder, arguments, answer, *more)
+    result: NDArray[np.float32] = np.load(answer)
+    return result
 
 
 def answer(loaded: LoadedPolicy, observation: RobotObservation) -> NDArray[np.float32]:

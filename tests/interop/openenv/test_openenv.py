@@ -133,8 +133,8 @@ def test_answer_of_a_wrong_type_gets_the_invalid_reward(server, answer):
 def test_action_is_parsed_from_json(server):
     with served(base_url=server, action="json", extract="</think>") as environment:
         task = first(environment)
-        said = 'Perhaps {"color": "red"}?</think>I say {"color": "%s"}.'
-        (outcome,) = asyncio.run(play(environment, task, lambda shown: said % color_of(shown)))
+        output = 'Perhaps {"color": "red"}?</think>I say {"color": "%s"}.'
+        (outcome,) = asyncio.run(play(environment, task, lambda shown: output % color_of(shown)))
         assert outcome.reward_parts == {"reward": 1.0}
         for nothing in ("red", '{"color": "red"}', '</think>{"colour": "red"}', "</think>{"):
             (outcome,) = asyncio.run(play(environment, task, lambda _, nothing=nothing: nothing))  # type: ignore[misc]

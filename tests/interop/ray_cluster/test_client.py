@@ -41,8 +41,8 @@ places.close()
 
 
 def test_ray_starts_workers_and_programs(ray_cluster, cluster, tmp_path):
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        port = found.getsockname()[1]
+    with socket.create_server(("127.0.0.1", 0)) as result:
+        port = result.getsockname()[1]
     path = {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     command = [sys.executable, "-m", "ray.util.client.server", f"--address={ray_cluster.address}", f"--port={port}"]
     server = Program([*command, "--host=127.0.0.1", "--mode=legacy"], log=tmp_path / "server.log", env=path)

@@ -36,8 +36,8 @@ def documents(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def ray_cluster_object(documents: list[dict[str, Any]]) -> dict[str, Any]:
-    (found,) = (each for each in documents if each["kind"] == "RayCluster")
-    return found
+    (result,) = (each for each in documents if each["kind"] == "RayCluster")
+    return result
 
 
 def groups(made: dict[str, Any]) -> list[dict[str, Any]]:
@@ -71,9 +71,9 @@ def test_ray_accepts_the_manifest(ray_cluster_object):
 
 
 def test_manifest_parameters_are_ray_start_options(ray_cluster_object):
-    known = {option.removeprefix("--") for parameter in start.params for option in parameter.opts}
-    given = {name for group in groups(ray_cluster_object) for name in group["rayStartParams"]}
-    assert given and given <= known
+    existing = {option.removeprefix("--") for parameter in start.params for option in parameter.opts}
+    arguments = {name for group in groups(ray_cluster_object) for name in group["rayStartParams"]}
+    assert arguments and arguments <= existing
 
 
 def test_network_policies_connect_runs_cluster_and_servers(documents, ray_cluster_object):

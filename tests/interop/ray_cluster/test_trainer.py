@@ -35,7 +35,7 @@ if "RANK" in os.environ:
     with open(os.path.join(os.path.dirname(__file__), "rank-" + os.environ["RANK"]), "w") as file:
         json.dump({name: os.environ.get(name) for name in names}, file)
 """
-"""What Python runs before any program."""
+"""Text of a `sitecustomize` module, which Python runs before any program."""
 
 
 @pytest.fixture
@@ -52,14 +52,14 @@ def machine(address: str, bundle: Mapping[str, Any], python_path: str, **facts: 
 
 
 def ranks_on(node: Any) -> list[psutil.Process]:
-    """Those that run on this node of Ray."""
+    """Processes that run on this Ray node."""
     raylet = psutil.Process(node.all_processes["raylet"][0].process.pid)
-    found = []
+    result = []
     for process in raylet.children(recursive=True):
         with suppress(psutil.NoSuchProcess):
             if process.cmdline()[1:3] == ["-m", "armature.components.training.service"]:
-                found.append(process)
-    return found
+                result.append(process)
+    return result
 
 
 @pytest.fixture
@@ -107,18 +107,18 @@ def test_ranks_on_two_nodes_survive_a_lost_node(ray_cluster, nodes, tmp_path, py
 def test_each_rank_has_its_own_gpu(ray_cluster, tmp_path, python_path):
     """Ray counts GPUs that it is told of; the ranks end for want of them, after they said which they were given."""
     node = ray_cluster.add_node(num_cpus=2, num_gpus=4, resources={"cards": 2})
-    said = tmp_path / "said"
-    said.mkdir()
-    (said / "sitecustomize.py").write_text(SAYS_ITS_DEVICE)
+    output = tmp_path / "said"
+    output.mkdir()
+    (output / "sitecustomize.py").write_text(SAYS_ITS_DEVICE)
     bundle = {"num_gpus": 2, "resources": {"cards": 1}}
     facts = {"trainer_nodes": 2, "trainer_processes": 2}
-    placed = machine(ray_cluster.address, bundle, f"{said}:{python_path}", **facts)
+    placed = machine(ray_cluster.address, bundle, f"{output}:{python_path}", **facts)
     with (
         pytest.raises(ArmatureError, match=r"(?i)cuda|nvidia"),
         LinearClient(LinearTraining(), placed, tmp_path / "trainer"),
     ):
         raise AssertionError("there are no GPUs")
-    ranks = [json.loads(file.read_text()) for file in said.glob("rank-*")]
+    ranks = [json.loads(file.read_text()) for file in output.glob("rank-*")]
     devices = {int(each["RANK"]): each["CUDA_VISIBLE_DEVICES"].split(",")[int(each["LOCAL_RANK"])] for each in ranks}
     assert devices.keys() == {0, 1, 2, 3} and sorted(devices.values()) == ["0", "1", "2", "3"]
     ray_cluster.remove_node(node)

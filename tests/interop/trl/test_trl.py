@@ -25,7 +25,7 @@ def test_both_sides_of_the_step_benchmark_do_equal_work():
         named = [norm for (_, way), norm in norms.items() if case in way.split(",")]
         assert len(named) == 4 and max(named) < 1.005 * min(named)
     rows = step_gpu.rows_of(taken)
-    assert [(row["case"], row["kept"]) for row in rows] == [(case, kept) for case in cases for kept in (False, True)]
+    assert [(row["case"], row["kept"]) for row in rows] == [(case, saved) for case in cases for saved in (False, True)]
     assert all(row["computed"] < row["trl_computed"] for row in rows)
 
 
@@ -39,5 +39,5 @@ def test_both_sides_of_a_small_step_run(monkeypatch):
 def test_trl_side_of_the_whole_step_runs(way, tmp_path, monkeypatch):
     monkeypatch.setattr(rl_step_gpu, "STEPS", 1)
     question = rl_step_gpu.checkpoint(tmp_path / "model")
-    found = rl_step_gpu.measured(way, tmp_path / "model", question, 0)
-    assert len(found["seconds"]) == len(found["sampled"]) == 1 and all(found["norms"])
+    result = rl_step_gpu.measured(way, tmp_path / "model", question, 0)
+    assert len(result["seconds"]) == len(result["sampled"]) == 1 and all(result["norms"])

@@ -156,8 +156,8 @@ def test_one_shot_contents_become_lists():
 
     once = Message(content=[{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]).content
     assert not isinstance(once, list)
-    kept = materialized({"prompt": [{"content": once}]})
-    assert [list(kept["prompt"][0]["content"]) for _ in range(2)] == [
+    saved = materialized({"prompt": [{"content": once}]})
+    assert [list(saved["prompt"][0]["content"]) for _ in range(2)] == [
         [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     ] * 2
     assert materialized({"a": "text", "b": b"bytes", "c": (1, 2)}) == {"a": "text", "b": b"bytes", "c": [1, 2]}

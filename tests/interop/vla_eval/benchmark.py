@@ -17,7 +17,7 @@ from vla_eval.benchmarks.base import StepBenchmark, StepResult
 
 STEPS = 6
 played: list[dict[str, list[list[float]]]] = []
-"""Of each run the actions of its episodes, by task and number."""
+"""Actions of the episodes of each run, by task and number."""
 
 
 def seen(task: str, episode: int, step: int) -> dict[str, Any]:

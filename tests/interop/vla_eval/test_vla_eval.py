@@ -42,7 +42,7 @@ def bridge(url: str, log: Path, batch: int) -> Iterator[str]:
         address = f"127.0.0.1:{free.getsockname()[1]}"
     command = [PYTHON, BRIDGE, "--args.url", url, "--address", address, "--args.max_batch_size", str(batch)]
     environment = {**os.environ, "ARMATURE_POLICY_KEY": KEY}
-    with log.open("w") as said, subprocess.Popen(command, env=environment, stdout=said, stderr=said) as process:
+    with log.open("w") as output, subprocess.Popen(command, env=environment, stdout=output, stderr=output) as process:
         try:
             deadline = time.monotonic() + 60
             while True:
@@ -67,7 +67,7 @@ def evaluated(url: str, runs: int) -> dict[str, Any]:
 
 
 def expected(policy: MolmoAct2Policy, task: str, episode: int) -> list[list[float]]:
-    """What the policy itself answers to what the benchmark shows, chunk after chunk."""
+    """Actions that the policy predicts for the benchmark's observations, chunk after chunk."""
     actions: list[list[float]] = []
     while len(actions) < 6:
         step = len(actions)
@@ -85,8 +85,8 @@ def expected(policy: MolmoAct2Policy, task: str, episode: int) -> list[list[floa
 def test_benchmark_executes_the_policy_actions(policy, tmp_path, batch, runs):
     with running(policy) as server, bridge(server.url, tmp_path / "log", batch) as url:
         answer = evaluated(url, runs)
-    own = {f"{task}/{k}": expected(policy, task, k) for task in ("put the bowl away", "wait") for k in range(2)}
-    assert answer["played"] == [own] * runs
+    ours = {f"{task}/{k}": expected(policy, task, k) for task in ("put the bowl away", "wait") for k in range(2)}
+    assert answer["played"] == [ours] * runs
     assert answer["result"]["mean_success"] == 1.0, answer["result"]
 
 

@@ -11,18 +11,18 @@ class Guess(vf.MultiTurnEnv):
         self.fail, self.rewrite, self.lenient = fail, rewrite, lenient
 
     async def env_response(self, messages, state, **kwargs):
-        said = messages[-1]["content"]
+        output = messages[-1]["content"]
         if self.fail:
             raise vf.ToolError("the game has crashed")
         if self.rewrite:
             messages[0]["content"] = "Something else."
-        if said == state["answer"]:
+        if output == state["answer"]:
             end = [{"role": "user", "content": "Right."}]
             state["final_env_response"] = end
             return end
-        if self.lenient and not said.strip().isdigit():
+        if self.lenient and not output.strip().isdigit():
             return [{"role": "user", "content": "That is not a number."}]
-        hint = "more" if int(said) < int(state["answer"]) else "less"
+        hint = "more" if int(output) < int(state["answer"]) else "less"
         parts = [
             {"type": "text", "text": hint},
             {"type": "image_url", "image_url": {"url": image("red" if hint == "more" else "blue", 16)}},
