@@ -62,4 +62,7 @@ def test_show_marks_values_of_the_command_line():
 
 def test_show_describe_puts_descriptions_above_values():
     lines = recipe_text("train-vlm/colors", describe=True).splitlines()
-    assert lines[lines.index("warmup_steps = 0") - 1] == "# Number of first updates over which the learning rates rise linearly from 0."
+    assert (
+        lines[lines.index("warmup_steps = 0") - 1]
+        == "# Number of steps over which learning rates rise linearly from 0."
+    )
