@@ -163,9 +163,7 @@ def test_run_with_killed_raylet_has_the_weights_of_one_machine(
     print(f"{recipe}: on the cluster after {time.monotonic() - began:.0f} s, the same weights")
     if server is not None:
         assert "is collected again" in run.tail(5000)
-        assert not list((tmp_path / "remote/rollout-shards").glob("*/*")) and any(
-            (tmp_path / "remote/images").iterdir()
-        )
+        assert not list((tmp_path / "remote/rollout-shards").glob("*/*"))
         server.stop()
     ray_cluster.add(lost)
 

@@ -194,8 +194,12 @@ class PlacedProgram:
 
     def _refuse_waiting(self, ray: Any, stopped: threading.Event, end: float) -> None:
         self._refuse_stopped(stopped)
+        alive = [node for node in ray.nodes() if node["Alive"]]
+        # A driver whose own raylet died is not ended by Ray, and nothing that it asks for is ever placed.
+        if ray.get_runtime_context().get_node_id() not in {node["NodeID"] for node in alive}:
+            raise self._failed("the Ray node that this run is on was lost", where="machine.cluster")
         if time.monotonic() > end:
-            bundle, alive = self._places.bundle, [node for node in ray.nodes() if node["Alive"]]
+            bundle = self._places.bundle
             free = {key: value for key, value in ray.available_resources().items() if "node:" not in key}
             raise ConfigurationError(
                 f"the cluster had no room for {bundle.WHAT} within {self._places.cluster.start_timeout:g} s: that "
