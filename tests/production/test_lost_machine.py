@@ -174,9 +174,9 @@ def undisturbed(network: Network, platform: Platform) -> Iterator[Node]:
 
 def test_second_machine_resumes_from_the_newest_sent_checkpoint(taken_up: TakenUp) -> None:
     output, name = taken_up.taker.said(), f"train-vlm-{taken_up.trained.name}"
-    assert re.search(rf"process \d+ on a since \S+ has begun the same work \({name}\)", said)
+    assert re.search(rf"process \d+ on a since \S+ has begun the same work \({name}\)", output)
     (fetched,) = re.findall(r"fetched the checkpoint of step (\d+) from", output)
-    (resumed,) = re.findall(r"resuming after step (\d+)", said)
+    (resumed,) = re.findall(r"resuming after step (\d+)", output)
     assert fetched == resumed and int(resumed) in range(SAVE_EVERY, STEPS, SAVE_EVERY)
 
 
