@@ -72,7 +72,7 @@ def test_answers_equal_the_policy_for_requested_or_counted_seeds(server: Running
     assert second["server_timing"].keys() == {"infer_ms", "wait_ms", "prev_total_ms"}
 
 
-def test_200_malformed_messages_get_errors_and_do_not_break_the_connection(
+def test_malformed_messages_get_errors_and_do_not_break_the_connection(
     server: Running, policy: MolmoAct2Policy
 ) -> None:
     assert len(MALFORMED) >= 200

@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
+from armature.components.contracts.robots import PreviousActions, RobotObservation
 from tests.robots.policies.plain import policy_settings
 
 HIDDEN, HEADS, KEY_HEADS, HEAD, LAYERS, MLP = 16, 4, 2, 6, 2, 20
@@ -220,6 +221,14 @@ def write_released(folder: Path, seed: int = 0, shards: int = 1) -> Path:
 
 def write(file: Path, document: Any) -> None:
     file.write_text(json.dumps(document))
+
+
+def observe(number: int, previous: PreviousActions | None = None) -> RobotObservation:
+    """Return random images and state, and one of three tasks."""
+    rng = np.random.default_rng(number)
+    images = {camera: rng.integers(0, 256, (40, 50, 3), np.uint8) for camera in CAMERAS}
+    tasks = ("Put the bowl away.", "Open the top drawer of the cabinet", "wait")
+    return RobotObservation(images, rng.uniform(-1, 1, 8).astype(np.float32), tasks[number % 3], previous)
 
 
 SETTINGS = policy_settings(

@@ -123,10 +123,12 @@ def test_invalid_tokens_return_an_error(fitted: ActionTokens) -> None:
     ):
         decoded = fitted.decode(ids, HORIZON, DIMENSIONS)
         assert decoded.actions is None and decoded.error is not None and shown in decoded.error
-    # Only the first byte of a character of two bytes.
+
+
+def test_tokens_of_half_a_character_return_an_error() -> None:
     wide = ActionTokens.fit([np.full((2, 1), 20, np.float32), np.full((2, 1), -20, np.float32)], 400, SCALE)
-    cut = wide.tokenizer.encode(chr(0xE9)).ids[:1]
-    assert wide.decode(cut, 1, 1).actions is None
+    first_byte = wide.tokenizer.encode(chr(0xE9)).ids[:1]
+    assert wide.decode(first_byte, 1, 1).actions is None
 
 
 def test_rejects_missing_files_small_vocabulary_and_no_chunks(tmp_path: Path) -> None:

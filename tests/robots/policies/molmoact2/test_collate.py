@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -106,14 +108,21 @@ def test_batch_without_labels_and_actions_has_none() -> None:
     assert batch.to("cpu").examples == 2
 
 
-def test_rejects_empty_batches_and_examples_that_differ() -> None:
+@pytest.mark.parametrize(
+    ("changes", "shown"),
+    [
+        ({"labels": None}, ["labels"]),
+        ({"actions": None}, ["actions"]),
+        ({"actions": np.zeros((2, WIDTH), np.float32)}, ["actions", (2, 3), (4, 3)]),
+    ],
+    ids=["labels", "actions", "horizon"],
+)
+def test_rejects_examples_that_differ(changes: dict[str, Any], shown: list[object]) -> None:
     one = example(5, 1, 0)
-    for other, values in (
-        (replace(one, labels=None), ("labels",)),
-        (replace(one, actions=None), ("actions",)),
-        (replace(one, actions=np.zeros((2, WIDTH), np.float32)), ("actions", (2, 3), (4, 3))),
-    ):
-        with refused("examples_differ", *values):
-            pack([one, other], [[0, 1]], 8, PAD)
+    with refused("examples_differ", *shown):
+        pack([one, replace(one, **changes)], [[0, 1]], 8, PAD)
+
+
+def test_rejects_empty_batch() -> None:
     with refused("empty_batch"):
         collate([], "left", 8, PAD)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from armature.components.contracts.robots import PreviousActions, RobotObservation
+from armature.components.contracts.robots import PreviousActions
 from armature.components.robots.policies.molmoact2.modeling.flow import guided_velocity, prefix_weights
 from armature.components.robots.policies.molmoact2.policy import MolmoAct2Policy
 from tests.refusals import refused
@@ -73,12 +73,6 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> MolmoAct2Policy:
     return MolmoAct2Policy(loaded.model, loaded.processor(), settings, "continuous", rows=4)
 
 
-def observe(number: int, previous: PreviousActions | None = None) -> RobotObservation:
-    rng = np.random.default_rng(number)
-    images = {camera: rng.integers(0, 256, (40, 50, 3), np.uint8) for camera in released.CAMERAS}
-    return RobotObservation(images, rng.uniform(-1, 1, 8).astype(np.float32), "put the bowl away", previous)
-
-
 def middle(shift: float, steps: int) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
     """Return actions at `shift` of half the range away from the middle of each dimension's range."""
     stats = released.norm_stats()["metadata_by_tag"]["kitchen"]["action_stats"]
@@ -88,9 +82,9 @@ def middle(shift: float, steps: int) -> np.ndarray[tuple[int, ...], np.dtype[np.
 
 def test_guidance_keeps_executed_steps_and_leaves_later_ones_free(policy: MolmoAct2Policy) -> None:
     wanted = middle(0.5, 3)
-    free = np.stack([policy.predict([observe(number)], [number])[0] for number in range(6)])
+    free = np.stack([policy.predict([released.observe(number)], [number])[0] for number in range(6)])
     pulled = np.stack(
-        [policy.predict([observe(number, PreviousActions(wanted, 2))], [number])[0] for number in range(6)]
+        [policy.predict([released.observe(number, PreviousActions(wanted, 2))], [number])[0] for number in range(6)]
     )
     before, after = (np.abs(chunks[:, :3] - wanted).mean((0, 2)) for chunks in (free, pulled))
     assert (after[:2] < 0.1 * before[:2]).all() and after[2] < before[2], (before, after)
@@ -99,7 +93,7 @@ def test_guidance_keeps_executed_steps_and_leaves_later_ones_free(policy: MolmoA
 
 def test_rows_are_independent_with_and_without_previous_actions(policy: MolmoAct2Policy) -> None:
     left = [None, PreviousActions(middle(0.5, 3), 1), None, PreviousActions(middle(-0.4, 4), 2)]
-    seen = [observe(number, previous) for number, previous in enumerate(left)]
+    seen = [released.observe(number, previous) for number, previous in enumerate(left)]
     together = policy.predict(seen, [7, 8, 9, 10])
     for row, (observation, seed) in enumerate(zip(seen, (7, 8, 9, 10), strict=True)):
         assert policy.predict([observation], [seed])[0].tobytes() == together[row].tobytes()
@@ -107,7 +101,7 @@ def test_rows_are_independent_with_and_without_previous_actions(policy: MolmoAct
 
 
 def test_guidance_with_zero_weights_changes_nothing(policy: MolmoAct2Policy) -> None:
-    sampler, examples = policy._sampler, [policy._processor.encode(observe(1))]
+    sampler, examples = policy._sampler, [policy._processor.encode(released.observe(1))]
     plain = sampler.sample(examples, [3])
     extended = sampler.sample_guided(examples, [3], torch.ones_like(plain), torch.zeros(plain.shape[:2]))
     torch.testing.assert_close(extended, plain, rtol=1e-5, atol=1e-5)
@@ -115,4 +109,4 @@ def test_guidance_with_zero_weights_changes_nothing(policy: MolmoAct2Policy) -> 
 
 def test_rejects_previous_actions_of_another_robot(policy: MolmoAct2Policy) -> None:
     with refused("dimensions_mismatch", (2, 3), "previous actions"):
-        policy.predict([observe(0, PreviousActions(np.zeros((2, 3), np.float32), 1))], [0])
+        policy.predict([released.observe(0, PreviousActions(np.zeros((2, 3), np.float32), 1))], [0])

@@ -57,18 +57,26 @@ def test_small_images_are_pooled(side: int) -> None:
     assert layout.patchify([image(9, 9)]).shape == (1, (side // 14) ** 2, 588)
 
 
-def test_layout_round_trips_and_rejects_unsupported_processing() -> None:
+def test_layout_round_trips() -> None:
     layout = ImageLayout(side=28, patch=14, pool=2, columns=True)
     assert ImageLayout.from_processor_config(layout.processor_config()) == layout
     released = RELEASED.processor_config() | {"image_use_col_tokens": True, "use_single_crop_col_tokens": False}
     assert ImageLayout.from_processor_config(released) == RELEASED
     short = {"image_processor": {"crop_mode": "resize"}, "use_single_crop_col_tokens": False}
     assert ImageLayout.from_processor_config(short) == RELEASED
-    for name, value in (("crop_mode", "overlap-and-resize-c2"), ("resample", 3), ("image_mean", [0.4, 0.5, 0.5])):
-        other = RELEASED.processor_config()
-        other["image_processor"][name] = value
-        with refused("image_processing_unsupported", name, repr(value)):
-            ImageLayout.from_processor_config(other)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("crop_mode", "overlap-and-resize-c2"), ("resample", 3), ("image_mean", [0.4, 0.5, 0.5])]
+)
+def test_rejects_unsupported_image_processing(name: str, value: object) -> None:
+    document = RELEASED.processor_config()
+    document["image_processor"][name] = value
+    with refused("image_processing_unsupported", name, repr(value)):
+        ImageLayout.from_processor_config(document)
+
+
+def test_rejects_side_that_is_not_a_multiple_of_the_patch() -> None:
     with refused("invalid_image_side", 30, 14):
         ImageLayout(side=30, patch=14, pool=2, columns=False)
 

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from armature.components.contracts.robots import RobotObservation
 from armature.components.models.blockwise import FP8Linear, quantize_rows
 from armature.components.robots.policies.molmoact2.checkpoints.checkpoint import LoadedPolicy, load_policy, save_policy
 from armature.components.robots.policies.molmoact2.policy import MolmoAct2Policy, open_policy
@@ -21,14 +20,7 @@ KITCHEN = released.SETTINGS.model_copy(update={"norm_tag": "kitchen"})
 SEEDS = [5, 2**62 + 11, 5, 0, 77]
 
 
-def observe(number: int) -> RobotObservation:
-    rng = np.random.default_rng(number)
-    images = {camera: rng.integers(0, 256, (40, 50, 3), np.uint8) for camera in released.CAMERAS}
-    tasks = ("Put the bowl away.", "Open the top drawer of the cabinet", "wait")
-    return RobotObservation(images, rng.uniform(-1, 1, 8).astype(np.float32), tasks[number % 3])
-
-
-OBSERVATIONS = [observe(number) for number in range(5)]
+OBSERVATIONS = [released.observe(number) for number in range(5)]
 
 
 @pytest.fixture(scope="module")

@@ -249,19 +249,25 @@ def without(word: str) -> tuple[str, ...]:
     return tuple("<unused>" if each == word else each for each in WORDS + EXTRAS)
 
 
-def test_rejects_parts_that_do_not_fit(fast: ActionTokens) -> None:
-    for code, values, changes in (
-        ("action_tokenizer_missing", ("'both'",), {"fast": None}),
-        ("model_too_small", (4, 3), {"horizon": 3}),
-        ("model_too_small", (3, 2), {"config": config(max_action_dim=2)}),
-        ("model_too_small", (fast.vocabulary, 9), {"config": config(num_action_tokens=9)}),
-        ("special_token_mismatch", ("<im_patch>", 3), {"config": config(image_patch_id=3)}),
-        ("special_token_mismatch", ("<state_15>",), {"tokenizer": tokenizer(without("<state_15>"))}),
-        ("special_token_mismatch", ("<im_col>",), {"tokenizer": tokenizer(without("<im_col>"))}),
-        ("special_token_missing", ("pad_token",), {"tokenizer": tokenizer(pad=None)}),
-    ):
-        with refused(code, *values):
-            build(policy(), **({"fast": fast} | changes))  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("code", "shown", "changes"),
+    [
+        ("action_tokenizer_missing", ["'both'"], {"fast": None}),
+        ("model_too_small", [4, 3], {"horizon": 3}),
+        ("model_too_small", [3, 2], {"config": config(max_action_dim=2)}),
+        ("model_too_small", ["action tokens", 9], {"config": config(num_action_tokens=9)}),
+        ("special_token_mismatch", ["<im_patch>", 3], {"config": config(image_patch_id=3)}),
+        ("special_token_mismatch", ["<state_15>"], {"tokenizer": tokenizer(without("<state_15>"))}),
+        ("special_token_mismatch", ["<im_col>"], {"tokenizer": tokenizer(without("<im_col>"))}),
+        ("special_token_missing", ["pad_token"], {"tokenizer": tokenizer(pad=None)}),
+    ],
+    ids=["action tokenizer", "horizon", "dimensions", "action tokens", "token id", "state token", "image token", "pad"],
+)
+def test_rejects_parts_that_do_not_fit(
+    code: str, shown: list[object], changes: dict[str, Any], fast: ActionTokens
+) -> None:
+    with refused(code, *shown):
+        build(policy(), **({"fast": fast} | changes))
 
 
 @pytest.mark.parametrize(
