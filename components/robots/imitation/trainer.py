@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -12,18 +11,12 @@ from armature.components.contracts.machine import Machine
 from armature.components.models.source import locate
 from armature.components.robots.datasets.lerobot.reader import open_dataset
 from armature.components.robots.datasets.measure import measure_dataset, overall, plan
-from armature.components.robots.datasets.mixture import Mixture
 from armature.components.robots.datasets.quantiles import document
 from armature.components.robots.datasets.settings import ALONE, QuantileStatsSettings
-from armature.components.robots.datasets.source import ACTION, STATE, DatasetSource, split
-from armature.components.robots.imitation.data import Encoder, UpdateDataset
-from armature.components.robots.imitation.heldout import HeldoutEvaluator, evenly_spread
-from armature.components.robots.imitation.learner import PolicyLearner
-from armature.components.robots.imitation.opening import open_model, prepare
-from armature.components.robots.imitation.robots import robots_of
+from armature.components.robots.datasets.source import ACTION, STATE, DatasetSource
+from armature.components.robots.imitation.assembly import assemble
 from armature.components.robots.imitation.settings import VLATrainerSettings
 from armature.components.robots.policies.molmoact2.checkpoints.tiny import make_tiny_policy
-from armature.components.robots.policies.molmoact2.modeling.losses import LossPlan
 from armature.components.robots.policies.settings import RobotPolicySettings
 from armature.components.robots.policies.source import POLICY
 from armature.components.training.processes import TrainerProcesses
@@ -55,7 +48,6 @@ class PolicyTrainer:
 
     def __init__(self, dataset: Path, policy: RobotPolicySettings, training: VLATrainerSettings, folder: Path) -> None:
         self.training = training
-        self._ranks = Ranks(device=torch.device("cuda" if torch.cuda.is_available() else "cpu"))
         demonstrations = open_dataset(dataset)
         cameras = {name: name for name, feature in demonstrations.info.features.items() if feature.is_visual}
         episodes = tuple(range(len(demonstrations.episodes)))
@@ -66,41 +58,26 @@ class PolicyTrainer:
         measured = measure_dataset(demonstrations, units, Machine(), progress=lambda done: None)
         statistics = {ALONE: document(overall(demonstrations, measured, threads=1))}
 
-        # The policy, and the processor that turns a frame into its tokens.
         if policy.tiny is not None:
             start = make_tiny_policy(folder / "policy", policy)
         else:
             start = locate(policy.path or policy.checkpoint_path or "", policy.revision, POLICY)
-        robots = robots_of(start, policy, [source], statistics)
-        self._parts = robots.saved()
-        encoder = Encoder(robots.processors(), self._parts.config, policy, training)
-        freeze = partial(prepare, settings=training, semantics=policy.semantics)
-        self._opened = open_model(start, self._parts, freeze, TrainerProcesses(), self._ranks)
-
-        # Training samples come in an endless, seeded order. Held-out frames are spread evenly over their episodes.
-        heldout = training.heldout
-        trained, held_out = split([source], heldout.fraction if heldout else 0.0, training.seed)
-        self._updates = UpdateDataset(Mixture(trained, policy.chunk_size, training.seed), encoder, rank=0, size=1)
-        self._evaluator = None
-        if heldout and held_out:
-            frames = evenly_spread(Mixture(held_out, policy.chunk_size, training.seed), heldout.frames)
-            self._evaluator = HeldoutEvaluator(frames, encoder, robots.measured, {ALONE: robots.parts[ALONE].settings})
-        self.learner = PolicyLearner(self._opened.model, training, LossPlan.of(policy), self._ranks)
+        ranks = Ranks(device=torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+        self._training = assemble(start, policy, training, [source], statistics, TrainerProcesses(), ranks)
+        self.learner = self._training.learner
 
     def train(self) -> dict[str, float]:
         """Make all `max_steps` updates and return the metrics of `measure`."""
         for step in (bar := tqdm(range(1, self.training.max_steps + 1), desc="Training")):
-            report = self.learner.step(self._updates[step])
+            report = self.learner.step(self._training.updates[step])
             bar.set_postfix(loss=f"{report['loss']:.4g}", grad=f"{report['grad_norm']:.3g}")
         return self.measure()
 
     def measure(self) -> dict[str, float]:
         """Return losses and action errors on the held-out frames, the errors in standard deviations of the actions."""
-        with self.learner.optimizer.averaged():
-            return self._evaluator.measure(self.learner) if self._evaluator else {}
+        return self._training.measure()
 
     def save(self, folder: Path) -> Path:
         """Write the policy to `folder` in the released layout, which LeRobot and `armature serve-policy` load."""
-        with self.learner.optimizer.averaged():
-            self._opened.publish(folder, self._parts, self._ranks)
+        self._training.publish(folder)
         return folder
