@@ -1,4 +1,4 @@
-"""Whether the trainer's log-probs in bf16 can be bit for bit those of vLLM's server: kernel by kernel, and the cost.
+"""Test if the trainer's log-probs in bf16 can equal vLLM's bit for bit: kernel by kernel, with the cost.
 
 Usage: python -m benchmarks.bitwise_gpu [small] [layers=8] [prompts=16] [answers=128] [steps=3] [PART...], each part in
 a process of its own, by default `PARTS`. Random weights of Qwen2.5-VL-3B's widths in bf16, the last norm scaled so that
@@ -174,13 +174,13 @@ def compare_kernels(_: Path, sizes: Sizes, __: str) -> Iterator[dict[str, Any]]:
                 yield {"row": "kernel", "kernel": name, **result}
 
 
-def pair_row(name: str, one: Callable[[], Tensor], own: Callable[[], Tensor]) -> dict[str, Any]:
-    times = {"server_ms": timed(one), "torch_ms": timed(own)}
-    return {"row": "kernel", "kernel": name} | gap(own(), one()) | times
+def pair_row(name: str, one: Callable[[], Tensor], other: Callable[[], Tensor]) -> dict[str, Any]:
+    times = {"server_ms": timed(one), "torch_ms": timed(other)}
+    return {"row": "kernel", "kernel": name} | gap(other(), one()) | times
 
 
 def rows_row(name: str, kernel: Callable[[Tensor], Tensor], x: Tensor) -> dict[str, Any]:
-    """Which numbers of rows give them other bits than all rows at once do."""
+    """Numbers of rows for which the bits differ from those of all rows at once."""
     whole = kernel(x)
     numbers = [n for n in (1, 2, 8, 16, 64, 128, 255, 256, 512, 1024) if n < len(x)]
     others = [n for n in numbers if not torch.equal(kernel(x[:n]), whole[:n])]
@@ -246,7 +246,7 @@ def serve(folder: Path, sizes: Sizes, name: str) -> Iterator[dict[str, Any]]:
 
 
 def attempt(name: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """A row, or why there is none."""
+    """A row of the table, or the reason for its absence."""
     try:
         return make()
     except Exception:
@@ -254,7 +254,7 @@ def attempt(name: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 
 def differences(mine: Any, theirs: Any) -> dict[str, float]:
-    """Of log-probs: see `armature.components.rl.agreement` for the mismatch KL."""
+    """Differences of log-probs; `armature.components.rl.agreement` defines the mismatch KL."""
     both = np.stack([np.asarray(mine, np.float32), np.asarray(theirs, np.float32)])
     gap = both[0].astype(np.float64) - both[1]
     return {
@@ -353,7 +353,7 @@ def all_modules(*arguments: Any) -> dict[str, Any]:
 def modules(
     model: Any, dump: dict[str, Any], images: dict[int | None, Any], about: dict[str, str]
 ) -> Iterator[dict[str, Any]]:
-    """How far each module's output is from the server's, rows of the prompt and those behind it."""
+    """Distance of each module's output from the server's, for the rows of the prompt and for later rows."""
     mine: dict[str, list[Tensor]] = {}
     watch(mine, model)
     try:
@@ -552,7 +552,7 @@ def learn(
 
 
 def digest_of(episodes: list[dict[str, Any]]) -> str:
-    """Of all tokens and the bits of their log-probs."""
+    """Digest of all tokens and the bits of their log-probs."""
     digest = hashlib.sha256()
     for episode in episodes:
         digest.update(np.array(episode["ids"], np.int32).tobytes() + episode["logprobs"].tobytes())
@@ -560,7 +560,7 @@ def digest_of(episodes: list[dict[str, Any]]) -> str:
 
 
 def fingerprint(model: nn.Module) -> str:
-    """Of every bit of the weights."""
+    """Digest of every bit of the weights."""
     digest = hashlib.sha256()
     for _, value in sorted(model.named_parameters()):
         digest.update(value.detach().view(torch.int16).cpu().numpy())

@@ -26,7 +26,7 @@ TEXT = ("matmul", "attention", "norm", "rotary", "silu", "head")
 VISION = ("v_matmul", "v_attention", "v_norm", "v_rotary", "v_silu")
 ALL = frozenset(TEXT + VISION)
 NAME, VISION_NAME = "bitwise", "flash_bitwise"
-"""Of the attention in transformers, which passes lengths to names with "flash" in them."""
+"""Name of the attention implementation in transformers, which passes lengths to names that contain "flash"."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Kernels:
     fused_norm: Callable[[Tensor, Tensor, float], Tensor]
     """The norm that vLLM fuses with the sum before it, here of a finished sum."""
     silu: Callable[[Tensor], Tensor]
-    """Of gates and ups behind one another."""
+    """Product of activated gates and ups, which are concatenated."""
     rotary: Callable[[Tensor, Tensor, Tensor, Tensor, int], tuple[Tensor, Tensor]]
     """q, k (T, H D), cos and sin (T, D / 2), D."""
     attention: Callable[..., tuple[Tensor, Tensor]]
@@ -98,7 +98,7 @@ def vllm_kernels() -> Kernels:
 
 
 def plain_kernels() -> Kernels:
-    """By PyTorch, in the same places."""
+    """The same operations in PyTorch."""
 
     def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         wide = x.float()
@@ -274,7 +274,7 @@ _ON: set[str] = set()
 
 
 def use(names: Collection[str]) -> None:
-    """Of `ALL`: which of the server's kernels the trainer runs."""
+    """Subset of `ALL`: the server's kernels that the trainer runs."""
     _ON.clear()
     _ON.update(names)
 
@@ -330,33 +330,33 @@ def _mlp(key: str, module: Any, x: Tensor) -> Tensor:
     return module.down_proj(Silu.apply(gate, up) if key in _ON else module.act_fn(gate) * up)
 
 
-def _angles(key: str, own: Callable[..., Any], module: Any, x: Tensor, position_ids: Tensor) -> Any:
+def _angles(key: str, original: Callable[..., Any], module: Any, x: Tensor, position_ids: Tensor) -> Any:
     """The frequencies that the server computes on the GPU; transformers does it on the CPU."""
     if key not in _ON:
-        return own(module, x, position_ids)
+        return original(module, x, position_ids)
     size = 2 * len(module.inv_freq)
     with torch.device(x.device):
         arguments = 1.0 / (module.config.rope_parameters["rope_theta"] ** (torch.arange(0, size, 2).float() / size))
     before, module.inv_freq = module.inv_freq, arguments
     try:
-        return own(module, x, position_ids)
+        return original(module, x, position_ids)
     finally:
         module.inv_freq = before
 
 
-def _rotary(own: Callable[..., Any], q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *more: Any) -> Any:
+def _rotary(original: Callable[..., Any], q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *more: Any) -> Any:
     """(1, H, T, D), cos and sin (1, T, D)."""
     if "rotary" not in _ON:
-        return own(q, k, cos, sin, *more)
+        return original(q, k, cos, sin, *more)
     half = [x[0, :, : x.shape[-1] // 2].contiguous() for x in (cos, sin)]
     q, k = Rotary.apply(q[0].transpose(0, 1), k[0].transpose(0, 1), *half)
     return q.transpose(0, 1)[None], k.transpose(0, 1)[None]
 
 
-def _vision_rotary(own: Callable[..., Any], q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
+def _vision_rotary(original: Callable[..., Any], q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
     """(T, H, D), cos and sin (T, D): rounded to the dtype of q, as the server's are."""
     if "v_rotary" not in _ON:
-        return own(q, k, cos, sin)
+        return original(q, k, cos, sin)
     half = [x[:, : x.shape[-1] // 2].to(q.dtype).contiguous() for x in (cos, sin)]
     return tuple(kernels().vision_rotary(x.contiguous(), *half) for x in (q, k))
 

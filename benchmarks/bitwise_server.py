@@ -28,7 +28,7 @@ PAGE, EXTRA = 16, 20
 
 
 def patch_server() -> None:
-    """What VLLM_BATCH_INVARIANT may leave to the batch in vLLM 0.26, by its sources, before the engine is made.
+    """Check, before the engine is made, which parts VLLM_BATCH_INVARIANT leaves dependent on the batch in vLLM 0.26.
 
     The norm after a sum, whose kernel is another than that of a norm alone; the vision tower's patches, a product of
     cuBLAS; and its attention: FlashAttention may split a sequence as suits the batch.
@@ -175,7 +175,7 @@ class Server:
         return np.array(values, np.float32)
 
     def dump(self, case: str) -> dict[str, Any]:
-        """What modules give for a prompt that the server has not seen, and three steps behind it."""
+        """Outputs of modules for a prompt that the server has not seen, and for three steps after it."""
         seen: dict[str, list[Tensor]] = {}
         self.forget()
         try:
@@ -186,7 +186,7 @@ class Server:
         return {"sample": sample, "seen": {key: torch.cat(parts) for key, parts in seen.items()}}
 
     def speed(self) -> dict[str, float]:
-        """Of answers at once, and of prompts alone: the better of two."""
+        """Throughput of answers at once and of prompts alone, the better of two runs."""
         count, answers = (4, 16) if self.small else (64, 256)
         texts = [self.prompts["text"][i % self.count] for i in range(count)]
         many = [[600 + i, *one] for i, one in enumerate(texts)]  # no two begin alike
@@ -217,7 +217,7 @@ def _load(weights: list[tuple[str, Tensor]], model: Any) -> int:
     return len(model.load_weights(iter(weights)))
 
 
-# What modules give, on both sides.
+# Outputs of modules on both sides.
 
 PLACES = {
     "patch_embed.proj": (None, "V.patches"),

@@ -53,7 +53,7 @@ def measure() -> list[Row]:
 
 
 def _rank(checkpoint: Path, folder: Path) -> None:
-    """What one rank needs, into rank-N.json."""
+    """Measure what one rank needs and write it to rank-N.json."""
     import torch
 
     from armature.components.contracts.machine import Machine

@@ -152,7 +152,7 @@ def first_sample(root: Path) -> None:
 
 
 def listed(dataset: Dataset) -> list[dict[str, Any]]:
-    """What the index has, with objects for each episode."""
+    """The content of the index, with one object for each episode."""
     paths = (dataset.root / name for name in dataset.files.names("meta/episodes"))
     return [row for path in paths for row in pq.read_table(path, partitioning=None).to_pylist()]
 

@@ -26,7 +26,7 @@ HERE = Path(__file__).parent
 SMALL = not torch.cuda.is_available()
 ROUNDS, CALLS = 3, {"answer 1": 10, "answer 8": 5, "expert 8": 4, "expert 32": 3, "full 32": 2, "lora 32": 2}
 WAYS = ("plain", "compiled")
-"""Of LeRobot."""
+"""Settings of LeRobot's side."""
 
 
 class Side:

@@ -161,7 +161,7 @@ def _together(processes: list[SimulatorProcess], actions: Any) -> float:
 
 
 def _core(work: Callable[[], object]) -> float:
-    """Processor seconds, those of the software renderer's threads among them."""
+    """Processor seconds, including the software renderer's threads."""
     began = time.process_time()
     work()
     return time.process_time() - began

@@ -75,7 +75,7 @@ class Figure:
     width: int
     tokens: int
     name: str
-    ms: float | None  # None: out of memory
+    ms: float | None  # it is None if memory ran out
     gib: float | None
     roofline: float | None  # the operations it cannot do without, at the chip's peak, over the time
 

@@ -1,4 +1,4 @@
-"""What an update takes of a GPU's memory by where optimizer states are, and with base weights in 4 bits.
+"""GPU memory of an update, by the place of the optimizer states, and with base weights in 4 bits.
 
 Usage: python -m benchmarks.memory_gpu [small]. Rows with equal norms of the first gradient did the same work.
 """

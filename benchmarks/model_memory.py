@@ -31,7 +31,7 @@ MODELS: Mapping[str, str] = {
     "Gemma-3-4B": "google/gemma-3-4b-it",
     "LLaVA-1.5-7B": "llava-hf/llava-1.5-7b-hf",
 }
-"""What the page calls them, and where they are."""
+"""Names on the page, and places."""
 
 
 def estimates(source: str) -> tuple[MemoryEstimate, MemoryEstimate, MemoryEstimate]:

@@ -1,4 +1,4 @@
-"""What a step costs besides generating, training and syncing, which take a known time here."""
+"""Time of a step besides generating, training and syncing, which are replaced by fixed waits."""
 
 from __future__ import annotations
 

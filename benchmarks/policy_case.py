@@ -1,4 +1,4 @@
-"""What both sides of the GPU benchmark of robot policies train: MolmoAct2's released sizes, weights and examples.
+"""The work of both sides of the GPU benchmark of robot policies: MolmoAct2's released sizes, weights and examples.
 
 Knows nothing of this project: LeRobot's half imports it too.
 """
@@ -30,7 +30,7 @@ EOS, PAD, IM_START, IM_END, IM_PATCH, ACTION_START, ACTION_END, FIRST_ACTION = (
     *(151_932, 151_933, 151_934),
 )
 CASES = ("expert 8", "expert 32", "lora 8", "lora 32", "full 8", "full 32", "answer 1", "answer 8", "answer 32")
-"""What is trained, and examples of an update; or rows that are answered at once."""
+"""The trained parts and the examples of an update, or the rows that are answered at once."""
 COMPARED, FLOW_SEED = 2, 7
 """Examples whose loss and gradient both sides compute, and the seed of their flow times and noise."""
 RELEASED: dict[str, Any] = {
@@ -183,7 +183,7 @@ def clean() -> None:
 
 
 def norm_of(parameters: Any) -> float:
-    """Of the gradients of all of these."""
+    """Norms of the gradients of all of these."""
     gradients = [each.grad.float().norm() for each in parameters if each.grad is not None]
     return float(torch.stack(gradients).norm())
 
@@ -205,7 +205,7 @@ def timed(work: Callable[[], object], count: int) -> dict[str, Any]:
 
 
 class Side(ABC):
-    """What a driver asks a side to do. `open_training` and `open_answer` set `work`, one update or one call."""
+    """Commands that a driver sends to a side. `open_training` and `open_answer` set `work`, one update or one call."""
 
     def __init__(self, small: bool) -> None:
         self.raw, self.small = sizes(small), small
@@ -213,7 +213,7 @@ class Side(ABC):
         self.work: Any = None
 
     def open(self, case: str) -> dict[str, Any]:
-        """What the side says of a case before it is measured; `work` is warm then."""
+        """Facts about a case, reported before it is measured, when `work` is warm."""
         mode, count = case.split()
         result = self.open_answer(int(count)) if mode == "answer" else self.open_training(mode, int(count))
         timed(self.work, 3)
@@ -225,7 +225,7 @@ class Side(ABC):
 
     @abstractmethod
     def open_answer(self, rows: int) -> dict[str, Any]:
-        """What is to be known of so many answers at once."""
+        """Facts about a number of answers at once."""
 
     def measure(self, count: int) -> dict[str, Any]:
         return timed(self.work, count)

@@ -101,10 +101,10 @@ class Ours(Side):
         far = [float((each - exact).norm() / exact.norm()) for each in (plain, self.work()[:1])]
         return {"tokens": sum(one.length for one in arguments), "distances": far}
 
-    def _plain_actions(self, dtype: Precision, given: list[Example]) -> torch.Tensor:
+    def _plain_actions(self, dtype: Precision, examples: list[Example]) -> torch.Tensor:
         sampler = self._sampler(self._model(dtype, 0.0), 1)
         sampler._euler_steps = sampler._euler
-        return sampler.sample(given, [0])
+        return sampler.sample(examples, [0])
 
     def _sampler(self, model: MolmoAct2, rows: int) -> Sampler:
         plan = InferencePlan(bidirectional_images=True, hides_answers=True, mask_dimensions=True, steps=10)
@@ -152,7 +152,8 @@ def trainer_settings(mode: Mode, batch: int, *, compiled: bool) -> VLATrainerSet
 
 
 def examples_of(raw: dict[str, Any], count: int, *, answers: bool, trained: bool) -> list[Example]:
-    """Those of `benchmarks.policy_case`, with action tokens where there are `answers`, and actions if `trained`."""
+    """Examples of `benchmarks.policy_case`, with action tokens where there are `answers`, and with actions if
+    `trained`."""
     side = patches_of(raw)
     return [
         Example(

@@ -1,4 +1,4 @@
-"""Answers of the policy server to many robots at once, against those of its policy alone."""
+"""Answers of the policy server to many robots at once, compared with its policy alone."""
 
 from __future__ import annotations
 

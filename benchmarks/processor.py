@@ -81,7 +81,7 @@ ROBOT = RobotMetadata(
 
 
 def processor() -> Processor:
-    """Of the released image size; its tokenizer is small, which favors neither side."""
+    """A processor of the released image size. Its tokenizer is small, which favors neither side."""
     settings = RobotPolicySettings(**POLICY)
     with tempfile.TemporaryDirectory() as folder:
         return load_parts(make_tiny_policy(Path(folder) / "policy", settings), settings, ROBOT).processor()

@@ -1,4 +1,4 @@
-"""What both sides of the benchmark of whole RL steps play: images, a question about each, and a reward.
+"""The task of both sides of the benchmark of whole RL steps: images, a question about each, and a reward.
 
 Knows nothing of this project: TRL's half imports it too.
 """

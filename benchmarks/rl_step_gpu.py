@@ -59,14 +59,14 @@ HERE = Path(__file__).parent
 STEPS, ROUNDS = 8, 3
 LAPS = {"ours": ("timing/wait_for_rollouts", "timing/sync"), "trl": ("generate", "sync_weights")}
 LONG, EVERY = 6.0, 8
-"""Where episodes are uneven, the answers to one task in `EVERY` are judged for `LONG` seconds, as by a simulator."""
+"""In cases with uneven episodes, judging the answers to one task in `EVERY` takes `LONG` seconds, as in a simulator."""
 TRL = ("16,0,0", "16,1,0", "16,0,1")
 """The best first: TRL keeps activations, and without its correction it need not score what was sampled."""
 
 
 @dataclass(frozen=True)
 class Way:
-    """How far rollouts run ahead, and how long it takes to judge the answers to one task in `EVERY`.
+    """Number of steps that rollouts run ahead, and seconds to judge the answers to one task in `EVERY`.
 
     quantization: of the server; log-probs are then corrected for.
     """
@@ -88,7 +88,7 @@ OURS = {
 
 
 class GivenSettings(Settings):
-    """What is asked about images `side` pixels wide, and `Way.seconds`."""
+    """The question about images `side` pixels wide, with `Way.seconds`."""
 
     question: str
     side: int
@@ -247,7 +247,7 @@ def ours(folder: Path, question: str, name: str, store: Path) -> dict[str, Any]:
 
 
 def side() -> int:
-    """Of an image, in pixels."""
+    """Width of an image in pixels."""
     return 448 if CUDA else 112
 
 

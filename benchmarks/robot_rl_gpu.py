@@ -41,7 +41,7 @@ class Chain:
         return self.run("train-vla", policy=start, dataset=data, statistics=self.run("quantile-stats", dataset=data))
 
     def evaluation(self, policy: Artifact) -> dict[str, Any]:
-        """How many episodes were solved, with its interval, in all and by task."""
+        """Share of solved episodes with its interval, in all and by task."""
         metrics: dict[str, Any] = json.loads(
             (self.run("evaluate-libero", policy=policy).path / METRICS_FILE).read_text()
         )

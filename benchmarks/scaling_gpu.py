@@ -47,7 +47,7 @@ SIDES = ("one", "full", "copies")
 CASES = ("B", "C", "A")
 STEPS = 4
 TOKENS = 70_000
-"""Of a micro-batch at most, so that one rank makes one of each case."""
+"""Largest number of tokens of a micro-batch, so that one rank makes one of each case."""
 LIMIT = 420.0
 """Seconds of a side."""
 
@@ -64,7 +64,7 @@ def processes_of(side: str) -> TrainerProcesses:
 
 
 def learner_of(folder: Path, words: set[str], processes: TrainerProcesses, ranks: Ranks) -> Learner:
-    """As the trainer's worker makes it, with weights that are made instead of read."""
+    """The trainer's model as its worker makes it, with random weights instead of a checkpoint."""
     settings = settings_of(TOKENS, {"packing", "bf16"} | (set() if "plain" in words else {"compile"}))
     small = "small" in words
     device, sharded = str(ranks.device), processes.sharding is not None
@@ -156,7 +156,7 @@ def covered(spans: list[tuple[float, float]]) -> float:
 
 
 def rank(folder: Path, out: Path, side: str, words: set[str]) -> None:
-    """What each process of a side does."""
+    """The work of each process of a side."""
     processes = processes_of(side)
     with joined(processes, seed=0) as ranks, tempfile.TemporaryDirectory() as scratch:
         processor = AutoProcessor.from_pretrained(folder)

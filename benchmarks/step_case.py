@@ -1,4 +1,4 @@
-"""What both sides of the GPU benchmark train: models of Qwen-VL's sizes, prompts with images, answers, rewards.
+"""The work of both sides of the GPU benchmark: models of Qwen-VL's sizes, prompts with images, answers, rewards.
 
 Knows nothing of this project: TRL's half imports it too.
 """

@@ -69,7 +69,7 @@ def record() -> None:
 
 
 def sides(ours: Sequence[str], trl: Sequence[str], steps: int, *, small: bool = False) -> list[dict[str, Any]]:
-    """What both sides say of their ways, each side in a process of its own.
+    """Results of the variants of both sides, each side in a process of its own.
 
     Raises:
         SystemExit: a way failed.
@@ -153,8 +153,8 @@ def rows_of(taken: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return rows
 
 
-def _seconds(found: Sequence[dict[str, Any]]) -> list[float]:
-    return [second for one in found for second in one["seconds"]]
+def _seconds(rows: Sequence[dict[str, Any]]) -> list[float]:
+    return [second for one in rows for second in one["seconds"]]
 
 
 if __name__ == "__main__":

@@ -68,7 +68,7 @@ class Server:
     endpoint: Endpoint
 
     async def ready(self, http: httpx.AsyncClient, folder: Path) -> bool:
-        """Whether it comes up; else its log is printed."""
+        """Wait for the server, and print its log if it does not start."""
         began = time.monotonic()
         while reason := await fault(http, self.endpoint, folder):
             if self.program.returncode is not None or time.monotonic() - began > READY:

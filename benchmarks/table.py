@@ -55,7 +55,7 @@ class Pair:
 
 
 def pair(ours: Sequence[float], baseline: Sequence[float]) -> Pair:
-    """Of measurements taken in turn, round by round."""
+    """Statistics of measurements that were taken in turn, round by round."""
     ratios = [a / b for a, b in zip(ours, baseline, strict=True)]
     return Pair(statistics.median(ours), statistics.median(baseline), (min(ratios), max(ratios)))
 

@@ -94,7 +94,7 @@ def _theirs(checkpoint: Path, image: Path, batch: Path) -> dict[str, Any]:
 
 
 def _samples(batch: Path, image: ImageRef) -> list[Sample]:
-    """What TRL trained on."""
+    """The batch that TRL trained on."""
     result, samples = np.load(batch), []
     for row, completion in enumerate(result["completion_ids"]):
         prompt = result["prompt_ids"][row][result["prompt_mask"][row] == 1]

@@ -105,7 +105,7 @@ def _range(size: int) -> FeatureNormStats:
 
 
 def answers(loaded: LoadedPolicy, seen: list[RobotObservation], rows: int) -> dict[str, Any]:
-    """How long `rows` answers take, all at once, with the processor's work and without."""
+    """Seconds for `rows` answers at once, with and without the processor's work."""
     policy = MolmoAct2Policy(loaded.model, loaded.processor(), loaded.settings, "continuous", rows)
     arguments = (seen * rows)[:rows]
     examples = [policy._processor.encode(each) for each in arguments]

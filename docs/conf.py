@@ -31,26 +31,26 @@ autodoc_typehints_format = "short"
 maximum_signature_line_length = 100
 
 
-def describe_fields(app: Sphinx, what: str, name: str, found: Any, options: Any, lines: list[str]) -> None:
-    """Lists the fields of a settings class, which are described where they are declared."""
-    if what == "class" and isclass(found) and issubclass(found, BaseModel):
-        for field, about in found.model_fields.items():
+def describe_fields(app: Sphinx, what: str, name: str, documented: Any, options: Any, lines: list[str]) -> None:
+    """List the fields of a settings class with defaults and descriptions."""
+    if what == "class" and isclass(documented) and issubclass(documented, BaseModel):
+        for field, about in documented.model_fields.items():
             default = about.get_default(call_default_factory=True)
             description = " ".join((about.description or "").split())
             lines += ["", f"``{field} = {str(default) or repr(default)}``", f"    {description}"]
 
 
 def shorten_signature(
-    app: Sphinx, what: str, name: str, found: Any, options: Any, signature: str | None, returned: str | None
+    app: Sphinx, what: str, name: str, documented: Any, options: Any, signature: str | None, returned: str | None
 ) -> tuple[str | None, str | None]:
-    """A settings class would list its fields again; a default that is no Python leaves names unabridged."""
-    if isclass(found) and issubclass(found, BaseModel):
+    """Shorten signatures: a settings class lists its fields below it, and default factories become dots."""
+    if isclass(documented) and issubclass(documented, BaseModel):
         return "(**options)", ""
     return signature and signature.replace("<factory>", "..."), returned
 
 
 def add_notebook(app: Sphinx, docname: str, source: list[str]) -> None:
-    """The page `notebook` has the cells of the notebook below its own text."""
+    """Add the notebook's cells to the page `notebook`."""
     if docname != "notebook":
         return
     cells = json.loads((Path(app.srcdir).parent / "examples/trainer.ipynb").read_text())["cells"]
@@ -59,7 +59,7 @@ def add_notebook(app: Sphinx, docname: str, source: list[str]) -> None:
 
 
 def cell_parts(cell: dict[str, Any]) -> list[str]:
-    """Markdown of a cell and of what it showed: text and figures."""
+    """Return a cell and its output, text and figures, as Markdown."""
     text = "".join(cell["source"])
     if cell["cell_type"] == "markdown":
         return [f"\n{text}\n"]

@@ -18,10 +18,10 @@ def pack(array: Any) -> dict[bytes, Any]:
     return {b"__ndarray__": True, b"data": array.tobytes(), b"dtype": array.dtype.str, b"shape": array.shape}
 
 
-def unpack(found: dict[Any, Any]) -> Any:
-    if b"__ndarray__" not in found:
-        return found
-    return np.frombuffer(found[b"data"], found[b"dtype"]).reshape(found[b"shape"])
+def unpack(packed: dict[Any, Any]) -> Any:
+    if b"__ndarray__" not in packed:
+        return packed
+    return np.frombuffer(packed[b"data"], packed[b"dtype"]).reshape(packed[b"shape"])
 
 
 def observe(fields: Mapping[str, Any], task: str) -> dict[str, Any]:

@@ -23,10 +23,10 @@ def pack(array: Any) -> dict[bytes, Any]:
     return {b"__ndarray__": True, b"data": array.tobytes(), b"dtype": array.dtype.str, b"shape": array.shape}
 
 
-def unpack(found: dict[Any, Any]) -> Any:
-    if b"__ndarray__" not in found:
-        return found
-    return np.frombuffer(found[b"data"], found[b"dtype"]).reshape(found[b"shape"])
+def unpack(packed: dict[Any, Any]) -> Any:
+    if b"__ndarray__" not in packed:
+        return packed
+    return np.frombuffer(packed[b"data"], packed[b"dtype"]).reshape(packed[b"shape"])
 
 
 class ArmaturePolicy(PredictModelServer):
@@ -43,9 +43,9 @@ class ArmaturePolicy(PredictModelServer):
         with self._connect() as server:
             self._metadata = msgpack.unpackb(server.recv())
         fields = {name: each for name, each in self._metadata["observation"].items() if "shape" in each}
-        own = {name: each for name, each in fields.items() if "optional" not in each}
-        self._cameras = [name for name, each in own.items() if each["dtype"] == "uint8"]
-        (self._state,) = [name for name, each in own.items() if each["dtype"] == "float32"]
+        required = {name: each for name, each in fields.items() if "optional" not in each}
+        self._cameras = [name for name, each in required.items() if each["dtype"] == "uint8"]
+        (self._state,) = [name for name, each in required.items() if each["dtype"] == "float32"]
         steps, _ = self._metadata["actions"]["shape"]
         super().__init__(chunk_size=steps, max_batch_size=max_batch_size)
 

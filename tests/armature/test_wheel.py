@@ -50,7 +50,7 @@ def tracked() -> list[str]:
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory) -> Installed:
-    """A wheel of a source distribution of the tracked files, built without a network.
+    """A wheel, built from a source distribution of the tracked files without a network.
 
     Dependencies are those of this environment.
     """
