@@ -83,8 +83,8 @@ class OpenedModel:
     """A model prepared for training.
 
     model: on the CPU, or on the meta device if it will be sharded.
-    named: the whole model with shapes, dtypes and gradient flags. weights: its weights by name. If the model will be
-        sharded, both are only set on the first rank; otherwise `named` is `model` and `weights` is None.
+    named, weights: on the first rank of a sharded training, a copy of the model with its shapes, dtypes and gradient
+        flags, and the weights by name; everywhere else, `model` and None.
     shard: function that shards `model` and loads each rank's shards; None: each rank has the whole model.
     dtypes: dtypes of the checkpoint's weights.
     """

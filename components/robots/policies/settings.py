@@ -89,7 +89,7 @@ class RobotPolicySettings(Settings):
     norm_tag: str | None = None
     """Entry of the checkpoint's norm_stats.json to use: its statistics, prompt words, cameras and horizon."""
     semantics: Semantics = "head"
-    """LeRobot version whose training behavior is reproduced: head, 0.6.1 or the seed checkpoint's."""
+    """LeRobot version whose training behavior is reproduced: head, 0.6.1 or seed."""
     image_attention_at_inference: Literal["bidirectional", "as_trained"] = "bidirectional"
     """Attention among image tokens at inference. The released code trains causally (continuous, both), but infers
     bidirectionally."""

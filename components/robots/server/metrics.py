@@ -14,7 +14,7 @@ log = logging.getLogger("armature.components.robots.server")
 
 
 def log_event(event: str, client: str, **facts: object) -> None:
-    """Log an event of a connection; facts that are None or "" are left out."""
+    """Log an event of a connection; facts with the value None or "" are left out."""
     present = {name: value for name, value in facts.items() if value not in (None, "")}
     log.info(event, extra={"facts": {"client": client, **present}})
 

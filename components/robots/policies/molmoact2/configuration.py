@@ -289,7 +289,7 @@ class MolmoAct2Config(_Section):
 
 # --- Differences in training between the three published versions ---
 #
-# A fourth difference is not reproduced: in the seed's code and in 0.6.1, padding on the right counted as context of the
+# A fourth difference is not reproduced: in the versions seed and 0.6.1, padding on the right counted as context of the
 # action expert, so an example's loss depended on the lengths of its neighbors in the batch. Here padding is never
 # context.
 

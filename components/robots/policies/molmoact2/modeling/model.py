@@ -109,7 +109,10 @@ class MolmoAct2(nn.Module):
         return self.value_head
 
     def cast_for_inference(self) -> None:
-        """Cast the action expert's matrices to bfloat16 once, as autocast does at every use; results do not change."""
+        """Cast the action expert's matrices of a bfloat16 model once, as autocast does at every use.
+
+        Results do not change.
+        """
         if self.precision == "bfloat16":
             expert = self.action_expert
             for part in (expert.blocks, expert.context_k_proj, expert.context_v_proj):

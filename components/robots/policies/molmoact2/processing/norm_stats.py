@@ -266,7 +266,10 @@ def resolve(
 
 
 def training_robot(settings: RobotPolicySettings, tagged: RobotMetadata, dataset: RobotMetadata) -> RobotMetadata:
-    """Return the metadata for training with a norm_tag: `tagged`, with the dataset's statistics before version head."""
+    """Return the metadata for training with a norm_tag.
+
+    With the semantics "head" it is `tagged`; earlier versions replace its statistics by the dataset's.
+    """
     if settings.semantics == "head":
         return tagged
     return tagged.model_copy(update={"action_stats": dataset.action_stats, "state_stats": dataset.state_stats})
