@@ -133,6 +133,7 @@ def _count(containers: int) -> None:
 
 
 def _map(pairs: list[tuple[str | bytes, Any]]) -> Message:
+    """Return a map with text keys; a key that occurs twice is an error."""
     message: Message = {}
     for key, value in pairs:
         name = key.decode() if isinstance(key, bytes) else key
@@ -148,6 +149,7 @@ def _map(pairs: list[tuple[str | bytes, Any]]) -> Message:
 
 
 def _array(field: str, value: Message) -> NDArray[Any]:
+    """Decode a map with `__ndarray__` to an array in native byte order, after checking its parts."""
     _refuse_keys(field, value, _ARRAY_KEYS)
     dtype, shape, data = _dtype(field, value["dtype"]), value["shape"], value["data"]
     if (

@@ -250,6 +250,7 @@ class MolmoAct2Config(_Section):
         )
 
     def _check(self, where: str) -> None:
+        """Raise DataError unless the architecture is the one that `MolmoAct2` implements."""
         text, expert, adapter = self.text_config, self.action_expert_config, self.adapter_config
         needed: tuple[tuple[str, Any, Any], ...] = (
             ("model_type", self.model_type, "molmoact2"),

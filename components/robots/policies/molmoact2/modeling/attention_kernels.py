@@ -37,6 +37,7 @@ def _self_attention(
     SCALE: tl.constexpr, HEADS: tl.constexpr, SIZE: tl.constexpr, QUERIES: tl.constexpr, HALF: tl.constexpr,
     WIDTH: tl.constexpr,
 ):  # fmt: skip
+    """Compute one row and head: all steps fit into one block, so the softmax needs no running maximum."""
     row, head = tl.program_id(0).to(tl.int64) // HEADS, tl.program_id(0) % HEADS
     steps, halves, columns = tl.arange(0, QUERIES), tl.arange(0, HALF), tl.arange(0, WIDTH)
     inside = steps < count
@@ -63,6 +64,7 @@ def _cross_attention(
     SCALE: tl.constexpr, BLOCKS: tl.constexpr, HEADS: tl.constexpr, SIZE: tl.constexpr, QUERIES: tl.constexpr,
     WIDTH: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
+    """Compute one row and head, reading keys and values in blocks with an online softmax (running maximum and sum)."""
     row, head = tl.program_id(0).to(tl.int64) // HEADS, tl.program_id(0) % HEADS
     steps, columns, tokens = tl.arange(0, QUERIES), tl.arange(0, WIDTH), tl.arange(0, KEYS)
     whole = (steps < count)[:, None] & (columns < SIZE)[None, :]

@@ -41,6 +41,8 @@ class GraphedFunction(Generic[Output]):
 
 
 class _Graph(Generic[Output]):
+    """A captured CUDA graph of a function, with the static tensors that it reads and writes."""
+
     def __init__(
         self, function: Callable[[Sequence[Tensor]], Output], inputs: Sequence[Tensor], device: torch.device, pool: Any
     ) -> None:
@@ -55,6 +57,7 @@ class _Graph(Generic[Output]):
             self._output = function(self._inputs)
 
     def replay(self, inputs: Sequence[Tensor]) -> Output:
+        """Copy `inputs` to the static tensors, launch the graph, and return its static outputs."""
         for static, tensor in zip(self._inputs, inputs, strict=True):
             static.copy_(tensor, non_blocking=True)
         self._graph.replay()

@@ -334,6 +334,7 @@ class _Flow(NamedTuple):
 
     @classmethod
     def of(cls, batch: PolicyBatch, draws: FlowSamples, plan: LossPlan, config: MolmoAct2Config) -> _Flow:
+        """Compute noisy points, target velocities, context and masks of a batch."""
         assert batch.actions is not None
         used = ~batch.dimension_padding if plan.mask_dimensions else None
         valid = None if batch.horizon_padding is None else ~batch.horizon_padding

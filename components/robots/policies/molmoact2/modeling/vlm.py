@@ -149,6 +149,7 @@ class VisionTower(Molmo2VisionModel):
         self.gradient_checkpointing, self.call = False, call
 
     def forward(self, pixels: Tensor) -> Tensor:
+        """Run the layers, checkpointed in pairs, and concatenate the outputs of `features`."""
         x = self.patch_embedding(pixels.to(self.positional_embedding.dtype)) + self.positional_embedding
         outputs, active = {}, self.gradient_checkpointing and self.training
         for layers in self._in_groups(2 if active else 1):
@@ -197,6 +198,7 @@ class TokenEmbedding(nn.Module):
         self.new_embedding = nn.Parameter(torch.empty(additional, hidden).normal_(std=0.02))
 
     def forward(self, ids: Tensor) -> Tensor:
+        """Embed ids (B, L) to (B, L, hidden); ids from `base` on index the additional table."""
         base = len(self.embedding)
         is_base = ids < base
         of_base = functional.embedding(ids.clamp(max=base - 1), self.embedding)

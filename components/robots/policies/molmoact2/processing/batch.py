@@ -133,6 +133,7 @@ def pack(examples: Sequence[Example], rows: Sequence[Sequence[int]], multiple: i
 def _batch(
     examples: Sequence[Example], rows: Sequence[Sequence[int]], pad_side: PadSide, multiple: int, pad_id: int
 ) -> PolicyBatch:
+    """Make a batch of `rows`, lists of indices into `examples`; see `collate` and `pack`."""
     chosen = [examples[index] for row in rows for index in row]
     _check(chosen)
     longest = max(sum(examples[index].length for index in row) for row in rows)

@@ -278,6 +278,7 @@ def training_robot(settings: RobotPolicySettings, tagged: RobotMetadata, dataset
 def _feature_stats(
     key: str, statistics: Mapping[str, Mapping[str, Any]], features: Mapping[str, Feature]
 ) -> FeatureNormStats:
+    """Return a feature's statistics with widened quantiles; log dimensions whose quantiles are narrow."""
     if key not in statistics or key not in features:
         raise DataError(
             f"the dataset has no feature {key!r}, or no statistics for it",
