@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,7 @@ def _check(recipe: Recipe, configuration_only: bool, gpu: str | None) -> None:
     pool, platform = pool_of(recipe), supervisor.current()
     if platform is not None and pool not in platform.pools:
         print(f"platform: no worker serves the pool {pool!r} of its deployment: armature up --pool {pool}")
-    if recipe.flow == "train-vlm" and machine.trainer_gpus:
+    if recipe.flow == "train-vlm" and machine.trainer.gpus:
         for line in share_of_gpus(recipe, machine):
             print(line)
     if configuration_only:
@@ -67,7 +68,7 @@ def share_of_gpus(recipe: Recipe, machine: Machine) -> list[str]:
     from armature.components.planning.balance import last_run, share_lines
     from armature.components.rl.settings import TrainVLMSettings
 
-    if set(machine.trainer_gpus) & set(machine.started_server_gpus):
+    if set(machine.trainer.gpus) & set(machine.started_server_gpus):
         return ["share of GPUs: servers and trainer take turns on the same ones, so there is nothing to divide"]
     settings, store = recipe.settings_for(TrainVLMSettings), open_store(machine)
     if (measured := last_run(settings, store)) is None:
@@ -75,7 +76,7 @@ def share_of_gpus(recipe: Recipe, machine: Machine) -> list[str]:
             f"share of GPUs: {store.root} has no finished run of this recipe; after one, this says which share of them "
             f"would have been faster. Until then `armature plan {recipe.name}` computes it from data sheets"
         ]
-    return share_lines(measured, max((len(each) for each in machine.server_gpus), default=1))
+    return share_lines(measured, max((len(each) for each in machine.servers.gpus), default=1))
 
 
 def check_ahead(recipe: Recipe) -> Machine:
@@ -102,25 +103,25 @@ def _check_triton(machine: Machine) -> None:
         raise ConfigurationError(
             "the Triton kernels need a CUDA device, and no GPU is named for the trainer",
             code="triton_needs_cuda",
-            where='trainer.logprobs.name = "triton", machine.trainer_gpus = []',
-            remedy="--set trainer.logprobs.name=torch, or name GPUs: --machine 'trainer_gpus=[0]'",
+            where='trainer.logprobs.name = "triton", machine.trainer.gpus = []',
+            remedy="--set trainer.logprobs.name=torch, or name GPUs: --machine 'trainer.gpus=[0]'",
         )
 
 
 def _say_room(machine: Machine, cluster: ClusterSettings) -> None:
     from armature.components.machine.workers.actor import room  # Ray is an extra
 
-    def print_room(placed: ClusterSettings | Bundle, what: str, *settings: str) -> None:
+    def print_room(placed: ClusterSettings | Bundle, what: str, counts: Mapping[str, int]) -> None:
         fits = room(cluster.address, placed.resources_of_node())
-        asked = ", ".join(f"{name} asks for {getattr(machine, name)}" for name in settings)
+        asked = ", ".join(f"{name} asks for {count}" for name, count in counts.items())
         print(f"cluster: {len(fits)} nodes with room for {sum(fits.values())} {what}, {asked}")
 
-    if machine.environment_processes or machine.rollout_workers or machine.statistics_workers:
-        print_room(cluster, "workers", "environment_processes", "rollout_workers", "statistics_workers")
+    if any((workers := machine.workers.model_dump()).values()):
+        print_room(cluster, "workers", {f"workers.{name}": count for name, count in workers.items()})
     if cluster.servers is not None:
-        print_room(cluster.servers, "model servers", "servers")
+        print_room(cluster.servers, "model servers", {"servers.count": machine.servers.count})
     if cluster.trainer is not None:
-        print_room(cluster.trainer, "nodes of trainer ranks", "trainer_nodes")
+        print_room(cluster.trainer, "nodes of trainer ranks", {"trainer.nodes": machine.trainer.nodes})
 
 
 def check_machine(machine: Machine, with_servers: bool) -> None:
@@ -137,22 +138,22 @@ def check_machine(machine: Machine, with_servers: bool) -> None:
         from armature.components.machine.workers.actor import joined  # Ray is an extra
 
         joined(machine.cluster.address)
-    named = {*machine.started_server_gpus, *machine.trainer_gpus}
+    named = {*machine.started_server_gpus, *machine.trainer.gpus}
     if missing := sorted(device for device in named if device >= gpu_count()):
         raise ConfigurationError(
             f"GPU {missing[0]} is named, but there are {gpu_count()} GPUs, counted from 0",
             code="gpu_missing",
-            where="machine.server_gpus, machine.trainer_gpus",
-            remedy="name devices that are there: --machine 'trainer_gpus=[0]'",
+            where="machine.servers.gpus, machine.trainer.gpus",
+            remedy="name devices that are there: --machine 'trainer.gpus=[0]'",
         )
     starts = not machine.joins_servers and machine.server_bundle is None  # on a cluster, each node checks its own
     if with_servers and starts and not _has_vllm(machine.server_interpreter):
         raise ConfigurationError(
             "no Python interpreter with vLLM to start servers with",
             code="interpreter_without_vllm",
-            where=f"machine.server_python = {machine.server_interpreter}",
+            where=f"machine.servers.python = {machine.server_interpreter}",
             remedy="make one: `armature setup`, in a clone also `make environments`; or join running servers: "
-            "--machine 'endpoints=[\"http://...\"]'",
+            "--machine 'servers.endpoints=[\"http://...\"]'",
         )
 
 

@@ -39,7 +39,7 @@ def flow_of(kind: str) -> Any:
 def pool_of(recipe: Recipe) -> str:
     """Return the work pool of a recipe, from the GPUs that its machine section names."""
     machine = recipe.machine
-    if machine.trainer_gpus:
+    if machine.trainer.gpus:
         return "train-gpu"
     return "vllm-gpu" if machine.started_server_gpus else "cpu"
 
@@ -69,10 +69,10 @@ def job_variables(machine: Machine) -> dict[str, Any]:
     and 24 GiB for each GPU of a server that the run starts.
     """
     servers = machine.started_server_gpus
-    gpus = max({*servers, *machine.trainer_gpus}, default=-1) + 1
-    memory = 16 + TRAINER_GIB * len(machine.trainer_gpus) + SERVER_GIB * len(servers)
+    gpus = max({*servers, *machine.trainer.gpus}, default=-1) + 1
+    memory = 16 + TRAINER_GIB * len(machine.trainer.gpus) + SERVER_GIB * len(servers)
     # Environment workers and statistics workers never run at the same time, so the larger number counts.
-    workers = 0 if machine.cluster else max(machine.environment_processes, machine.statistics_workers)
+    workers = 0 if machine.cluster else max(machine.workers.environments, machine.workers.statistics)
     return {"gpus": gpus, "cpus": str(2 + 4 * gpus + workers), "memory": f"{memory}Gi"}
 
 

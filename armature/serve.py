@@ -125,7 +125,7 @@ def how_to_join(url: str, key: str | None) -> list[str]:
         key: a key that was made here and is shown; None: the key comes from the environment and is not shown.
     """
     shown = "the key of this server" if key is None else key
-    endpoints = shlex.quote(f"endpoints={json.dumps([url])}")
+    endpoints = shlex.quote(f"servers.endpoints={json.dumps([url])}")
     return [
         f"serving at {url} as the model 'policy'; in the shell of the program that joins:",
         f"  export VLLM_API_KEY={shlex.quote(shown)}",

@@ -117,11 +117,11 @@ def _resources(name: str, machine: Machine) -> list[str]:
     """Return options of sbatch: each node gets the resources of a Kubernetes pod and its share of Ray's placements."""
     node, cluster = job_variables(machine), _own_cluster(machine)
     gpus, cpus, memory = node["gpus"], int(node["cpus"]), int(node["memory"].removesuffix("Gi"))
-    nodes = machine.trainer_nodes if cluster else 1
+    nodes = machine.trainer.nodes if cluster else 1
     if cluster is not None:
-        workers = max(machine.environment_processes, machine.rollout_workers, machine.statistics_workers)
+        workers = max(machine.workers.environments, machine.workers.rollouts, machine.workers.statistics)
         cpus += ceil(workers * cluster.num_cpus / nodes)
-        servers = ceil(machine.servers / nodes)
+        servers = ceil(machine.servers.count / nodes)
         for bundle, count, gib in ((cluster.trainer, 1, TRAINER_GIB), (cluster.servers, servers, SERVER_GIB)):
             if bundle is not None:
                 gpus += count * bundle.gpus

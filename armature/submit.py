@@ -205,7 +205,7 @@ def _job_variables(
             f"with these values the run needs the work pool {pool_of(after)!r}, and a run stays in the pool of its "
             f"deployment, {deployment.work_pool_name!r}",
             code="work_pool_mismatch",
-            where="machine.server_gpus, machine.trainer_gpus",
+            where="machine.servers.gpus, machine.trainer.gpus",
             remedy="write them to a recipe of your own (`armature show --toml`), and `armature deploy` it",
         )
     if deployment.work_pool_name is None:

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, 
 from armature.components.configuration import explain, read_toml
 from armature.components.configuration.problems import code_of
 from armature.components.contracts.errors import ConfigurationError
-from armature.components.contracts.machine import Scalar
+from armature.components.contracts.machine import MachineServers, Scalar
 from armature.components.inference.settings import ServerSettings
 from armature.components.machine.resources import gpu_count
 from armature.components.rl.config import MultimodalRLConfig
@@ -121,7 +121,7 @@ def divide_gpus(layout: MultimodalFile) -> tuple[int, ...]:
         raise ConfigurationError(
             f"trainer.gpus = {layout.trainer.gpus}, but this command trains in one process",
             code="several_trainer_gpus",
-            remedy="set trainer.gpus = 1, or use `armature run train-vlm/...` with machine.trainer_gpus",
+            remedy="set trainer.gpus = 1, or use `armature run train-vlm/...` with machine.trainer.gpus",
         )
     if serving + layout.trainer.gpus > available:
         raise ConfigurationError(
@@ -135,9 +135,8 @@ def start_server(trainer: MultimodalGRPOTrainer, table: InferenceTable, gpus: tu
     """Set the trainer up to start a server itself, at the port that its config names."""
     extra: Mapping[str, Any] = table.args.model_extra or {}
     arguments: dict[str, Scalar] = {"port": trainer.config.vllm_server_port, **extra}
-    trainer.machine = trainer.machine.model_copy(
-        update={"endpoints": (), "server_gpus": (gpus,) if gpus else (), "server_arguments": arguments}
-    )
+    servers = MachineServers(gpus=(gpus,) if gpus else (), arguments=arguments)
+    trainer.machine = trainer.machine.model_copy(update={"servers": servers})
     trainer.served = ServerSettings(
         max_model_len=table.args.max_model_len,
         max_images_per_prompt=table.args.images,

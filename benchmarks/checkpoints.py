@@ -18,7 +18,7 @@ MIB = 2**20
 
 
 def measure() -> list[Row]:
-    from armature.components.contracts.machine import Machine
+    from armature.components.contracts.machine import Machine, MachineTrainer
     from armature.components.families.tiny import TinySettings
     from armature.components.models.tiny import make_tiny_checkpoint
     from armature.components.training.processes import TrainerProcesses, private_folder
@@ -27,7 +27,7 @@ def measure() -> list[Row]:
         folder = Path(scratch)
         settings = TinySettings.model_validate(SIZES)
         checkpoint = make_tiny_checkpoint("qwen2-vl", folder / "model", 0, settings)
-        program = TrainerProcesses.of(Machine(trainer_processes=RANKS, threads=1)).start(
+        program = TrainerProcesses.of(Machine(trainer=MachineTrainer(processes=RANKS), threads=1)).start(
             ["-m", __spec__.name, checkpoint, folder],
             rendezvous=private_folder(folder / "rendezvous"),
             log=folder / "log",
@@ -56,7 +56,7 @@ def _rank(checkpoint: Path, folder: Path) -> None:
     """Measure what one rank needs and write it to rank-N.json."""
     import torch
 
-    from armature.components.contracts.machine import Machine
+    from armature.components.contracts.machine import Machine, MachineTrainer
     from armature.components.models.settings import ModelSettings
     from armature.components.training.checkpoints import Checkpoints
     from armature.components.training.engine import ParameterGroup, TrainingEngine
@@ -73,7 +73,7 @@ def _rank(checkpoint: Path, folder: Path) -> None:
         temperature=1.0,
         images=folder / "images",
     )
-    machine = Machine(trainer_processes=RANKS, threads=1, loader_workers=0)
+    machine = Machine(trainer=MachineTrainer(processes=RANKS, loader_workers=0), threads=1)
     settings = service_settings(policy, machine, folder / "trainer")
     split = settings.processes.model_copy(update={"sharding": "full"})
     settings = settings.model_copy(update={"processes": split})

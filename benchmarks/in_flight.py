@@ -37,7 +37,7 @@ RECIPE = (
     f"trainer.save_every={STEPS}",
     "evaluation.every=0",
     "preflight.groups=1",
-    "machine.max_concurrent=16",
+    "machine.limits.max_concurrent=16",
 )
 
 
@@ -97,7 +97,7 @@ def _step_seconds(name: str, folder: Path, url: str, tasks: Artifact, model: Art
         folder,
         f"rollouts.max_staleness={staleness}",
         f"rollouts.in_flight_updates={str(in_flight).lower()}",
-        f'machine.endpoints=["{url}"]',
+        f'machine.servers.endpoints=["{url}"]',
         tasks=tasks,
         model=model,
     )

@@ -18,7 +18,7 @@ import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from armature.components.contracts.machine import Machine
+from armature.components.contracts.machine import Machine, MachineWorkers
 from armature.components.machine.workers.channel import encoded
 from armature.components.robots.datasets.lerobot.columns import arrow_type, to_arrow
 from armature.components.robots.datasets.lerobot.layout import (
@@ -160,7 +160,7 @@ def listed(dataset: Dataset) -> list[dict[str, Any]]:
 def measured_by(dataset: Dataset, workers: int) -> tuple[float, Measured]:
     units = plan(dataset, QuantileStatsSettings(features=tuple(WIDTHS)), range(len(dataset.episodes)))
     result: list[Measured] = []
-    machine = Machine(statistics_workers=workers)
+    machine = Machine(workers=MachineWorkers(statistics=workers))
     return seconds(lambda: result.append(measure_dataset(dataset, units, machine, lambda done: None))), result[0]
 
 

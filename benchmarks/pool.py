@@ -33,7 +33,7 @@ def measure() -> list[Row]:
 
 async def _measure(scratch: Path) -> list[list[float]]:
     """The rates of each round: through the pool, over aiohttp, over httpx."""
-    from armature.components.contracts.machine import Machine
+    from armature.components.contracts.machine import Machine, MachineLimits
     from armature.components.inference.client import open_session, request_body
     from armature.components.inference.pool import ServerPool
     from armature.components.inference.settings import SamplingSettings, ServerSettings
@@ -42,7 +42,7 @@ async def _measure(scratch: Path) -> list[list[float]]:
     checkpoint = make_tiny_checkpoint(FAMILY, scratch / "model", 0)
     sampling = SamplingSettings(max_tokens=TOKENS)
     settings = ServerSettings(max_model_len=512, max_images_per_prompt=1, dtype="float32")
-    machine = Machine(max_concurrent=CONCURRENT)
+    machine = Machine(limits=MachineLimits(max_concurrent=CONCURRENT))
     messages = [_message(index) for index in range(REQUESTS)]
     seeds = itertools.count()
 

@@ -208,18 +208,19 @@ def ours(folder: Path, question: str, name: str, store: Path) -> dict[str, Any]:
         },
         "preflight": {"groups": 1, "max_mismatch_kl": 0.05 if way.quantization is None else 0.2},
         "evaluation": {"sampling": {"max_tokens": sampled()}},
-        "machine": {"store": str(store), "loader_workers": 4}
-        | (
-            {
-                "server_python": os.environ["ARMATURE_TEST_VLLM_PYTHON"],
-                "server_gpus": [[0]],
-                "trainer_gpus": [0],
+        "machine": {
+            "store": str(store),
+            "threads": 0 if CUDA else 1,
+            "trainer": {"loader_workers": 4, "gpus": [0] if CUDA else []},
+            "servers": {
+                "python": os.environ["ARMATURE_TEST_VLLM_PYTHON"],
+                "gpus": [[0]],
                 "weight_transfer": "ipc",
-                "server_arguments": {"gpu_memory_utilization": SERVER_SHARE},
+                "arguments": {"gpu_memory_utilization": SERVER_SHARE},
             }
             if CUDA
-            else {"threads": 1}
-        ),
+            else {},
+        },
     }
     recipe = build_recipe("train-vlm/given", values, __file__)
     machine = recipe.sections["machine"]

@@ -27,7 +27,7 @@ from armature.components.artifacts.images import ImageStore
 from armature.components.artifacts.store import ArtifactStore
 from armature.components.configuration.stages import TerminalEvents
 from armature.components.contracts.cluster import ClusterSettings
-from armature.components.contracts.machine import Machine
+from armature.components.contracts.machine import Machine, MachineLimits, MachineServers, MachineWorkers
 from armature.components.contracts.rollouts import GenerateOutputs
 from armature.components.environments.make import make_environment
 from armature.components.environments.settings import EnvironmentSettings
@@ -195,7 +195,9 @@ def compare(address: str, scratch: Path) -> list[Row]:
     command = [sys.executable, str(ROOT / "tests/inference/stand_in.py"), f"--port={port}", f"--model={model}"]
     os.environ["VLLM_API_KEY"] = KEY
     machine = Machine(
-        endpoints=(f"http://127.0.0.1:{port}",), max_concurrent=EPISODES, rollout_workers=HOSTS, environment_timeout=600
+        servers=MachineServers(endpoints=(f"http://127.0.0.1:{port}",)),
+        workers=MachineWorkers(rollouts=HOSTS),
+        limits=MachineLimits(max_concurrent=EPISODES, environment_timeout=600),
     )
     settings = ServerSettings(max_model_len=512, max_images_per_prompt=1, dtype="float32")
 
@@ -205,8 +207,10 @@ def compare(address: str, scratch: Path) -> list[Row]:
     with ExitStack() as stack:
         stack.callback(Program(command, log=scratch / "server.log").stop)
         alone = one_process(pool(), scratch, machine)
+        processes = machine.workers.model_copy(update={"environments": HOSTS})
+        with_environments = machine.model_copy(update={"workers": processes})
         place = ClusterSettings(address=address, resources={"host": 1})
-        workers = by_workers(pool(), scratch, machine.model_copy(update={"environment_processes": HOSTS}), place)
+        workers = by_workers(pool(), scratch, with_environments, place)
     simulator = slot()
     shape = (
         f"{EPISODES:,} episodes at once, {TURNS} turns with an image of 224 pixels each, a stand-in for the servers; "

@@ -1,8 +1,8 @@
-"""The same updates by one GPU and by two: what `machine.trainer_processes = 2` gains.
+"""The same updates by one GPU and by two: what `machine.trainer.processes = 2` gains.
 
 Usage: python -m benchmarks.scaling_gpu [small] [plain] [reshard] [one] [full] [copies] [A] [B] [C]: the sides and the
 cases, by default `one`, `full` and all cases. `full` splits the model over the ranks, as several GPUs do by default;
-`copies` has all of it on each (`machine.trainer_sharding = "none"`). `plain`: layers are not compiled. `reshard`:
+`copies` has all of it on each (`machine.trainer.sharding = "none"`). `plain`: layers are not compiled. `reshard`:
 `full` gathers weights for the backward pass again. Rows of a case with equal norms did the same work. The rows go to
 $OUT/scaling.json as well. `small` runs two ranks on a CPU.
 """

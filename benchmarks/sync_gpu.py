@@ -26,7 +26,7 @@ import httpx
 import torch
 from peft import PeftModel
 
-from armature.components.contracts.machine import Machine
+from armature.components.contracts.machine import Machine, MachineServers
 from armature.components.families.family import family_of
 from armature.components.inference.client import MODEL_NAME
 from armature.components.inference.command import (
@@ -81,11 +81,11 @@ class Server:
 @contextlib.contextmanager
 def server(folder: Path, work: Path, port: int, adapters: ServedAdapters | None) -> Iterator[Server]:
     """One that takes whole weights, over CUDA IPC and as folders, or adapters; it may not be ready yet."""
-    machine = Machine(
-        server_python=PYTHON,
-        server_gpus=((0,),) if CUDA else (),
+    servers = MachineServers(
+        python=PYTHON,
+        gpus=((0,),) if CUDA else (),
         weight_transfer="ipc" if CUDA and adapters is None else "file",
-        server_arguments={
+        arguments={
             "gpu_memory_utilization": 0.3,
             "kv_cache_memory_bytes": 2**30,
             "enforce_eager": True,
@@ -94,7 +94,8 @@ def server(folder: Path, work: Path, port: int, adapters: ServedAdapters | None)
         if CUDA
         else {},
     )
-    gpus = machine.server_gpus[0] if CUDA else ()
+    machine = Machine(servers=servers)
+    gpus = servers.gpus[0] if CUDA else ()
     command = server_command(folder, SETTINGS, machine, port=port, gpus=gpus, adapters=adapters)
     if adapters is None:
         command += ["--worker-extension-cls", "armature_served.versions.Versions"]

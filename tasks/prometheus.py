@@ -74,7 +74,7 @@ class ResourceWatch:
             "memory",
             free.memory < LOW_MEMORY * free.memory_size,
             f"{free.memory / _GIB:.1f} of {free.memory_size / _GIB:.1f} GiB of memory are left: the system ends "
-            "processes when it has none; fewer environment_processes, servers or loader_workers take less",
+            "processes when it has none; fewer workers.environments, servers or trainer.loader_workers take less",
         )
 
     def _one(self, name: str, low: bool, text: str) -> Iterator[str]:

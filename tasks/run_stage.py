@@ -137,7 +137,7 @@ def gpus(machine: Machine) -> Iterator[None]:
     It is an error if the limit does not exist. A lease that could not be renewed is not an error, because it would end
     a training of hours.
     """
-    devices = {*machine.started_server_gpus, *machine.trainer_gpus}
+    devices = {*machine.started_server_gpus, *machine.trainer.gpus}
     lock = (
         concurrency(GPU_LIMIT, occupy=len(devices), strict=True, raise_on_lease_renewal_failure=False)
         if devices

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from armature.components.contracts.batches import Sample
+from armature.components.contracts.machine import Machine
 from armature.components.contracts.rollouts import Trajectory, Turn
 
 
@@ -60,3 +61,18 @@ def make_sample(name: str = "s", prompt: int = 2, completion: int = 2, **changes
         "images": (),
     }
     return Sample(**(fields | changes))
+
+
+def make_machine(base: Machine | None = None, **changes: Any) -> Machine:
+    """Return `base` with other settings, e.g. `trainer__gpus=(0,)`.
+
+    A section's name is left out where only this section has such a key: `ready_timeout=5.0`.
+    """
+    values = (base or Machine()).model_dump()
+    sections = [name for name, value in values.items() if isinstance(value, dict) and name != "cluster"]
+    for name, value in changes.items():
+        section, _, key = name.rpartition("__")
+        if name not in values and not section:
+            (section,) = (each for each in sections if key in values[each])
+        (values[section] if section else values)[key] = str(value) if key.endswith("store") else value
+    return Machine.model_validate(values)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import hypothesis
 import pytest
 
+from tests.builders import make_machine
 from tests.hub_server import HubServer, serve_hub
 
 if TYPE_CHECKING:
@@ -203,7 +204,8 @@ def tracking(tmp_path, monkeypatch, empty_mlflow) -> str:
 
 @dataclass(frozen=True)
 class SharedServer:
-    """A model server to join: `machine.endpoints=[url]`, with `key` in VLLM_API_KEY. It began with `checkpoint`."""
+    """A model server to join: `machine.servers.endpoints=[url]`, with `key` in VLLM_API_KEY. It began with
+    `checkpoint`."""
 
     url: str
     key: str
@@ -212,7 +214,6 @@ class SharedServer:
 
 def real_server(log_folder: Path, key: str) -> VllmServer:
     """One to join, not yet started, whose answers depend on nothing else that it is asked."""
-    from armature.components.contracts.machine import Machine
     from armature.components.inference.server import VllmServer
     from armature.components.inference.settings import ServerSettings
 
@@ -222,7 +223,7 @@ def real_server(log_folder: Path, key: str) -> VllmServer:
     # The plug-in of this checkout, also where another one is installed beside vLLM.
     served = Path(__file__).parents[1] / "components/inference/served"
     variables = {"PYTHONPATH": str(served), "VLLM_CPU_ATTN_SPLIT_KV": "0"}
-    machine = Machine(server_python=python, threads=1, server_environment=variables)
+    machine = make_machine(servers__python=python, threads=1, servers__environment=variables)
     settings = ServerSettings(max_model_len=1024, max_images_per_prompt=2, dtype="float32")
     return VllmServer(settings, machine, index=0, log_folder=log_folder, api_key=key)
 

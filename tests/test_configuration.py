@@ -97,6 +97,9 @@ def test_unknown_names_suggest_the_nearest():
         ("trainer.objective.mask_ratio_lo=0.1", "extra_forbidden", "'mask_ratio' 'mask_ratio_low'"),
         ("trainer.objective={name='ppo', clip_hihg=0.2}", "extra_forbidden", "objective.clip_hihg 'ppo' 'clip_high'"),
         ("evaluation.panel_tasks=8", "extra_forbidden", "evaluation.panel_tasks 'heldout_tasks'"),
+        ("machine.trainer_gpus=[0]", "extra_forbidden", "machine.trainer_gpus 'machine.trainer.gpus'"),
+        ("machine.lease_timeout=9", "extra_forbidden", "machine.lease_timeout 'machine.limits.lease_timeout'"),
+        ("machine.servers=2", "model_type", "machine.servers 'machine.servers.count'"),
         ("trainer.dr_grpo_length=4", "without_effect", "dr_grpo_length token"),
         ("trainer.aggregation=dr_grpo", "dr_grpo_length_missing", "dr_grpo_length"),
         ("trainer.logprobs={name='normal', chunk_tokens=8}", "extra_forbidden", "logprobs.chunk_tokens 'normal'"),
@@ -110,9 +113,13 @@ def test_unknown_names_suggest_the_nearest():
         ("environment.args.noise=loud", "float_type", "environment.args.noise 'loud'"),
         ("environment.evaluation_args={nose=1.0}", "extra_forbidden", "environment.nose 'noise'"),
         ("evaluation.sampling={max_tokens=4, temperature=0.0, top_k=5}", "value_error", "top_p top_k"),
-        ("machine.endpoints=['10.0.0.7:8000']", "value_error", "endpoints 10.0.0.7:8000"),
-        ("machine.endpoints=['']", "value_error", "endpoints ''"),
-        ("machine.endpoints=['http://10.0.0.7:8000', 'http://10.0.0.7:8000/']", "value_error", "http://10.0.0.7:8000"),
+        ("machine.servers.endpoints=['10.0.0.7:8000']", "value_error", "endpoints 10.0.0.7:8000"),
+        ("machine.servers.endpoints=['']", "value_error", "endpoints ''"),
+        (
+            "machine.servers.endpoints=['http://10.0.0.7:8000', 'http://10.0.0.7:8000/']",
+            "value_error",
+            "http://10.0.0.7:8000",
+        ),
         ("warm_start.epochs=", "missing", "warm_start.learning_rate"),
     ],
 )
@@ -141,20 +148,20 @@ def test_a_key_of_a_variant_that_the_recipe_leaves_to_its_default_can_be_set():
 @pytest.mark.parametrize(
     ("recipe", "machine", "values"),
     [
-        ("molmoact2", {"nodes": 2}, "trainer_nodes 2 cluster trainer"),
-        ("molmoact2", {"interface": "eth0,eth1"}, "machine.trainer_interface 'eth0,eth1'"),
-        ("molmoact2", {"sharding": "hybrid"}, "trainer_nodes 1 full"),
-        ("tiny", {"sharding": "full"}, "trainer_sharding"),
+        ("molmoact2", {"nodes": 2}, "trainer.nodes 2 cluster trainer"),
+        ("molmoact2", {"interface": "eth0,eth1"}, "machine.trainer.interface 'eth0,eth1'"),
+        ("molmoact2", {"sharding": "hybrid"}, "nodes 1 full"),
+        ("tiny", {"sharding": "full"}, "machine.trainer sharding"),
     ],
 )
 def test_rejects_ranks_that_cannot_be_placed(recipe, machine, values):
     with refused("string_pattern_mismatch" if "," in values else "value_error", *values.split()):
-        load_recipe(f"train-vla/{recipe}", [f"machine.trainer_{name}={value}" for name, value in machine.items()])
+        load_recipe(f"train-vla/{recipe}", [f"machine.trainer.{name}={value}" for name, value in machine.items()])
 
 
 def test_how_ranks_split_a_model():
-    gpus = ["machine.trainer_processes=2", "machine.trainer_gpus=[0,1]"]
-    for words, copies in ((gpus, 1), ([*gpus, "machine.trainer_sharding=none"], 2)):
+    gpus = ["machine.trainer.processes=2", "machine.trainer.gpus=[0,1]"]
+    for words, copies in ((gpus, 1), ([*gpus, "machine.trainer.sharding=none"], 2)):
         machine = load_recipe("train-vla/molmoact2", words).sections["machine"]
         processes = TrainerProcesses.of(machine)
         assert (processes.copies, processes.shards, processes.sharding is None) == (copies, 2 // copies, copies == 2)
@@ -162,20 +169,20 @@ def test_how_ranks_split_a_model():
 
 def test_the_nodes_of_a_trainer_on_a_cluster():
     place = 'machine.cluster={address="auto", trainer={num_cpus=8, num_gpus=4}}'
-    here, there = ["machine.trainer_gpus=[]", place], ["machine.trainer_processes=4", "machine.trainer_nodes=2"]
+    here, there = ["machine.trainer.gpus=[]", place], ["machine.trainer.processes=4", "machine.trainer.nodes=2"]
     machine = load_recipe("train-vla/molmoact2", [*here, *there]).sections["machine"]
     assert machine.gpus_of_trainer == (0, 1, 2, 3)
     processes = TrainerProcesses.of(machine)
     assert (processes.ranks, processes.sharding, processes.threads, processes.interface) == (8, "full", 2, None)
     for overrides, values in (
-        ([place, *there], ["trainer_gpus", "cluster.trainer.num_gpus"]),
-        ([*here, "machine.trainer_processes=2"], ["num_gpus = 4", "trainer_processes"]),
+        ([place, *there], ["trainer.gpus", "cluster.trainer.num_gpus"]),
+        ([*here, "machine.trainer.processes=2"], ["num_gpus = 4", "trainer.processes"]),
     ):
         with refused("value_error", *values):
             load_recipe("train-vla/molmoact2", overrides)
     with refused("value_error", "cluster.trainer", "weight_transfer"):
         load_recipe(
-            "train-vlm/colors", ['machine.cluster={address="auto", trainer={}}', "machine.weight_transfer=nccl"]
+            "train-vlm/colors", ['machine.cluster={address="auto", trainer={}}', "machine.servers.weight_transfer=nccl"]
         )
 
 
@@ -195,15 +202,15 @@ def test_the_nodes_of_a_trainer_on_a_cluster():
 def test_what_ray_cannot_count_is_refused(wanted, value):
     cluster = f'machine.cluster={{address="auto", {wanted}}}'
     with refused("value_error", "machine.cluster", value):
-        load_recipe("train-vlm/colors", [cluster, "machine.environment_processes=2"])
+        load_recipe("train-vlm/colors", [cluster, "machine.workers.environments=2"])
 
 
 def test_rollout_workers_on_a_cluster_need_servers_that_they_reach():
-    workers = ["machine.rollout_workers=2", 'machine.cluster={address="auto"}']
-    with refused("value_error", "rollout_workers", "endpoints"):
+    workers = ["machine.workers.rollouts=2", 'machine.cluster={address="auto"}']
+    with refused("value_error", "workers.rollouts", "servers.endpoints"):
         load_recipe("train-vlm/colors", workers)
-    load_recipe("train-vlm/colors", [*workers, 'machine.endpoints=["http://10.0.0.7:8000"]'])
-    with refused("value_error", "environment_processes", "rollout_workers"):
+    load_recipe("train-vlm/colors", [*workers, 'machine.servers.endpoints=["http://10.0.0.7:8000"]'])
+    with refused("value_error", "workers.environments", "workers.rollouts"):
         load_recipe("train-vlm/colors", workers[1:])
 
 
@@ -306,10 +313,10 @@ def test_what_is_no_override_is_an_error_of_ours(text):
         parse_override(text)
 
 
-NUMBERS = ("trainer.max_steps", "trainer.learning_rate", "machine.servers", "evaluation.seed")
+NUMBERS = ("trainer.max_steps", "trainer.learning_rate", "machine.servers.count", "evaluation.seed")
 
 
-@pytest.mark.parametrize("key", [*NUMBERS, "environment.args.noise", "machine.ready_timeout"])
+@pytest.mark.parametrize("key", [*NUMBERS, "environment.args.noise", "machine.limits.ready_timeout"])
 @pytest.mark.parametrize("value", ["true", "false", "nan", "inf", "-inf", '"1"', "[1]", "{a = 1}", "2020-01-01", '""'])
 def test_what_is_no_finite_number_is_none(key, value):
     codes = {"int_type", "float_type", "finite_number"}
@@ -349,7 +356,7 @@ def test_fingerprints_of_numbers_that_json_lacks_are_refused():
     "values",
     [
         {"machine": {"store": "a\ud800b"}},
-        {"machine": {"server_environment": {"A\ud800b": "1"}}},
+        {"machine": {"servers": {"environment": {"A\ud800b": "1"}}}},
         {"trainer": {"logprobs": "a\ud800b"}},
     ],
 )

@@ -15,6 +15,7 @@ from armature.components.inference.command import server_environment
 from armature.components.machine.resources import gpu_count, visible_devices
 from armature.components.training.processes import TrainerProcesses
 from armature.train_multimodal import MultimodalFile, divide_gpus
+from tests.builders import make_machine
 from tests.refusals import refused
 
 LISTED = "GPU 0: A\n  MIG 1g.10gb Device 0: (UUID: MIG-x)\nGPU 1: B\nGPU 2: C\nGPU 3: D\n"
@@ -86,7 +87,7 @@ def test_a_rank_has_the_trainer_s_devices(tmp_path, monkeypatch):
 def test_a_cluster_s_servers_do_not_need_devices_here(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     bundle = {"num_cpus": 1, "tensor_parallel_size": 2}
-    machine = Machine(cluster=ClusterSettings.model_validate({"address": "127.0.0.1:6379", "servers": bundle}))
+    machine = make_machine(cluster=ClusterSettings.model_validate({"address": "127.0.0.1:6379", "servers": bundle}))
     served = server_environment(machine, api_key="", gpus=machine.gpus_of_server(0))
     assert served["CUDA_VISIBLE_DEVICES"] == "0,1"  # what Ray says to its actor takes its place
 

@@ -15,6 +15,7 @@ from armature.components.contracts.installation import home_folder, original
 from armature.components.contracts.machine import Machine
 from armature.components.machine.project import project, project_path
 from armature.init import write_project
+from tests.builders import make_machine
 
 
 @pytest.fixture
@@ -39,7 +40,7 @@ def copy(repository, monkeypatch) -> Path:
 def test_in_a_copy_store_and_servers_are_those_of_the_repository(repository, copy):
     assert home_folder() == repository / "demo"
     assert open_store(Machine()).root == repository / "demo/.armature/store"
-    assert open_store(Machine(store=str(copy / "own"))).root == copy / "own"
+    assert open_store(make_machine(store=copy / "own")).root == copy / "own"
     python = repository / "demo/.venv-vllm/bin/python"
     python.parent.mkdir(parents=True)
     python.touch()

@@ -15,6 +15,7 @@ from armature import setup
 from armature.components.contracts import installation
 from armature.components.contracts.installation import DISTRIBUTION, install_command, installed_version, package_version
 from armature.components.contracts.machine import Machine
+from tests.builders import make_machine
 from tests.refusals import refused
 
 HERE = Path(__file__)
@@ -83,7 +84,7 @@ def test_the_servers_environment_is_the_folders_own_else_the_users(tmp_path, mon
     assert Machine().server_interpreter == users / "bin/python"
     environment(tmp_path / "run/.venv-vllm")
     assert Machine().server_interpreter == Path(".venv-vllm/bin/python")
-    assert Machine(server_python="mine").server_interpreter == Path("mine")
+    assert make_machine(servers__python="mine").server_interpreter == Path("mine")
     monkeypatch.delenv("XDG_DATA_HOME")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     assert installation.server_environment() == tmp_path / "home/.local/share/armature" / users.name

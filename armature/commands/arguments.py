@@ -34,7 +34,7 @@ Overrides = Annotated[
 ]
 MachineOverrides = Annotated[
     Optional[list[str]],  # noqa: UP045
-    typer.Option("--machine", metavar="KEY=VALUE", help="Change a fact of the machine: --machine servers=2."),
+    typer.Option("--machine", metavar="KEY=VALUE", help="Change a fact of the machine: --machine servers.count=2."),
 ]
 Force = Annotated[
     Optional[list[str]],  # noqa: UP045

@@ -85,7 +85,7 @@ def serve(
         "dtype": dtype or ("bfloat16" if devices else "float32"),
         "quantization": quantization,
     }
-    options = [f"server_gpus={json.dumps([devices] if devices else [])}", f"server_arguments.port={port}"]
+    options = [f"servers.gpus={json.dumps([devices] if devices else [])}", f"servers.arguments.port={port}"]
     settings = section_of(ServerSettings, values, "armature serve")
     section = section_of(Machine, {}, "--machine", [*options, *(machine or [])])
     serve_model(model, revision, settings, section, shorter=max_model_len is None, max_lora_rank=max_lora_rank)

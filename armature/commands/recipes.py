@@ -105,7 +105,7 @@ def plan(
         print(line)
 
 
-@app.command(epilog="Example: armature run train-vlm/colors --set trainer.max_steps=20 --machine servers=2")
+@app.command(epilog="Example: armature run train-vlm/colors --set trainer.max_steps=20 --machine servers.count=2")
 def run(name: Name, set_: Overrides = None, machine: MachineOverrides = None, force: Force = None) -> None:
     """Run a recipe in this process.
 

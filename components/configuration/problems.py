@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
+from armature.components.contracts.machine import MachineLimits, MachineTrainer
 from armature.components.contracts.secrets import PLAIN_SECRET
 from armature.components.contracts.settings import InvalidTable
 from armature.components.machine.registry import suggestion
@@ -16,8 +17,25 @@ SHORT = reprlib.Repr()
 SHORT.maxstring = SHORT.maxother = SHORT.maxlong = 200
 
 
-NEW_NAMES = {"panel_tasks": "heldout_tasks", "panel_episodes": "heldout_episodes"}
-"""New name of each setting that was renamed, by its old name."""
+NEW_NAMES = {
+    "panel_tasks": "heldout_tasks",
+    "panel_episodes": "heldout_episodes",
+    "machine.servers": "machine.servers.count",
+    "machine.endpoints": "machine.servers.endpoints",
+    "machine.server_gpus": "machine.servers.gpus",
+    "machine.server_python": "machine.servers.python",
+    "machine.server_arguments": "machine.servers.arguments",
+    "machine.server_environment": "machine.servers.environment",
+    "machine.weight_transfer": "machine.servers.weight_transfer",
+    "machine.sync_tolerance": "machine.servers.sync_tolerance",
+    "machine.loader_workers": "machine.trainer.loader_workers",
+    "machine.environment_processes": "machine.workers.environments",
+    "machine.rollout_workers": "machine.workers.rollouts",
+    "machine.statistics_workers": "machine.workers.statistics",
+    **{f"machine.trainer_{name}": f"machine.trainer.{name}" for name in MachineTrainer.model_fields},
+    **{f"machine.{name}": f"machine.limits.{name}" for name in MachineLimits.model_fields},
+}
+"""New name of each setting that was renamed, by its old name: without its section, or as a whole."""
 
 
 def code_of(error: ValidationError) -> str:
@@ -43,9 +61,11 @@ def explain(error: ValidationError, section: str, model: type[BaseModel]) -> str
         key = ".".join([*begin, *path])
         message = problem["msg"].removeprefix("Value error, ")
         line = f"{key}: {message}" if key else message
-        if problem["type"] == "extra_forbidden":
-            line = f"{key} is not a setting{f' of {variant!r}' if variant else ''}; "
-            line += f"it is now called {new!r}" if (new := NEW_NAMES.get(path[-1])) else suggestion(path[-1], known)
+        new = NEW_NAMES.get(key) or NEW_NAMES.get(path[-1]) if path else None
+        if new and problem["type"] in ("extra_forbidden", "model_type"):
+            line = f"{key} is now called {new!r}"
+        elif problem["type"] == "extra_forbidden":
+            line = f"{key} is not a setting{f' of {variant!r}' if variant else ''}; {suggestion(path[-1], known)}"
         elif problem["type"] == "union_tag_not_found":
             discriminator = problem["ctx"]["discriminator"].strip("'")
             line = f"{key}.{discriminator}: Field required"

@@ -88,7 +88,7 @@ class ServerBundle(Bundle):
 
 
 class TrainerBundle(Bundle):
-    """What the trainer's ranks on a node, `machine.trainer_processes`, take of it together."""
+    """What the trainer's ranks on a node, `machine.trainer.processes`, take of it together."""
 
     WHAT = "the trainer's ranks"
     SETTING = "machine.cluster.trainer"
@@ -117,9 +117,9 @@ class ClusterSettings(Settings):
     start_timeout: PositiveFloat = 600.0
     """Seconds until nodes have room for a worker, a server or the trainer; it may have to grow first."""
     servers: ServerBundle | None = None
-    """What each of machine.servers takes of its node. None: servers are on the run's machine."""
+    """What each of machine.servers.count takes of its node. None: servers are on the run's machine."""
     trainer: TrainerBundle | None = None
-    """What the trainer's ranks take of each of machine.trainer_nodes. None: they are on the run's machine."""
+    """What the trainer's ranks take of each of machine.trainer.nodes. None: they are on the run's machine."""
 
     def options(self) -> dict[str, Any]:
         """What Ray is told of each worker."""

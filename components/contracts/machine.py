@@ -36,8 +36,125 @@ BASE_URL = r"https?://[^\s/?#@]+(/[^\s?#]*)?"
 """Of a server's API, as a whole."""
 
 
+class MachineServers(Settings):
+    """The vLLM servers that generate: those that a run starts, or running ones that it joins."""
+
+    model_config = ConfigDict(title="Servers")
+    count: PositiveInt = 1
+    """vLLM servers to start when no endpoints are given."""
+    endpoints: Annotated[tuple[str, ...], BeforeValidator(refuse_plain_url)] = ()
+    """Base URLs of running vLLM servers to join instead."""
+    gpus: tuple[tuple[NonNegativeInt, ...], ...] = ()
+    """CUDA devices of each local server, e.g. [[0, 1], [2, 3]], counted from 0 among those that CUDA_VISIBLE_DEVICES
+    leaves; empty on CPU."""
+    python: Path | None = None
+    """Interpreter that has vLLM. None: the one of .venv-vllm in this folder, else of `armature setup`."""
+    arguments: Annotated[dict[str, Scalar], BeforeValidator(refuse_plain_arguments)] = Field({})
+    """More vLLM arguments, e.g. {gpu_memory_utilization = 0.8}."""
+    environment: Environment = Field({})
+    """More environment variables for vLLM, e.g. {NCCL_DEBUG = 'INFO', HF_TOKEN = {env = 'HF_TOKEN'}}."""
+    weight_transfer: Literal["file", "delta", "nccl", "ipc"] = "file"
+    """How new weights reach the servers: as a checkpoint folder (file), as the changes since the last one, which
+    servers keep in main memory (delta), or between GPUs (nccl, ipc)."""
+    sync_tolerance: PositiveFloat | None = None
+    """Largest root mean square difference, in nats, between the log-probs of a server and of the trainer on a probe
+    after a sync; by default 1e-4 where both compute in float32 on CPU, 5e-3 in float32 on a GPU or a joined server, 0.1
+    with 16 bits, 0.5 with servers in 8."""
+
+    @model_validator(mode="after")
+    def _endpoints_are_distinct_urls(self) -> Self:
+        seen = set[str]()
+        for url in self.endpoints:
+            if not re.fullmatch(BASE_URL, url):
+                raise ValueError(f"{url!r} in endpoints is not the base URL of a server, such as http://10.0.0.7:8000")
+            if (name := url.rstrip("/")) in seen:
+                raise ValueError(f"{name!r} is in endpoints twice")
+            seen.add(name)
+        return self
+
+
+class MachineTrainer(Settings):
+    """The processes that train, and the devices and the network that they use."""
+
+    model_config = ConfigDict(title="Trainer processes")
+    processes: PositiveInt = 1
+    """Ranks of the trainer on each node."""
+    nodes: PositiveInt = 1
+    """Nodes of the cluster that train; more than one needs cluster.trainer."""
+    gpus: tuple[NonNegativeInt, ...] = ()
+    """CUDA devices of the trainer on each node, counted as in servers.gpus; empty on CPU."""
+    sharding: Literal["full", "hybrid", "none"] | None = None
+    """How the trainer's ranks split the model with FSDP2: full, over all of them; hybrid (HSDP), over those of a node,
+    with a copy on each node; none: each rank has the whole model. None: full on several GPUs, none on CPU."""
+    context_parallel: PositiveInt = 1
+    """Ranks that compute one sequence together, each a part of its tokens: for sequences that one GPU does not hold.
+    Needs trainer.packing, and a model whose attention heads it divides."""
+    interface: str | None = Field(None, pattern=r"^[^\s=,^]+$")
+    """Network interface (eth1), or this machine's address on it, that ranks of several nodes, or trainer and distant
+    servers with nccl, use. Private: whoever reaches it can disturb a training. None: loopback only; with
+    cluster.trainer the network of Ray."""
+    environment: Environment = Field({})
+    """More environment variables for the trainer, as for the servers."""
+    loader_workers: int = Field(1, ge=0)
+    """Processes that decode images and build micro-batches."""
+
+    @model_validator(mode="after")
+    def _ranks_fit(self) -> Self:
+        ranks = self.nodes * self.processes
+        if self.sharding and ranks == 1:
+            raise ValueError("sharding has no effect with one rank of the trainer")
+        if self.sharding == "hybrid" and self.nodes == 1:
+            raise ValueError('sharding = "hybrid" has a copy on each node: with nodes = 1 it is "full"')
+        if ranks % self.context_parallel:
+            raise ValueError(
+                f"context_parallel = {self.context_parallel} does not divide the {ranks} ranks of the trainer "
+                "(processes on each node)"
+            )
+        return self
+
+
+class MachineWorkers(Settings):
+    """Worker processes beside the trainer and the servers, on the cluster if there is one."""
+
+    model_config = ConfigDict(title="Workers")
+    environments: int = Field(0, ge=0)
+    """Processes that play episodes of environments that need some; 0: half of the cores."""
+    rollouts: int = Field(0, ge=0)
+    """Worker processes that collect the rollouts of train-vlm: each plays whole groups and asks the servers itself.
+    0: the run's own process does."""
+    statistics: int = Field(0, ge=0)
+    """Worker processes that compute statistics of datasets; 0: threads of this process."""
+
+
+class MachineLimits(Settings):
+    """Time limits in seconds, and the limit on concurrent requests."""
+
+    model_config = ConfigDict(title="Limits")
+    max_concurrent: PositiveInt = 128
+    """Concurrent requests over the whole pool."""
+    ready_timeout: PositiveFloat = 600.0
+    """Seconds for a server or the trainer to come up."""
+    lease_timeout: float = Field(0.0, ge=0)
+    """Seconds to wait for a server that another run has; 0 refuses at once."""
+    generation_timeout: PositiveFloat = 600.0
+    """Seconds for one generation request."""
+    environment_timeout: PositiveFloat = 120.0
+    """Seconds for one reset, step or close of an environment."""
+    train_timeout: PositiveFloat = 3600.0
+    """Seconds for one training step."""
+    sync_timeout: PositiveFloat = 300.0
+    """Seconds for new weights to reach every server."""
+    node_timeout: float = Field(60.0, ge=4)
+    """Seconds without a sign of life from the node of the trainer's first rank until it is lost."""
+    rank_timeout: float = Field(1800.0, ge=1)
+    """Seconds that ranks of the trainer wait for each other in a collective, before one counts as hung."""
+    rollout_straggler_timeout: PositiveFloat | None = None
+    """Seconds that training waits for a shard of a rollout worker, with nothing else to do, until a free worker plays
+    it instead. None: as long as the worker takes."""
+
+
 class Machine(Settings):
-    """Where artifacts lie, which servers generate, which devices train, and how long to wait for each."""
+    """Folders, servers, trainer processes, workers and limits of the machine that a run uses."""
 
     model_config = ConfigDict(title="Machine")
     store: str = ".armature/store"
@@ -46,105 +163,34 @@ class Machine(Settings):
     """fsspec URL (s3://bucket/prefix) that artifacts, their images and checkpoints are copied to and found in."""
     force: tuple[str, ...] = ()
     """Stages that are made again, with all that depends on them, though they were made before."""
-    servers: PositiveInt = 1
-    """vLLM servers to start when no endpoints are given."""
-    endpoints: Annotated[tuple[str, ...], BeforeValidator(refuse_plain_url)] = ()
-    """Base URLs of running vLLM servers to join instead."""
-    weight_transfer: Literal["file", "delta", "nccl", "ipc"] = "file"
-    """How new weights reach the servers: as a checkpoint's folder (file), as what changed since the last one, which
-    servers keep in main memory (delta), or between GPUs (nccl, ipc)."""
-    server_python: Path | None = None
-    """Interpreter that has vLLM. None: that of .venv-vllm in this folder, else of `armature setup`."""
-    server_gpus: tuple[tuple[NonNegativeInt, ...], ...] = ()
-    """CUDA devices of each local server, e.g. [[0, 1], [2, 3]], counted from 0 among those that CUDA_VISIBLE_DEVICES
-    leaves; empty on CPU."""
-    server_arguments: Annotated[dict[str, Scalar], BeforeValidator(refuse_plain_arguments)] = Field({})
-    """More vLLM arguments, e.g. {gpu_memory_utilization = 0.8}."""
-    server_environment: Environment = Field({})
-    """More environment variables for vLLM, e.g. {NCCL_DEBUG = 'INFO', HF_TOKEN = {env = 'HF_TOKEN'}}."""
-    trainer_processes: PositiveInt = 1
-    """Ranks of the trainer on each node."""
-    trainer_gpus: tuple[NonNegativeInt, ...] = ()
-    """CUDA devices of the trainer on each node, counted as in server_gpus; empty on CPU."""
-    trainer_nodes: PositiveInt = 1
-    """Nodes of the cluster that train; more than one needs cluster.trainer."""
-    trainer_sharding: Literal["full", "hybrid", "none"] | None = None
-    """How the trainer's ranks split the model with FSDP2: full, over all of them; hybrid (HSDP), over those of a node,
-    with a copy on each node; none: each rank has the whole model. None: full on several GPUs, none on CPU."""
-    trainer_context_parallel: PositiveInt = 1
-    """Ranks that compute one sequence together, each a part of its tokens: for sequences that one GPU does not hold.
-    Needs trainer.packing, and a model whose attention heads it divides."""
-    trainer_interface: str | None = Field(None, pattern=r"^[^\s=,^]+$")
-    """Network interface (eth1), or this machine's address on it, that ranks of several nodes, or trainer and distant
-    servers with nccl, speak over. Private: whoever reaches it can disturb a training. None: loopback only; with
-    cluster.trainer the network of Ray."""
-    trainer_environment: Environment = Field({})
-    """More environment variables for the trainer, as for the servers."""
-    threads: int = Field(0, ge=0)
-    """CPU threads of each trainer rank and server; 0 lets torch choose."""
-    loader_workers: int = Field(1, ge=0)
-    """Processes that decode images and build micro-batches."""
-    environment_processes: int = Field(0, ge=0)
-    """Processes that play episodes of environments that need some; 0: half of the cores."""
-    rollout_workers: int = Field(0, ge=0)
-    """Worker processes, on the cluster if there is one, that collect the rollouts of train-vlm: each plays whole groups
-    and asks the servers itself. 0: the run's own process does."""
-    rollout_straggler_timeout: PositiveFloat | None = None
-    """Seconds that training waits for a shard of a rollout worker, with nothing else to do, until it is taken from it
-    and played by a worker that is free. None: as long as the worker takes."""
-    cluster: ClusterSettings | None = None
-    """The Ray cluster that has those processes, those of statistics, with its `servers` the vLLM servers and with its
-    `trainer` the trainer's ranks, in place of this machine."""
-    statistics_workers: int = Field(0, ge=0)
-    """Worker processes that compute statistics of datasets, on the cluster if there is one; 0: threads of this
-    process."""
     skip_batches: tuple[PositiveInt, ...] = ()
     """Steps of an RL run to make without an update, for a batch that cannot be trained on; the run remembers them, and
     history and lineage say so."""
-    lease_timeout: float = Field(0.0, ge=0)
-    """Seconds to wait for a server that another run has; 0 refuses at once."""
-    max_concurrent: PositiveInt = 128
-    """Concurrent requests over the whole pool."""
-    ready_timeout: PositiveFloat = 600.0
-    """Seconds for a server or the trainer to come up."""
-    generation_timeout: PositiveFloat = 600.0
-    """Seconds for one generation request."""
-    environment_timeout: PositiveFloat = 120.0
-    """Seconds for one reset, step or close of an environment."""
-    sync_timeout: PositiveFloat = 300.0
-    """Seconds for new weights to reach every server."""
-    sync_tolerance: PositiveFloat | None = None
-    """Largest root mean square difference, in nats, of a server's log-probs of a probe from the trainer's after a sync;
-    by default 1e-4 where both compute in float32 on CPU, 5e-3 in float32 on a GPU or a joined server, 0.1 with 16 bits,
-    0.5 with servers in 8."""
-    node_timeout: float = Field(60.0, ge=4)
-    """Seconds without a sign of life from the node of the trainer's first rank until it is lost."""
-    rank_timeout: float = Field(1800.0, ge=1)
-    """Seconds that ranks of the trainer wait for each other in a collective, before one counts as hung."""
-    train_timeout: PositiveFloat = 3600.0
-    """Seconds for one training step."""
+    threads: int = Field(0, ge=0)
+    """CPU threads of each trainer rank and server; 0 lets torch choose."""
     metrics: str | None = Field(None, pattern=ADDRESS)
     """Address (127.0.0.1:9464) where a run shows its numbers to Prometheus; port 0 takes a free one. None: nothing
     listens. It asks for no password: whoever reaches it can read them."""
+    servers: MachineServers = MachineServers()
+    """vLLM servers: how many, their devices and arguments, or the addresses of running ones."""
+    trainer: MachineTrainer = MachineTrainer()
+    """Processes that train: how many, their devices, and how they split the model."""
+    workers: MachineWorkers = MachineWorkers()
+    """Worker processes that play episodes, collect rollouts and compute statistics."""
+    limits: MachineLimits = MachineLimits()
+    """How long to wait, and how much to do at once."""
+    cluster: ClusterSettings | None = None
+    """The Ray cluster that has the workers, with its `servers` the vLLM servers and with its `trainer` the trainer's
+    ranks, in place of this machine."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        self._refuse_endpoints()
-        if self.rollout_straggler_timeout and self.rollout_workers < 2:
-            raise ValueError("rollout_straggler_timeout has no effect without another of the rollout_workers")
-        if self.trainer_nodes > 1 and not self.trainer_bundle:
+        if self.limits.rollout_straggler_timeout and self.workers.rollouts < 2:
+            raise ValueError("limits.rollout_straggler_timeout has no effect with less than two workers.rollouts")
+        if self.trainer.nodes > 1 and not self.trainer_bundle:
             raise ValueError(
-                f"trainer_nodes = {self.trainer_nodes} needs a Ray cluster and what the ranks take of each node: "
+                f"trainer.nodes = {self.trainer.nodes} needs a Ray cluster and what the ranks take of each node: "
                 'cluster = {address = "auto", trainer = {num_cpus = 8, num_gpus = 8}}'
-            )
-        if self.trainer_sharding and self.trainer_nodes * self.trainer_processes == 1:
-            raise ValueError("trainer_sharding has no effect with one rank of the trainer")
-        if self.trainer_sharding == "hybrid" and self.trainer_nodes == 1:
-            raise ValueError('trainer_sharding = "hybrid" has a copy on each node: with trainer_nodes = 1 it is "full"')
-        if (self.trainer_nodes * self.trainer_processes) % self.trainer_context_parallel:
-            raise ValueError(
-                f"trainer_context_parallel = {self.trainer_context_parallel} does not divide the "
-                f"{self.trainer_nodes * self.trainer_processes} ranks of the trainer (trainer_processes on each node)"
             )
         self._refuse_cluster()
         return self
@@ -153,72 +199,62 @@ class Machine(Settings):
         """Raises ValueError where `cluster` has nothing, or has what cannot be together."""
         if self.cluster is None:
             return
-        bundle, trainer = self.server_bundle, self.trainer_bundle
-        workers = self.environment_processes or self.statistics_workers or self.rollout_workers
+        bundle, trainer, transfer = self.server_bundle, self.trainer_bundle, self.servers.weight_transfer
+        workers = self.workers.environments or self.workers.statistics or self.workers.rollouts
         if not (workers or bundle or trainer):
             raise ValueError(
-                "cluster needs environment_processes, rollout_workers or statistics_workers, how many it is to have, "
+                "cluster needs workers.environments, workers.rollouts or workers.statistics, how many it is to have, "
                 "or cluster.servers, or cluster.trainer"
             )
-        if self.rollout_workers and not self.joins_servers and not bundle:
+        if self.workers.rollouts and not self.joins_servers and not bundle:
             raise ValueError(
-                "rollout_workers on a cluster ask the servers themselves, which listen on loopback where a run starts "
-                "them: name servers that all nodes reach in endpoints, or start them there with cluster.servers"
+                "workers.rollouts on a cluster ask the servers themselves, which listen on loopback where a run starts "
+                "them: name servers that all nodes reach in servers.endpoints, or start them there with cluster.servers"
             )
         if bundle and self.joins_servers:
-            raise ValueError("cluster.servers is of servers that a run starts: leave it out, or the endpoints")
-        if bundle and self.server_gpus:
+            raise ValueError("cluster.servers is of servers that a run starts: leave it out, or servers.endpoints")
+        if bundle and self.servers.gpus:
             raise ValueError(
-                "server_gpus names GPUs of this machine, and cluster.servers puts the servers on others: set "
-                "server_gpus = [], and cluster.servers.tensor_parallel_size"
+                "servers.gpus names GPUs of this machine, and cluster.servers puts the servers on others: set "
+                "servers.gpus = [], and cluster.servers.tensor_parallel_size"
             )
         if bundle and not self.sends_folders:
-            raise ValueError(f'cluster.servers needs weight_transfer = "file" or "delta", not {self.weight_transfer}')
-        if trainer and self.trainer_gpus:
+            raise ValueError(f'cluster.servers needs servers.weight_transfer = "file" or "delta", not {transfer}')
+        if trainer and self.trainer.gpus:
             raise ValueError(
-                "trainer_gpus names GPUs of this machine, and cluster.trainer puts the ranks on others: set "
-                "trainer_gpus = [], and cluster.trainer.num_gpus"
+                "trainer.gpus names GPUs of this machine, and cluster.trainer puts the ranks on others: set "
+                "trainer.gpus = [], and cluster.trainer.num_gpus"
             )
-        if trainer and trainer.num_gpus not in (0, self.trainer_processes):
+        if trainer and trainer.num_gpus not in (0, self.trainer.processes):
             raise ValueError(
-                f"cluster.trainer.num_gpus = {trainer.num_gpus}: each of the {self.trainer_processes} ranks of a node "
-                "(trainer_processes) has one GPU, or none has"
+                f"cluster.trainer.num_gpus = {trainer.num_gpus}: each of the {self.trainer.processes} ranks of a node "
+                "(trainer.processes) has one GPU, or none has"
             )
         if trainer and not self.sends_folders:
-            raise ValueError(f'cluster.trainer needs weight_transfer = "file" or "delta", not {self.weight_transfer}')
-
-    def _refuse_endpoints(self) -> None:
-        """Raises ValueError where `endpoints` has what is not a base URL, or one twice, which would be two servers."""
-        seen = set[str]()
-        for url in self.endpoints:
-            if not re.fullmatch(BASE_URL, url):
-                raise ValueError(f"{url!r} in endpoints is not the base URL of a server, such as http://10.0.0.7:8000")
-            if (name := url.rstrip("/")) in seen:
-                raise ValueError(f"{name!r} is in endpoints twice")
-            seen.add(name)
+            raise ValueError(f'cluster.trainer needs servers.weight_transfer = "file" or "delta", not {transfer}')
 
     @property
     def server_interpreter(self) -> Path:
-        """`server_python`, or the one that is found."""
-        return self.server_python or server_python()
+        """`servers.python`, or the interpreter that is found."""
+        return self.servers.python or server_python()
 
     def server_variables(self) -> dict[str, str]:
-        """`server_environment` with its secrets. Raises ConfigurationError if one is not set."""
-        return resolve(self.server_environment, "machine.server_environment")
+        """`servers.environment` with its secrets. Raises ConfigurationError if one is not set."""
+        return resolve(self.servers.environment, "machine.servers.environment")
 
     def trainer_variables(self) -> dict[str, str]:
-        """`trainer_environment` with its secrets. Raises ConfigurationError if one is not set."""
-        return resolve(self.trainer_environment, "machine.trainer_environment")
+        """`trainer.environment` with its secrets. Raises ConfigurationError if one is not set."""
+        return resolve(self.trainer.environment, "machine.trainer.environment")
 
     @property
     def sends_folders(self) -> bool:
         """Whether new weights reach the servers through a disk, each server for itself."""
-        return self.weight_transfer in ("file", "delta")
+        return self.servers.weight_transfer in ("file", "delta")
 
     @property
     def joins_servers(self) -> bool:
         """Whether a run asks servers that run already, and starts none."""
-        return bool(self.endpoints)
+        return bool(self.servers.endpoints)
 
     @property
     def server_bundle(self) -> ServerBundle | None:
@@ -233,20 +269,20 @@ class Machine(Settings):
     @property
     def gpus_of_trainer(self) -> tuple[int, ...]:
         """The CUDA devices of the trainer on each node; on a cluster, those of its bundle, counted from 0."""
-        return tuple(range(self.trainer_bundle.num_gpus)) if self.trainer_bundle else self.trainer_gpus
+        return tuple(range(self.trainer_bundle.num_gpus)) if self.trainer_bundle else self.trainer.gpus
 
     def gpus_of_server(self, index: int) -> tuple[int, ...]:
         """The CUDA devices of a server that the run starts; on a cluster, those of its bundle, counted from 0."""
         if self.server_bundle is not None:
             return tuple(range(self.server_bundle.tensor_parallel_size))
-        return self.server_gpus[index] if index < len(self.server_gpus) else ()
+        return self.servers.gpus[index] if index < len(self.servers.gpus) else ()
 
     @property
     def started_server_gpus(self) -> frozenset[int]:
         """CUDA devices of the servers that a run starts; none of those that it joins."""
-        return frozenset() if self.joins_servers else frozenset(device for each in self.server_gpus for device in each)
+        return frozenset() if self.joins_servers else frozenset(device for each in self.servers.gpus for device in each)
 
     @property
     def playing_processes(self) -> int:
-        """`environment_processes`, or half of the CPUs that this process may use."""
-        return self.environment_processes or max(1, available_cpus() // 2)
+        """`workers.environments`, or half of the CPUs that this process may use."""
+        return self.workers.environments or max(1, available_cpus() // 2)

@@ -68,7 +68,7 @@ def refuse_plain_variables(values: Any) -> Any:
 
 def refuse_plain_arguments(values: Any) -> Any:
     """For a table of a program's arguments, which `ps` shows as well."""
-    return _refuse(values, "name the variable that holds it in machine.server_environment")
+    return _refuse(values, "name the variable that holds it in machine.servers.environment")
 
 
 def _refuse(values: Any, remedy: str) -> Any:

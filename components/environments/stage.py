@@ -75,7 +75,7 @@ def write_tasks(
     An environment that leaves out rows of its data has counted them by reason, in `drops`.
     """
     rows: dict[str, int] = {}
-    with closing(make_environment(settings, context.machine.environment_processes)) as environment:
+    with closing(make_environment(settings, context.machine.workers.environments)) as environment:
         for split in SPLITS:
             most = settings.train_tasks if split == "train" else settings.heldout_tasks
             listed = _rows(environment, split, most)
@@ -84,9 +84,9 @@ def write_tasks(
             context.events.progress("tasks", len(rows), len(SPLITS))
         (folder / ENVIRONMENT).write_text(settings.model_dump_json(indent=1) + "\n")
         shown = load_tasks(folder, "train")[:PREVIEWED]
-        image_grid(asyncio.run(_first_observations(environment, shown, context.machine.environment_timeout))).save(
-            folder / "preview.png"
-        )
+        image_grid(
+            asyncio.run(_first_observations(environment, shown, context.machine.limits.environment_timeout))
+        ).save(folder / "preview.png")
         drops = dict(getattr(environment, "drops", {}))
         if drops:
             counts = ", ".join(f"{count} {reason}" for reason, count in sorted(drops.items()))

@@ -193,7 +193,7 @@ async def play(
 
     plan = settings.evaluation
     pool = ServerPool(checkpoint, settings.inference, context.machine, log_folder=context.workspace / "logs")
-    processes = context.machine.environment_processes
+    processes = context.machine.workers.environments
     with closing(load_environment(tasks_folder, processes, evaluation=True)) as environment:
         async with pool:
             return await collect(

@@ -136,11 +136,11 @@ class ServedAdapters:
         Raises:
             ConfigurationError: whole weights are to be sent between GPUs.
         """
-        if machine.weight_transfer != "file":
+        if machine.servers.weight_transfer != "file":
             raise ConfigurationError(
-                f"adapters reach the servers as files, and weight_transfer is {machine.weight_transfer!r}",
+                f"adapters reach the servers as files, and weight_transfer is {machine.servers.weight_transfer!r}",
                 code="adapters_need_files",
-                where="machine.weight_transfer",
+                where="machine.servers.weight_transfer",
                 remedy='leave it out, or set model.lora.served_as = "merged"',
             )
 
@@ -176,9 +176,9 @@ _OURS = {
     "dtype": "inference.dtype",
     "quantization": "inference.quantization",
     "quantization_config": "inference.quantization",
-    "tensor_parallel_size": "machine.server_gpus, or machine.cluster.servers",
-    "weight_transfer_config": "machine.weight_transfer",
-    "worker_extension_cls": "machine.weight_transfer",
+    "tensor_parallel_size": "machine.servers.gpus, or machine.cluster.servers",
+    "weight_transfer_config": "machine.servers.weight_transfer",
+    "worker_extension_cls": "machine.servers.weight_transfer",
 }
 
 
@@ -196,7 +196,7 @@ def server_command(
 
     Raises:
         DataError: `model` is not a checkpoint.
-        ConfigurationError: `machine.server_arguments` names something that is set elsewhere, or vLLM would attend
+        ConfigurationError: `machine.servers.arguments` names something that is set elsewhere, or vLLM would attend
             to images otherwise than the checkpoint, or takes no such adapters.
     """
     arguments: dict[str, Scalar] = {
@@ -238,17 +238,17 @@ def server_command(
         arguments |= {"quantization": f"{settings.quantization}_per_channel", "quantization-config": ignored}
     if adapters is not None:
         arguments |= adapters.arguments()
-    if machine.weight_transfer == "delta":
+    if machine.servers.weight_transfer == "delta":
         arguments["worker-extension-cls"] = "armature_served.versions.Versions"
-    elif machine.weight_transfer != "file":
-        arguments["weight-transfer-config"] = json.dumps({"backend": machine.weight_transfer})
-    for key, value in machine.server_arguments.items():
+    elif machine.servers.weight_transfer != "file":
+        arguments["weight-transfer-config"] = json.dumps({"backend": machine.servers.weight_transfer})
+    for key, value in machine.servers.arguments.items():
         name = key.replace("-", "_")
         if name in _OURS:
             raise ConfigurationError(
-                f"server_arguments may not set {key!r}: it comes from {_OURS[name]}",
+                f"servers.arguments may not set {key!r}: it comes from {_OURS[name]}",
                 code="server_argument_reserved",
-                where=f"machine.server_arguments.{key}",
+                where=f"machine.servers.arguments.{key}",
                 remedy="take it out",
             )
         if name != "port":
@@ -262,11 +262,11 @@ def server_command(
 def _refuse_quantization(machine: Machine, gpus: tuple[int, ...], adapters: ServedAdapters | None) -> None:
     why = ""
     if not gpus:
-        why, remedy = "vLLM has no products in 8 bits on CPU", "serve on GPUs (machine.server_gpus)"
+        why, remedy = "vLLM has no products in 8 bits on CPU", "serve on GPUs (machine.servers.gpus)"
     elif adapters is not None:
         why, remedy = "adapters are trained beside weights of 16 bits", 'set model.lora.served_as to "merged"'
-    elif machine.weight_transfer == "delta":
-        why, remedy = "changes are of weights of 16 bits", "choose another machine.weight_transfer"
+    elif machine.servers.weight_transfer == "delta":
+        why, remedy = "changes are of weights of 16 bits", "choose another machine.servers.weight_transfer"
     if why:
         remedy += ", or leave it out"
         raise ConfigurationError(why, code="quantization_impossible", where="inference.quantization", remedy=remedy)
@@ -281,16 +281,16 @@ def _prefix_backend(model: Path, machine: Machine, gpus: tuple[int, ...]) -> str
             code="image_attention_on_cpu",
             where=str(model / "config.json"),
             remedy='train and serve it causal (model.image_attention = "causal"), serve it on a GPU '
-            "(machine.server_gpus), or send no images (inference.max_images_per_prompt = 0)",
+            "(machine.servers.gpus), or send no images (inference.max_images_per_prompt = 0)",
         )
-    chosen = {key.replace("-", "_"): value for key, value in machine.server_arguments.items()}
+    chosen = {key.replace("-", "_"): value for key, value in machine.servers.arguments.items()}
     backend = chosen.get("attention_backend", BOTH_WAYS)
     if backend != BOTH_WAYS:
         raise ConfigurationError(
             "the tokens of an image attend to each other bidirectionally in this checkpoint, but not, or not as in the "
             f"trainer, with {backend}",
             code="image_attention_backend",
-            where="machine.server_arguments.attention_backend",
+            where="machine.servers.arguments.attention_backend",
             remedy=f"leave it out: it is then {BOTH_WAYS}",
         )
     return BOTH_WAYS
@@ -313,13 +313,13 @@ def server_environment(
     """The variables to add to ours; None takes one away. The key travels here, not where `ps` shows it.
 
     Raises:
-        ConfigurationError: `machine.server_environment` sets one that the pool depends on.
+        ConfigurationError: `machine.servers.environment` sets one that the pool depends on.
     """
-    if taken := sorted(_OUR_VARIABLES.keys() & machine.server_environment.keys()):
+    if taken := sorted(_OUR_VARIABLES.keys() & machine.servers.environment.keys()):
         raise ConfigurationError(
-            f"server_environment may not set {taken[0]}: it comes from {_OUR_VARIABLES[taken[0]]}",
+            f"servers.environment may not set {taken[0]}: it comes from {_OUR_VARIABLES[taken[0]]}",
             code="server_variable_reserved",
-            where=f"machine.server_environment.{taken[0]}",
+            where=f"machine.servers.environment.{taken[0]}",
             remedy="take it out",
         )
     environment: dict[str, str | None] = {
@@ -340,7 +340,9 @@ def server_environment(
         # Half of the cores: the HTTP front, the environments and the trainer need theirs. With a tiny model on
         # two cores, one thread answers ten times as much as two, which wait for each other.
         bundle = machine.server_bundle
-        threads = machine.threads or (bundle.num_cpus if bundle else max(1, available_cpus() // (2 * machine.servers)))
+        threads = machine.threads or (
+            bundle.num_cpus if bundle else max(1, available_cpus() // (2 * machine.servers.count))
+        )
         environment |= {
             "VLLM_CPU_KVCACHE_SPACE": "1",
             # Pinned threads would share a core with the trainer's while another core is idle.
@@ -354,7 +356,7 @@ def server_environment(
             environment["VLLM_CPU_ATTN_SPLIT_KV"] = "0"  # our plug-in then also encodes each image alone
     if adapters is not None:
         environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"  # the routes that load adapters
-    if machine.weight_transfer == "ipc":
+    if machine.servers.weight_transfer == "ipc":
         environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # the handles travel as pickles
     return environment | machine.server_variables()
 
@@ -367,7 +369,7 @@ def is_deterministic(settings: ServerSettings, machine: Machine) -> bool:
     """
     obstacle = ""
     if machine.gpus_of_server(0):
-        obstacle = "kernels on GPUs are chosen by the size of the batch (machine.server_gpus)"
+        obstacle = "kernels on GPUs are chosen by the size of the batch (machine.servers.gpus)"
     elif settings.dtype != "float32":
         obstacle = f"products in {settings.dtype} are chosen by the size of the batch (inference.dtype)"
     if settings.deterministic and obstacle:

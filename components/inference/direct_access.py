@@ -46,7 +46,7 @@ def server_access(replica: Replica) -> ServerAccess:
         raise ConfigurationError(
             "this server does not say which weights its answers are of, so no other process may ask it",
             code="weights_mark_missing",
-            where=f"machine.rollout_workers, {replica.name}",
+            where=f"machine.workers.rollouts, {replica.name}",
             remedy="start it by `armature serve`, or with --middleware armature_served.require_key.RequireKey",
         )
     return ServerAccess(

@@ -104,7 +104,7 @@ class LocalHost:
                     f"requested, {free:.1f} GiB are free",
                     code="server_memory_missing",
                     where=needs.name,
-                    remedy="lower machine.server_environment.VLLM_CPU_KVCACHE_SPACE, or free memory",
+                    remedy="lower machine.servers.environment.VLLM_CPU_KVCACHE_SPACE, or free memory",
                 )
         return "127.0.0.1", free_port(needs.port, "127.0.0.1")
 
@@ -165,7 +165,7 @@ def free_port(wanted: int | None, address: str) -> int:
     raise ServerError(
         f"port {wanted} is in use{f' by {owner}' if owner else ''} ({failure.strerror})",
         code="server_port_in_use",
-        where="machine.server_arguments.port",
+        where="machine.servers.arguments.port",
         remedy="end that program, choose another port, or leave the port out to get a free one",
     ) from failure
 
@@ -197,7 +197,7 @@ class PlacedHost:
             try:
                 address, port = placed.ask("prepare", replace(needs, python=absolute(needs.python)))
             except ServerError as error:
-                remedy = f"{error.remedy}. Models, machine.store and machine.server_python are read on the node"
+                remedy = f"{error.remedy}. Models, machine.store and machine.servers.python are read on the node"
                 raise ServerError(
                     error.what, code=error.code, where=f"{error.where}, {placed.where}", remedy=remedy
                 ) from error

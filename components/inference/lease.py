@@ -54,7 +54,7 @@ async def take(http: httpx.AsyncClient, endpoint: Endpoint, who: str, timeout: f
                 f"another run has this server: {_holder(held)}",
                 code="server_in_use",
                 where=endpoint.url,
-                remedy="let it end, take another server, or wait: machine.lease_timeout",
+                remedy="let it end, take another server, or wait: machine.limits.lease_timeout",
             )
         await asyncio.sleep(ASK_EVERY)
 

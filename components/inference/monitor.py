@@ -178,7 +178,7 @@ class ReplicaMonitor:
         if self.replica.server is not None:
             await self._start_local()
         else:
-            await self._wait_remote(self.pool.machine.ready_timeout)
+            await self._wait_remote(self.pool.machine.limits.ready_timeout)
         self.replica.joined += 1
         try:
             await self._take_lease()
@@ -231,7 +231,7 @@ class ReplicaMonitor:
                     f"no server answers within {timeout:g} s: {reason}",
                     code="server_not_ready",
                     where=self.replica.url,
-                    remedy="start it (`armature serve MODEL`), or correct machine.endpoints",
+                    remedy="start it (`armature serve MODEL`), or correct machine.servers.endpoints",
                 )
             await asyncio.sleep(1.0)
         self.replica.version = UNKNOWN  # it may have been started again with whatever weights it was given then
@@ -242,7 +242,7 @@ class ReplicaMonitor:
         if self._after is not None:
             await self._after.leased.wait()
         replica.lease = pool.lease
-        if not await lease.take(pool.http, replica.endpoint, pool.who, pool.machine.lease_timeout):
+        if not await lease.take(pool.http, replica.endpoint, pool.who, pool.machine.limits.lease_timeout):
             replica.lease = ""
             if replica.server is None:
                 log.warning(
@@ -274,7 +274,7 @@ class ReplicaMonitor:
             replica.failures = 0
             replica.suspect.clear()
             try:
-                async with asyncio.timeout(pool.machine.sync_timeout):
+                async with asyncio.timeout(pool.machine.limits.sync_timeout):
                     ready = await pool.weights.make_current(pool.http, replica)
                     if ready:
                         again = partial(pool.weights.load_again, pool.http, replica)
@@ -282,7 +282,7 @@ class ReplicaMonitor:
                     replica.ready = ready
             except TimeoutError as error:
                 raise ServerError(
-                    f"{replica.name} did not take the weights in {pool.machine.sync_timeout:g} s",
+                    f"{replica.name} did not take the weights in {pool.machine.limits.sync_timeout:g} s",
                     code="server_sync_timeout",
                     where=replica.url,
                 ) from error

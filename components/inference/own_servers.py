@@ -47,7 +47,7 @@ class KeptServers:
         """
         wanted = (settings, machine, served_files(model))
         alike = [(each.server.settings, each.server.machine, each.files) == wanted for each in self._kept]
-        if len(alike) == machine.servers and all(alike) and all(each.server.alive for each in self._kept):
+        if len(alike) == machine.servers.count and all(alike) and all(each.server.alive for each in self._kept):
             servers = [each.server for each in self._kept]
             self._kept.clear()
             return servers
@@ -86,7 +86,7 @@ def keep_servers() -> Iterator[None]:
 def kept_servers(machine: Machine) -> KeptServers | None:
     """Where a pool finds and leaves its servers; None: they begin and end with it."""
     here = not machine.joins_servers and machine.server_bundle is None
-    lasting = here and not machine.server_gpus and machine.sends_folders
+    lasting = here and not machine.servers.gpus and machine.sends_folders
     return _current.get() if lasting else None
 
 
@@ -122,7 +122,7 @@ class OwnServers:
         self._log_folder, self._api_key, self._adapters = log_folder, api_key, adapters
         self._kept = kept_servers(machine) if adapters is None else None  # theirs keep the weights they began with
         self._places = (
-            PlacementBundles(machine.cluster, machine.server_bundle, machine.servers)
+            PlacementBundles(machine.cluster, machine.server_bundle, machine.servers.count)
             if machine.cluster is not None and machine.server_bundle is not None
             else None
         )

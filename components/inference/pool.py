@@ -48,8 +48,8 @@ OPEN: WeakSet[ServerPool] = WeakSet()
 
 
 class ServerPool:
-    """Starts `machine.servers` servers, here or on `machine.cluster`, or joins those of `machine.endpoints`; used as
-    `async with`.
+    """Starts `machine.servers.count` servers, here or on `machine.cluster`, or joins those of
+    `machine.servers.endpoints`; used as `async with`.
 
     A request is answered exactly once or raises; what fails on one server is tried on another, up to
     `MAX_ATTEMPTS` times. A server that dies or hangs is taken out, started again with the current weights, and
@@ -102,7 +102,7 @@ class ServerPool:
         sync_check = SyncCheck(
             make_probe(sampled, forbidden_token_ids, settings.max_model_len - 1, images), settings, machine
         )
-        transfer = "adapter" if adapters is not None else machine.weight_transfer
+        transfer = "adapter" if adapters is not None else machine.servers.weight_transfer
         self.weights = ServedWeights(
             weights, transfer, sync_check, load_on_join, adapters is not None, in_flight_updates and adapters is None
         )
@@ -111,15 +111,15 @@ class ServerPool:
         self.lease = secrets.token_hex(16)
         self._own = OwnServers(weights, settings, machine, log_folder, self._api_key, adapters)
         self.replicas = self._make_replicas()
-        self._router = Router(self.replicas, machine.max_concurrent, self.statistics, log_folder)
+        self._router = Router(self.replicas, machine.limits.max_concurrent, self.statistics, log_folder)
         self._requests = PoolRequests(
-            self._router, self.limits, machine.generation_timeout, self._check_answer, _suspect_other_weights
+            self._router, self.limits, machine.limits.generation_timeout, self._check_answer, _suspect_other_weights
         )
 
     def _make_replicas(self) -> list[Replica]:
-        if self.machine.endpoints:
-            return [Replica(url, self._api_key, url=url.rstrip("/")) for url in self.machine.endpoints]
-        return [self._own.replica(index) for index in range(self.machine.servers)]
+        if self.machine.servers.endpoints:
+            return [Replica(url, self._api_key, url=url.rstrip("/")) for url in self.machine.servers.endpoints]
+        return [self._own.replica(index) for index in range(self.machine.servers.count)]
 
     async def __aenter__(self) -> Self:
         """Start or join every server.
@@ -129,7 +129,9 @@ class ServerPool:
         """
         await self._own.take_kept(self.replicas)
         transport = httpx.AsyncHTTPTransport(socket_options=socket_options())
-        self.http = httpx.AsyncClient(transport=transport, timeout=self.machine.generation_timeout, trust_env=False)
+        self.http = httpx.AsyncClient(
+            transport=transport, timeout=self.machine.limits.generation_timeout, trust_env=False
+        )
         self._requests.open()
         shared = PoolContext(
             self.http,
@@ -241,8 +243,8 @@ class ServerPool:
 
         Raises:
             WeightSyncError: the folder holds another model, a server refused it, a server does not answer as it
-                should, or `machine.sync_timeout` passed since no request was waited for. From then on every request
-                raises it too.
+                should, or `machine.limits.sync_timeout` passed since no request was waited for. From then on every
+                request raises it too.
         """
         if self._router.broken is not None:
             raise self._router.broken
@@ -251,7 +253,7 @@ class ServerPool:
                 if not self.weights.single:
                     await self.weights.mark_lost_suspect(self.http, self.replicas)
                     await self._router.reachable()
-                async with self.weights.changing, asyncio.timeout(self.machine.sync_timeout):
+                async with self.weights.changing, asyncio.timeout(self.machine.limits.sync_timeout):
                     first = self.weights.version == 0
                     await self.weights.give(self.http, self.replicas, weights, version, publish, answer)
                     if first and self.adapters is not None:  # servers were tested without one
@@ -259,7 +261,7 @@ class ServerPool:
                         await asyncio.gather(*(self.repeatability.check(self.http, replica) for replica in ready))
         except BaseException as error:
             # Some servers may have the new weights and others not, whatever it was that came between.
-            self._router.broken = sync_failure(error, weights, version, self.machine.sync_timeout)
+            self._router.broken = sync_failure(error, weights, version, self.machine.limits.sync_timeout)
             raise (self._router.broken if isinstance(error, Exception) else error) from error.__cause__
         finally:
             await self.notify()

@@ -161,8 +161,8 @@ class SyncCheck:
 
     def _tolerance(self, dtype: str) -> float:
         machine = self._machine
-        if machine.sync_tolerance is not None:
-            return machine.sync_tolerance
+        if machine.servers.sync_tolerance is not None:
+            return machine.servers.sync_tolerance
         if self._quantized:
             return EIGHT_BITS
         if {dtype, self._dtype} != {"float32"}:
@@ -201,7 +201,7 @@ class SyncCheck:
             where=where,
             remedy="some of its weights were not loaded: read its log. A joined server on CPU keeps an old output head "
             f"where embeddings are tied unless it has our plug-in: pip install --no-deps {SERVED}. If it computes in "
-            "other types than the trainer, say so in inference.dtype or raise machine.sync_tolerance",
+            "other types than the trainer, say so in inference.dtype or raise machine.servers.sync_tolerance",
         )
 
 

@@ -78,7 +78,7 @@ class VllmServer:
         """Start serving the checkpoint folder `model` and return when it answers.
 
         Raises:
-            ServerError: it cannot start, dies, or is not ready after `machine.ready_timeout` seconds; with the
+            ServerError: it cannot start, dies, or is not ready after `machine.limits.ready_timeout` seconds; with the
                 last lines of its log and, for known causes, what to do.
             ConfigurationError: no node of the cluster has room for it, or its settings are impossible.
         """
@@ -131,7 +131,7 @@ class VllmServer:
                         where=str(self.log),
                         remedy=self._remedy(),
                     )
-                if waited > self.machine.ready_timeout:
+                if waited > self.machine.limits.ready_timeout:
                     raise ServerError(
                         f"the vLLM server was not ready after {waited:.0f} s ({reason}); its last lines:\n"
                         f"{self.tail()}",
@@ -150,7 +150,7 @@ class VllmServer:
 
     def _needs(self, model: Path, environment: Mapping[str, str | None]) -> ServerNeeds:
         cache = None if self.gpus else float(environment["VLLM_CPU_KVCACHE_SPACE"] or 0)
-        wanted = self.machine.server_arguments.get("port")
+        wanted = self.machine.servers.arguments.get("port")
         port = None if wanted is None else int(wanted) + self.index
         python = str(self.machine.server_interpreter)
         return ServerNeeds(self.name, python, str(model), cache, port)
@@ -209,11 +209,12 @@ _PLAIN = (
 _HINTS: tuple[tuple[str, str], ...] = (
     (
         r"No module named '?ray",
-        'vLLM\'s CUDA IPC imports ray: install it beside vLLM, or set machine.weight_transfer = "nccl" or "file"',
+        "vLLM's CUDA IPC imports ray: install it beside vLLM, or set machine.servers.weight_transfer = "
+        '"nccl" or "file"',
     ),
     (
         r"No module named '?armature_served",
-        "our package for vLLM is not installed in machine.server_python; install it there: "
+        "our package for vLLM is not installed in machine.servers.python; install it there: "
         f"pip install --no-deps {SERVED}",
     ),
     (
@@ -226,16 +227,16 @@ _HINTS: tuple[tuple[str, str], ...] = (
     ),
     (
         r"No module named '?vllm",
-        "vLLM is not installed in machine.server_python; make its environment: armature setup",
+        "vLLM is not installed in machine.servers.python; make its environment: armature setup",
     ),
     (
         r"VLLM_CPU_KVCACHE_SPACE|KV cache is needed|No available memory for the cache blocks",
-        "the KV cache does not fit ({memory}): set machine.server_environment.VLLM_CPU_KVCACHE_SPACE (GiB) or "
-        "machine.server_arguments.gpu_memory_utilization, or lower inference.max_model_len",
+        "the KV cache does not fit ({memory}): set machine.servers.environment.VLLM_CPU_KVCACHE_SPACE (GiB) or "
+        "machine.servers.arguments.gpu_memory_utilization, or lower inference.max_model_len",
     ),
     (
         r"CUDA out of memory|OutOfMemoryError|Cannot allocate memory|MemoryError",
-        "it ran out of memory ({memory}): lower machine.server_arguments.gpu_memory_utilization, serve fewer "
+        "it ran out of memory ({memory}): lower machine.servers.arguments.gpu_memory_utilization, serve fewer "
         "servers, or free memory",
     ),
     (
@@ -247,6 +248,6 @@ _HINTS: tuple[tuple[str, str], ...] = (
         r"are not supported for now|does not recognize this architecture|is not supported by vLLM|No model class",
         "this vLLM cannot serve this model type; choose another family or another vLLM",
     ),
-    (r"unrecognized arguments", "this vLLM does not know one of machine.server_arguments"),
+    (r"unrecognized arguments", "this vLLM does not know one of machine.servers.arguments"),
     (r"head_size|[Hh]ead size", "this head size has no attention kernel on CPU; use 32, 64, 80, 96, 112 or 128"),
 )

@@ -313,7 +313,7 @@ def sync_failure(error: BaseException, weights: Path, version: int, timeout: flo
             f"version {version} did not reach every server in {timeout:g} s",
             code="sync_timeout",
             where=str(weights),
-            remedy="raise machine.sync_timeout, or read the servers' logs",
+            remedy="raise machine.limits.sync_timeout, or read the servers' logs",
         )
     return WeightSyncError(
         f"version {version} may not be on every server: {error!r}", code="sync_incomplete", where=str(weights)

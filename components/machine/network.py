@@ -52,7 +52,7 @@ def network(interface: str) -> str:
     raise ConfigurationError(
         f"{socket.gethostname()} has no network interface {interface!r} with an address",
         code="unknown_network_interface",
-        where="machine.trainer_interface",
+        where="machine.trainer.interface",
         remedy=f"name the one that connects the nodes, or its address; {socket.gethostname()} has {there}",
     )
 

@@ -39,7 +39,7 @@ def visible_devices(gpus: Sequence[int]) -> str:
         raise ConfigurationError(
             f"GPU {missing[0]} is named, but {VISIBLE} leaves {len(left)} GPUs, counted from 0",
             code="gpu_not_visible",
-            where="machine.server_gpus, machine.trainer_gpus",
+            where="machine.servers.gpus, machine.trainer.gpus",
             remedy="name devices that are left, or leave the variable out",
         )
     return ",".join(left[gpu] for gpu in gpus)

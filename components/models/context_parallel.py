@@ -65,7 +65,7 @@ class ContextParallel:
             raise ConfigurationError(
                 f"{heads} attention heads cannot be divided among {self.size} ranks",
                 code="heads_not_divisible",
-                where=f"machine.trainer_context_parallel = {self.size}",
+                where=f"machine.trainer.context_parallel = {self.size}",
                 remedy=f"choose from {', '.join(possible)}" if possible else "leave it out",
             )
 

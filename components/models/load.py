@@ -195,7 +195,7 @@ def _check_not_quantized(settings: ModelSettings) -> None:
         raise ConfigurationError(
             "a model with 4-bit weights cannot be split over ranks",
             code="quantization_not_split",
-            where="model.quantization, machine.trainer_sharding",
+            where="model.quantization, machine.trainer.sharding",
             remedy="train it in one process, or leave model.quantization out",
         )
 

@@ -238,7 +238,7 @@ def complete_packing(
         raise DataError(
             f"{context.size} ranks cannot share only {len(packing.rows)} tokens",
             code="too_few_tokens",
-            where="a micro-batch, machine.trainer_context_parallel",
+            where="a micro-batch, machine.trainer.context_parallel",
             remedy="use fewer ranks",
         )
     at = packing.rows, packing.columns

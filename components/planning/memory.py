@@ -251,13 +251,13 @@ def recipe_memory(recipe: TrainVlm) -> RecipeMemory:
     settings, machine = recipe.settings_for(TrainVLMSettings), recipe.machine
     sizes, processes = sizes_of(settings), TrainerProcesses.of(machine)
     per_server = max(1, len(machine.gpus_of_server(0)))
-    servers = 0 if machine.joins_servers else machine.servers
+    servers = 0 if machine.joins_servers else machine.servers.count
     return RecipeMemory(
         trainer=trainer_parts(sizes.estimate.over(processes.shards, processes.context_parallel)),
         ranks=processes.ranks,
         server=server_parts(sizes, per_server, 1, settings.inference.max_model_len) if servers else {},
         servers=servers * per_server,
         together=processes.server_share is not None,
-        server_share=float(machine.server_arguments.get("gpu_memory_utilization", SERVER_SHARE)),
+        server_share=float(machine.servers.arguments.get("gpu_memory_utilization", SERVER_SHARE)),
         on_gpu=bool(processes.gpus),
     )

@@ -245,7 +245,7 @@ class LanguagePlan:
         Raises:
             ConfigurationError: a server and the trainer do not fit on so few GPUs.
         """
-        node, sharing = self.gpu.per_node, self.machine.trainer_context_parallel
+        node, sharing = self.gpu.per_node, self.machine.trainer.context_parallel
         ranks = [
             each for each in (*((1, 2, 4) if gpus <= node else ()), *range(node, gpus, node)) if not each % sharing
         ]
@@ -264,7 +264,7 @@ class LanguagePlan:
         """Return the seconds of a step, assuming that all episodes except the longest ones are like the mean one."""
         lora, assumed = self.settings.model.lora, self.assumed
         alone = lora is not None and lora.served_as == "adapter"
-        transfer: Transfer = "adapter" if alone else self.machine.weight_transfer
+        transfer: Transfer = "adapter" if alone else self.machine.servers.weight_transfer
         synced = sum(sync_seconds(self.sizes, self.gpu, assumed, servers, transfer))
         return StepTime(
             rollouts=self._rollouts(servers),
@@ -284,7 +284,7 @@ class LanguagePlan:
         each_pass = assumed.pass_seconds + self.sizes.estimate.server_weights / read
         token = 2 * self.sizes.parameters / (gpu.flops * self.gpus_per_server * assumed.prefill_mfu)
         cache = self.sizes.key_value_bytes / read * assumed.context()
-        limit = self.machine.max_concurrent if self.machine.environment_processes else self.rollouts
+        limit = self.machine.limits.max_concurrent if self.machine.workers.environments else self.rollouts
         # If servers or environments do not have room for all episodes at once, they are played in waves.
         waves = max(1.0, self.rollouts / (servers * self.slots()))
         played = max(1.0, self.rollouts / limit)
@@ -304,7 +304,7 @@ class LanguagePlan:
 
     def _training(self, ranks: int) -> dict[str, float]:
         """Return the seconds of training by activity. All rollouts are trained on, in equal parts of at least a row."""
-        trainer, sharing = self.settings.trainer, self.machine.trainer_context_parallel
+        trainer, sharing = self.settings.trainer, self.machine.trainer.context_parallel
         each = self.assumed.trained_tokens(self.settings.rollouts.group_size, trainer.packing)
         tokens = max(1.0, self.rollouts / (ranks // sharing)) * each
         updates = ceil(self.rollouts / (trainer.samples_per_update or self.rollouts))
@@ -315,12 +315,12 @@ class LanguagePlan:
     def slots(self) -> int:
         """Return the number of sequences that a server decodes at once, limited by vLLM's setting and by its cache."""
         room = USABLE * self.gpu.memory * self.gpus_per_server - self.sizes.estimate.server_weights
-        most = int(self.machine.server_arguments.get("max_num_seqs", MAX_SEQUENCES))
+        most = int(self.machine.servers.arguments.get("max_num_seqs", MAX_SEQUENCES))
         return min(most, int(room / (self.sizes.key_value_bytes * self.settings.inference.max_model_len)))
 
     def rank_bytes(self, ranks: int) -> int:
         """Return the bytes of a rank if the trainer has `ranks` ranks."""
-        return self.sizes.estimate.over(ranks, self.machine.trainer_context_parallel).trainer
+        return self.sizes.estimate.over(ranks, self.machine.trainer.context_parallel).trainer
 
     def server_bytes(self) -> int:
         """Return the bytes of one GPU of a server whose slots are all in use."""
@@ -333,7 +333,7 @@ class LanguagePlan:
         Raises:
             ConfigurationError: a server does not fit on a node.
         """
-        first = max((len(each) for each in self.machine.server_gpus), default=1)
+        first = max((len(each) for each in self.machine.servers.gpus), default=1)
         weights, context = self.sizes.estimate.server_weights, self.settings.inference.max_model_len
         for count in (first, 2 * first, 4 * first, 8 * first):
             room = USABLE * self.gpu.memory * count - weights
@@ -349,7 +349,7 @@ class LanguagePlan:
 
     def _fewest_ranks(self) -> int:
         for ranks in (1, 2, 4, *range(8, 8193, 8)):
-            shared = ranks % self.machine.trainer_context_parallel == 0
+            shared = ranks % self.machine.trainer.context_parallel == 0
             if shared and OVERHEAD * self.rank_bytes(ranks) <= self.gpu.memory:
                 return ranks
         raise ConfigurationError(
@@ -358,7 +358,7 @@ class LanguagePlan:
             code="trainer_does_not_fit",
             where=f"--gpu {self.gpu.name}, trainer.max_tokens_per_micro_batch",
             remedy="lower trainer.max_tokens_per_micro_batch, set model.gradient_checkpointing = true, raise "
-            "machine.trainer_context_parallel, or use larger GPUs",
+            "machine.trainer.context_parallel, or use larger GPUs",
         )
 
 

@@ -207,7 +207,7 @@ class TrainingRun(ABC):
             numbers=self._numbers(step),
             evaluation=self.evaluations.history(step) if self.evaluations is not None else {},
             cpu=self._cpu.since() if "timing/step" in metrics else {},
-            machine={"machine/ranks": float(machine.trainer_nodes * machine.trainer_processes)},
+            machine={"machine/ranks": float(machine.trainer.nodes * machine.trainer.processes)},
         )
         self.history.append(step, whole)
         return whole

@@ -18,7 +18,7 @@ from pydantic import (
 )
 
 from armature.components.contracts.errors import ConfigurationError
-from armature.components.contracts.machine import Machine
+from armature.components.contracts.machine import Machine, MachineLimits, MachineServers
 from armature.components.evaluation.settings import HeldoutSetSettings
 from armature.components.inference.settings import EvaluationSamplingSettings, SamplingSettings
 from armature.components.machine.registry import suggestion
@@ -202,10 +202,12 @@ class MultimodalRLConfig(BaseModel):
     def machine(self) -> Machine:
         """The options that belong to the section `machine` of a recipe."""
         return Machine(
-            endpoints=(self.server_url,),
-            ready_timeout=self.vllm_server_timeout,
-            generation_timeout=self.generation_timeout,
-            max_concurrent=self.max_concurrent,
+            servers=MachineServers(endpoints=(self.server_url,)),
+            limits=MachineLimits(
+                ready_timeout=self.vllm_server_timeout,
+                generation_timeout=self.generation_timeout,
+                max_concurrent=self.max_concurrent,
+            ),
         )
 
     def settings(self) -> LoopSettings:

@@ -97,7 +97,7 @@ def open_run(
             if settings.evaluation is not None
             else None,
             workers=opened.enter_context(closing(_workers(settings, context, store, servers)))
-            if context.machine.rollout_workers
+            if context.machine.workers.rollouts
             else None,
             adapters=servers.adapters is not None,
         )
@@ -141,7 +141,7 @@ def served_adapters(model: ModelSettings, weights: Path) -> ServedAdapters | Non
 
 
 def _environment(settings: EnvironmentSettings, context: StageContext) -> Environment:
-    return make_environment(settings, context.machine.environment_processes)
+    return make_environment(settings, context.machine.workers.environments)
 
 
 def _workers(

@@ -103,7 +103,7 @@ class RLRun(TrainingRun):
         self.images = ImageStore(context.images)
         self._sampler = SignalSampler(parts.tasks, plan)
         self._rollout_metrics: dict[int, dict[str, float]] = {}
-        self._room = asyncio.Semaphore(context.machine.max_concurrent)
+        self._room = asyncio.Semaphore(context.machine.limits.max_concurrent)
 
     @property
     def version(self) -> int:
@@ -163,7 +163,7 @@ class RLRun(TrainingRun):
     def _publish_version(self, folder: Path, version: int) -> None:
         if self.parts.adapters:
             self.trainer.publish_version(folder, version, "adapter")
-        elif self.context.machine.weight_transfer == "delta":
+        elif self.context.machine.servers.weight_transfer == "delta":
             self.trainer.publish_version(folder, version, "delta")
         else:
             self.trainer.publish(folder, version)

@@ -42,8 +42,8 @@ def allow_open_files(count: int) -> None:
         raise ConfigurationError(
             f"a process of this user may open {hard} files, and {count} are needed",
             code="too_few_open_files",
-            where="machine.max_concurrent",
-            remedy="lower machine.max_concurrent, or raise the limit (ulimit -n)",
+            where="machine.limits.max_concurrent",
+            remedy="lower machine.limits.max_concurrent, or raise the limit (ulimit -n)",
         )
     resource.setrlimit(resource.RLIMIT_NOFILE, (count, hard))
 
@@ -66,17 +66,17 @@ async def collect(
 ) -> GenerateOutputs:
     """Play `group_size` rollouts of each task; `tasks[g]` becomes group `first_group + g` of step `step`.
 
-    At most `machine.max_concurrent` episodes are in flight, or as many as there is `room` for. A rollout that fails
-    becomes a `Failure` and leaves the others alone. The result is in the order of the plan, whatever finished first.
-    `name` is what is counted.
+    At most `machine.limits.max_concurrent` episodes are in flight, or as many as there is `room` for. A rollout that
+    fails becomes a `Failure` and leaves the others alone. The result is in the order of the plan, whatever finished
+    first. `name` is what is counted.
 
     Raises:
-        ConfigurationError: this user may not open as many files as `machine.max_concurrent` episodes take.
+        ConfigurationError: this user may not open as many files as `machine.limits.max_concurrent` episodes take.
         ServerError: no request can be answered any more, so no rollout can be played.
         StoreError: an image cannot be stored, as the disk is full.
     """
-    allow_episodes(machine.max_concurrent)
-    player = EpisodeRunner(environment, pool, SharedImages(images), sampling, seed, machine.environment_timeout)
+    allow_episodes(machine.limits.max_concurrent)
+    player = EpisodeRunner(environment, pool, SharedImages(images), sampling, seed, machine.limits.environment_timeout)
     finished = CollectionProgress(name, len(tasks) * group_size, events)
 
     async def play(task: Task, place: RolloutId) -> Trajectory | Failure:
@@ -87,7 +87,7 @@ async def collect(
         finished.add(result)
         return result
 
-    room = room or asyncio.Semaphore(machine.max_concurrent)
+    room = room or asyncio.Semaphore(machine.limits.max_concurrent)
     with raising_disk_full(images.root):
         outputs = await play_groups(play, tasks, group_size, room, step=step, first_group=first_group)
     if outputs.failures:

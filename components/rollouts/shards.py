@@ -19,7 +19,7 @@ from pydantic import TypeAdapter
 from armature.components.artifacts.store import ArtifactStore
 from armature.components.contracts.episodes import Task
 from armature.components.contracts.errors import ConfigurationError
-from armature.components.contracts.machine import Machine
+from armature.components.contracts.machine import Machine, MachineLimits, MachineWorkers
 from armature.components.contracts.rollouts import Failure, GenerateOutputs, Trajectory
 from armature.components.contracts.stages import Events
 from armature.components.environments.settings import EnvironmentSettings
@@ -156,7 +156,7 @@ class RolloutShard:
 
 
 class RolloutWorkers:
-    """`machine.rollout_workers` workers, each with an environment, requests and an image store of its own.
+    """`machine.workers.rollouts` workers, each with an environment, requests and an image store of its own.
 
     Args:
         run: the fingerprint of the run, under which its shards are found.
@@ -172,16 +172,18 @@ class RolloutWorkers:
         run: str,
     ) -> None:
         self._plan, self._pool, self._store, self._run = plan, pool, store, run
-        count = machine.rollout_workers
+        count = machine.workers.rollouts
         own = Machine(
             store=str(store.root),
             remote_store=machine.remote_store if machine.cluster else None,  # here, only rollouts of them are sent
-            environment_processes=max(1, machine.playing_processes // count),
-            max_concurrent=max(1, machine.max_concurrent // count),
-            environment_timeout=machine.environment_timeout,
-            generation_timeout=machine.generation_timeout,
+            workers=MachineWorkers(environments=max(1, machine.playing_processes // count)),
+            limits=MachineLimits(
+                max_concurrent=max(1, machine.limits.max_concurrent // count),
+                environment_timeout=machine.limits.environment_timeout,
+                generation_timeout=machine.limits.generation_timeout,
+            ),
         )
-        self._groups = max(1, own.max_concurrent // plan.group_size)
+        self._groups = max(1, own.limits.max_concurrent // plan.group_size)
         limits = pool.limits
         settings = WorkerPlan(
             environment=environment,
@@ -202,7 +204,7 @@ class RolloutWorkers:
         self._free = {worker: asyncio.Lock() for worker in self._workers.workers}
         self._threads = ThreadPoolExecutor(count, thread_name_prefix="shard")
         self._made_of = defaultdict[int, list[str]](list)
-        self._late_after = machine.rollout_straggler_timeout
+        self._late_after = machine.limits.rollout_straggler_timeout
         self._awaited = dict[int, float]()
 
     def training_waits(self, step: int) -> None:
@@ -215,7 +217,7 @@ class RolloutWorkers:
         """As `armature.components.rollouts.collect.collect`, and with its results. Each worker has one shard at a time.
 
         A shard whose worker or node is lost is collected again by the next worker that is free. One that is late (see
-        `machine.rollout_straggler_timeout`) is taken from its worker, which is ended, and so are its rollouts.
+        `machine.limits.rollout_straggler_timeout`) is taken from its worker, which is ended, and so are its rollouts.
 
         Raises:
             ConfigurationError: a worker cannot be started, or what it writes is not seen here.

@@ -63,7 +63,7 @@ class RolloutWorker:
 
     @cached_property
     def _environment(self) -> Environment:
-        return make_environment(self._plan.environment, self._plan.machine.environment_processes)
+        return make_environment(self._plan.environment, self._plan.machine.workers.environments)
 
     def play(
         self, key: str, step: int, first_group: int, tasks: list[dict[str, Any]], servers: list[dict[str, Any]]
@@ -88,8 +88,8 @@ class RolloutWorker:
             borrowed = DirectServers(
                 [ServerAccess(**server) for server in servers],
                 self._plan.limits,
-                machine.max_concurrent,
-                machine.generation_timeout,
+                machine.limits.max_concurrent,
+                machine.limits.generation_timeout,
             )
             try:
                 outputs = asyncio.run(self._collect(borrowed, step, first_group, [Task(**task) for task in tasks]))

@@ -76,11 +76,11 @@ class ServiceClient:
         self._saved = saved
         self._token = secrets.token_hex(32)
         cluster, bundle = machine.cluster, machine.trainer_bundle
-        self._places = PlacementBundles(cluster, bundle, machine.trainer_nodes) if cluster and bundle else None
+        self._places = PlacementBundles(cluster, bundle, machine.trainer.nodes) if cluster and bundle else None
         self._program: Program | PlacedRanks | None = None
         self._attempt: Path | None = None
         self._lost: LostNode | None = None
-        transport = httpx.HTTPTransport(socket_options=socket_options(machine.node_timeout))
+        transport = httpx.HTTPTransport(socket_options=socket_options(machine.limits.node_timeout))
         headers = {"authorization": f"Bearer {self._token}"}
         self._http = httpx.Client(transport=transport, trust_env=False, headers=headers)
 
@@ -106,7 +106,8 @@ class ServiceClient:
 
         Raises:
             ArmatureError: the error that kept a rank from starting.
-            TrainerError: the service died, or is not ready within `machine.ready_timeout`; the message has the reason.
+            TrainerError: the service died, or is not ready within `machine.limits.ready_timeout`; the message has the
+                reason.
         """
         settings = self.settings
         settings.workspace.mkdir(parents=True, exist_ok=True)
@@ -114,12 +115,12 @@ class ServiceClient:
         write_file(settings.file, settings.model_dump_json(indent=1).encode())
         self._attempt, self._lost = new_attempt(settings.workspace), None
         self._program = self._started(self._attempt)
-        deadline = time.monotonic() + self.machine.ready_timeout
+        deadline = time.monotonic() + self.machine.limits.ready_timeout
         while (url := read_address(settings.address)) is None:
             if not self.alive:
                 raise self._died("the trainer service did not start")
             if time.monotonic() > deadline:
-                error = self._died(f"the trainer service was not ready after {self.machine.ready_timeout:g} s")
+                error = self._died(f"the trainer service was not ready after {self.machine.limits.ready_timeout:g} s")
                 self.stop()
                 raise error
             time.sleep(POLL)
@@ -138,11 +139,11 @@ class ServiceClient:
 
     def resume(self) -> int:
         """Load the newest checkpoint, if there is one, and return the number of steps that the weights contain."""
-        return self._ask("resume", self.machine.ready_timeout, WHOLE)
+        return self._ask("resume", self.machine.limits.ready_timeout, WHOLE)
 
     def save(self) -> Path:
         """Start writing a checkpoint and return its path, which exists once it is complete; see `Checkpoints.save`."""
-        checkpoint = Path(self._ask("save", self.machine.train_timeout, TEXT))
+        checkpoint = Path(self._ask("save", self.machine.limits.train_timeout, TEXT))
         self._saved(checkpoint)
         return checkpoint
 
@@ -152,7 +153,7 @@ class ServiceClient:
         Raises:
             TrainerError: it could not be written.
         """
-        self._ask("settle", self.machine.train_timeout, ANYTHING)
+        self._ask("settle", self.machine.limits.train_timeout, ANYTHING)
 
     def publish(self, folder: Path, version: int) -> None:
         """Write the weights after step `version` to `folder` in the Hugging Face layout, atomically.
@@ -160,10 +161,10 @@ class ServiceClient:
         Raises:
             ConfigurationError: the trainer has another version of the weights.
         """
-        self._ask("publish", self.machine.train_timeout, ANYTHING, folder=str(folder.resolve()), version=version)
+        self._ask("publish", self.machine.limits.train_timeout, ANYTHING, folder=str(folder.resolve()), version=version)
 
     def _train(self, step: int, **arguments: str) -> dict[str, float]:
-        return self._ask("step", self.machine.train_timeout, FLOATS, step=step, **arguments)
+        return self._ask("step", self.machine.limits.train_timeout, FLOATS, step=step, **arguments)
 
     def _ask(self, name: str, timeout: float, result: TypeAdapter[ResultT], **arguments: Any) -> ResultT:
         """Send a command to the service and return its validated result, or raise the service's error."""

@@ -113,7 +113,7 @@ class TrainingEngine(Generic[Model]):
                 "optimizer states in 8 bits do not work with a sharded model: a block of moments has one scale, and "
                 "sharding would spread the block over several ranks",
                 code="optimizer_states_not_split",
-                where="trainer.optimizer_states, machine.trainer_sharding",
+                where="trainer.optimizer_states, machine.trainer.sharding",
                 remedy='set trainer.optimizer_states = "cpu", or omit it: each rank then keeps its part of the states',
             )
         # FSDP keeps its shards and their gradients in fp32 already.

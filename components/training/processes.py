@@ -70,21 +70,21 @@ class TrainerProcesses(BaseModel):
 
         By default several GPUs shard one model, and several CPU processes have a copy each.
         """
-        several = machine.trainer_nodes * machine.trainer_processes > 1
+        several = machine.trainer.nodes * machine.trainer.processes > 1
         gpus, bundle = machine.gpus_of_trainer, machine.trainer_bundle
-        sharding = machine.trainer_sharding or ("full" if several and gpus else "none")
+        sharding = machine.trainer.sharding or ("full" if several and gpus else "none")
         return cls(
-            processes=machine.trainer_processes,
-            nodes=machine.trainer_nodes,
-            interface=machine.trainer_interface,
+            processes=machine.trainer.processes,
+            nodes=machine.trainer.nodes,
+            interface=machine.trainer.interface,
             gpus=gpus,
             sharding=None if sharding == "none" else sharding,
-            context_parallel=machine.trainer_context_parallel,
+            context_parallel=machine.trainer.context_parallel,
             server_share=_server_share(machine),
-            threads=machine.threads or (max(1, bundle.num_cpus // machine.trainer_processes) if bundle else 0),
-            environment=machine.trainer_environment,
-            ready_timeout=machine.ready_timeout,
-            rank_timeout=machine.rank_timeout,
+            threads=machine.threads or (max(1, bundle.num_cpus // machine.trainer.processes) if bundle else 0),
+            environment=machine.trainer.environment,
+            ready_timeout=machine.limits.ready_timeout,
+            rank_timeout=machine.limits.rank_timeout,
         )
 
     @property
@@ -140,7 +140,7 @@ class TrainerProcesses(BaseModel):
         else:
             variables |= {"RANK": str(node), "LOCAL_RANK": "0"}
             command = [sys.executable, *arguments]
-        variables |= resolve(self.environment, "machine.trainer_environment")
+        variables |= resolve(self.environment, "machine.trainer.environment")
         if self.gpus:
             variables[VISIBLE] = visible_devices(self.gpus)
         if self.threads:
@@ -149,9 +149,9 @@ class TrainerProcesses(BaseModel):
 
 
 def _server_share(machine: Machine) -> float | None:
-    if machine.started_server_gpus.isdisjoint(machine.trainer_gpus):
+    if machine.started_server_gpus.isdisjoint(machine.trainer.gpus):
         return None
-    return float(machine.server_arguments.get("gpu_memory_utilization", SERVER_SHARE))
+    return float(machine.servers.arguments.get("gpu_memory_utilization", SERVER_SHARE))
 
 
 def error_file(rendezvous: Path, rank: int) -> Path:

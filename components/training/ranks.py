@@ -169,7 +169,7 @@ class Ranks:
                 code="rank_timeout",
                 where=str(error).splitlines()[0],
                 remedy="look for a node that is gone, hangs or has lost its network; if all nodes are healthy, raise "
-                "machine.rank_timeout",
+                "machine.limits.rank_timeout",
             ) from error
 
     def broadcast(self, value: Any) -> Any:

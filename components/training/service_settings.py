@@ -125,13 +125,13 @@ def service_settings(training: TrainingSettings, machine: Machine, workspace: Pa
     Raises:
         ConfigurationError: NCCL is to reach servers on other machines, and no network interface is set.
     """
-    distant = [url for url in machine.endpoints if not _is_loopback(url)]
-    if machine.weight_transfer == "nccl" and distant and machine.trainer_interface is None:
+    distant = [url for url in machine.servers.endpoints if not _is_loopback(url)]
+    if machine.servers.weight_transfer == "nccl" and distant and machine.trainer.interface is None:
         raise ConfigurationError(
             "NCCL is to send the weights to servers on other machines, but its network interface is not set",
             code="network_missing",
-            where=f"machine.endpoints = {', '.join(distant)}",
-            remedy="set machine.trainer_interface to the private network between trainer and servers",
+            where=f"machine.servers.endpoints = {', '.join(distant)}",
+            remedy="set machine.trainer.interface to the private network between trainer and servers",
         )
     return ServiceSettings(
         worker=training.WORKER,
@@ -139,9 +139,9 @@ def service_settings(training: TrainingSettings, machine: Machine, workspace: Pa
         seed=training.seed,
         workspace=workspace.resolve(),
         processes=TrainerProcesses.of(machine),
-        loader_workers=machine.loader_workers,
-        weight_transfer=machine.weight_transfer,
-        sync_timeout=machine.sync_timeout,
+        loader_workers=machine.trainer.loader_workers,
+        weight_transfer=machine.servers.weight_transfer,
+        sync_timeout=machine.limits.sync_timeout,
     )
 
 

@@ -69,7 +69,7 @@ class TrainerClient(ServiceClient):
 
     def score(self, batch: Path) -> list[npt.NDArray[np.float32]]:
         """Return for each sample of the batch the log-probs (L,) of its trained tokens, 0 elsewhere."""
-        scores = self._ask("score", self.machine.train_timeout, SCORES, batch=str(batch.resolve()))
+        scores = self._ask("score", self.machine.limits.train_timeout, SCORES, batch=str(batch.resolve()))
         return [np.array(score, dtype=np.float32) for score in scores]
 
     def publish_version(self, folder: Path, version: int, form: Literal["delta", "adapter"]) -> None:
@@ -83,7 +83,7 @@ class TrainerClient(ServiceClient):
             ConfigurationError: the trainer has another version of the weights, or the model has no adapters.
         """
         command = {"folder": str(folder.resolve()), "version": version, "form": form}
-        self._ask("publish", self.machine.train_timeout, ANYTHING, **command)
+        self._ask("publish", self.machine.limits.train_timeout, ANYTHING, **command)
 
     def send(self, endpoints: Sequence[Endpoint], version: int) -> None:
         """Send the weights after step `version` from the trainer's GPUs to all given vLLM servers at once.
@@ -92,12 +92,12 @@ class TrainerClient(ServiceClient):
         see `armature.components.inference.pool.ServerPool.sync`. Calling again sends again.
 
         Raises:
-            ConfigurationError: the trainer has another version of the weights, or `machine.weight_transfer` does not
-                use a sender.
+            ConfigurationError: the trainer has another version of the weights, or `machine.servers.weight_transfer`
+                does not use a sender.
             WeightSyncError: a server refused the weights.
         """
         addresses = [asdict(endpoint) for endpoint in endpoints]
-        self._ask("send", self.machine.sync_timeout, ANYTHING, endpoints=addresses, version=version)
+        self._ask("send", self.machine.limits.sync_timeout, ANYTHING, endpoints=addresses, version=version)
 
     def probe(self, probe: Probe, version: int) -> ProbeAnswer:
         """Return the log-probs that the weights after step `version` give to `probe`, to compare with a server's.
@@ -105,5 +105,5 @@ class TrainerClient(ServiceClient):
         Raises:
             ConfigurationError: the trainer has another version of the weights.
         """
-        answer = self._ask("probe", self.machine.train_timeout, PROBE, probe=asdict(probe), version=version)
+        answer = self._ask("probe", self.machine.limits.train_timeout, PROBE, probe=asdict(probe), version=version)
         return ProbeAnswer(np.array(answer.logprobs, dtype=np.float32), answer.dtype)

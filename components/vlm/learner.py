@@ -127,7 +127,7 @@ class Learner(TrainingEngine[Any]):
             raise ConfigurationError(
                 "context parallelism works on packed sequences only",
                 code="sharing_needs_packing",
-                where="trainer.packing, machine.trainer_context_parallel",
+                where="trainer.packing, machine.trainer.context_parallel",
                 remedy="set trainer.packing = true",
             )
         if shard is None:

@@ -91,7 +91,7 @@ class TokenWorker(ServiceWorker):
             raise ConfigurationError(
                 f"weight transfer {self.settings.weight_transfer!r} does not send weights from GPUs",
                 code="sender_not_needed",
-                where="machine.weight_transfer",
+                where="machine.servers.weight_transfer",
                 remedy=f"publish a folder instead, or set it to one of {', '.join(WEIGHT_SENDERS)}",
             )
         if "batch" not in command:

@@ -1,6 +1,6 @@
 #!/bin/sh
 # Serves the checkpoint in $MODEL; more arguments go to vLLM. VLLM_API_KEY must be set. WEIGHT_TRANSFER is
-# machine.weight_transfer of the runs that join: file, delta or nccl.
+# machine.servers.weight_transfer of the runs that join: file, delta or nccl.
 set -eu
 : "${MODEL:?set MODEL to the folder of a checkpoint}"
 : "${VLLM_API_KEY:?set VLLM_API_KEY; the routes that load weights must not be open}"

@@ -30,9 +30,9 @@ def test_list_prints_json(tmp_path):
         (["run", "train-vlm/colrs"], 2, "did you mean 'train-vlm/colors'"),
         (["run", "train-vlm/colors", "--set", "trainer.max_stepz=3"], 2, "did you mean 'max_steps'"),
         (["run", "train-vlm/colors", "--set", "rollouts.sampling.top_p=0.5"], 2, "top_p"),
-        (["run", "train-vlm/colors", "--machine", "servers=0"], 2, "machine.servers"),
+        (["run", "train-vlm/colors", "--machine", "servers.count=0"], 2, "machine.servers.count"),
         (["stage", "taks", "--config", str(REPOSITORY / "configs/train-vlm/colors.toml")], 2, "did you mean 'tasks'"),
-        (["check", "train-vlm/qwen3-vl", "--machine", f"server_python={sys.executable}"], 2, "GPU 0 is named"),
+        (["check", "train-vlm/qwen3-vl", "--machine", f"servers.python={sys.executable}"], 2, "GPU 0 is named"),
         (["train-multimodal"], 2, "Usage: armature train-multimodal @ path/to/file.toml"),
         (["train-multimodal", "@", "missing.toml"], 2, "TOML config not found: "),
     ],
@@ -52,9 +52,9 @@ def test_invalid_input_is_an_error_without_traceback(arguments, code, output, ar
         (["--set", "model.source=some/model", "--set", "model.tiny="], "set model.revision"),
         (["--set", "model.source=./nowhere", "--set", "model.tiny="], "no such model folder"),
         (["--set", "trainer.logprobs.name=triton"], "--set trainer.logprobs.name=torch"),
-        (["--machine", "server_python=nowhere"], "`armature setup`"),
-        (["--machine", f"server_python={sys.executable}"], "no Python interpreter with vLLM"),
-        (["--machine", "trainer_gpus=[99]"], "GPU 99 is named"),
+        (["--machine", "servers.python=nowhere"], "`armature setup`"),
+        (["--machine", f"servers.python={sys.executable}"], "no Python interpreter with vLLM"),
+        (["--machine", "trainer.gpus=[99]"], "GPU 99 is named"),
     ],
 )
 def test_late_failures_are_found_before_the_run_starts(command, arguments, output, armature, tmp_path):
@@ -86,7 +86,13 @@ def test_shell_completes_commands_and_recipes(armature, monkeypatch):
 )
 def test_check_without_model_servers_needs_no_vllm(name, armature):
     done = armature(
-        "check", name, "--configuration-only", "--machine", "server_python=nowhere", "--machine", "trainer_gpus=[]"
+        "check",
+        name,
+        "--configuration-only",
+        "--machine",
+        "servers.python=nowhere",
+        "--machine",
+        "trainer.gpus=[]",
     )
     assert done.code == 0 and "what the recipe names is there" in done.stdout
 

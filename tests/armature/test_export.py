@@ -22,7 +22,6 @@ from armature.components.artifacts.manifest import write_manifest
 from armature.components.artifacts.store import ArtifactStore
 from armature.components.configuration import Recipe, build_recipe, load_recipe
 from armature.components.configuration.stages import run_stage
-from armature.components.contracts.machine import Machine
 from armature.components.contracts.stages import Artifact
 from armature.components.evaluation.results import EpisodeResult, metrics
 from armature.components.evaluation.settings import EvaluateStageSettings
@@ -35,6 +34,7 @@ from armature.components.training.ranks import Ranks
 from armature.components.vlm.publish import Publisher
 from armature.export import export, push
 from armature.model_card import CheckpointEvaluation, TrainingRecord, model_card, read_record
+from tests.builders import make_machine
 from tests.hub_server import TOKEN, HubServer, serve_hub
 from tests.refusals import refused
 
@@ -117,7 +117,7 @@ def trained(tmp_path_factory) -> Iterator[Trained]:
             "machine": {"store": str(root / "store")},
         }
         recipe = build_recipe("train-vlm/mine", values, where="test")
-        machine, store = Machine(store=str(root / "store")), ArtifactStore(root / "store")
+        machine, store = make_machine(store=root / "store"), ArtifactStore(root / "store")
         tasks = run_stage("tasks", recipe.sections["environment"], {}, machine)
         start = run_stage("model", recipe.sections["model"], {}, machine)
 

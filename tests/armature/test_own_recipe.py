@@ -135,7 +135,7 @@ def test_code_edited_during_a_stage_counts_as_at_its_start(project, printed):
 
 
 def test_check_show_and_list_accept_own_recipe(project, printed, tmp_path):
-    program = ["--configuration-only", "--machine", f"server_python={sys.executable}"]
+    program = ["--configuration-only", "--machine", f"servers.python={sys.executable}"]
     assert "train-vlm/recipe: every value is valid" in printed("check", "first/recipe.toml", *program)
     shown = printed("show", str(project / "recipe.toml"), "--set", "trainer.max_steps=3")
     values = tomllib.loads(shown)

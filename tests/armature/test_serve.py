@@ -11,10 +11,10 @@ from typing import Any
 import httpx
 import pytest
 
-from armature.components.contracts.machine import Machine
 from armature.components.inference.pool import ServerPool
 from armature.components.inference.settings import SamplingSettings, ServerSettings
 from armature.components.models.tiny import SMALL, make_tiny_checkpoint
+from tests.builders import make_machine
 
 ROOT = Path(__file__).resolve().parents[2]
 KEY = "the-key-of-the-test"
@@ -42,7 +42,7 @@ def test_trainer_joins_a_served_model(tmp_path, monkeypatch):
     try:
         output = [program.stdout.readline().strip() for _ in range(4)]
         assert output[0].startswith("export VLLM_API_KEY=") and KEY not in output[0]
-        assert f"--machine 'endpoints=[\"{url}\"]'" in output[1]
+        assert f"--machine 'servers.endpoints=[\"{url}\"]'" in output[1]
         assert httpx.get(f"{url}/v1/models", trust_env=False).status_code == 401
         assert asyncio.run(sampled(model, url, tmp_path)) == 2
     finally:
@@ -55,7 +55,7 @@ def test_trainer_joins_a_served_model(tmp_path, monkeypatch):
 async def sampled(model: Path, url: str, folder: Path) -> int:
     """Tokens of a completion from a pool that joins the server."""
     settings = ServerSettings(max_model_len=512, max_images_per_prompt=4, dtype="float32")
-    async with ServerPool(model, settings, Machine(endpoints=(url,)), folder / "logs") as pool:
+    async with ServerPool(model, settings, make_machine(endpoints=(url,)), folder / "logs") as pool:
         messages = [{"role": "user", "content": "What color?"}]
         completion = await pool.complete(messages, SamplingSettings(max_tokens=2), seed=0)
         return len(completion.token_ids)

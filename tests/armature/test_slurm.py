@@ -14,9 +14,9 @@ from tests.refusals import refused
 
 TRAINER = "trainer={num_cpus=32, num_gpus=8, memory_gib=800}"
 TWO = [
-    "machine.trainer_nodes=2",
-    "machine.trainer_processes=8",
-    "machine.trainer_gpus=[]",
+    "machine.trainer.nodes=2",
+    "machine.trainer.processes=8",
+    "machine.trainer.gpus=[]",
     f'machine.cluster={{address="auto", {TRAINER}}}',
 ]
 HOSTILE = ["it's", 'a "b" \\', "$(touch made)", "`touch made`", "{0} {run} %j", "a\nb; touch made", "ünï ☃", "-x #"]
@@ -42,11 +42,11 @@ def test_slurm_node_gets_the_resources_of_the_machine_section():
     large = directives(slurm.script("train-vla/molmoact2", TWO, ["--partition=gpu", "--mem=0"]))
     resources = {"--nodes=2", "--exclusive", "--gpus-per-node=8", "--cpus-per-task=42", "--mem=816G"}
     assert resources < set(large) and large[-1] == "--partition=gpu --mem=0"
-    placed = ["machine.servers=3", 'machine.cluster={address="auto", trainer={num_gpus=1}, servers={num_cpus=5}}']
-    both = directives(slurm.script("train-vlm/colors", ["machine.trainer_nodes=2", *placed], []))
+    placed = ["machine.servers.count=3", 'machine.cluster={address="auto", trainer={num_gpus=1}, servers={num_cpus=5}}']
+    both = directives(slurm.script("train-vlm/colors", ["machine.trainer.nodes=2", *placed], []))
     assert {"--nodes=2", "--gpus-per-node=1", "--cpus-per-task=16", "--mem=112G"} < set(both)
     small = directives(slurm.script("train-vlm/colors", [], []))
-    elsewhere = ["machine.trainer_nodes=2", 'machine.cluster={address="ray:6379", trainer={}}']
+    elsewhere = ["machine.trainer.nodes=2", 'machine.cluster={address="ray:6379", trainer={}}']
     assert "--nodes=1" in directives(slurm.script("train-vlm/colors", elsewhere, []))
     assert {"--nodes=1", "--cpus-per-task=2", "--mem=16G"} < set(small) and "gpus" not in " ".join(small)
     assert {"--requeue", "--open-mode=append", "--job-name=train-vlm/colors"} < set(large) | set(small)

@@ -22,9 +22,9 @@ from armature.components.artifacts.store import ArtifactStore
 from armature.components.configuration import stages
 from armature.components.configuration.stages import run_stage
 from armature.components.contracts.errors import DataError
-from armature.components.contracts.machine import Machine
 from armature.components.contracts.stages import Stage, StageContext
 from tests.artifacts.filling import fill_with
+from tests.builders import make_machine
 from tests.refusals import refused
 
 
@@ -257,7 +257,7 @@ def test_failed_stage_stops_sending_checkpoints(tmp_path, monkeypatch, remote):
 
     monkeypatch.setattr(stages, "STAGES", {"stage": Stage("stage", 1, Plain, (), fails)})
     with refused("invalid_data"):
-        run_stage("stage", Plain(), {}, Machine(store=str(tmp_path / "one"), remote_store=str(remote)))
+        run_stage("stage", Plain(), {}, make_machine(store=tmp_path / "one", remote_store=remote))
     assert "checkpoint" not in {thread.name for thread in threading.enumerate()}
 
 

@@ -95,7 +95,7 @@ class Chaos:
         """Run, disturb, and start again until it ends; everything follows from the seed but what time decides."""
         rng = random.Random(seed)
         joined = rng.random() < 0.6
-        facts = (f'endpoints=["{self._proxy.url}"]',) if joined else ()
+        facts = (f'servers.endpoints=["{self._proxy.url}"]',) if joined else ()
         training = Training(self.folder / f"run-{seed}", self.inputs, facts)
         began, faults, stops = time.monotonic(), choose(rng, joined), list[str]()
         training.folder.mkdir(parents=True)

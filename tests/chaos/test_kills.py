@@ -128,7 +128,7 @@ def killed_run(
     assert not alive, "child programs outlived the run"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_API_KEY", shared_server.key)
-        assert run.start(f'endpoints=["{shared_server.url}"]').wait() == 0, run.log.read_text()[-4000:]
+        assert run.start(f'servers.endpoints=["{shared_server.url}"]').wait() == 0, run.log.read_text()[-4000:]
     return run
 
 

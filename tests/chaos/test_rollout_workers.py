@@ -32,7 +32,7 @@ def test_rollout_workers_give_the_results_of_one_process(tmp_path: Path) -> None
     inputs = make_inputs(tmp_path / "inputs")
     alone = Training(tmp_path / "alone", inputs)
     assert alone.start().wait() == 0, alone.log.read_text()[-4000:]
-    workers = Training(tmp_path / "workers", inputs, ("rollout_workers=2",))
+    workers = Training(tmp_path / "workers", inputs, ("workers.rollouts=2",))
     process = workers.start()
     for step in KILLED_AFTER:
         while workers.steps_done() < step:

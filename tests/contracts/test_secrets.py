@@ -14,18 +14,18 @@ from tests.refusals import refused
 
 VALUE = "hf_AbCdEfGhIjKlMnOp"
 PLAIN = {
-    "the servers' token": f'machine.server_environment.HF_TOKEN="{VALUE}"',
-    "a bare word": f"machine.server_environment.HF_TOKEN={VALUE}",
-    "the trainer's key": f'machine.trainer_environment={{WANDB_API_KEY="{VALUE}"}}',
-    "another's token under a name of no meaning": f'machine.trainer_environment={{X="{VALUE}"}}',
-    "a password": f'machine.server_environment={{DBPASSWORD="{VALUE}"}}',
-    "a small name": f'machine.server_environment={{my_secret="{VALUE}"}}',
-    "one among others": f'machine.server_environment={{A="1", AWS_SECRET_ACCESS_KEY="{VALUE}", B="2"}}',
-    "a proxy's password": f'machine.server_environment={{HTTP_PROXY="http://me:{VALUE}@proxy:3128"}}',
-    "an argument of the servers": f'machine.server_arguments={{api-key="{VALUE}"}}',
-    "an argument, written otherwise": f'machine.server_arguments={{hf_token="{VALUE}"}}',
+    "the servers' token": f'machine.servers.environment.HF_TOKEN="{VALUE}"',
+    "a bare word": f"machine.servers.environment.HF_TOKEN={VALUE}",
+    "the trainer's key": f'machine.trainer.environment={{WANDB_API_KEY="{VALUE}"}}',
+    "another's token under a name of no meaning": f'machine.trainer.environment={{X="{VALUE}"}}',
+    "a password": f'machine.servers.environment={{DBPASSWORD="{VALUE}"}}',
+    "a small name": f'machine.servers.environment={{my_secret="{VALUE}"}}',
+    "one among others": f'machine.servers.environment={{A="1", AWS_SECRET_ACCESS_KEY="{VALUE}", B="2"}}',
+    "a proxy's password": f'machine.servers.environment={{HTTP_PROXY="http://me:{VALUE}@proxy:3128"}}',
+    "an argument of the servers": f'machine.servers.arguments={{api-key="{VALUE}"}}',
+    "an argument, written otherwise": f'machine.servers.arguments={{hf_token="{VALUE}"}}',
     "a store's URL": f'machine.remote_store="ftp://me:{VALUE}@host/store"',
-    "a server's URL": f'machine.endpoints=["http://me:{VALUE}@host:8000"]',
+    "a server's URL": f'machine.servers.endpoints=["http://me:{VALUE}@host:8000"]',
 }
 
 
@@ -39,9 +39,9 @@ def test_a_secret_in_plain_text_is_refused_and_not_repeated(override):
 @pytest.mark.parametrize(
     "override",
     [
-        'machine.server_environment={TOKENIZERS_PARALLELISM="false", NCCL_SOCKET_IFNAME="eth1"}',
-        'machine.server_environment={SSL_KEYFILE="/etc/key.pem", AWS_WEB_IDENTITY_TOKEN_FILE="/run/token"}',
-        'machine.server_arguments={max_num_batched_tokens=8192, tokenizer_mode="slow", ssl_keyfile="/etc/key.pem"}',
+        'machine.servers.environment={TOKENIZERS_PARALLELISM="false", NCCL_SOCKET_IFNAME="eth1"}',
+        'machine.servers.environment={SSL_KEYFILE="/etc/key.pem", AWS_WEB_IDENTITY_TOKEN_FILE="/run/token"}',
+        'machine.servers.arguments={max_num_batched_tokens=8192, tokenizer_mode="slow", ssl_keyfile="/etc/key.pem"}',
         'machine.remote_store="s3://bucket/prefix"',
     ],
 )
@@ -58,15 +58,15 @@ def test_what_only_sounds_like_one_is_taken(override):
     ],
 )
 def test_a_reference_that_is_none_is_refused(value, code):
-    with refused(code, "machine.server_environment"):
-        load_recipe("train-vlm/colors", [f"machine.server_environment={{HF_TOKEN={value}}}"])
+    with refused(code, "machine.servers.environment"):
+        load_recipe("train-vlm/colors", [f"machine.servers.environment={{HF_TOKEN={value}}}"])
 
 
 def test_a_child_gets_the_value_and_what_is_recorded_the_name(monkeypatch):
     from armature.components.inference.command import server_environment
 
     monkeypatch.setenv("MY_TOKEN", VALUE)
-    recipe = load_recipe("train-vlm/colors", ['machine.server_environment={HF_TOKEN={env="MY_TOKEN"}, A="1"}'])
+    recipe = load_recipe("train-vlm/colors", ['machine.servers.environment={HF_TOKEN={env="MY_TOKEN"}, A="1"}'])
     machine = recipe.sections["machine"]
     child = server_environment(machine, api_key="k", gpus=())
     assert child["HF_TOKEN"] == VALUE and child["A"] == "1"
@@ -79,8 +79,8 @@ def test_a_variable_that_is_not_set_is_named(monkeypatch):
     from armature.check import check_machine
 
     monkeypatch.delenv("NOT_HERE", raising=False)
-    machine = Machine.model_validate({"trainer_environment": {"HF_TOKEN": {"env": "NOT_HERE"}}})
-    with refused("environment_variable_missing", "NOT_HERE", "machine.trainer_environment.HF_TOKEN"):
+    machine = Machine.model_validate({"trainer": {"environment": {"HF_TOKEN": {"env": "NOT_HERE"}}}})
+    with refused("environment_variable_missing", "NOT_HERE", "machine.trainer.environment.HF_TOKEN"):
         check_machine(machine, with_servers=False)
 
 
@@ -91,7 +91,7 @@ def test_a_trainers_settings_on_disk_have_the_name(tmp_path, monkeypatch):
     from armature.components.training.service_settings import ServiceSettings, service_settings
 
     monkeypatch.setenv("MY_TOKEN", VALUE)
-    recipe = load_recipe("train-vla/tiny", ['machine.trainer_environment={HF_TOKEN={env="MY_TOKEN"}}'])
+    recipe = load_recipe("train-vla/tiny", ['machine.trainer.environment={HF_TOKEN={env="MY_TOKEN"}}'])
     machine, settings = recipe.sections["machine"], recipe.settings_for(TrainVLASettings)
     inputs = dict.fromkeys(("policy", "dataset", "statistics"), tmp_path)
     training = PolicyTraining(settings=settings, **inputs, fingerprint="f")
@@ -114,4 +114,4 @@ def test_a_trainers_settings_on_disk_have_the_name(tmp_path, monkeypatch):
 def test_the_schema_by_which_prefect_checks_parameters_refuses_it_too(environment, fits):
     """Prefect stores a run's parameters when the run is made, before any of our code sees them."""
     validator = jsonschema.Draft202012Validator(Machine.model_json_schema())
-    assert validator.is_valid({"server_environment": environment}) == fits
+    assert validator.is_valid({"servers": {"environment": environment}}) == fits

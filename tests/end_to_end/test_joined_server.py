@@ -34,7 +34,7 @@ def store(tmp_path_factory) -> Path:
 @pytest.fixture
 def server(store, joined_url) -> str:
     """The URL of a server with the recipe's checkpoint."""
-    ours = recipe(store, f'machine.endpoints=["{joined_url}"]')
+    ours = recipe(store, f'machine.servers.endpoints=["{joined_url}"]')
     model = make(ours, "model")
 
     async def give_weights() -> None:
@@ -46,7 +46,7 @@ def server(store, joined_url) -> str:
 
 
 def test_preflight_accepts_the_right_server(store, server, capsys):
-    check_recipe(recipe(store, f'machine.endpoints=["{server}"]'), configuration_only=False)
+    check_recipe(recipe(store, f'machine.servers.endpoints=["{server}"]'), configuration_only=False)
     printed = capsys.readouterr()
     output = printed.out + printed.err
     assert "ready to train" in output
@@ -54,14 +54,14 @@ def test_preflight_accepts_the_right_server(store, server, capsys):
 
 
 def test_preflight_rejects_another_checkpoint(store, server):
-    other = recipe(store, f'machine.endpoints=["{server}"]', "model.tiny.seed=11")
+    other = recipe(store, f'machine.servers.endpoints=["{server}"]', "model.tiny.seed=11")
     with pytest.raises(MismatchError) as caught:
         check_recipe(other, configuration_only=False)
     assert caught.value.where == "pre-flight"
 
 
 def test_preflight_rejects_another_image_size(store, server, tmp_path):
-    ours = recipe(store, f'machine.endpoints=["{server}"]')
+    ours = recipe(store, f'machine.servers.endpoints=["{server}"]')
     model = make(ours, "model")
     folder = tmp_path / "larger-images"
     shutil.copytree(model.path, folder, ignore=shutil.ignore_patterns("manifest.json"))
@@ -88,7 +88,7 @@ def enlarge_images(folder: Path) -> None:
 def test_step_mismatch_above_the_bound_stops_the_run(store, server):
     """The trainer computes in 16 bits, the server in 32: little enough for the pre-flight, too much for this bound."""
     few = ("trainer.max_steps=2", "rollouts.groups_per_step=2", 'trainer.autocast="bf16"')
-    ours = recipe(store, f'machine.endpoints=["{server}"]', *few, "preflight.max_step_mismatch_kl=1e-9")
+    ours = recipe(store, f'machine.servers.endpoints=["{server}"]', *few, "preflight.max_step_mismatch_kl=1e-9")
     inputs = {name: make(ours, name) for name in ("model", "tasks")}
     before = set((store / "workspaces").glob("train-vlm-*"))
     with pytest.raises(MismatchError) as caught:

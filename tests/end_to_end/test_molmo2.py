@@ -14,6 +14,7 @@ from armature.components.configuration import load_recipe
 from armature.components.contracts.stages import Artifact
 from armature.components.inference.server import VllmServer
 from armature.components.models.source import CHECKPOINT
+from tests.builders import make_machine
 from tests.end_to_end.conftest import make
 
 KEY = "a key for this test"
@@ -54,7 +55,7 @@ def made(tmp_path_factory) -> dict[str, Artifact]:
         server = VllmServer(inference, machine, index=0, log_folder=folder / "server", api_key=KEY)
         portal.call(server.start, model.path)
         try:
-            joined = machine.model_copy(update={"endpoints": (server.url,)})
+            joined = make_machine(machine, endpoints=(server.url,))
             trained = make(recipe, "train-vlm", joined, tasks=tasks, model=started)
             evaluated = make(recipe, "evaluate", joined, tasks=tasks, model=trained)
         finally:

@@ -36,8 +36,8 @@ SHORT = {
     "training.micro_batch_size": "4",
     "training.augmentation": "",
     "training.heldout": "{ fraction = 0.25, frames = 8, every = 30 }",
-    "machine.trainer_gpus": "[]",
-    "machine.loader_workers": "0",
+    "machine.trainer.gpus": "[]",
+    "machine.trainer.loader_workers": "0",
 }
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]

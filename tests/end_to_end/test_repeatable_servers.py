@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
-from armature.components.contracts.machine import Machine
 from armature.components.inference import determinism
 from armature.components.inference.client import Completion
 from armature.components.inference.pool import ServerPool
 from armature.components.inference.settings import SamplingSettings, ServerSettings
+from tests.builders import make_machine
 from tests.images import image_part, noise
 
 ROOT = Path(__file__).parents[2]
@@ -88,7 +88,7 @@ def model(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def asked(model, tmp_path) -> Iterator[Asked]:
-    machine = Machine(server_python=PYTHON, servers=2, threads=2, ready_timeout=600)
+    machine = make_machine(servers__python=PYTHON, servers__count=2, threads=2, ready_timeout=600)
     pool = ServerPool(model, SETTINGS, machine, tmp_path / "logs")
     with start_blocking_portal() as portal, portal.wrap_async_context_manager(pool):
         yield Asked(pool, portal, SamplingSettings(max_tokens=24))
@@ -152,8 +152,8 @@ def test_deterministic_servers_encode_images_one_by_one(split, batches):
 
 @pytest.mark.slow
 async def test_preflight_finds_a_batch_dependent_server(model, tmp_path, caplog):
-    machine = Machine(
-        server_python=PYTHON, threads=2, ready_timeout=600, server_environment={"VLLM_CPU_ATTN_SPLIT_KV": "1"}
+    machine = make_machine(
+        servers__python=PYTHON, threads=2, ready_timeout=600, servers__environment={"VLLM_CPU_ATTN_SPLIT_KV": "1"}
     )
     pool = ServerPool(model, SETTINGS, machine, tmp_path / "logs")
     async with pool:

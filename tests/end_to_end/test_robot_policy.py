@@ -38,8 +38,8 @@ max_steps = { libero_spatial = 20 }
 videos_per_task = 1
 
 [machine]
-loader_workers = 0
-environment_processes = 1
+trainer.loader_workers = 0
+workers.environments = 1
 """
 CHAIN = {
     "demonstrations": {},

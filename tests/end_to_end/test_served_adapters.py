@@ -13,11 +13,11 @@ from anyio.from_thread import start_blocking_portal
 from safetensors.torch import load_file
 
 from armature.components.contracts.errors import WeightSyncError
-from armature.components.contracts.machine import Machine
 from armature.components.inference.command import ServedAdapters
 from armature.components.inference.pool import ServerPool
 from armature.components.inference.probe import ProbeAnswer
 from armature.components.inference.settings import EvaluationSamplingSettings, ServerSettings
+from tests.builders import make_machine
 
 PYTHON = Path(__file__).parents[2] / ".venv-vllm" / "bin" / "python"
 SETTINGS = ServerSettings(max_model_len=512, max_images_per_prompt=2, dtype="float32")
@@ -95,7 +95,7 @@ def test_restarted_server_answers_with_the_current_adapter(trained, tmp_path):
     """Adapters in the vision tower too, tied embeddings, a rank that vLLM rounds up."""
     if not PYTHON.exists():
         pytest.skip("needs .venv-vllm: make environments")
-    machine = Machine(server_python=PYTHON, ready_timeout=400)
+    machine = make_machine(servers__python=PYTHON, ready_timeout=400)
     pool = ServerPool(trained.start, SETTINGS, machine, tmp_path / "logs", adapters=ServedAdapters(5, vision=True))
     greedy = EvaluationSamplingSettings(temperature=0.0, max_tokens=6)
 

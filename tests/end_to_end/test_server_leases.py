@@ -53,7 +53,7 @@ def alone(shared_server, tmp_path_factory) -> Artifact:
     """The result of a training that has a server for itself."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_API_KEY", shared_server.key)
-        return train(tmp_path_factory.mktemp("alone"), f'machine.endpoints=["{shared_server.url}"]')
+        return train(tmp_path_factory.mktemp("alone"), f'machine.servers.endpoints=["{shared_server.url}"]')
 
 
 def digest(made: Artifact) -> str:
@@ -68,7 +68,7 @@ def refuse_lost_rollouts(made: Artifact) -> None:
 
 def begin(folder: Path, servers: Sequence[str]) -> Program:
     """A run as a process of its own, which waits for servers that another one has."""
-    machine = (f'store="{folder}/store"', f"endpoints={json.dumps(servers)}", "lease_timeout=900")
+    machine = (f'store="{folder}/store"', f"servers.endpoints={json.dumps(servers)}", "limits.lease_timeout=900")
     command = [sys.executable, "-m", "tests.production.recipe_stages", "train-vlm/colors", *OVERRIDES]
     folder.mkdir(exist_ok=True)
     return Program(

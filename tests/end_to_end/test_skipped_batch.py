@@ -44,7 +44,11 @@ def poison(folder: Path) -> None:
 
 
 def test_run_continues_without_the_skipped_batch(tmp_path, joined_url):
-    where = (f'machine.store="{tmp_path}"', f'machine.endpoints=["{joined_url}"]', "machine.loader_workers=0")
+    where = (
+        f'machine.store="{tmp_path}"',
+        f'machine.servers.endpoints=["{joined_url}"]',
+        "machine.trainer.loader_workers=0",
+    )
 
     def stage(name: str, inputs: dict[str, Artifact], *more: str) -> Artifact:
         return make(load_recipe("train-vlm/colors", (*OVERRIDES, *where, *more)), name, **inputs)

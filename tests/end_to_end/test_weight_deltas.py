@@ -9,7 +9,6 @@ import torch
 from anyio.from_thread import start_blocking_portal
 
 from armature.components.contracts.errors import WeightSyncError
-from armature.components.contracts.machine import Machine
 from armature.components.inference.pool import ServerPool
 from armature.components.inference.probe import ProbeAnswer
 from armature.components.inference.settings import EvaluationSamplingSettings, ServerSettings
@@ -20,6 +19,7 @@ from armature.components.models.tiny import SMALL, make_tiny_checkpoint
 from armature.components.training.ranks import Ranks
 from armature.components.vlm.logprobs import Policy, answer_probe
 from armature.components.vlm.publish import Publisher
+from tests.builders import make_machine
 
 PYTHON = Path(__file__).parents[2] / ".venv-vllm" / "bin" / "python"
 
@@ -38,7 +38,7 @@ def test_killed_server_gets_the_current_adapter_version(tmp_path):
     publisher = Publisher(model, processor, tmp_path / "processor")
     messages = [{"role": "user", "content": "what is it?"}]
     server = ServerSettings(max_model_len=512, max_images_per_prompt=2, dtype="float32")
-    machine = Machine(server_python=PYTHON, ready_timeout=400, weight_transfer="delta")
+    machine = make_machine(servers__python=PYTHON, ready_timeout=400, weight_transfer="delta")
     pool = ServerPool(start, server, machine, tmp_path / "logs")
 
     def version(number: int) -> tuple[Path, ProbeAnswer]:

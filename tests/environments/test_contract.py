@@ -22,12 +22,12 @@ from pydantic import ValidationError
 from armature.components.configuration.stages import run_stage
 from armature.components.contracts.episodes import Environment, Observation, Split, Task
 from armature.components.contracts.images import EncodedImage
-from armature.components.contracts.machine import Machine
 from armature.components.environments import ENVIRONMENTS
 from armature.components.environments.colors import Colors
 from armature.components.environments.make import make_environment
 from armature.components.environments.settings import EnvironmentSettings
 from armature.components.environments.stage import load_environment, load_tasks
+from tests.builders import make_machine
 from tests.refusals import refused
 
 from .conftest import EXAMPLES, Example
@@ -186,7 +186,7 @@ def chosen(example: tuple[str, Example]) -> EnvironmentSettings:
 
 
 def made(settings: EnvironmentSettings, store: Path) -> tuple[Path, str]:
-    artifact = run_stage("tasks", settings, {}, Machine(store=str(store)))
+    artifact = run_stage("tasks", settings, {}, make_machine(store=store))
     return artifact.path, artifact.digest
 
 

@@ -15,7 +15,6 @@ from tokenizers.models import WordLevel
 from armature.components.artifacts.tables import read_table
 from armature.components.configuration.stages import run_stage
 from armature.components.contracts.episodes import Task
-from armature.components.contracts.machine import Machine
 from armature.components.contracts.stages import Artifact
 from armature.components.environments.alfworld.games.game import KINDS
 from armature.components.environments.settings import EnvironmentSettings
@@ -25,6 +24,7 @@ from armature.components.evaluation.settings import EvaluateStageSettings
 from armature.components.evaluation.wilson import wilson_interval
 from armature.components.inference.client import Completion
 from armature.components.rollouts.play import RolloutId
+from tests.builders import make_machine
 from tests.environments.alfworld.games_of import TEXT
 from tests.evaluation.test_results import INFERENCE, VALUES
 from tests.rollouts.conftest import reply
@@ -68,7 +68,7 @@ class ScriptedServers:
 
 @pytest.fixture(scope="module")
 def tasks(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
-    machine = Machine(store=str(tmp_path_factory.mktemp("tasks")), environment_processes=1)
+    machine = make_machine(store=tmp_path_factory.mktemp("tasks"), workers__environments=1)
     return run_stage("tasks", EnvironmentSettings.model_validate(ENVIRONMENT), {}, machine)
 
 
@@ -82,7 +82,7 @@ def evaluated(tasks: Artifact, folder: Path, monkeypatch: pytest.MonkeyPatch) ->
     evaluation = VALUES | {"splits": ["heldout", "train"], "kind_field": "kind", "success_reward": 10.0}
     settings = EvaluateStageSettings.model_validate({"evaluation": evaluation, "inference": INFERENCE})
     model = Artifact(kind="model", path=folder, digest="0")
-    machine = Machine(store=str(folder / "store"), environment_processes=1)
+    machine = make_machine(store=folder / "store", workers__environments=1)
     return run_stage("evaluate", settings, {"tasks": tasks, "model": model}, machine).path
 
 

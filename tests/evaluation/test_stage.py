@@ -20,6 +20,7 @@ from armature.components.evaluation.results import RESULTS, RESULTS_FILE
 from armature.components.evaluation.settings import EvaluateStageSettings
 from armature.components.evaluation.stage import checkpoint_folder, play
 from armature.components.rollouts.table import read_rollouts
+from tests.builders import make_machine
 from tests.evaluation.test_results import COLORS, INFERENCE, VALUES
 from tests.inference.conftest import write_checkpoint
 from tests.inference.stand_in import run_stand_in
@@ -28,7 +29,7 @@ from tests.refusals import refused
 
 @pytest.fixture
 def machine(tmp_path) -> Machine:
-    return Machine(store=str(tmp_path / "store"), threads=1)
+    return make_machine(store=tmp_path / "store", threads=1)
 
 
 @pytest.fixture
@@ -40,7 +41,7 @@ def tasks(machine) -> Artifact:
 @pytest.mark.slow
 def test_every_task_is_played_once(machine, tasks, shared_server, joined_url):
     model = Artifact(kind="model", path=shared_server.checkpoint, digest="0")
-    machine = machine.model_copy(update={"endpoints": (joined_url,)})
+    machine = make_machine(machine, endpoints=(joined_url,))
     settings = EvaluateStageSettings.model_validate({"evaluation": VALUES | {"max_tasks": 8}, "inference": INFERENCE})
     made = run_stage("evaluate", settings, {"tasks": tasks, "model": model}, machine)
     open_artifact(made.path, "evaluate")
@@ -72,7 +73,7 @@ def test_evaluation_args_change_the_prompt(tmp_path: Path, monkeypatch: pytest.M
     described = EnvironmentSettings.model_validate(environment)
     settings = EvaluateStageSettings.model_validate({"evaluation": VALUES, "inference": INFERENCE})
     with run_stand_in("key") as server:
-        machine = Machine(store=str(tmp_path / "store"), endpoints=(server.url,), ready_timeout=5.0)
+        machine = make_machine(store=tmp_path / "store", endpoints=(server.url,), ready_timeout=5.0)
         tasks = run_stage("tasks", described, {}, machine)
         context = StageContext(machine, TerminalEvents(), ThreadUnits(), tmp_path, tmp_path / "images", "key")
         checkpoint, images = write_checkpoint(tmp_path / "checkpoint"), ImageStore(tmp_path / "images")

@@ -23,7 +23,7 @@ def test_evaluate_example_prints_the_metrics_of_the_stage(
     shared_server: SharedServer, joined_url: str, tmp_path: Path
 ) -> None:
     overrides = [
-        f'machine.endpoints=["{joined_url}"]',
+        f'machine.servers.endpoints=["{joined_url}"]',
         "environment.heldout_tasks=24",
         "evaluation.max_tasks=16",
         "evaluation.samples_per_task=2",

@@ -28,7 +28,7 @@ SHORT = (
 
 @pytest.mark.slow
 def test_grpo_example_ends_with_the_weights_of_the_stage(joined_url: str, tmp_path: Path) -> None:
-    overrides = [*SHORT, f'machine.endpoints=["{joined_url}"]', f'machine.store="{tmp_path / "store"}"']
+    overrides = [*SHORT, f'machine.servers.endpoints=["{joined_url}"]', f'machine.store="{tmp_path / "store"}"']
     train = runpy.run_path(str(ROOT / "examples/grpo.py"))["train"]
     accuracy = asyncio.run(train(tmp_path / "example", overrides))
     assert 0 <= accuracy <= 1

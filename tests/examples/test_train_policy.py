@@ -10,10 +10,10 @@ import pytest
 
 from armature import PolicyTrainer
 from armature.components.configuration.stages import run_stage
-from armature.components.contracts.machine import Machine
 from armature.components.contracts.stages import Artifact
 from armature.components.robots.datasets.settings import DatasetSettings, QuantileStatsSettings
 from armature.components.robots.imitation.settings import TrainVLASettings
+from tests.builders import make_machine
 
 EXAMPLE = runpy.run_path(str(Path(__file__).resolve().parents[2] / "examples/train_policy.py"))
 POLICY, TRAINING, record = (EXAMPLE[name] for name in ("POLICY", "TRAINING", "record"))
@@ -29,7 +29,7 @@ def test_policy_uses_the_image(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_policy_trainer_equals_the_stages(tmp_path: Path) -> None:
-    dataset, machine = tmp_path / "dataset", Machine(store=str(tmp_path / "store"), threads=1, loader_workers=0)
+    dataset, machine = tmp_path / "dataset", make_machine(store=tmp_path / "store", threads=1, loader_workers=0)
     training = TRAINING.model_copy(update={"max_steps": 3, "warmup_steps": 1})
     record(dataset, episodes=10)
     trainer = PolicyTrainer(dataset, POLICY, training, tmp_path)

@@ -80,14 +80,14 @@ def test_submit_changes_one_value_and_keeps_the_others(armature, client, deploye
     assert f"armature up --pool {pool}" in refused.stderr and runs(client, "train-vlm/colors") == []
 
     client.send_worker_heartbeat(pool, "a worker")
-    done = armature("submit", "train-vlm/colors", "--set", "trainer.max_steps=20", "--machine", "servers=2")
+    done = armature("submit", "train-vlm/colors", "--set", "trainer.max_steps=20", "--machine", "servers.count=2")
     assert done.code == 0, done.stderr
     (run,) = runs(client, "train-vlm/colors")
     name, page = done.stdout.split()
     assert name == run.name and page.endswith(f"/runs/flow-run/{run.id}")
     stored = client.read_deployment_by_name("train-vlm/colors").parameters
     assert run.parameters["trainer"] == stored["trainer"] | {"max_steps": 20}
-    assert stored["trainer"]["max_steps"] == 60 and run.parameters["machine"]["servers"] == 2
+    assert stored["trainer"]["max_steps"] == 60 and run.parameters["machine"]["servers"]["count"] == 2
     others = {"trainer", "machine"}
     assert {key: value for key, value in run.parameters.items() if key not in others} == {
         key: value for key, value in stored.items() if key not in others
@@ -101,13 +101,13 @@ def test_kubernetes_job_has_resources_for_the_changed_machine(armature, client, 
         {"image": "flows", "gpus": 1, "cpus": "6", "memory": "112Gi"},
     )
     for arguments, expected in (
-        (["--machine", "trainer_gpus=[0, 2]"], more),
-        (["--machine", 'endpoints=["http://vllm-0.vllm:8000"]'], joined),
+        (["--machine", "trainer.gpus=[0, 2]"], more),
+        (["--machine", 'servers.endpoints=["http://vllm-0.vllm:8000"]'], joined),
         (["--set", "trainer.max_steps=7"], {}),
         (["--job-variable", "cpus=8"], {"cpus": "8"}),
         (["--job-variable", "node_selector.gpu=h200", "--job-variable", 'node_selector={"a.b/c"="d"}'], NODES),
         (["--job-variable", "store_claim=store-fast", "--job-variable", 'tolerations=[{operator="Exists"}]'], OTHERS),
-        (["--machine", "trainer_gpus=[0, 2]", "--job-variable", "gpus=8"], more | {"gpus": 8}),
+        (["--machine", "trainer.gpus=[0, 2]", "--job-variable", "gpus=8"], more | {"gpus": 8}),
     ):
         existing = {run.id for run in runs(client, "train-vlm/qwen3-vl")}
         done = armature("submit", "train-vlm/qwen3-vl", *arguments)
@@ -147,7 +147,7 @@ def test_process_pool_runs_have_no_job_variables(armature, client, deployed):
 def test_rejects_run_that_needs_another_pool(armature, client, deployed, template):
     client.send_worker_heartbeat(deployed("train-vlm/colors", template), "a worker")
     before = len(runs(client, "train-vlm/colors"))
-    done = armature("submit", "train-vlm/colors", "--machine", "trainer_gpus=[0]")
+    done = armature("submit", "train-vlm/colors", "--machine", "trainer.gpus=[0]")
     assert done.code == 2 and "needs the work pool 'train-gpu'" in done.stderr
     assert len(runs(client, "train-vlm/colors")) == before
 
@@ -161,7 +161,7 @@ def test_submit_rejects_the_same_values_as_run(armature, client, deployed):
         ["--set", "environment.args.image_sise=3"],
         ["--set", "trainr.max_steps=3"],
         ["--set", "trainer"],
-        ["--machine", "servers=none"],
+        ["--machine", "servers.count=none"],
     ):
         submitted, run = (armature(command, "train-vlm/colors", *arguments) for command in ("submit", "run"))
         output = [[line for line in done.stderr.splitlines() if "where:" not in line] for done in (submitted, run)]

@@ -84,7 +84,7 @@ def stage(name: str, recipe: str, *words: str) -> tuple[str, ...]:
 
 
 def test_libero_is_simulated_and_rendered_without_a_gpu(inside, store):
-    few = ("--set", "demonstrations.episodes_per_task=1", "--machine", "environment_processes=1")
+    few = ("--set", "demonstrations.episodes_per_task=1", "--machine", "workers.environments=1")
     inside(*stage("demonstrations", "train-vla/tiny", *few), store=store)
     assert list(store.glob("store/demonstrations/*/**/*.parquet"))
 

@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
-from armature.components.contracts.machine import Machine
 from armature.components.inference import determinism
 from armature.components.inference.pool import ServerPool
 from armature.components.inference.settings import SamplingSettings, ServerSettings
+from tests.builders import make_machine
 
 KEY = "a-key"
 
@@ -102,7 +102,7 @@ def make_pool(tmp_path) -> Callable[..., ServerPool]:
         return ServerPool(
             weights,
             ServerSettings(max_model_len=512, max_images_per_prompt=2, dtype="float32", quantization=quantization),
-            Machine(endpoints=tuple(server.url for server in servers), **(limits | machine)),
+            make_machine(endpoints=tuple(server.url for server in servers), **(limits | machine)),
             tmp_path / "logs",
             in_flight_updates=in_flight_updates,
         )

@@ -12,6 +12,7 @@ from armature.components.contracts.machine import Machine
 from armature.components.inference.command import ServedAdapters, server_command, server_environment
 from armature.components.inference.pool import ServerPool
 from armature.components.inference.settings import ServerSettings
+from tests.builders import make_machine
 from tests.inference.conftest import MESSAGES, SAMPLING
 from tests.refusals import refused
 
@@ -40,13 +41,15 @@ def test_a_server_makes_room_for_the_rank_and_opens_the_routes_only_where_adapte
 
 def test_adapters_are_files(checkpoint, tmp_path):
     with refused("adapters_need_files", "nccl"):
-        ServerPool(checkpoint("w"), SETTINGS, Machine(weight_transfer="nccl"), tmp_path, adapters=ServedAdapters(8))
+        ServerPool(
+            checkpoint("w"), SETTINGS, make_machine(weight_transfer="nccl"), tmp_path, adapters=ServedAdapters(8)
+        )
 
 
 @pytest.fixture
 def adapter_pool(tmp_path) -> Callable[..., ServerPool]:
     def make(servers: list[Any], weights: Path) -> ServerPool:
-        machine = Machine(
+        machine = make_machine(
             endpoints=tuple(one.url for one in servers), generation_timeout=3.0, ready_timeout=10.0, sync_timeout=5.0
         )
         return ServerPool(weights, SETTINGS, machine, tmp_path / "logs", adapters=ServedAdapters(8))

@@ -14,10 +14,10 @@ import pytest
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 from starlette.responses import Response, StreamingResponse
 
-from armature.components.contracts.machine import Machine
 from armature.components.inference.client import Completion, GenerationFailure
 from armature.components.inference.pool import ServerPool
 from armature.components.inference.settings import ServerSettings
+from tests.builders import make_machine
 from tests.inference.conftest import KEY, MESSAGES, SAMPLING, stand_in, write_checkpoint
 
 pytestmark = pytest.mark.waits
@@ -48,7 +48,7 @@ def joined(tmp_path_factory) -> Iterator[Asked]:
     with pytest.MonkeyPatch.context() as patch, stand_in.run_stand_in(KEY) as server:
         patch.setenv("VLLM_API_KEY", KEY)
         limits = {"generation_timeout": 5.0, "ready_timeout": 5.0, "sync_timeout": 5.0}
-        machine = Machine(endpoints=(server.url,), **limits)
+        machine = make_machine(endpoints=(server.url,), **limits)
         inference = ServerSettings(max_model_len=512, max_images_per_prompt=2, dtype="float32")
         pool = ServerPool(weights, inference, machine, folder / "logs")
         with start_blocking_portal() as portal, portal.wrap_async_context_manager(pool):

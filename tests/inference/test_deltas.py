@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from armature.components.contracts.machine import Machine
 from armature.components.inference.command import server_command
 from armature.components.inference.served.armature_served import deltas
 from armature.components.inference.served.armature_served.deltas import (
@@ -27,6 +26,7 @@ from armature.components.inference.settings import ServerSettings
 from armature.components.inference.weights.pool import DELTA
 from armature.components.training.ranks import Ranks
 from armature.components.vlm.publish import DeltaSeries
+from tests.builders import make_machine
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int64, torch.uint8, torch.bool)
 SPECIAL = (0x0000, 0x8000, 0x0001, 0x8001, 0x7F80, 0xFF80, 0x7FC0, 0x7F81, 0xFFFF, 0x3F80)
@@ -185,7 +185,7 @@ def test_a_series_begins_again_with_a_checkpoint_when_changes_would_be_larger_an
 
 def test_a_server_gets_the_plug_in_s_route(checkpoint):
     settings = ServerSettings(max_model_len=512, dtype="float32")
-    command = server_command(checkpoint("w"), settings, Machine(weight_transfer="delta"), port=1, gpus=())
+    command = server_command(checkpoint("w"), settings, make_machine(weight_transfer="delta"), port=1, gpus=())
     assert command[command.index("--worker-extension-cls") + 1] == "armature_served.versions.Versions"
     assert "--weight-transfer-config" not in command
     assert DELTA == deltas.DELTA

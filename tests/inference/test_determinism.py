@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from armature.components.contracts.machine import Machine
 from armature.components.inference.pool import ServerPool
 from armature.components.inference.settings import EvaluationSamplingSettings, SamplingSettings, ServerSettings
+from tests.builders import make_machine
 from tests.inference.conftest import make_sampling
 from tests.refusals import refused
 
@@ -20,12 +20,12 @@ def settings(**changes: Any) -> ServerSettings:
 
 @pytest.mark.parametrize(
     ("changes", "machine"),
-    [({}, {"server_gpus": ((0,),)}), ({"dtype": "bfloat16"}, {}), ({"dtype": "float16"}, {"server_gpus": ((0,),)})],
+    [({}, {"servers__gpus": ((0,),)}), ({"dtype": "bfloat16"}, {}), ({"dtype": "float16"}, {"servers__gpus": ((0,),)})],
 )
 def test_it_is_refused_where_it_cannot_be_promised(checkpoint, tmp_path, changes, machine):
     with refused("determinism_impossible", "inference.deterministic"):
-        ServerPool(checkpoint("w"), settings(deterministic=True, **changes), Machine(**machine), tmp_path)
-    ServerPool(checkpoint("v"), settings(**changes), Machine(**machine), tmp_path)
+        ServerPool(checkpoint("w"), settings(deterministic=True, **changes), make_machine(**machine), tmp_path)
+    ServerPool(checkpoint("v"), settings(**changes), make_machine(**machine), tmp_path)
 
 
 @pytest.mark.parametrize("depends_on", ["", "others", "images", "reload", "server"])
@@ -33,7 +33,7 @@ def test_a_joined_server_has_to_prove_it(checkpoint, stand_ins, tmp_path, depend
     """Its bits may depend on requests beside, on images in the same step, on a reload, or on which server it is."""
     servers = stand_ins(2)
     servers[1].depends_on = depends_on
-    machine = Machine(endpoints=tuple(server.url for server in servers), ready_timeout=5.0)
+    machine = make_machine(endpoints=tuple(server.url for server in servers), ready_timeout=5.0)
 
     async def join(**changes: Any) -> None:
         for server in servers:
@@ -54,7 +54,7 @@ def test_a_joined_server_has_to_prove_it(checkpoint, stand_ins, tmp_path, depend
 @pytest.mark.parametrize(("images", "asked"), [(0, 0), (1, 5)])
 async def test_images_are_tried_where_servers_take_them(checkpoint, stand_ins, tmp_path, images, asked):
     (server,) = stand_ins(1)
-    machine = Machine(endpoints=(server.url,), ready_timeout=5.0)
+    machine = make_machine(endpoints=(server.url,), ready_timeout=5.0)
     changes = {"deterministic": True, "max_images_per_prompt": images}
     async with ServerPool(checkpoint("w"), settings(**changes), machine, tmp_path):
         pass

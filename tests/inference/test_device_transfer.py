@@ -30,6 +30,7 @@ from armature.components.models.tiny import SMALL, make_tiny_checkpoint
 from armature.components.training.ranks import Ranks
 from armature.components.vlm.logprobs import Policy, answer_probe
 from armature.components.vlm.publish import Publisher
+from tests.builders import make_machine
 from tests.refusals import refused
 from tests.vlm.conftest import model_settings
 
@@ -54,7 +55,7 @@ def test_the_unique_id_unpickles_as_the_workers_class(monkeypatch):
 
 async def test_without_the_trainer_there_is_nothing_to_send(stand_ins, make_pool, checkpoint):
     async with make_pool(stand_ins(1), checkpoint("a"), weight_transfer="nccl") as pool:
-        with refused("trainer_needed", "machine.weight_transfer"):
+        with refused("trainer_needed", "machine.servers.weight_transfer"):
             await pool.sync(checkpoint("b"), 1)
 
 
@@ -153,7 +154,7 @@ def test_the_server_answers_as_the_trainer_whose_weights_were_sent(
 
     async def work() -> None:
         settings = ServerSettings(max_model_len=512, max_images_per_prompt=2, dtype=dtype, quantization=quantization)
-        facts = machine(way).model_copy(update={"sync_tolerance": 0.2} if quantization else {})
+        facts = make_machine(machine(way), **({"sync_tolerance": 0.2} if quantization else {}))
         async with ServerPool(checkpoints[tied][0], settings, facts, tmp_path / "logs") as pool:
             for version in (1, 2, 3):
                 trainer = trainers[version % 3]
@@ -191,11 +192,11 @@ class Trainer:
 
 
 def machine(way: str) -> Machine:
-    return Machine(
-        server_python=Path(os.environ.get("ARMATURE_TEST_VLLM_PYTHON", ".venv-vllm/bin/python")),
-        server_gpus=((1,) if way == "nccl" else (0,),),
+    return make_machine(
+        servers__python=Path(os.environ.get("ARMATURE_TEST_VLLM_PYTHON", ".venv-vllm/bin/python")),
+        servers__gpus=((1,) if way == "nccl" else (0,),),
         weight_transfer=way,
-        server_arguments={"gpu_memory_utilization": 0.2, "enforce_eager": True},
+        servers__arguments={"gpu_memory_utilization": 0.2, "enforce_eager": True},
         ready_timeout=400,
     )
 

@@ -24,6 +24,7 @@ from armature.components.inference.host import Host, LocalHost, PlacedHost, Serv
 from armature.components.inference.pool import ServerPool
 from armature.components.inference.settings import SamplingSettings, ServerSettings
 from armature.components.machine.workers.placed import NodeActor, PlacedProgram, PlacementBundles
+from tests.builders import make_machine
 from tests.machine.workers.conftest import cluster, ray_cluster
 from tests.refusals import refused
 
@@ -155,8 +156,10 @@ def python(tmp_path: Path) -> Path:
 def placed_pool(python: Path, tmp_path: Path) -> Callable[..., ServerPool]:
     def make(weights: Path, cluster: ClusterSettings, bundle: ServerBundle = BUNDLE, **machine: Any) -> ServerPool:
         place = cluster.model_copy(update={"servers": bundle})
-        facts = {"servers": 2, "ready_timeout": 60, **machine}
-        return ServerPool(weights, SETTINGS, Machine(server_python=python, cluster=place, **facts), tmp_path / "logs")
+        facts = {"servers__count": 2, "ready_timeout": 60, **machine}
+        return ServerPool(
+            weights, SETTINGS, make_machine(servers__python=python, cluster=place, **facts), tmp_path / "logs"
+        )
 
     return make
 
@@ -269,23 +272,23 @@ def test_no_room_is_said_with_what_is_free(
 
 def test_what_a_server_on_a_cluster_is_told(checkpoint: Checkpoint) -> None:
     place = ClusterSettings(address="auto", servers=ServerBundle(num_cpus=3, tensor_parallel_size=2))
-    machine = Machine(cluster=place)
+    machine = make_machine(cluster=place)
     gpus = machine.gpus_of_server(1)
     command = server_command(checkpoint("a"), SETTINGS, machine, port=1, gpus=gpus, address="10.0.0.7")
     assert command[command.index("--host") + 1] == "10.0.0.7"
     assert command[command.index("--tensor-parallel-size") + 1] == "2"
     assert not is_deterministic(SETTINGS, machine)
-    on_cpu = Machine(cluster=ClusterSettings(address="auto", servers=ServerBundle(num_cpus=3)))
+    on_cpu = make_machine(cluster=ClusterSettings(address="auto", servers=ServerBundle(num_cpus=3)))
     assert on_cpu.gpus_of_server(0) == () and is_deterministic(SETTINGS, on_cpu)
     assert server_environment(on_cpu, api_key="", gpus=())["OMP_NUM_THREADS"] == "3"
     assert place.servers is not None and place.servers.resources_of_node() == {"CPU": 3, "GPU": 2}
 
 
 @pytest.mark.parametrize(
-    "facts", [{"endpoints": ["http://10.0.0.7:8000"]}, {"server_gpus": [[0]]}, {"weight_transfer": "nccl"}]
+    ("key", "value"), [("endpoints", ["http://10.0.0.7:8000"]), ("gpus", [[0]]), ("weight_transfer", "nccl")]
 )
-def test_what_it_cannot_be_set_with(facts: dict[str, Any]) -> None:
+def test_what_it_cannot_be_set_with(key: str, value: Any) -> None:
     place = {"address": "auto", "servers": {}}
-    Machine.model_validate({"cluster": place, "rollout_workers": 2})
-    with refused("value_error", *facts):
-        Machine.model_validate({"cluster": place, **facts})
+    make_machine(cluster=place, workers__rollouts=2)
+    with refused("value_error", f"servers.{key}"):
+        Machine.model_validate({"cluster": place, "servers": {key: value}})

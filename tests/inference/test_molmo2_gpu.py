@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 import torch
 
-from armature.components.contracts.machine import Machine
 from armature.components.inference.client import Completion
 from armature.components.inference.pool import ServerPool
 from armature.components.inference.replies import Endpoint
 from armature.components.inference.settings import EvaluationSamplingSettings, ServerSettings
+from tests.builders import make_machine
 from tests.images import image_part, noise
 from tests.vlm.conftest import model_settings
 
@@ -91,10 +91,10 @@ async def test_trainer_and_server_attend_to_each_image_both_ways(checkpoints, tm
     from armature.components.inference.weights import WEIGHT_SENDERS
     from armature.components.models.load import load_model
 
-    machine = Machine(
-        server_python=Path(os.environ.get("ARMATURE_TEST_VLLM_PYTHON", ".venv-vllm/bin/python")),
-        server_gpus=((0,),),
-        server_arguments={"gpu_memory_utilization": 0.2, "enforce_eager": True},
+    machine = make_machine(
+        servers__python=Path(os.environ.get("ARMATURE_TEST_VLLM_PYTHON", ".venv-vllm/bin/python")),
+        servers__gpus=((0,),),
+        servers__arguments={"gpu_memory_utilization": 0.2, "enforce_eager": True},
         weight_transfer="ipc",
         ready_timeout=300,
     )

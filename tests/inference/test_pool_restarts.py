@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from armature.components.contracts.machine import Machine
 from armature.components.inference.pool import ServerPool
 from armature.components.inference.settings import ServerSettings
+from tests.builders import make_machine
 from tests.inference.conftest import MESSAGES, SAMPLING, ask_many, texts
 from tests.refusals import codes, refused
 
@@ -34,7 +34,7 @@ def local_pool(tmp_path) -> Callable[..., ServerPool]:
     settings = ServerSettings(max_model_len=512, max_images_per_prompt=2, dtype="float32")
 
     def make(weights: Path, servers: int, **facts: Any) -> ServerPool:
-        machine = Machine(server_python=python, servers=servers, ready_timeout=30, **facts)
+        machine = make_machine(servers__python=python, servers__count=servers, ready_timeout=30, **facts)
         return ServerPool(weights, settings, machine, tmp_path / "logs")
 
     return make

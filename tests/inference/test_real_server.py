@@ -17,12 +17,12 @@ import pytest
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 from PIL import Image
 
-from armature.components.contracts.machine import Machine
 from armature.components.inference.client import Completion
 from armature.components.inference.own_servers import keep_servers, served_files
 from armature.components.inference.pool import ServerPool
 from armature.components.inference.probe import ProbeAnswer, ask_probe, distance
 from armature.components.inference.settings import EvaluationSamplingSettings, SamplingSettings, ServerSettings
+from tests.builders import make_machine
 from tests.images import image_part, noise
 from tests.inference.conftest import make_sampling
 from tests.refusals import refused
@@ -69,7 +69,7 @@ def running(tmp_path_factory) -> Iterator[Running]:
 
 def new_pool(checkpoint: Path, folder: Path) -> ServerPool:
     environment = {"TORCHINDUCTOR_CACHE_DIR": str(folder / COMPILED)}
-    machine = Machine(server_python=PYTHON, ready_timeout=400, server_environment=environment)
+    machine = make_machine(servers__python=PYTHON, ready_timeout=400, servers__environment=environment)
     return ServerPool(
         checkpoint,
         ServerSettings(max_model_len=512, max_images_per_prompt=2, dtype="float32"),

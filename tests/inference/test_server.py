@@ -20,12 +20,13 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
-from armature.components.contracts.machine import Machine
+from armature.components.contracts.machine import Machine, MachineServers
 from armature.components.inference import host
 from armature.components.inference.command import ServedAdapters, server_command, server_environment
 from armature.components.inference.host import free_port
 from armature.components.inference.server import VllmServer
 from armature.components.inference.settings import ServerSettings
+from tests.builders import make_machine
 from tests.refusals import refused
 
 pytestmark = pytest.mark.waits
@@ -51,7 +52,7 @@ LAST_WORDS = {
     "ModuleNotFoundError: No module named 'vllm'": "armature setup",
     "ValueError: To serve one request, 9 GiB KV cache is needed": "VLLM_CPU_KVCACHE_SPACE",
     "OSError: [Errno 98] Address already in use": "",
-    "api_server.py: error: unrecognized arguments: --x": "machine.server_arguments",
+    "api_server.py: error: unrecognized arguments: --x": "machine.servers.arguments",
     "ModuleNotFoundError: No module named 'armature_served'": "components/inference/served",
     "something else": "",
 }
@@ -63,7 +64,7 @@ def test_a_server_that_dies_shows_its_last_lines_and_what_to_do(tmp_path, checkp
         python = script(tmp_path, f'for i in $(seq 100); do echo "line $i"; done\necho "{output}"\nexit 3')
         log = tmp_path / "logs" / f"vllm-0-{attempt}.log"
         with refused("server_ended", "code 3", output, "line 72\n", name, log) as caught:
-            start(tmp_path, folder, Machine(server_python=python))
+            start(tmp_path, folder, make_machine(servers__python=python))
         assert "line 71\n" not in caught.value.what
         remedies.add(caught.value.remedy)
     assert len(remedies) == len(LAST_WORDS)
@@ -73,7 +74,7 @@ def test_a_server_that_never_gets_ready_is_ended(tmp_path, checkpoint, monkeypat
     monkeypatch.chdir(tmp_path)
     python = script(tmp_path, "echo loading; echo $$ > pid; exec sleep 60")
     with refused("server_not_ready", "4 s", "loading", "ConnectError"):
-        start(tmp_path, checkpoint("a"), Machine(server_python=python, ready_timeout=4.0))
+        start(tmp_path, checkpoint("a"), make_machine(servers__python=python, ready_timeout=4.0))
     pid = int((tmp_path / "pid").read_text())
     assert not Path(f"/proc/{pid}").exists()
 
@@ -83,7 +84,7 @@ def test_a_port_in_use_names_its_owner(tmp_path, checkpoint):
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        machine = Machine(server_python=script(tmp_path, "exit 1"), server_arguments={"port": port - 1})
+        machine = make_machine(servers__python=script(tmp_path, "exit 1"), servers__arguments={"port": port - 1})
         with refused("server_port_in_use", port, f"process {os.getpid()}"):
             start(tmp_path, checkpoint("a"), machine, index=1)
 
@@ -91,20 +92,20 @@ def test_a_port_in_use_names_its_owner(tmp_path, checkpoint):
 @pytest.mark.parametrize(
     ("facts", "code", "shown"),
     [
-        ({"server_python": "no/python"}, "vllm_missing", ("no/python", "make")),
-        ({"server_environment": {"VLLM_CPU_KVCACHE_SPACE": "999999"}}, "server_memory_missing", ("999999 GiB",)),
+        ({"servers__python": "no/python"}, "vllm_missing", ("no/python", "make")),
+        ({"servers__environment": {"VLLM_CPU_KVCACHE_SPACE": "999999"}}, "server_memory_missing", ("999999 GiB",)),
     ],
     ids=["no environment", "too little memory"],
 )
 def test_a_machine_that_cannot_serve_is_refused_before_anything_starts(facts, code, shown, tmp_path, checkpoint):
-    machine = Machine(**({"server_python": script(tmp_path, "exit 1")} | facts))
+    machine = make_machine(**({"servers__python": script(tmp_path, "exit 1")} | facts))
     with refused(code, *shown):
         start(tmp_path, checkpoint("a"), machine)
 
 
 def test_a_folder_without_a_checkpoint(tmp_path):
     with refused("served_model_missing", tmp_path):
-        start(tmp_path, tmp_path, Machine(server_python=script(tmp_path, "exit 1")))
+        start(tmp_path, tmp_path, make_machine(servers__python=script(tmp_path, "exit 1")))
 
 
 def with_images_both_ways(folder: Path, **more: object) -> Path:
@@ -116,7 +117,7 @@ def with_images_both_ways(folder: Path, **more: object) -> Path:
 def test_images_that_vllm_would_attend_to_otherwise_are_refused_before_anything_starts(
     model_type, tmp_path, checkpoint
 ):
-    machine = Machine(server_python=script(tmp_path, f"touch {tmp_path}/started; sleep 9"), ready_timeout=4.0)
+    machine = make_machine(servers__python=script(tmp_path, f"touch {tmp_path}/started; sleep 9"), ready_timeout=4.0)
     folder = with_images_both_ways(checkpoint("a"), model_type=model_type)
     with refused("image_attention_on_cpu", folder / "config.json", 'model.image_attention = "causal"'):
         start(tmp_path, folder, machine)
@@ -134,7 +135,7 @@ def test_a_server_that_gets_no_images_may_be_causal(checkpoint):
 
 def test_on_a_gpu_the_attention_backend_can_do_what_the_checkpoint_needs(checkpoint):
     def backend(folder: Path, **arguments: str) -> str | None:
-        machine = Machine(server_gpus=((0,),), server_arguments=arguments)
+        machine = make_machine(servers__gpus=((0,),), servers__arguments=arguments)
         return dict(pairwise(server_command(folder, SETTINGS, machine, port=1, gpus=(0,)))).get("--attention-backend")
 
     both_ways = with_images_both_ways(checkpoint("a"))
@@ -152,14 +153,15 @@ def test_on_a_gpu_the_attention_backend_can_do_what_the_checkpoint_needs(checkpo
     "name", ["logprobs_mode", "generation-config", "host", "api_key", "max-model-len", "dtype", "quantization"]
 )
 def test_arguments_that_change_results_come_from_settings_alone(name, checkpoint):
-    machine = Machine().model_copy(update={"server_arguments": {name: "x"}})  # a key is not even taken there
-    with refused("server_argument_reserved", f"machine.server_arguments.{name}"):
+    servers = MachineServers().model_copy(update={"arguments": {name: "x"}})  # a key is not even taken there
+    machine = Machine(servers=servers)
+    with refused("server_argument_reserved", f"machine.servers.arguments.{name}"):
         server_command(checkpoint("a"), SETTINGS, machine, port=1, gpus=())
 
 
 def test_servers_in_8_bits_are_told_so_and_leave_the_vision_tower_alone(checkpoint):
     settings = SETTINGS.model_copy(update={"dtype": "bfloat16", "quantization": "fp8"})
-    machine = Machine(server_gpus=((0,),), weight_transfer="ipc", trainer_gpus=(0,))
+    machine = make_machine(servers__gpus=((0,),), weight_transfer="ipc", trainer__gpus=(0,))
     folder = checkpoint("a")
     pairs = dict(pairwise(server_command(folder, settings, machine, port=1, gpus=(0,))))
     assert pairs["--quantization"] == "fp8_per_channel"
@@ -175,18 +177,18 @@ def test_servers_in_8_bits_are_told_so_and_leave_the_vision_tower_alone(checkpoi
     }
     assert {name: re.match(pattern.removeprefix("re:"), name) is not None for name in layers} == layers
     for gpus, changes, adapters, name in (
-        ((), {}, None, "machine.server_gpus"),
+        ((), {}, None, "machine.servers.gpus"),
         ((0,), {}, ServedAdapters(8), "model.lora.served_as"),
-        ((0,), {"weight_transfer": "delta"}, None, "machine.weight_transfer"),
+        ((0,), {"weight_transfer": "delta"}, None, "machine.servers.weight_transfer"),
     ):
         with refused("quantization_impossible", "inference.quantization", name):
-            given = machine.model_copy(update=changes)
+            given = make_machine(machine, **changes)
             server_command(folder, settings, given, port=1, gpus=gpus, adapters=adapters)
 
 
 def test_command_and_environment(checkpoint):
-    machine = Machine(
-        server_gpus=((2, 3),), server_arguments={"gpu_memory_utilization": 0.8, "enable_prefix_caching": False}
+    machine = make_machine(
+        servers__gpus=((2, 3),), servers__arguments={"gpu_memory_utilization": 0.8, "enable_prefix_caching": False}
     )
     command = server_command(checkpoint("a"), SETTINGS, machine, port=1234, gpus=(2, 3))
     pairs = dict(pairwise(command))
@@ -211,8 +213,8 @@ def test_variables_that_the_pool_depends_on_are_refused_before_anything_starts(
 ):
     monkeypatch.setenv("A_KEY", "a key")
     python = script(tmp_path, f"touch {tmp_path}/started; sleep 9")
-    machine = Machine(server_python=python, server_environment={name: value}, ready_timeout=0.5)
-    with refused("server_variable_reserved", f"machine.server_environment.{name}"):
+    machine = make_machine(servers__python=python, servers__environment={name: value}, ready_timeout=0.5)
+    with refused("server_variable_reserved", f"machine.servers.environment.{name}"):
         start(tmp_path, checkpoint("a"), machine)
     assert not (tmp_path / "started").exists()
 
@@ -226,7 +228,7 @@ def test_the_key_of_a_local_server_goes_to_no_proxy(variable, tmp_path, checkpoi
         proxy.listen()
         proxy.setblocking(False)
         monkeypatch.setenv(variable, f"http://127.0.0.1:{proxy.getsockname()[1]}")
-        server = start(tmp_path, checkpoint("a"), Machine(server_python=python, ready_timeout=20))
+        server = start(tmp_path, checkpoint("a"), make_machine(servers__python=python, ready_timeout=20))
         asyncio.run(server.stop())
         with pytest.raises(BlockingIOError):
             proxy.accept()

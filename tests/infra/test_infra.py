@@ -16,6 +16,8 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.builders import make_machine
+
 ROOT = Path(__file__).resolve().parents[2]
 INFRA = ROOT / "infra"
 OVERLAYS = ("gpu", "model", "cpu-smoke")
@@ -117,7 +119,7 @@ def test_every_recipe_fits_the_job_template():
         jsonschema.validate(each, template["variables"])
     machine = load_recipe("train-vlm/molmo2").sections["machine"]
     variables = variables_of["train-vlm/molmo2"]
-    assert max(*machine.trainer_gpus, *(gpu for gpus in machine.server_gpus for gpu in gpus)) + 1 == variables["gpus"]
+    assert max(*machine.trainer.gpus, *(gpu for gpus in machine.servers.gpus for gpu in gpus)) + 1 == variables["gpus"]
     expected = {"image": "b", "gpus": 0, "cpus": "2", "memory": "16Gi"}
     assert variables_of["train-vlm/colors"] == expected
 
@@ -432,13 +434,12 @@ def test_server_without_checkpoint_fails_with_a_message(tmp_path: Path):
 @pytest.mark.parametrize("transfer", ["file", "delta", "nccl"])
 def test_served_model_settings_equal_the_pool(tmp_path: Path, transfer: str):
     """A joined server must be started as the pool starts its own, or importance ratios are biased."""
-    from armature.components.contracts.machine import Machine
     from armature.components.inference.command import server_command
     from armature.components.inference.settings import ServerSettings
 
     settings = ServerSettings(max_model_len=64, max_images_per_prompt=1, dtype="float32")
     (tmp_path / "config.json").write_text("{}")
-    ours = server_command(tmp_path, settings, Machine(weight_transfer=transfer), port=8000, gpus=(0,))
+    ours = server_command(tmp_path, settings, make_machine(weight_transfer=transfer), port=8000, gpus=(0,))
     python = tmp_path / "python3"
     python.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
     python.chmod(0o755)

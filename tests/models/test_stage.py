@@ -18,6 +18,7 @@ from armature.components.models.load import load_model, load_processor
 from armature.components.models.settings import ModelSettings
 from armature.components.models.source import SourceReference, locate
 from armature.components.models.tiny import SMALL
+from tests.builders import make_machine
 from tests.refusals import refused
 
 BASE: dict[str, Any] = {
@@ -31,14 +32,14 @@ BASE: dict[str, Any] = {
 
 @pytest.fixture
 def machine(tmp_path) -> Machine:
-    return Machine(store=str(tmp_path / "store"))
+    return make_machine(store=tmp_path / "store")
 
 
 def test_tiny_model_is_reused_and_reproducible(machine, tmp_path):
     settings = ModelSettings(source="tiny/qwen2-vl", tiny=SMALL, **BASE)
     made = run_stage("model", settings, {}, machine)
     assert run_stage("model", settings, {}, machine) == made
-    elsewhere = run_stage("model", settings, {}, Machine(store=str(tmp_path / "other")))
+    elsewhere = run_stage("model", settings, {}, make_machine(store=tmp_path / "other"))
     assert elsewhere.digest == made.digest == folder_digest(made.path)
     assert load_model(made.path, settings).config.model_type == "qwen2_vl"
     assert locate(made.path) == made.path

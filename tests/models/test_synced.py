@@ -20,7 +20,6 @@ from PIL import Image
 from armature.components.artifacts.images import ImageStore
 from armature.components.contracts.batches import Sample
 from armature.components.contracts.images import EncodedImage, ImageRef
-from armature.components.contracts.machine import Machine
 from armature.components.contracts.rollouts import GenerateOutputs, Trajectory, Turn
 from armature.components.families.family import FAMILIES
 from armature.components.models.adapters import get_adapter
@@ -31,6 +30,7 @@ from armature.components.training.ranks import Ranks
 from armature.components.training.service_settings import service_settings
 from armature.components.vlm.client import TrainerPolicySettings
 from armature.components.vlm.worker import TrainerWorker
+from tests.builders import make_machine
 from tests.vlm.conftest import trainer_settings
 
 from .conftest import Engine
@@ -110,7 +110,7 @@ class Loop:
             model_path=self.start, model=SETTINGS, trainer=TRAINER, temperature=0.7, images=store.root
         )
         (folder / "work").mkdir()
-        self.worker = TrainerWorker(service_settings(policy, Machine(loader_workers=0), folder / "work"), Ranks())
+        self.worker = TrainerWorker(service_settings(policy, make_machine(loader_workers=0), folder / "work"), Ranks())
 
     def do(self, **command: Any) -> Any:
         return self.worker.run(command, self.worker.check(command))

@@ -10,7 +10,6 @@ import pytest
 from transformers import PretrainedConfig, Qwen2_5_VLConfig, Qwen2VLConfig
 
 from armature.components.configuration import load_recipe
-from armature.components.contracts.machine import Machine
 from armature.components.models.settings import ModelSettings
 from armature.components.planning.memory import GPUS, ModelSizes, model_sizes
 from armature.components.planning.step import (
@@ -37,6 +36,7 @@ from armature.components.robots.rl.settings import TrainVLARLSettings
 from armature.components.vlm.settings import TrainerSettings
 from benchmarks.model_sizes import policy_config_of
 from benchmarks.step_case import TEXT, VISION
+from tests.builders import make_machine
 from tests.refusals import refused
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -196,7 +196,7 @@ def planned(assumed: Assumptions = ASSUMED, gpu: str = "h100", **machine: object
     settings = load_recipe("train-vlm/colors", ["rollouts.groups_per_step=8"]).settings_for(TrainVLMSettings)
     assert isinstance(settings, TrainVLMSettings)
     idle = assumed.model_copy(update={"request_seconds": 0.0, "image_seconds": 0.0})
-    return LanguagePlan(settings, Machine.model_validate(machine), sizes(), GPUS[gpu], idle)
+    return LanguagePlan(settings, make_machine(**machine), sizes(), GPUS[gpu], idle)
 
 
 def test_rollout_seconds_equal_formula_by_hand() -> None:
@@ -212,14 +212,14 @@ def test_rollout_seconds_equal_formula_by_hand() -> None:
     assert seconds["the longest episodes"] == pytest.approx(0.5 * 200 * (each_pass + token + cache))
     assert seconds["environments"] == 4 * 2
     assert seconds["too few environments at once"] == 0
-    few = planned(server_arguments={"max_num_seqs": 8}).step(servers=2, ranks=1).rollouts
+    few = planned(servers__arguments={"max_num_seqs": 8}).step(servers=2, ranks=1).rollouts
     assert few["servers read weights"] == pytest.approx(4 * seconds["servers read weights"])
 
 
 @pytest.mark.parametrize("servers", [2, 64, 512])
 def test_too_few_environments_limit_rollouts_with_any_servers(servers: int) -> None:
     """64 episodes, 8 at once, are played in eight waves; the first one takes as long as a whole step otherwise."""
-    plan = planned(environment_processes=8, max_concurrent=8)
+    plan = planned(workers__environments=8, max_concurrent=8)
     seconds = plan.step(servers, ranks=1).rollouts
     each_pass = 0.003 + 2 * sizes().parameters / (0.7 * 3.35e12)
     assert seconds["too few environments at once"] == pytest.approx(7 * (4 * 50 * each_pass + 4 * 2))

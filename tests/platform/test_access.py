@@ -151,7 +151,7 @@ def test_run_cannot_bring_a_command(up):
 
 def test_plain_secret_in_run_parameters_is_refused(up):
     secret = "hf_DoNotStoreThisAnywhere"
-    asked = {"parameters": {"name": "x", "machine": {"server_environment": {"HF_TOKEN": secret}}}}
+    asked = {"parameters": {"name": "x", "machine": {"servers": {"environment": {"HF_TOKEN": secret}}}}}
     answer = up.api.post(f"/deployments/{up.deployment()}/create_flow_run", json=asked)
     assert answer.status_code in (409, 422), answer.text
     for file in (up.folder / ".armature").rglob("*"):

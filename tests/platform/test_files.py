@@ -73,7 +73,7 @@ PUBLISHED_GIGPO = {
         "args.prompt.history_length": 2,
         "args.reward.won_weight": 10.0,
     },
-    "machine": {"server_gpus": [[2, 3]]},
+    "machine": {"servers.gpus": [[2, 3]]},
 }
 """Settings of the published script that train-vlm/molmo2 follows, by our names. Tensor parallel 2: one server with two
 GPUs."""
@@ -119,7 +119,7 @@ PUBLISHED_VLA = {
         "num_steps_wait": 50,
         "camera_name_mapping": {"agentview": "image", "robot0_eye_in_hand": "wrist_image"},
     },
-    "machine": {"trainer_processes": 8, "loader_workers": 4},
+    "machine": {"trainer.processes": 8, "trainer.loader_workers": 4},
 }
 """Settings of the training and evaluation commands on LeRobot's page about the policy."""
 

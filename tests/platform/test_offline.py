@@ -50,7 +50,7 @@ def test_tasks_are_made_without_network_or_dataset(tmp_path):
     words = ["stage", "tasks", "--config", "configs/train-vlm/molmo2-text.toml", "--out", str(tmp_path / "tasks")]
     fewer = ("train_tasks=3", "heldout_tasks=2", "args.games.most_receptacles=4")
     words += [word for each in fewer for word in ("--set", f"environment.{each}")]
-    words += ["--machine", f"store={tmp_path / 'store'}", "--machine", "environment_processes=1"]
+    words += ["--machine", f"store={tmp_path / 'store'}", "--machine", "workers.environments=1"]
     done = subprocess.run(
         [sys.executable, "-m", "armature", *words], cwd=REPOSITORY, env=env, capture_output=True, text=True, check=False
     )

@@ -8,8 +8,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from armature.components.contracts.machine import Machine
 from armature.components.vlm.client import TrainerClient, TrainerPolicySettings
+from tests.builders import make_machine
 from tests.platform.conftest import assert_closed, reachable
 from tests.vlm.conftest import model_settings, trainer_settings
 
@@ -24,7 +24,7 @@ def trainer_of(checkpoint: Path, folder: Path) -> TrainerClient:
         temperature=1.0,
         images=folder / "images",
     )
-    machine = Machine(trainer_processes=2, threads=1, loader_workers=0, ready_timeout=300)
+    machine = make_machine(trainer__processes=2, threads=1, loader_workers=0, ready_timeout=300)
     return TrainerClient(policy, machine, folder / "trainer")
 
 

@@ -20,9 +20,9 @@ from armature import deployments
 from armature.components.configuration import load_recipe, recipe_names
 from armature.components.configuration.recipes import RECIPES
 from armature.components.configuration.stages import run_stage
-from armature.components.contracts.machine import Machine
 from armature.components.models.settings import ModelSettings
 from armature.services import free_port
+from tests.builders import make_machine
 from tests.platform.conftest import assert_closed
 from tests.platform.dashboard import CHROMIUM, chromium, start_from_the_form, table_of_results
 from tests.platform.prefect_api import PrefectApi
@@ -38,7 +38,7 @@ def make_checkpoints(folder: Path) -> None:
     for seed, name in enumerate(CHECKPOINTS):
         tiny = model["tiny"] | {"seed": seed, "format": model["tiny"]["format"] | {"steps": 1}}
         settings = ModelSettings.model_validate(model | {"tiny": tiny})
-        made = run_stage("model", settings, {}, Machine(store=str(folder / ".armature/store")))
+        made = run_stage("model", settings, {}, make_machine(store=folder / ".armature/store"))
         (folder / name).symlink_to(made.path)
 
 
@@ -71,7 +71,7 @@ class Platform:
         sweep = self.api.get("/deployments/name/evaluate/sweep").json()
         parameters = sweep["parameters"]
         parameters["evaluation"]["max_tasks"] = 8
-        parameters["machine"]["endpoints"] = [server]
+        parameters["machine"]["servers"]["endpoints"] = [server]
         assert self.api.patch(f"/deployments/{sweep['id']}", json={"parameters": parameters}).status_code == 204
 
     def assert_all_ended(self) -> None:

@@ -21,6 +21,7 @@ from armature.components.contracts.machine import Machine
 from armature.components.inference.command import server_command, server_environment
 from armature.components.inference.settings import ServerSettings
 from armature.components.machine.process import Program
+from tests.builders import make_machine
 from tests.production.linear_trainer import CONTINUE, OUT, PAUSED, installed
 from tests.production.linear_trainer import WEIGHTS as LINEAR
 from tests.production.nodes import DISK, Network, Node, wait_for
@@ -120,7 +121,7 @@ def serve(node: Node, recipe: str, model: Path) -> Program:
     sections = load_recipe(recipe, RECIPES[recipe]).sections
     machine, inference = sections["machine"], sections["inference"]
     assert isinstance(machine, Machine) and isinstance(inference, ServerSettings)
-    machine = machine.model_copy(update={"server_python": ROOT / ".venv-vllm/bin/python"})
+    machine = make_machine(machine, servers__python=ROOT / ".venv-vllm/bin/python")
     command = server_command(model, inference, machine, port=8000, gpus=())
     command[command.index("--host") + 1] = node.address
     arguments = server_environment(machine, api_key=KEY, gpus=(), deterministic=True)
@@ -140,13 +141,13 @@ def test_run_with_killed_raylet_has_the_weights_of_one_machine(
     expected = ended(start(None, tmp_path, recipe))
     print(f"{recipe}: on one machine after {time.monotonic() - began:.0f} s, weights {expected}")
     place = f'cluster={{address="{ray_cluster.address}", start_timeout=300}}'
-    machine = [place, "environment_processes=2", f'remote_store="{tmp_path}/remote"']
+    machine = [place, "workers.environments=2", f'remote_store="{tmp_path}/remote"']
     server = None
     if flow == "train-vlm":
         (model,) = (each for each in (tmp_path / "store/model").iterdir() if each.is_dir())
         server = serve(ray_cluster.head, recipe, model)
         endpoint = f"http://{ray_cluster.head.address}:8000"
-        machine += ["rollout_workers=2", f'endpoints=["{endpoint}"]', "ready_timeout=600"]
+        machine += ["workers.rollouts=2", f'servers.endpoints=["{endpoint}"]', "limits.ready_timeout=600"]
     began = time.monotonic()
     run = start(ray_cluster.head, DISK / name, recipe, *machine)
     if flow == "train-vlm":
@@ -172,7 +173,7 @@ def test_run_with_lost_server_node_has_the_weights_of_one_machine(ray_cluster: R
     recipe = "train-vlm/colors"
     expected = ended(start(None, tmp_path, recipe))
     place = f'cluster={{address="{ray_cluster.address}", start_timeout=300, servers={{num_cpus=2}}}}'
-    python = f'server_python="{ROOT / ".venv-vllm/bin/python"}"'
+    python = f'servers.python="{ROOT / ".venv-vllm/bin/python"}"'
     began = time.monotonic()
     # All nodes see the store: servers read the weights there.
     run = start(ray_cluster.head, tmp_path / "placed", recipe, place, python, "threads=1")
@@ -195,23 +196,23 @@ def test_run_with_disconnected_rank_has_the_weights_of_one_machine(
 ) -> None:
     """A linear model. The node has the first rank, which answers the run."""
     (tmp_path / "installed").mkdir()
-    variables = {"trainer_environment": {"PYTHONPATH": installed(tmp_path / "installed")}}
     command = [str(PYTHON), "-m", "tests.production.linear_trainer"]
-    facts = {"threads": 1, "loader_workers": 0, "node_timeout": 20, **variables}
+    trainer = {"loader_workers": 0, "environment": {"PYTHONPATH": installed(tmp_path / "installed")}}
+    facts = {"threads": 1, "limits": {"node_timeout": 20}}
     here, there = tmp_path / "here", tmp_path / "there"
     for folder in (here, there):
         folder.mkdir()
     (here / CONTINUE).touch()
-    alone = Program([*command, here, json.dumps({**facts, "trainer_processes": 2})], env=ENVIRONMENT, log=here / "log")
+    one_node = json.dumps({**facts, "trainer": {**trainer, "processes": 2}})
+    alone = Program([*command, here, one_node], env=ENVIRONMENT, log=here / "log")
     assert alone.wait(600) == 0, alone.tail(60)
     place = {
         "address": ray_cluster.address,
         "start_timeout": 300,
         "trainer": {"num_cpus": 1, "strategy": "STRICT_SPREAD"},
     }
-    run = ray_cluster.head.start(
-        [*command, there, json.dumps({**facts, "trainer_nodes": 2, "cluster": place})], ENVIRONMENT, "linear.log"
-    )
+    two_nodes = json.dumps({**facts, "trainer": {**trainer, "nodes": 2}, "cluster": place})
+    run = ray_cluster.head.start([*command, there, two_nodes], ENVIRONMENT, "linear.log")
     wait_for((there / PAUSED).exists, run, 600)
     began, ranks = time.monotonic(), ray_cluster.players(RANK)
     assert len(ranks) == 2
@@ -230,13 +231,13 @@ def test_run_with_disconnected_rank_has_the_weights_of_one_machine(
 
 def test_run_with_lost_trainer_node_has_the_weights_of_one_machine(ray_cluster: RayCluster, tmp_path: Path) -> None:
     recipe = "train-vlm/colors"
-    expected = ended(start(None, tmp_path, recipe, "trainer_processes=2", "threads=1"))
+    expected = ended(start(None, tmp_path, recipe, "trainer.processes=2", "threads=1"))
     trainer = 'trainer={num_cpus=1, strategy="STRICT_SPREAD"}'
     place = f'cluster={{address="{ray_cluster.address}", start_timeout=300, {trainer}}}'
-    python = f'server_python="{ROOT / ".venv-vllm/bin/python"}"'
+    python = f'servers.python="{ROOT / ".venv-vllm/bin/python"}"'
     began = time.monotonic()
     # All nodes see the store: ranks read batches and checkpoints there.
-    run = start(ray_cluster.head, tmp_path / "placed", recipe, place, "trainer_nodes=2", python, "threads=1")
+    run = start(ray_cluster.head, tmp_path / "placed", recipe, place, "trainer.nodes=2", python, "threads=1")
     wait_for(lambda: any(tmp_path.glob("placed/store/workspaces/train-vlm-*/history.jsonl")), run, 900)
     lost, ranks = min(ray_cluster.players(RANK).items(), key=lambda result: result[0].name)
     assert len(ray_cluster.players(RANK)) == 2

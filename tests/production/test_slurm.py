@@ -36,7 +36,7 @@ pytestmark = [
 ]
 
 PLACE = 'machine.cluster={address="auto", trainer={num_cpus=2}}'
-RECIPE, TWO = "train-vla/tiny", ["--set", "machine.trainer_nodes=2", "--set", PLACE]
+RECIPE, TWO = "train-vla/tiny", ["--set", "machine.trainer.nodes=2", "--set", PLACE]
 CONFIGURATION = """\
 ClusterName=test
 SlurmctldHost=controller
@@ -98,7 +98,7 @@ heldout = { fraction = 0.25, frames = 4, every = 120 }
 
 [machine]
 threads = 1
-loader_workers = 0
+trainer.loader_workers = 0
 """
 PARTITIONS = """\
 PartitionName=main Nodes=ALL Default=YES PriorityTier=1 GraceTime=60
@@ -260,7 +260,7 @@ def expected(cluster: Cluster) -> str:
     (cluster.folder / "training.toml").write_text(TRAINING)
     armature = ["env", "-C", str(cluster.folder), str(PYTHON), "-m", "armature"]
     cluster.controller.run(
-        [*armature, "run", "training.toml", "--machine=trainer_processes=2"], cluster.environment, 600
+        [*armature, "run", "training.toml", "--machine=trainer.processes=2"], cluster.environment, 600
     )
     return weights(cluster.folder / ".armature/store")
 

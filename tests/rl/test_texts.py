@@ -119,7 +119,11 @@ def test_the_preflight_refuses_a_joined_server_before_it_asks_the_trainer(
 ) -> None:
     (server,) = stand_ins(1)
     server.tokens = (100, 101, 102)  # no placeholders; whatever they are, it says the name of its weights
-    overrides = (f'machine.store="{tmp_path / "store"}"', f'machine.endpoints=["{server.url}"]', "preflight.groups=1")
+    overrides = (
+        f'machine.store="{tmp_path / "store"}"',
+        f'machine.servers.endpoints=["{server.url}"]',
+        "preflight.groups=1",
+    )
     recipe = load_recipe("train-vlm/colors", (*overrides, "model.tiny.format.steps=1"))
     machine, settings = recipe.sections["machine"], recipe.settings_for(TrainVLMSettings)
     assert isinstance(machine, Machine) and isinstance(settings, TrainVLMSettings)

@@ -349,7 +349,7 @@ def test_the_file_s_server_is_started_by_the_pool(tiny: Tiny, tmp_path: Path) ->
     pool = trainer._pool(tiny.folder)
     (replica,) = pool.replicas
     assert replica.server is not None and replica.server.gpus == (1,)
-    assert pool.machine.server_arguments == {"port": 8123, "max_num_seqs": 7}
+    assert pool.machine.servers.arguments == {"port": 8123, "max_num_seqs": 7}
     assert (pool.settings.max_model_len, pool.settings.max_images_per_prompt) == (512, 2)
     assert pool.settings.dtype == "bfloat16"
 

@@ -28,6 +28,7 @@ from armature.components.contracts.machine import Machine
 from armature.components.contracts.rollouts import GenerateOutputs
 from armature.components.inference.client import GenerationFailure
 from armature.components.rollouts.collect import allow_open_files, collect
+from tests.builders import make_machine
 from tests.images import other_images, refused_images, turned_images
 
 from .conftest import SAMPLING, RecordedEvents, Script, ScriptedPolicy
@@ -96,7 +97,7 @@ class CountingEpisode:
         await self.fault("close")
 
 
-IMPATIENT = Machine(environment_timeout=2.0)
+IMPATIENT = make_machine(environment_timeout=2.0)
 
 
 async def collecting(
@@ -246,7 +247,7 @@ def test_no_more_episodes_are_in_flight_than_allowed(store, events):
         nonlocal in_flight
         in_flight -= 1
 
-    machine = Machine.model_validate({"max_concurrent": 3})
+    machine = make_machine(max_concurrent=3)
     policy = ScriptedPolicy(says("yes"), shuffle=True)
     play(Counting(reset=enter, close=leave), policy, store, events, tasks=5, group_size=4, machine=machine)
     assert most == 3 and in_flight == 0
@@ -490,7 +491,7 @@ def few_files() -> Iterator[None]:
 
 def test_more_episodes_at_once_than_files_may_be_open(few_files, store, events):
     policy = ScriptedPolicy(says("yes"), shuffle=True)
-    machine = Machine.model_validate({"max_concurrent": 200, "environment_timeout": 30.0})
+    machine = make_machine(max_concurrent=200, environment_timeout=30.0)
     outputs = play(Counting(turns=1), policy, store, events, tasks=1, group_size=200, machine=machine)
     assert len(outputs.trajectories) == 200
 

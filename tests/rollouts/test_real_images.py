@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from armature.components.contracts.episodes import Observation, Outcome, Split, Task
-from armature.components.contracts.machine import Machine
 from armature.components.inference.settings import ServerSettings
 from armature.components.models.adapters import get_adapter
 from armature.components.models.adapters.family import model_inputs
@@ -17,6 +16,7 @@ from armature.components.models.load import load_model, load_processor
 from armature.components.rl.agreement import compare
 from armature.components.rollouts.collect import collect
 from armature.components.vlm.logprobs import Policy, predicting
+from tests.builders import make_machine
 from tests.images import every_image
 from tests.vlm.conftest import model_settings
 
@@ -66,7 +66,7 @@ async def test_trainer_and_server_see_the_same_images(tmp_path, store, events, s
     from armature.components.inference.pool import ServerPool
 
     checkpoint = shared_server.checkpoint
-    machine = Machine(endpoints=(joined_url,), ready_timeout=400)
+    machine = make_machine(endpoints=(joined_url,), ready_timeout=400)
     server = ServerSettings(max_model_len=1024, max_images_per_prompt=2, dtype="float32")
     environment = Gallery()
     tasks = list(environment.tasks("train"))

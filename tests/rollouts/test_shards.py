@@ -21,7 +21,6 @@ import pytest
 from armature.components.artifacts.images import ImageStore
 from armature.components.artifacts.store import ArtifactStore
 from armature.components.contracts.episodes import Task
-from armature.components.contracts.machine import Machine
 from armature.components.contracts.rollouts import GenerateOutputs
 from armature.components.environments.make import make_environment
 from armature.components.environments.settings import EnvironmentSettings
@@ -34,6 +33,7 @@ from armature.components.rollouts.settings import RolloutSettings
 from armature.components.rollouts.shards import SHARD_REPLY, WORKER, RolloutWorkers, ShardQueue
 from armature.components.rollouts.table import write_rollouts
 from armature.components.rollouts.worker import SHARDS
+from tests.builders import make_machine
 from tests.inference.conftest import checkpoint, make_pool, stand_ins
 from tests.machine.workers.conftest import cluster, ray_cluster
 from tests.refusals import refused
@@ -65,7 +65,7 @@ class Run:
     def __init__(self, folder: Path, pool: ServerPool, **machine: Any) -> None:
         self.pool, self.events = pool, RecordedEvents()
         self.store = ArtifactStore(folder / "store", machine.get("remote_store"))
-        self.machine = pool.machine.model_copy(update={"rollout_workers": 2, "environment_processes": 1, **machine})
+        self.machine = make_machine(pool.machine, **{"workers__rollouts": 2, "workers__environments": 1} | machine)
         self.workers = RolloutWorkers(PLAN, COLORS, pool, self.store, self.machine, "f" * 20)
 
     async def collect(self, step: int = 3) -> GenerateOutputs:
@@ -235,8 +235,8 @@ async def test_what_is_late():
 
 
 def test_one_worker_cannot_be_replaced():
-    with refused("value_error", "rollout_straggler_timeout", "rollout_workers"):
-        Machine(rollout_workers=1, rollout_straggler_timeout=60.0)
+    with refused("value_error", "limits.rollout_straggler_timeout", "workers.rollouts"):
+        make_machine(workers__rollouts=1, rollout_straggler_timeout=60.0)
 
 
 def test_a_server_that_dies_is_taken_out_and_its_requests_go_to_the_other(start):
@@ -307,7 +307,7 @@ def test_new_weights_wait_for_shards_that_are_played(start, checkpoint):
 
 def test_a_server_without_marks_is_refused(start):
     _, run = start(1, plain=True)
-    with refused("weights_mark_missing", "machine.rollout_workers"):
+    with refused("weights_mark_missing", "machine.workers.rollouts"):
         run.play()
 
 

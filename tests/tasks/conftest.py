@@ -10,6 +10,7 @@ import pytest
 
 from armature.components.configuration.stages import STAGES
 from armature.components.contracts.machine import Machine
+from tests.builders import make_machine
 
 
 @pytest.fixture(scope="session")
@@ -28,4 +29,4 @@ def demo_stages() -> Iterator[ModuleType]:
 
 @pytest.fixture
 def machine(tmp_path) -> Machine:
-    return Machine(store=str(tmp_path / "store"))
+    return make_machine(store=tmp_path / "store")

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from armature.components.contracts.errors import ConfigurationError
-from armature.components.contracts.machine import Machine
 from armature.components.contracts.secrets import resolve
 from armature.components.environments.settings import EnvironmentSettings
 from armature.components.rewards.reward import RewardSettings
+from tests.builders import make_machine
 from tests.refusals import refused
 
-MACHINE = Machine.model_validate({"server_environment": {"HF_TOKEN": {"prefect_secret": "hub-token"}}})
+MACHINE = make_machine(servers__environment={"HF_TOKEN": {"prefect_secret": "hub-token"}})
 
 
 @pytest.mark.usefixtures("prefect_server")
@@ -22,7 +22,7 @@ def test_flow_reads_the_secret_block_it_names():
 
     with pytest.raises(ConfigurationError) as caught:
         MACHINE.server_variables()
-    assert caught.value.where == "machine.server_environment.HF_TOKEN"
+    assert caught.value.where == "machine.servers.environment.HF_TOKEN"
     with refused("secret_block_missing", "'hub-token'"):
         read_blocks({"machine": MACHINE})
     Secret(value="hf_SecretOfABlock").save("hub-token")

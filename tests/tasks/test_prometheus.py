@@ -10,8 +10,8 @@ from prefect import flow, task
 from prometheus_client.parser import text_string_to_metric_families
 
 from armature.components.contracts.errors import ConfigurationError
-from armature.components.contracts.machine import Machine
 from armature.tasks.prometheus import serve_metrics
+from tests.builders import make_machine
 from tests.refusals import refused
 
 pytestmark = pytest.mark.usefixtures("tracking")
@@ -76,4 +76,4 @@ def test_rejects_used_or_invalid_metrics_address(tmp_path):
         assert address in caught.value.where
     for wrong in ("9464", "http://127.0.0.1:9464", "127.0.0.1:", "::1:9464"):
         with refused("string_pattern_mismatch", "metrics"):
-            Machine(metrics=wrong)
+            make_machine(metrics=wrong)

@@ -11,10 +11,10 @@ from mlflow.utils.validation import _validate_model_name
 
 from armature.components.artifacts.manifest import write_manifest
 from armature.components.artifacts.store import ArtifactStore
-from armature.components.contracts.machine import Machine
 from armature.components.contracts.stages import Artifact
 from armature.components.models.tiny import SMALL, make_tiny_checkpoint
 from armature.tasks.promotion import _model_name
+from tests.builders import make_machine
 from tests.hostile_names import EVERY_CHARACTER, HOSTILE_NAMES
 from tests.refusals import refused
 from tests.vlm.conftest import model_settings
@@ -69,7 +69,7 @@ def test_candidate_files_are_hard_links_that_load_elsewhere(trained, tracking, t
     copied = Path(mlflow.artifacts.download_artifacts(name, dst_path=str(tmp_path / "elsewhere")))
     assert (copied / weights.name).read_bytes() == weights.read_bytes()
 
-    here = Machine(store=str(tmp_path / "store"))
+    here = make_machine(store=tmp_path / "store")
     assert checkpoint_artifact(name, model_settings(), here).path == trained.path
     shutil.move(tmp_path / "store", tmp_path / "gone")
     with refused("checkpoint_not_here", trained.path, f"mlflow artifacts download -u {name}"):
@@ -78,7 +78,7 @@ def test_candidate_files_are_hard_links_that_load_elsewhere(trained, tracking, t
     assert other.path == trained.path and other.digest != trained.digest
     with refused("checkpoint_not_here", name):
         checkpoint_artifact(name, model_settings(), here)
-    another = Machine(store=str(tmp_path / "another"), remote_store=str(tmp_path / "remote"))
+    another = make_machine(store=tmp_path / "another", remote_store=tmp_path / "remote")
     result = checkpoint_artifact(name, model_settings(), another)
     assert result.digest == trained.digest and result.path.is_relative_to(tmp_path / "another")
 

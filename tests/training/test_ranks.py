@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from armature.components.contracts.cluster import ClusterSettings, TrainerBundle
-from armature.components.contracts.machine import Machine
 from armature.components.machine.network import network
 from armature.components.machine.process import Program
 from armature.components.training.processes import TrainerProcesses, new_attempt, private_folder
+from tests.builders import make_machine
 from tests.production.linear_trainer import CONTINUE, OUT, WEIGHTS, installed
 from tests.refusals import refused
 
@@ -129,7 +129,9 @@ def test_silent_rank_causes_timeout_error(tmp_path: Path) -> None:
         assert program.wait(120) == 1
     finally:
         program.stop()
-    assert "rank 0 waited 1 s for another of 2 ranks" in program.tail(60) and "machine.rank_timeout" in program.tail(60)
+    assert "rank 0 waited 1 s for another of 2 ranks" in program.tail(
+        60
+    ) and "machine.limits.rank_timeout" in program.tail(60)
 
 
 @pytest.mark.slow
@@ -157,11 +159,12 @@ def test_single_machine_does_not_import_ray(tmp_path: Path) -> None:
     (tmp_path / CONTINUE).touch()
     (tmp_path / "ray.py").write_text("raise SystemExit('Ray was imported')")
     code = (
-        "import sys\nfrom pathlib import Path\nfrom armature.components.contracts.machine import Machine\n"
+        "import sys\nfrom pathlib import Path\n"
+        "from armature.components.contracts.machine import Machine, MachineTrainer\n"
         "from armature.components.machine.workers.requests import ANYTHING\n"
         "from armature.components.machine.workers.worker import make_worker\n"
         "from tests.production.linear_trainer import train\n"
-        "train(Path(sys.argv[1]), Machine(trainer_processes=2, threads=1, loader_workers=0))\n"
+        "train(Path(sys.argv[1]), Machine(threads=1, trainer=MachineTrainer(processes=2, loader_workers=0)))\n"
         "with make_worker('tests.machine.workers.misbehaving', timeout=60.0) as worker:\n"
         "    assert worker.call('echo', 1, reply=ANYTHING) == 1\n"
     )
@@ -173,7 +176,7 @@ def test_single_machine_does_not_import_ray(tmp_path: Path) -> None:
 
 def test_nodes_with_one_gpu_shard_one_model() -> None:
     cluster = ClusterSettings(address="auto", trainer=TrainerBundle(num_gpus=1))
-    processes = TrainerProcesses.of(Machine(trainer_nodes=2, cluster=cluster))
+    processes = TrainerProcesses.of(make_machine(trainer__nodes=2, cluster=cluster))
     assert (processes.ranks, processes.sharding, processes.gpus) == (2, "full", (0,))
 
 

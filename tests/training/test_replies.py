@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 
 from armature.components.contracts.errors import ConfigurationError, TrainerError
-from armature.components.contracts.machine import Machine
 from armature.components.machine.process import Program
 from armature.components.training.client import read_address
 from armature.components.training.processes import error_file, new_attempt
 from armature.components.vlm.client import TrainerClient
+from tests.builders import make_machine
 from tests.vlm.conftest import Tiny
 
 
@@ -51,7 +51,7 @@ def answering(client: TrainerClient, body: bytes, status: int = 200, pause: floa
 
 @pytest.fixture
 def client(tiny: Tiny, tmp_path: Path) -> TrainerClient:
-    return TrainerClient(tiny.policy(), Machine(train_timeout=1.0), tmp_path / "trainer")
+    return TrainerClient(tiny.policy(), make_machine(train_timeout=1.0), tmp_path / "trainer")
 
 
 @pytest.mark.parametrize(

@@ -18,11 +18,11 @@ from safetensors.torch import load_file
 
 from armature.components.artifacts.json_lines import History
 from armature.components.contracts.errors import DataError, TrainerError
-from armature.components.contracts.machine import Machine
 from armature.components.rollouts.batches.ratios import ratios_file, read_log_ratios
 from armature.components.rollouts.batches.table import read_batch, write_batch
 from armature.components.training.service_settings import service_settings
 from armature.components.vlm.client import TrainerClient
+from tests.builders import make_machine
 from tests.listeners import beyond_loopback
 from tests.refusals import refused
 from tests.vlm.conftest import Tiny
@@ -35,8 +35,8 @@ def start(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Start:
     root = tmp_path_factory.mktemp("services")
 
     def make(name: str, processes: int = 1, workers: int = 0) -> TrainerClient:
-        machine = Machine(
-            trainer_processes=processes, threads=1, loader_workers=workers, ready_timeout=120, train_timeout=120
+        machine = make_machine(
+            trainer__processes=processes, threads=1, loader_workers=workers, ready_timeout=120, train_timeout=120
         )
         return TrainerClient(tiny.policy(adam_epsilon=1e-3), machine, root / name)
 
@@ -57,17 +57,17 @@ def batches(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 def test_rejects_nccl_to_remote_servers_without_interface(tiny: Tiny, tmp_path: Path) -> None:
     policy = tiny.policy()
-    near = Machine(weight_transfer="nccl", endpoints=("http://127.0.0.1:8000", "http://[::1]:8000"))
+    near = make_machine(weight_transfer="nccl", endpoints=("http://127.0.0.1:8000", "http://[::1]:8000"))
     assert service_settings(policy, near, tmp_path).processes.interface is None
-    far = Machine(weight_transfer="nccl", endpoints=("http://10.0.0.9:8000",))
-    with refused("network_missing", "10.0.0.9", "machine.trainer_interface"):
+    far = make_machine(weight_transfer="nccl", endpoints=("http://10.0.0.9:8000",))
+    with refused("network_missing", "10.0.0.9", "machine.trainer.interface"):
         service_settings(policy, far, tmp_path)
-    named = far.model_copy(update={"trainer_interface": "eth1"})
+    named = make_machine(far, interface="eth1")
     assert service_settings(policy, named, tmp_path).processes.interface == "eth1"
 
 
 def test_start_times_out_on_incomplete_address(tiny: Tiny, tmp_path: Path) -> None:
-    trainer = TrainerClient(tiny.policy(), Machine(ready_timeout=0.5), tmp_path)
+    trainer = TrainerClient(tiny.policy(), make_machine(ready_timeout=0.5), tmp_path)
 
     def begin_to_write() -> None:
         while not (tmp_path / "trainer.json").exists():

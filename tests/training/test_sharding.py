@@ -18,13 +18,13 @@ import torch
 from safetensors.torch import load_file
 
 from armature.components.contracts.cluster import ClusterSettings, TrainerBundle
-from armature.components.contracts.machine import Machine
 from armature.components.models.settings import LoraSettings
 from armature.components.rollouts.batches.table import write_batch
 from armature.components.training.checkpoints import TENSORS
 from armature.components.training.processes import private_folder
 from armature.components.training.service_settings import service_settings
 from armature.components.vlm.client import TrainerClient
+from tests.builders import make_machine
 from tests.vlm.conftest import LORA, Tiny
 
 from .rewriting import read
@@ -106,12 +106,12 @@ class Runs:
             sharing: ranks that share each sequence.
         """
         sharding = "hybrid" if nodes > 1 else "full" if processes > 1 and not copied else None
-        machine = Machine(
-            trainer_nodes=nodes,
+        machine = make_machine(
+            trainer__nodes=nodes,
             cluster=ClusterSettings(address="auto", trainer=TrainerBundle()) if nodes > 1 else None,
-            trainer_processes=processes,
-            trainer_sharding=sharding,
-            trainer_context_parallel=sharing,
+            trainer__processes=processes,
+            trainer__sharding=sharding,
+            trainer__context_parallel=sharing,
             threads=1,
             loader_workers=0,
         )
@@ -361,7 +361,7 @@ def test_two_gpus_make_same_step_as_one(tiny: Tiny, tmp_path: Path, lora: Any, a
     policy = tiny.policy(model, adam_epsilon=1e-3, autocast=autocast)
     results = []
     for gpus in ((0,), (0, 1)):
-        machine = Machine(trainer_processes=len(gpus), trainer_gpus=gpus, loader_workers=2)
+        machine = make_machine(trainer__processes=len(gpus), trainer__gpus=gpus, loader_workers=2)
         with TrainerClient(policy, machine, tmp_path / f"gpus-{len(gpus)}") as trainer:
             metrics = [trainer.step(k, batches[k - 1]) for k in (1, 2)]
             trainer.save()

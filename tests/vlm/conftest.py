@@ -14,7 +14,6 @@ import torch
 from armature.components.artifacts.images import ImageStore, encode_png
 from armature.components.contracts.batches import Sample
 from armature.components.contracts.images import ImageRef
-from armature.components.contracts.machine import Machine
 from armature.components.models.adapters import FamilyAdapter, SampleCollator, get_adapter
 from armature.components.models.load import load_model, load_processor
 from armature.components.models.settings import LoraSettings, ModelSettings
@@ -26,6 +25,7 @@ from armature.components.vlm.learner import Learner
 from armature.components.vlm.loader import MicroBatchLoader
 from armature.components.vlm.settings import TrainerSettings
 from armature.components.vlm.worker import TrainerWorker
+from tests.builders import make_machine
 from tests.images import noise
 
 VALUES: dict[str, Any] = {
@@ -177,7 +177,9 @@ def worker_of(
     """Make the worker of one trainer rank in this process, with changed settings of trainer and model."""
     policy = tiny.policy(model, temperature=0.5, **(trainer or {}))
     folder.mkdir(exist_ok=True)
-    return TrainerWorker(service_settings(policy, Machine(loader_workers=0, weight_transfer=transfer), folder), Ranks())
+    return TrainerWorker(
+        service_settings(policy, make_machine(loader_workers=0, weight_transfer=transfer), folder), Ranks()
+    )
 
 
 @pytest.fixture(scope="session")

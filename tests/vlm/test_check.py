@@ -7,11 +7,11 @@ import math
 import pytest
 import torch
 
-from armature.components.contracts.machine import Machine
 from armature.components.models.load import load_model
 from armature.components.training.processes import TrainerProcesses
 from armature.components.vlm.learner import Learner
 from armature.components.vlm.memory import GIB, OVERHEAD, chosen_recomputation, estimate_memory
+from tests.builders import make_machine
 from tests.vlm.conftest import model_settings, step, trainer_settings, worker_of
 
 
@@ -130,7 +130,9 @@ def test_a_server_on_the_trainer_s_gpu_is_counted(tiny):
         ([], (), None, None),
     ):
         arguments = {} if share is None else {"gpu_memory_utilization": share}
-        machine = Machine(server_gpus=tuple(map(tuple, servers)), trainer_gpus=trainers, server_arguments=arguments)
+        machine = make_machine(
+            servers__gpus=tuple(map(tuple, servers)), trainer__gpus=trainers, servers__arguments=arguments
+        )
         assert TrainerProcesses.of(machine).server_share == expected
 
 

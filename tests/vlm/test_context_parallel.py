@@ -21,7 +21,6 @@ from hypothesis import strategies as st
 
 from armature.components.contracts.batches import Sample
 from armature.components.contracts.errors import ConfigurationError, DataError
-from armature.components.contracts.machine import Machine
 from armature.components.families.family import FAMILIES
 from armature.components.models.context_parallel import (
     ContextParallel,
@@ -34,6 +33,7 @@ from armature.components.training.processes import private_folder
 from armature.components.training.ranks import Ranks
 from armature.components.vlm.learner import Learner
 from armature.components.vlm.loader import FeatureCache
+from tests.builders import make_machine
 from tests.refusals import refused
 
 from .conftest import Tiny, trainer_settings
@@ -221,11 +221,11 @@ def shared_learner(tiny: Tiny, size: int, **changes: Any) -> Learner:
 def test_what_cannot_be_shared_is_refused(tiny):
     with pytest.raises(ConfigurationError) as caught:
         shared_learner(tiny, 4, packing=True)
-    assert caught.value.where == "machine.trainer_context_parallel = 4"
+    assert caught.value.where == "machine.trainer.context_parallel = 4"
     with refused("sharing_needs_packing", "trainer.packing"):
         shared_learner(tiny, 2)
-    with refused("value_error", "trainer_context_parallel = 2", "3"):
-        Machine(trainer_processes=3, trainer_context_parallel=2)
+    with refused("value_error", "context_parallel = 2", "3"):
+        make_machine(trainer__processes=3, trainer__context_parallel=2)
 
 
 def test_fewer_tokens_than_ranks_are_refused(cases, make_tiny):
@@ -233,4 +233,4 @@ def test_fewer_tokens_than_ranks_are_refused(cases, make_tiny):
     ranks = Ranks(size=8, context=ContextParallel(0, 8, None))
     with pytest.raises(DataError) as caught:
         packed(case, tiny, policy_of(case, tiny, Ranks()), ranks)
-    assert "machine.trainer_context_parallel" in caught.value.where
+    assert "machine.trainer.context_parallel" in caught.value.where

@@ -11,7 +11,7 @@ import torch
 
 from armature.components.configuration import load_recipe
 from armature.components.configuration.stages import STAGES, run_stage
-from armature.components.contracts.machine import Machine
+from tests.builders import make_machine
 
 STEPS = 5
 
@@ -29,14 +29,14 @@ def test_the_server_samples_from_the_weights_of_the_last_step(way, trainer, serv
     if torch.cuda.device_count() < len(trainer):
         pytest.skip(f"needs {len(trainer)} GPUs")
     recipe = load_recipe("train-vlm/colors", [f"trainer.max_steps={STEPS}", "rollouts.groups_per_step=16"])
-    machine = Machine(
-        store=str(tmp_path / "store"),
+    machine = make_machine(
+        store=tmp_path / "store",
         weight_transfer=way,
-        server_python=Path(os.environ.get("ARMATURE_TEST_VLLM_PYTHON", ".venv-vllm/bin/python")),
-        server_gpus=((server,),),
-        server_arguments={"gpu_memory_utilization": 0.2, "enforce_eager": True},
-        trainer_processes=len(trainer),
-        trainer_gpus=trainer,
+        servers__python=Path(os.environ.get("ARMATURE_TEST_VLLM_PYTHON", ".venv-vllm/bin/python")),
+        servers__gpus=((server,),),
+        servers__arguments={"gpu_memory_utilization": 0.2, "enforce_eager": True},
+        trainer__processes=len(trainer),
+        trainer__gpus=trainer,
         ready_timeout=300,
         sync_timeout=60,
         train_timeout=60,

@@ -22,6 +22,7 @@ from armature.components.inference.server import VllmServer
 from armature.components.inference.settings import SamplingSettings, ServerSettings
 from armature.components.rollouts.batches.table import write_batch
 from armature.components.vlm.client import TrainerClient, TrainerPolicySettings
+from tests.builders import make_machine
 from tests.vlm.conftest import Tiny, model_settings, trainer_settings
 
 KEY = "a-key"
@@ -35,18 +36,20 @@ pytestmark = [pytest.mark.gpu(2), pytest.mark.slow, pytest.mark.timeout(400)]
 def server_machine(port: int | None = None) -> Machine:
     """Of a server that is started here, and joined by the pool."""
     paths = os.pathsep.join([str(SERVED), os.environ.get("PYTHONPATH", "")])
-    return Machine(
-        server_python=Path(os.environ.get("ARMATURE_TEST_VLLM_PYTHON", ".venv-vllm/bin/python")),
-        server_gpus=((1,),),
+    return make_machine(
+        servers__python=Path(os.environ.get("ARMATURE_TEST_VLLM_PYTHON", ".venv-vllm/bin/python")),
+        servers__gpus=((1,),),
         weight_transfer="nccl",
-        server_arguments={"gpu_memory_utilization": 0.2, "enforce_eager": True} | ({"port": port} if port else {}),
-        server_environment={"PYTHONPATH": paths},
+        servers__arguments={"gpu_memory_utilization": 0.2, "enforce_eager": True} | ({"port": port} if port else {}),
+        servers__environment={"PYTHONPATH": paths},
         ready_timeout=200,
     )
 
 
 def trainer_machine() -> Machine:
-    return Machine(trainer_gpus=(0,), weight_transfer="nccl", loader_workers=0, ready_timeout=120, sync_timeout=60)
+    return make_machine(
+        trainer__gpus=(0,), weight_transfer="nccl", loader_workers=0, ready_timeout=120, sync_timeout=60
+    )
 
 
 def used_memory() -> str:
@@ -75,7 +78,9 @@ class Run:
 
     @asynccontextmanager
     async def opened(self, url: str) -> AsyncIterator[ServerPool]:
-        machine = Machine(endpoints=(url,), weight_transfer="nccl", ready_timeout=60, sync_timeout=60, lease_timeout=60)
+        machine = make_machine(
+            endpoints=(url,), weight_transfer="nccl", ready_timeout=60, sync_timeout=60, lease_timeout=60
+        )
         async with AsyncExitStack() as stack:
             self.trainer = stack.enter_context(TrainerClient(self._policy, trainer_machine(), self.folder / "trainer"))
             self.pool = await stack.enter_async_context(ServerPool(self.model, SETTINGS, machine, self.folder / "logs"))

@@ -169,7 +169,7 @@ def test_a_model_that_is_split_or_has_no_adapters_is_refused(tiny):
     for split in (partial(load_model, empty=True), read_model):
         with pytest.raises(ConfigurationError) as caught:
             split(tiny.folder, settings)
-        assert "model.quantization, machine.trainer_sharding" in caught.value.where
+        assert "model.quantization, machine.trainer.sharding" in caught.value.where
     with refused("value_error", "quantization", "lora"):
         model_settings(quantization="nf4")
 

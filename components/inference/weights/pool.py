@@ -149,8 +149,8 @@ class DeviceTransfer:
             raise WeightSyncError(
                 "only the trainer can send weights from its GPUs",
                 code="trainer_needed",
-                where="machine.weight_transfer",
-                remedy='give sync(publish=...), or set machine.weight_transfer = "file"',
+                where="machine.servers.weight_transfer",
+                remedy='give sync(publish=...), or set machine.servers.weight_transfer = "file"',
             )
         await publish(endpoints)
 
@@ -162,7 +162,7 @@ DELTA = "delta.safetensors"
 
 _DELTA_REMEDY = (
     "read its log; a server that is joined has to be started for it: `armature serve MODEL --machine "
-    "weight_transfer=delta`"
+    "servers.weight_transfer=delta`"
 )
 
 
@@ -242,7 +242,7 @@ async def _adapters(http: httpx.AsyncClient, endpoint: Endpoint) -> list[str]:
     return [name for name in names if name != MODEL_NAME]
 
 
-# What a name in `machine.weight_transfer` stands for: on the pool's side, and on the trainer's.
+# What a name in `machine.servers.weight_transfer` stands for: on the pool's side, and on the trainer's.
 #
 # `adapter` is not one of them: it is what moves where `model.lora.served_as` says so.
 

@@ -156,7 +156,7 @@ class WorkerActor:
                 f"{wanted}, free on all nodes together: {free}",
                 code="no_room_in_cluster",
                 where="machine.cluster",
-                remedy="add nodes, or let fewer environment_processes, rollout_workers or statistics_workers take less",
+                remedy="add nodes, or let fewer machine.workers take less",
             ) from error
         except ray.exceptions.RayActorError as error:
             if not error.actor_init_failed:

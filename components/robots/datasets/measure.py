@@ -227,7 +227,7 @@ def measure_dataset(
         measured.update([result])
         progress(len(measured))
 
-    run = _on_workers if machine.statistics_workers else _on_threads
+    run = _on_workers if machine.workers.statistics else _on_threads
     run(dataset, units, machine, finished)
     return merge([measured[number] for number in range(len(units))])
 
@@ -264,5 +264,5 @@ def _on_workers(dataset: Dataset, units: Sequence[MeasurementUnit], machine: Mac
     def start() -> Worker:
         return make_worker("armature.components.robots.datasets.worker", opened, timeout=UNIT_SECONDS)
 
-    with WorkerPool(start, machine.statistics_workers) as workers:
+    with WorkerPool(start, machine.workers.statistics) as workers:
         workers.run(enumerate(units), measure, lambda job: files[job[1].first].item(), finished, ATTEMPTS)

@@ -79,7 +79,7 @@ def open_simulators(settings: SimulatorSettings, machine: Machine, batch: int) -
 
     from armature.components.robots.libero.processes import SimulatorProcess
 
-    before, timeout = torch.get_num_threads(), machine.environment_timeout
+    before, timeout = torch.get_num_threads(), machine.limits.environment_timeout
     torch.set_num_threads(machine.threads or before)
     try:
         with ExitStack() as opened:

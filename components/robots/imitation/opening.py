@@ -123,7 +123,7 @@ def open_model(
         raise ConfigurationError(
             "context parallelism is only supported for vision-language models, not for robot policies",
             code="context_parallel_unsupported",
-            where="machine.trainer_context_parallel",
+            where="machine.trainer.context_parallel",
             remedy="remove this setting",
         )
     sharded = processes.sharding is not None

@@ -51,7 +51,7 @@ class PolicyTrainerClient(ServiceClient):
 
         If weights are averaged (`ema_decay`), the averages are measured.
         """
-        return self._ask("measure", self.machine.train_timeout, FLOATS)
+        return self._ask("measure", self.machine.limits.train_timeout, FLOATS)
 
 
 SHOWN = {

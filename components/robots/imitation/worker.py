@@ -74,7 +74,7 @@ def _refuse(trainer: VLATrainerSettings, ranks: int) -> None:
         raise ConfigurationError(
             f"batch_size {trainer.batch_size} cannot be shared evenly among {ranks} processes",
             code="batch_not_divisible",
-            where="training.batch_size, machine.trainer_processes, machine.trainer_nodes",
+            where="training.batch_size, machine.trainer.processes, machine.trainer.nodes",
             remedy=f"make it a multiple of {ranks}",
         )
     if trainer.file_shuffle and trainer.file_shuffle.lanes % ranks:
@@ -82,6 +82,6 @@ def _refuse(trainer: VLATrainerSettings, ranks: int) -> None:
             f"{trainer.file_shuffle.lanes} lanes cannot be shared evenly among {ranks} processes, so each would read "
             "all files",
             code="lanes_not_divisible",
-            where="training.file_shuffle.lanes, machine.trainer_processes, machine.trainer_nodes",
+            where="training.file_shuffle.lanes, machine.trainer.processes, machine.trainer.nodes",
             remedy=f"make it a multiple of {ranks}",
         )

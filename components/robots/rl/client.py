@@ -44,4 +44,4 @@ class RobotRLTrainerClient(ServiceClient):
 
     def score(self, batch: Path) -> list[float]:
         """Of each answer of the batch the log-prob of all that counts."""
-        return self._ask("score", self.machine.train_timeout, SCORES, batch=str(batch.resolve()))
+        return self._ask("score", self.machine.limits.train_timeout, SCORES, batch=str(batch.resolve()))

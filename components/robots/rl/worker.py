@@ -40,7 +40,7 @@ class RobotRLWorker(ServiceWorker):
             raise ConfigurationError(
                 "of a policy that is split over ranks no copy of its start is kept",
                 code="start_not_kept",
-                where="trainer.kl_coefficient, machine.trainer_sharding",
+                where="trainer.kl_coefficient, machine.trainer.sharding",
                 remedy="train on one GPU, or on CPU processes without sharding, or leave kl_coefficient out",
             )
         imitates, policy = isinstance(trainer.objective, RewardWeighted), self._parts.settings
@@ -57,7 +57,7 @@ class RobotRLWorker(ServiceWorker):
             raise ConfigurationError(
                 "of a policy that is split over ranks no layer computes in 8 bits",
                 code="quantization_not_split",
-                where="rollouts.quantization, machine.trainer_sharding",
+                where="rollouts.quantization, machine.trainer.sharding",
                 remedy="train on one GPU, or leave rollouts.quantization out",
             )
         plan = InferencePlan.of(policy, self._parts.config)

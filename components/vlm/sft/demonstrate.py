@@ -146,9 +146,9 @@ async def demonstrate(
         success_reward: the reward from which on a demonstration has reached its goal.
         report: called with the number of finished demonstrations after each one.
     """
-    allow_episodes(machine.max_concurrent)
+    allow_episodes(machine.limits.max_concurrent)
     shared = SharedImages(images)
-    limit = asyncio.Semaphore(machine.max_concurrent)
+    limit = asyncio.Semaphore(machine.limits.max_concurrent)
     finished = 0
 
     async def play(task: Task, place: RolloutId) -> Trajectory | Failure:
@@ -170,7 +170,7 @@ async def demonstrate(
         if not answers:
             raise RolloutFailed("no_demonstration", "the demonstrator has no answers for this task")
         policy = Demonstrator(answers, writer)
-        player = EpisodeRunner(environment, policy, shared, _UNUSED_SAMPLING, 0, machine.environment_timeout)
+        player = EpisodeRunner(environment, policy, shared, _UNUSED_SAMPLING, 0, machine.limits.environment_timeout)
         trajectory = await player.play(task, place)
         if trajectory.truncated or not trajectory.earns(success_reward):
             ending = "ran out of turns" if trajectory.truncated else "ended"

@@ -94,7 +94,7 @@ def demonstrations(
     def report(finished: int) -> None:
         context.events.progress(KIND, finished, len(tasks))
 
-    processes = context.machine.environment_processes
+    processes = context.machine.workers.environments
     with one_thread(), closing(load_environment(inputs["tasks"].path, processes)) as environment:
         outputs = asyncio.run(
             demonstrate(

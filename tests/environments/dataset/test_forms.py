@@ -16,7 +16,6 @@ from armature.components.artifacts.images import ImageStore
 from armature.components.configuration import load_recipe
 from armature.components.configuration.stages import STAGES, run_stage
 from armature.components.contracts.episodes import Task
-from armature.components.contracts.machine import Machine
 from armature.components.environments.dataset.bad_rows import BadRow
 from armature.components.environments.dataset.environment import DatasetEnvironment
 from armature.components.environments.dataset.huggingface import saved_shards
@@ -28,6 +27,7 @@ from armature.components.models.load import load_processor
 from armature.components.models.tiny import make_tiny_checkpoint
 from armature.components.rl.settings import TrainVLMSettings
 from armature.components.vlm.sft.demonstrate import PromptWriter, demonstrate, expert
+from tests.builders import make_machine
 from tests.hub_server import HubServer
 from tests.refusals import refused
 from tests.vlm.conftest import model_settings
@@ -245,7 +245,7 @@ def test_the_stage_writes_the_tasks_and_a_preview_and_counts_what_is_left_out(
     filters = [{"column": "id", "operator": ">=", "value": 2}]
     where = {**FORMS["jsonl"](tmp_path, rows), "on_bad_row": "skip", "filters": filters}
     settings = EnvironmentSettings(name="dataset", args=args_of(where))
-    artifact = run_stage("tasks", settings, {}, Machine(store=str(tmp_path / "store")))
+    artifact = run_stage("tasks", settings, {}, make_machine(store=tmp_path / "store"))
     assert "tasks: rows that are left out: 1 bad_image, 2 filtered, 1 no_answer, 1 no_image" in capsys.readouterr().out
     manifest = json.loads((artifact.path / "manifest.json").read_text())
     assert manifest["drops"] == {"no_answer": 1, "no_image": 1, "bad_image": 1, "filtered": 2}
@@ -357,7 +357,7 @@ def test_a_branch_of_the_hub_is_resolved_once(
     first = hub.add("dataset", "someone/bars", {"train.jsonl": lines(12), "test.jsonl": lines(4)})
     values = args_of({"source": "someone/bars"}, revision="main", images=[], kind="", prompt="{question}")
     values["split"] = {"by": "name"}
-    settings, machine = EnvironmentSettings(name="dataset", args=values), Machine(store=str(tmp_path / "store"))
+    settings, machine = EnvironmentSettings(name="dataset", args=values), make_machine(store=tmp_path / "store")
     tasks = run_stage("tasks", settings, {}, machine)
     assert f"someone/bars: main is commit {first}\n" in capsys.readouterr().out
     assert len([request for request in hub.asked if request.endswith("bars/revision/main")]) == 1
@@ -394,7 +394,7 @@ def test_answers_are_demonstrated_after_the_prompt_of_the_row(form: str, tmp_pat
     model = make_tiny_checkpoint("qwen2-vl", tmp_path / "model", 0)
     processor = load_processor(model, model_settings())
     images = ImageStore(tmp_path / "images-of-rollouts")
-    writer, machine = PromptWriter(processor), Machine(max_concurrent=2)
+    writer, machine = PromptWriter(processor), make_machine(max_concurrent=2)
     outputs = asyncio.run(demonstrate(expert(environment), tasks, 1.0, writer, images, machine, lambda done: None))
     assert outputs.failures == () and len(outputs.trajectories) == 6
     for task, trajectory in zip(tasks, outputs.trajectories, strict=True):

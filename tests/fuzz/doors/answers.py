@@ -14,10 +14,10 @@ from typing import Any
 from anyio.from_thread import start_blocking_portal
 from starlette.responses import Response
 
-from armature.components.contracts.machine import Machine
 from armature.components.inference.client import Completion
 from armature.components.inference.pool import ServerPool
 from armature.components.inference.settings import ServerSettings
+from tests.builders import make_machine
 from tests.fuzz.doors import Attempt, expect
 from tests.fuzz.mutate import damaged_bytes, damaged_document, dumps
 from tests.inference.conftest import make_sampling, stand_in, write_checkpoint
@@ -79,7 +79,7 @@ def door(folder: Path) -> Iterator[Attempt]:
         pool = ServerPool(
             weights,
             ServerSettings(max_model_len=512, max_images_per_prompt=2, dtype="float32"),
-            Machine(endpoints=(server.url,), **limits),
+            make_machine(endpoints=(server.url,), **limits),
             folder / "logs",
         )
 

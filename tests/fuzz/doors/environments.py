@@ -12,9 +12,9 @@ from typing import Any
 from armature.components.artifacts.images import ImageStore
 from armature.components.contracts.episodes import Observation, Outcome, Task
 from armature.components.contracts.images import EncodedImage
-from armature.components.contracts.machine import Machine
 from armature.components.rollouts.collect import collect
 from armature.components.rollouts.table import read_rollouts, write_rollouts
+from tests.builders import make_machine
 from tests.fuzz.doors import Attempt, expect
 from tests.fuzz.mutate import hostile_value
 from tests.rollouts.conftest import SAMPLING, RecordedEvents, ScriptedPolicy
@@ -97,7 +97,7 @@ def door(folder: Path) -> Iterator[Attempt]:
                 SAMPLING,
                 step=1,
                 seed=rng.randrange(1000),
-                machine=Machine(environment_timeout=5.0),
+                machine=make_machine(environment_timeout=5.0),
                 events=RecordedEvents(),
             )
         )

@@ -66,11 +66,11 @@ def test_run_uses_one_of_two_images():
 
 
 def test_run_that_joins_servers_needs_no_gpu_for_them():
-    joined = load_recipe("train-vlm/qwen3-vl", ['machine.endpoints=["http://vllm-0.vllm:8000"]'])
+    joined = load_recipe("train-vlm/qwen3-vl", ['machine.servers.endpoints=["http://vllm-0.vllm:8000"]'])
     alone = load_recipe("train-vlm/qwen3-vl")
     assert pod_variables(joined, base_template()) == {"image": IMAGE, "gpus": 1, "cpus": "6", "memory": "112Gi"}
     assert pod_variables(alone, base_template()) == {"image": STANDALONE, "gpus": 2, "cpus": "10", "memory": "136Gi"}
-    assert pool_of(load_recipe("evaluate/alfworld", ['machine.endpoints=["http://vllm-0.vllm:8000"]'])) == "cpu"
+    assert pool_of(load_recipe("evaluate/alfworld", ['machine.servers.endpoints=["http://vllm-0.vllm:8000"]'])) == "cpu"
 
 
 def test_outdated_job_template_is_an_error():

@@ -8,11 +8,11 @@ import numpy as np
 
 from armature.components.artifacts.cache import DownloadCache
 from armature.components.configuration.stages import run_stage
-from armature.components.contracts.machine import Machine
 from armature.components.robots.datasets.lerobot.frames import FrameReader
 from armature.components.robots.datasets.lerobot.reader import open_dataset
 from armature.components.robots.datasets.settings import DatasetSettings, QuantileStatsSettings
 from armature.components.robots.datasets.source import pinned
+from tests.builders import make_machine
 from tests.robots.datasets.conftest import LENGTHS
 
 
@@ -57,7 +57,7 @@ def test_we_read_what_lerobot_writes(datasets_side, tmp_path):
 
 def test_statistics_agree_with_lerobot_where_it_is_exact(written, datasets_side, tmp_path):
     """Theirs average the episodes' quantiles, and are right for what does not depend on the episode."""
-    facts = Machine(store=str(tmp_path))
+    facts = make_machine(store=tmp_path)
     source = run_stage("dataset", pinned(DatasetSettings(path=str(written[0]))), {}, facts)
     settings = QuantileStatsSettings(features=(), images="all")
     ours = json.loads(

@@ -22,6 +22,7 @@ from armature.components.machine.workers.channel import WorkerError
 from armature.components.machine.workers.worker import workers_on
 from armature.components.robots.datasets.settings import DatasetSettings, QuantileStatsSettings
 from armature.components.robots.datasets.source import pinned
+from tests.builders import make_machine
 from tests.environments.alfworld.text.test_engine import games, said_by
 from tests.machine.workers.calls import call
 from tests.machine.workers.test_worker import gone
@@ -70,8 +71,8 @@ def test_demonstrations_are_identical_after_a_lost_node(ray_cluster, tmp_path):
     nodes = [ray_cluster.add_node(num_cpus=2, resources={"drawing": 2}) for _ in range(2)]
     place = ClusterSettings(address=ray_cluster.address, resources={"drawing": 1}, start_timeout=60)
     chosen = settings()
-    here = run_stage("demonstrations", chosen, {}, Machine(store=str(tmp_path / "here"), environment_timeout=300))
-    machine = Machine(store=str(tmp_path / "there"), environment_timeout=300, environment_processes=2, cluster=place)
+    here = run_stage("demonstrations", chosen, {}, make_machine(store=tmp_path / "here", environment_timeout=300))
+    machine = make_machine(store=tmp_path / "there", environment_timeout=300, workers__environments=2, cluster=place)
     lost = []
 
     def lose_one() -> None:
@@ -97,8 +98,8 @@ def test_cluster_statistics_are_identical(cluster, tmp_path, monkeypatch):
         source = run_stage("dataset", pinned(DatasetSettings(path=str(tmp_path / "dataset"))), {}, machine)
         return run_stage("quantile-stats", chosen, {"dataset": source}, machine).digest
 
-    here = measured(Machine(store=str(tmp_path / "here")))
-    assert measured(Machine(store=str(tmp_path / "there"), statistics_workers=2, cluster=cluster)) == here
+    here = measured(make_machine(store=tmp_path / "here"))
+    assert measured(make_machine(store=tmp_path / "there", workers__statistics=2, cluster=cluster)) == here
 
 
 def test_text_games_on_cluster_give_identical_observations(cluster):

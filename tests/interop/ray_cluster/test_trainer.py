@@ -16,6 +16,7 @@ import pytest
 
 from armature.components.contracts.errors import ArmatureError, ConfigurationError
 from armature.components.contracts.machine import Machine
+from tests.builders import make_machine
 from tests.production.linear_trainer import (
     CONTINUE,
     OUT,
@@ -27,7 +28,7 @@ from tests.production.linear_trainer import (
     train,
 )
 
-ONE_THREAD = {"threads": 1, "loader_workers": 0, "ready_timeout": 120}
+ONE_THREAD: dict[str, Any] = {"threads": 1, "loader_workers": 0, "ready_timeout": 120}
 SAYS_ITS_DEVICE = """
 import json, os
 if "RANK" in os.environ:
@@ -46,9 +47,7 @@ def python_path(tmp_path: Path) -> str:
 
 def machine(address: str, bundle: Mapping[str, Any], python_path: str, **facts: Any) -> Machine:
     place = {"address": address, "start_timeout": 60.0, "trainer": {"num_cpus": 1, **bundle}}
-    return Machine.model_validate(
-        {**ONE_THREAD, "trainer_environment": {"PYTHONPATH": python_path}, "cluster": place, **facts}
-    )
+    return make_machine(**ONE_THREAD, trainer__environment={"PYTHONPATH": python_path}, cluster=place, **facts)
 
 
 def ranks_on(node: Any) -> list[psutil.Process]:
@@ -76,9 +75,7 @@ def test_ranks_on_two_nodes_survive_a_lost_node(ray_cluster, nodes, tmp_path, py
     for folder in (here, there):
         folder.mkdir()
     (here / CONTINUE).touch()
-    local = Machine.model_validate(
-        {**ONE_THREAD, "trainer_environment": {"PYTHONPATH": python_path}, "trainer_processes": 2}
-    )
+    local = make_machine(**ONE_THREAD, trainer__environment={"PYTHONPATH": python_path}, trainer__processes=2)
     train(here, local)
     lost = list[psutil.Process]()
 
@@ -95,7 +92,7 @@ def test_ranks_on_two_nodes_survive_a_lost_node(ray_cluster, nodes, tmp_path, py
     losing = threading.Thread(target=lose_one)
     losing.start()
     bundle = {"resources": {"training": 1}, "strategy": "STRICT_SPREAD"}
-    train(there, machine(ray_cluster.address, bundle, python_path, trainer_nodes=2))
+    train(there, machine(ray_cluster.address, bundle, python_path, trainer__nodes=2))
     losing.join()
     _, alive = psutil.wait_procs(lost, timeout=30)
     assert len(lost) == 1 and not alive
@@ -136,7 +133,7 @@ def test_each_rank_has_its_own_gpu(ray_cluster, tmp_path, python_path):
 def test_missing_room_is_an_error_with_requested_resources(ray_cluster, tmp_path, python_path, bundle, nodes, numbers):
     """One node has what is asked for: four of them, which are free."""
     node = ray_cluster.add_node(num_cpus=4, resources={"desks": 4})
-    placed = machine(ray_cluster.address, bundle, python_path, trainer_nodes=nodes)
+    placed = machine(ray_cluster.address, bundle, python_path, trainer__nodes=nodes)
     assert placed.cluster is not None
     impatient = placed.model_copy(update={"cluster": placed.cluster.model_copy(update={"start_timeout": 1.0})})
     client = LinearClient(LinearTraining(), impatient, tmp_path / "trainer")

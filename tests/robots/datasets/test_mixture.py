@@ -12,13 +12,13 @@ import pyarrow.parquet as pq
 import pytest
 
 from armature.components.configuration.stages import run_stage
-from armature.components.contracts.machine import Machine
 from armature.components.robots.datasets.lerobot.layout import Feature
 from armature.components.robots.datasets.lerobot.writer import create_dataset
 from armature.components.robots.datasets.mixture import FrameIndex, Mixture
 from armature.components.robots.datasets.settings import DatasetSettings, QuantileStatsSettings
 from armature.components.robots.datasets.source import local_folder, open_sources, pinned, split
 from armature.components.robots.datasets.stage import read_statistics
+from tests.builders import make_machine
 from tests.refusals import refused
 
 from .conftest import FEATURES, LENGTHS, layout
@@ -53,7 +53,7 @@ NAMES = {"state": "state", "action": "joints", "cameras": {"front": "top"}, "hor
 
 def artifact(store, *sources):
     settings = pinned(DatasetSettings.model_validate({"sources": sources}))
-    return run_stage("dataset", settings, {}, Machine(store=str(store)))
+    return run_stage("dataset", settings, {}, make_machine(store=store))
 
 
 @pytest.fixture(scope="module")
@@ -141,7 +141,7 @@ def test_statistics_are_by_tag_and_exact_over_datasets_of_one_tag(written, other
         named(written[0], "small", episodes=[1]),
     )
     settings = QuantileStatsSettings(features=("timestamp",), images="all")
-    measured = run_stage("quantile-stats", settings, {"dataset": found}, Machine(store=str(tmp_path)))
+    measured = run_stage("quantile-stats", settings, {"dataset": found}, make_machine(store=tmp_path))
     stats = read_statistics(measured.path, [source.tag for source in open_sources(found.path)])
     assert list(stats) == ["small", "other"]
     times = np.concatenate([np.arange(length) / 10 for length in LENGTHS]).astype(np.float32).astype(float)
@@ -165,7 +165,7 @@ def test_robots_that_differ_cannot_share_a_tag(other, tmp_path):
     found = artifact(tmp_path / "store", named(other), named(copy))
     settings = QuantileStatsSettings(features=("joints",), images="all")
     with refused("feature_widths_differ", "joints", [2, 4]):
-        run_stage("quantile-stats", settings, {"dataset": found}, Machine(store=str(tmp_path / "store")))
+        run_stage("quantile-stats", settings, {"dataset": found}, make_machine(store=tmp_path / "store"))
 
 
 def test_a_recorded_dataset_is_a_source(written, tmp_path):

@@ -18,13 +18,13 @@ import pytest
 
 from armature.components.artifacts.cache import DownloadCache
 from armature.components.configuration.stages import run_stage
-from armature.components.contracts.machine import Machine
 from armature.components.robots.datasets.lerobot.layout import LocalFiles
 from armature.components.robots.datasets.lerobot.reader import open_dataset
 from armature.components.robots.datasets.mixture import FrameIndex, Mixture
 from armature.components.robots.datasets.remote import open_files
 from armature.components.robots.datasets.settings import DatasetSettings, QuantileStatsSettings
 from armature.components.robots.datasets.source import open_sources, pinned
+from tests.builders import make_machine
 from tests.refusals import refused
 
 from .conftest import write
@@ -81,7 +81,7 @@ def test_only_the_files_that_are_needed_are_fetched(bucket, many, cache):
 
 
 def test_stages_take_a_url(bucket, many, tmp_path):
-    facts = Machine(store=str(tmp_path))
+    facts = make_machine(store=tmp_path)
     settings = QuantileStatsSettings(features=("next.reward",), images="sampled")
     source = run_stage("dataset", pinned(DatasetSettings(path=bucket)), {}, facts)
     made = run_stage("quantile-stats", settings, {"dataset": source}, facts)
@@ -91,7 +91,7 @@ def test_stages_take_a_url(bucket, many, tmp_path):
 
 
 def test_a_bucket_that_changed_is_refused_and_taken_again(bucket, many, tmp_path):
-    facts = Machine(store=str(tmp_path))
+    facts = make_machine(store=tmp_path)
     source = run_stage("dataset", pinned(DatasetSettings(path=bucket)), {}, facts)
     info = json.loads((many / "meta/info.json").read_text()) | {"robot_type": "other"}
     with fsspec.open(f"{bucket}/meta/info.json", "w") as file:
@@ -129,10 +129,10 @@ def test_samples_of_a_hub_are_read_where_they_lie(hub, many, tmp_path, monkeypat
     monkeypatch.setenv("ARMATURE_FETCH", "ranges")
     monkeypatch.setenv("ARMATURE_FETCH_LIMIT_GB", "0.0001")
     artifact = run_stage(
-        "dataset", pinned(DatasetSettings(path="someone/small", revision="v1")), {}, Machine(store=str(tmp_path))
+        "dataset", pinned(DatasetSettings(path="someone/small", revision="v1")), {}, make_machine(store=tmp_path)
     )
     mixture = Mixture(open_sources(artifact.path), 3, 0)
-    here = run_stage("dataset", pinned(DatasetSettings(path=str(many))), {}, Machine(store=str(tmp_path)))
+    here = run_stage("dataset", pinned(DatasetSettings(path=str(many))), {}, make_machine(store=tmp_path))
     expected = Mixture(open_sources(here.path), 3, 0)
     for position in range(8):
         sample, other = mixture[position], expected[position]
@@ -254,7 +254,7 @@ def test_a_hub_name_is_read_at_its_commit(hub, many, tmp_path, monkeypatch):
     monkeypatch.setenv("ARMATURE_CACHE", str(tmp_path / "cache"))
     settings = pinned(DatasetSettings(path="someone/small", revision="v1"))
     assert settings.revision == COMMIT and settings.digest
-    artifact = run_stage("dataset", settings, {}, Machine(store=str(tmp_path)))
+    artifact = run_stage("dataset", settings, {}, make_machine(store=tmp_path))
     (source,) = open_sources(artifact.path)
     folder = open_dataset(many)
     sample = Mixture((source,), 3, 0).sample(FrameIndex(0, 8))

@@ -28,6 +28,7 @@ from armature.components.robots.datasets.settings import DatasetSettings, Quanti
 from armature.components.robots.datasets.source import open_sources, pinned
 from armature.components.robots.datasets.stage import augment
 from benchmarks.large_dataset import write_dataset
+from tests.builders import make_machine
 from tests.refusals import refused
 
 from .conftest import LENGTHS, edit_cell, write
@@ -43,7 +44,7 @@ INFINITE = np.array([0, 0, np.inf, 0, 0, 0, 0], np.float32)
 
 
 def run(root, store, settings=SETTINGS, **machine):
-    facts = Machine(store=str(store), **machine)
+    facts = make_machine(store=store, **machine)
     source = run_stage("dataset", pinned(DatasetSettings(path=str(root))), {}, facts)
     return run_stage("quantile-stats", settings, {"dataset": source}, facts)
 
@@ -100,7 +101,7 @@ def test_the_same_content_is_measured_once_and_other_content_again(copied, tmp_p
 
 
 def test_a_dataset_that_changed_since_it_was_named_is_refused(copied, tmp_path):
-    facts = Machine(store=str(tmp_path))
+    facts = make_machine(store=tmp_path)
     named = pinned(DatasetSettings(path=str(copied)))
     source = run_stage("dataset", named, {}, facts)
     with (copied / "meta/info.json").open("a") as file:
@@ -112,7 +113,7 @@ def test_a_dataset_that_changed_since_it_was_named_is_refused(copied, tmp_path):
 
 
 def test_a_quick_digest_reads_no_data_and_is_recorded(copied, tmp_path):
-    facts = Machine(store=str(tmp_path / "store"))
+    facts = make_machine(store=tmp_path / "store")
     settings = pinned(DatasetSettings(path=str(copied), digest="quick"))
     assert settings.digest == f"quick:{LocalFiles(copied).quick_digest()}" and pinned(settings) == settings
     source = run_stage("dataset", settings, {}, facts)
@@ -142,7 +143,7 @@ def test_the_name_of_a_dataset_does_not_count(written, copied):
 def test_four_workers_give_the_same_bytes_as_threads(tmp_path):
     write(tmp_path / "files", data_files_size_in_mb=1e-3)
     threads = run(tmp_path / "files", tmp_path / "threads", EVERYTHING, threads=2)
-    workers = run(tmp_path / "files", tmp_path / "workers", EVERYTHING, statistics_workers=4)
+    workers = run(tmp_path / "files", tmp_path / "workers", EVERYTHING, workers__statistics=4)
     assert workers.digest == threads.digest
 
 
@@ -152,7 +153,7 @@ def test_a_worker_s_finding_is_named_and_a_file_that_changed_is_refused(copied):
     edit_cell(path, 9, "action", INFINITE)
     units = plan(dataset, QuantileStatsSettings(features=("action",)), range(3))
     with refused("feature_not_finite", "action", "episode 2, frame 1"):
-        measure_dataset(dataset, units, Machine(statistics_workers=1), lambda done: None)
+        measure_dataset(dataset, units, make_machine(workers__statistics=1), lambda done: None)
     before = LocalFiles(copied).quick_digest()
     os.utime(path, (1, 1))
     with refused("node_files_differ", copied):
@@ -173,7 +174,7 @@ def test_a_unit_whose_worker_is_killed_is_measured_again(tmp_path):
                     each.kill()
                     progress.append("killed")
 
-    found = measure_dataset(dataset, units, Machine(statistics_workers=1), kill)
+    found = measure_dataset(dataset, units, make_machine(workers__statistics=1), kill)
     assert "killed" in progress and [done for done in progress if done != "killed"] == list(range(1, 13))
     assert found.episodes.equals(measure_dataset(dataset, units, Machine(), lambda done: None).episodes)
 

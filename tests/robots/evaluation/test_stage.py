@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from armature.components.configuration.stages import TerminalEvents, ThreadUnits
-from armature.components.contracts.machine import Machine
 from armature.components.contracts.robots import RobotObservation
 from armature.components.contracts.stages import Artifact, StageContext, StageReport
 from armature.components.robots.evaluation.episode import EpisodeOutcome, EvaluationJournal, PlayedEpisode
@@ -24,6 +23,7 @@ from armature.components.robots.evaluation.settings import CompareLiberoSettings
 from armature.components.robots.evaluation.stage import compare_libero, evaluate_policy
 from armature.components.robots.evaluation.videos import chosen, differs, film, side_by_side, write_video
 from armature.components.robots.libero.settings import PerturbationSettings
+from tests.builders import make_machine
 from tests.refusals import refused
 from tests.robots.evaluation.playground import TASKS, Homing, Plane, settings
 from tests.robots.libero.simulated import simulator
@@ -48,7 +48,7 @@ class Events(TerminalEvents):
 
 
 def context(folder: Path, events: Events, **machine: Any) -> StageContext:
-    facts = Machine(store=str(folder / "store"), **machine)
+    facts = make_machine(store=folder / "store", **machine)
     (folder / "work").mkdir(exist_ok=True)
     return StageContext(facts, events, ThreadUnits(), folder / "work", folder / "images", "f")
 

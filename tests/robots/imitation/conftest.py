@@ -23,6 +23,7 @@ from armature.components.robots.imitation.worker import PolicyWorker
 from armature.components.robots.policies.settings import RobotPolicySettings
 from armature.components.training.ranks import Ranks
 from armature.components.training.service_settings import ServiceSettings, service_settings
+from tests.builders import make_machine
 from tests.robots.policies import plain
 
 from .settings import training_settings
@@ -164,7 +165,7 @@ def make_job(
 ) -> Job:
     settings = TrainVLASettings(policy=policy_settings(**(policy or {})), training=training_settings(**training))
     training_of = PolicyTraining(settings=settings, **inputs, fingerprint="test")
-    machine = machine or Machine(threads=1, loader_workers=0, ready_timeout=120)
+    machine = machine or make_machine(threads=1, loader_workers=0, ready_timeout=120)
     service = service_settings(training_of, machine, folder / "trainer")
     folder.mkdir(parents=True, exist_ok=True)
     return Job(training_of, service, folder)

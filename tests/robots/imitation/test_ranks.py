@@ -13,9 +13,9 @@ import torch
 
 from armature.components.artifacts.json_lines import History
 from armature.components.contracts.cluster import ClusterSettings, TrainerBundle
-from armature.components.contracts.machine import Machine
 from armature.components.machine.process import Program
 from armature.components.robots.imitation.train import PolicyTrainerClient, train
+from tests.builders import make_machine
 
 from .conftest import Silent, make_job
 from .settings import LORA
@@ -40,9 +40,9 @@ ROOT = Path(__file__).parents[3]
 RANKS: dict[str, Any] = {"threads": 1, "loader_workers": 0, "ready_timeout": 120}
 CLUSTER = ClusterSettings(address="auto", trainer=TrainerBundle())
 MACHINES = {
-    "copies": Machine(trainer_processes=2, **RANKS),
-    "full": Machine(trainer_processes=2, trainer_sharding="full", **RANKS),
-    "hybrid": Machine(trainer_nodes=2, cluster=CLUSTER, trainer_sharding="hybrid", **RANKS),
+    "copies": make_machine(trainer__processes=2, **RANKS),
+    "full": make_machine(trainer__processes=2, trainer__sharding="full", **RANKS),
+    "hybrid": make_machine(trainer__nodes=2, cluster=CLUSTER, trainer__sharding="hybrid", **RANKS),
 }
 SAME: dict[str, dict[str, Any]] = {
     "full": {"policy": {"action_mode": "both"}},
@@ -85,7 +85,7 @@ def test_two_gpus_train_like_one(inputs: dict[str, Path], tmp_path: Path, case: 
     """On two GPUs the model is sharded, and the second half is resumed from a checkpoint after a restart."""
     jobs = []
     for gpus in ((0,), (0, 1)):
-        machine = Machine(trainer_processes=len(gpus), trainer_gpus=gpus, loader_workers=1, ready_timeout=120)
+        machine = make_machine(trainer__processes=len(gpus), trainer__gpus=gpus, loader_workers=1, ready_timeout=120)
         common = {"adam_epsilon": 1e-3, "micro_batch_size": 4 // len(gpus), "save_every": 2}
         job = make_job(inputs, tmp_path / str(len(gpus)), machine=machine, **common, **SAME[case])
         history, settings = History(job.history), job.training.settings.training

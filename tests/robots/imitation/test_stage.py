@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from armature.components.configuration.stages import ThreadUnits
-from armature.components.contracts.machine import Machine
 from armature.components.contracts.stages import Artifact
 from armature.components.robots.imitation.settings import TrainVLASettings
 from armature.components.robots.imitation.stage import TRAIN_VLA_STAGE, StageContext, summary
 from armature.components.robots.policies.molmoact2.checkpoints.checkpoint import load_policy
+from tests.builders import make_machine
 
 from .conftest import policy_settings
 from .settings import training_settings
@@ -42,7 +42,7 @@ def test_stage_writes_policy_history_and_report(inputs: dict[str, Path], tmp_pat
     out, events = tmp_path / "out", RecordedEvents()
     out.mkdir()
     context = StageContext(
-        machine=Machine(threads=1, loader_workers=0),
+        machine=make_machine(threads=1, loader_workers=0),
         events=events,
         units=ThreadUnits(),
         workspace=tmp_path / "work",

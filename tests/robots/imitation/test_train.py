@@ -14,7 +14,6 @@ import torch
 from safetensors.torch import load_file
 
 from armature.components.configuration.stages import run_stage
-from armature.components.contracts.machine import Machine
 from armature.components.models.context_parallel import ContextParallel
 from armature.components.robots.datasets.settings import DatasetSettings
 from armature.components.robots.datasets.source import pinned
@@ -23,6 +22,7 @@ from armature.components.robots.policies.molmoact2.checkpoints.checkpoint import
 from armature.components.training.checkpoints import TENSORS
 from armature.components.training.optimizer_state import WEIGHT
 from armature.components.training.ranks import Ranks
+from tests.builders import make_machine
 from tests.refusals import refused
 from tests.training.rewriting import read
 
@@ -62,7 +62,7 @@ def test_resumed_training_equals_uninterrupted_training(
     inputs: dict[str, Path], tmp_path: Path, case: str, loaders: int
 ) -> None:
     whole, stopped = (
-        make_job(inputs, tmp_path / name, machine=Machine(threads=1, loader_workers=workers), **CASES[case])
+        make_job(inputs, tmp_path / name, machine=make_machine(threads=1, loader_workers=workers), **CASES[case])
         for name, workers in (("whole", 0), ("stopped", loaders))
     )
     whole.train()
@@ -115,7 +115,7 @@ def test_files_of_a_remote_dataset_are_prefetched(
     write_dataset(tmp_path / "data/dataset", 6, layout=LAYOUT.model_copy(update={"data_files_size_in_mb": 1e-3}))
     url = "memory://fetched-ahead/dataset"
     fsspec.filesystem("memory").put(str(tmp_path / "data/dataset"), url, recursive=True)
-    stored = run_stage("dataset", pinned(DatasetSettings(path=url)), {}, Machine(store=str(tmp_path / "store"))).path
+    stored = run_stage("dataset", pinned(DatasetSettings(path=url)), {}, make_machine(store=tmp_path / "store")).path
     losses = []
     for name, dataset in (("folder", tmp_path / "data"), ("store", stored)):
         shuffle = {"file_shuffle": {"lanes": 1, "window": 2}, "heldout": None}
@@ -132,8 +132,8 @@ def test_files_of_a_remote_dataset_are_prefetched(
 @pytest.mark.parametrize(
     ("changes", "code", "shown"),
     [
-        ({"batch_size": 3, "machine": Machine(trainer_processes=2)}, "batch_not_divisible", ("batch_size 3", 2)),
-        ({"file_shuffle": {"lanes": 3}, "machine": Machine(trainer_processes=2)}, "lanes_not_divisible", (3, 2)),
+        ({"batch_size": 3, "machine": make_machine(trainer__processes=2)}, "batch_not_divisible", ("batch_size 3", 2)),
+        ({"file_shuffle": {"lanes": 3}, "machine": make_machine(trainer__processes=2)}, "lanes_not_divisible", (3, 2)),
         (
             {"policy": {"image_keys": ("observation.images.top",)}},
             "camera_image_missing",
@@ -152,5 +152,5 @@ def test_rejects_untrainable_settings(
 
 def test_rejects_context_parallelism(inputs: dict[str, Path], tmp_path: Path) -> None:
     ranks = Ranks(context=ContextParallel(0, 2, None))
-    with refused("context_parallel_unsupported", "machine.trainer_context_parallel"):
+    with refused("context_parallel_unsupported", "machine.trainer.context_parallel"):
         make_job(inputs, tmp_path, batch_size=2).train(ranks)

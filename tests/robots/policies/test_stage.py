@@ -17,7 +17,6 @@ from huggingface_hub.utils import filter_repo_objects
 
 from armature.components.configuration.stages import TerminalEvents, ThreadUnits
 from armature.components.contracts.digests import folder_digest
-from armature.components.contracts.machine import Machine
 from armature.components.contracts.robots import RobotObservation
 from armature.components.contracts.stages import StageContext
 from armature.components.models.source import locate
@@ -27,6 +26,7 @@ from armature.components.robots.policies.molmoact2.processing.norm_stats import 
 from armature.components.robots.policies.settings import TinyPolicySettings
 from armature.components.robots.policies.source import POLICY
 from armature.components.robots.policies.stage import POLICY_STAGE
+from tests.builders import make_machine
 from tests.refusals import refused
 from tests.robots.policies.molmoact2 import released
 
@@ -47,7 +47,7 @@ def run(tmp_path: Path) -> Callable[..., Path]:
     def run(**changes: Any) -> Path:
         out = tmp_path / f"out{len(list(tmp_path.iterdir()))}"
         out.mkdir()
-        machine, places = Machine(store=str(tmp_path / "store")), (tmp_path / "work", tmp_path / "images")
+        machine, places = make_machine(store=tmp_path / "store"), (tmp_path / "work", tmp_path / "images")
         context = StageContext(machine, TerminalEvents(), ThreadUnits(), *places, "0")
         POLICY_STAGE.run(SETTINGS.model_copy(update=changes), {}, out, context)
         return out

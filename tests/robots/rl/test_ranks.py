@@ -31,6 +31,7 @@ from armature.components.robots.rl.worker import RobotRLWorker
 from armature.components.training.processes import private_folder
 from armature.components.training.ranks import Ranks
 from armature.components.training.service_settings import ServiceSettings, service_settings
+from tests.builders import make_machine
 from tests.refusals import refused
 from tests.robots.evaluation.playground import TASKS
 from tests.robots.rl.kitchen import Kitchen, calm_policy, rollout_settings
@@ -97,7 +98,7 @@ def training(batches: Path, trainer: RobotRLTrainerSettings, mode: Mode = "conti
 
 
 def machine(**changes: Any) -> Machine:
-    return Machine(threads=1, ready_timeout=300, train_timeout=300, **changes)
+    return make_machine(threads=1, ready_timeout=300, train_timeout=300, **changes)
 
 
 Trained = tuple[list[dict[str, float]], list[float], dict[str, torch.Tensor]]
@@ -149,7 +150,7 @@ def forked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forked]:
 
 def train_on_two_ranks(batches: Path, folder: Path, job: RobotRLTraining, sharding: Any, forked: Forked) -> Trained:
     """The second step is made by other ranks, which resume from a checkpoint."""
-    service = service_settings(job, machine(trainer_processes=2, trainer_sharding=sharding), folder / "work")
+    service = service_settings(job, machine(trainer__processes=2, trainer__sharding=sharding), folder / "work")
     service.workspace.mkdir(parents=True)
     first, second = ({"name": "step", "step": step, "batch": str(batches / str(step))} for step in (1, 2))
     score = {"name": "score", "batch": str(batches / "1")}
@@ -202,7 +203,7 @@ def test_two_ranks_pack_action_tokens_and_split_the_policy(tmp_path: Path) -> No
     batches, plain = write_batches(tmp_path, "discrete"), {"mode": "full", "ratio": "token"}
     one_process = InProcessTrainer(training(batches, settings(**plain), "discrete"), machine(), tmp_path / "alone")
     job = training(batches, settings(packing=PACKING, **plain), "discrete")
-    ranks = machine(trainer_processes=2, trainer_sharding="full")
+    ranks = machine(trainer__processes=2, trainer__sharding="full")
     with RobotRLTrainerClient(job, ranks, tmp_path / "work") as client:
         (alone, told), (shared, heard) = (
             ([each.step(1, batches / "1")], each.score(batches / "1")) for each in (one_process, client)
@@ -213,7 +214,7 @@ def test_two_ranks_pack_action_tokens_and_split_the_policy(tmp_path: Path) -> No
 
 def test_what_a_split_policy_cannot_keep_is_refused(batches: Path, tmp_path: Path) -> None:
     job = training(batches, settings(kl_coefficient=0.1))
-    several = machine(trainer_processes=2, trainer_sharding="full")
+    several = machine(trainer__processes=2, trainer__sharding="full")
     with refused("start_not_kept", "trainer.kl_coefficient"):
         RobotRLWorker(service_settings(job, several, tmp_path), Ranks())
     job = training(batches, settings(mode="expert", learning_rates={"action_expert": 1e-3}))

@@ -92,7 +92,7 @@ def test_a_tiny_policy_takes_a_step_of_them(name: str, tmp_path: Path):
         ("rollouts.quantization=fp8", "rollouts.quantization: 8-bit"),
         ("evaluation.quantization=fp8", "evaluation.quantization: 8-bit"),
         (
-            "rollouts.quantization=fp8 policy.dtype=bfloat16 machine.trainer_processes=2 machine.trainer_gpus=[0,1]",
+            "rollouts.quantization=fp8 policy.dtype=bfloat16 machine.trainer.processes=2 machine.trainer.gpus=[0,1]",
             "rollouts.quantization: the trainer's GPUs",
         ),
         ("rollouts.quantization=fp8 trainer.mode=full", "trainer.mode full"),

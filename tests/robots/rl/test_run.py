@@ -30,6 +30,7 @@ from armature.components.robots.rl.table import read_batch, read_rollouts
 from armature.components.robots.rl.worker import RobotRLWorker
 from armature.components.training.ranks import Ranks
 from armature.components.training.service_settings import service_settings
+from tests.builders import make_machine
 from tests.refusals import refused
 from tests.robots.evaluation.playground import TASKS
 from tests.robots.rl.kitchen import Kitchen, calm_policy, rollout_settings
@@ -91,7 +92,7 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
 
 
 def train(folder: Path, start: Artifact, arenas: Sequence[Kitchen], settings: TrainVLARLSettings) -> RobotRLRun:
-    machine = Machine(store=str(folder / "store"))
+    machine = make_machine(store=folder / "store")
     store = open_store(machine)
     context = StageContext(machine, TerminalEvents(), ThreadUnits(), folder / "work", store.images, "f")
     context.workspace.mkdir(parents=True, exist_ok=True)

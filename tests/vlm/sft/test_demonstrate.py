@@ -10,10 +10,10 @@ import numpy as np
 
 from armature.components.artifacts.images import ImageStore
 from armature.components.contracts.episodes import Observation, Outcome, Task
-from armature.components.contracts.machine import Machine
 from armature.components.contracts.rollouts import GenerateOutputs, TokenIds
 from armature.components.models.adapters.sequences import merge_turns
 from armature.components.vlm.sft.demonstrate import demonstrate, expert
+from tests.builders import make_machine
 from tests.refusals import refused
 
 
@@ -75,7 +75,7 @@ class Letters:
 def play(tmp_path, *scripts: object) -> tuple[GenerateOutputs, list[int]]:
     tasks = [Task(f"t{index}", "train", {"answers": answers}) for index, answers in enumerate(scripts)]
     told: list[int] = []
-    machine, images = Machine(max_concurrent=2), ImageStore(tmp_path)
+    machine, images = make_machine(max_concurrent=2), ImageStore(tmp_path)
     outputs = demonstrate(expert(Counting()), tasks, 1.0, Letters(), images, machine, told.append)  # type: ignore[arg-type]
     return asyncio.run(outputs), told
 

@@ -10,12 +10,12 @@ import pytest
 from armature.components.artifacts.manifest import open_artifact, read_manifest
 from armature.components.configuration import CONFIGS, read_toml
 from armature.components.configuration.stages import open_store, run_stage
-from armature.components.contracts.machine import Machine
 from armature.components.environments.settings import EnvironmentSettings
 from armature.components.models.settings import ModelSettings
 from armature.components.models.source import locate
 from armature.components.rollouts.table import read_rollouts
 from armature.components.vlm.settings import SFTSettings
+from tests.builders import make_machine
 
 VALUES: dict[str, Any] = {
     "demonstrations": 64,
@@ -48,7 +48,7 @@ def test_demonstrations_make_a_checkpoint_that_says_them_with_more_certainty(tmp
     del values["model"]["tiny"]["format"]  # else it knows how to answer before it has seen a demonstration
     environment = EnvironmentSettings.model_validate(values["environment"])
     model_settings = ModelSettings.model_validate(values["model"])
-    machine = Machine(store=str(tmp_path / "store"), threads=1)
+    machine = make_machine(store=tmp_path / "store", threads=1)
     tasks = run_stage("tasks", environment, {}, machine)
     model = run_stage("model", model_settings, {}, machine)
     settings = SFTSettings.model_validate({"model": values["model"], "warm_start": VALUES})

@@ -125,7 +125,7 @@ class AlfworldThorSettings(Settings):
 class AlfworldThor:
     """Every live episode holds one of `processes` players; the others wait in `reset` for one to be free.
 
-    So keep `machine.max_concurrent` at `machine.environment_processes`: waiting counts as time of the reset.
+    So keep `machine.limits.max_concurrent` at `machine.workers.environments`: waiting counts as time of the reset.
     The anchor of step-level groups is the feedback's text, as in the text game, never the frame.
     """
 

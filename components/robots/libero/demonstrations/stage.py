@@ -90,7 +90,7 @@ def _play(
         context.events.progress("demonstrations", done, len(jobs), reached=reached / done)
 
     def simulator() -> SimulatorProcess:
-        return SimulatorProcess(settings.simulator, machine.environment_timeout)
+        return SimulatorProcess(settings.simulator, machine.limits.environment_timeout)
 
     with WorkerPool(simulator, machine.playing_processes) as pool:
         pool.run(left, work, lambda job: job.task, finished, ATTEMPTS)

@@ -19,7 +19,6 @@ import psutil
 import pytest
 
 from armature.components.configuration.stages import run_stage
-from armature.components.contracts.machine import Machine
 from armature.components.environments.alfworld.games.folders import games_digest, write_game
 from armature.components.environments.alfworld.games.game import SOURCES, Game
 from armature.components.environments.alfworld.games.generate import load_games
@@ -29,6 +28,7 @@ from armature.components.environments.make import make_environment
 from armature.components.environments.settings import EnvironmentSettings
 from armature.components.machine.workers.process import WorkerProcess
 from armature.components.machine.workers.requests import ANYTHING
+from tests.builders import make_machine
 from tests.refusals import refused
 
 from ..games_of import GAMES, TEXT, generated
@@ -65,7 +65,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
     settings = GamesStageSettings.model_validate(
         {"games": SMALL, "train": 6, "valid_seen": 6, "valid_unseen": 6, "seed": 4}  # one of each kind
     )
-    machine = Machine(store=str(tmp_path_factory.mktemp("store")), environment_processes=1)
+    machine = make_machine(store=tmp_path_factory.mktemp("store"), workers__environments=1)
     return run_stage("alfworld-games", settings, {}, machine).path
 
 
@@ -215,6 +215,6 @@ def test_a_game_that_its_plan_does_not_win_is_not_written(
         write_game(game, tmp_path / "given")
     source = {"source": "folder", "path": str(tmp_path / "given"), "digest": games_digest(tmp_path / "given")}
     settings = GamesStageSettings.model_validate({"games": source, "train": 2, "valid_seen": 0, "valid_unseen": 0})
-    machine = Machine(store=str(tmp_path / "store"), environment_processes=2)
+    machine = make_machine(store=tmp_path / "store", workers__environments=2)
     with refused("game_not_won", value, broken.name):
         run_stage("alfworld-games", settings, {}, machine)

@@ -11,7 +11,6 @@ import pytest
 
 from armature.components.configuration.stages import TerminalEvents, ThreadUnits
 from armature.components.contracts.digests import file_digest
-from armature.components.contracts.machine import Machine
 from armature.components.contracts.robots import RobotObservation
 from armature.components.contracts.stages import StageContext, StageReport
 from armature.components.robots.datasets.source import open_sources
@@ -27,6 +26,7 @@ from armature.components.robots.libero.scripted.policy import DemonstrationOutco
 from armature.components.robots.libero.settings import DemonstrationSettings, DemonstrationsStageSettings
 from armature.components.robots.libero.simulator import LiberoSimulator
 from armature.components.robots.libero.tasks import ACTION_NAMES, STATE_NAMES
+from tests.builders import make_machine
 from tests.refusals import refused
 
 from ..simulated import needs_libero, simulator
@@ -61,7 +61,7 @@ class Counted(TerminalEvents):
 
 def run(root: Path, chosen: DemonstrationsStageSettings, processes: int = 1) -> tuple[StageReport, Path, list[int]]:
     events = Counted()
-    machine = Machine(environment_processes=processes, environment_timeout=300)
+    machine = make_machine(workers__environments=processes, environment_timeout=300)
     context = StageContext(machine, events, ThreadUnits(), root / "workspace", root / "images", "f")
     out = root / f"out-{len(list(root.glob('out-*')))}"
     out.mkdir(parents=True)
