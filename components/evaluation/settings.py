@@ -38,7 +38,13 @@ class PlaySettings(Settings):
 
 
 class EvaluationSettings(PlaySettings):
-    """Settings of an evaluation that plays every task of some splits."""
+    """Settings of an evaluation that plays every task of some splits.
+
+    Example:
+        >>> plan = EvaluationSettings(sampling=EvaluationSamplingSettings(max_tokens=8, temperature=0.0))
+        >>> plan.splits, plan.samples_per_task
+        (('heldout',), 1)
+    """
 
     model_config = ConfigDict(title="Evaluation")
 

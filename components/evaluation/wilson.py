@@ -133,6 +133,11 @@ def compare_proportions(first: tuple[int, int], second: tuple[int, int], confide
 
     Raises:
         ValueError: one of the proportions has no trials.
+
+    Example:
+        >>> comparison = compare_proportions((48, 80), (56, 70))
+        >>> print(f"{comparison.difference:.2f} [{comparison.low:.2f}, {comparison.high:.2f}]")
+        0.20 [0.05, 0.33]
     """
     if not first[1] or not second[1]:
         raise ValueError(f"both proportions need trials, got {first} and {second}")

@@ -142,6 +142,10 @@ def family_of(config: Any) -> Family:
 
     Raises:
         ConfigurationError: no family has this `model_type`.
+
+    Example:
+        >>> family_of("qwen2_5_vl").name
+        'qwen2.5-vl'
     """
     model_type = config if isinstance(config, str) else config.model_type
     vision = None if isinstance(config, str) else getattr(getattr(config, "vision_config", None), "model_type", None)

@@ -46,6 +46,13 @@ class OffsetCat:
 
     The indices of each image are raised by the number of rows of earlier images. The rows are the first `dims` dims of
     `output`, flattened. Negative indices mean "nothing" and are not changed.
+
+    Example:
+        >>> import torch
+        >>> features = [{"pixel_values": torch.zeros(3, 2)}, {"pixel_values": torch.zeros(2, 2)}]
+        >>> join = OffsetCat("pixel_values", dims=1)
+        >>> join([torch.tensor([0, -1]), torch.tensor([0, 1])], features).tolist()
+        [0, -1, 3, 4]
     """
 
     output: str

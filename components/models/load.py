@@ -142,6 +142,14 @@ def load_model(
         ConfigurationError: the family is unknown, flash-attn is not installed, an adapter target matches no layer, or
         `empty` is combined with 4-bit weights.
         DataError: the weights do not fit the configuration.
+
+    Example:
+        >>> import tempfile
+        >>> from armature.components.models.tiny import make_tiny_checkpoint
+        >>> folder = make_tiny_checkpoint("llava", Path(tempfile.mkdtemp()) / "model")
+        >>> model = load_model(folder, ModelSettings(source=str(folder), dtype="float32", freeze=("vision",)))
+        >>> type(model).__name__
+        'LlavaForConditionalGeneration'
     """
     config = load_config(source, settings)
     _check_attention(settings.attn_implementation)

@@ -43,7 +43,12 @@ class LoraSettings(AdapterSettings):
 
 
 class ModelSettings(Settings):
-    """The model: the source of its weights, how they are loaded, and which of them are trained."""
+    """The model: the source of its weights, how they are loaded, and which of them are trained.
+
+    Example:
+        >>> ModelSettings(source="tiny/llava", tiny=TinySettings(), freeze=("vision",)).tiny_family
+        'llava'
+    """
 
     source: str
     """A hub name, a folder (/x, ./x, ../x), or tiny/FAMILY for a checkpoint made from a seed."""

@@ -14,6 +14,7 @@ from armature.components.artifacts.manifest import read_manifest
 from armature.components.configuration.stages import run_stage
 from armature.components.contracts.digests import folder_digest
 from armature.components.contracts.machine import Machine
+from armature.components.contracts.stages import Artifact
 from armature.components.models.load import load_model, load_processor
 from armature.components.models.settings import ModelSettings
 from armature.components.models.source import SourceReference, locate
@@ -82,12 +83,17 @@ def test_rejects_sources_without_usable_weights(machine, tmp_path, source, code)
     (tmp_path / "pickled/pytorch_model.bin").touch()
     source = source.format(folder=tmp_path)
     with refused(code, source):
-        run_stage("model", ModelSettings(source=source, **BASE), {}, machine)
+        made_from(machine, source=source)
 
 
 def test_rejects_unknown_tiny_family():
     with refused("value_error", "'qwen2-vl'"):
         ModelSettings(source="tiny/qwen2", tiny=SMALL, **BASE)
+
+
+def made_from(machine: Machine, **settings: Any) -> Artifact:
+    """Run the stage `model` with these settings."""
+    return run_stage("model", ModelSettings(**BASE, **settings), {}, machine)
 
 
 def sharded(checkpoint: Path, folder: Path) -> Path:
@@ -117,7 +123,7 @@ def sharded(checkpoint: Path, folder: Path) -> Path:
 )
 def test_checkpoint_digest_covers_every_relevant_file(machine, checkpoint, tmp_path, changed):
     folder = sharded(checkpoint("llava"), tmp_path / "mine")
-    made = run_stage("model", ModelSettings(source=str(folder), **BASE), {}, machine)
+    made = made_from(machine, source=str(folder))
     (folder / "README.md").write_text("a good model")
     assert locate(made.path) == folder
     content = bytearray((folder / changed).read_bytes())
@@ -132,7 +138,7 @@ def test_rejects_index_with_file_names_outside_the_folder(machine, checkpoint, t
     index = folder / "model.safetensors.index.json"
     index.write_text(index.read_text().replace("model-00002", "../model-00002"))
     with refused("unsafe_file_name", index, "../model-00002"):
-        run_stage("model", ModelSettings(source=str(folder), **BASE), {}, machine)
+        made_from(machine, source=str(folder))
 
 
 def test_rejects_configuration_larger_than_its_weights(machine, checkpoint, tmp_path):
@@ -140,7 +146,7 @@ def test_rejects_configuration_larger_than_its_weights(machine, checkpoint, tmp_
     config = json.loads((folder / "config.json").read_text()) | {"text_config": None}
     (folder / "config.json").write_text(json.dumps(config))
     with refused("weights_mismatch", folder):
-        run_stage("model", ModelSettings(source=str(folder), **BASE), {}, machine)
+        made_from(machine, source=str(folder))
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
@@ -182,7 +188,7 @@ def test_rejects_revision_missing_on_the_hub(hub, machine):
     hub.add("model", "someone/small", {"config.json": b"{}"})
     for name, revision in (("someone/small", "v3"), ("someone/other", "main")):
         with refused("repository_unavailable", "404", f"{name} at {revision}"):
-            run_stage("model", ModelSettings(source=name, revision=revision, **BASE), {}, machine)
+            made_from(machine, source=name, revision=revision)
 
 
 @pytest.mark.parametrize("content", ["{}", "[", b"\xff\xfe", "to itself", "sparse"])

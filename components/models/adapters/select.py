@@ -143,8 +143,12 @@ def get_adapter(
         DataError: the processor cannot be loaded.
 
     Example:
-        adapter = get_adapter("outputs/model", images=ImageStore(Path("images")).open)
-        batch = adapter.build_batch(rollouts)
+        >>> import tempfile
+        >>> from armature.components.models.tiny import make_tiny_checkpoint
+        >>> folder = make_tiny_checkpoint("llava", Path(tempfile.mkdtemp()) / "model")
+        >>> adapter = get_adapter(folder, images=lambda ref: Image.open(f"images/{ref.sha256}.png"))
+        >>> adapter.tokenizer.decode(adapter.collator.image_token_id)
+        '<image>'
     """
     processor = processor or load_processor(model, ModelSettings(source=str(model)))
     return FamilyAdapter(get_collator(model, processor), images, max_tokens)
