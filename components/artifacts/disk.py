@@ -87,7 +87,7 @@ def write_files(files: Mapping[Path, bytes], beside: Path) -> None:
     Args:
         files: content by path.
         beside: the unfinished files are written as siblings of this path. Its folder should have few entries, since
-        `collect` lists them.
+            `collect` lists them.
     """
     with locked_sibling(beside) as work:
         written = {work / str(number): path for number, path in enumerate(files)}

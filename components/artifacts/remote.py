@@ -137,7 +137,7 @@ class RemoteStore:
 
         Raises:
             DataError: a file name leads out of the folder; or a file is gone, as when the artifact is deleted
-            meanwhile.
+                meanwhile.
         """
         home, files = f"{stage}/{fingerprint}", {}
         for name, (md5, size) in marker.files.items():

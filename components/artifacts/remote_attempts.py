@@ -98,7 +98,7 @@ class RemoteAttempts:
     def __init__(
         self, files: RemoteFolder, scratch: Callable[[], AbstractContextManager[Path]], say: Callable[[str], None]
     ) -> None:
-        self._files, self._scratch, self._say = files, scratch, say
+        self._files, self.scratch, self.say = files, scratch, say
 
     def begin(self, workspace: Path, afresh: bool) -> RemoteAttempt:
         """Register an attempt, or continue the one that this workspace belongs to. Then fetch the newest checkpoint of
@@ -115,7 +115,7 @@ class RemoteAttempts:
         first = max((each.number for each in (*others, mine) if each.afresh), default=0)
         before = [each for each in others if first <= each.number]
         if before and not afresh:
-            self._say(
+            self.say(
                 f"{before[-1]} has begun the same work ({workspace.name}); if it still runs, the first to finish counts"
             )
         homes = [f"{home}/{each.number:06d}" for each in before]
@@ -147,7 +147,7 @@ class RemoteAttempts:
         self._files.write(f"{home}/{NEWEST}", NewestCheckpoint(checkpoint=checkpoint, parts=parts, files=files))
         for md5 in set(before) - {md5 for md5, _ in files.values()} - {NEWEST}:
             self._files.remove(f"{home}/{md5}")
-        self._say(f"sent the checkpoint of step {_steps(checkpoint)} to the remote store")
+        self.say(f"sent the checkpoint of step {_steps(checkpoint)} to the remote store")
 
     def _newest_checkpoint(self, homes: list[str]) -> tuple[str, NewestCheckpoint] | None:
         """Return the newest checkpoint in these remote folders and its folder, or None."""
@@ -165,7 +165,7 @@ class RemoteAttempts:
 
     def sender(self, workspace: Path, attempt: RemoteAttempt, before: Callable[[], object]) -> CheckpointSender:
         """Return the sender of an attempt's checkpoints."""
-        return CheckpointSender(self, workspace, attempt, before, self._scratch, self._say)
+        return CheckpointSender(self, workspace, attempt, before)
 
     def _current_attempt(self, workspace: Path) -> RemoteAttempt | None:
         """Return the attempt that a workspace belongs to, if the remote store knows it; else None."""
@@ -210,7 +210,7 @@ class RemoteAttempts:
         here = [_steps(path.name) for path in (workspace / newest.checkpoint).parent.glob("step-*")]
         if max(here, default=-1) >= newest.steps:
             return
-        with self._scratch() as scratch:
+        with self.scratch() as scratch:
             folder = scratch / "fetched"
             self._files.get(
                 {folder / name: Source(f"{home}/{md5}", size) for name, (md5, size) in newest.files.items()}
@@ -225,7 +225,7 @@ class RemoteAttempts:
                     shutil.rmtree(target)
                 target.parent.mkdir(parents=True, exist_ok=True)
                 (folder / part).rename(target)
-        self._say(f"fetched the checkpoint of step {newest.steps} from the remote store")
+        self.say(f"fetched the checkpoint of step {newest.steps} from the remote store")
 
 
 class CheckpointSender:
@@ -237,16 +237,9 @@ class CheckpointSender:
     """
 
     def __init__(
-        self,
-        attempts: RemoteAttempts,
-        workspace: Path,
-        attempt: RemoteAttempt,
-        before: Callable[[], object],
-        scratch: Callable[[], AbstractContextManager[Path]],
-        say: Callable[[str], None],
+        self, attempts: RemoteAttempts, workspace: Path, attempt: RemoteAttempt, before: Callable[[], object]
     ) -> None:
-        self._attempts, self._workspace, self._attempt = attempts, workspace, attempt
-        self._before, self._scratch, self._say = before, scratch, say
+        self._attempts, self._workspace, self._attempt, self._before = attempts, workspace, attempt, before
         self._guard, self._threads, self._ended = Lock(), list[Thread](), False
         self._newest: Path | None = None
 
@@ -281,12 +274,14 @@ class CheckpointSender:
                 return
             try:
                 self._before()
-                with self._scratch() as scratch:
+                with self._attempts.scratch() as scratch:
                     snapshot = scratch / "snapshot"
                     name = self._snapshot(checkpoint, best, snapshot)
                     self._attempts.send(self._workspace.name, self._attempt, snapshot, name)
             except (ArmatureError, OSError) as error:
-                self._say(f"warning: {checkpoint.name} was not sent to the remote store; the next one will be: {error}")
+                self._attempts.say(
+                    f"warning: {checkpoint.name} was not sent to the remote store; the next one will be: {error}"
+                )
 
     def _snapshot(self, checkpoint: Path, best: Path | None, folder: Path) -> str:
         """Link all files into `folder`, since the trainer may delete old checkpoints and replace the best one. Return

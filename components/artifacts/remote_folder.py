@@ -157,7 +157,7 @@ class RemoteFiles:
 
         Raises:
             DataError: a file is gone or has another size. Copying a file that is too large ends before it fills the
-            disk.
+                disk.
         """
         for folder in {target.parent for target in files}:
             folder.mkdir(parents=True, exist_ok=True)

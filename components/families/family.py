@@ -22,14 +22,14 @@ class ImageInputs:
 
     Attributes:
         feature_token: token that takes one image feature at each occurrence. The processor's expansion of an image says
-        how many occurrences an image needs, and in which runs. Given as text, or as a path from the processor if it
-        starts with a dot: `".tokenizer.image_token"`.
+            how many occurrences an image needs, and in which runs. Given as text, or as a path from the processor if it
+            starts with a dot: `".tokenizer.image_token"`.
         joins: for each output of the image processor, the function that joins it across images.
         type_ids: name of the (B, L) input that marks image tokens with 1; None if the model has no such input.
         typed_tokens: texts of the marked tokens; if empty, the feature token.
         reserved: texts of all tokens that only a processor may write and no policy may sample.
         merge_turns: False if a later image changes the log-probs of earlier tokens, so that turns must not share a
-        sequence.
+            sequence.
     """
 
     feature_token: str
@@ -48,18 +48,18 @@ class Family:
         name: name of the family, as in tiny/<name>.
         model_type: the Hugging Face configuration's `model_type`.
         vision, projector, language: name prefixes of each component's parameters. The longest matching prefix decides,
-        so `model.visual.merger` may be the projector inside `model.visual`.
+            so `model.visual.merger` may be the projector inside `model.visual`.
         placeholder: the configuration's attribute with the id of the token that an image feature replaces.
         image_tokens: all tokens that stand for images or videos, which must never be sampled.
         wrap_classes: classes of the blocks that FSDP shards and gradient checkpointing recomputes one by one.
         vision_model_type: the vision configuration's `model_type`, if several families share `model_type`.
         image_attention: True if image tokens attend in both directions unless the configuration's `is_mm_prefix_lm` is
-        False.
+            False.
         served_adapters: components whose adapters vLLM (0.32) applies as they are trained.
         whole_tower: True if the model uses only the final output of its vision tower. transformers records no hidden
-        states of the layers of a tower that FSDP wraps.
+            states of the layers of a tower that FSDP wraps.
         embeds_features: True if image features only replace the embeddings of their tokens; False if later layers or
-        masks also need features or ids.
+            masks also need features or ids.
         images: description of the image inputs; None if they have to be inferred from the processor.
         tiny: recipe of a tiny checkpoint; None if there is no such recipe.
 

@@ -51,7 +51,7 @@ def check_image_attention(config: PreTrainedConfig, chosen: ImageAttention | Non
 
     Raises:
         ConfigurationError: the family supports only one kind, the checkpoint has another one, or the kernels cannot do
-        it.
+            it.
     """
     actual = image_attention(config)
     if chosen is not None:

@@ -82,7 +82,7 @@ def sum_copies(gradient: Tensor, copies: tuple[Tensor, Tensor] | None, n_tokens:
 
     Args:
         copies: positions of the copies of token 0, then of token 1 and so on, (K,), and the start of each token's
-        copies, (T + 1,). None: each token has one copy, in order.
+            copies, (T + 1,). None: each token has one copy, in order.
     """
     _, heads, width = gradient.shape
     out = gradient.new_empty(heads, n_tokens, width)

@@ -132,15 +132,15 @@ def load_model(
 ) -> PreTrainedModel:
     """Load the model onto `device` in evaluation mode, with its frozen components and its adapters.
 
-    With `settings.lora` the result is a PEFT model in which only the adapters are trainable, except those on frozen
-    components. Gradient checkpointing "auto" means off here; the trainer decides about it before.
+    With `settings.lora` the result is a PEFT model. Only its adapters are trainable, and frozen components get none.
+    Gradient checkpointing "auto" means off here; the trainer decides about it before.
 
     Args:
         empty: leave parameters on the meta device, without memory, for a caller that fills them otherwise.
 
     Raises:
         ConfigurationError: the family is unknown, flash-attn is not installed, an adapter target matches no layer, or
-        `empty` is combined with 4-bit weights.
+            `empty` is combined with 4-bit weights.
         DataError: the weights do not fit the configuration.
 
     Example:
@@ -268,7 +268,7 @@ def save_checkpoint(
 
     Args:
         weights: weights to write, by their names in the model without adapters; a sharded trainer passes the gathered
-        ones. None: the model's own weights.
+            ones. None: the model's own weights.
 
     Raises:
         StoreError: the checkpoint could not be written, as on a full disk.

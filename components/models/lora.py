@@ -142,7 +142,7 @@ def add_adapters(model: PreTrainedModel, family: Family, settings: LoraSettings,
 
     Raises:
         ConfigurationError: no layer is left for an adapter, or an adapter is on an output head that is tied to the
-        input embeddings.
+            input embeddings.
     """
     names = [name for name in target_modules(model, family, settings) if family.component_of(name) not in frozen]
     if not names:

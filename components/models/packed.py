@@ -77,7 +77,7 @@ def encoded_images(
         tokens: number of tokens of each distinct image.
         shown: indices of the distinct images, in the order in which tokens show them.
         exchange: for ranks that share a sequence, used in place of `shown`; the images are then those that this rank
-        encodes.
+            encodes.
         derived: result of `tower_inputs`.
 
     Raises:
@@ -181,7 +181,7 @@ def use_packed_attention(model: PreTrainedModel, context: ContextParallel | None
 
     Raises:
         ConfigurationError: the model has a feature that packed rows do not support, or its heads cannot be divided
-        among the ranks.
+            among the ranks.
     """
     text = model.config.get_text_config()
     layers = set(getattr(text, "layer_types", None) or ()) - CAUSAL_LAYERS
@@ -227,12 +227,12 @@ def complete_packing(
 
     Args:
         inputs: the model's inputs for B rows, by name, with the inputs of the distinct images; with `context`, of the
-        images that this rank encodes.
+            images that this rank encodes.
         grids: grids of the images that the rows show, row after row.
 
     Raises:
         DataError: a shared beginning ends within tokens that attend to one another, or there are fewer tokens than
-        ranks.
+            ranks.
     """
     if context is not None and len(packing.rows) < context.size:
         raise DataError(
@@ -312,7 +312,7 @@ def packed_states(
 
     Args:
         inputs: `input_ids` (B, L) and the inputs of the distinct images; with `context`, of the images that this rank
-        encodes.
+            encodes.
         packing: result of `complete_packing`.
 
     Raises:

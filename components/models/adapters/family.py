@@ -148,7 +148,7 @@ class FamilyAdapter(MultimodalAdapter):
         collator: makes tensors of samples.
         images: opens an image by its reference, as `ImageStore.open` does; needed only for rollouts with images.
         max_tokens: longest sequence in tokens. A turn that would end beyond it is dropped, so sequences of several
-        turns are cut between turns, never inside an image or a completion.
+            turns are cut between turns, never inside an image or a completion.
     """
 
     def __init__(

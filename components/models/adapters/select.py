@@ -161,7 +161,7 @@ def get_collator(model: Any, processor: Any) -> SampleCollator:
 
     Raises:
         ConfigurationError: no family fits and none can be inferred (the message says what to write), or the model
-        expects another image token than the processor writes.
+            expects another image token than the processor writes.
     """
     if getattr(processor, "image_processor", None) is None:
         raise ConfigurationError(
