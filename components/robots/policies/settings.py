@@ -83,7 +83,7 @@ class RobotPolicySettings(Settings):
     checkpoint_revision: str | None = None
     """Commit of the released checkpoint that the checkpoint in `path` was trained from."""
     action_tokenizer: str | None = None
-    """Hub name or folder of the FAST tokenizer for action tokens; none: the checkpoint's."""
+    """Hub name or folder of the FAST tokenizer for action tokens. The checkpoint's own if it is None."""
     action_tokenizer_revision: str | None = None
     """Commit of the action tokenizer, if it is a hub name."""
     norm_tag: str | None = None

@@ -317,7 +317,8 @@ def create_dataset(
     Raises:
         DataError: there is something at `root`, no episode was added, or the disk is full.
 
-    Example:
+    Example::
+
         features = {"action": {"dtype": "float32", "shape": [2], "names": ["dx", "dy"]}}
         with create_dataset(Path("my-dataset"), fps=10.0, robot_type="arm", features=features) as writer:
             writer.add_episode({"action": actions}, "move the arm to the block")
