@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -53,65 +54,46 @@ def another_inode(home: Path) -> None:
     (home / "x2").rename(home / "x")
 
 
-def added(home: Path) -> None:
-    (home / "more").write_bytes(b"")
+def file_for_folder(folder: Path) -> None:
+    shutil.rmtree(folder)
+    folder.write_bytes(b"")
 
 
-def removed(home: Path) -> None:
-    (home / "sub/y").unlink()
+def link_for(path: Path) -> None:
+    path.rename(path.parents[1] / "elsewhere")
+    path.symlink_to(path.parents[1] / "elsewhere")
 
 
-def renamed(home: Path) -> None:
-    (home / "x").rename(home / "z")
-
-
-def file_for_folder(home: Path) -> None:
-    shutil.rmtree(home / "sub")
-    (home / "sub").write_bytes(b"")
-
-
-def link_for_file(home: Path) -> None:
-    (home / "x").rename(home.parent / "elsewhere")
-    (home / "x").symlink_to(home.parent / "elsewhere")
-
-
-def link_to_nothing(home: Path) -> None:
-    (home / "more").symlink_to("nowhere")
-
-
-def link_for_folder(home: Path) -> None:
-    (home / "sub").rename(home.parent / "elsewhere")
-    (home / "sub").symlink_to(home.parent / "elsewhere")
-
-
-def pipe(home: Path) -> None:
-    os.mkfifo(home / "pipe")
-
-
-def manifest_rows(home: Path) -> None:
+def change_manifest(home: Path, **values: object) -> None:
     path = home / "manifest.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"rows": {"x": 2}}))
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
 
-def manifest_kind(home: Path) -> None:
-    path = home / "manifest.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"kind": "other"}))
+def change_kind(home: Path) -> None:
+    change_manifest(home, kind="other")
     home.with_name("f1.digest").unlink()
 
 
-def not_a_folder(home: Path) -> None:
-    shutil.rmtree(home)
-    home.write_text("")
+EDITS: dict[str, Callable[[Path], object]] = {
+    "same size": same_size,
+    "times put back": times_put_back,
+    "another inode": another_inode,
+    "file added": lambda home: (home / "more").touch(),
+    "file removed": lambda home: (home / "sub/y").unlink(),
+    "file renamed": lambda home: (home / "x").rename(home / "z"),
+    "file in place of a folder": lambda home: file_for_folder(home / "sub"),
+    "link in place of a file": lambda home: link_for(home / "x"),
+    "link in place of a folder": lambda home: link_for(home / "sub"),
+    "dangling link": lambda home: (home / "more").symlink_to("nowhere"),
+    "pipe": lambda home: os.mkfifo(home / "pipe"),
+    "rows in the manifest": lambda home: change_manifest(home, rows={"x": 2}),
+    "kind in the manifest": change_kind,
+    "file in place of the artifact": file_for_folder,
+}
+"""Edits of an artifact, by name; tests/fuzz damages the contents of files at random."""
 
 
-EDITS = [
-    *(same_size, times_put_back, another_inode, added, removed, renamed, file_for_folder, link_for_file),
-    *(link_to_nothing, link_for_folder, pipe, manifest_rows, manifest_kind, not_a_folder),
-]
-"""Edits of an artifact's files; tests/fuzz damages their contents at random."""
-
-
-@pytest.mark.parametrize("edit", EDITS, ids=lambda edit: edit.__name__)
+@pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS)
 def test_edited_artifact_is_rejected(store, edit):
     edit(settled(store))
     with pytest.raises(DataError):
@@ -127,8 +109,8 @@ def test_edit_right_after_writing_is_noticed(store):
 
 def test_error_names_changed_added_and_removed_files(store):
     home = settled(store)
-    for edit in (same_size, added, removed):
-        edit(home)
+    for edit in ("same size", "file added", "file removed"):
+        EDITS[edit](home)
     with refused("artifact_changed", home) as caught:
         store.find("stage", "f1")
     assert {"x", "more", "sub/y"} <= set(re.split("[ ,;]+", caught.value.what))

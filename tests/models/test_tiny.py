@@ -132,18 +132,22 @@ def test_template_marks_every_image_and_extends_earlier_prompts(family, checkpoi
     check()
 
 
+@torch.no_grad()
+def next_logits(model: Any, processor: Any, text: str, color: Any) -> torch.Tensor:
+    """Logits of the first answer token (V,) to a question about an image of one color."""
+    message = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": text}]}
+    prompt = processor.apply_chat_template([message], add_generation_prompt=True, tokenize=False)
+    images = [[Image.new("RGB", (56, 56), color)]]
+    inputs = processor(text=[prompt], images=images, add_special_tokens=False, return_tensors="pt")
+    return model(**inputs).logits[0, -1]
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_depend_on_the_image(family, checkpoint):
     processor = AutoProcessor.from_pretrained(checkpoint(family))
     model = AutoModelForImageTextToText.from_pretrained(checkpoint(family))
-    message = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what?"}]}
-    prompt = processor.apply_chat_template([message], add_generation_prompt=True, tokenize=False)
-    logits = []
-    for color in ("red", "blue"):
-        inputs = processor(text=[prompt], images=[[Image.new("RGB", (56, 56), color)]], return_tensors="pt")
-        with torch.no_grad():
-            logits.append(model(**inputs).logits[0, -1])
-    assert (logits[0] - logits[1]).abs().max() > 0.01
+    red, blue = (next_logits(model, processor, "what?", color) for color in ("red", "blue"))
+    assert (red - blue).abs().max() > 0.01
 
 
 @pytest.mark.parametrize(
@@ -157,17 +161,9 @@ def test_format_pretraining_gives_well_formed_answers_at_chance(family, tmp_path
     tokenizer = processor.tokenizer
     answers = [tokenizer(word, add_special_tokens=False)["input_ids"] for word in COLORS]
     assert [len(ids) for ids in answers] == [1] * len(COLORS)
-    prompt = processor.apply_chat_template(
-        [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What colour is this?"}]}],
-        add_generation_prompt=True,
-        tokenize=False,
-    )
     masses, shares = [], []
     for color in ((128, 128, 128), (220, 40, 40), (40, 170, 60), (40, 70, 220), (235, 215, 50)):
-        images = [Image.new("RGB", (56, 56), color)]
-        inputs = processor(text=[prompt], images=[images], add_special_tokens=False, return_tensors="pt")
-        with torch.no_grad():
-            p = model(**inputs).logits[0, -1].softmax(-1)
+        p = next_logits(model, processor, "What colour is this?", color).softmax(-1)
         share = torch.stack([p[ids[0]] for ids in answers])
         masses.append(float(share.sum()))
         shares.append(share)

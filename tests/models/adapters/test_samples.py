@@ -25,23 +25,24 @@ PROMPT, ANSWER = [20, 21, 22, 23], [30, 31, 1]
 
 
 @pytest.mark.parametrize(
-    ("reason", "completion", "logprobs"),
+    ("reason", "prompt", "completion", "logprobs"),
     [
-        ("empty_completion", [], []),
-        ("logprobs_missing", [30, 31], []),
-        ("logprobs_length", [30, 31], [-0.1]),
-        ("logprobs_length", [30, 31], [-0.1, -0.2, -0.3]),
-        ("logprobs_not_finite", [30, 31], [-0.1, np.nan]),
-        ("logprobs_not_finite", [30, 31], [-np.inf, -0.1]),
-        ("logprobs_not_finite", [30, 31], [np.inf, -0.1]),
-        ("logprobs_positive", [30, 31], [-0.1, 0.01]),
-        ("placeholder_sampled", [30, 6], [-0.1, -0.1]),
-        ("too_long", [30] * 13, [-0.1] * 13),
+        ("empty_prompt", [], [30, 31], [-0.1, -0.2]),
+        ("empty_completion", PROMPT, [], []),
+        ("logprobs_missing", PROMPT, [30, 31], []),
+        ("logprobs_length", PROMPT, [30, 31], [-0.1]),
+        ("logprobs_length", PROMPT, [30, 31], [-0.1, -0.2, -0.3]),
+        ("logprobs_not_finite", PROMPT, [30, 31], [-0.1, np.nan]),
+        ("logprobs_not_finite", PROMPT, [30, 31], [-np.inf, -0.1]),
+        ("logprobs_not_finite", PROMPT, [30, 31], [np.inf, -0.1]),
+        ("logprobs_positive", PROMPT, [30, 31], [-0.1, 0.01]),
+        ("placeholder_sampled", PROMPT, [30, 6], [-0.1, -0.1]),
+        ("too_long", PROMPT, [30] * 13, [-0.1] * 13),
     ],
 )
-def test_defective_turn_is_dropped_and_counted(qwen, reason, completion, logprobs):
+def test_defective_turn_is_dropped_and_counted(qwen, reason, prompt, completion, logprobs):
     adapter = get_adapter(qwen.folder, qwen.processor, max_tokens=16)
-    bad, good = turn_of(PROMPT, completion, logprobs), turn_of(PROMPT, ANSWER, [-0.5, 0.0, -9.0])
+    bad, good = turn_of(prompt, completion, logprobs), turn_of(PROMPT, ANSWER, [-0.5, 0.0, -9.0])
     samples, drops = adapter.samples(outputs_of([good], [bad], [good]))
     assert drops == {reason: 1}
     assert [sample.trajectory_id for sample in samples] == ["t0", "t2"]
@@ -52,10 +53,6 @@ def test_trajectory_with_nan_reward_is_dropped(qwen):
     samples, drops = qwen.adapter.samples(outputs_of(bad, [turn_of(PROMPT, ANSWER)]))
     assert drops == {"reward_not_finite": 2}
     assert len(samples) == 1
-
-
-def test_turn_with_empty_prompt_is_dropped(qwen):
-    assert qwen.adapter.samples(outputs_of([turn_of([], ANSWER)])) == ([], {"empty_prompt": 1})
 
 
 def test_turns_with_missing_damaged_or_rejected_images_are_dropped(qwen):

@@ -87,12 +87,9 @@ def test_rejects_processor_with_undeclared_outputs(qwen):
         collator.process_image(qwen.images[qwen.image(100, 80)])
 
 
-def test_rejects_tokenizer_for_get_adapter(qwen):
+def test_rejects_tokenizer_and_processor_of_another_model(qwen, tmp_path):
     with refused("processor_needed", type(qwen.processor.tokenizer).__name__):
         get_adapter("qwen2-vl", qwen.processor.tokenizer)
-
-
-def test_rejects_processor_of_another_model(qwen, tmp_path):
     config = json.loads((qwen.folder / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"image_token_id": 99}))
     with refused("image_token_mismatch", 99, qwen.collator.image_token_id):
