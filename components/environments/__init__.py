@@ -1,6 +1,7 @@
-"""Environments by name. A new one is a class in one file and a line here (or an entry point of the same group).
+"""The registry of environments: their names and the classes that implement them.
 
-A class in a file beside a recipe needs neither: it is called "module:Class".
+To add an environment, write its class in one file and add a line here, or register an entry point in the group
+`armature.environments`. A class in a file beside a recipe needs neither: the recipe names it "module:Class".
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Name the color of a noisy image: the smallest task that cannot be solved without looking."""
+"""The environment `colors`: name the color of a noisy image. It is the smallest task that needs vision."""
 
 from __future__ import annotations
 
@@ -12,27 +12,25 @@ from armature.components.environments.generated import ColorImageSettings, Gener
 
 
 class ColorsSettings(ColorImageSettings):
-    """One image, one question, one answer."""
+    """Settings of the environment `colors`: one image, one question, one answer."""
 
     question: str = Field("What colour is this?", min_length=1)
-    """What is asked below the image."""
+    """Question that is shown below the image."""
     correct_weight: float = 1.0
-    """Reward for answering with exactly the color's name."""
+    """Reward for an answer that is exactly the color's name."""
     format_weight: float = 0.0
-    """Reward for answering with exactly one of the colors' names."""
+    """Reward for an answer that is exactly one of the colors' names, right or wrong."""
 
 
 class Colors(GeneratedEnvironment[ColorsSettings]):
-    """Every color comes equally often: a guess is right one time in `len(colors)`."""
+    """An environment that asks for the color of an image. Colors take turns: a guess is right once in `len(colors)`."""
 
     name = "colors"
     Settings = ColorsSettings
     max_turns = 1
 
-    def __init__(
-        self, settings: ColorsSettings, *, train_tasks: int, heldout_tasks: int, seed: int, processes: int
-    ) -> None:
-        super().__init__(settings, train_tasks=train_tasks, heldout_tasks=heldout_tasks, seed=seed, processes=processes)
+    def __init__(self, settings: ColorsSettings, **counts: int) -> None:
+        super().__init__(settings, **counts)
         self.reward_weights = {"correct": settings.correct_weight, "format": settings.format_weight}
         self._paint = painter(settings)
 
@@ -48,6 +46,8 @@ class Colors(GeneratedEnvironment[ColorsSettings]):
 
 
 class ColorsEpisode:
+    """An episode of one turn: it shows the image and grades the answer."""
+
     def __init__(self, image: EncodedImage, color: str, settings: ColorsSettings) -> None:
         self._image, self._color, self._settings = image, color, settings
 

@@ -1,4 +1,4 @@
-"""Say where a marked point is: an image with a dot, answers in pixels, and a hint after each miss."""
+"""The environment `coordinates`: give the pixel coordinates of a dot in an image, with a hint after each miss."""
 
 from __future__ import annotations
 
@@ -24,24 +24,25 @@ _BOXED = re.compile(r"\\boxed\{([^{}]*)\}")
 
 
 class CoordinatesSettings(Settings):
-    """A dot on a square image."""
+    """Settings of the environment `coordinates`: a dot on a square image."""
 
     image_size: int = Field(224, ge=16, le=2048)
     """Width and height of the image in pixels."""
     dot_radius: PositiveInt = 8
     """Radius of the dot in pixels."""
     tolerance: PositiveFloat = 16.0
-    """Largest distance in pixels from the dot's center that is a hit."""
+    """Largest distance in pixels between a guess and the dot's center at which the guess is a hit."""
     guesses: PositiveInt = 1
-    """Guesses (turns) in an episode; each miss is answered with a hint."""
+    """Most guesses (turns) in an episode; a hint follows each miss."""
     show_guess: bool = False
-    """Whether a hint comes with an image that marks the guess."""
+    """True adds an image to each hint in which the guess is marked."""
     hit_weight: float = 1.0
     """Reward for a hit."""
     closeness_weight: float = 0.0
-    """Reward for the last guess's closeness: 1 at the center, 0 a whole image_size away."""
+    """Weight of the last guess's closeness, which is 1 at the dot's center and falls linearly to 0 at a distance of
+    image_size."""
     format_weight: float = 0.0
-    """Reward for giving every answer as x,y."""
+    """Reward for an episode in which every answer has the form x,y."""
 
     @model_validator(mode="after")
     def _dot_fits(self) -> Self:
@@ -51,26 +52,32 @@ class CoordinatesSettings(Settings):
 
 
 def parse_point(answer: str) -> Point | None:
-    r"""The pair in `answer`, which is "x,y" or "(x, y)", or holds \boxed{x,y}, of which the last one counts."""
+    r"""Return the point that an answer gives, or None if it has another form.
+
+    An answer is "x,y" or "(x, y)", or any text with \boxed{x,y}, of which the last one counts.
+
+    Example:
+        >>> parse_point("(12, 34.5)"), parse_point(r"so \boxed{3,4}"), parse_point("at the top")
+        ((12.0, 34.5), (3.0, 4.0), None)
+    """
     boxed = _BOXED.findall(answer)
     match = _PAIR.fullmatch((boxed[-1] if boxed else answer).strip())
     return (float(match[1]), float(match[2])) if match else None
 
 
 class Coordinates(GeneratedEnvironment[CoordinatesSettings]):
-    """Pixels are counted from the upper left corner, x to the right and y downwards, as in the image's file.
+    """An environment that asks where a dot is.
 
-    Every part of the reward is given once, at the end, and lies in [0, 1]. A random guess hits with a chance of
-    about pi * tolerance^2 / image_size^2.
+    Coordinates are pixels from the upper left corner, x to the right and y downwards, as in image files. Every part of
+    the reward is given once, at the end of the episode, and lies in [0, 1]. A random guess is a hit with a probability
+    of about pi * tolerance^2 / image_size^2.
     """
 
     name = "coordinates"
     Settings = CoordinatesSettings
 
-    def __init__(
-        self, settings: CoordinatesSettings, *, train_tasks: int, heldout_tasks: int, seed: int, processes: int
-    ) -> None:
-        super().__init__(settings, train_tasks=train_tasks, heldout_tasks=heldout_tasks, seed=seed, processes=processes)
+    def __init__(self, settings: CoordinatesSettings, **counts: int) -> None:
+        super().__init__(settings, **counts)
         self.max_turns = settings.guesses
         self.reward_weights = {
             "hit": settings.hit_weight,
@@ -88,6 +95,8 @@ class Coordinates(GeneratedEnvironment[CoordinatesSettings]):
 
 
 class CoordinatesEpisode:
+    """An episode with the dot at `target`: it answers each missed guess with a hint until a hit or the last guess."""
+
     def __init__(self, target: Point, settings: CoordinatesSettings) -> None:
         self._target, self._settings = target, settings
         self._guesses, self._parsed = 0, 0

@@ -1,4 +1,4 @@
-"""The base of environments whose tasks are drawn from a seed."""
+"""The base class of environments that generate their tasks from a seed, and color images for two of them."""
 
 from __future__ import annotations
 
@@ -21,13 +21,22 @@ from armature.components.contracts.settings import Settings
 SettingsT = TypeVar("SettingsT", bound=Settings)
 
 
-def task_seed(seed: int, split: Split, index: int) -> int:
-    """A seed of its own for every task: even in the training split, odd in the held-out one, never twice."""
-    return 2 * ((seed << 32) + index) + (split == "heldout")
-
-
 class GeneratedEnvironment(ABC, Generic[SettingsT]):
-    """An environment that makes `train_tasks` and `heldout_tasks` tasks from `seed`."""
+    """An environment that generates `train_tasks` and `heldout_tasks` tasks from `seed`.
+
+    A subclass defines `payload`, which describes a task as JSON, and `episode`, which plays it.
+
+    Example:
+        >>> class Digits(GeneratedEnvironment[Settings]):
+        ...     name = "digits"
+        ...     def payload(self, seed, index):
+        ...         return {"digit": seed % 10}
+        ...     def episode(self, task):
+        ...         raise NotImplementedError
+        >>> environment = Digits(Settings(), train_tasks=2, heldout_tasks=1, seed=0, processes=1)
+        >>> [(task.task_id, task.payload) for task in environment.tasks("train")]
+        [('digits-train-00000', {'digit': 0}), ('digits-train-00001', {'digit': 2})]
+    """
 
     name: str
     Settings: ClassVar[type[Settings]]
@@ -43,30 +52,36 @@ class GeneratedEnvironment(ABC, Generic[SettingsT]):
         self._seed = seed
 
     def tasks(self, split: Split) -> Iterator[Task]:
+        """Yield the tasks of a split. Each has a seed that no other task has: even for training, odd for held-out."""
         for index in range(self._counts[split]):
-            payload = self.payload(task_seed(self._seed, split, index), index)
-            yield Task(f"{self.name}-{split}-{index:05d}", split, payload)
+            seed = 2 * ((self._seed << 32) + index) + (split == "heldout")
+            yield Task(f"{self.name}-{split}-{index:05d}", split, self.payload(seed, index))
 
     @abstractmethod
     def payload(self, seed: int, index: int) -> dict[str, Any]:
-        """What determines task `index`, as JSON; `seed` is the task's own."""
+        """Return the JSON values that determine task `index`; `seed` is a seed that only this task has."""
 
     def close(self) -> None:
-        """Nothing was started."""
+        """Release what the environment holds; by default nothing."""
 
     @abstractmethod
     def episode(self, task: Task) -> Episode: ...
 
 
-# Noisy images of one color, for environments that ask about colors.
+# --- Noisy images of one color, for environments that ask about colors ---
 
 Channel = Annotated[int, Field(ge=0, le=255)]
 Palette = dict[str, tuple[Channel, Channel, Channel]]
 
 
 def bare_answer(text: str) -> str:
-    """`text` in lower case, without the white space and punctuation around it."""
-    match = re.search(r"[^\W_](?:.*[^\W_])?", text, re.DOTALL)  # linear, as two substitutions are not
+    """Return `text` in lower case, without the white space and punctuation around it.
+
+    Example:
+        >>> bare_answer(" **Red.** ")
+        'red'
+    """
+    match = re.search(r"[^\W_](?:.*[^\W_])?", text, re.DOTALL)  # one search takes linear time, two re.sub do not
     return match.group().casefold() if match else ""
 
 
@@ -74,13 +89,10 @@ def _answerable(colors: Palette) -> Palette:
     for name in colors:
         if not name or bare_answer(name) != name:
             raise ValueError(f"{name!r} cannot be an answer: use a lower-case word without punctuation around it")
-    return {name: colors[name] for name in sorted(colors, key=_place)}
-
-
-def _place(name: str) -> tuple[int, str]:
-    """Equal colors make equal tasks in whatever order they arrive: PostgreSQL keeps none for Prefect's parameters."""
-    known = list(COLORS)
-    return (known.index(name) if name in known else len(known), name)
+    # Tasks depend on the order of colors, and Prefect's parameters lose it in PostgreSQL: so sort them here.
+    standard = list(COLORS)
+    order = sorted(colors, key=lambda name: (standard.index(name) if name in standard else len(standard), name))
+    return {name: colors[name] for name in order}
 
 
 COLORS: Palette = {
@@ -96,18 +108,18 @@ COLORS: Palette = {
 
 
 class ColorImageSettings(Settings):
-    """How images of a color look."""
+    """Settings of noisy images that show one color."""
 
     colors: Annotated[Palette, AfterValidator(_answerable)] = Field(COLORS, min_length=2)
-    """The colors by name, e.g. {red = [220, 40, 40]}; names are the answers."""
+    """Red, green and blue of each color by its name, e.g. {red = [220, 40, 40]}; the names are the correct answers."""
     image_size: int = Field(56, ge=8, le=2048)
     """Width and height of an image in pixels."""
     noise: float = Field(16.0, ge=0, le=255)
-    """Standard deviation of each pixel's noise, of 255 levels."""
+    """Standard deviation of the noise that each pixel gets, in levels from 0 to 255."""
     tint_jitter: float = Field(12.0, ge=0, le=255)
-    """Largest shift of a whole image's red, green and blue, each, of 255 levels."""
+    """Largest shift of an image's red, green and blue, drawn separately for each, in levels from 0 to 255."""
     brightness_jitter: float = Field(0.12, ge=0, lt=1)
-    """Largest change of a whole image's brightness, as a part of it."""
+    """Largest relative change of an image's brightness: 0.12 scales it by 0.88 to 1.12."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -115,7 +127,7 @@ class ColorImageSettings(Settings):
 
 
 def color_image(color: str, seed: int, settings: ColorImageSettings) -> EncodedImage:
-    """A PNG of `color`, the same for the same arguments."""
+    """Return a noisy PNG image of `color`. Equal arguments give the same image."""
     random = np.random.default_rng(seed)
     brightness = 1 + settings.brightness_jitter * random.uniform(-1, 1)
     tint = settings.tint_jitter * random.uniform(-1, 1, 3)
@@ -125,9 +137,9 @@ def color_image(color: str, seed: int, settings: ColorImageSettings) -> EncodedI
 
 
 def painter(settings: ColorImageSettings) -> Callable[[str, int], EncodedImage]:
-    """`color_image` with these settings; the last images are kept, as a whole group asks for the same one.
+    """Return `color_image` with these settings and a cache of 32 images, because a whole group shows the same image.
 
-    Threads that ask at the same time have it drawn once.
+    Threads that need the same image at the same time draw it once.
     """
     draw, one_at_a_time = lru_cache(maxsize=32)(partial(color_image, settings=settings)), Lock()
 
@@ -139,6 +151,9 @@ def painter(settings: ColorImageSettings) -> Callable[[str, int], EncodedImage]:
 
 
 def color_reward(action: str, color: str, settings: ColorImageSettings) -> dict[str, float]:
-    """`correct`: the answer is the color's name and nothing else; `format`: it is one of the names."""
+    """Return the reward parts of an answer.
+
+    `correct` is 1 if the answer is the color's name and nothing else, `format` is 1 if it is any of the names.
+    """
     answer = bare_answer(action)
     return {"correct": float(answer == color), "format": float(answer in settings.colors)}

@@ -1,4 +1,4 @@
-"""An episode that costs no more than itself: whatever it does ends as an answer or a `RolloutFailed`, in time."""
+"""Run episodes in threads of their own, so that a faulty episode fails alone and within its time limit."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from armature.components.contracts.episodes import Environment, Episode, Observa
 from armature.components.contracts.errors import RolloutFailed, said
 from armature.components.machine.process import ForkGuard
 
-# Threads beside the event loop, for code that may block it.
+# --- An event loop in a thread, for code that may block it ---
 
 ResultT = TypeVar("ResultT")
 
 PATIENCE = 1.0
-"""Seconds that a call which was given up has to end; one that has not is stuck."""
+"""Seconds that a cancelled call has to end. A call that is still running after them counts as stuck."""
 
 HANDLES = 2
-"""File handles of a `LoopThread`."""
+"""Number of file handles that a `LoopThread` holds."""
 
 
 class LoopThread:
-    """A daemon thread with an event loop of its own, for coroutines that were not written by us.
+    """A daemon thread with its own event loop, for coroutines that we did not write.
 
-    Whatever they do stays there: they may block, raise what would end a loop, and ignore that they are cancelled.
-    `stuck`: a call was given up and is still running.
+    Such a coroutine may block, raise an exception that would end an event loop, or ignore its cancellation, without
+    any effect on the caller's event loop. `stuck` is True if a call was cancelled and is still running.
     """
 
     def __init__(self, name: str) -> None:
@@ -42,32 +42,33 @@ class LoopThread:
         Thread(target=copy_context().run, args=(self._work,), name=name, daemon=True).start()
 
     async def call(self, function: Callable[[], Awaitable[ResultT]], timeout: float | None = None) -> ResultT:
-        """What `function` gives; it is called in the thread, beside the calls that are still going on there.
+        """Call `function` in the thread and return its result. Several calls may be running there at the same time.
 
         Raises:
-            TimeoutError: it took longer than `timeout` seconds, and was cancelled.
-            RolloutFailed: what it raised itself, or `environment_error` for whatever else it raised.
+            TimeoutError: the call took longer than `timeout` seconds and was cancelled.
+            RolloutFailed: the function raised it, or the function raised anything else (`environment_error`).
         """
         here = asyncio.get_running_loop()
         answer: asyncio.Future[ResultT] = here.create_future()
-        answer.add_done_callback(asyncio.Future.exception)  # or asyncio says that nobody read it, after a cancellation
+        # Read the exception, or asyncio logs after a cancellation that it was never retrieved.
+        answer.add_done_callback(asyncio.Future.exception)
         tasks: list[asyncio.Task[None]] = []
 
         async def work() -> None:
             result: Any = None
             failure = None
             try:
-                with self._guard:  # A child that was forked there would go on with a copy of this run.
+                with self._guard:  # a child process forked in the function would continue a copy of this run
                     result = await function()
             except RolloutFailed as failed:
                 failure = failed
             except BaseException as error:
                 failure = RolloutFailed("environment_error", said(error))
-            with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            with suppress(RuntimeError):  # the caller's loop is closed: nobody waits any more
                 here.call_soon_threadsafe(_settle, answer, result, failure)
 
         def never_began(task: asyncio.Task[None]) -> None:
-            if task.cancelled():  # before its first line, which would have seen to the answer
+            if task.cancelled():  # cancelled before `work` began, so `work` cannot settle the answer
                 with suppress(RuntimeError):
                     here.call_soon_threadsafe(_settle, answer, None, None)
 
@@ -92,10 +93,10 @@ class LoopThread:
             raise
 
     def end(self, last: Callable[[], Awaitable[object]] | None = None) -> None:
-        """End the thread, after `last` if given; nobody waits for either."""
+        """End the thread, after calling `last` in it if there is one. Return at once, without waiting for either."""
 
         async def leave() -> None:
-            with suppress(BaseException):  # nobody is left to be told
+            with suppress(BaseException):  # nobody waits for the result
                 if last is not None:
                     await last()
             self._ending = True
@@ -112,7 +113,7 @@ class LoopThread:
     def _work(self) -> None:
         asyncio.set_event_loop(self._loop)
         while not self._ending:
-            with suppress(BaseException):  # SystemExit of a task that nobody waits for ends a loop
+            with suppress(BaseException):  # a SystemExit in any task ends `run_forever`, so start it again
                 self._loop.run_forever()
         left = asyncio.all_tasks(self._loop)
         for task in left:
@@ -123,9 +124,10 @@ class LoopThread:
 
 
 class SharedThreadEpisode:
-    """An episode in a thread that it shares, for episodes whose clients, locks or sessions belong to one event loop.
+    """An episode that runs in a thread shared with other episodes, whose clients, locks or sessions need one event
+    loop.
 
-    One that blocks holds up the others of its thread.
+    An episode that blocks delays the others of its thread.
     """
 
     def __init__(self, episode: Episode, thread: LoopThread) -> None:
@@ -151,12 +153,26 @@ def _settle(answer: asyncio.Future[Any], result: Any, failure: Exception | None)
 
 
 class GuardedEpisode:
-    """An episode of `task`, played in a thread and an event loop of its own.
+    """An episode of `task` that is played in its own thread and event loop, with `timeout` seconds for each call.
 
-    It may block, never return, raise anything, ignore that it is cancelled: other episodes, the requests of the policy
-    and the end of the run do not wait for it. What it gives is checked and copied. A call has `timeout` seconds.
+    The episode may block, never return, raise anything or ignore its cancellation: other episodes, the requests to the
+    policy and the end of the run do not wait for it. Its observations and outcomes are checked and copied.
 
-    `reward_weights`: those of the environment at the last step.
+    `reward_weights` holds the environment's weights as of the last step.
+
+    Example:
+        >>> import asyncio
+        >>> from armature.components.environments.make import make_environment
+        >>> from armature.components.environments.settings import EnvironmentSettings
+        >>> environment = make_environment(EnvironmentSettings(name="colors", train_tasks=1, heldout_tasks=1))
+        >>> async def play():
+        ...     episode = GuardedEpisode(environment, next(environment.tasks("train")), timeout=60.0)
+        ...     await episode.reset()
+        ...     outcome = await episode.step("red")
+        ...     await episode.close()
+        ...     return outcome.reward_parts
+        >>> asyncio.run(play())
+        {'correct': 1.0, 'format': 1.0}
     """
 
     def __init__(self, environment: Environment, task: Task, timeout: float) -> None:
@@ -166,10 +182,11 @@ class GuardedEpisode:
         self.reward_weights: dict[str, float] = {}
 
     async def reset(self) -> Observation:
-        """Makes the episode and begins it.
+        """Create the episode, reset it and return its first observation.
 
         Raises:
-            RolloutFailed: see `checked_observation`, or `environment_timeout`.
+            RolloutFailed: a call failed or took too long (`environment_timeout`), or the observation is not valid, see
+                `checked_observation`.
         """
 
         async def make() -> None:
@@ -183,9 +200,11 @@ class GuardedEpisode:
         return await self._ask("reset", reset)
 
     async def step(self, action: str) -> Outcome:
-        """
+        """Apply an action and return its outcome.
+
         Raises:
-            RolloutFailed: see `checked_outcome`, or `environment_timeout`.
+            RolloutFailed: the call failed or took too long (`environment_timeout`), or the outcome is not valid, see
+                `checked_outcome`.
         """
 
         async def step() -> Outcome:
@@ -197,10 +216,13 @@ class GuardedEpisode:
         return await self._ask("step", step)
 
     async def close(self) -> None:
-        """Whoever is cancelled here does not cancel the closing, which has `PATIENCE` seconds then.
+        """Close the episode and end its thread.
+
+        If the caller is cancelled here, closing continues for up to `PATIENCE` seconds. An episode that is stuck in an
+        earlier call is closed when that call returns, and nobody waits for it.
 
         Raises:
-            RolloutFailed: it raised, or took too long. What is stuck is closed when it returns.
+            RolloutFailed: closing raised an exception or took too long.
         """
 
         async def close() -> None:

@@ -1,4 +1,4 @@
-"""From settings to an environment."""
+"""Make an environment from its settings, and digest the code and data that it depends on."""
 
 from __future__ import annotations
 
@@ -12,10 +12,19 @@ from armature.components.environments.settings import EnvironmentSettings
 
 
 def make_environment(settings: EnvironmentSettings, processes: int = 0) -> Environment:
-    """The environment that `settings` describe. It may start `processes` processes; 0: half as many as cores.
+    """Return the environment that `settings` describe.
+
+    Args:
+        settings: the environment's name and arguments.
+        processes: number of processes that the environment may start; 0 means half the number of CPU cores.
 
     Raises:
-        ConfigurationError: no environment has that name, or an extra that it needs is not installed.
+        ConfigurationError: no environment has that name, or a package that it needs is not installed.
+
+    Example:
+        >>> settings = EnvironmentSettings(name="colors", train_tasks=2, heldout_tasks=1)
+        >>> [task.task_id for task in make_environment(settings).tasks("train")]
+        ['colors-train-00000', 'colors-train-00001']
     """
     factory = ENVIRONMENTS[settings.name]
     environment: Environment = factory(
@@ -28,42 +37,42 @@ def make_environment(settings: EnvironmentSettings, processes: int = 0) -> Envir
     return environment
 
 
-# What an environment's tasks and rewards depend on besides its settings: its code, and the data that it reads.
-#
-# A class of environments may say its data itself, by a static method `sources(settings)` that maps names to digests;
-# without one, they are the files and folders that its arguments name.
-
-
 def environment_sources(settings: EnvironmentSettings) -> dict[str, str]:
-    """Digests by name, the same on every machine that has the same code and data.
+    """Return digests of what tasks and rewards depend on besides the settings: the environment's code and its data.
+
+    An environment's class may digest its data itself, in a static method `sources(settings)` that returns digests by
+    name. Without that method the data are the files and folders that the arguments name. The digests are the same on
+    every machine that has the same code and data.
 
     Raises:
         ConfigurationError: no environment has that name, or its code cannot be found.
     """
     factory = ENVIRONMENTS[settings.name]
-    own = getattr(factory, "sources", None)
-    said = own(factory.Settings.model_validate(settings.args)) if own else named_files(settings.args)
-    return {"code": code_digest(factory.__module__), **said}
+    sources = getattr(factory, "sources", None)
+    data = sources(factory.Settings.model_validate(settings.args)) if sources else named_files(settings.args)
+    return {"code": code_digest(factory.__module__), **data}
 
 
 def at_commit(settings: EnvironmentSettings, say: Callable[[str], None]) -> EnvironmentSettings:
-    """With a commit in place of the branch or tag `revision` of its arguments.
+    """Return the settings with the branch or tag in `revision` replaced by the commit that it points to now.
 
-    A class of environments that has one says how, by a static method `at_commit(settings, say)`.
+    An environment whose settings have a `revision` implements this in a static method `at_commit(settings, say)`;
+    other environments' settings are returned unchanged. `say` receives messages for the user.
 
     Raises:
         ConfigurationError: no environment has that name.
         DataError: see `hub_commit`.
     """
     factory = ENVIRONMENTS[settings.name]
-    own = getattr(factory, "at_commit", None)
-    if own is None:
+    resolve = getattr(factory, "at_commit", None)
+    if resolve is None:
         return settings
-    resolved = own(factory.Settings.model_validate(settings.args), say)
+    resolved = resolve(factory.Settings.model_validate(settings.args), say)
     return settings.model_copy(update={"args": resolved.model_dump(mode="json")})
 
 
 def evaluated_sources(settings: EnvironmentSettings) -> dict[str, str]:
-    """`environment_sources`, and those of the environment as an evaluation plays it."""
+    """Return `environment_sources` of the settings, and of the settings for evaluation with the prefix
+    `evaluation/`."""
     played = environment_sources(settings.for_evaluation()).items()
     return environment_sources(settings) | {f"evaluation/{name}": digest for name, digest in played}

@@ -1,4 +1,7 @@
-"""Remember an image that was shown some turns ago: the images of earlier turns must stay in the prompt."""
+"""The environment `recall`: name the color of an image from an earlier turn.
+
+It can only be solved if the images of earlier turns stay in the prompt.
+"""
 
 from __future__ import annotations
 
@@ -17,52 +20,51 @@ NUMBER = "{number}"
 
 
 class RecallSettings(ColorImageSettings):
-    """Turns that show an image, then turns that show none, then the question."""
+    """Settings of the environment `recall`: turns with an image, then turns without one, then the question."""
 
     images: PositiveInt = 1
-    """Turns that show an image, each of another color."""
+    """Number of turns that show an image; each image has another color."""
     filler_turns: NonNegativeInt = 0
-    """Turns without an image between the last one and the question."""
+    """Number of turns without an image between the last image and the question."""
     asked: Literal["first", "last", "random"] = "first"
-    """Which image's color is asked for."""
+    """The image whose color the question asks for."""
     remember: str = Field("Remember this picture.", min_length=1)
-    """Said below an image; {number} is the image's number."""
+    """Text below an image; {number} is replaced by the image's number."""
     filler: str = Field("Go on.", min_length=1)
-    """Said in a turn without an image."""
+    """Text of a turn without an image."""
     question: str = Field("Which colour was it?", min_length=1)
-    """The last turn; {number} is the number of the image asked for."""
+    """Text of the last turn; {number} is replaced by the number of the image that is asked for."""
     correct_weight: float = 1.0
-    """Reward for answering with exactly the color's name."""
+    """Reward for an answer that is exactly the color's name."""
     format_weight: float = 0.0
-    """Reward for answering with exactly one of the colors' names."""
+    """Reward for an answer that is exactly one of the colors' names, right or wrong."""
 
     @model_validator(mode="after")
-    def _can_be_answered(self) -> Self:
+    def _check_question(self) -> Self:
         if self.images > len(self.colors):
             raise PydanticCustomError(
                 "too_few_colors", f"{self.images} images of different colors need more than {len(self.colors)} colors"
             )
         if self.images > 1 and self.asked == "random" and NUMBER not in self.question:
             raise PydanticCustomError(
-                "number_place_missing", f"the question does not say which image it asks for: put {NUMBER} into it"
+                "number_place_missing", f"the question does not name the image that it asks for: put {NUMBER} into it"
             )
         return self
 
 
 class Recall(GeneratedEnvironment[RecallSettings]):
-    """The color asked for is drawn evenly, the others without replacement; only the last turn is rewarded.
+    """An environment that asks for the color of an earlier image. Only the last turn is rewarded.
 
-    A guess is right one time in `len(colors)`; who saw the images but not which one is asked for is right
-    one time in `images`.
+    Over the tasks, each color is the answer equally often; the other images' colors are drawn without replacement. A
+    guess is right once in `len(colors)`; a policy that remembers the images but not which one is asked for is right
+    once in `images`.
     """
 
     name = "recall"
     Settings = RecallSettings
 
-    def __init__(
-        self, settings: RecallSettings, *, train_tasks: int, heldout_tasks: int, seed: int, processes: int
-    ) -> None:
-        super().__init__(settings, train_tasks=train_tasks, heldout_tasks=heldout_tasks, seed=seed, processes=processes)
+    def __init__(self, settings: RecallSettings, **counts: int) -> None:
+        super().__init__(settings, **counts)
         self.max_turns = settings.images + settings.filler_turns + 1
         self.reward_weights = {"correct": settings.correct_weight, "format": settings.format_weight}
         self._paint = painter(settings)
@@ -81,6 +83,8 @@ class Recall(GeneratedEnvironment[RecallSettings]):
 
 
 class RecallEpisode:
+    """An episode that shows its images in order, then the filler turns, then the question."""
+
     def __init__(self, task: Task, settings: RecallSettings, paint: Callable[[str, int], EncodedImage]) -> None:
         self._colors: list[str] = task.payload["colors"]
         self._asked: int = task.payload["asked"]

@@ -1,4 +1,4 @@
-"""Which environment, with which arguments, and how many tasks it makes."""
+"""Settings that choose an environment, its arguments and the number of its tasks."""
 
 from __future__ import annotations
 
@@ -20,44 +20,52 @@ from armature.components.environments import ENVIRONMENTS
 
 
 class EnvironmentSettings(Settings):
-    """Together with the code's version these values determine every task."""
+    """An environment's name, arguments, task counts and seed. With the code's version they determine every task.
+
+    Example:
+        >>> settings = EnvironmentSettings(name="colors", args={"image_size": 28}, train_tasks=64, heldout_tasks=16)
+        >>> settings.args["image_size"], settings.args["noise"]  # defaults are filled in
+        (28, 16.0)
+    """
 
     name: str
-    """Registered name (colors, recall, coordinates, verifiers, ...), or MODULE:CLASS of a module beside the recipe."""
+    """Registered name (colors, recall, coordinates, verifiers, ...), or MODULE:CLASS for a class in a file beside the
+    recipe."""
     args: dict[str, Any] = Field({}, validate_default=True)
-    """The environment's own settings; unknown keys are refused."""
+    """Settings of that environment; an unknown key is an error."""
     train_tasks: PositiveInt | None = None
-    """Tasks in the training split; a dataset has at most so many, or all of its rows."""
+    """Number of tasks in the training split. For a dataset this is an upper limit; unset means all of its rows."""
     heldout_tasks: PositiveInt | None = None
-    """Tasks in the held-out split, never trained on; as train_tasks."""
+    """Number of tasks in the held-out split, which is never trained on. For a dataset an upper limit, like
+    train_tasks."""
     seed: NonNegativeInt = Field(0, lt=2**31)
-    """Seed of both splits' tasks."""
+    """Seed from which the tasks of both splits are made."""
     evaluation_args: dict[str, Any] = Field({})
-    """What of args is otherwise when an evaluation plays the tasks, so that success is measured in a published setting,
-    whatever helps training: {max_invalid_actions = 0}."""
+    """Entries of args to replace when an evaluation plays the tasks, so that success is measured in the published
+    setting even where training uses another: {max_invalid_actions = 0}."""
 
     @field_validator("args")
     @classmethod
-    def _with_the_environment_s_defaults(cls, args: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
-        """Complete, so that a fingerprint covers them."""
+    def _fill_in_defaults(cls, args: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
+        """Add the environment's defaults to the arguments, so that fingerprints cover them too."""
         if "name" not in info.data:
             return args
         return _checked(info.data["name"], args).model_dump(mode="json")
 
     @model_validator(mode="after")
-    def _tasks_that_are_made_have_a_number(self) -> Self:
+    def _require_task_counts(self) -> Self:
         for key in ("train_tasks", "heldout_tasks"):
             if getattr(self, key) is None and not getattr(ENVIRONMENTS[self.name], "knows_its_tasks", False):
-                raise ValueError(f"{key}: Field required: {self.name} makes as many tasks as it is asked for")
+                raise ValueError(f"{key}: Field required: {self.name} can make any number of tasks")
         return self
 
     @model_validator(mode="after")
-    def _evaluation_args_are_the_environment_s(self) -> Self:
+    def _check_evaluation_args(self) -> Self:
         _checked(self.name, self.args | self.evaluation_args)
         return self
 
     def for_evaluation(self) -> EnvironmentSettings:
-        """The same tasks, played as an evaluation plays them."""
+        """Return the settings with `evaluation_args` merged into `args`: the same tasks, played as in evaluation."""
         return self.model_copy(update={"args": self.args | self.evaluation_args, "evaluation_args": {}})
 
 
@@ -67,7 +75,7 @@ def _checked(name: str, args: dict[str, Any]) -> Settings:
         raise ConfigurationError(
             f"{name!r} is not an environment: it has no class Settings",
             code="settings_class_missing",
-            remedy="give it one, as docs/extending.md shows",
+            remedy="give the class an attribute Settings, as docs/extending.md shows",
         )
     try:
         return model.model_validate(args)

@@ -1,4 +1,4 @@
-"""The stage that lists an environment's tasks, and the way back from its artifact to tasks and environment."""
+"""The stage `tasks`, which writes an environment's tasks as an artifact, and functions that read that artifact."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from armature.components.environments.guarded import GuardedEpisode
 from armature.components.environments.make import at_commit, environment_sources, evaluated_sources, make_environment
 from armature.components.environments.settings import EnvironmentSettings
 
-# What tasks look like: a grid of first observations.
+# --- The preview image: a grid of the tasks' first observations ---
 
 WIDTH, IMAGE, LINES, COLUMNS = 224, 192, 5, 4
 HEIGHT = IMAGE + 12 * LINES + 12
 
 
 def image_grid(observations: Sequence[tuple[str, Observation]]) -> Image.Image:
-    """One cell per (title, observation): its first image, the title, and the beginning of its text."""
+    """Draw a grid with one cell per (title, observation): the first image, the title and the beginning of the text."""
     rows = -(-len(observations) // COLUMNS)
     grid = Image.new("RGB", (WIDTH * COLUMNS, HEIGHT * rows), "white")
     for index, (title, observation) in enumerate(observations):
@@ -48,7 +48,7 @@ def _cell(title: str, observation: Observation) -> Image.Image:
     text = " ".join(part for part in observation.content if isinstance(part, str))
     try:
         image = decode(images[0]) if images else None
-    except DataError as error:  # its rollouts will fail alone, counted as bad_image
+    except DataError as error:  # the task is kept; its rollouts fail later and are counted as bad_image
         image, text = None, f"bad image: {error.what}"
     if image is not None:
         scale = (IMAGE - 8) / max(image.size)
@@ -56,10 +56,12 @@ def _cell(title: str, observation: Observation) -> Image.Image:
         cell.paste(image.resize(size, Image.Resampling.NEAREST), ((WIDTH - size[0]) // 2, 4))
     more = f" (+{len(images) - 1} images)" if len(images) > 1 else ""
     lines = [title + more, *textwrap.wrap(text, 36)][:LINES]
-    caption = "\n".join(lines).encode("latin-1", "replace").decode("latin-1")  # what the built-in font has
+    caption = "\n".join(lines).encode("latin-1", "replace").decode("latin-1")  # the built-in font has only these
     ImageDraw.Draw(cell).multiline_text((8, IMAGE), caption, "black", ImageFont.load_default_imagefont())
     return cell
 
+
+# --- The artifact: a table of tasks per split, and the environment's settings ---
 
 TASKS = TableSchema("tasks", 2, pa.schema([("task_id", pa.string()), ("split", pa.string()), ("payload", pa.string())]))
 SPLITS: tuple[Split, ...] = ("train", "heldout")
@@ -70,9 +72,9 @@ ENVIRONMENT = "environment.json"
 def write_tasks(
     settings: EnvironmentSettings, inputs: Mapping[str, Artifact], folder: Path, context: StageContext
 ) -> StageReport:
-    """`train.parquet`, `heldout.parquet`, `environment.json` (the settings) and `preview.png`.
+    """Write `train.parquet`, `heldout.parquet`, `environment.json` (the settings) and `preview.png` into `folder`.
 
-    An environment that leaves out rows of its data has counted them by reason, in `drops`.
+    Rows of data that the environment left out are reported by reason, from its attribute `drops` if it has one.
     """
     rows: dict[str, int] = {}
     with closing(make_environment(settings, context.machine.workers.environments)) as environment:
@@ -90,7 +92,7 @@ def write_tasks(
         drops = dict(getattr(environment, "drops", {}))
         if drops:
             counts = ", ".join(f"{count} {reason}" for reason, count in sorted(drops.items()))
-            context.events.message(f"tasks: rows that are left out: {counts}")
+            context.events.message(f"tasks: rows left out: {counts}")
     return StageReport(rows=rows, drops=drops)
 
 
@@ -106,29 +108,35 @@ TASKS_STAGE = Stage(
 
 
 def load_tasks(folder: Path, split: Split) -> list[Task]:
-    """The tasks of `split` in the artifact at `folder`.
+    """Return the tasks of `split` from the tasks artifact at `folder`.
 
     Raises:
-        DataError: the table is missing, or is one of another version.
+        DataError: the table is missing or has another version.
     """
     rows = read_table(folder / f"{split}.parquet", TASKS).to_pylist()
     return [Task(row["task_id"], row["split"], json.loads(row["payload"])) for row in rows]
 
 
 def load_environment(folder: Path, processes: int = 0, *, evaluation: bool = False) -> Environment:
-    """The environment whose tasks are in the artifact at `folder`, as training plays it or an `evaluation`.
+    """Return the environment whose tasks are in the artifact at `folder`.
+
+    Args:
+        folder: folder of a tasks artifact.
+        processes: number of processes that the environment may start; 0 means half the number of CPU cores.
+        evaluation: use the settings for evaluation, see `EnvironmentSettings.evaluation_args`.
 
     Raises:
-        DataError: the artifact does not say which environment that is.
+        DataError: the artifact holds no settings of an environment.
     """
     settings = read_environment(folder)
     return make_environment(settings.for_evaluation() if evaluation else settings, processes)
 
 
 def sources_of_tasks(settings: object, inputs: Mapping[str, Artifact]) -> dict[str, str]:
-    """What a stage depends on that plays the tasks of its input `tasks`, whatever its settings are.
+    """Return the sources of a stage that plays the tasks of its input `tasks`: digests of the environment's code and
+    data.
 
-    Nothing where that is not an artifact of the tasks stage: the stage says so when it runs.
+    The result is empty if that input is not an artifact of the tasks stage; the stage then fails when it runs.
     """
     folder = inputs["tasks"].path
     if not (folder / ENVIRONMENT).is_file():
@@ -137,10 +145,10 @@ def sources_of_tasks(settings: object, inputs: Mapping[str, Artifact]) -> dict[s
 
 
 def read_environment(folder: Path) -> EnvironmentSettings:
-    """The settings of the environment whose tasks are in the artifact at `folder`.
+    """Return the settings of the environment whose tasks are in the artifact at `folder`.
 
     Raises:
-        DataError: the artifact does not say them.
+        DataError: the artifact has no such settings, or they are not valid in this version.
     """
     path = folder / ENVIRONMENT
     try:
@@ -149,7 +157,7 @@ def read_environment(folder: Path) -> EnvironmentSettings:
         raise DataError("not an artifact of the tasks stage", code="not_a_tasks_artifact", where=str(path)) from error
     except ValidationError as error:
         raise DataError(
-            f"these are not settings of an environment: {error.errors()[0]['msg']}",
+            f"the file does not hold valid settings of an environment: {error.errors()[0]['msg']}",
             code="environment_settings_unreadable",
             where=str(path),
             remedy="make the tasks again with this version",
@@ -157,10 +165,11 @@ def read_environment(folder: Path) -> EnvironmentSettings:
 
 
 def _rows(environment: Environment, split: Split, most: int | None) -> list[dict[str, object]]:
-    """The tasks as rows; `most`: None for all that there are.
+    """Return the environment's tasks of a split as rows of the table. `most` limits their number; None is no limit.
 
     Raises:
-        ConfigurationError: there are none, more than `most`, two of one name, or one that is not a task of `split`.
+        ConfigurationError: there are no tasks, more than `most`, two with one name, or one that is not a task of
+            `split`.
     """
     where = f"environment {environment.name!r}, split {split!r}"
     try:
@@ -175,13 +184,13 @@ def _rows(environment: Environment, split: Split, most: int | None) -> list[dict
         raise ConfigurationError("the environment lists no tasks", code="no_tasks", where=where)
     if most is not None and len(rows) > most:
         raise ConfigurationError(
-            f"the environment lists more than {most} tasks, which are requested", code="too_many_tasks", where=where
+            f"the environment lists more than the {most} requested tasks", code="too_many_tasks", where=where
         )
     names = Counter(row["task_id"] for row in rows)
     (name, times), *_ = names.most_common(1)
     if times > 1:
         raise ConfigurationError(
-            f"{times} tasks are called {name!r}", code="task_repeated", where=where, remedy="give each its own name"
+            f"{times} tasks have the id {name!r}", code="task_repeated", where=where, remedy="give each task its own id"
         )
     return rows
 
@@ -200,9 +209,10 @@ def _row(task: object, split: Split) -> dict[str, object]:
 async def _first_observations(
     environment: Environment, tasks: Iterable[Task], timeout: float
 ) -> list[tuple[str, Observation]]:
-    """
+    """Return the id and the first observation of each task.
+
     Raises:
-        ConfigurationError: an episode cannot be begun.
+        ConfigurationError: an episode cannot be started.
     """
     first = []
     for task in tasks:
@@ -214,6 +224,8 @@ async def _first_observations(
             with suppress(RolloutFailed):
                 await episode.close()
             raise ConfigurationError(
-                f"an episode cannot be begun: {failed.detail}", code="episode_not_started", where=f"task {task.task_id}"
+                f"an episode cannot be started: {failed.detail}",
+                code="episode_not_started",
+                where=f"task {task.task_id}",
             ) from failed
     return first

@@ -1,1 +1,1 @@
-"""ALFWorld: household tasks as text games (`alfworld/text`) and in AI2-THOR (`alfworld/thor`), and their games."""
+"""ALFWorld's household tasks as text games (`alfworld/text`) and in the simulator AI2-THOR (`alfworld/thor`)."""

@@ -1,6 +1,6 @@
-"""What the installed alfworld brings: the domain and grammar that play, its tables, and its scenes' layouts.
+"""Files of the installed package alfworld: its PDDL domain, grammar, tables of objects and layouts of scenes.
 
-Its files are read without importing it: alfworld's own modules make folders in the user's home when imported.
+The files are read without importing alfworld, whose modules create folders in the user's home when imported.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from types import ModuleType
 from armature.components.contracts.errors import ConfigurationError
 from armature.components.contracts.installation import install_command
 
-# What things are called: `apple 1`, `fridge 1`, and the same name in the text game and in AI2-THOR.
+# --- Names of things, such as `apple 1` and `fridge 1`, which the text game and AI2-THOR share ---
 
 _DECLARED = re.compile(r"([^\s()]+) - (?:object|receptacle)\b")
 _ESCAPED = {"_bar_": "|", "_minus_": "-", "_plus_": "+", "_dot_": ".", "_comma_": ","}
 
 
 def kind_of(object_id: str) -> str:
-    """The kind that a name begins with: `fridge`, and `sinkbasin` where the id ends in it."""
+    """Return the kind of an object by its id: `fridge` for Fridge|..., and `sinkbasin` for Sink|...|SinkBasin."""
     kind = object_id.partition("|")[0].lower()
     return kind + "basin" if "basin" in object_id.lower() and not kind.endswith("basin") else kind
 
 
 def names_of(problem: str) -> dict[str, str]:
-    """The name of each object and receptacle that the PDDL `problem` declares, by its id in lower case.
+    """Return the name of each object and receptacle in a PDDL problem, by its id in lower case.
 
-    The numbers are the text engine's: of one kind, the first id in its alphabetical order (of PDDL names) has the
-    highest.
+    Numbers are those that the text engine gives: within a kind, they fall with the alphabetical order of the PDDL
+    names, so that the first id has the highest number.
     """
     declared = problem.partition("(:objects")[2].partition("(:init")[0].lower()
     kinds: dict[str, list[str]] = defaultdict(list)
@@ -48,22 +48,24 @@ def names_of(problem: str) -> dict[str, str]:
     }
 
 
+# --- Files of the package ---
+
 DIGESTS = {
     "data/alfred.pddl": "f1473041ed01da514de1f87adfd7ef0804862361f83ccf63c75e43633b0eb280",
     "data/alfred.twl2": "c5b22f0f73309a7fd7c8e5b71de42ad4803b60766ab4a51cc2feb34162be036b",
 }
-"""SHA-256 of the files of alfworld 0.4.2 that are run: a grammar's {...} is Python that the engine evaluates."""
+"""SHA-256 of the files of alfworld 0.4.2 that are executed: the engine evaluates {...} in a grammar as Python."""
 
 GOAL = "UNKNOWN GOAL"
-"""What stands for the goal sentence in the grammar."""
+"""Placeholder of the goal sentence in the grammar."""
 
 
 @cache
 def folder() -> Path:
-    """The folder of the package alfworld.
+    """Return the folder of the package alfworld.
 
     Raises:
-        ConfigurationError: it, or the engine that it plays on, is not installed.
+        ConfigurationError: alfworld or its text engine is not installed.
     """
     for package in ("alfworld", "textworld", "fast_downward"):
         spec = find_spec(package)
@@ -72,8 +74,8 @@ def folder() -> Path:
                 f"ALFWorld needs the package {package}", code="package_missing", remedy=install_command("alfworld")
             )
         if package == "alfworld":
-            found = Path(spec.origin).parent
-    return found
+            location = Path(spec.origin).parent
+    return location
 
 
 @cache
@@ -83,33 +85,33 @@ def _checked(name: str) -> str:
     digest = hashlib.sha256(content).hexdigest()
     if digest != DIGESTS[name]:
         raise ConfigurationError(
-            f"the installed alfworld's {path.name} has SHA-256 {digest}, known is {DIGESTS[name]}",
+            f"the installed alfworld's {path.name} has the SHA-256 {digest}, expected {DIGESTS[name]}",
             code="alfworld_version_unsupported",
             where=str(path),
-            remedy="pip install alfworld==0.4.2; other versions are not run, as a grammar is code",
+            remedy="pip install alfworld==0.4.2; other versions are refused, because a grammar is code",
         )
     return content.decode()
 
 
 def domain() -> str:
-    """ALFRED's PDDL domain."""
+    """Return ALFRED's PDDL domain."""
     return _checked("data/alfred.pddl")
 
 
 def grammar() -> str:
-    """The grammar that turns facts into text and commands, with GOAL where a game's goal sentence goes."""
+    """Return the grammar that turns facts into text and commands. `GOAL` in it stands for a game's goal sentence."""
     return _checked("data/alfred.twl2")
 
 
 @cache
 def constants() -> ModuleType:
-    """alfworld.gen.constants: which objects and receptacles there are, and what can be done with them."""
+    """Return the module alfworld.gen.constants: tables of objects and receptacles and of the actions on them."""
     return _module("constants")
 
 
 @cache
 def goals() -> dict[str, dict[str, object]]:
-    """alfworld.gen.goal_library.gdict: each task type's goal in PDDL and sentences that say it."""
+    """Return alfworld.gen.goal_library.gdict: for each task type, the goal in PDDL and as sentences."""
     library: dict[str, dict[str, object]] = _module("goal_library").gdict
     return library
 

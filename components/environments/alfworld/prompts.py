@@ -1,4 +1,4 @@
-"""What the policy is asked, what it is reminded of, and how its answer is read. Shared by text and THOR."""
+"""Prompts of ALFWorld episodes and parsing of the policy's answers, for the text game and AI2-THOR."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ from pydantic_core import PydanticCustomError
 from armature.components.contracts.settings import Settings
 
 ANSWER_LIMIT = 20_000
-"""Characters of an answer that are looked at."""
+"""Number of characters at the beginning of an answer that are read."""
 
 ACTION_LIMIT = 200
-"""Characters of an action; the longest command of a game has about 60."""
+"""Largest number of characters in an action; the longest command of a game has about 60."""
 
 TASK = "Your task is to: "
+"""Text before the goal sentence in a game's first observation."""
 NOTHING = "Nothing happens."
-"""What a game says of an action that is not possible."""
+"""Observation of a game after an action that is not possible."""
 
-UNREAD = 30
-"""Characters at an answer's end that stand for its action where it marks none."""
+UNMARKED = 30
+"""Number of characters at the end of an answer that count as the action if the answer marks no action."""
 
 _FIRST = frozenset({"observation", "room", "task", "actions"})
 _LATER = _FIRST - {"room"} | {"steps", "recalled", "history", "step"}
@@ -34,9 +35,14 @@ _FOREIGN = re.compile(r"[^a-z0-9 /]")
 
 
 class PromptSettings(Settings):
-    """Templates of a turn's text. Each turn is asked again, with as much of the past as `history_length` allows.
+    """Templates of a turn's prompt. Each turn has a prompt of its own that recalls `history_length` past steps.
 
-    The list of admissible actions is shown where a template says {actions}.
+    {actions} in a template is replaced by the list of admissible actions.
+
+    Example:
+        >>> prompt = PromptSettings(answer="<action>{action}</action>", thinking=False)
+        >>> prompt.demonstration("go to desk 1")
+        '<action>go to desk 1</action>'
     """
 
     first: str = Field(
@@ -50,8 +56,8 @@ First think about the next step, inside <think> </think>. Then give exactly one 
 </action>.""",
         min_length=1,
     )
-    """The first turn: {observation} is all that the game says, {room} its description of the room, {task} the goal,
-    {actions} the admissible actions."""
+    """Template of the first turn. {observation} is the game's whole text, {room} its description of the room, {task}
+    the goal, {actions} the admissible actions."""
     later: str = Field(
         """\
 You are an agent in a household simulation. Your task is: {task}
@@ -64,104 +70,110 @@ First think about the next step, inside <think> </think>. Then give exactly one 
 </action>.""",
         min_length=1,
     )
-    """Later turns: {observation}, {task}, {actions}; {step} is this turn's number, {steps} how many actions were taken,
-    {history} the last of them and {recalled} how many these are. With history_length = 0 it is not used: each turn then
-    looks like the first."""
+    """Template of later turns: {observation}, {task} and {actions}; {step} is this turn's number, {steps} the number of
+    actions taken, {history} the last of them and {recalled} their number. With history_length = 0 every turn uses the
+    template first."""
     past: str = Field("[Observation {step}: '{observation}', Action {step}: '{action}']", min_length=1)
-    """One step of {history}: {step}, {observation}, {action} taken then."""
+    """Template of one step of {history}: its number {step}, its {observation} and the {action} taken in it."""
     past_separator: str = "\n"
-    """What stands between two steps of {history}."""
+    """Text between two steps of {history}."""
     action: str = Field("'{action}'", min_length=1)
-    """How one of {actions} is written: {action}."""
+    """Template of one of {actions}: {action} is its command."""
     action_separator: str = "\n "
-    """What stands between two of {actions}."""
+    """Text between two of {actions}."""
     history_length: NonNegativeInt = 2
-    """Past steps that a prompt recalls."""
+    """Number of past steps that a prompt recalls."""
     invalid_actions: Literal["shown", "left_out"] = "shown"
-    """What an action that was not possible leaves behind: shown (a step, and that nothing happened) or left_out
-    (nothing: the same is asked again)."""
+    """Treatment of an impossible action in later prompts: shown as a step in which nothing happened, or left_out, so
+    that the same prompt is shown again."""
     thinking: bool = True
-    """Whether an answer without <think>...</think> counts as unreadable."""
+    """True counts an answer without <think>...</think> as an answer in the wrong format."""
     answer: str = Field(
         "<think>The next step towards the goal is to {action}.</think><action>{action}</action>", min_length=1
     )
-    """An answer as a demonstration gives it; {action} is its command."""
+    """Template of a demonstration's answer; {action} is its command."""
 
     @model_validator(mode="after")
-    def _places_are_known(self) -> Self:
-        known = {"first": _FIRST, "later": _LATER, "past": _PAST, "action": {"action"}, "answer": {"action"}}
-        for name, places in known.items():
+    def _check_places(self) -> Self:
+        templates = {"first": _FIRST, "later": _LATER, "past": _PAST, "action": {"action"}, "answer": {"action"}}
+        for name, places in templates.items():
             if unknown := sorted(set(_PLACE.findall(getattr(self, name))) - places):
                 raise PydanticCustomError(
-                    "unknown_place", f"{name} holds {{{unknown[0]}}}; known: {', '.join(sorted(places))}"
+                    "unknown_place",
+                    f"{name} has the unknown place {{{unknown[0]}}}; known: {', '.join(sorted(places))}",
                 )
         for name in ("action", "answer"):
             if "{action}" not in getattr(self, name):
-                raise PydanticCustomError("action_place_missing", f"{name} does not hold {{action}}")
+                raise PydanticCustomError("action_place_missing", f"{name} has no place {{action}}")
         if parse_action(self.demonstration("look"), self.thinking) != ParsedAction("look", None):
             raise PydanticCustomError(
                 "answer_template_unreadable",
-                "answer is not read as its action: mark it with <action> (and <think> if thinking)",
+                "the action cannot be read from answer: mark it with <action> (and <think> if thinking)",
             )
         return self
 
     def demonstration(self, command: str) -> str:
-        """The answer whose action is `command`."""
+        """Return an answer whose action is `command`."""
         return fill(self.answer, action=command)
 
 
 def fill(template: str, **values: object) -> str:
-    """`template` with each {name} replaced once: what is put in is not looked at again."""
+    """Return `template` with each {name} replaced once; places in the values themselves are not replaced."""
     return _PLACE.sub(lambda match: str(values[match[1]]), template)
 
 
 @dataclass(frozen=True, slots=True)
 class ParsedAction:
-    """The action that an answer stands for, in a command's alphabet; `defect` is "format" if it was not marked."""
+    """The action that an answer contains, in the characters of commands. `defect` is "format" if a rule is broken."""
 
     action: str
     defect: str | None
 
 
 def parse_action(answer: str, thinking: bool) -> ParsedAction:
-    """Read the action between the first <action> and the </action> after it, in any case.
+    """Return the action between the first <action> and the next </action> of an answer, in lower case.
 
-    As in verl-agent, an answer that breaks a rule still acts: with what is marked or else with its last 30
-    characters. The rules: the tags are there, <think> and </think> as well if `thinking`, no Chinese characters;
-    and ours, the action is not empty and not longer than a command can be. Characters that no command has become
-    "?", so that neither the next prompt nor the engine meets them.
+    As in verl-agent, an answer that breaks a rule still acts: with the marked text, or else with its last 30
+    characters. The rules: both tags are there, with `thinking` also <think> and </think>, and there are no Chinese
+    characters. We add that the action is not empty and not longer than any command. Characters that no command has
+    become "?", so that they reach neither the next prompt nor the engine.
+
+    Example:
+        >>> parse_action("<think>to the desk</think><action>Go to desk 1</action>", thinking=True)
+        ParsedAction(action='go to desk 1', defect=None)
+        >>> parse_action("go to desk 1", thinking=True)
+        ParsedAction(action='go to desk 1', defect='format')
     """
-    looked_at = answer[:ANSWER_LIMIT]
-    lowered = looked_at.lower()
-    _, opened, rest = lowered.partition("<action>")
+    text = answer[:ANSWER_LIMIT]
+    _, opened, rest = text.lower().partition("<action>")
     marked, closed, _ = rest.partition("</action>")
-    found = bool(opened and closed)
-    action = _FOREIGN.sub("?", " ".join((marked if found else answer[-UNREAD:].lower()).split()))
+    is_marked = bool(opened and closed)
+    action = _FOREIGN.sub("?", " ".join((marked if is_marked else answer[-UNMARKED:].lower()).split()))
     wrong = (
-        not found
+        not is_marked
         or not action
         or len(action) > ACTION_LIMIT
-        or (thinking and not ("<think>" in looked_at and "</think>" in looked_at))
-        or _CHINESE.search(looked_at) is not None
+        or (thinking and not ("<think>" in text and "</think>" in text))
+        or _CHINESE.search(text) is not None
     )
     return ParsedAction(action[:ACTION_LIMIT], "format" if wrong else None)
 
 
 def task_of(introduction: str) -> str:
-    """The goal sentence at the end of a game's first observation, without its full stop.
+    """Return the goal sentence at the end of a game's first observation, without its full stop.
 
     Raises:
-        ValueError: there is none.
+        ValueError: the observation has no goal sentence.
     """
-    _, found, task = introduction.rpartition(TASK)
-    if not found:
+    _, separator, task = introduction.rpartition(TASK)
+    if not separator:
         raise ValueError(f"the first observation names no task: {introduction[-200:]!r}")
     return task.strip().removesuffix(".")
 
 
 @dataclass
 class EpisodePrompts:
-    """The text of each turn of one episode."""
+    """The prompts of one episode, from the game's current observation and the steps so far."""
 
     settings: PromptSettings
     observation: str
@@ -171,14 +183,14 @@ class EpisodePrompts:
         self.task = task_of(self.observation)
 
     def acted(self, action: str, observation: str) -> None:
-        """`action` was taken, and the game then said `observation`."""
+        """Record that `action` was taken and that the game answered with `observation`."""
         if observation == NOTHING and self.settings.invalid_actions == "left_out":
             return
         self._past.append((self.observation, action))
         self.observation = observation
 
     def text(self, actions: Sequence[str]) -> str:
-        """The prompt of the turn that shows `observation`."""
+        """Return the prompt of the current turn with the admissible `actions`."""
         settings, steps, observation = self.settings, len(self._past), self.observation
         shown = settings.action_separator.join(
             fill(settings.action, action=action) for action in actions if action != "help"

@@ -1,4 +1,4 @@
-"""The stage that writes games in ALFWorld's own layout, after winning each of them by its plan."""
+"""The stage `alfworld-games`, which writes games in ALFWorld's folder layout after it has won each by its plan."""
 
 from __future__ import annotations
 
@@ -21,38 +21,44 @@ from armature.components.machine.workers.worker import Worker
 
 
 class GamesStageSettings(Settings):
-    """Which games, and how many of each split."""
+    """Settings of the stage: the source of the games and their number in each split."""
 
     games: GamesSettings = GeneratedGames(source="generated")
-    """Where games come from."""
+    """Source of the games."""
     train: NonNegativeInt
-    """Games of the training split."""
+    """Number of games in the training split."""
     valid_seen: NonNegativeInt
-    """Held-out games in scenes of the training split."""
+    """Number of held-out games in scenes of the training split."""
     valid_unseen: NonNegativeInt
-    """Games in scenes that are in no other split."""
+    """Number of held-out games in scenes that are in no other split."""
     seed: NonNegativeInt = Field(0, lt=2**31)
-    """Seed of the games, or of their choice from a folder."""
+    """Seed for generating games, or for choosing them from a folder."""
 
 
 class AlfworldGames(Sections):
-    """Games in ALFWorld's own folder layout, for environments whose games have the source folder."""
+    """The recipe that writes games in ALFWorld's folder layout, for environments whose games have the source folder."""
 
     FLOW = "armature.flows.alfworld_games.alfworld_games"
 
     games: GamesStageSettings
-    """Which games, and how many of each split."""
+    """Settings of the stage that writes the games."""
     machine: MachineSection = Machine()
 
 
 def write_games(
     settings: GamesStageSettings, inputs: Mapping[str, Artifact], folder: Path, context: StageContext
 ) -> StageReport:
-    """`train`, `valid_seen` and `valid_unseen`, and `digest.txt`, which a recipe gives for `source = "folder"`."""
+    """Write the folders `train`, `valid_seen` and `valid_unseen`, and `digest.txt`.
+
+    The digest is the value of `digest` in the settings of games with the source `folder`.
+    """
     counts = {"train": settings.train, "valid_seen": settings.valid_seen, "valid_unseen": settings.valid_unseen}
     if not any(counts.values()):
         raise ConfigurationError(
-            "no games are requested", code="no_games_requested", where="train, valid_seen, valid_unseen"
+            "no games are requested",
+            code="no_games_requested",
+            where="train, valid_seen, valid_unseen",
+            remedy="set at least one of them above 0",
         )
     with EngineHost(context.machine.playing_processes) as host:
         for number, source in enumerate(SOURCES):
@@ -69,9 +75,10 @@ GAMES_STAGE = Stage("alfworld-games", 1, GamesStageSettings, (), write_games)
 
 
 def win_by_plan(host: EngineHost, worker: Worker, game: Game) -> None:
-    """
+    """Play a game by its plan and check that it wins.
+
     Raises:
-        DataError: the plan does not lead from an unmet goal to the goal by admissible commands.
+        DataError: the goal is met at the start, a command of the plan is not admissible, or the plan does not win.
     """
     hosted = host.play_at(worker, game.problem, game.goal)
     try:

@@ -1,1 +1,1 @@
-"""Tables of prompts, images and answers, from files, folders, Hugging Face or a URL: an environment without code."""
+"""The environment `dataset`: tables of prompts, images and answers from files, folders, Hugging Face or a URL."""

@@ -1,4 +1,4 @@
-"""Rows that cannot be used: counted by reason, and the first ones shown."""
+"""Rows that cannot be used: the error for one row, and counts by reason for a whole dataset."""
 
 from __future__ import annotations
 
@@ -11,24 +11,26 @@ SHOWN = 5
 
 
 class BadRow(Exception):
-    """A row cannot be used. `reason` is a short slug that is counted.
+    """A row that cannot be used. `reason` is one of these slugs, under which such rows are counted:
 
     unreadable        a line is not JSON, not UTF-8, or not an object
     no_text           a column of the prompt is null, or the prompt is empty
     no_answer         the answer is null or empty
     bad_answer        a reward cannot compare anything with the answer
-    no_image          an image is null, or there is no such file
-    bad_path          a path of an image leaves its folder, or is a URL
+    no_image          an image is null, or its file does not exist
+    bad_path          the path of an image leaves its folder, or is a URL
     bad_image         an image is damaged, too large, animated, or neither PNG, JPEG nor WebP
-    image_count       the prompt has places for another number of images
-    bad_conversation  messages are not a chat that the model can continue
+    image_count       the prompt has more or fewer places for images than the row has images
+    bad_conversation  the messages are not a chat that the model can continue
     bad_text          a text is not valid Unicode
-    wrong_type        a value is of a type that has no meaning there
-    reserved_token    a text has a special token of the model
-    too_long          more than `max_characters`
-    no_kind, no_split, no_group
-    no_metadata       an image of a folder with metadata has none
-    filtered          a filter does not let it pass (never an error)
+    wrong_type        a value has a type that the column cannot have
+    reserved_token    a text contains a special token of the model
+    too_long          a text has more than `max_characters` characters, or a line too many bytes
+    no_kind           the column `kind` is null or not text
+    no_split          the column of the split is null
+    no_group          the column of the group is null
+    no_metadata       a folder has a metadata file that does not list this image
+    filtered          a filter excludes the row (never an error)
     other_split       the column of the split has another value (never an error)
     """
 
@@ -38,7 +40,7 @@ class BadRow(Exception):
 
 
 class BadRows:
-    """Counts rows that are left out; `left_out` by reason."""
+    """Counts of the rows that are left out. `left_out` counts them by reason, filtered rows included."""
 
     def __init__(self, where: str, on_bad_row: Literal["refuse", "skip"]) -> None:
         self._where, self._refuse = where, on_bad_row == "refuse"
@@ -55,9 +57,10 @@ class BadRows:
             self._first.append(f"{place}: {bad.detail[:300]}")
 
     def check(self, rows: int) -> None:
-        """
+        """Check that there are no bad rows, unless bad rows are skipped. `rows` is the number of all rows.
+
         Raises:
-            DataError: there are some, and they are not to be skipped.
+            DataError: there are bad rows and `on_bad_row` is "refuse".
         """
         if self._bad and self._refuse:
             counts = ", ".join(f"{count} {reason}" for reason, count in self._bad.most_common())
@@ -65,5 +68,5 @@ class BadRows:
                 f"{self._bad.total()} of {rows} rows cannot be used: {counts}",
                 code="rows_unusable",
                 where="\n    ".join([self._where, *self._first]),
-                remedy='correct them, or set environment.args.on_bad_row = "skip" to leave them out, counted',
+                remedy='correct them, or set environment.args.on_bad_row = "skip" to leave them out and count them',
             )

@@ -1,4 +1,4 @@
-"""A table of prompts, images and answers as an environment, graded by rewards by name."""
+"""The environment `dataset`: each row of a table is a task of one turn, graded by named rewards."""
 
 from __future__ import annotations
 
@@ -27,9 +27,10 @@ from armature.components.rewards.reward import RewardInput
 
 
 class DatasetEnvironment:
-    """One turn per row. Tasks name rows by file, position and digest, so a table that changes is noticed.
+    """An environment with one task of one turn per row of a table.
 
-    Which rows are held out, and the order of the tasks, do not depend on the order of the rows.
+    A task refers to its row by file, position and digest, so a change of the table is noticed. The choice of held-out
+    rows and the order of tasks do not depend on the order of the rows.
 
     Raises:
         ConfigurationError, DataError: see `open_table` and `make_rewards`.
@@ -55,14 +56,14 @@ class DatasetEnvironment:
         self._counts: dict[Split, int | None] = {"train": train_tasks, "heldout": heldout_tasks}
         self._seed = seed
         self._table = open_table(settings)
-        self._shards = self._table.shards  # opened now: that may take long, and an episode has its time limit
+        self._shards = self._table.shards  # open them now: it may take longer than an episode's time limit allows
         self._bad = BadRows(f"source {settings.source!r}", settings.on_bad_row)
         self._rewards: Rewards = make_rewards(settings.rewards, folder=project_folder(), processes=processes)
         self.reward_weights: Mapping[str, float] = self._rewards.weights
 
     @staticmethod
     def sources(settings: DatasetEnvironmentSettings) -> dict[str, str]:
-        """The data, the images that are files, and what the rewards stand on.
+        """Return digests of the table, of the images that are files, and of the sources of the rewards.
 
         Raises:
             ConfigurationError, DataError: see `open_table`.
@@ -73,7 +74,8 @@ class DatasetEnvironment:
 
     @staticmethod
     def at_commit(settings: DatasetEnvironmentSettings, say: Callable[[str], None]) -> DatasetEnvironmentSettings:
-        """
+        """Return the settings with the commit in place of a branch or tag of a Hugging Face dataset.
+
         Raises:
             DataError: see `hub_commit`.
         """
@@ -83,7 +85,7 @@ class DatasetEnvironment:
 
     @property
     def drops(self) -> dict[str, int]:
-        """How many rows are left out, by reason, of those that were looked at."""
+        """Number of rows that were left out so far, by reason."""
         return dict(self._bad.left_out)
 
     @cached_property
@@ -98,13 +100,14 @@ class DatasetEnvironment:
 
     def demonstration(self, task: Task) -> list[str]:
         row, example = self._row(task)
-        said = demonstration_of(row, example, self.settings)
-        return [said] if said else []
+        answer = demonstration_of(row, example, self.settings)
+        return [answer] if answer else []
 
     def episode(self, task: Task) -> DatasetEpisode:
-        """
+        """Return the episode of a task.
+
         Raises:
-            DataError: the row is not the one that the task was made from.
+            DataError: the row has changed since the task was made.
         """
         row, example = self._row(task)
         return DatasetEpisode(example, self._table.files, row_for_rewards(row, self.settings), self._rewards)
@@ -115,10 +118,10 @@ class DatasetEnvironment:
     def _row(self, task: Task) -> tuple[Row, RowExample]:
         name, index = task.payload["file"], task.payload["row"]
         changed = DataError(
-            f"row {index} of {name} is not the one that the task was made from",
+            f"row {index} of {name} has changed since the task was made",
             code="row_changed",
             where=task.task_id,
-            remedy="put the data back, or make the tasks again",
+            remedy="restore the data, or make the tasks again",
         )
         shard = self._shards.get(name)
         if shard is None:
@@ -134,15 +137,16 @@ class DatasetEnvironment:
 
 
 class DatasetEpisode:
-    """Shows a row and grades one answer."""
+    """An episode of one turn: it shows a row and grades the answer."""
 
     def __init__(self, example: RowExample, files: DataFiles, row: dict[str, Any], rewards: Rewards) -> None:
         self._example, self._files, self._row, self._rewards = example, files, row, rewards
 
     async def reset(self) -> Observation:
-        """
+        """Load the row's images and return the observation.
+
         Raises:
-            RolloutFailed: `bad_image`.
+            RolloutFailed: an image is missing or damaged (`bad_image`).
         """
         *earlier, (_, content) = [
             (role, tuple(part if isinstance(part, str) else self._load(part) for part in parts))
@@ -165,13 +169,15 @@ class DatasetEpisode:
 
 
 def _image_names(table: RowTable, settings: DatasetEnvironmentSettings) -> list[str]:
-    """Of images that are files; kept for as long as the table stays, because every row is read for it."""
-    chosen = {"rewards", "split", "filters", "check_images", "on_bad_row", "reserved_tokens", "allow_special_tokens"}
-    asked = settings.model_dump(mode="json", exclude=chosen)
-    kept = DownloadCache.standard().folder / "tables" / f"{document_digest([COPY, table.digest, asked])}.images.json"
-    make_once(kept, lambda path: _write(path, sorted(set(image_paths(table, settings)))))
-    return list(json.loads(kept.read_text()))
+    """Return the names of the images that are files, sorted.
 
+    Finding them takes a pass over all rows, so the list is cached on disk under the digests of the table and settings.
+    """
+    unused = {"rewards", "split", "filters", "check_images", "on_bad_row", "reserved_tokens", "allow_special_tokens"}
+    key = document_digest([COPY, table.digest, settings.model_dump(mode="json", exclude=unused)])
 
-def _write(path: Path, names: list[str]) -> None:
-    path.write_text(json.dumps(names))
+    def write(path: Path) -> None:
+        path.write_text(json.dumps(sorted(set(image_paths(table, settings)))))
+
+    names = make_once(DownloadCache.standard().folder / "tables" / f"{key}.images.json", write)
+    return list(json.loads(names.read_text()))

@@ -1,4 +1,4 @@
-"""Datasets that the library `datasets` reads: from the hub at a commit, or saved on disk."""
+"""Datasets that Hugging Face's library `datasets` reads: from the hub at a commit, or saved on disk."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ from armature.components.environments.dataset.values import column_values
 from armature.components.machine.hub import hub_commit
 
 SAVED = ("state.json", "dataset_dict.json")
-"""One of them is in a folder that `save_to_disk` wrote."""
+"""Names of files that mark a folder written by `save_to_disk`."""
 
 
 def dataset_commit(name: str, revision: str | None) -> str:
-    """
+    """Return the commit of a hub dataset's revision.
+
     Raises:
-        ConfigurationError: no revision is given.
+        ConfigurationError: `revision` is None.
         DataError: there is no such dataset or revision, or the hub cannot be reached.
     """
     if revision is None:
@@ -39,62 +40,53 @@ def dataset_commit(name: str, revision: str | None) -> str:
 
 
 def hub_shards(name: str, commit: str, subset: str) -> list[Shard]:
-    """
+    """Load a dataset of the hub at a commit and return one shard per split.
+
     Raises:
-        ConfigurationError: the library is not installed, or there is no such subset.
-        DataError: the dataset cannot be fetched or read.
+        ConfigurationError: the library `datasets` is not installed.
+        DataError: the dataset or subset cannot be fetched or read.
     """
     library = _library()
-    _refuse_large(name, commit)
-    try:
-        found = library.load_dataset(name, subset or None, revision=commit)
-    except Exception as error:  # the network's, the hub's, and those of whatever reads the files
-        raise DataError(
-            f"the dataset cannot be loaded: {type(error).__name__}: {str(error)[:500]}",
-            code="dataset_unreadable",
-            where=f"{name} at {commit}",
-            remedy="check its name and environment.args.subset; log in for a gated dataset",
-        ) from error
-    return _shards(found)
+    _check_size(name, commit)
+    return _shards(
+        lambda: library.load_dataset(name, subset or None, revision=commit),
+        f"{name} at {commit}",
+        "check its name and environment.args.subset; log in for a gated dataset",
+    )
 
 
-def _refuse_large(name: str, commit: str) -> None:
-    """Refuse a dataset that has more bytes than one may fetch. The library itself has no limit.
+def _check_size(name: str, commit: str) -> None:
+    """Check that a hub dataset is not larger than the download limit. The library itself has no limit.
 
     Raises:
-        DataError: it has more.
+        DataError: the dataset is larger.
     """
     from huggingface_hub import HfApi
 
     size, limit = 0, DownloadCache.standard().limit_bytes
-    with suppress(Exception):  # without the hub its cache is read, and other faults are found by the library
+    with suppress(Exception):  # offline, the library reads its cache; it reports all other problems itself
         files = HfApi().list_repo_tree(name, recursive=True, revision=commit, repo_type="dataset")
         size = sum(getattr(file, "size", 0) for file in files)
     if size > limit:
         raise DataError(
-            f"the dataset has {size / 1e9:.3g} GB, more than the {limit / 1e9:.3g} GB that one may take",
+            f"the dataset has {size / 1e9:.3g} GB, more than the limit of {limit / 1e9:.3g} GB",
             code="fetch_limit_exceeded",
             where=f"{name} at {commit}",
-            remedy="raise ARMATURE_FETCH_LIMIT_GB, or take a smaller one",
+            remedy="raise ARMATURE_FETCH_LIMIT_GB, or use a smaller dataset",
         )
 
 
 def saved_shards(folder: Path) -> list[Shard]:
-    """
+    """Load a dataset from a folder that `save_to_disk` wrote, and return one shard per split.
+
     Raises:
-        ConfigurationError: the library is not installed.
+        ConfigurationError: the library `datasets` is not installed.
         DataError: the dataset cannot be read.
     """
     library = _library()
-    try:
-        found = library.load_from_disk(str(folder))
-    except Exception as error:  # those of whatever reads the files
-        raise DataError(
-            f"the saved dataset cannot be read: {type(error).__name__}: {str(error)[:500]}",
-            code="dataset_unreadable",
-            where=str(folder),
-        ) from error
-    return _shards(found)
+    return _shards(
+        lambda: library.load_from_disk(str(folder)), str(folder), "write it again with save_to_disk of datasets"
+    )
 
 
 def _library() -> Any:
@@ -109,40 +101,50 @@ def _library() -> Any:
     return datasets
 
 
-def _shards(found: Any) -> list[Shard]:
-    splits: Mapping[str, Any] = found if isinstance(found, Mapping) else {str(found.split or "train"): found}
+def _shards(load: Callable[[], Any], where: str, remedy: str) -> list[Shard]:
+    try:
+        dataset = load()
+    except Exception as error:  # of the network, the hub, or any library that reads the files
+        raise DataError(
+            f"the dataset cannot be loaded: {type(error).__name__}: {str(error)[:500]}",
+            code="dataset_unreadable",
+            where=where,
+            remedy=remedy,
+        ) from error
+    splits: Mapping[str, Any] = dataset if isinstance(dataset, Mapping) else {str(dataset.split or "train"): dataset}
     return [_split(name, splits[name]) for name in sorted(splits)]
 
 
 def _split(name: str, rows: Any) -> ArrowRows:
-    """Class labels are given by their names, also those in lists and structs."""
+    """Return a split as a shard, with class labels as names, also inside lists and structs."""
     stored = rows.with_format("arrow")
-    named = {key: _names(feature) for key, feature in rows.features.items()}
+    labels = {key: _label_reader(feature) for key, feature in rows.features.items()}
 
     def values(key: str, column: pa.ChunkedArray) -> list[Any]:
-        plain, name_of = column_values(column), named[key]
-        return plain if name_of is None else list(map(name_of, plain))
+        plain, with_names = column_values(column), labels[key]
+        return plain if with_names is None else list(map(with_names, plain))
 
     return ArrowRows(name, len(rows), rows.column_names, lambda start, stop: stored[start:stop], values)
 
 
-def _names(feature: Any) -> Callable[[Any], Any] | None:
-    """Put the names of class labels in place of their numbers in a value; None: it has none."""
+def _label_reader(feature: Any) -> Callable[[Any], Any] | None:
+    """Return a function that replaces class labels' numbers in a value by names; None if the feature has no labels."""
     if hasattr(feature, "int2str"):
         return lambda value: None if value is None or value < 0 else _label(feature, value)
     if isinstance(feature, Mapping):
-        fields = {key: each for key, inner in feature.items() if (each := _names(inner))}
+        fields = {key: each for key, inner in feature.items() if (each := _label_reader(inner))}
         if not fields:
             return None
         return lambda value: value and value | {key: each(value[key]) for key, each in fields.items()}
-    name_of = _names(feature.feature) if hasattr(feature, "feature") else None
-    return name_of and (lambda value: value and list(map(name_of, value)))
+    with_names = _label_reader(feature.feature) if hasattr(feature, "feature") else None
+    return with_names and (lambda value: value and list(map(with_names, value)))
 
 
 def _label(feature: Any, number: int) -> str:
-    """
+    """Return the name of a class label.
+
     Raises:
-        BadRow: there is no such label.
+        BadRow: there is no label of this number.
     """
     try:
         return str(feature.int2str(number))

@@ -1,4 +1,4 @@
-"""Images as tables hold them: bytes, {bytes, path} as Hugging Face writes them, base64, data URLs, paths."""
+"""Images in tables: bytes, {bytes, path} as Hugging Face writes them, base64, data URLs, or paths of files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from armature.components.environments.dataset.bad_rows import BadRow
 from armature.components.environments.dataset.files import DataFiles
 from armature.components.environments.dataset.shards import READERS, Row, Shard
 
-# A folder of images as rows: by its metadata files, or an image's class is the folder that it is in.
+# --- A folder of images as a table: rows from metadata files, or classes from folder names ---
 
 SUFFIXES = {".png", ".jpg", ".jpeg", ".webp"}
 METADATA = {f"metadata.{kind}": kind for kind in ("jsonl", "csv", "parquet")}
@@ -27,7 +27,7 @@ FILE_NAME, IMAGE, LABEL = "file_name", "image", "label"
 
 
 class ClassFolder:
-    """Images of one folder, with the columns `image`, a path, and `label`, the folder's name."""
+    """A shard with one row per image of a folder: `image` is the image's path, `label` the folder's name."""
 
     def __init__(self, folder: str, names: Sequence[str]) -> None:
         self.name, self._names = folder, names
@@ -43,9 +43,9 @@ class ClassFolder:
 
 
 class MetadataFolder:
-    """Rows of a metadata file, whose `file_name` is the image, below the folder that the file is in.
+    """A shard with the rows of a metadata file. Its column `file_name` gives images relative to the file's folder.
 
-    Images there that no row names are rows that cannot be used.
+    Each image in that folder that no row names counts as a bad row.
     """
 
     def __init__(self, rows: Shard, names: Collection[str]) -> None:
@@ -74,60 +74,69 @@ class MetadataFolder:
 
 
 def image_shards(files: DataFiles) -> list[Shard]:
-    """
+    """Return the shards of a folder of images: one per metadata file, and one per other folder that has images.
+
     Raises:
         DataError: there are no images.
     """
     names = files.names()
     described = {str(PurePosixPath(name).parent): name for name in names if PurePosixPath(name).name in METADATA}
-    found: dict[str, list[str]] = defaultdict(list)
+    images: dict[str, list[str]] = defaultdict(list)
     for name in names:
         path = PurePosixPath(name)
         if path.suffix.lower() in SUFFIXES:
             above = (str(folder) for folder in path.parents)
-            found[next((folder for folder in above if folder in described), str(path.parent))].append(name)
-    if not found:
+            images[next((folder for folder in above if folder in described), str(path.parent))].append(name)
+    if not images:
         raise DataError("the folder has no PNG, JPEG or WebP files", code="images_missing", where=str(files))
     shards: list[Shard] = []
-    for folder in sorted(found.keys() | described.keys()):
+    for folder in sorted(images.keys() | described.keys()):
         if folder in described:
             table = described[folder]
             rows = READERS[METADATA[PurePosixPath(table).name]](files.path(table), table)
-            shards.append(MetadataFolder(rows, found[folder]))
+            shards.append(MetadataFolder(rows, images[folder]))
         else:
-            shards.append(ClassFolder(folder, found[folder]))
+            shards.append(ClassFolder(folder, images[folder]))
     return shards
 
 
+# --- The images of a row ---
+
 BASE64 = ("iVBORw0KGgo", "/9j/", "UklGR")
-"""How PNG, JPEG and WebP files begin as base64."""
+"""First characters of PNG, JPEG and WebP files in base64."""
 LONGEST_PATH = 4096
+"""Largest number of characters in the path of an image."""
 
 
 @dataclass(frozen=True, slots=True)
 class TableImage:
-    """An image of a row: a file, or `data` that is in the table, whose `path` then says nothing."""
+    """An image of a row. If `data` is None, `path` names a file; otherwise `data` are the image's bytes from the table.
+
+    `path` is then only a label that the table carries.
+    """
 
     path: str | None
     data: bytes | None
 
     @property
     def reference(self) -> dict[str, str]:
-        """What the image counts as in a row's digest: its bytes where the table has them, else its path."""
+        """The image's part of the row's digest: the SHA-256 of bytes in the table, or the path of a file."""
         return {"path": self.path or ""} if self.data is None else {"sha256": sha256(self.data).hexdigest()}
 
     def check_present(self, files: DataFiles) -> None:
-        """
+        """Check that the image's file exists.
+
         Raises:
-            BadRow: its path leaves the folder, or there is no such file.
+            BadRow: the path leaves the folder, or there is no such file.
         """
         if self.data is None:
             _present(self.path, files)
 
     def load(self, files: DataFiles) -> EncodedImage:
-        """
+        """Return the image's bytes with the media type that their first bytes show.
+
         Raises:
-            BadRow: there is no such file, or it is neither PNG, JPEG nor WebP by its first bytes.
+            BadRow: there is no such file, or the bytes are neither PNG, JPEG nor WebP.
         """
         data = self.data
         if data is None:
@@ -139,21 +148,25 @@ class TableImage:
                     raise BadRow("bad_image", f"{name}: more than {MAX_BYTES} bytes")
             except (DataError, OSError) as error:
                 raise BadRow("no_image", f"{name}: {error}") from error
-        return EncodedImage(data, _media_type(data, self.path or "an image"))
+        return encoded_image(data, self.path or "an image")
 
 
 def table_images(value: Any, column: str) -> list[TableImage]:
-    """The images in a value: one, or a list of them.
+    """Return the images in a column's value: one image or a list of images.
 
     Raises:
-        BadRow: one is null, or of another type.
+        BadRow: an image is null or has another type.
+
+    Example:
+        >>> table_images(["cat.png", {"bytes": b"...", "path": None}], "image")
+        [TableImage(path='cat.png', data=None), TableImage(path=None, data=b'...')]
     """
     is_list = isinstance(value, str) and value.startswith("[")
     if is_list and PurePosixPath(value).suffix.lower() not in SUFFIXES:  # "[v2]/0.png" is a path
         try:
             value = json.loads(value)
         except (ValueError, RecursionError):
-            raise BadRow("wrong_type", f"{column!r} begins as a JSON list and is none") from None
+            raise BadRow("wrong_type", f"{column!r} begins like a JSON list and is not one") from None
     return [_image(each, column) for each in (value if isinstance(value, list | tuple) else [value])]
 
 
@@ -161,7 +174,7 @@ def _image(value: Any, column: str) -> TableImage:
     if isinstance(value, dict):
         data, path = value.get("bytes"), value.get("path")
         if isinstance(data, str):
-            data = _decoded(data, column)
+            data = from_base64(data, column)
         if not isinstance(data, bytes | None) or not isinstance(path, str | None):
             raise BadRow("wrong_type", f"{column!r} holds neither bytes nor a path")
         if data is None and not path:
@@ -179,11 +192,16 @@ def _image(value: Any, column: str) -> TableImage:
         except DataError as error:
             raise BadRow("bad_image", f"{column!r}: {error.what}") from error
     if value.startswith(BASE64):
-        return TableImage(None, _decoded(value, column))
+        return TableImage(None, from_base64(value, column))
     return TableImage(value, None)
 
 
-def _decoded(text: str, column: str) -> bytes:
+def from_base64(text: str, column: str) -> bytes:
+    """Decode base64, in which white space is ignored.
+
+    Raises:
+        BadRow: the base64 is damaged (`bad_image`).
+    """
     try:
         return b64decode("".join(text.split()), validate=True)
     except (Base64Error, ValueError) as error:
@@ -193,23 +211,28 @@ def _decoded(text: str, column: str) -> bytes:
 def _present(path: str | None, files: DataFiles) -> str:
     name = path or ""
     if "://" in name[:16]:
-        raise BadRow("bad_path", f"{name[:200]!r} is a URL, and none is fetched; give the file itself")
+        raise BadRow("bad_path", f"{name[:200]!r} is a URL; images are not downloaded, give the file itself")
     if len(name) > LONGEST_PATH:
         raise BadRow("bad_path", f"a path of {len(name)} characters")
     try:
-        found = files.has(name)
+        exists = files.has(name)
     except (DataError, ValueError) as error:
         raise BadRow("bad_path", error.what if isinstance(error, DataError) else f"{name[:200]!r}: {error}") from error
-    if not found:
+    if not exists:
         raise BadRow("no_image", f"there is no file {name[:200]!r} in {files}")
     return name
 
 
-def _media_type(data: bytes, name: str) -> str:
+def encoded_image(data: bytes, name: str) -> EncodedImage:
+    """Return the bytes of a file as an image, with the media type that the first bytes show.
+
+    Raises:
+        BadRow: the file is neither PNG, JPEG nor WebP (`bad_image`).
+    """
     if data.startswith(b"\x89PNG\r\n\x1a\n"):
-        return "image/png"
+        return EncodedImage(data, "image/png")
     if data.startswith(b"\xff\xd8\xff"):
-        return "image/jpeg"
+        return EncodedImage(data, "image/jpeg")
     if data[:4] == b"RIFF" and data[8:12] == b"WEBP":
-        return "image/webp"
+        return EncodedImage(data, "image/webp")
     raise BadRow("bad_image", f"{name[:200]}: neither PNG, JPEG nor WebP")

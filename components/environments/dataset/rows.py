@@ -1,4 +1,4 @@
-"""A row as the policy meets it: what is shown, what the answer is, and digests that name it."""
+"""From a row to an example: the messages that the policy sees, the correct answer, and digests that identify both."""
 
 from __future__ import annotations
 
@@ -18,17 +18,22 @@ from armature.components.environments.dataset.values import read_json
 from armature.components.rewards.make import reward_columns
 from armature.components.rewards.reward import extracted
 
-# Conversations as Hugging Face and OpenAI write them: messages with a role and content, text or a list of parts.
+# --- Conversations in the format of Hugging Face and OpenAI: messages with a role and text or a list of parts ---
 
 ChatPart = str | Place | TableImage
 ROLES: dict[str, Role] = {name: name for name in get_args(Role)}
 
 
 def chat_messages(value: Any, column: str, image_token: str) -> tuple[list[tuple[Role, list[ChatPart]]], str | None]:
-    """The messages up to the last of the user, and what the assistant says after it, if it is there.
+    """Return the messages up to the user's last one, and the assistant's message after it or None.
+
+    Args:
+        value: a list of messages, or its JSON text.
+        column: the column's name, for errors.
+        image_token: text in the user's messages that stands for an image; empty for none.
 
     Raises:
-        BadRow: they are not a chat that the model can continue.
+        BadRow: the messages are not a chat that the model can continue.
     """
     if isinstance(value, str):
         try:
@@ -44,7 +49,7 @@ def chat_messages(value: Any, column: str, image_token: str) -> tuple[list[tuple
         if not answer.strip():
             raise BadRow("no_answer", "the last message is empty")
     if not messages or messages[-1][0] != "user":
-        raise BadRow("bad_conversation", "the message before the model's is not the user's")
+        raise BadRow("bad_conversation", "the message before the model's turn is not from the user")
     if any(role == "system" for role, _ in messages[1:]):
         raise BadRow("bad_conversation", "a system message is not the first")
     return messages, answer
@@ -53,14 +58,14 @@ def chat_messages(value: Any, column: str, image_token: str) -> tuple[list[tuple
 def _message(message: Any, number: int, image_token: str) -> tuple[Role, list[ChatPart]]:
     role = ROLES.get(str(message.get("role"))) if isinstance(message, Mapping) else None
     if role is None:
-        raise BadRow("bad_conversation", f"message {number} has no role of {', '.join(ROLES)}")
+        raise BadRow("bad_conversation", f"the role of message {number} is not one of {', '.join(ROLES)}")
     content = message.get("content")
     parts = content if isinstance(content, list | tuple) else [{"type": "text", "text": content}]
     made: list[ChatPart] = []
     for part in parts:
         made += _part(part, number, image_token if role == "user" else "")
     if role != "user" and not all(isinstance(part, str) for part in made):
-        raise BadRow("bad_conversation", f"message {number} has an image and is not the user's")
+        raise BadRow("bad_conversation", f"message {number} has an image and is not from the user")
     return role, made
 
 
@@ -72,19 +77,21 @@ def _part(part: Any, number: int, image_token: str) -> list[ChatPart]:
         url = part.get("image_url")
         return list(table_images(url.get("url") if isinstance(url, Mapping) else url, "image_url"))
     if kind == "image":
-        given = next((part[key] for key in ("image", "url", "path") if part.get(key) is not None), None)
-        return [Place.IMAGE] if given is None else list(table_images(given, "image"))
+        image = next((part[key] for key in ("image", "url", "path") if part.get(key) is not None), None)
+        return [Place.IMAGE] if image is None else list(table_images(image, "image"))
     raise BadRow("bad_conversation", f"message {number} has a part that is neither text nor an image")
 
+
+# --- Examples ---
 
 Part = str | TableImage
 
 
 @dataclass(frozen=True)
 class RowExample:
-    """A usable row. The last message is the user's; `answer` is JSON.
+    """A usable row: its messages, of which the last is the user's, the correct answer as a JSON value, and its kind.
 
-    `key` is the same for rows that show the same, `digest` for those with the same answer and kind as well.
+    Rows with equal messages have the same `key`; rows with equal messages, answer and kind have the same `digest`.
     """
 
     messages: tuple[tuple[Role, tuple[Part, ...]], ...]
@@ -99,7 +106,7 @@ class RowExample:
 
 
 def used_columns(settings: DatasetEnvironmentSettings) -> list[tuple[str, ...]]:
-    """Columns that make an example, grade, split and filter it; names of which one suffices are together."""
+    """Return the columns that the settings use. Each item lists alternative names, of which one has to exist."""
     templates = [parse_template(text) for text in (settings.prompt, settings.system, settings.demonstration)]
     split = settings.split
     named = [
@@ -117,17 +124,19 @@ def used_columns(settings: DatasetEnvironmentSettings) -> list[tuple[str, ...]]:
 
 
 def scanned_columns(settings: DatasetEnvironmentSettings) -> set[str]:
+    """Return the names of all columns that the settings use."""
     return {name for names in used_columns(settings) for name in names}
 
 
 def example_of(row: Mapping[str, Any], settings: DatasetEnvironmentSettings) -> RowExample:
-    """
+    """Return a row as an example.
+
     Raises:
         BadRow: the row cannot be used.
     """
     images = [image for column in settings.images for image in table_images(row.get(column), column)]
-    messages, written = _messages(row, settings)
-    answer = _answer(row, settings) if settings.answer else written
+    messages, last_message = _messages(row, settings)
+    answer = _answer(row, settings) if settings.answer else last_message
     if settings.answer and (answer is None or (isinstance(answer, str) and not answer.strip())):
         raise BadRow("no_answer", f"{settings.answer!r} is null or empty")
     kind = row.get(settings.kind) if settings.kind else ""
@@ -148,18 +157,20 @@ def _answer(row: Mapping[str, Any], settings: DatasetEnvironmentSettings) -> Any
     if settings.answer_extract == "all" or answer is None:
         return answer
     if not isinstance(answer, str):
-        raise BadRow("wrong_type", f"{settings.answer!r} is {type(answer).__name__}, of which no part is the answer")
-    found = extracted(answer, settings.answer_extract)
-    if found is None:
+        raise BadRow("wrong_type", f"{settings.answer!r} is {type(answer).__name__}, and answer_extract needs text")
+    part = extracted(answer, settings.answer_extract)
+    if part is None:
         raise BadRow("no_answer", f"{settings.answer!r} has no {settings.answer_extract}: {answer!r:.100}")
-    return found
+    return part
 
 
 def demonstration_of(row: Mapping[str, Any], example: RowExample, settings: DatasetEnvironmentSettings) -> str:
-    """What a demonstrator says; "" if it knows no text.
+    """Return the text that the model should write for a row: the filled template `demonstration`, or the answer.
+
+    The text is empty if the answer is not text or a number.
 
     Raises:
-        BadRow: a column of the template is null or of another type.
+        BadRow: a column of the template is null or has another type.
     """
     if settings.demonstration:
         return "".join(str(part) for part in parse_template(settings.demonstration).fill(row))
@@ -168,7 +179,7 @@ def demonstration_of(row: Mapping[str, Any], example: RowExample, settings: Data
 
 
 def plain_json(value: Any) -> Any:
-    """`value` as JSON: bytes are left out of lists and dicts, and types without text are null."""
+    """Return a value of a table as JSON. Bytes in lists and dicts are left out, and other types become null."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Mapping):
@@ -179,7 +190,10 @@ def plain_json(value: Any) -> Any:
 
 
 def row_for_rewards(row: Mapping[str, Any], settings: DatasetEnvironmentSettings) -> dict[str, Any]:
-    """The columns as JSON, without images; those that a reward's settings name have that name too, as it is written."""
+    """Return a row's columns as JSON for the rewards, without images.
+
+    A column that a reward's settings name in another Unicode spelling is there under that spelling as well.
+    """
     named = {name: row[column_name(name)] for name in reward_columns(settings.rewards) if column_name(name) in row}
     return {
         name: plain_json(value)
@@ -191,7 +205,7 @@ def row_for_rewards(row: Mapping[str, Any], settings: DatasetEnvironmentSettings
 def _messages(
     row: Mapping[str, Any], settings: DatasetEnvironmentSettings
 ) -> tuple[list[tuple[Role, list[ChatPart]]], str | None]:
-    """The messages before the model's turn, and what the conversation says there."""
+    """Return the messages before the model's turn, and the conversation's message in that turn or None."""
     token = settings.image_token
     if settings.conversation:
         return chat_messages(row.get(settings.conversation), settings.conversation, token)
@@ -205,7 +219,13 @@ def _messages(
 def _with_images(
     messages: Sequence[tuple[Role, list[ChatPart]]], images: Sequence[TableImage]
 ) -> Iterator[tuple[Role, list[Part]]]:
-    """Every place has its image, and every image its place; texts that follow one another are one."""
+    """Put the row's images into their places in the messages, and join texts that follow one another.
+
+    Without any place, all images go before the text of the user's first message.
+
+    Raises:
+        BadRow: there are more or fewer places than images, or the last message is empty.
+    """
     left = list(images)
     if left and not any(isinstance(part, Place) for _, parts in messages for part in parts):
         first = next(number for number, (role, _) in enumerate(messages) if role == "user")

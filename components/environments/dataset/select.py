@@ -1,4 +1,4 @@
-"""Which rows become tasks of which split, and in which order."""
+"""Choose the rows that become tasks of each split, and their order."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from typing import Any
 from armature.components.artifacts.images import check_image_header
 from armature.components.contracts.episodes import Split
 from armature.components.contracts.errors import ConfigurationError, DataError, RolloutFailed
-from armature.components.contracts.value_text import value_text
 from armature.components.environments.dataset.bad_rows import BadRow, BadRows
 from armature.components.environments.dataset.images import TableImage, table_images
 from armature.components.environments.dataset.rows import (
@@ -33,7 +32,7 @@ from armature.components.environments.dataset.settings import (
 )
 from armature.components.environments.dataset.shards import Row
 from armature.components.environments.dataset.source import SPLITS, RowTable
-from armature.components.environments.dataset.template import column_name
+from armature.components.environments.dataset.template import column_name, scalar_text
 from armature.components.machine.registry import suggestion
 from armature.components.rewards.make import Rewards
 
@@ -49,7 +48,10 @@ COMPARE: Mapping[str, Callable[[Any, Any], bool]] = {
 
 @dataclass(frozen=True, slots=True)
 class RowReference:
-    """Where a row is, the digest of its example, and the images to look at; None: read them from the row."""
+    """A row by shard and position, with its example's digest and kind, and the images that have to be checked.
+
+    `images` is None if images are embedded in the row: then they are read from the row again when they are checked.
+    """
 
     shard: str
     row: int
@@ -66,20 +68,20 @@ def selected(
     seed: int,
     bad: BadRows,
 ) -> dict[Split, list[RowReference]]:
-    """The rows of each split in their order, at most `counts`; what is left out is in `bad`.
+    """Return the rows of each split in task order, at most `counts` of each, and count all other rows in `bad`.
 
-    The images of the first rows alone are looked at: as many as are needed.
+    Images are checked last and only until a split has its number of rows, because opening them is slow.
 
     Raises:
         ConfigurationError: a column is in no row, or a split is empty.
-        DataError: rows cannot be used and are not to be skipped, or the data cannot be read.
+        DataError: there are bad rows that may not be skipped, or the data cannot be read.
     """
-    belong = table.splits(settings)
+    split_of_shard = table.splits(settings)
     usable: dict[Split, list[RowReference]] = {split: [] for split in SPLITS}
     columns, rows = scanned_columns(settings), 0
     tokens = [re.escape(token) for token in sorted(settings.reserved_tokens, key=len, reverse=True) if token]
     reserved = re.compile("|".join(tokens)) if tokens else None
-    for name, said in belong.items():
+    for name, shard_split in split_of_shard.items():
         for index, row in enumerate(table.shards[name].scan(columns)):
             rows += 1
             try:
@@ -90,7 +92,7 @@ def selected(
                 example = example_of(row, settings)
                 rewards.check(example.answer)
                 _check_reserved(example, demonstration_of(row, example, settings), reserved)
-                split = said or _split_of(row, example, settings)
+                split = shard_split or _split_of(row, example, settings)
                 images = tuple(example.images)
                 embedded = any(image.data is not None for image in images)
                 files = tuple(image for image in images if image.data is None)
@@ -100,9 +102,9 @@ def selected(
                 bad.add(f"{name}, row {index}", left_out)
             except RolloutFailed as failed:
                 bad.add(f"{name}, row {index}", BadRow(failed.reason, failed.detail))
-    known = {column for name in belong for column in table.shards[name].columns}
-    if known:
-        _check_columns(settings, known)
+    present = {column for name in split_of_shard for column in table.shards[name].columns}
+    if present:
+        _check_columns(settings, present)
     bad.check(rows)
     if settings.shuffle:
         for listed in usable.values():
@@ -115,7 +117,7 @@ def selected(
                 f"no row is left for the split {split!r}: {rows} rows, left out {dict(bad.left_out)}",
                 code="split_empty",
                 where=f"environment.args, source {settings.source!r}",
-                remedy="look at split and filters, or at the rows that are left out",
+                remedy="check split and filters, or correct the rows that are left out",
             )
     return chosen
 
@@ -136,9 +138,10 @@ def _with_images(
 
 
 def check_images(table: RowTable, settings: DatasetEnvironmentSettings, reference: RowReference) -> None:
-    """
+    """Check that a row's images exist and, with `check_images`, that each can be decoded.
+
     Raises:
-        BadRow: an image is absent or, where the settings ask for it, not one that can be shown.
+        BadRow: an image is missing or damaged.
     """
     images: Iterable[TableImage] = reference.images or ()
     if reference.images is None:
@@ -154,7 +157,7 @@ def check_images(table: RowTable, settings: DatasetEnvironmentSettings, referenc
 
 
 def image_paths(table: RowTable, settings: DatasetEnvironmentSettings) -> Iterator[str]:
-    """Paths of the images of all rows that are files."""
+    """Yield the path of each image that is a file, over all rows of the table."""
     columns = scanned_columns(settings)
     for shard in table.shards.values():
         for row in shard.scan(columns):
@@ -169,9 +172,10 @@ def image_paths(table: RowTable, settings: DatasetEnvironmentSettings) -> Iterat
 
 
 def _check_reserved(example: RowExample, demonstration: str, reserved: re.Pattern[str] | None) -> None:
-    """
+    """Check that no text of an example contains a special token of the model.
+
     Raises:
-        BadRow: the model would read a part of a text as a special token.
+        BadRow: a text contains one.
     """
     shown = ((f"the {role}'s text", part) for role, parts in example.messages for part in parts)
     for place, text in (*shown, ("the demonstration", demonstration)):
@@ -185,7 +189,7 @@ def _split_of(row: Row, example: RowExample, settings: DatasetEnvironmentSetting
         value = row.get(split.column)
         if value is None:
             raise BadRow("no_split", f"{split.column!r} is null")
-        named = column_name(_text(value, split.column))
+        named = column_name(scalar_text(value, split.column))
         if named in split.train:
             return "train"
         if named in split.heldout:
@@ -204,27 +208,17 @@ def _group(row: Row, column: str, settings: DatasetEnvironmentSettings) -> str:
     if column in settings.images:
         return str([image.reference for image in table_images(value, column)])
     value = plain_json(value)
-    return json.dumps(value, sort_keys=True) if isinstance(value, list | dict) else _text(value, column)
-
-
-def _text(value: Any, column: str) -> str:
-    """
-    Raises:
-        BadRow: it is a list, a table or bytes.
-    """
-    try:
-        return value_text(value)
-    except ValueError:
-        raise BadRow("wrong_type", f"{column!r} is {type(value).__name__}, not text or a number") from None
+    return json.dumps(value, sort_keys=True) if isinstance(value, list | dict) else scalar_text(value, column)
 
 
 def _check_filter(value: Any, each: FilterSettings) -> None:
-    """
+    """Check that a row's value passes a filter.
+
     Raises:
-        BadRow: `filtered`, or `wrong_type` where a number is asked for.
+        BadRow: it does not (`filtered`), or the filter compares with a number and the value is not one (`wrong_type`).
     """
-    asked = each.value if isinstance(each.value, tuple) else (each.value,)
-    wanted = [column_name(one) if isinstance(one, str) else one for one in asked]
+    operands = each.value if isinstance(each.value, tuple) else (each.value,)
+    wanted = [column_name(one) if isinstance(one, str) else one for one in operands]
     same = [_comparable(value, one, each.column) for one in wanted]
     if isinstance(each.value, tuple):
         passes = any(a == b for a, b in zip(same, wanted, strict=True)) == (each.operator == "in")
@@ -235,23 +229,28 @@ def _check_filter(value: Any, each: FilterSettings) -> None:
 
 
 def _comparable(value: Any, wanted: Any, column: str) -> Any:
-    """`value` in the type of `wanted`."""
+    """Return `value` in the type of `wanted`. For a boolean, a text other than true and false becomes None.
+
+    Raises:
+        BadRow: `wanted` is a number and `value` is not (`wrong_type`).
+    """
     if value is None or isinstance(wanted, bool):
         return {"true": True, "false": False}.get(value.lower()) if isinstance(value, str) else value
     if isinstance(wanted, str):
-        return column_name(_text(value, column))
-    for read in (int, float) if isinstance(value, int | str) else (float,):  # float64 leaves out whole numbers
+        return column_name(scalar_text(value, column))
+    # int comes first, because float64 cannot represent every large whole number.
+    for read in (int, float) if isinstance(value, int | str) else (float,):
         with suppress(TypeError, ValueError):
             return read(value)
-    raise BadRow("wrong_type", f"{column!r} is {value!r:.100}, where a filter asks for a number")
+    raise BadRow("wrong_type", f"{column!r} is {value!r:.100}, and a filter compares it with a number")
 
 
-def _check_columns(settings: DatasetEnvironmentSettings, known: set[str]) -> None:
+def _check_columns(settings: DatasetEnvironmentSettings, columns: set[str]) -> None:
     for names in used_columns(settings):
-        if known.isdisjoint(names):
+        if columns.isdisjoint(names):
             raise ConfigurationError(
                 f"no column is called {names[0]!r}",
                 code="unknown_column",
                 where=f"environment.args, source {settings.source!r}",
-                remedy=suggestion(names[0], known),
+                remedy=suggestion(names[0], columns),
             )

@@ -1,4 +1,4 @@
-"""Where a dataset's rows are, which of its columns mean what, and how it is split and graded."""
+"""Settings of the environment `dataset`: the source, the meaning of columns, the split and the rewards."""
 
 from __future__ import annotations
 
@@ -26,138 +26,148 @@ def _same_names(names: tuple[str, ...]) -> tuple[str, ...]:
 
 Names = Annotated[tuple[str, ...], BeforeValidator(_listed)]
 Labels = Annotated[Names, AfterValidator(_same_names)]
-"""Columns, or values of one: compared as they look."""
+"""Names of columns, or values of a column, in Unicode's normal form NFC, so that names which look equal are equal."""
 ColumnName = Annotated[str, AfterValidator(column_name)]
 
 
 class HashSplit(Settings):
-    """A share of the rows is held out: which ones depends on what is in a row, not on its place nor on a seed."""
+    """Hold out a share of the rows by a hash of their content, independent of their position and of any seed."""
 
     by: Literal["hash"]
-    """A share of the rows."""
+    """hash: hold out a share of the rows."""
     heldout: float = Field(0.1, gt=0, lt=1)
-    """Share of the rows that is held out."""
+    """Share of the rows to hold out."""
     of: Names = ()
-    """Splits of a Hugging Face dataset, or files or folders below the source, that have the rows; globs for files.
-    Empty: all; of a dataset with several splits some have to be named."""
+    """Splits of a Hugging Face dataset, or files or folders below the source, to take rows from; files may be globs.
+    Empty takes all. A dataset with several splits needs at least one name."""
     group: ColumnName = ""
-    """Column whose equal values stay in one split, such as the image that several questions are about; empty: rows with
-    the same prompt and images do."""
+    """Column whose equal values stay in one split, such as the image that several questions share. Empty keeps rows
+    with equal prompt and images together."""
 
 
 class ColumnSplit(Settings):
-    """A column says it. Rows with any other value are left out and counted."""
+    """Split by the values of a column. Rows with other values are left out and counted."""
 
     by: Literal["column"]
-    """A column's values."""
+    """column: split by the values of a column."""
     column: ColumnName = "split"
-    """The column."""
+    """Column that holds the split's name."""
     train: Labels = Field(("train",), min_length=1)
-    """Its values in rows to train on."""
+    """Values of that column in training rows."""
     heldout: Labels = Field(("test",), min_length=1)
-    """Its values in held-out rows."""
+    """Values of that column in held-out rows."""
 
 
 class NameSplit(Settings):
-    """Each split has its own files or folders below the source, or its own splits of a Hugging Face dataset."""
+    """Split by files or folders below the source, or by the splits of a Hugging Face dataset."""
 
     by: Literal["name"]
-    """Names of files, folders or splits."""
+    """name: split by names of files, folders or splits."""
     train: Names = Field(("train",), min_length=1)
-    """Names to train on; globs for files: train-*.parquet."""
+    """Names to train on; files may be globs: train-*.parquet."""
     heldout: Names = Field(("test",), min_length=1)
-    """Names that are held out."""
+    """Names to hold out; files may be globs."""
 
 
 SplitSettings = Annotated[HashSplit | ColumnSplit | NameSplit, Field(discriminator="by")]
 
 
 class FilterSettings(Settings):
-    """Rows that pass have a value in `column` for which this holds; one that is null does not pass."""
+    """A condition on a column. A row with null in that column does not pass."""
 
     column: ColumnName
-    """The column."""
+    """Column to compare."""
     operator: Literal["==", "!=", "<", "<=", ">", ">=", "in", "not in"]
-    """How it is compared."""
+    """Comparison of the column with value."""
     value: Scalar | tuple[Scalar, ...]
-    """With what; in and not in take a list. A number is compared with numbers, a text with texts."""
+    """Value to compare with; a list for in and not in. The column is read as a number if this is a number, as text if
+    it is text."""
 
     @model_validator(mode="after")
-    def _lists_are_for_in(self) -> Self:
+    def _check_list(self) -> Self:
         if isinstance(self.value, tuple) != (self.operator in ("in", "not in")):
             raise ValueError(f"{self.operator} takes {'a list' if 'in' in self.operator else 'one value'}")
         return self
 
 
 class DatasetEnvironmentSettings(Settings):
-    """Rows of a table become tasks of one turn: a prompt with images, and an answer that rewards compare with."""
+    """Settings of the environment `dataset`. Each row of a table becomes a task of one turn: a prompt and an answer.
+
+    Example:
+        >>> settings = DatasetEnvironmentSettings(
+        ...     source="questions.jsonl", prompt="{image}{question}", images="photo", answer="answer",
+        ...     rewards=[{"name": "exact_match"}],
+        ... )
+        >>> settings.images, settings.split.heldout
+        (('photo',), 0.1)
+    """
 
     source: Annotated[str, BeforeValidator(refuse_plain_url)] = Field(min_length=1)
-    """A file, a glob or a folder of files, a folder of images, a saved Hugging Face dataset, the name of one on the hub
-    (owner/name), or a URL (s3://bucket/rows.jsonl)."""
+    """A file, a glob, a folder of files, a folder of images, a saved Hugging Face dataset, the name of a dataset on the
+    hub (owner/name), or a URL (s3://bucket/rows.jsonl)."""
     format: Format | None = None
-    """How the source is read; None: as its names and suffixes say."""
+    """Format of the source; unset derives it from file names and suffixes."""
     revision: str | None = None
-    """Commit, tag or branch; needed for a hub name."""
+    """Commit, tag or branch of a dataset on the hub, which needs one."""
     subset: str = ""
-    """The configuration of a hub dataset that has several; empty for none."""
+    """Configuration of a hub dataset that has several; empty for none."""
     root: Annotated[str, BeforeValidator(refuse_plain_url)] = ""
-    """Folder or URL that paths of images are below; empty: that of the source's files."""
+    """Folder or URL to which paths of images are relative; empty means the folder of the source's files."""
     prompt: str = ""
-    """What is asked: text with {column}s, and {image} where the row's next image stands, {images} for all that are
-    left; without either, images come first. {column[0]} is the first of a list. Write {{ and }} for braces, and
-    {"NAME"}, a JSON string, for a column whose name has braces or brackets or is image."""
+    """Template of the user's message. {column} is a column's value and {column[0]} the first item of a list; {image} is
+    the row's next image and {images} all remaining ones. Without either, images come first. {{ and }} are braces.
+    {"NAME"}, a JSON string, is the column of a name that has braces or brackets or is image."""
     system: str = ""
-    """The system message, a template as well but without images; empty for none."""
+    """Template of the system message, without images; empty for none."""
     conversation: ColumnName = ""
-    """Column with chat messages (role and content) in place of a prompt; the model writes the last message. One of the
-    assistant at the end is the answer, unless a column is."""
+    """Column with chat messages (role and content) to use instead of prompt. The model continues after the user's last
+    message; a last message of the assistant is the answer, unless the setting answer names a column."""
     images: Labels = ()
-    """Columns with a row's images, one or several in each, in their order."""
+    """Columns with the row's images, in order; a column may hold one image or a list."""
     image_token: str = ""
     """Text in columns that stands for the row's next image, such as <image>; empty for none."""
     answer: ColumnName = ""
-    """Column with the answer, which rewards are given; empty if they need none."""
+    """Column with the correct answer for the rewards; empty if they need none."""
     answer_extract: str = Field("all", pattern=EXTRACT)
-    """What of that column is the answer, as for rewards: all, boxed, <answer> for what is between the last such tag and
-    its end, </think> for what follows the last of it."""
+    """Part of that column that is the answer, as for rewards: all, boxed, <answer> for the text inside the last such
+    tag, </think> for the text after the last such tag."""
     kind: ColumnName = ""
-    """Column to break accuracy down by, with evaluation.kind_field = "kind"; empty for none."""
+    """Column by which evaluation breaks accuracy down, with evaluation.kind_field = "kind"; empty for none."""
     demonstration: str = ""
-    """What a warm start has the model say, a template: <think>{solution}</think>{answer}; empty: the answer."""
+    """Template of the answer that a warm start trains on: <think>{solution}</think>{answer}. Empty means the answer."""
     split: SplitSettings = HashSplit(by="hash")
-    """Which rows are held out."""
+    """Division into training and held-out rows."""
     filters: tuple[FilterSettings, ...] = ()
-    """Only rows that pass all of them are used."""
+    """Conditions on columns; rows have to pass all of them."""
     shuffle: bool = True
-    """Whether environment.seed orders the rows, and so says which are the first train_tasks."""
+    """True orders the rows by environment.seed, which also selects the first train_tasks; false keeps their order."""
     on_bad_row: Literal["refuse", "skip"] = "refuse"
-    """Rows that cannot be used: refuse to start, or skip and count them by reason."""
+    """refuse: fail if any row cannot be used. skip: leave such rows out and count them by reason."""
     check_images: bool = True
-    """Whether the images of every task are opened before the start; false for tables whose images are too many to read:
-    a damaged one then costs its rollouts, which are counted."""
+    """True opens the images of every task before the start. Set false if reading all of them takes too long; the
+    rollouts of a damaged image then fail and are counted."""
     reserved_tokens: tuple[str, ...] = ()
-    """Texts that no row may have where the model reads them. The special tokens of the recipe's model, such as
+    """Texts that may not appear in what the model reads. The special tokens of the recipe's model, such as
     <|image_pad|>, are added when the tasks are listed."""
     allow_special_tokens: bool = False
-    """Whether rows may have those special tokens of the model that do not stand for images: they only change the
-    conversation, as <|im_end|> does, which ends a turn."""
+    """True allows the model's special tokens in rows, except those that stand for images. They change the conversation:
+    <|im_end|>, for example, ends a turn."""
     max_characters: PositiveInt = Field(32768, le=2**20)
-    """Most characters of a row's prompt, system text and answer, all together."""
+    """Most characters of a row's prompt, system message and answer together."""
     rewards: tuple[RewardSettings, ...] = Field(min_length=1)
-    """How an answer is graded, by name and weight: [{name = "exact_match"}]."""
+    """Rewards that grade an answer, by name and weight: [{name = "exact_match"}]."""
 
     @field_validator("prompt", "system", "demonstration")
     @classmethod
-    def _is_a_template(cls, text: str) -> str:
+    def _check_template(cls, text: str) -> str:
         parse_template(text)
         return text
 
     @model_validator(mode="after")
-    def _something_is_asked(self) -> Self:
+    def _check_prompt(self) -> Self:
         if bool(self.prompt) == bool(self.conversation):
             raise PydanticCustomError(
-                "prompt_or_conversation", "give either prompt, a template, or conversation, a column"
+                "prompt_or_conversation", "set exactly one of prompt (a template) and conversation (a column)"
             )
         for key in ("system", "demonstration"):
             if parse_template(getattr(self, key)).places:
@@ -166,10 +176,10 @@ class DatasetEnvironmentSettings(Settings):
                 )
         if parse_template(self.prompt).places and not self.images:
             raise PydanticCustomError(
-                "image_columns_missing", "prompt has a place for an image: name the column with the images in images"
+                "image_columns_missing", "prompt has a place for an image: set images to the columns that hold images"
             )
         if self.conversation and self.system:
             raise PydanticCustomError(
-                "two_system_messages", "a conversation has its own system message: give one of conversation and system"
+                "two_system_messages", "a conversation contains its own system message: remove system"
             )
         return self

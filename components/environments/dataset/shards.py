@@ -1,4 +1,4 @@
-"""Files of rows: JSON Lines, JSON, CSV and Parquet, each row found again by its position."""
+"""Readers of JSON Lines, JSON, CSV and Parquet files that scan all rows or return one row by its position."""
 
 from __future__ import annotations
 
@@ -20,26 +20,31 @@ from armature.components.artifacts.tables import bounded_batches, without_dictio
 from armature.components.contracts.errors import DataError
 from armature.components.contracts.files import read_bytes, regular
 from armature.components.environments.dataset.bad_rows import BadRow
-from armature.components.environments.dataset.files import content_sha256
+from armature.components.environments.dataset.files import content_sha256, unreadable_file
 from armature.components.environments.dataset.template import column_name
 from armature.components.environments.dataset.values import column_values, read_json
 
 BATCH = 256
+"""Number of rows that are read together."""
 LONGEST_LINE = 2**26
+"""Largest number of bytes in a line of a JSON Lines file."""
 LARGEST_JSON = 2**29
+"""Largest number of bytes in a JSON file, which is read as a whole."""
 LARGEST_CSV = 2**32
+"""Largest number of bytes that a CSV file's values may take in memory."""
 LONGEST_HEADER = 2**20
+"""Largest number of characters in the first line of a CSV file."""
 _SPACE = re.compile(r"[ \t\n\r]*")
 COPY = 3
-"""Version of the copies that are kept of Parquet files."""
+"""Format version of the copies of JSON and Parquet files in the cache; raise it when they are written differently."""
 
 Row = dict[str, Any]
 
 
 class Shard(Protocol):
-    """Rows of one file, of values as `armature.components.environments.dataset.values` describes them.
+    """The rows of one file or one split, with values as `armature.components.environments.dataset.values` lists them.
 
-    `columns`: their names; where they are not known before, those of the rows scanned so far.
+    `columns` holds the names of columns. For JSON Lines these are the names in the rows scanned so far.
     """
 
     name: str
@@ -48,19 +53,19 @@ class Shard(Protocol):
     def columns(self) -> set[str]: ...
 
     def scan(self, wanted: Collection[str]) -> Iterator[Row | BadRow]:
-        """Every row in order, with the columns `wanted` at least."""
+        """Yield every row in order, with at least the columns `wanted`; a `BadRow` stands for an unreadable row."""
 
     def row(self, index: int) -> Row:
-        """All of a row.
+        """Return the row at a position with all its columns.
 
         Raises:
-            BadRow: it cannot be read.
+            BadRow: the row cannot be read.
             DataError: there is no such row.
         """
 
 
 class JsonLinesRows:
-    """An object per line; empty lines do not count."""
+    """A shard of a JSON Lines file, with one object per line. Empty lines do not count as rows."""
 
     def __init__(self, path: Path, name: str) -> None:
         self.name = name
@@ -88,14 +93,14 @@ class JsonLinesRows:
                     yield bad
 
     def row(self, index: int) -> Row:
-        _exists(index, len(self._starts) - 1, self.name)
+        _check_index(index, len(self._starts) - 1, self.name)
         with _opened(self._path) as file:
             file.seek(self._starts[index])
             return _parsed(file.read(min(self._starts[index + 1] - self._starts[index], LONGEST_LINE + 1)))
 
 
 class ArrowRows:
-    """Rows that `read` gives as a table, from one position to another; `values` are those of a column, by its name."""
+    """A shard of Arrow data. `read(start, stop)` returns rows as a table, `values(name, column)` a column as a list."""
 
     def __init__(
         self,
@@ -122,7 +127,7 @@ class ArrowRows:
                 yield from ({name: listed[number] for name, listed in values} for number in range(table.num_rows))
 
     def row(self, index: int) -> Row:
-        _exists(index, self._length, self.name)
+        _check_index(index, self._length, self.name)
         return self._only_row(self._read(index, index + 1), self._stored)
 
     def _only_row(self, table: pa.Table, columns: Mapping[str, str]) -> Row:
@@ -135,15 +140,13 @@ class ArrowRows:
             return bad
 
 
-def open_json_lines(path: Path, name: str) -> JsonLinesRows:
-    return JsonLinesRows(path, name)
-
-
 def open_json(path: Path, name: str) -> JsonLinesRows:
-    """A list of objects; a file that begins with an object is taken for JSON Lines, as many of that suffix are.
+    """Open a JSON file that holds a list of objects.
+
+    A file that begins with an object is read as JSON Lines, because many files with the suffix .json are that.
 
     Raises:
-        DataError: it is neither.
+        DataError: the file is neither.
     """
     with _opened(path) as file:
         first = file.read(2**16).removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
@@ -151,22 +154,22 @@ def open_json(path: Path, name: str) -> JsonLinesRows:
         return JsonLinesRows(path, name)
 
     def write(target: Path) -> None:
-        remedy = "write JSON Lines, an object per line, which is read piece by piece"
+        remedy = "write JSON Lines, one object per line, which is read line by line"
         try:
             text = read_bytes(path, LARGEST_JSON, remedy).decode("utf-8-sig")
             with target.open("w", encoding="utf-8") as file:
-                file.writelines(row.translate({10: " ", 13: " "}) + "\n" for row in _listed(text))
+                file.writelines(row.translate({10: " ", 13: " "}) + "\n" for row in _list_items(text))
         except (ValueError, RecursionError) as error:
             raise _unreadable(path, "JSON", error) from error
 
-    return JsonLinesRows(_copy(path, "jsonl", write), name)
+    return JsonLinesRows(_cached_copy(path, "jsonl", write), name)
 
 
 def open_csv(path: Path, name: str) -> ArrowRows:
-    """Columns of which every value is written as Python writes an int or a float are numbers, all others are text.
+    """Open a CSV or TSV file. A column is numeric if Python writes every value the same way; otherwise it is text.
 
     Raises:
-        DataError: it is not UTF-8, or rows have more or fewer values than the header.
+        DataError: the file is not UTF-8, or rows have more or fewer values than the header.
     """
     separator = "\t" if path.suffix.lower() == ".tsv" else ","
     try:
@@ -186,7 +189,7 @@ def open_csv(path: Path, name: str) -> ArrowRows:
                 column_types=dict.fromkeys(header, pa.string()), null_values=[""], strings_can_be_null=True
             ),
         )
-        table = pa.Table.from_batches(_no_more(reader, LARGEST_CSV, path), reader.schema)
+        table = pa.Table.from_batches(_limited(reader, path), reader.schema)
     except (pa.ArrowException, csv.Error, ValueError, KeyError, OSError) as error:
         raise _unreadable(path, "CSV", error) from error
     for position, column in enumerate(header):
@@ -195,10 +198,10 @@ def open_csv(path: Path, name: str) -> ArrowRows:
 
 
 def open_parquet(path: Path, name: str) -> ArrowRows:
-    """Rows are read from a copy that is kept in the cache, in which each is found at once.
+    """Open a Parquet file by way of an Arrow copy in the cache, in which any row can be read without a scan.
 
     Raises:
-        DataError: it is not Parquet, or damaged.
+        DataError: the file is not Parquet, or is damaged.
     """
 
     def write(target: Path) -> None:
@@ -207,18 +210,18 @@ def open_parquet(path: Path, name: str) -> ArrowRows:
             if len(set(schema.names)) < len(schema.names):
                 raise DataError("two columns have the same name", code="column_repeated", where=str(path))
             with pa.OSFile(str(target), "wb") as sink, pa.ipc.new_file(sink, without_dictionaries(schema)) as writer:
-                for batch in _whole(bounded_batches(path, BATCH)):
-                    batch.validate(full=True)  # a damaged page may decode to what is not UTF-8
+                for batch in _merged(bounded_batches(path, BATCH)):
+                    batch.validate(full=True)  # a damaged page may decode to text that is not UTF-8
                     writer.write_batch(batch)
         except (pa.ArrowException, OSError, ValueError) as error:
             raise _unreadable(path, "Parquet", error) from error
 
-    table = pa.ipc.open_file(pa.memory_map(str(_copy(path, "arrow", write)))).read_all()
+    table = pa.ipc.open_file(pa.memory_map(str(_cached_copy(path, "arrow", write)))).read_all()
     return ArrowRows(name, table.num_rows, table.column_names, lambda start, stop: table.slice(start, stop - start))
 
 
-def _whole(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """The same rows in batches of `BATCH`, which are found quickly."""
+def _merged(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """Merge small batches into batches of at least `BATCH` rows, because a row is found faster among few batches."""
     waiting: list[pa.RecordBatch] = []
     for batch in batches:
         waiting.append(batch)
@@ -233,10 +236,10 @@ def _joined(batches: list[pa.RecordBatch]) -> list[pa.RecordBatch]:
 
 
 def _by_name(stored: Iterable[str], where: str) -> dict[str, str]:
-    """The columns by the names under which settings and rewards know them.
+    """Return the stored columns' names by their normalized names, which settings and rewards use.
 
     Raises:
-        DataError: two have names that look the same.
+        DataError: two columns have the same normalized name.
     """
     names: dict[str, str] = {}
     for each in stored:
@@ -245,22 +248,23 @@ def _by_name(stored: Iterable[str], where: str) -> dict[str, str]:
                 f"two columns have names that look the same: {other!a} and {each!a}",
                 code="column_repeated",
                 where=where,
-                remedy="rename one",
+                remedy="rename one of them",
             )
     return names
 
 
-def _no_more(batches: Iterable[pa.RecordBatch], most: int, path: Path) -> Iterator[pa.RecordBatch]:
-    """
+def _limited(batches: Iterable[pa.RecordBatch], path: Path) -> Iterator[pa.RecordBatch]:
+    """Yield the batches of a CSV file.
+
     Raises:
-        DataError: they have more than `most` bytes.
+        DataError: they have more than `LARGEST_CSV` bytes.
     """
     size = 0
     for batch in batches:
         size += batch.nbytes
-        if size > most:
+        if size > LARGEST_CSV:
             raise DataError(
-                f"a CSV file of more than {most} bytes",
+                f"the CSV file has more than {LARGEST_CSV} bytes",
                 code="table_too_large",
                 where=str(path),
                 remedy="write Parquet or JSON Lines",
@@ -269,26 +273,27 @@ def _no_more(batches: Iterable[pa.RecordBatch], most: int, path: Path) -> Iterat
 
 
 READERS: dict[str, Callable[[Path, str], Shard]] = {
-    "jsonl": open_json_lines,
+    "jsonl": JsonLinesRows,
     "json": open_json,
     "csv": open_csv,
     "parquet": open_parquet,
 }
 
 
-def _copy(path: Path, suffix: str, write: Callable[[Path], None]) -> Path:
+def _cached_copy(path: Path, suffix: str, write: Callable[[Path], None]) -> Path:
+    """Return the copy of a file in the cache, after making it with `write` if it is not there."""
     return make_once(DownloadCache.standard().folder / "tables" / f"{content_sha256(path)}-{COPY}.{suffix}", write)
 
 
-def _listed(text: str) -> Iterator[str]:
-    """The texts of a JSON list's items, one at a time: as objects all of them take 20 times as much memory.
+def _list_items(text: str) -> Iterator[str]:
+    """Yield the text of each item of a JSON list, without parsing the whole list, which takes 20 times the memory.
 
     Raises:
-        ValueError, RecursionError: it is not a JSON list.
+        ValueError, RecursionError: the text is not a JSON list.
     """
     decoder, end = json.JSONDecoder(parse_int=str), _SPACE.match(text).end()  # type: ignore[union-attr]
     if text[end : end + 1] != "[":
-        raise ValueError("it holds no list of objects")
+        raise ValueError("the file is not a list of objects")
     place = _SPACE.match(text, end + 1).end()  # type: ignore[union-attr]
     while text[place : place + 1] != "]" or text[end] == ",":
         _, end = decoder.raw_decode(text, place)
@@ -305,13 +310,11 @@ def _opened(path: Path) -> BinaryIO:
     try:
         return regular(path).open("rb")
     except OSError as error:
-        raise DataError(
-            f"the file cannot be read: {error.strerror}", code="data_file_unreadable", where=str(path)
-        ) from error
+        raise unreadable_file(path, error) from error
 
 
 def _lines(file: BinaryIO) -> Iterator[tuple[int, bytes, int]]:
-    """Start, content and length of each line; of a longer one than `LONGEST_LINE` no more than its beginning."""
+    """Yield start, content and length of each line. A line longer than `LONGEST_LINE` bytes is cut off after them."""
     start = 0
     while line := file.readline(LONGEST_LINE + 1):
         length = len(line)
@@ -331,14 +334,14 @@ def _parsed(line: bytes) -> Row:
     except (ValueError, RecursionError) as error:
         raise BadRow("unreadable", f"not JSON in UTF-8: {error}") from None
     if not isinstance(row, dict):
-        raise BadRow("unreadable", f"a row is an object with columns, not {type(row).__name__}")
+        raise BadRow("unreadable", f"a line holds {type(row).__name__}, not an object with columns")
     try:
         return {name: row[stored] for name, stored in _by_name(row, "").items()}
     except DataError as error:
         raise BadRow("unreadable", error.what) from None
 
 
-def _exists(index: int, length: int, name: str) -> None:
+def _check_index(index: int, length: int, name: str) -> None:
     if not 0 <= index < length:
         raise DataError(
             f"there is no row {index} of {length}", code="row_missing", where=name, remedy="make the tasks again"
@@ -350,7 +353,7 @@ def _unreadable(path: Path, kind: str, error: Exception) -> DataError:
 
 
 def _numbers(column: pa.ChunkedArray) -> pa.ChunkedArray:
-    """Numbers where that loses nothing: 7 and 0.5 are numbers, 007 and 1.50 are text."""
+    """Return a text column as numbers if no digit is lost: 7 and 0.5 become numbers, 007 and 1.50 stay text."""
     texts = column.to_pylist()
     for read, kind in ((int, pa.int64()), (float, pa.float64())):
         try:

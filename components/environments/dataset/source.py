@@ -1,4 +1,4 @@
-"""From the settings to a table: its files by split, and the folder that paths of images are below."""
+"""Open the table that settings name: its format, its files or splits, and the folder of its images."""
 
 from __future__ import annotations
 
@@ -34,8 +34,10 @@ SPLITS: tuple[Split, ...] = ("train", "heldout")
 
 @dataclass(frozen=True)
 class RowTable:
-    """All rows. `files`: what paths of images are below; `digest`: of the data, without images that are files;
-    `has_splits`: the shards are splits of a Hugging Face dataset.
+    """A table of rows in shards.
+
+    `files` is the root of image paths. `digest` covers the rows' data, without images that are files. `has_splits` is
+    True if the shards are the splits of a Hugging Face dataset.
     """
 
     files: DataFiles
@@ -45,14 +47,14 @@ class RowTable:
 
     @cached_property
     def shards(self) -> dict[str, Shard]:
-        """By name, in a fixed order."""
+        """The shards by name, in a fixed order."""
         return {shard.name: shard for shard in self.open_shards()}
 
     def splits(self, settings: DatasetEnvironmentSettings) -> dict[str, Split | None]:
-        """Which split each shard belongs to; None where its rows say it.
+        """Return the split of each shard to use; None means that the split is decided for each row.
 
         Raises:
-            ConfigurationError: no shard has a name that the settings give, or one has the names of both splits.
+            ConfigurationError: the settings name a shard that does not exist, or name one shard for both splits.
         """
         split = settings.split
         if isinstance(split, HashSplit) and split.of:
@@ -67,40 +69,43 @@ class RowTable:
                     '{by = "hash", of = ["train"]}',
                 )
             return dict.fromkeys(self.shards)
-        belong: dict[str, Split | None] = {}
+        split_of_shard: dict[str, Split | None] = {}
         for of in SPLITS:
             for pattern in getattr(split, of):
-                found = self._named(pattern, of)
-                if both := [name for name in found if belong.get(name, of) != of]:
+                names = self._named(pattern, of)
+                if both := [name for name in names if split_of_shard.get(name, of) != of]:
                     raise ConfigurationError(
-                        f"{both[0]!r} is named for training and as held out",
+                        f"{both[0]!r} is named both for training and as held out",
                         code="split_overlap",
                         where="environment.args.split",
+                        remedy="name it in one of train and heldout",
                     )
-                belong |= dict.fromkeys(found, of)
-        return belong
+                split_of_shard |= dict.fromkeys(names, of)
+        return split_of_shard
 
     def _named(self, pattern: str, key: str) -> list[str]:
-        found = matches(pattern, list(self.shards))
-        if not found:
+        names = matches(pattern, list(self.shards))
+        if not names:
             raise ConfigurationError(
-                f"nothing in the source is called {pattern!r}",
+                f"no file, folder or split of the source matches {pattern!r}",
                 code="split_missing",
                 where=f"environment.args.split.{key}",
-                remedy=f"there are {', '.join(list(self.shards)[:20])}",
+                remedy=f"the source has {', '.join(list(self.shards)[:20])}",
             )
-        return found
+        return names
 
 
 def open_table(settings: DatasetEnvironmentSettings) -> RowTable:
-    """What `settings` name; relative paths begin at the recipe's folder.
+    """Return the table that `settings` name. Relative paths begin at the recipe's folder.
 
     Raises:
-        ConfigurationError: the source is ambiguous, needs a package, or is a hub name without a revision.
-        DataError: there is nothing, or it cannot be reached.
+        ConfigurationError: the source's format is ambiguous, needs a package that is not installed, or is a hub name
+            without a revision.
+        DataError: the source does not exist or cannot be reached.
     """
-    kind = settings.format or _told_format(settings)
-    if kind != "huggingface" and (settings.revision is not None or settings.subset):
+    kind = settings.format or _detected_format(settings)
+    is_hub = kind == "huggingface" and is_hub_name(settings)
+    if not is_hub and (settings.revision is not None or settings.subset):
         raise ConfigurationError(
             "only a dataset of the hub has a revision and subsets",
             code="revision_unused",
@@ -125,12 +130,8 @@ def open_table(settings: DatasetEnvironmentSettings) -> RowTable:
 
 
 def _huggingface(settings: DatasetEnvironmentSettings) -> RowTable:
-    place = Path(_place(settings.source))
     if not is_hub_name(settings):
-        if settings.revision is not None or settings.subset:
-            raise ConfigurationError(
-                "only a dataset of the hub has a revision and subsets", code="revision_unused", where=str(place)
-            )
+        place = Path(_place(settings.source))
         files = open_folder(str(place))
         root = open_folder(_place(settings.root)) if settings.root else files
         return RowTable(root, files.digest(files.names()), lambda: saved_shards(place), True)
@@ -141,14 +142,16 @@ def _huggingface(settings: DatasetEnvironmentSettings) -> RowTable:
 
 
 def is_hub_name(settings: DatasetEnvironmentSettings) -> bool:
+    """Check if the source is the name of a dataset on the hub and not a file or folder beside the recipe."""
     return bool(HUB.fullmatch(settings.source)) and not project_path(settings.source).exists()
 
 
-def _told_format(settings: DatasetEnvironmentSettings) -> str:
-    """
+def _detected_format(settings: DatasetEnvironmentSettings) -> str:
+    """Return the source's format, from its name or the names of its files.
+
     Raises:
-        ConfigurationError: the names do not say it.
-        DataError: there is nothing.
+        ConfigurationError: there are no files of a format, or files of several.
+        DataError: the source does not exist.
     """
     base, pattern = _base(settings.source)
     if pattern and (kind := _format(pattern)):
@@ -166,9 +169,11 @@ def _told_format(settings: DatasetEnvironmentSettings) -> str:
     kinds = sorted({kind for name in names if (kind := _format(name))})
     if len(kinds) == 1:
         return kinds[0]
-    found = f"files of the formats {', '.join(kinds)}" if kinds else "no JSONL, JSON, CSV or Parquet files, nor images"
+    files_found = (
+        f"files of the formats {', '.join(kinds)}" if kinds else "no JSONL, JSON, CSV or Parquet files or images"
+    )
     raise ConfigurationError(
-        f"the source has {found}",
+        f"the source has {files_found}",
         code="format_unknown",
         where=f"environment.args.source = {settings.source!r}",
         remedy="name the files, as in data/*.parquet, or set environment.args.format",
@@ -176,22 +181,18 @@ def _told_format(settings: DatasetEnvironmentSettings) -> str:
 
 
 def _tables(files: DataFiles, pattern: str, kind: str | None) -> list[str]:
-    if pattern and (files.has(pattern) or not _has_magic(pattern)):
-        if not files.has(pattern):
-            raise DataError(
-                f"there is no file {pattern!r}",
-                code="data_file_missing",
-                where=str(files),
-                remedy="correct environment.args.source",
-            )
+    if pattern and files.has(pattern):
         return [pattern]
-    names = matches(pattern, files.names()) if pattern else [name for name in files.names() if _format(name)]
+    if not pattern:
+        names = [name for name in files.names() if _format(name)]
+    else:
+        names = matches(pattern, files.names()) if _has_magic(pattern) else []
     if not names:
         raise DataError(
             f"no file matches {pattern or kind!r}",
             code="data_file_missing",
             where=str(files),
-            remedy="correct the source",
+            remedy="correct environment.args.source",
         )
     return names
 
@@ -205,10 +206,10 @@ def _place(source: str) -> str:
 
 
 def _base(source: str) -> tuple[str, str]:
-    """Return the folder or URL, and the name or glob below it; "" for all that is in it.
+    """Return a source's folder or URL, and the name or glob below it, which is "" for the whole folder.
 
-    A relative source begins at the recipe's folder, whose name is never a pattern. Neither is a file or a folder that
-    exists under exactly the name that the source gives.
+    A relative source begins at the recipe's folder. The name of that folder, and a file or folder whose name equals
+    the source's text literally, are not read as globs.
     """
     if "://" in source:
         return _base_of_url(source)
@@ -224,7 +225,7 @@ def _base(source: str) -> tuple[str, str]:
 
 
 def _base_of_url(url: str) -> tuple[str, str]:
-    """Return what `_base` does. Only a folder of this machine can be asked which folders exist."""
+    """Return the same as `_base` for a URL. Folders can be checked for existence only with the scheme `file`."""
     scheme, _, rest = url.partition("://")
     is_here = is_folder if scheme == "file" else lambda _: False
     if is_here(rest) or not (_has_magic(rest) or _format(url)):

@@ -1,6 +1,6 @@
-"""Texts with places for columns and images: "{image}How many {things[0]}?"; {{ and }} are braces.
+"""Templates with places for columns and images: "{image}How many {things[0]}?".
 
-{"a [b]"} is the column of any name, a JSON string: one with brackets or braces, or one called image.
+{{ and }} are literal braces. {"a [b]"}, a JSON string, is a column whose name has brackets or braces or is image.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _TOKEN = re.compile(
 
 
 def column_name(name: str) -> str:
-    """A name as columns are compared: what looks the same is the same, however its accents are stored (NFC)."""
+    """Return a column's name in Unicode's normal form NFC, so that names which look equal are equal."""
     return unicodedata.normalize("NFC", name)
 
 
 class Place(Enum):
-    """Where images stand: the next one, or all that are left."""
+    """A place for images in a template: for the row's next image, or for all remaining ones."""
 
     IMAGE = "image"
     IMAGES = "images"
@@ -39,7 +39,10 @@ class Place(Enum):
 
 @dataclass(frozen=True)
 class Column:
-    """A column of the row, or item `item` of the list in it. A column of the name `whole` comes before an item."""
+    """A reference to a column, or to item `item` of the list in it.
+
+    `whole` is the text as written, such as "a[0]"; a column of exactly that name is preferred.
+    """
 
     name: str
     item: int | None = None
@@ -47,13 +50,14 @@ class Column:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Columns of which one suffices."""
+        """Alternative names of the column, of which one has to exist."""
         return (self.name,) if self.whole is None else (self.name, self.whole)
 
     def value(self, row: Mapping[str, Any]) -> Any:
-        """
+        """Return the value in a row.
+
         Raises:
-            BadRow: the list has no such item.
+            BadRow: the column is not a list with such an item.
         """
         if self.whole is not None and self.whole in row:
             return row[self.whole]
@@ -67,23 +71,25 @@ class Column:
 
 @dataclass(frozen=True)
 class Template:
-    """Literal texts, columns and places of images in their order."""
+    """A parsed template: literal texts, columns and places of images in order."""
 
     parts: tuple[str | Column | Place, ...]
 
     @property
     def places(self) -> bool:
+        """True if the template has a place for an image."""
         return any(isinstance(part, Place) for part in self.parts)
 
     @property
     def columns(self) -> list[Column]:
+        """The columns of the template in order."""
         return [part for part in self.parts if isinstance(part, Column)]
 
     def fill(self, row: Mapping[str, Any], image_token: str = "") -> list[str | Place]:
-        """With the row's values; `image_token` in a value is a place of an image.
+        """Replace columns by the row's values. `image_token` in a value becomes a place for an image.
 
         Raises:
-            BadRow: a value is missing, or is not text, a number, or a list of those.
+            BadRow: a value is missing, or is not text, a number, or a list of texts and numbers.
         """
         filled: list[str | Place] = []
         for part in self.parts:
@@ -96,9 +102,15 @@ class Template:
 
 @lru_cache(maxsize=64)
 def parse_template(text: str) -> Template:
-    """
+    """Parse the text of a template.
+
     Raises:
-        ValueError: a brace without its other one, or {}, or a quoted name that is not a JSON string.
+        ValueError: a brace has no counterpart, {} is empty, or a quoted name is not a JSON string.
+
+    Example:
+        >>> template = parse_template("{image}How many {things[0]}?")
+        >>> template.fill({"things": ["cats", "dogs"]})
+        [<Place.IMAGE: 'image'>, 'How many ', 'cats', '?']
     """
     parts: list[str | Column | Place] = []
     literal, end = "", 0
@@ -109,7 +121,7 @@ def parse_template(text: str) -> Template:
             literal += token[0]
         elif not match["quoted"] and not match["plain"]:
             raise ValueError(
-                f"{token} at character {match.start()} names no column; write {{{{ or }}}} for a brace, and "
+                f"{token} at character {match.start()} does not name a column; write {{{{ or }}}} for a brace, and "
                 '{"NAME"} for a column whose name has braces'
             )
         else:
@@ -131,7 +143,7 @@ def _place(match: re.Match[str]) -> Column | Place:
 
 
 def split_at(image_token: str, text: str) -> Iterator[str | Place]:
-    """`text`, in which `image_token` stands for an image."""
+    """Split `text` at each `image_token` and yield the pieces with a place for an image between them."""
     for number, piece in enumerate(text.split(image_token) if image_token else [text]):
         if number:
             yield Place.IMAGE
@@ -139,20 +151,25 @@ def split_at(image_token: str, text: str) -> Iterator[str | Place]:
 
 
 def as_text(value: Any, column: str) -> str:
-    """How a value is written into a prompt: a list as lines with letters, as choices are shown.
+    """Return a value as text for a prompt. A list becomes lines that begin with A., B., ..., as choices are shown.
 
     Raises:
-        BadRow: it is missing, or is not text, a number, or a list of those.
+        BadRow: the value is missing, or is not text, a number, or a list of texts and numbers.
     """
     if isinstance(value, list | tuple):
         if not 0 < len(value) <= len(ascii_uppercase):
             raise BadRow("wrong_type", f"{column!r} is a list of {len(value)} values")
         lines = zip(ascii_uppercase, value, strict=False)
-        return "\n".join(f"{letter}. {_scalar(each, column)}" for letter, each in lines)
-    return _scalar(value, column)
+        return "\n".join(f"{letter}. {scalar_text(each, column)}" for letter, each in lines)
+    return scalar_text(value, column)
 
 
-def _scalar(value: Any, column: str) -> str:
+def scalar_text(value: Any, column: str) -> str:
+    """Return a text or a number of a column as text.
+
+    Raises:
+        BadRow: the value is null (`no_text`), or is neither text nor a number (`wrong_type`).
+    """
     if value is None:
         raise BadRow("no_text", f"{column!r} is null")
     try:

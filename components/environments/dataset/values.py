@@ -1,8 +1,8 @@
-"""Values of a table as the rest of the environment knows them, whichever file they came from.
+"""Convert the values of tables to plain Python values, the same for every file format.
 
-None for what is missing (null, NaN, infinities), true and false, numbers as JSON has them (22.0 is 22), text, bytes,
-and lists and dicts of these. Dates and times are text. A number of lower precision keeps its digits: float32's 0.1 is
-0.1.
+Values are None (for null, NaN and infinities), booleans, numbers as in JSON (22.0 becomes 22), text, bytes, and lists
+and dicts of these. Dates and times become text. A number of lower precision keeps its digits: float32's 0.1 becomes
+0.1, not 0.10000000149.
 """
 
 from __future__ import annotations
@@ -22,13 +22,21 @@ from armature.components.environments.dataset.bad_rows import BadRow
 _NARROW: Mapping[pa.DataType, type[np.floating[Any]]] = {pa.float16(): np.float16, pa.float32(): np.float32}
 _SIMPLE = (pa.types.is_string, pa.types.is_large_string, pa.types.is_binary, pa.types.is_integer, pa.types.is_boolean)
 DEEPEST = 64
-"""Lists and objects inside one another in a row; Python itself gives up at a depth that depends on who calls."""
+"""Largest number of levels of nested lists and objects in a row.
+
+Python's recursion limit would be reached at a level that depends on the caller's depth.
+"""
 
 
 def read_json(text: str) -> Any:
-    """
+    """Parse JSON into plain values.
+
     Raises:
-        ValueError, RecursionError: it is not JSON, an object names a key twice, or it is nested too deeply.
+        ValueError, RecursionError: the text is not JSON, an object has a key twice, or values are nested too deeply.
+
+    Example:
+        >>> read_json('{"a": [22.0, 0.5, NaN]}')
+        {'a': [22, 0.5, None]}
     """
     value = json.loads(
         text,
@@ -40,7 +48,7 @@ def read_json(text: str) -> Any:
     for _ in range(DEEPEST + 1):
         level = [child for each in level for child in _children(each)]
     if level:
-        raise ValueError(f"more than {DEEPEST} lists and objects inside one another")
+        raise ValueError(f"more than {DEEPEST} levels of nested lists and objects")
     return value
 
 
@@ -49,20 +57,22 @@ def _children(value: Any) -> Iterable[Any]:
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """
+    """Make a dict from an object's pairs.
+
     Raises:
-        ValueError: a key is there twice, of which JSON's readers would keep the last.
+        ValueError: a key appears twice. JSON readers would silently keep the last value.
     """
-    made = dict(pairs)
-    if len(made) < len(pairs):
-        raise ValueError("an object names a key twice")
-    return made
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        raise ValueError("an object has a key twice")
+    return values
 
 
 def column_values(column: pa.ChunkedArray) -> list[Any]:
-    """
+    """Return an Arrow column as a list of plain values.
+
     Raises:
-        BadRow: `unreadable`, a value that Python has no type for, such as a date after the year 9999.
+        BadRow: Python has no type for a value (`unreadable`), such as a date after the year 9999.
     """
     try:
         values: list[Any] = column.to_pylist()
@@ -73,7 +83,7 @@ def column_values(column: pa.ChunkedArray) -> list[Any]:
 
 
 def _reader(kind: pa.DataType) -> Callable[[Any], Any] | None:
-    """Make values of an Arrow type plain; None: they are."""
+    """Return a function that makes values of an Arrow type plain, or None if they already are."""
     while hasattr(kind, "storage_type") or pa.types.is_dictionary(kind) or pa.types.is_run_end_encoded(kind):
         kind = kind.storage_type if hasattr(kind, "storage_type") else kind.value_type
     if kind in _NARROW:
@@ -92,7 +102,7 @@ def _reader(kind: pa.DataType) -> Callable[[Any], Any] | None:
 
 
 def _narrowed(value: float, narrow: type[np.floating[Any]]) -> int | float | str | None:
-    """Shortest digits of the narrow type, not those of the float64 that Arrow widens it to."""
+    """Return the number with the shortest digits of its narrow type. Arrow widens to float64, which adds digits."""
     plain = plain_number(value)
     return float(value_text(narrow(value))) if isinstance(plain, float) else plain
 

@@ -1,7 +1,8 @@
-"""Environments behind an OpenEnv server, played over its WebSocket.
+"""The environment `openenv`: episodes on an OpenEnv server, played over its WebSocket.
 
-The server has packages of its own, which conflict with ours, so it is a process or a machine of its own: nothing of
-OpenEnv's is imported. Protocol: the messages `reset`, `step` and `close` of openenv 0.10, openenv.core.env_server.
+The server needs packages that conflict with ours. So it runs as a separate process or on another machine, and nothing
+of OpenEnv is imported here. Protocol: the messages `reset`, `step` and `close` of openenv 0.10,
+openenv.core.env_server.
 """
 
 from armature.components.environments.openenv.environment import OpenEnvEnvironment

@@ -1,4 +1,4 @@
-"""An OpenEnv server as one of our environments."""
+"""The environment `openenv`, its sessions, and the server that a command starts on this machine."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import math
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar
@@ -17,7 +17,7 @@ import aiohttp
 import httpx
 
 from armature.components.artifacts.sources import named_files
-from armature.components.contracts.episodes import Episode, Observation, Outcome, Split, Task
+from armature.components.contracts.episodes import Episode, Observation, Outcome, Task
 from armature.components.contracts.errors import ConfigurationError, RolloutFailed, blanked
 from armature.components.contracts.secrets import resolve
 from armature.components.environments.generated import GeneratedEnvironment
@@ -27,11 +27,11 @@ from armature.components.machine.process import Program, Scratch
 from armature.components.machine.project import project_folder
 from armature.components.rewards.function import program_path
 
-# The server that a command starts on this machine.
+# --- The server that a command starts on this machine ---
 
 
 class LocalServer:
-    """Started when it is first asked for, and again when it has died. It ends with us, however we end."""
+    """A server process that starts at the first call of `url`, restarts if it has died, and ends with our process."""
 
     def __init__(self, command: Sequence[str], timeout: float) -> None:
         self._command, self._timeout = command, timeout
@@ -42,10 +42,11 @@ class LocalServer:
         self._scratch = Scratch()
 
     def url(self) -> str:
-        """Its address, once it answers.
+        """Start the server if it is not running and return its address.
 
         Raises:
-            ConfigurationError: there is no such program, or it has not come up in time; it is not tried again.
+            ConfigurationError: there is no such program, or the server did not start in time. Later calls raise the
+                same error without another attempt.
         """
         with self._lock:
             if self._failure is not None:
@@ -81,10 +82,10 @@ class LocalServer:
         code = self._program.returncode
         what = f"does not answer on /health after {self._timeout:g} s" if code is None else f"ended with code {code}"
         raise ConfigurationError(
-            f"the server of OpenEnv {what}: {self._program.tail(10)}",
+            f"the OpenEnv server {what}: {self._program.tail(10)}",
             code="environment_server_failed",
             where="environment.args.command",
-            remedy="it has to listen on 127.0.0.1 and the port that {port} is replaced by",
+            remedy="the server has to listen on 127.0.0.1 and the port that replaces {port}",
         )
 
     def _listens(self) -> bool:
@@ -92,9 +93,9 @@ class LocalServer:
             return False
         try:
             socket.create_connection(("127.0.0.1", self._port), timeout=1.0).close()
-        except ConnectionRefusedError:  # it has just died
+        except ConnectionRefusedError:  # the process has just died
             return False
-        except OSError:  # it is busy
+        except OSError:  # a busy server may be slow to accept
             return True
         return True
 
@@ -107,22 +108,24 @@ class LocalServer:
 
 
 def free_port() -> int:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return int(taken.getsockname()[1])
+    """Return a free TCP port of this machine."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
 
 
-# One session of a server.
+# --- A session of the server ---
 
 LARGEST_MESSAGE = 64 * 2**20
-"""Bytes of one message of a server."""
+"""Largest number of bytes in one message from a server."""
 CLOSING_SECONDS = 2.0
+"""Seconds that closing a session may take."""
 FIRST_WAIT, LONGEST_WAIT = 0.05, 1.0
-"""Seconds between two attempts to get a session of a server whose sessions are all taken."""
+"""Seconds between attempts to open a session while all sessions of the server are in use; each wait doubles."""
 
 
 class OpenEnvEpisode:
-    """One WebSocket, which is one session: its environment is nobody else's."""
+    """An episode in a session of its own: one WebSocket, for which the server makes one environment."""
 
     def __init__(self, settings: OpenEnvSettings, url: str, headers: Mapping[str, str], seed: int) -> None:
         self._settings, self._headers, self._seed = settings, headers, seed
@@ -132,16 +135,16 @@ class OpenEnvEpisode:
         self._rewarded = False
 
     async def reset(self) -> Observation:
-        """Waits for a session where all are taken, as long as the call may take.
+        """Open a session and return the first observation. While all sessions are in use, wait for one.
 
         Raises:
-            RolloutFailed: see `_asked`; or the episode is over before it began.
+            RolloutFailed: the server failed, see `_request`, or the episode is over before the first step.
         """
         self._client = aiohttp.ClientSession(headers=self._headers, trust_env=False)
         wait = FIRST_WAIT
         while True:
-            self._socket = await self._opened()
-            kind, data = await self._asked("reset", {**self._settings.reset, "seed": self._seed})
+            self._socket = await self._connect()
+            kind, data = await self._request("reset", {**self._settings.reset, "seed": self._seed})
             if kind != "error" or data.get("code") != "CAPACITY_REACHED":
                 break
             await self._socket.close()
@@ -149,26 +152,29 @@ class OpenEnvEpisode:
             wait = min(2 * wait, LONGEST_WAIT)
         observation, done, _ = self._read(kind, data)
         if done:
-            raise RolloutFailed("environment_error", "the server says that the episode is over before it began")
+            raise RolloutFailed(
+                "environment_error", "the server reports that the episode is over before the first step"
+            )
         return observation
 
     async def step(self, action: str) -> Outcome:
-        """
+        """Send the action that an answer contains and return the outcome. An answer without one ends the episode.
+
         Raises:
-            RolloutFailed: see `_asked`; or `bad_reward`, see `_read`.
+            RolloutFailed: the server failed, see `_request`, or gave no valid reward (`bad_reward`).
         """
         try:
             fields = action_of(action, self._settings)
         except NoAction:
             return self._invalid()
-        kind, data = await self._asked("step", fields)
+        kind, data = await self._request("step", fields)
         if kind == "error" and data.get("code") == "VALIDATION_ERROR":
             return self._invalid()
         observation, done, reward = self._read(kind, data)
         parts = {} if reward is None else {"reward": reward}
         self._rewarded = self._rewarded or reward is not None
         if done and not self._rewarded:
-            raise RolloutFailed("bad_reward", "the episode is over, and the server has given no reward")
+            raise RolloutFailed("bad_reward", "the episode is over and the server gave no reward in it")
         return Outcome(None if done else observation, parts)
 
     async def close(self) -> None:
@@ -183,18 +189,18 @@ class OpenEnvEpisode:
     def _invalid(self) -> Outcome:
         return Outcome(None, {"reward": self._settings.invalid_reward}, action_defect="format")
 
-    async def _opened(self) -> aiohttp.ClientWebSocketResponse:
+    async def _connect(self) -> aiohttp.ClientWebSocketResponse:
         assert self._client is not None
         try:
             return await self._client.ws_connect(self._url, max_msg_size=LARGEST_MESSAGE, heartbeat=20.0)
         except (aiohttp.ClientError, OSError) as error:
             raise RolloutFailed("environment_error", f"{self._url} cannot be reached: {error}") from error
 
-    async def _asked(self, kind: str, data: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
-        """Kind and data of the server's answer.
+    async def _request(self, kind: str, data: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
+        """Send a message and return the kind and data of the server's answer.
 
         Raises:
-            RolloutFailed: `environment_error`, the connection has ended, or the answer is not one of the protocol.
+            RolloutFailed: the connection has ended, or the answer does not follow the protocol (`environment_error`).
         """
         assert self._socket is not None
         try:
@@ -210,25 +216,25 @@ class OpenEnvEpisode:
         except (ValueError, RecursionError) as error:
             raise _malformed(f"it is not JSON: {error}") from error
         if not isinstance(answer, dict) or not isinstance(answer.get("data"), dict):
-            raise _malformed(f"{blanked(message.data)[:200]!r} is no message")
+            raise _malformed(f"{blanked(message.data)[:200]!r} is not a message")
         return str(answer.get("type")), answer["data"]
 
     def _read(self, kind: str, data: Mapping[str, Any]) -> tuple[Observation, bool, float | None]:
-        """Observation, whether the episode is over, and the reward if there is one.
+        """Return the observation, True if the episode is over, and the reward or None.
 
         Raises:
-            RolloutFailed: the server says that it failed; a field is missing or of another type; or `bad_reward`.
+            RolloutFailed: the server reports an error, a field is missing or has another type (`environment_error`),
+                or the reward is not a finite number (`bad_reward`).
         """
         if kind == "error":
-            said = f"{data.get('code')}: {data.get('message')}"
-            raise RolloutFailed("environment_error", f"the server failed: {said}")
+            raise RolloutFailed("environment_error", f"the server failed: {data.get('code')}: {data.get('message')}")
         observation, done, reward = data.get("observation"), data.get("done"), data.get("reward")
         if kind != "observation" or not isinstance(observation, dict) or not isinstance(done, bool):
-            raise _malformed(f"{kind!r:.40} with {sorted(data)[:10]} is no observation")
+            raise _malformed(f"{kind!r:.40} with {sorted(data)[:10]} is not an observation")
         if reward is not None and (not isinstance(reward, int | float) or not math.isfinite(reward)):
             raise RolloutFailed("bad_reward", f"the server's reward is {reward!r:.100}, not a finite number")
         value = None if reward is None else float(reward)
-        if done:  # nobody is shown the last observation, which may lack what the others have
+        if done:  # the policy does not see the last observation, so it may lack fields that others have
             return Observation(("",)), True, value
         return shown(observation, self._settings), False, value
 
@@ -237,21 +243,22 @@ def _malformed(what: str) -> RolloutFailed:
     return RolloutFailed("environment_error", f"the server's answer cannot be read: {what}")
 
 
+# --- The environment ---
+
 SEEDS = 2**31
+"""Seeds are smaller than this number, because numpy's older generators accept no larger ones."""
 SPACING = 1_000_003
-"""Between the first tasks of two seeds."""
+"""Distance between the first tasks' numbers of two consecutive seeds."""
 
 
 class OpenEnvEnvironment(GeneratedEnvironment[OpenEnvSettings]):
-    """A task is a seed of the server's reset. The reward is the server's own."""
+    """An environment on an OpenEnv server. A task is a seed for the server's reset; the server computes the reward."""
 
     name = "openenv"
     Settings: ClassVar[type[OpenEnvSettings]] = OpenEnvSettings
 
-    def __init__(
-        self, settings: OpenEnvSettings, *, train_tasks: int, heldout_tasks: int, seed: int, processes: int
-    ) -> None:
-        super().__init__(settings, train_tasks=train_tasks, heldout_tasks=heldout_tasks, seed=seed, processes=processes)
+    def __init__(self, settings: OpenEnvSettings, **counts: int) -> None:
+        super().__init__(settings, **counts)
         self.system_prompt = settings.system_prompt
         self.max_turns = settings.max_turns
         self.reward_weights = {"reward": 1.0}
@@ -263,17 +270,12 @@ class OpenEnvEnvironment(GeneratedEnvironment[OpenEnvSettings]):
 
     @staticmethod
     def sources(settings: OpenEnvSettings) -> dict[str, str]:
-        """The code of a server counts where `command` names its file; for another one there is `revision`."""
+        """Return digests of the files that `command` and `reset` name. Other servers' code is covered by `revision`."""
         return named_files({"command": settings.command, "reset": settings.reset})
 
-    def tasks(self, split: Split) -> Iterator[Task]:
-        """Seeds below 2**31, as numpy's older generators take them: even ones train, odd ones are held out."""
-        for index in range(self._counts[split]):
-            seed = (2 * (self._seed * SPACING + index) + (split == "heldout")) % SEEDS
-            yield Task(f"openenv-{split}-{index:05d}", split, {"seed": seed})
-
     def payload(self, seed: int, index: int) -> dict[str, Any]:
-        return {"seed": seed}
+        """Return a seed below 2**31 for the server: even for training tasks, odd for held-out ones, as `seed` is."""
+        return {"seed": (2 * (self._seed * SPACING + index) + seed % 2) % SEEDS}
 
     def episode(self, task: Task) -> Episode:
         url = self._server.url() if self._server is not None else str(self.settings.base_url)

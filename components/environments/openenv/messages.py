@@ -1,4 +1,4 @@
-"""From an observation's fields to what is shown, and from an answer to an action's fields."""
+"""Turn an observation's fields into text and images for the policy, and the policy's answer into an action's fields."""
 
 from __future__ import annotations
 
@@ -14,23 +14,25 @@ from armature.components.contracts.episodes import Observation
 from armature.components.contracts.errors import RolloutFailed
 from armature.components.contracts.images import EncodedImage
 from armature.components.environments.dataset.bad_rows import BadRow
+from armature.components.environments.dataset.images import encoded_image, from_base64
 from armature.components.environments.dataset.template import Place, parse_template
 from armature.components.environments.openenv.settings import COMPLETION, OpenEnvSettings
 from armature.components.rewards.reward import extracted
 
 DEEPEST = 8
-"""Levels of tables in an observation whose fields have names."""
+"""Largest number of levels of nested objects in an observation whose fields a prompt can name."""
 
 
 class NoAction(Exception):
-    """An answer that no action can be made of."""
+    """An answer that does not contain an action."""
 
 
 def shown(fields: Mapping[str, Any], settings: OpenEnvSettings) -> Observation:
-    """
+    """Return the fields of a server's observation as an observation for the policy.
+
     Raises:
-        RolloutFailed: `environment_error`, a field that `prompt` or `images` names is missing or of another type;
-            `bad_image`, what should be an image is none.
+        RolloutFailed: a field that `prompt` or `images` names is missing or has another type (`environment_error`), or
+            a field that should be an image is not one (`bad_image`).
     """
     named = dict(_flat(fields))
     missing = [name for name in settings.images if name not in named]
@@ -60,10 +62,11 @@ def shown(fields: Mapping[str, Any], settings: OpenEnvSettings) -> Observation:
 
 
 def action_of(completion: str, settings: OpenEnvSettings) -> dict[str, Any]:
-    """
+    """Return the fields of the action that a completion contains.
+
     Raises:
-        NoAction: the part that `extract` names is missing, or has no JSON object, or has one that does not travel: with
-            a number or a character that JSON or UTF-8 cannot hold.
+        NoAction: the part that `extract` names is missing or holds no JSON object, or a value in the object cannot be
+            encoded as JSON in UTF-8, such as NaN or an unpaired surrogate.
     """
     text = extracted(completion, settings.extract)
     if text is None:
@@ -78,10 +81,14 @@ def action_of(completion: str, settings: OpenEnvSettings) -> dict[str, Any]:
 
 
 def last_object(text: str) -> dict[str, Any]:
-    """The JSON object that `text` ends with, whatever stands around it.
+    """Return the last JSON object in a text; text before and after it is ignored.
 
     Raises:
-        NoAction: there is none.
+        NoAction: the text has no JSON object.
+
+    Example:
+        >>> last_object('{"move": 1} or better: {"move": {"x": 2}}.')
+        {'move': {'x': 2}}
     """
     end = text.rfind("}") + 1
     decoder = json.JSONDecoder(parse_constant=_refuse)
@@ -123,19 +130,12 @@ def _flat(fields: Mapping[str, Any], prefix: str = "", depth: int = 1) -> Iterat
 def _image(name: str, value: Any) -> EncodedImage:
     try:
         if isinstance(value, str):
-            return EncodedImage.from_url(value if value.startswith("data:") else _as_url(value))
+            if value.startswith("data:"):
+                return EncodedImage.from_url(value)
+            return encoded_image(from_base64(value, name), name)
         pixels = np.asarray(value)
         if pixels.dtype.kind not in "iu" or pixels.min() < 0 or pixels.max() > 255:
             raise ValueError("pixels are whole numbers from 0 to 255")
         return encode_png(Image.fromarray(pixels.astype(np.uint8)))
     except Exception as error:
-        raise RolloutFailed("bad_image", f"{name!r} is no image: {error}") from error
-
-
-def _as_url(base64: str) -> str:
-    """By the first characters of the base64, which are those of the format's signature."""
-    signatures = {"iVBORw0KGgo": "png", "/9j/": "jpeg", "UklGR": "webp"}
-    for signature, kind in signatures.items():
-        if base64.startswith(signature):
-            return f"data:image/{kind};base64,{base64}"
-    raise ValueError("text that is neither a data URL nor base64 of a PNG, JPEG or WebP")
+        raise RolloutFailed("bad_image", f"{name!r} is not an image: {error}") from error

@@ -1,4 +1,4 @@
-"""Which server, what is shown of its observations, and how an answer becomes an action."""
+"""Settings of the environment `openenv`: the server, the prompt from its observations, and the action format."""
 
 from __future__ import annotations
 
@@ -22,67 +22,68 @@ COMPLETION = "{completion}"
 
 
 class OpenEnvSettings(Settings):
-    """An OpenEnv server that runs, or the command that starts one on this machine."""
+    """Settings of the environment `openenv`: the address of a running OpenEnv server, or a command that starts one."""
 
     base_url: Annotated[str | None, BeforeValidator(refuse_plain_url)] = Field(
         None, pattern=r"^https?://[^\s/?#@]+(/[^\s?#@]*)?$"
     )
-    """Address of a server that runs, such as http://127.0.0.1:8000; or set command."""
+    """Address of a running server, such as http://127.0.0.1:8000. Set either this or command."""
     api_key: Annotated[EnvironmentReference | BlockReference | None, BeforeValidator(refuse_plain_key)] = None
-    """Where the bearer token of that server is: { env = "NAME" }; unset: it needs none."""
+    """Reference to the bearer token of that server: { env = "NAME" }; unset if it needs no token."""
     command: tuple[str, ...] = ()
-    """Instead: a program and its arguments, without a shell, which starts a server on 127.0.0.1 in the recipe's folder.
-    {port} is replaced by a free port. A program with a slash in its name is beside the recipe."""
+    """Program and arguments, run without a shell in the recipe's folder, that start a server on 127.0.0.1. {port} is
+    replaced by a free port. A program with a slash in its name is relative to the recipe."""
     start_timeout: PositiveFloat = Field(60.0, le=3600)
-    """Seconds for that server to come up."""
+    """Seconds that the server started by command has until it answers."""
     revision: str = ""
-    """Version or commit of the server's code, for what cannot be seen from here: another one makes new artifacts."""
+    """Version or commit of the server's code, which cannot be seen from here. Changing it makes new artifacts."""
     reset: dict[str, Any] = Field({})
-    """More arguments of the environment's reset; each task gives it a seed besides."""
+    """Additional arguments of the environment's reset, besides the task's seed."""
     system_prompt: str | None = None
-    """What the policy is told first; unset: nothing."""
+    """System message for the policy; unset for none."""
     prompt: str = ""
-    """What is shown of each observation: {FIELD} and {FIELD.KEY} are replaced, {image} and {images} are places of
-    images. Empty: the observation as JSON, after its images."""
+    """Template of an observation's text: {FIELD} and {FIELD.KEY} are replaced, {image} and {images} are places for
+    images. Empty shows the images and then the observation as JSON."""
     images: tuple[str, ...] = ()
     """Fields that hold an image: a data URL, base64 of a PNG, JPEG or WebP, or rows of pixels, gray or RGB from 0 to
-    255. One that is null is no image."""
+    255. A field that is null is skipped."""
     action: Literal["json"] | dict[str, Any] = "json"
-    """What of an answer is the action: json, the last JSON object in it; or a table of the action's fields, in whose
-    texts {completion} is replaced: { message = "{completion}" }."""
+    """Action in an answer: json for the last JSON object in it, or a table of the action's fields, in whose texts
+    {completion} is replaced by the answer: { message = "{completion}" }."""
     extract: str = Field("all", pattern=EXTRACT)
-    """The part of an answer that the action is made of, as rewards take it: all, boxed, <answer>, </think>."""
+    """Part of an answer from which the action is made, as for rewards: all, boxed, <answer>, </think>."""
     invalid_reward: float = Field(0.0, allow_inf_nan=False)
-    """Reward of an answer that is no action, or that the server's types refuse; it ends the episode."""
+    """Reward of an answer without an action, or with one that the server rejects as invalid; it ends the episode."""
     max_turns: PositiveInt
-    """Turns after which an episode is ended."""
+    """Turns after which an episode ends."""
 
     @field_validator("prompt")
     @classmethod
-    def _prompt_is_a_template(cls, prompt: str) -> str:
+    def _check_template(cls, prompt: str) -> str:
         parse_template(prompt)
         return prompt
 
     @model_validator(mode="after")
-    def _one_server(self) -> Self:
+    def _check_fields_together(self) -> Self:
         if (self.base_url is None) == (not self.command):
-            raise PydanticCustomError("base_url_or_command", "exactly one of base_url and command is needed")
+            raise PydanticCustomError("base_url_or_command", "set exactly one of base_url and command")
         if self.command and not any(PORT in word for word in self.command):
             raise PydanticCustomError(
-                "port_place_missing", f"no argument of command has {PORT}, the port on which the server has to listen"
+                "port_place_missing",
+                f"no argument of command contains {PORT}, the port on which the server has to listen",
             )
         if self.command and self.api_key is not None:
             raise PydanticCustomError(
-                "api_key_unused", "api_key is for base_url: the server that command starts is on this machine"
+                "api_key_unused", "api_key belongs to base_url: a server that command starts on this machine needs none"
             )
         if isinstance(self.action, dict) and COMPLETION not in str(self.action):
-            raise PydanticCustomError("completion_place_missing", f"no field of action has {COMPLETION}")
+            raise PydanticCustomError("completion_place_missing", f"no field of action contains {COMPLETION}")
         if "seed" in self.reset:
             raise PydanticCustomError(
-                "seed_not_settable", "reset.seed is each task's own: environment.seed changes all of them"
+                "seed_not_settable", "reset.seed differs for each task: set environment.seed to change all of them"
             )
         if self.prompt and bool(self.images) != parse_template(self.prompt).places:
             raise PydanticCustomError(
-                "image_places_mismatch", "images and the places {image} or {images} in prompt belong together"
+                "image_places_mismatch", "prompt needs a place {image} or {images} exactly if images names fields"
             )
         return self

@@ -1,8 +1,8 @@
-"""Environments of the `verifiers` package, played turn by turn by our own sampler.
+"""The environment `verifiers`: environments of the package `verifiers`, played turn by turn by our sampler.
 
-A verifiers environment, old or new, runs its own loop and asks a chat endpoint for each assistant message. The
-bridge gives it an endpoint on loopback: what it asks becomes an observation, the action becomes the answer. So
-neither its loop nor its scoring is written again here.
+A verifiers environment runs its own loop and requests each assistant message from a chat endpoint. We give it an
+endpoint on loopback: a request becomes an observation, and the policy's action becomes the answer. So its loop and its
+scoring need not be written again here.
 """
 
 from armature.components.environments.verifiers.environment import VerifiersEnvironment, VerifiersSettings

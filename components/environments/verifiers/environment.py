@@ -1,4 +1,4 @@
-"""A verifiers environment as one of ours."""
+"""The environment `verifiers`: its settings, its tasks and the choice of interface."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from armature.components.environments.verifiers.episode import Row, VerifiersEpi
 
 
 class VerifiersSettings(Settings):
-    """Which verifiers environment, and through which of its two interfaces."""
+    """Settings of the environment `verifiers`: the package to load and the interface of verifiers that it uses."""
 
     interface: Literal["legacy", "v1"]
-    """legacy: load_environment with datasets and rubrics (0.1.9 to 0.3); v1: tasksets (0.4)."""
+    """legacy for load_environment with datasets and rubrics (verifiers 0.1.9 to 0.3); v1 for tasksets (0.4)."""
     id: str = Field(min_length=1)
-    """The environment's or the taskset's package."""
+    """Package of the environment or taskset."""
     args: dict[str, Any] = Field(default_factory=dict)
-    """legacy: arguments of load_environment; v1: the env section, e.g. {agent = {harness = {...}}}."""
+    """Arguments of load_environment (legacy), or the env section (v1), such as {agent = {harness = {...}}}."""
     max_turns: PositiveInt
-    """Turns after which an episode is ended and scored."""
+    """Turns after which an episode ends and is scored."""
 
 
 class VerifiersEnvironment:
-    """The reward is the environment's own, its parts and metrics are recorded with weight 0.
+    """An environment of the package verifiers, which computes the reward. Its parts and metrics have weight 0.
 
-    Tasks name rows by position and content, so a data set that changes is noticed. Both splits are drawn from
-    the training rows where the environment has no others for evaluation; they never share a row.
+    A task refers to its row by position and content, so a change of the dataset is noticed. If the environment has no
+    rows for evaluation, both splits are drawn from its training rows; they never share a row.
     """
 
     name: ClassVar[str] = "verifiers"
@@ -47,7 +47,7 @@ class VerifiersEnvironment:
     def __init__(
         self, settings: VerifiersSettings, *, train_tasks: int, heldout_tasks: int, seed: int, processes: int
     ) -> None:
-        del processes  # its episodes are coroutines, all in one thread: they share clients and locks of one loop
+        del processes  # episodes are coroutines in one thread, because they share clients and locks of one event loop
         if find_spec("verifiers") is None:
             raise ConfigurationError(
                 "environment 'verifiers' needs the package verifiers",
@@ -62,7 +62,10 @@ class VerifiersEnvironment:
 
     @staticmethod
     def sources(settings: VerifiersSettings) -> dict[str, str]:
-        """What the environment loads by name from elsewhere, such as a data set of a hub, is not among them."""
+        """Return versions and digests of the environment's packages and files.
+
+        Data that the environment loads from elsewhere, such as a dataset of a hub, are not included.
+        """
         module = settings.id.partition(":")[0].replace("-", "_")
         code = {"environment": code_digest(module)} if has_code(module) else {}
         return versions("verifiers", settings.id) | named_files(settings.args) | code
@@ -108,15 +111,16 @@ class VerifiersEnvironment:
             self.__dict__.pop("_thread").end()
 
     def episode(self, task: Task) -> Episode:
-        """
+        """Return the episode of a task.
+
         Raises:
-            DataError: the environment's rows are not those that the task was made from.
+            DataError: the environment's row has changed since the task was made.
         """
         rows = self._rows[task.split]
         number = task.payload["number"]
         if number >= len(rows) or rows[number][1].identity != task.payload["identity"]:
             raise DataError(
-                f"row {task.payload['row']} of the environment is not the one that the task was made from",
+                f"row {task.payload['row']} of the environment has changed since the task was made",
                 code="row_changed",
                 where=task.task_id,
                 remedy="install the version of the environment that made the tasks, or make the tasks again",

@@ -1,4 +1,4 @@
-"""Turns a loop that asks for messages into an episode that is stepped."""
+"""An episode around a loop that requests messages from a chat endpoint."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from armature.components.contracts.episodes import Observation, Outcome
 from armature.components.contracts.errors import DataError
 from armature.components.contracts.images import EncodedImage
 
-# What both interfaces of verifiers give: rows, and a way to play one.
+# --- The common part of verifiers' two interfaces: rows and a way to play them ---
 
 
 @dataclass(frozen=True)
 class Row:
-    """One task of the environment: `value` is what it takes, `identity` a digest of its content."""
+    """A task of the environment: `value` in the form that verifiers uses, and `identity`, a digest of its content."""
 
     value: Any
     identity: str
@@ -27,57 +27,58 @@ class Row:
 
 
 class VerifiersSource(Protocol):
-    """What differs between the interfaces."""
+    """A verifiers environment behind one of the two interfaces."""
 
     max_turns: int
 
     def rows(self) -> tuple[Sequence[Row], Sequence[Row] | None]:
-        """The training rows, and those for evaluation if they are others."""
+        """Return the training rows and the rows for evaluation, or None if the environment has no separate ones."""
 
     async def play(self, row: Row, base_url: str) -> dict[str, float]:
-        """Play the row against the endpoint at `base_url`: `reward`, and its parts and metrics by name."""
+        """Play a row with the chat endpoint at `base_url` and return `reward`, its parts and the metrics by name."""
 
 
-# A chat endpoint on loopback whose answers come from outside.
+# --- A chat endpoint on loopback whose answers come from our policy ---
 
 MAX_BODY = 256 * 2**20
+"""Largest number of bytes in a request."""
 
 
 @dataclass(frozen=True)
 class PendingRequest:
-    """One request: the chat so far, and where its answer goes."""
+    """A request that waits for its answer: the chat so far, and the future that receives the answer."""
 
     messages: list[dict[str, Any]]
     answer: asyncio.Future[str]
 
 
 class ChatEndpoint:
-    """Speaks as much HTTP as OpenAI clients need for `chat/completions`, with and without streaming."""
+    """A server with the part of HTTP that OpenAI clients need for `chat/completions`, with and without streaming."""
 
     def __init__(self) -> None:
-        self._asked: asyncio.Queue[PendingRequest | Exception] = asyncio.Queue()
+        self._requests: asyncio.Queue[PendingRequest | Exception] = asyncio.Queue()
         self._path = f"/{secrets.token_urlsafe(16)}/v1"
         self._server: asyncio.Server | None = None
         self._open: set[asyncio.Future[str]] = set()
 
     async def start(self) -> str:
-        """The base URL to give to an OpenAI client; it holds a secret, so only that client finds it."""
+        """Start the server and return its base URL. The URL contains a secret, so only our client can use it."""
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
         return f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}{self._path}"
 
     async def next(self) -> PendingRequest:
-        """The next request.
+        """Wait for the next request and return it.
 
         Raises:
-            ValueError: it asks for something that a sampler of text cannot give.
+            ValueError: the request offers tools, which are not supported.
         """
-        asked = await self._asked.get()
-        if isinstance(asked, Exception):
-            raise asked
-        return asked
+        request = await self._requests.get()
+        if isinstance(request, Exception):
+            raise request
+        return request
 
     def close(self) -> None:
-        """Hang up on whoever still waits for an answer."""
+        """Stop the server and close all connections that still wait for an answer."""
         if self._server is not None:
             self._server.close()
         for answer in list(self._open):
@@ -93,7 +94,7 @@ class ChatEndpoint:
             writer.write(head.encode() + body)
             await writer.drain()
         except (ConnectionError, asyncio.IncompleteReadError):
-            pass  # the client went away, as it does when its episode is given up
+            pass  # the client disconnected, as it does when its episode is cancelled
         finally:
             writer.close()
 
@@ -106,15 +107,15 @@ class ChatEndpoint:
         request = json.loads(await reader.readexactly(length))
         if request.get("tools"):
             error = "the environment offers tools, which the bridge does not support"
-            self._asked.put_nowait(ValueError(error))
+            self._requests.put_nowait(ValueError(error))
             return "400 Bad Request", "application/json", json.dumps({"error": {"message": error}}).encode()
-        asked = PendingRequest(request["messages"], asyncio.get_running_loop().create_future())
-        self._open.add(asked.answer)
-        self._asked.put_nowait(asked)
+        pending = PendingRequest(request["messages"], asyncio.get_running_loop().create_future())
+        self._open.add(pending.answer)
+        self._requests.put_nowait(pending)
         try:
-            text = await asked.answer
+            text = await pending.answer
         finally:
-            self._open.discard(asked.answer)
+            self._open.discard(pending.answer)
         if request.get("stream"):
             chunks = [_completion("chat.completion.chunk", delta={"role": "assistant", "content": text})]
             events = "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + "data: [DONE]\n\n"
@@ -138,26 +139,26 @@ Play = Callable[[str], Awaitable[Mapping[str, float]]]
 
 
 class VerifiersEpisode:
-    """`play(base_url)` runs the environment's loop against the endpoint there and returns its reward parts."""
+    """An episode around `play(base_url)`, which runs the environment's loop and returns its reward parts."""
 
     def __init__(self, play: Play, system_prompt: str | None) -> None:
         self._play, self._system_prompt = play, system_prompt
         self._endpoint = ChatEndpoint()
         self._loop: asyncio.Future[Mapping[str, float]] | None = None
-        self._asked: PendingRequest | None = None
+        self._request: PendingRequest | None = None
         self._seen: list[dict[str, Any]] = []
 
     async def reset(self) -> Observation:
         self._loop = asyncio.ensure_future(self._play(await self._endpoint.start()))
         observation = (await self._advance()).observation
         if observation is None:
-            raise ValueError("the environment ended the episode before it asked for anything")
+            raise ValueError("the environment ended the episode before its first request")
         return observation
 
     async def step(self, action: str) -> Outcome:
-        assert self._asked is not None
-        self._seen = [*self._asked.messages, {"role": "assistant", "content": action}]
-        self._asked.answer.set_result(action)
+        assert self._request is not None
+        self._seen = [*self._request.messages, {"role": "assistant", "content": action}]
+        self._request.answer.set_result(action)
         return await self._advance()
 
     async def close(self) -> None:
@@ -168,7 +169,7 @@ class VerifiersEpisode:
                 await self._loop
 
     async def _advance(self) -> Outcome:
-        """Wait until the loop asks again or ends."""
+        """Wait until the environment's loop sends another request or ends, and return the outcome."""
         assert self._loop is not None
         request = asyncio.ensure_future(self._endpoint.next())
         try:
@@ -176,16 +177,16 @@ class VerifiersEpisode:
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             if not request.done():
                 return Outcome(None, await self._loop)
-            self._asked = request.result()
+            self._request = request.result()
         finally:
             request.cancel()
-        return Outcome(Observation(self._unseen(self._asked.messages)))
+        return Outcome(Observation(self._unseen(self._request.messages)))
 
     def _unseen(self, messages: list[dict[str, Any]]) -> tuple[str | EncodedImage, ...]:
-        """What the environment said since the last turn.
+        """Return the content of the messages that are new since the last turn.
 
         Raises:
-            ValueError: it changed what was said before, or spoke otherwise than as the user.
+            ValueError: the environment changed earlier messages, or new messages are not from the user.
         """
         if not self._seen:
             system = [message for message in messages[:1] if message["role"] == "system"]
@@ -204,10 +205,10 @@ class VerifiersEpisode:
 
 
 def content(message: Mapping[str, Any]) -> tuple[str | EncodedImage, ...]:
-    """A message's text and images in order.
+    """Return the text and images of a message in order.
 
     Raises:
-        ValueError: an image is not inline (none is fetched), or a part is neither text nor image.
+        ValueError: an image is not inline (images are not downloaded), or a part is neither text nor an image.
     """
     if message["content"] is None or isinstance(message["content"], str):
         return (message["content"] or "",)

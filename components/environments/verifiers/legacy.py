@@ -1,4 +1,4 @@
-"""verifiers 0.1.9 to 0.3: `load_environment`, data sets, rubrics."""
+"""The interface of verifiers 0.1.9 to 0.3: `load_environment`, datasets and rubrics."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from armature.components.environments.verifiers.episode import Row, content
 
 
 class LegacySource:
-    """One loaded environment; its rollouts are independent of each other."""
+    """An environment that `load_environment` returns; its rollouts are independent of each other."""
 
     def __init__(self, id: str, args: Mapping[str, Any], max_turns: int) -> None:
         load = getattr(verifiers, "load_environment", None)
@@ -39,7 +39,7 @@ class LegacySource:
         return _rows(train), None if heldout is train else _rows(heldout)
 
     async def play(self, row: Row, base_url: str) -> dict[str, float]:
-        http = DefaultAsyncHttpxClient(trust_env=False)  # it asks our own endpoint, on loopback
+        http = DefaultAsyncHttpxClient(trust_env=False)  # no proxy: the endpoint is ours, on loopback
         async with AsyncOpenAI(
             base_url=base_url, api_key="none", max_retries=0, timeout=None, http_client=http
         ) as client:
@@ -58,14 +58,18 @@ class LegacySource:
 
 
 def _client(client: AsyncOpenAI) -> Any:
-    """0.1 calls the OpenAI client itself, and takes an empty answer as one; later versions wrap it, and refuse it."""
+    """Return the client in the form that the installed verifiers expects, and let it accept empty answers.
+
+    Version 0.1 calls the OpenAI client itself and accepts empty answers. Later versions wrap the client and raise an
+    error for an empty answer.
+    """
     try:
         from verifiers.clients import OpenAIChatCompletionsClient
     except ImportError:
         return client
 
     class PolicyClient(OpenAIChatCompletionsClient):
-        """To say nothing is an answer of the policy, and the environment's to judge."""
+        """A client that accepts empty answers: the policy may write nothing, and the environment grades it."""
 
         async def raise_from_native_response(self, response: Any) -> None:
             with suppress(verifiers.EmptyModelResponseError):
@@ -87,22 +91,23 @@ def _row(value: dict[str, Any]) -> Row:
     prompt = value["prompt"]
     if not isinstance(prompt, list):
         raise ConfigurationError(
-            "the environment completes text; the bridge plays environments that chat", code="environment_without_chat"
+            "the environment completes text, and only environments that chat are supported",
+            code="environment_without_chat",
         )
     system = "".join(str(part) for part in content(prompt[0])) if prompt[0]["role"] == "system" else None
     return Row(value, _digest(value), system)
 
 
 def _digest(document: Any) -> str:
-    """Names a row by its content, which need not be JSON throughout."""
+    """Return a digest of a row's content; values that are not JSON count by their text."""
     return sha256(json.dumps(document, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 def materialized(value: Any) -> Any:
-    """`value` with every iterable in it as a list.
+    """Return `value` with every iterable in it as a list.
 
-    Message contents that pydantic has validated as `Iterable` can be read once only and are empty afterwards;
-    whatever looks at a prompt before it is sent would otherwise send a blank one.
+    Pydantic validates a message's content as `Iterable`, which can be read only once: without this copy, a prompt that
+    is read before it is sent would be sent empty.
     """
     if isinstance(value, Mapping):
         return {key: materialized(item) for key, item in value.items()}
@@ -113,9 +118,10 @@ def materialized(value: Any) -> Any:
 
 @contextmanager
 def _signals_untouched() -> Iterator[None]:
-    """Environments of verifiers install handlers for SIGINT and SIGTERM in their constructor.
+    """Disable `signal.signal` while an environment is constructed.
 
-    That fails in any thread but the main one, and would replace the handlers of the program that plays them.
+    Constructors of verifiers install handlers for SIGINT and SIGTERM. That fails outside the main thread, and in it
+    would replace our own handlers.
     """
     install = signal.signal
     signal.signal = lambda *arguments: None

@@ -1,4 +1,4 @@
-"""verifiers 0.4: tasksets, harnesses and traces."""
+"""The interface of verifiers 0.4: tasksets, harnesses and traces."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from armature.components.environments.verifiers.episode import Row
 VERSION = version("verifiers")
 if tuple(int(part) for part in VERSION.split(".")[:2]) < (0, 4):
     raise ConfigurationError(
-        f"verifiers {VERSION} has no finished v1",
+        f"verifiers {VERSION} has no complete interface v1",
         code="verifiers_version_unsupported",
         remedy='pip install "verifiers>=0.4", or use interface = "legacy"',
     )
@@ -22,13 +22,14 @@ import verifiers.v1 as vf  # noqa: E402
 from verifiers.v1.utils.loaders import load_environment, resolve_env_config  # noqa: E402
 
 ENDLESS = 10_000
+"""Number of tasks that are taken from a taskset without an end."""
 
 
 class V1Source:
-    """A taskset played by one agent: the harness asks our endpoint through verifiers' interception server.
+    """A taskset that one agent plays. The agent's harness reaches our endpoint through verifiers' interception server.
 
-    The harness is `null`, the plain chat loop, run as a child process, unless `args` name another; that is the
-    agent's program and not the sampler, so one process per episode is what v1 costs.
+    The harness is `null`, a plain chat loop in a child process, unless `args` name another. So v1 needs one process
+    per episode.
     """
 
     def __init__(self, id: str, args: Mapping[str, Any], max_turns: int) -> None:
@@ -56,8 +57,8 @@ class V1Source:
             episode = await environment.run_episode(row.value, context)
         errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
         if not episode.ok or len(episode.traces) != 1:
-            said = "; ".join(f"{error.type}: {error.message}" for error in errors)
-            raise RuntimeError(f"the episode of {len(episode.traces)} agents failed: {said}")
+            messages = "; ".join(f"{error.type}: {error.message}" for error in errors)
+            raise RuntimeError(f"the episode of {len(episode.traces)} agents failed: {messages}")
         (trace,) = episode.traces
         parts = {name: reward.score for name, reward in trace.rewards.items() if reward is not None}
         metrics = {name: value for name, value in trace.metrics.items() if value is not None}

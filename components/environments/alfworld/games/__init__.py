@@ -1,1 +1,1 @@
-"""Where games come from: generated from a seed, or read from files that are not trusted."""
+"""ALFWorld's games: generated from a seed, or read from files that are not trusted."""

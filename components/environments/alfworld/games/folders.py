@@ -1,4 +1,7 @@
-"""Games in ALFWorld's own folder layout: <split>/<task>/<trial>/{game.tw-pddl, traj_data.json, initial_state.pddl}."""
+"""Read and write games in ALFWorld's folder layout.
+
+The layout is <split>/<task>/<trial>/ with the files game.tw-pddl, traj_data.json and initial_state.pddl.
+"""
 
 from __future__ import annotations
 
@@ -27,15 +30,17 @@ from armature.components.machine.project import project_path
 
 GAME, TRAJECTORY, PROBLEM = "game.tw-pddl", "traj_data.json", "initial_state.pddl"
 LARGEST_FILE = 16 * 2**20
+"""Largest number of bytes in a file of a game."""
 LONGEST_PLAN, LONGEST_COMMAND = 500, 200
+"""Largest number of commands in a plan, and of characters in a command."""
 
-_SAID = re.compile(r"Your task is to: (.*?)\.\"")
+_SENTENCE = re.compile(r"Your task is to: (.*?)\.\"")
 _COMMAND = re.compile(r"[a-z0-9 /]+")
 _OLD_PUT = re.compile(r"put (.+) in/on (.+)")  # until alfworld 0.4
 
 
 def write_game(game: Game, folder: Path) -> None:
-    """The game as alfworld's own environments read it, under `folder`/<split>/<its name>."""
+    """Write a game to `folder`/<split>/<name of the game>, in files that alfworld's own environments can read."""
     target = folder / game.source / game.name
     target.mkdir(parents=True)
     document = {
@@ -51,23 +56,23 @@ def write_game(game: Game, folder: Path) -> None:
 
 
 def read_games(settings: FolderGames, source: Source, *, count: int, seed: int) -> Iterator[Game]:
-    """`count` playable games of a split in an order drawn from `seed`.
+    """Return `count` playable games of a split in an order drawn from `seed`.
 
-    As alfworld does, games are left out that are not marked solvable, need sliced things or movable receptacles, or
-    are of a task type that is not asked for.
+    Like alfworld, this leaves out games that are not marked solvable, that need sliced things or movable receptacles,
+    or whose task type the settings do not list.
 
     Raises:
-        ConfigurationError: the folder's digest is another, or it has fewer playable games.
-        DataError: a game's files are not what they should be.
+        ConfigurationError: the folder has another digest than the settings, or fewer playable games.
+        DataError: a game's files are not valid.
     """
     root = project_path(settings.path)
     actual = games_digest(root)
     if settings.digest != actual:
         raise ConfigurationError(
-            f"the games have the digest {actual}, the settings say {settings.digest!r}",
+            f"the games have the digest {actual}, the settings expect {settings.digest!r}",
             code="games_digest_mismatch",
             where=str(root),
-            remedy="give the right folder, or set digest to the actual value if these are the games that you mean",
+            remedy="correct path, or set digest to the actual value if these are the intended games",
         )
     paths = [path for path in _game_files(root, source) if _wanted(path, settings)]
     if len(paths) < count:
@@ -75,42 +80,47 @@ def read_games(settings: FolderGames, source: Source, *, count: int, seed: int) 
             f"{count} games are requested and {source} has {len(paths)} that can be played",
             code="too_few_games",
             where=str(root / source),
-            remedy="ask for fewer tasks, or for more kinds",
+            remedy="request fewer tasks, or more kinds",
         )
     order = Random(f"{source}/{seed}").sample(paths, len(paths))
     return (read_game(path, root, source, frozenset(settings.replaced_grammars)) for path in order[:count])
 
 
 def games_digest(root: Path) -> str:
-    """SHA-256 over names and contents of all splits' games and trajectories.
+    """Return the SHA-256 over names and contents of the games and trajectories of all splits.
 
     Raises:
-        ConfigurationError: there are none.
+        ConfigurationError: the folder has no games.
     """
-    total, found = hashlib.sha256(), False
-    for source in SOURCES:
-        for game in _game_files(root, source):
-            for path in (game, game.with_name(TRAJECTORY)):
-                total.update(f"{path.relative_to(root).as_posix()}\0{file_sha256(path)}\n".encode())
-                found = True
-    if not found:
+    games = [game for source in SOURCES for game in _game_files(root, source)]
+    if not games:
         raise ConfigurationError(
             "there are no games",
             code="games_missing",
             where=str(root),
-            remedy=f"path is the folder that holds {', '.join(SOURCES)}, each with <task>/<trial>/{GAME}",
+            remedy=f"set path to the folder that contains {', '.join(SOURCES)}, each with <task>/<trial>/{GAME}",
         )
+    total = hashlib.sha256()
+    for game in games:
+        for path in (game, game.with_name(TRAJECTORY)):
+            total.update(f"{path.relative_to(root).as_posix()}\0{file_sha256(path)}\n".encode())
     return total.hexdigest()
 
 
 def read_game(path: Path, root: Path, source: Source, replaced: frozenset[str]) -> Game:
-    """The game of which `path` is the game.tw-pddl.
+    """Read the game whose file game.tw-pddl is `path`.
 
-    Its domain is not looked at and its grammar not used: of the file, the problem, the goal sentence and the
-    walkthrough are taken, each after a check of its characters and shape.
+    The file's problem, goal sentence and walkthrough are used, each after a check of its characters and shape. Its
+    domain is ignored, and its grammar is never used, because a grammar is code.
+
+    Args:
+        path: the game's file.
+        root: the folder of all splits.
+        source: the split.
+        replaced: SHA-256 of grammars that may differ from the installed one.
 
     Raises:
-        DataError: a check fails; or the grammar is another than the installed one and not in `replaced`.
+        DataError: a check fails, or the grammar is neither the installed one nor in `replaced`.
     """
     document, trajectory = _json(path), _json(path.with_name(TRAJECTORY))
     try:
@@ -135,21 +145,21 @@ def read_game(path: Path, root: Path, source: Source, replaced: frozenset[str]) 
 
 
 def _goal(grammar: str, replaced: frozenset[str], path: Path) -> str:
-    """The sentence that `grammar` has where the installed one has none."""
+    """Return the goal sentence that `grammar` has in place of the installed grammar's placeholder."""
     before, _, after = packaged.grammar().partition(packaged.GOAL)
     if grammar.startswith(before) and grammar.endswith(after) and len(grammar) > len(before) + len(after):
         return grammar[len(before) : len(grammar) - len(after)]
-    said = _SAID.search(grammar[: 2**20])
-    template = grammar.replace(said[1], packaged.GOAL, 1) if said else grammar
+    sentence = _SENTENCE.search(grammar[: 2**20])
+    template = grammar.replace(sentence[1], packaged.GOAL, 1) if sentence else grammar
     digest = hashlib.sha256(template.encode(errors="surrogatepass")).hexdigest()
-    if said is None or digest not in replaced:
+    if sentence is None or digest not in replaced:
         raise DataError(
             f"the game's grammar is not the installed one; without its goal it has the SHA-256 {digest}",
             code="unknown_grammar",
             where=str(path),
-            remedy="list that value in replaced_grammars if such games are to be played with the installed grammar",
+            remedy="add that value to replaced_grammars to play such games with the installed grammar",
         )
-    return said[1]
+    return sentence[1]
 
 
 def _plan(plan: Any, path: Path) -> tuple[str, ...]:
@@ -162,13 +172,15 @@ def _plan(plan: Any, path: Path) -> tuple[str, ...]:
     for command in plan:
         if not isinstance(command, str) or len(command) > LONGEST_COMMAND or _COMMAND.fullmatch(command) is None:
             raise DataError(
-                f"the walkthrough holds {str(command)[:60]!r}, no command", code="invalid_walkthrough", where=str(path)
+                f"the walkthrough contains {str(command)[:60]!r}, which is not a command",
+                code="invalid_walkthrough",
+                where=str(path),
             )
     return tuple(_OLD_PUT.sub(r"move \1 to \2", command) for command in plan)
 
 
 def _game_files(root: Path, source: Source) -> list[Path]:
-    """All games of a split that have both files, in the order of their names."""
+    """Return the game files of a split that have a trajectory beside them, sorted by name."""
     return sorted(path for path in (root / source).glob(f"*/*/{GAME}") if path.with_name(TRAJECTORY).is_file())
 
 
@@ -180,9 +192,10 @@ def _wanted(path: Path, settings: FolderGames) -> bool:
 
 
 def _json(path: Path) -> dict[str, Any]:
-    """
+    """Read a JSON object from a file.
+
     Raises:
-        DataError: the file is too large, or no JSON object.
+        DataError: the file is too large or does not hold a JSON object.
     """
     try:
         document = json.loads(read_bytes(path, LARGEST_FILE))

@@ -1,4 +1,4 @@
-"""What a game is, its payload as a task, and the settings of where games come from."""
+"""A game of ALFWorld, the settings of the source of games, and checks of a game's text."""
 
 from __future__ import annotations
 
@@ -29,9 +29,10 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 
 @dataclass(frozen=True)
 class Game:
-    """One game. `problem` is PDDL of ALFRED's domain; `plan` is commands that win it, empty where none is known.
+    """A game of ALFWorld.
 
-    `trajectory` is what AI2-THOR needs to set the same scene up (the content of traj_data.json).
+    `problem` is PDDL in ALFRED's domain. `plan` holds commands that win the game; it is empty if no plan is available.
+    `trajectory` is the content of traj_data.json, from which AI2-THOR sets up the same scene.
     """
 
     name: str
@@ -44,7 +45,7 @@ class Game:
     trajectory: Mapping[str, Any]
 
     def payload(self) -> dict[str, Any]:
-        """The game as a text task's payload, which leaves the trajectory out."""
+        """Return the game as a task's payload, without the trajectory."""
         return {
             "game": self.name,
             "kind": self.kind,
@@ -57,61 +58,66 @@ class Game:
 
 
 class GeneratedGames(Settings):
-    """Games made from the scenes' layouts that come with alfworld; no data is needed."""
+    """Settings of games that are generated from the scenes' layouts in alfworld, without any data."""
 
     source: Literal["generated"]
-    """generated: made from a seed."""
+    """generated: make games from a seed."""
     kinds: tuple[Kind, ...] = Field(KINDS, min_length=1)
-    """Task types; games take turns through them."""
+    """Task types; consecutive games take turns through them."""
     rooms: tuple[Room, ...] = Field(ROOMS, min_length=1)
-    """Rooms that games may play in."""
+    """Rooms in which games may take place."""
     density: float = Field(0.5, gt=0, le=1)
-    """Chance that an object that a scene may hold is there."""
+    """Probability that a possible object is in a scene."""
     most_instances: PositiveInt = 2
     """Most copies of an object."""
     most_receptacles: PositiveInt = 20
-    """Most receptacles of a room; the others and what is on them are left out. Rooms have up to 40."""
+    """Most receptacles of a room. Other receptacles and the objects on them are left out. Rooms have up to 40."""
 
 
 class FolderGames(Settings):
-    """Games in ALFWorld's own layout: its data, or what the stage alfworld-games has written."""
+    """Settings of games in ALFWorld's folder layout: its data, or the output of the stage alfworld-games."""
 
     source: Literal["folder"]
-    """folder: read from files."""
+    """folder: read games from files."""
     path: str = Field(min_length=1)
-    """The folder that holds train, valid_seen and valid_unseen."""
+    """Folder that contains train, valid_seen and valid_unseen."""
     digest: str = ""
-    """Digest of the games' files. Leave it empty to be told what it is."""
+    """Digest of the games' files. If it is empty, the error message shows the actual value."""
     kinds: tuple[Kind, ...] = Field(KINDS, min_length=1)
-    """Task types; games of others are left out."""
+    """Task types; games of other types are left out."""
     replaced_grammars: tuple[str, ...] = ()
-    """SHA-256 of grammars that games may bring besides the installed one. A game's grammar is never used: such a game
-    is played with the installed one."""
+    """SHA-256 of grammars, besides the installed one, that games may contain. Such games are played with the installed
+    grammar all the same; a game's own grammar is never used."""
 
 
 GamesSettings = Annotated[GeneratedGames | FolderGames, Field(discriminator="source")]
 
 
-# What a game file or a task may hand to the engine: a PDDL problem of known shape, and a plain sentence.
+# --- Checks of a game's text before the engine gets it: a PDDL problem of a fixed shape, and a plain sentence ---
 
 LONGEST_PROBLEM = 2**20
+"""Largest number of characters in a problem."""
 LONGEST_NAME = 150
-"""fast-downward's library copies an operator, a name and up to six arguments, into 1,024 bytes."""
+"""Largest number of characters in a name.
+
+fast-downward's library copies an operator's name and up to six arguments into 1,024 bytes.
+"""
 
 DEEPEST = 32
+"""Largest number of levels of nested parentheses in a problem."""
 _GOAL = re.compile(r"[A-Za-z0-9][A-Za-z0-9 ,'-]{0,299}")
 _TEXT = re.compile(r"[ \t\r\n!-~]*")
 _TOKEN = re.compile(r"[()]|[^\s()]+")
 _NAME = re.compile(r"[A-Za-z0-9_?=:.+-]+")
 _SECTIONS = ["problem", ":domain", ":objects", ":init", ":goal"]
-_REMEDY = "take games that alfworld's own tools, or the stage alfworld-games, have made"
+_REMEDY = "use games made by alfworld's tools or by the stage alfworld-games"
 
 
 def check_goal(goal: object, *, where: str) -> str:
-    """`goal` if it is a plain sentence; braces, brackets and quotes would mean something in a grammar.
+    """Return `goal` if it is a plain sentence. Braces, brackets and quotes are refused: grammars use them.
 
     Raises:
-        DataError: it is not.
+        DataError: `goal` is not a plain sentence.
     """
     if not isinstance(goal, str) or _GOAL.fullmatch(goal) is None:
         raise DataError(f"not a goal sentence: {str(goal)[:80]!r}", code="invalid_goal", where=where, remedy=_REMEDY)
@@ -119,10 +125,10 @@ def check_goal(goal: object, *, where: str) -> str:
 
 
 def check_problem(problem: object, *, where: str) -> str:
-    """`problem` if it is one PDDL problem of ALFRED's domain, of names and sections that such problems have.
+    """Return `problem` if it is a PDDL problem in ALFRED's domain with the names and sections of such problems.
 
     Raises:
-        DataError: it is not; with the reason.
+        DataError: it is not; the message says why.
     """
     reason = _defect(problem)
     if reason is not None:

@@ -1,4 +1,4 @@
-"""Games from a seed: a room, what is in it, an errand that is possible there, and the plan that does it."""
+"""Generate games from a seed: a room with objects, a goal that is possible there, and a plan that reaches it."""
 
 from __future__ import annotations
 
@@ -26,25 +26,17 @@ from armature.components.environments.alfworld.games.scenes import (
 from armature.components.machine.project import project_path
 
 ATTEMPTS = 400
-"""Rooms that are furnished for a game until one is found that the errand is possible in."""
+"""Rooms to try for a game until its goal is possible in one of them."""
 
 AGENT_HEIGHT = 0.9009992
-
-
-def generate_games(settings: GeneratedGames, source: Source, *, count: int, seed: int) -> Iterator[Game]:
-    """Game `index` depends on the settings, `source`, `seed` and `index` alone; the task types take turns.
-
-    As in alfworld's data, scenes of valid_unseen are in no other split.
-
-    Raises:
-        ConfigurationError: no room is found for a task type.
-    """
-    packaged.folder()
-    return (_generate(settings, source, seed, index) for index in range(count))
+"""Height of the agent in AI2-THOR in meters."""
 
 
 def scenes_of(source: Source, kind: Kind, settings: GeneratedGames) -> list[int]:
-    """The scenes in which games of `kind` in the split `source` may play."""
+    """Return the numbers of the scenes in which games of `kind` in the split `source` may take place.
+
+    As in alfworld's data, scenes of valid_unseen are in no other split.
+    """
     constants = packaged.constants()
     numbers = set(constants.TEST_SCENE_NUMBERS if source == "valid_unseen" else constants.TRAIN_SCENE_NUMBERS)
     rooms = [room for room in settings.rooms if room in constants.GOALS_VALID[kind]]
@@ -52,32 +44,36 @@ def scenes_of(source: Source, kind: Kind, settings: GeneratedGames) -> list[int]
 
 
 def _generate(settings: GeneratedGames, source: Source, seed: int, index: int) -> Game:
+    """Return a game that depends only on the arguments. The task types take turns over `index`.
+
+    Raises:
+        ConfigurationError: no room fits the task type.
+    """
     kind = settings.kinds[index % len(settings.kinds)]
     numbers = scenes_of(source, kind, settings)
     for attempt in range(ATTEMPTS if numbers else 0):
         random = Random(f"{source}/{seed}/{index}/{attempt}")
         scene = furnish(random.choice(numbers), settings, random)
-        errand = _errand(kind, scene, random)
-        if errand is None:
+        goal = _possible_goal(kind, scene, random)
+        if goal is None:
             continue
-        visited = errand.visited(scene)
-        # One cannot go where one stands: from one receptacle to another that is reached from the same place.
-        if len(visited) > settings.most_receptacles or len({scene.receptacles[name] for name in visited}) < len(
-            visited
-        ):
+        visited = goal.visited(scene)
+        # Two receptacles must not be reached from the same place: the game has no command to go where one stands.
+        places = {scene.receptacles[name] for name in visited}
+        if len(visited) > settings.most_receptacles or len(places) < len(visited):
             continue
         scene = scene.reduced(visited, settings.most_receptacles, random)
-        return _game(errand, scene, source, random, f"T{index:05d}_{seed:010d}")
+        return _game(goal, scene, source, random, f"T{index:05d}_{seed:010d}")
     raise ConfigurationError(
-        f"no room is found for a game of type {kind!r} in {', '.join(settings.rooms)}",
+        f"no room fits a game of type {kind!r} in {', '.join(settings.rooms)}",
         code="room_missing",
         remedy="add rooms (heating and cooling need Kitchen, a lamp LivingRoom or Bedroom), or raise density, "
         "most_receptacles or, for two objects, most_instances",
     )
 
 
-def _errand(kind: Kind, scene: Scene, random: Random) -> GoalSpec | None:
-    """One that is possible in `scene` and not done yet, each object type and place for it as likely as the other."""
+def _possible_goal(kind: Kind, scene: Scene, random: Random) -> GoalSpec | None:
+    """Return a goal that is possible in `scene` and not met yet, drawn evenly over pairs of object type and place."""
     constants = packaged.constants()
     by_type: dict[str, list[str]] = {}
     for name in scene.objects:
@@ -107,36 +103,35 @@ def _errand(kind: Kind, scene: Scene, random: Random) -> GoalSpec | None:
     return GoalSpec(kind, targets, random.choice(scene.of_class(receptacle)), random.choice(treated_in))
 
 
-def _game(errand: GoalSpec, scene: Scene, source: Source, random: Random, trial: str) -> Game:
-    target = class_of(errand.targets[0])
-    toggled = LAMP if errand.destination is None else ""
-    receptacle = class_of(errand.destination) if errand.destination else ""
-    words: dict[str, Any] = packaged.goals()[errand.kind]
+def _game(spec: GoalSpec, scene: Scene, source: Source, random: Random, trial: str) -> Game:
+    target = class_of(spec.targets[0])
+    toggled = LAMP if spec.destination is None else ""
+    receptacle = class_of(spec.destination) if spec.destination else ""
+    words: dict[str, Any] = packaged.goals()[spec.kind]
     goal = random.choice(words["templates"]).format(
         obj=target.lower(), recep=receptacle.lower(), toggle=toggled.lower(), mrecep=""
     )
     problem = write_problem(f"plan_{trial}", scene, words["pddl"].format(obj=target, recep=receptacle, toggle=toggled))
-    commands = plan(errand, scene, problem)
     return Game(
-        name=f"{errand.kind}-{target}-None-{receptacle or toggled}-{scene.number}/trial_{trial}",
-        kind=errand.kind,
+        name=f"{spec.kind}-{target}-None-{receptacle or toggled}-{scene.number}/trial_{trial}",
+        kind=spec.kind,
         scene=scene.number,
         source=source,
         problem=problem,
         goal=goal,
-        plan=commands,
-        trajectory=_trajectory(errand, scene, goal, trial, (target, receptacle, toggled), random),
+        plan=plan(spec, scene, problem),
+        trajectory=_trajectory(spec, scene, goal, trial, (target, receptacle, toggled), random),
     )
 
 
 def _trajectory(
-    errand: GoalSpec, scene: Scene, goal: str, trial: str, named: tuple[str, str, str], random: Random
+    spec: GoalSpec, scene: Scene, goal: str, trial: str, named: tuple[str, str, str], random: Random
 ) -> dict[str, Any]:
     target, receptacle, toggled = named
     x, z, quarters, horizon = scene.start
     return {
         "task_id": f"trial_{trial}",
-        "task_type": errand.kind,
+        "task_type": spec.kind,
         "pddl_params": {
             "object_target": target,
             "parent_target": receptacle,
@@ -173,27 +168,32 @@ def _trajectory(
     }
 
 
-# Games by their settings, and what they depend on besides them.
+# --- Games of either source ---
 
 
 def load_games(games: GeneratedGames | FolderGames, source: Source, *, count: int, seed: int) -> Iterator[Game]:
-    """`count` games of the split `source`; a larger count begins with the same games.
+    """Return `count` games of the split `source`. A larger count begins with the same games.
 
-    Of a folder's games `seed` picks an order. The kinds take turns where games are generated.
+    Games of a folder are in an order drawn from `seed`. Generated games take turns through the kinds.
 
     Raises:
-        ConfigurationError: there are fewer games, the digest is another, or alfworld is not installed.
-        DataError: a file is not what it should be.
+        ConfigurationError: there are fewer games, the folder has another digest, no room fits a task type, or alfworld
+            is not installed.
+        DataError: a game's file is not valid.
     """
-    if isinstance(games, GeneratedGames):
-        return generate_games(games, source, count=count, seed=seed)
-    return read_games(games, source, count=count, seed=seed)
+    if isinstance(games, FolderGames):
+        return read_games(games, source, count=count, seed=seed)
+    packaged.folder()  # raises here, not at the first game, if alfworld is not installed
+    return (_generate(games, source, seed, index) for index in range(count))
 
 
 def games_sources(games: GeneratedGames | FolderGames) -> dict[str, str]:
-    """What games depend on besides their settings; a folder that is not here is taken to be as `digest` says."""
-    found = versions("alfworld", "textworld")
+    """Return versions and digests on which games depend besides their settings.
+
+    A folder that does not exist on this machine counts with the digest from the settings.
+    """
+    sources = versions("alfworld", "textworld")
     if isinstance(games, FolderGames):
         folder = project_path(games.path)
-        found["games"] = games_digest(folder) if folder.is_dir() else games.digest
-    return found
+        sources["games"] = games_digest(folder) if folder.is_dir() else games.digest
+    return sources

@@ -1,4 +1,4 @@
-"""Rooms, the problems that are set in them, and the plans that solve these."""
+"""Rooms with objects, PDDL problems that describe them, and plans that solve the problems."""
 
 from __future__ import annotations
 
@@ -15,46 +15,52 @@ from armature.components.environments.alfworld import packaged
 from armature.components.environments.alfworld.games.game import GeneratedGames
 from armature.components.environments.alfworld.packaged import names_of
 
-# Rooms: the receptacles of alfworld's scenes, and objects spread over them.
+# --- Rooms: receptacles of alfworld's scenes with objects placed in them ---
 
 LAMP = "DeskLamp"
 LAMP_HOSTS = frozenset({"Desk", "SideTable", "Dresser", "DiningTable", "Shelf", "CoffeeTable"})
 LEFT_OUT = frozenset({"TeddyBear"})
-"""Objects that alfworld's own experts fail on: its table of singular names lacks a comma there."""
+"""Objects that alfworld's own experts cannot handle, because a comma is missing in its table of singular names."""
 
 _SPREAD = 0.1
-"""Meters around a receptacle's position within which its objects lie, along x and z."""
+"""Largest distance in meters, along x and along z, between a receptacle's position and its objects."""
 
 Place = tuple[int, int, int, int]
-"""Where one stands: x and z in steps of 0.25 m, quarter turns, degrees that one looks down."""
+"""A pose of the agent: x and z in steps of 0.25 m, rotation in quarter turns, camera angle in degrees downwards."""
 
 
 def class_of(identity: str) -> str:
-    """Fridge of Fridge|..., and SinkBasin of Sink|...|SinkBasin."""
+    """Return the class of an object by its id: Fridge for Fridge|..., SinkBasin for Sink|...|SinkBasin."""
     parts = identity.split("|")
     return parts[4] if len(parts) == 5 else parts[0]
 
 
 def position_of(identity: str) -> tuple[float, float, float]:
+    """Return the position (x, y, z) in meters that an object's id contains."""
     x, y, z = (float(part) for part in identity.split("|")[1:4])
     return x, y, z
 
 
 @dataclass(frozen=True)
 class SceneLayout:
-    """What does not change in a scene. `receptacles` are named as in AI2-THOR, with where one stands before them."""
+    """The fixed parts of a scene.
+
+    `receptacles` maps the ids that AI2-THOR uses to the pose in front of each. `kinds` are the object types that the
+    scene may hold, `start` the poses in which the agent may start.
+    """
 
     receptacles: dict[str, Place]
     kinds: tuple[str, ...]
     start: tuple[Place, ...]
 
     def nearest(self, position: tuple[float, float, float]) -> str:
+        """Return the id of the receptacle nearest to a position."""
         return min(self.receptacles, key=lambda name: math.dist(position_of(name), position))
 
 
 @dataclass(frozen=True)
 class Scene:
-    """A room as a game begins: `objects` are named as in AI2-THOR, with the receptacle that each is in."""
+    """A room at the start of a game. `objects` maps each object's id in AI2-THOR to its receptacle's id."""
 
     number: int
     receptacles: dict[str, Place]
@@ -62,21 +68,22 @@ class Scene:
     start: Place
 
     def of_class(self, kind: str) -> list[str]:
+        """Return the ids of all receptacles and objects of a class."""
         return [name for name in (*self.receptacles, *self.objects) if class_of(name) == kind]
 
     def reduced(self, keep: Iterable[str], most: int, random: Random) -> Scene:
-        """The scene with `most` receptacles, those to `keep` among them, and what is in them."""
-        kept = set(keep)
-        others = [name for name in self.receptacles if name not in kept]
-        kept |= set(random.sample(others, min(len(others), max(0, most - len(kept)))))
-        receptacles = {name: place for name, place in self.receptacles.items() if name in kept}
-        objects = {name: host for name, host in self.objects.items() if host in kept}
+        """Return the scene with at most `most` receptacles, all of `keep` among them, and the objects in them."""
+        chosen = set(keep)
+        others = [name for name in self.receptacles if name not in chosen]
+        chosen |= set(random.sample(others, min(len(others), max(0, most - len(chosen)))))
+        receptacles = {name: place for name, place in self.receptacles.items() if name in chosen}
+        objects = {name: host for name, host in self.objects.items() if host in chosen}
         return Scene(self.number, receptacles, objects, self.start)
 
 
 @cache
 def layout(number: int) -> SceneLayout:
-    """The layout of FloorPlan`number` that comes with alfworld."""
+    """Return the layout of alfworld's scene FloorPlan`number`."""
     constants, folder = packaged.constants(), packaged.folder() / "gen/layouts"
     points = json.loads((folder / f"FloorPlan{number}-openable.json").read_text())
     receptacles = {
@@ -91,7 +98,7 @@ def layout(number: int) -> SceneLayout:
 
 
 def furnish(number: int, settings: GeneratedGames, random: Random) -> Scene:
-    """The scene with objects where they may be; the nearest receptacle of an object is the one that it is in."""
+    """Return a scene with objects in receptacles that may hold them. An object lies in the receptacle nearest to it."""
     constants, room = packaged.constants(), layout(number)
     movable = constants.OBJECTS_SET - (constants.RECEPTACLES - constants.MOVABLE_RECEPTACLES_SET) - LEFT_OUT
     objects: dict[str, str] = {}
@@ -109,7 +116,7 @@ def furnish(number: int, settings: GeneratedGames, random: Random) -> Scene:
 
 
 def may_hold(receptacle: str, kind: str) -> bool:
-    """Whether a receptacle of one class may hold an object of another as a game begins."""
+    """Check if a receptacle of class `receptacle` may hold an object of class `kind` at the start of a game."""
     if kind == LAMP:
         return receptacle in LAMP_HOSTS
     return kind in packaged.constants().VAL_RECEPTACLE_OBJECTS.get(receptacle, ())
@@ -125,7 +132,7 @@ def _placed(kind: str, host: str, room: SceneLayout, taken: dict[str, str], rand
     return None
 
 
-# PDDL problems of ALFRED's domain: how a scene is written down.
+# --- Scenes as PDDL problems of ALFRED's domain ---
 
 _PROPERTIES = {
     "Cleanable": "cleanable",
@@ -136,18 +143,18 @@ _PROPERTIES = {
 }
 _MENTIONED_RECEPTACLES = {"SinkBasin", "Microwave", "Fridge"}
 _MENTIONED_OBJECTS = {"Knife", "ButterKnife"}
-"""Types that the domain's actions name, and that must exist even where no such thing does."""
+"""Types that the domain's actions name. They have to be declared even if the scene has no such thing."""
 
 
 def escaped(text: str) -> str:
-    """An id of AI2-THOR as a PDDL name. alfworld's goals have # for the - of PDDL itself."""
+    """Return a text with ids of AI2-THOR as PDDL names; # stands for a hyphen of PDDL, as in alfworld's goals."""
     for character, written in (("-", "minus"), ("|", "bar"), ("+", "plus"), (".", "dot"), (",", "comma")):
         text = text.replace(character, f"_{written}_")
     return text.replace("#", "-")
 
 
 def write_problem(name: str, scene: Scene, goal: str) -> str:
-    """The problem `name`: what is in `scene`, where it is, what can be done with it, and the PDDL `goal`."""
+    """Return a scene as the PDDL problem `name`: its things, their places and properties, and the PDDL `goal`."""
     constants = packaged.constants()
     receptacles, objects = scene.receptacles, scene.objects
     receptacle_types = sorted({class_of(name) for name in receptacles} | _MENTIONED_RECEPTACLES)
@@ -180,8 +187,9 @@ def write_problem(name: str, scene: Scene, goal: str) -> str:
             facts.append(f"(pickupable {name_})")
         if kind in constants.MOVABLE_RECEPTACLES_SET:
             facts.append(f"(isReceptacleObject {name_})")
-        able = (said for table, said in _PROPERTIES.items() if kind in constants.VAL_ACTION_OBJECTS[table])
-        facts += [f"({said} {name_})" for said in able]
+        facts += [
+            f"({fact} {name_})" for table, fact in _PROPERTIES.items() if kind in constants.VAL_ACTION_OBJECTS[table]
+        ]
     for receptacle in receptacle_types:
         held = constants.VAL_RECEPTACLE_OBJECTS.get(receptacle, ())
         facts += [f"(canContain {receptacle}Type {kind}Type)" for kind in object_types if kind in held]
@@ -193,19 +201,22 @@ def write_problem(name: str, scene: Scene, goal: str) -> str:
     )
 
 
-# The commands that win a generated game: go, open, take, treat, go, open, put down.
+# --- Plans: the commands that win a generated game (go, open, take, treat, go, open, put down) ---
 
 TREATMENTS = {
     "pick_clean_then_place_in_recep": ("clean", "Cleanable", "SinkBasin"),
     "pick_heat_then_place_in_recep": ("heat", "Heatable", "Microwave"),
     "pick_cool_then_place_in_recep": ("cool", "Coolable", "Fridge"),
 }
-"""By task type: the command, the property that an object needs for it, and the appliance."""
+"""For each task type with a treatment: its command, the property that an object needs, and the appliance."""
 
 
 @dataclass(frozen=True)
 class GoalSpec:
-    """What is to be done with which things, all named as in AI2-THOR. `appliance` treats or, a lamp, shines."""
+    """The goal of a game: the objects `targets`, their destination, and the appliance that treats or lights them.
+
+    Things are named by their ids in AI2-THOR. `destination` is None for goals with a lamp.
+    """
 
     kind: str
     targets: tuple[str, ...]
@@ -213,36 +224,38 @@ class GoalSpec:
     appliance: str | None
 
     def visited(self, scene: Scene) -> set[str]:
-        """The receptacles that the plan goes to."""
+        """Return the ids of the receptacles that the plan visits."""
         hosts = {scene.objects[name] for name in self.targets}
         if self.appliance:
             hosts.add(scene.objects.get(self.appliance, self.appliance))
         return hosts | ({self.destination} if self.destination else set())
 
 
-def plan(errand: GoalSpec, scene: Scene, problem: str) -> tuple[str, ...]:
-    """The commands, in the words of the text game of `problem`."""
-    walk = _Walk({name.lower(): said for name, said in names_of(problem).items()})
-    for target in errand.targets:
+def plan(goal: GoalSpec, scene: Scene, problem: str) -> tuple[str, ...]:
+    """Return the commands that reach a goal, with the names that the text game of `problem` uses."""
+    walk = _Walk(names_of(problem))
+    for target in goal.targets:
         host = scene.objects[target]
         walk.go(host, look_inside=True)
         walk.say(f"take {walk.name(target)} from {walk.name(host)}")
-        if errand.kind == "look_at_obj_in_light":
-            assert errand.appliance is not None
-            walk.go(scene.objects[errand.appliance])
-            walk.say(f"use {walk.name(errand.appliance)}")
+        if goal.kind == "look_at_obj_in_light":
+            assert goal.appliance is not None
+            walk.go(scene.objects[goal.appliance])
+            walk.say(f"use {walk.name(goal.appliance)}")
             continue
-        if errand.appliance is not None:
-            walk.go(errand.appliance)
-            walk.say(f"{TREATMENTS[errand.kind][0]} {walk.name(target)} with {walk.name(errand.appliance)}")
-        assert errand.destination is not None
-        walk.go(errand.destination, look_inside=True)
-        walk.say(f"move {walk.name(target)} to {walk.name(errand.destination)}")
+        if goal.appliance is not None:
+            walk.go(goal.appliance)
+            walk.say(f"{TREATMENTS[goal.kind][0]} {walk.name(target)} with {walk.name(goal.appliance)}")
+        assert goal.destination is not None
+        walk.go(goal.destination, look_inside=True)
+        walk.say(f"move {walk.name(target)} to {walk.name(goal.destination)}")
     return tuple(walk.commands)
 
 
 @dataclass
 class _Walk:
+    """A plan in the making: its commands, the receptacle where the agent stands, and the opened receptacles."""
+
     names: dict[str, str]
     commands: list[str] = field(default_factory=list)
     at: str = ""

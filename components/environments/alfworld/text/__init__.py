@@ -1,1 +1,1 @@
-"""Games in the text engine, played by processes that many episodes share."""
+"""The environment `alfworld/text`: games in the text engine, run by processes that many episodes share."""

@@ -1,8 +1,8 @@
-"""alfworld's own text engine, with what it computes again and again kept. Imported in worker processes only.
+"""alfworld's text engine with caches for results that it otherwise computes again. Import it in worker processes only.
 
-What a game says and allows is decided where it always is: transitions and goals in fast-downward's library, texts in
-textworld's grammar. Kept are things that cannot change during a game. Importing this module changes these packages
-for the whole process, because their functions call each other by module and there is nothing to subclass.
+The rules of games are unchanged: fast-downward's library decides transitions and goals, textworld's grammar makes the
+texts. Only results that cannot change during a game are cached. Importing this module patches functions of these
+packages for the whole process, because they call each other through their modules and offer no class to subclass.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from textworld.logic import Action, Placeholder, Variable
 
 from armature.components.environments.alfworld import packaged
 
-# Shared libraries without what is not loaded.
+# --- A shared library without debug information ---
 
 _SEGMENT = struct.Struct("<IIQQQQQQ")
 
 
 def loadable_part(library: bytes) -> bytes:
-    """The beginning of a 64-bit little-endian ELF file up to the end of its last segment.
+    """Return a 64-bit little-endian ELF file up to the end of its last segment.
 
-    The loader needs program headers and segments; sections, debug information above all, come after them. Anything
-    that is not such a file is returned as it is.
+    The loader needs only program headers and segments; sections such as debug information follow them. Any other file
+    is returned unchanged.
     """
     if library[:6] != b"\x7fELF\x02\x01":
         return library
@@ -46,11 +46,13 @@ def loadable_part(library: bytes) -> bytes:
     return library[: max(start + length for _, _, start, _, _, length, _, _ in segments)]
 
 
+# --- Caches ---
+
 KEPT_PROBLEMS = 32
-"""Translated problems that are kept, a few MB each: the members of a group play the same one."""
+"""Number of translated problems in the cache, a few MB each; all episodes of a group play the same problem."""
 
 KEPT_TEXTS = 2048
-"""Parsed grammar rules that are kept; the installed grammar has about 150."""
+"""Number of parsed grammar rules in the cache; the installed grammar has about 150."""
 
 NO_PLAN = """begin_version
 3
@@ -77,12 +79,12 @@ end_goal
 0
 0
 """
-"""A task of one variable and nothing to do, for the planner that no game here asks."""
+"""A planning task of one variable with nothing to do, as input for textworld's planner, which no game here uses."""
 
 
 @dataclass
 class CompiledProblem:
-    """What all episodes of a problem share. Actions and commands are filled in as they are first met."""
+    """The data that all episodes of a problem share. Actions and commands are added when they first appear."""
 
     task: Any
     sas: str
@@ -93,21 +95,22 @@ class CompiledProblem:
 
 
 @lru_cache(KEPT_PROBLEMS)
-def prepared(problem: str) -> CompiledProblem:
+def compiled(problem: str) -> CompiledProblem:
+    """Return the translation of a PDDL problem, from the cache if possible."""
     arguments = sys.argv
     try:
         return CompiledProblem(*_translate(packaged.domain(), problem))
     finally:
-        sys.argv = arguments  # the translator puts its own there
+        sys.argv = arguments  # the translator overwrites it
 
 
 def _pddl2sas(domain: str, problem: str, verbose: bool = False, optimize: bool = False) -> tuple[Any, str]:
-    kept = prepared(problem)
-    return kept.task, NO_PLAN if optimize else kept.sas
+    shared = compiled(problem)
+    return shared.task, NO_PLAN if optimize else shared.sas
 
 
-def _kept(parse: Callable[..., Any]) -> Callable[..., Any]:
-    """`parse` with its results kept; callers change what they get, so each has a copy."""
+def _cached(parse: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `parse` with a cache. Each caller gets a copy, because callers modify the result."""
 
     @lru_cache(KEPT_TEXTS)
     def once(text: str, options: tuple[tuple[str, Any], ...]) -> Any:
@@ -117,19 +120,22 @@ def _kept(parse: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _copy_context(context: dict[str, Any]) -> dict[str, Any]:
-    """The original copies entities and variables as well, which nothing changes: half of a step's time."""
+    """Copy a context shallowly.
+
+    Textworld's function also copies the entities and variables, which nothing changes, and takes half of a step's time.
+    """
     return {**context, "variables": dict(context["variables"]), "mapping": dict(context["mapping"])}
 
 
 _translate = fast_downward.pddl2sas
 fast_downward.pddl2sas = _pddl2sas
-textgen._parse_and_convert = _kept(textgen._parse_and_convert)
+textgen._parse_and_convert = _cached(textgen._parse_and_convert)
 textgen.copy_context = _copy_context
 textgen.Rule.parse_conjunctive_query = staticmethod(lru_cache(KEPT_TEXTS)(textgen.Rule.parse_conjunctive_query))
 
 
 def load_slim_library(scratch: Path) -> None:
-    """Let every game load its copy of fast-downward's library without the 31 MB of debug information in it."""
+    """Make games load fast-downward's library without its 31 MB of debug information; each game loads a copy."""
     slim = scratch / "libdownward.so"
     slim.write_bytes(loadable_part(Path(fast_downward.interface.DOWNWARD_LIB_PATH).read_bytes()))
     fast_downward.interface.DOWNWARD_LIB_PATH = str(slim)
@@ -141,62 +147,65 @@ def _logic() -> Any:
 
 
 def game_logic(goal: str) -> Any:
-    """The installed grammar with `goal` in it as text: it is not parsed, so nothing in it is run."""
+    """Return the game's logic with the installed grammar and `goal` as plain text, of which nothing is executed."""
     shared = _logic()
-    said = textgen.TerminalSymbol(f"Your task is to: {goal}.")
-    made = copy.copy(shared)
-    made.grammar = textgen.ContextSensitiveGrammar()
-    made.grammar._rules = {**shared.grammar._rules, "task": [textgen.ProductionRule("task", [said])]}
-    return made
+    sentence = textgen.TerminalSymbol(f"Your task is to: {goal}.")
+    own_logic = copy.copy(shared)
+    own_logic.grammar = textgen.ContextSensitiveGrammar()
+    own_logic.grammar._rules = {**shared.grammar._rules, "task": [textgen.ProductionRule("task", [sentence])]}
+    return own_logic
+
+
+# --- Playing ---
 
 
 class EpisodeState(logic.PddlState):
-    """Facts of one episode, whose actions are made once for all episodes of the problem."""
+    """The facts of one episode. Its action objects are shared by all episodes of the problem."""
 
     def __init__(self, library: Any, problem: str, game: Any) -> None:
-        self.prepared = prepared(problem)
+        self.compiled = compiled(problem)
         super().__init__(library, problem, game)
 
     def all_applicable_actions(self) -> list[Any]:
         operators = (fast_downward.Operator * self.downward_lib.get_applicable_operators_count())()
         self.downward_lib.get_applicable_operators(operators)
         self._operators = {operator.id: operator for operator in operators}
-        found: dict[str, Any] = {}
+        applicable: dict[str, Any] = {}
         for number, operator in self._operators.items():
-            if number not in self.prepared.actions:
-                self.prepared.actions[number] = self._action(number, operator.name)
-            name, action = self.prepared.actions[number]
-            found.setdefault(name, action)  # several operators may be one action; the first is taken
-        return list(found.values())
+            if number not in self.compiled.actions:
+                self.compiled.actions[number] = self._action(number, operator.name)
+            name, action = self.compiled.actions[number]
+            applicable.setdefault(name, action)  # several operators may be the same action: take the first
+        return list(applicable.values())
 
     def _action(self, number: int, operator: str) -> tuple[str, Any]:
         name, *arguments = operator.split()
-        made = Action(name=name, preconditions=[], postconditions=[])
-        made.id = number
-        made.mapping = {
+        action = Action(name=name, preconditions=[], postconditions=[])
+        action.id = number
+        action.mapping = {
             Placeholder(parameter.name.strip("?"), parameter.type_name): Variable(argument, parameter.type_name)
             for parameter, argument in zip(self._actions[name].parameters, arguments, strict=False)
         }
-        made.command_template = self._logic.actions[name].template
-        made.feedback_rule = self._logic.actions[name].feedback_rule
-        return operator, made
+        action.command_template = self._logic.actions[name].template
+        action.feedback_rule = self._logic.actions[name].feedback_rule
+        return operator, action
 
 
 class GameEngine(PddlEnv):
-    """One game after the other, each from its problem and goal sentence, as alfworld's wrappers would play it."""
+    """An engine that plays one game after another from problem and goal sentence, like alfworld's wrappers."""
 
     def __init__(self) -> None:
         super().__init__(textworld.EnvInfos(won=True, admissible_commands=True))
 
     def play(self, problem: str, goal: str) -> GameState:
-        """Begin a game; the state holds `feedback`, `admissible_commands` and `won`, as after each `step`."""
+        """Start a game and return its state with `feedback`, `admissible_commands` and `won`, like each `step`."""
         self._logic = game_logic(goal)
         self._game_data = {"pddl_problem": problem}
         return self.reset()
 
     def reset(self) -> GameState:
         self._pddl_state = EpisodeState(self.downward_lib, self._game_data["pddl_problem"], self._logic)
-        shared = self._pddl_state.prepared
+        shared = self._pddl_state.compiled
         if not shared.entities:
             shared.entities = self._get_entity_infos()
             names = Demangler(game_infos=shared.entities)
@@ -211,8 +220,8 @@ class GameEngine(PddlEnv):
         return self.state
 
     def _gather_infos(self) -> None:
-        """What the original gathers and the game uses: neither copies of all facts nor a command derived twice."""
-        state, commands = self.state, self._pddl_state.prepared.commands
+        """Fill in the state. Unlike textworld's method, this copies no facts and derives each command only once."""
+        state, commands = self.state, self._pddl_state.compiled.commands
         state["won"] = self._pddl_state.check_goal()
         state["lost"] = False
         state["_valid_actions"] = self._pddl_state.all_applicable_actions()
@@ -223,15 +232,15 @@ class GameEngine(PddlEnv):
         state["admissible_commands"] = sorted(set(state["_valid_commands"]))
 
     def _command(self, action: Any) -> str:
-        """What is typed for `action`. It does not depend on where one comes from, so every way to a place shares it."""
-        known = self._pddl_state.prepared.typed
+        """Return the command of `action`. The start location is not part of it, so all ways to a place share one."""
+        cache = self._pddl_state.compiled.typed
         key = (action.name, *(value.name for place, value in action.mapping.items() if place.name != "lstart"))
-        if key not in known:
+        if key not in cache:
             named = copy.copy(action)
             named.command_template = self._logic.grammar.derive(action.command_template, self._context(action.mapping))
             names = {value.name: self._entity_infos[value.name].name for value in action.mapping.values()}
-            known[key] = str(named.format_command(names))
-        return known[key]
+            cache[key] = str(named.format_command(names))
+        return cache[key]
 
     def _context(self, mapping: Mapping[Any, Any]) -> dict[str, Any]:
         return {

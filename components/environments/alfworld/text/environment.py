@@ -1,4 +1,4 @@
-"""ALFWorld's text games: each turn says what happened and asks for a command."""
+"""The environment `alfworld/text`: each turn shows the game's text and asks for a command."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ from armature.components.environments.alfworld.packaged import names_of
 from armature.components.environments.alfworld.prompts import EpisodePrompts, PromptSettings, parse_action
 from armature.components.environments.alfworld.text.host import EngineHost, EngineReply, HostedGame, shared_host
 
-# A small image of what the text has said: colored cells for the goal, the place, what is held and what is seen.
+# --- A small image of the game's texts: colored cells for the goal, the place, the held object and the visible ones ---
 #
-# Nothing is drawn that the game has not said. A cell is the color pair of a kind of thing, so that a model with small
-# images can tell what is meant by looking alone.
+# The image shows only facts from the texts. Each kind of thing has a pair of colors, so that a model with small images
+# can recognize it without reading.
 
 GRID = 4
 COLORS = (
     (230, 25, 75), (60, 180, 75), (255, 225, 25), (0, 130, 200), (245, 130, 48), (145, 30, 180), (70, 240, 240),
     (240, 50, 230), (210, 245, 60), (0, 128, 128), (170, 110, 40), (128, 0, 0), (0, 0, 128),
 )  # fmt: skip
-"""Far apart from each other. A kind is one of them in its cell's upper half and one in its lower half."""
+"""Colors that are easy to tell apart. A kind's cell has one of them in its upper half and one in its lower half."""
 
 _THING = re.compile(r"\b([a-z]+) \d+\b")
 _PLACE = re.compile(r"^You (?:arrive at|open the|close the) ([a-z]+ \d+)")
@@ -51,24 +51,24 @@ _PUT = re.compile(r"^You move the [a-z]+ \d+ to")
 
 
 class NoImage(Settings):
-    """Text alone."""
+    """Show text without an image."""
 
     form: Literal["none"]
-    """none: turns hold no image."""
+    """none: show no image."""
 
 
 class Schematic(Settings):
-    """Four rows of four cells: the goal's things; the place and what is held; then eight things that are seen."""
+    """Show an image of 4 x 4 cells: the goal's things, the place and the held object, and eight visible things."""
 
     form: Literal["schematic"]
-    """schematic: colored cells for what the text has said."""
+    """schematic: show colored cells for the facts in the text."""
     image_size: int = Field(56, ge=16, le=1024, multiple_of=GRID)
     """Width and height in pixels."""
 
 
 @dataclass
 class KnownState:
-    """What the game's texts have said about the present, read turn by turn."""
+    """The facts about the current state that the game's texts have mentioned so far, as words for kinds of things."""
 
     goal: tuple[str, ...]
     place: str | None = None
@@ -77,10 +77,11 @@ class KnownState:
 
     @classmethod
     def begin(cls, task: str) -> KnownState:
+        """Return the state at the start, with the kinds of things that the goal sentence names."""
         return cls(tuple(word for word in re.findall(r"[a-z]+", task.lower()) if word in kinds())[:GRID])
 
     def read(self, feedback: str) -> None:
-        """Take in one observation."""
+        """Update the state by an observation of the game."""
         if place := _PLACE.search(feedback):
             self.place = place[1].split()[0]
             self.around = ()
@@ -95,18 +96,15 @@ class KnownState:
             self.around, self.held = (*self.around, self.held), None
 
     def cells(self) -> tuple[str | None, ...]:
-        """The kind in each cell, row by row; None where a cell is empty."""
-        rows: list[tuple[str | None, ...]] = [self.goal, (self.place, self.held), *_rows(self.around)]
+        """Return the kind in each cell, row by row; None for an empty cell."""
+        around = self.around[:GRID], self.around[GRID : 2 * GRID]
+        rows: list[tuple[str | None, ...]] = [self.goal, (self.place, self.held), *around]
         return tuple(kind for row in rows for kind in (*row, *[None] * (GRID - len(row))))
-
-
-def _rows(things: tuple[str, ...]) -> list[tuple[str, ...]]:
-    return [things[:GRID], things[GRID : 2 * GRID]]
 
 
 @lru_cache(1)
 def kinds() -> dict[str, int]:
-    """Every kind of thing that alfworld knows, by its word, with a number."""
+    """Return a number for the word of every kind of thing in alfworld."""
     constants = packaged.constants()
     words = sorted({name.lower() for name in constants.OBJECTS_SET | constants.RECEPTACLES})
     return {word: number for number, word in enumerate(words)}
@@ -114,7 +112,7 @@ def kinds() -> dict[str, int]:
 
 @lru_cache(512)
 def draw(cells: tuple[str | None, ...], size: int) -> EncodedImage:
-    """The image of `cells`, the same for the same arguments; an empty cell is black."""
+    """Draw `cells` as a square image of `size` pixels. Empty cells are black, and equal arguments give equal images."""
     image, side = Image.new("RGB", (size, size)), size // GRID
     pen = ImageDraw.Draw(image)
     for index, kind in enumerate(cells):
@@ -128,32 +126,33 @@ def draw(cells: tuple[str | None, ...], size: int) -> EncodedImage:
     return encode_png(image)
 
 
-# Plans as one would act who does not know where things are: with looks into places where they are not.
+# --- Demonstrations that search for an object, as a policy must that does not know where it is ---
 
 _REACHED = re.compile(r"\(receptacleatlocation (\S+) ([^\s)]+)\)")
 
 
 def with_detours(plan: Sequence[str], problem: str, most: int, random: Random) -> list[str]:
-    """`plan` after 0 to `most` visits, each as likely, to places where its first object could be and is not.
+    """Return `plan` after 0 to `most` visits to places where its first object could be but is not.
 
-    A closed place is opened. A visit is left out where one stands for the next as well: one cannot go where one
-    stands. Whoever learns from plans that go straight to an object never sees a place without it.
+    The number of visits is drawn evenly. Closed places are opened. A place is skipped if the next one is reached from
+    the same spot, because the game has no command to go where the agent already stands. A policy that learns only from
+    plans that go straight to an object never sees a place without it.
     """
     taken = next((command for command in plan if command.startswith("take ")), "")
     target, _, host = taken.removeprefix("take ").partition(" from ")
     if not host:
         return list(plan)
     constants = packaged.constants()
-    kinds = {name.lower(): name for name in constants.OBJECTS_SET | constants.RECEPTACLES}
+    classes = {name.lower(): name for name in constants.OBJECTS_SET | constants.RECEPTACLES}
     names = names_of(problem)
-    places = {said: kinds.get(said.split()[0], "") for said in names.values()}
+    places = {name: classes.get(name.split()[0], "") for name in names.values()}
     reached = dict(_REACHED.findall(problem.lower()))
-    standing = {said: reached.get(escaped(identity), said) for identity, said in names.items()}
+    standing = {name: reached.get(escaped(identity), name) for identity, name in names.items()}
     likely = sorted(
-        said
-        for said, kind in places.items()
-        if said != host and kind in constants.RECEPTACLES - constants.MOVABLE_RECEPTACLES_SET
-        if may_hold(kind, kinds.get(target.split()[0], ""))
+        name
+        for name, kind in places.items()
+        if name != host and kind in constants.RECEPTACLES - constants.MOVABLE_RECEPTACLES_SET
+        if may_hold(kind, classes.get(target.split()[0], ""))
     )
     commands: list[str] = []
     visits = random.sample(likely, min(len(likely), random.randint(0, most)))
@@ -166,36 +165,39 @@ def with_detours(plan: Sequence[str], problem: str, most: int, random: Random) -
     return [*commands, *(command for command in plan if command not in commands or not command.startswith("open "))]
 
 
+# --- The environment ---
+
+
 class AlfworldTextSettings(Settings):
-    """The games, the words around them, the image, and what winning is worth."""
+    """Settings of the environment `alfworld/text`: the games, prompts, image and rewards."""
 
     games: GamesSettings = GeneratedGames(source="generated")
-    """Where games come from."""
+    """Source of the games."""
     heldout_source: Literal["valid_seen", "valid_unseen"] = "valid_seen"
-    """The split that held-out tasks are from: other games in scenes of the training split, or scenes that are in no
-    training game."""
+    """Split of the held-out games: valid_seen has other games in scenes of the training split, valid_unseen has scenes
+    that no training game uses."""
     prompt: PromptSettings = PromptSettings()
-    """What the policy is asked, and how its answer is read."""
+    """Templates of prompts, and rules for reading answers."""
     image: Annotated[NoImage | Schematic, Field(discriminator="form")] = NoImage(form="none")
-    """What is shown before the text."""
+    """Image to show before the text."""
     max_turns: PositiveInt = 50
     """Most turns of an episode."""
     max_invalid_actions: NonNegativeInt = 0
-    """The episode is lost at this many answers that were not admissible actions; 0: never, as usual. A policy that is
-    stuck fills its other turns with one action again and again: noise to learn from."""
+    """Number of answers without an admissible action at which the episode is lost; 0, the usual setting, means no
+    limit. A policy that is stuck repeats one action in all remaining turns, from which it learns only noise."""
     won_weight: float = 10.0
     """Reward for reaching the goal, given in the turn that reaches it."""
     detours: NonNegativeInt = 2
-    """Most places that a demonstration looks into in vain before it goes where its first object is. With 0, whoever
-    learns from it never sees a place where the object is not."""
+    """Most places that a demonstration visits in vain before it goes to its first object. With 0, a policy that learns
+    from demonstrations never sees a place without the object."""
 
 
 class AlfworldText:
-    """Episodes share `processes` processes, which play many games each and are started by the first reset.
+    """An environment of text games. The games run in `processes` processes that start at the first reset.
 
-    Other environments of this kind that are open at the same time share them as well.
+    Each process plays many games, and all open environments of this kind share them.
 
-    The anchor of step-level groups is the engine's text alone: neither the history nor the image is in it.
+    The anchor of step-level groups is the engine's text alone, without the history and the image.
     """
 
     name = "alfworld/text"
@@ -226,9 +228,10 @@ class AlfworldText:
             yield Task(f"alfworld-text-{split}-{index:05d}", split, game.payload())
 
     def episode(self, task: Task) -> TextEpisode:
-        """
+        """Return the episode of a task.
+
         Raises:
-            DataError: the payload's problem or goal is not what the engine may be given.
+            DataError: the payload's problem or goal is not safe to give to the engine.
         """
         problem = check_problem(task.payload["problem"], where=task.task_id)
         goal = check_goal(task.payload["goal"], where=task.task_id)
@@ -242,12 +245,12 @@ class AlfworldText:
         return [self.settings.prompt.demonstration(command) for command in commands]
 
     def close(self) -> None:
-        """The processes end with the last environment, or the last episode, that they were shared with."""
+        """Release the processes, which end with the last environment or episode that uses them."""
         self._host = None
 
 
 class TextEpisode:
-    """Blocks: every call waits for the process that plays the game."""
+    """An episode of a text game. Its methods block until the game's process has answered."""
 
     def __init__(self, game: HostedGame, settings: AlfworldTextSettings) -> None:
         self._game, self._settings = game, settings
@@ -261,7 +264,7 @@ class TextEpisode:
         return self._observation(self._shown)
 
     async def step(self, action: str) -> Outcome:
-        """An answer that is not an admissible command acts as well: the engine then says that nothing happens."""
+        """Play the command in an answer. A command that is not admissible is played too: then nothing happens."""
         read = parse_action(action, self._settings.prompt.thinking)
         defect: ActionDefect | None = "format" if read.defect else None
         if defect is None and read.action not in self._shown.commands:

@@ -1,4 +1,4 @@
-"""Few processes that play many games."""
+"""Worker processes that play text games, and a client for each game."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from armature.components.machine.workers.requests import NOTHING, ReplyForm
 from armature.components.machine.workers.worker import Worker, current_cluster, make_worker
 
 ANSWER_SECONDS = 300.0
-"""A process that is silent for longer hangs; its games are lost."""
+"""Seconds to wait for a process's answer. A process that takes longer is ended, and its games are lost."""
 
 MOST_BYTES = 2**24
-"""Of the answer to one command."""
+"""Largest number of bytes in the answer to one command."""
 
 WORKER = "armature.components.environments.alfworld.text.worker"
 
 
 class EngineReply(ReplyForm):
-    """What the engine says after a command."""
+    """The engine's answer to a command: the text, the admissible commands, and True if the game is won."""
 
     feedback: str
     commands: Annotated[tuple[str, ...], Field(strict=False)]
@@ -37,27 +37,27 @@ ENGINE_REPLY = TypeAdapter(EngineReply)
 
 
 class EngineHost(WorkerPool[Worker]):
-    """`processes` workers, each started when it is first needed and again after it has died.
+    """A pool of `processes` workers. Each starts when it is first needed, and again after it has died.
 
-    Games of the same name share a process, which then translates the problem once. The processes end with the host,
-    be it that it is closed or that it is forgotten.
+    Games of the same name share a process, so that the problem is translated once. The processes end when the host is
+    closed or garbage-collected.
     """
 
     def __init__(self, processes: int) -> None:
         env = {
-            "PYTHONHASHSEED": "0",  # texts list what sets of facts hold
-            "ALFWORLD_DATA": str(packaged.folder()),  # else importing alfworld makes a folder in the home
+            "PYTHONHASHSEED": "0",  # the order of sets shows in texts
+            "ALFWORLD_DATA": str(packaged.folder()),  # otherwise importing alfworld creates a folder in the home
         }
         super().__init__(lambda: make_worker(WORKER, timeout=ANSWER_SECONDS, env=env, most_bytes=MOST_BYTES), processes)
         self._games = itertools.count()
         finalize(self, _close, self.workers)
 
     def play(self, game: str, problem: str, goal: str) -> HostedGame:
-        """A game to reset and step; `game` names it."""
+        """Return a client for a game at the worker that its name `game` determines."""
         return self.play_at(self.of(game), problem, goal)
 
     def play_at(self, worker: Worker, problem: str, goal: str) -> HostedGame:
-        """A game at one of the workers."""
+        """Return a client for a game at a worker of this host."""
         return HostedGame(self, worker, next(self._games), problem, goal)
 
 
@@ -66,7 +66,7 @@ _SHARING = threading.Lock()
 
 
 def shared_host(processes: int) -> EngineHost:
-    """The host of all that ask for `processes` at the same time, on the same cluster or on this machine."""
+    """Return the host with `processes` workers on the current cluster or this machine; all callers share it."""
     key = processes, repr(current_cluster())
     with _SHARING:
         host = _SHARED.get(key)
@@ -76,10 +76,10 @@ def shared_host(processes: int) -> EngineHost:
 
 
 class HostedGame:
-    """One episode's game. Every call waits for the process that plays it.
+    """A client of one game in a worker process. Every call waits for that process.
 
     Raises:
-        WorkerError: the process was lost, or the engine refuses the game or the command.
+        WorkerError: the process was lost, or the engine failed on the game or the command.
     """
 
     def __init__(self, host: EngineHost, worker: Worker, number: int, problem: str, goal: str) -> None:
@@ -94,7 +94,7 @@ class HostedGame:
 
     def close(self) -> None:
         if self._worker.alive:
-            with suppress(WorkerError):  # it died meanwhile, and the game with it
+            with suppress(WorkerError):  # the worker may have died meanwhile, with the game
                 self._worker.call("end", self._number, reply=NOTHING)
 
     def _shown(self, method: str, *arguments: str) -> EngineReply:

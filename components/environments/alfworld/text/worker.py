@@ -1,4 +1,4 @@
-"""A process that plays many games."""
+"""The worker process that plays text games for many episodes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class GameWorker:
-    """The games in progress by their number; engines whose game is over play the next one."""
+    """The games in progress by their number. An engine whose game has ended is used again for the next one."""
 
     def __init__(self) -> None:
         from armature.components.environments.alfworld.text import engine
@@ -35,7 +35,7 @@ class GameWorker:
         engine = self._playing.get(game)
         if engine is None:
             raise WorkerError(
-                "the game is gone with the process that played it", code="game_lost", remedy="reset comes first"
+                "the game is not in progress in this process", code="game_lost", remedy="call reset first"
             )
         return _reply(lambda: engine.step(command)[0])
 
@@ -47,7 +47,7 @@ class GameWorker:
         self._scratch.cleanup()
 
     def count(self) -> dict[str, float]:
-        """Games in progress, resident bytes and processor seconds."""
+        """Return the number of games in progress, the resident bytes and the processor seconds of this process."""
         with Path("/proc/self/statm").open() as file:
             resident = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
         return {"games": len(self._playing), "resident": resident, "cpu": sum(os.times()[:2])}
@@ -56,7 +56,7 @@ class GameWorker:
 def _reply(play: Callable[[], Any]) -> dict[str, Any]:
     try:
         state = play()
-    except BaseException as error:  # the translator ends the process over a problem that it cannot read
+    except BaseException as error:  # the translator raises SystemExit for a problem that it cannot read
         raise WorkerError(
             f"the text engine failed: {type(error).__name__}: {error}"[:2000], code="game_engine_failed"
         ) from error

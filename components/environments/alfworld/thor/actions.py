@@ -1,8 +1,8 @@
-"""alfworld's actions in the words of a player's release.
+"""Translate alfworld's actions into the form that a release of AI2-THOR's player accepts.
 
-alfworld speaks to AI2-THOR 2.1.0, whose player reads the arguments it knows and overlooks the others. From
-release 3 on the player looks for a method with exactly these arguments and answers InvalidArgument if there is
-none; some arguments have other names, and PutObject names the receptacle where 2.1 named what is held.
+alfworld is written for AI2-THOR 2.1.0, whose player ignores arguments that it does not know. From release 3 on, the
+player looks for a method with exactly these arguments and otherwise answers InvalidArgument. Some arguments have other
+names there, and the objectId of PutObject is the receptacle instead of the held object.
 """
 
 from __future__ import annotations
@@ -24,26 +24,29 @@ _RENDERED |= {"renderClassImage", "renderObjectImage"}
 
 @dataclass(frozen=True)
 class ArgumentMapping:
-    """One action's arguments: kept, under another name, left out because the release has no such thing, added."""
+    """The treatment of an action's arguments: passed on, passed on under a new name, dropped, or added.
 
-    kept: frozenset[str] = frozenset()
+    Arguments are dropped if the release has nothing like them.
+    """
+
+    passed: frozenset[str] = frozenset()
     renamed: Mapping[str, str] = field(default_factory=dict)
-    left_out: frozenset[str] = frozenset()
+    dropped: frozenset[str] = frozenset()
     added: Mapping[str, Any] = field(default_factory=dict)
 
 
-def _kept(*names: str) -> ArgumentMapping:
+def _passed(*names: str) -> ArgumentMapping:
     return ArgumentMapping(frozenset(names))
 
 
-_OBJECT = _kept("objectId", "forceAction")
+_OBJECT = _passed("objectId", "forceAction")
 _ALIKE = {
     "GetScenesInBuild": ArgumentMapping(),
-    "ChangeResolution": _kept("x", "y"),
-    "ChangeQuality": _kept("quality"),
-    "SetObjectToggles": _kept("objectToggles"),
-    "SetStateOfAllObjects": _kept("StateChange", "forceAction"),
-    "SetObjectPoses": _kept("objectPoses"),
+    "ChangeResolution": _passed("x", "y"),
+    "ChangeQuality": _passed("quality"),
+    "SetObjectToggles": _passed("objectToggles"),
+    "SetStateOfAllObjects": _passed("StateChange", "forceAction"),
+    "SetObjectPoses": _passed("objectPoses"),
     "PickupObject": _OBJECT,
     "CloseObject": _OBJECT,
     "ToggleObjectOn": _OBJECT,
@@ -60,23 +63,23 @@ FORMS: dict[Release, dict[str, ArgumentMapping]] = {
         "TeleportFull": ArgumentMapping(
             _RENDERED | {"x", "y", "z", "rotation", "horizon", "rotateOnTeleport", "tempRenderChange"}
         ),
-        "OpenObject": _kept("objectId", "forceAction", "moveMagnitude"),
-        "PutObject": _kept("objectId", "receptacleObjectId", "forceAction", "placeStationary"),
+        "OpenObject": _passed("objectId", "forceAction", "moveMagnitude"),
+        "PutObject": _passed("objectId", "receptacleObjectId", "forceAction", "placeStationary"),
     },
     "5.0": _ALIKE
     | {
         "Initialize": ArgumentMapping(
             frozenset({"gridSize", "makeAgentsVisible"}),
             {"visibility_distance": "visibilityDistance", "renderObjectImage": "renderInstanceSegmentation"},
-            # The depth and the classes of each pixel are sent along with every frame, and nobody looks at them.
+            # Without these two the player does not send the depth and class of each pixel, which nothing reads.
             frozenset({"cameraY", "renderImage", "renderDepthImage", "renderClassImage"}),
         ),
         "TeleportFull": ArgumentMapping(
             frozenset({"x", "y", "z", "rotation", "horizon"}),
-            left_out=_RENDERED | {"rotateOnTeleport", "tempRenderChange"},
+            dropped=_RENDERED | {"rotateOnTeleport", "tempRenderChange"},
             added={"standing": True},
         ),
-        "OpenObject": ArgumentMapping(frozenset({"objectId", "forceAction"}), left_out=frozenset({"moveMagnitude"})),
+        "OpenObject": ArgumentMapping(frozenset({"objectId", "forceAction"}), dropped=frozenset({"moveMagnitude"})),
         "PutObject": ArgumentMapping(
             frozenset({"forceAction", "placeStationary"}),
             {"receptacleObjectId": "objectId"},
@@ -87,33 +90,36 @@ FORMS: dict[Release, dict[str, ArgumentMapping]] = {
 
 
 def translate(action: Mapping[str, Any], release: Release) -> dict[str, Any]:
-    """`action`, as alfworld says it, for a player of `release`.
+    """Return an action of alfworld in the form for a player of `release`.
 
     Raises:
-        PlayerError: there is no such action, it has no such argument, or a value is not JSON.
+        PlayerError: the action or an argument does not exist, or a value cannot be written as JSON.
+
+    Example:
+        >>> translate({"action": "OpenObject", "objectId": "Fridge|1", "moveMagnitude": 1.0}, "5.0")
+        {'action': 'OpenObject', 'objectId': 'Fridge|1'}
     """
     forms, name = FORMS[release], action.get("action")
     if not isinstance(name, str) or name not in forms:
         raise PlayerError(
-            f"no action {str(name)[:80]!r} in AI2-THOR {release}",
+            f"AI2-THOR {release} has no action {str(name)[:80]!r}",
             code="unknown_action",
             remedy=suggestion(str(name)[:80], forms),
         )
     form = forms[name]
-    said = {"action": name, **form.added}
+    translated = {"action": name, **form.added}
     for argument, value in action.items():
-        if argument == "action" or argument in form.left_out:
+        if argument == "action" or argument in form.dropped:
             continue
-        if argument not in form.kept and argument not in form.renamed:
-            known = form.kept | set(form.renamed) | form.left_out
+        if argument not in form.passed and argument not in form.renamed:
             raise PlayerError(
                 f"{name} has no argument {str(argument)[:80]!r}",
                 code="unknown_action_argument",
-                remedy=suggestion(str(argument)[:80], known),
+                remedy=suggestion(str(argument)[:80], form.passed | set(form.renamed) | form.dropped),
             )
-        said[form.renamed.get(argument, argument)] = value
+        translated[form.renamed.get(argument, argument)] = value
     try:
-        json.dumps(said, allow_nan=False, default=lambda value: value.item())
+        json.dumps(translated, allow_nan=False, default=lambda value: value.item())
     except (AttributeError, TypeError, ValueError, RecursionError) as error:
         raise PlayerError(f"{name} has a value that is not JSON: {error}", code="action_not_json") from error
-    return said
+    return translated

@@ -1,4 +1,4 @@
-"""ALFWorld in AI2-THOR: each turn shows what the agent sees, and says what the text game would say."""
+"""The environment `alfworld/thor`: each turn shows the agent's camera image and the text of the text game."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ if TYPE_CHECKING:
     from armature.components.environments.alfworld.thor.player import ThorPlayer
 
 
-# One game played in AI2-THOR.
+# --- An episode ---
 
 
 class ThorEpisode:
-    """Blocks: it waits for a player, and for each of the player's answers.
+    """An episode of a game in AI2-THOR. Its methods block until a player is free and has answered.
 
     Raises:
-        DataError: the task is not a game with its scene.
-        PlayerError: in `reset` and `step`, the player failed; it is not used again.
-        ConfigurationError: in `reset`, a player cannot be started here.
+        DataError: the task's payload is not a game with its scene.
+        PlayerError: the player failed in `reset` or `step`; that player is not used again.
+        ConfigurationError: `reset` could not start a player on this machine.
     """
 
     def __init__(
@@ -72,16 +72,16 @@ class ThorEpisode:
     async def step(self, answer: str) -> Outcome:
         player = self._player
         assert player is not None, "an episode is reset before it is stepped"
-        projection = parse_action(answer, self._prompt.thinking)
+        parsed = parse_action(answer, self._prompt.thinking)
         self._usable = False
-        _, admissible = self._agent.act(projection.action)
-        self._dialogue.acted(projection.action, self._agent.feedback)
+        _, admissible = self._agent.act(parsed.action)
+        self._dialogue.acted(parsed.action, self._agent.feedback)
         share, won = player.goal_share(), bool(player.get_goal_satisfied())
         observation = None if won else self._observation(player)
         self._usable = True
         defect: ActionDefect | None = None
-        if projection.defect or not admissible:
-            defect = "format" if projection.defect else "inadmissible"
+        if parsed.defect or not admissible:
+            defect = "format" if parsed.defect else "inadmissible"
         return Outcome(observation, self._earned.turn(share, won), defect)
 
     async def close(self) -> None:
@@ -96,37 +96,41 @@ class ThorEpisode:
 
 
 def encode_frame(frame: np.ndarray) -> EncodedImage:
-    """(height, width, 3) uint8 in the order red, green, blue, as PNG."""
+    """Encode a frame, (height, width, 3) uint8 in the order red, green, blue, as PNG."""
     return encode_png(Image.fromarray(np.ascontiguousarray(frame)))
 
 
+# --- The environment ---
+
+
 class AlfworldThorSettings(Settings):
-    """The games, the words around them, the image, and what is rewarded."""
+    """Settings of the environment `alfworld/thor`: the games, prompts, frames, player and rewards."""
 
     games: GamesSettings
-    """Where games come from."""
+    """Source of the games."""
     heldout_source: Source = "valid_seen"
-    """The games' split that the held-out tasks are taken from."""
+    """Split of the games from which held-out tasks are taken."""
     prompt: PromptSettings = PromptSettings()
-    """What the policy is asked, and how its answer is read."""
+    """Templates of prompts, and rules for reading answers."""
     width: PositiveInt = Field(300, le=LONGEST_SIDE)
-    """Pixels of a frame; AI2-THOR's default is 300."""
+    """Width of a frame in pixels; AI2-THOR's default is 300."""
     height: PositiveInt = Field(300, le=LONGEST_SIDE)
-    """Pixels of a frame."""
+    """Height of a frame in pixels."""
     player: Release = "5.0"
-    """Release of AI2-THOR's player. ai2thor fetches 5.0; 2.1, which ALFRED's data was made with, is named by the
-    environment variable ARMATURE_THOR_PLAYER."""
+    """Release of AI2-THOR's player. ai2thor downloads 5.0. For 2.1, with which ALFRED's data was made, set the
+    environment variable ARMATURE_THOR_PLAYER to the executable."""
     max_turns: PositiveInt = 50
     """Most turns of an episode."""
     reward: RewardSettings = PotentialReward(name="potential")
-    """What a turn earns: terminal (the win alone) or potential."""
+    """Reward of a turn: terminal (only the win) or potential (progress as well)."""
 
 
 class AlfworldThor:
-    """Every live episode holds one of `processes` players; the others wait in `reset` for one to be free.
+    """An environment of games in AI2-THOR. Each running episode uses one of `processes` players.
 
-    So keep `machine.limits.max_concurrent` at `machine.workers.environments`: waiting counts as time of the reset.
-    The anchor of step-level groups is the feedback's text, as in the text game, never the frame.
+    Other episodes wait in `reset` for a free player, which counts as time of the reset. So set
+    `machine.limits.max_concurrent` to `machine.workers.environments`. The anchor of step-level groups is the feedback's
+    text, as in the text game, never the frame.
     """
 
     name = "alfworld/thor"
@@ -156,7 +160,11 @@ class AlfworldThor:
             yield Task(f"alfworld-thor-{split}-{index:05d}", split, payload)
 
     def episode(self, task: Task) -> Episode:
-        """Raises DataError if the task's payload is not a game with its scene."""
+        """Return the episode of a task.
+
+        Raises:
+            DataError: the task's payload is not a game with its scene.
+        """
         return ThorEpisode(task, self.settings.prompt, self.settings.reward, self._players)
 
     def demonstration(self, task: Task) -> Sequence[str]:

@@ -1,4 +1,4 @@
-"""The part of a player's answer that we and alfworld read."""
+"""The part of a player's answer that we and alfworld read, and the error for a player that fails."""
 
 from __future__ import annotations
 
@@ -8,26 +8,24 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
 
 from armature.components.contracts.errors import ArmatureError
 
-# What goes wrong between us and AI2-THOR's player.
-
 
 class PlayerError(ArmatureError):
-    """The player died, did not answer in time, answered what it may not, or refused an action.
+    """AI2-THOR's player died, did not answer in time, gave an invalid answer, or refused an action.
 
-    Its episode ends as a failed one; the player is replaced.
+    The episode fails, and the player is replaced.
     """
 
     code = "player_failed"
 
 
 LONGEST_SIDE = 4096
-"""Pixels; a frame's size is believed up to here."""
+"""Largest width and height of a frame in pixels."""
 
 Channel = Annotated[int, Field(ge=0, le=255)]
 
 
 class _MetadataPart(BaseModel):
-    """Checked strictly where it is read; what else a player sends is its own business."""
+    """Base of the parts of an answer. Types are checked strictly, and other keys are ignored."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
@@ -85,7 +83,7 @@ class AgentMetadata(_MetadataPart):
 
 
 class PlayerMetadata(_MetadataPart):
-    """One answer; we only ever ask for one agent."""
+    """A player's answer, which has exactly one agent, because we never request more."""
 
     sequenceId: int
     activeAgentId: int

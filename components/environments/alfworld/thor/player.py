@@ -1,4 +1,4 @@
-"""A player of AI2-THOR: the real program, alfworld's environment around it, and where it runs."""
+"""AI2-THOR's player program, with alfworld's environment around it."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ from armature.components.machine.process import Program, Scratch
 
 PLAYER_VARIABLE = "ARMATURE_THOR_PLAYER"
 ANSWER_SECONDS, START_SECONDS = 100.0, 300.0
+"""Time limits for a player's answer and for its start."""
 _REWARDS = Path(alfworld.agents.__path__[0]) / "config" / "rewards.json"
 
 
@@ -38,26 +39,28 @@ def place(
     environment: Mapping[str, str] = os.environ,
     find_library: Callable[[str], str | None] = ctypes.util.find_library,
 ) -> dict[str, Any]:
-    """Which program plays and on which screen, as arguments of ai2thor's `Controller`.
+    """Return the program and the display of a player, as arguments of ai2thor's `Controller`.
 
-    ARMATURE_THOR_PLAYER names an executable; without it ai2thor fetches the release that it was made for. With a
-    DISPLAY that is drawn on it, else off-screen with Vulkan.
+    ARMATURE_THOR_PLAYER names the executable; without it ai2thor downloads its own release. If DISPLAY is set, the
+    player draws on that display, otherwise off-screen with Vulkan.
 
     Raises:
-        ConfigurationError: there is nothing to render on, or the release is one that ai2thor cannot fetch.
+        ConfigurationError: there is neither a display nor Vulkan, or ai2thor cannot download the release.
     """
     display, program = environment.get("DISPLAY"), environment.get(PLAYER_VARIABLE)
     served = {"server_class": WsgiServer} if release == "2.1" else {}
     if program:
         if not os.access(program, os.X_OK) or Path(program).is_dir():
             raise ConfigurationError(
-                "AI2-THOR's player is not a program", code="player_not_executable", where=f"{PLAYER_VARIABLE}={program}"
+                "AI2-THOR's player is not an executable program",
+                code="player_not_executable",
+                where=f"{PLAYER_VARIABLE}={program}",
             )
-        # A player that draws off-screen looks at no display, but ai2thor searches for one unless it is told.
+        # A player that draws off-screen uses no display, but ai2thor searches for one unless it gets a name.
         return {"local_executable_path": program, "x_display": display or ":0", **served}
     if release == "2.1":
         raise ConfigurationError(
-            "ai2thor's Python package cannot fetch the player of 2.1",
+            "ai2thor's Python package cannot download the player 2.1",
             code="player_not_downloadable",
             where="player = '2.1'",
             remedy=f"set {PLAYER_VARIABLE} to its executable, or choose player = '5.0'",
@@ -66,7 +69,7 @@ def place(
         return {"x_display": display, **served}
     if find_library("vulkan") is None:
         raise ConfigurationError(
-            "AI2-THOR's player has nothing to draw on: there is no DISPLAY, and Vulkan is not installed",
+            "AI2-THOR's player cannot draw: DISPLAY is not set, and Vulkan is not installed",
             code="display_missing",
             remedy="apt-get install libvulkan1 (and a GPU with its driver), or start an X server and set DISPLAY",
         )
@@ -74,37 +77,38 @@ def place(
 
 
 class _Translated(Controller):
-    """The lowest `step`, below alfworld's, which calls it by way of `super()`."""
+    """A controller whose `step`, which alfworld's `step` calls, translates actions for the player's release."""
 
     server: Any
     release: Release
     failure: PlayerError | None
 
     def step(self, action: str | Mapping[str, Any] | None = None, **arguments: Any) -> Event:
-        failing = arguments.pop("raise_for_failure", False)
-        asked = {**(action if isinstance(action, Mapping) else {"action": action}), **arguments}
+        raise_for_failure = arguments.pop("raise_for_failure", False)
+        request = {**(action if isinstance(action, Mapping) else {"action": action}), **arguments}
         try:
-            return super().step(translate(asked, self.release), raise_for_failure=failing)
+            return super().step(translate(request, self.release), raise_for_failure=raise_for_failure)
         except PlayerError as error:
             self.failure = error
             raise
         except Exception as error:
-            if asked["action"] == "GetScenesInBuild" and isinstance(error, ValueError):
-                raise  # ai2thor takes it as a sign that the player is an old one
-            # ai2thor says which action it was in place of what went wrong, which is the error's context.
+            if request["action"] == "GetScenesInBuild" and isinstance(error, ValueError):
+                raise  # ai2thor expects this error from an old player
+            # ai2thor's error only names the action; the cause is the error's context.
             cause = error.__context__
-            self.failure = cause if isinstance(cause, PlayerError) else _refused(asked, error)
+            self.failure = cause if isinstance(cause, PlayerError) else _refused(request, error)
             raise self.failure from error
 
 
 class ThorPlayer(ThorEnv, _Translated):
-    """alfworld's environment on a player that is started once and then plays one episode after another.
+    """alfworld's environment on a player that starts once and then plays one episode after another.
 
-    `failure` is what made the player unusable: alfworld's agents catch everything, so it has to be looked at.
+    `failure` is the error that made the player unusable. Check it after each call of alfworld's agents, which catch
+    every exception.
 
     Raises:
-        ConfigurationError: the player is unavailable or cannot be started here.
-        PlayerError: it was started, and did not do what a player does.
+        ConfigurationError: the player is not available or cannot be started on this machine.
+        PlayerError: the player started and then failed.
     """
 
     def __init__(
@@ -116,7 +120,7 @@ class ThorPlayer(ThorEnv, _Translated):
         answer_seconds: float = ANSWER_SECONDS,
         start_seconds: float = START_SECONDS,
     ) -> None:
-        # ai2thor's constructor ends with a reset, so everything that reset and step look at comes first.
+        # ai2thor's constructor ends with a reset, so set everything that reset and step read before it.
         self.release, self.failure = release, None
         self.task, self.smooth_nav, self.save_frames_to_disk = None, False, False
         self.reset_states()
@@ -126,7 +130,7 @@ class ThorPlayer(ThorEnv, _Translated):
             Controller.__init__(
                 self,
                 quality="MediumCloseFitShadows",
-                scene="FloorPlan1",  # 2.1 cannot list its scenes, and ai2thor would take the first of the list
+                scene="FloorPlan1",  # without it ai2thor takes the first scene of a list, which 2.1 cannot give
                 width=width,
                 height=height,
                 server_timeout=answer_seconds,
@@ -136,7 +140,7 @@ class ThorPlayer(ThorEnv, _Translated):
         except BaseException as error:
             log = self._log()
             self.end()
-            with suppress(Exception):  # what was not begun cannot be stopped
+            with suppress(Exception):  # stopping fails for the parts that have not started
                 self.stop()
             if isinstance(error, PlayerError) or not isinstance(error, Exception):
                 raise
@@ -144,12 +148,12 @@ class ThorPlayer(ThorEnv, _Translated):
                 f"AI2-THOR's player cannot be started: {str(error)[:1000]}",
                 code="player_not_started",
                 where=log,
-                remedy="ai2thor fetches its player when it is first used, which needs the network once; "
-                f"without one set {PLAYER_VARIABLE} to the executable of an unpacked player",
+                remedy="ai2thor downloads its player at the first use, which needs the network once; "
+                f"without a network set {PLAYER_VARIABLE} to the executable of an unpacked player",
             ) from error
 
     def reset(self, scene: str | None = None, **initial: Any) -> Event:
-        """Load `scene`, as it is without any task.
+        """Load a scene in its initial state, without a task.
 
         Raises:
             PlayerError: the player has no such scene.
@@ -162,19 +166,19 @@ class ThorPlayer(ThorEnv, _Translated):
             raise PlayerError(str(error).strip().partition("\n")[0], code="unknown_scene") from error
 
     def step(self, action: str | Mapping[str, Any] | None = None, smooth_nav: bool = False, **arguments: Any) -> Event:
-        """One action, by its name and arguments or as a dict of both, with alfworld's bookkeeping."""
-        failing = arguments.pop("raise_for_failure", False)
-        asked = {**(action if isinstance(action, Mapping) else {"action": action}), **arguments}
-        event = ThorEnv.step(self, asked, smooth_nav)
-        if failing and not event:
-            raise _refused(asked, event.metadata["errorMessage"])
+        """Run an action, given by name and arguments or as a dict of both, with alfworld's bookkeeping."""
+        raise_for_failure = arguments.pop("raise_for_failure", False)
+        request = {**(action if isinstance(action, Mapping) else {"action": action}), **arguments}
+        event = ThorEnv.step(self, request, smooth_nav)
+        if raise_for_failure and not event:
+            raise _refused(request, event.metadata["errorMessage"])
         return event
 
     def begin(self, trajectory: Mapping[str, Any], goal: str, names: Mapping[str, str]) -> ThorAgent:
-        """Set up the scene, the objects, the agent and the goal that `trajectory` (traj_data.json) describes.
+        """Set up the scene, objects, agent and goal of `trajectory` (traj_data.json), and return the agent.
 
         Raises:
-            PlayerError: the player cannot do what it says.
+            PlayerError: the player cannot set them up.
         """
         scene = trajectory["scene"]
         self.reset(f"FloorPlan{scene['scene_num']}")
@@ -183,46 +187,46 @@ class ThorPlayer(ThorEnv, _Translated):
             raise _refused({"action": "SetObjectPoses"}, self.last_event.metadata["errorMessage"])
         self.step(scene["init_action"], raise_for_failure=True)
         kind = getattr(tasks, trajectory["task_type"].replace("_", " ").title().replace(" ", "") + "Task")
-        # Only the rewards for subgoals, which we do not use, look at the scene's graph: 0.3 s to build.
+        # Skip the scene's navigation graph: it takes 0.3 s to build, and only rewards for subgoals read it.
         without_graph = type(kind.__name__, (kind,), {"load_nav_graph": lambda task: None})
         plan: dict[str, Any] = {"high_pddl": [], "low_actions": []}
         self.task = without_graph({"plan": plan, **trajectory}, self, SimpleNamespace(reward_config=_REWARDS))
         return ThorAgent(self, trajectory, goal, names)
 
     def frame(self) -> np.ndarray:
-        """What the agent sees: (height, width, 3) uint8 in the order red, green, blue.
+        """Return the agent's camera image, (height, width, 3) uint8 in the order red, green, blue.
 
         Raises:
-            PlayerError: the player sent none, or one of another size than was asked for.
+            PlayerError: the player sent no image, or one of another size.
         """
         return self._image(self.last_event.frame, "frame")
 
     def segmentation(self) -> np.ndarray:
-        """The color of whatever is seen in each pixel: (height, width, 3) uint8. Raises as `frame` does."""
+        """Return the color of the object in each pixel, (height, width, 3) uint8. Raises the same errors as `frame`."""
         return self._image(self.last_event.instance_segmentation_frame, "segmentation")
 
     def _image(self, image: np.ndarray | None, what: str) -> np.ndarray:
         if image is None or image.shape != (self.height, self.width, 3):
-            got = "none" if image is None else f"{image.shape[1]}x{image.shape[0]}"
+            actual = "none" if image is None else f"{image.shape[1]}x{image.shape[0]}"
             self.failure = PlayerError(
-                f"the {what} should have {self.width}x{self.height} pixels, AI2-THOR's player sent {got}",
+                f"the {what} should have {self.width}x{self.height} pixels, AI2-THOR's player sent {actual}",
                 code="frame_size_mismatch",
             )
             raise self.failure
         return image
 
     def goal_share(self) -> float:
-        """Conditions of the goal that hold now, as a share of all of them."""
-        met, of = self.get_goal_conditions_met()
-        return float(met) / float(of)
+        """Return the share of the goal's conditions that hold now."""
+        met, total = self.get_goal_conditions_met()
+        return float(met) / float(total)
 
     def end(self) -> None:
-        """Stop the program. Safe to call at any time, from any thread, and again."""
+        """Stop the program. May be called at any time, from any thread, and more than once."""
         if self.server is not None and self.server.unity_proc is not None:
             self.server.unity_proc.kill()
 
     def prune_releases(self) -> None:
-        """Which players a user keeps is not ours to decide."""
+        """Do nothing. ai2thor would delete other downloaded players, which the user may still need."""
 
     def _build_server(self, host: str, port: int, width: int, height: int) -> None:
         if self.release == "2.1":
@@ -233,7 +237,7 @@ class ThorPlayer(ThorEnv, _Translated):
     def _start_unity_thread(
         self, env: dict[str, str], width: int, height: int, server_params: Mapping[str, str], image_name: str | None
     ) -> None:
-        """Start the player under our guard, so that it ends when we do; its log lies in a folder of ours."""
+        """Start the player as a program that ends with our process, with its log in our scratch folder."""
         self.server.client_token = str(uuid.uuid4())
         variables = {
             "AI2THOR_CLIENT_TOKEN": self.server.client_token,
@@ -252,7 +256,7 @@ class ThorPlayer(ThorEnv, _Translated):
 
 
 class _Process:
-    """A guarded program in the shape of `subprocess.Popen`, which ai2thor's server and controller expect."""
+    """A `Program` with the interface of `subprocess.Popen` that ai2thor's server and controller use."""
 
     def __init__(self, program: Program) -> None:
         self.program = program

@@ -1,4 +1,4 @@
-"""Players, lent to one episode at a time."""
+"""A pool of AI2-THOR players, each used by one episode at a time."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ if TYPE_CHECKING:
 
 
 class ThorPlayerPool:
-    """At most `limit` of them; each is started when it is first needed, and kept until `close`."""
+    """A pool of at most `limit` players. Each starts when it is first needed and runs until `close`."""
 
     def __init__(self, start: Callable[[], ThorPlayer], limit: int) -> None:
         self._start, self._limit = start, limit
         self._idle: list[ThorPlayer] = []
         self._lent: set[ThorPlayer] = set()
-        self._places = 0  # taken, by players or by one that is being started
+        self._places = 0  # number of players that run or are being started
         self._closed = False
         self._changed = Condition()
 
     def take(self) -> ThorPlayer:
-        """A player that is nobody else's; waits until there is one.
+        """Wait for a free player and return it for exclusive use.
 
         Raises:
-            PlayerError: the players were closed.
-            ConfigurationError: a player cannot be started here.
+            PlayerError: the pool was closed.
+            ConfigurationError: a player cannot be started on this machine.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._closed or self._idle or self._places < self._limit)
@@ -52,7 +52,7 @@ class ThorPlayerPool:
         raise PlayerError("the environment was closed", code="environment_closed")
 
     def give_back(self, player: ThorPlayer, usable: bool) -> None:
-        """Lend it to the next, or end it and make room for another one."""
+        """Return a player to the pool. One that is not usable is ended, which makes room for a new one."""
         with self._changed:
             self._lent.discard(player)
             if usable and not self._closed:
@@ -62,14 +62,14 @@ class ThorPlayerPool:
         self._discard(player)
 
     def close(self) -> None:
-        """End all players; who waits for one or plays with one gets a `PlayerError`."""
+        """End all players. Episodes that use or wait for a player get a `PlayerError`."""
         with self._changed:
             self._closed = True
             idle, lent, self._idle = self._idle, list(self._lent), []
             self._changed.notify_all()
         for player in idle:
             self._discard(player)
-        for player in lent:  # its pipes are closed by the thread that plays with it
+        for player in lent:  # the thread that uses it closes its pipes
             player.end()
 
     def _refuse_when_closed(self) -> None:
@@ -78,7 +78,7 @@ class ThorPlayerPool:
 
     def _discard(self, player: ThorPlayer) -> None:
         player.end()
-        with suppress(Exception):  # what is left of a dead player may fail in any way
+        with suppress(Exception):  # a dead player may fail in any way
             player.stop()
         self._free()
 

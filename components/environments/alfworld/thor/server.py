@@ -1,7 +1,7 @@
-"""ai2thor's pipes to its player, for a player that may die, hang or talk nonsense.
+"""ai2thor's pipes to its player, made robust against a player that dies, hangs or sends invalid data.
 
-ai2thor's own server opens both pipes without a timeout, so it waits for ever for a player that never comes up;
-and where a player has died it keeps reading the end of its pipe, at full speed, until the time is up.
+ai2thor's own server opens both pipes without a timeout, so it waits forever for a player that never starts. If a
+player has died, that server reads the end of the pipe again and again, at full speed, until the time limit.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from ai2thor.server import Event
 from armature.components.environments.alfworld.thor.metadata import PlayerError, PlayerMetadata
 
 MOST_BYTES = 256 * 2**20
-"""Of one answer: a frame of 4096 x 4096 pixels with its segmentation is half of it."""
+"""Largest number of bytes in one answer; a frame of 4096 x 4096 pixels with its segmentation takes half of it."""
 
 _POLL = 0.2
 _CHUNK = 2**20
 
 
 class PlayerServer(FifoServer):
-    """Whatever goes wrong becomes a `PlayerError`, within `timeout` seconds of an action being sent."""
+    """A server whose every failure is a `PlayerError`, raised within `timeout` seconds after an action was sent."""
 
     server_pipe: FileIO | None
     client_pipe: FileIO | None
@@ -40,11 +40,11 @@ class PlayerServer(FifoServer):
             return super().receive(timeout)
         except PlayerError:
             raise
-        except Exception as error:  # the bytes are not ours, and ai2thor believes them
+        except Exception as error:  # ai2thor parses the player's bytes without checks, so anything may be raised
             raise PlayerError(
-                f"AI2-THOR's player answered what cannot be read: {type(error).__name__}: {str(error)[:500]}",
+                f"the answer of AI2-THOR's player cannot be read: {type(error).__name__}: {str(error)[:500]}",
                 code="player_answer_unreadable",
-                remedy="is it a player of the release that the setting `player` names?",
+                remedy="check that the player's release is the one in the setting `player`",
             ) from error
 
     def create_event(self, metadata: Mapping[str, Any], files: Mapping[str, list[bytes]]) -> Event:
@@ -59,7 +59,7 @@ class PlayerServer(FifoServer):
         self._left -= message_size
         if self._left < 0:
             raise PlayerError(
-                f"AI2-THOR's player wants to send more than {MOST_BYTES} bytes at once", code="player_answer_too_large"
+                f"AI2-THOR's player announces an answer of more than {MOST_BYTES} bytes", code="player_answer_too_large"
             )
         parts = []
         while message_size:
@@ -91,20 +91,24 @@ class PlayerServer(FifoServer):
         while True:
             try:
                 return os.open(self.client_pipe_path, os.O_WRONLY | os.O_NONBLOCK)
-            except OSError as error:  # ENXIO: nobody has opened it to read yet
-                self._still_there("read actions")
+            except OSError as error:  # ENXIO: the player has not opened the pipe yet
+                self._check_player("read actions")
                 if time.monotonic() + 0.01 > self._until:
                     raise self._late("read actions") from error
                 time.sleep(0.01)
 
     def _wait(self, descriptor: int, event: int, what: str) -> None:
-        """Until `descriptor` is ready, or the other end of the pipe is gone."""
+        """Wait until `descriptor` is ready or the other end of the pipe is closed.
+
+        Raises:
+            PlayerError: the player has ended, or the time limit has passed.
+        """
         poll = select.poll()
         poll.register(descriptor, event)
         while not poll.poll(1000 * max(0.0, min(_POLL, self._until - time.monotonic()))):
-            self._still_there(what)
+            self._check_player(what)
 
-    def _still_there(self, what: str) -> None:
+    def _check_player(self, what: str) -> None:
         if self.unity_proc is not None and self.unity_proc.poll() is not None:
             raise self._ended()
         if time.monotonic() > self._until:

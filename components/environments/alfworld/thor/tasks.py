@@ -1,4 +1,4 @@
-"""A game's payload as a task in AI2-THOR, and the reward of each turn."""
+"""The payload of a task in AI2-THOR, and the rewards of its turns."""
 
 from __future__ import annotations
 
@@ -11,28 +11,34 @@ from armature.components.contracts.errors import DataError
 from armature.components.contracts.settings import Settings
 from armature.components.environments.alfworld.games.game import Kind
 
-# A THOR task's payload: the game, and the scene that it is played in.
+# --- The payload: a game and the scene in which it takes place ---
 
 
 class _AlfredPart(BaseModel):
-    """Other keys of ALFRED's files are kept as they are."""
+    """Base of the parts of ALFRED's files. Types are checked strictly, and other keys pass unchanged."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
 
 class Vector(_AlfredPart):
+    """A position or rotation in AI2-THOR's coordinates."""
+
     x: FiniteFloat
     y: FiniteFloat
     z: FiniteFloat
 
 
 class ObjectPose(_AlfredPart):
+    """Position and rotation of an object at the start of a game."""
+
     objectName: str
     position: Vector
     rotation: Vector
 
 
 class InitAction(_AlfredPart):
+    """The action that puts the agent at its start."""
+
     action: Literal["TeleportFull"]
     x: FiniteFloat
     y: FiniteFloat
@@ -42,6 +48,8 @@ class InitAction(_AlfredPart):
 
 
 class AlfredScene(_AlfredPart):
+    """A scene with the poses and states of its objects and the agent's start."""
+
     scene_num: Annotated[int, Field(ge=1, le=430)]
     object_poses: list[ObjectPose]
     object_toggles: list[dict[str, Any]]
@@ -50,6 +58,8 @@ class AlfredScene(_AlfredPart):
 
 
 class Targets(_AlfredPart):
+    """The object types in a game's goal; empty texts for parts that the goal does not have."""
+
     object_target: str
     parent_target: str
     toggle_target: str
@@ -66,13 +76,16 @@ class AlfredTrajectory(_AlfredPart):
 
 
 class ThorGame(_AlfredPart):
+    """A game's PDDL problem, goal sentence and scene."""
+
     problem: str
     goal: Annotated[str, Field(min_length=1)]
     trajectory: AlfredTrajectory
 
 
 def thor_game(task: Task) -> ThorGame:
-    """
+    """Return a task's payload as a game.
+
     Raises:
         DataError: the payload is not a game with its scene.
     """
@@ -83,49 +96,49 @@ def thor_game(task: Task) -> ThorGame:
             f"not a game of alfworld/thor: {str(error)[:1000]}",
             code="not_a_thor_game",
             where=f"task {task.task_id}",
-            remedy="list the tasks with the environment alfworld/thor, which keeps each game's scene",
+            remedy="make the tasks with the environment alfworld/thor, which stores each game's scene",
         ) from error
 
 
-# What a turn in AI2-THOR earns.
+# --- Rewards ---
 
 
 class TerminalReward(Settings):
-    """The win alone."""
+    """Reward only the win."""
 
     name: Literal["terminal"]
-    """terminal: nothing but the win is rewarded."""
+    """terminal: reward only the win."""
     won_weight: float = 10.0
     """Reward for the win."""
 
 
 class PotentialReward(Settings):
-    """The win, and each turn's change of the share of the goal's conditions that hold.
+    """Reward the win, and in each turn the change of the share of the goal's conditions that hold.
 
-    Over an episode the changes sum up to the last share minus the first, however long a share was held; what is
-    undone is taken back.
+    Over an episode the changes sum to the last share minus the first, no matter how long a share was held; undoing a
+    condition costs its reward.
     """
 
     name: Literal["potential"]
-    """potential: progress is rewarded as well, when it is made."""
+    """potential: reward progress too, in the turn that makes it."""
     won_weight: float = 10.0
     """Reward for the win."""
     progress_weight: float = 1.0
-    """Reward for all of the goal's conditions; a part earns its share."""
+    """Reward for meeting all of the goal's conditions; a part of them earns its share."""
 
 
 RewardSettings = Annotated[TerminalReward | PotentialReward, Field(discriminator="name")]
 
 
 class RewardTracker:
-    """The reward parts of one episode's turns. `share` is that of the start, in [0, 1]."""
+    """The reward parts of an episode's turns. `share`, in [0, 1], is the share of conditions that hold at the start."""
 
     def __init__(self, settings: TerminalReward | PotentialReward, share: float) -> None:
         self._progress = isinstance(settings, PotentialReward)
         self._share = share
 
     def turn(self, share: float, won: bool) -> dict[str, float]:
-        """Of a turn after which `share` of the conditions hold."""
+        """Return the reward parts of a turn after which `share` of the conditions hold."""
         parts = {"won": float(won)}
         if self._progress:
             parts["progress"], self._share = share - self._share, share
@@ -133,6 +146,6 @@ class RewardTracker:
 
 
 def weights(settings: TerminalReward | PotentialReward) -> dict[str, float]:
-    """The weight of each part."""
+    """Return the weight of each reward part."""
     progress = {"progress": settings.progress_weight} if isinstance(settings, PotentialReward) else {}
     return {"won": settings.won_weight, **progress}
