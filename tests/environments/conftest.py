@@ -1,4 +1,4 @@
-"""One small configuration of every registered environment, and a player that always wins it."""
+"""A small configuration of every registered environment, with answers that always win and always lose."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ IMAGE: dict[str, Any] = {"image_size": 56}
 
 
 CHARTS = TemporaryDirectory()
-"""A table for the environment of tables; it lives as long as this process."""
+"""Folder with a table for the environment `dataset`; it exists as long as this process."""
 
 
 def charts() -> dict[str, Any]:
@@ -36,7 +36,7 @@ def charts() -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Example:
-    """`wins(task, turn)` is an answer that earns the full reward, `loses` one that earns nothing in any turn."""
+    """Arguments of an environment. The answers `wins(task, turn)` earn the full reward `best`; `loses` earns 0."""
 
     args: dict[str, Any]
     wins: Callable[[Task, int], str]
@@ -91,8 +91,8 @@ EXAMPLES = {
 
 @pytest.fixture(params=sorted(EXAMPLES), scope="session")
 def example(request: pytest.FixtureRequest) -> Iterator[tuple[str, Example]]:
-    """An environment like it is open throughout, so that processes which all of them share are started once."""
-    name, known = request.param, EXAMPLES[request.param]
-    settings = EnvironmentSettings(name=name, args=known.args, train_tasks=1, heldout_tasks=1, seed=0)
+    """Name and example of an environment. One such environment stays open, so that shared processes start only once."""
+    name, case = request.param, EXAMPLES[request.param]
+    settings = EnvironmentSettings(name=name, args=case.args, train_tasks=1, heldout_tasks=1, seed=0)
     with closing(make_environment(settings)):
-        yield name, known
+        yield name, case

@@ -1,4 +1,4 @@
-"""What every environment keeps, and the tasks stage."""
+"""The contract of every registered environment, and the tasks stage."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import math
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any, ClassVar
@@ -22,6 +21,7 @@ from pydantic import ValidationError
 from armature.components.configuration.stages import run_stage
 from armature.components.contracts.episodes import Environment, Observation, Split, Task
 from armature.components.contracts.images import EncodedImage
+from armature.components.contracts.stages import Artifact
 from armature.components.environments import ENVIRONMENTS
 from armature.components.environments.colors import Colors
 from armature.components.environments.make import make_environment
@@ -47,7 +47,7 @@ def environment(example: Named) -> Environment:
 
 
 async def play(environment: Environment, task: Task, answers: Any) -> tuple[list[Observation], float, bool]:
-    """The observations, the weighted reward, and whether the episode ended before it ran out of turns."""
+    """Play a task and return its observations, its weighted reward, and True if the episode ended."""
     episode = environment.episode(task)
     observations, reward = [await episode.reset()], 0.0
     for turn in range(environment.max_turns):
@@ -62,11 +62,11 @@ async def play(environment: Environment, task: Task, answers: Any) -> tuple[list
     return observations, reward, outcome.done
 
 
-def test_every_registered_environment_is_tested_here_or_by_name() -> None:
+def test_every_registered_environment_has_tests() -> None:
     assert set(ENVIRONMENTS) == set(EXAMPLES) | {"verifiers", "openenv", "alfworld/thor"}
 
 
-def test_the_same_settings_give_the_same_tasks_and_observations(example: Named) -> None:
+def test_equal_settings_give_equal_tasks_and_observations(example: Named) -> None:
     async def everything() -> list[Any]:
         environment = make_environment(settings_of(example))
         tasks = list(environment.tasks("heldout"))
@@ -75,7 +75,7 @@ def test_the_same_settings_give_the_same_tasks_and_observations(example: Named) 
     assert asyncio.run(everything()) == asyncio.run(everything())
 
 
-def test_another_seed_gives_other_observations(example: Named) -> None:
+def test_different_seeds_give_different_observations(example: Named) -> None:
     def first(seed: int) -> list[Observation]:
         environment = make_environment(settings_of(example, seed=seed))
         task = next(iter(environment.tasks("train")))
@@ -84,7 +84,7 @@ def test_another_seed_gives_other_observations(example: Named) -> None:
     assert first(7) != first(8)
 
 
-def test_splits_have_the_sizes_asked_for_and_share_nothing(environment: Environment) -> None:
+def test_splits_have_requested_sizes_and_share_no_task(environment: Environment) -> None:
     train, heldout = list(environment.tasks("train")), list(environment.tasks("heldout"))
     assert (len(train), len(heldout)) == (24, 16)
     assert {task.split for task in train} == {"train"} and {task.split for task in heldout} == {"heldout"}
@@ -101,33 +101,35 @@ def test_splits_have_the_sizes_asked_for_and_share_nothing(environment: Environm
     assert len({asyncio.run(first_content(task)) for task in everything}) == 40
 
 
-def test_more_tasks_leave_the_first_ones_as_they_were(example: Named) -> None:
+def test_larger_task_count_keeps_the_first_tasks(example: Named) -> None:
     few, many = (make_environment(settings_of(example, train_tasks=count)) for count in (8, 24))
     assert list(few.tasks("train")) == list(many.tasks("train"))[:8]
 
 
-def test_a_task_survives_json(environment: Environment, example: Named) -> None:
+def test_task_round_trips_through_json(environment: Environment, example: Named) -> None:
     for task in environment.tasks("train"):
         copy = Task(task.task_id, task.split, json.loads(json.dumps(task.payload)))
         results = [asyncio.run(play(environment, either, example[1].wins)) for either in (task, copy)]
         assert results[0] == results[1]
 
 
-def test_an_oracle_wins_every_task(environment: Environment, example: Named) -> None:
+def test_correct_answers_win_every_task(environment: Environment, example: Named) -> None:
     for split in ("train", "heldout"):
         for task in environment.tasks(split):
             _, reward, done = asyncio.run(play(environment, task, example[1].wins))
             assert done and math.isclose(reward, example[1].best), task
 
 
-def test_a_wrong_answer_wins_nothing_but_ends_the_episode(environment: Environment, example: Named) -> None:
+def test_wrong_answers_end_the_episode_without_reward(environment: Environment, example: Named) -> None:
     for task in environment.tasks("train"):
         _, reward, done = asyncio.run(play(environment, task, lambda *_: example[1].loses))
         assert done and reward == 0, task
 
 
 @pytest.mark.parametrize("hostile", ["", "\0", "9" * 5000, "nan,nan", "<|im_end|>", "\ud800", "{}" * 1000, "٣"])
-def test_hostile_answers_are_answers(environment: Environment, example: Named, hostile: str) -> None:
+def test_hostile_answers_end_the_episode_without_full_reward(
+    environment: Environment, example: Named, hostile: str
+) -> None:
     _, reward, done = asyncio.run(play(environment, next(iter(environment.tasks("train"))), lambda *_: hostile))
     assert done and 0 <= reward < example[1].best
 
@@ -144,7 +146,7 @@ def test_observations_hold_text_and_readable_images(environment: Environment, ex
                 assert part.media_type == Image.MIME[str(opened.format)]
 
 
-def test_two_episodes_of_a_task_do_not_disturb_each_other(environment: Environment, example: Named) -> None:
+def test_concurrent_episodes_of_a_task_are_independent(environment: Environment, example: Named) -> None:
     task = next(iter(environment.tasks("train")))
 
     async def both() -> list[tuple[list[Observation], float, bool]]:
@@ -154,13 +156,12 @@ def test_two_episodes_of_a_task_do_not_disturb_each_other(environment: Environme
     assert one == other and one[1] == example[1].best
 
 
-def test_args_that_are_left_out_are_recorded_with_their_defaults_or_refused_by_name(example: Named) -> None:
-    name, known = example
+def test_missing_args_get_defaults_or_are_refused(example: Named) -> None:
     complete = settings_of(example).args
     for key in complete:
         less = {other: value for other, value in complete.items() if other != key}
         try:
-            settings = settings_of((name, replace(known, args=less)))
+            settings = settings_of(example, args=less)
         except ValidationError as refusal:
             assert key in str(refusal)
         else:
@@ -168,30 +169,25 @@ def test_args_that_are_left_out_are_recorded_with_their_defaults_or_refused_by_n
             make_environment(settings)
 
 
-def test_unknown_and_impossible_args_are_refused(example: Named) -> None:
-    name, known = example
-    has_images = "image_size" in known.args
-    for key, value, code in (
-        ("colorz", 1, "extra_forbidden"),
-        ("image_size", 0, "greater_than_equal" if has_images else "extra_forbidden"),
-    ):
+def test_rejects_unknown_and_invalid_args(example: Named) -> None:
+    args = example[1].args
+    image_code = "greater_than_equal" if "image_size" in args else "extra_forbidden"
+    for key, value, code in (("colorz", 1, "extra_forbidden"), ("image_size", 0, image_code)):
         with refused(code, key):
-            settings_of((name, replace(known, args={**known.args, key: value})))
+            settings_of(example, args={**args, key: value})
 
 
 @pytest.fixture
-def chosen(example: tuple[str, Example]) -> EnvironmentSettings:
-    name, known = example
-    return EnvironmentSettings(name=name, args=known.args, train_tasks=20, heldout_tasks=6, seed=3)
+def chosen(example: Named) -> EnvironmentSettings:
+    return settings_of(example, train_tasks=20, heldout_tasks=6, seed=3)
 
 
-def made(settings: EnvironmentSettings, store: Path) -> tuple[Path, str]:
-    artifact = run_stage("tasks", settings, {}, make_machine(store=store))
-    return artifact.path, artifact.digest
+def run_tasks(settings: EnvironmentSettings, store: Path) -> Artifact:
+    return run_stage("tasks", settings, {}, make_machine(store=store))
 
 
-def test_tasks_and_environment_read_back(chosen: EnvironmentSettings, tmp_path: Path) -> None:
-    folder, _ = made(chosen, tmp_path)
+def test_tasks_artifact_round_trips(chosen: EnvironmentSettings, tmp_path: Path) -> None:
+    folder = run_tasks(chosen, tmp_path).path
     environment = make_environment(chosen)
     assert load_tasks(folder, "train") == list(environment.tasks("train"))
     assert load_tasks(folder, "heldout") == list(environment.tasks("heldout"))
@@ -202,39 +198,39 @@ def test_tasks_and_environment_read_back(chosen: EnvironmentSettings, tmp_path: 
         assert len(preview.convert("RGB").getcolors(10**6) or []) > 2
 
 
-def test_two_stores_hold_the_same_digest(chosen: EnvironmentSettings, tmp_path: Path) -> None:
-    assert made(chosen, tmp_path / "one")[1] == made(chosen, tmp_path / "other")[1]
+def test_tasks_artifact_digest_is_reproducible(chosen: EnvironmentSettings, tmp_path: Path) -> None:
+    assert run_tasks(chosen, tmp_path / "one").digest == run_tasks(chosen, tmp_path / "other").digest
 
 
-def test_a_folder_that_is_no_tasks_artifact_is_refused(tmp_path: Path) -> None:
+def test_rejects_folder_that_is_not_a_tasks_artifact(tmp_path: Path) -> None:
     with refused("table_unreadable", tmp_path):
         load_tasks(tmp_path, "train")
     with refused("not_a_tasks_artifact", tmp_path):
         load_environment(tmp_path)
 
 
-def test_an_unknown_environment_suggests_a_known_one() -> None:
+def test_unknown_environment_name_suggests_similar_name() -> None:
     with refused("unknown_name", "'colors'"):
         EnvironmentSettings(name="colrs", args={}, train_tasks=1, heldout_tasks=1, seed=0)
 
 
-def test_settings_import_quickly_and_without_torch() -> None:
+def test_settings_import_without_torch_and_verifiers() -> None:
     imports = "import armature.components.environments.settings, sys"
     code = f"{imports}; sys.exit(bool({{'torch', 'verifiers'}} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 class Odd(Colors):
-    """Lists `tasks`."""
+    """An environment whose `tasks` returns the result of `listed`."""
 
     listed: ClassVar[Callable[[Split], Any]]
 
     def tasks(self, split: Split) -> Iterator[Task]:
-        found: Iterator[Task] = type(self).listed(split)
-        return found
+        tasks: Iterator[Task] = type(self).listed(split)
+        return tasks
 
 
-def leaves(split: Split) -> Any:
+def exits(split: Split) -> Any:
     raise SystemExit(1)
 
 
@@ -250,21 +246,20 @@ def leaves(split: Split) -> Any:
         pytest.param(lambda split: [Task("\ud800", split, {})], "tasks_not_listed", "task_id", id="surrogate"),
         pytest.param(lambda split: [Task("t", split, {"x": float("nan")})], "tasks_not_listed", "ValueError", id="nan"),
         pytest.param(lambda split: [Task("t", split, {"x": object()})], "tasks_not_listed", "TypeError", id="not JSON"),
-        pytest.param(leaves, "tasks_not_listed", "SystemExit", id="exit"),
+        pytest.param(exits, "tasks_not_listed", "SystemExit", id="exit"),
         pytest.param(lambda split: [Task("t", split, {})], "episode_not_started", "KeyError", id="cannot be begun"),
     ],
 )
-def test_tasks_that_are_none_are_refused(
+def test_rejects_invalid_task_lists(
     listed: Callable[[Split], Any], code: str, value: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Odd, "listed", staticmethod(listed), raising=False)
     monkeypatch.setitem(ENVIRONMENTS._entries, "odd", f"{__name__}:Odd")
-    args = EXAMPLES["colors"].args
-    settings = EnvironmentSettings(name="odd", args=args, train_tasks=2, heldout_tasks=2, seed=3)
+    settings = settings_of(("odd", EXAMPLES["colors"]), train_tasks=2, heldout_tasks=2)
     with refused(code, value):
-        made(settings, tmp_path)
+        run_tasks(settings, tmp_path)
 
 
-def test_an_argument_of_evaluations_that_does_not_exist_is_refused_with_the_recipe(chosen: EnvironmentSettings) -> None:
+def test_rejects_unknown_evaluation_args(chosen: EnvironmentSettings) -> None:
     with refused("extra_forbidden", "no_such_argument"):
         EnvironmentSettings.model_validate(chosen.model_dump() | {"evaluation_args": {"no_such_argument": 1}})

@@ -1,4 +1,4 @@
-"""What is particular to each environment."""
+"""Tests of the environments colors, recall and coordinates that do not apply to all environments."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def pixels(image: EncodedImage) -> np.ndarray:
 
 
 @pytest.mark.parametrize("color", COLORS)
-def test_an_image_is_nearest_to_its_own_color_and_noisy(color: str) -> None:
+def test_color_image_is_noisy_and_nearest_to_its_color(color: str) -> None:
     for seed in range(20):
         image = pixels(color_image(color, seed, LOOKS))
         assert image.shape == (56, 56, 3)
@@ -37,29 +37,29 @@ def test_an_image_is_nearest_to_its_own_color_and_noisy(color: str) -> None:
         assert image.std(axis=(0, 1)).max() > 8
 
 
-def test_without_noise_and_jitter_an_image_is_its_color() -> None:
+def test_color_image_without_noise_is_uniform() -> None:
     still = LOOKS.model_copy(update={"noise": 0.0, "tint_jitter": 0.0, "brightness_jitter": 0.0})
     assert (pixels(color_image("orange", 3, still)) == COLORS["orange"]).all()
 
 
-def test_colors_in_another_order_are_the_same_settings_and_tasks() -> None:
-    """As PostgreSQL gives them back: shorter names first."""
+def test_order_of_colors_does_not_change_settings() -> None:
+    """PostgreSQL returns the keys of JSON objects sorted by length, then by name."""
     more = {"teal": (0, 128, 128), **COLORS, "cyan": (0, 255, 255)}
     for palette in (COLORS, more):
-        arrived = {name: palette[name] for name in sorted(palette, key=lambda name: (len(name), name))}
-        given, stored = (ColorImageSettings.model_validate({**IMAGE, "colors": each}) for each in (palette, arrived))
-        assert given.model_dump_json() == stored.model_dump_json()
+        reordered = {name: palette[name] for name in sorted(palette, key=lambda name: (len(name), name))}
+        one, other = (ColorImageSettings.model_validate({**IMAGE, "colors": each}) for each in (palette, reordered))
+        assert one.model_dump_json() == other.model_dump_json()
     assert ColorImageSettings().names == LOOKS.names == tuple(COLORS)
 
 
 @pytest.mark.parametrize("answer", ["red", ' "Red". \n', "**RED**"])
-def test_named_color_is_correct(answer: str) -> None:
+def test_color_name_with_punctuation_is_correct(answer: str) -> None:
     assert color_reward(answer, "red", LOOKS) == {"correct": 1, "format": 1}
     assert color_reward(answer, "blue", LOOKS) == {"correct": 0, "format": 1}
 
 
 @pytest.mark.parametrize("answer", ["red red", "it is red", "redd", "", "rot"])
-def test_other_answer_than_one_color_has_no_format(answer: str) -> None:
+def test_answer_that_is_not_one_color_earns_nothing(answer: str) -> None:
     assert color_reward(answer, "red", LOOKS) == {"correct": 0, "format": 0}
 
 
@@ -70,7 +70,7 @@ def test_color_reward_takes_linear_time() -> None:
 
 
 @pytest.mark.parametrize("name", ["Red", "red.", "", " red", "_red"])
-def test_a_color_that_no_answer_can_name_is_refused(name: str) -> None:
+def test_rejects_color_names_that_no_answer_can_equal(name: str) -> None:
     with refused("value_error", "colors", repr(name)):
         ColorImageSettings.model_validate({**IMAGE, "colors": {name: [1, 2, 3], "blue": [4, 5, 6]}})
 
@@ -90,7 +90,7 @@ async def observe(environment: Recall, task: Task) -> list[tuple[str | EncodedIm
 
 
 @pytest.mark.parametrize("asked", ["first", "last", "random"])
-def test_recall_shows_images_then_none_and_asks_for_one_of_them(asked: str) -> None:
+def test_recall_shows_images_then_fillers_then_question(asked: str) -> None:
     environment = recall(images=3, filler_turns=2, asked=asked)
     assert environment.max_turns == 6
     for task in environment.tasks("train"):
@@ -111,13 +111,13 @@ def test_no_constant_answer_to_recall_beats_chance() -> None:
     assert {task.payload["asked"] for task in environment.tasks("train")} == {0, 1}
 
 
-def test_recall_with_one_image_asks_at_once_without_fillers() -> None:
+def test_recall_without_fillers_asks_in_the_second_turn() -> None:
     environment = recall(images=1, filler_turns=0, asked="first", question="What colour was it?")
     shown = asyncio.run(observe(environment, next(iter(environment.tasks("train")))))
     assert len(shown) == 2 and shown[1] == ("What colour was it?",)
 
 
-def test_recall_that_cannot_be_answered_is_refused() -> None:
+def test_rejects_unanswerable_recall_settings() -> None:
     with refused("number_place_missing"):
         recall(question="What colour was it?")
     with refused("too_few_colors", 9, 8):
@@ -136,7 +136,7 @@ def test_recall_that_cannot_be_answered_is_refused() -> None:
         *((answer, None) for answer in ("3;1", "3 1", "it is 3,1", "3,1,2", "inf,1", "1e9,1", r"\boxed{}")),
     ],
 )
-def test_points_are_read(answer: str, point: tuple[float, float] | None) -> None:
+def test_parse_point(answer: str, point: tuple[float, float] | None) -> None:
     assert parse_point(answer) == point
 
 
@@ -145,7 +145,7 @@ def coordinates(**changes: object) -> Coordinates:
     return Coordinates(settings, train_tasks=64, heldout_tasks=8, seed=1, processes=1)
 
 
-def test_the_dot_is_where_the_task_says_with_y_downwards() -> None:
+def test_dot_position_matches_task_with_y_downwards() -> None:
     environment = coordinates()
     for task in environment.tasks("train"):
         (image, question) = asyncio.run(environment.episode(task).reset()).content
@@ -155,7 +155,7 @@ def test_the_dot_is_where_the_task_says_with_y_downwards() -> None:
         assert (columns.mean(), rows.mean()) == (task.payload["x"], task.payload["y"])
 
 
-def test_hints_lead_a_bisection_to_the_dot() -> None:
+def test_bisection_by_hints_finds_the_dot() -> None:
     environment = coordinates(guesses=10, tolerance=0.5)
 
     async def search(task: Task) -> tuple[int, dict[str, float]]:
@@ -183,7 +183,7 @@ def test_hints_lead_a_bisection_to_the_dot() -> None:
         assert guesses <= 7 and parts == {"hit": 1.0, "closeness": 1.0, "format": 1.0}
 
 
-def test_a_near_miss_is_worth_more_than_a_far_one_and_nothing_leaves_0_to_1() -> None:
+def test_closeness_falls_with_distance_and_stays_in_0_to_1() -> None:
     environment = coordinates(guesses=1)
     task = Task("t", "train", {"x": 50, "y": 60, "seed": 0})
 
@@ -197,7 +197,7 @@ def test_a_near_miss_is_worth_more_than_a_far_one_and_nothing_leaves_0_to_1() ->
     assert parts("there") == {"hit": 0.0, "closeness": 0.0, "format": 0.0}
 
 
-def test_an_answer_of_another_form_is_an_invalid_action_and_costs_the_format() -> None:
+def test_unparsable_guess_is_invalid_and_loses_format_reward() -> None:
     environment = coordinates(guesses=2, show_guess=False)
     task = Task("t", "train", {"x": 50, "y": 60, "seed": 0})
 

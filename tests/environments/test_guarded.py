@@ -1,4 +1,4 @@
-"""Episodes that block hold up neither each other nor whoever plays them."""
+"""Guarded episodes: one that blocks, raises or forks affects neither other episodes nor the event loop."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TASK = Task("blocks", "train", {})
 
 
 class Blocking:
-    """Environment and episode in one. A `step` of "wait" blocks until `release` is set."""
+    """An environment that is its own episode. `step("wait")` blocks until `release` is set."""
 
     name, system_prompt, dialogue, max_turns = "blocking", None, True, 8
 
@@ -59,7 +59,7 @@ def guarded(blocking: Blocking, timeout: float = 60.0) -> GuardedEpisode:
     return GuardedEpisode(blocking, TASK, timeout)
 
 
-def test_an_episode_stays_in_one_thread_that_is_not_the_loops() -> None:
+def test_episode_runs_in_one_thread_of_its_own() -> None:
     async def play() -> None:
         blocking = Blocking()
         episode = guarded(blocking)
@@ -74,7 +74,7 @@ def test_an_episode_stays_in_one_thread_that_is_not_the_loops() -> None:
     asyncio.run(play())
 
 
-def test_twenty_block_at_the_same_time_and_the_loop_goes_on() -> None:
+def test_blocking_episodes_do_not_block_the_event_loop() -> None:
     async def play() -> None:
         blocking = [Blocking() for _ in range(20)]
         episodes = [guarded(each) for each in blocking]
@@ -92,7 +92,7 @@ def test_twenty_block_at_the_same_time_and_the_loop_goes_on() -> None:
 
 
 class Forking(Blocking):
-    """A child of each step returns as well, or raises."""
+    """An environment whose `step` forks; in the child process it returns too, or raises for the action "raise"."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ class Forking(Blocking):
         return Outcome(Observation(("parent" if pid else "child",)), {"done": 1.0})
 
 
-def test_forked_child_that_comes_back_ends() -> None:
+def test_forked_child_process_ends() -> None:
     forking = Forking()
 
     async def play() -> None:
@@ -128,7 +128,7 @@ def test_forked_child_that_comes_back_ends() -> None:
     assert not left
 
 
-def test_a_step_given_up_is_closed_when_it_returns() -> None:
+def test_timed_out_step_is_closed_after_it_returns() -> None:
     blocking = Blocking()
 
     async def play() -> None:
@@ -144,7 +144,7 @@ def test_a_step_given_up_is_closed_when_it_returns() -> None:
     assert blocking.closed.wait(30) and len(set(blocking.threads)) == 1
 
 
-def test_a_cancelled_step_ends_the_waiting_and_not_the_episode() -> None:
+def test_cancelled_step_is_closed_after_it_returns() -> None:
     blocking = Blocking()
 
     async def play() -> None:
@@ -160,7 +160,7 @@ def test_a_cancelled_step_ends_the_waiting_and_not_the_episode() -> None:
     assert blocking.closed.wait(30)
 
 
-def test_a_call_that_is_cancelled_before_it_began_is_not_stuck() -> None:
+def test_call_cancelled_before_start_is_not_stuck() -> None:
     async def play() -> None:
         thread, began = LoopThread("busy"), asyncio.Event()
         here, release, ran = asyncio.get_running_loop(), threading.Event(), []
@@ -188,7 +188,7 @@ def test_a_call_that_is_cancelled_before_it_began_is_not_stuck() -> None:
     asyncio.run(play())
 
 
-def test_a_cancelled_close_closes() -> None:
+def test_cancelled_close_still_closes_the_episode() -> None:
     async def play() -> None:
         blocking = Blocking()
         episode = guarded(blocking)
@@ -203,8 +203,8 @@ def test_a_cancelled_close_closes() -> None:
     asyncio.run(play())
 
 
-def test_of_a_cancelled_step_nothing_is_said_later() -> None:
-    """asyncio reports the exception of a future that nobody read when it is collected."""
+def test_cancelled_call_reports_no_unretrieved_exception() -> None:
+    """asyncio reports an exception that nobody retrieved when it collects the future."""
     reported: list[dict[str, object]] = []
 
     async def play() -> None:

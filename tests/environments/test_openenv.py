@@ -1,4 +1,4 @@
-"""The environment `openenv` and servers that answer wrongly; against OpenEnv itself: tests/interop/openenv."""
+"""The environment `openenv` with servers that answer wrongly; tests/interop/openenv tests it with OpenEnv itself."""
 
 from __future__ import annotations
 
@@ -21,11 +21,14 @@ from armature.components.environments.settings import EnvironmentSettings
 from tests.refusals import refused
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/openenv.md"
-GOOD = {"type": "observation", "data": {"observation": {"board": "..."}, "done": False, "reward": None}}
+SETTINGS: dict[str, Any] = {"base_url": "http://127.0.0.1:9", "max_turns": 1}
 
 
-def said(**data: Any) -> dict[str, Any]:
+def reply(**data: Any) -> dict[str, Any]:
     return {"type": "observation", "data": {"observation": {"board": "x"}, "done": False, "reward": 0.5, **data}}
+
+
+GOOD = reply(reward=None)
 
 
 def failed(code: str, text: str) -> dict[str, Any]:
@@ -34,7 +37,7 @@ def failed(code: str, text: str) -> dict[str, Any]:
 
 @asynccontextmanager
 async def answering(*answers: Any) -> Any:
-    """The address of a server that gives these answers in turn, whatever it is asked; None: it closes."""
+    """The address and the requests of a server that sends these answers in turn; None closes the connection."""
     left = iter(answers)
     requests: list[dict[str, Any]] = []
 
@@ -67,14 +70,13 @@ async def answering(*answers: Any) -> Any:
 
 
 def play(*answers: Any, **args: Any) -> tuple[Outcome, list[dict[str, Any]]]:
-    """The outcome of one step against these answers to reset and step, and what the server was asked."""
+    """Play reset and one step with a server that sends `answers`; return the outcome and the server's requests."""
 
     async def one() -> tuple[Outcome, list[dict[str, Any]]]:
         async with answering(*answers) as (url, requests):
-            given = {"base_url": url, "action": {"move": "{completion}"}, "max_turns": 3} | args
-            environment = make_environment(
-                EnvironmentSettings(name="openenv", args=given, train_tasks=2, heldout_tasks=2)
-            )
+            values = {"base_url": url, "action": {"move": "{completion}"}, "max_turns": 3} | args
+            settings = EnvironmentSettings(name="openenv", args=values, train_tasks=2, heldout_tasks=2)
+            environment = make_environment(settings)
             episode = environment.episode(next(iter(environment.tasks("train"))))
             try:
                 await episode.reset()
@@ -85,9 +87,9 @@ def play(*answers: Any, **args: Any) -> tuple[Outcome, list[dict[str, Any]]]:
     return asyncio.run(one())
 
 
-def test_the_messages_are_those_of_the_protocol(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_messages_follow_the_protocol(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GAMES", "abc")
-    outcome, requests = play(GOOD, said(done=True), reset={"level": 3}, api_key={"env": "GAMES"})
+    outcome, requests = play(GOOD, reply(done=True), reset={"level": 3}, api_key={"env": "GAMES"})
     assert outcome.done and outcome.reward_parts == {"reward": 0.5}
     assert requests == [
         {"authorization": "Bearer abc"},
@@ -106,37 +108,36 @@ def test_the_messages_are_those_of_the_protocol(monkeypatch: pytest.MonkeyPatch)
         (["[" * 100_000], "environment_error", "JSON"),
         (["[]"], "environment_error", "'[]'"),
         ([{"type": "state", "data": {}}], "environment_error", "'state'"),
-        ([said(observation="text")], "environment_error", "observation"),
-        ([said(done="no")], "environment_error", "done"),
-        ([said(done=True)], "environment_error", ""),
+        ([reply(observation="text")], "environment_error", "observation"),
+        ([reply(done="no")], "environment_error", "done"),
+        ([reply(done=True)], "environment_error", ""),
         ([failed("FACTORY_ERROR", "no game")], "environment_error", "FACTORY_ERROR: no game"),
-        ([GOOD, said(reward="1")], "bad_reward", "'1'"),
-        ([GOOD, said(reward=float("nan"))], "bad_reward", "nan"),
-        ([GOOD, said(done=True, reward=None)], "bad_reward", ""),
+        ([GOOD, reply(reward="1")], "bad_reward", "'1'"),
+        ([GOOD, reply(reward=float("nan"))], "bad_reward", "nan"),
+        ([GOOD, reply(done=True, reward=None)], "bad_reward", ""),
         ([GOOD, None], "environment_error", "CLOSE"),
     ],
 )
-def test_a_bad_answer_costs_the_rollout(answers: list[Any], reason: str, value: str) -> None:
+def test_invalid_server_answer_fails_the_rollout(answers: list[Any], reason: str, value: str) -> None:
     with refused(reason, value):
         play(*answers)
 
 
-def test_a_server_that_is_not_there_costs_the_rollout() -> None:
+def test_unreachable_server_fails_the_rollout() -> None:
     with refused("environment_error", "127.0.0.1:9"):
         play(base_url="http://127.0.0.1:9/")
 
 
-def test_a_full_server_is_asked_again() -> None:
+def test_reset_retries_while_server_is_full() -> None:
     full = failed("CAPACITY_REACHED", "1 of 1")
-    outcome, requests = play(full, full, GOOD, said(done=True))
+    outcome, requests = play(full, full, GOOD, reply(done=True))
     assert outcome.done and [each.get("type") for each in requests].count("reset") == 3
 
 
 def test_splits_never_share_a_seed() -> None:
-    args = {"base_url": "http://127.0.0.1:9", "max_turns": 1}
     seen: set[int] = set()
     for seed in (0, 1, 2**31 - 1):
-        settings = EnvironmentSettings(name="openenv", args=args, train_tasks=50, heldout_tasks=50, seed=seed)
+        settings = EnvironmentSettings(name="openenv", args=SETTINGS, train_tasks=50, heldout_tasks=50, seed=seed)
         environment = make_environment(settings)
         for split in ("train", "heldout"):
             seen |= {task.payload["seed"] for task in environment.tasks(split)}  # type: ignore[arg-type]
@@ -163,19 +164,19 @@ NO_ACTION = [
         ('{"a": ' + "[" * 900 + "]" * 900 + "}", {"a": nested(900)}),
     ],
 )
-def test_last_object_of_a_text_is_the_action(text: str, action: dict[str, Any]) -> None:
-    assert action_of(text, OpenEnvSettings(base_url="http://127.0.0.1:9", max_turns=1)) == action
+def test_action_is_the_last_json_object_of_an_answer(text: str, action: dict[str, Any]) -> None:
+    assert action_of(text, OpenEnvSettings(**SETTINGS)) == action
 
 
 @pytest.mark.parametrize("text", NO_ACTION, ids=lambda text: text[:12])
-def test_text_without_a_valid_object_is_no_action(text: str) -> None:
+def test_answer_without_valid_json_object_raises_no_action(text: str) -> None:
     with pytest.raises(NoAction):
-        action_of(text, OpenEnvSettings(base_url="http://127.0.0.1:9", max_turns=1))
+        action_of(text, OpenEnvSettings(**SETTINGS))
 
 
 @pytest.mark.parametrize("screen", ["iVBORw0KGgo=@", "http://169.254.169.254/x.png", [[300]], [[1.5]], [], 7, {}])
-def test_what_is_no_image_costs_the_rollout(screen: Any) -> None:
-    settings = OpenEnvSettings(base_url="http://127.0.0.1:9", images=("screen",), max_turns=1)
+def test_invalid_image_field_fails_the_rollout(screen: Any) -> None:
+    settings = OpenEnvSettings(**SETTINGS, images=("screen",))
     with refused("bad_image"):
         shown({"screen": screen}, settings)
     assert shown({"screen": None, "text": "é"}, settings).content == ('{"text": "é"}',)
@@ -196,12 +197,12 @@ def test_what_is_no_image_costs_the_rollout(screen: Any) -> None:
         ({"base_url": "http://h", "prompt": "{text"}, "value_error", "prompt"),
     ],
 )
-def test_settings_that_cannot_be_meant_are_refused(args: dict[str, Any], code: str, value: str) -> None:
+def test_rejects_contradictory_settings(args: dict[str, Any], code: str, value: str) -> None:
     with refused(code, value):
         OpenEnvSettings(max_turns=1, **args)
 
 
-def test_the_recipe_of_the_page_is_complete(tmp_path: Path) -> None:
+def test_recipe_in_docs_loads(tmp_path: Path) -> None:
     (text,) = re.findall(r"^```toml\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
     assert len(text.splitlines()) <= 20
     (tmp_path / "own.toml").write_text(text)

@@ -1,4 +1,4 @@
-"""An environment's code and data are in the fingerprint of every stage that plays it."""
+"""Sources of environments: digests of their code and data, which are part of the fingerprint of each playing stage."""
 
 from __future__ import annotations
 
@@ -12,6 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from armature.components.artifacts.sources import _files, code_digest
+from armature.components.environments import ENVIRONMENTS
+from armature.components.environments.alfworld.games.folders import games_digest
+from armature.components.environments.alfworld.games.game import FolderGames
+from armature.components.environments.alfworld.games.generate import games_sources
 from tests.vlm.sft.test_stage import VALUES as WARM_START
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -94,9 +99,9 @@ settings = {name: recipe.settings_for(STAGES[name].settings) for name in ("tasks
 settings["sft"] = SFTSettings(
     model=recipe.sections["model"], warm_start=WarmStartSettings.model_validate(json.loads(warm_start))
 )
-found = {name: fingerprint(STAGES[name], each, {key: inputs[key] for key in STAGES[name].inputs})
-         for name, each in settings.items()}
-print(json.dumps(found))
+prints = {name: fingerprint(STAGES[name], each, {key: inputs[key] for key in STAGES[name].inputs})
+          for name, each in settings.items()}
+print(json.dumps(prints))
 """
 
 
@@ -131,12 +136,8 @@ def edit(name: str, before: str, after: str) -> Callable[[Path], None]:
     return change
 
 
-def more_synonyms(root: Path) -> None:
-    (root / "shapes_lab/rewards/data/synonyms.json").write_text('{"disc": "circle"}')
-
-
-def test_what_the_rewards_stand_on_changes_every_stage_that_plays_and_nothing_else_does(tmp_path):
-    """One copy of the package after the other, so that neither places nor times can count."""
+def test_environment_code_and_data_change_every_playing_stage(tmp_path):
+    """Each change is made in a new copy of the package, so that paths and times must not matter."""
     first = fingerprints(write(tmp_path / "first"))
     assert set(first) == {"tasks", "train-vlm", "evaluate", "sft"}
     changes = {
@@ -145,7 +146,7 @@ def test_what_the_rewards_stand_on_changes_every_stage_that_plays_and_nothing_el
         "the environment": edit("shapes_lab/envs/shapes.py", "Which shape?", "What shape?"),
         "its rewards": edit("shapes_lab/rewards/match.py", "float(", "2.0 * ("),
         "a module beside the package": edit("shapes_helper.py", "strip", "lstrip"),
-        "data of the package": more_synonyms,
+        "data of the package": edit("shapes_lab/rewards/data/synonyms.json", "{}", '{"disc": "circle"}'),
         "data that the arguments name": edit("words/list.txt", "circle", "disc"),
     }
     same = {"a copy elsewhere", "other code"}
@@ -153,16 +154,14 @@ def test_what_the_rewards_stand_on_changes_every_stage_that_plays_and_nothing_el
         root = write(tmp_path / f"copy{number}")
         change(root)
         (root / "shapes_lab/__pycache__").mkdir(exist_ok=True)
-        found = fingerprints(root)
+        changed = fingerprints(root)
         if what in same:
-            assert found == first, what
+            assert changed == first, what
         else:
-            assert all(found[stage] != first[stage] for stage in first), what
+            assert all(changed[stage] != first[stage] for stage in first), what
 
 
-def test_a_package_that_is_edited_while_it_is_loaded_counts_as_it_was_loaded(tmp_path, monkeypatch):
-    from armature.components.artifacts.sources import code_digest
-
+def test_code_digest_covers_the_loaded_version_of_a_module(tmp_path, monkeypatch):
     root = write(tmp_path / "package")
     monkeypatch.syspath_prepend(str(root))
     import shapes_helper
@@ -174,23 +173,13 @@ def test_a_package_that_is_edited_while_it_is_loaded_counts_as_it_was_loaded(tmp
     assert code_digest("shapes_helper") != before
 
 
-def test_changed_games_are_refused_and_absent_ones_are_as_pinned(tmp_path):
-    from armature.components.environments.alfworld.games.folders import games_digest
-    from armature.components.environments.alfworld.games.game import FolderGames
-    from armature.components.environments.alfworld.games.generate import games_sources
-
+def test_games_sources_use_files_or_the_pinned_digest(tmp_path):
     games = tmp_path / "games/train/task/trial"
     games.mkdir(parents=True)
     (games / "game.tw-pddl").write_text("{}")
     (games / "traj_data.json").write_text("{}")
     pinned = games_digest(tmp_path / "games")
-    settings = FolderGames(
-        source="folder",
-        path=str(tmp_path / "games"),
-        digest=pinned,
-        kinds=("pick_and_place_simple",),
-        replaced_grammars=(),
-    )
+    settings = FolderGames(source="folder", path=str(tmp_path / "games"), digest=pinned)
     as_made = games_sources(settings)
     assert as_made["games"] == pinned
     (games / "game.tw-pddl").write_text("{} ")
@@ -200,18 +189,13 @@ def test_changed_games_are_refused_and_absent_ones_are_as_pinned(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["colors", "recall", "coordinates"])
-def test_the_project_s_own_environments_count_by_what_they_import(name):
-    from armature.components.artifacts.sources import _files
-    from armature.components.environments import ENVIRONMENTS
-
+def test_built_in_environment_digest_covers_only_imported_modules(name):
     files = _files(ENVIRONMENTS[name].__module__)
     assert f"armature.components.environments.{name}" in files and "armature.components.environments.generated" in files
     assert not any("alfworld" in file or "libero" in file for file in files)
 
 
-def test_packages_without_an_init_file_count_too(tmp_path, monkeypatch):
-    from armature.components.artifacts.sources import code_digest
-
+def test_code_digest_covers_namespace_packages(tmp_path, monkeypatch):
     deep = tmp_path / "plain_lab/envs/deep"
     deep.mkdir(parents=True)
     (deep / "shapes.py").write_text("VALUE = 1\n")
@@ -222,9 +206,7 @@ def test_packages_without_an_init_file_count_too(tmp_path, monkeypatch):
     assert code_digest("plain_lab.main") != before
 
 
-def test_what_an_installer_put_into_a_folder_of_its_own_is_no_code_of_the_environment(tmp_path, monkeypatch):
-    from armature.components.artifacts.sources import code_digest
-
+def test_code_digest_skips_installed_packages(tmp_path, monkeypatch):
     target, mine = tmp_path / "target", tmp_path / "mine"
     (target / "bought-1.0.dist-info").mkdir(parents=True)
     (target / "bought-1.0.dist-info/RECORD").write_text("bought.py,sha256=x,9\nbought-1.0.dist-info/RECORD,,\n")

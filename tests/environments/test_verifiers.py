@@ -1,4 +1,4 @@
-"""The bridge's own parts; against the package itself: tests/interop/verifiers."""
+"""The environment `verifiers` without the package. Tests with the package are in tests/interop/verifiers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from armature.components.environments.verifiers.episode import ChatEndpoint, con
 from tests.refusals import refused
 
 
-def test_without_the_package_the_error_names_the_command() -> None:
+def test_missing_package_error_names_install_command() -> None:
     args = {"interface": "legacy", "id": "sample-colors", "max_turns": 1}
     settings = EnvironmentSettings(name="verifiers", args=args, train_tasks=6, heldout_tasks=3)
     with refused("package_missing", "armature-vla[verifiers]"):
@@ -31,7 +31,7 @@ def chat(port: int, path: str, body: bytes) -> bytes:
         return connection.makefile("rb").read()
 
 
-def test_the_endpoint_answers_its_own_path_only() -> None:
+def test_chat_endpoint_answers_only_its_secret_path() -> None:
     async def talk() -> None:
         endpoint = ChatEndpoint()
         url = urlsplit(await endpoint.start())
@@ -65,7 +65,7 @@ def test_the_endpoint_answers_its_own_path_only() -> None:
         {"type": "input_audio", "input_audio": {}},
     ],
 )
-def test_content_that_is_neither_text_nor_an_inline_image_is_refused(part: dict[str, Any]) -> None:
+def test_rejects_message_parts_other_than_text_and_inline_images(part: dict[str, Any]) -> None:
     with pytest.raises(ValueError):
         content({"role": "user", "content": [part]})
     good = base64.b64encode(b"bytes").decode()

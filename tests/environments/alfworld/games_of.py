@@ -1,4 +1,4 @@
-"""Small settings and a way to run coroutines against a few shared worker processes."""
+"""Settings of small ALFWorld games and prompts."""
 
 from __future__ import annotations
 

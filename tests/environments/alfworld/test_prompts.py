@@ -1,4 +1,4 @@
-"""How answers are read, and what a prompt recalls."""
+"""Parsing of answers, and prompts with past steps."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ INTRODUCTION = (
         (f"<action>{'a' * 300}</action>", False, "a" * ACTION_LIMIT, "format"),
     ],
 )
-def test_an_answer_is_read(answer: str, thinking: bool, action: str, defect: str | None) -> None:
+def test_parse_action(answer: str, thinking: bool, action: str, defect: str | None) -> None:
     assert parse_action(answer, thinking) == ParsedAction(action, defect)
 
 
@@ -52,12 +52,12 @@ pieces = st.sampled_from(["<action>", "</action>", "<think>", "</think>", "look"
 
 @settings(max_examples=600)
 @given(st.lists(pieces | st.text(max_size=20), max_size=30).map("".join), st.booleans())
-def test_any_answer_gives_an_action_in_a_commands_alphabet(answer: str, thinking: bool) -> None:
-    read = parse_action(answer, thinking)
-    assert re.fullmatch(r"[a-z0-9 /?]*", read.action) and len(read.action) <= ACTION_LIMIT
-    assert read.defect in (None, "format")
-    if read.defect is None:
-        assert "<action>" in answer.lower() and "</action>" in answer.lower() and read.action
+def test_parse_action_returns_command_characters_for_any_answer(answer: str, thinking: bool) -> None:
+    parsed = parse_action(answer, thinking)
+    assert re.fullmatch(r"[a-z0-9 /?]*", parsed.action) and len(parsed.action) <= ACTION_LIMIT
+    assert parsed.defect in (None, "format")
+    if parsed.defect is None:
+        assert "<action>" in answer.lower() and "</action>" in answer.lower() and parsed.action
 
 
 def dialogue_of(**changes: Any) -> EpisodePrompts:
@@ -76,13 +76,13 @@ def test_prompt_recalls_the_last_steps_and_the_goal() -> None:
     assert text == "2. seen 1 > do 1\n3. seen 2 > do 2\nNow: seen 3\nGoal: put a book in desk\nlook"
 
 
-def test_without_history_each_turn_looks_like_the_first() -> None:
+def test_without_history_every_turn_uses_the_first_template() -> None:
     dialogue = dialogue_of(history_length=0, first="{observation}|{task}")
     dialogue.acted("look", "You see nothing.")
     assert dialogue.text([]) == "You see nothing.|put a book in desk"
 
 
-def test_places_of_a_template_are_filled_once() -> None:
+def test_template_places_are_filled_only_once() -> None:
     dialogue = dialogue_of(later="{history}{observation}", history_length=1)
     dialogue.acted("look", "{actions}")
     dialogue.acted("{task}", "{history}")
@@ -90,7 +90,7 @@ def test_places_of_a_template_are_filled_once() -> None:
 
 
 @pytest.mark.parametrize("shown", [True, False])
-def test_invalid_action_is_recalled_where_the_setting_says_so(shown: bool) -> None:
+def test_invalid_actions_setting_controls_history(shown: bool) -> None:
     dialogue = dialogue_of(invalid_actions="shown" if shown else "left_out")
     dialogue.acted("go to bed 1", "On the bed 1, you see a book 1.")
     before = dialogue.text(["look"])
@@ -110,11 +110,11 @@ def test_invalid_action_is_recalled_where_the_setting_says_so(shown: bool) -> No
         ({"thinking": True}, "answer_template_unreadable", []),
     ],
 )
-def test_templates_that_cannot_work_are_refused(change: dict[str, object], code: str, values: list[str]) -> None:
+def test_rejects_invalid_templates(change: dict[str, object], code: str, values: list[str]) -> None:
     with refused(code, *values):
         PromptSettings.model_validate({**PROMPT, **change})
 
 
-def test_a_first_observation_without_a_task_is_an_error() -> None:
+def test_first_observation_without_goal_raises_value_error() -> None:
     with pytest.raises(ValueError):
         EpisodePrompts(PromptSettings.model_validate(PROMPT), "You see a bed 1.")

@@ -1,4 +1,4 @@
-"""Every test of tables has a cache of its own."""
+"""Give each test of the environment `dataset` its own cache."""
 
 from __future__ import annotations
 

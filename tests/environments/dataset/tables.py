@@ -1,4 +1,4 @@
-"""One table of drawn bars, written in every form that the environment reads."""
+"""A table of bar charts, written in every format that the environment `dataset` reads."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from PIL import Image, ImageDraw
 
+from armature.components.contracts.episodes import Environment, Task
 from armature.components.environments.dataset.environment import DatasetEnvironment
 from armature.components.environments.make import make_environment
 from armature.components.environments.settings import EnvironmentSettings
@@ -25,7 +26,7 @@ Row = dict[str, Any]
 
 
 def bars(number: int) -> bytes:
-    """A PNG of three bars, no two of them alike; bar `number % 3` is the highest."""
+    """A PNG of three bars of which bar `number % 3` is the highest; each number gives another image."""
     image = Image.new("RGB", (48, 48), "white")
     draw = ImageDraw.Draw(image)
     for bar in range(3):
@@ -100,7 +101,7 @@ def _folder_of_shards(folder: Path, rows: list[Row]) -> Row:
 
 
 def _embedded(folder: Path, rows: list[Row]) -> Row:
-    """As Hugging Face writes a column of images."""
+    """Write Parquet with images as {bytes, path}, the way Hugging Face writes a column of images."""
     full = [{**row, "image": {"bytes": bars(row["id"]), "path": row["image"]}} for row in rows]
     pq.write_table(pa.Table.from_pylist(full), folder / "embedded.parquet", row_group_size=7)
     shutil.rmtree(folder / "images")
@@ -161,12 +162,16 @@ def args_of(where: Row, **changes: Any) -> Row:
 
 
 def environment_of(where: Row, **changes: Any) -> DatasetEnvironment:
-    """Of the arguments; `train_tasks`, `heldout_tasks` and `seed` are the environment's own."""
-    own = {key: changes.pop(key) for key in ("train_tasks", "heldout_tasks", "seed") if key in changes}
-    settings = EnvironmentSettings(name="dataset", args=args_of(where, **changes), **own)
-    made = make_environment(settings)
-    assert isinstance(made, DatasetEnvironment)
-    return made
+    """Make the environment; `train_tasks`, `heldout_tasks` and `seed` go to its settings, all else to its arguments."""
+    values = {key: changes.pop(key) for key in ("train_tasks", "heldout_tasks", "seed") if key in changes}
+    environment = make_environment(EnvironmentSettings(name="dataset", args=args_of(where, **changes), **values))
+    assert isinstance(environment, DatasetEnvironment)
+    return environment
+
+
+def tasks_of(environment: Environment) -> list[Task]:
+    """The tasks of both splits."""
+    return [*environment.tasks("train"), *environment.tasks("heldout")]
 
 
 def data_url(data: bytes) -> str:

@@ -1,4 +1,4 @@
-"""Every form of one table gives the same tasks, grades and demonstrations."""
+"""A table gives the same tasks, grades and demonstrations in every file format."""
 
 from __future__ import annotations
 
@@ -72,20 +72,20 @@ def number_of(content: tuple[str | bytes, ...]) -> int:
 
 
 @pytest.mark.parametrize("form", sorted(FORMS))
-def test_every_form_gives_the_same_tasks_and_observations(form: str, tmp_path: Path) -> None:
+def test_all_formats_give_equal_tasks_and_observations(form: str, tmp_path: Path) -> None:
     if form == "saved by datasets":
         pytest.importorskip("datasets")
-    embedded = form in EMBEDDED  # such images count by their content, files by their paths
+    embedded = form in EMBEDDED  # digests cover the bytes of embedded images, and the paths of files
     plain = environment_of(written(tmp_path / "plain", "parquet with images" if embedded else "jsonl"), seed=3)
     other = environment_of(written(tmp_path / "other", form), seed=3)
     for split in ("train", "heldout"):
-        expected, found = list(plain.tasks(split)), list(other.tasks(split))  # type: ignore[arg-type]
+        expected, tasks = list(plain.tasks(split)), list(other.tasks(split))  # type: ignore[arg-type]
         essence = [
-            [(task.task_id, task.split, task.payload["digest"], task.payload["kind"]) for task in tasks]
-            for tasks in (expected, found)
+            [(task.task_id, task.split, task.payload["digest"], task.payload["kind"]) for task in each]
+            for each in (expected, tasks)
         ]
-        assert essence[0] == essence[1] and 0 < len(found) < COUNT
-        for task, same in zip(found, expected, strict=True):
+        assert essence[0] == essence[1] and 0 < len(tasks) < COUNT
+        for task, same in zip(tasks, expected, strict=True):
             content = shown(other, task)
             number = number_of(content)
             row = rows_of(COUNT)[number]
@@ -95,7 +95,7 @@ def test_every_form_gives_the_same_tasks_and_observations(form: str, tmp_path: P
             assert worth(other, task, row["answer"]) == 1.0 and worth(other, task, "none of them") == 0.0
 
 
-def test_a_folder_of_classes(tmp_path: Path) -> None:
+def test_class_folders_become_labeled_rows(tmp_path: Path) -> None:
     for number in range(20):
         folder = tmp_path / f"{'train' if number % 4 else 'test'}/{['cat', 'dog'][number % 2]}"
         folder.mkdir(parents=True, exist_ok=True)
@@ -113,7 +113,7 @@ def test_a_folder_of_classes(tmp_path: Path) -> None:
         assert task.split == ("train" if number % 4 else "heldout")
 
 
-def test_images_of_a_folder_that_its_metadata_does_not_name_are_said(tmp_path: Path) -> None:
+def test_image_missing_in_metadata_is_a_bad_row(tmp_path: Path) -> None:
     where = written(tmp_path, "folder of images with metadata")
     (tmp_path / "images/extra.png").write_bytes(bars(1))
     with refused("rows_unusable", "1 of 41", "1 no_metadata"):
@@ -121,7 +121,7 @@ def test_images_of_a_folder_that_its_metadata_does_not_name_are_said(tmp_path: P
 
 
 @pytest.mark.parametrize("form", ["bytes", "base64", "data URL", "struct of base64", "list"])
-def test_images_in_other_forms(form: str, tmp_path: Path) -> None:
+def test_reads_images_in_all_encodings(form: str, tmp_path: Path) -> None:
     data = [bars(number) for number in range(COUNT)]
     text = [base64.b64encode(each).decode() for each in data]
     forms: dict[str, list[Any]] = {
@@ -139,7 +139,7 @@ def test_images_in_other_forms(form: str, tmp_path: Path) -> None:
         assert content[0] == bars(number_of(content))
 
 
-def test_class_labels_of_datasets_are_their_names(tmp_path: Path) -> None:
+def test_class_labels_become_names(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
     labels = datasets.ClassLabel(names=["left", "middle", "right"])
     features = datasets.Features({"image": datasets.Image(), "label": labels})
@@ -154,14 +154,14 @@ def test_class_labels_of_datasets_are_their_names(tmp_path: Path) -> None:
     split = {"by": "name", "train": "a", "heldout": "b"}
     environment = environment_of(where, split=split, **columns)
     for name, start in (("train", 0), ("heldout", 1)):
-        found = {
+        answers = {
             (shown(environment, task)[0], *environment.demonstration(task))
             for task in environment.tasks(name)  # type: ignore[arg-type]
         }
-        assert found == {(bars(n), ["left", "middle", "right"][n % 3]) for n in range(start, 12, 2)}
+        assert answers == {(bars(n), ["left", "middle", "right"][n % 3]) for n in range(start, 12, 2)}
 
 
-def test_class_labels_in_lists_and_structs_are_names_too(tmp_path: Path) -> None:
+def test_class_labels_in_lists_and_structs_become_names(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
     label = datasets.ClassLabel(names=["left", "right"])
     table = pa.table({"q": ["0", "1", "2"], "a": [[0, 1], [1], [5]], "s": [{"x": 0}, None, {"x": 0}]})
@@ -174,8 +174,8 @@ def test_class_labels_in_lists_and_structs_are_names_too(tmp_path: Path) -> None
     assert isinstance(third, BadRow) and third.reason == "unreadable"
 
 
-def test_categories_differ_between_row_groups(tmp_path: Path) -> None:
-    """Each row group of a file may have a dictionary of its own, as where a writer appends tables with categories."""
+def test_reads_row_groups_with_different_dictionaries(tmp_path: Path) -> None:
+    """A writer that appends tables with categories gives each row group its own dictionary."""
     tables = [pa.table({"a": pa.array([f"{group}-{n % 7}" for n in range(300)]).dictionary_encode()}) for group in "xy"]
     with pq.ParquetWriter(tmp_path / "rows.parquet", tables[0].schema) as writer:
         for table in tables:
@@ -186,13 +186,13 @@ def test_categories_differ_between_row_groups(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("suffix", ["tsv", "TSV"])
-def test_tabs_separate_the_columns_of_a_tsv_file(suffix: str, tmp_path: Path) -> None:
+def test_tsv_columns_are_separated_by_tabs(suffix: str, tmp_path: Path) -> None:
     (tmp_path / f"rows.{suffix}").write_text("a\tb\n1\tx,y\n")
     assert list(open_csv(tmp_path / f"rows.{suffix}", "rows").scan({"a", "b"})) == [{"a": 1, "b": "x,y"}]
 
 
-def test_a_dataset_as_the_hub_has_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parquet files by split, several images in a row, and a text that stands for each: by the library and without."""
+def test_hub_parquet_files_equal_the_datasets_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read Parquet files with several images per row and image tokens, with our reader and the library datasets."""
     datasets = pytest.importorskip("datasets")
     from armature.components.environments.dataset.huggingface import hub_shards
 
@@ -234,9 +234,7 @@ def test_a_dataset_as_the_hub_has_it(tmp_path: Path, monkeypatch: pytest.MonkeyP
             assert environment.demonstration(task) == [ANSWERS[number % 3]]
 
 
-def test_the_stage_writes_the_tasks_and_a_preview_and_counts_what_is_left_out(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_tasks_stage_writes_tasks_preview_and_drop_counts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = rows_of(COUNT)
     write_images(tmp_path, rows)
     rows[3]["answer"] = None
@@ -246,7 +244,7 @@ def test_the_stage_writes_the_tasks_and_a_preview_and_counts_what_is_left_out(
     where = {**FORMS["jsonl"](tmp_path, rows), "on_bad_row": "skip", "filters": filters}
     settings = EnvironmentSettings(name="dataset", args=args_of(where))
     artifact = run_stage("tasks", settings, {}, make_machine(store=tmp_path / "store"))
-    assert "tasks: rows that are left out: 1 bad_image, 2 filtered, 1 no_answer, 1 no_image" in capsys.readouterr().out
+    assert "tasks: rows left out: 1 bad_image, 2 filtered, 1 no_answer, 1 no_image" in capsys.readouterr().out
     manifest = json.loads((artifact.path / "manifest.json").read_text())
     assert manifest["drops"] == {"no_answer": 1, "no_image": 1, "bad_image": 1, "filtered": 2}
     listed = [*load_tasks(artifact.path, "train"), *load_tasks(artifact.path, "heldout")]
@@ -258,7 +256,7 @@ def test_the_stage_writes_the_tasks_and_a_preview_and_counts_what_is_left_out(
     assert (artifact.path / "preview.png").is_file()
 
 
-def test_tasks_of_at_most_so_many_rows(tmp_path: Path) -> None:
+def test_task_counts_are_upper_limits(tmp_path: Path) -> None:
     where = written(tmp_path, "csv")
     every = environment_of(where, seed=1)
     few = environment_of(where, seed=1, train_tasks=5, heldout_tasks=10**6)
@@ -266,7 +264,7 @@ def test_tasks_of_at_most_so_many_rows(tmp_path: Path) -> None:
     assert list(few.tasks("heldout")) == list(every.tasks("heldout"))
 
 
-def test_a_row_that_changed_after_the_tasks_were_made_is_refused(tmp_path: Path) -> None:
+def test_changed_row_raises_row_changed(tmp_path: Path) -> None:
     where = written(tmp_path, "jsonl")
     (task, *_) = environment_of(where).tasks("train")
     path = tmp_path / "rows.jsonl"
@@ -275,7 +273,7 @@ def test_a_row_that_changed_after_the_tasks_were_made_is_refused(tmp_path: Path)
         environment_of(where).episode(task)
 
 
-def test_the_fingerprint_follows_the_data_and_its_images_and_not_their_place(tmp_path: Path) -> None:
+def test_sources_depend_on_data_and_images_not_on_location(tmp_path: Path) -> None:
     def sources(folder: Path, form: str = "jsonl") -> dict[str, str]:
         args = args_of({"source": str(folder / f"rows.{form}")})
         return environment_sources(EnvironmentSettings(name="dataset", args=args))
@@ -291,13 +289,13 @@ def test_the_fingerprint_follows_the_data_and_its_images_and_not_their_place(tmp
         lambda: write_jsonl(tmp_path / "copy/rows.jsonl", rows_of(COUNT - 1)),
     ):
         change()
-        found = sources(tmp_path / "copy")
-        assert found != first
-        first = found
+        changed = sources(tmp_path / "copy")
+        assert changed != first
+        first = changed
 
 
-def test_fingerprint_follows_a_link_and_new_images_of_a_class(tmp_path: Path) -> None:
-    """A table may be a link out of its folder, as in a folder that a cache of files has made."""
+def test_sources_cover_linked_tables_and_new_class_images(tmp_path: Path) -> None:
+    """A table may be a link out of its folder, such as in the folder of a download cache."""
     written(tmp_path / "data", "jsonl")
     (tmp_path / "data/rows.jsonl").rename(tmp_path / "blob")
     (tmp_path / "data/rows.jsonl").symlink_to(tmp_path / "blob")
@@ -324,7 +322,7 @@ def test_fingerprint_follows_a_link_and_new_images_of_a_class(tmp_path: Path) ->
         pytest.param({"revision": "main"}, "revision_unused", "rows.jsonl", id="revision of a file"),
     ],
 )
-def test_unusable_source_is_refused_before_the_start(
+def test_rejects_unusable_sources(
     changes: dict[str, Any], code: str, value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -333,7 +331,7 @@ def test_unusable_source_is_refused_before_the_start(
         list(environment_of(where, **changes).tasks("train"))
 
 
-def test_numbers_of_a_csv_file_are_what_is_written(tmp_path: Path) -> None:
+def test_csv_numbers_keep_their_written_form(tmp_path: Path) -> None:
     rows = [{"a": "007", "b": "7", "c": "0.5", "d": "1.50", "e": "" if n else "3", "answer": f"{n}"} for n in range(30)]
     write_csv(tmp_path / "rows.csv", rows)
     split = {"by": "hash", "heldout": 0.3, "group": "answer"}
@@ -346,10 +344,10 @@ def test_numbers_of_a_csv_file_are_what_is_written(tmp_path: Path) -> None:
         list(environment_of({"source": str(tmp_path / "rows.csv")}, prompt="{e}", images=[], kind="").tasks("train"))
 
 
-def test_a_branch_of_the_hub_is_resolved_once(
+def test_hub_branch_is_resolved_to_a_commit_once(
     hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Tasks, training and evaluation play what the branch stood for when the tasks were listed."""
+    """Tasks, training and evaluation use the branch's commit at the time when the tasks were made."""
     datasets = pytest.importorskip("datasets")
     monkeypatch.setattr(datasets.config, "HF_ENDPOINT", hub.url)
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
@@ -380,7 +378,7 @@ def lines(count: int) -> bytes:
 
 
 @pytest.mark.parametrize("form", ["prompt", "conversation"])
-def test_answers_are_demonstrated_after_the_prompt_of_the_row(form: str, tmp_path: Path) -> None:
+def test_demonstration_follows_the_row_prompt(form: str, tmp_path: Path) -> None:
     rows = rows_of(6)
     write_images(tmp_path, rows)
     for row in rows:

@@ -1,4 +1,4 @@
-"""Hostile answers, completions and reward functions: an error before the start, or one rollout that failed."""
+"""Rewards that fail: an error before the start, or a failure of one rollout."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from armature.components.environments.guarded import GuardedEpisode
 from armature.components.machine.project import project
 from tests.refusals import refused
 
-from .tables import environment_of
+from .tables import environment_of, tasks_of
 
 FUNCTIONS = """
 import os, time
@@ -54,7 +54,7 @@ def made(folder: Path, rows: list[dict[str, Any]], rewards: list[dict[str, Any]]
 
 
 async def played(environment: Environment, task: Task, answer: str) -> Mapping[str, float] | str:
-    """The parts of the reward, or the reason of the failure."""
+    """Play a task and return the reward parts, or the reason of the failure."""
     episode = GuardedEpisode(environment, task, timeout=120.0)
     try:
         await episode.reset()
@@ -65,11 +65,7 @@ async def played(environment: Environment, task: Task, answer: str) -> Mapping[s
         await episode.close()
 
 
-def tasks_of(environment: Environment) -> list[Task]:
-    return [*environment.tasks("train"), *environment.tasks("heldout")]
-
-
-def test_each_rollout_has_its_own_failure_however_many_play(folder: Path) -> None:
+def test_reward_failures_stay_in_their_rollouts(folder: Path) -> None:
     rows = [{"kind": kind, "answer": "red"} for kind in EXPECTED for _ in range(2)]
     rewards = [{"name": "function", "function": "my_rewards:color", "timeout": 2.0}, {"name": "exact_match"}]
 
@@ -90,9 +86,7 @@ def test_each_rollout_has_its_own_failure_however_many_play(folder: Path) -> Non
         ({"name": "judge", "model": "m", "base_url": "http://127.0.0.1:1/v1", "template": "{completion} {why}"}, "why"),
     ],
 )
-def test_a_column_that_only_a_reward_names_is_looked_for_before_the_start(
-    folder: Path, reward: dict[str, Any], column: str
-) -> None:
+def test_missing_reward_column_is_found_before_the_start(folder: Path, reward: dict[str, Any], column: str) -> None:
     rows = [{"answer": [0, 0, 10, 10], "split": split} for split in ("train", "test")]
     how = {"split": {"by": "column"}}
     with (

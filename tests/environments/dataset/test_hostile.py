@@ -1,4 +1,4 @@
-"""Tables that nobody meant to give: a clear error of ours before the start, or a row that is counted."""
+"""Malformed tables: an error with a code before the start, or a row that is counted."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+from armature.components.artifacts.images import MAX_BYTES
 from armature.components.contracts.errors import ConfigurationError, DataError, RolloutFailed
 from armature.components.environments.dataset.bad_rows import BadRow
 from tests.images import raw_png
 from tests.refusals import refused
 
-from .tables import args_of, bars, environment_of, rows_of, write_images, write_jsonl
+from .tables import args_of, bars, environment_of, rows_of, tasks_of, write_images, write_jsonl
 
 REASONS = {line.split()[0] for line in str(BadRow.__doc__).splitlines()[2:] if line.strip()}
-REASONS |= {"no_kind", "no_split", "no_group"}
 
 
 SCALARS = st.one_of(
@@ -48,10 +48,10 @@ ROWS = st.lists(
 
 
 def outcome(where: dict[str, Any], **changes: Any) -> int:
-    """The number of tasks that can be played; whatever else happens is an error or a count of ours."""
+    """Return the number of playable tasks, after checking that all else is an expected error or a counted row."""
     try:
         environment = environment_of(where, **{"on_bad_row": "skip", **changes})
-        tasks = [*environment.tasks("train"), *environment.tasks("heldout")]
+        tasks = tasks_of(environment)
     except (ConfigurationError, DataError) as error:
         assert len(str(error)) < 20_000
         return 0
@@ -71,7 +71,7 @@ GOOD = rows_of(4)
 
 @settings(max_examples=60, deadline=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
 @given(rows=ROWS, chat=st.booleans(), column=st.booleans())
-def test_rows_of_any_values(rows: list[dict[str, Any]], chat: bool, column: bool) -> None:
+def test_rows_of_arbitrary_values_are_played_or_counted(rows: list[dict[str, Any]], chat: bool, column: bool) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_images(folder, GOOD)
@@ -79,8 +79,8 @@ def test_rows_of_any_values(rows: list[dict[str, Any]], chat: bool, column: bool
         (folder / "rows.jsonl").write_text("\n".join(lines))
         how = {"prompt": "", "conversation": "chat"} if chat else {"prompt": "{image}{question}"}
         split = {"by": "column", "heldout": ["test"]} if column else {"by": "hash", "heldout": 0.5}
-        found = outcome({"source": str(folder / "rows.jsonl")}, split=split, **how)
-        assert found <= len(lines) and (chat or not column or found >= 4)
+        playable = outcome({"source": str(folder / "rows.jsonl")}, split=split, **how)
+        assert playable <= len(lines) and (chat or not column or playable >= 4)
 
 
 def bomb() -> bytes:
@@ -97,17 +97,17 @@ BAD_IMAGES: dict[str, list[Any]] = {
         *("link.png", "linked/secret.png", "images/a\0b.png", "x" * 5000),
         *("https://example.org/1.png", "file:///etc/hostname", {"bytes": None, "path": "../secret.png"}),
     ],
-    "no_image": ["x" * 300, "images", "images/absent.png", "", None, {"bytes": None, "path": None}, [None]],
+    "no_image": ["x" * 300, "images", "images/absent.png", "pipe.png", "", None, {"bytes": None, "path": None}, [None]],
     "wrong_type": [7, {"bytes": 7, "path": None}, "[1"],
     "bad_image": [
-        *("bomb.png", "text.png", "empty.png", "cut.png"),
+        *("bomb.png", "text.png", "empty.png", "cut.png", "large.png"),
         *("data:image/png;base64,AAAA", "data:image/png;base64,%%%"),
     ],
 }
 
 
 @pytest.mark.parametrize(("image", "reason"), [(each, reason) for reason, bad in BAD_IMAGES.items() for each in bad])
-def test_images_that_cannot_be_shown(image: Any, reason: str, tmp_path: Path) -> None:
+def test_unusable_image_makes_a_bad_row(image: Any, reason: str, tmp_path: Path) -> None:
     root = tmp_path / "data"
     write_images(root, GOOD)
     (tmp_path / "secret.png").write_bytes(bars(1))
@@ -117,18 +117,21 @@ def test_images_that_cannot_be_shown(image: Any, reason: str, tmp_path: Path) ->
     (root / "text.png").write_text("not an image")
     (root / "empty.png").touch()
     (root / "cut.png").write_bytes(bars(1)[:30])
+    (root / "large.png").write_bytes(bars(1))
+    os.truncate(root / "large.png", MAX_BYTES + 1)
+    os.mkfifo(root / "pipe.png")
     rows = [*GOOD, {**GOOD[1], "image": image}]
     write_jsonl(root / "rows.jsonl", rows)
     where = {"source": str(root / "rows.jsonl"), "split": {"by": "column"}}
     with refused("rows_unusable", "1 of 5", f"1 {reason}", "rows.jsonl, row 4", 'on_bad_row = "skip"'):
         list(environment_of(where).tasks("train"))
     environment = environment_of(where, on_bad_row="skip")
-    tasks = [*environment.tasks("train"), *environment.tasks("heldout")]
-    assert sorted(task.payload["row"] for task in tasks) == [0, 1, 2, 3] and environment.drops == {reason: 1}
+    assert sorted(task.payload["row"] for task in tasks_of(environment)) == [0, 1, 2, 3]
+    assert environment.drops == {reason: 1}
 
 
 @pytest.mark.parametrize("form", ["jsonl", "parquet"])
-def test_unchecked_damaged_image_costs_its_own_rollout(form: str, tmp_path: Path) -> None:
+def test_unchecked_damaged_image_fails_only_its_rollout(form: str, tmp_path: Path) -> None:
     rows = rows_of(20)
     write_images(tmp_path, rows)
     (tmp_path / rows[3]["image"]).write_bytes(b"not an image")
@@ -136,7 +139,7 @@ def test_unchecked_damaged_image_costs_its_own_rollout(form: str, tmp_path: Path
     pq.write_table(pa.Table.from_pylist(full), tmp_path / "rows.parquet")
     write_jsonl(tmp_path / "rows.jsonl", rows)
     environment = environment_of({"source": str(tmp_path / f"rows.{form}")}, split={"by": "column"}, check_images=False)
-    tasks = {task.payload["row"]: task for split in ("train", "heldout") for task in environment.tasks(split)}
+    tasks = {task.payload["row"]: task for task in tasks_of(environment)}
     assert len(tasks) == 20 and environment.drops == {}
     with refused("bad_image", "image"):
         asyncio.run(environment.episode(tasks.pop(3)).reset())
@@ -172,7 +175,9 @@ NO_CSV = [b"question,image,answer,kind\na,b\n", b"question,image,answer,kind\n\x
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_sources_without_a_table(source: str, files: dict[str, bytes], code: str, value: str, tmp_path: Path) -> None:
+def test_rejects_sources_without_a_valid_table(
+    source: str, files: dict[str, bytes], code: str, value: str, tmp_path: Path
+) -> None:
     for name, content in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(content)
@@ -182,8 +187,8 @@ def test_sources_without_a_table(source: str, files: dict[str, bytes], code: str
 
 @pytest.mark.parametrize("depth", [480, 700, 950])
 @pytest.mark.parametrize("column", ["question", "answer", "kind", "image", "unused"])
-def test_a_nested_value_costs_its_row(column: str, depth: int, tmp_path: Path) -> None:
-    """json reads up to Python's recursion limit, and what walks through the value takes more."""
+def test_deeply_nested_value_makes_a_bad_row(column: str, depth: int, tmp_path: Path) -> None:
+    """The module json parses up to Python's recursion limit; functions that walk through the value recurse deeper."""
     write_images(tmp_path, GOOD)
     nested = json.dumps({**GOOD[1], column: "VALUE"}).replace('"VALUE"', "[" * depth + "]" * depth)
     (tmp_path / "rows.jsonl").write_text("\n".join([*map(json.dumps, GOOD), nested]))
@@ -193,37 +198,22 @@ def test_a_nested_value_costs_its_row(column: str, depth: int, tmp_path: Path) -
         list(environment_of(where).tasks("train"))
 
 
-def test_names_of_files_that_are_not_utf8(tmp_path: Path) -> None:
+def test_reads_file_names_that_are_not_utf8(tmp_path: Path) -> None:
     for number in range(8):
         path = tmp_path / "ab"[number % 2] / os.fsdecode(b"\xfe%d.png" % number)
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(bars(number))
     where = {"source": str(tmp_path), "split": {"by": "hash", "heldout": 0.5, "group": "image"}}
     environment = environment_of(where, prompt="{image}Which?", answer="label", kind="")
-    assert len(list(environment.tasks("train"))) + len(list(environment.tasks("heldout"))) == 8
+    assert len(tasks_of(environment)) == 8
     before = environment.sources(environment.settings)
     path.write_bytes(bars(9))
     assert environment.sources(environment.settings)["images"] != before["images"]
 
 
-def test_answer_of_a_million_characters_costs_its_row(tmp_path: Path) -> None:
-    rows = [*rows_of(3), {**rows_of(4)[3], "answer": "x" * 10**6}]
-    write_images(tmp_path, rows)
-    write_jsonl(tmp_path / "rows.jsonl", rows)
-    with refused("rows_unusable", "1 of 4", "1 too_long"):
-        list(environment_of({"source": str(tmp_path / "rows.jsonl")}).tasks("train"))
-
-
-def test_a_hub_dataset_without_its_library(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_datasets_library_names_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
     from armature.components.environments.dataset import huggingface
 
     monkeypatch.setattr(huggingface, "find_spec", lambda name: None)
     with refused("package_missing", "datasets", "armature-vla[huggingface]"):
         environment_of(args_of({"source": "owner/name", "revision": "0" * 40}))
-
-
-def test_image_that_is_a_pipe_costs_its_row(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe.png")
-    write_jsonl(tmp_path / "rows.jsonl", [{**GOOD[0], "image": "pipe.png"}])
-    with refused("rows_unusable", "1 no_image"):
-        list(environment_of({"source": str(tmp_path / "rows.jsonl")}).tasks("train"))

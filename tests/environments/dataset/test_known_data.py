@@ -1,4 +1,4 @@
-"""Recipes for data that people know or bring: every row is a task and graded right."""
+"""Recipes for public datasets and for the table in docs/your-own-data.md: every row is a task with correct grading."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 from PIL import Image
 
 from armature.components.configuration import CONFIGS, load_recipe
-from armature.components.contracts.episodes import Observation, Task
+from armature.components.contracts.episodes import Task
 from armature.components.contracts.images import EncodedImage
 from armature.components.environments.make import make_environment
 from armature.components.environments.settings import EnvironmentSettings
@@ -29,8 +29,11 @@ ROWS = 8
 
 
 @dataclass(frozen=True)
-class KnownData:
-    """`row`: as the dataset's viewer shows one; `right`, `wrong`: completions to it; `shown`: what its prompt has."""
+class PublicDataset:
+    """A dataset of the hub, with made-up rows of its format.
+
+    `row(n)` is a row, `right(row)` and `wrong(row)` are completions to grade, and `shown(row)` is a part of the prompt.
+    """
 
     splits: tuple[str, ...]
     row: Callable[[int], Mapping[str, Any]]
@@ -62,8 +65,8 @@ def _choice(number: int) -> str:
     return ("Yes", "14", "0.57", "Germany")[number % 4]
 
 
-KNOWN = {
-    "geometry3k": KnownData(
+DATASETS = {
+    "geometry3k": PublicDataset(
         splits=("train", "validation", "test"),
         row=lambda n: {
             "images": [_image(n)],
@@ -83,7 +86,7 @@ KNOWN = {
             "choices": d.Sequence(d.Value("string")),
         },
     ),
-    "clevr-counting": KnownData(
+    "clevr-counting": PublicDataset(
         splits=("train",),
         row=lambda n: {
             "image": _image(n),
@@ -95,7 +98,7 @@ KNOWN = {
         shown=lambda row: row["problem"],
         features=lambda d: {"image": d.Image(), "problem": d.Value("string"), "solution": d.Value("string")},
     ),
-    "refcoco": KnownData(
+    "refcoco": PublicDataset(
         splits=("val", "test", "testA", "testB"),
         row=lambda n: {
             "question_id": str(n),
@@ -118,7 +121,7 @@ KNOWN = {
             "iscrowd": d.Value("int8"),
         },
     ),
-    "chartqa": KnownData(
+    "chartqa": PublicDataset(
         splits=("train", "val", "test"),
         row=lambda n: {
             "image": _image(n),
@@ -143,24 +146,24 @@ KNOWN = {
 }
 
 
-def test_every_recipe_of_a_hub_dataset_is_tried_here() -> None:
+def test_every_hub_dataset_recipe_has_a_case() -> None:
     of_hubs = [
         path.stem.removesuffix("-7b")
         for path in (CONFIGS / "train-vlm").glob("*.toml")
         if "Qwen2.5" in path.read_text()
     ]
-    assert set(of_hubs) == set(KNOWN)
+    assert set(of_hubs) == set(DATASETS)
 
 
 @pytest.mark.parametrize("size", ["", "-7b"])
-@pytest.mark.parametrize("name", KNOWN)
-def test_every_row_is_a_task_and_answers_are_graded(name: str, size: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", DATASETS)
+def test_recipe_makes_a_task_of_every_row_and_grades_answers(name: str, size: str, tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
-    known = KNOWN[name]
-    features = datasets.Features(known.features(datasets))
+    dataset = DATASETS[name]
+    features = datasets.Features(dataset.features(datasets))
     table = {
-        split: datasets.Dataset.from_list([dict(known.row(ROWS * k + n)) for n in range(ROWS)], features=features)
-        for k, split in enumerate(known.splits)
+        split: datasets.Dataset.from_list([dict(dataset.row(ROWS * k + n)) for n in range(ROWS)], features=features)
+        for k, split in enumerate(dataset.splits)
     }
     datasets.DatasetDict(table).save_to_disk(str(tmp_path / "saved"))
     where = [f"environment.args.source={tmp_path / 'saved'}", "environment.args.revision="]
@@ -171,40 +174,35 @@ def test_every_row_is_a_task_and_answers_are_graded(name: str, size: str, tmp_pa
     assert isinstance(settings, EnvironmentSettings) and isinstance(evaluation, TrainEvaluationSettings)
     with closing(make_environment(settings)) as environment:
         tasks = [task for split in ("train", "heldout") for task in environment.tasks(split)]  # type: ignore[arg-type]
-        used = known.splits if name == "refcoco" else tuple(split for split in known.splits if split[:3] != "val")
+        used = dataset.splits if name == "refcoco" else tuple(split for split in dataset.splits if split[:3] != "val")
         assert len(tasks) == ROWS * len(used) and {task.payload["file"] for task in tasks} == set(used)
-        assert {task.payload.get("kind", "") for task in tasks} == known.kinds
+        assert {task.payload.get("kind", "") for task in tasks} == dataset.kinds
         if size:
             return  # the same environment, another model
-        rows = {(split, n): known.row(ROWS * k + n) for k, split in enumerate(known.splits) for n in range(ROWS)}
+        rows = {(split, n): dataset.row(ROWS * k + n) for k, split in enumerate(dataset.splits) for n in range(ROWS)}
         for task in tasks[:: max(1, len(tasks) // ROWS)]:
             row = rows[task.payload["file"], task.payload["row"]]
             observed = asyncio.run(environment.episode(task).reset())
-            assert known.shown(row) in _text(observed) and "{" not in _text(observed).replace('{"bbox_2d', "").replace(
-                "{}", ""
-            )
+            text = "".join(part for part in observed.content if isinstance(part, str))
+            assert dataset.shown(row) in text and "{" not in text.replace('{"bbox_2d', "").replace("{}", "")
             assert [part.data for part in observed.content if isinstance(part, EncodedImage)] == [
                 image["bytes"] for image in row.get("images", [row.get("image")])
             ]
-            for said in known.right(row):
-                assert _reward(environment, task, said) == pytest.approx(1.0), said
-            for said in known.wrong(row):
-                assert _reward(environment, task, said) < evaluation.success_reward, said
+            for completion in dataset.right(row):
+                assert _reward(environment, task, completion) == pytest.approx(1.0), completion
+            for completion in dataset.wrong(row):
+                assert _reward(environment, task, completion) < evaluation.success_reward, completion
 
 
-def _text(observed: Observation) -> str:
-    return "".join(part for part in observed.content if isinstance(part, str))
-
-
-def _reward(environment: Any, task: Task, said: str) -> float:
-    parts = asyncio.run(environment.episode(task).step(said)).reward_parts
+def _reward(environment: Any, task: Task, completion: str) -> float:
+    parts = asyncio.run(environment.episode(task).step(completion)).reward_parts
     return sum(environment.reward_weights[part] * value for part, value in parts.items())
 
 
 PAGE = Path(__file__).resolve().parents[3] / "docs/your-own-data.md"
 
 
-def test_the_recipe_of_the_page_gives_tasks(tmp_path: Path) -> None:
+def test_recipe_in_docs_gives_correct_tasks(tmp_path: Path) -> None:
     text, *_ = re.findall(r"^```toml\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
     assert len(text.splitlines()) <= 30
     write_charts(tmp_path / "charts", count=24)

@@ -1,4 +1,4 @@
-"""Limits that stop a read or a copy on the way: a file may stand for far more than it has."""
+"""Limits that stop reading or copying early, because a small file may decode to a huge one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from armature.components.artifacts import tables
-from armature.components.artifacts.images import MAX_BYTES
 from armature.components.artifacts.tensors import read_tensors
 from armature.components.configuration import load_recipe
 from armature.components.contracts.errors import ArmatureError, ConfigurationError, DataError
@@ -32,13 +31,12 @@ from armature.components.rewards.reward import RewardSettings
 from armature.components.robots.datasets.lerobot.layout import read_info
 from armature.components.robots.policies.molmoact2.processing.norm_stats import NormStats
 from armature.components.robots.policies.source import read_json
-from tests.refusals import refused
 
 from .test_values import environment_of
 
 MIB = 2**20
 SMALL = 2**16
-"""Bytes that stand for 1 MiB: the limits are a sixteenth in these tests, so that they are quick."""
+"""Bytes used in place of 1 MiB: these tests divide all limits by 16 to be quick."""
 VALUE = "x" * SMALL
 
 
@@ -62,7 +60,7 @@ BOMBS: dict[str, Callable[[], pa.Array]] = {
 
 
 def _scan(path: Path, answers: Any) -> None:
-    """Read all rows where no file may have more than 16 MiB; the outcome and the memory that it took, in MiB."""
+    """Read all rows with a limit of 16 MiB per file, and send the outcome and the added memory in MiB."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (16 * MIB, 16 * MIB))
@@ -75,7 +73,7 @@ def _scan(path: Path, answers: Any) -> None:
 
 @pytest.fixture(scope="module")
 def bombs() -> Any:
-    """Files that decode to much more than they have, written by a process whose memory is not ours."""
+    """Folder of files that decode to far more bytes, written by another process to keep our memory small."""
     with tempfile.TemporaryDirectory() as folder:
         child = multiprocessing.get_context("fork").Process(target=_write_bombs, args=(Path(folder),))
         child.start()
@@ -89,9 +87,7 @@ def _write_bombs(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", BOMBS)
-def test_a_small_file_with_large_rows_is_refused_before_they_are_written(
-    kind: str, bombs: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rejects_parquet_bombs_before_writing_a_copy(kind: str, bombs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tables, "MIN_LIMIT_BYTES", tables.MIN_LIMIT_BYTES // 16)
     monkeypatch.setattr(tables, "BATCH_BYTES", tables.BATCH_BYTES // 16)
     path = bombs / f"{kind}.parquet"
@@ -100,7 +96,7 @@ def test_a_small_file_with_large_rows_is_refused_before_they_are_written(
     assert outcome == "table_too_large" and grown < 128, (outcome, grown)
 
 
-def test_a_text_that_all_rows_share_is_no_reason_to_refuse(tmp_path: Path) -> None:
+def test_accepts_large_text_shared_by_all_rows(tmp_path: Path) -> None:
     table = {"q": [f"question {number}" for number in range(20_000)], "s": _dictionary("y" * 4096, 20_000)}
     pq.write_table(pa.table(table), tmp_path / "rows.parquet")
     shard = shards.open_parquet(tmp_path / "rows.parquet", "rows.parquet")
@@ -108,12 +104,12 @@ def test_a_text_that_all_rows_share_is_no_reason_to_refuse(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("end", [b"\n", b""])
-def test_line_that_is_too_long_costs_its_row(end: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_long_line_makes_a_bad_row(end: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shards, "LONGEST_LINE", 100)
     long = [b'{"q": "' + b"x" * count + b'"}' for count in (5000, 92)]
     lines = [b'{"q": 1}', long[0], b"", b'{"q": 2}', long[1], b"z" * 999]
     (tmp_path / "rows.jsonl").write_bytes(b"\n".join(lines) + end)
-    shard = shards.open_json_lines(tmp_path / "rows.jsonl", "rows.jsonl")
+    shard = shards.JsonLinesRows(tmp_path / "rows.jsonl", "rows.jsonl")
     expected = [{"q": 1}, "too_long", {"q": 2}, "too_long", "too_long"]
     assert [row if isinstance(row, dict) else row.reason for row in shard.scan({"q"})] == expected
     assert shard.row(0) == {"q": 1} and shard.row(2) == {"q": 2}
@@ -123,7 +119,7 @@ def test_line_that_is_too_long_costs_its_row(end: bytes, tmp_path: Path, monkeyp
 
 
 def _in_child(work: Callable[..., None], path: Path) -> Any:
-    """The answer of `work` in a process of its own, whose limits and memory are not ours."""
+    """Run `work` in a new process with its own limits and memory, and return its answer."""
     context = multiprocessing.get_context("fork")
     answers = context.SimpleQueue()
     child = context.Process(target=work, args=(path, answers))
@@ -137,13 +133,13 @@ def _scan_endless(path: Path, answers: Any) -> None:
     size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + 64 * MIB
     resource.setrlimit(resource.RLIMIT_AS, (size, size))
     try:
-        (row,) = shards.open_json_lines(path, path.name).scan({"q"})
+        (row,) = shards.JsonLinesRows(path, path.name).scan({"q"})
         answers.put(row.reason if isinstance(row, BadRow) else "accepted")
     except MemoryError:
         answers.put("memory")
 
 
-def test_an_endless_line_takes_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_endless_line_is_read_in_bounded_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shards, "LONGEST_LINE", MIB)
     assert _in_child(_scan_endless, _sparse(tmp_path / "rows.jsonl", 2**28)) == "too_long"
 
@@ -155,9 +151,7 @@ JSON = st.recursive(st.none() | st.integers() | st.text(max_size=5), lambda inne
 @given(st.lists(JSON, max_size=4), SPACE, SPACE, st.integers(0, 40), st.sampled_from(["", ",", "]", "[", "x", " "]))
 @example([1], "", "", 2, ",")
 @example([], "", "", 1, ",")
-def test_a_json_list_is_read_as_python_reads_it(
-    rows: list[Any], before: str, after: str, place: int, edit: str
-) -> None:
+def test_json_list_items_equal_python_json(rows: list[Any], before: str, after: str, place: int, edit: str) -> None:
     text = before + json.dumps(rows).replace(",", f"{before},{after}") + after
     text = text[:place] + edit + text[place:]
     try:
@@ -165,10 +159,10 @@ def test_a_json_list_is_read_as_python_reads_it(
     except ValueError:
         expected = None
     if isinstance(expected, list):
-        assert list(map(json.loads, shards._listed(text))) == expected
+        assert list(map(json.loads, shards._list_items(text))) == expected
     else:
         with pytest.raises(ValueError):
-            list(shards._listed(text))
+            list(shards._list_items(text))
 
 
 @pytest.mark.parametrize(
@@ -179,7 +173,7 @@ def test_a_json_list_is_read_as_python_reads_it(
         ("rows.csv", "LONGEST_HEADER", f"{'q' * 3000},a\nx,y\n"),
     ],
 )
-def test_tables_that_are_read_as_a_whole_have_a_limit(
+def test_rejects_tables_above_their_size_limit(
     name: str, limit: str, content: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / name).write_text(content)
@@ -188,16 +182,8 @@ def test_tables_that_are_read_as_a_whole_have_a_limit(
         list(environment_of(tmp_path, name, prompt="{q}").tasks("train"))
 
 
-def test_an_image_file_that_is_too_large_costs_its_row(tmp_path: Path) -> None:
-    rows = [{"q": f"{number}", "a": "a", "i": "i.png"} for number in range(8)]
-    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    _sparse(tmp_path / "i.png", MAX_BYTES + 1)
-    with refused("split_empty", "bad_image"):
-        list(environment_of(tmp_path, "rows.jsonl", images="i").tasks("train"))
-
-
 def _sparse(path: Path, size: int = 2**40) -> Path:
-    """A file that takes no room and has more bytes than any memory."""
+    """Write a sparse file, which has more bytes than any memory and takes no disk space."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("wb") as file:
         file.truncate(size)
@@ -223,6 +209,6 @@ DOCUMENTS: dict[str, Callable[[Path], Any]] = {
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
-def test_a_document_is_read_no_further_than_its_limit(document: str, tmp_path: Path) -> None:
+def test_document_reads_stop_at_their_size_limit(document: str, tmp_path: Path) -> None:
     with pytest.raises(ArmatureError):
         DOCUMENTS[document](tmp_path)

@@ -1,4 +1,4 @@
-"""Rows whose texts have special tokens of the model: refused, or left out and counted, when the tasks are listed."""
+"""Rows that contain special tokens of the model: refused, or left out and counted, when the tasks are made."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ IMAGE, TURN = "<|image_pad|>", "<|im_end|>"
 
 
 def row(number: int, token: str, place: str) -> dict[str, Any]:
-    """A row with the token in one place."""
+    """A row whose text at `place`, a column or a message of the conversation, ends with `token`."""
     texts = {name: f"{name} {number}" for name in ("q", "a", "s", "first", "said", "asked", "last")}
     texts[place] += token
     chat = [("system", "first"), ("user", "said"), ("assistant", "said"), ("user", "asked"), ("assistant", "last")]
@@ -45,7 +45,7 @@ def row(number: int, token: str, place: str) -> dict[str, Any]:
 
 
 def listed(folder: Path, rows: list[dict[str, Any]], *changes: str, **args: Any) -> tuple[Any, dict[str, int]]:
-    """The settings of the tasks stage and the manifest's drops."""
+    """Run the tasks stage on `rows` and return its settings and the drops in the manifest."""
     (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     recipe_file = folder / "recipe.toml"
     recipe_file.write_text(RECIPE)
@@ -69,7 +69,7 @@ def listed(folder: Path, rows: list[dict[str, Any]], *changes: str, **args: Any)
         *((place, {"prompt": "", "answer": "", **CHAT}) for place in ("first", "said", "asked", "last")),
     ],
 )
-def test_a_token_is_found_wherever_the_model_reads_it(place: str, args: dict[str, Any], tmp_path: Path) -> None:
+def test_special_token_is_found_in_every_text_for_the_model(place: str, args: dict[str, Any], tmp_path: Path) -> None:
     rows = [row(number, IMAGE if number % 4 == 1 else "", place) for number in range(40)]
     with refused("rows_unusable", "10 reserved_token", "rows.jsonl, row 1:", IMAGE):
         listed(tmp_path, rows, **args)
@@ -79,32 +79,32 @@ def test_a_token_is_found_wherever_the_model_reads_it(place: str, args: dict[str
     assert listed(tmp_path, rows, **unused)[1] == {}
 
 
-def test_a_token_made_of_two_columns_is_found(tmp_path: Path) -> None:
+def test_special_token_joined_from_two_columns_is_found(tmp_path: Path) -> None:
     rows = [{"q": f"question {n} <|image", "a": "x", "s": "_pad|>"} for n in range(20)]
     with refused("rows_unusable", "20 reserved_token"):
         listed(tmp_path, rows, prompt="{q}{s}")
 
 
-def test_a_setting_allows_those_that_only_change_the_conversation(tmp_path: Path) -> None:
+def test_allow_special_tokens_excludes_image_tokens(tmp_path: Path) -> None:
     rows = [row(number, (IMAGE, TURN, "", "")[number % 4], "q") for number in range(40)]
     assert listed(tmp_path, rows, on_bad_row="skip")[1] == {"reserved_token": 20}
     assert listed(tmp_path, rows, on_bad_row="skip", allow_special_tokens=True)[1] == {"reserved_token": 10}
     rows = [row(number, TURN, "q") for number in range(40)]
     assert listed(tmp_path, rows, allow_special_tokens=True)[1] == {}
-    with refused("rows_unusable", "40 reserved_token"):  # texts that the recipe names itself are never allowed
+    with refused("rows_unusable", "40 reserved_token"):  # tokens that the recipe itself reserves are never allowed
         listed(tmp_path, rows, allow_special_tokens=True, reserved_tokens=[TURN])
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_each_family_has_its_own(family: str, tmp_path: Path) -> None:
-    own = FAMILIES[family].image_tokens
-    others = {token for each in FAMILIES.values() for token in each.image_tokens} - set(own)
-    rows = [row(number, token, "q") for number, token in enumerate([*own, *sorted(others), *[""] * 20])]
+def test_each_family_reserves_its_own_image_tokens(family: str, tmp_path: Path) -> None:
+    tokens = FAMILIES[family].image_tokens
+    others = {token for each in FAMILIES.values() for token in each.image_tokens} - set(tokens)
+    rows = [row(number, token, "q") for number, token in enumerate([*tokens, *sorted(others), *[""] * 20])]
     _, drops = listed(tmp_path, rows, f'model.source="tiny/{family}"', on_bad_row="skip")
-    assert drops == {"reserved_token": len(own)}
+    assert drops == {"reserved_token": len(tokens)}
 
 
-def test_tasks_depend_on_the_tokens_and_not_on_the_rest_of_the_model(tmp_path: Path) -> None:
+def test_tasks_fingerprint_depends_on_tokens_not_on_other_model_settings(tmp_path: Path) -> None:
     rows = [row(number, "", "q") for number in range(40)]
 
     def key(*changes: str) -> str:
@@ -117,7 +117,7 @@ def test_tasks_depend_on_the_tokens_and_not_on_the_rest_of_the_model(tmp_path: P
     assert key('model.source="tiny/llava"') != first
 
 
-def test_training_plays_the_tasks_and_does_not_depend_on_the_tokens_itself(tmp_path: Path) -> None:
+def test_training_settings_hold_no_reserved_tokens(tmp_path: Path) -> None:
     listed(tmp_path, [row(number, "", "q") for number in range(40)])
     changes = [f"environment.args.{key}={json.dumps(value)}" for key, value in PLAIN.items()]
     settings = load_recipe(tmp_path / "recipe.toml", changes).settings_for(TrainVLMSettings)

@@ -1,4 +1,4 @@
-"""What a row shows: templates, several images, system texts, conversations."""
+"""From a row to an observation: templates, several images, system messages, conversations."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SPLIT = {"by": "column", "column": "s", "train": "a", "heldout": "b"}
 
 
 def made(folder: Path, row: dict[str, Any], **changes: Any) -> tuple[DatasetEnvironment, Observation]:
-    """The environment and what the row shows; images 1.png to 3.png are in the folder."""
+    """Make an environment of one row, which may use the images 1.png to 3.png, and return its first observation."""
     for number in (1, 2, 3):
         (folder / f"{number}.png").write_bytes(bars(number))
     write_jsonl(folder / "rows.jsonl", [{**row, "s": split} for split in "ab"])
@@ -51,35 +51,20 @@ def readable(content: tuple[Any, ...]) -> list[str]:
         ("{images}{choices[1]}, not {choices[0]}", ["[1]", "[2]", "[3]", "7, not cat"]),
     ],
 )
-def test_templates(prompt: str, shown: list[str], tmp_path: Path) -> None:
+def test_prompt_template_places_images_and_columns(prompt: str, shown: list[str], tmp_path: Path) -> None:
     values = {"q": "Which?", "n": 3, "share": 0.5, "yes": True, "choices": ["cat", 7], "a": "x"}
     row = {**values, "i": "1.png", "more": ["2.png", "3.png"]}
     _, observation = made(tmp_path, row, prompt=prompt, images=["i", "more"])
     assert readable(observation.content) == shown
 
 
-def test_a_token_in_a_column_stands_for_an_image_and_braces_in_a_column_are_text(tmp_path: Path) -> None:
+def test_image_token_in_a_column_is_an_image_place(tmp_path: Path) -> None:
     row = {"q": "<image>Is {image} like <image>?", "i": ["1.png", "2.png"], "a": "x"}
     _, observation = made(tmp_path, row, prompt="Say: {q}", images="i", image_token="<image>")
     assert readable(observation.content) == ["Say: ", "[1]", "Is {image} like ", "[2]", "?"]
 
 
-@pytest.mark.parametrize(
-    ("row", "prompt", "reason"),
-    [
-        ({"q": "x", "i": ["1.png"]}, "{image}{image}{q}", "image_count"),
-        ({"q": "x", "i": ["1.png", "2.png"]}, "{image}{q}", "image_count"),
-        ({"q": "", "i": []}, "{images}{q}", "no_text"),
-        ({"q": {"a": 1}, "i": ["1.png"]}, "{q}", "wrong_type"),
-        ({"q": "x" * 40000, "i": ["1.png"]}, "{q}", "too_long"),
-    ],
-)
-def test_rows_that_do_not_fit_the_prompt(row: dict[str, Any], prompt: str, reason: str, tmp_path: Path) -> None:
-    with refused("rows_unusable", "2 of 2", f"2 {reason}"):
-        made(tmp_path, row, images="i", prompt=prompt)
-
-
-def test_row_with_half_a_character_is_refused(tmp_path: Path) -> None:
+def test_unpaired_surrogate_makes_a_bad_row(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"q": "\\ud800", "s": "a"}\n{"q": "\\ud800", "s": "b"}\n')
     with refused("rows_unusable", "2 bad_text"):
         args = {"prompt": "{q}", "images": [], "answer": "", "kind": "", "split": SPLIT}
@@ -99,7 +84,7 @@ def test_row_with_half_a_character_is_refused(tmp_path: Path) -> None:
         ({"prompt": "a", "split": {"by": "hash", "heldout": 1.0}}, "less_than"),
     ],
 )
-def test_settings_that_contradict_themselves(changes: dict[str, Any], code: str, tmp_path: Path) -> None:
+def test_rejects_contradictory_settings(changes: dict[str, Any], code: str, tmp_path: Path) -> None:
     with refused(code, *list(changes)[-1:]):
         made(tmp_path, {"q": "x"}, **changes)
 
@@ -121,7 +106,7 @@ USER = {"role": "user", "content": "a"}
 
 
 @pytest.mark.parametrize("as_text", [False, True])
-def test_the_model_writes_the_last_message_of_a_conversation(as_text: bool, tmp_path: Path) -> None:
+def test_model_continues_after_the_last_user_message(as_text: bool, tmp_path: Path) -> None:
     row = {"chat": json.dumps(CHAT) if as_text else CHAT, "i": "1.png"}
     environment, observation = made(tmp_path, row, conversation="chat", images="i")
     (task,) = environment.tasks("train")
@@ -135,7 +120,7 @@ def test_the_model_writes_the_last_message_of_a_conversation(as_text: bool, tmp_
     assert asyncio.run(environment.episode(task).step("yes")).reward_parts == {"exact_match": 1.0}
 
 
-def test_a_conversation_reaches_the_server_message_by_message(tmp_path: Path) -> None:
+def test_conversation_is_sent_as_separate_messages(tmp_path: Path) -> None:
     _, observation = made(tmp_path, {"chat": CHAT, "i": "1.png"}, conversation="chat", images="i")
     conversation = Conversation(None, SharedImages(ImageStore(tmp_path / "images")), True)
     asyncio.run(conversation.observe(observation))
@@ -146,24 +131,40 @@ def test_a_conversation_reaches_the_server_message_by_message(tmp_path: Path) ->
 
 
 ASSISTANT = {"role": "assistant", "content": "yes"}
-NO_CONVERSATION: list[Any] = [
+BAD_CHATS: list[Any] = [
     *([], "not JSON", [ASSISTANT], [{"role": "robot", "content": "yes"}]),
     [USER, {"role": "system", "content": "b"}, USER],
     *([{"role": "user", "content": content}] for content in ([{"type": "audio"}], None)),
     [{"role": "system", "content": [{"type": "image"}]}, USER],
 ]
+PART = {"prompt": "{q}", "answer_extract": "<answer>"}
 
 
 @pytest.mark.parametrize(
-    ("chat", "reason"),
-    [*((chat, "bad_conversation") for chat in NO_CONVERSATION), ([USER, {**ASSISTANT, "content": " "}], "no_answer")],
+    ("reason", "row", "changes"),
+    [
+        ("image_count", {"q": "x", "i": ["1.png"]}, {"prompt": "{image}{image}{q}", "images": "i"}),
+        ("image_count", {"q": "x", "i": ["1.png", "2.png"]}, {"prompt": "{image}{q}", "images": "i"}),
+        ("no_text", {"q": "", "i": []}, {"prompt": "{images}{q}", "images": "i"}),
+        ("wrong_type", {"q": {"a": 1}, "i": ["1.png"]}, {"prompt": "{q}", "images": "i"}),
+        ("too_long", {"q": "x" * 40000, "i": ["1.png"]}, {"prompt": "{q}", "images": "i"}),
+        ("too_long", {"q": "x", "a": "x" * 10**6}, {"prompt": "{q}"}),
+        *(("no_text", {"c": choices, "a": "x"}, {"prompt": "{c[1]}"}) for choices in (["cat"], "cat", None)),
+        *(("no_answer", {"q": "x", "a": answer}, PART) for answer in ("3", "<answer> </answer>")),
+        ("wrong_type", {"q": "x", "a": 3}, PART),
+        ("no_answer", {"chat": [USER, {**ASSISTANT, "content": " "}]}, {"conversation": "chat"}),
+        *(("bad_conversation", {"chat": chat}, {"conversation": "chat"}) for chat in BAD_CHATS),
+    ],
+    ids=lambda value: str(value)[:60],
 )
-def test_conversations_that_cannot_be_continued(chat: Any, reason: str, tmp_path: Path) -> None:
-    with refused("rows_unusable", f"2 {reason}"):
-        made(tmp_path, {"chat": chat}, conversation="chat", rewards=[{"name": "exact_match"}])
+def test_unusable_row_is_counted_by_reason(
+    reason: str, row: dict[str, Any], changes: dict[str, Any], tmp_path: Path
+) -> None:
+    with refused("rows_unusable", "2 of 2", f"2 {reason}"):
+        made(tmp_path, row, **changes)
 
 
-def test_a_system_text_of_the_row(tmp_path: Path) -> None:
+def test_system_and_demonstration_templates_use_the_row(tmp_path: Path) -> None:
     row = {"q": "Which?", "who": "a judge", "a": "x", "why": "since"}
     environment, observation = made(
         tmp_path, row, prompt="{q}", system="You are {who}.", answer="a", demonstration="<t>{why}</t>{a}"
@@ -173,25 +174,13 @@ def test_a_system_text_of_the_row(tmp_path: Path) -> None:
     assert environment.demonstration(task) == ["<t>since</t>x"]
 
 
-def test_the_answer_may_be_a_part_of_its_column(tmp_path: Path) -> None:
+def test_answer_extract_takes_a_part_of_the_column(tmp_path: Path) -> None:
     environment, _ = made(tmp_path, {"q": "How many?", "a": "Two and one: <answer> 3 </answer>"}, **PART)
     (task,) = environment.tasks("train")
     assert environment.demonstration(task) == ["3"]
-    for value, reason in (("3", "no_answer"), ("<answer> </answer>", "no_answer"), (3, "wrong_type")):
-        with refused("rows_unusable", "2 of 2", f"2 {reason}"):
-            made(tmp_path, {"q": "How many?", "a": value}, **PART)
 
 
-PART = {"prompt": "{q}", "answer_extract": "<answer>"}
-
-
-@pytest.mark.parametrize("choices", [["cat"], "cat", None])
-def test_an_item_that_is_not_there_is_no_text(choices: Any, tmp_path: Path) -> None:
-    with refused("rows_unusable", "2 of 2", "2 no_text"):
-        made(tmp_path, {"c": choices, "a": "x"}, prompt="{c[1]}")
-
-
-def test_rewards_see_the_row_without_its_images(tmp_path: Path) -> None:
+def test_rewards_get_the_row_without_images(tmp_path: Path) -> None:
     from armature.components.environments.dataset.rows import row_for_rewards
 
     environment, _ = made(tmp_path, {"q": "x", "i": "1.png", "a": "x"}, prompt="{q}", images="i")

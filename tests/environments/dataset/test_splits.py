@@ -1,4 +1,4 @@
-"""Which rows are held out, in which order tasks come, and which rows filters let pass."""
+"""Held-out rows, the order of tasks, and filters."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def rows_of(count: int) -> list[Row]:
 
 
 @pytest.mark.parametrize("share", [0.05, 0.3])
-def test_a_hash_holds_its_share_and_no_row_is_in_both_splits(share: float, tmp_path: Path) -> None:
+def test_hash_split_has_its_share_and_no_overlap(share: float, tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     environment = table(path, rows_of(2000), split={"by": "hash", "heldout": share})
     train, heldout = (questions(environment, split, path) for split in ("train", "heldout"))
@@ -43,15 +43,15 @@ def test_a_hash_holds_its_share_and_no_row_is_in_both_splits(share: float, tmp_p
     assert sorted(train + heldout) == sorted(row["q"] for row in rows_of(2000))
 
 
-def test_splits_and_order_do_not_depend_on_the_order_of_rows_nor_the_split_on_the_seed(tmp_path: Path) -> None:
+def test_splits_are_independent_of_row_order_and_seed(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     shuffled = rows_of(300)
     random.Random(1).shuffle(shuffled)
-    found = []
+    splits = []
     for rows, seed in ((rows_of(300), 0), (shuffled, 0), (rows_of(300), 1), ([*rows_of(300), *rows_of(310)[300:]], 0)):
         environment = table(path, rows, seed=seed)
-        found.append([questions(environment, split, path) for split in ("train", "heldout")])
-    first, reordered, seeded, longer = found
+        splits.append([questions(environment, split, path) for split in ("train", "heldout")])
+    first, reordered, seeded, longer = splits
     assert reordered == first
     assert seeded[0] != first[0] and [sorted(each) for each in seeded] == [sorted(each) for each in first]
     assert set(first[0]) <= set(longer[0]) and set(first[1]) <= set(longer[1])
@@ -59,13 +59,13 @@ def test_splits_and_order_do_not_depend_on_the_order_of_rows_nor_the_split_on_th
     assert in_file_order == sorted(in_file_order, key=lambda q: int(q.split()[1]))
 
 
-def test_a_changed_answer_leaves_its_row_in_its_split(tmp_path: Path) -> None:
+def test_changed_answer_keeps_row_in_its_split(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     first = sorted(questions(table(path, rows_of(300)), "heldout", path))
     assert sorted(questions(table(path, [{**row, "a": "no"} for row in rows_of(300)]), "heldout", path)) == first
 
 
-def test_a_group_stays_together(tmp_path: Path) -> None:
+def test_group_stays_in_one_split(tmp_path: Path) -> None:
     path, rows = tmp_path / "rows.jsonl", rows_of(800)
     environment = table(path, rows, split={"by": "hash", "heldout": 0.25, "group": "group"})
     groups = {
@@ -74,7 +74,7 @@ def test_a_group_stays_together(tmp_path: Path) -> None:
     assert groups["train"].isdisjoint(groups["heldout"]) and len(groups["train"] | groups["heldout"]) == 40
 
 
-def test_a_column_says_the_split_and_other_values_are_counted(tmp_path: Path) -> None:
+def test_column_split_counts_rows_with_other_values(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     rows = [{**row, "split": ["train", "train", "validation", "odd"][row["n"] % 4]} for row in rows_of(40)]
     environment = table(path, rows, split={"by": "column", "heldout": ["validation", "test"]})
@@ -83,7 +83,7 @@ def test_a_column_says_the_split_and_other_values_are_counted(tmp_path: Path) ->
     assert environment.drops == {"other_split": 10}
 
 
-def test_splits_have_files_of_their_own(tmp_path: Path) -> None:
+def test_name_split_uses_separate_files(tmp_path: Path) -> None:
     for name, start in (("train-0", 0), ("train-1", 10), ("test", 20)):
         write_jsonl(tmp_path / f"{name}.jsonl", rows_of(30)[start : start + 10])
     write_jsonl(tmp_path / "notes.jsonl", rows_of(50)[30:])
@@ -102,7 +102,7 @@ def test_splits_have_files_of_their_own(tmp_path: Path) -> None:
         list(of({"train": "*.jsonl", "heldout": "test.jsonl"}).tasks("train"))
 
 
-def test_a_hash_may_take_some_of_the_files(tmp_path: Path) -> None:
+def test_hash_split_of_selected_files(tmp_path: Path) -> None:
     for name, rows in (("a", rows_of(60)[:30]), ("b", rows_of(60)[30:]), ("c", rows_of(90)[60:])):
         write_jsonl(tmp_path / f"{name}.jsonl", rows)
     values: dict[str, Any] = {"prompt": "{q}", "images": [], "answer": "a", "kind": ""}
@@ -130,7 +130,7 @@ def test_a_hash_may_take_some_of_the_files(tmp_path: Path) -> None:
         (("nothing", "!=", 1), lambda n: False),
     ],
 )
-def test_filters(each: tuple[str, str, Any], passes: Any, tmp_path: Path) -> None:
+def test_filters_select_rows(each: tuple[str, str, Any], passes: Any, tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     rows = [
         {**row, "text": f"t{n}", "number as text": f"{n}", "even": n % 2 == 0, "nothing": None, "split": s}
@@ -150,6 +150,6 @@ def test_filters(each: tuple[str, str, Any], passes: Any, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(("operator", "value"), [("in", 3), ("==", [3])])
-def test_filter_takes_a_list_exactly_where_it_needs_one(operator: str, value: Any, tmp_path: Path) -> None:
+def test_rejects_filter_value_of_wrong_shape(operator: str, value: Any, tmp_path: Path) -> None:
     with refused("value_error", "filters.0", operator):
         table(tmp_path / "r.jsonl", rows_of(3), filters=[{"column": "n", "operator": operator, "value": value}])

@@ -1,4 +1,4 @@
-"""Numbers of a table as text, and names of columns in every Unicode form."""
+"""Values of tables in every file format, and names of columns in every Unicode form."""
 
 from __future__ import annotations
 
@@ -28,6 +28,8 @@ from armature.components.machine.project import project
 from armature.components.machine.registry import suggestion
 from tests.refusals import refused
 
+from .tables import tasks_of
+
 NUMBERS = list(range(24))
 Row = dict[str, Any]
 
@@ -43,7 +45,7 @@ def _parquet(kind: pa.DataType) -> Callable[[Path], str]:
 
 
 def _pandas(suffix: str) -> Callable[[Path], str]:
-    """A missing number makes a column of whole numbers one of floats."""
+    """Write with pandas, which makes a column of whole numbers with a missing one a column of floats."""
 
     def write(folder: Path) -> str:
         table = pd.DataFrame({"q": NUMBERS, "a": NUMBERS}).astype({"a": "object"})
@@ -88,21 +90,19 @@ FORMS: dict[str, Callable[[Path], str]] = {
 
 
 IN_PROCESSES = ("pandas parquet", "jsonl")
-"""Forms that are graded in processes as well, which take a second to start."""
+"""Formats that are graded in worker processes too, which take a second to start."""
 
 
 def environment_of(folder: Path, source: str, **args: Any) -> DatasetEnvironment:
     args = {"answer": "a", "prompt": "{q}", "split": {"by": "hash", "heldout": 0.5}, "on_bad_row": "skip", **args}
     args.setdefault("rewards", [{"name": "exact_match"}])
-    made = make_environment(
-        EnvironmentSettings.model_validate({"name": "dataset", "args": {"source": str(folder / source), **args}})
-    )
-    assert isinstance(made, DatasetEnvironment)
-    return made
+    environment = make_environment(EnvironmentSettings(name="dataset", args={"source": str(folder / source), **args}))
+    assert isinstance(environment, DatasetEnvironment)
+    return environment
 
 
 def played(environment: DatasetEnvironment, completion: Callable[[str], str]) -> list[tuple[str, float]]:
-    """Prompt and sum of rewards of every task; `completion` makes an answer of the prompt's first number."""
+    """Play every task with the answer `completion(first word of the prompt)`; return prompts and sums of rewards."""
 
     async def play(task: Any) -> tuple[str, float]:
         episode = environment.episode(task)
@@ -114,7 +114,7 @@ def played(environment: DatasetEnvironment, completion: Callable[[str], str]) ->
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_whole_numbers_are_whole_however_they_are_stored(form: str, tmp_path: Path) -> None:
+def test_whole_numbers_are_integers_in_every_format(form: str, tmp_path: Path) -> None:
     source = FORMS[form](tmp_path)
     (tmp_path / "grade.py").write_text("def grade(completion, answer, row):\n    return repr(answer) == completion\n")
     rewards: list[Row] = [{"name": "exact_match"}, {"name": "number"}]
@@ -133,7 +133,7 @@ def test_whole_numbers_are_whole_however_they_are_stored(form: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize("form", [form for form in FORMS if form != "pandas csv"])
-def test_numbers_in_lists_keep_the_digits_of_their_type(form: str, tmp_path: Path) -> None:
+def test_list_numbers_keep_digits_of_their_type(form: str, tmp_path: Path) -> None:
     environment = environment_of(tmp_path, FORMS[form](tmp_path), prompt="{q}\n{l}")
     for prompt, _ in played(environment, lambda number: number):
         number = prompt.split()[0]
@@ -160,9 +160,9 @@ ARROW = pa.struct([("half", pa.float16()), ("many", pa.list_(pa.map_(pa.string()
         ([2.0**53, -0.0], pa.float64(), [2.0**53, 0]),
     ],
 )
-def test_arrow_values_are_plain(values: list[Any], kind: pa.DataType, plain: list[Any]) -> None:
-    found = column_values(pa.chunked_array([pa.array(values, kind)]))
-    assert found == plain and list(map(type, found)) == list(map(type, plain))
+def test_column_values_are_plain(values: list[Any], kind: pa.DataType, plain: list[Any]) -> None:
+    result = column_values(pa.chunked_array([pa.array(values, kind)]))
+    assert result == plain and list(map(type, result)) == list(map(type, plain))
 
 
 MISSING = [float("nan"), float("inf"), float("-inf"), None]
@@ -185,7 +185,7 @@ MISSING = [float("nan"), float("inf"), float("-inf"), None]
     ],
 )
 @pytest.mark.parametrize("suffix", ["parquet", "jsonl"])
-def test_missing_numbers_are_counted_and_never_a_word(place: Row, reason: str, suffix: str, tmp_path: Path) -> None:
+def test_missing_numbers_make_bad_rows(place: Row, reason: str, suffix: str, tmp_path: Path) -> None:
     values = [1.0, 2.0] * 6 + MISSING
     rows = [{"q": f"question {n}", "a": "a", "v": value, "list": [value]} for n, value in enumerate(values)]
     if suffix == "parquet":
@@ -193,19 +193,18 @@ def test_missing_numbers_are_counted_and_never_a_word(place: Row, reason: str, s
     else:
         (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     environment = environment_of(tmp_path, f"rows.{suffix}", **place)
-    tasks = [*environment.tasks("train"), *environment.tasks("heldout")]
-    assert len(tasks) == 12 and environment.drops == {reason: 4}
+    assert len(tasks_of(environment)) == 12 and environment.drops == {reason: 4}
 
 
-def test_one_value_without_a_python_type_costs_its_row(tmp_path: Path) -> None:
+def test_value_without_python_type_makes_one_bad_row(tmp_path: Path) -> None:
     days = pa.array([0, 10**8, *range(1, 9)], pa.int32()).cast(pa.date32())
     pq.write_table(pa.table({"q": [f"q{n}" for n in range(10)], "a": days}), tmp_path / "rows.parquet")
     environment = environment_of(tmp_path, "rows.parquet")
-    assert len([*environment.tasks("train"), *environment.tasks("heldout")]) == 9
+    assert len(tasks_of(environment)) == 9
     assert environment.drops == {"unreadable": 1}
 
 
-NAME = "Fr\u00e4ge \u1e69"  # two characters that have other forms, one of them of three characters
+NAME = "Fr\u00e4ge \u1e69"  # two characters have other Unicode forms, one of them of three characters
 UNICODE = [normalize("NFC", NAME), normalize("NFD", NAME)]
 
 
@@ -224,7 +223,7 @@ def write(folder: Path, suffix: str, rows: list[dict[str, Any]]) -> str:
 @pytest.mark.parametrize("suffix", ["parquet", "jsonl", "json", "csv"])
 @pytest.mark.parametrize("stored", UNICODE)
 @pytest.mark.parametrize("written", UNICODE)
-def test_a_column_is_found_in_every_form(stored: str, written: str, suffix: str, tmp_path: Path) -> None:
+def test_column_names_match_in_every_unicode_form(stored: str, written: str, suffix: str, tmp_path: Path) -> None:
     source = write(tmp_path, suffix, [{stored: f"x{n}", "s": stored if n % 2 else "other"} for n in range(8)])
     split = {"by": "column", "column": "s", "train": written, "heldout": "other"}
     filters = [{"column": written, "operator": "!=", "value": "x0"}]
@@ -234,20 +233,20 @@ def test_a_column_is_found_in_every_form(stored: str, written: str, suffix: str,
 
 
 @pytest.mark.parametrize("suffix", ["parquet", "csv"])
-def test_columns_that_look_the_same_are_refused_and_told_apart(suffix: str, tmp_path: Path) -> None:
+def test_rejects_columns_with_equal_normalized_names(suffix: str, tmp_path: Path) -> None:
     source = write(tmp_path, suffix, [dict.fromkeys(UNICODE, "x")] * 8)
     with refused("column_repeated", *map(ascii, UNICODE)):
         environment_of(tmp_path, source, prompt=f"{{{NAME}}}", answer="")
 
 
-def test_a_line_with_two_names_that_look_the_same_is_left_out(tmp_path: Path) -> None:
+def test_line_with_equal_normalized_names_is_a_bad_row(tmp_path: Path) -> None:
     rows = [dict.fromkeys(UNICODE, "x"), *({form: f"{form} {n}"} for n in range(8) for form in UNICODE)]
     environment = environment_of(tmp_path, write(tmp_path, "jsonl", rows), prompt=f"{{{NAME}}}", answer=NAME)
     assert len(played(environment, lambda text: text)) == 16 and environment.drops == {"unreadable": 1}
 
 
 @given(st.text(st.characters(codec="utf-8"), min_size=1, max_size=12), st.integers(0, 20))
-def test_every_name_can_be_quoted(name: str, item: int) -> None:
+def test_template_can_quote_any_column_name(name: str, item: int) -> None:
     quoted = json.dumps(name)
     row = {normalize("NFC", name): [f"v{n}" for n in range(21)]}
     for template, shown in ((f"a{{{quoted}[{item}]}}b", f"av{item}b"), (f"{{{{{{{quoted}}}}}}}", None)):
@@ -269,26 +268,26 @@ def test_every_name_can_be_quoted(name: str, item: int) -> None:
         (r'{"a\"b"}{"a\\b"}{"\u00e4"}', {'a"b': "x", "a\\b": "y", "\u00e4": "z"}, "xyz"),
     ],
 )
-def test_columns_are_named(template: str, row: dict[str, Any], shown: str) -> None:
+def test_template_refers_to_columns(template: str, row: dict[str, Any], shown: str) -> None:
     assert "".join(map(str, parse_template(template).fill(row))) == shown
 
 
 @pytest.mark.parametrize(
     "template", ['{"a"b}x{', "{q{1}", "{q}}", "{", "}", "{}", "a {b} }", "{a{b}", '{"\\x"}', '{"a"[12345]}{']
 )
-def test_damaged_places_are_refused(template: str) -> None:
+def test_rejects_malformed_templates(template: str) -> None:
     with pytest.raises(ValueError):
         parse_template(template)
 
 
-def test_a_quoted_item_needs_its_column(tmp_path: Path) -> None:
+def test_quoted_item_requires_its_column(tmp_path: Path) -> None:
     source = write(tmp_path, "jsonl", [{"q[0]": "x", "a": "x"}] * 8)
     with refused("unknown_column", "'q'"):
         list(environment_of(tmp_path, source, prompt='{"q"[0]}').tasks("train"))
 
 
 @pytest.mark.parametrize(
-    ("name", "known", "apart"),
+    ("name", "candidate", "escaped"),
     [
         (UNICODE[0], UNICODE[1], True),
         ("\u0430nswer", "answer", True),  # the first letter is Cyrillic
@@ -297,5 +296,6 @@ def test_a_quoted_item_needs_its_column(tmp_path: Path) -> None:
         ("anser", "answer", False),
     ],
 )
-def test_a_suggestion_tells_names_apart_that_look_the_same(name: str, known: str, apart: bool) -> None:
-    assert (ascii(name) in suggestion(name, [known]) and ascii(known) in suggestion(name, [known])) is apart
+def test_suggestion_escapes_names_that_look_equal(name: str, candidate: str, escaped: bool) -> None:
+    text = suggestion(name, [candidate])
+    assert (ascii(name) in text and ascii(candidate) in text) is escaped

@@ -23,7 +23,7 @@ from armature.components.machine.workers.worker import workers_on
 from armature.components.robots.datasets.settings import DatasetSettings, QuantileStatsSettings
 from armature.components.robots.datasets.source import pinned
 from tests.builders import make_machine
-from tests.environments.alfworld.text.test_engine import games, said_by
+from tests.environments.alfworld.text.test_engine import games, turns_of
 from tests.machine.workers.calls import call
 from tests.machine.workers.test_worker import gone
 from tests.robots.datasets.conftest import write
@@ -109,7 +109,7 @@ def test_text_games_on_cluster_give_identical_observations(cluster):
         there = EngineHost(2)
     try:
         for game in few:
-            assert said_by(there, game, game.plan) == said_by(here, game, game.plan)
+            assert turns_of(there, game, game.plan) == turns_of(here, game, game.plan)
     finally:
         here.close()
         there.close()

@@ -1,4 +1,4 @@
-"""Games from files and generated games: nothing in a file is run, and all can be won."""
+"""Games from files and generated games: nothing in a file is executed, and every game can be won."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def read(path: Path, folder: Path, *replaced: str) -> Game:
     return read_game(path, folder, "train", frozenset(replaced))
 
 
-def test_written_games_read_back(folder: Path, games: list[Game]) -> None:
+def test_games_round_trip_through_a_folder(folder: Path, games: list[Game]) -> None:
     for source in SOURCES:
         back = list(load_games(settings_of(folder), source, count=6, seed=0))
         assert sorted(back, key=lambda game: game.name) == sorted(
@@ -82,19 +82,19 @@ def test_written_games_read_back(folder: Path, games: list[Game]) -> None:
     assert len(orders) > 1
 
 
-def test_an_empty_or_another_digest_is_refused_with_the_actual_one(folder: Path) -> None:
+def test_wrong_digest_error_shows_the_actual_digest(folder: Path) -> None:
     actual = games_digest(folder)
     for digest in ("", "0" * 64):
         with refused("games_digest_mismatch", actual):
             load_games(settings_of(folder, digest=digest), "train", count=1, seed=0)
-    known = settings_of(folder)
+    stale = settings_of(folder)
     trajectory = next(folder.rglob(TRAJECTORY))
     trajectory.write_text(trajectory.read_text() + " ")
     with refused("games_digest_mismatch", actual):
-        load_games(known, "train", count=1, seed=0)
+        load_games(stale, "train", count=1, seed=0)
 
 
-def test_games_are_left_out_as_alfworld_leaves_them_out(folder: Path, games: list[Game]) -> None:
+def test_leaves_out_the_games_that_alfworld_leaves_out(folder: Path, games: list[Game]) -> None:
     first, second, third, fourth, fifth, _ = (path_of(folder, game) for game in games[:6])
     rewrite(first, solvable=False)
     rewrite(second, solvable=None)
@@ -108,12 +108,12 @@ def test_games_are_left_out_as_alfworld_leaves_them_out(folder: Path, games: lis
         load_games(settings_of(folder, kinds=[games[0].kind]), "train", count=1, seed=0)
 
 
-def test_a_folder_without_games_is_refused(tmp_path: Path) -> None:
+def test_rejects_folder_without_games(tmp_path: Path) -> None:
     with refused("games_missing", tmp_path):
         games_digest(tmp_path)
 
 
-def test_another_grammar_is_refused_unless_it_may_be_replaced(folder: Path, games: list[Game]) -> None:
+def test_rejects_unknown_grammar_unless_listed_as_replaced(folder: Path, games: list[Game]) -> None:
     path, canary = path_of(folder, games[0]), folder / "canary"
     hostile = packaged.grammar().replace("You open the {r.name}.", f"{{open('{canary}', 'w')}}")
     rewrite(path, grammar=hostile.replace(packaged.GOAL, "put a book in desk"), walkthrough=["put book 1 in/on desk 1"])
@@ -129,7 +129,7 @@ GRAMMAR_GOALS = ("{open('canary', 'w')}", "#look.feedback#", "[a|b]", 'a", "cond
 
 
 @pytest.mark.parametrize("goal", [*GRAMMAR_GOALS, "", "x" * 301, "é"])
-def test_a_goal_that_means_something_in_a_grammar_is_refused(folder: Path, games: list[Game], goal: str) -> None:
+def test_rejects_goal_with_grammar_syntax(folder: Path, games: list[Game], goal: str) -> None:
     path = path_of(folder, games[0])
     rewrite(path, grammar=packaged.grammar().replace(packaged.GOAL, goal))
     with refused("invalid_goal" if goal else "unknown_grammar", path):
@@ -153,7 +153,7 @@ def test_a_goal_that_means_something_in_a_grammar_is_refused(folder: Path, games
         (lambda text: "evil " + text, "'evil'"),
     ],
 )
-def test_a_problem_of_another_shape_is_refused(games: list[Game], change: Any, value: object) -> None:
+def test_rejects_malformed_problems(games: list[Game], change: Any, value: object) -> None:
     with refused("invalid_problem", value, "here"):
         check_problem(change(games[0].problem), where="here")
     assert check_problem(games[0].problem, where="here") == games[0].problem
@@ -161,7 +161,7 @@ def test_a_problem_of_another_shape_is_refused(games: list[Game], change: Any, v
 
 @settings(max_examples=300)
 @given(st.text(alphabet="()abcdefin:- \n{}#[]|\"'\\", max_size=400) | st.text(max_size=60))
-def test_no_text_gets_past_the_checks_by_chance(text: str) -> None:
+def test_random_text_is_never_a_valid_problem(text: str) -> None:
     with pytest.raises(DataError):
         check_problem(text, where="here")
     try:
@@ -178,8 +178,8 @@ def host() -> Iterator[EngineHost]:
     host.close()
 
 
-def test_damaged_problems_that_look_right_end_in_an_error_of_their_game(games: list[Game], host: EngineHost) -> None:
-    """Past the checks of shape, by way of names and facts that the domain does not have."""
+def test_damaged_problem_fails_only_its_game(games: list[Game], host: EngineHost) -> None:
+    """Names and facts that the domain does not have pass the checks of shape and reach the engine."""
     problem = games[0].problem
     lines = problem.split("\n")
     facts = [number for number, line in enumerate(lines) if line.startswith(" (")]
@@ -195,7 +195,7 @@ def test_damaged_problems_that_look_right_end_in_an_error_of_their_game(games: l
     assert failed > 0
 
 
-def test_a_seed_gives_the_same_games_and_a_larger_count_begins_with_them() -> None:
+def test_games_depend_only_on_seed_and_index() -> None:
     few = list(load_games(generated(), "train", count=6, seed=5))
     assert few == list(islice(load_games(generated(), "train", count=12, seed=5), 6))
     assert [game.kind for game in few] == list(KINDS)
@@ -212,8 +212,8 @@ def test_unseen_scenes_are_in_no_other_split() -> None:
     assert len(set(problems)) == 180
 
 
-def test_a_goal_is_not_met_as_a_game_begins() -> None:
-    """Read from the problem's own facts, not from what the generator knew."""
+def test_goal_is_not_met_at_the_start() -> None:
+    """Check it by the facts in the problem, independently of the generator."""
     for game in load_games(generated(density=0.9), "train", count=48, seed=1):
         target = re.search(r"\(objectType \?\w+ (\w+)\)", game.problem)
         wanted = re.search(r"\(receptacleType \?r (\w+)\)", game.problem)
@@ -228,8 +228,8 @@ def test_a_goal_is_not_met_as_a_game_begins() -> None:
             assert target[1] not in {kinds[name] for name in inside}
 
 
-def test_every_object_lies_nearest_to_the_receptacle_that_holds_it() -> None:
-    """Else AI2-THOR, which knows positions only, would show another game than the text tells."""
+def test_objects_lie_nearest_to_their_receptacle() -> None:
+    """AI2-THOR has only positions, so it would otherwise show another game than the text game."""
     for game in load_games(generated(density=0.9), "train", count=12, seed=2):
         room = layout(game.scene)
         for pose in game.trajectory["scene"]["object_poses"]:
@@ -238,18 +238,18 @@ def test_every_object_lies_nearest_to_the_receptacle_that_holds_it() -> None:
             assert class_of(room.nearest(position_of(name))) in game.problem
 
 
-def test_the_size_of_a_game_can_be_chosen() -> None:
+def test_most_receptacles_limits_a_game() -> None:
     for game in load_games(generated(most_receptacles=4, most_instances=1), "train", count=5, seed=0):
         assert game.problem.partition("(:init")[0].count(" - receptacle\n") <= 4
 
 
-def test_a_kind_without_a_room_is_refused() -> None:
+def test_rejects_kind_without_a_room() -> None:
     with refused("room_missing", "pick_heat_then_place_in_recep", "Bedroom"):
         settings = generated(kinds=["pick_heat_then_place_in_recep"], rooms=["Bedroom"])
         list(load_games(settings, "train", count=1, seed=0))
 
 
-def test_another_grammar_than_the_known_one_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rejects_other_alfworld_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     packaged._checked.cache_clear()
     monkeypatch.setitem(packaged.DIGESTS, "data/alfred.twl2", "0" * 64)
     with refused("alfworld_version_unsupported", "c5b22f"):

@@ -1,6 +1,6 @@
-"""Plays games through alfworld's own AlfredTWEnv, and prints what it said: python original.py FOLDER SPLIT...
+"""Play games with alfworld's own AlfredTWEnv and print each turn as JSON: python original.py FOLDER SPLIT...
 
-It runs in a process of its own: fast-downward replaces the arguments of the process that it is used in.
+Run this in a separate process, because fast-downward overwrites the arguments of its process.
 """
 
 import contextlib
@@ -36,18 +36,18 @@ def play(split):  # type: ignore[no-untyped-def]
         path = Path(infos["extra.gamefile"][0])
         plan = json.loads(path.read_text())["walkthrough"]
         rng = random.Random(str(path.relative_to(ROOT)))
-        # The plan begins with a walk, so that a step taken before it does not spoil it.
+        # Each plan begins with "go to", so a walk or a look before it does not invalidate it.
         aside = rng.choice([one for one in infos["admissible_commands"][0] if one.startswith(("go to", "look"))])
         commands = [rng.choice([aside, "go to nowhere"]), *plan]
-        said = [["", feedback, infos["admissible_commands"][0], infos["won"][0]]]
+        turns = [["", feedback, infos["admissible_commands"][0], infos["won"][0]]]
         for command in commands:
             if infos["won"][0]:
                 break
             (feedback,), _, _, infos = games.step([command])
-            said.append([command, feedback, infos["admissible_commands"][0], infos["won"][0]])
-        yield str(path.parent.relative_to(ROOT)), said
+            turns.append([command, feedback, infos["admissible_commands"][0], infos["won"][0]])
+        yield str(path.parent.relative_to(ROOT)), turns
 
 
 with contextlib.redirect_stdout(sys.stderr):
-    heard = {name: said for split in SPLITS for name, said in play(split)}
-print(json.dumps({"games": heard, "cpu": sum(os.times()[:2])}))
+    games = {name: turns for split in SPLITS for name, turns in play(split)}
+print(json.dumps({"games": games, "cpu": sum(os.times()[:2])}))

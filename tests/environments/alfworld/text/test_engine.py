@@ -1,4 +1,4 @@
-"""Our processes against alfworld's own environment, and what happens when a process or its parent dies."""
+"""The text engine compared with alfworld's own environment, and worker processes that are shared or die."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from ..games_of import GAMES, TEXT, generated
 
 HERE = Path(__file__).parent
 SMALL = {**GAMES, "density": 0.15, "most_receptacles": 3}
-"""alfworld's own environment takes seconds for a game of usual size."""
+"""Settings of tiny games, because alfworld's own environment takes seconds for a game of the usual size."""
 
 
 @pytest.fixture(scope="module")
@@ -49,15 +49,13 @@ def games(count: int, seed: int = 0) -> list[Game]:
     return list(load_games(generated(), "train", count=count, seed=seed))
 
 
-def said_by(host: EngineHost, game: Game, commands: list[str]) -> list[list[Any]]:
+def turns_of(host: EngineHost, game: Game, commands: list[str]) -> list[list[Any]]:
+    """Play a game and return (command, text, admissible commands, won) of each turn."""
     hosted = host.play(game.name, game.problem, game.goal)
-    shown = hosted.reset()
-    said = [["", shown.feedback, list(shown.commands), shown.won]]
-    for command in commands:
-        shown = hosted.step(command)
-        said.append([command, shown.feedback, list(shown.commands), shown.won])
+    replies = [hosted.reset(), *map(hosted.step, commands)]
     hosted.close()
-    return said
+    pairs = zip(["", *commands], replies, strict=True)
+    return [[command, reply.feedback, list(reply.commands), reply.won] for command, reply in pairs]
 
 
 @pytest.fixture(scope="module")
@@ -69,23 +67,21 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run_stage("alfworld-games", settings, {}, machine).path
 
 
-def test_alfworlds_own_environment_wins_every_exported_game_and_says_what_ours_says(
-    exported: Path, host: EngineHost
-) -> None:
+def test_engine_matches_alfworlds_own_environment(exported: Path, host: EngineHost) -> None:
     environment = {**os.environ, "ALFWORLD_DATA": str(exported), "PYTHONHASHSEED": "0"}
     command = [sys.executable, str(HERE / "original.py"), str(exported), *SOURCES]
     output = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True, text=True).stdout
     original = json.loads(output.splitlines()[-1])["games"]
     assert len(original) == 18
-    assert all(said[-1][3] is True and not said[0][3] for said in original.values())
-    made = {f"{g.source}/{g.name}": g for s in SOURCES for g in load_games(generated(**SMALL), s, count=6, seed=4)}
-    assert set(made) == set(original)
-    for name, heard in original.items():
-        for _ in range(2):  # the second time from what was kept; of problems that is fewer than there are here
-            assert said_by(host, made[name], [step[0] for step in heard[1:]]) == heard
+    assert all(turns[-1][3] is True and not turns[0][3] for turns in original.values())
+    ours = {f"{g.source}/{g.name}": g for s in SOURCES for g in load_games(generated(**SMALL), s, count=6, seed=4)}
+    assert set(ours) == set(original)
+    for name, turns in original.items():
+        for _ in range(2):  # the second time with results from the caches
+            assert turns_of(host, ours[name], [turn[0] for turn in turns[1:]]) == turns
 
 
-def test_two_hundred_games_in_one_process_are_small_and_do_not_disturb_each_other(host: EngineHost) -> None:
+def test_one_process_plays_200_independent_games_in_bounded_memory(host: EngineHost) -> None:
     few = games(10)
     playing = [(host.play(game.name, game.problem, game.goal), game) for game in few * 20]
     for hosted, _ in playing:
@@ -104,8 +100,8 @@ def test_two_hundred_games_in_one_process_are_small_and_do_not_disturb_each_othe
     assert worker.call("count", reply=ANYTHING)["games"] == 0
 
 
-def test_random_commands_do_not_win(host: EngineHost) -> None:
-    """A guard against games that anything wins; the share is small, not zero, in games this small."""
+def test_random_commands_rarely_win(host: EngineHost) -> None:
+    """Games must not be won by any commands. In games this small, a few are won by chance."""
     random_ = random.Random(0)
 
     def wins(game: Game) -> bool:
@@ -118,7 +114,7 @@ def test_random_commands_do_not_win(host: EngineHost) -> None:
     assert sum(wins(game) for game in games(24, seed=3)) <= 2
 
 
-def test_games_share_the_process_of_their_namesakes() -> None:
+def test_games_of_equal_name_share_a_process() -> None:
     host = EngineHost(3)
     few = games(6)
     homes = [[host.workers.index(host.play(game.name, "", "")._worker) for game in few] for _ in range(8)]
@@ -130,7 +126,7 @@ def running(host: EngineHost) -> list[int]:
     return [worker.pid for worker in host.workers if isinstance(worker, WorkerProcess) and worker.pid is not None]
 
 
-def test_environments_that_are_open_together_share_processes_and_the_last_one_ends_them() -> None:
+def test_open_environments_share_processes_until_the_last_user_ends() -> None:
     settings = EnvironmentSettings(name="alfworld/text", args=TEXT, train_tasks=1, heldout_tasks=1, seed=0)
     one, other = make_environment(settings, 7), make_environment(settings, 7)
     (task,) = one.tasks("train")
@@ -144,12 +140,12 @@ def test_environments_that_are_open_together_share_processes_and_the_last_one_en
     one.close()
     assert psutil.pid_exists(pid)
     del other
-    assert psutil.pid_exists(pid)  # the episode goes on
+    assert psutil.pid_exists(pid)  # the episode still uses it
     del episode
     assert not psutil.pid_exists(pid)
 
 
-def test_a_problem_that_the_engine_cannot_read_fails_alone(host: EngineHost) -> None:
+def test_unreadable_problem_fails_only_its_game(host: EngineHost) -> None:
     (game,) = games(1)
     for problem in ("", "(define", game.problem.replace("(atLocation agent1", "(nowhere agent1")):
         with refused("game_engine_failed"):
@@ -157,18 +153,18 @@ def test_a_problem_that_the_engine_cannot_read_fails_alone(host: EngineHost) -> 
     assert host.play(game.name, game.problem, game.goal).reset().commands
 
 
-def test_a_goal_sentence_is_text_to_the_engine(host: EngineHost, tmp_path: Path) -> None:
-    """The check before it refuses such a sentence; here it gets past it."""
+def test_goal_sentence_is_never_executed(host: EngineHost, tmp_path: Path) -> None:
+    """`check_goal` refuses such a sentence; here it goes to the engine without that check."""
     canary, (game,) = tmp_path / "canary", games(1)
     goal = f"{{open('{canary}', 'w')}} #look.feedback# [{{o.name | holds(a:agent, o:object)}}]"
 
-    said = host.play("hostile", game.problem, goal).reset().feedback
-    assert said.endswith(f"Your task is to: {goal}.")
+    feedback = host.play("hostile", game.problem, goal).reset().feedback
+    assert feedback.endswith(f"Your task is to: {goal}.")
     assert not canary.exists()
 
 
-def test_an_environment_may_be_forgotten_while_its_process_is_busy() -> None:
-    """The garbage collector runs in whatever thread allocates, and may find the last user there."""
+def test_host_can_be_garbage_collected_while_busy() -> None:
+    """The garbage collector may run in any thread and collect the host there."""
     host = EngineHost(1)
     (worker,) = host.workers
     worker.call("count", reply=ANYTHING)
@@ -186,7 +182,7 @@ def test_an_environment_may_be_forgotten_while_its_process_is_busy() -> None:
     assert not busy.is_alive() and not psutil.pid_exists(pid)
 
 
-def test_a_process_that_dies_fails_its_games_and_the_next_game_starts_another(host: EngineHost) -> None:
+def test_dead_process_fails_its_games_and_is_replaced(host: EngineHost) -> None:
     (game,) = games(1)
     hosted = host.play(game.name, game.problem, game.goal)
     hosted.reset()
@@ -207,7 +203,7 @@ def test_a_process_that_dies_fails_its_games_and_the_next_game_starts_another(ho
     ("plan", "value"),
     [(lambda plan: plan[:-1], "commands"), (lambda plan: ("fly away", *plan), "'fly away'")],
 )
-def test_a_game_that_its_plan_does_not_win_is_not_written(
+def test_games_stage_rejects_plans_that_do_not_win(
     plan: Callable[[tuple[str, ...]], tuple[str, ...]], value: str, tmp_path: Path
 ) -> None:
     whole, broken = games(2)

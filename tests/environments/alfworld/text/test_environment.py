@@ -1,4 +1,4 @@
-"""Episodes of alfworld/text: what is shown, what counts as a defect, and what is rewarded."""
+"""Episodes of alfworld/text: observations, action defects and rewards."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ..games_of import PROMPT, TEXT
 
 @pytest.fixture(scope="module")
 def made() -> Iterator[Callable[..., AlfworldText]]:
-    """Make an environment with other arguments; all are closed in the end."""
+    """A function that makes an environment with changed arguments; all are closed at the end."""
     with ExitStack() as opened:
 
         def make(**changes: Any) -> AlfworldText:
@@ -59,7 +59,7 @@ def shown(observation: Observation | None) -> str:
     return "".join(part for part in observation.content if isinstance(part, str))
 
 
-def test_a_demonstration_wins_every_kind_of_task_and_is_rewarded_once(environment: AlfworldText) -> None:
+def test_demonstrations_win_every_kind_of_task(environment: AlfworldText) -> None:
     tasks = [*environment.tasks("train"), *environment.tasks("heldout")]
     assert len({task.payload["kind"] for task in tasks}) == 6
     for task in tasks:
@@ -70,11 +70,11 @@ def test_a_demonstration_wins_every_kind_of_task_and_is_rewarded_once(environmen
     assert environment.reward_weights == {"won": 10.0} and not environment.dialogue
 
 
-def test_detours_only_do_what_can_be_done(made: Callable[..., AlfworldText]) -> None:
-    """In rooms of usual size some places are reached from the same spot, to which one cannot go again."""
+def test_detours_are_always_admissible(made: Callable[..., AlfworldText]) -> None:
+    """In rooms of the usual size, some places are reached from the same spot, and no command goes there again."""
     games = {**TEXT["games"], "most_receptacles": 40, "rooms": ["Bathroom"], "kinds": ["pick_and_place_simple"]}
     environment = made(games=games, detours=4, max_turns=30)
-    found = []
+    added = []
     for task in environment.tasks("train"):
         for name in "abcd":
             same = Task(name, "train", task.payload)
@@ -82,19 +82,17 @@ def test_detours_only_do_what_can_be_done(made: Callable[..., AlfworldText]) -> 
             _, outcomes = asyncio.run(answered(environment, same, answers))
             assert [outcome.action_defect for outcome in outcomes] == [None] * len(answers)
             assert outcomes[-1].reward_parts == {"won": 1.0}
-            found.append(len(answers) - len(task.payload["plan"]))
-    assert max(found) >= 4 and min(found) == 0
+            added.append(len(answers) - len(task.payload["plan"]))
+    assert max(added) >= 4 and min(added) == 0
 
 
-def test_heldout_tasks_are_from_the_split_that_is_named(
-    environment: AlfworldText, made: Callable[..., AlfworldText]
-) -> None:
+def test_heldout_tasks_come_from_heldout_source(environment: AlfworldText, made: Callable[..., AlfworldText]) -> None:
     assert {task.payload["source"] for task in environment.tasks("train")} == {"train"}
     assert {task.payload["source"] for task in environment.tasks("heldout")} == {"valid_unseen"}
     assert {task.payload["source"] for task in made(heldout_source="valid_seen").tasks("heldout")} == {"valid_seen"}
 
 
-def test_answers_that_are_no_action_are_told_apart(environment: AlfworldText) -> None:
+def test_action_defects_distinguish_format_and_inadmissible(environment: AlfworldText) -> None:
     task = first_task(environment)
     move = task.payload["plan"][0]
     answers = ["I think so", "<action>go to the moon</action>", f"<action>{move}</action>", f"well, {move}"]
@@ -106,7 +104,7 @@ def test_answers_that_are_no_action_are_told_apart(environment: AlfworldText) ->
     assert shown(outcomes[2].observation).split("Now: ")[1].startswith("You arrive at")
 
 
-def test_members_of_a_group_begin_alike_and_states_are_named_by_what_the_game_says(environment: AlfworldText) -> None:
+def test_anchor_key_depends_only_on_the_game_text(environment: AlfworldText) -> None:
     task = first_task(environment)
     plan = list(environment.demonstration(task))
 
@@ -124,7 +122,7 @@ def test_members_of_a_group_begin_alike_and_states_are_named_by_what_the_game_sa
     assert there.anchor_key == later.anchor_key and shown(there) != shown(later)
 
 
-def test_an_episode_out_of_turns_ends_without_reward(made: Callable[..., AlfworldText]) -> None:
+def test_episode_ends_without_reward_after_max_turns(made: Callable[..., AlfworldText]) -> None:
     environment = made(max_turns=3)
     task = first_task(environment)
     _, outcomes = asyncio.run(answered(environment, task, ["<action>look</action>"] * 3))
@@ -132,7 +130,7 @@ def test_an_episode_out_of_turns_ends_without_reward(made: Callable[..., Alfworl
     assert outcomes[-1].reward_parts == {"won": 0.0}
 
 
-def test_last_allowed_invalid_action_loses_the_episode(made: Callable[..., AlfworldText]) -> None:
+def test_max_invalid_actions_ends_the_episode(made: Callable[..., AlfworldText]) -> None:
     environment = made(max_invalid_actions=3)
     task = first_task(environment)
     *plan, last = environment.demonstration(task)
@@ -144,13 +142,13 @@ def test_last_allowed_invalid_action_loses_the_episode(made: Callable[..., Alfwo
     assert not any(outcome.done for outcome in lost[:-1])
 
 
-def test_the_list_of_actions_is_shown_where_the_template_says_so(made: Callable[..., AlfworldText]) -> None:
+def test_action_list_is_shown_only_by_the_template(made: Callable[..., AlfworldText]) -> None:
     environment = made(prompt={**PROMPT, "first": "{observation}"}, image={"form": "none"})
     first, _ = asyncio.run(answered(environment, first_task(environment), []))
     assert first.content == (first.anchor_key,) and first.admissible_actions
 
 
-def test_an_image_shows_what_the_text_says_and_nothing_else() -> None:
+def test_known_state_follows_the_text() -> None:
     seen = KnownState.begin("put a clean mug in cabinet")
     assert seen.cells()[:2] == ("mug", "cabinet") and set(seen.cells()[2:]) == {None}
     seen.read("You arrive at sinkbasin 1. On the sinkbasin 1, you see a mug 2, a fork 1, and a mug 1.")
@@ -165,26 +163,26 @@ def test_an_image_shows_what_the_text_says_and_nothing_else() -> None:
     assert seen.cells()[4:6] == ("cabinet", None) and seen.cells()[8:10] == ("mug", None)
 
 
-def test_every_kind_of_thing_has_a_cell_of_its_own() -> None:
+def test_every_kind_has_a_unique_cell() -> None:
     images = {decode(draw((kind, *[None] * 15), 56)).crop((0, 0, 14, 14)).tobytes() for kind in kinds()}
     assert len(images) == len(kinds())
     assert decode(draw((None,) * 16, 56)).size == (56, 56)
 
 
-def test_an_image_comes_first_and_is_made_once(environment: AlfworldText) -> None:
+def test_image_is_first_and_cached(environment: AlfworldText) -> None:
     task = first_task(environment)
     images = [asyncio.run(answered(environment, task, []))[0].content[0] for _ in range(2)]
     assert isinstance(images[0], EncodedImage) and images[0] is images[1]
 
 
-def test_a_payload_that_is_no_game_is_refused_before_the_engine_sees_it(environment: AlfworldText) -> None:
+def test_rejects_invalid_payload_before_the_engine(environment: AlfworldText) -> None:
     task = first_task(environment)
     for key, value in (("goal", "{open('x', 'w')}"), ("problem", "(define")):
         with refused(f"invalid_{key}", task.task_id):
             environment.episode(Task(task.task_id, task.split, {**task.payload, key: value}))
 
 
-def test_without_alfworld_its_install_command_is_named(
+def test_missing_alfworld_names_install_command(
     made: Callable[..., AlfworldText], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     packaged.folder.cache_clear()

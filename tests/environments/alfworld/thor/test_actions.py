@@ -1,4 +1,4 @@
-"""What is sent to a player: each action of alfworld in the words of each release."""
+"""Translation of alfworld's actions for each release of the player, and rewards of turns."""
 
 from __future__ import annotations
 
@@ -63,27 +63,27 @@ SAME_IN_BOTH: list[dict[str, Any]] = [
     ],
     ids=lambda value: value["action"],
 )
-def test_each_release_is_sent_the_arguments_that_it_has(alfworlds: dict[str, Any], newer: dict[str, Any]) -> None:
-    """The older release takes what alfworld says."""
+def test_translate_gives_each_release_its_arguments(alfworlds: dict[str, Any], newer: dict[str, Any]) -> None:
+    """The older release gets alfworld's arguments unchanged."""
     before = json.dumps(alfworlds)
     assert translate(alfworlds, "2.1") == json.loads(before)
     assert translate(alfworlds, "5.0") == newer
     assert json.dumps(alfworlds) == before
 
 
-def test_the_newer_release_would_dispatch_whatever_is_translated_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_release_5_accepts_all_translated_actions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parent / "thor_player"))
     from signatures import refusal
 
     for name, form in FORMS["5.0"].items():
-        everything = dict.fromkeys(form.kept | set(form.renamed) | form.left_out, 1.0)
-        said = translate({"action": name, **everything}, "5.0")
-        assert refusal({**said, "sequenceId": 1}, "5.0") == ("", ""), name
+        everything = dict.fromkeys(form.passed | set(form.renamed) | form.dropped, 1.0)
+        action = translate({"action": name, **everything}, "5.0")
+        assert refusal({**action, "sequenceId": 1}, "5.0") == ("", ""), name
     assert refusal({"action": "TeleportFull", **TELEPORT, "rotateOnTeleport": False, "standing": True}, "5.0")[0]
     sys.modules.pop("signatures")
 
 
-def test_numbers_of_numpy_are_numbers() -> None:
+def test_translate_accepts_numpy_numbers() -> None:
     assert translate({"action": "TeleportFull", **TELEPORT, "x": np.float32(1.5)}, "5.0")["x"] == 1.5
 
 
@@ -104,7 +104,7 @@ def test_numbers_of_numpy_are_numbers() -> None:
     ],
     ids=repr,
 )
-def test_what_is_no_action_is_refused_before_it_is_sent(action: dict[str, Any], code: str, release: Release) -> None:
+def test_rejects_invalid_actions(action: dict[str, Any], code: str, release: Release) -> None:
     with refused(code):
         translate(action, release)
 
@@ -114,7 +114,7 @@ anything = st.recursive(
     lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
     max_leaves=5,
 )
-arguments = st.sampled_from(sorted({name for form in FORMS["2.1"].values() for name in form.kept})) | st.text()
+arguments = st.sampled_from(sorted({name for form in FORMS["2.1"].values() for name in form.passed})) | st.text()
 
 
 @run(max_examples=400)
@@ -123,25 +123,25 @@ arguments = st.sampled_from(sorted({name for form in FORMS["2.1"].values() for n
     st.dictionaries(arguments, anything),
     st.sampled_from(RELEASES),
 )
-def test_whatever_is_asked_is_sent_as_json_or_refused(name: Any, asked: dict[str, Any], release: Release) -> None:
+def test_any_action_becomes_json_or_is_refused(name: Any, asked: dict[str, Any], release: Release) -> None:
     try:
-        said = translate({**asked, "action": name}, release)
+        action = translate({**asked, "action": name}, release)
     except PlayerError:
         return
-    form = FORMS[release][said["action"]]
-    assert set(said) <= {"action"} | form.kept | set(form.renamed.values()) | set(form.added)
-    assert "NaN" not in json.dumps(said) or "NaN" in repr(asked)
+    form = FORMS[release][action["action"]]
+    assert set(action) <= {"action"} | form.passed | set(form.renamed.values()) | set(form.added)
+    assert "NaN" not in json.dumps(action) or "NaN" in repr(asked)
 
 
 @given(st.lists(st.sampled_from([0.0, 0.25, 1 / 3, 0.5, 2 / 3, 1.0]), min_size=1, max_size=50))
-def test_progress_sums_up_to_the_last_share_less_the_first(shares: list[float]) -> None:
+def test_progress_rewards_sum_to_last_minus_first_share(shares: list[float]) -> None:
     settings = PotentialReward(name="potential", won_weight=10.0, progress_weight=1.0)
     earned = RewardTracker(settings, shares[0])
     turns = [earned.turn(share, share == 1.0) for share in shares[1:]]
     assert sum(turn["progress"] for turn in turns) == pytest.approx(shares[-1] - shares[0])
 
 
-def test_holding_half_of_the_goal_for_48_turns_earns_the_half_once_and_winning_earns_more() -> None:
+def test_holding_progress_earns_it_only_once() -> None:
     settings = PotentialReward(name="potential", won_weight=10.0, progress_weight=1.0)
     weight = weights(settings)
 
@@ -155,7 +155,7 @@ def test_holding_half_of_the_goal_for_48_turns_earns_the_half_once_and_winning_e
     assert total([0.5, 0.0] * 20 + [0.5]) == pytest.approx(0.5)
 
 
-def test_a_terminal_reward_is_the_win_alone() -> None:
+def test_terminal_reward_has_only_the_win() -> None:
     settings = TerminalReward(name="terminal", won_weight=10.0)
     earned = RewardTracker(settings, 0.0)
     assert weights(settings) == {"won": 10.0}

@@ -1,4 +1,4 @@
-"""Games played in AI2-THOR: ai2thor's controller and alfworld's THOR classes as installed, on the stand-in player."""
+"""Games in AI2-THOR, with the installed ai2thor and alfworld and a stand-in for the player program."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def player(home: Path) -> Iterator[ThorPlayer]:
 
 
 def begin(player: ThorPlayer) -> Any:
-    """Alfworld's agent in front of the counter with the apple."""
+    """Begin a game and return alfworld's agent in front of the counter with the apple."""
     agent = player.begin(PLACE.payload["trajectory"], "do it", names_of(PLACE.payload["problem"]))
     agent.act(TAKE[0])
     return agent
@@ -126,7 +126,7 @@ def say(action: str) -> str:
 
 
 async def elsewhere(work: Coroutine[Any, Any, ResultT]) -> ResultT:
-    """In a thread with a loop of its own, as rollouts are played: episodes block."""
+    """Run a coroutine in a thread with its own event loop, as rollouts do, because episodes block."""
     return await asyncio.to_thread(asyncio.run, work)
 
 
@@ -145,16 +145,16 @@ async def play(where: AlfworldThor, task: Task, answers: Sequence[str]) -> tuple
 
 
 def players() -> list[psutil.Process]:
-    """The stand-in players that run as our descendants."""
-    found = []
+    """The running stand-in players that our process started."""
+    processes = []
     for process in psutil.Process().children(recursive=True):
         try:
             command = process.cmdline()
         except psutil.NoSuchProcess:
             continue
         if any(part.endswith("thor_player") for part in command) and "-I" not in command and "/bin/sh" not in command:
-            found.append(process)
-    return found
+            processes.append(process)
+    return processes
 
 
 def image_of(observation: Observation) -> Image.Image:
@@ -170,7 +170,7 @@ def said(observation: Observation) -> str:
 
 
 @pytest.mark.parametrize("kind", sorted(TASKS))
-def test_the_plan_wins_a_game_of_each_kind(played: AlfworldThor, kind: str) -> None:
+def test_plan_wins_each_kind_of_game(played: AlfworldThor, kind: str) -> None:
     task = TASKS[kind]
     answers = played.demonstration(task)
     _, outcomes = asyncio.run(play(played, task, answers))
@@ -179,7 +179,7 @@ def test_the_plan_wins_a_game_of_each_kind(played: AlfworldThor, kind: str) -> N
     assert outcomes[-1].done
 
 
-def test_the_plan_wins_generated_games_as_in_the_text_game(played: AlfworldThor) -> None:
+def test_plans_win_generated_games(played: AlfworldThor) -> None:
     games = {"source": "generated", "kinds": KINDS, "rooms": ["Kitchen", "LivingRoom", "Bedroom", "Bathroom"]}
     games |= {"density": 0.6, "most_instances": 2, "most_receptacles": 8}
     listed = AlfworldThor(settings(games=games), train_tasks=6, heldout_tasks=6, seed=3, processes=1)
@@ -199,7 +199,7 @@ def test_the_plan_wins_generated_games_as_in_the_text_game(played: AlfworldThor)
     assert asyncio.run(everything()) == [1.0] * 12
 
 
-def test_the_members_of_a_group_play_the_same_task_whatever_was_drawn_before(played: AlfworldThor) -> None:
+def test_episodes_of_a_task_are_equal_for_any_random_state(played: AlfworldThor) -> None:
     async def group() -> list[Any]:
         random.seed(1)
         first = await play(played, HEAT, played.demonstration(HEAT)[:3])
@@ -213,7 +213,7 @@ def test_the_members_of_a_group_play_the_same_task_whatever_was_drawn_before(pla
     assert said(one[0][0]).count("Your task is to: put a apple somewhere.") == 1
 
 
-def test_a_turn_shows_a_frame_and_the_words_and_is_known_by_the_words_alone(played: AlfworldThor) -> None:
+def test_observation_has_frame_text_and_text_anchor(played: AlfworldThor) -> None:
     observations, _ = asyncio.run(play(played, PLACE, [say(TAKE[0]), say("look")]))
     for observation in observations:
         image = image_of(observation)
@@ -225,9 +225,7 @@ def test_a_turn_shows_a_frame_and_the_words_and_is_known_by_the_words_alone(play
     assert f"take {APPLE} from {HERE}" in (observations[1].admissible_actions or ())
 
 
-def test_frames_have_the_chosen_size_in_red_green_blue_and_need_no_gpu(
-    player: ThorPlayer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_frames_are_rgb_of_requested_size_without_gpu(player: ThorPlayer, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
     def fail(*arguments: object, **more: object) -> None:
@@ -247,7 +245,7 @@ def test_frames_have_the_chosen_size_in_red_green_blue_and_need_no_gpu(
         player.frame()
 
 
-def test_action_is_a_name_with_arguments_or_a_dict(player: ThorPlayer) -> None:
+def test_step_takes_action_as_arguments_or_dict(player: ThorPlayer) -> None:
     for passed in (lambda **action: player.step(**action), lambda **action: player.step(action)):
         begin(player)
         assert passed(action="PickupObject", objectId=APPLES[0], forceAction=True)
@@ -259,7 +257,7 @@ def test_action_is_a_name_with_arguments_or_a_dict(player: ThorPlayer) -> None:
         player.step("Dance")
 
 
-def test_action_that_the_player_refuses_changes_nothing(player: ThorPlayer) -> None:
+def test_refused_action_changes_nothing(player: ThorPlayer) -> None:
     agent = begin(player)
     agent.get_object(FRIDGE, agent.receptacles)["locs"] = {**agent.curr_loc, "x": 99.0}
     before = agent.get_admissible_commands()
@@ -271,7 +269,7 @@ def test_action_that_the_player_refuses_changes_nothing(player: ThorPlayer) -> N
     assert f"open {MICROWAVE}" in agent.get_admissible_commands()
 
 
-def test_an_object_is_moved_with_either_word(played: AlfworldThor) -> None:
+def test_put_and_move_commands_are_equivalent(played: AlfworldThor) -> None:
     for words in (f"move {APPLE} to {BIN}", f"put {APPLE} in/on {BIN}"):
         _, outcomes = asyncio.run(play(played, PLACE, [say(word) for word in [*TAKE, f"go to {BIN}", words]]))
         assert outcomes[-1].reward_parts["won"] == 1.0
@@ -291,16 +289,14 @@ def test_an_object_is_moved_with_either_word(played: AlfworldThor) -> None:
         (say("look"), None),
     ],
 )
-def test_what_is_no_action_here_does_nothing_and_says_why(
-    played: AlfworldThor, answer: str, defect: str | None
-) -> None:
+def test_invalid_actions_do_nothing_and_report_defect(played: AlfworldThor, answer: str, defect: str | None) -> None:
     observations, outcomes = asyncio.run(play(played, PLACE, [say(TAKE[0]), answer]))
     assert outcomes[1].action_defect == defect
     assert (observations[2].anchor_key == "Nothing happens.") == (defect is not None)
     assert outcomes[1].reward_parts == {"won": 0.0, "progress": 0.0}
 
 
-def test_progress_is_earned_once_when_it_is_made(played: AlfworldThor) -> None:
+def test_progress_is_rewarded_once(played: AlfworldThor) -> None:
     waiting = [say("look")] * 8
     plan = list(played.demonstration(HEAT))
     _, outcomes = asyncio.run(play(played, HEAT, [*plan[:4], *waiting, *plan[4:]]))
@@ -311,7 +307,7 @@ def test_progress_is_earned_once_when_it_is_made(played: AlfworldThor) -> None:
     assert sum(progress) == pytest.approx(1.0)
 
 
-def test_one_player_serves_many_episodes_and_is_started_once(home: Path) -> None:
+def test_one_player_serves_many_episodes(home: Path) -> None:
     before = {process.pid for process in players()}
 
     async def several() -> set[int]:
@@ -329,7 +325,7 @@ def test_one_player_serves_many_episodes_and_is_started_once(home: Path) -> None
     assert {process.pid for process in players()} == before
 
 
-def test_a_player_that_dies_fails_its_episode_and_is_replaced(alone: AlfworldThor) -> None:
+def test_dead_player_fails_its_episode_and_is_replaced(alone: AlfworldThor) -> None:
     before = {process.pid for process in players()}
 
     async def killed() -> None:
@@ -348,7 +344,7 @@ def test_a_player_that_dies_fails_its_episode_and_is_replaced(alone: AlfworldTho
     assert outcomes[-1].reward_parts["won"] == 1.0
 
 
-def test_a_player_that_hangs_fails_its_episode_in_time(home: Path) -> None:
+def test_hanging_player_fails_its_episode_in_time(home: Path) -> None:
     from armature.components.environments.alfworld.thor.player import ThorPlayer
 
     before = {process.pid for process in players()}
@@ -371,7 +367,7 @@ def test_a_player_that_hangs_fails_its_episode_in_time(home: Path) -> None:
     ("program", "code"),
     [("import sys; sys.exit(3)", "player_ended"), ("import time; time.sleep(60)", "player_timeout")],
 )
-def test_a_player_that_never_comes_up_is_an_error_in_time(
+def test_player_that_never_starts_fails_in_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str, code: str
 ) -> None:
     from armature.components.environments.alfworld.thor.player import ThorPlayer
@@ -383,17 +379,17 @@ def test_a_player_that_never_comes_up_is_an_error_in_time(
         ThorPlayer("5.0", width=300, height=300, start_seconds=2.0)
 
 
-def test_closing_the_environment_ends_what_waits_and_what_plays(home: Path) -> None:
-    found = environment(processes=1)
+def test_close_ends_waiting_and_running_episodes(home: Path) -> None:
+    small = environment(processes=1)
     before = {process.pid for process in players()}
 
     async def closed() -> None:
-        playing, waiting = found.episode(PLACE), found.episode(PLACE)
+        playing, waiting = small.episode(PLACE), small.episode(PLACE)
         await playing.reset()
         reset = asyncio.create_task(elsewhere(waiting.reset()))
         await asyncio.sleep(0.2)
         assert not reset.done()
-        found.close()
+        small.close()
         with refused("environment_closed"):
             await reset
         with pytest.raises(PlayerError):
@@ -404,7 +400,7 @@ def test_closing_the_environment_ends_what_waits_and_what_plays(home: Path) -> N
     assert {process.pid for process in players()} == before
 
 
-def test_older_release_wins_with_its_own_words(home: Path) -> None:
+def test_release_2_1_wins_games(home: Path) -> None:
     with closing(environment(player="2.1", width=320, height=240)) as made:
         for task in (PLACE, HEAT):
             observations, outcomes = asyncio.run(play(made, task, made.demonstration(task)))
@@ -412,7 +408,7 @@ def test_older_release_wins_with_its_own_words(home: Path) -> None:
             assert image_of(observations[0]).size == (320, 240)
 
 
-def test_a_scene_that_the_player_does_not_have_is_an_error(played: AlfworldThor) -> None:
+def test_rejects_invalid_and_unknown_scenes(played: AlfworldThor) -> None:
     poses = [{"objectName": "Apple", "position": {"x": 0, "y": 0, "z": "nan"}, "rotation": {"x": 0, "y": 0, "z": 0}}]
     odd = ({"scene_num": 99.5}, {"scene_num": 0}, {"object_poses": poses}, {"init_action": {"action": "Dance"}})
     for changes in odd:
@@ -424,7 +420,7 @@ def test_a_scene_that_the_player_does_not_have_is_an_error(played: AlfworldThor)
     assert outcomes[-1].reward_parts["won"] == 1.0
 
 
-def test_things_have_the_names_of_the_text_game() -> None:
+def test_names_equal_those_of_the_text_game() -> None:
     things = ["Apple|-00.10|+01.00|+02.00", "Apple|+00.10|-01.00|+02.00", "Mug|+00.00|+00.00|+00.00"]
     for scene in (1, 10, 210, 301, 420):
         places = receptacles(scene)
@@ -434,12 +430,12 @@ def test_things_have_the_names_of_the_text_game() -> None:
     assert pddl("Apple|-00.10") == "Apple_bar__minus_00_dot_10"
 
 
-def test_nothing_is_left_in_the_users_home(played: AlfworldThor, home: Path) -> None:
+def test_player_leaves_no_files_in_the_home_folder(played: AlfworldThor, home: Path) -> None:
     asyncio.run(play(played, PLACE, []))
     assert not (home / ".ai2thor").exists()
 
 
-def test_a_machine_that_can_draw_nowhere_is_told_what_it_lacks(tmp_path: Path) -> None:
+def test_place_selects_program_and_display(tmp_path: Path) -> None:
     from armature.components.environments.alfworld.thor.player import CloudRendering, place
 
     def absent(name: str) -> None:

@@ -1,4 +1,4 @@
-"""The pipes to a player that may say anything, or nothing."""
+"""The pipes to a player that sends arbitrary data or nothing."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ AGENT: dict[str, Any] = {
     "colors": [{"name": THING["objectId"], "color": [1, 2, 3]}],
     "agent": {"position": {"x": 0.0, "y": 0.9, "z": 0.0}, "cameraHorizon": 30.0},
 }
-SAID: dict[str, Any] = {"agents": [AGENT], "thirdPartyCameras": [], "activeAgentId": 0, "sequenceId": 0}
+ANSWER: dict[str, Any] = {"agents": [AGENT], "thirdPartyCameras": [], "activeAgentId": 0, "sequenceId": 0}
 FRAME = np.arange(WIDTH * HEIGHT * 3, dtype=np.uint8).tobytes()
 
 
@@ -57,19 +57,19 @@ def field(kind: int, body: bytes) -> bytes:
     return struct.pack("!BI", kind, len(body)) + body
 
 
-def message(metadata: Any = SAID, frame: bytes = FRAME) -> bytes:
+def message(metadata: Any = ANSWER, frame: bytes = FRAME) -> bytes:
     return field(METADATA, msgpack.packb(metadata)) + field(RGB, frame) + field(END, b"")
 
 
 class Player:
-    """The other end of the pipes, without a program."""
+    """The player's end of the pipes, without a program."""
 
     def __init__(self, timeout: float = 5.0) -> None:
         self.server = PlayerServer(width=WIDTH, height=HEIGHT, timeout=timeout)
         self.server.start()
 
     def answers(self, data: bytes, timeout: float | None = None) -> Any:
-        """What the server makes of `data`, after which the player is gone."""
+        """Send `data`, close the player's end, and return the server's event."""
 
         def write() -> None:
             with open(self.server.server_pipe_path, "wb") as pipe:  # noqa: PTH123
@@ -93,7 +93,7 @@ def player() -> Iterator[Player]:
     yield Player()
 
 
-def test_a_good_answer_is_an_event_with_its_rows_from_the_top(player: Player) -> None:
+def test_valid_answer_becomes_event_with_top_row_first(player: Player) -> None:
     event = player.answers(message())
     assert event.frame.shape == (HEIGHT, WIDTH, 3)
     assert event.frame[0, 0].tolist() == [24, 25, 26]
@@ -101,9 +101,9 @@ def test_a_good_answer_is_an_event_with_its_rows_from_the_top(player: Player) ->
 
 
 def changed(change: Callable[[dict[str, Any]], object]) -> bytes:
-    said = copy.deepcopy(SAID)
-    change(said)
-    return message(said)
+    answer = copy.deepcopy(ANSWER)
+    change(answer)
+    return message(answer)
 
 
 class Executes:
@@ -125,24 +125,24 @@ class Executes:
         message([]),
         message({}),
         message("metadata"),
-        message(SAID, FRAME[:-1]),
-        message(SAID, b""),
-        changed(lambda said: said.update(sequenceId=7)),
-        changed(lambda said: said.update(agents=[])),
-        changed(lambda said: said.update(agents=[AGENT, AGENT])),
-        changed(lambda said: said["agents"][0].pop("objects")),
-        changed(lambda said: said["agents"][0].update(screenWidth=0)),
-        changed(lambda said: said["agents"][0].update(screenWidth=-WIDTH)),
-        changed(lambda said: said["agents"][0].update(screenWidth=10**9)),
-        changed(lambda said: said["agents"][0].update(lastActionSuccess="yes")),
-        changed(lambda said: said["agents"][0].update(colors=[{"name": "x", "color": [1, 2, 300]}])),
-        changed(lambda said: said["agents"][0]["objects"][0].update(position={"x": float("nan"), "y": 0, "z": 0})),
-        changed(lambda said: said["agents"][0]["objects"][0].update(receptacleObjectIds="all of them")),
-        field(METADATA, msgpack.packb(SAID)) + field(IDS, b"12345") + field(END, b""),
-        field(METADATA, msgpack.packb(SAID)) + field(IDS, b"") + field(END, b""),
+        message(ANSWER, FRAME[:-1]),
+        message(ANSWER, b""),
+        changed(lambda answer: answer.update(sequenceId=7)),
+        changed(lambda answer: answer.update(agents=[])),
+        changed(lambda answer: answer.update(agents=[AGENT, AGENT])),
+        changed(lambda answer: answer["agents"][0].pop("objects")),
+        changed(lambda answer: answer["agents"][0].update(screenWidth=0)),
+        changed(lambda answer: answer["agents"][0].update(screenWidth=-WIDTH)),
+        changed(lambda answer: answer["agents"][0].update(screenWidth=10**9)),
+        changed(lambda answer: answer["agents"][0].update(lastActionSuccess="yes")),
+        changed(lambda answer: answer["agents"][0].update(colors=[{"name": "x", "color": [1, 2, 300]}])),
+        changed(lambda answer: answer["agents"][0]["objects"][0].update(position={"x": float("nan"), "y": 0, "z": 0})),
+        changed(lambda answer: answer["agents"][0]["objects"][0].update(receptacleObjectIds="all of them")),
+        field(METADATA, msgpack.packb(ANSWER)) + field(IDS, b"12345") + field(END, b""),
+        field(METADATA, msgpack.packb(ANSWER)) + field(IDS, b"") + field(END, b""),
     ],
 )
-def test_a_bad_answer_is_an_error_that_says_so_and_runs_nothing(
+def test_rejects_invalid_answers_without_executing_them(
     player: Player, data: bytes, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -158,7 +158,7 @@ def test_silent_player_times_out() -> None:
             call()
 
 
-def test_a_player_that_reads_nothing_is_an_error_in_time() -> None:
+def test_player_that_reads_nothing_times_out() -> None:
     player = Player(timeout=0.5)
     reader = os.open(player.server.client_pipe_path, os.O_RDONLY | os.O_NONBLOCK)
     with refused("player_timeout", "SetObjectPoses"):
@@ -178,20 +178,20 @@ def test_a_player_that_reads_nothing_is_an_error_in_time() -> None:
     ],
     ids=["long field", "many fields", "cut", "empty"],
 )
-def test_an_answer_without_its_end_is_an_error(data: bytes, code: str) -> None:
+def test_rejects_endless_and_truncated_answers(data: bytes, code: str) -> None:
     with refused(code):
         Player().answers(data)
 
 
 @st.composite
 def damaged(draw: st.DrawFn) -> bytes:
-    """A good message with some bytes replaced, left out or doubled, or a tree of metadata with one part replaced."""
+    """A valid message with some bytes replaced, removed or repeated, or with one value in its metadata replaced."""
     if draw(st.booleans()):
-        said = copy.deepcopy(SAID)
-        place: Any = draw(st.sampled_from([said, said["agents"][0], said["agents"][0]["objects"][0]]))
+        answer = copy.deepcopy(ANSWER)
+        place: Any = draw(st.sampled_from([answer, answer["agents"][0], answer["agents"][0]["objects"][0]]))
         values = st.none() | st.integers(-5, 2**40) | st.floats() | st.text(max_size=5) | st.just([]) | st.just({})
         place[draw(st.sampled_from(sorted(place)))] = draw(values)
-        return message(said)
+        return message(answer)
     data = bytearray(message())
     for _ in range(draw(st.integers(1, 4))):
         start = draw(st.integers(0, len(data)))
@@ -201,7 +201,7 @@ def damaged(draw: st.DrawFn) -> bytes:
 
 @run(max_examples=600)
 @given(damaged() | st.binary(max_size=200))
-def test_whatever_a_player_says_is_an_event_or_an_error_and_the_wait_ends(data: bytes) -> None:
+def test_arbitrary_answers_become_event_or_error(data: bytes) -> None:
     try:
         event = Player(timeout=10.0).answers(data)
     except PlayerError:

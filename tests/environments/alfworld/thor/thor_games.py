@@ -1,4 +1,4 @@
-"""Games by hand in a kitchen and a bedroom, the stand-in player as a program, and an environment on it."""
+"""Hand-written games for AI2-THOR, a stand-in for the player program, and an environment that uses it."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def environment(processes: int = 1, **changes: Any) -> AlfworldThor:
 
 
 def stand_in(folder: Path, patch: pytest.MonkeyPatch, program: Path = STAND_IN) -> None:
-    """Make `program` the player, with a home of its own and no display and no GPU."""
+    """Set `program` as the player, with its own home folder and without display and GPU."""
     script = folder / "player"
     script.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -B {shlex.quote(str(program))} "$@"\n')
     script.chmod(0o755)
@@ -69,7 +69,7 @@ def pddl(object_id: str) -> str:
 
 @dataclass
 class Kitchen:
-    """`things` are ids of objects; each lies in the receptacle nearest to the position that its id says."""
+    """A scene with objects. Each of `things`, by id, lies in the receptacle nearest to the position in its id."""
 
     scene: int
     receptacles: Sequence[str]
@@ -117,7 +117,7 @@ class Kitchen:
 
 
 def alfworlds_names(ids: Sequence[str]) -> dict[str, str]:
-    """What alfworld itself calls the things with these ids in a text game."""
+    """Return the names that alfworld gives to the things with these ids in a text game."""
     from alfworld.agents.utils.misc import Demangler
 
     infos = {index: SimpleNamespace(id=pddl(object_id).lower()) for index, object_id in enumerate(ids)}

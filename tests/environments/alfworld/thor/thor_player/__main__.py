@@ -1,4 +1,4 @@
-"""The program: `python thor_player -screen-width 300 -screen-height 300`, with ai2thor's environment variables."""
+"""The stand-in player: `python thor_player -screen-width 300 -screen-height 300`, with variables of ai2thor."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ def color_of(index: int) -> tuple[int, int, int]:
 
 
 class Screen:
-    """One band of color for each thing in sight, the first at the top; the bands get shorter toward the bottom."""
+    """A screen with a band of color for each visible thing, the first at the top; lower bands are shorter."""
 
     def __init__(self, width: int, height: int) -> None:
         self.width, self.height = width, height
         self.segmented = False
 
     def draw(self, world: World) -> tuple[np.ndarray, np.ndarray, list[dict[str, Any]]]:
-        """The frame, the segmentation, and whose color is which."""
+        """Return the frame, the segmentation image, and each thing's color."""
         colors = {object_id: color_of(index) for index, object_id in enumerate(sorted(world.things))}
         frame = np.full((self.height, self.width, 3), BACKGROUND, np.uint8)
         ids = np.zeros_like(frame)
@@ -67,7 +67,7 @@ def main() -> None:
     arguments, _ = parser.parse_known_args()
     by_pipes = os.environ["AI2THOR_SERVER_TYPE"] == "FIFO"
     release = "5.0" if by_pipes else "2.1"
-    # The real 5.0, drawing off-screen, overlooks the size on its command line.
+    # The real player 5.0 ignores the size on its command line when it draws off-screen.
     size = (300, 300) if by_pipes else (arguments.screen_width, arguments.screen_height)
     world, screen, line = World(release), Screen(*size), Pipes() if by_pipes else Posts()
     action: dict[str, Any] = {"action": "Initialize", "sequenceId": 0}
@@ -84,9 +84,9 @@ def main() -> None:
         screen.segmented |= bool(action.get("renderInstanceSegmentation") or action.get("renderObjectImage"))
         frame, ids, colors = screen.draw(world)
         answer = {"lastAction": action["action"], "lastActionSuccess": not message, "actionReturn": result}
-        said = metadata(world, screen, action["sequenceId"], colors, **answer, errorCode=code, errorMessage=message)
-        line.say(said, frame, ids if screen.segmented else None)
-        action = line.hear()
+        state = metadata(world, screen, action["sequenceId"], colors, **answer, errorCode=code, errorMessage=message)
+        line.send(state, frame, ids if screen.segmented else None)
+        action = line.receive()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""How a player talks to ai2thor: fields in a pipe (release 5.0), or multipart posts (release 2.1)."""
+"""The player's protocol with ai2thor: fields in a pipe (release 5.0) or multipart posts (release 2.1)."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ HEADER = "!BI"
 
 
 def rows_upwards(image: np.ndarray) -> bytes:
-    """Unity's order: the lowest row first."""
+    """Return the image's bytes in Unity's order, the lowest row first."""
     return np.flipud(image).tobytes()
 
 
 class Pipes:
-    """The player speaks first, and once for each action after that."""
+    """The pipes of release 5.0. The player sends an answer first, and then one for each action."""
 
     def __init__(self) -> None:
         self.out = Path(os.environ["AI2THOR_FIFO_SERVER_PIPE_PATH"]).open("wb")  # noqa: SIM115
         self.incoming: Any = None
 
-    def say(self, metadata: dict[str, Any], frame: np.ndarray, ids: np.ndarray | None) -> None:
+    def send(self, metadata: dict[str, Any], frame: np.ndarray, ids: np.ndarray | None) -> None:
         fields = [(METADATA, msgpack.packb(metadata)), (RGB, rows_upwards(frame))]
         if ids is not None:
             alpha = np.full((*ids.shape[:2], 1), 255, np.uint8)
@@ -38,8 +38,8 @@ class Pipes:
             self.out.write(struct.pack(HEADER, kind, len(body)) + body)
         self.out.flush()
 
-    def hear(self) -> dict[str, Any]:
-        """The next action; the program ends where nobody is left to send one."""
+    def receive(self) -> dict[str, Any]:
+        """Return the next action, or end the program if the other end of the pipe is closed."""
         if self.incoming is None:
             self.incoming = Path(os.environ["AI2THOR_FIFO_CLIENT_PIPE_PATH"]).open("rb")  # noqa: SIM115
         action: dict[str, Any] = {}
@@ -59,12 +59,12 @@ class Pipes:
 
 
 class Posts:
-    """Each answer is a post, and what it is answered with is the next action."""
+    """The posts of release 2.1. Each answer is a post, whose response is the next action."""
 
     def __init__(self) -> None:
         self.action: dict[str, Any] = {}
 
-    def say(self, metadata: dict[str, Any], frame: np.ndarray, ids: np.ndarray | None) -> None:
+    def send(self, metadata: dict[str, Any], frame: np.ndarray, ids: np.ndarray | None) -> None:
         parts = [('name="metadata"', "text/plain; charset=utf-8", json.dumps(metadata).encode())]
         parts.append(('name="token"', "text/plain; charset=utf-8", os.environ["AI2THOR_CLIENT_TOKEN"].encode()))
         parts.append(('name="image"; filename="image"', "image/raw", rows_upwards(frame)))
@@ -81,7 +81,7 @@ class Posts:
         connection.close()
         self.action = json.loads(answer)
 
-    def hear(self) -> dict[str, Any]:
-        if "action" not in self.action:  # an empty action is ai2thor's farewell
+    def receive(self) -> dict[str, Any]:
+        if "action" not in self.action:  # ai2thor ends the player with an empty action
             sys.exit(0)
         return self.action

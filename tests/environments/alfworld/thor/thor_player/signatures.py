@@ -1,7 +1,7 @@
-"""Which arguments each action has: of release 5.0 as its methods are declared, of 2.1 as its one class of arguments.
+"""The arguments of each action of the stand-in player, equal to the arguments in the real releases.
 
-Release 5.0 picks the method whose parameters have the names that were sent; a name that none has is refused, but
-for those that every action may have.
+Release 5.0 calls the method whose parameters have the names that were sent. It refuses an unknown name, except for
+names that every action may have. Release 2.1 has one class with the arguments of all actions.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ ALWAYS |= {"renderNormalsImage", "renderInstanceSegmentation"}
 
 _OBJECT = ({"objectId"}, {"forceAction"})
 ANY = None
-"""The action reads what it knows from all that is sent."""
+"""Marks an action that accepts all arguments and ignores unknown ones."""
 
 NEEDED_AND_OPTIONAL: dict[str, tuple[set[str], set[str]] | None] = {
     "Reset": ({"sceneName"}, set()),
@@ -39,7 +39,7 @@ SINCE_2_1 = {"GetScenesInBuild", "ChangeQuality"}
 
 
 def refusal(action: dict[str, Any], release: str) -> tuple[str, str]:
-    """The error's code and message; two empty strings where `action` may be dispatched."""
+    """Return the error's code and message, or two empty strings if `action` is valid."""
     name = str(action.get("action"))
     if name not in NEEDED_AND_OPTIONAL or (release == "2.1" and name in SINCE_2_1):
         return "InvalidAction", f"there is no action {name}"

@@ -1,4 +1,4 @@
-"""A scene: receptacles and the poses that show them, what lies in them, and one agent with one hand."""
+"""A scene of the stand-in player: receptacles, the poses from which they are seen, objects in them, and one agent."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ SCENES = [base + number for base in (0, 200, 300, 400) for number in range(1, 31
 
 
 class Refused(Exception):
-    """The action fails with this message."""
+    """An action failed; the message says why."""
 
 
 def layout(scene: int) -> tuple[dict[str, list[float]], np.ndarray]:
-    """Each receptacle's id with (x, z, rotation, horizon) from where it is seen; and where one can stand: (n, 2)."""
+    """Return the pose (x, z, rotation, horizon) that shows each receptacle, and free positions, shape (n, 2)."""
     package = find_spec("alfworld")
     assert package is not None and package.origin is not None
     folder = Path(package.origin).parent / "gen/layouts"
@@ -66,7 +66,7 @@ class World:
         } | properties
 
     def in_sight(self) -> list[str]:
-        """What is seen from exactly here; what lies in a closed receptacle is not."""
+        """Return the ids of the things seen from the agent's pose; contents of closed receptacles are hidden."""
         seen: list[str] = []
         for object_id, (x, z, rotation, horizon) in self.poses.items():
             here = abs(x - self.position["x"]) < 0.01 and abs(z - self.position["z"]) < 0.01
@@ -77,7 +77,11 @@ class World:
         return seen
 
     def act(self, action: dict[str, Any]) -> Any:
-        """The action's return value. Raises Refused."""
+        """Carry out an action and return its result.
+
+        Raises:
+            Refused: the action failed.
+        """
         method = getattr(self, "do_" + action["action"], None)
         return method(action) if method else None
 
@@ -91,7 +95,7 @@ class World:
         return {"cameraNearPlane": 0.1, "cameraFarPlane": 20.0}
 
     def do_SetObjectPoses(self, action: dict[str, Any]) -> None:
-        """Each object goes into the receptacle nearest to its position; what could be picked up before is gone."""
+        """Replace all movable objects: each new one goes into the receptacle nearest to its position."""
         self.things = {key: thing for key, thing in self.things.items() if thing["receptacle"] or key in self.poses}
         receptacles = [thing for thing in self.things.values() if thing["receptacle"]]
         for receptacle in receptacles:
