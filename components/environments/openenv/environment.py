@@ -93,10 +93,8 @@ class LocalServer:
             return False
         try:
             socket.create_connection(("127.0.0.1", self._port), timeout=1.0).close()
-        except ConnectionRefusedError:  # the process has just died
-            return False
-        except OSError:  # a busy server may be slow to accept
-            return True
+        except OSError as error:  # refused: the process has just died; any other error: the server is busy
+            return not isinstance(error, ConnectionRefusedError)
         return True
 
     def _end(self) -> None:

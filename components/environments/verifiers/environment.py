@@ -84,14 +84,12 @@ class VerifiersEnvironment:
                     remedy=f"lower train_tasks = {counts['train']} or heldout_tasks = {counts['heldout']}",
                 )
         order = np.random.default_rng((self._seed, 0)).permutation(len(train)).tolist()
-        picked = [(index, train[index]) for index in order]
-        if heldout is None:
-            return {"train": picked[: counts["train"]], "heldout": picked[counts["train"] : need["train"]]}
-        others = np.random.default_rng((self._seed, 1)).permutation(len(heldout)).tolist()
-        return {
-            "train": picked[: counts["train"]],
-            "heldout": [(index, heldout[index]) for index in others[: counts["heldout"]]],
-        }
+        shuffled = [(index, train[index]) for index in order]
+        others = shuffled[counts["train"] :]
+        if heldout is not None:
+            order = np.random.default_rng((self._seed, 1)).permutation(len(heldout)).tolist()
+            others = [(index, heldout[index]) for index in order]
+        return {"train": shuffled[: counts["train"]], "heldout": others[: counts["heldout"]]}
 
     @cached_property
     def system_prompt(self) -> str | None:

@@ -117,9 +117,8 @@ class ChatEndpoint:
         finally:
             self._open.discard(pending.answer)
         if request.get("stream"):
-            chunks = [_completion("chat.completion.chunk", delta={"role": "assistant", "content": text})]
-            events = "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + "data: [DONE]\n\n"
-            return "200 OK", "text/event-stream", events.encode()
+            chunk = _completion("chat.completion.chunk", delta={"role": "assistant", "content": text})
+            return "200 OK", "text/event-stream", f"data: {json.dumps(chunk)}\n\ndata: [DONE]\n\n".encode()
         answer = _completion("chat.completion", message={"role": "assistant", "content": text})
         return "200 OK", "application/json", json.dumps(answer).encode()
 
