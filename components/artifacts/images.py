@@ -401,7 +401,7 @@ def unpack_archive(archive: Path, images: ImageStore, where: str) -> None:
     """
     part: dict[ImageRef, bytes] = {}
     size = 0
-    try:
+    try:  # a password-protected archive raises RuntimeError
         with zipfile.ZipFile(archive) as packed:
             for member in packed.infolist():
                 matched = _NAME.fullmatch(member.filename)
@@ -418,7 +418,7 @@ def unpack_archive(archive: Path, images: ImageStore, where: str) -> None:
                     images.keep(part)
                     part, size = {}, 0
         images.keep(part)
-    except (DataError, zipfile.BadZipFile, EOFError, RuntimeError, ValueError) as error:  # RuntimeError: a password
+    except (DataError, zipfile.BadZipFile, EOFError, RuntimeError, ValueError) as error:
         raise DataError(
             f"the remote copy is damaged: {error}",
             code="remote_copy_damaged",

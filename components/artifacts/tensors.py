@@ -45,7 +45,7 @@ def new_checkpoint_folder(folder: Path) -> Iterator[Path]:
     try:
         with raising_disk_full(folder), atomic_replacement(folder) as new:
             yield new
-    except SafetensorError as error:  # safetensors has no OSError
+    except SafetensorError as error:  # raised in place of an OSError
         raise StoreError(
             f"{folder.name} could not be written: {error}",
             where=str(folder),
