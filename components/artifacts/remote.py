@@ -114,9 +114,8 @@ class RemoteStore:
             named = NamedArtifact(stage=stage, fingerprint=fingerprint)
             self._files.write(f"{DIGESTS}/{record.digest[:2]}/{record.digest}", named)
             created = self._files.create(f"{home}/{MARKER}", mine)
-            marker = (
-                mine if created else self.marker(stage, fingerprint)
-            )  # may be gone again by --force on another machine
+            # The marker of another machine may be gone again, by --force there.
+            marker = mine if created else self.marker(stage, fingerprint)
         if marker.copy_id != copy_id:
             self._files.remove(f"{home}/{copy_id}")
         return marker

@@ -48,7 +48,7 @@ RESULTS = TableSchema(
 )
 
 
-PER_EPISODE = ("turns", "completion_tokens", "format_errors", "inadmissible_actions", "truncated")
+MEAN_COLUMNS = ("turns", "completion_tokens", "format_errors", "inadmissible_actions", "truncated")
 """Columns whose means over finished episodes are metrics."""
 
 
@@ -225,7 +225,7 @@ def split_metrics(results: Sequence[EpisodeResult]) -> dict[str, Any]:
         "kinds": {kind: _kind_metrics(group) for kind, group in sorted(by_kind(results).items())},
     }
     if done:
-        for name in PER_EPISODE:
+        for name in MEAN_COLUMNS:
             numbers[name] = fmean(getattr(result, name) for result in done)
     if solved:
         numbers["turns_when_solved"] = fmean(result.turns for result in solved)
