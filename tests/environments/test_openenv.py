@@ -15,7 +15,7 @@ from aiohttp import web
 from armature.components.configuration import load_recipe
 from armature.components.contracts.episodes import Outcome
 from armature.components.environments.make import make_environment
-from armature.components.environments.openenv.messages import NoAction, action_of, shown
+from armature.components.environments.openenv.messages import NoAction, action_of, to_observation
 from armature.components.environments.openenv.settings import OpenEnvSettings
 from armature.components.environments.settings import EnvironmentSettings
 from tests.refusals import refused
@@ -178,8 +178,8 @@ def test_answer_without_valid_json_object_raises_no_action(text: str) -> None:
 def test_invalid_image_field_fails_the_rollout(screen: Any) -> None:
     settings = OpenEnvSettings(**SETTINGS, images=("screen",))
     with refused("bad_image"):
-        shown({"screen": screen}, settings)
-    assert shown({"screen": None, "text": "é"}, settings).content == ('{"text": "é"}',)
+        to_observation({"screen": screen}, settings)
+    assert to_observation({"screen": None, "text": "é"}, settings).content == ('{"text": "é"}',)
 
 
 @pytest.mark.parametrize(

@@ -182,7 +182,7 @@ class EpisodePrompts:
     def __post_init__(self) -> None:
         self.task = task_of(self.observation)
 
-    def acted(self, action: str, observation: str) -> None:
+    def record_action(self, action: str, observation: str) -> None:
         """Record that `action` was taken and that the game answered with `observation`."""
         if observation == NOTHING and self.settings.invalid_actions == "left_out":
             return

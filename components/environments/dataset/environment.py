@@ -16,7 +16,7 @@ from armature.components.contracts.images import EncodedImage
 from armature.components.environments.dataset.bad_rows import BadRow, BadRows
 from armature.components.environments.dataset.files import DataFiles
 from armature.components.environments.dataset.rows import RowExample, demonstration_of, example_of, row_for_rewards
-from armature.components.environments.dataset.select import RowReference, image_paths, selected
+from armature.components.environments.dataset.select import RowReference, image_paths, select_rows
 from armature.components.environments.dataset.settings import DatasetEnvironmentSettings
 from armature.components.environments.dataset.shards import COPY, Row
 from armature.components.environments.dataset.source import RowTable, is_hub_name, open_table
@@ -90,7 +90,7 @@ class DatasetEnvironment:
 
     @cached_property
     def _selected(self) -> dict[Split, list[RowReference]]:
-        return selected(self._table, self.settings, self._rewards, self._counts, self._seed, self._bad)
+        return select_rows(self._table, self.settings, self._rewards, self._counts, self._seed, self._bad)
 
     def tasks(self, split: Split) -> Iterator[Task]:
         for number, each in enumerate(self._selected[split]):

@@ -60,7 +60,7 @@ class RowReference:
     images: tuple[TableImage, ...] | None
 
 
-def selected(
+def select_rows(
     table: RowTable,
     settings: DatasetEnvironmentSettings,
     rewards: Rewards,

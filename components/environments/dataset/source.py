@@ -113,8 +113,8 @@ def open_table(settings: DatasetEnvironmentSettings) -> RowTable:
         )
     if kind == "huggingface":
         return _huggingface(settings)
-    base, pattern = _base(settings.source)
-    root = open_folder(_place(settings.root) if settings.root else base)
+    base, pattern = _split_source(settings.source)
+    root = open_folder(_absolute(settings.root) if settings.root else base)
     if kind == "images":
         if settings.root:
             raise ConfigurationError(
@@ -131,12 +131,12 @@ def open_table(settings: DatasetEnvironmentSettings) -> RowTable:
 
 def _huggingface(settings: DatasetEnvironmentSettings) -> RowTable:
     if not is_hub_name(settings):
-        place = Path(_place(settings.source))
+        place = Path(_absolute(settings.source))
         files = open_folder(str(place))
-        root = open_folder(_place(settings.root)) if settings.root else files
+        root = open_folder(_absolute(settings.root)) if settings.root else files
         return RowTable(root, files.digest(files.names()), lambda: saved_shards(place), True)
     commit = dataset_commit(settings.source, settings.revision)
-    root = open_folder(_place(settings.root or "."))
+    root = open_folder(_absolute(settings.root or "."))
     name = settings.source
     return RowTable(root, f"{name}@{commit}", lambda: hub_shards(name, commit, settings.subset), True)
 
@@ -153,7 +153,7 @@ def _detected_format(settings: DatasetEnvironmentSettings) -> str:
         ConfigurationError: there are no files of a format, or files of several.
         DataError: the source does not exist.
     """
-    base, pattern = _base(settings.source)
+    base, pattern = _split_source(settings.source)
     if pattern and (kind := _format(pattern)):
         return kind
     if settings.revision is not None or ("://" not in settings.source and is_hub_name(settings)):
@@ -201,18 +201,18 @@ def _format(name: str) -> str | None:
     return FORMATS.get(Path(name).suffix.lower())
 
 
-def _place(source: str) -> str:
+def _absolute(source: str) -> str:
     return source if "://" in source else str(project_path(source))
 
 
-def _base(source: str) -> tuple[str, str]:
+def _split_source(source: str) -> tuple[str, str]:
     """Return a source's folder or URL, and the name or glob below it, which is "" for the whole folder.
 
     A relative source begins at the recipe's folder. The name of that folder, and a file or folder whose name equals
     the source's text literally, are not read as globs.
     """
     if "://" in source:
-        return _base_of_url(source)
+        return _split_url(source)
     place = project_path(source)
     if is_folder(place):
         return str(place), ""
@@ -224,8 +224,8 @@ def _base(source: str) -> tuple[str, str]:
     return str(base), "/".join(names)
 
 
-def _base_of_url(url: str) -> tuple[str, str]:
-    """Return the same as `_base` for a URL. Folders can be checked for existence only with the scheme `file`."""
+def _split_url(url: str) -> tuple[str, str]:
+    """Return the same as `_split_source` for a URL. Only the scheme `file` can be checked for existing folders."""
     scheme, _, rest = url.partition("://")
     is_here = is_folder if scheme == "file" else lambda _: False
     if is_here(rest) or not (_has_magic(rest) or _format(url)):

@@ -127,12 +127,12 @@ def parse_template(text: str) -> Template:
         else:
             parts += [literal] if literal else []
             literal = ""
-            parts.append(_place(match))
+            parts.append(_parse_place(match))
     literal += text[end:]
     return Template((*parts, literal) if literal else tuple(parts))
 
 
-def _place(match: re.Match[str]) -> Column | Place:
+def _parse_place(match: re.Match[str]) -> Column | Place:
     if match["quoted"]:
         return Column(column_name(json.loads(match["quoted"])), int(match["item"]) if match["item"] else None)
     name = column_name(match["plain"])

@@ -21,7 +21,7 @@ from armature.components.contracts.episodes import Episode, Observation, Outcome
 from armature.components.contracts.errors import ConfigurationError, RolloutFailed, blanked
 from armature.components.contracts.secrets import resolve
 from armature.components.environments.generated import GeneratedEnvironment
-from armature.components.environments.openenv.messages import NoAction, action_of, shown
+from armature.components.environments.openenv.messages import NoAction, action_of, to_observation
 from armature.components.environments.openenv.settings import PORT, OpenEnvSettings
 from armature.components.machine.process import Program, Scratch
 from armature.components.machine.project import project_folder
@@ -234,7 +234,7 @@ class OpenEnvEpisode:
         value = None if reward is None else float(reward)
         if done:  # the policy does not see the last observation, so it may lack fields that others have
             return Observation(("",)), True, value
-        return shown(observation, self._settings), False, value
+        return to_observation(observation, self._settings), False, value
 
 
 def _malformed(what: str) -> RolloutFailed:

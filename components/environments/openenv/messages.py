@@ -27,14 +27,14 @@ class NoAction(Exception):
     """An answer that does not contain an action."""
 
 
-def shown(fields: Mapping[str, Any], settings: OpenEnvSettings) -> Observation:
+def to_observation(fields: Mapping[str, Any], settings: OpenEnvSettings) -> Observation:
     """Return the fields of a server's observation as an observation for the policy.
 
     Raises:
         RolloutFailed: a field that `prompt` or `images` names is missing or has another type (`environment_error`), or
             a field that should be an image is not one (`bad_image`).
     """
-    named = dict(_flat(fields))
+    named = dict(_flattened(fields))
     missing = [name for name in settings.images if name not in named]
     if missing:
         raise RolloutFailed("environment_error", f"the observation has no {missing[0]!r}, but {sorted(named)[:20]}")
@@ -71,7 +71,7 @@ def action_of(completion: str, settings: OpenEnvSettings) -> dict[str, Any]:
     text = extracted(completion, settings.extract)
     if text is None:
         raise NoAction
-    fields = _filled(settings.action, text) if isinstance(settings.action, dict) else last_object(text)
+    fields = _with_completion(settings.action, text) if isinstance(settings.action, dict) else last_object(text)
     try:
         json.dumps(fields, ensure_ascii=False, allow_nan=False).encode()
     except (ValueError, RecursionError) as error:
@@ -110,21 +110,21 @@ def _refuse(constant: str) -> float:
     raise ValueError(constant)
 
 
-def _filled(value: Any, completion: str) -> Any:
+def _with_completion(value: Any, completion: str) -> Any:
     if isinstance(value, str):
         return value.replace(COMPLETION, completion)
     if isinstance(value, dict):
-        return {key: _filled(item, completion) for key, item in value.items()}
+        return {key: _with_completion(item, completion) for key, item in value.items()}
     if isinstance(value, list):
-        return [_filled(item, completion) for item in value]
+        return [_with_completion(item, completion) for item in value]
     return value
 
 
-def _flat(fields: Mapping[str, Any], prefix: str = "", depth: int = 1) -> Iterator[tuple[str, Any]]:
+def _flattened(fields: Mapping[str, Any], prefix: str = "", depth: int = 1) -> Iterator[tuple[str, Any]]:
     for name, value in fields.items():
         yield prefix + name, value
         if isinstance(value, dict) and depth < DEEPEST:
-            yield from _flat(value, f"{prefix}{name}.", depth + 1)
+            yield from _flattened(value, f"{prefix}{name}.", depth + 1)
 
 
 def _image(name: str, value: Any) -> EncodedImage:

@@ -71,30 +71,30 @@ def test_prompt_recalls_the_last_steps_and_the_goal() -> None:
     assert first.startswith("You are in the middle") and "ALFRED" not in first and "task is" not in first
     assert first.endswith("Goal: put a book in desk\ngo to bed 1, look")
     for step in range(3):
-        dialogue.acted(f"do {step}", f"seen {step + 1}")
+        dialogue.record_action(f"do {step}", f"seen {step + 1}")
     text = dialogue.text(["look"])
     assert text == "2. seen 1 > do 1\n3. seen 2 > do 2\nNow: seen 3\nGoal: put a book in desk\nlook"
 
 
 def test_without_history_every_turn_uses_the_first_template() -> None:
     dialogue = dialogue_of(history_length=0, first="{observation}|{task}")
-    dialogue.acted("look", "You see nothing.")
+    dialogue.record_action("look", "You see nothing.")
     assert dialogue.text([]) == "You see nothing.|put a book in desk"
 
 
 def test_template_places_are_filled_only_once() -> None:
     dialogue = dialogue_of(later="{history}{observation}", history_length=1)
-    dialogue.acted("look", "{actions}")
-    dialogue.acted("{task}", "{history}")
+    dialogue.record_action("look", "{actions}")
+    dialogue.record_action("{task}", "{history}")
     assert dialogue.text(["look"]) == "2. {actions} > {task}{history}"
 
 
 @pytest.mark.parametrize("shown", [True, False])
 def test_invalid_actions_setting_controls_history(shown: bool) -> None:
     dialogue = dialogue_of(invalid_actions="shown" if shown else "left_out")
-    dialogue.acted("go to bed 1", "On the bed 1, you see a book 1.")
+    dialogue.record_action("go to bed 1", "On the bed 1, you see a book 1.")
     before = dialogue.text(["look"])
-    dialogue.acted("open bed 1", "Nothing happens.")
+    dialogue.record_action("open bed 1", "Nothing happens.")
     after = dialogue.text(["look"])
     assert (after != before) is shown
     assert ("2. On the bed 1, you see a book 1. > open bed 1\nNow: Nothing happens." in after) is shown

@@ -48,10 +48,10 @@ def loadable_part(library: bytes) -> bytes:
 
 # --- Caches ---
 
-KEPT_PROBLEMS = 32
+CACHED_PROBLEMS = 32
 """Number of translated problems in the cache, a few MB each; all episodes of a group play the same problem."""
 
-KEPT_TEXTS = 2048
+CACHED_TEXTS = 2048
 """Number of parsed grammar rules in the cache; the installed grammar has about 150."""
 
 NO_PLAN = """begin_version
@@ -94,7 +94,7 @@ class CompiledProblem:
     typed: dict[tuple[str, ...], str] = field(default_factory=dict)
 
 
-@lru_cache(KEPT_PROBLEMS)
+@lru_cache(CACHED_PROBLEMS)
 def compiled(problem: str) -> CompiledProblem:
     """Return the translation of a PDDL problem, from the cache if possible."""
     arguments = sys.argv
@@ -112,7 +112,7 @@ def _pddl2sas(domain: str, problem: str, verbose: bool = False, optimize: bool =
 def _cached(parse: Callable[..., Any]) -> Callable[..., Any]:
     """Return `parse` with a cache. Each caller gets a copy, because callers modify the result."""
 
-    @lru_cache(KEPT_TEXTS)
+    @lru_cache(CACHED_TEXTS)
     def once(text: str, options: tuple[tuple[str, Any], ...]) -> Any:
         return parse(text, **dict(options))
 
@@ -131,7 +131,7 @@ _translate = fast_downward.pddl2sas
 fast_downward.pddl2sas = _pddl2sas
 textgen._parse_and_convert = _cached(textgen._parse_and_convert)
 textgen.copy_context = _copy_context
-textgen.Rule.parse_conjunctive_query = staticmethod(lru_cache(KEPT_TEXTS)(textgen.Rule.parse_conjunctive_query))
+textgen.Rule.parse_conjunctive_query = staticmethod(lru_cache(CACHED_TEXTS)(textgen.Rule.parse_conjunctive_query))
 
 
 def load_slim_library(scratch: Path) -> None:

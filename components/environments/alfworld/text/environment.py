@@ -270,7 +270,7 @@ class TextEpisode:
         if defect is None and read.action not in self._shown.commands:
             defect = "inadmissible"
         self._shown = self._game.step(read.action)
-        self._dialogue.acted(read.action, self._shown.feedback)
+        self._dialogue.record_action(read.action, self._shown.feedback)
         self._turns += 1
         self._invalid_actions += defect is not None
         lost = (

@@ -87,17 +87,17 @@ class HostedGame:
         self._problem, self._goal = problem, goal
 
     def reset(self) -> EngineReply:
-        return self._shown("reset", self._problem, self._goal)
+        return self._call("reset", self._problem, self._goal)
 
     def step(self, command: str) -> EngineReply:
-        return self._shown("step", command)
+        return self._call("step", command)
 
     def close(self) -> None:
         if self._worker.alive:
             with suppress(WorkerError):  # the worker may have died meanwhile, with the game
                 self._worker.call("end", self._number, reply=NOTHING)
 
-    def _shown(self, method: str, *arguments: str) -> EngineReply:
+    def _call(self, method: str, *arguments: str) -> EngineReply:
         return self._worker.call(method, self._number, *arguments, reply=ENGINE_REPLY)
 
 

@@ -75,7 +75,7 @@ class ThorEpisode:
         parsed = parse_action(answer, self._prompt.thinking)
         self._usable = False
         _, admissible = self._agent.act(parsed.action)
-        self._dialogue.acted(parsed.action, self._agent.feedback)
+        self._dialogue.record_action(parsed.action, self._agent.feedback)
         share, won = player.goal_share(), bool(player.get_goal_satisfied())
         observation = None if won else self._observation(player)
         self._usable = True

@@ -34,7 +34,7 @@ ANSWER_SECONDS, START_SECONDS = 100.0, 300.0
 _REWARDS = Path(alfworld.agents.__path__[0]) / "config" / "rewards.json"
 
 
-def place(
+def launch_arguments(
     release: Release,
     environment: Mapping[str, str] = os.environ,
     find_library: Callable[[str], str | None] = ctypes.util.find_library,
@@ -125,7 +125,7 @@ class ThorPlayer(ThorEnv, _Translated):
         self.task, self.smooth_nav, self.save_frames_to_disk = None, False, False
         self.reset_states()
         self._folder = Scratch()
-        where = place(release)
+        launch = launch_arguments(release)
         try:
             Controller.__init__(
                 self,
@@ -135,7 +135,7 @@ class ThorPlayer(ThorEnv, _Translated):
                 height=height,
                 server_timeout=answer_seconds,
                 server_start_timeout=start_seconds,
-                **where,
+                **launch,
             )
         except BaseException as error:
             log = self._log()

@@ -435,17 +435,17 @@ def test_player_leaves_no_files_in_the_home_folder(played: AlfworldThor, home: P
     assert not (home / ".ai2thor").exists()
 
 
-def test_place_selects_program_and_display(tmp_path: Path) -> None:
-    from armature.components.environments.alfworld.thor.player import CloudRendering, place
+def test_launch_arguments_select_program_and_display(tmp_path: Path) -> None:
+    from armature.components.environments.alfworld.thor.player import CloudRendering, launch_arguments
 
     def absent(name: str) -> None:
         return None
 
-    assert place("5.0", {}, lambda name: "libvulkan.so.1") == {"platform": CloudRendering}
-    assert place("5.0", {"DISPLAY": ":7"}, absent) == {"x_display": ":7"}
+    assert launch_arguments("5.0", {}, lambda name: "libvulkan.so.1") == {"platform": CloudRendering}
+    assert launch_arguments("5.0", {"DISPLAY": ":7"}, absent) == {"x_display": ":7"}
     with refused("display_missing", "libvulkan1", "DISPLAY"):
-        place("5.0", {}, absent)
+        launch_arguments("5.0", {}, absent)
     with refused("player_not_downloadable", "ARMATURE_THOR_PLAYER"):
-        place("2.1", {"DISPLAY": ":7"}, absent)
+        launch_arguments("2.1", {"DISPLAY": ":7"}, absent)
     with refused("player_not_executable", "ARMATURE_THOR_PLAYER"):
-        place("5.0", {"ARMATURE_THOR_PLAYER": str(tmp_path)}, absent)
+        launch_arguments("5.0", {"ARMATURE_THOR_PLAYER": str(tmp_path)}, absent)
