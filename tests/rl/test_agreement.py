@@ -1,4 +1,4 @@
-"""The pre-flight comparison, on distributions whose divergence is known."""
+"""The comparison of trainer's and server's log-probs, on distributions with a known divergence."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ def sample_of(behavior: np.ndarray, images: tuple[ImageRef, ...] = ()) -> Sample
 
 
 def drawn(server: np.ndarray, trainer: np.ndarray) -> tuple[list[Sample], list[np.ndarray]]:
-    """Tokens sampled from `server`, their log-probs there, and those under `trainer`."""
+    """Sample tokens from the distribution `server`; return them with its log-probs, and the scores under `trainer`."""
     tokens = np.random.default_rng(0).choice(VOCABULARY, TOKENS, p=server)
-    scores = np.concatenate([[np.nan], np.log(trainer[tokens])])  # what is not sampled is not looked at
+    scores = np.concatenate([[np.nan], np.log(trainer[tokens])])  # the score of a token that was not sampled is ignored
     return [sample_of(np.log(server[tokens]))], [scores]
 
 
@@ -53,38 +53,38 @@ LOGITS = np.random.default_rng(1).normal(size=VOCABULARY)
 POLICY = softmax(LOGITS)
 
 
-def test_the_estimate_converges_to_the_kl_divergence():
+def test_mismatch_kl_converges_to_kl_divergence():
     other = softmax(LOGITS + 0.3 * np.random.default_rng(2).normal(size=VOCABULARY))
-    found = compare(*drawn(POLICY, other))
-    assert found.tokens == TOKENS
-    assert found.mismatch_kl == pytest.approx(float(np.sum(POLICY * np.log(POLICY / other))), rel=0.05)
-    assert found.mean_ratio == pytest.approx(1.0, abs=0.02)
+    agreement = compare(*drawn(POLICY, other))
+    assert agreement.tokens == TOKENS
+    assert agreement.mismatch_kl == pytest.approx(float(np.sum(POLICY * np.log(POLICY / other))), rel=0.05)
+    assert agreement.mean_ratio == pytest.approx(1.0, abs=0.02)
 
 
-def test_equal_sides_pass():
+def test_equal_logprobs_pass():
     agreement = compare(*drawn(POLICY, POLICY))
     assert agreement.mismatch_kl < 1e-9
     refuse_mismatch(agreement, Counter(), 1e-3)
 
 
-def test_a_truncated_sampler_is_named():
+def test_mismatch_of_truncated_sampler_names_top_p():
     order = np.argsort(-POLICY)
-    kept = order[: np.searchsorted(np.cumsum(POLICY[order]), 0.5) + 1]
+    likeliest = order[: np.searchsorted(np.cumsum(POLICY[order]), 0.5) + 1]
     nucleus = np.zeros(VOCABULARY)
-    nucleus[kept] = POLICY[kept] / POLICY[kept].sum()
+    nucleus[likeliest] = POLICY[likeliest] / POLICY[likeliest].sum()
     agreement = compare(*drawn(nucleus, POLICY))
-    assert agreement.mean_ratio == pytest.approx(POLICY[kept].sum(), abs=0.01)
+    assert agreement.mean_ratio == pytest.approx(POLICY[likeliest].sum(), abs=0.01)
     with refused("logprobs_mismatch", "top_p"):
         refuse_mismatch(agreement, Counter(), 1e-3)
 
 
-def test_other_weights_are_named():
+def test_mismatch_of_other_weights_names_model():
     other = softmax(np.random.default_rng(3).normal(size=VOCABULARY))
     with refused("logprobs_mismatch", "[model]"):
         refuse_mismatch(compare(*drawn(POLICY, other)), Counter(), 1e-3)
 
 
-def test_nothing_to_compare_names_the_drops():
+def test_no_samples_error_shows_drops():
     nothing = compare([], [])
     with refused("no_samples", "placeholder_mismatch 4", "preprocessor_config.json"):
         refuse_mismatch(nothing, Counter(placeholder_mismatch=4), 1e-3)
@@ -92,7 +92,7 @@ def test_nothing_to_compare_names_the_drops():
         refuse_mismatch(nothing, Counter(), 1e-3)
 
 
-def test_a_nan_is_never_an_agreement():
+def test_nan_logprob_is_a_mismatch():
     samples, scores = drawn(POLICY, POLICY)
     scores[0][5] = np.nan
     with refused("logprobs_mismatch", "nan"):
@@ -102,13 +102,13 @@ def test_a_nan_is_never_an_agreement():
 @pytest.mark.parametrize(
     ("text_error", "image_error", "shown", "hidden"),
     [
-        (1e-4, 0.3, ["TRITON_ATTN"], "[model]"),  # only what has images differs
+        (1e-4, 0.3, ["TRITON_ATTN"], "[model]"),  # only samples with images differ
         (0.3, 0.3, ["[model]"], "TRITON_ATTN"),
-        (None, 0.3, ["[model]", "TRITON_ATTN"], "top_p"),  # nothing without images to tell the two apart
+        (None, 0.3, ["[model]", "TRITON_ATTN"], "top_p"),  # without samples without images both reasons are likely
         (0.3, None, ["[model]"], "TRITON_ATTN"),
     ],
 )
-def test_a_mismatch_on_images_alone_is_put_down_to_them(
+def test_mismatch_reason_depends_on_images(
     text_error: float | None, image_error: float | None, shown: list[str], hidden: str
 ):
     samples, scores = [], []
@@ -127,23 +127,23 @@ def test_a_mismatch_on_images_alone_is_put_down_to_them(
     ("metrics", "stops"),
     [
         ({}, False),  # no token was trained
-        ({"mismatch_kl/first_update": 0.1, "mismatch_kl": 5.0}, False),  # later updates moved the policy
+        ({"mismatch_kl/first_update": 0.1, "mismatch_kl": 5.0}, False),  # later updates changed the policy
         ({"mismatch_kl/first_update": 0.101, "importance_ratio": 0.9}, True),
         ({"mismatch_kl/first_update": float("nan")}, True),
         ({"mismatch_kl/first_update": float("inf")}, True),
-        ({"mismatch_kl/first_update": 0.5, "policy_version/min": 6.0}, True),  # of the weights before step 7
-        ({"mismatch_kl/first_update": 0.5, "policy_version/min": 5.0}, False),  # of earlier ones: the policy has moved
+        ({"mismatch_kl/first_update": 0.5, "policy_version/min": 6.0}, True),  # sampled by the weights before step 7
+        ({"mismatch_kl/first_update": 0.5, "policy_version/min": 5.0}, False),  # sampled by earlier weights
     ],
 )
-def test_a_step_stops_above_its_bound(metrics: dict[str, float], stops: bool) -> None:
+def test_step_mismatch_above_limit_is_an_error(metrics: dict[str, float], stops: bool) -> None:
     error = step_mismatch(metrics, 7, 0.1)
     assert (error is not None) == stops
     if error is not None:
         assert (error.code, error.where) == ("logprobs_mismatch", "preflight.max_step_mismatch_kl")
 
 
-def test_an_old_head_is_far_above_the_default_bound() -> None:
-    """The engines were 1.6 to 2.8 nats apart, token by token, when a server kept the old output head."""
+def test_stale_output_head_exceeds_default_limit() -> None:
+    """A server with an outdated output head differed from the trainer by 1.6 to 2.8 nats per token."""
     other = softmax(LOGITS + 2.0 * np.random.default_rng(4).normal(size=VOCABULARY))
     kl = compare(*drawn(POLICY, other)).mismatch_kl
     bounds = PreflightSettings(groups=1, max_mismatch_kl=1e-3)

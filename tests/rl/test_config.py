@@ -1,4 +1,4 @@
-"""`MultimodalRLConfig`: its published fields and defaults, and that none is silently ignored."""
+"""`MultimodalRLConfig`: published names and defaults, their way to the trainer, and options that it refuses."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ PUBLISHED = {
 }
 
 
-def test_published_names_and_defaults() -> None:
+def test_config_has_published_names_and_defaults() -> None:
     config = MultimodalRLConfig()
     assert {name: getattr(config, name) for name in PUBLISHED} == PUBLISHED
     assert config.server_url == "http://127.0.0.1:8000"
 
 
-def test_values_reach_the_trainer() -> None:
+def test_options_reach_trainer_settings() -> None:
     config = MultimodalRLConfig(
         batch_size=32,
         micro_batch_size=2,
@@ -59,7 +59,7 @@ def test_values_reach_the_trainer() -> None:
 
 
 @pytest.mark.parametrize(("rollouts", "group"), [(512, 8), (16, 8), (20, 4), (5, 1), (1, 1)])
-def test_groups_divide_the_step(rollouts: int, group: int) -> None:
+def test_default_group_size_divides_rollouts(rollouts: int, group: int) -> None:
     assert MultimodalRLConfig(rollouts_per_step=rollouts).group_size == group
 
 
@@ -76,12 +76,12 @@ def test_groups_divide_the_step(rollouts: int, group: int) -> None:
         ({"eval_patience": 2}, "patience_without_evaluations", "eval_patience = 2"),
     ],
 )
-def test_what_has_no_meaning_is_refused(options: dict[str, Any], code: str, place: str) -> None:
+def test_rejects_meaningless_options(options: dict[str, Any], code: str, place: str) -> None:
     with refused(code, place):
         MultimodalRLConfig(**options)
 
 
-def test_settings_are_imported_without_torch() -> None:
+def test_settings_import_without_torch() -> None:
     code = (
         "import sys, armature.components.rl.config, "
         "armature.components.vlm.settings, armature.components.training.service_settings, "

@@ -1,4 +1,4 @@
-"""Evaluations during training: what they say, keep and end, and that training is the same."""
+"""Evaluations during training: their metrics, the best weights, ending early, and that training is not disturbed."""
 
 from __future__ import annotations
 
@@ -23,11 +23,10 @@ from armature.components.rl.config import MultimodalRLConfig
 from armature.components.rl.evaluations import HeldoutEvaluations, HeldoutSet, best_step
 from armature.components.rl.run import RLRun, RunParts
 from armature.components.rl.settings import LoopSettings, TrainVLMSettings
-from armature.components.rl.trainer import MultimodalGRPOTrainer
 from armature.components.rollouts.batches.table import MOST_TOKENS
 from tests.refusals import refused
 from tests.rl.test_rounds import NotingTrainer, PoolOfOne, Scripted, Tells, Unmerged, context
-from tests.rl.test_trainer import COLORS, LocalSampler, config, reward, run, samplers
+from tests.rl.test_trainer import LocalSampler, colors_trainer, config, reward, run, samplers
 from tests.vlm.conftest import Tiny, make_tiny, tiny
 
 __all__ = ["make_tiny", "samplers", "tiny"]  # fixtures
@@ -38,7 +37,7 @@ HELDOUT = {"every": 2, "heldout_tasks": TASKS, "sampling": {"max_tokens": 4, "te
 
 
 class Exam:
-    """A task is its number; "right" is right."""
+    """An environment of numbered tasks in which the answer "right" is right, and "almost" earns half."""
 
     name, system_prompt, dialogue, max_turns = "exam", None, True, 1
     reward_weights = {"right": 1.0}  # noqa: RUF012
@@ -63,7 +62,7 @@ Exam.reward_weights["almost"] = 0.5
 
 
 class Examined(Scripted):
-    """Solves as many tasks of the exam as `solved` says of its version; the others almost, where it is in `almost`."""
+    """Solves `solved[version]` tasks of the exam, and the others almost if its version is in `almost`."""
 
     solved: dict[int, int] = {}  # noqa: RUF012
     almost: tuple[int, ...] = ()
@@ -138,7 +137,7 @@ class NoPreflight:
 
 
 def policy_of(solved: Sequence[int], **attributes: Any) -> Examined:
-    """`solved[i]` tasks after step 2 i."""
+    """Make a policy that solves `solved[i]` tasks after step 2 i."""
     policy = Examined()
     policy.solved = {2 * number: count for number, count in enumerate(solved)}
     for name, value in attributes.items():
@@ -146,7 +145,7 @@ def policy_of(solved: Sequence[int], **attributes: Any) -> Examined:
     return policy
 
 
-def test_the_history_has_accuracies_with_wilson_s_interval(tmp_path: Path, portal: BlockingPortal) -> None:
+def test_history_has_accuracy_with_wilson_interval(tmp_path: Path, portal: BlockingPortal) -> None:
     run = made_run(tmp_path, portal, policy_of([0, 1, 3, 2]))
     assert run.train_from(0) == STEPS
     rows = {row["step"]: row for row in run.history.read()}
@@ -167,7 +166,7 @@ def test_the_history_has_accuracies_with_wilson_s_interval(tmp_path: Path, porta
     }
 
 
-def test_the_best_weights_are_kept_and_published(tmp_path: Path, portal: BlockingPortal) -> None:
+def test_best_weights_are_published(tmp_path: Path, portal: BlockingPortal) -> None:
     run = made_run(tmp_path, portal, policy_of([2, 3, 3, 1]))
     run.finish(tmp_path / "checkpoint", run.train_from(0))
     assert (tmp_path / "checkpoint/weights").read_text() == "2"  # the first of two that are equal
@@ -177,7 +176,7 @@ def test_the_best_weights_are_kept_and_published(tmp_path: Path, portal: Blockin
     assert (summary["best/step"], summary["best/accuracy"], summary["evaluations"]) == (2, 0.75, 4)
 
 
-def test_best_weights_that_somebody_deleted_are_missed(tmp_path: Path, portal: BlockingPortal) -> None:
+def test_rejects_deleted_best_weights(tmp_path: Path, portal: BlockingPortal) -> None:
     run = made_run(tmp_path, portal, policy_of([2, 3, 3, 1]))
     run.train_from(0)
     shutil.rmtree(tmp_path / "best")
@@ -190,7 +189,7 @@ def test_best_weights_that_somebody_deleted_are_missed(tmp_path: Path, portal: B
     assert [path.name for path in (tmp_path / "best").iterdir()] == ["step-000002"]
 
 
-def test_what_solves_equally_many_tasks_is_told_apart_by_its_reward(tmp_path: Path, portal: BlockingPortal) -> None:
+def test_equal_accuracies_are_ranked_by_reward(tmp_path: Path, portal: BlockingPortal) -> None:
     run = made_run(tmp_path, portal, policy_of([0, 0, 0, 0], almost=(4,)))
     run.finish(tmp_path / "checkpoint", run.train_from(0))
     assert (tmp_path / "checkpoint/weights").read_text() == "4"
@@ -207,7 +206,7 @@ def test_what_solves_equally_many_tasks_is_told_apart_by_its_reward(tmp_path: Pa
         ([0, 0, 0, 0], 0, 6, "0"),
     ],
 )
-def test_training_ends_when_patience_does(
+def test_training_ends_when_patience_runs_out(
     tmp_path: Path, portal: BlockingPortal, solved: list[int], patience: int, last: int, best: str
 ) -> None:
     run = made_run(tmp_path, portal, policy_of(solved), patience=patience)
@@ -219,7 +218,7 @@ def test_training_ends_when_patience_does(
     assert again.train_from(last) == last
 
 
-def test_an_evaluation_that_was_killed_is_played_again_and_counted_once(tmp_path: Path, portal: BlockingPortal) -> None:
+def test_killed_evaluation_is_repeated_and_counted_once(tmp_path: Path, portal: BlockingPortal) -> None:
     solved = [0, 1, 3, 2]
     whole = made_run(tmp_path / "whole", portal, policy_of(solved))
     whole.train_from(0)
@@ -239,7 +238,7 @@ def test_an_evaluation_that_was_killed_is_played_again_and_counted_once(tmp_path
         assert ours.read_bytes() == (made.path / "results.parquet").read_bytes()
 
 
-def test_servers_forget_held_out_prompts_before_rollouts(tmp_path: Path, portal: BlockingPortal) -> None:
+def test_caches_are_reset_after_evaluation(tmp_path: Path, portal: BlockingPortal) -> None:
     policy = policy_of([0, 1, 2, 3])
     made_run(tmp_path, portal, policy).train_from(0)
     asked = [entry for place, entry in enumerate(policy.log) if place == 0 or policy.log[place - 1] != entry]
@@ -249,7 +248,7 @@ def test_servers_forget_held_out_prompts_before_rollouts(tmp_path: Path, portal:
             assert version == STEPS or asked[place + 2][0] == "first?"
 
 
-def test_no_finished_episode_and_other_weights_are_errors(tmp_path: Path, portal: BlockingPortal) -> None:
+def test_rejects_evaluation_by_other_weights(tmp_path: Path, portal: BlockingPortal) -> None:
     policy = policy_of([0, 1, 2, 3])
     run = made_run(tmp_path, portal, policy)
     policy.version = 7
@@ -259,19 +258,16 @@ def test_no_finished_episode_and_other_weights_are_errors(tmp_path: Path, portal
     assert not list(tmp_path.glob("evaluations/*"))
 
 
-# On a model that is trained
+# --- With a real model ---
 
 
 HELDOUT_OPTIONS = {"eval_steps": 2, "eval_tasks": 3, "eval_temperature": COOLER}
 
 
 def trained(tiny: Tiny, folder: Path, **options: Any) -> str:
-    """The digest of the weights after the last step."""
-    settings = config(folder, max_steps=3, save_steps=2, **options)
-    trainer = MultimodalGRPOTrainer(tiny.model(), tiny.processor, None, settings)
-    trainer.set_environment("colors", **COLORS)
-    for environment in (trainer.environment, trainer._examined):
-        reward(environment)
+    """Train three steps and return a digest of the final weights."""
+    trainer = colors_trainer(tiny, config(folder, max_steps=3, save_steps=2, **options))
+    reward(trainer._examined)
     trainer.train()
     digest = hashlib.sha256()
     for name, value in sorted(trainer.model.state_dict().items()):
@@ -279,13 +275,14 @@ def trained(tiny: Tiny, folder: Path, **options: Any) -> str:
     return digest.hexdigest()
 
 
-def test_the_weights_are_those_of_a_training_without_evaluations_also_after_a_kill_in_one(
+def test_evaluations_do_not_change_trained_weights(
     tiny: Tiny,
     tmp_path: Path,
     samplers: list[LocalSampler],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Rollouts are generated while the trainer works; tests/examples/test_grpo.py has a real server and takes turns."""
+    """Weights also agree after a kill within an evaluation. Here rollouts overlap with training; without overlap see
+    tests/examples/test_grpo.py, which has a real server."""
     settings = MultimodalRLConfig.settings
 
     def ahead(self: MultimodalRLConfig) -> LoopSettings:
@@ -317,10 +314,10 @@ def test_the_weights_are_those_of_a_training_without_evaluations_also_after_a_ki
     assert [one.read_bytes() for one in results[0]] == [one.read_bytes() for one in results[1]]
 
 
-# Settings
+# --- Settings ---
 
 
-def test_how_the_trained_model_is_evaluated_does_not_train_it_again() -> None:
+def test_final_evaluation_settings_do_not_change_training_fingerprint() -> None:
     def prints(*overrides: str) -> tuple[str, str]:
         recipe = load_recipe("train-vlm/colors", overrides)
         settings = recipe.settings_for(TrainVLMSettings), recipe.settings_for(EvaluateStageSettings)
@@ -352,15 +349,15 @@ class Nothing:
 NOTHING: Any = Nothing()
 
 
-def test_patience_without_evaluations_is_refused() -> None:
+def test_rejects_patience_without_evaluations() -> None:
     with refused("value_error", "patience = 3"):
         load_recipe("train-vlm/colors", ["evaluation.patience=3"])
     with refused("extra_forbidden", "evaluation.every"):
         load_recipe("evaluate/vlm", ["evaluation.every=3"])
 
 
-def test_a_resumed_run_keeps_the_numbers_of_the_step_that_it_resumes_from(tmp_path: Path) -> None:
-    """They have one writer: the process that made the step, and for the evaluation its artifact."""
+def test_resumed_run_keeps_metrics_of_its_first_step(tmp_path: Path) -> None:
+    """The process that made the step wrote its metrics, which stay; the evaluation's metrics come from its artifact."""
     history = History(tmp_path / "history.jsonl")
     history.append(2, {"loss": 1.0, "timing/step": 3.0, "timing/cpu": 2.5, "heldout/accuracy": 0.25})
     evaluations = HeldoutEvaluations.__new__(HeldoutEvaluations)

@@ -1,4 +1,4 @@
-"""The order of the units, and how old the weights may be that sample a step's rollouts."""
+"""The order of a step's units in the loop, and the age of the weights that sample rollouts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from armature.components.rl.loop import LoopPlan, run_loop
 
 
 class RecordingSteps:
-    """Notes when each unit begins and ends, and which version of the weights is on the servers meanwhile."""
+    """Records when each unit begins and ends, and the version of the weights on the servers meanwhile."""
 
     def __init__(
         self,
@@ -91,14 +91,14 @@ def run(steps: RecordingSteps, staleness: int, first: int = 1, last: int = 5, in
     return run_loop(steps, first, plan, ThreadUnits(), TerminalEvents())
 
 
-def test_on_policy_rollouts_are_sampled_by_the_weights_of_the_step_before():
+def test_on_policy_rollouts_use_weights_of_previous_step():
     steps = RecordingSteps()
     run(steps, staleness=0)
     assert steps.sampled_with == {1: 0, 2: 1, 3: 2, 4: 3, 5: 4}
     assert [steps.recorded[step]["loss"] for step in range(1, 6)] == [1, 2, 3, 4, 5]
 
 
-def test_a_metric_of_the_trainer_that_the_loop_writes_too_is_refused():
+def test_rejects_trainer_metric_with_name_of_loop_metric():
     class TimingSteps(RecordingSteps):
         def train(self, step: int, batch: Artifact) -> dict[str, float]:
             return super().train(step, batch) | {"timing/train": 2.0}
@@ -107,7 +107,7 @@ def test_a_metric_of_the_trainer_that_the_loop_writes_too_is_refused():
         run(TimingSteps(), staleness=0)
 
 
-def test_overlapped_rollouts_are_one_version_older_and_made_while_training():
+def test_overlapped_rollouts_are_one_version_older():
     steps = RecordingSteps()
     run(steps, staleness=1)
     assert steps.sampled_with == {1: 0, 2: 0, 3: 1, 4: 2, 5: 3}
@@ -116,17 +116,17 @@ def test_overlapped_rollouts_are_one_version_older_and_made_while_training():
 
 
 @pytest.mark.parametrize("rollouts_s", [0.0, 0.01, 0.05])
-def test_overlapped_rollouts_are_sampled_by_the_same_version_however_long_they_take(rollouts_s):
+def test_overlapped_rollouts_use_same_version_at_any_speed(rollouts_s):
     steps = RecordingSteps(rollouts_s=rollouts_s, train_s=0.01)
     run(steps, staleness=1)
     assert steps.sampled_with == steps.sampled_until == {1: 0, 2: 0, 3: 1, 4: 2, 5: 3}
-    # What a run lacks that resumes from this checkpoint would be sampled by newer weights.
+    # A run that resumes from a checkpoint would sample missing rollouts with newer weights, so none may be missing.
     assert all({*range(1, step + 2)} - {6} <= made for step, made in steps.saved.items())
 
 
 @pytest.mark.parametrize("staleness", [1, 2, 4])
 @pytest.mark.parametrize(("rollouts_s", "train_s"), [(0.05, 0.01), (0.01, 0.05), (0.03, 0.03)])
-def test_with_updates_in_flight_rollouts_begin_as_early_as_their_weights_may_be_old(staleness, rollouts_s, train_s):
+def test_in_flight_rollouts_start_at_largest_staleness(staleness, rollouts_s, train_s):
     steps = RecordingSteps(rollouts_s=rollouts_s, train_s=train_s)
     assert run(steps, staleness, last=8, in_flight=True) == 8
     assert steps.sampled_with == {step: max(0, step - 1 - staleness) for step in range(1, 9)}
@@ -136,22 +136,22 @@ def test_with_updates_in_flight_rollouts_begin_as_early_as_their_weights_may_be_
 
 
 @pytest.mark.parametrize(("staleness", "in_flight"), [(0, False), (1, False), (2, True)])
-def test_rollouts_are_awaited_once_nothing_else_is_to_be_done(staleness, in_flight):
+def test_loop_waits_for_rollouts_only_when_idle(staleness, in_flight):
     steps = RecordingSteps()
     run(steps, staleness, in_flight=in_flight)
     for step in range(1, 6):
         awaited = steps.notes.index(f"rollouts {step} awaited")
         assert awaited < steps.notes.index(f"train {step} begin")
-        if step > 1:  # until then the trainer had something to do
+        if step > 1:  # the trainer was busy until then
             assert steps.notes.index(f"train {step - 1} end") < awaited
 
 
-def test_with_updates_in_flight_no_weights_wait_for_rollouts():
+def test_in_flight_sync_does_not_wait_for_rollouts():
     steps = RecordingSteps(train_s=0.01)
     began, first = threading.Event(), steps.rollouts
 
     def slow(step: int) -> Artifact:
-        if step == 3:  # as long as step 2 needs for its weights
+        if step == 3:  # until the weights of step 2 are synced
             assert began.wait(10)
         return first(step)
 
@@ -166,14 +166,14 @@ def test_with_updates_in_flight_no_weights_wait_for_rollouts():
 
 
 @pytest.mark.parametrize(("staleness", "in_flight"), [(1, True), (3, True)])
-def test_rollouts_that_an_evaluation_leaves_out_are_over_when_training_is(staleness, in_flight):
+def test_early_end_waits_for_running_rollouts(staleness, in_flight):
     steps = RecordingSteps(evaluated=(2,), ends_at=2, rollouts_s=0.1)
     assert run(steps, staleness, last=9, in_flight=in_flight) == 2
     assert max(steps.sampled_with) == 3 + staleness and steps.sampled_with.keys() == steps.sampled_until.keys()
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
-def test_an_evaluation_plays_the_weights_of_its_step_while_nothing_else_plays(staleness):
+def test_evaluation_uses_weights_of_its_step_alone(staleness):
     plain, steps = RecordingSteps(), RecordingSteps(evaluated=(2, 4))
     assert run(plain, staleness) == run(steps, staleness) == 5
     assert steps.evaluated_with == {2: 2, 4: 4}
@@ -187,13 +187,13 @@ def test_an_evaluation_plays_the_weights_of_its_step_while_nothing_else_plays(st
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
-def test_an_evaluation_may_end_the_training(staleness):
+def test_evaluation_can_end_training(staleness):
     steps = RecordingSteps(evaluated=(2, 4), ends_at=4)
     assert run(steps, staleness) == 4
     assert sorted(steps.recorded) == [1, 2, 3, 4] and max(steps.sampled_with) == 4 + staleness
 
 
-def test_a_resumed_loop_starts_where_it_was_told():
+def test_loop_starts_at_first_step():
     steps = RecordingSteps()
     steps.version = 3
     run(steps, staleness=0, first=4)
@@ -202,14 +202,14 @@ def test_a_resumed_loop_starts_where_it_was_told():
     assert finished.notes == []
 
 
-def test_a_failing_unit_stops_the_loop():
+def test_failing_unit_stops_loop():
     steps = RecordingSteps(fail_at=2)
     with pytest.raises(RuntimeError):
         run(steps, staleness=1)
     assert sorted(steps.recorded) == [1]
 
 
-def test_history_survives_a_cut_line_and_keeps_the_last_of_a_replayed_step(tmp_path):
+def test_history_ignores_cut_line_and_keeps_last_row_of_step(tmp_path):
     history = History(tmp_path / "history.jsonl")
     assert history.read() == []
     history.append(1, {"loss": 1.0})
@@ -223,7 +223,7 @@ def test_history_survives_a_cut_line_and_keeps_the_last_of_a_replayed_step(tmp_p
 
 
 @pytest.mark.parametrize("cut", [b"", b"{", b'{"step": 3, "loss": 1' + b" " * 10_000])
-def test_a_line_is_added_without_reading_those_before(tmp_path, cut):
+def test_history_appends_without_reading_earlier_lines(tmp_path, cut):
     history = History(tmp_path / "history.jsonl")
     before = b'{"step": 1}\n' * 100_000
     history.path.write_bytes(before + cut)
@@ -234,5 +234,5 @@ def test_a_line_is_added_without_reading_those_before(tmp_path, cut):
 
 
 def reads() -> int:
-    """Bytes that this process has asked the system for so far."""
+    """Return the number of bytes that this process has read so far."""
     return int(Path("/proc/self/io").read_text().split()[1])

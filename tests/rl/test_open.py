@@ -1,4 +1,4 @@
-"""What a run's servers are to hold beside its weights."""
+"""The adapters that a run's servers hold beside its weights."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.refusals import refused
         ("molmo2", {}, (), None),
     ],
 )
-def test_adapters_are_served_where_vllm_applies_them(
+def test_served_adapters_by_family_and_scope(
     family: str,
     lora: dict[str, object] | None,
     freeze: tuple[str, ...],

@@ -1,4 +1,4 @@
-"""A run's units with dynamic sampling: on a scripted policy and a trainer that only notes what it is given."""
+"""The units of a run with dynamic sampling, on a scripted policy and a trainer that only records its batches."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ GROUPS, MEMBERS, STEPS, MAX_ROUNDS, SEED = 4, 2, 3, 5, 6
 
 
 class Tells:
-    """Two turns; the second answer decides. In the tasks whose number is even, members may differ."""
+    """Episodes of two turns, of which the second answer decides. Only even tasks can be solved, so only they differ."""
 
     name, system_prompt, dialogue, max_turns = "tells", None, True, 4
     reward_weights: Mapping[str, float] = {"right": 1.0}
@@ -71,7 +71,7 @@ class TellsEpisode:
 
 
 class Scripted:
-    """Says "first", then whether the seed is odd: the seeds of a group's members follow one another."""
+    """Answers "first", then "odd" or "even" by its seed. A group's members have consecutive seeds."""
 
     def __init__(self, delay: float) -> None:
         self.delay, self.requests, self.version = delay, 0, 0
@@ -106,7 +106,7 @@ class NotingTrainer:
 
 
 class PoolOfOne:
-    """What a run calls of the server pool."""
+    """Stands in for the server pool, with the methods that a run calls."""
 
     def __init__(self, policy: Scripted) -> None:
         self.complete = policy.complete
@@ -139,7 +139,7 @@ def context(folder: Path) -> StageContext:
 
 
 class Attempt:
-    """A run in `folder`, from the beginning or again."""
+    """A run in `folder`, which may contain the results of an earlier attempt."""
 
     def __init__(
         self,
@@ -190,11 +190,11 @@ class Attempt:
         return {step: read_rollouts(artifact.path).trajectories for step, artifact in made.items() if artifact}
 
     def played(self) -> dict[int, list[tuple[str, str]]]:
-        """The trajectories of each step with their tasks."""
+        """Return ids and tasks of the trajectories of each step."""
         return {step: [(one.trajectory_id, one.task_id) for one in made] for step, made in self.trajectories().items()}
 
     def versions(self) -> dict[int, list[tuple[int, ...]]]:
-        """Which weights sampled each turn of the trajectories of each step."""
+        """Return for each step the versions that sampled the turns of each trajectory."""
         return {
             step: [tuple(turn.policy_version for turn in one.turns) for one in made]
             for step, made in self.trajectories().items()
@@ -202,9 +202,7 @@ class Attempt:
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
-def test_a_step_plays_whole_rounds_until_enough_groups_differ(
-    tmp_path: Path, portal: BlockingPortal, staleness: int
-) -> None:
+def test_step_plays_rounds_until_enough_groups_differ(tmp_path: Path, portal: BlockingPortal, staleness: int) -> None:
     attempt = Attempt(tmp_path, portal, staleness).go()
     history = attempt.run.history.read()
     played = attempt.played()
@@ -226,10 +224,10 @@ def test_a_step_plays_whole_rounds_until_enough_groups_differ(
         assert rounds == MAX_ROUNDS or len(differ) >= GROUPS
         assert {sample.advantages.any() for sample in attempt.trainer.batches[step]} == {True}
     turns = sum(len(one) for one in played.values()) * 2
-    assert attempt.policy.requests == turns  # none after an episode was done
+    assert attempt.policy.requests == turns  # no request after an episode was done
 
 
-def test_tasks_whose_groups_never_differed_are_counted_over_all_steps(tmp_path: Path, portal: BlockingPortal) -> None:
+def test_difficulty_counts_groups_over_all_steps(tmp_path: Path, portal: BlockingPortal) -> None:
     attempt = Attempt(tmp_path, portal, staleness=0).go()
     tasks = {one.task_id: one for one in difficulty(attempt.run.groups(STEPS))}
     played = [task for each in attempt.played().values() for one, task in each if one.endswith("-00")]
@@ -239,7 +237,7 @@ def test_tasks_whose_groups_never_differed_are_counted_over_all_steps(tmp_path: 
         assert one.all_wrong == one.groups - one.differing
 
 
-def test_a_batch_that_is_named_is_skipped_and_the_run_remembers_it(tmp_path: Path, portal: BlockingPortal) -> None:
+def test_skipped_batch_is_remembered_on_resume(tmp_path: Path, portal: BlockingPortal) -> None:
     first = Attempt(tmp_path, portal, staleness=0).go(last=2)
     poisoned = first.store.find("batches", "run-00002")
     assert poisoned is not None and first.trainer.batches[2]
@@ -259,7 +257,7 @@ def test_a_batch_that_is_named_is_skipped_and_the_run_remembers_it(tmp_path: Pat
     assert again.played()[2] == first.played()[2]
 
 
-def test_a_sample_that_cannot_be_trained_on_is_left_out_and_counted(tmp_path: Path, portal: BlockingPortal) -> None:
+def test_invalid_sample_is_dropped_and_counted(tmp_path: Path, portal: BlockingPortal) -> None:
     class Poisons(Unmerged):
         def samples(
             self, outputs: GenerateOutputs, advantages: TurnAdvantages | None = None
@@ -276,7 +274,7 @@ def test_a_sample_that_cannot_be_trained_on_is_left_out_and_counted(tmp_path: Pa
 
 
 class Waits(Scripted):
-    """Answers the second turns of step 3 by weights that are newer than those of its first turns."""
+    """Answers the second turns of step 3 only when newer weights than for its first turns have arrived."""
 
     late = frozenset(RolloutId(3, group, member).request_seed(SEED, 1) for group in range(4) for member in range(2))
 
@@ -286,9 +284,7 @@ class Waits(Scripted):
         return await super().complete(messages, sampling, seed)
 
 
-def test_weights_change_within_episodes_and_none_is_older_than_it_may_be(
-    tmp_path: Path, portal: BlockingPortal
-) -> None:
+def test_in_flight_weights_change_within_staleness(tmp_path: Path, portal: BlockingPortal) -> None:
     plain = Attempt(tmp_path / "plain", portal, staleness=0).go()
     attempt = Attempt(tmp_path / "ahead", portal, staleness=2, in_flight=True, policy=Waits(0.002)).go()
     assert attempt.played() == plain.played()
@@ -299,17 +295,15 @@ def test_weights_change_within_episodes_and_none_is_older_than_it_may_be(
 
 
 @pytest.mark.parametrize("repeat", [1.0, 0.1])
-def test_a_resumed_run_plays_the_same_tasks_however_fast_they_are(
-    tmp_path: Path, portal: BlockingPortal, repeat: float
-) -> None:
+def test_resumed_run_plays_same_tasks(tmp_path: Path, portal: BlockingPortal, repeat: float) -> None:
     whole = Attempt(tmp_path / "whole", portal, staleness=1, delay=0.0, repeat=repeat).go()
     Attempt(tmp_path / "cut", portal, staleness=0, delay=0.002, repeat=repeat).go(last=1)
     resumed = Attempt(tmp_path / "cut", portal, staleness=1, delay=0.001, repeat=repeat).go(first=2)
     assert resumed.played() == whole.played()
     again = Attempt(tmp_path / "whole", portal, staleness=1, repeat=repeat).go()
-    assert again.policy.requests == 0  # everything was found
+    assert again.policy.requests == 0  # all rollouts are in the store
     metrics = "metrics.json"
     for step in range(1, STEPS + 1):
-        found = [one.store.find("batches", f"run-{step:05d}") for one in (whole, resumed)]
-        one, other = (json.loads((artifact.path / metrics).read_text()) for artifact in found if artifact)
+        batches = [one.store.find("batches", f"run-{step:05d}") for one in (whole, resumed)]
+        one, other = (json.loads((artifact.path / metrics).read_text()) for artifact in batches if artifact)
         assert one == other

@@ -1,4 +1,4 @@
-"""Rollouts from which nothing could be learned are told from those that have an advantage somewhere."""
+"""The warning about rollouts from which nothing can be learned."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ def settings(**penalty: float) -> BatchSettings:
 
 
 @pytest.mark.parametrize(
-    ("rewards", "said"),
+    ("rewards", "warning"),
     [
-        ({"g1": (0.0, 0.0), "g2": (0.0, 0.0)}, "4 rollouts of 2 groups: each earned 0. The first ended with 'x'"),
+        ({"g1": (0.0, 0.0), "g2": (0.0, 0.0)}, "4 rollouts of 2 groups: each earned 0. The first one ended with 'x'"),
         ({"g1": (1.0, 1.0), "g2": (0.0, 0.0)}, "members of a group all earned the same"),
         ({"g1": (1.0,), "g2": (0.0,)}, "members of a group all earned the same"),
         ({"g1": (1.0, 1.0), "g2": (0.0, 1.0)}, None),
         ({}, None),
     ],
 )
-def test_groups_that_agree_teach_nothing(rewards: dict[str, tuple[float, ...]], said: str | None) -> None:
+def test_warns_if_all_groups_have_equal_rewards(rewards: dict[str, tuple[float, ...]], warning: str | None) -> None:
     played = [
         trajectory(f"{group}-{member}", group, reward)
         for group, earned in rewards.items()
         for member, reward in enumerate(earned)
     ]
-    found = no_signal(played, settings())
-    assert (found is None) == (said is None) and (said or "") in (found or "")
+    message = no_signal(played, settings())
+    assert (message is None) == (warning is None) and (warning or "") in (message or "")
 
 
-def test_a_penalty_is_a_signal() -> None:
+def test_format_penalty_counts_as_signal() -> None:
     played = [walk("a", "s", [0.0]), walk("b", "s", [0.0], defects="f")]
     assert no_signal(played, settings()) is not None
     assert no_signal(played, settings(format=0.1)) is None

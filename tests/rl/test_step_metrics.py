@@ -1,4 +1,4 @@
-"""The metrics of a step: what users call their rewards replaces no number of the program."""
+"""Metrics of a step: names that users choose for reward parts do not replace other metrics."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ OURS = ["reward", "mean", "std", "rollout_std", "sample_mean", "total", "count",
 
 
 def step_metrics(outputs: GenerateOutputs) -> dict[str, float]:
-    """As a run joins them; a name with two writers is an error."""
+    """Join the metrics of a step as a run does; a name that occurs twice is an error."""
     built = build_batch(outputs, TurnsAsSamples(), BatchSettings(max_sequence_tokens=64))
     return merged(batch=batch_report(built.samples), built=built.metrics, rollouts=rollout_metrics(outputs))
 
 
 @settings(max_examples=25)
 @given(st.lists(st.sampled_from(OURS), unique=True))
-def test_parts_of_any_name_replace_nothing(parts: list[str]) -> None:
+def test_reward_part_names_do_not_replace_metrics(parts: list[str]) -> None:
     values = {name: 100.0 + number for number, name in enumerate(parts)}
     named = [
         make_trajectory(f"t{n}", "g", [make_turn(one.reward, reward_parts=values)])
@@ -44,8 +44,8 @@ def test_parts_of_any_name_replace_nothing(parts: list[str]) -> None:
     assert {name: value for name, value in metrics.items() if name not in below} == others
 
 
-def test_means_over_rollouts_and_over_samples_have_names_of_their_own() -> None:
-    """One rollout of two turns, whose samples are two, beside one of one turn."""
+def test_rollout_means_and_sample_means_are_separate_metrics() -> None:
+    """A rollout of two turns makes two samples, another of one turn makes one."""
     two, one = [make_turn(0.5, index=index) for index in (0, 1)], [make_turn(0.0)]
     uneven = GenerateOutputs([make_trajectory("a", "g", two), make_trajectory("b", "g", one)])
     metrics = step_metrics(uneven)

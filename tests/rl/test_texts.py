@@ -1,4 +1,4 @@
-"""Servers whose text is not that of the run's tokenizer are refused, and no other ones."""
+"""The check that servers decode tokens with the run's tokenizer."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ PROMPT = "What colour is it?"
 
 
 def byte_tokenizer(first: str) -> Tokenizer:
-    """One token a byte, those of `first` with the first ids, and <end> with id 256."""
+    """Make a tokenizer with one token per byte and <end> with id 256; the letters of `first` have the first ids."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet(), key=lambda letter: (letter not in first, letter))
     made = Tokenizer(models.BPE({letter: index for index, letter in enumerate(alphabet)}, []))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -47,7 +47,7 @@ def byte_tokenizer(first: str) -> Tokenizer:
 
 
 def sentence_tokenizer() -> Tokenizer:
-    """Words begin with a mark that is a space except in front; bytes that are not word are tokens of their own."""
+    """Make a tokenizer whose words begin with a mark, which is a space except at the start; other bytes are tokens."""
     pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁it", "▁is", "▁red", "▁"]
     made = Tokenizer(
         models.BPE({piece: i for i, piece in enumerate(pieces)}, [], unk_token="<unk>", byte_fallback=True)
@@ -62,7 +62,7 @@ OWN, OTHER = byte_tokenizer(""), byte_tokenizer("xyz")
 END = 256
 
 
-def said(tokens: list[int], text: str, finish_reason: str = "stop", prompt: list[int] | None = None) -> Completion:
+def completed(tokens: list[int], text: str, finish_reason: str = "stop", prompt: list[int] | None = None) -> Completion:
     prompt = OWN.encode(PROMPT).ids if prompt is None else prompt
     ids, logprobs = np.array(tokens, np.int32), np.zeros(len(tokens), np.float32)
     return Completion(np.array(prompt, np.int32), ids, logprobs, text, finish_reason, 0, URL, 0.0)
@@ -76,45 +76,45 @@ def tokens(text: str) -> list[int]:
 @pytest.mark.parametrize(
     "completion",
     [
-        said([*tokens("red"), END], "red"),
-        said([END], ""),  # the token that it stopped at is not said
-        said([*tokens("red"), END, *tokens("is")], "red<end>is", "length"),  # any other special token is
-        said(tokens("né €")[:-1], "né ", "length"),  # a character that was cut is not
-        said(tokens("é€")[:1], "", "length"),
-        said([*tokens("é")[:1], *tokens("a"), END], "�a"),
-        said([*tokens("red"), 5000, END], "red"),  # the model has more rows than the tokenizer has tokens
-        said([*tokens("I think it is red.</think>\n\nred"), END], "red"),  # a server with a reasoning parser
+        completed([*tokens("red"), END], "red"),
+        completed([END], ""),  # the token at which it stopped is omitted
+        completed([*tokens("red"), END, *tokens("is")], "red<end>is", "length"),  # other special tokens are not omitted
+        completed(tokens("né €")[:-1], "né ", "length"),  # an incomplete character is omitted
+        completed(tokens("é€")[:1], "", "length"),
+        completed([*tokens("é")[:1], *tokens("a"), END], "�a"),
+        completed([*tokens("red"), 5000, END], "red"),  # the model has more rows than the tokenizer has tokens
+        completed([*tokens("I think it is red.</think>\n\nred"), END], "red"),  # a server with a reasoning parser
     ],
     ids=["plain", "nothing", "special", "cut", "only cut", "damaged", "no token", "thoughts"],
 )
-def test_what_an_honest_server_says_is_taken(completion: Completion) -> None:
+def test_accepts_text_of_same_tokenizer(completion: Completion) -> None:
     refuse_other_texts([completion], OWN)
 
 
-def test_the_space_after_the_prompt_and_undefined_bytes_are_no_difference() -> None:
+def test_ignores_leading_space_and_undefined_bytes() -> None:
     tokenizer = sentence_tokenizer()
     pieces = tokenizer.get_vocab()
     it, is_, red, letter, lead = (pieces[piece] for piece in ("▁it", "▁is", "▁red", "<0x41>", "<0xE2>"))
-    refuse_other_texts([said([red, END], " red", prompt=[it, is_])], tokenizer)
-    refuse_other_texts([said([letter, lead, red, END], "A red", prompt=[it])], tokenizer)
+    refuse_other_texts([completed([red, END], " red", prompt=[it, is_])], tokenizer)
+    refuse_other_texts([completed([letter, lead, red, END], "A red", prompt=[it])], tokenizer)
 
 
-def test_thoughts_that_never_end_say_nothing_about_a_server_that_answers_elsewhere() -> None:
-    thinking = said(tokens("I think"), "", "length")
-    refuse_other_texts([thinking, said([*tokens("So: red"), END], "red")], OWN)
+def test_unfinished_thoughts_are_ignored_if_other_answers_match() -> None:
+    thinking = completed(tokens("I think"), "", "length")
+    refuse_other_texts([thinking, completed([*tokens("So: red"), END], "red")], OWN)
     with refused("server_tokenizer_mismatch", "''", "'I think'"):
         refuse_other_texts([thinking], OWN)
 
 
-def test_another_tokenizer_is_refused_with_both_texts_and_the_server() -> None:
+def test_rejects_server_with_other_tokenizer() -> None:
     ids = tokens("red")
     theirs = OTHER.decode(ids)
-    right = said([*tokens("It is red."), END], "It is red.")
+    right = completed([*tokens("It is red."), END], "It is red.")
     with refused("server_tokenizer_mismatch", "1 times in 2", repr(theirs), "'red'", URL):
-        refuse_other_texts([right, said([*ids, END], theirs)], OWN)
+        refuse_other_texts([right, completed([*ids, END], theirs)], OWN)
 
 
-def test_the_preflight_refuses_a_joined_server_before_it_asks_the_trainer(
+def test_preflight_rejects_server_tokenizer_before_trainer_is_used(
     stand_ins: Callable[[int], list[Any]], tmp_path: Path
 ) -> None:
     (server,) = stand_ins(1)

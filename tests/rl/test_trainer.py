@@ -1,4 +1,4 @@
-"""`MultimodalGRPOTrainer`: the loop, with a transformers model that samples in the place of the server."""
+"""`MultimodalGRPOTrainer` with a transformers model that samples in place of the server."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Answer:
 
 
 class LocalSampler:
-    """Samples with the weights that it was last given, as a server would: weights come as folders only."""
+    """Stands in for the server pool: samples with the weights of the last folder that it was synced to."""
 
     lost_at = 0
 
@@ -66,7 +66,7 @@ class LocalSampler:
     async def __aexit__(self, *_: object) -> None: ...
 
     async def sync(self, folder: Path, version: int, publish: None, answer: ProbeAnswer) -> None:
-        """The trainer's answer to the probe has to be that of the weights which it published."""
+        """Load the weights, and check that the trainer's probe answer was computed with the same weights."""
         if version == self.lost_at:
             raise ConnectionError("the server is gone")
         self.model, self.version = load_model(folder, model_settings()), version
@@ -74,8 +74,8 @@ class LocalSampler:
         tokens = torch.tensor([self.weights.probe.tokens])
         with torch.no_grad():
             logprobs = self.model(input_ids=tokens).logits[0, :-1].log_softmax(-1)
-        own = logprobs.gather(1, tokens[0, 1:, None])[:, 0].numpy()
-        np.testing.assert_allclose(answer.logprobs, own, atol=1e-4)
+        expected = logprobs.gather(1, tokens[0, 1:, None])[:, 0].numpy()
+        np.testing.assert_allclose(answer.logprobs, expected, atol=1e-4)
         self.synced.append(version)
 
     async def reset_caches(self) -> None: ...
@@ -133,7 +133,7 @@ def run(folder: Path) -> list[dict[str, float]]:
 
 
 def reward(environment: Any) -> None:
-    """Colors that an untrained model cannot name give no signal; what it says a lot of does."""
+    """Replace the rewards: an untrained model cannot name colors, but it can earn these, which count the letter e."""
     played = environment.episode
 
     def episode(task: Any) -> Any:
@@ -150,7 +150,17 @@ def reward(environment: Any) -> None:
     environment.episode = episode
 
 
-def test_a_preflight_that_teaches_nothing_says_so(
+def colors_trainer(
+    tiny: Tiny, options: MultimodalRLConfig, model: Any = None, adapter: MultimodalAdapter | None = None
+) -> MultimodalGRPOTrainer:
+    """Make a trainer on the environment "colors", with rewards that an untrained model can earn."""
+    trainer = MultimodalGRPOTrainer(tiny.model() if model is None else model, tiny.processor, adapter, options)
+    trainer.set_environment("colors", **COLORS)
+    reward(trainer.environment)
+    return trainer
+
+
+def test_preflight_warns_if_nothing_can_be_learned(
     tiny: Tiny, tmp_path: Path, samplers: list[LocalSampler], capsys: pytest.CaptureFixture[str]
 ) -> None:
     trainer = MultimodalGRPOTrainer(tiny.model(), tiny.processor, None, config(tmp_path, max_steps=1))
@@ -160,13 +170,10 @@ def test_a_preflight_that_teaches_nothing_says_so(
 
 
 @pytest.mark.parametrize("lora", [None, LORA], ids=["full", "lora"])
-def test_every_step_is_on_policy_and_weights_reach_the_sampler(
+def test_steps_are_on_policy_and_weights_reach_sampler(
     tiny: Tiny, tmp_path: Path, samplers: list[LocalSampler], lora: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    trainer = MultimodalGRPOTrainer(tiny.model(lora=lora), tiny.processor, None, config(tmp_path))
-    trainer.set_environment("colors", **COLORS)
-    reward(trainer.environment)
-    trainer.train()
+    colors_trainer(tiny, config(tmp_path), tiny.model(lora=lora)).train()
     metrics = run(tmp_path)
     assert [one["step"] for one in metrics] == [1, 2, 3]
     assert samplers[0].synced == [1, 2]
@@ -184,7 +191,7 @@ def test_every_step_is_on_policy_and_weights_reach_the_sampler(
     assert (tmp_path / "final" / "config.json").exists()
 
 
-def test_it_continues_where_it_was(tiny: Tiny, tmp_path: Path, samplers: list[LocalSampler]) -> None:
+def test_trainer_resumes_after_max_steps_is_raised(tiny: Tiny, tmp_path: Path, samplers: list[LocalSampler]) -> None:
     for folder, stops in ((tmp_path / "straight", [4]), (tmp_path / "stopped", [2, 4])):
         for max_steps in stops:
             trainer = MultimodalGRPOTrainer(str(tiny.folder), config=config(folder, max_steps=max_steps))
@@ -196,13 +203,11 @@ def test_it_continues_where_it_was(tiny: Tiny, tmp_path: Path, samplers: list[Lo
     assert [one["loss"] for one in stopped] == [one["loss"] for one in straight]
 
 
-def test_a_step_that_no_checkpoint_has_is_applied_again_from_its_batch(
+def test_step_after_checkpoint_is_replayed_from_its_batch(
     tiny: Tiny, tmp_path: Path, samplers: list[LocalSampler], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def trained(folder: Path, lost_at: int = 0) -> None:
-        trainer = MultimodalGRPOTrainer(tiny.model(), tiny.processor, config=config(folder, save_steps=10))
-        trainer.set_environment("colors", **COLORS)
-        reward(trainer.environment)
+        trainer = colors_trainer(tiny, config(folder, save_steps=10))
         with monkeypatch.context() as patch:
             patch.setattr(LocalSampler, "lost_at", lost_at)
             trainer.train()
@@ -218,29 +223,19 @@ def test_a_step_that_no_checkpoint_has_is_applied_again_from_its_batch(
     assert all(torch.equal(value, stopped[name]) for name, value in straight.items())
 
 
-def test_the_server_gets_new_weights_as_often_as_it_is_told(
-    tiny: Tiny, tmp_path: Path, samplers: list[LocalSampler]
-) -> None:
+def test_sync_interval_is_respected(tiny: Tiny, tmp_path: Path, samplers: list[LocalSampler]) -> None:
     for every, synced in ((2, [2, 4]), (0, [])):
         folder = tmp_path / str(every)
-        options = config(folder, max_steps=5, sync_to_vllm_every=every, learning_rate=1e-4)
-        trainer = MultimodalGRPOTrainer(tiny.model(), tiny.processor, None, options)
-        trainer.set_environment("colors", **COLORS)
-        reward(trainer.environment)
-        trainer.train()
+        colors_trainer(tiny, config(folder, max_steps=5, sync_to_vllm_every=every, learning_rate=1e-4)).train()
         assert samplers[-1].synced == synced
         versions = [max([0, *(one for one in synced if one < step)]) for step in range(1, 6)]
         assert [one["policy_version/max"] for one in run(folder)] == versions
 
 
-def test_without_groups_rollouts_are_compared_with_the_whole_step(
+def test_without_groups_advantage_is_relative_to_whole_step(
     tiny: Tiny, tmp_path: Path, samplers: list[LocalSampler]
 ) -> None:
-    options = config(tmp_path, rollouts_per_step=5, rollouts_per_example=None, max_steps=1)
-    trainer = MultimodalGRPOTrainer(tiny.model(), tiny.processor, None, options)
-    trainer.set_environment("colors", **COLORS)
-    reward(trainer.environment)
-    trainer.train()
+    colors_trainer(tiny, config(tmp_path, rollouts_per_step=5, rollouts_per_example=None, max_steps=1)).train()
     (batch,) = (tmp_path / "store/batches").glob("*-00001")
     samples = read_batch(batch)
     mean = np.mean([sample.reward for sample in samples])
@@ -250,7 +245,7 @@ def test_without_groups_rollouts_are_compared_with_the_whole_step(
 
 
 class MinimalAdapter(MultimodalAdapter):
-    """What a user writes: `build_batch` alone, one row per trajectory; or that and the same row once more."""
+    """An adapter as a user may write it, with only `build_batch`, which makes `copies` rows per trajectory."""
 
     def __init__(self, tiny: Tiny, copies: int = 1, shift: int = 0) -> None:
         super().__init__(tiny.processor)
@@ -267,39 +262,35 @@ class MinimalAdapter(MultimodalAdapter):
 def with_own_adapter(
     tiny: Tiny, adapter: MinimalAdapter, options: MultimodalRLConfig, monkeypatch: pytest.MonkeyPatch
 ) -> MultimodalGRPOTrainer:
-    trainer = MultimodalGRPOTrainer(tiny.model(), tiny.processor, adapter, options)
+    trainer = colors_trainer(tiny, options, adapter=adapter)
     adapter.open = trainer.images.open
     monkeypatch.setattr(tiny.adapter, "images", trainer.images.open)
-    trainer.set_environment("colors", **COLORS)
-    reward(trainer.environment)
     return trainer
 
 
 @pytest.mark.parametrize("batch_size", [512, 5])
-def test_an_adapter_of_ones_own_trains_as_that_of_the_family(
+def test_user_adapter_trains_like_family_adapter(
     tiny: Tiny, tmp_path: Path, samplers: list[LocalSampler], monkeypatch: pytest.MonkeyPatch, batch_size: int
 ) -> None:
-    """Also where an update ends within one of its batches. AdamW would turn noise in gradients of 0 into steps."""
+    """With a batch_size of 5 updates end within a batch of the adapter. A large epsilon keeps AdamW from turning noise
+    in zero gradients into steps."""
     common = {"max_steps": 2, "micro_batch_size": 3, "batch_size": batch_size, "adam_epsilon": 1e-2}
-    own, family = (config(tmp_path / name, **common) for name in ("own", "family"))
-    forbidden = tuple(sorted(tiny.collator.forbidden_token_ids))  # a family knows more of them than a config.json
+    users, family = (config(tmp_path / name, **common) for name in ("user", "family"))
+    forbidden = tuple(sorted(tiny.collator.forbidden_token_ids))  # a family forbids more tokens than config.json names
     monkeypatch.setattr("armature.components.rl.trainer.placeholder_token_ids", lambda folder: forbidden)
-    with_own_adapter(tiny, MinimalAdapter(tiny), own, monkeypatch).train()
-    trainer = MultimodalGRPOTrainer(tiny.model(), tiny.processor, None, family)
-    trainer.set_environment("colors", **COLORS)
-    reward(trainer.environment)
-    trainer.train()
-    for one, other in zip(run(tmp_path / "own"), run(tmp_path / "family"), strict=True):
+    with_own_adapter(tiny, MinimalAdapter(tiny), users, monkeypatch).train()
+    colors_trainer(tiny, family).train()
+    for one, other in zip(run(tmp_path / "user"), run(tmp_path / "family"), strict=True):
         same = {name: value for name, value in other.items() if not name.startswith(("timing", "tokens_per", "memory"))}
         assert {name: one[name] for name in same} == pytest.approx(same, rel=1e-4, abs=1e-6, nan_ok=True)
 
 
-def test_batches_of_an_adapter_of_ones_own_cannot_be_packed(tiny: Tiny, tmp_path: Path) -> None:
+def test_rejects_packing_with_user_adapter(tiny: Tiny, tmp_path: Path) -> None:
     with refused("batches_not_packable", "MinimalAdapter", "MultimodalRLConfig.packing"):
         MultimodalGRPOTrainer(tiny.model(), tiny.processor, MinimalAdapter(tiny), config(tmp_path, packing=True))
 
 
-def test_rows_that_are_no_trajectories_are_compared_with_all_rows(
+def test_user_rows_without_trajectory_are_compared_with_all_rows(
     tiny: Tiny, tmp_path: Path, samplers: list[LocalSampler], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = config(tmp_path, max_steps=1, micro_batch_size=3)
@@ -312,7 +303,7 @@ def test_rows_that_are_no_trajectories_are_compared_with_all_rows(
         np.testing.assert_allclose(sample.advantages[sample.loss_mask], sample.reward - mean, rtol=1e-4, atol=1e-6)
 
 
-def test_a_shift_by_one_is_noticed_before_the_first_step(
+def test_preflight_rejects_logprobs_shifted_by_one(
     tiny: Tiny, tmp_path: Path, samplers: list[LocalSampler], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with refused("logprobs_mismatch"):
@@ -320,7 +311,7 @@ def test_a_shift_by_one_is_noticed_before_the_first_step(
     assert not (tmp_path / "history.jsonl").exists()
 
 
-def test_an_adapter_of_ones_own_and_one_reward_part(
+def test_user_adapter_with_single_reward_part(
     tiny: Tiny, tmp_path: Path, samplers: list[LocalSampler], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = config(tmp_path, max_steps=1, micro_batch_size=3, primary_reward_key="format")
@@ -329,7 +320,7 @@ def test_an_adapter_of_ones_own_and_one_reward_part(
     assert metrics["reward"] == metrics["reward/sample_mean"] > 2  # lengths of texts, not counts of a letter
 
 
-def test_batches_of_wrong_shapes_are_refused(
+def test_rejects_user_batches_of_wrong_shapes(
     tiny: Tiny, tmp_path: Path, samplers: list[LocalSampler], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Wrong(MinimalAdapter):
@@ -342,7 +333,7 @@ def test_batches_of_wrong_shapes_are_refused(
     assert error.value.where.startswith("MultimodalBatch.behavior_logprobs")
 
 
-def test_the_file_s_server_is_started_by_the_pool(tiny: Tiny, tmp_path: Path) -> None:
+def test_start_server_takes_settings_from_file(tiny: Tiny, tmp_path: Path) -> None:
     table = InferenceTable.model_validate({"args": {"max_model_len": 512, "limit_mm_per_prompt": 2, "max_num_seqs": 7}})
     trainer = MultimodalGRPOTrainer(str(tiny.folder), config=config(tmp_path, vllm_server_port=8123))
     start_server(trainer, table, gpus=(1,))
@@ -354,7 +345,9 @@ def test_the_file_s_server_is_started_by_the_pool(tiny: Tiny, tmp_path: Path) ->
     assert pool.settings.dtype == "bfloat16"
 
 
-def test_what_is_missing_is_said(tiny: Tiny, tmp_path: Path, samplers: list[LocalSampler]) -> None:
+def test_rejects_missing_config_or_environment_or_part(
+    tiny: Tiny, tmp_path: Path, samplers: list[LocalSampler]
+) -> None:
     with refused("config_missing"):
         MultimodalGRPOTrainer(tiny.model(), tiny.processor)
     trainer = MultimodalGRPOTrainer(tiny.model(), tiny.processor, tiny.adapter, config(tmp_path))
