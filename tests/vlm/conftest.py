@@ -80,7 +80,7 @@ class Tiny:
     def policy(
         self, model: dict[str, Any] | None = None, temperature: float = 1.0, **trainer: Any
     ) -> TrainerPolicySettings:
-        """What a trainer service trains: this checkpoint, with changed settings of model and trainer."""
+        """Return settings of a trainer service for this checkpoint, with changed settings of model and trainer."""
         return TrainerPolicySettings(
             model_path=self.folder,
             model=model_settings(**(model or {})),

@@ -1,4 +1,4 @@
-"""A program whose ranks compute the cases of test_context_parallel, each a slice of the tokens."""
+"""A program whose ranks compute the cases of test_context_parallel together, each for a slice of the tokens."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.vlm.conftest import Tiny, open_tiny
 
 @dataclass(frozen=True)
 class Case:
-    """What is computed; `window` is that of layers with a sliding window, in tokens."""
+    """A model and samples; `window` is the length of sliding windows in tokens, if layers have one."""
 
     folder: Path
     samples: list[Sample]
@@ -38,10 +38,10 @@ class Case:
 
 
 def policy_of(case: Case, tiny: Tiny, ranks: Ranks) -> Policy:
-    torch.manual_seed(0)  # of the adapters
+    torch.manual_seed(0)  # adapters are initialized randomly
     model = tiny.model(**case.model)
     for name, parameter in model.named_parameters():
-        if "lora_B" in name:  # else the other half would have no gradient
+        if "lora_B" in name:  # while lora_B is 0, lora_A has no gradient
             nn.init.normal_(parameter, std=0.1)
     if case.window is not None:
         base_model(model).config.text_config.sliding_window = case.window
@@ -63,24 +63,24 @@ def packed(case: Case, tiny: Tiny, policy: Policy, ranks: Ranks) -> tuple[Any, A
 
 
 def results(
-    policy: Policy, batches: list[tuple[Any, Any]], kept: Callable[[nn.Module], Any]
+    policy: Policy, batches: list[tuple[Any, Any]], count_saved: Callable[[nn.Module], Any]
 ) -> tuple[list[Tensor], dict[str, Tensor], int]:
-    """Log-probs and entropies of all rows, the gradient of a weighted sum of them, and the bytes kept for it."""
+    """Return log-probs and entropies of all rows, the gradient of a weighted sum, and the bytes saved for backward."""
     policy.zero_grad()
-    found, most = [], 0
+    outputs, most = [], 0
     for batch, packing in batches:
-        with kept(policy) as sizes:
+        with count_saved(policy) as sizes:
             logprobs, entropy = policy(model_inputs(batch), predicting(batch.loss_mask), packing)
         weight = batch.advantages[:, 1:][batch.loss_mask[:, 1:]]
         (weight * logprobs + 0.1 * entropy).sum().backward()
-        found += [logprobs.detach(), entropy.detach()]
+        outputs += [logprobs.detach(), entropy.detach()]
         most = max(most, sum(sizes.values()))
-    return found, {name: p.grad for name, p in policy.named_parameters() if p.grad is not None}, most
+    return outputs, {name: p.grad for name, p in policy.named_parameters() if p.grad is not None}, most
 
 
 @contextmanager
 def kept_for_backward(policy: nn.Module) -> Iterator[dict[int, int]]:
-    """Bytes of the memory that autograd keeps, by address; weights are not counted."""
+    """Count the bytes that autograd saves within this block, by address; weights are not counted."""
     weights = {p.untyped_storage().data_ptr() for p in policy.parameters()}
     sizes: dict[int, int] = {}
 
@@ -95,17 +95,17 @@ def kept_for_backward(policy: nn.Module) -> Iterator[dict[int, int]]:
 
 
 def compute(file: str) -> None:
+    """Compute the pickled cases in `file` as one of several ranks, and save the results beside it."""
     cases: dict[str, Case] = pickle.loads(Path(file).read_bytes())
     with joined(TrainerProcesses(threads=1, context_parallel=int(os.environ["WORLD_SIZE"])), seed=0) as ranks:
         for name, case in cases.items():
             tiny = open_tiny(case.folder)
             policy = policy_of(case, tiny, ranks)
-            found, gradient, most = results(policy, [packed(case, tiny, policy, ranks)], kept_for_backward)
+            outputs, gradient, most = results(policy, [packed(case, tiny, policy, ranks)], kept_for_backward)
             ranks.sum_gradients(policy.parameters())
-            reached = [sorted(gradient), most, *found]
-            told = ranks.gather(reached)
+            of_ranks = ranks.gather([sorted(gradient), most, *outputs])
             if ranks.first:
-                torch.save((told, gradient), Path(file).with_name(f"{name} on {ranks.size}.pt"))
+                torch.save((of_ranks, gradient), Path(file).with_name(f"{name} on {ranks.size}.pt"))
 
 
 if __name__ == "__main__":

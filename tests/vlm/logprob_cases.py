@@ -1,4 +1,4 @@
-"""Heads of any size, and their log-probs and entropies written out in float64."""
+"""Test cases of output heads of any size, with log-probs and entropies written out in float64."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ class Case:
     seed: int = 0
 
     def make(self, device: torch.device, dtype: torch.dtype) -> tuple[nn.Linear, Tensor, Tensor, Tensor]:
-        """A head whose logits have a deviation of 3, hidden states, targets and forbidden tokens."""
+        """Make a head whose logits have a standard deviation of 3, hidden states, targets and forbidden tokens."""
         generator = torch.Generator().manual_seed(self.seed)
         head = nn.Linear(self.depth, self.vocabulary, bias=self.bias)
         with torch.no_grad():
             for parameter in head.parameters():
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 3 / self.depth**0.5)
         hidden = torch.randn(self.n_tokens, self.depth, generator=generator)
-        # Some are forbidden, and some beyond the head's rows.
+        # Some targets are forbidden, and some are beyond the head's rows.
         targets = torch.randint(0, self.vocabulary + 3, (self.n_tokens,), generator=generator)
         forbidden = torch.rand(self.vocabulary, generator=generator) < 0.1
         forbidden[0] = False
@@ -43,7 +43,7 @@ class Case:
 def reference(
     case: Case, head: nn.Linear, hidden: Tensor, targets: Tensor, forbidden: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probs (0 where there is no probability), entropies, and where there is one."""
+    """Return log-probs (0 for tokens without probability), entropies, and a mask of tokens with probability."""
     z = hidden @ head.weight.T
     if head.bias is not None:
         z = z + head.bias
@@ -63,7 +63,12 @@ def reference(
 def compare(
     backend: str, case: Case, dtype: torch.dtype, *, values: float, gradients: float, device: torch.device = CPU
 ) -> None:
-    """Values up to an absolute error, gradients up to one relative to their norm, or to 1 where that is less."""
+    """Compare a backend with `reference`.
+
+    Args:
+        values: largest absolute error of log-probs and entropies.
+        gradients: largest error of gradients, relative to their norm or to 1, whichever is larger.
+    """
     head, hidden, targets, forbidden = case.make(device, dtype)
     hidden.requires_grad_()
     pull = torch.randn(2, case.n_tokens, generator=torch.Generator().manual_seed(1)).to(device)
@@ -108,11 +113,11 @@ ODD = [
     Case(1, 300, 20, temperature=0.7),
     Case(70, 130, 37, temperature=1.3, softcap=30.0, bias=True),
 ]
-"""No token; one; sizes that no block divides."""
+"""Cases without a token, with one token, and with sizes that no block divides."""
 
 
 def check_unused(backend: str, chunk_tokens: int = 2) -> None:
-    """The gradient of one result alone."""
+    """Check the gradient if only the log-probs, or only the entropies, are used."""
     case = Case(9, 50, 12)
     for used in (0, 1):
         head, hidden, _, forbidden = case.make(CPU, torch.float32)

@@ -1,4 +1,4 @@
-"""What a trainer needs of memory."""
+"""The estimate of a trainer's memory, and the choice of gradient checkpointing by memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.builders import make_machine
 from tests.vlm.conftest import model_settings, step, trainer_settings, worker_of
 
 
-def test_a_model_that_is_split_takes_its_part_on_each_rank_and_what_is_gathered(tiny):
+def test_sharded_estimate_is_shard_plus_gathered(tiny):
     model = tiny.model()
     parameters = sum(p.numel() for p in model.parameters())
     units = [*model.model.language_model.layers, model.model.visual]
@@ -32,7 +32,7 @@ def test_a_model_that_is_split_takes_its_part_on_each_rank_and_what_is_gathered(
     assert "GiB on each of 4 ranks; 1.00 GiB free on GPU 0" in compared.over(4).lines(2**30, "GPU 0")[1]
 
 
-def test_ranks_that_share_sequences_have_their_part_of_the_activations(tiny):
+def test_context_parallel_divides_activations(tiny):
     whole = estimate_memory(tiny.folder, model_settings(), trainer_settings(packing=True), "float32").over(4)
     assert whole.activations - whole.over(1, 4).activations == 3 * whole.activations // 4
     split = estimate_memory(tiny.folder, model_settings(), trainer_settings(packing=True), "float32").over(4, 4)
@@ -40,7 +40,7 @@ def test_ranks_that_share_sequences_have_their_part_of_the_activations(tiny):
 
 
 @pytest.mark.parametrize("recomputed", [False, True])
-def test_offloaded_activations_are_those_of_a_layer(tiny, recomputed):
+def test_offloaded_activations_count_as_one_layer(tiny, recomputed):
     model, settings = model_settings(gradient_checkpointing=recomputed), trainer_settings(activation_offloading=True)
     one = estimate_memory(tiny.folder, model, settings, "float32").activations
     assert one == 17 * 4 * settings.max_tokens_per_micro_batch * 64
@@ -56,38 +56,38 @@ def test_offloaded_activations_are_those_of_a_layer(tiny, recomputed):
         ({"name": "triton", "chunk_tokens": 100}, 64, 2),
     ],
 )
-def test_logits_are_counted_as_they_are_held(tiny, logprobs, tokens, size):
-    """Of torch and normal in fp32, with a gradient; triton's is in the dtype of the products, and all that there is."""
+def test_logits_estimate_by_backend(tiny, logprobs, tokens, size):
+    """torch and normal hold logits and gradient in fp32; triton holds only the gradient, in the products' dtype."""
     settings = trainer_settings(logprobs=logprobs, max_tokens_per_micro_batch=64, autocast="bf16")
     estimate = estimate_memory(tiny.folder, model_settings(), settings, "float32")
     assert estimate.logits == tokens * tiny.model().config.get_text_config().vocab_size * size
 
 
-def test_weights_in_16_bits_have_the_other_16_of_their_masters_beside_them(tiny):
+def test_bf16_weights_estimate_includes_master_halves(tiny):
     settings = trainer_settings(weights="bfloat16")
     estimate = estimate_memory(tiny.folder, model_settings(dtype="bfloat16"), settings, "bfloat16")
     assert estimate.weights + estimate.optimizer == estimate.parameters * (2 + 4 + 8 + 2)
 
 
-def test_optimizer_states_are_counted_where_they_are(tiny):
+def test_optimizer_states_estimate_by_storage(tiny):
     low = model_settings(dtype="bfloat16")
-    found = {}
+    estimates = {}
     for states in ("device", "cpu", "8bit"):
         settings = trainer_settings(weights="bfloat16", optimizer_states=states)
-        found[states] = estimate_memory(tiny.folder, low, settings, "bfloat16")
-    p = found["device"].parameters
-    assert {name: (one.optimizer, one.main_memory) for name, one in found.items()} == {
+        estimates[states] = estimate_memory(tiny.folder, low, settings, "bfloat16")
+    p = estimates["device"].parameters
+    assert {name: (one.optimizer, one.main_memory) for name, one in estimates.items()} == {
         "device": (p * (4 + 8 + 2), 0),
         "cpu": (p * 4, p * (8 + 2)),
         "8bit": (math.ceil(p * (4 + 2 + 2 * 4 / 256 + 2)), 0),
     }
-    split = found["cpu"].over(2)
+    split = estimates["cpu"].over(2)
     assert (split.optimizer, split.main_memory) == (p * 4 // 2, p * 8 // 2)
     assert "of main memory, pinned for a GPU, for each of 2 ranks" in split.lines(2**30, "GPU 0")[-2]
 
 
 @pytest.mark.parametrize("states", ["cpu", "8bit"])
-def test_the_trainer_keeps_its_states_as_the_setting_says(tiny, states):
+def test_learner_stores_states_as_set(tiny, states):
     done = []
     for each in ("device", states):
         learner = Learner(tiny.model(), trainer_settings(optimizer_states=each), temperature=1.0)
@@ -110,13 +110,13 @@ def test_the_trainer_keeps_its_states_as_the_setting_says(tiny, states):
         ({"rank": 2, "targets": ("all",), "scope": "all"}, ("vision",)),
     ],
 )
-def test_adapters_are_counted_as_they_are_made(tiny, lora, freeze):
+def test_estimate_counts_adapter_parameters(tiny, lora, freeze):
     settings = model_settings(lora=lora, freeze=freeze)
     made = sum(p.numel() for p in load_model(tiny.folder, settings).parameters() if p.requires_grad)
     assert estimate_memory(tiny.folder, settings, trainer_settings(), "float32").trainable == made
 
 
-def test_a_server_on_the_trainer_s_gpu_is_counted(tiny):
+def test_estimate_beside_server_on_same_gpu(tiny):
     estimate = estimate_memory(tiny.folder, model_settings(), trainer_settings(), "float32")
     needed = estimate.trainer
     assert "0.00 GiB are left" in estimate.beside_server(0.5, 2 * GIB, GIB + needed)
@@ -137,18 +137,18 @@ def test_a_server_on_the_trainer_s_gpu_is_counted(tiny):
 
 
 @pytest.mark.parametrize(("processes", "sharing"), [(1, 1), (4, 1), (4, 4)])
-def test_activations_are_recomputed_where_they_do_not_fit(tiny, processes, sharing):
+def test_auto_checkpointing_is_on_if_activations_do_not_fit(tiny, processes, sharing):
     ranks = TrainerProcesses(processes=processes, sharding="full", context_parallel=sharing)
-    auto, kept, settings = model_settings(gradient_checkpointing="auto"), model_settings(), trainer_settings()
-    estimate = estimate_memory(tiny.folder, kept, settings, "float32").over(ranks.shards, sharing)
+    auto, plain, settings = model_settings(gradient_checkpointing="auto"), model_settings(), trainer_settings()
+    estimate = estimate_memory(tiny.folder, plain, settings, "float32").over(ranks.shards, sharing)
     enough = int(estimate.trainer * OVERHEAD) + 1
     chosen = [chosen_recomputation(tiny.folder, auto, settings, ranks, room) for room in (enough, enough - 2)]
-    assert chosen == [kept, model_settings(gradient_checkpointing=True)]
-    assert chosen_recomputation(tiny.folder, kept, settings, ranks, 0) == kept
+    assert chosen == [plain, model_settings(gradient_checkpointing=True)]
+    assert chosen_recomputation(tiny.folder, plain, settings, ranks, 0) == plain
 
 
 @pytest.mark.parametrize(("tokens", "recomputed"), [(256, False), (10**12, True)])
-def test_a_trainer_chooses_by_the_memory_that_there_is(tiny, tmp_path, tokens, recomputed):
+def test_worker_resolves_auto_checkpointing_by_memory(tiny, tmp_path, tokens, recomputed):
     trainer = {"max_tokens_per_micro_batch": tokens}
     worker = worker_of(tiny, tmp_path, trainer, gradient_checkpointing="auto")
     layers = [module for module in worker.learner.model.modules() if getattr(module, "gradient_checkpointing", False)]

@@ -1,4 +1,4 @@
-"""Compiled layers, padded widths, and weights in bf16."""
+"""Training with compiled layers, padded widths, and bf16 weights, compared with plain fp32 training."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .test_packing import conversations
 
 @pytest.fixture
 def own_layers() -> Iterator[None]:
-    """What other tests compiled is not used, nor the other way round: some only trace."""
+    """Clear the caches of compiled functions before and after a test, because some tests only trace."""
     for cached in (_compiled, _recomputing):
         cached.cache_clear()
     yield
@@ -34,11 +34,11 @@ def own_layers() -> Iterator[None]:
 @pytest.mark.usefixtures("own_layers")
 @pytest.mark.parametrize("packing", [False, True])
 @trace_only()
-def test_a_compiled_step_is_the_step(packing, tiny):
-    """Padded rows of a model with adapters, and packed rows, whose layers are recomputed."""
+def test_compiled_step_equals_plain_step(packing, tiny):
+    """The cases are padded rows with adapters, and packed rows with recomputed layers."""
     samples, done = conversations(tiny), []
     for compiled in (False, True):
-        torch.manual_seed(0)  # of the adapters
+        torch.manual_seed(0)  # adapters are initialized randomly
         model = tiny.model(gradient_checkpointing=packing, lora=None if packing else LORA)
         learner = learner_of(tiny, model, packing=packing, torch_compile=compiled, adam_epsilon=1e-3)
         done.append(stepped(learner, tiny, samples))
@@ -47,7 +47,7 @@ def test_a_compiled_step_is_the_step(packing, tiny):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("own_layers")
-def test_kernels_of_compiled_layers_are_those_of_plain_ones(tiny):
+def test_compiled_layers_equal_plain_layers(tiny):
     models = [tiny.model().train() for _ in range(2)]
     compile_layers(models[1])
     ids, outputs = torch.randint(20, (2, 24), generator=torch.Generator().manual_seed(0)), []
@@ -60,8 +60,8 @@ def test_kernels_of_compiled_layers_are_those_of_plain_ones(tiny):
             assert (fused.grad - plain.grad).norm() <= 1e-5 * plain.grad.norm(), name
 
 
-def kept_by_tower(model: Any, pixels: torch.Tensor, **inputs: Any) -> tuple[int, list[torch.Tensor]]:
-    """How many numbers other than weights are kept for the backward pass, and outputs and gradients."""
+def saved_by_tower(model: Any, pixels: torch.Tensor, **inputs: Any) -> tuple[int, list[torch.Tensor]]:
+    """Run a vision tower; return the number of elements that autograd saves without weights, outputs and gradients."""
     tower = model.get_submodule(family_of(model.config).vision[0])
     weights, sizes = {parameter.data_ptr() for parameter in tower.parameters()}, list[int]()
 
@@ -78,13 +78,13 @@ def kept_by_tower(model: Any, pixels: torch.Tensor, **inputs: Any) -> tuple[int,
 @pytest.mark.slow
 @pytest.mark.usefixtures("own_layers")
 @pytest.mark.parametrize("family", ["internvl", "qwen2.5-vl"])
-def test_a_compiled_tower_that_recomputes_keeps_no_more_and_computes_the_same(family, make_tiny):
-    """Of the second, attention on a CPU is not compiled."""
+def test_compiled_recomputing_tower_equals_plain_and_saves_memory(family, make_tiny):
+    """In qwen2.5-vl attention on a CPU is not compiled."""
     tiny = make_tiny(family)
-    kept, found = {}, {}
+    saved, outputs = {}, {}
     for compiled, recomputing in ((False, False), (False, True), (True, True)):
         model = tiny.model(gradient_checkpointing=recomputing)
-        Policy(model, logprobs="torch", temperature=1.0)  # which lets its layers recompute
+        Policy(model, logprobs="torch", temperature=1.0)  # puts its checkpointing layers into training mode
         if compiled:
             compile_layers(model)
         vision = model.config.vision_config
@@ -94,13 +94,13 @@ def test_a_compiled_tower_that_recomputes_keeps_no_more_and_computes_the_same(fa
             shape = (96, 3 * vision.temporal_patch_size * vision.patch_size**2)
             inputs = {"grid_thw": torch.tensor([[1, 8, 8], [1, 4, 8]])}
         pixels = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-        kept[compiled, recomputing], found[compiled, recomputing] = kept_by_tower(model, pixels, **inputs)
-    for ours, theirs in zip(found[True, True], found[False, False], strict=True):
+        saved[compiled, recomputing], outputs[compiled, recomputing] = saved_by_tower(model, pixels, **inputs)
+    for ours, theirs in zip(outputs[True, True], outputs[False, False], strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
-    assert kept[True, True] <= kept[False, True] < kept[False, False]
+    assert saved[True, True] <= saved[False, True] < saved[False, False]
 
 
-def test_a_step_with_a_padded_tower_is_the_step(make_tiny):
+def test_padded_tower_step_equals_plain_step(make_tiny):
     tiny = make_tiny("qwen2.5-vl", vision_intermediate_size=100)
     samples, done = conversations(tiny), []
     for padded in (False, True):
@@ -113,8 +113,8 @@ def test_a_step_with_a_padded_tower_is_the_step(make_tiny):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_weights_in_bf16_are_trained_as_those_in_fp32(family, make_tiny):
-    """bf16 has 8 bits: one forward and backward pass is within some of its rounding errors."""
+def test_bf16_weights_train_like_fp32_weights(family, make_tiny):
+    """bf16 has 8 significant bits, so a forward and backward pass agree up to a few rounding errors."""
     tiny, norms = make_tiny(family), {}
     samples = conversations(tiny)
     for dtype in ("float32", "bfloat16"):
@@ -127,7 +127,7 @@ def test_weights_in_bf16_are_trained_as_those_in_fp32(family, make_tiny):
     assert norms["bfloat16", True] == pytest.approx(norms["float32", True], rel=0.03)
 
 
-def test_adapters_in_bf16_have_masters(tiny):
+def test_bf16_adapters_have_masters(tiny):
     learner = learner_of(tiny, tiny.model(dtype="bfloat16", lora=LORA), weights="bfloat16")
     before = [parameter.detach().clone() for parameter in learner.trained]
     assert step(learner, tiny, conversations(tiny))["grad_norm"] > 0
@@ -135,14 +135,14 @@ def test_adapters_in_bf16_have_masters(tiny):
     assert all(learner.optimizer.state[p]["low"].dtype == torch.int16 for p in learner.trained)
 
 
-def test_a_model_in_fp32_cannot_have_weights_in_bf16(tiny):
+def test_rejects_bf16_weights_for_fp32_model(tiny):
     with refused("weights_dtype_mismatch", "torch.float32"):
         learner_of(tiny, tiny.model(), weights="bfloat16")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("family", ["qwen2.5-vl", "gemma3"])
-def test_on_a_gpu_compiled_layers_in_bf16_are_those_of_fp32(family, make_tiny):
+def test_gpu_compiled_bf16_layers_are_close_to_fp32(family, make_tiny):
     tiny, norms = make_tiny(family), []
     ways: list[dict[str, Any]] = [{}, {"torch_compile": True}, {"torch_compile": True, "weights": "bfloat16"}]
     for way in ways:
@@ -155,7 +155,7 @@ def test_on_a_gpu_compiled_layers_in_bf16_are_those_of_fp32(family, make_tiny):
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_widths_are_padded_in_bf16_alone(make_tiny):
+def test_gpu_widths_are_padded_in_bf16_only(make_tiny):
     tiny, widths = make_tiny("qwen2.5-vl", vision_intermediate_size=100), []
     ways: list[dict[str, Any]] = [{}, {"autocast": "bf16"}, {"weights": "bfloat16"}]
     norms = []

@@ -1,4 +1,4 @@
-"""Ranks that share packed rows: log-probs and gradients are those of one rank, and each keeps its part in memory."""
+"""Ranks that share packed rows (context parallelism): the same results as one rank, and less memory on each."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from .context_ranks import Case, kept_for_backward, packed, policy_of, results
 from .test_packing import conversations
 
 SIZES = {"hidden_size": 128, "heads": 4, "key_value_heads": 2}
-"""On four ranks every head of keys and values is repeated."""
+"""With two key-value heads, four ranks have to repeat each of them."""
 CASES = (*FAMILIES, *("text", "five tokens", "adapters in the tower", "frozen tower", "recomputed", "windows", "long"))
 ON_FOUR = ("qwen2.5-vl", "qwen3-vl", "pixtral", "molmo2", "text", "five tokens", "adapters in the tower", "long")
 EVERYWHERE = LoraSettings(rank=4, alpha=8, targets=("q_proj", "v_proj", "qkv"), scope="all")
@@ -50,16 +50,16 @@ WINDOW = 12
 
 @dataclass(frozen=True)
 class Ran:
-    """What all ranks told: which parameters their gradients reached, bytes kept, log-probs and entropies; and the
-    gradient, summed over them.
-    """
+    """The results of a case on several ranks."""
 
-    told: list[Any]
+    ranks: list[Any]
+    """For each rank: names of parameters with a gradient, bytes saved for backward, log-probs and entropies."""
     gradient: dict[str, torch.Tensor]
+    """Gradients summed over the ranks."""
 
 
 def long_row(tiny: Tiny) -> list[Sample]:
-    """A conversation, and then text until there are 1,536 tokens."""
+    """Return a conversation extended by text to 1,536 tokens."""
     sample = conversations(tiny)[0]
     more = 1536 - len(sample.input_ids)
     padding = {
@@ -69,7 +69,8 @@ def long_row(tiny: Tiny) -> list[Sample]:
         "policy_versions": np.zeros(more, np.int32),
         "advantages": np.full(more, 0.5, np.float32),
     }
-    return [replace(sample, **{name: np.concatenate([getattr(sample, name), own]) for name, own in padding.items()})]
+    longer = {name: np.concatenate([getattr(sample, name), values]) for name, values in padding.items()}
+    return [replace(sample, **longer)]
 
 
 def _cut(sample: Sample, tokens: int) -> Sample:
@@ -99,7 +100,7 @@ def cases(make_tiny) -> dict[str, Case]:
 
 
 class Together:
-    """Cases computed by ranks that are forked from one program."""
+    """Computes cases on ranks that are forked from one running program."""
 
     def __init__(self, root: Path, program: subprocess.Popen[str]) -> None:
         self.root, self.program = root, program
@@ -107,8 +108,8 @@ class Together:
     def run(self, cases: dict[str, Case], ranks: int) -> None:
         file = self.root / "cases.pickle"
         file.write_bytes(pickle.dumps(cases))
-        asked = [ranks, str(private_folder(self.root / "rendezvous")), str(file)]
-        self.program.stdin.write(json.dumps(asked) + "\n")
+        request = [ranks, str(private_folder(self.root / "rendezvous")), str(file)]
+        self.program.stdin.write(json.dumps(request) + "\n")
         self.program.stdin.flush()
         assert self.program.stdout.readline() == "0\n", (self.root / "log").read_text()[-6000:]
 
@@ -134,7 +135,7 @@ def together(cases, tmp_path_factory) -> Iterator[Together]:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", CASES)
-def test_ranks_that_share_rows_compute_what_one_computes_of_each_row(name, cases, together, make_tiny, tmp_path):
+def test_context_parallel_ranks_equal_one_rank_row_by_row(name, cases, together, make_tiny, tmp_path):
     case = cases[name]
     tiny = make_tiny(name if name in FAMILIES else "gemma3" if name == "windows" else "qwen2.5-vl", **SIZES)
     policy = policy_of(case, tiny, Ranks())
@@ -144,7 +145,7 @@ def test_ranks_that_share_rows_compute_what_one_computes_of_each_row(name, cases
     norm = torch.stack([value.norm() for value in gradient.values()]).norm()
     for ranks in (2, 4) if name in ON_FOUR else (2,):
         ran = together.read(name, ranks)
-        for reached, _, logprobs, entropies in ran.told:
+        for reached, _, logprobs, entropies in ran.ranks:
             torch.testing.assert_close(logprobs, torch.cat(alone[::2]), rtol=1e-6, atol=1e-6)
             torch.testing.assert_close(entropies, torch.cat(alone[1::2]), rtol=1e-6, atol=1e-6)
             assert reached == sorted(gradient), "FSDP needs each gradient on all ranks"
@@ -156,8 +157,8 @@ def test_ranks_that_share_rows_compute_what_one_computes_of_each_row(name, cases
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name in ON_FOUR])
-def test_of_those_rows_an_image_straddles_a_border(name, cases, make_tiny):
-    """Or the test above would show less."""
+def test_some_image_of_shared_rows_crosses_rank_border(name, cases, make_tiny):
+    """The test above is only meaningful if this is so."""
     tiny = make_tiny(name, **SIZES)
     batch, packing = packed(cases[name], tiny, policy_of(cases[name], tiny, Ranks()), Ranks())
     ids = batch.input_ids[packing.rows, packing.columns]
@@ -170,19 +171,19 @@ def test_of_those_rows_an_image_straddles_a_border(name, cases, make_tiny):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_what_a_rank_keeps_for_the_backward_pass_falls_nearly_by_their_number(cases, together, make_tiny):
+def test_saved_memory_falls_with_number_of_ranks(cases, together, make_tiny):
     case, tiny = cases["long"], make_tiny("qwen2.5-vl", **SIZES)
     policy = policy_of(case, tiny, Ranks())
     _, _, alone = results(policy, [packed(case, tiny, policy, Ranks())], kept_for_backward)
     for ranks in (2, 4):
-        most = max(kept for _, kept, *_ in together.read("long", ranks).told)
+        most = max(saved for _, saved, *_ in together.read("long", ranks).ranks)
         print(f"bytes kept for the backward pass: {alone:,} on one rank, {most:,} on each of {ranks}")
         assert alone / ranks < most < 1.15 * alone / ranks
 
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=6), st.data())
-def test_every_image_token_gets_its_feature_from_the_rank_that_encodes_it(tokens, data):
-    """With lists in place of a network."""
+def test_exchange_gives_each_image_token_its_feature(tokens, data):
+    """The exchange is simulated with lists in place of a network."""
     ranks = data.draw(st.integers(1, 4))
     shown = data.draw(st.lists(st.integers(0, len(tokens) - 1), min_size=1, max_size=8))
     wanted = [(image, at) for image in shown for at in range(tokens[image])]
@@ -200,15 +201,15 @@ def test_every_image_token_gets_its_feature_from_the_rank_that_encodes_it(tokens
         rows = [features[row] for row in plan.rows]
         ends = [0, *accumulate(plan.sends)]
         sent.append([rows[a:b] for a, b in pairwise(ends)])
-    found = []
+    features_in_order = []
     for rank, plan in enumerate(plans):
         received = [row for sender in range(ranks) for row in sent[sender][rank]]
         assert plan.receives == tuple(len(sent[sender][rank]) for sender in range(ranks))
-        found += [received[at] for at in plan.order]
-    assert found == wanted
+        features_in_order += [received[at] for at in plan.order]
+    assert features_in_order == wanted
 
 
-def test_images_are_shared_by_their_tokens():
+def test_images_are_divided_among_ranks_by_tokens():
     assert assign_encoders([9, 1, 5, 4, 1], 2) == (0, 0, 1, 1, 1)
     assert assign_encoders([7], 3) == (0,)
 
@@ -218,7 +219,7 @@ def shared_learner(tiny: Tiny, size: int, **changes: Any) -> Learner:
     return Learner(tiny.model(), trainer_settings(**changes), temperature=1.0, ranks=ranks)
 
 
-def test_what_cannot_be_shared_is_refused(tiny):
+def test_rejects_unsupported_context_parallelism(tiny):
     with pytest.raises(ConfigurationError) as caught:
         shared_learner(tiny, 4, packing=True)
     assert caught.value.where == "machine.trainer.context_parallel = 4"
@@ -228,7 +229,7 @@ def test_what_cannot_be_shared_is_refused(tiny):
         make_machine(trainer__processes=3, trainer__context_parallel=2)
 
 
-def test_fewer_tokens_than_ranks_are_refused(cases, make_tiny):
+def test_rejects_fewer_tokens_than_ranks(cases, make_tiny):
     case, tiny = cases["five tokens"], make_tiny("qwen2.5-vl", **SIZES)
     ranks = Ranks(size=8, context=ContextParallel(0, 8, None))
     with pytest.raises(DataError) as caught:

@@ -1,4 +1,4 @@
-"""A short run on GPUs: weights go from the trainer's GPUs to a vLLM server after every step. Needs CUDA and vLLM."""
+"""A short run on GPUs in which weights go from the trainer's GPUs to a vLLM server. Needs CUDA and vLLM."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ STEPS = 5
     [("ipc", (0,), 0), ("nccl", (0, 1), 1), ("ipc", (0, 1), 1)],
     ids=["ipc", "nccl-sharded", "ipc-sharded"],
 )
-def test_the_server_samples_from_the_weights_of_the_last_step(way, trainer, server, tmp_path):
-    """The trainer scores what was sampled: with a learning rate of 1e-3, weights of a step ago would not agree."""
+def test_server_samples_from_weights_of_last_step(way, trainer, server, tmp_path):
+    """With a learning rate of 1e-3 the log-probs of older weights would not agree with the trainer's."""
     if torch.cuda.device_count() < len(trainer):
         pytest.skip(f"needs {len(trainer)} GPUs")
     recipe = load_recipe("train-vlm/colors", [f"trainer.max_steps={STEPS}", "rollouts.groups_per_step=16"])

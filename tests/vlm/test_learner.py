@@ -1,4 +1,4 @@
-"""A training step: the update it makes, and what must not change it."""
+"""A training step: its update and metrics, and the circumstances in which nothing may change."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def weights(learner: Learner) -> dict[str, torch.Tensor]:
 
 
 def on_policy(tiny: Tiny, learner: Learner, samples: list[Sample]) -> list[Sample]:
-    """The same samples with the trainer's own log-probs as the sampler's."""
+    """Replace the sampler's log-probs of samples by the trainer's."""
     load = MicroBatchLoader(tiny.collator, tiny.images, 0)
     with load.batch():
         scores = learner.score(samples, load)
@@ -32,7 +32,7 @@ def on_policy(tiny: Tiny, learner: Learner, samples: list[Sample]) -> list[Sampl
 
 
 @pytest.mark.parametrize("aggregation", ["sum", "token", "sequence", "dr_grpo"])
-def test_the_update_does_not_depend_on_how_micro_batches_are_cut(tiny, aggregation):
+def test_update_does_not_depend_on_micro_batches(tiny, aggregation):
     samples = tiny.samples(8, seed=0)
     results = []
     for max_tokens, max_rows in ((10_000, 8), (120, 3), (1, 1)):
@@ -52,14 +52,14 @@ def test_the_update_does_not_depend_on_how_micro_batches_are_cut(tiny, aggregati
 
 
 def with_advantages(samples: list[Sample]) -> list[Sample]:
-    """Each token's advantage is its sample's reward less the mean of all."""
+    """Set each token's advantage to its sample's reward less the mean reward."""
     mean = np.mean([one.reward for one in samples])
     values = [np.where(one.loss_mask, one.reward - mean, 0).astype(np.float32) for one in samples]
     return [replace(one, advantages=value) for one, value in zip(samples, values, strict=True)]
 
 
-def test_the_loss_is_that_of_the_published_trainer(tiny):
-    """loss = -sum over kept tokens of r (R - mean R)."""
+def test_loss_equals_published_trainer(tiny):
+    """The published loss is -sum of r (R - mean R) over the tokens within the band."""
     samples = with_advantages(tiny.samples(4, seed=2))
     objective = {"name": "mask_ratio", "mask_ratio_low": 0.8, "mask_ratio_high": 1.25}
     learner = learner_of(tiny, objective=objective, aggregation="sum")
@@ -69,29 +69,29 @@ def test_the_loss_is_that_of_the_published_trainer(tiny):
         logits[..., sorted(tiny.collator.forbidden_token_ids)] = float("-inf")
         lp = logits.log_softmax(-1).gather(-1, batch.input_ids[:, 1:, None]).squeeze(-1)
     ratio = (lp - batch.behavior_logprobs[:, 1:].double()).exp()
-    kept = batch.loss_mask[:, 1:] & (ratio >= 0.8) & (ratio <= 1.25)
+    inside = batch.loss_mask[:, 1:] & (ratio >= 0.8) & (ratio <= 1.25)
     advantages = batch.rewards.double() - batch.rewards.double().mean()
-    expected = -(ratio * advantages[:, None])[kept].sum().item()
-    masked = 1 - kept.sum().item() / batch.loss_mask[:, 1:].sum().item()
+    expected = -(ratio * advantages[:, None])[inside].sum().item()
+    masked = 1 - inside.sum().item() / batch.loss_mask[:, 1:].sum().item()
     assert 0 < masked < 1
     metrics = step(learner, tiny, samples)
     assert metrics["loss"] == pytest.approx(expected, rel=1e-4)
     assert metrics["masked_fraction"] == pytest.approx(masked)
 
 
-def test_the_last_backward_pass_of_each_update_is_announced(tiny, monkeypatch):
-    announced, backward = list[bool](), Learner.backward
+def test_last_backward_pass_of_each_update_is_marked(tiny, monkeypatch):
+    marks, backward = list[bool](), Learner.backward
 
     def recording(self: Learner, loss: torch.Tensor, last: bool = False) -> None:
-        announced.append(last)
+        marks.append(last)
         backward(self, loss, last)
 
     monkeypatch.setattr(Learner, "backward", recording)
     step(learner_of(tiny, samples_per_update=3, max_rows_per_micro_batch=1), tiny, tiny.samples(6, seed=4))
-    assert announced == [False, False, True] * 2
+    assert marks == [False, False, True] * 2
 
 
-def test_the_first_update_tells_the_engines_apart_from_what_later_updates_have_changed(tiny):
+def test_first_update_mismatch_excludes_later_updates(tiny):
     learner = learner_of(tiny, samples_per_update=2, learning_rate=1e-2)
     metrics = step(learner, tiny, on_policy(tiny, learner, tiny.samples(6, seed=4)))
     assert metrics["mismatch_kl/first_update"] == pytest.approx(0.0, abs=1e-7)
@@ -99,7 +99,7 @@ def test_the_first_update_tells_the_engines_apart_from_what_later_updates_have_c
 
 
 @pytest.mark.parametrize("lora", [None, LORA], ids=["frozen copy", "adapters off"])
-def test_the_kl_to_the_reference_begins_at_zero_and_grows(tiny, lora):
+def test_kl_to_reference_starts_at_zero_and_grows(tiny, lora):
     learner = learner_of(tiny, tiny.model(lora=lora), kl_coefficient=0.1, learning_rate=1e-2)
     samples = tiny.samples(4, seed=5)
     first, second = step(learner, tiny, samples), step(learner, tiny, samples)
@@ -107,7 +107,7 @@ def test_the_kl_to_the_reference_begins_at_zero_and_grows(tiny, lora):
     assert second["kl_reference"] > 1e-6
 
 
-def test_the_ratios_of_all_tokens_are_those_of_the_weights_that_their_update_began_with(tiny):
+def test_log_ratios_are_taken_at_start_of_their_update(tiny):
     samples = tiny.samples(8, seed=4)
     cut = {"max_tokens_per_micro_batch": 120, "max_rows_per_micro_batch": 3, "learning_rate": 1e-2}
     learner, first_half = learner_of(tiny, samples_per_update=4, **cut), learner_of(tiny, **cut)
@@ -124,8 +124,8 @@ def test_the_ratios_of_all_tokens_are_those_of_the_weights_that_their_update_beg
         np.testing.assert_allclose(learner.log_ratios[row], expected, atol=2e-5)
 
 
-def test_several_updates_use_the_log_probs_of_the_start(tiny):
-    """In the second update the correction's weights must still be those of the first policy."""
+def test_later_updates_use_log_probs_of_step_start(tiny):
+    """In the second update the correction's weights must still be computed with the first policy."""
     correction = {"level": "token", "mode": "truncate", "cap": 1e9}
     samples = tiny.samples(8, seed=6)
     learner = learner_of(tiny, correction=correction, samples_per_update=4, learning_rate=1e-2)
@@ -141,7 +141,7 @@ def test_several_updates_use_the_log_probs_of_the_start(tiny):
     assert metrics["importance_ratio"] != pytest.approx(np.exp(at_start - behavior).mean(), rel=1e-4)
 
 
-def test_a_gradient_that_is_not_finite_changes_nothing_and_is_counted(tiny):
+def test_non_finite_gradient_skips_update(tiny):
     learner = learner_of(tiny)
     before = weights(learner)
     next(learner.model.parameters()).register_hook(lambda gradient: gradient * float("nan"))
@@ -151,7 +151,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing_and_is_counted(tiny):
     assert learner.steps_done == 1
 
 
-def test_many_gradients_in_a_row_that_are_not_finite_end_the_training(tiny):
+def test_many_skipped_updates_in_a_row_end_training(tiny):
     learner = learner_of(tiny)
     first = next(learner.model.parameters())
     bad = first.register_hook(lambda gradient: gradient * float("inf"))
@@ -167,8 +167,8 @@ def test_many_gradients_in_a_row_that_are_not_finite_end_the_training(tiny):
 
 
 @pytest.mark.parametrize("shared", [0, 2], ids=["one update", "one update of three"])
-def test_a_step_without_a_trained_token_changes_nothing(tiny, shared):
-    """Of AdamW's own, that is: after a step that has moved the moments, decay and momentum would go on."""
+def test_step_without_trained_token_changes_nothing(tiny, shared):
+    """Weight decay and momentum must not move the weights either, although moments are not zero after a step."""
     learner = learner_of(tiny, samples_per_update=shared, weight_decay=0.1)
     step(learner, tiny, tiny.samples(4, seed=7))
     before, counts = weights(learner), [s["step"].item() for s in learner.optimizer.state.values()]
@@ -184,7 +184,7 @@ def test_a_step_without_a_trained_token_changes_nothing(tiny, shared):
     assert mixed["loss"] != 0.0
 
 
-def test_a_batch_without_signal_is_a_step_without_an_update(tiny):
+def test_empty_batch_makes_step_without_update(tiny):
     learner = learner_of(tiny)
     before = weights(learner)
     metrics = step(learner, tiny, [])
@@ -192,7 +192,7 @@ def test_a_batch_without_signal_is_a_step_without_an_update(tiny):
     assert all(torch.equal(value, before[name]) for name, value in weights(learner).items())
 
 
-def test_log_probs_that_are_missing_are_refused(tiny):
+def test_rejects_missing_log_probs(tiny):
     samples = tiny.samples(2, seed=0)
     samples[1].behavior_logprobs[-1] = np.nan
     with pytest.raises(DataError) as caught:
@@ -200,7 +200,7 @@ def test_log_probs_that_are_missing_are_refused(tiny):
     assert caught.value.where.endswith("row 1, sample s1")
 
 
-def test_bf16_weights_are_trained_in_fp32(tiny):
+def test_bf16_model_is_trained_in_fp32(tiny):
     with refused("autocast_missing", "trainer.autocast"):
         learner_of(tiny, tiny.model(dtype="bfloat16", freeze=("vision",)))
     learner = learner_of(tiny, tiny.model(dtype="bfloat16", freeze=("vision",)), autocast="bf16", learning_rate=1e-6)
@@ -213,8 +213,8 @@ def test_bf16_weights_are_trained_in_fp32(tiny):
         assert torch.equal(value, before[name]) == frozen, name
 
 
-def test_it_learns(tiny):
-    """Tokens with a positive advantage become likelier, those with a negative one less so."""
+def test_training_raises_probability_of_good_tokens(tiny):
+    """Tokens with a positive advantage become likelier, tokens with a negative advantage less likely."""
     learner = learner_of(tiny, learning_rate=3e-3, adam_epsilon=1e-8)
     samples = on_policy(tiny, learner, tiny.samples(6, seed=9))
     for _ in range(3):
@@ -225,7 +225,7 @@ def test_it_learns(tiny):
     assert np.corrcoef(change, signs)[0, 1] > 0.5
 
 
-def test_text_only_batches_train_too(tiny):
+def test_text_only_batches_are_trained(tiny):
     metrics = step(learner_of(tiny), tiny, tiny.samples(4, seed=0, n_images=(0,)))
     assert metrics["images"] == 0
     assert metrics["grad_norm"] > 0

@@ -32,9 +32,9 @@ LENGTHS = st.lists(st.tuples(st.integers(1, 60), st.integers(0, 2)), min_size=1,
 
 
 @given(LENGTHS, st.integers(1, 200), st.integers(1, 5), st.integers(1, 4))
-@example([(1, 1), (1, 0), (1, 0)], 1, 1, 2)  # the last round has no images: neither may what fills it up
+@example([(1, 1), (1, 0), (1, 0)], 1, 1, 2)  # the last round has no images, so its dummies may not have any either
 @settings(max_examples=200)
-def test_plans_lose_nothing_and_keep_to_the_budget(lengths, max_tokens, max_rows, ranks):
+def test_plans_contain_all_rows_within_limits(lengths, max_tokens, max_rows, ranks):
     samples = [bare(length, images) for length, images in lengths]
     plan = micro_batches(samples, range(len(samples)), max_tokens, max_rows, ranks)
     assert sorted(row for micro in plan for row in micro.rows) == list(range(len(samples)))
@@ -52,13 +52,13 @@ def test_plans_lose_nothing_and_keep_to_the_budget(lengths, max_tokens, max_rows
             assert not any(s.loss_mask.any() for s in dummies)
 
 
-def test_updates_cover_the_batch():
+def test_updates_cover_batch():
     assert [list(rows) for rows in updates(5, 2)] == [[0, 1], [2, 3], [4]]
     assert [list(rows) for rows in updates(5, 0)] == [[0, 1, 2, 3, 4]]
     assert list(updates(0, 0)) == []
 
 
-def test_workers_change_nothing_and_an_image_is_processed_once(tiny, tmp_path, monkeypatch):
+def test_workers_give_same_batches_and_process_images_once(tiny, tmp_path, monkeypatch):
     samples = tiny.samples(12, seed=0)
     plan = micro_batches(samples, range(12), 150, 3)
     packed = packed_micro_batches(samples, range(12), 150, 3, tiny.collator.image_token_id)
@@ -89,7 +89,7 @@ def test_workers_change_nothing_and_an_image_is_processed_once(tiny, tmp_path, m
                 torch.testing.assert_close(value, other.extra_model_kwargs[name], rtol=0, atol=0)
 
 
-def test_a_missing_image_is_named_also_from_a_worker(tiny):
+def test_missing_image_error_reaches_caller_from_worker(tiny):
     sample = next(s for s in tiny.samples(4, seed=0) if s.images)
     lost = replace(sample, images=(replace(sample.images[0], sha256="f" * 64),))
     plan = micro_batches([lost], [0], 1000, 4)

@@ -1,4 +1,4 @@
-"""Every log-prob backend against log-softmax and entropy written out in float64, values and gradients."""
+"""Log-prob backends compared with log-softmax and entropy written out in float64, values and gradients."""
 
 from __future__ import annotations
 
@@ -24,29 +24,29 @@ from .logprob_cases import CASES, CPU, GPU, ODD, Case, check_unused, compare
 @pytest.mark.parametrize("backend", ["normal", "torch"])
 @settings(max_examples=60)
 @given(case=CASES)
-def test_any_size_equals_float64(backend, case):
+def test_heads_of_any_size_equal_float64(backend, case):
     compare(backend, case, torch.float64, values=1e-11, gradients=1e-11)
     compare(backend, case, torch.float32, values=3e-5, gradients=3e-5)
 
 
 @pytest.mark.parametrize("backend", ["normal", "torch"])
 @pytest.mark.parametrize("case", ODD, ids=["no-token", "one-token", "odd-sizes"])
-def test_odd_sizes_equal_float64(backend, case):
+def test_heads_of_odd_sizes_equal_float64(backend, case):
     compare(backend, case, torch.float32, values=3e-5, gradients=3e-5)
 
 
 @pytest.mark.parametrize("backend", ["normal", "torch"])
-def test_an_unused_entropy_or_logprob_has_no_part_in_the_gradient(backend):
+def test_unused_result_does_not_change_gradient(backend):
     check_unused(backend)
 
 
-def test_each_name_of_the_setting_stands_for_a_backend_that_imports():
+def test_all_backend_names_import():
     assert set(get_args(Logprobs)) == set(HEADS)
     for name in HEADS:
         assert callable(HEADS[name]), name
 
 
-def test_autocast_multiplies_in_bf16_and_gives_fp32_weights_fp32_gradients():
+def test_autocast_computes_in_bf16_with_fp32_gradients():
     head, hidden, targets, forbidden = Case(40, 200, 64).make(CPU, torch.float32)
     results = []
     for autocast in (False, True):
@@ -63,7 +63,7 @@ def test_autocast_multiplies_in_bf16_and_gives_fp32_weights_fp32_gradients():
     assert (ours_gradient - gradient).norm() < 2e-2 * gradient.norm()
 
 
-def test_adapters_on_the_head_count_and_can_be_switched_off(tiny):
+def test_head_adapters_are_applied_and_can_be_disabled(tiny):
     lora = LoraSettings(rank=4, alpha=8, targets=("q_proj", "lm_head"), scope="all")
     model = tiny.model(lora=lora).double()
     generator = torch.Generator().manual_seed(0)
@@ -86,7 +86,7 @@ def test_adapters_on_the_head_count_and_can_be_switched_off(tiny):
     torch.testing.assert_close(results[0], results[1], atol=1e-10, rtol=1e-8)
 
 
-def test_what_a_backend_cannot_do_is_refused_when_it_is_made(monkeypatch):
+def test_backends_reject_unsupported_heads_and_devices(monkeypatch):
     plain, linear = HeadSettings(1.0, None, 4), nn.Linear(4, 8)
     for backend in ("torch", "triton"):
         with refused("head_not_supported", "Identity", "'normal'"):
@@ -109,10 +109,9 @@ BACKENDS = get_args(Logprobs)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("softcap", [None, 30.0])
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 1.3])
-def test_on_a_gpu_equals_float64(backend, temperature, softcap):
-    """Sums are fp32; gradients of logits are rounded to bf16 once, or twice where `triton` keeps what they are made of.
-    `normal` rounds its logits to bf16 as well.
-    """
+def test_gpu_backends_equal_float64(backend, temperature, softcap):
+    """Sums are fp32. Gradients of logits are rounded to bf16 once, or twice if `triton` keeps values for them; `normal`
+    rounds its logits to bf16 as well."""
     for case in (
         Case(300, 5003, 96, temperature, softcap, True, 64),
         Case(257, 1999, 37, temperature, softcap, False, 50),
@@ -133,11 +132,11 @@ def test_on_a_gpu_equals_float64(backend, temperature, softcap):
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_both_tiles_equal_float64(monkeypatch):
+def test_gpu_tilings_equal_float64(monkeypatch):
     case = Case(1000, 5000, 520, 0.7, None, True, 100)
     for tile in (fused.LARGE, fused.SMALL, replace(fused.SMALL, descriptors=True)):
         monkeypatch.setattr(fused, "LARGE", tile)
         monkeypatch.setattr(fused, "SMALL", tile)
         for chunk in (100, 1000):
-            kept = replace(case, chunk_tokens=chunk)
-            compare("triton", kept, torch.bfloat16, values=5e-5, gradients=5e-3, device=GPU)
+            chunked = replace(case, chunk_tokens=chunk)
+            compare("triton", chunked, torch.bfloat16, values=5e-5, gradients=5e-3, device=GPU)

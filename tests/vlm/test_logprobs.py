@@ -1,4 +1,4 @@
-"""Log-probs of trained tokens against the naive form on all logits, in float64."""
+"""Log-probs of trained tokens compared with the naive computation on all logits, in float64."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def naive(model: Any, batch: Any, temperature: float, forbidden: tuple[int, ...]
 @pytest.mark.parametrize("lora", [None, LORA], ids=["full", "lora"])
 @pytest.mark.parametrize("backend", ["normal", "torch"])
 def test_backends_equal_naive_with_gradients(family, lora, backend, make_tiny):
-    """Image tokens of Molmo2 have embeddings and no logits, and fill the prompts."""
+    """In Molmo2 image tokens have embeddings but no logits."""
     tiny = make_tiny(family)
     forbidden = (*FORBIDDEN, *sorted(tiny.collator.forbidden_token_ids))
     model = tiny.model(lora=lora).double()
@@ -66,7 +66,7 @@ def test_backends_equal_naive_with_gradients(family, lora, backend, make_tiny):
         torch.testing.assert_close(grad, grads_naive[name], atol=1e-10, rtol=1e-8)
 
 
-def test_forbidden_tokens_get_no_probability_and_entropy_is_finite(tiny):
+def test_forbidden_tokens_have_no_probability(tiny):
     batch = tiny.collator.collate(tiny.samples(2, seed=0), tiny.images.open)
     batch.input_ids[0, -1] = 5
     batch.loss_mask[0, -1] = True
@@ -78,7 +78,7 @@ def test_forbidden_tokens_get_no_probability_and_entropy_is_finite(tiny):
 
 
 class Bare(nn.Module):
-    """A head alone: the body returns given hidden states, and the head leaves them as they are, or is replaced."""
+    """A model whose body returns fixed hidden states, with an identity matrix as head, so that these are its logits."""
 
     def __init__(self, logits: torch.Tensor) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ def bare(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Bare]:
     return *policy({"input_ids": ids, "attention_mask": ids + 1}, predicting(torch.ones_like(ids))), model
 
 
-def test_logits_of_a_thousand_are_stable_and_entropy_is_bounded():
+def test_large_logits_are_stable():
     logits = torch.tensor([[[1000.0, -1000.0, 0.0]] * 3])
     logprobs, entropy, model = bare(logits)
     assert logprobs.isfinite().all()
@@ -112,7 +112,7 @@ def test_logits_of_a_thousand_are_stable_and_entropy_is_bounded():
     np.testing.assert_allclose(entropy.detach(), np.log(10), rtol=1e-6)
 
 
-def test_a_head_that_is_not_understood_is_refused(tiny):
+def test_rejects_unsupported_head(tiny):
     model = tiny.model()
     policy = Policy(model, logprobs="torch", temperature=1.0, chunk_tokens=64)
     check_head(policy)
@@ -137,7 +137,7 @@ def test_gradient_checkpointing_works_without_training_mode(tiny):
 
 
 class Live(TorchDispatchMode):
-    """Counts the bytes of living tensors: the process's own figure includes what malloc does not give back."""
+    """Counts the bytes of live tensors; the process's memory would include what malloc has not returned."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -161,7 +161,7 @@ class Live(TorchDispatchMode):
         self.now -= size
 
 
-def test_memory_is_a_fraction_of_the_naive_form():
+def test_chunked_log_probs_need_less_memory():
     rows, length, width, vocabulary = 2, 512, 32, 20_000
     model = Bare(torch.randn(rows, length, width))
     model.head = nn.Linear(width, vocabulary, bias=False)
@@ -179,12 +179,12 @@ def test_memory_is_a_fraction_of_the_naive_form():
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_rows_padded_at_their_ends_need_no_mask_where_all_is_causal(family, make_tiny):
-    """Log-probs and gradients are those of the model with its mask."""
+def test_causal_models_need_no_mask_for_end_padding(family, make_tiny):
+    """Log-probs and gradients equal the results of the model with its mask."""
     tiny = make_tiny(family)
     batch = tiny.collator.collate(tiny.samples(4, seed=0), tiny.images.open)
     assert not batch.attention_mask.bool().all()
-    inputs, mask, found = model_inputs(batch), batch.loss_mask[:, 1:].bool(), []
+    inputs, mask, results = model_inputs(batch), batch.loss_mask[:, 1:].bool(), []
     for whole in (False, True):
         policy = Policy(tiny.model(), logprobs="torch", temperature=1.0)
         assert needs_no_mask(policy.model) == (not FAMILIES[family].image_attention)
@@ -195,7 +195,7 @@ def test_rows_padded_at_their_ends_need_no_mask_where_all_is_causal(family, make
             logprobs, _ = policy(inputs, predicting(batch.loss_mask))
         (logprobs * torch.linspace(-1, 1, len(logprobs))).sum().backward()
         gradient = torch.cat([p.grad.flatten() for p in policy.parameters() if p.grad is not None])
-        found.append((logprobs.detach(), gradient))
-    (ours, own), (theirs, reference) = found
+        results.append((logprobs.detach(), gradient))
+    (ours, gradient), (theirs, reference) = results
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=2e-6)
-    assert (own - reference).norm() < 1e-5 * reference.norm()
+    assert (gradient - reference).norm() < 1e-5 * reference.norm()

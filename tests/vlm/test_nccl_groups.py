@@ -1,4 +1,4 @@
-"""A trainer on one GPU sends to a vLLM server on another one, which is started again between versions."""
+"""A trainer on one GPU sends weights by NCCL to a vLLM server on another, which is restarted between versions."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from armature.components.inference.replies import Endpoint
 from armature.components.inference.server import VllmServer
 from armature.components.inference.settings import SamplingSettings, ServerSettings
 from armature.components.rollouts.batches.table import write_batch
-from armature.components.vlm.client import TrainerClient, TrainerPolicySettings
+from armature.components.vlm.client import TrainerClient
 from tests.builders import make_machine
-from tests.vlm.conftest import Tiny, model_settings, trainer_settings
+from tests.vlm.conftest import Tiny
 
 KEY = "a-key"
 SERVED = Path(__file__).parents[2] / "components/inference/served"
@@ -34,7 +34,7 @@ pytestmark = [pytest.mark.gpu(2), pytest.mark.slow, pytest.mark.timeout(400)]
 
 
 def server_machine(port: int | None = None) -> Machine:
-    """Of a server that is started here, and joined by the pool."""
+    """Settings of a server that the test starts and the pool joins."""
     paths = os.pathsep.join([str(SERVED), os.environ.get("PYTHONPATH", "")])
     return make_machine(
         servers__python=Path(os.environ.get("ARMATURE_TEST_VLLM_PYTHON", ".venv-vllm/bin/python")),
@@ -53,7 +53,7 @@ def trainer_machine() -> Machine:
 
 
 def used_memory() -> str:
-    """Of all GPUs."""
+    """Return the used memory of each GPU."""
     command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader"]
     return ", ".join(subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines())
 
@@ -67,13 +67,7 @@ class Run:
         for version, batch in enumerate(self.batches, 1):
             batch.mkdir()
             write_batch(batch, tiny.samples(8, seed=version))
-        self._policy = TrainerPolicySettings(
-            model_path=tiny.folder,
-            model=model_settings(),
-            trainer=trainer_settings(learning_rate=0.01),
-            temperature=1.0,
-            images=tiny.images.root,
-        )
+        self._policy = tiny.policy(learning_rate=0.01)
         self.model, self.version, self._before = tiny.folder, 0, list[LogProbs]()
 
     @asynccontextmanager
@@ -87,7 +81,7 @@ class Run:
             yield self.pool
 
     async def sync(self) -> None:
-        """Train a step and send its weights; the one server holds them, and no others."""
+        """Train a step, send its weights, and check by a probe that the server has exactly these weights."""
         self.version = version = self.version + 1
         await asyncio.to_thread(self.trainer.step, version, self.batches[version - 1])
         answer = await asyncio.to_thread(self.trainer.probe, self.pool.weights.probe, version)
@@ -99,8 +93,8 @@ class Run:
 
         await self.pool.sync(self.folder / "unread", version, send, answer)
         await until(lambda: self.pool.replicas[0].ready)
-        found = await ask_probe(self.pool.http, self.pool.replicas[0].endpoint, self.pool.weights.probe)
-        off, moved = distance(found, answer.logprobs), [distance(found, before) for before in self._before]
+        reply = await ask_probe(self.pool.http, self.pool.replicas[0].endpoint, self.pool.weights.probe)
+        off, moved = distance(reply, answer.logprobs), [distance(reply, before) for before in self._before]
         print(
             f"; {off:.1e} nats off, from versions before {', '.join(f'{each:.1e}' for each in moved)}; {used_memory()}"
         )
@@ -131,21 +125,21 @@ def run(make_tiny, tmp_path, monkeypatch) -> Run:
     return Run(make_tiny("qwen3-vl"), tmp_path)
 
 
-def test_the_group_is_made_again_for_a_server_that_stays(run):
+def test_nccl_group_is_renewed_for_same_server(run):
     async def work(model: Path) -> None:
         async with AsyncExitStack() as stack:
             one = await started(stack, model, run.folder / "one")
             async with run.opened(one.url) as pool:
                 await run.sync()
-                await run.sync()  # by the same group
-                pool.replicas[0].joined += 1  # as if it might be another process
+                await run.sync()  # uses the same group
+                pool.replicas[0].joined += 1  # pretend that it may be another process
                 await run.sync()
 
     asyncio.run(work(run.model))
 
 
-def test_the_group_is_made_again_for_a_server_that_was_started_again(run):
-    """At the same address, and with no request meanwhile that would have noticed."""
+def test_nccl_group_is_renewed_for_restarted_server(run):
+    """The server is restarted at the same address, and no request notices that in the meantime."""
 
     async def work(model: Path) -> None:
         with socket.create_server(("127.0.0.1", 0)) as probe:

@@ -1,4 +1,4 @@
-"""Every objective against its formula written out in float64 numpy, token by token."""
+"""Objectives compared with their formulas, written out token by token in float64 numpy."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PPO = {"name": "ppo", "clip_low": 0.2, "clip_high": 0.28}
 GSPO = {"name": "gspo", "clip_low": 0.1, "clip_high": 0.15}
 CISPO = {"name": "cispo", "clip_high": 0.5}
 ALL = [MASK, PPO, GSPO, CISPO]
-ROWS = np.array([0, 0, 0, 1, 1, 3, 3, 3, 3])  # row 2 has nothing to train on
+ROWS = np.array([0, 0, 0, 1, 1, 3, 3, 3, 3])  # row 2 has no trained tokens
 LENGTHS = {0: 3, 1: 2, 3: 4}
 
 
@@ -50,7 +50,7 @@ def run(tokens: Tokens, values: TrainerSettings, reference: torch.Tensor | None 
 
 
 def numpy_loss(objective: dict[str, Any], lp: Any, b: Any, adv: Any, aggregation: str) -> tuple[float, Any]:
-    """Loss and its gradient with respect to lp, by hand."""
+    """Compute the loss and its gradient with respect to lp by hand."""
     loss, grad = np.zeros(len(lp)), np.zeros((len(lp), len(lp)))
     for t, row in enumerate(ROWS):
         same = row == ROWS
@@ -78,7 +78,7 @@ def numpy_loss(objective: dict[str, Any], lp: Any, b: Any, adv: Any, aggregation
 
 @pytest.mark.parametrize("aggregation", ["sum", "token", "sequence", "dr_grpo"])
 @pytest.mark.parametrize("objective", ALL, ids=lambda o: o["name"])
-def test_loss_and_gradient_are_the_formula(objective, aggregation):
+def test_loss_and_gradient_equal_formula(objective, aggregation):
     for seed in range(20):
         tokens = random_tokens(seed)
         loss = run(tokens, trainer_settings(objective=objective, aggregation=aggregation))
@@ -90,7 +90,7 @@ def test_loss_and_gradient_are_the_formula(objective, aggregation):
 
 
 @pytest.mark.parametrize("objective", ALL, ids=lambda o: o["name"])
-def test_on_policy_the_gradient_is_the_policy_gradient(objective):
+def test_on_policy_gradient_is_policy_gradient(objective):
     behavior = np.linspace(-3, -0.1, len(ROWS))
     advantages = np.array([0.5, -1.0, 0.0, 2.0])[ROWS]
     tokens = make_tokens(behavior, behavior, advantages)
@@ -106,7 +106,7 @@ def test_normalizers():
 
 @given(st.integers(0, 1000), st.lists(st.booleans(), min_size=4, max_size=4), st.sampled_from(ALL))
 @settings(max_examples=60)
-def test_micro_batches_add_up_to_the_batch(seed, side, objective):
+def test_losses_of_micro_batches_add_up(seed, side, objective):
     for aggregation in ("sum", "token", "sequence", "dr_grpo"):
         values = trainer_settings(objective=objective, aggregation=aggregation)
         full = random_tokens(seed)
@@ -125,7 +125,7 @@ def test_micro_batches_add_up_to_the_batch(seed, side, objective):
         assert total == pytest.approx(run(full, values).total.item(), abs=1e-12)
 
 
-# The published trainer's cases, with batches in which the baseline does not make everything zero.
+# --- Cases of the published trainer, with batches whose advantages are not all zero ---
 
 
 def band(low: float, high: float) -> TrainerSettings:
@@ -137,7 +137,7 @@ def two_rows(ratios: Any, advantages: Any) -> Tokens:
     return make_tokens(np.log(ratios), np.zeros(len(ratios)), advantages, rows=np.arange(len(ratios)))
 
 
-def test_ratios_outside_the_band_are_dropped_and_the_boundary_is_kept():
+def test_mask_ratio_drops_outside_band_and_keeps_boundary():
     tokens = two_rows([0.11, 0.5, 1.0, 5.0, 9.0], [1.0, 1.0, 1.0, 1.0, 1.0])
     tokens.behavior.zero_()
     loss = run(tokens, band(tokens.logprobs[1].exp().item(), tokens.logprobs[3].exp().item()))
@@ -147,7 +147,7 @@ def test_ratios_outside_the_band_are_dropped_and_the_boundary_is_kept():
     np.testing.assert_allclose(tokens.logprobs.grad, [0, -0.5, -1.0, -5.0, 0], atol=1e-12)
 
 
-def test_an_empty_mask_gives_zero_with_a_gradient():
+def test_empty_mask_gives_zero_loss_with_gradient():
     tokens = make_tokens([], [], [], rows=np.array([], dtype=np.int64))
     for objective in ALL:
         loss = run(tokens, trainer_settings(objective=objective))
@@ -159,7 +159,7 @@ def test_an_empty_mask_gives_zero_with_a_gradient():
 
 @pytest.mark.parametrize("objective", ALL, ids=lambda o: o["name"])
 @pytest.mark.parametrize("gap", [200.0, -200.0, float("-inf")])
-def test_extreme_ratios_poison_nothing(objective, gap):
+def test_extreme_ratios_keep_other_gradients_finite(objective, gap):
     tokens = make_tokens([-1.0, -1.0 + gap, -1.0], [-1.0, -1.0, -1.0], [1.0, -1.0, 1.0], rows=np.array([0, 1, 2]))
     loss = run(tokens, trainer_settings(objective=objective))
     loss.total.backward()
@@ -169,7 +169,7 @@ def test_extreme_ratios_poison_nothing(objective, gap):
     np.testing.assert_allclose(tokens.logprobs.grad[[0, 2]], [-1.0, -1.0])
 
 
-def test_mismatch_kl_and_ratio_are_those_of_the_published_trainer():
+def test_mismatch_metrics_equal_published_trainer():
     tokens = random_tokens(3)
     sums = run(tokens, trainer_settings()).sums
     ratio = np.exp((tokens.logprobs - tokens.behavior).detach().numpy())
@@ -177,7 +177,7 @@ def test_mismatch_kl_and_ratio_are_those_of_the_published_trainer():
     assert sums["mismatch_kl"].item() == pytest.approx((ratio - np.log(ratio) - 1).sum())
 
 
-# Importance correction and the KL term.
+# --- Importance correction and the KL term ---
 
 
 @settings(max_examples=40)
@@ -187,8 +187,8 @@ def test_mismatch_kl_and_ratio_are_those_of_the_published_trainer():
     st.sampled_from(["token", "sequence"]),
     st.sampled_from([0.0, 0.5]),
 )
-def test_bounds_of_importance_weights_are_icepop_s(gaps, mode, level, alpha):
-    """IcePop (arXiv:2510.18855): k(w) = w if alpha <= w <= beta, else 0, token by token."""
+def test_importance_weight_bounds_equal_icepop(gaps, mode, level, alpha):
+    """IcePop (arXiv:2510.18855) uses k(w) = w if alpha <= w <= beta, else 0, token by token."""
     beta = 5.0
     tokens = make_tokens(np.full(9, -1.0), np.full(9, -1.0), np.ones(9))
     together = gaps if level == "token" else [sum(np.array(gaps)[row == ROWS]) for row in ROWS]
@@ -215,18 +215,18 @@ def test_bounds_of_importance_weights_are_icepop_s(gaps, mode, level, alpha):
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_contradictions_are_refused(contradiction, code, key):
+def test_rejects_contradicting_settings(contradiction, code, key):
     with refused(code, key):
         trainer_settings(**contradiction)
 
 
 @settings(max_examples=40)
 @given(st.lists(st.floats(-30, 30), min_size=1, max_size=20))
-def test_kl_estimates_are_schulman_s(gaps):
-    """With r = reference / policy: -log r, (log r)^2 / 2 and r - 1 - log r; log r is held within 20."""
-    held = np.clip(gaps, -20, 20)
-    expected = {"k1": -held, "k2": held**2 / 2, "k3": np.exp(held) - 1 - held}
-    gradients = {"k1": 1.0, "k2": -held, "k3": 1 - np.exp(held)}
+def test_kl_estimates_equal_schulman_formulas(gaps):
+    """With r = reference / policy they are -log r, (log r)^2 / 2 and r - 1 - log r; log r is clamped to ±20."""
+    clamped = np.clip(gaps, -20, 20)
+    expected = {"k1": -clamped, "k2": clamped**2 / 2, "k3": np.exp(clamped) - 1 - clamped}
+    gradients = {"k1": 1.0, "k2": -clamped, "k3": 1 - np.exp(clamped)}
     inside = np.abs(gaps) <= 20
     for name, values in expected.items():
         logprobs = torch.full((len(gaps),), -1.0, dtype=torch.float64, requires_grad=True)
@@ -239,23 +239,23 @@ def test_kl_estimates_are_schulman_s(gaps):
         np.testing.assert_allclose(np.asarray(logprobs.grad)[~near], wanted[~near], rtol=1e-9, atol=1e-9)
 
 
-def test_k3_of_a_small_difference_keeps_its_digits_in_fp32():
+def test_k3_of_small_difference_is_accurate_in_fp32():
     reference = torch.tensor([1e-3, 1e-4, -1e-4])
     estimate = kl_estimate(torch.zeros(3), reference, "k3")
     np.testing.assert_allclose(estimate, reference.double() ** 2 / 2, rtol=1e-2)
 
 
 @pytest.mark.parametrize(("estimator", "factor"), [("k1", 0.0), ("k2", 1.0)])
-def test_the_expected_gradient_of_an_estimator(estimator, factor):
-    """Over all tokens, weighted by their probability: that of KL(policy || reference) for k2, and 0 for k1."""
+def test_expected_gradient_of_kl_estimators(estimator, factor):
+    """The mean gradient over sampled tokens is the gradient of KL(policy || reference) for k2, and 0 for k1."""
     rng = np.random.default_rng(5)
     logits = torch.tensor(rng.normal(size=7), requires_grad=True)
     reference = torch.tensor(rng.normal(size=7)).log_softmax(0)
     logprobs = logits.log_softmax(0)
     (exact,) = torch.autograd.grad((logprobs.exp() * (logprobs - reference)).sum(), logits, retain_graph=True)
     estimate = kl_estimate(logprobs, reference, estimator)
-    (found,) = torch.autograd.grad((logprobs.detach().exp() * estimate).sum(), logits)
-    torch.testing.assert_close(found, factor * exact)
+    (expected,) = torch.autograd.grad((logprobs.detach().exp() * estimate).sum(), logits)
+    torch.testing.assert_close(expected, factor * exact)
 
 
 @settings(max_examples=40)
@@ -266,8 +266,8 @@ def test_the_expected_gradient_of_an_estimator(estimator, factor):
     st.lists(st.floats(-1e4, 1e4, width=32), min_size=9, max_size=9),
     st.lists(st.floats(-1e4, 0, width=32), min_size=9, max_size=9),
 )
-def test_log_ratios_of_any_size_leave_loss_and_gradient_finite(objective, estimator, mode, gaps, reference):
-    """In fp32, as trainers compute it. Beyond 20 a token has no gradient of its ratio."""
+def test_any_log_ratio_gives_finite_loss_and_gradient(objective, estimator, mode, gaps, reference):
+    """The numbers are fp32, as in a trainer. Beyond a log-ratio of 20 a token's ratio has no gradient."""
     correction = {"correction": {"mode": mode}} if mode and objective is not MASK else {}
     behavior = torch.full((9,), -1.0)
     logprobs = (behavior + torch.tensor(gaps)).requires_grad_()
@@ -284,7 +284,7 @@ def test_log_ratios_of_any_size_leave_loss_and_gradient_finite(objective, estima
         assert alone.logprobs.grad is not None and not alone.logprobs.grad[np.abs(gaps) > 20.001].any()
 
 
-def test_the_kl_term_pulls_toward_the_reference():
+def test_kl_term_pulls_toward_reference():
     tokens = make_tokens([-1.0, -2.0], [-1.0, -2.0], [0.0, 0.0], rows=np.array([0, 1]))
     reference = torch.tensor([-0.5, -2.5], dtype=torch.float64)
     loss = run(tokens, trainer_settings(kl_coefficient=0.1), reference)
@@ -292,7 +292,7 @@ def test_the_kl_term_pulls_toward_the_reference():
     np.testing.assert_allclose(tokens.logprobs.grad, 0.1 * (1 - np.exp([0.5, -0.5])))
 
 
-def test_likelihood_is_cross_entropy_and_ignores_advantages_and_the_sampler():
+def test_likelihood_equals_cross_entropy():
     logits = torch.from_numpy(np.random.default_rng(3).normal(size=(len(ROWS), 11))).requires_grad_()
     targets = torch.arange(len(ROWS)) % 11
     logprobs = logits.log_softmax(-1)[torch.arange(len(ROWS)), targets]
@@ -306,8 +306,8 @@ def test_likelihood_is_cross_entropy_and_ignores_advantages_and_the_sampler():
     torch.testing.assert_close(ours, theirs)
 
 
-def test_a_dual_clip_bounds_the_loss_of_bad_tokens_alone():
-    """Ratios 5, 5, 2 and 0.5 with advantages -1, 1, -1 and -1, and a bound of 3."""
+def test_dual_clip_bounds_loss_of_negative_advantages():
+    """The ratios are 5, 5, 2 and 0.5, the advantages -1, 1, -1 and -1, and the bound is 3."""
     tokens = make_tokens(np.log([5.0, 5.0, 2.0, 0.5]), np.zeros(4), [-1.0, 1.0, -1.0, -1.0], np.arange(4))
     values = trainer_settings(objective={**PPO, "dual_clip": 3.0}, aggregation="sum")
     loss = run(tokens, values)
@@ -316,7 +316,7 @@ def test_a_dual_clip_bounds_the_loss_of_bad_tokens_alone():
     np.testing.assert_allclose(tokens.logprobs.grad, [0.0, 0.0, 2.0, 0.0], atol=1e-12)
 
 
-def test_the_entropy_term_makes_entropy_larger():
+def test_entropy_term_rewards_entropy():
     tokens = random_tokens(0)
     values = trainer_settings(objective=PPO, entropy_coefficient=0.5, aggregation="sum")
     entropy = torch.full_like(tokens.logprobs.detach(), 2.0).requires_grad_()

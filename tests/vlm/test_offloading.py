@@ -1,4 +1,4 @@
-"""Activations that wait in main memory: the same bits, and weights do not take part."""
+"""Activation offloading: steps give the same bits, and weights are not copied."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from .conftest import LORA, step, trainer_settings
     ],
     ids=["kept", "recomputed and packed", "adapters in bf16", "on a GPU"],
 )
-def test_a_step_has_the_same_bits(tiny, model, changes, monkeypatch):
+def test_offloaded_step_equals_plain_step(tiny, model, changes, monkeypatch):
     moved: list[torch.Tensor] = []
     back = memory.from_main_memory
-    monkeypatch.setattr(memory, "from_main_memory", lambda kept: [back(kept), moved.append(kept)][0])
+    monkeypatch.setattr(memory, "from_main_memory", lambda each: [back(each), moved.append(each)][0])
     device, done = changes.pop("device", "cpu"), []
     for offload in (False, True):
-        torch.manual_seed(0)  # of the adapters
+        torch.manual_seed(0)  # adapters are initialized randomly
         learner = Learner(
             tiny.model(**model),
             trainer_settings(activation_offloading=offload, **changes),
@@ -39,34 +39,34 @@ def test_a_step_has_the_same_bits(tiny, model, changes, monkeypatch):
             ranks=Ranks(device=torch.device(device)),
         )
         metrics = step(learner, tiny, tiny.samples(6, seed=1))
-        assert any(isinstance(kept, tuple) for kept in moved) is offload
+        assert any(isinstance(each, tuple) for each in moved) is offload
         done.append((metrics["loss"], metrics["grad_norm"], list(learner.model.parameters())))
     assert done[0][:2] == done[1][:2]
     assert all(torch.equal(one, other) for one, other in zip(done[0][2], done[1][2], strict=True))
 
 
-def test_weights_and_what_is_small_stay():
+def test_weights_and_small_tensors_are_not_offloaded():
     weight = nn.Parameter(torch.randn(256, 256))
     for tensor in (weight, weight.t(), weight[:128], torch.randn(8)):
         assert memory.to_main_memory(tensor) is tensor
     hidden = torch.randn(256, 256).t()
-    kept = memory.to_main_memory(hidden)
-    assert isinstance(kept, tuple) and kept[1].data_ptr() != hidden.data_ptr()
-    assert torch.equal(memory.from_main_memory(kept), hidden) and kept[1].stride() == hidden.stride()
+    offloaded = memory.to_main_memory(hidden)
+    assert isinstance(offloaded, tuple) and offloaded[1].data_ptr() != hidden.data_ptr()
+    assert torch.equal(memory.from_main_memory(offloaded), hidden) and offloaded[1].stride() == hidden.stride()
 
 
-def test_no_weight_is_copied_by_a_layer_of_a_model(tiny, monkeypatch):
+def test_offloading_copies_no_weight(tiny, monkeypatch):
     model = tiny.model()
     weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     copied: list[int] = []
     to = memory.to_main_memory
 
-    def noted(tensor: torch.Tensor) -> Any:
-        kept = to(tensor)
-        copied.extend([tensor.untyped_storage().data_ptr()] if isinstance(kept, tuple) else [])
-        return kept
+    def recording(tensor: torch.Tensor) -> Any:
+        offloaded = to(tensor)
+        copied.extend([tensor.untyped_storage().data_ptr()] if isinstance(offloaded, tuple) else [])
+        return offloaded
 
-    monkeypatch.setattr(memory, "to_main_memory", noted)
+    monkeypatch.setattr(memory, "to_main_memory", recording)
     ids = torch.arange(64)[None]
     with memory.offloaded_activations():
         model(input_ids=ids, mm_token_type_ids=torch.zeros_like(ids)).logits.sum().backward()

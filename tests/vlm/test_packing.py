@@ -1,4 +1,4 @@
-"""Packed rows: how they are laid out, and that log-probs, gradients and steps are those of separate rows."""
+"""Packed rows: their layout, and log-probs, gradients and steps compared with separate rows."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ from tests.images import noise
 from .conftest import LORA, Tiny, assert_same_step, learner_of, step, stepped, trainer_settings
 
 IMAGE_TOKENS = (1, 2, 3)
-"""How many tokens an image of a drawn row has, by its number."""
+"""Number of tokens of each image in generated rows."""
 IMAGE, START = 9, 8
-"""A token of an image, and the one before it, which is not parted from it either."""
+"""The id of image tokens, and of the token before an image, which must not be separated from it either."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def packed(rows: Sequence[Row]) -> Any:
 
 
 @given(ROWS)
-def test_every_token_of_every_row_has_a_place_and_attends_to_its_row_alone(rows):
+def test_packed_tokens_attend_to_their_row_only(rows):
     packing = packed(rows)
     ends = np.cumsum(packing.key_lengths)
     keys = [packing.keys[end - size : end].tolist() for end, size in zip(ends, packing.key_lengths, strict=True)]
@@ -99,13 +99,13 @@ def test_every_token_of_every_row_has_a_place_and_attends_to_its_row_alone(rows)
 
 
 @given(st.lists(TEXT, min_size=1, max_size=8))
-def test_what_rows_of_text_begin_with_is_there_once(rows):
+def test_common_beginnings_are_stored_once(rows):
     beginnings = {row[: end + 1] for row in rows for end in range(len(row))}
     assert len(packed([Row((row,)) for row in rows]).rows) == len(beginnings)
 
 
 @given(st.lists(TEXT, min_size=1, max_size=12), st.integers(1, 12), st.integers(1, 4), st.integers(1, 3))
-def test_a_plan_has_every_row_once_and_counts_packed_tokens(texts, max_tokens, max_rows, ranks):
+def test_packed_plan_contains_each_row_once_within_limits(texts, max_tokens, max_rows, ranks):
     samples = [_sample(np.array(text), (), f"{row}") for row, text in enumerate(texts)]
     rows = range(len(samples))
     plan = packed_micro_batches(samples, rows, max_tokens, max_rows, IMAGE, ranks)
@@ -118,15 +118,15 @@ def test_a_plan_has_every_row_once_and_counts_packed_tokens(texts, max_tokens, m
     assert plan == packed_micro_batches(samples, rows, max_tokens, max_rows, IMAGE, ranks)
 
 
-def test_groups_stay_together_where_they_fit():
+def test_packed_groups_stay_together_if_they_fit():
     group = [[k, k, k, k, *end] for k in (1, 2, 3) for end in ((5,), (6,), (7,))]
     samples = [_sample(np.array(ids), (), f"{row}") for row, ids in enumerate(group)]
     plan = packed_micro_batches(samples, range(9), 20, 64, IMAGE)
     assert [micro.rows for micro in plan] == [(0, 1, 2, 3, 4, 5), (6, 7, 8)]
 
 
-def test_ranks_get_even_parts_of_one_micro_batch():
-    """Groups stay whole where that is as even, and one is cut where it is not."""
+def test_packed_rows_are_divided_evenly_among_ranks():
+    """Groups stay whole if that is equally even; otherwise one is cut."""
     group = [[k] * 6 + [10 + 10 * k + row] * 4 for k in range(4) for row in range(3)]  # 18 tokens each when packed
     samples = [_sample(np.array(ids), (), f"{row}") for row, ids in enumerate(group)]
     plan = packed_micro_batches(samples, range(12), 1000, 64, IMAGE, 2)
@@ -138,7 +138,7 @@ def test_ranks_get_even_parts_of_one_micro_batch():
     assert len(packed_micro_batches(samples, range(1), 1000, 64, IMAGE, 2)) == 1
 
 
-def test_ranks_get_even_parts_of_padded_rows():
+def test_padded_rows_are_divided_evenly_among_ranks():
     samples = [_sample(np.arange(length), (), f"{length}") for length in (8, 8, 6, 6, 4, 4, 2, 2)]
     plan = micro_batches(samples, range(8), 1000, 64, 2)
     assert [micro.rows for micro in plan] == [(0, 1, 2), (3, 4, 5, 6, 7)]
@@ -158,15 +158,15 @@ def _image(tiny: Tiny, seed: int, size: tuple[int, int]) -> ImageRef:
 
 
 def conversations(tiny: Tiny) -> list[Sample]:
-    """Two turns and one, with two images, one and none: some the same, some alike up to an image, some not at all."""
+    """Return conversations with common beginnings of different lengths, and with two, one or no images."""
     sizes = [(84, 56), (56, 112), (56, 112), (112, 56)]
     a, b, c, upright = (_image(tiny, seed, size) for seed, size in enumerate(sizes))
-    told = {"type": "text", "text": "What colour?"}
+    question = {"type": "text", "text": "What colour?"}
 
     def sample(name: str, turns: Sequence[tuple[tuple[ImageRef, ...], str]], last: str) -> Sample:
         chat = []
         for shown, answer in turns:
-            chat.append({"role": "user", "content": [*({"type": "image"} for _ in shown), told]})
+            chat.append({"role": "user", "content": [*({"type": "image"} for _ in shown), question]})
             chat.append({"role": "assistant", "content": [{"type": "text", "text": answer}]})
         text = tiny.processor.apply_chat_template(chat[:-1], add_generation_prompt=True, tokenize=False)
         refs = tuple(ref for shown, _ in turns for ref in shown)
@@ -189,19 +189,19 @@ def conversations(tiny: Tiny) -> list[Sample]:
 
 
 def results(policy: Policy, batches: Sequence[tuple[Any, Any]]) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
-    """Log-probs and entropies of all rows, and the gradient of a weighted sum of them."""
+    """Return log-probs and entropies of all rows, and the gradient of a weighted sum of them."""
     policy.zero_grad()
-    found = []
+    outputs = []
     for batch, packing in batches:
         logprobs, entropy = policy(model_inputs(batch), predicting(batch.loss_mask), packing)
         weight = batch.advantages[:, 1:][batch.loss_mask[:, 1:]]
         (weight * logprobs + 0.1 * entropy).sum().backward()
-        found += [logprobs.detach(), entropy.detach()]
-    return found, {name: p.grad.clone() for name, p in policy.named_parameters() if p.grad is not None}
+        outputs += [logprobs.detach(), entropy.detach()]
+    return outputs, {name: p.grad.clone() for name, p in policy.named_parameters() if p.grad is not None}
 
 
 def assert_rows_are_separate(tiny: Tiny, model: Any, samples: list[Sample], tmp_path: Any) -> None:
-    """Packed, all rows at once; plain, each alone: in fp32 both agree within 1e-6 of what there is."""
+    """Check that all rows packed and each row alone give the same results in fp32, within a relative 1e-6."""
     forbidden = sorted(tiny.collator.forbidden_token_ids)
     policy = Policy(model, logprobs="torch", temperature=1.0, forbidden_token_ids=forbidden, packing=True)
     features = FeatureCache(tiny.collator, tiny.images, tmp_path)
@@ -222,14 +222,14 @@ def assert_rows_are_separate(tiny: Tiny, model: Any, samples: list[Sample], tmp_
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_packed_rows_have_the_log_probs_and_gradients_of_separate_rows(family, make_tiny, tmp_path):
+def test_packed_rows_equal_separate_rows(family, make_tiny, tmp_path):
     tiny = make_tiny(family)
     assert_rows_are_separate(tiny, tiny.model(), conversations(tiny), tmp_path)
 
 
 @pytest.mark.parametrize("family", ["pixtral", "gemma3"])
-def test_windows_shorter_than_a_row_slide_over_what_it_shares(family, make_tiny, tmp_path):
-    """In all layers, and in every second one beside images that attend in both directions."""
+def test_sliding_windows_work_across_shared_beginnings(family, make_tiny, tmp_path):
+    """pixtral has windows in all layers; gemma3 in some, and its image tokens attend in both directions."""
     tiny = make_tiny(family)
     model = tiny.model()
     model.config.text_config.sliding_window = 12
@@ -253,10 +253,10 @@ EVERYWHERE = LoraSettings(rank=4, alpha=8, targets=("q_proj", "v_proj", "qkv"), 
     ],
     ids=["one micro-batch", "several updates", "frozen tower", "adapters", "adapters in the tower"],
 )
-def test_a_step_on_packed_rows_is_the_step(tiny, model, changes):
+def test_packed_step_equals_padded_step(tiny, model, changes):
     samples, done = [*tiny.samples(6, seed=1), *conversations(tiny)], []
     for packing in (False, True):
-        torch.manual_seed(0)  # of the adapters
+        torch.manual_seed(0)  # adapters are initialized randomly
         learner = learner_of(tiny, tiny.model(**model), packing=packing, adam_epsilon=1e-3, **changes)
         done.append(stepped(learner, tiny, samples))
     plain, packed = done
@@ -268,7 +268,7 @@ def test_a_step_on_packed_rows_is_the_step(tiny, model, changes):
 @pytest.mark.gpu
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(("autocast", "tolerance"), [("none", 1e-4), ("bf16", 3e-2)])
-def test_on_a_gpu_packed_rows_are_trained_as_padded_ones(family, autocast, tolerance, make_tiny):
+def test_gpu_packed_step_is_close_to_padded_step(family, autocast, tolerance, make_tiny):
     tiny, norms = make_tiny(family), []
     for packing in (False, True):
         settings = trainer_settings(packing=packing, autocast=autocast)
@@ -277,7 +277,7 @@ def test_on_a_gpu_packed_rows_are_trained_as_padded_ones(family, autocast, toler
     assert norms[1] == pytest.approx(norms[0], rel=tolerance)
 
 
-def test_the_vision_tower_has_every_distinct_image_once(tiny, tmp_path):
+def test_vision_tower_gets_each_distinct_image_once(tiny, tmp_path):
     samples = conversations(tiny)
     learner = learner_of(tiny, tiny.model(), packing=True, max_tokens_per_micro_batch=4096, max_rows_per_micro_batch=64)
     seen: list[int] = []
@@ -299,7 +299,7 @@ def test_the_vision_tower_has_every_distinct_image_once(tiny, tmp_path):
         (lambda model: setattr(model.model, "forward", lambda input_ids: None), "Qwen2VL"),
     ],
 )
-def test_models_whose_rows_cannot_be_packed_are_refused(tiny, change, place):
+def test_rejects_packing_of_unsupported_models(tiny, change, place):
     model = tiny.model()
     change(model)
     with pytest.raises(ConfigurationError) as caught:
@@ -307,7 +307,7 @@ def test_models_whose_rows_cannot_be_packed_are_refused(tiny, change, place):
     assert caught.value.where.startswith(f"trainer.packing, {place}")
 
 
-def test_a_layer_that_does_not_attend_is_seen(tiny):
+def test_rejects_packing_if_layer_skips_attention(tiny):
     model = tiny.model()
     model.model.language_model.layers[1].self_attn.forward = lambda hidden_states, **more: (hidden_states, None)
     with pytest.raises(ConfigurationError) as caught:

@@ -1,4 +1,4 @@
-"""The trainer's answer to a probe is that of the published checkpoint, loaded by transformers itself."""
+"""The trainer's answer to a probe, compared with the published checkpoint loaded by transformers."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ def of_transformers(folder: Path, probe: Probe) -> np.ndarray[Any, Any]:
         ("molmo2", False, {}, {}),
     ],
 )
-def test_it_is_that_of_what_is_published(make_tiny, tmp_path, family, tied, changes, training):
+def test_probe_answer_equals_published_checkpoint(make_tiny, tmp_path, family, tied, changes, training):
     tiny = make_tiny(family, tied)
     worker = worker_of(tiny, tmp_path / "work", {"learning_rate": 0.01, **training}, **changes)
-    assert worker.learner.policy.temperature != 1  # a probe is at 1
+    assert worker.learner.policy.temperature != 1  # a probe always uses temperature 1
     forbidden = sorted(tiny.collator.forbidden_token_ids)
     probe = make_probe(vocabulary(tiny.folder)[0], forbidden, 511, images=True)
 
@@ -63,11 +63,11 @@ def test_it_is_that_of_what_is_published(make_tiny, tmp_path, family, tied, chan
     assert len(after["logprobs"]) == len(probe.tokens) - 1 + LIKELIEST
     np.testing.assert_allclose(after["logprobs"], of_transformers(tmp_path / "out", probe), atol=1e-5)
     changed = np.abs(np.subtract(after["logprobs"], before["logprobs"]))
-    assert (changed > 1e-4).mean() > 0.9  # nearly every value of it tells the versions apart
+    assert (changed > 1e-4).mean() > 0.9  # nearly every value differs between the versions
 
 
 @pytest.mark.parametrize(("dtype", "autocast"), [("bfloat16", "bf16"), ("float32", "bf16")])
-def test_it_says_when_it_is_not_exact(tiny, tmp_path, dtype, autocast):
+def test_probe_answer_reports_bf16_precision(tiny, tmp_path, dtype, autocast):
     worker = worker_of(tiny, tmp_path, {"autocast": autocast}, dtype=dtype)
     probe = make_probe(200, (), 511, images=True)
     answer = worker.run({"name": "probe", "version": 0, "probe": asdict(probe)}, [])

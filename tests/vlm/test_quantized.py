@@ -1,4 +1,4 @@
-"""Frozen weights in 4 bits: a model with them is the model with what they stand for, and so is what is published."""
+"""Frozen weights in 4 bits (NF4): training and publishing give the same results as with dequantized weights."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ CODES = np.array(
     ),
     np.float32,
 )
-"""QLoRA's appendix E, to eight digits."""
+"""The NF4 codes from QLoRA's appendix E, to eight digits."""
 LORA = LoraSettings(rank=4, alpha=8, targets=("q_proj", "down_proj"))
 
 
 def stands_for(weight: torch.Tensor) -> torch.Tensor:
-    """The code nearest to each number, times the largest of its 64, in the dtype of `weight`."""
+    """Round a weight to NF4 and back: the nearest code times the largest of each 64 numbers, in its dtype."""
     blocks = weight.float().numpy().reshape(-1, 64)
     largest = np.abs(blocks).max(1, keepdims=True)
     nearest = np.abs((blocks / np.where(largest, largest, 1))[..., None] - CODES).argmin(-1)
@@ -50,7 +50,7 @@ def stands_for(weight: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("autocast", [False, True])
-def test_a_layer_is_the_one_that_its_bits_stand_for(dtype, autocast):
+def test_nf4_layer_equals_layer_with_dequantized_weight(dtype, autocast):
     torch.manual_seed(0)
     layer, plain = nn.Linear(96, 64).to(dtype), nn.Linear(96, 64).to(dtype)
     plain.load_state_dict({"weight": stands_for(layer.weight.detach()), "bias": layer.bias.detach()})
@@ -59,26 +59,26 @@ def test_a_layer_is_the_one_that_its_bits_stand_for(dtype, autocast):
     plain.weight.data.copy_(quantized.dequantized())
     assert torch.equal(NF4Linear(plain).weight, quantized.weight), "quantized again it is the same"
     assert sum(t.nbytes for t in (quantized.weight, quantized.scales)) == 96 * 64 // 2 + 4 * 96
-    x, found = torch.randn(5, 96).to(dtype if not autocast else torch.float32), []
+    x, results = torch.randn(5, 96).to(dtype if not autocast else torch.float32), []
     for each in (quantized, plain):
-        own = x.clone().requires_grad_()
+        inputs = x.clone().requires_grad_()
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            out = each(own)
+            out = each(inputs)
         out.float().square().sum().backward()
-        found.append((out.detach(), own.grad))
-    assert torch.equal(found[0][0], found[1][0])
-    torch.testing.assert_close(found[0][1], found[1][1], rtol=1e-6, atol=1e-6)
+        results.append((out.detach(), inputs.grad))
+    assert torch.equal(results[0][0], results[1][0])
+    torch.testing.assert_close(results[0][1], results[1][1], rtol=1e-6, atol=1e-6)
 
 
-def test_a_layer_keeps_no_dequantized_weight_for_the_backward_pass():
-    layer, kept = NF4Linear(nn.Linear(256, 256)), []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.nbytes) or t, lambda t: t):
+def test_nf4_layer_saves_no_dequantized_weight():
+    layer, saved = NF4Linear(nn.Linear(256, 256)), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.nbytes) or t, lambda t: t):
         layer(torch.randn(2, 256, requires_grad=True))
-    assert sum(kept) == 256 * 256 // 2 + 4 * 256 * 4
+    assert sum(saved) == 256 * 256 // 2 + 4 * 256 * 4
 
 
 def learners(tiny: Tiny, folder: Path, **changes: Any) -> tuple[Learner, Learner]:
-    """One in 4 bits, and one of plain layers with the weights that the 4 bits stand for, with equal adapters."""
+    """Make a learner in 4 bits, and one with plain layers and the dequantized weights, with equal adapters."""
     made = []
     for quantization in ("nf4", None):
         torch.manual_seed(0)
@@ -91,7 +91,7 @@ def learners(tiny: Tiny, folder: Path, **changes: Any) -> tuple[Learner, Learner
 
 
 @pytest.mark.parametrize("changes", [{}, {"gradient_checkpointing": True}], ids=["kept", "recomputed"])
-def test_log_probs_gradients_and_updates_are_those_of_the_dequantized_model(tiny, tmp_path, changes):
+def test_nf4_model_trains_like_dequantized_model(tiny, tmp_path, changes):
     settings = model_settings(lora=LORA, quantization="nf4")
     base = base_weights(tiny.folder, settings, tmp_path)
     assert base == tmp_path / QUANTIZED_BASE and base_weights(base, settings, tmp_path) == base
@@ -105,13 +105,13 @@ def test_log_probs_gradients_and_updates_are_those_of_the_dequantized_model(tiny
     gradients: list[dict[str, torch.Tensor]] = []
     for learner in (quantized, plain):
         names = {id(p): name for name, p in learner.model.named_parameters()}
-        own: dict[str, torch.Tensor] = {}
+        recorded: dict[str, torch.Tensor] = {}
         learner.optimizer.register_step_pre_hook(
-            lambda optimizer, *_, own=own, names=names: own.update(
+            lambda optimizer, *_, recorded=recorded, names=names: recorded.update(
                 {names[id(p)]: p.grad.clone() for group in optimizer.param_groups for p in group["params"]}
             )
         )
-        gradients.append(own)
+        gradients.append(recorded)
     with load.batch():
         for one, other in zip(quantized.score(samples, load), plain.score(samples, load), strict=True):
             np.testing.assert_allclose(one, other, atol=1e-6)
@@ -129,7 +129,7 @@ def test_log_probs_gradients_and_updates_are_those_of_the_dequantized_model(tiny
             assert torch.equal(value, original[name])
 
 
-def test_what_is_published_is_what_the_trainer_computes_with(tiny, tmp_path):
+def test_nf4_model_publishes_dequantized_weights(tiny, tmp_path):
     base = base_weights(tiny.folder, model_settings(lora=LORA, quantization="nf4"), tmp_path)
     quantized, plain = learners(tiny, base)
     folders = []
@@ -148,7 +148,7 @@ def test_what_is_published_is_what_the_trainer_computes_with(tiny, tmp_path):
     assert dict(merged_weights(quantized.model)).keys() == dict(merged_weights(plain.model)).keys()
 
 
-def test_a_training_in_four_bits_resumes_with_the_same_bits(tiny, tmp_path):
+def test_nf4_training_resumes_bit_for_bit(tiny, tmp_path):
     base = base_weights(tiny.folder, model_settings(lora=LORA, quantization="nf4"), tmp_path)
     straight, resumed = learners(tiny, base)[0], learners(tiny, base)[0]
     load = MicroBatchLoader(tiny.collator, tiny.images, 0)
@@ -164,7 +164,7 @@ def test_a_training_in_four_bits_resumes_with_the_same_bits(tiny, tmp_path):
     assert all(torch.equal(one, other) for (_, one), (_, other) in pairs)
 
 
-def test_a_model_that_is_split_or_has_no_adapters_is_refused(tiny):
+def test_rejects_nf4_with_sharding_or_without_adapters(tiny):
     settings = model_settings(lora=LORA, quantization="nf4")
     for split in (partial(load_model, empty=True), read_model):
         with pytest.raises(ConfigurationError) as caught:
@@ -174,7 +174,7 @@ def test_a_model_that_is_split_or_has_no_adapters_is_refused(tiny):
         model_settings(quantization="nf4")
 
 
-def test_memory_is_counted_as_it_is_taken(tiny):
+def test_nf4_memory_estimate_equals_weights(tiny):
     settings = model_settings(lora=LORA, quantization="nf4", dtype="bfloat16")
     model = base_model(load_model(tiny.folder, settings))
     taken = sum(t.nbytes for name, t in model.state_dict().items() if ".lora_" not in name)

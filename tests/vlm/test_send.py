@@ -1,4 +1,4 @@
-"""The command that sends weights to servers: what is sent, in which order, over which connections."""
+"""Sending weights to servers: the tensors, the order of versions, and the connections; and delta versions."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SERVERS = [Endpoint("http://127.0.0.1:1", "key"), Endpoint("http://127.0.0.1:2",
 
 
 class Recorder:
-    """A sender that keeps what it is given, as any other package may register one."""
+    """A weight sender that records the tensors it gets. Any package may register a sender like this."""
 
     made: list[Recorder]
     fails = False
@@ -52,9 +52,9 @@ def recorded(monkeypatch) -> Iterator[None]:
     yield
 
 
-def make_worker(tiny: Tiny, folder: Path, way: str = "ipc", **model: Any) -> TrainerWorker:
+def make_worker(tiny: Tiny, folder: Path, transfer: str = "ipc", **model: Any) -> TrainerWorker:
     autocast = "none" if model.get("dtype") is None else "bf16"
-    return worker_of(tiny, folder, {"learning_rate": 0.01, "autocast": autocast}, way, **model)
+    return worker_of(tiny, folder, {"learning_rate": 0.01, "autocast": autocast}, transfer, **model)
 
 
 def ask(worker: TrainerWorker, **command: Any) -> Any:
@@ -81,7 +81,7 @@ def send(worker: TrainerWorker, version: int, servers: list[Endpoint] = SERVERS)
     ],
     ids=["full", "tied", "tied-lora", "lora", "bf16", "llava", "gemma3", "internvl", "molmo2", "molmo2-lora"],
 )
-def test_what_is_sent_is_what_would_be_published(make_tiny, tmp_path, family, changes):
+def test_sent_tensors_equal_published_checkpoint(make_tiny, tmp_path, family, changes):
     tiny = make_tiny(family.removesuffix(" tied"), tied=family.endswith("tied"))
     worker = make_worker(tiny, tmp_path / "work", **changes)
     with torch.no_grad():
@@ -91,7 +91,7 @@ def test_what_is_sent_is_what_would_be_published(make_tiny, tmp_path, family, ch
     ask(worker, name="publish", version=0, folder=str(tmp_path / "out"))
     published = load_file(tmp_path / "out" / "model.safetensors")
     (sent,) = Recorder.made[0].sent
-    if family == "molmo2":  # sent under the model's names, which vLLM's plug-in knows as well as those in the files
+    if family == "molmo2":  # sent under the model's names, which vLLM's plug-in accepts like those in the files
         assert not any(name.startswith(("model.transformer.", "model.vision_backbone.")) for name in sent)
         sent = to_hub(sent, worker.learner.model.config)
     assert sent.keys() == published.keys()
@@ -101,7 +101,7 @@ def test_what_is_sent_is_what_would_be_published(make_tiny, tmp_path, family, ch
         torch.testing.assert_close(sent[name], tensor, rtol=0, atol=0)
 
 
-def test_versions_are_sent_in_order_over_connections_that_last(tiny, tmp_path):
+def test_versions_are_sent_in_order_over_reused_connections(tiny, tmp_path):
     worker = make_worker(tiny, tmp_path / "work")
     send(worker, 0)
     batch = tmp_path / "batch"
@@ -130,9 +130,9 @@ def test_versions_are_sent_in_order_over_connections_that_last(tiny, tmp_path):
     assert [sender.closed for sender in Recorder.made] == [True, True, True, False]
 
 
-def test_a_folder_needs_no_sender(tiny, tmp_path):
+def test_rejects_send_with_file_transfer(tiny, tmp_path):
     with refused("sender_not_needed", "'file'"):
-        send(make_worker(tiny, tmp_path / "work", way="file"), 0)
+        send(make_worker(tiny, tmp_path / "work", transfer="file"), 0)
 
 
 @pytest.mark.parametrize(
@@ -146,9 +146,9 @@ def test_a_folder_needs_no_sender(tiny, tmp_path):
     ],
     ids=["tied", "float32", "tied-lora", "untied", "molmo2"],
 )
-def test_a_version_of_deltas_is_bit_for_bit_what_would_be_published(make_tiny, tmp_path, family, changes):
+def test_delta_version_equals_published_checkpoint(make_tiny, tmp_path, family, changes):
     tiny = make_tiny(family.removesuffix(" tied"), tied=family.endswith("tied"))
-    worker = make_worker(tiny, tmp_path / "work", way="delta", **changes)
+    worker = make_worker(tiny, tmp_path / "work", transfer="delta", **changes)
     held = None
     for number in (1, 2, 3):
         with torch.no_grad():

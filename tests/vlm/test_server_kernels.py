@@ -1,4 +1,4 @@
-"""The gradients of what benchmarks/bitwise_kernels.py puts in place of the trainer's kernels, against PyTorch's own."""
+"""Gradients of the replacement kernels in benchmarks/bitwise_kernels.py compared with PyTorch's."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def replaced_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("replaced", "own", "shapes"),
+    ("replaced", "plain", "shapes"),
     [
         pytest.param(Matmul.apply, linear, [(2, 5, 8), (7, 8), (7,)], id="matmul"),
         pytest.param(lambda x, weight: Norm.apply(x, weight, 1e-6), norm, [(2, 5, 8), (8,)], id="norm"),
@@ -64,12 +64,12 @@ def replaced_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         ),
     ],
 )
-def test_gradients_are_those_of_pytorch(monkeypatch, replaced, own, shapes):
+def test_replacement_kernels_have_gradients_of_pytorch(monkeypatch, replaced, plain, shapes):
     monkeypatch.setattr(bitwise_kernels, "kernels", plain_kernels)
     generator = torch.Generator().manual_seed(0)
-    given = [torch.randn(shape, generator=generator, requires_grad=True) for shape in shapes]
-    outs = [out if isinstance(out, tuple) else (out,) for out in (replaced(*given), own(*given))]
+    inputs = [torch.randn(shape, generator=generator, requires_grad=True) for shape in shapes]
+    outs = [out if isinstance(out, tuple) else (out,) for out in (replaced(*inputs), plain(*inputs))]
     grads = [torch.randn(out.shape, generator=generator) for out in outs[1]]
-    found, expected = (torch.autograd.grad(out, given, grads) for out in outs)
-    for mine, theirs in [*zip(outs[0], outs[1], strict=True), *zip(found, expected, strict=True)]:
+    gradients, expected = (torch.autograd.grad(out, inputs, grads) for out in outs)
+    for mine, theirs in [*zip(outs[0], outs[1], strict=True), *zip(gradients, expected, strict=True)]:
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)

@@ -1,4 +1,4 @@
-"""Experts that succeed, fail and lie, played like any policy."""
+"""Demonstrations that succeed, fail or raise, played in a counting environment."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.refusals import refused
 
 
 class Counting:
-    """Say 1, 2, 3: each is worth a third, another answer nothing; the task's payload is what the expert says."""
+    """An environment in which 1, 2, 3 must be said, for a third of the reward each. A task has its own answers."""
 
     name = "counting"
     system_prompt = "Count."
@@ -53,7 +53,7 @@ class CountingEpisode:
 
 
 class Letters:
-    """Bytes are tokens; an answer ends with 0."""
+    """A prompt writer whose tokens are bytes; an answer ends with 0."""
 
     def prompt(self, messages: Sequence[Mapping[str, Any]]) -> TokenIds:
         text = "".join(
@@ -74,26 +74,26 @@ class Letters:
 
 def play(tmp_path, *scripts: object) -> tuple[GenerateOutputs, list[int]]:
     tasks = [Task(f"t{index}", "train", {"answers": answers}) for index, answers in enumerate(scripts)]
-    told: list[int] = []
+    reports: list[int] = []
     machine, images = make_machine(max_concurrent=2), ImageStore(tmp_path)
-    outputs = demonstrate(expert(Counting()), tasks, 1.0, Letters(), images, machine, told.append)  # type: ignore[arg-type]
-    return asyncio.run(outputs), told
+    outputs = demonstrate(expert(Counting()), tasks, 1.0, Letters(), images, machine, reports.append)  # type: ignore[arg-type]
+    return asyncio.run(outputs), reports
 
 
-def test_only_demonstrations_that_reach_their_goal_are_kept_and_the_others_counted(tmp_path):
-    outputs, told = play(tmp_path, "123", "124", "12", "", "raise", ["1", "2", "3", "4"])
+def test_failed_demonstrations_are_counted_by_reason(tmp_path):
+    outputs, reports = play(tmp_path, "123", "124", "12", "", "raise", ["1", "2", "3", "4"])
     assert [trajectory.task_id for trajectory in outputs.trajectories] == ["t0", "t5"]
     assert {failure.task_id: failure.reason for failure in outputs.failures} == {
         "t1": "goal_not_reached",  # earned two thirds
-        "t2": "goal_not_reached",  # said nothing more
+        "t2": "goal_not_reached",  # has too few answers
         "t3": "no_demonstration",
         "t4": "environment_error",
     }
     assert "ValueError: no plan" in outputs.failures[-1].detail
-    assert sorted(told) == [1, 2, 3, 4, 5, 6]
+    assert sorted(reports) == [1, 2, 3, 4, 5, 6]
 
 
-def test_observations_are_the_engines_and_exactly_the_answers_are_trained_on(tmp_path):
+def test_demonstrations_train_only_on_answers(tmp_path):
     (trajectory,) = play(tmp_path, "123")[0].trajectories
     assert [turn.completion for turn in trajectory.turns] == ["1", "2", "3"]
     assert [bytes(turn.completion_token_ids.astype(np.uint8)) for turn in trajectory.turns] == [b"1\0", b"2\0", b"3\0"]
@@ -103,7 +103,7 @@ def test_observations_are_the_engines_and_exactly_the_answers_are_trained_on(tmp
     assert merge_turns(trajectory.turns, True) == [list(trajectory.turns)]  # one sequence holds the whole dialogue
 
 
-def test_an_environment_without_an_expert_is_refused():
+def test_rejects_environment_without_demonstrations():
     class Silent:
         name = "silent"
 

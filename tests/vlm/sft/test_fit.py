@@ -1,4 +1,4 @@
-"""Epochs and restarts, with a trainer that only keeps count."""
+"""Epochs and restarts of a warm start, with a trainer that only records its batches."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def sample(name: str, length: int = 4) -> Sample:
 
 
 class CountingTrainer:
-    """Weights are the list of batches that they contain. It dies once in each of the commands `dies_at`."""
+    """A trainer whose weights are the list of their batches. It dies once in each of the commands `dies_at`."""
 
     def __init__(self, *dies_at: int | str) -> None:
         self.weights: list[list[str]] = []
@@ -92,7 +92,7 @@ def run(trainer: CountingTrainer, folder: Path, save_every: int = 2) -> list[dic
 
 
 @given(samples=st.integers(1, 30), epochs=st.integers(1, 4), size=st.integers(1, 9), seed=st.integers(0, 9))
-def test_every_epoch_takes_every_sample_once(samples, epochs, size, seed):
+def test_each_epoch_uses_each_sample_once(samples, epochs, size, seed):
     plan = EpochSampler([sample(str(index)) for index in range(samples)], epochs, size, seed)
     steps = [[each.sample_id for each in plan.of(step)] for step in range(1, plan.steps + 1)]
     assert all(1 <= len(step) <= size for step in steps)
@@ -103,7 +103,7 @@ def test_every_epoch_takes_every_sample_once(samples, epochs, size, seed):
 
 
 @pytest.mark.parametrize("dies_at", [(2, 6), ("score",), ("save", 3), ("publish",), (1, "score", "save", "publish")])
-def test_a_trainer_that_dies_ends_with_the_weights_of_one_that_did_not(tmp_path, dies_at):
+def test_fit_after_trainer_deaths_equals_uninterrupted_fit(tmp_path, dies_at):
     straight, killed = CountingTrainer(), CountingTrainer(*dies_at)
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
@@ -111,7 +111,7 @@ def test_a_trainer_that_dies_ends_with_the_weights_of_one_that_did_not(tmp_path,
     assert straight.published == killed.published and len(straight.published) == PLAN.steps == 9
 
 
-def test_a_run_that_is_started_again_goes_on_and_its_history_is_whole(tmp_path):
+def test_resumed_fit_completes_history(tmp_path):
     trainer = CountingTrainer(5)
     trainer.restart = lambda: (_ for _ in ()).throw(KeyboardInterrupt)  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt):
@@ -125,12 +125,12 @@ def test_a_run_that_is_started_again_goes_on_and_its_history_is_whole(tmp_path):
     assert "mismatch_kl" not in history[1]  # there was no sampler
 
 
-def test_held_out_loss_is_the_mean_over_tokens():
+def test_heldout_loss_is_mean_over_tokens():
     scores = [np.array([0, 0, -1.0, -2.0]), np.array([9, 9, -6.0])]
     assert mean_loss([sample("a"), sample("b", 3)], scores) == pytest.approx(3.0)
 
 
-def test_the_trainer_minimizes_cross_entropy_of_tokens_that_count_alike():
+def test_warm_start_trainer_minimizes_token_cross_entropy():
     settings = WarmStartSettings.model_validate(VALUES)
     trainer = settings.trainer(8)
     assert (trainer.objective.name, trainer.aggregation, trainer.kl_coefficient) == ("likelihood", "token", 0.0)

@@ -1,4 +1,4 @@
-"""Prompts as a server expands them; that vLLM really does is tests/models/test_serving.py."""
+"""Prompts with image placeholders expanded as a server does; tests/models/test_serving.py compares with vLLM."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def processor(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     return load_processor(folder, model_settings()), folder
 
 
-def test_a_prompt_begins_once_and_has_room_for_every_image(processor):
+def test_prompt_has_one_begin_token_and_all_placeholders(processor):
     processor, folder = processor
     collator = get_collator(folder, processor)
     shown = [image_part(56), image_part(84)]
@@ -47,7 +47,7 @@ def test_a_prompt_begins_once_and_has_room_for_every_image(processor):
         assert ids[0] == begin and int((ids == begin).sum()) == 1
 
 
-def test_a_later_prompt_begins_with_the_earlier_one_and_the_answer(processor):
+def test_later_prompt_extends_earlier_prompt_and_answer(processor):
     processor, _ = processor
     writer = PromptWriter(processor)
     chat: list[dict[str, Any]] = [
@@ -58,11 +58,11 @@ def test_a_later_prompt_begins_with_the_earlier_one_and_the_answer(processor):
     assert processor.tokenizer.decode(answer[:-1]) == "go to desk 1" and answer[-1] == processor.tokenizer.eos_token_id
     chat += [{"role": "assistant", "content": "go to desk 1"}, {"role": "user", "content": [text("And now?")]}]
     later = writer.prompt(chat)
-    said = np.concatenate([first, answer])
-    assert np.array_equal(later[: len(said)], said)
+    beginning = np.concatenate([first, answer])
+    assert np.array_equal(later[: len(beginning)], beginning)
 
 
-def test_a_prompt_without_images_does_not_pass_the_processor(processor):
+def test_text_prompt_bypasses_image_processor(processor):
     processor, _ = processor
     ids = PromptWriter(processor).prompt([{"role": "user", "content": "no image"}])
     rendered = processor.tokenizer.decode(ids)

@@ -1,4 +1,4 @@
-"""The whole stage on a real trainer service: demonstrations of a real environment into a checkpoint that loads."""
+"""The complete warm-start stage: demonstrations of a real environment, a real trainer service, and its checkpoint."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ VALUES: dict[str, Any] = {
 
 
 @pytest.mark.slow
-def test_demonstrations_make_a_checkpoint_that_says_them_with_more_certainty(tmp_path):
+def test_warm_start_stage_lowers_heldout_loss(tmp_path):
     values = read_toml(CONFIGS / "train-vlm/colors.toml")
-    del values["model"]["tiny"]["format"]  # else it knows how to answer before it has seen a demonstration
+    del values["model"]["tiny"]["format"]  # with it the model could answer before any demonstration
     environment = EnvironmentSettings.model_validate(values["environment"])
     model_settings = ModelSettings.model_validate(values["model"])
     machine = make_machine(store=tmp_path / "store", threads=1)
