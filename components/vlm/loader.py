@@ -96,7 +96,7 @@ class MicroBatchLoader:
         self._loader = DataLoader(
             BatchDataset(collator, images, part),
             batch_size=None,
-            sampler=_Jobs(self._jobs),
+            sampler=self._jobs,  # refilled for every plan
             num_workers=workers,
             **options,
         )
@@ -119,16 +119,3 @@ class MicroBatchLoader:
         assert self._folder is not None
         self._jobs[:] = [(micro, self._folder) for micro in plan]
         yield from self._loader
-
-
-class _Jobs:
-    """A sampler over a list that the loader refills for every batch."""
-
-    def __init__(self, jobs: list[Job]) -> None:
-        self.jobs = jobs
-
-    def __iter__(self) -> Iterator[Job]:
-        return iter(tuple(self.jobs))
-
-    def __len__(self) -> int:
-        return len(self.jobs)

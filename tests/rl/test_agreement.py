@@ -11,6 +11,7 @@ from armature.components.contracts.batches import Sample
 from armature.components.contracts.images import ImageRef
 from armature.components.rl.agreement import compare, refuse_mismatch, step_mismatch
 from armature.components.rl.settings import PreflightSettings
+from tests.builders import make_sample
 from tests.refusals import refused
 
 TOKENS, VOCABULARY = 40_000, 50
@@ -20,21 +21,8 @@ IMAGE = ImageRef(sha256="0" * 64, media_type="image/png", width=1, height=1)
 
 
 def sample_of(behavior: np.ndarray, images: tuple[ImageRef, ...] = ()) -> Sample:
-    length = len(behavior) + 1
-    mask = np.ones(length, dtype=np.bool_)
-    mask[0] = False
-    return Sample(
-        sample_id="s",
-        group_id="g",
-        trajectory_id="t",
-        input_ids=np.zeros(length, dtype=np.int32),
-        loss_mask=mask,
-        behavior_logprobs=np.concatenate([[0.0], behavior]).astype(np.float32),
-        policy_versions=np.zeros(length, dtype=np.int32),
-        advantages=np.zeros(length, dtype=np.float32),
-        reward=0.0,
-        images=images,
-    )
+    logprobs = np.concatenate([[0.0], behavior]).astype(np.float32)
+    return make_sample(prompt=1, completion=len(behavior), behavior_logprobs=logprobs, images=images)
 
 
 def drawn(server: np.ndarray, trainer: np.ndarray) -> tuple[list[Sample], list[np.ndarray]]:

@@ -21,7 +21,7 @@ import torch
 
 from armature.components.machine.network import loopback
 from armature.components.training import gradient_sums
-from armature.components.training.processes import RENDEZVOUS
+from armature.components.training.processes import RENDEZVOUS, TrainerProcesses, private_folder
 from armature.components.training.ranks import joined
 from armature.components.training.service_settings import ServiceSettings
 from armature.components.vlm.worker import TrainerWorker
@@ -79,6 +79,17 @@ def run(processes: int, rendezvous: str, cases: str, work: Callable[[str], None]
             for rank in ranks:
                 os.kill(rank, signal.SIGKILL)
     return failed
+
+
+def run_script(folder: Path, script: str) -> tuple[int, str]:
+    """Run a script as two ranks on gloo, with `folder` as its argument; return its exit code and the end of its log."""
+    (folder / "script.py").write_text(script)
+    rendezvous, arguments = private_folder(folder / "rendezvous"), [folder / "script.py", folder]
+    program = TrainerProcesses(processes=2, threads=1).start(arguments, rendezvous=rendezvous, log=folder / "log")
+    try:
+        return program.wait(120), program.tail(60)
+    finally:
+        program.stop()
 
 
 def serve(work: Callable[[str], None] = train) -> None:

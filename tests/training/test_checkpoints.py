@@ -22,10 +22,9 @@ from armature.components.training.optimizer_state import STATE
 from armature.components.training.ranks import Ranks
 from armature.components.training.sharded_tensors import INDEX
 from armature.components.vlm.learner import Learner
-from armature.components.vlm.loader import MicroBatchLoader
 from armature.components.vlm.publish import Publisher
 from tests.refusals import refused
-from tests.vlm.conftest import LORA, Tiny, model_settings, trainer_settings
+from tests.vlm.conftest import LORA, Tiny, model_settings, step, trainer_settings
 
 from .rewriting import rewrite
 
@@ -55,9 +54,7 @@ def latest(folder: Path) -> Path | None:
 
 
 def train(learner: Learner, tiny: Tiny, *seeds: int) -> list[float]:
-    load = MicroBatchLoader(tiny.collator, tiny.images, 0)
-    with load.batch():
-        return [learner.step(tiny.samples(4, seed=seed), load)["loss"] for seed in seeds]
+    return [step(learner, tiny, tiny.samples(4, seed=seed))["loss"] for seed in seeds]
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from armature.components.training.processes import TrainerProcesses, private_folder
+from .forked import run_script
 
 SCRIPT = """
 import sys, torch, torch.distributed as dist
@@ -126,11 +126,5 @@ with joined(TrainerProcesses(threads=1, ready_timeout=60), seed=0) as ranks:
 @pytest.mark.slow
 def test_overlapped_sums_equal_sums_after_backward(tmp_path: Path) -> None:
     """The layers that get gradients differ between ranks, between micro-batches and between updates."""
-    (tmp_path / "script.py").write_text(SCRIPT)
-    processes = TrainerProcesses(processes=2, threads=1)
-    rendezvous = private_folder(tmp_path / "rendezvous")
-    program = processes.start([tmp_path / "script.py"], rendezvous=rendezvous, log=tmp_path / "log")
-    try:
-        assert program.wait(120) == 0, program.tail(60)
-    finally:
-        program.stop()
+    code, log = run_script(tmp_path, SCRIPT)
+    assert code == 0, log

@@ -11,10 +11,12 @@ import pytest
 from armature.components.contracts.cluster import ClusterSettings, TrainerBundle
 from armature.components.machine.network import network
 from armature.components.machine.process import Program
-from armature.components.training.processes import TrainerProcesses, new_attempt, private_folder
+from armature.components.training.processes import TrainerProcesses, new_attempt
 from tests.builders import make_machine
 from tests.production.linear_trainer import CONTINUE, OUT, WEIGHTS, installed
 from tests.refusals import refused
+
+from .forked import run_script
 
 SCRIPT = """
 import os, pickle, signal, sys, time, torch
@@ -80,14 +82,7 @@ class Ended:
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> Ended:
     folder = tmp_path_factory.mktemp("ranks")
-    (folder / "script.py").write_text(SCRIPT)
-    processes = TrainerProcesses(processes=2, threads=1)
-    started = [folder / "script.py", folder]
-    program = processes.start(started, rendezvous=private_folder(folder / "rendezvous"), log=folder / "log")
-    try:
-        return Ended(folder, program.wait(120), program.tail(60))
-    finally:
-        program.stop()
+    return Ended(folder, *run_script(folder, SCRIPT))
 
 
 @pytest.mark.slow
@@ -121,17 +116,8 @@ with joined(TrainerProcesses(threads=1, ready_timeout=60, rank_timeout=1), seed=
 
 @pytest.mark.slow
 def test_silent_rank_causes_timeout_error(tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(SILENT)
-    processes = TrainerProcesses(processes=2, threads=1)
-    started = [tmp_path / "script.py"]
-    program = processes.start(started, rendezvous=private_folder(tmp_path / "rendezvous"), log=tmp_path / "log")
-    try:
-        assert program.wait(120) == 1
-    finally:
-        program.stop()
-    assert "rank 0 waited 1 s for another of 2 ranks" in program.tail(
-        60
-    ) and "machine.limits.rank_timeout" in program.tail(60)
+    code, log = run_script(tmp_path, SILENT)
+    assert code == 1 and "rank 0 waited 1 s for another of 2 ranks" in log and "machine.limits.rank_timeout" in log
 
 
 @pytest.mark.slow

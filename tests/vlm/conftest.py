@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 
@@ -144,6 +145,13 @@ def step(learner: Learner, tiny: Tiny, samples: list[Sample]) -> dict[str, float
     load = MicroBatchLoader(tiny.collator, tiny.images, 0)
     with load.batch():
         return learner.step(samples, load)
+
+
+def score(learner: Learner, tiny: Tiny, samples: list[Sample]) -> list[npt.NDArray[np.float32]]:
+    """Return the learner's log-probs (L,) of each sample's trained tokens."""
+    load = MicroBatchLoader(tiny.collator, tiny.images, 0)
+    with load.batch():
+        return learner.score(samples, load)
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,9 @@ from armature.components.contracts.errors import DataError
 from armature.components.models.adapters import model_inputs
 from armature.components.training.engine import MOST_IN_A_ROW
 from armature.components.vlm.learner import Learner
-from armature.components.vlm.loader import MicroBatchLoader
 from tests.refusals import refused
 
-from .conftest import LORA, Tiny, learner_of, step
+from .conftest import LORA, Tiny, learner_of, score, step
 
 
 def weights(learner: Learner) -> dict[str, torch.Tensor]:
@@ -25,10 +24,8 @@ def weights(learner: Learner) -> dict[str, torch.Tensor]:
 
 def on_policy(tiny: Tiny, learner: Learner, samples: list[Sample]) -> list[Sample]:
     """Replace the sampler's log-probs of samples by the trainer's."""
-    load = MicroBatchLoader(tiny.collator, tiny.images, 0)
-    with load.batch():
-        scores = learner.score(samples, load)
-    return [replace(sample, behavior_logprobs=score) for sample, score in zip(samples, scores, strict=True)]
+    pairs = zip(samples, score(learner, tiny, samples), strict=True)
+    return [replace(sample, behavior_logprobs=logprobs) for sample, logprobs in pairs]
 
 
 @pytest.mark.parametrize("aggregation", ["sum", "token", "sequence", "dr_grpo"])
@@ -111,12 +108,9 @@ def test_log_ratios_are_taken_at_start_of_their_update(tiny):
     samples = tiny.samples(8, seed=4)
     cut = {"max_tokens_per_micro_batch": 120, "max_rows_per_micro_batch": 3, "learning_rate": 1e-2}
     learner, first_half = learner_of(tiny, samples_per_update=4, **cut), learner_of(tiny, **cut)
-    load = MicroBatchLoader(tiny.collator, tiny.images, 0)
-    with load.batch():
-        before = first_half.score(samples[:4], load)
+    before = score(first_half, tiny, samples[:4])
     step(first_half, tiny, samples[:4])
-    with load.batch():
-        before += first_half.score(samples[4:], load)
+    before += score(first_half, tiny, samples[4:])
     step(learner, tiny, samples)
     assert sorted(learner.log_ratios) == list(range(8))
     for row, (sample, scores) in enumerate(zip(samples, before, strict=True)):
@@ -129,11 +123,8 @@ def test_later_updates_use_log_probs_of_step_start(tiny):
     correction = {"level": "token", "mode": "truncate", "cap": 1e9}
     samples = tiny.samples(8, seed=6)
     learner = learner_of(tiny, correction=correction, samples_per_update=4, learning_rate=1e-2)
-    load = MicroBatchLoader(tiny.collator, tiny.images, 0)
-    with load.batch():
-        at_start = np.concatenate(
-            [s[sample.loss_mask] for s, sample in zip(learner.score(samples, load), samples, strict=True)]
-        )
+    pairs = zip(score(learner, tiny, samples), samples, strict=True)
+    at_start = np.concatenate([logprobs[sample.loss_mask] for logprobs, sample in pairs])
     behavior = np.concatenate([sample.behavior_logprobs[sample.loss_mask] for sample in samples])
     metrics = step(learner, tiny, samples)
     assert metrics["updates"] == 2

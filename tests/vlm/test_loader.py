@@ -4,28 +4,20 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from armature.components.contracts.batches import Sample
 from armature.components.contracts.errors import DataError
 from armature.components.contracts.images import ImageRef
 from armature.components.vlm.loader import MicroBatchLoader
 from armature.components.vlm.packing import micro_batches, packed_micro_batches, share, updates
+from tests.builders import make_sample
 
 pytestmark = pytest.mark.waits
 
 REF = ImageRef("0" * 64, "image/png", 4, 4)
-
-
-def bare(length: int, images: int = 0) -> Sample:
-    mask = np.arange(length) >= length // 2
-    zeros = np.zeros(length, dtype=np.float32)
-    ids = np.arange(length, dtype=np.int32)
-    return Sample("s", "g", "t", ids, mask, zeros, ids, zeros, 0.0, (REF,) * images)
 
 
 LENGTHS = st.lists(st.tuples(st.integers(1, 60), st.integers(0, 2)), min_size=1, max_size=30)
@@ -35,7 +27,10 @@ LENGTHS = st.lists(st.tuples(st.integers(1, 60), st.integers(0, 2)), min_size=1,
 @example([(1, 1), (1, 0), (1, 0)], 1, 1, 2)  # the last round has no images, so its dummies may not have any either
 @settings(max_examples=200)
 def test_plans_contain_all_rows_within_limits(lengths, max_tokens, max_rows, ranks):
-    samples = [bare(length, images) for length, images in lengths]
+    samples = [
+        make_sample(prompt=length // 2, completion=length - length // 2, images=(REF,) * images)
+        for length, images in lengths
+    ]
     plan = micro_batches(samples, range(len(samples)), max_tokens, max_rows, ranks)
     assert sorted(row for micro in plan for row in micro.rows) == list(range(len(samples)))
     for micro in plan:

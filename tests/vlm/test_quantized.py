@@ -21,13 +21,12 @@ from armature.components.rl.open import QUANTIZED_BASE, base_weights
 from armature.components.training.checkpoints import Checkpoints
 from armature.components.training.ranks import Ranks
 from armature.components.vlm.learner import Learner
-from armature.components.vlm.loader import MicroBatchLoader
 from armature.components.vlm.memory import GIB, estimate_memory
 from armature.components.vlm.publish import Publisher
 from benchmarks.model_sizes import config_of
 from tests.refusals import refused
 
-from .conftest import Tiny, model_settings, trainer_settings
+from .conftest import Tiny, model_settings, score, step, trainer_settings
 
 CODES = np.array(
     (
@@ -101,7 +100,7 @@ def test_nf4_model_trains_like_dequantized_model(tiny, tmp_path, changes):
     language = [layer for name, layer in quantized_layers(model, family_of(model.config)) if ".lora_" not in name]
     assert {type(layer) for layer in language} == {NF4Linear}
     assert not any(isinstance(module, NF4Linear) for module in model.model.visual.modules())
-    samples, load = tiny.samples(6, seed=1), MicroBatchLoader(tiny.collator, tiny.images, 0)
+    samples = tiny.samples(6, seed=1)
     gradients: list[dict[str, torch.Tensor]] = []
     for learner in (quantized, plain):
         names = {id(p): name for name, p in learner.model.named_parameters()}
@@ -112,10 +111,9 @@ def test_nf4_model_trains_like_dequantized_model(tiny, tmp_path, changes):
             )
         )
         gradients.append(recorded)
-    with load.batch():
-        for one, other in zip(quantized.score(samples, load), plain.score(samples, load), strict=True):
-            np.testing.assert_allclose(one, other, atol=1e-6)
-        metrics = [learner.step(samples, load) for learner in (quantized, plain)]
+    for one, other in zip(*(score(learner, tiny, samples) for learner in (quantized, plain)), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-6)
+    metrics = [step(learner, tiny, samples) for learner in (quantized, plain)]
     assert metrics[0]["loss"] == pytest.approx(metrics[1]["loss"], rel=1e-6)
     assert gradients[0].keys() == gradients[1].keys() and all("lora_" in name for name in gradients[0])
     for name, gradient in gradients[0].items():
@@ -151,15 +149,13 @@ def test_nf4_model_publishes_dequantized_weights(tiny, tmp_path):
 def test_nf4_training_resumes_bit_for_bit(tiny, tmp_path):
     base = base_weights(tiny.folder, model_settings(lora=LORA, quantization="nf4"), tmp_path)
     straight, resumed = learners(tiny, base)[0], learners(tiny, base)[0]
-    load = MicroBatchLoader(tiny.collator, tiny.images, 0)
     checkpoints = Checkpoints(tmp_path / "checkpoints", {}, Ranks(), keep=1)
-    with load.batch():
-        straight.step(tiny.samples(4, seed=1), load)
-        path = checkpoints.save(straight, {})
-        checkpoints.wait()
-        checkpoints.load(resumed, path)
-        for learner in (straight, resumed):
-            learner.step(tiny.samples(4, seed=2), load)
+    step(straight, tiny, tiny.samples(4, seed=1))
+    path = checkpoints.save(straight, {})
+    checkpoints.wait()
+    checkpoints.load(resumed, path)
+    for learner in (straight, resumed):
+        step(learner, tiny, tiny.samples(4, seed=2))
     pairs = zip(straight.model.named_parameters(), resumed.model.named_parameters(), strict=True)
     assert all(torch.equal(one, other) for (_, one), (_, other) in pairs)
 

@@ -12,29 +12,13 @@ from hypothesis import strategies as st
 
 from armature.components.artifacts.json_lines import History
 from armature.components.configuration.stages import TerminalEvents
-from armature.components.contracts.batches import Sample
 from armature.components.contracts.errors import TrainerError
 from armature.components.rollouts.batches.table import read_batch
 from armature.components.vlm.settings import WarmStartSettings
 from armature.components.vlm.sft.fit import EpochSampler, fit, mean_loss
+from tests.builders import make_sample
 from tests.refusals import refused
 from tests.vlm.sft.test_stage import VALUES
-
-
-def sample(name: str, length: int = 4) -> Sample:
-    mask = np.arange(length) >= 2
-    return Sample(
-        sample_id=name,
-        group_id=name,
-        trajectory_id=name,
-        input_ids=np.arange(length, dtype=np.int32),
-        loss_mask=mask,
-        behavior_logprobs=np.zeros(length, dtype=np.float32),
-        policy_versions=np.where(mask, 0, -1).astype(np.int32),
-        advantages=np.zeros(length, dtype=np.float32),
-        reward=1.0,
-        images=(),
-    )
 
 
 class CountingTrainer:
@@ -82,18 +66,18 @@ class CountingTrainer:
         self.published = list(self.weights)
 
 
-PLAN = EpochSampler([sample(f"s{index}") for index in range(5)], epochs=3, samples_per_step=2, seed=0)
+PLAN = EpochSampler([make_sample(f"s{index}") for index in range(5)], epochs=3, samples_per_step=2, seed=0)
 
 
 def run(trainer: CountingTrainer, folder: Path, save_every: int = 2) -> list[dict[str, float]]:
     history = History(folder / "history.jsonl")
-    fit(trainer, PLAN, [sample("h")], save_every, history, TerminalEvents(), folder / "out")  # type: ignore[arg-type]
+    fit(trainer, PLAN, [make_sample("h")], save_every, history, TerminalEvents(), folder / "out")  # type: ignore[arg-type]
     return history.read()
 
 
 @given(samples=st.integers(1, 30), epochs=st.integers(1, 4), size=st.integers(1, 9), seed=st.integers(0, 9))
 def test_each_epoch_uses_each_sample_once(samples, epochs, size, seed):
-    plan = EpochSampler([sample(str(index)) for index in range(samples)], epochs, size, seed)
+    plan = EpochSampler([make_sample(str(index)) for index in range(samples)], epochs, size, seed)
     steps = [[each.sample_id for each in plan.of(step)] for step in range(1, plan.steps + 1)]
     assert all(1 <= len(step) <= size for step in steps)
     per_epoch = plan.steps_per_epoch
@@ -127,7 +111,7 @@ def test_resumed_fit_completes_history(tmp_path):
 
 def test_heldout_loss_is_mean_over_tokens():
     scores = [np.array([0, 0, -1.0, -2.0]), np.array([9, 9, -6.0])]
-    assert mean_loss([sample("a"), sample("b", 3)], scores) == pytest.approx(3.0)
+    assert mean_loss([make_sample("a"), make_sample("b", completion=1)], scores) == pytest.approx(3.0)
 
 
 def test_warm_start_trainer_minimizes_token_cross_entropy():

@@ -20,25 +20,13 @@ from tests.builders import make_machine
 VALUES: dict[str, Any] = {
     "demonstrations": 64,
     "heldout_demonstrations": 16,
-    "success_reward": 1.0,
     "max_sequence_tokens": 512,
     "epochs": 2,
     "samples_per_step": 16,
     "learning_rate": 3e-3,
-    "adam_beta1": 0.9,
-    "adam_beta2": 0.999,
-    "adam_epsilon": 1e-8,
-    "weight_decay": 0.0,
-    "max_grad_norm": 1.0,
-    "lr_scheduler": "constant",
-    "warmup_steps": 0,
     "max_tokens_per_micro_batch": 4096,
-    "max_rows_per_micro_batch": 64,
-    "logprobs": {"name": "torch", "chunk_tokens": 1024},
-    "autocast": "none",
     "save_every": 4,
     "keep_checkpoints": 1,
-    "seed": 0,
 }
 
 
