@@ -46,7 +46,7 @@ class MeasuredShare:
 
 
 def last_run(settings: TrainVLMSettings, store: ArtifactStore) -> MeasuredShare | None:
-    """Return the times of the newest finished run with the same model, rollouts and batches; None if there is none.
+    """Return the times of the newest finished run with the same model, rollouts and batches, or None.
 
     Runs whose history lacks the numbers of servers and ranks are ignored.
     """

@@ -145,7 +145,7 @@ class TrainingRun(ABC):
 
     @abstractmethod
     def wait_for_rollouts(self, step: int) -> None:
-        """Be told that the loop now waits for the rollouts of `step`; see `StepUnits.wait_for_rollouts`."""
+        """Prepare for the loop to block on the rollouts of `step`; see `StepUnits.wait_for_rollouts`."""
 
     def batch(self, step: int, rollouts: Artifact) -> Artifact:
         """Return the batch of `step`, training samples with advantages, from the store, or build it."""

@@ -87,7 +87,7 @@ class MultimodalRLConfig(BaseModel):
     max_tokens_per_micro_batch: PositiveInt = 16384
     """Largest number of padded tokens of one forward pass."""
     packing: bool = False
-    """Pack the samples of a forward pass: compute common beginnings and each distinct image once, and no padding. Needs
+    """Pack the samples of a forward pass: compute shared prefixes and each distinct image once, and no padding. Needs
     the adapter of the model's family."""
     mask_ratio_low: NonNegativeFloat = 0.1
     """Tokens with a smaller importance ratio are dropped."""

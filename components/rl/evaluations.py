@@ -274,8 +274,10 @@ class HeldoutEvaluations(Evaluations):
         self._keep(step, self._portal.call(self._collect))
 
     async def _collect(self) -> GenerateOutputs:
-        """Seeds are those of the evaluation stage, the same at every step. Afterwards the servers have forgotten the
-        prompts and images: rollouts find them as they would without an evaluation.
+        """Play the held-out tasks once, with the seeds of the evaluation stage, the same after every step.
+
+        Afterwards reset the servers' caches of prompts and images, so that rollouts find them in the same state as
+        without an evaluation.
         """
         settings, context = self.heldout.settings, self._context
         outputs = await collect(

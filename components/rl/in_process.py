@@ -66,11 +66,14 @@ class InProcessTrainer(TrainerClient):
 
     @property
     def alive(self) -> bool:
+        """True, because the worker lives as long as this process."""
         return True
 
-    def start(self) -> None: ...
+    def start(self) -> None:
+        """Do nothing: the worker is ready."""
 
-    def stop(self) -> None: ...
+    def stop(self) -> None:
+        """Do nothing: the worker ends with this process."""
 
     def _ask(self, name: str, timeout: float, result: TypeAdapter[ResultT], **arguments: Any) -> ResultT:
         command = {"name": name, **arguments}

@@ -34,9 +34,9 @@ class StepUnits(Protocol):
         ...
 
     def wait_for_rollouts(self, step: int) -> None:
-        """Be told that the loop cannot continue without the rollouts of `step`. Called just before it blocks on them.
+        """Prepare for the loop to block on the rollouts of `step`, without which it cannot continue.
 
-        An implementation may replace workers that are late, or do nothing.
+        An implementation may replace workers that are late with them, or do nothing.
         """
         ...
 

@@ -49,6 +49,7 @@ class TrainVlm(ModelSections):
     """Training on demonstrations before the training on rewards; omit it for none."""
 
     def refuse_sources(self) -> None:
+        """Refuse a model name that cannot be fetched: a missing folder, or a hub name without a revision."""
         from armature.components.machine.project import project_source
         from armature.components.models.source import check_source_name
 
@@ -56,6 +57,7 @@ class TrainVlm(ModelSections):
             check_source_name(project_source(self.model.source), self.model.revision)
 
     def check_stages(self, inputs: Mapping[str, Artifact], say: Callable[[str], None]) -> None:
+        """Check, with tasks and model at hand, that memory suffices and that trainer and servers agree."""
         from armature.components.configuration.stages import TerminalEvents, ThreadUnits, fingerprint, open_store
         from armature.components.evaluation.results import planned_tasks
         from armature.components.rl.open import check

@@ -107,6 +107,7 @@ class RLRun(TrainingRun):
 
     @property
     def version(self) -> int:
+        """The version of the weights that the servers hold."""
         return self.pool.weights.version
 
     def _play(self, step: int) -> Artifact:

@@ -99,6 +99,7 @@ class ServiceClient:
 
     @property
     def alive(self) -> bool:
+        """True while the service's processes are running."""
         return self._program is not None and self._program.returncode is None
 
     def start(self) -> None:

@@ -235,10 +235,12 @@ def state_tensors(optimizer: Optimizer, trained: Parameters) -> dict[str, Tensor
 def empty_state(
     saved: Mapping[str, TensorSpec], optimizer: Optimizer, trained: Parameters, where: Path
 ) -> dict[str, dict[str, Tensor]]:
-    """Return uninitialized tensors for the optimizer states in a checkpoint, by parameter and slot, sharded alike.
+    """Return uninitialized tensors for the optimizer states in a checkpoint, by parameter and slot.
 
-    A parameter that was never updated has no entry. States saved in lower precision than the optimizer's are accepted
-    and converted on reading: torch's AdamW keeps bf16 moments for bf16 weights.
+    They are sharded like their parameter, or placed where the optimizer keeps them.
+
+    A parameter that was never updated does not have an entry. States saved in lower precision than the optimizer's are
+    accepted and converted on reading: torch's AdamW keeps bf16 moments for bf16 weights.
 
     Args:
         saved: the tensors in the checkpoint.

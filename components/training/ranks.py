@@ -63,6 +63,7 @@ class Ranks:
 
     @property
     def first(self) -> bool:
+        """True on rank 0."""
         return self.rank == 0
 
     @property

@@ -111,6 +111,7 @@ class ServiceSettings(BaseModel):
 
     @property
     def checkpoints(self) -> Path:
+        """Folder of the checkpoints."""
         return self.workspace / "checkpoints"
 
     @property

@@ -84,7 +84,7 @@ class Policy(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Return log-probs (N,) and entropies (N,) of the N tokens that the positions `at` predict; see `predicting`.
 
-        With `packing` the model computes a beginning that rows share only once, and no padding; the result is the same.
+        With `packing` the model computes a prefix that rows share only once, and no padding; the result is the same.
         Ranks that share the rows all get the complete result, and each computes gradients for its part of the tokens.
 
         With N = 0 the results are empty but still depend on the head: under FSDP every rank has to use it, because its

@@ -1,6 +1,6 @@
-"""Planning micro-batches, and packing rows into one sequence without padding that stores shared beginnings once.
+"""Planning micro-batches, and packing rows into one sequence without padding that stores shared prefixes once.
 
-Rows with a common beginning form a tree, as in a radix cache. Its nodes are segments, and the segments from the root to
+Rows with a shared prefix form a tree, as in a radix cache. Its nodes are segments, and the segments from the root to
 a leaf are a row. Two tokens are the same if their ids are equal and, for image tokens, their images are.
 """
 
@@ -31,7 +31,7 @@ Bools = npt.NDArray[np.bool_]
 
 @dataclass(kw_only=True)
 class PackedBatch(MultimodalBatch):
-    """A batch whose rows are packed: common beginnings are stored once, and so are the features of each distinct image.
+    """A batch whose rows are packed: shared prefixes are stored once, and so are the features of each distinct image.
 
     If several ranks share the batch, each has the features of the images that it encodes.
     """
@@ -75,16 +75,16 @@ def estimated_content(sample: Sample, image_token: int) -> Ints:
     return content(sample, image_token, np.diff(ends).tolist())
 
 
-def in_order(contents: Sequence[Ints]) -> list[int]:
-    """Return the rows in sorted order, so that rows with a common beginning are neighbors. The sort is stable."""
+def sort_rows(contents: Sequence[Ints]) -> list[int]:
+    """Return the rows in sorted order, so that rows with a shared prefix are neighbors. The sort is stable."""
     return sorted(range(len(contents)), key=lambda row: (contents[row].astype(">i8").tobytes(), row))
 
 
-def alike(one: Ints, other: Ints) -> int:
-    """Return the length of the common beginning of two rows.
+def shared_prefix(one: Ints, other: Ints) -> int:
+    """Return the length of the shared prefix of two rows.
 
     Example:
-        >>> alike(np.array([5, 6, 7]), np.array([5, 6, 8, 9]))
+        >>> shared_prefix(np.array([5, 6, 7]), np.array([5, 6, 8, 9]))
         2
     """
     shorter = min(len(one), len(other))
@@ -93,15 +93,15 @@ def alike(one: Ints, other: Ints) -> int:
 
 
 def tree(contents: Sequence[Ints], whole: Sequence[Bools]) -> tuple[list[Segment], list[tuple[int, ...]]]:
-    """Build the tree of common beginnings; return its segments, parents first, and the path of each row.
+    """Build the tree of shared prefixes; return its segments, parents first, and the path of each row.
 
     Args:
         contents: the rows as `content` returns them.
         whole: a mask (L,) for each row. Runs of True are never cut, because image tokens may attend to later tokens of
             their image.
     """
-    order = in_order(contents)
-    shared = [0, *(alike(contents[a], contents[b]) for a, b in pairwise(order))]
+    order = sort_rows(contents)
+    shared = [0, *(shared_prefix(contents[a], contents[b]) for a, b in pairwise(order))]
     segments: list[Segment] = []
     paths: list[tuple[int, ...]] = [()] * len(contents)
     # Ranges of `order` still to be divided: first and last row, the token at which they go on, and their path so far.
@@ -148,7 +148,7 @@ def packing_of(
         ranks: number of ranks that share the sequence.
 
     Raises:
-        DataError: rows with a common beginning differ from within an image on.
+        DataError: rows with a shared prefix differ from within an image on.
     """
     segments, paths = tree(contents, whole)
     lengths = [segment.end - segment.start for segment in segments]
@@ -183,7 +183,7 @@ def _images_of(
         if first < segment.end and last >= segment.start:
             if first < segment.start or last >= segment.end:
                 raise DataError(
-                    f"rows with a common beginning separate at token {segment.start} or {segment.end}, within the "
+                    f"rows with a shared prefix separate at token {segment.start} or {segment.end}, within the "
                     f"image of tokens {first} to {last}",
                     code="image_split",
                     where=f"row {segment.row} of a micro-batch",
@@ -246,7 +246,7 @@ class MicroBatch:
     rows: tuple[int, ...]
     """Positions of the samples in the step's batch, -1 for a dummy."""
     packed: bool = False
-    """Pack the samples into one sequence without padding, in which common beginnings are computed once."""
+    """Pack the samples into one sequence without padding, in which shared prefixes are computed once."""
 
 
 def updates(n_samples: int, samples_per_update: int) -> Iterator[range]:
@@ -293,17 +293,17 @@ def packed_micro_batches(
 ) -> list[MicroBatch]:
     """Plan packed micro-batches of `rows` of `samples`, with at most `max_tokens` packed tokens in each.
 
-    Samples with a common beginning are put together, and the beginning counts once. A sample longer than `max_tokens`
+    Samples with a shared prefix are put together, and the prefix counts once. A sample longer than `max_tokens`
     is alone. For one rank, a full micro-batch is cut in its second half, where neighboring samples have least in
     common. For several `ranks`, which all get equally many micro-batches, their sizes are as even as possible, even if
-    that cuts groups with a common beginning.
+    that cuts groups with a shared prefix.
 
     Args:
         image_token: id of the tokens that stand for images.
     """
     contents = [estimated_content(samples[row], image_token) for row in rows]
-    order = in_order(contents)
-    shared = [0, *(alike(contents[a], contents[b]) for a, b in pairwise(order))]
+    order = sort_rows(contents)
+    shared = [0, *(shared_prefix(contents[a], contents[b]) for a, b in pairwise(order))]
     sizes = [len(contents[at]) for at in order]
     cut = partial(_packed, sizes, shared, max_rows=max_rows, at_borders=ranks == 1)
     planned = []
@@ -371,8 +371,8 @@ def share(batches: Sequence[MicroBatch], rank: int, world_size: int) -> list[Mic
         has_images = any(_has_images(batch) for batch in one_round)
         batch = one_round[rank] if rank < len(one_round) else replace(batches[0], samples=(), rows=())
         if not batch.samples or has_images != _has_images(batch):
-            alike = (sample for other in one_round for sample in other.samples if bool(sample.images) == has_images)
-            batch = _filled(batch, min(alike, key=lambda sample: len(sample.input_ids)))
+            candidates = (one for other in one_round for one in other.samples if bool(one.images) == has_images)
+            batch = _filled(batch, min(candidates, key=lambda sample: len(sample.input_ids)))
         mine.append(batch)
     return mine
 

@@ -170,7 +170,7 @@ class UpdateSettings(OptimizerSettings):
     max_rows_per_micro_batch: PositiveInt = 64
     """Largest number of sequences of one forward pass."""
     packing: bool = False
-    """Pack the sequences of a forward pass: compute common beginnings and each distinct image once, and no padding.
+    """Pack the sequences of a forward pass: compute shared prefixes and each distinct image once, and no padding.
     This gives the same gradients in less time. max_tokens_per_micro_batch then counts the tokens that are computed."""
     logprobs: WholeLogprobs | ChunkedLogprobs = Field(ChunkedLogprobs(name="torch"), discriminator="name")
     """The backend that computes log-probs of the trained tokens."""

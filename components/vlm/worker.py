@@ -118,6 +118,7 @@ class TokenWorker(ServiceWorker):
                 checked.add(ref)
 
     def train(self, command: Command, prepared: list[Sample]) -> dict[str, float]:
+        """Make a training step on the samples, and write their log-ratios if the command asks for them."""
         with self._load.batch():
             metrics = self.learner.step(prepared, self._load)
         if "log_ratios" in command and self.ranks.first:
@@ -128,6 +129,7 @@ class TokenWorker(ServiceWorker):
         return metrics
 
     def perform(self, command: Command, prepared: list[Sample]) -> Any:
+        """Score the samples, publish or send the weights, or answer a probe."""
         match command["name"]:
             case "score":
                 with self._load.batch():

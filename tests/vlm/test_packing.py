@@ -99,7 +99,7 @@ def test_packed_tokens_attend_to_their_row_only(rows):
 
 
 @given(st.lists(TEXT, min_size=1, max_size=8))
-def test_common_beginnings_are_stored_once(rows):
+def test_shared_prefixes_are_stored_once(rows):
     beginnings = {row[: end + 1] for row in rows for end in range(len(row))}
     assert len(packed([Row((row,)) for row in rows]).rows) == len(beginnings)
 
@@ -158,7 +158,7 @@ def _image(tiny: Tiny, seed: int, size: tuple[int, int]) -> ImageRef:
 
 
 def conversations(tiny: Tiny) -> list[Sample]:
-    """Return conversations with common beginnings of different lengths, and with two, one or no images."""
+    """Return conversations with shared prefixes of different lengths, and with two, one or no images."""
     sizes = [(84, 56), (56, 112), (56, 112), (112, 56)]
     a, b, c, upright = (_image(tiny, seed, size) for seed, size in enumerate(sizes))
     question = {"type": "text", "text": "What colour?"}
@@ -228,7 +228,7 @@ def test_packed_rows_equal_separate_rows(family, make_tiny, tmp_path):
 
 
 @pytest.mark.parametrize("family", ["pixtral", "gemma3"])
-def test_sliding_windows_work_across_shared_beginnings(family, make_tiny, tmp_path):
+def test_sliding_windows_work_across_shared_prefixes(family, make_tiny, tmp_path):
     """pixtral has windows in all layers; gemma3 in some, and its image tokens attend in both directions."""
     tiny = make_tiny(family)
     model = tiny.model()

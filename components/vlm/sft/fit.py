@@ -43,10 +43,12 @@ class EpochSampler:
 
     @property
     def steps_per_epoch(self) -> int:
+        """Number of steps of an epoch."""
         return -(-len(self.samples) // self.samples_per_step)
 
     @property
     def steps(self) -> int:
+        """Number of steps of all epochs."""
         return self.epochs * self.steps_per_epoch
 
     def of(self, step: int) -> list[Sample]:
