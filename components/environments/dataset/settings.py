@@ -53,9 +53,9 @@ class ColumnSplit(Settings):
     column: ColumnName = "split"
     """Column that holds the split's name."""
     train: Labels = Field(("train",), min_length=1)
-    """Values of that column in training rows."""
+    """Values of the column in training rows."""
     heldout: Labels = Field(("test",), min_length=1)
-    """Values of that column in held-out rows."""
+    """Values of the column in held-out rows."""
 
 
 class NameSplit(Settings):
@@ -129,8 +129,8 @@ class DatasetEnvironmentSettings(Settings):
     answer: ColumnName = ""
     """Column with the correct answer for the rewards; empty if they need none."""
     answer_extract: str = Field("all", pattern=EXTRACT)
-    """Part of that column that is the answer, as for rewards: all, boxed, <answer> for the text inside the last such
-    tag, </think> for the text after the last such tag."""
+    """Part of the answer column to use as the correct answer, as for rewards: all, boxed, <answer> for the text inside
+    the last such tag, </think> for the text after the last such tag."""
     kind: ColumnName = ""
     """Column by which evaluation breaks accuracy down, with evaluation.kind_field = "kind"; empty for none."""
     demonstration: str = ""

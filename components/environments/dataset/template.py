@@ -54,7 +54,7 @@ class Column:
         return (self.name,) if self.whole is None else (self.name, self.whole)
 
     def value(self, row: Mapping[str, Any]) -> Any:
-        """Return the value in a row.
+        """Return a row's value in this column, or the value of the item.
 
         Raises:
             BadRow: the column is not a list with such an item.

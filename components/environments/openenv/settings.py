@@ -34,7 +34,7 @@ class OpenEnvSettings(Settings):
     """Program and arguments, run without a shell in the recipe's folder, that start a server on 127.0.0.1. {port} is
     replaced by a free port. A program with a slash in its name is relative to the recipe."""
     start_timeout: PositiveFloat = Field(60.0, le=3600)
-    """Seconds that the server started by command has until it answers."""
+    """Seconds within which a server started by command has to answer for the first time."""
     revision: str = ""
     """Version or commit of the server's code, which cannot be seen from here. Changing it makes new artifacts."""
     reset: dict[str, Any] = Field({})

@@ -27,7 +27,7 @@ class Row:
 
 
 class VerifiersSource(Protocol):
-    """A verifiers environment behind one of the two interfaces."""
+    """A loaded environment of the package verifiers, through either of its interfaces (legacy or v1)."""
 
     max_turns: int
 

@@ -128,7 +128,7 @@ def check_problem(problem: object, *, where: str) -> str:
     """Return `problem` if it is a PDDL problem in ALFRED's domain with the names and sections of such problems.
 
     Raises:
-        DataError: it is not; the message says why.
+        DataError: `problem` has another form; the message says what is wrong.
     """
     reason = _defect(problem)
     if reason is not None:

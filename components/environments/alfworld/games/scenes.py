@@ -224,7 +224,7 @@ class GoalSpec:
     appliance: str | None
 
     def visited(self, scene: Scene) -> set[str]:
-        """Return the ids of the receptacles that the plan visits."""
+        """Return the ids of the receptacles that a plan for this goal visits."""
         hosts = {scene.objects[name] for name in self.targets}
         if self.appliance:
             hosts.add(scene.objects.get(self.appliance, self.appliance))

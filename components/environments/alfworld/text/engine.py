@@ -84,7 +84,7 @@ end_goal
 
 @dataclass
 class CompiledProblem:
-    """The data that all episodes of a problem share. Actions and commands are added when they first appear."""
+    """The data that all episodes of a PDDL problem share. Actions and commands are added when they first appear."""
 
     task: Any
     sas: str

@@ -181,7 +181,7 @@ class AlfworldTextSettings(Settings):
     image: Annotated[NoImage | Schematic, Field(discriminator="form")] = NoImage(form="none")
     """Image to show before the text."""
     max_turns: PositiveInt = 50
-    """Most turns of an episode."""
+    """Largest number of turns in an episode."""
     max_invalid_actions: NonNegativeInt = 0
     """Number of answers without an admissible action at which the episode is lost; 0, the usual setting, means no
     limit. A policy that is stuck repeats one action in all remaining turns, from which it learns only noise."""

@@ -120,7 +120,7 @@ class AlfworldThorSettings(Settings):
     """Release of AI2-THOR's player. ai2thor downloads 5.0. For 2.1, with which ALFRED's data was made, set the
     environment variable ARMATURE_THOR_PLAYER to the executable."""
     max_turns: PositiveInt = 50
-    """Most turns of an episode."""
+    """Largest number of turns in an episode."""
     reward: RewardSettings = PotentialReward(name="potential")
     """Reward of a turn: terminal (only the win) or potential (progress as well)."""
 

@@ -25,7 +25,7 @@ Channel = Annotated[int, Field(ge=0, le=255)]
 
 
 class _MetadataPart(BaseModel):
-    """Base of the parts of an answer. Types are checked strictly, and other keys are ignored."""
+    """Base class for the parts of a player's answer. Types are checked strictly, and other keys are ignored."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
 

@@ -15,7 +15,7 @@ from armature.components.environments.alfworld.games.game import Kind
 
 
 class _AlfredPart(BaseModel):
-    """Base of the parts of ALFRED's files. Types are checked strictly, and other keys pass unchanged."""
+    """Base class for the parts of ALFRED's files. Types are checked strictly, and other keys pass unchanged."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
