@@ -1,4 +1,4 @@
-"""From rollouts to training samples: their advantages, and which groups say nothing."""
+"""From rollouts to training samples: rewards, advantages, and the choice of groups to train on."""
 
 from __future__ import annotations
 
@@ -27,18 +27,25 @@ from armature.components.rollouts.batches.advantages import EPSILON, groups_that
 from armature.components.rollouts.batches.table import BuiltBatch
 from armature.components.rollouts.settings import Deviation
 
-# What an episode earns, chunk by chunk.
+# --- Reward of an episode, per chunk ---
 
 REACH, GRASP, PLACE, SHARPNESS = 0.3, 0.2, 0.3, 5.0
-"""Shares of a predicate that does not hold yet, 0.8 in all; per meter, how fast nearness falls."""
+"""Potential of an unmet predicate: maximum shares of reaching, grasping and placing (0.8 in all), and the decay of
+nearness per meter."""
 
 
 def potential(goals: Sequence[GoalProgress]) -> float:
-    """How far the task has come, from 0 to 1, which is the goal: the mean over its predicates of 1 where it holds, else
+    """Return the progress of a task from 0 to 1 (solved): the mean over its goal predicates.
+
+    A predicate that holds contributes 1, another one
 
         0.3 (1 - tanh(5 reach)) + 0.2 [grasped] + 0.3 (1 - tanh(5 place)).
 
-    What goes nowhere has no third term; what the gripper holds is reached.
+    The third term is 0 for an object that has no target place. A grasped object counts as reached (reach = 0).
+
+    Example:
+        >>> potential([GoalProgress(holds=True, reach=0.0, grasped=False, place=None)])
+        1.0
     """
     return fmean(1.0 if goal.holds else _part(goal) for goal in goals)
 
@@ -51,15 +58,21 @@ def chunk_rewards(
     gamma: float,
     goes_on: bool,
 ) -> list[float]:
-    """(chunks,): 1 for the chunk that solved the task, and what `reward` adds.
+    """Return the reward of each chunk of an episode, (chunks,): 1 for the chunk that solved the task, plus shaping.
 
     Potential-based shaping (Ng, Harada, Russell, ICML 1999) adds F_k = weight (gamma Phi(s_(k+1)) - Phi(s_k)) with
-    Phi = 0 after the end. The discounted sum over an episode is - weight Phi(s_0), whatever was done, so the best
-    policies are those of success alone. An episode that goes on after its last chunk keeps Phi of what follows.
+    Phi = 0 after the end. The discounted sum over an episode is - weight Phi(s_0), whatever the actions were, so the
+    best policies are the same as with the success reward alone. If the episode is bootstrapped (`goes_on`), Phi of the
+    last observation is kept.
 
     Args:
-        progress: (chunks + 1,): before each chunk and after the last; empty for success alone.
-        gamma: discount per chunk. goes_on: truncated, and valued by what is seen last.
+        progress: goal progress before each chunk and after the last one, (chunks + 1,); empty for the success reward.
+        gamma: discount per chunk.
+        goes_on: the episode was truncated and is continued by the value of its last observation.
+
+    Example:
+        >>> chunk_rewards(SuccessReward(name="success"), 3, [], solved=True, gamma=1.0, goes_on=False)
+        [0.0, 0.0, 1.0]
     """
     rewards = [0.0] * chunks
     rewards[-1] = float(solved)
@@ -87,16 +100,23 @@ def _near(meters: float) -> float:
     return 1.0 - tanh(SHARPNESS * meters)
 
 
-# Generalized advantage estimation over the chunks of an episode.
+# --- Generalized advantage estimation over the chunks of an episode ---
 
 Values = NDArray[np.float64]
 
 
 def gae(rewards: Sequence[float], values: Sequence[float], last_value: float, gamma: float, lam: float) -> Values:
-    """(K,): A_k = d_k + gamma lam A_(k+1) with d_k = r_k + gamma V_(k+1) - V_k (Schulman et al., arXiv 1506.02438).
+    """Return the advantages of an episode's K chunks, (K,): A_k = d_k + gamma lam A_(k+1).
+
+    d_k = r_k + gamma V_(k+1) - V_k (Schulman et al., arXiv 1506.02438).
 
     Args:
-        rewards, values: (K,), r and V. last_value: V_K, of what follows: 0 after an episode that has terminated.
+        rewards, values: r and V, (K,).
+        last_value: V_K, the value after the last chunk; 0 after an episode that has terminated.
+
+    Example:
+        >>> gae([0.0, 1.0], [0.5, 0.5], 0.0, gamma=1.0, lam=1.0).tolist()
+        [0.5, 0.5]
     """
     following = [*values[1:], last_value]
     advantages, advantage = np.zeros(len(values)), 0.0
@@ -107,11 +127,13 @@ def gae(rewards: Sequence[float], values: Sequence[float], last_value: float, ga
 
 
 def answer_advantages(answers: Sequence[ActionChunk], settings: GAE) -> tuple[Values, Values, dict[str, float]]:
-    """Of every answer the advantage, less the mean of all and in their standard deviations (+ 1e-4), and what its value
-    is to become, A + V before that; then metrics.
+    """Return advantages and value targets of all chunks, and metrics.
+
+    Advantages A are normalized over all chunks: (A - mean) / (standard deviation + 1e-4). Value targets are A + V with
+    A before normalization.
 
     Raises:
-        DataError: an answer has no value.
+        DataError: a chunk has no value.
     """
     episodes: dict[str, list[int]] = {}
     for row, answer in enumerate(answers):
@@ -146,14 +168,16 @@ def build_batch(
     failures: Sequence[Failure] = (),
     earlier: Sequence[ActionChunk] = (),
 ) -> BuiltBatch[ActionChunkSample]:
-    """The answers with their advantages; with GAE all of them, with values to learn; where they are weighed by rewards,
-    these weights are their advantages.
+    """Return the training samples of a step: chunks with their advantages (or weights), drop counts and metrics.
+
+    With GAE all chunks are used and have a value target. With the reward-weighted objective the advantage column holds
+    the weights. Otherwise only groups whose episodes earned different rewards are used.
 
     Args:
-        earlier: answers of other steps, which are weighed by rewards as well, and counted nowhere else.
-        wanted: the first so many groups whose episodes differ are trained on; None: all of them.
-        failures: episodes that have no answers. They are in no group: the others are compared with each other, as in
-            `turn_advantages`, and one that is left alone has nothing to be compared with.
+        wanted: use only this many of the groups whose episodes differ; None: all of them.
+        failures: episodes without chunks. They belong to no group: the other episodes of a group are compared with each
+            other, as in `turn_advantages`, and an episode that is left alone has no advantage.
+        earlier: chunks of previous steps, which are weighted too, but not counted in the metrics of episodes.
     """
     groups = _returns(answers)
     drops: Counter[str] = Counter()
@@ -163,8 +187,8 @@ def build_batch(
         samples = [with_advantage(*row) for row in rows]
     elif isinstance(advantage, RewardWeighted):
         samples = _weighted([*earlier, *answers], advantage)
-        own = {each.episode_id for each in answers}
-        replayed = sum(each.episode_id not in own for each in samples)
+        current = {each.episode_id for each in answers}
+        replayed = sum(each.episode_id not in current for each in samples)
         drops["weightless_episode" if advantage.beta else "unsolved_episode"] = len(answers) - len(samples) + replayed
         metrics = {"answers/replayed": float(replayed)} if earlier else {}
     else:
@@ -195,13 +219,13 @@ def build_batch(
 
 
 def differing_groups(answers: Sequence[ActionChunk]) -> list[str]:
-    """Return the groups, in order, whose episodes did not all earn the same."""
+    """Return the ids of the groups whose episodes did not all earn the same, in order of appearance."""
     groups = _returns(answers).items()
     return groups_that_differ((name, earned) for name, group in groups for earned in group.values())
 
 
 def _returns(answers: Sequence[ActionChunk]) -> dict[str, dict[str, float]]:
-    """The sum of an episode's rewards, by group and episode."""
+    """Return the sum of rewards of each episode, by group and episode id."""
     returns: dict[str, dict[str, float]] = {}
     for answer in answers:
         group = returns.setdefault(answer.group_id, {})
@@ -210,7 +234,10 @@ def _returns(answers: Sequence[ActionChunk]) -> dict[str, dict[str, float]]:
 
 
 def _weighted(answers: Sequence[ActionChunk], settings: RewardWeighted) -> list[ActionChunkSample]:
-    """Those that weigh anything as normal float32, which they are stored as; see `RewardWeighted.beta`."""
+    """Return the chunks with a positive weight, see `RewardWeighted.beta`.
+
+    Weights are stored as float32, so those below the smallest normal float32 count as zero.
+    """
     earned = {name: value for group in _returns(answers).values() for name, value in group.items()}
     solved = {each.episode_id for each in answers if each.done and not each.truncated}
     best = max(earned.values(), default=0.0)
@@ -225,8 +252,10 @@ def _weighted(answers: Sequence[ActionChunk], settings: RewardWeighted) -> list[
 def _compared(
     answers: Sequence[ActionChunk], returns: dict[str, dict[str, float]], deviation: Deviation
 ) -> list[ActionChunkSample]:
-    """Give each answer of the groups in `returns` its advantage, see `standardized`: an episode is scored by the sum of
-    its rewards. Each group has two episodes or more."""
+    """Return the chunks of the groups in `returns` with their advantages, see `standardized`.
+
+    An episode is scored by the sum of its rewards. Each group has at least two episodes.
+    """
     advantages: dict[str, float] = {}
     for group in returns.values():
         earned = np.array(list(group.values()))

@@ -1,6 +1,4 @@
-"""One step of a policy that learns from its own answers, whatever the loss: answers in, changed weights and numbers
-out.
-"""
+"""Base of the robot policy's learners: one training step on action chunks, for any loss."""
 
 from __future__ import annotations
 
@@ -23,31 +21,41 @@ from armature.components.robots.rl.table import ActionChunkSample
 from armature.components.training.engine import AppliedUpdate, ParameterGroup, TrainingEngine, peak_memory_gib
 from armature.components.training.ranks import Ranks
 
-# Which answers of a step each update has. Torch-free.
+# --- Distribution of a step's chunks over updates ---
 
 
 def update_rows(count: int, settings: RobotRLTrainerSettings, number: int) -> list[list[int]]:
-    """The answers of each update of step `number`, as many in each as evenness allows: AdamW's steps are of one size,
-    and one made of what is left over would be noise."""
+    """Return, for each update of step `number`, the row numbers of its chunks.
+
+    All updates have nearly the same size: AdamW takes steps of one size, so that an update made of a small remainder
+    would
+    mostly be noise.
+
+    Example:
+        >>> settings = RobotRLTrainerSettings(max_steps=1, micro_batch_size=1, samples_per_update=2)
+        >>> [len(rows) for rows in update_rows(5, settings, number=1)]
+        [2, 2, 1]
+    """
     parts = ceil(count / (settings.samples_per_update or max(count, 1)))
-    found = []
+    updates = []
     for epoch in range(settings.epochs):
         order = np.random.default_rng((settings.seed, number, epoch)).permutation(count).tolist()
-        found += [order[part::parts] for part in range(parts)]
-    return found
+        updates += [order[part::parts] for part in range(parts)]
+    return updates
 
 
 RATIOS, ANSWERS, SLOTS = "ratios", "answers", "slots"
-"""How many there were: what sums are divided by. Slots of rows have a token or padding."""
+"""Names of the counts that metric sums are divided by. Slots are the positions of packed rows, tokens or padding."""
 OF_ANSWERS, PADDING = ("value/loss", "value/clipped_fraction"), "padding_fraction"
-"""Sums over answers, and over slots; the others are over ratios."""
+"""Metrics that are means over chunks, and over slots. All other metrics are means over ratios."""
 
 
 @dataclass(frozen=True)
 class Update:
-    """The `index`-th (from 0) of `count` updates of step `step`, of `samples`, on all ranks together.
+    """Update number `index` (from 0) of the `count` updates of step `step`.
 
-    solved: episodes of the step that solved their task. mean_advantage: of all answers of the step.
+    samples: chunks of the update, on all ranks together. solved: ids of the step's episodes that solved their task.
+    mean_advantage: mean over all chunks of the step.
     """
 
     step: int
@@ -59,12 +67,13 @@ class Update:
 
 
 class ActionChunkLearner(TrainingEngine[MolmoAct2]):
-    """A policy, its optimizer, and in which updates answers change them.
+    """Training engine of a robot policy that learns from its own action chunks.
 
     Args:
-        load: gives samples their tensors.
-        shard: splits a model without weights over the ranks and gives each its shards, where every rank would else
-            hold all of it; a value head is there already.
+        load: turns samples into tensors.
+        shard: splits a model without weights over the ranks and loads each rank's shard; None: every rank holds the
+            whole
+            model. A value head has been added before.
     """
 
     def __init__(
@@ -105,17 +114,20 @@ class ActionChunkLearner(TrainingEngine[MolmoAct2]):
     def _losses(
         self, samples: Sequence[ActionChunkSample], part: ActionChunkBatch, update: Update
     ) -> tuple[Tensor, dict[str, float]]:
-        """The addend of some answers of an update, and sums of metrics, with how many RATIOS, ANSWERS and SLOTS.
+        """Return the loss of a part of an update, and sums of metrics with the counts RATIOS, ANSWERS and SLOTS.
+
+        The gradients of all parts are added up, so each loss is already divided by the size of the update.
 
         Args:
-            part: what the samples were loaded as, on the model's device.
+            part: the loaded samples, on the model's device.
         """
 
     def step(self, samples: Sequence[ActionChunkSample]) -> dict[str, float]:
-        """Train on the answers of one step, `epochs` times; every rank calls it with the same.
+        """Train on the chunks of one step, `epochs` times, and return its metrics. Every rank is called with the same.
 
-        A step without answers, because every group agreed or none was solved, changes nothing and counts. With
-        `target_kl` the step ends before an update whose answers are farther than that from the policy that played.
+        A step may have no chunks, because the episodes of each group earned the same or none was solved; it changes no
+        weight and still counts as a step. With `target_kl` the step ends before an update whose chunks are farther than
+        that from the rollout policy.
         """
         began, number = perf_counter(), self.steps_done + 1
         sums: dict[str, float] = defaultdict(float)
@@ -126,16 +138,16 @@ class ActionChunkLearner(TrainingEngine[MolmoAct2]):
             Update(number, index, len(rows), [samples[row] for row in chosen], solved, mean)
             for index, chosen in enumerate(rows)
         ]
-        parts = [self._own(update.samples) for update in updates]
-        with closing(loaded_ahead(self._load, [part for own in parts for part, _ in own])) as loaded:
-            for update, own in zip(updates, parts, strict=True):
+        parts = [self._local_parts(update.samples) for update in updates]
+        with closing(loaded_ahead(self._load, [part for local in parts for part, _ in local])) as loaded:
+            for update, local in zip(updates, parts, strict=True):
                 kl = 0.0
-                for part, real in own:
-                    loss, found = self._losses(part, next(loaded).to(self.ranks.device), update)
+                for part, real in local:
+                    loss, metrics = self._losses(part, next(loaded).to(self.ranks.device), update)
                     self.backward(loss if real else 0.0 * loss)
-                    for name, value in found.items() if real else ():
+                    for name, value in metrics.items() if real else ():
                         sums[name] += value
-                    kl += found.get("kl", 0.0) * real
+                    kl += metrics.get("kl", 0.0) * real
                 if self._too_far(kl, update):
                     self.discard()
                     break
@@ -143,7 +155,7 @@ class ActionChunkLearner(TrainingEngine[MolmoAct2]):
                 norms.append(sqrt(sum(norm**2 for norm in done.norms.values())))
                 skipped += not done.finite
         self.steps_done = number
-        names = set().union(*self.ranks.gather(list(sums)))  # a rank without answers has none
+        names = set().union(*self.ranks.gather(list(sums)))  # a rank without chunks has no names
         totals = self.ranks.sum({name: sums[name] for name in sorted({"loss", *names})})
         counts = {name: totals.pop(name, 1.0) for name in (RATIOS, ANSWERS, SLOTS)}
         computed = min(len(norms) + 1, len(updates))
@@ -163,7 +175,7 @@ class ActionChunkLearner(TrainingEngine[MolmoAct2]):
         }
 
     def _too_far(self, kl: float, update: Update) -> bool:
-        """Whether the step ends before this update. kl: of this rank's answers, summed over ratios."""
+        """Return True if the step should end before this update. kl: summed over the ratios of this rank."""
         return False
 
     def _apply(self, update: Update) -> AppliedUpdate:
@@ -172,10 +184,10 @@ class ActionChunkLearner(TrainingEngine[MolmoAct2]):
     def _updates(self, count: int, number: int) -> list[list[int]]:
         return update_rows(count, self.settings, number)
 
-    def _own(self, samples: Sequence[ActionChunkSample]) -> list[tuple[Sequence[ActionChunkSample], bool]]:
-        """The micro-batches of this rank, and whether they count.
+    def _local_parts(self, samples: Sequence[ActionChunkSample]) -> list[tuple[Sequence[ActionChunkSample], bool]]:
+        """Return the micro-batches of this rank, each with False if it is a dummy that does not count.
 
-        Where ranks gather a model that is split, one that has fewer micro-batches than others computes dummy samples.
+        In a sharded model all ranks gather the weights together, so every rank needs the same number of micro-batches.
         """
         size, width = self.ranks.size, self.settings.micro_batch_size
         mine = samples[self.ranks.rank :: size]

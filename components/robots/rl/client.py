@@ -1,4 +1,4 @@
-"""The client of a trainer of policies by rewards. Torch-free."""
+"""Client of the trainer of robot policies by rewards. Torch-free."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ SCORES = TypeAdapter(list[float])
 
 
 class RobotRLTraining(BaseModel):
-    """What is trained, and on which rollouts: `policy` is the folder of an artifact, `images` the root of the store of
-    images.
+    """Start message of a trainer process.
 
-    fingerprint: names the run, and no other resumes from it.
+    policy: folder of the policy artifact. images: root folder of the image store. fingerprint: identifies the run; a
+    checkpoint of another run is refused.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -36,12 +36,15 @@ class RobotRLTraining(BaseModel):
 
 
 class RobotRLTrainerClient(ServiceClient):
-    """A trainer of policies by rewards: `training` is a `RobotRLTraining`."""
+    """Client of a trainer process that is started with a `RobotRLTraining`."""
 
     def step(self, step: int, batch: Path) -> dict[str, float]:
-        """Train on the batch in folder `batch` as step `step` = 1, 2, ...; the metrics of the step. Applied once."""
+        """Train on the batch in folder `batch` as step `step` = 1, 2, ... and return the step's metrics.
+
+        Repeating a step that has been applied does not train again.
+        """
         return self._train(step, batch=str(batch.resolve()))
 
     def score(self, batch: Path) -> list[float]:
-        """Of each answer of the batch the log-prob of all that counts."""
+        """Return the log-prob of each chunk of the batch, summed over the numbers that count."""
         return self._ask("score", self.machine.limits.train_timeout, SCORES, batch=str(batch.resolve()))

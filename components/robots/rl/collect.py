@@ -1,4 +1,4 @@
-"""Rollouts of one step: players in threads, simulators in processes, one policy that answers who waits."""
+"""Rollouts of one step: many episodes at once, with simulators in processes and one policy that batches requests."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ from armature.components.robots.rl.settings import RobotRolloutSettings, Success
 from armature.components.robots.rl.table import ActionChunk
 from armature.components.rollouts.collect import failures_said
 
-# What it takes to play the episodes of a step: seconds of simulators, of the policy, and of keeping what was seen.
+# --- Time spent per part: simulators, policy, recording ---
 
 
 class PlayTimes:
-    """Sums of seconds and counts, over all threads, since they were asked for last."""
+    """Sums of seconds and counts over all threads, since the last call of `since`."""
 
     def __init__(self) -> None:
         self._sums: dict[str, float] = defaultdict(float)
@@ -46,7 +46,8 @@ class PlayTimes:
 
     @contextmanager
     def measured(self, name: str) -> Iterator[dict[str, float]]:
-        """Adds the seconds of the block as `timing/<name>`, and what the block counts; nothing if it raises."""
+        """Add the block's seconds as `timing/<name>`, and the counts it puts into the dict. Add nothing if it
+        raises."""
         began, counted = time.perf_counter(), dict[str, float]()
         yield counted
         counted[f"timing/{name}"] = time.perf_counter() - began
@@ -55,16 +56,20 @@ class PlayTimes:
                 self._sums[key] += value
 
     def since(self) -> dict[str, float]:
+        """Return the sums and start again from zero."""
         with self._lock:
             sums, self._sums = self._sums, defaultdict(float)
         return dict(sums)
 
 
 class TimedSimulators:
-    """Simulators of a process, and how long it works for each call: waiting for those of other slots does not count."""
+    """Client of one simulator process that measures the time of each call.
 
-    def __init__(self, arena: SimulatorClient, times: PlayTimes) -> None:
-        self._arena, self._times = arena, times
+    Calls of different slots run one after the other; the time a call waits for another slot does not count.
+    """
+
+    def __init__(self, process: SimulatorClient, times: PlayTimes) -> None:
+        self._process, self._times = process, times
         self._built: dict[int, LiberoTask] = {}
         self._lock = threading.Lock()
 
@@ -76,30 +81,30 @@ class TimedSimulators:
         slot: int = 0,
         perturbation: Perturbation | None = None,
     ) -> RobotObservation:
-        """A reset that builds a simulator first is one of `simulator_build`."""
+        """Reset the slot. A reset that has to build the simulator first is timed as `simulator_build`."""
         with self._lock, self._forgotten_when_lost():
             stays = self._built.get(slot) == task
             with self._times.measured("simulator_reset" if stays else "simulator_build") as counted:
-                seen = self._arena.reset(task, initial_state, seed, slot, perturbation)
+                seen = self._process.reset(task, initial_state, seed, slot, perturbation)
                 counted["simulator/resets" if stays else "simulator/builds"] = 1
             self._built[slot] = task
         return seen
 
     def step(self, actions: NDArray[np.float32], slot: int = 0, film: bool = False) -> ChunkResult:
-        with self._standing(slot), self._times.measured("simulator_step") as counted:
-            carried = self._arena.step(actions, slot, film)
+        with self._require_simulator(slot), self._times.measured("simulator_step") as counted:
+            carried = self._process.step(actions, slot, film)
             counted["simulator/actions"] = carried.steps
         return carried
 
     def progress(self, slot: int = 0) -> list[GoalProgress]:
-        with self._standing(slot):
-            return self._arena.progress(slot)
+        with self._require_simulator(slot):
+            return self._process.progress(slot)
 
     @contextmanager
-    def _standing(self, slot: int) -> Iterator[None]:
+    def _require_simulator(self, slot: int) -> Iterator[None]:
         with self._lock:
             if slot not in self._built:
-                raise LostBesideError("the simulator's process was lost in an episode that was played beside this one")
+                raise LostBesideError("the simulator process died during the call of another episode")
             with self._forgotten_when_lost():
                 yield
 
@@ -113,11 +118,17 @@ class TimedSimulators:
 
 
 FAILED = "environment_error"
-"""The reason of an episode that failed in every attempt, as in `armature.components.contracts.errors`."""
+"""Failure reason of an episode that failed in all attempts, see `armature.components.contracts.errors`."""
 
 
 class RolloutPolicy(Protocol):
-    """Row i depends on observation i and seed i alone, to the last bit; see `MolmoAct2Policy`."""
+    """Policy that plays rollouts. Row i of a result depends only on observation i and seed i, bit for bit.
+
+    Example:
+        >>> def ask(policy: RolloutPolicy, observations: Sequence[RobotObservation]) -> list[PlainChunk]:
+        ...     prepared = [policy.prepared(each) for each in observations]
+        ...     return policy.answer(prepared, seeds=list(range(len(prepared))))
+    """
 
     @property
     def rows_per_pass(self) -> int: ...
@@ -141,38 +152,38 @@ class RolloutPolicy(Protocol):
 
 @dataclass(frozen=True)
 class CollectedEpisodes:
-    """The answers of the episodes that were played, by group, member and chunk; and the episodes that failed."""
+    """Chunks of the episodes that were played, ordered by group, member and chunk; and the episodes that failed."""
 
     answers: list[ActionChunk]
     failures: list[Failure]
 
 
 class Collector:
-    """Plays groups of episodes. What comes of them depends on neither the number of simulators nor their order.
+    """Plays groups of episodes. The results depend neither on the number of simulators nor on the order of play.
 
     Args:
-        arenas: processes with simulators; they stay up from step to step.
-        images: where what was seen is kept.
-        told: is called with the numbers of finished and of all episodes.
-        gamma: discount per chunk, which shaped rewards depend on.
+        processes: processes with simulators, which stay up between steps.
+        images: the store that observed images are written to.
+        on_progress: called with the number of finished episodes and the number of all.
+        gamma: discount per chunk, for shaped rewards.
 
-    lost: attempts at episodes that were lost with their simulator, so far.
-    arenas: those that were given, whose work counts in `times`.
+    lost: number of attempts so far in which the simulator died.
+    processes: the processes given, with their time counted in `times`.
     """
 
     def __init__(
         self,
         settings: RobotRolloutSettings,
         policy: RolloutPolicy,
-        arenas: Sequence[SimulatorClient],
+        processes: Sequence[SimulatorClient],
         images: ImageStore,
-        told: Callable[[int, int], None],
+        on_progress: Callable[[int, int], None],
         gamma: float = 1.0,
     ) -> None:
         self._settings, self._policy, self.times = settings, policy, PlayTimes()
-        self.arenas = [TimedSimulators(arena, self.times) for arena in arenas]
-        self._images, self._told, self._gamma = images, told, gamma
-        self._player = EpisodePlayer(self.arenas, settings.batch, settings.attempts)
+        self.processes = [TimedSimulators(process, self.times) for process in processes]
+        self._images, self._on_progress, self._gamma = images, on_progress, gamma
+        self._player = EpisodePlayer(self.processes, settings.batch, settings.attempts)
         self.lost = 0
 
     def collect(
@@ -183,20 +194,21 @@ class Collector:
         bootstrap: bool,
         may_fail: int | None = None,
     ) -> CollectedEpisodes:
-        """
+        """Play all episodes of `groups` and return their chunks.
+
         Args:
-            bootstrap: episodes that fail are to go on; see `ActionChunkRecorder.value_after`.
-            may_fail: how many episodes; None: `failed_fraction` of them.
+            bootstrap: ask for the value of a failed episode's last observation, see `ActionChunkRecorder.value_after`.
+            may_fail: number of episodes that may fail; None: `failed_fraction` of all.
 
         Raises:
-            WorkerError: more episodes failed in every attempt.
-            DataError: the policy answered with something that is not an action.
+            WorkerError: more episodes failed in all attempts.
+            DataError: the policy returned something that is not an action.
         """
         planned = [episode for group in groups for episode in group]
         played: dict[PlannedEpisode, list[ActionChunk]] = {}
         failed: dict[PlannedEpisode, Failure] = {}
         most = int(self._settings.failed_fraction * len(planned)) if may_fail is None else may_fail
-        queue = InferenceQueue(self._answers, self._policy.rows_per_pass, self._prepared)
+        queue = InferenceQueue(self._predict, self._policy.rows_per_pass, self._prepared)
 
         def attempt(simulator: SimulatorSlot, episode: PlannedEpisode) -> list[ActionChunk]:
             return self._play(simulator, episode, queue, step, version, bootstrap)
@@ -212,12 +224,12 @@ class Collector:
             if len(failed) > most:
                 failures = [failed[each] for each in planned if each in failed]
                 raise WorkerError(
-                    failures_said(failures, len(planned), f"too many episodes failed, {most} may"),
+                    failures_said(failures, len(planned), f"too many episodes failed, at most {most} may"),
                     code="too_many_episodes_failed",
                     where=f"step {step}, rollouts.failed_fraction",
-                    remedy="see the simulators' logs; start again: steps that are made are kept",
+                    remedy="see the simulators' logs and start again: finished steps are kept",
                 )
-            self._told(len(played) + len(failed), len(planned))
+            self._on_progress(len(played) + len(failed), len(planned))
 
         self._player.play(planned, queue, attempt, finish)
         return CollectedEpisodes(
@@ -229,7 +241,7 @@ class Collector:
         with self.times.measured("prepare"):
             return self._policy.prepared(observation)
 
-    def _answers(self, observations: Sequence[RobotObservation], seeds: Sequence[int]) -> Sequence[PredictedChunk]:
+    def _predict(self, observations: Sequence[RobotObservation], seeds: Sequence[int]) -> Sequence[PredictedChunk]:
         settings = self._settings
         with self.times.measured("policy") as counted:
             counted["policy/passes"] = 1
@@ -250,12 +262,12 @@ class Collector:
         version: int,
         bootstrap: bool,
     ) -> list[ActionChunk]:
-        def explored(observation: RobotObservation, chunk: int) -> Future[PredictedChunk]:
+        def predict(observation: RobotObservation, chunk: int) -> Future[PredictedChunk]:
             return queue.ask(observation, answer_seed(self._settings, step, planned, chunk))
 
-        recorder, reward = ActionChunkRecorder(explored), self._settings.reward
+        recorder, reward = ActionChunkRecorder(predict), self._settings.reward
         measure = not isinstance(reward, SuccessReward)
-        episode = play_episode(simulator.arena, simulator.slot, planned, recorder, measure=measure)
+        episode = play_episode(simulator.process, simulator.slot, planned, recorder, measure=measure)
         last_value = recorder.value_after(episode) if bootstrap and not episode.success else None
         rewards = partial(chunk_rewards, reward, gamma=self._gamma)
         with self.times.measured("keep_answers"):

@@ -1,4 +1,4 @@
-"""Evaluations during training: the same held-out episodes, played by the weights after some of the steps."""
+"""Evaluations during training: the same held-out episodes are played with the weights after some of the steps."""
 
 from __future__ import annotations
 
@@ -20,17 +20,18 @@ from armature.components.robots.libero.tasks import LiberoTask
 from armature.components.robots.policies.molmoact2.policy import MolmoAct2Policy
 
 SIGNIFICANT = 0.05
-"""A smaller p-value of McNemar's exact test says that a policy has become better, or worse."""
+"""Significance level of McNemar's exact test: a smaller p-value means that the policy has become better, or worse."""
 
 
 class RobotEvaluations(Evaluations):
-    """Evaluations of held-out episodes in LIBERO, each compared, episode by episode, with that before step 1.
+    """Evaluations of held-out LIBERO episodes, each compared episode by episode with the evaluation before step 1.
 
     Args:
-        heldout: as `TrainLiberoEvaluationSettings.heldout_set` gives it.
-        known: the tasks of each suite.
-        policy: answers with the weights that are evaluated.
-        digests: of what the training began with, by name.
+        heldout: the settings, see `TrainLiberoEvaluationSettings.heldout_set`.
+        tasks: the tasks of each suite, by the suite's name.
+        policy: the policy whose current weights are evaluated.
+        digests: digests of the training's inputs, by name.
+        last: the last step of the run.
     """
 
     KIND, STAGE, RATE, SUMMARY = "robot-evaluations", "train-vla-rl", "success", ("episodes",)
@@ -49,35 +50,35 @@ class RobotEvaluations(Evaluations):
     def __init__(
         self,
         heldout: TrainLiberoEvaluationSettings,
-        known: Mapping[str, Sequence[LiberoTask]],
+        tasks: Mapping[str, Sequence[LiberoTask]],
         policy: MolmoAct2Policy,
-        arenas: Sequence[SimulatorClient],
+        processes: Sequence[SimulatorClient],
         digests: Mapping[str, str],
         context: StageContext,
         store: ArtifactStore,
         last: int,
     ) -> None:
-        self._heldout, self._planned = heldout, plan_episodes(heldout, known)
-        self._policy, self._arenas, self._digests = policy, arenas, digests
+        self._heldout, self._planned = heldout, plan_episodes(heldout, tasks)
+        self._policy, self._processes, self._digests = policy, processes, digests
         super().__init__(heldout, context, store, last)
 
     def play(self, step: int) -> None:
-        """Play every held-out episode by the weights after `step`, which the policy has, and write what it says.
+        """Play all held-out episodes with the policy's current weights, those after `step`, and write the results.
 
-        Episodes that an attempt finished before it was stopped are not played again.
+        Episodes that an interrupted attempt has finished are not played again.
 
         Raises:
-            WorkerError: more episodes than may fail could not be played.
+            WorkerError: more episodes than allowed could not be played.
         """
         journal = self._context.workspace / self.KIND / f"{step:06d}.jsonl"
         total, undecoded = len(self._planned), self._policy.undecoded
 
-        def told(finished: Collection[EpisodeOutcome], latest: EpisodeOutcome) -> None:
+        def on_outcome(finished: Collection[EpisodeOutcome], latest: EpisodeOutcome) -> None:
             solved = sum(outcome.success for outcome in finished) / len(finished)
             self._context.events.progress("evaluation", len(finished), total, success=solved)
 
-        played = Evaluation(self._heldout, self._planned, EvaluationJournal(journal), told)
-        results = collect_results(self._planned, played.run(self._policy, self._arenas))
+        played = Evaluation(self._heldout, self._planned, EvaluationJournal(journal), on_outcome)
+        results = collect_results(self._planned, played.run(self._policy, self._processes))
         numbers = metrics(results) | {"steps": fmean(result.steps for result in results)}
         if step:
             paired = compare_results(read_results(self.made[0].path), results)
@@ -93,7 +94,7 @@ class RobotEvaluations(Evaluations):
         journal.unlink()
 
     def measure(self, metrics: Mapping[str, Any]) -> Measure:
-        """The share of solved episodes, then how few actions an episode takes."""
+        """Return the criterion for the best step: first the success rate, then the negative mean number of actions."""
         return metrics["success"], -metrics["steps"]
 
     def report_line(self, step: int) -> str:
@@ -103,9 +104,12 @@ class RobotEvaluations(Evaluations):
 
 
 def judgement(gained: int, lost: int, p_value: float) -> str:
-    """What McNemar's exact test says of a policy that solves `gained` episodes more than the first one, and `lost`
-    that only that solved."""
-    verdict = "no difference can be told yet"
+    """Return a sentence about the change since the first evaluation, by McNemar's exact test.
+
+    Args:
+        gained: episodes that only the current policy solves. lost: episodes that only the first policy solved.
+    """
+    verdict = "no significant difference yet"
     if p_value < SIGNIFICANT:
-        verdict = "it is learning" if gained > lost else "it has become worse"
+        verdict = "the policy is learning" if gained > lost else "the policy has become worse"
     return f"{gained} episodes gained and {lost} lost since the training began, p = {p_value:.2g}: {verdict}"

@@ -1,4 +1,4 @@
-"""How answers and their advantages change a policy, by objectives that have probability ratios."""
+"""Policy-gradient learner of a robot policy: objectives with probability ratios, such as PPO, on action chunks."""
 
 from __future__ import annotations
 
@@ -26,18 +26,25 @@ from armature.components.robots.rl.table import ActionChunkSample
 from armature.components.training.ranks import Ranks
 from armature.components.vlm.objectives import MAX_LOG_RATIO, OBJECTIVES, Tokens
 
-# What the value head is trained on.
+# --- Loss of the value head ---
 
 
 def value_loss(values: Tensor, before: Tensor, targets: Tensor, settings: GAE) -> tuple[Tensor, Tensor]:
-    """max(huber(V - R), huber(V_clip - R)) with V_clip = V_old + clip(V - V_old, -value_clip, value_clip), and (bool)
-    where the second is larger: (E,) each.
+    """Return the clipped value loss and, as bool, where the clipped term is the larger one; both of shape (E,).
 
-    huber(e) is e² / 2 where |e| <= d = huber_delta, else d (|e| - d / 2). With `value_clip` 0 it is the first alone.
-    Source of the clip: the PPO of OpenAI's baselines.
+    The loss is max(huber(V - R), huber(V_clip - R)) with V_clip = V_old + clip(V - V_old, -value_clip, value_clip).
+    huber(e) is e² / 2 where |e| <= d = huber_delta, else d (|e| - d / 2). With `value_clip` 0 the loss is
+    huber(V - R). Source of the clip: the PPO of OpenAI's baselines.
 
     Args:
-        values: (E,), V, with its gradient. before: (E,), V_old, of the rollout. targets: (E,), R.
+        values: V, the predicted values with their gradient, (E,).
+        before: V_old, the values predicted during the rollout, (E,).
+        targets: R, the values to learn, (E,).
+
+    Example:
+        >>> settings = GAE(name="gae", value_clip=0.0)
+        >>> value_loss(torch.tensor([1.0]), torch.tensor([0.0]), torch.tensor([3.0]), settings)
+        (tensor([2.]), tensor([False]))
     """
 
     def huber(predicted: Tensor) -> Tensor:
@@ -51,10 +58,10 @@ def value_loss(values: Tensor, before: Tensor, targets: Tensor, settings: GAE) -
 
 
 class RobotRLLearner(ActionChunkLearner):
-    """As `ActionChunkLearner`.
+    """Learner for objectives that have probability ratios; see `ActionChunkLearner`.
 
     Args:
-        likelihood: of answers as they were sampled.
+        likelihood: computes log-probs of action chunks, matching how they were sampled.
     """
 
     def __init__(
@@ -70,12 +77,14 @@ class RobotRLLearner(ActionChunkLearner):
         if isinstance(settings.advantage, GAE) and shard is None:
             model.add_value_head(settings.seed, likelihood.of_tokens)
         super().__init__(model, settings, load, ranks, shard)
-        expert = self.model.action_expert  # as it is before a checkpoint is loaded
+        expert = self.model.action_expert  # these are the initial weights, because no checkpoint is loaded yet
         self._start = [copy.deepcopy(expert).requires_grad_(False)] if settings.kl_coefficient else []
 
     def score(self, samples: Sequence[ActionChunkSample]) -> list[float]:
-        """Of each answer the log-prob of all that counts, computed as in training; every rank calls it with the same,
-        and each computes all."""
+        """Return the log-prob of each chunk, summed over the numbers that count, computed as in training.
+
+        Every rank is called with the same samples and computes all of them.
+        """
         width = self.settings.micro_batch_size
         scores: list[float] = []
         parts = [samples[start : start + width] for start in range(0, len(samples), width)]
@@ -84,10 +93,13 @@ class RobotRLLearner(ActionChunkLearner):
         return scores
 
     def _scores(self, part: ActionChunkBatch) -> list[float]:
-        """In the samples' order. No graph is left when it returns, before the next part is computed."""
+        """Return the log-probs of `part` in the order of the samples.
+
+        The autograd graph is freed when this function returns, before the next part is computed.
+        """
         (prediction,) = self.likelihood.predict(self.model, part)
-        found = _row_sums(self.likelihood.logprobs(prediction, part), part)
-        return found.detach()[part.order.argsort()].tolist()
+        logprobs = _row_sums(self.likelihood.logprobs(prediction, part), part)
+        return logprobs.detach()[part.order.argsort()].tolist()
 
     def _losses(
         self, samples: Sequence[ActionChunkSample], part: ActionChunkBatch, update: Update
@@ -101,47 +113,49 @@ class RobotRLLearner(ActionChunkLearner):
         result = OBJECTIVES[self.settings.objective.name](tokens, self.settings.objective)
         loss = result.loss.sum() / ratios
         difference = (logprobs.detach() - behavior).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-        found = {
+        values = {
             "importance_ratio": difference.exp(),
             "kl": difference.expm1() - difference,
             "clipped_low_fraction": result.low,
             "clipped_high_fraction": result.high,
         }
         for other in start:
-            found["kl/start"] = self._per_ratio(self.likelihood.divergences(prediction, other, part), part)
-            loss = loss + self.settings.kl_coefficient * found["kl/start"].sum() / ratios
+            values["kl/start"] = self._per_ratio(self.likelihood.divergences(prediction, other, part), part)
+            loss = loss + self.settings.kl_coefficient * values["kl/start"].sum() / ratios
         if coefficient := self.settings.bc_coefficient:
             good = torch.tensor([each.episode_id in update.solved for each in samples], device=rows.device)
-            found["bc/loss"] = -logprobs * good[part.order][rows]
-            loss = loss + coefficient * found["bc/loss"].sum() / ratios
+            values["bc/loss"] = -logprobs * good[part.order][rows]
+            loss = loss + coefficient * values["bc/loss"].sum() / ratios
         if isinstance(gae := self.settings.advantage, GAE):
-            found |= self._value_losses(prediction.states, part, gae)
-            loss = loss + gae.value_loss_coef * found["value/loss"].sum() / len(update.samples)
-        found[PADDING] = part.batch.example_ids < 0
+            values |= self._value_losses(prediction.states, part, gae)
+            loss = loss + gae.value_loss_coef * values["value/loss"].sum() / len(update.samples)
+        values[PADDING] = part.batch.example_ids < 0
         counts = {RATIOS: len(rows), ANSWERS: len(part.advantages), SLOTS: part.batch.example_ids.numel()}
-        sums = {"loss": loss} | {name: each.sum() for name, each in found.items()}
+        sums = {"loss": loss} | {name: each.sum() for name, each in values.items()}
         return loss, counts | {name: float(each.detach()) for name, each in sums.items()}
 
     def _ratios(self, update: Update) -> int:
+        """Return the number of probability ratios of an update, on all ranks together."""
         samples = update.samples
         return len(samples) if self._chunks else sum(len(each.logprobs) for each in samples)
 
     def _too_far(self, kl: float, update: Update) -> bool:
-        """With `target_kl`: its answers are farther than that from the policy that played."""
+        """Return True if the mean KL divergence of the update's chunks from the rollout policy exceeds `target_kl`."""
         most = self.settings.target_kl
         return bool(most) and self.ranks.sum({"kl": kl})["kl"] > most * self._ratios(update)
 
     def _per_ratio(self, values: Tensor, part: ActionChunkBatch) -> Tensor:
-        """Of each probability ratio, from those of the counted numbers (N,): (E,) sums, or as they are."""
+        """Return `values` of the counted numbers (N,) per probability ratio: summed per chunk (E,), or unchanged
+        (N,)."""
         return _row_sums(values, part) if self._chunks else values
 
     def _value_losses(self, states: Tensor, part: ActionChunkBatch, settings: GAE) -> dict[str, Tensor]:
-        """(E,) each."""
+        """Return loss and clip indicator of the value head by metric name, (E,) each."""
         assert self.model.value_head is not None and part.values is not None and part.value_targets is not None
-        found = value_loss(self.model.value_head(states), part.values, part.value_targets, settings)
-        return dict(zip(OF_ANSWERS, found, strict=True))
+        losses = value_loss(self.model.value_head(states), part.values, part.value_targets, settings)
+        return dict(zip(OF_ANSWERS, losses, strict=True))
 
 
 def _row_sums(values: Tensor, part: ActionChunkBatch) -> Tensor:
-    """(E,) sums of `values` (N,) over the numbers of each answer."""
+    """Return sums (E,) of `values` (N,) over the counted numbers of each chunk."""
     return values.new_zeros(len(part.advantages)).index_add(0, part.rows, values)

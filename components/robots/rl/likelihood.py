@@ -1,4 +1,4 @@
-"""What a policy thinks of answers: log-probs of the numbers that they are made of, for either kind of actions."""
+"""Log-probs of action chunks under the current policy, for continuous actions and for action tokens."""
 
 from __future__ import annotations
 
@@ -26,9 +26,10 @@ from armature.components.robots.rl.settings import RobotRolloutSettings
 
 
 class Prediction(NamedTuple):
-    """What log-probs are computed from, with its gradient: velocities (E, T, D), in FPO (E, F, T, D), or logits (N, V).
+    """Model outputs that log-probs are computed from, with their gradient.
 
-    states: what a value head reads, (E, T, hidden) of the action expert, or (E, 1, hidden) of the VLM.
+    values: velocities (E, T, D), with FPO (E, F, T, D), or logits (N, V) of action tokens.
+    states: inputs of the value head, (E, T, hidden) of the action expert or (E, 1, hidden) of the VLM.
     """
 
     values: Tensor
@@ -36,26 +37,33 @@ class Prediction(NamedTuple):
 
 
 class ActionLikelihood(Protocol):
-    """Of answers as they were sampled."""
+    """Computes log-probs of action chunks, in the way they were sampled.
+
+    Example:
+        >>> def chunk_logprobs(likelihood: ActionLikelihood, model: MolmoAct2, part: ActionChunkBatch) -> Tensor:
+        ...     (prediction,) = likelihood.predict(model, part)
+        ...     return likelihood.logprobs(prediction, part)
+    """
 
     @property
-    def of_tokens(self) -> bool: ...
+    def of_tokens(self) -> bool:
+        """True if actions are tokens, so that values are read from the VLM."""
 
     def predict(
         self, model: MolmoAct2, part: ActionChunkBatch, others: Sequence[ActionExpert] = ()
     ) -> list[Prediction]:
-        """Of the model, then of those with `others` for its expert."""
+        """Return the prediction of the model, then one for each of `others` in place of its action expert."""
 
     def logprobs(self, prediction: Prediction, part: ActionChunkBatch) -> Tensor:
-        """(N,) float64 of what is counted."""
+        """Return log-probs of the counted numbers or tokens, (N,) float64."""
 
     def divergences(self, prediction: Prediction, other: Prediction, part: ActionChunkBatch) -> Tensor:
-        """(N,) float64: KL(policy || other) of what is counted."""
+        """Return KL(policy || other) of the counted numbers, (N,) float64."""
 
 
 @dataclass(frozen=True)
 class FlowLikelihood:
-    """Of chunks with one step of Flow-SDE. noise_level: η there."""
+    """Likelihood of chunks that were sampled with one random Flow-SDE step. noise_level: η of that step."""
 
     plan: InferencePlan
     noise_level: float
@@ -71,10 +79,10 @@ class FlowLikelihood:
         assert isinstance(part.drawn, DrawnSteps)
         plan, times = self.plan, part.drawn.step / self.plan.steps
         points = part.drawn.before[:, None]
-        found = model.velocities(
+        outputs = model.velocities(
             part.batch, points, times[:, None], plan.bidirectional_images, plan.hides_answers, others
         )
-        return [Prediction(velocity[:, 0], states[:, 0]) for velocity, states in found]
+        return [Prediction(velocity[:, 0], states[:, 0]) for velocity, states in outputs]
 
     def logprobs(self, prediction: Prediction, part: ActionChunkBatch) -> Tensor:
         assert isinstance(part.drawn, DrawnSteps)
@@ -88,7 +96,10 @@ class FlowLikelihood:
 
 @dataclass(frozen=True)
 class FlowLossLikelihood:
-    """Of chunks by their flow-matching losses: FPO. All that is random in an answer counts, its first noise too."""
+    """Surrogate likelihood of chunks from their flow-matching losses: FPO.
+
+    Everything random in a chunk counts, including its initial noise.
+    """
 
     plan: InferencePlan
     of_tokens = False
@@ -115,7 +126,7 @@ class FlowLossLikelihood:
 
 @dataclass(frozen=True)
 class TokenLikelihood:
-    """Of action tokens, drawn from softmax(logits / temperature). The action expert plays no part."""
+    """Likelihood of action tokens sampled from softmax(logits / temperature). The action expert is not used."""
 
     plan: InferencePlan
     temperature: float
@@ -124,7 +135,7 @@ class TokenLikelihood:
     def predict(
         self, model: MolmoAct2, part: ActionChunkBatch, others: Sequence[ActionExpert] = ()
     ) -> list[Prediction]:
-        assert not others, "nothing of an action expert can be compared"
+        assert not others, "action tokens do not use an action expert, so there is nothing to compare"
         return [Prediction(*model.answer_logits(part.batch, part.counted, self.plan.bidirectional_images))]
 
     def logprobs(self, prediction: Prediction, part: ActionChunkBatch) -> Tensor:
@@ -135,7 +146,7 @@ class TokenLikelihood:
 
 
 def likelihood_of(settings: RobotRolloutSettings, plan: InferencePlan) -> ActionLikelihood:
-    """As rollouts by `settings` are sampled."""
+    """Return the likelihood that matches how rollouts with `settings` are sampled."""
     if settings.inference_action_mode == "discrete":
         return TokenLikelihood(plan, settings.temperature)
     if settings.likelihood == "fpo":

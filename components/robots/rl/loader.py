@@ -1,4 +1,4 @@
-"""Samples as tensors: images from the store, observations through the policy's processor."""
+"""Loading of training samples: images from the store and encoded observations as tensors."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from armature.components.robots.policies.molmoact2.processing.processor import P
 from armature.components.robots.policies.molmoact2.sampling import InferencePlan
 from armature.components.robots.rl.table import ActionChunkSample, Floats
 
-# Answers as tensors.
+# --- A batch of action chunks ---
 
 
 class DrawnSteps(NamedTuple):
-    """The drawn denoising steps: points before and after, (E, T, D) float32, and their numbers, (E,) int64."""
+    """Sampled denoising steps: points before and after each step, (E, T, D) float32, and step numbers, (E,) int64."""
 
     before: Tensor
     after: Tensor
@@ -40,27 +40,30 @@ class DrawnSteps(NamedTuple):
 
 
 class FlowLossInputs(NamedTuple):
-    """Answers with the noise of their flow-matching losses: (E, F, T, D) and (E, T, D) float32."""
+    """Inputs of the flow-matching losses: noises (E, F, T, D) and chunks (E, T, D), float32."""
 
     noise: Tensor
     actions: Tensor
 
 
 class CarriedActions(NamedTuple):
-    """Answers as they were carried out, (E, T, D) float32, normalized; after what was carried out, its last action."""
+    """Executed actions (E, T, D) float32, normalized. The last executed action is repeated up to the horizon T."""
 
     actions: Tensor
 
 
 @dataclass(frozen=True)
 class ActionChunkBatch:
-    """E answers, of which N numbers count: those that a policy has drawn and that reached the robot.
+    """E chunks with N counted numbers: those that the policy sampled and that reached the robot.
 
-    batch: the observations, followed by the answer where it is action tokens. drawn: of flow matching; None: tokens.
-    counted: (E, T, D) bool of the answer's numbers, those of actions that were carried out and of the robot's
-    dimensions; or (B, L) bool of the batch's tokens, those of answers. logprobs: (N,) float64, the sampler's of what is
-    counted, in order. advantages: (E,) float32. values, value_targets: (E,) float32, of the rollouts and what they are
-    to become; None without a value head. order: (E,) int64, which of the samples each answer is.
+    batch: the observations; for action tokens followed by the tokens.
+    order: index of each chunk in the list of samples, (E,) int64.
+    drawn: inputs of the flow-matching likelihood or loss; None for action tokens.
+    counted: for continuous actions, the executed numbers of the robot's dimensions, (E, T, D) bool; for action tokens,
+        the sampled tokens in the batch, (B, L) bool.
+    logprobs: the sampler's log-probs of the counted numbers in order, (N,) float64.
+    advantages: (E,) float32.
+    values, value_targets: values during the rollout and values to learn, (E,) float32; None without a value head.
     """
 
     batch: PolicyBatch
@@ -81,23 +84,26 @@ class ActionChunkBatch:
 
     @property
     def rows(self) -> Tensor:
-        """(N,) int64: which answer a counted number belongs to."""
+        """Index of the chunk that each counted number belongs to, (N,) int64."""
         return self.counted.nonzero()[:, 0] if self.drawn is not None else self.batch.example_ids[self.counted]
 
 
 KEPT_BYTES = 4 * 2**30
-"""Of encoded answers: some 100,000 with images of 84 pixels, 5,000 with the 378 of the released policies."""
+"""Default size of the cache of encoded chunks: enough for some 100,000 chunks with images of 84 pixels, or 5,000 with
+378 pixels as in the released policies."""
 Load = Callable[[Sequence[ActionChunkSample]], ActionChunkBatch]
 
 
 @dataclass(frozen=True)
 class ActionChunkLoader:
-    """Turns answers into tensors.
+    """Turns samples into a batch of tensors.
 
-    mode: of the actions that answers give. packing: of the answers of a forward pass; None: one to a row.
-    flow_samples: losses of each answer; None: one denoising step of it was drawn instead. imitated: the actions that
-    were carried out are what is learned, whatever was drawn. kept_bytes: of encoded answers that stay in memory, the
-    last ones: they are neither decoded nor encoded again."""
+    mode: kind of the actions.
+    packing: how the chunks of a forward pass are packed; None: one chunk per row.
+    flow_samples: number of flow-matching losses per chunk (FPO); None: one denoising step was sampled instead.
+    imitated: the executed actions are the training target, and what was sampled is ignored.
+    kept_bytes: size of the cache of encoded chunks, which saves decoding and encoding them again.
+    """
 
     processor: Processor
     images: ImageStore
@@ -108,7 +114,8 @@ class ActionChunkLoader:
     kept_bytes: int = KEPT_BYTES
 
     def __call__(self, samples: Sequence[ActionChunkSample]) -> ActionChunkBatch:
-        """
+        """Return the samples as a batch; packing may change their order, see `ActionChunkBatch.order`.
+
         Raises:
             DataError: an image is not in the store, or the policy cannot read the observation.
         """
@@ -127,10 +134,14 @@ class ActionChunkLoader:
         )
 
     def refuse(self, samples: Sequence[ActionChunkSample], where: str) -> None:
-        """
+        """Check that all samples can be trained on.
+
+        Args:
+            where: the batch that the samples come from, for the error message.
+
         Raises:
-            DataError: a sample is not one of this policy, or has a number that is not finite, or an image that is not
-                in the store or has changed there.
+            DataError: a sample does not fit this policy, has a number that is not finite, or has an image that is
+                missing from the store or was changed there.
         """
         sound: set[ImageRef] = set()
         for row, each in enumerate(samples):
@@ -157,12 +168,12 @@ class ActionChunkLoader:
                 f"the answer cannot be trained on: {problem}",
                 code="answer_not_trainable",
                 where=f"{where}, row {row}, {each.episode_id}, chunk {each.chunk}",
-                remedy="it is not what the run wrote: `armature verify` names artifacts that changed. Without this "
-                "folder the batch is made again from its rollouts; without theirs they are played again",
+                remedy="the file was changed after the run wrote it: `armature verify` lists changed artifacts. Delete "
+                "this folder to build the batch again from its rollouts; delete the rollouts to play them again",
             )
 
     def _lost_image(self, sample: ActionChunkSample, sound: set[ImageRef]) -> str | None:
-        """Args: sound: images that have been read; those of `sample` are added."""
+        """Return what is wrong with an image of `sample`, or None. `sound` collects the images that were read."""
         try:
             for ref in {*sample.images} - sound:
                 self.images.read(ref)
@@ -180,7 +191,7 @@ class ActionChunkLoader:
         return InferencePlan.of(self.processor.settings, self.processor.config).steps
 
     def _sizes(self, sample: ActionChunkSample) -> tuple[int, int, int]:
-        """Of points and log-probs, as they are to be."""
+        """Return the expected sizes of before, after and logprobs."""
         if self.mode == "discrete":
             return 0, 0, max(1, len(sample.tokens))
         points = self.processor.horizon * self.processor.config.max_action_dim
@@ -191,14 +202,14 @@ class ActionChunkLoader:
         return cached(LRUCache(self.kept_bytes, _bytes), _observed, Lock())(self._example)
 
     def _example(self, sample: ActionChunkSample) -> Example:
-        """The observation, and the answer after it where it is tokens."""
+        """Return the encoded observation, followed by the action tokens if there are any."""
         seen = self.processor.encode(self._observation(sample), where=sample.episode_id)
-        said = sample.tokens.astype(np.int64)
-        ids, images = (
-            np.concatenate([seen.input_ids, said]),
-            np.concatenate([seen.image_tokens, np.zeros(len(said), bool)]),
+        tokens = sample.tokens.astype(np.int64)
+        return replace(
+            seen,
+            input_ids=np.concatenate([seen.input_ids, tokens]),
+            image_tokens=np.concatenate([seen.image_tokens, np.zeros(len(tokens), bool)]),
         )
-        return replace(seen, input_ids=ids, image_tokens=images)
 
     def _drawn(self, samples: Sequence[ActionChunkSample]) -> DrawnSteps | FlowLossInputs | CarriedActions:
         shape = self.processor.horizon, self.processor.config.max_action_dim
@@ -211,15 +222,15 @@ class ActionChunkLoader:
         return DrawnSteps(before[:, 0], after, torch.tensor([each.flow_step for each in samples]))
 
     def _normalized(self, sample: ActionChunkSample, shape: tuple[int, int]) -> Floats:
-        """(T, max_action_dim)."""
-        own = self.processor.action_dimensions
-        carried = sample.actions.reshape(sample.executed, own)
+        """Return the executed actions, normalized and padded to `shape` = (T, max_action_dim)."""
+        dimensions = self.processor.action_dimensions
+        carried = sample.actions.reshape(sample.executed, dimensions)
         whole = np.pad(carried, ((0, shape[0] - sample.executed), (0, 0)), mode="edge")
         normalized = self.processor.action.normalize(whole, f"{sample.episode_id}, chunk {sample.chunk}")
-        return np.pad(normalized, ((0, 0), (0, shape[1] - own)))
+        return np.pad(normalized, ((0, 0), (0, shape[1] - dimensions)))
 
     def _counted(self, samples: Sequence[ActionChunkSample]) -> Tensor:
-        """(E, T, D) bool."""
+        """Return which numbers were executed and belong to the robot's dimensions, (E, T, D) bool."""
         counted = np.zeros((len(samples), self.processor.horizon, self.processor.config.max_action_dim), bool)
         for row, each in enumerate(samples):
             counted[row, : each.executed, : self.processor.action_dimensions] = True
@@ -231,9 +242,13 @@ class ActionChunkLoader:
 
 
 def loaded_ahead(load: Load, parts: Sequence[Sequence[ActionChunkSample]]) -> Generator[ActionChunkBatch]:
-    """What `load` makes of each part, in order: that of the next one is made in a thread meanwhile, and of no other.
+    """Yield each part as loaded by `load`, in order, while a thread loads the next part and no more than that.
 
-    Close it where not all are taken. Raises what `load` does, in its part's turn.
+    An error of `load` is raised when its part is due. Close the generator if not all parts are taken.
+
+    Example:
+        >>> list(loaded_ahead(len, [[], []]))
+        [0, 0]
     """
     with ThreadPoolExecutor(1, "answers") as thread:
         coming = deque[Future[ActionChunkBatch]]()
@@ -246,7 +261,7 @@ def loaded_ahead(load: Load, parts: Sequence[Sequence[ActionChunkSample]]) -> Ge
 
 
 def _answered(batch: PolicyBatch, samples: Sequence[ActionChunkSample]) -> Tensor:
-    """(B, L) bool: the last tokens of each example."""
+    """Return which tokens of the batch are action tokens, (B, L) bool: the last tokens of each example."""
     seen = batch.example_ids >= 0
     lengths = torch.bincount(batch.example_ids[seen])
     first = lengths - torch.tensor([len(each.tokens) for each in samples])
@@ -254,7 +269,7 @@ def _answered(batch: PolicyBatch, samples: Sequence[ActionChunkSample]) -> Tenso
 
 
 def _observed(sample: ActionChunkSample) -> Hashable:
-    """All that its example is made of."""
+    """Return the cache key of a sample: everything that its encoding depends on."""
     seen = tuple(zip(sample.cameras, sample.images, strict=True))
     return seen, sample.state.tobytes(), sample.language, sample.tokens.tobytes()
 
@@ -268,13 +283,13 @@ def _within(tokens: NDArray[np.int32], vocabulary: int) -> bool:
 
 
 def _column(values: Sequence[float | None]) -> Tensor | None:
-    """(E,) float32; None where one is unknown."""
-    known = [value for value in values if value is not None]
-    return torch.tensor(known, dtype=torch.float32) if len(known) == len(values) else None
+    """Return the values as a tensor (E,) float32, or None if one is missing."""
+    present = [value for value in values if value is not None]
+    return torch.tensor(present, dtype=torch.float32) if len(present) == len(values) else None
 
 
 def _numbers(sample: ActionChunkSample) -> list[ArrayLike]:
-    """All that training computes with."""
-    known = [value for value in (sample.value, sample.value_target) if value is not None]
+    """Return all numbers of a sample that training computes with."""
+    values = [value for value in (sample.value, sample.value_target) if value is not None]
     drawn: list[ArrayLike] = [sample.before, sample.after, sample.logprobs]
-    return [sample.state, sample.actions, *drawn, sample.advantage, *known]
+    return [sample.state, sample.actions, *drawn, sample.advantage, *values]

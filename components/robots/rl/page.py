@@ -1,4 +1,4 @@
-"""What the report of a training by trying shows beside its curves: outcomes by step, and an episode's course."""
+"""Tables and curves in the report of a robot policy's reinforcement learning, besides the metric curves."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from armature.components.evaluation.wilson import wilson_interval
 from armature.components.pages.report import Curves, Panel, Table
 from armature.components.robots.rl.table import ActionChunk
 
-_COURSES = {"Mean value along an episode": "value", "Mean log-prob of what was drawn, along an episode": "logprobs"}
+_COURSES = {"Mean value along an episode": "value", "Mean log-prob of sampled chunks along an episode": "logprobs"}
 
 
 def outcome_table(history: Sequence[Mapping[str, float]]) -> Table:
-    """How the episodes of every step ended; without rows where the history does not say."""
+    """Return a table of how the episodes of each step ended; steps without these metrics are left out."""
     rows = []
     for row in history:
         if "success" in row and "rollouts/planned" in row:
@@ -27,7 +27,10 @@ def outcome_table(history: Sequence[Mapping[str, float]]) -> Table:
 
 
 def course_curves(answers: Sequence[ActionChunk]) -> list[Curves]:
-    """Return the mean value and log-prob of a step's answers by their place in the episode, by how it ended."""
+    """Return curves of the mean value and log-prob of a step's chunks over their position in the episode.
+
+    Solved and truncated episodes have separate curves.
+    """
     solved = {each.episode_id for each in answers if each.done and not each.truncated}
     by_place: dict[int, dict[str, list[ActionChunk]]] = {}
     for each in answers:
@@ -45,6 +48,6 @@ def course_curves(answers: Sequence[ActionChunk]) -> list[Curves]:
 
 
 def _mean(answers: Sequence[ActionChunk], column: str) -> float | None:
-    found = [getattr(each, column) for each in answers]
-    known = [float(np.mean(value)) for value in found if value is not None and np.size(value)]
-    return float(np.mean(known)) if known else None
+    values = [getattr(each, column) for each in answers]
+    means = [float(np.mean(value)) for value in values if value is not None and np.size(value)]
+    return float(np.mean(means)) if means else None

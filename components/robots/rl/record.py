@@ -1,4 +1,4 @@
-"""What a policy saw and answered in an episode, as rows of the rollout table."""
+"""Recording of an episode: the policy's observations and action chunks as rows of the rollout table."""
 
 from __future__ import annotations
 
@@ -23,20 +23,23 @@ PredictedChunk = PlainChunk | FlowChunk | TokenChunk
 
 
 class ActionChunkRecorder:
-    """The actor of one attempt at an episode: `explored` is called with the observation and the chunk's number.
+    """Actor that plays one attempt at an episode and records it.
 
     Images are encoded while the policy computes.
+
+    Args:
+        predict: asks the policy for the chunk of an observation, given the chunk's number in the episode.
     """
 
-    def __init__(self, explored: Callable[[RobotObservation, int], Future[PredictedChunk]]) -> None:
-        self._explored = explored
-        self._given: list[tuple[RobotObservation, list[tuple[ImageRef, bytes]], PredictedChunk]] = []
+    def __init__(self, predict: Callable[[RobotObservation, int], Future[PredictedChunk]]) -> None:
+        self._predict = predict
+        self._recorded: list[tuple[RobotObservation, list[tuple[ImageRef, bytes]], PredictedChunk]] = []
 
     def __call__(self, observation: RobotObservation, chunk: int) -> Actions:
-        coming = self._explored(observation, chunk)
+        coming = self._predict(observation, chunk)
         seen = [_encoded(observation.images[name]) for name in _cameras(observation)]
         answer = coming.result()
-        self._given.append((observation, seen, answer))
+        self._recorded.append((observation, seen, answer))
         return answer.actions
 
     def rows(
@@ -49,20 +52,20 @@ class ActionChunkRecorder:
         last_value: float | None,
         reward: Callable[..., list[float]],
     ) -> list[ActionChunk]:
-        """One for each answer, in order; the images are put into the store.
+        """Return one row per chunk, in order, and put their images into the store.
 
         Args:
-            last_value: `value_after` of an episode that is to go on; None: it ends here.
-            reward: `chunk_rewards` of a reward and its discount.
+            last_value: `value_after` of an episode that is bootstrapped; None: nothing is added after its end.
+            reward: `chunk_rewards` with its reward and discount already bound.
         """
-        rewards = reward(len(self._given), episode.progress, episode.success, goes_on=last_value is not None)
+        rewards = reward(len(self._recorded), episode.progress, episode.success, goes_on=last_value is not None)
         group_id, episode_id = episode_ids(step, planned)
         rows, done = [], 0
-        images.keep({ref: data for _, seen, _ in self._given for ref, data in seen})
-        for chunk, (observation, seen, answer) in enumerate(self._given):
+        images.keep({ref: data for _, seen, _ in self._recorded for ref, data in seen})
+        for chunk, (observation, seen, answer) in enumerate(self._recorded):
             executed = min(len(answer.actions), episode.steps - done)
             done += executed
-            last = chunk == len(self._given) - 1
+            last = chunk == len(self._recorded) - 1
             rows.append(
                 ActionChunk(
                     group_id=group_id,
@@ -89,8 +92,8 @@ class ActionChunkRecorder:
         return rows
 
     def value_after(self, episode: PlayedEpisode) -> float:
-        """Of what the episode ends with, for which a policy with a value head is asked once more."""
-        value = self._explored(episode.last, len(self._given)).result().value
+        """Return the value of the episode's last observation, by asking a policy with a value head once more."""
+        value = self._predict(episode.last, len(self._recorded)).result().value
         assert value is not None
         return value
 
@@ -106,17 +109,17 @@ def _encoded(pixels: NDArray[np.uint8]) -> tuple[ImageRef, bytes]:
 
 
 def episode_defect(rows: Sequence[ActionChunk]) -> tuple[str, str] | None:
-    """Why an episode cannot be trained on: a reason of `armature.components.contracts.errors`, and what was seen."""
+    """Return why an episode cannot be trained on: a reason code of `contracts.errors` and the values; None: it can."""
     for each in rows:
-        said = (each.value or 0.0, each.last_value)
-        for reason, found in (("bad_logprobs", each.logprobs), ("bad_reward", [each.reward]), ("bad_value", said)):
-            if not np.isfinite(found).all():
-                return reason, f"chunk {each.chunk} has {[*found][:8]}"
+        values = (each.value or 0.0, each.last_value)
+        for reason, numbers in (("bad_logprobs", each.logprobs), ("bad_reward", [each.reward]), ("bad_value", values)):
+            if not np.isfinite(numbers).all():
+                return reason, f"chunk {each.chunk} has {[*numbers][:8]}"
     return None
 
 
 def _drawn(answer: PredictedChunk, executed: int) -> dict[str, Any]:
-    """What of an answer, of which so many actions were carried out, was drawn at random."""
+    """Return the columns of everything random in a chunk, of which only `executed` actions were carried out."""
     nothing = np.zeros(0, np.float32)
     drawn: dict[str, Any] = {"before": nothing, "after": nothing, "flow_step": None, "decoded": True}
     drawn |= {"logprobs": nothing.astype(np.float64), "tokens": nothing.astype(np.int32)}

@@ -1,4 +1,4 @@
-"""Reward-weighted regression: imitation of the policy's own answers, each as much as its episode earned."""
+"""Reward-weighted regression: the policy imitates its own action chunks, weighted by the reward of their episodes."""
 
 from __future__ import annotations
 
@@ -20,13 +20,15 @@ from armature.components.training.ranks import Ranks
 
 
 class RewardWeightedLearner(ActionChunkLearner):
-    """An update minimizes the mean of w_i e_i / W over its answers: w is the advantage that the batch has, W the mean
-    advantage of the step's answers, e the flow-matching error of what was carried out, at times and noises that are
-    drawn for each answer and update.
+    """Learner of the objective reward_weighted.
+
+    The loss of an update is the mean of w_i e_i / W over its chunks. w_i is the chunk's weight (the batch's advantage
+    column), W the mean weight of all chunks of the step, and e_i the flow-matching error of the executed actions at
+    times and noises sampled anew for each chunk and update.
 
     Args:
-        plan: what the model sees.
-        flow_timesteps: times and noises of an answer in an update.
+        plan: how the model sees images and previous answers.
+        flow_timesteps: number of (time, noise) pairs per chunk and update.
     """
 
     def __init__(
@@ -60,7 +62,8 @@ class RewardWeightedLearner(ActionChunkLearner):
         return loss, counts | {"loss": float(loss.detach()), PADDING: float(padding)}
 
     def _apply(self, update: Update) -> AppliedUpdate:
-        """The schedule of the run, also between its steps, times the rise at the beginning of each step."""
+        """Apply the update at the run's learning rate schedule, which also moves within a step, times the step's
+        warm-up."""
         objective, done = self.settings.objective, update.index + 1
         assert isinstance(objective, RewardWeighted)
         rise = min(1.0, done / max(objective.warmup_updates, 1))
@@ -68,6 +71,6 @@ class RewardWeightedLearner(ActionChunkLearner):
 
 
 def draw_seed(seed: int, update: Update, sample: ActionChunkSample) -> int:
-    """Of the times and noises of an answer in an update, whatever batch and rank it comes to."""
+    """Return the seed of a chunk's times and noises in an update; it does not depend on the batch or the rank."""
     key = (seed, update.step, update.index, sample.episode_id, sample.chunk)
     return int.from_bytes(sha256(json.dumps(key).encode()).digest()[:8], "big") >> 1

@@ -1,4 +1,4 @@
-"""A run that plays in LIBERO: how it collects, builds batches, syncs and checks its trainer."""
+"""Reinforcement learning of a robot policy in LIBERO: rollouts, batches, weight sync and the check of the trainer."""
 
 from __future__ import annotations
 
@@ -37,12 +37,13 @@ from armature.components.rollouts.table import FAILURES_FILE, read_failures, wri
 
 
 class RobotRLRun(TrainingRun):
-    """A run that plays in simulators, with a policy in this process; see `TrainingRun`.
+    """Training run whose policy plays in simulators and lives in this process; see `TrainingRun`.
 
     Args:
-        policy: has the weights that the run begins with.
-        tasks: of the suite.
-        evaluations: of the same weights; None: there are none during the training.
+        policy: the policy with the initial weights of the run.
+        tasks: all tasks of the suite.
+        start: the artifact that the policy was opened from.
+        evaluations: evaluations during training, of the same policy; None: no evaluations.
     """
 
     ROLLOUTS, BATCHES, STAGE = "robot-rollouts", "robot-batches", "train-vla-rl"
@@ -79,21 +80,23 @@ class RobotRLRun(TrainingRun):
     def wait_for_rollouts(self, step: int) -> None: ...
 
     def _play(self, step: int) -> Artifact:
-        """Collect with the weights that the policy has: those after the step before, or with `max_staleness` after the
-        one before that."""
+        """Collect the rollouts of `step` with the policy's current weights.
+
+        These are the weights after the previous step, or with `max_staleness` 1 after the step before that.
+        """
         plan, answers, failures, episodes = self.settings.rollouts, list[ActionChunk](), list[Failure](), 0
         lost = self._collector.lost
         self._collector.times.since()
         for number in range(plan.max_rounds):
             groups = plan_step(plan, self._tasks, step, number)
-            found = self._collector.collect(groups, step, self._version, self._bootstrap)
-            answers, failures = answers + found.answers, failures + found.failures
+            collected = self._collector.collect(groups, step, self._version, self._bootstrap)
+            answers, failures = answers + collected.answers, failures + collected.failures
             episodes += sum(map(len, groups))
             if len(differing_groups(answers)) >= plan.groups_per_step:
                 break
         if lost := self._collector.lost - lost:
             self.context.events.message(
-                f"step {step}: {lost} attempts at episodes were lost with their simulator and begun again"
+                f"step {step}: {lost} attempts at episodes were lost with their simulator and repeated"
             )
         if failures:
             self.context.events.message(failures_said(failures, episodes, f"step {step}"))
@@ -117,14 +120,14 @@ class RobotRLRun(TrainingRun):
         built = build_batch(read_rollouts(rollouts.path), weighting, wanted, failures, before)
         if not built.samples:
             solved = built.metrics["success"]
-            why = f"the episodes of each group all earned the same, and {solved:.0%} of all were solved"
-            hard, advice = "too hard or too easy", "reward progress, or play larger groups"
+            why = f"within each group all episodes earned the same; {solved:.0%} of all episodes were solved"
+            hard, advice = "too hard or too easy", "use the reward progress, or play larger groups"
             if isinstance(weighting, RewardWeighted):
                 why, hard = "no episode was solved", "too hard"
-                advice = "play more episodes, or reward progress and set trainer.objective.beta"
+                advice = "play more episodes, or use the reward progress and set trainer.objective.beta"
             self.context.events.message(
-                f"warning: step {step} changes no weight: {why}. Where that stays so, the tasks are {hard} for the "
-                f"policy: imitate longer, {advice}"
+                f"warning: step {step} changes no weight: {why}. If this continues, the tasks are {hard} "
+                f"for the policy: train longer on demonstrations, {advice}"
             )
         return built, {f"rollouts of {len(earlier) - index} before": made.digest for index, made in enumerate(earlier)}
 
@@ -145,27 +148,28 @@ class RobotRLRun(TrainingRun):
 
     def _numbers(self, step: int) -> dict[str, float]:
         machine = {
-            "machine/simulators": len(self._collector.arenas),
+            "machine/simulators": len(self._collector.processes),
             "policy/rows_per_pass": self._policy.rows_per_pass,
         }
         return self._play_times.pop(step, {}) | machine
 
     def _refuse_disagreement(self) -> None:
-        """Play a group, or another while all episodes fail, and compare the probabilities of its answers with the
-        trainer's.
+        """Compare the trainer's probabilities of one group's chunks with the sampler's, before the first step.
+
+        While all episodes of a group fail, another group is played.
 
         Raises:
-            MismatchError: a ratio is too far from 1.
-            WorkerError: as many episodes failed as never may in a step.
+            MismatchError: a probability ratio is too far from 1.
+            WorkerError: as many episodes failed as may fail in one step.
         """
         if isinstance(self.settings.trainer.objective, RewardWeighted):
-            return  # it has no probability ratios
+            return  # this objective has no probability ratios
         plan, answers, failures = self.settings.rollouts, list[ActionChunk](), list[Failure]()
         most = int(plan.failed_fraction * plan.groups_per_step * plan.group_size)
         while not answers:
             groups = plan_step(plan, self._tasks, 0, len(failures) // plan.group_size)
-            found = self._collector.collect(groups, 0, 0, bootstrap=False, may_fail=most - len(failures))
-            answers, failures = found.answers, failures + found.failures
+            collected = self._collector.collect(groups, 0, 0, bootstrap=False, may_fail=most - len(failures))
+            answers, failures = collected.answers, failures + collected.failures
         if failures:
             planned = len({each.episode_id for each in answers}) + len(failures)
             self.context.events.message(failures_said(failures, planned, "pre-flight"))
@@ -177,19 +181,24 @@ class RobotRLRun(TrainingRun):
             scores, [float(answer.logprobs.sum()) for answer in answers], self.settings.preflight.max_ratio_error
         )
         self.context.events.message(
-            f"pre-flight: the trainer gives {len(answers)} answers the probabilities that they were sampled with, "
+            f"pre-flight: trainer and sampler agree on the probabilities of {len(answers)} action chunks, "
             f"ratios within {worst:.1e} of 1"
         )
 
 
 def refuse_ratios(scores: Sequence[float], sampled: Sequence[float], most: float) -> float:
-    """The largest |ratio - 1|, trainer over sampler.
+    """Return the largest |ratio - 1|, where ratio is the trainer's probability of a chunk over the sampler's.
 
     Args:
-        scores, sampled: log-probs of the same answers, by the trainer and by the sampler.
+        scores, sampled: log-probs of the same chunks, by the trainer and by the sampler.
+        most: largest value allowed.
 
     Raises:
-        MismatchError: it is larger than `most`, or one is not a number.
+        MismatchError: the largest |ratio - 1| exceeds `most`, or a ratio is not a number.
+
+    Example:
+        >>> refuse_ratios([-2.0, -3.0], [-2.0, -3.0], most=1e-5)
+        0.0
     """
     with np.errstate(over="ignore", invalid="ignore"):
         worst = float(np.abs(np.expm1(np.subtract(scores, sampled))).max())
@@ -198,7 +207,8 @@ def refuse_ratios(scores: Sequence[float], sampled: Sequence[float], most: float
             f"trainer and sampler disagree: a probability ratio is {worst:.3g} away from 1, {most:g} is allowed",
             code="ratios_mismatch",
             where="pre-flight, preflight.max_ratio_error",
-            remedy="rows of other batches differ in their last bits: on a CPU set trainer.micro_batch_size = 1, as "
-            "answers are sampled there; on a GPU allow 1e-4 in fp32 (policy.dtype), where 2e-5 was seen, more in bf16",
+            remedy="results differ in their last bits when the batch differs: on a CPU set "
+            "trainer.micro_batch_size = 1, as in sampling; on a GPU allow 1e-4 in fp32 (policy.dtype), where 2e-5 was "
+            "measured, and more in bf16",
         )
     return worst

@@ -1,4 +1,4 @@
-"""Which episodes a step plays, and by which seeds."""
+"""Schedule of rollouts: the episodes of each step and their seeds."""
 
 from __future__ import annotations
 
@@ -15,21 +15,24 @@ from armature.components.robots.rl.settings import RobotRolloutSettings
 
 
 def plan_step(
-    settings: RobotRolloutSettings, known: Sequence[LiberoTask], step: int, round_: int = 0
+    settings: RobotRolloutSettings, tasks: Sequence[LiberoTask], step: int, round_: int = 0
 ) -> list[list[PlannedEpisode]]:
-    """The groups of a round of `step`. Every (task, initial state) comes once, in a shuffled order, before any repeats;
-    rounds that are not played are left out of it.
+    """Return the groups of episodes of round `round_` of `step`.
 
-    The episodes of a group differ in nothing but the noise of the policy: simulator_seed is the group's, `episode`
-    counts within it, and `repetition` is the number of the group in the run.
+    Groups go through all (task, initial state) pairs in a shuffled order before any pair repeats. Every step reserves
+    the places of `max_rounds` rounds in this order; rounds that are not played leave theirs unused.
+
+    The episodes of a group only differ in the policy's noise: they share `simulator_seed`, `episode` counts within the
+    group, and `repetition` is the number of the group in the run.
 
     Args:
-        step: 0 is the pre-flight's, of one group.
+        tasks: all tasks of the suite.
+        step: 1, 2, ...; 0 is the pre-flight check, which plays one group.
 
     Raises:
-        ConfigurationError: the suite has no such task, or a task no such initial state.
+        ConfigurationError: the suite does not have a task, or a task not an initial state, that `settings` name.
     """
-    begins = _begins(settings, known)
+    begins = _begins(settings, tasks)
     count = settings.groups_per_step if step else 1
     first = ((step - 1) * settings.max_rounds + round_) * count if step else round_
     groups = []
@@ -48,30 +51,31 @@ def plan_step(
 
 
 def episode_ids(step: int, planned: PlannedEpisode) -> tuple[str, str]:
-    """Of an episode's group, and of the episode."""
+    """Return the ids of an episode's group and of the episode."""
     group = f"{step:05d}-{planned.repetition:06d}"
     return group, f"{group}-{planned.episode:04d}"
 
 
 def refuse_groups(settings: RobotRolloutSettings, simulator: SimulatorSettings) -> None:
-    """Refuse before a training on demonstrations what the rollouts after it would be refused for.
+    """Refuse rollout settings early, before a training on demonstrations that precedes the rollouts.
 
     Raises:
-        ConfigurationError: as `plan_step` and `refuse_unreachable`.
+        ConfigurationError: see `plan_step` and `refuse_unreachable`.
     """
     begins = _begins(settings, suite_tasks(settings.suite))
     refuse_unreachable(dict.fromkeys(task for task, _ in begins), simulator)
 
 
 def answer_seed(settings: RobotRolloutSettings, step: int, planned: PlannedEpisode, chunk: int) -> int:
-    """Seed in [0, 2**63) of all that is random in the `chunk`-th answer of an episode."""
+    """Return the seed, in [0, 2**63), of everything random in chunk number `chunk` of an episode."""
     return _seed(settings.seed, "answer", step, planned.repetition, planned.episode, chunk)
 
 
-def _begins(settings: RobotRolloutSettings, known: Sequence[LiberoTask]) -> list[tuple[LiberoTask, int]]:
+def _begins(settings: RobotRolloutSettings, tasks: Sequence[LiberoTask]) -> list[tuple[LiberoTask, int]]:
+    """Return all pairs of task and initial state that the settings select."""
     return [
         (task, state)
-        for task in tasks_of(settings.suite, known, settings.tasks, "rollouts.tasks")
+        for task in tasks_of(settings.suite, tasks, settings.tasks, "rollouts.tasks")
         for state in states_of(task, settings.initial_states, "rollouts.initial_states")
     ]
 

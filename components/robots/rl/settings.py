@@ -1,7 +1,8 @@
-"""What decides the outcome of reinforcement learning of a robot policy. Torch-free."""
+"""Settings of the reinforcement learning of a robot policy: every value here can change the result. Torch-free."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, Literal, Self
 
 from pydantic import (
@@ -25,210 +26,241 @@ from armature.components.vlm.settings import CISPO, GSPO, PPO
 NOISE_LEVEL, FLOW_SAMPLES = 0.5, 8
 
 
+def _raise_first(problems: Iterable[tuple[bool, str]]) -> None:
+    """Raise ValueError with the message of the first problem that applies, given (applies, message) pairs."""
+    for applies, message in problems:
+        if applies:
+            raise ValueError(message)
+
+
 class SuccessReward(Settings):
-    """1 for the answer that solves the task, 0 for all others."""
+    """Reward 1 for the action chunk that solves the task, 0 for all others."""
 
     name: Literal["success"]
-    """Which reward: success."""
+    """Selects this reward."""
 
 
 class ProgressReward(Settings):
-    """Success, and for an episode that fails a part of it, by how far the task has come."""
+    """Reward 1 for success. A failed episode earns a part of that, in proportion to the progress at its end."""
 
     name: Literal["progress"]
-    """Which reward: progress."""
+    """Selects this reward."""
     weight: float = Field(0.5, gt=0, lt=1)
-    """Times the progress at the end, below 1: what an episode that fails earns."""
+    """Factor of the final progress that a failed episode earns; below 1, so that success always earns more."""
 
 
 class PotentialShaping(Settings):
-    """Success, and with every answer the difference of progress: potential-based shaping (Ng et al. 1999)."""
+    """Reward 1 for success, plus the change of progress over each chunk: potential-based shaping (Ng et al. 1999)."""
 
     name: Literal["potential"]
-    """Which reward: potential."""
+    """Selects this reward."""
     weight: PositiveFloat = 1.0
-    """Times gamma Phi(after) - Phi(before), Phi from 0 to 1."""
+    """Factor of the shaping term gamma Phi(after) - Phi(before), where Phi is between 0 and 1."""
 
 
 class RobotRolloutSettings(PlayerSettings):
-    """Every step plays `groups_per_step` groups; the episodes of a group begin in the same initial state."""
+    """Settings of the episodes that the policy plays in each training step.
+
+    A step plays `groups_per_step` groups. All episodes of a group start from the same initial state.
+    """
 
     model_config = ConfigDict(title="Rollouts")
 
     suite: Suite
-    """The suite whose tasks are played."""
+    """LIBERO suite whose tasks are played."""
     groups_per_step: PositiveInt
-    """Groups of a step; tasks and initial states take turns."""
+    """Groups per step. Groups cycle through all pairs of task and initial state."""
     group_size: PositiveInt = 8
-    """Episodes of a group, which are compared with each other."""
+    """Episodes per group. The advantage compares episodes within a group."""
     max_steps: PositiveInt
-    """Actions of an episode at most."""
+    """Maximum number of actions of an episode."""
     likelihood: Literal["flow_sde", "fpo", "none"] = "flow_sde"
-    """Continuous actions: flow_sde: one denoising step of an answer is drawn, and its density counts. fpo: answers are
-    those of an evaluation, and their flow-matching losses stand for log-probs. none: answers are those of an
-    evaluation, for the objective reward_weighted."""
+    """Sampling and scoring of continuous action chunks. flow_sde: one denoising step of each chunk is sampled at
+    random, and its density is the likelihood. fpo: chunks are sampled as in an evaluation, and their flow-matching
+    losses replace log-probs. none: chunks are sampled as in an evaluation and not scored; for the objective
+    reward_weighted."""
     flow_samples: PositiveInt = FLOW_SAMPLES
-    """fpo: times at which an answer's loss is computed, each with a noise of its own."""
+    """fpo: flow times at which the loss of a chunk is computed, each with its own noise."""
     noise_level: float = Field(NOISE_LEVEL, ge=1e-3, le=10)
-    """flow_sde: its η, how widely the one random denoising step of an answer is drawn."""
+    """flow_sde: η, the scale of the noise in the one random denoising step of a chunk."""
     temperature: float = Field(1.0, ge=0.01, le=10)
-    """Discrete actions: tokens are drawn from softmax(logits / temperature)."""
+    """Discrete actions: tokens are sampled from softmax(logits / temperature)."""
     max_rounds: PositiveInt = 1
-    """1: every group counts as it is. More: further groups are played, groups_per_step in each round, until as many
-    have rewards that differ, or after so many rounds (dynamic sampling)."""
+    """1: every group is used. Larger: keep playing rounds of groups_per_step groups until that many groups have
+    episodes with different rewards, but at most this many rounds (dynamic sampling)."""
     max_staleness: int = Field(0, ge=0, le=1)
-    """0: play and train in turn; 1: play the next step, by weights one step older, meanwhile."""
+    """0: rollouts and training alternate. 1: the next step is played while this one is trained, with weights that are
+    one step older."""
     reward: SuccessReward | ProgressReward | PotentialShaping = Field(
         SuccessReward(name="success"), discriminator="name"
     )
-    """What an episode earns."""
+    """Reward of an episode."""
     seed: NonNegativeInt = 0
-    """Seed of the order of initial states, the simulator and all noise."""
+    """Seed of the order of initial states, of the simulator and of all sampling."""
     failed_fraction: float = Field(0.25, ge=0, lt=1)
-    """Of the episodes of a step (with max_rounds: of a round), those that may fail in all attempts: they are left out
-    and counted, and the others of their group compared. One more ends the training."""
+    """Largest share of a step's episodes (with max_rounds: of a round's) that may fail in all attempts. Failed episodes
+    are counted and left out, and the rest of their group is compared without them. One more failure ends the
+    training."""
 
     @model_validator(mode="after")
-    def _randomness_is_of_its_mode(self) -> Self:
-        if self.inference_action_mode == "continuous" and self.temperature != 1.0:
-            raise ValueError("temperature draws action tokens, and these actions are continuous: leave it out")
-        if self.inference_action_mode == "discrete" and self.likelihood != "flow_sde":
-            raise ValueError(
-                f"likelihood {self.likelihood} is of flow matching, and these actions are tokens: leave it out"
-            )
-        if self.inference_action_mode == "discrete" and self.noise_level != NOISE_LEVEL:
-            raise ValueError("noise_level draws a denoising step, and these actions are tokens: leave it out")
-        if self.likelihood != "flow_sde" and self.noise_level != NOISE_LEVEL:
-            raise ValueError(
-                f"noise_level draws a denoising step, and with likelihood {self.likelihood} none is: leave it out"
-            )
-        if self.likelihood != "fpo" and self.flow_samples != FLOW_SAMPLES:
-            raise ValueError("flow_samples are those of likelihood fpo: leave it out")
+    def _check_sampling(self) -> Self:
+        discrete, likelihood = self.inference_action_mode == "discrete", self.likelihood
+        noisy = self.noise_level != NOISE_LEVEL
+        _raise_first(
+            [
+                (
+                    not discrete and self.temperature != 1.0,
+                    "temperature is for action tokens, but the actions are continuous: leave it out",
+                ),
+                (
+                    discrete and likelihood != "flow_sde",
+                    f"likelihood {likelihood} is for flow matching, but the actions are tokens: leave it out",
+                ),
+                (
+                    discrete and noisy,
+                    "noise_level is for random denoising steps, but the actions are tokens: leave it out",
+                ),
+                (
+                    likelihood != "flow_sde" and noisy,
+                    f"noise_level is for random denoising steps, not for likelihood {likelihood}: leave it out",
+                ),
+                (
+                    likelihood != "fpo" and self.flow_samples != FLOW_SAMPLES,
+                    "flow_samples is only used by likelihood fpo: leave it out",
+                ),
+            ]
+        )
         return self
 
 
 class EpisodeGroupMean(Settings):
-    """An episode is as good as it is better than the mean of its group, in its standard deviations: GRPO."""
+    """Advantage of GRPO: an episode's reward less the mean of its group, divided by the group's standard deviation."""
 
     name: Literal["group_mean"]
-    """Which advantage: group_mean."""
+    """Selects this advantage."""
     deviation: Deviation = Field("sample", description=DEVIATION)
 
 
 class GAE(Settings):
-    """Generalized advantage estimation over an episode's chunks, with a value head that is trained along: PPO."""
+    """Advantage of PPO: generalized advantage estimation over an episode's chunks, with a value head that is trained
+    together with the policy."""
 
     name: Literal["gae"]
-    """Which advantage: gae."""
+    """Selects this advantage."""
     gamma: float = Field(0.99, ge=0, le=1)
-    """Discount per chunk."""
+    """Discount factor per chunk."""
     gae_lambda: float = Field(0.95, ge=0, le=1)
-    """1: advantages are of returns; 0: of one chunk and the next value."""
+    """GAE's lambda. 1: advantages from full returns. 0: advantages from one chunk's reward and the next value."""
     bootstrap_truncated: bool = True
-    """An episode whose actions are used up goes on with the value of its last observation; false: it is worth nothing
-    from there, as where the time is part of the task."""
+    """true: when an episode runs out of actions, the value of its last observation is added to its return. false:
+    nothing is added, as is right where finishing in time is part of the task."""
     value_lr: PositiveFloat = 1e-4
     """Peak learning rate of the value head."""
     value_loss_coef: PositiveFloat = 1.0
-    """The value's loss is multiplied by it."""
+    """Factor of the value loss in the total loss."""
     value_clip: NonNegativeFloat = 0.2
-    """A value earns nothing by moving farther than this from that of the rollout; 0: no clip."""
+    """Clip range of the value loss: moving a value farther than this from its value during the rollout does not lower
+    the loss. 0: no clip."""
     huber_delta: PositiveFloat = 10.0
-    """Errors of the value up to this are squared, larger ones count linearly."""
+    """Value errors up to this size have a squared loss, larger ones a linear loss."""
 
 
 class RewardWeighted(Settings):
-    """Flow matching on the policy's own answers, each weighed by what its episode earned; there are no probability
-    ratios: reward-weighted regression (Peters & Schaal, ICML 2007)."""
+    """Objective that imitates the policy's own action chunks by flow matching, each weighted by its episode's reward.
+
+    It has no probability ratios. Source: reward-weighted regression (Peters & Schaal, ICML 2007).
+    """
 
     name: Literal["reward_weighted"]
-    """Which objective: reward_weighted."""
+    """Selects this objective."""
     beta: NonNegativeFloat = 0.0
-    """An answer is weighted by exp((R - best) / beta), where R is what its episode earned, and best the most that one
-    earned; 0: answers of solved episodes have weight 1, others are left out."""
+    """Temperature of the weight exp((R - best) / beta) of a chunk, where R is its episode's reward and best the largest
+    reward of any episode. 0: chunks of solved episodes have weight 1 and all others are left out."""
     earlier_steps: NonNegativeInt = 0
-    """So many steps before this one are trained on again, with their rollouts as they were."""
+    """Number of previous steps whose stored rollouts are trained on again in each step."""
     warmup_updates: NonNegativeInt = 0
-    """Updates at the beginning of each step over which learning rates rise linearly."""
+    """Updates at the start of each step over which the learning rates rise linearly."""
 
 
 class RobotRLTrainerSettings(PolicyUpdateSettings):
-    """How a step's answers become updates."""
+    """Settings of how the rollouts of a step update the policy."""
 
     model_config = ConfigDict(title="Trainer")
 
     max_steps: PositiveInt
-    """Steps of the run, each of new rollouts; the decay ends there."""
+    """Steps of the run. Each step plays new rollouts. The learning rate decay ends at the last step."""
     mode: Mode = "expert"
-    """full: all weights. lora: adapters on the VLM, all of the action expert. lora_expert: adapters on both. expert:
-    the action expert alone."""
+    """Weights to train. full: all. lora: adapters on the VLM and all of the action expert. lora_expert:
+    adapters on both. expert: only the action expert."""
     objective: PPO | GSPO | CISPO | RewardWeighted = Field(PPO(name="ppo"), discriminator="name")
-    """The loss and its parameters."""
+    """Policy loss and its parameters."""
     advantage: EpisodeGroupMean | GAE = Field(EpisodeGroupMean(name="group_mean"), discriminator="name")
-    """How good an answer was."""
+    """Computation of a chunk's advantage."""
     ratio: Literal["chunk", "dimension", "token"] = "chunk"
-    """What has a probability ratio of its own: a chunk of actions, each of its numbers (dimension), or each of its
-    tokens (token)."""
+    """Unit of a probability ratio: a whole action chunk (chunk), one number of it (dimension), or one of its tokens
+    (token)."""
     kl_coefficient: NonNegativeFloat = 0.0
-    """Weight of the KL divergence to the policy that the training began with; 0: none."""
+    """Coefficient of the KL divergence from the initial policy; 0: no KL term."""
     bc_coefficient: NonNegativeFloat = 0.0
-    """Weight of the behavior cloning of answers from episodes that solved their task; 0: none."""
+    """Coefficient of the behavior cloning loss on chunks of solved episodes; 0: no such term."""
     target_kl: NonNegativeFloat = 0.0
-    """End a step's updates before one whose probability ratios have a larger mean KL divergence from the policy that
-    played; 0: make all of them."""
+    """Stop the updates of a step before an update whose mean KL divergence from the rollout policy exceeds this; 0:
+    never stop early."""
     samples_per_update: NonNegativeInt = 0
-    """Answers per optimizer update at most, spread evenly; 0: all of the step."""
+    """Maximum number of chunks per optimizer update; chunks are spread evenly over updates. 0: one update with all."""
     epochs: PositiveInt = 1
-    """How often a step's answers are trained on."""
+    """Passes over the chunks of a step."""
     save_every: PositiveInt = 1
-    """Steps between checkpoints to resume from."""
+    """Steps between two checkpoints that a run can resume from."""
 
     @property
     def weighting(self) -> EpisodeGroupMean | GAE | RewardWeighted:
-        """What says how much an answer counts."""
+        """Settings that determine each chunk's weight in the loss: the reward-weighted objective, else the
+        advantage."""
         return self.objective if isinstance(self.objective, RewardWeighted) else self.advantage
 
     @property
     def loads_again(self) -> bool:
-        """Whether an answer is trained on more than once."""
+        """True if a chunk is loaded more than once, so that caching its encoding pays."""
         return self.epochs > 1 or (isinstance(self.objective, RewardWeighted) and self.objective.earlier_steps > 0)
 
     @model_validator(mode="after")
-    def _ratios_are_known(self) -> Self:
-        if isinstance(self.objective, RewardWeighted):
-            own = ("kl_coefficient", "bc_coefficient", "target_kl", "ratio", "advantage")
-            defaults = {name: type(self).model_fields[name].default for name in own}
-            if given := [name for name, default in defaults.items() if getattr(self, name) != default]:
-                raise ValueError(
-                    f"{', '.join(given)}: the objective reward_weighted has neither probability ratios nor advantages, "
-                    "leave this out"
-                )
-        return self
-
-    @model_validator(mode="after")
-    def _start_can_be_kept(self) -> Self:
-        if self.kl_coefficient and self.mode != "expert":
-            raise ValueError("kl_coefficient needs mode expert: of the first policy the action expert alone is kept")
-        return self
-
-    @model_validator(mode="after")
-    def _something_is_packed(self) -> Self:
-        if self.packing is not None and self.micro_batch_size < 2:
-            raise ValueError("packing: a forward pass has micro_batch_size 1 answer, take more of them or no packing")
+    def _check_objective(self) -> Self:
+        unused = ("kl_coefficient", "bc_coefficient", "target_kl", "ratio", "advantage")
+        fields = type(self).model_fields
+        changed = [name for name in unused if getattr(self, name) != fields[name].default]
+        _raise_first(
+            [
+                (
+                    isinstance(self.objective, RewardWeighted) and bool(changed),
+                    f"{', '.join(changed)}: the objective reward_weighted has neither probability ratios nor "
+                    "advantages: leave this out",
+                ),
+                (
+                    bool(self.kl_coefficient) and self.mode != "expert",
+                    "kl_coefficient needs mode expert: only the action expert of the initial policy is kept",
+                ),
+                (
+                    self.packing is not None and self.micro_batch_size < 2,
+                    "packing: micro_batch_size is 1, so there is nothing to pack: increase it, or leave packing out",
+                ),
+            ]
+        )
         return self
 
 
 class RobotPreflightSettings(Settings):
-    """What sampler and trainer must agree on before the first step."""
+    """Settings of the check, before the first step, that sampler and trainer compute the same probabilities."""
 
     model_config = ConfigDict(title="Pre-flight")
 
     max_ratio_error: PositiveFloat = 1e-5
-    """Refuse to train where an answer's probability ratio, trainer over sampler, is farther from 1."""
+    """Largest allowed distance from 1 of a chunk's probability ratio, trainer over sampler. If it is exceeded, the run
+    stops before training."""
 
 
 class TrainVLARLSettings(Settings):
-    """The sections that the trained policy depends on."""
+    """Recipe sections of the stage train-vla-rl that the trained policy depends on."""
 
     simulator: SimulatorSettings
     rollouts: RobotRolloutSettings
@@ -238,114 +270,108 @@ class TrainVLARLSettings(Settings):
 
     @field_validator("evaluation", mode="before")
     @classmethod
-    def _what_is_played_during_training(cls, value: Any) -> Any:
-        """Of the section: how the trained policy is evaluated does not change it."""
+    def _drop_final_evaluation(cls, value: Any) -> Any:
+        """Keep the fields of the evaluation during training. The final evaluation does not change the policy."""
         return value.heldout_set if isinstance(value, TrainLiberoEvaluationSettings) else value
 
     @model_validator(mode="after")
-    def _one_policy_plays(self) -> Self:
-        for name in ("torch_compile", "quantization"):
-            if self.evaluation is not None and getattr(self.evaluation, name) != getattr(self.rollouts, name):
-                raise ValueError(f"evaluation.{name}, rollouts.{name}: one policy plays both, set both or neither")
-        return self
-
-    @model_validator(mode="after")
-    def _both_sides_compute_alike(self) -> Self:
-        ratios = not isinstance(self.trainer.objective, RewardWeighted)
-        if self.rollouts.quantization is not None and ratios and self.trainer.mode != "expert":
-            discrete = self.rollouts.inference_action_mode == "discrete"
-            raise ValueError(
-                f"rollouts.quantization: trainer.mode {self.trainer.mode} trains the VLM, in 16 bits, so that no ratio "
-                "is 1: leave rollouts.quantization out" + ("" if discrete else ", or set trainer.mode to expert")
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _actions_are_trained(self) -> Self:
-        discrete = self.rollouts.inference_action_mode == "discrete"
-        if discrete and self.trainer.mode == "expert":
-            raise ValueError(
-                "trainer.mode expert trains the action expert alone, and discrete actions come from the VLM: set "
-                "trainer.mode to full or lora"
-            )
+    def _check_policy(self) -> Self:
+        rollouts, trainer, evaluation = self.rollouts, self.trainer, self.evaluation
+        discrete, objective = rollouts.inference_action_mode == "discrete", trainer.objective
+        kind, unit, other = ("discrete", "token", "dimension") if discrete else ("continuous", "dimension", "token")
+        _raise_first(
+            [
+                *(
+                    (
+                        evaluation is not None and getattr(evaluation, name) != getattr(rollouts, name),
+                        f"evaluation.{name}, rollouts.{name}: both use the same policy: set both or neither",
+                    )
+                    for name in ("torch_compile", "quantization")
+                ),
+                (
+                    rollouts.quantization is not None
+                    and not isinstance(objective, RewardWeighted)
+                    and trainer.mode != "expert",
+                    f"rollouts.quantization: trainer.mode {trainer.mode} trains the VLM in 16 bits, so no probability "
+                    "ratio would be 1: leave rollouts.quantization out"
+                    + ("" if discrete else ", or set trainer.mode to expert"),
+                ),
+                (
+                    discrete and trainer.mode == "expert",
+                    "trainer.mode expert only trains the action expert, but discrete actions come from the VLM: set "
+                    "trainer.mode to full or lora",
+                ),
+                (
+                    trainer.ratio == "chunk" and objective.name == "gspo",
+                    "trainer.objective gspo averages the log-ratios of a chunk, but with trainer.ratio chunk there is "
+                    f'only one: set trainer.ratio to "{unit}", or use the objective ppo',
+                ),
+                (
+                    trainer.ratio == other,
+                    f'trainer.ratio {trainer.ratio}: {kind} actions have no {other}: set it to "{unit}" or "chunk"',
+                ),
+            ]
+        )
         if discrete:
-            why = "rollouts.inference_action_mode discrete never asks the action expert"
-            self.trainer.refuse_rates(("action_expert",), why, "rollouts.inference_action_mode = continuous")
-        if self.trainer.ratio == "chunk" and self.trainer.objective.name == "gspo":
-            raise ValueError(
-                "trainer.objective gspo has the mean of an answer's log-ratios, and trainer.ratio chunk leaves it a "
-                f'single one: set trainer.ratio to "{"token" if discrete else "dimension"}", or take the objective ppo'
-            )
-        if self.trainer.ratio == ("dimension" if discrete else "token"):
-            other = "token" if discrete else "dimension"
-            raise ValueError(
-                f"trainer.ratio {self.trainer.ratio}: {'discrete' if discrete else 'continuous'} actions have a "
-                f'{other}, set "{other}" or "chunk"'
-            )
+            why = "rollouts.inference_action_mode discrete does not use the action expert"
+            trainer.refuse_rates(("action_expert",), why, "rollouts.inference_action_mode = continuous")
         return self
 
     @model_validator(mode="after")
-    def _imitation_is_of_flow_matching(self) -> Self:
-        played = self.rollouts.likelihood
-        if not isinstance(self.trainer.objective, RewardWeighted):
-            if played == "none":
-                raise ValueError(
-                    f"trainer.objective {self.trainer.objective.name} needs log-probs, and rollouts.likelihood none "
-                    "has none: take flow_sde or fpo, or the objective reward_weighted"
-                )
-            return self
-        if self.rollouts.inference_action_mode == "discrete":
-            raise ValueError(
-                "trainer.objective reward_weighted is flow matching: rollouts' actions are to be continuous"
-            )
-        if played == "fpo":
-            raise ValueError(
-                "rollouts.likelihood fpo computes losses for probability ratios, and trainer.objective reward_weighted "
-                "has none: take none or flow_sde"
-            )
-        if self.rollouts.max_rounds > 1:
-            raise ValueError(
-                "rollouts.max_rounds looks for groups whose episodes differ, and trainer.objective reward_weighted "
-                "compares none: leave it out, play more groups"
-            )
-        if self.preflight != RobotPreflightSettings():
-            raise ValueError(
-                "preflight: trainer.objective reward_weighted has no probability ratios to be checked, leave it out"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _divergence_is_known(self) -> Self:
-        if self.trainer.kl_coefficient and self.rollouts.likelihood == "fpo":
-            raise ValueError(
-                "trainer.kl_coefficient needs densities, and rollouts.likelihood fpo has losses alone: leave it out, "
-                "or take the likelihood flow_sde"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _shaping_matters(self) -> Self:
-        reward, trainer = self.rollouts.reward, self.trainer
-        imitates = isinstance(trainer.objective, RewardWeighted)
-        if isinstance(trainer.objective, RewardWeighted) and not trainer.objective.beta and reward.name != "success":
-            raise ValueError(
-                f"rollouts.reward {reward.name} changes nothing where trainer.objective imitates solved episodes "
-                "alone: set trainer.objective.beta, or take the reward success"
-            )
-        if isinstance(reward, PotentialShaping) and not isinstance(trainer.advantage, GAE):
-            raise ValueError(
-                "rollouts.reward potential gives all episodes of a group the same in sum, so it changes no advantage "
-                f"over the group's mean: take the reward progress{'' if imitates else ', or trainer.advantage gae'}"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _groups_can_differ(self) -> Self:
-        if self.rollouts.max_rounds > 1 and not isinstance(self.trainer.advantage, EpisodeGroupMean):
-            raise ValueError(
-                "rollouts.max_rounds chooses groups whose episodes differ, and with trainer.advantage gae all episodes "
-                "count: leave it out"
-            )
-        if self.rollouts.group_size < 2 and isinstance(self.trainer.weighting, EpisodeGroupMean):
-            raise ValueError("rollouts.group_size is 1: an episode has no advantage over itself, take 2 at least")
+    def _check_objective(self) -> Self:
+        rollouts, objective, advantage = self.rollouts, self.trainer.objective, self.trainer.advantage
+        reward, weighted = rollouts.reward, isinstance(objective, RewardWeighted)
+        _raise_first(
+            [
+                (
+                    not weighted and rollouts.likelihood == "none",
+                    f"trainer.objective {objective.name} needs log-probs, which rollouts.likelihood none does not "
+                    "compute: use flow_sde or fpo, or the objective reward_weighted",
+                ),
+                (
+                    weighted and rollouts.inference_action_mode == "discrete",
+                    "trainer.objective reward_weighted is flow matching: set rollouts.inference_action_mode to "
+                    "continuous",
+                ),
+                (
+                    weighted and rollouts.likelihood == "fpo",
+                    "rollouts.likelihood fpo computes losses for probability ratios, but trainer.objective "
+                    "reward_weighted has no ratios: use none or flow_sde",
+                ),
+                (
+                    weighted and rollouts.max_rounds > 1,
+                    "rollouts.max_rounds searches for groups whose episodes differ, but trainer.objective "
+                    "reward_weighted does not compare episodes: leave it out and play more groups",
+                ),
+                (
+                    weighted and self.preflight != RobotPreflightSettings(),
+                    "preflight: trainer.objective reward_weighted has no probability ratios to check: leave it out",
+                ),
+                (
+                    bool(self.trainer.kl_coefficient) and rollouts.likelihood == "fpo",
+                    "trainer.kl_coefficient needs densities, but rollouts.likelihood fpo only has losses: leave it "
+                    "out, or use the likelihood flow_sde",
+                ),
+                (
+                    isinstance(objective, RewardWeighted) and not objective.beta and reward.name != "success",
+                    f"rollouts.reward {reward.name} has no effect, because trainer.objective only imitates solved "
+                    "episodes: set trainer.objective.beta, or use the reward success",
+                ),
+                (
+                    isinstance(reward, PotentialShaping) and not isinstance(advantage, GAE),
+                    "rollouts.reward potential adds the same sum to all episodes of a group, so it does not change an "
+                    "advantage over the group's mean: use the reward progress"
+                    + ("" if weighted else ", or trainer.advantage gae"),
+                ),
+                (
+                    rollouts.max_rounds > 1 and not isinstance(advantage, EpisodeGroupMean),
+                    "rollouts.max_rounds chooses groups whose episodes differ, but trainer.advantage gae uses all "
+                    "episodes: leave it out",
+                ),
+                (
+                    rollouts.group_size < 2 and isinstance(self.trainer.weighting, EpisodeGroupMean),
+                    "rollouts.group_size is 1: an episode has no advantage over itself: set it to 2 or more",
+                ),
+            ]
+        )
         return self

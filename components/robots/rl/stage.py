@@ -1,4 +1,4 @@
-"""The stage train-vla-rl: a policy in, the policy that it becomes by trying in LIBERO out."""
+"""The stage train-vla-rl: it trains a robot policy by reinforcement learning in LIBERO."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ History = Sequence[Mapping[str, float]]
 def train_vla_rl(
     settings: TrainVLARLSettings, inputs: Mapping[str, Artifact], out: Path, context: StageContext
 ) -> StageReport:
-    """Writes `checkpoint/` (released layout, needs nothing else), `history.json`, `lineage.json`, `metrics.json` and
-    the report.
+    """Train the policy and write `checkpoint/`, `history.json`, `lineage.json`, `metrics.json` and the report.
 
-    With evaluations during training the checkpoint has the weights of the best of them.
+    The checkpoint has the released layout and needs no other file. With evaluations during training it has the weights
+    of the best evaluation.
 
     Raises:
         ConfigurationError: policy, simulator and settings do not fit each other.
-        DataError: the weights of the best evaluation are gone.
-        MismatchError: trainer and sampler give other probabilities to the same answers.
-        WorkerError: more episodes than may fail could not be played.
-        TrainerError: the training dies again and again.
+        DataError: the weights of the best evaluation are missing.
+        MismatchError: trainer and sampler compute different probabilities for the same chunks.
+        WorkerError: more episodes than allowed could not be played.
+        TrainerError: the trainer process dies repeatedly.
     """
     from armature.components.artifacts.images import ImageStore
     from armature.components.configuration.stages import open_store
@@ -71,16 +71,16 @@ def train_vla_rl(
 
     saved = partial(context.saved, best=context.workspace / BEST)
     with ExitStack() as opened:
-        arenas = opened.enter_context(open_simulators(settings.simulator, machine, plan.batch))
+        processes = opened.enter_context(open_simulators(settings.simulator, machine, plan.batch))
         gamma = advantage.gamma if isinstance(advantage := settings.trainer.advantage, GAE) else 1.0
         progress = partial(context.events.progress, "episodes")
-        collector = Collector(plan, policy, arenas, ImageStore(context.images), progress, gamma)
+        collector = Collector(plan, policy, processes, ImageStore(context.images), progress, gamma)
         trainer = opened.enter_context(RobotRLTrainerClient(training, machine, context.workspace / "trainer", saved))
         tasks, store = suite_tasks(plan.suite), open_store(machine)
         evaluations = None
         if (heldout := settings.evaluation) is not None:
-            known = {str(suite): suite_tasks(suite) for suite in heldout.suites}
-            examined = policy.reconfigured(
+            evaluated_tasks = {str(suite): suite_tasks(suite) for suite in heldout.suites}
+            evaluated = policy.reconfigured(
                 heldout.inference_action_mode,
                 heldout.rows_per_pass,
                 n_action_steps=heldout.n_action_steps,
@@ -88,7 +88,9 @@ def train_vla_rl(
                 image_attention=heldout.image_attention_at_inference,
             )
             digests, last = {"policy": inputs["policy"].digest}, settings.trainer.max_steps
-            evaluations = RobotEvaluations(heldout, known, examined, collector.arenas, digests, context, store, last)
+            evaluations = RobotEvaluations(
+                heldout, evaluated_tasks, evaluated, collector.processes, digests, context, store, last
+            )
         run = RobotRLRun(settings, context, store, policy, tasks, collector, trainer, inputs["policy"], evaluations)
         run.resume(done := trainer.resume())
         last, history, best = run.train_into(out, done)
@@ -104,11 +106,14 @@ def train_vla_rl(
 
 
 def summary(history: History) -> dict[str, float]:
-    """Means over the last tenth of the steps, of what they have: a step that changes no weight has no ratio."""
+    """Return means of the main metrics over the last tenth of the steps.
+
+    A metric that a step lacks is skipped: a step that changes no weight, for example, has no ratio.
+    """
     tail = history[-max(1, len(history) // 10) :]
     keys = ("reward", "importance_ratio", "kl", "groups/zero_advantage_fraction", "answers/per_episode", "value/loss")
-    found = {key: [row[key] for row in tail if key in row] for key in keys}
-    return {key: fmean(values) for key, values in found.items() if values}
+    values = {key: [row[key] for row in tail if key in row] for key in keys}
+    return {key: fmean(each) for key, each in values.items() if each}
 
 
 def write_pages(
@@ -121,8 +126,8 @@ def write_pages(
     """Write `report.html`.
 
     Args:
-        newest: the answers of the last step.
-        best: see `RobotEvaluations.summary`; none: there were no evaluations.
+        newest: the chunks of the last step.
+        best: see `RobotEvaluations.summary`; None: there were no evaluations.
     """
     from armature.components.pages.training import write_training_report
     from armature.components.robots.rl.heldout import RobotEvaluations

@@ -1,4 +1,4 @@
-"""The rollout table of a robot policy, one row per answer, and the batch table, the same rows with advantages."""
+"""Tables of robot rollouts: the rollout table has one row per action chunk, the batch table adds advantages."""
 
 from __future__ import annotations
 
@@ -32,10 +32,7 @@ ROLLOUTS = TableSchema(
             ("cameras", pa.list_(pa.string())),
             ("images", pa.list_(IMAGE_REF)),
             ("state", _NUMBERS),
-            (
-                "before",
-                _NUMBERS,
-            ),  # (T, max_action_dim), of FPO (F, T, max_action_dim); empty where the answer is tokens
+            ("before", _NUMBERS),  # (T, max_action_dim), with FPO (F, T, max_action_dim); empty for action tokens
             ("after", _NUMBERS),
             ("flow_step", pa.int32()),  # null where no step is drawn
             ("tokens", pa.list_(pa.int32())),  # EOS included; empty where it is not tokens
@@ -62,16 +59,20 @@ Floats = NDArray[np.float32]
 
 @dataclass(frozen=True, eq=False)
 class ActionChunk:
-    """One answer of a policy within an episode, and what followed.
+    """One action chunk that a policy answered in an episode, and what happened next.
 
-    before, after: the points of the drawn denoising step `flow_step`, (T x max_action_dim,) float32; where none is
-    drawn (FPO), the noise of the losses, (F x T x max_action_dim,), and the answer, normalized. logprobs: of
-    `after`, (executed x dimensions,) float64: actions that were not carried out and dimensions that the robot does
-    not have do not count. Of an answer by action tokens these are empty and None, and logprobs are those of its
-    `tokens`, (K,) int32, all of which count; `decoded` tells whether they say actions. actions: carried out, in the
-    dataset's units. reward: see `rewards.chunk_rewards`. done: the episode ended with it; truncated: because its
-    actions were used up. value: of what was seen, None without a value head. last_value: of what was seen after the
-    episode's last action, 0 unless a truncated one is to go on with it.
+    before, after: for Flow-SDE the points before and after the sampled denoising step `flow_step`, each
+        (T x max_action_dim,) float32. For FPO, which samples no step, the noises of the losses,
+        (F x T x max_action_dim,), and the normalized chunk. Empty for action tokens.
+    tokens: the sampled action tokens including EOS, (K,) int32; empty for continuous actions.
+    decoded: False if the tokens could not be decoded to actions.
+    logprobs: float64. Continuous: of `after`, (executed x dimensions,); actions that were not executed and dimensions
+        that the robot does not have are left out. Tokens: of every token, (K,).
+    actions: the executed actions, in the dataset's units.
+    reward: see `chunk_rewards`.
+    done: this chunk ended the episode. truncated: it did so because the episode ran out of actions.
+    value: value of the observation, None without a value head.
+    last_value: value of the observation after the episode's last action; 0 unless a truncated episode is bootstrapped.
     """
 
     group_id: str
@@ -102,39 +103,44 @@ class ActionChunk:
 
 @dataclass(frozen=True, eq=False)
 class ActionChunkSample(ActionChunk):
-    """An answer that is trained on. value_target: what its value is to become, None without a value head."""
+    """A chunk to train on. value_target: the value that the value head should learn, None without a value head."""
 
     advantage: float
     value_target: float | None
 
 
 def write_rollouts(folder: Path, answers: Sequence[ActionChunk]) -> None:
+    """Write the rollout table into `folder`."""
     _write(folder / ROLLOUTS_FILE, answers, ROLLOUTS)
 
 
 def read_rollouts(folder: Path) -> list[ActionChunk]:
-    """
+    """Read the rollout table of `folder`.
+
     Raises:
-        DataError: no rollout table of this version.
+        DataError: there is no rollout table, or it has another version.
     """
     return [ActionChunk(**row) for row in _rows(folder / ROLLOUTS_FILE, ROLLOUTS)]
 
 
 def write_batch(folder: Path, samples: Sequence[ActionChunkSample]) -> None:
+    """Write the batch table into `folder`."""
     _write(folder / BATCH_FILE, samples, BATCH)
 
 
 def read_batch(folder: Path) -> list[ActionChunkSample]:
-    """
+    """Read the batch table of `folder`.
+
     Raises:
-        DataError: no batch table of this version.
+        DataError: there is no batch table, or it has another version.
     """
     return [ActionChunkSample(**row) for row in _rows(folder / BATCH_FILE, BATCH)]
 
 
 def with_advantage(answer: ActionChunk, advantage: float, value_target: float | None = None) -> ActionChunkSample:
-    known = {each.name: getattr(answer, each.name) for each in fields(ActionChunk)}
-    return ActionChunkSample(**known, advantage=advantage, value_target=value_target)
+    """Return the chunk as a training sample with this advantage and value target."""
+    values = {each.name: getattr(answer, each.name) for each in fields(ActionChunk)}
+    return ActionChunkSample(**values, advantage=advantage, value_target=value_target)
 
 
 def _write(path: Path, answers: Sequence[ActionChunk], schema: TableSchema) -> None:

@@ -1,4 +1,4 @@
-"""The commands of a trainer of policies by rewards, as every rank carries them out."""
+"""Worker process of the trainer of robot policies by rewards: it carries out the client's commands on every rank."""
 
 from __future__ import annotations
 
@@ -26,11 +26,12 @@ from armature.components.training.service_worker import Command, ServiceWorker
 
 
 class RobotRLWorker(ServiceWorker):
-    """One rank of a trainer of policies by rewards.
+    """One rank of the trainer.
 
     Raises:
-        ConfigurationError: the start of a KL term is to be kept of a policy that is split over ranks.
-        DataError: the checkpoint is not whole.
+        ConfigurationError: the KL term needs a copy of the initial policy, which a sharded trainer does not keep; or
+            another setting does not fit the policy or a sharded trainer.
+        DataError: the checkpoint is incomplete.
     """
 
     def __init__(self, settings: ServiceSettings, ranks: Ranks) -> None:
@@ -38,7 +39,7 @@ class RobotRLWorker(ServiceWorker):
         trainer, self._parts = training.trainer, load_parts(training.policy)
         if settings.processes.sharding and trainer.kl_coefficient:
             raise ConfigurationError(
-                "of a policy that is split over ranks no copy of its start is kept",
+                "a trainer that shards the policy over ranks keeps no copy of the initial policy",
                 code="start_not_kept",
                 where="trainer.kl_coefficient, machine.trainer.sharding",
                 remedy="train on one GPU, or on CPU processes without sharding, or leave kl_coefficient out",
@@ -46,16 +47,16 @@ class RobotRLWorker(ServiceWorker):
         imitates, policy = isinstance(trainer.objective, RewardWeighted), self._parts.settings
         if imitates and policy.n_action_steps < policy.chunk_size:
             raise ConfigurationError(
-                f"the policy carries out {policy.n_action_steps} of the {policy.chunk_size} actions of an answer, and "
-                "the objective reward_weighted learns whole answers",
+                f"the policy executes {policy.n_action_steps} of the {policy.chunk_size} actions of a chunk, but the "
+                "objective reward_weighted learns whole chunks",
                 code="answers_in_part",
                 where="trainer.objective, policy.n_action_steps",
-                remedy="train a policy with n_action_steps = chunk_size, or take the objective ppo",
+                remedy="train a policy with n_action_steps = chunk_size, or use the objective ppo",
             )
         quantization = training.rollouts.quantization if trainer.mode == "expert" else None
         if settings.processes.sharding and quantization is not None:
             raise ConfigurationError(
-                "of a policy that is split over ranks no layer computes in 8 bits",
+                "a trainer that shards the policy over ranks does not support 8-bit layers",
                 code="quantization_not_split",
                 where="rollouts.quantization, machine.trainer.sharding",
                 remedy="train on one GPU, or leave rollouts.quantization out",
@@ -63,15 +64,17 @@ class RobotRLWorker(ServiceWorker):
         plan = InferencePlan.of(policy, self._parts.config)
         of_tokens = training.rollouts.inference_action_mode == "discrete"
 
-        def begun(model: MolmoAct2) -> None:
+        def initialize(model: MolmoAct2) -> None:
             prepare(model, trainer, policy.semantics)
             if quantization is not None:
                 model.quantize_text("rollouts.quantization")
             if isinstance(trainer.advantage, GAE):
                 model.add_value_head(trainer.seed, of_tokens)
 
-        opened = self._opened = open_model(training.policy, self._parts, begun, settings.processes, ranks)
-        who = identity(opened.named, trainer, opened.weights, run=training.fingerprint) if ranks.first else None
+        opened = self._opened = open_model(training.policy, self._parts, initialize, settings.processes, ranks)
+        run_identity = None
+        if ranks.first:
+            run_identity = identity(opened.named, trainer, opened.weights, run=training.fingerprint)
         rollouts = training.rollouts
         self._load = ActionChunkLoader(
             self._parts.processor(),
@@ -82,19 +85,21 @@ class RobotRLWorker(ServiceWorker):
             imitates,
             KEPT_BYTES if trainer.loads_again else 0,
         )
-        given = self._load, ranks, opened.shard
+        shared = self._load, ranks, opened.shard
         self.learner: ActionChunkLearner
         if imitates:
-            self.learner = RewardWeightedLearner(opened.model, trainer, plan, policy.num_flow_timesteps, *given)
+            self.learner = RewardWeightedLearner(opened.model, trainer, plan, policy.num_flow_timesteps, *shared)
         else:
-            self.learner = RobotRLLearner(opened.model, trainer, likelihood_of(rollouts, plan), *given)
-        super().__init__(settings, self.learner, ranks.broadcast(who), trainer.keep_checkpoints, trainer.max_steps)
+            self.learner = RobotRLLearner(opened.model, trainer, likelihood_of(rollouts, plan), *shared)
+        super().__init__(
+            settings, self.learner, ranks.broadcast(run_identity), trainer.keep_checkpoints, trainer.max_steps
+        )
 
     def prepare(self, command: Command) -> list[ActionChunkSample]:
-        """The samples that the command names, if any.
+        """Return the samples of the batch that the command names, or an empty list if it names no batch.
 
         Raises:
-            DataError: they cannot be trained on.
+            DataError: the samples cannot be trained on.
         """
         if "batch" not in command:
             return []
@@ -111,7 +116,7 @@ class RobotRLWorker(ServiceWorker):
                 return self.learner.score(prepared)
             case "publish":
                 self._opened.publish(Path(command["folder"]), self._parts, self.ranks)
-                self.ranks.broadcast(None)  # none answers before it is written
+                self.ranks.broadcast(None)  # no rank replies before the checkpoint is written
                 return None
             case other:
                 raise ConfigurationError(f"the trainer has no command {other!r}", code="unknown_command")
