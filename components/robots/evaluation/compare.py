@@ -1,9 +1,9 @@
-"""Two policies on the same episodes: what one solves and the other does not.
+"""Paired comparison of two policies that played the same episodes.
 
-Both begin every episode in the same state, so the episodes are pairs, and only those that end differently say
-which policy is better. Under "no difference" each of them falls on either side with probability one half: the
-exact form of McNemar's test (Q. McNemar, "Note on the sampling error of the difference between correlated
-proportions or percentages", Psychometrika 12, 1947), a sign test.
+Both policies start every episode from the same state, so the episodes are pairs, and only pairs with different results
+tell which policy is better. Under the null hypothesis of no difference, each such pair favors either policy with
+probability 1/2. This sign test is the exact form of McNemar's test (Q. McNemar, "Note on the sampling error of the
+difference between correlated proportions or percentages", Psychometrika 12, 1947).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from armature.components.robots.evaluation.results import (
 
 @dataclass(frozen=True)
 class PairedComparison:
-    """Counts of pairs, McNemar's exact two-sided p-value, and the comparison that leaves the pairing aside."""
+    """Counts of pairs by result, McNemar's exact two-sided p-value, and a comparison that ignores the pairing."""
 
     both: int
     only_first: int
@@ -36,16 +36,22 @@ class PairedComparison:
 
     @property
     def pairs(self) -> int:
+        """Number of episodes that both policies played."""
         return self.both + self.only_first + self.only_second + self.neither
 
     @property
     def difference(self) -> float:
-        """Rate of the second minus rate of the first."""
+        """Success rate of the second policy minus the rate of the first."""
         return (self.only_second - self.only_first) / self.pairs
 
 
 def sign_test(first: int, second: int) -> float:
-    """Two-sided p-value of `first` against `second` falls of a fair coin: 2 P(X <= min), at most 1."""
+    """Return the two-sided p-value of `first` heads and `second` tails of a fair coin: min(1, 2 P(X <= min)).
+
+    Example:
+        >>> sign_test(0, 5)
+        0.0625
+    """
     trials = first + second
     tail = ways = 1
     for k in range(min(first, second)):
@@ -57,7 +63,8 @@ def sign_test(first: int, second: int) -> float:
 def compare_results(
     first: Sequence[LiberoResult], second: Sequence[LiberoResult], confidence: float = 0.95
 ) -> PairedComparison:
-    """
+    """Compare two evaluations over all their episodes.
+
     Raises:
         DataError: the two did not play the same episodes from the same states.
     """
@@ -79,7 +86,7 @@ def compare_results(
 def compare_parts(
     first: Sequence[LiberoResult], second: Sequence[LiberoResult], confidence: float = 0.95
 ) -> dict[str, PairedComparison]:
-    """Over all, by suite and by task, in this order."""
+    """Return comparisons over all episodes ("all"), then by suite, then by task."""
     _pairs(first, second)
     parts = {"all": compare_results(first, second, confidence)}
     others = by_suite(second)
@@ -94,7 +101,7 @@ def compare_parts(
 def compare_perturbed(
     first: Sequence[PerturbedResult], second: Sequence[PerturbedResult], confidence: float = 0.95
 ) -> dict[str, PairedComparison]:
-    """By perturbation and strength: those that both were evaluated with."""
+    """Return comparisons by label of the perturbation, for those that both evaluations have."""
     others = by_perturbation(second)
     groups = by_perturbation(first).items()
     return {label: compare_results(group, others[label], confidence) for label, group in groups if label in others}
@@ -103,18 +110,18 @@ def compare_perturbed(
 def perturbed_metrics(
     results: Sequence[LiberoResult], perturbed: Sequence[PerturbedResult]
 ) -> dict[str, dict[str, float]]:
-    """By perturbation and strength: success, and the difference to the same episodes without."""
-    found = {}
+    """Return, by label of the perturbation, the success and its difference from the same episodes without it."""
+    by_label = {}
     for label, group in by_perturbation(perturbed).items():
         pairs = compare_results(results, group)
-        found[label] = {
+        by_label[label] = {
             **numbers(group),
             "difference": pairs.difference,
             "solved_only_without": float(pairs.only_first),
             "solved_only_with": float(pairs.only_second),
             "p_value": pairs.p_value,
         }
-    return found
+    return by_label
 
 
 def _pairs(first: Sequence[LiberoResult], second: Sequence[LiberoResult]) -> list[tuple[LiberoResult, LiberoResult]]:
@@ -123,17 +130,17 @@ def _pairs(first: Sequence[LiberoResult], second: Sequence[LiberoResult]) -> lis
     if lone or not first:
         example = "no episode" if not lone else "suite {}, task {}, episode {}".format(*min(lone))
         raise DataError(
-            f"the evaluations did not play the same episodes: {len(first)} and {len(second)}, {len(lone)} in one alone",
+            f"the evaluations did not play the same episodes: {len(first)} and {len(second)}, only one has {len(lone)}",
             code="episodes_differ",
             where=example,
             remedy="evaluate both with the same suites, tasks and episodes_per_task",
         )
     pairs = [(result, by_key[result.key]) for result in first]
     for a, b in pairs:
-        begins = [(each.initial_state, each.simulator_seed) for each in (a, b)]
-        if begins[0] != begins[1]:
+        starts = [(each.initial_state, each.simulator_seed) for each in (a, b)]
+        if starts[0] != starts[1]:
             raise DataError(
-                f"the evaluations began an episode differently: (initial state, seed) {begins[0]} and {begins[1]}",
+                f"the evaluations started an episode differently: (initial state, seed) {starts[0]} and {starts[1]}",
                 code="episode_starts_differ",
                 where=f"{a.suite}, task {a.task}, episode {a.episode}",
                 remedy="evaluate both with the same seed",

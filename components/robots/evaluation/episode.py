@@ -1,4 +1,4 @@
-"""One episode: chunks of actions from observations, until the task is solved or the steps are used up."""
+"""Playing one episode: chunks of actions from observations, until the task is solved or the actions run out."""
 
 from __future__ import annotations
 
@@ -25,17 +25,23 @@ from armature.components.robots.libero.tasks import ACTION_NAMES, LiberoTask
 Actions = NDArray[np.float32]
 CameraImages = Mapping[str, NDArray[np.uint8]]
 Actor = Callable[[RobotObservation, int], Actions]
-"""(observation, number of the chunk) to actions (n, 7), n > 0."""
+"""Function from an observation and the chunk's number to actions (n, 7), n > 0."""
 
 
 class LostBesideError(WorkerError):
-    """The simulator is gone because its process was lost in the call of another slot; its own episode did nothing."""
+    """The simulator is gone because its process died during another slot's call. This episode is not the cause."""
 
     code = "lost_beside"
 
 
 class SimulatorClient(Protocol):
-    """Simulators of a process, by slot; all raise WorkerError when the process is lost."""
+    """Client of one process with a simulator per slot. Every call raises WorkerError if the process dies.
+
+    Example:
+        >>> def first_success(process: SimulatorClient, planned: PlannedEpisode, actions: Actions) -> bool:
+        ...     process.reset(planned.task, planned.initial_state, planned.simulator_seed)
+        ...     return process.step(actions).success
+    """
 
     def reset(
         self,
@@ -53,8 +59,11 @@ class SimulatorClient(Protocol):
 
 @dataclass(frozen=True)
 class PlayedEpisode:
-    """What became of an episode. actions: (steps, 7). last: what is seen after them. frames: of every moment, the last
-    one included, if filmed. progress: before each chunk and after the last, if measured."""
+    """Result of one episode.
+
+    actions: the executed actions, (steps, 7). last: the observation after them. frames: camera images before each
+    action and at the end, if filmed. progress: goal progress before each chunk and after the last, if measured.
+    """
 
     success: bool
     actions: Actions
@@ -64,34 +73,39 @@ class PlayedEpisode:
 
     @property
     def steps(self) -> int:
+        """Number of executed actions."""
         return len(self.actions)
 
 
 def play_episode(
-    arena: SimulatorClient,
+    process: SimulatorClient,
     slot: int,
     planned: PlannedEpisode,
     actor: Actor,
     film: bool = False,
     measure: bool = False,
 ) -> PlayedEpisode:
-    """
+    """Play an episode in slot `slot` of a simulator process.
+
+    Args:
+        film: keep the camera images of every step. measure: record the goal progress.
+
     Raises:
-        WorkerError: the simulator was lost, or its state is not finite.
-        DataError: the policy answered with something that is not an action.
+        WorkerError: the simulator died, or its state is not finite.
+        DataError: the policy returned something that is not an action.
     """
-    observation = arena.reset(planned.task, planned.initial_state, planned.simulator_seed, slot, planned.perturbation)
+    observation = process.reset(planned.task, planned.initial_state, planned.simulator_seed, slot, planned.perturbation)
     _refuse_state(observation, planned, 0)
     carried_out: list[Actions] = []
     frames: list[CameraImages] = []
-    progress = [arena.progress(slot)] if measure else []
+    progress = [process.progress(slot)] if measure else []
     steps, chunk, success = 0, 0, False
     while steps < planned.max_steps and not success:
         actions = _checked(actor(observation, chunk), planned, chunk)[: planned.max_steps - steps]
-        carried = arena.step(actions, slot, film)
+        carried = process.step(actions, slot, film)
         carried_out.append(actions[: carried.steps])
         frames += carried.frames
-        progress += [arena.progress(slot)] if measure else []
+        progress += [process.progress(slot)] if measure else []
         observation, success = carried.observation, carried.success
         steps, chunk = steps + carried.steps, chunk + 1
         _refuse_state(observation, planned, chunk)
@@ -100,54 +114,54 @@ def play_episode(
     return PlayedEpisode(success, np.concatenate(carried_out), observation, frames, progress)
 
 
-def replay_episode(arena: SimulatorClient, slot: int, planned: PlannedEpisode, actions: Actions) -> PlayedEpisode:
-    """The episode again from its actions, this time filmed.
+def replay_episode(process: SimulatorClient, slot: int, planned: PlannedEpisode, actions: Actions) -> PlayedEpisode:
+    """Repeat an episode from its recorded actions, with camera images.
 
     Raises:
-        WorkerError: the simulator was lost.
+        WorkerError: the simulator died.
     """
     again = replace(planned, max_steps=len(actions))
-    return play_episode(arena, slot, again, lambda _observation, _chunk: actions, film=True)
+    return play_episode(process, slot, again, lambda _observation, _chunk: actions, film=True)
 
 
 def _refuse_state(observation: RobotObservation, planned: PlannedEpisode, chunk: int) -> None:
-    """Policies read NaN as 0, as the released one does."""
+    """Refuse a state that is not finite. Policies would read NaN as 0, as the released policy does."""
     if not np.isfinite(observation.state).all():
         raise WorkerError(
             "the simulator's state is not finite",
             code="state_not_finite",
             where=f"{planned.name}, before chunk {chunk}",
-            remedy="its physics failed: look at the actions that came before, or leave out this initial state",
+            remedy="the physics diverged: look at the previous actions, or leave out this initial state",
         )
 
 
 def _checked(actions: Actions, planned: PlannedEpisode, chunk: int) -> Actions:
     if actions.ndim != 2 or not len(actions) or actions.shape[1] != len(ACTION_NAMES):
         raise DataError(
-            f"the policy answered with actions of shape {actions.shape}, the robot takes (n, {len(ACTION_NAMES)})",
+            f"the policy returned actions of shape {actions.shape}, the robot takes (n, {len(ACTION_NAMES)})",
             code="action_shape_mismatch",
             where=f"{planned.name}, chunk {chunk}",
-            remedy="evaluate a policy that was trained on LIBERO's actions",
+            remedy="evaluate a policy that was trained on the actions of LIBERO",
         )
     if not np.isfinite(actions).all():
         raise DataError(
-            "the policy answered with actions that are not finite",
+            "the policy returned actions that are not finite",
             code="actions_not_finite",
             where=f"{planned.name}, chunk {chunk}",
-            remedy="its weights or its normalization statistics are broken",
+            remedy="check the policy's weights and its normalization statistics",
         )
     return actions
 
 
-# Episodes that are finished, kept line by line, so that a crash loses none.
+# --- Journal of finished episodes, so that a crash loses none of them ---
 
 
 @dataclass(frozen=True)
 class EpisodeOutcome:
-    """One planned episode, played or given up. seconds: of its last attempt, waiting for the policy included.
+    """Result of a planned episode, played or given up.
 
-    failure: why it could not be played in any attempt; None where it was. lost: attempts that ended with the
-    simulator.
+    failure: why it could not be played in any attempt; None if it was played. lost: number of attempts in which the
+    simulator died. seconds: duration of the last attempt, including waiting for the policy.
     """
 
     success: bool
@@ -158,22 +172,24 @@ class EpisodeOutcome:
 
     @property
     def steps(self) -> int:
+        """Number of executed actions."""
         return len(self.actions)
 
 
 class EvaluationJournal:
-    """One JSON object a line for each episode. Thread safe."""
+    """File with one JSON line per finished episode. Thread-safe."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._lines = JsonLines(path)
 
     def append(self, planned: PlannedEpisode, outcome: EpisodeOutcome) -> None:
+        """Write the outcome of an episode."""
         row = {**vars(outcome), "key": planned.key, "actions": _packed(outcome.actions)}
         self._lines.append(json.dumps(row).encode())
 
     def read(self) -> dict[EpisodeKey, EpisodeOutcome]:
-        """What was finished."""
+        """Return all outcomes in the file."""
         rows = self._lines.read()
         return {tuple(row.pop("key")): EpisodeOutcome(**{**row, "actions": _unpacked(row["actions"])}) for row in rows}
 

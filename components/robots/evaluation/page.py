@@ -1,4 +1,4 @@
-"""An evaluation in LIBERO, and a comparison of two, as pages."""
+"""Reports of a LIBERO evaluation and of a comparison of two evaluations."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _STILLS = 24
 
 @dataclass(frozen=True)
 class LastFrame:
-    """The last moment of an episode that was filmed. image: uint8 RGB (height, width, 3)."""
+    """Last frame of a filmed episode, uint8 RGB (height, width, 3), and the path of its video."""
 
     key: EpisodeKey
     result: LiberoResult
@@ -45,8 +45,11 @@ def evaluation_report(
     links: Mapping[str, str],
     perturbed: Sequence[PerturbedResult] = (),
 ) -> HtmlReport:
-    """Rates with intervals by suite and task, beside those of the same episodes with perturbations, how the first
-    successes and failures ended, and what failed."""
+    """Return the report of an evaluation.
+
+    It has success rates with intervals by suite and task, the same with perturbations, the last frames of the first
+    successes and failures, and the episodes that could not be played.
+    """
     suites = by_suite(results)
     figures = {"success, 95 % interval": str(success_rate(results))}
     if len(suites) > 1:
@@ -75,10 +78,11 @@ def comparison_report(
     configuration: Mapping[str, Any],
     videos: Mapping[str, str] | None = None,
 ) -> HtmlReport:
-    """Which of two policies solves more of the same episodes. `parts` begins with all of them together.
+    """Return the report of a comparison: which of two policies solves more of the same episodes.
 
     Args:
-        videos: what each shows to its path, both policies side by side.
+        parts: comparisons by name of the part; the first is "all".
+        videos: paths of side-by-side videos by description.
     """
     whole = parts["all"]
     figures = {
@@ -118,7 +122,7 @@ def _by_task(results: Sequence[LiberoResult]) -> Table:
 
 
 def _by_perturbation(results: Sequence[LiberoResult], perturbed: Sequence[PerturbedResult]) -> Table:
-    """Beside the same episodes without: which of the two solves more."""
+    """Return a table that compares each perturbation with the same episodes without it."""
     columns = [
         "perturbation",
         *_COLUMNS,
@@ -161,5 +165,5 @@ def _still(still: LastFrame) -> ReportImage:
     out = BytesIO()
     Image.fromarray(still.image).save(out, "WEBP", quality=80, method=4)
     return ReportImage(
-        _label(still.result), data_url(out.getvalue(), "image/webp"), f"the end: {still.result.language}"
+        _label(still.result), data_url(out.getvalue(), "image/webp"), f"last frame: {still.result.language}"
     )

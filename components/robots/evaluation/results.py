@@ -1,4 +1,4 @@
-"""From outcomes to tables and numbers: one row per planned episode, rates per task, suite and over all."""
+"""Results of an evaluation: tables with one row per planned episode, and success rates per task, suite and overall."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ RESULTS = TableSchema(
             ("success", pa.bool_()),
             ("steps", pa.int32()),
             ("actions", pa.list_(pa.float32())),  # (steps, 7), row by row
-            ("failure", pa.string()),  # why it could not be played, null where it was
+            ("failure", pa.string()),  # why the episode could not be played; null if it was played
         ]
     ),
 )
@@ -47,7 +47,7 @@ PERTURBED = TableSchema(
 
 @dataclass(frozen=True)
 class LiberoResult:
-    """One planned episode. One that could not be played has a `failure`, no steps, and is not solved."""
+    """Result of one planned episode. An episode that could not be played has a `failure`, no steps and no success."""
 
     suite: str
     task: int
@@ -62,13 +62,13 @@ class LiberoResult:
 
     @property
     def key(self) -> tuple[str, int, int]:
-        """Of the episode, with or without a perturbation."""
+        """Identity of the episode, without its perturbation."""
         return (self.suite, self.task, self.episode)
 
 
 @dataclass(frozen=True)
 class PerturbedResult(LiberoResult):
-    """One planned episode with a perturbation."""
+    """Result of one planned episode with a perturbation."""
 
     perturbation: str
     strength: float
@@ -81,14 +81,14 @@ class PerturbedResult(LiberoResult):
 def collect_results(
     planned: Sequence[PlannedEpisode], outcomes: Mapping[EpisodeKey, EpisodeOutcome]
 ) -> list[LiberoResult]:
-    """Of the episodes without a perturbation, in the order of the plan."""
+    """Return the results of the episodes without perturbation, in planned order."""
     return [LiberoResult(**_fields(each, outcomes[each.key])) for each in planned if each.perturbation is None]
 
 
 def collect_perturbed(
     planned: Sequence[PlannedEpisode], outcomes: Mapping[EpisodeKey, EpisodeOutcome]
 ) -> list[PerturbedResult]:
-    """Of the others, in the order of the plan."""
+    """Return the results of the episodes with a perturbation, in planned order."""
     return [
         PerturbedResult(**_fields(each, outcomes[each.key]), perturbation=one.name, strength=one.strength)
         for each in planned
@@ -112,22 +112,23 @@ def _fields(planned: PlannedEpisode, outcome: EpisodeOutcome) -> dict[str, Any]:
 
 
 def write_results(folder: Path, results: Sequence[LiberoResult], perturbed: Sequence[PerturbedResult] = ()) -> None:
-    """Two tables; the second where something was perturbed."""
+    """Write the table of results, and if there were perturbations a second table with theirs."""
     write_table(folder / RESULTS_FILE, [vars(result) for result in results], RESULTS)
     if perturbed:
         write_table(folder / PERTURBED_FILE, [vars(result) for result in perturbed], PERTURBED)
 
 
 def read_results(folder: Path) -> list[LiberoResult]:
-    """
+    """Read the results of the episodes without perturbation.
+
     Raises:
-        DataError: the folder is not an evaluation in LIBERO.
+        DataError: the folder is not a LIBERO evaluation.
     """
     return [LiberoResult(**row) for row in _rows(folder / RESULTS_FILE, RESULTS)]
 
 
 def read_perturbed(folder: Path) -> list[PerturbedResult]:
-    """Nothing where nothing was perturbed.
+    """Read the results of the perturbed episodes; an empty list if there were no perturbations.
 
     Raises:
         DataError: the table cannot be read.
@@ -141,28 +142,32 @@ def _rows(path: Path, schema: TableSchema) -> list[dict[str, Any]]:
 
 
 def success_rate(results: Sequence[LiberoResult]) -> Interval:
-    """Solved of all planned, with Wilson's interval.
+    """Return the share of planned episodes that were solved, with Wilson's interval.
 
-    The episodes are trials of fixed tasks: the interval says what other noise and other initial states of these
-    tasks would give, not what other tasks would.
+    The episodes are trials of fixed tasks: the interval covers other noise and other initial states of these tasks,
+    not other tasks.
     """
     return wilson_interval(sum(result.success for result in results), len(results))
 
 
 def by_suite(results: Sequence[LiberoResult]) -> dict[str, list[LiberoResult]]:
+    """Group results by suite, in their order."""
     return {suite: list(group) for suite, group in groupby(results, lambda result: result.suite)}
 
 
 def by_task(results: Sequence[LiberoResult]) -> dict[tuple[str, int], list[LiberoResult]]:
+    """Group results by suite and task number, in their order."""
     return {key: list(group) for key, group in groupby(results, lambda result: result.key[:2])}
 
 
 def by_perturbation(results: Sequence[PerturbedResult]) -> dict[str, list[PerturbedResult]]:
+    """Group results by label of the perturbation, in their order."""
     return {label: list(group) for label, group in groupby(results, lambda result: result.label)}
 
 
 def metrics(results: Sequence[LiberoResult]) -> dict[str, Any]:
-    """Numbers for `metrics.json`. `suite_mean` is what papers call average: the mean of the suites' rates."""
+    """Return the content of `metrics.json`. `suite_mean`, the mean of the suites' rates, is what papers call
+    average."""
     suites = by_suite(results)
     return {
         **numbers(results),
@@ -174,7 +179,7 @@ def metrics(results: Sequence[LiberoResult]) -> dict[str, Any]:
 
 
 def numbers(results: Sequence[LiberoResult]) -> dict[str, float]:
-    """Success with its 95 % interval, and counts."""
+    """Return the success rate with its 95 % interval, and counts."""
     rate = success_rate(results)
     solved = [result.steps for result in results if result.success]
     steps = {"steps_when_solved": fmean(solved)} if solved else {}
@@ -188,7 +193,7 @@ def numbers(results: Sequence[LiberoResult]) -> dict[str, float]:
     }
 
 
-# The evaluation as LeRobot writes it, for tools that read its `eval_info.json`.
+# --- `eval_info.json` in LeRobot's format, for tools that read it ---
 
 EVAL_INFO_FILE = "eval_info.json"
 
@@ -196,16 +201,19 @@ Videos = Mapping[EpisodeKey, str]
 
 
 def video_path(key: EpisodeKey) -> str:
-    """Where an episode's video lies in the output folder."""
+    """Return the path of an episode's video, relative to the output folder."""
     suite, task, episode, *perturbed = key
     return "/".join(["videos", f"{suite}_{task}", *perturbed, f"eval_episode_{episode}.mp4"])
 
 
 def eval_info(results: Sequence[LiberoResult], videos: Videos, seconds: float) -> dict[str, Any]:
-    """`per_task`, `per_group` (suites) and `overall`; `pc_success` is in percent.
+    """Return the evaluation in LeRobot's format: `per_task`, `per_group` (suites) and `overall`.
 
-    LIBERO rewards the step that solves the task with 1 and all others with 0, so an episode's sum and maximum
-    are its success. seconds: of the whole evaluation, attempts before a resume not counted.
+    `pc_success` is in percent. LIBERO's reward is 1 for the step that solves the task and 0 for all others, so the sum
+    and the maximum over an episode both equal its success.
+
+    Args:
+        seconds: duration of the evaluation, without attempts before a resume.
     """
     overall = _aggregate(results, videos) | {"eval_s": seconds, "eval_ep_s": seconds / max(len(results), 1)}
     return {

@@ -1,4 +1,4 @@
-"""Whether a policy that is trained on a dataset can be played on LIBERO's robot."""
+"""Check that a policy or dataset fits LIBERO's robot."""
 
 from __future__ import annotations
 
@@ -9,36 +9,39 @@ from armature.components.robots.datasets.source import DatasetSource
 from armature.components.robots.libero.settings import IMAGES, SimulatorSettings
 
 ACTION_SIZE, STATE_SIZE = 7, 8
-"""Six of the end effector and the gripper; position, rotation and both fingers. See `LiberoSimulator`."""
-_REMEDY = "leave out the sections evaluation and simulator: the error of held-out actions is the measure then"
+"""Actions: 6 numbers for the end effector and 1 for the gripper. State: position, rotation and both fingers. See
+`LiberoSimulator`."""
+_REMEDY = "leave out the sections evaluation and simulator: then the error of held-out actions measures the policy"
 
 
 def refuse_cameras(wanted: Sequence[str], simulator: SimulatorSettings) -> None:
-    """
+    """Check that the simulator provides all cameras that the policy uses.
+
     Raises:
-        ConfigurationError: the simulator does not give a camera that the policy looks through.
+        ConfigurationError: a camera is missing.
     """
-    given = [f"{IMAGES}{name}" for name in simulator.camera_name_mapping.values()]
-    if missing := [camera for camera in wanted if camera not in given]:
+    provided = [f"{IMAGES}{name}" for name in simulator.camera_name_mapping.values()]
+    if missing := [camera for camera in wanted if camera not in provided]:
         raise ConfigurationError(
-            f"the policy looks through {', '.join(missing)}, and the simulator gives {', '.join(given)}",
+            f"the policy uses the cameras {', '.join(missing)}, but the simulator provides {', '.join(provided)}",
             code="simulator_camera_missing",
             where="simulator.camera_name_mapping",
-            remedy=f"map agentview and robot0_eye_in_hand to the policy's names; of another robot, {_REMEDY}",
+            remedy="map agentview and robot0_eye_in_hand to the policy's names; if the policy is for another robot, "
+            + _REMEDY,
         )
 
 
 def refuse_other_robot(
     sources: Sequence[DatasetSource], image_keys: Sequence[str], simulator: SimulatorSettings
 ) -> None:
-    """Refuse before hours of training what the evaluation after it would refuse.
+    """Check, before hours of training, that at least one dataset is of LIBERO's robot, as the evaluation needs.
 
     Args:
-        sources: the datasets; of several robots, one has to be LIBERO's.
-        image_keys: the policy's cameras; empty: the dataset's.
+        sources: the datasets, possibly of several robots.
+        image_keys: the policy's cameras; empty: the cameras of the dataset.
 
     Raises:
-        ConfigurationError: the robot of every dataset has other actions, states or cameras than LIBERO's.
+        ConfigurationError: every dataset has other actions, states or cameras than LIBERO's robot.
     """
     problems: dict[str, ConfigurationError] = {}
     for source in sources:
@@ -61,7 +64,7 @@ def _refuse_sizes(source: DatasetSource) -> None:
     for what, (name, size) in named.items():
         if name is not None and (shape := tuple(source.dataset.feature(name).shape)) != (size,):
             raise ConfigurationError(
-                f"the dataset's {what} have the shape {list(shape)}, those of LIBERO's robot [{size}]",
+                f"the dataset's {what} have the shape {list(shape)}, LIBERO's robot needs [{size}]",
                 code="feature_shape_mismatch",
                 where=f"feature {name!r} of {source.dataset.files}",
                 remedy=_REMEDY,

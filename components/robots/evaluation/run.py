@@ -1,4 +1,4 @@
-"""Many episodes: players in threads, simulators in processes, one policy; and those of an evaluation."""
+"""Playing many episodes at once: players in threads, simulators in processes, and one policy that batches requests."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from armature.components.robots.evaluation.schedule import EpisodeKey, PlannedEp
 from armature.components.robots.evaluation.settings import LiberoEvaluationSettings
 from armature.components.robots.libero.tasks import ACTION_NAMES
 
-# One policy for many players: those that wait at the same time are answered in one call.
+# --- One policy for many players: requests that wait at the same time share a forward pass ---
 
 AnswerT = TypeVar("AnswerT")
 
 
 class EvaluationAborted(Exception):
-    """Another player or the policy failed; nobody plays on."""
+    """Another player or the policy failed, so the evaluation ends."""
 
 
 @dataclass(frozen=True)
@@ -46,10 +46,10 @@ class _Question:
 
 
 class InferenceQueue(Generic[AnswerT]):
-    """Players prepare and ask from their threads; the thread of `serve` computes, which torch and CUDA like best.
+    """Queue of policy requests: players ask from their threads, and the thread that calls `serve` computes.
 
-    Who waits is whoever happens to be ready, so batches differ from run to run; answers do not, because a
-    RobotPolicy's rows are independent.
+    One thread computes because torch and CUDA work best that way. Which requests share a batch depends on timing, so
+    batches differ between runs. Results do not, because the rows of a RobotPolicy are independent.
     """
 
     def __init__(
@@ -60,10 +60,10 @@ class InferenceQueue(Generic[AnswerT]):
     ) -> None:
         """
         Args:
-            predict: Of a `RobotPolicy`, or another method of one whose rows are independent.
-            prepare: `prepared` of the policy, which works while it computes answers to others.
-            rows: Of a call. One with fewer takes as long, so it waits for more while others play, for at most half the
-                time that the call before it took.
+            predict: `predict` of a `RobotPolicy`, or another method of it whose rows are independent.
+            rows: rows of one call. A call with fewer rows takes equally long, so it waits for more requests while
+                other players still play, for at most half the duration of the previous call.
+            prepare: `prepared` of the policy. It runs in the player's thread, while the policy computes for others.
         """
         self._predict, self._rows, self._prepare = predict, rows, prepare
         self._questions: SimpleQueue[_Question | Future[None]] = SimpleQueue()
@@ -71,10 +71,10 @@ class InferenceQueue(Generic[AnswerT]):
         self._stopped = False
 
     def ask(self, observation: RobotObservation, seed: int) -> Future[AnswerT]:
-        """The answer, when it comes. Its `result()` raises EvaluationAborted when another thread ended with an error.
+        """Return the future of the answer. Its `result()` raises EvaluationAborted if another thread has failed.
 
         Raises:
-            EvaluationAborted: it has ended already.
+            EvaluationAborted: the evaluation has already ended.
             DataError: see `RobotPolicy.prepared`.
         """
         question = _Question(self._prepare(observation), seed)
@@ -84,7 +84,7 @@ class InferenceQueue(Generic[AnswerT]):
         return question.answer
 
     def serve(self, players: list[Callable[[], None]]) -> None:
-        """Run each player in a thread and answer them until all have ended.
+        """Run each player in a thread and answer requests until all players have ended.
 
         Raises:
             The first error of a player or of the policy, after the other players have ended.
@@ -101,7 +101,7 @@ class InferenceQueue(Generic[AnswerT]):
                 self._refuse()
 
     def _serve_once(self) -> None:
-        """Answer those that wait, and count those that left."""
+        """Answer one batch of requests, and count players that have ended."""
         left, questions = self._waiting()
         try:
             for player in left:
@@ -113,20 +113,20 @@ class InferenceQueue(Generic[AnswerT]):
                     question.answer.set_exception(EvaluationAborted())
 
     def _waiting(self) -> tuple[list[Future[None]], list[_Question]]:
-        """Players that left, and questions for a call; one of them at least."""
+        """Return players that have ended and requests for one call, at least one of both together."""
         left, questions = list[Future[None]](), list[_Question]()
         latest = time.monotonic() + self._patience
         while len(questions) < min(self._rows, self._playing):
             others = bool(left or questions)
             try:
-                found = self._questions.get(timeout=max(0.0, latest - time.monotonic()) if others else None)
+                item = self._questions.get(timeout=max(0.0, latest - time.monotonic()) if others else None)
             except Empty:
                 break
-            if isinstance(found, Future):
-                left.append(found)
+            if isinstance(item, Future):
+                left.append(item)
                 self._playing -= 1
             else:
-                questions.append(found)
+                questions.append(item)
         return left, questions
 
     def _answer(self, questions: list[_Question]) -> None:
@@ -139,6 +139,7 @@ class InferenceQueue(Generic[AnswerT]):
             question.answer.set_result(answer)
 
     def _refuse(self) -> None:
+        """Fail all requests that still wait."""
         while True:
             try:
                 waiting = self._questions.get_nowait()
@@ -152,33 +153,35 @@ ResultT = TypeVar("ResultT")
 
 
 class ProgressCallback(Protocol):
-    """Called after each episode: what became of all that are finished, and of this one."""
+    """Called after each episode with the outcomes of all finished episodes and the outcome of the latest."""
 
     def __call__(self, finished: Collection[EpisodeOutcome], latest: EpisodeOutcome, /) -> None: ...
 
 
 @dataclass(frozen=True)
 class SimulatorSlot:
-    """Where a player plays: a simulator of a process."""
+    """A simulator that a player uses: slot number `slot` of a process."""
 
-    arena: SimulatorClient
+    process: SimulatorClient
     slot: int
 
 
-def simulator_slots(arenas: Sequence[SimulatorClient], count: int) -> list[SimulatorSlot]:
-    """`count` simulators, spread evenly over the processes."""
-    return [SimulatorSlot(arenas[i % len(arenas)], i // len(arenas)) for i in range(count)]
+def simulator_slots(processes: Sequence[SimulatorClient], count: int) -> list[SimulatorSlot]:
+    """Return `count` simulators, spread evenly over the processes."""
+    return [SimulatorSlot(processes[i % len(processes)], i // len(processes)) for i in range(count)]
 
 
 def task_of(planned: PlannedEpisode) -> TaskKey:
+    """Return the suite and number of the episode's task."""
     return planned.key[:2]
 
 
 @dataclass(frozen=True)
 class AttemptedEpisode(Generic[ResultT]):
-    """The result of an episode, None if all attempts failed, and then the last `problem`.
+    """Result of an episode after one or more attempts.
 
-    lost: attempts that ended with the simulator. seconds: of the last attempt, waiting for the policy included.
+    result: None if all attempts failed. problem: the last error then. lost: number of attempts in which the simulator
+    died. seconds: duration of the last attempt, including waiting for the policy.
     """
 
     result: ResultT | None
@@ -188,21 +191,21 @@ class AttemptedEpisode(Generic[ResultT]):
 
 
 class EpisodePlayer:
-    """Plays planned episodes: players in threads, simulators in processes, one policy that answers those that wait.
+    """Plays planned episodes with players in threads, simulators in processes and one policy.
 
-    No result depends on the number of arenas or on `batch`.
+    Results depend neither on the number of processes nor on `batch`.
 
     Args:
-        batch: episodes that are played at once.
-        attempts: how often an episode is begun whose simulator dies on the way. If the process was lost during
-            another slot's call, the attempt is not counted: whether an episode fails would else depend on its
-            neighbors.
+        batch: number of episodes played at the same time.
+        attempts: number of attempts at an episode whose simulator dies. If the shared process dies during another
+            slot's call, the attempt is not counted: otherwise it would depend on the neighbors whether an episode
+            fails.
     """
 
-    def __init__(self, arenas: Sequence[SimulatorClient], batch: int, attempts: int) -> None:
-        self._arenas, self._batch, self._attempts = arenas, batch, attempts
+    def __init__(self, processes: Sequence[SimulatorClient], batch: int, attempts: int) -> None:
+        self._processes, self._batch, self._attempts = processes, batch, attempts
         self._held: dict[SimulatorSlot, TaskKey] = {}
-        """The task that each simulator was built for: building one takes seconds."""
+        """Task that each simulator was last built for. Building one takes seconds, so players prefer the same task."""
         self._lock = threading.Lock()
 
     def play(
@@ -215,11 +218,11 @@ class EpisodePlayer:
         """Play all episodes.
 
         Args:
-            queue: the policy, which `attempt` asks.
-            attempt: plays an episode; raises WorkerError if the simulator was lost.
-            finish: is called after each episode, by one thread at a time. What it raises ends all.
+            queue: requests to the policy, used by `attempt`.
+            attempt: plays an episode; raises WorkerError if the simulator died.
+            finish: called after each episode, by one thread at a time. An error it raises ends the evaluation.
         """
-        slots = simulator_slots(self._arenas, min(self._batch, len(planned)))
+        slots = simulator_slots(self._processes, min(self._batch, len(planned)))
         before = [self._held[slot] for slot in slots if slot in self._held]
         schedule = StickyQueue(planned, task_of, before)
 
@@ -247,28 +250,32 @@ class EpisodePlayer:
 
 
 class Evaluation:
-    """Plays what the journal does not have yet, and writes it there."""
+    """Evaluation of a policy on planned episodes. Finished episodes are read from the journal and not played again.
+
+    Args:
+        on_outcome: called after each episode.
+    """
 
     def __init__(
         self,
         settings: LiberoEvaluationSettings,
         planned: Sequence[PlannedEpisode],
         journal: EvaluationJournal,
-        told: ProgressCallback,
+        on_outcome: ProgressCallback,
     ) -> None:
-        self._settings, self._planned, self._journal, self._told = settings, planned, journal, told
+        self._settings, self._planned, self._journal, self._on_outcome = settings, planned, journal, on_outcome
         self.outcomes: dict[EpisodeKey, EpisodeOutcome] = {}
 
-    def run(self, policy: RobotPolicy, arenas: Sequence[SimulatorClient]) -> Mapping[EpisodeKey, EpisodeOutcome]:
+    def run(self, policy: RobotPolicy, processes: Sequence[SimulatorClient]) -> Mapping[EpisodeKey, EpisodeOutcome]:
         """Return the outcome of every planned episode.
 
         Raises:
-            WorkerError: more episodes than `failed_episodes` could not be played.
-            DataError: the policy answered with something that is not an action.
+            WorkerError: more than `failed_episodes` episodes could not be played.
+            DataError: the policy returned something that is not an action.
         """
         wanted = {planned.key for planned in self._planned}
-        known = self._journal.read().items()
-        self.outcomes = {key: outcome for key, outcome in known if key in wanted and outcome.failure is None}
+        journal = self._journal.read().items()
+        self.outcomes = {key: outcome for key, outcome in journal if key in wanted and outcome.failure is None}
         left = [planned for planned in self._planned if planned.key not in self.outcomes]
         queue = InferenceQueue(policy.predict, policy.rows_per_pass, policy.prepared)
 
@@ -276,9 +283,9 @@ class Evaluation:
             def actor(observation: RobotObservation, chunk: int) -> Actions:
                 return queue.ask(observation, noise_seed(self._settings, planned, chunk)).result()
 
-            return play_episode(simulator.arena, simulator.slot, planned, actor)
+            return play_episode(simulator.process, simulator.slot, planned, actor)
 
-        EpisodePlayer(arenas, self._settings.batch, self._settings.attempts).play(left, queue, attempt, self._finish)
+        EpisodePlayer(processes, self._settings.batch, self._settings.attempts).play(left, queue, attempt, self._finish)
         return self.outcomes
 
     def _finish(self, planned: PlannedEpisode, attempted: AttemptedEpisode[PlayedEpisode]) -> None:
@@ -292,10 +299,11 @@ class Evaluation:
         failed = sum(each.failure is not None for each in self.outcomes.values())
         if failed > self._settings.failed_episodes:
             raise WorkerError(
-                f"{failed} episodes could not be played, {self._settings.failed_episodes} may fail: {outcome.failure}",
+                f"{failed} episodes could not be played, at most {self._settings.failed_episodes} may fail: "
+                f"{outcome.failure}",
                 code="too_many_episodes_failed",
                 where=planned.name,
-                remedy="see the simulators' logs; finished episodes are kept, the next attempt resumes from them",
+                remedy="see the simulators' logs and start again: finished episodes are kept",
             )
         self._journal.append(planned, outcome)
-        self._told(self.outcomes.values(), outcome)
+        self._on_outcome(self.outcomes.values(), outcome)

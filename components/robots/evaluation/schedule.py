@@ -1,4 +1,4 @@
-"""Which episodes are played, and by which seeds."""
+"""Schedule of an evaluation: the episodes that are played and their seeds."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from armature.components.robots.libero.tasks import LiberoTask, refuse_unreachab
 
 TaskKey = tuple[str, int]
 EpisodeKey = tuple[str, int, int] | tuple[str, int, int, str]
-"""Suite, task, episode; then the label of its perturbation, if it has one."""
+"""Suite, task number and episode number; then the label of the perturbation, if there is one."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedEpisode:
-    """One episode. `episode` counts within the task; `repetition` how often its initial state came before.
+    """An episode to play.
 
-    A perturbed one differs in its perturbation alone from the episode that it is compared with.
+    `episode` counts within the task; `repetition` is the number of earlier episodes from the same initial state. A
+    perturbed episode differs from the unperturbed one it is compared with only in `perturbation`.
     """
 
     task: LiberoTask
@@ -34,42 +35,44 @@ class PlannedEpisode:
 
     @property
     def key(self) -> EpisodeKey:
-        own = (self.task.suite, self.task.index, self.episode)
-        return own if self.perturbation is None else (*own, self.perturbation.label)
+        """Identity of the episode within its evaluation."""
+        key = (self.task.suite, self.task.index, self.episode)
+        return key if self.perturbation is None else (*key, self.perturbation.label)
 
     @property
     def name(self) -> str:
+        """Name of the episode in messages."""
         name = f"{self.task.suite} task {self.task.index} episode {self.episode} (initial state {self.initial_state})"
         return name if self.perturbation is None else f"{name} with {self.perturbation.label}"
 
 
 def plan_episodes(
-    settings: LiberoEvaluationSettings, known: Mapping[str, Sequence[LiberoTask]]
+    settings: LiberoEvaluationSettings, tasks: Mapping[str, Sequence[LiberoTask]]
 ) -> list[PlannedEpisode]:
-    """Every episode, by suite, task and number, then all of them with each perturbation.
+    """Return all episodes by suite, task and number, then all of them again for each perturbation.
 
     Args:
-        known: the tasks of each suite.
+        tasks: the tasks of each suite.
 
     Raises:
-        ConfigurationError: a suite has no task of a number that is asked for, or a task no such initial state.
+        ConfigurationError: a suite does not have a task, or a task not an initial state, that the settings name.
     """
     planned: list[PlannedEpisode] = []
     for suite in settings.suites:
-        for task in tasks_of(suite, known[suite], settings.tasks, "evaluation.tasks"):
+        for task in tasks_of(suite, tasks[suite], settings.tasks, "evaluation.tasks"):
             planned += _of_task(task, settings, settings.max_steps[suite])
     perturbations = settings.perturbations.listed()
     return planned + [replace(each, perturbation=one) for one in perturbations for each in planned]
 
 
 def refuse_episodes(settings: LiberoEvaluationSettings, simulator: SimulatorSettings) -> None:
-    """Refuse before a training what the evaluation after it would refuse.
+    """Refuse evaluation settings early, before a training that precedes the evaluation.
 
     Raises:
-        ConfigurationError: as `plan_episodes` and `refuse_unreachable`.
+        ConfigurationError: see `plan_episodes` and `refuse_unreachable`.
     """
-    known: dict[str, Sequence[LiberoTask]] = {suite: suite_tasks(suite) for suite in settings.suites}
-    refuse_unreachable(dict.fromkeys(each.task for each in plan_episodes(settings, known)), simulator)
+    tasks: dict[str, Sequence[LiberoTask]] = {suite: suite_tasks(suite) for suite in settings.suites}
+    refuse_unreachable(dict.fromkeys(each.task for each in plan_episodes(settings, tasks)), simulator)
 
 
 def _of_task(task: LiberoTask, settings: LiberoEvaluationSettings, max_steps: int) -> list[PlannedEpisode]:
@@ -87,13 +90,13 @@ def _of_task(task: LiberoTask, settings: LiberoEvaluationSettings, max_steps: in
     ]
 
 
-def tasks_of(suite: str, known: Sequence[LiberoTask], chosen: Sequence[int], where: str) -> list[LiberoTask]:
-    """Return the tasks with the `chosen` numbers, or all of the suite, by number.
+def tasks_of(suite: str, tasks: Sequence[LiberoTask], chosen: Sequence[int], where: str) -> list[LiberoTask]:
+    """Return the tasks with the `chosen` numbers, or all tasks of the suite, sorted by number.
 
     Raises:
-        ConfigurationError: the suite has no such task.
+        ConfigurationError: the suite does not have one of the tasks.
     """
-    by_index = {task.index: task for task in known}
+    by_index = {task.index: task for task in tasks}
     if missing := sorted(set(chosen) - set(by_index)):
         raise ConfigurationError(
             f"{suite} has no task {', '.join(map(str, missing))}",
@@ -105,10 +108,10 @@ def tasks_of(suite: str, known: Sequence[LiberoTask], chosen: Sequence[int], whe
 
 
 def states_of(task: LiberoTask, chosen: Sequence[int], where: str) -> Sequence[int]:
-    """The initial states that are `chosen`, or all of the task.
+    """Return the `chosen` initial states, or all of the task.
 
     Raises:
-        ConfigurationError: the task has no such initial state.
+        ConfigurationError: the task does not have one of the initial states.
     """
     states = chosen or range(task.initial_states)
     if max(states) >= task.initial_states:
@@ -122,10 +125,10 @@ def states_of(task: LiberoTask, chosen: Sequence[int], where: str) -> Sequence[i
 
 
 def noise_seed(settings: LiberoEvaluationSettings, planned: PlannedEpisode, chunk: int) -> int:
-    """Seed in [0, 2**63) of the noise that the `chunk`-th answer of an episode is sampled from.
+    """Return the seed, in [0, 2**63), of the noise that chunk number `chunk` of an episode is sampled from.
 
-    It hangs on what the episode is, never on when, where or beside which others it is played. LeRobot's hangs on
-    the batch (spec: seeds are summed over its rows), so that batch sizes are different experiments there.
+    The seed depends on the episode only, not on when, where or next to which other episodes it is played. LeRobot's
+    seed depends on the batch (the seeds of its rows are summed), so different batch sizes are different experiments.
     """
     parts: list[object] = [settings.eval_seed, chunk]
     if settings.per_episode_seed:

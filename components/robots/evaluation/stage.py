@@ -1,4 +1,4 @@
-"""The stages evaluate-libero, where a policy plays the suites, and compare-libero, of two such evaluations."""
+"""The stages evaluate-libero (a policy plays LIBERO's suites) and compare-libero (two evaluations are compared)."""
 
 from __future__ import annotations
 
@@ -28,19 +28,22 @@ METRICS_FILE = "metrics.json"
 JOURNAL_FILE = "episodes.jsonl"
 COMPARISON_FILE = "comparison.json"
 SHOWN = ("success", "success_low", "success_high", "difference")
-"""Of each perturbation, among the metrics of a run; `metrics.json` has the others, too."""
+"""Metrics of each perturbation that are logged to the run; `metrics.json` has all of them."""
 
 
 def evaluate_libero(
     settings: EvaluateLiberoStageSettings, inputs: Mapping[str, Artifact], out: Path, context: StageContext
 ) -> StageReport:
-    """Writes `results.parquet`, `perturbed.parquet` where something was perturbed, `eval_info.json`, `metrics.json`,
-    `videos/` and `report.html`.
+    """Evaluate the policy and write its results, metrics, videos and report.
+
+    Files: `results.parquet`, `eval_info.json`, `metrics.json`, `videos/`, `report.html`, and `perturbed.parquet` if
+        there
+    are perturbations.
 
     Raises:
-        WorkerError: more episodes than may fail could not be played.
-        ConfigurationError: a task that does not exist or cannot be made easier, or a policy that cannot act in this
-            mode.
+        WorkerError: more episodes than allowed could not be played.
+        ConfigurationError: a task does not exist or cannot be simplified as asked, or the policy does not support the
+            action mode.
     """
     from armature.components.robots.evaluation.robot import refuse_cameras
     from armature.components.robots.evaluation.schedule import refuse_episodes
@@ -49,7 +52,7 @@ def evaluate_libero(
 
     plan = settings.evaluation
     refuse_episodes(plan, settings.simulator)
-    known: dict[str, Sequence[LiberoTask]] = {suite: suite_tasks(suite) for suite in plan.suites}
+    tasks: dict[str, Sequence[LiberoTask]] = {suite: suite_tasks(suite) for suite in plan.suites}
     policy = open_policy(
         inputs["policy"].path,
         mode=plan.inference_action_mode,
@@ -61,19 +64,19 @@ def evaluate_libero(
         image_attention=plan.image_attention_at_inference,
     )
     refuse_cameras(policy.cameras, settings.simulator)
-    with open_simulators(settings.simulator, context.machine, plan.batch) as arenas:
-        report = evaluate_policy(policy, known, arenas, settings, out, context)
+    with open_simulators(settings.simulator, context.machine, plan.batch) as processes:
+        report = evaluate_policy(policy, tasks, processes, settings, out, context)
     if not policy.undecoded:
         return report
-    context.events.message(f"{policy.undecoded} answers of the policy could not be read as actions")
+    context.events.message(f"{policy.undecoded} answers of the policy could not be decoded to actions")
     return replace(report, drops={**report.drops, "answers without actions": policy.undecoded})
 
 
 @contextmanager
 def open_simulators(settings: SimulatorSettings, machine: Machine, batch: int) -> Iterator[list[SimulatorProcess]]:
-    """Start the processes that play `batch` episodes at once, beside a policy with `machine.threads` CPU threads.
+    """Start the processes that play `batch` episodes at once, and limit torch to `machine.threads` CPU threads.
 
-    0 threads leave their number to torch.
+    The policy computes in this process, next to the simulators. With 0 threads torch's own number stays.
     """
     import torch
 
@@ -91,13 +94,13 @@ def open_simulators(settings: SimulatorSettings, machine: Machine, batch: int) -
 
 def evaluate_policy(
     policy: RobotPolicy,
-    known: Mapping[str, Sequence[LiberoTask]],
-    arenas: Sequence[SimulatorClient],
+    tasks: Mapping[str, Sequence[LiberoTask]],
+    processes: Sequence[SimulatorClient],
     settings: EvaluateLiberoStageSettings,
     out: Path,
     context: StageContext,
 ) -> StageReport:
-    """The evaluation of any policy, and all it writes. `known` holds the tasks of each suite."""
+    """Evaluate any policy and write all result files, see `evaluate_libero`. tasks: the tasks of each suite."""
     from armature.components.pages.report import write_report
     from armature.components.robots.evaluation.compare import perturbed_metrics
     from armature.components.robots.evaluation.page import evaluation_report
@@ -112,11 +115,11 @@ def evaluate_policy(
     from armature.components.robots.evaluation.schedule import plan_episodes
 
     started = time.monotonic()
-    planned = plan_episodes(settings.evaluation, known)
-    outcomes = _play(policy, settings, planned, arenas, context)
+    planned = plan_episodes(settings.evaluation, tasks)
+    outcomes = _play(policy, settings, planned, processes, context)
     results, perturbed = collect_results(planned, outcomes), collect_perturbed(planned, outcomes)
     every = {each.key: result for each, result in zip(planned, [*results, *perturbed], strict=True)}
-    stills, differing = _film(settings, planned, outcomes, every, arenas[0], out, context)
+    stills, differing = _film(settings, planned, outcomes, every, processes[0], out, context)
     write_results(out, results, perturbed)
     numbers = metrics(results)
     changed = perturbed_metrics(results, perturbed)
@@ -144,20 +147,20 @@ def _play(
     policy: RobotPolicy,
     settings: EvaluateLiberoStageSettings,
     planned: Sequence[PlannedEpisode],
-    arenas: Sequence[SimulatorClient],
+    processes: Sequence[SimulatorClient],
     context: StageContext,
 ) -> Mapping[EpisodeKey, EpisodeOutcome]:
     from armature.components.robots.evaluation.episode import EvaluationJournal
     from armature.components.robots.evaluation.run import Evaluation
 
-    def told(finished: Collection[EpisodeOutcome], latest: EpisodeOutcome) -> None:
+    def on_outcome(finished: Collection[EpisodeOutcome], latest: EpisodeOutcome) -> None:
         solved = sum(outcome.success for outcome in finished) / len(finished)
         context.events.progress("episodes", len(finished), len(planned), success=solved, steps=latest.steps)
         if latest.failure is not None:
             context.events.message(f"an episode could not be played: {latest.failure}")
 
     journal = EvaluationJournal(context.workspace / JOURNAL_FILE)
-    return Evaluation(settings.evaluation, planned, journal, told).run(policy, arenas)
+    return Evaluation(settings.evaluation, planned, journal, on_outcome).run(policy, processes)
 
 
 def _film(
@@ -165,11 +168,11 @@ def _film(
     planned: Sequence[PlannedEpisode],
     outcomes: Mapping[EpisodeKey, EpisodeOutcome],
     results: Mapping[EpisodeKey, LiberoResult],
-    arena: SimulatorClient,
+    process: SimulatorClient,
     out: Path,
     context: StageContext,
 ) -> tuple[list[LastFrame], int]:
-    """The videos' last images, and how many repetitions ended otherwise."""
+    """Write the videos; return their last frames and the number of repetitions that ended differently."""
     from armature.components.robots.evaluation.page import LastFrame
     from armature.components.robots.evaluation.videos import chosen, differs, film, side_by_side, write_video
 
@@ -177,7 +180,7 @@ def _film(
     picked = chosen(planned, outcomes, plan.videos_per_task)
     stills: list[LastFrame] = []
     differing = 0
-    for done, (episode, played) in enumerate(film(picked, outcomes, arena, plan.attempts), start=1):
+    for done, (episode, played) in enumerate(film(picked, outcomes, process, plan.attempts), start=1):
         context.events.progress("videos", done, len(picked))
         if difference := differs(played, outcomes[episode.key]):
             differing += 1
@@ -191,10 +194,10 @@ def _film(
 def compare_libero(
     settings: CompareLiberoSettings, inputs: Mapping[str, Artifact], out: Path, context: StageContext
 ) -> StageReport:
-    """Writes `comparison.json`, `videos/` of episodes that both filmed, side by side, and `report.html`.
+    """Compare two evaluations and write `comparison.json`, side-by-side `videos/` and `report.html`.
 
     Raises:
-        DataError: an input is not an evaluation in LIBERO, or they did not play the same episodes.
+        DataError: an input is not a LIBERO evaluation, or the two did not play the same episodes.
     """
     from armature.components.pages.report import write_report
     from armature.components.robots.evaluation.compare import compare_parts, compare_perturbed

@@ -1,7 +1,7 @@
-"""Videos of successes and failures, made by carrying out the recorded actions again.
+"""Videos of successful and failed episodes, filmed while the recorded actions are executed again.
 
-Which episodes deserve a video is known when all are played; rendering every step of every episode would cost many
-times the physics. The simulator is deterministic, so the repetition shows the same episode.
+Which episodes get a video is only known when all have been played, and rendering every step of every episode would
+cost many times the physics. The simulator is deterministic, so the repetition shows the same episode.
 """
 
 from __future__ import annotations
@@ -33,8 +33,10 @@ ENCODING = VideoSettings(codec="libx264", pixel_format="yuv420p", quality=23, ke
 def chosen(
     planned: Sequence[PlannedEpisode], outcomes: Mapping[EpisodeKey, EpisodeOutcome], each: int
 ) -> list[PlannedEpisode]:
-    """The first `each` successes and as many failures of every task, and of every perturbation over all tasks; what
-    could not be played has no actions."""
+    """Return the episodes to film: the first `each` successes and failures of every task and of every perturbation.
+
+    Perturbed episodes are counted per perturbation, over all tasks. Episodes that could not be played are left out.
+    """
     taken: dict[tuple[object, bool], int] = {}
     picked = []
     for episode in planned:
@@ -49,27 +51,27 @@ def chosen(
 def film(
     picked: Sequence[PlannedEpisode],
     outcomes: Mapping[EpisodeKey, EpisodeOutcome],
-    arena: SimulatorClient,
+    process: SimulatorClient,
     attempts: int,
 ) -> Iterator[tuple[PlannedEpisode, PlayedEpisode]]:
-    """Each episode again, with its images.
+    """Yield each episode with its repetition, which has camera images.
 
     Raises:
-        WorkerError: the simulator was lost in every attempt.
+        WorkerError: the simulator died in every attempt.
     """
     for episode in picked:
-        yield episode, _again(arena, episode, outcomes[episode.key].actions, attempts)
+        yield episode, _again(process, episode, outcomes[episode.key].actions, attempts)
 
 
-def _again(arena: SimulatorClient, episode: PlannedEpisode, actions: Actions, attempts: int) -> PlayedEpisode:
+def _again(process: SimulatorClient, episode: PlannedEpisode, actions: Actions, attempts: int) -> PlayedEpisode:
     for _ in range(attempts - 1):
         with suppress(WorkerError):
-            return replay_episode(arena, 0, episode, actions)
-    return replay_episode(arena, 0, episode, actions)
+            return replay_episode(process, 0, episode, actions)
+    return replay_episode(process, 0, episode, actions)
 
 
 def differs(played: PlayedEpisode, recorded: EpisodeOutcome) -> str | None:
-    """How a repetition ended otherwise than the episode did; None where it is the same."""
+    """Return how the repetition's ending differs from the recorded one; None if they are equal."""
     if (played.success, played.steps) == (recorded.success, recorded.steps):
         return None
     return (
@@ -79,7 +81,7 @@ def differs(played: PlayedEpisode, recorded: EpisodeOutcome) -> str | None:
 
 
 def write_video(folder: Path, episode: PlannedEpisode, images: Sequence[CameraImages], fps: int) -> str:
-    """All cameras side by side. Returns the path inside `folder`."""
+    """Write a video of an episode with all cameras side by side; return its path relative to `folder`."""
     frames = [side_by_side(each) for each in images]
     height, width, _ = frames[0].shape
     relative = video_path(episode.key)
@@ -90,34 +92,34 @@ def write_video(folder: Path, episode: PlannedEpisode, images: Sequence[CameraIm
 
 
 def side_by_side(images: CameraImages) -> NDArray[np.uint8]:
-    """Cameras of one moment in one image, cut to even sides as the pixel format needs."""
+    """Return the images of all cameras next to each other, cropped to even sides as the pixel format requires."""
     joined = np.concatenate(list(images.values()), axis=1)
     return joined[: joined.shape[0] // 2 * 2, : joined.shape[1] // 2 * 2]
 
 
-# Videos of two evaluations side by side: the same beginning, played by two policies.
+# --- Videos of two evaluations side by side: the same initial state, played by two policies ---
 
 GAP = 8
-"""Black pixels between the two."""
+"""Width in pixels of the black gap between the two videos."""
 
 
 def write_pairs(first: Path, second: Path, out: Path) -> dict[str, str]:
-    """A video for each episode that both evaluations filmed, in `out`/videos; what it shows to its path in `out`.
+    """Write a video for each episode that both evaluations filmed; return paths relative to `out` by description.
 
-    The first episodes of each task are among them: they are the first successes or failures of both.
+    Usually these are the first episodes of each task, which are the first successes or failures of both.
     """
-    found = {}
+    videos = {}
     for one, other in zip(read_results(first), read_results(second), strict=True):
         path = video_path(one.key)
         if (first / path).is_file() and (second / path).is_file():
             join_videos(first / path, second / path, out / path)
             ends = ", then ".join("solved" if each.success else "not solved" for each in (one, other))
-            found[f"video: {one.suite} {one.task}, episode {one.episode}, {ends}"] = path
-    return found
+            videos[f"video: {one.suite} {one.task}, episode {one.episode}, {ends}"] = path
+    return videos
 
 
 def join_videos(first: Path, second: Path, out: Path) -> None:
-    """Both from their beginnings, at the first one's speed; the shorter one stands still at its end."""
+    """Write both videos side by side at the frame rate of the first; the shorter one freezes at its last frame."""
     (left, fps), (right, _) = _read(first), _read(second)
     height, width, _ = left[0].shape
     writer = VideoWriter(out, fps, 2 * width + GAP, height, ENCODING)
