@@ -1,4 +1,4 @@
-"""Images of a simulation, drawn when they are asked for and not at every step."""
+"""Rendering of a simulation's cameras, only when images are requested and not at every step."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ if TYPE_CHECKING:
     import mujoco
 
 MOST_GEOMETRIES = 1000
-"""Of a scene, as robosuite has it."""
+"""Maximum number of geometries in a rendered scene, robosuite's value."""
 
 
 class Cameras:
-    """Fixed cameras of one simulator, in a GL context of their own.
+    """Fixed cameras of one simulator, with their own GL context.
 
-    Several may live in a process: each makes its context the current one before it uses or frees anything in it.
-    Images are those of robosuite's offscreen renderer, to the pixel, when reflections are on and the number of
-    samples is MuJoCo's.
+    A process may have several instances: each makes its context current before it uses or frees anything. With
+    reflections and MuJoCo's default number of samples, images equal the ones from robosuite's offscreen renderer, pixel
+    for pixel.
     """
 
     def __init__(self, names: Sequence[str], resolution: int, reflections: bool, samples: int) -> None:
@@ -40,14 +40,14 @@ class Cameras:
         self._looks: mujoco.MjModel | None = None
 
     def show(self, model: mujoco.MjModel, looks: mujoco.MjModel | None = None) -> None:
-        """Draw this model from now on.
+        """Render this model from now on.
 
         Args:
-            looks: one with the same meshes and textures, which are not loaded again if those that are drawn with have
-                been of this one; None: they are this model's own.
+            looks: a model with the same meshes and textures. If it is the same object as in the previous call, they are
+                not loaded to the GPU again. None: the model has meshes and textures of its own.
 
         Raises:
-            ConfigurationError: it has no camera of a name.
+            ConfigurationError: the model does not have one of the cameras.
         """
         import mujoco
 
@@ -57,7 +57,7 @@ class Cameras:
                 f"LIBERO has no camera {unknown[0]!r}",
                 code="unknown_camera",
                 where="simulator.camera_name_mapping",
-                remedy=f"known: {', '.join(cameras)}",
+                remedy=f"choose among {', '.join(cameras)}",
             )
         model.vis.quality.offsamples = self._samples
         model.vis.global_.offwidth = max(self._side, model.vis.global_.offwidth)
@@ -74,7 +74,8 @@ class Cameras:
         mujoco.mjr_setBuffer(mujoco.mjtFramebuffer.mjFB_OFFSCREEN, self._drawn)
 
     def draw(self, data: mujoco.MjData) -> dict[str, NDArray[np.uint8]]:
-        """Camera to RGB (side, side, 3), turned by half a circle against MuJoCo's, as LIBERO's datasets are."""
+        """Return RGB images (side, side, 3) by camera, rotated by 180° relative to MuJoCo's, as in LIBERO's
+        datasets."""
         import mujoco
 
         self._context.make_current()
@@ -94,6 +95,7 @@ class Cameras:
         return images
 
     def close(self) -> None:
+        """Free the GL context and everything in it."""
         self._free()
         self._context.free()
 
@@ -105,15 +107,15 @@ class Cameras:
 
 
 def gl_context(side: int) -> Any:
-    """A context of the kind that MUJOCO_GL names.
+    """Return a GL context of the kind named by the environment variable MUJOCO_GL (default egl).
 
     Raises:
-        ConfigurationError: it names none, or there is no driver.
+        ConfigurationError: the kind is unknown, or its driver is missing.
     """
     kind = os.environ.get("MUJOCO_GL", "egl").lower()
     if kind not in ("egl", "osmesa", "glfw"):
         raise ConfigurationError(
-            "not a way to render", code="unknown_renderer", where="MUJOCO_GL", remedy="set it to egl, osmesa or glfw"
+            "unknown renderer", code="unknown_renderer", where="MUJOCO_GL", remedy="set it to egl, osmesa or glfw"
         )
     try:
         return import_module(f"mujoco.{kind}").GLContext(side, side)

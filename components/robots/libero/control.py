@@ -1,8 +1,8 @@
-"""robosuite's operational space control and sensors with the same bits, in fewer calls.
+"""Faster versions of robosuite's operational space control and sensor updates, with bit-identical results.
 
-An action of LIBERO is 25 steps of the physics, and robosuite computes torques for each: with names looked up, Jacobians
-computed four times, limits put together and 30 sensors asked whether they are due.
-The first of the 25 steps, which sets the goal, stays robosuite's own.
+One action of LIBERO is 25 physics steps, and robosuite computes torques for each of them: it looks up names, computes
+Jacobians four times, builds the limits and asks 30 sensors whether they are due. The classes here do this with fewer
+calls. The first of the 25 steps, which sets the controller's goal, is still computed by robosuite.
 """
 
 from __future__ import annotations
@@ -20,39 +20,39 @@ from numpy.typing import NDArray
 from robosuite.controllers.osc import OperationalSpaceController
 from robosuite.utils.control_utils import nullspace_torques, opspace_matrices, orientation_error
 
-# What robosuite compiles again at every reset, compiled once, with the same bits.
+# --- Compiling a task's model once, although robosuite compiles it at every reset; results are bit-identical ---
 
 KEPT = 4
-"""Compiled documents of a process: of the tasks that its simulators play. One takes up to some 100 MB."""
+"""Number of compiled models that a process caches, for the tasks its simulators play. One takes up to 100 MB."""
 
 
 @dataclass
 class Compiled:
-    """model: what the last document was compiled to, never changed; None: there was no document yet."""
+    """Last model that was compiled, which must not be changed; None before the first."""
 
     model: mujoco.MjModel | None = None
 
 
 @contextmanager
 def kept_models() -> Iterator[Compiled]:
-    """Inside, robosuite's simulations of a document that is known are made of a copy of its compiled model.
+    """Context in which robosuite's simulations are made from a copy of a cached compiled model.
 
-    A reset compiles a task's document each time, though it is always the same: what a seed decides is set in the
-    model afterwards.
+    robosuite compiles a task's XML document at each reset, although the document is always the same: everything that
+    depends on the seed is set in the model afterwards.
     """
     from robosuite.utils.binding_utils import MjSim
 
-    own, found = vars(MjSim)["from_xml_string"], Compiled()
+    original, last = vars(MjSim)["from_xml_string"], Compiled()
 
     def from_xml_string(kind: type[MjSim], xml: str) -> MjSim:
-        found.model = _compiled(xml)
-        return kind(copy.copy(found.model))
+        last.model = _compiled(xml)
+        return kind(copy.copy(last.model))
 
     MjSim.from_xml_string = classmethod(from_xml_string)
     try:
-        yield found
+        yield last
     finally:
-        MjSim.from_xml_string = own
+        MjSim.from_xml_string = original
 
 
 @lru_cache(KEPT)
@@ -64,22 +64,22 @@ Vector = NDArray[np.float64]
 
 
 def quicken(environment: Any) -> None:
-    """Have `environment` of robosuite compute as said, until `restore`."""
+    """Replace the control and sensor updates of robosuite's `environment` by the faster ones, until `restore`."""
     environment._pre_action = OperationalSpaceControl(environment)
     environment._update_observables = Sensors(environment)
 
 
 def restore(environment: Any) -> None:
-    """Before a reset, which makes robot and controller again."""
+    """Undo `quicken`. Needed before a reset, because a reset creates new robot and controller objects."""
     vars(environment).pop("_pre_action", None)
     vars(environment).pop("_update_observables", None)
 
 
 class OperationalSpaceControl:
-    """`_pre_action` of an environment with one Panda arm, moved by differences of its gripper's pose.
+    """Replacement of `_pre_action` for an environment with one Panda arm that is controlled by pose differences.
 
-    Torques are those of `OperationalSpaceController.run_controller` (Khatib 1987), clipped to the actuators' limits.
-    Arrays have the memory order that they have there, since a matrix product's last bits depend on it.
+    Torques equal the ones of `OperationalSpaceController.run_controller` (Khatib 1987), clipped to the actuators'
+    limits. Arrays have the same memory order as in robosuite, because the last bits of a matrix product depend on it.
     """
 
     def __init__(self, environment: Any) -> None:
@@ -100,7 +100,7 @@ class OperationalSpaceControl:
         size, joints = self._model.nv, len(self._velocities)
         self._jacobians = np.zeros((2, 3, size))
         self._mass = np.zeros((size, size))
-        self._own_jacobian = np.zeros((6, joints), order="F")
+        self._arm_jacobian = np.zeros((6, joints), order="F")
         self._wrench = np.zeros(6)
 
     def __call__(self, action: Vector, policy_step: bool = False) -> None:
@@ -113,31 +113,31 @@ class OperationalSpaceControl:
         control[self._fingers] = self._middle + self._half * self._gripper.format_action(action[arm:])
 
     def _torques(self) -> Vector:
-        """(7,) newton meters, not clipped."""
+        """Return the joint torques before clipping, (7,) in newton meters."""
         data, controller = self._data, self._controller
-        (moved, turned), mass, own = self._jacobians, self._mass, self._own_jacobian
+        (moved, turned), mass, jacobian = self._jacobians, self._mass, self._arm_jacobian
         mujoco.mj_jacSite(self._model, data, moved, turned, self._site)
         mujoco.mj_fullM(self._model, mass, data.qM)
         velocity = data.qvel
-        own_moved, own_turned = moved[:, self._velocities], turned[:, self._velocities]
-        own[:3], own[3:] = own_moved, own_turned
-        own_mass = mass[self._velocities, :][:, self._velocities]
+        arm_moved, arm_turned = moved[:, self._velocities], turned[:, self._velocities]
+        jacobian[:3], jacobian[3:] = arm_moved, arm_turned
+        arm_mass = mass[self._velocities, :][:, self._velocities]
         stiffness, damping = controller.kp, controller.kd
         position = controller.goal_pos - data.site_xpos[self._site]
         rotation = orientation_error(controller.goal_ori, data.site_xmat[self._site].reshape(3, 3).copy())
         force = position * stiffness[:3] + -moved.dot(velocity) * damping[:3]
         torque = rotation * stiffness[3:] + -turned.dot(velocity) * damping[3:]
-        _, by_position, by_rotation, null_space = opspace_matrices(own_mass, own, own_moved, own_turned)
+        _, by_position, by_rotation, null_space = opspace_matrices(arm_mass, jacobian, arm_moved, arm_turned)
         self._wrench[:3], self._wrench[3:] = by_position.dot(force), by_rotation.dot(torque)
-        torques: Vector = own.T.dot(self._wrench) + data.qfrc_bias[self._velocities]
+        torques: Vector = jacobian.T.dot(self._wrench) + data.qfrc_bias[self._velocities]
         torques += nullspace_torques(
-            own_mass, null_space, controller.initial_joint, data.qpos[self._positions], velocity[self._velocities]
+            arm_mass, null_space, controller.initial_joint, data.qpos[self._positions], velocity[self._velocities]
         )
         return torques
 
 
 class Sensors:
-    """`_update_observables` of an environment: only sensors that are due are asked."""
+    """Replacement of `_update_observables`: it only asks the sensors that are due."""
 
     def __init__(self, environment: Any) -> None:
         self._robosuite = environment._update_observables

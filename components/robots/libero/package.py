@@ -1,4 +1,4 @@
-"""The libero package: where it and its assets lie, and its import without questions or changes to it."""
+"""Import of the libero package without its interactive questions, and the folders of its files and assets."""
 
 from __future__ import annotations
 
@@ -17,21 +17,24 @@ from armature.components.contracts.errors import ConfigurationError
 from armature.components.contracts.installation import install_command
 from armature.components.machine.process import Scratch
 
-# robosuite's controllers, compiled by one process of a machine for all.
+# --- Compiling robosuite's controllers once per machine ---
 
 FOLDER = "NUMBA_CACHE_DIR"
-"""Numba's variable with the folder of what it has compiled."""
+"""Environment variable of Numba: the folder of its compilation cache."""
 
 
 def use_folder() -> None:
-    """Before Numba is imported. Its own choice is beside robosuite's files, where not everybody may write."""
+    """Set Numba's cache folder; call this before Numba is imported.
+
+    Numba's default is a folder next to robosuite's files, which may be read-only.
+    """
     os.environ.setdefault(FOLDER, str(DownloadCache.standard().folder / "numba"))
 
 
 def compile_once(first_steps: Callable[[], None]) -> None:
-    """Let a simulator take its first steps, unless a process has: they compile, which takes 25 s of a core.
+    """Run `first_steps`, which compile robosuite's controllers, unless another process has compiled them.
 
-    Processes that start together would all compile. Here one does, and the others wait for it.
+    Compiling takes 25 s of a core. When processes start together, one compiles and the others wait for it.
     """
     from llvmlite.binding import get_host_cpu_name
 
@@ -40,43 +43,43 @@ def compile_once(first_steps: Callable[[], None]) -> None:
 
 
 ASSETS = "ARMATURE_LIBERO_ASSETS"
-"""Variable with the folder of scenes, meshes and textures; without it the package finds or fetches its own."""
+"""Environment variable: folder of scenes, meshes and textures. If unset, the package finds or downloads its own."""
 
 COMPACT = Path(__file__).with_name("compact")
 
 
 @cache
 def package_folder() -> Path:
-    """The folder with bddl_files and init_files. Nothing of the package is imported, which would ask on stdin.
+    """Return the folder with bddl_files and init_files, without importing the package, which would ask on stdin.
 
     Raises:
         ConfigurationError: the package is not installed.
     """
-    found = find_spec("libero")
-    if found is None or not found.submodule_search_locations:
+    spec = find_spec("libero")
+    if spec is None or not spec.submodule_search_locations:
         raise ConfigurationError("LIBERO is not installed", code="package_missing", remedy=install_command("libero"))
-    return Path(found.submodule_search_locations[0]) / "libero"
+    return Path(spec.submodule_search_locations[0]) / "libero"
 
 
 @cache
 def import_libero() -> None:
-    """Afterwards `libero.libero.envs` can be imported.
+    """Import the package so that `libero.libero.envs` can be imported afterwards.
 
     Raises:
         ConfigurationError: the package is not installed.
     """
     root = package_folder()
     if "LIBERO_CONFIG_PATH" not in os.environ:
-        os.environ["LIBERO_CONFIG_PATH"] = _answers(root)
+        os.environ["LIBERO_CONFIG_PATH"] = _configuration_folder(root)
     if sys.platform == "linux":
         os.environ.setdefault("MUJOCO_GL", "egl")
     use_folder()
-    logging.getLogger("robosuite_logs").setLevel(logging.ERROR)  # it asks for a file in its own folder
+    logging.getLogger("robosuite_logs").setLevel(logging.ERROR)  # it warns about a missing file in its own folder
     import_module("libero.libero")
 
 
 def use_assets(folder: Path) -> None:
-    """What the package loads from now on; it has one place for a process."""
+    """Set the folder of assets that the package loads from now on, in the whole process."""
     import libero.libero as libero
 
     libero._assets_path_cache = str(folder)
@@ -84,33 +87,33 @@ def use_assets(folder: Path) -> None:
 
 @cache
 def assets_folder(compact: bool) -> Path:
-    """Of scenes, objects and textures.
+    """Return the folder of scenes, objects and textures.
 
     Args:
-        compact: Our own simple shapes instead of LIBERO's.
+        compact: use Armature's simple shapes instead of LIBERO's meshes.
 
     Raises:
-        ConfigurationError: LIBERO's are unavailable.
+        ConfigurationError: LIBERO's assets are unavailable.
     """
     import libero.libero as libero
 
-    given = str(COMPACT) if compact else os.environ.get(ASSETS)
-    if given is None:
+    configured = str(COMPACT) if compact else os.environ.get(ASSETS)
+    if configured is None:
         libero._assets_path_cache = None
-    folder = _with_textures(Path(given)) if given else Path(libero.get_assets_path())
+    folder = _with_textures(Path(configured)) if configured else Path(libero.get_assets_path())
     if not (folder / "scenes").is_dir():
         raise ConfigurationError(
-            "LIBERO's assets are not there",
+            "the assets of LIBERO are missing",
             code="assets_missing",
-            where=ASSETS if given and not compact else str(folder),
-            remedy=f"set {ASSETS} to a folder with scenes/, textures/ ..., let the package fetch them once, "
+            where=ASSETS if configured and not compact else str(folder),
+            remedy=f"set {ASSETS} to a folder with scenes/, textures/ ..., let the package download them once, "
             "or set simulator.assets = 'compact'",
         )
     return folder
 
 
-def _answers(root: Path) -> str:
-    """A folder with the configuration that the package would ask for."""
+def _configuration_folder(root: Path) -> str:
+    """Write the configuration that the package would ask for; return its folder."""
     folder = _temporary()
     places = {"benchmark_root": "", "bddl_files": "bddl_files", "init_states": "init_files", "assets": "assets"}
     lines = [f"{key}: {root / place}" for key, place in places.items()]
@@ -119,9 +122,9 @@ def _answers(root: Path) -> str:
 
 
 def _with_textures(assets: Path) -> Path:
-    """Links to all of a folder, and to robosuite's textures where it lacks one: floors and walls come from there."""
+    """Return a folder with links to `assets`, and to robosuite's textures of floors and walls that `assets` lacks."""
     robosuite = find_spec("robosuite")
-    assert robosuite is not None and robosuite.submodule_search_locations, "LIBERO's package needs it"
+    assert robosuite is not None and robosuite.submodule_search_locations, "a dependency of the libero package"
     theirs = Path(robosuite.submodule_search_locations[0]) / "models/assets/textures"
     folder = _temporary()
     (folder / "textures").mkdir()
@@ -136,7 +139,7 @@ def _with_textures(assets: Path) -> Path:
 
 
 def _temporary() -> Path:
-    """A folder that goes with this process."""
+    """Return a folder that is deleted when this process ends."""
     folder = Scratch()
     _KEPT.append(folder)
     return Path(folder.name)

@@ -1,4 +1,4 @@
-"""Simulators in processes of their own: MuJoCo and a driver that crash or hang take no run with them."""
+"""Simulators in separate processes, so that a crash or hang of MuJoCo or of a driver does not end the run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Vector = Annotated[NDArray[np.float32], PlainValidator(array_of(np.float32, 1))]
 
 
 class ObservationReply(ReplyForm):
-    """The fields of a `RobotObservation`."""
+    """Reply with the fields of a `RobotObservation`."""
 
     images: dict[str, Image]
     state: Vector
@@ -32,11 +32,12 @@ class ObservationReply(ReplyForm):
     previous: None
 
     def observation(self) -> RobotObservation:
+        """Return the reply as an observation."""
         return RobotObservation(self.images, self.state, self.task)
 
 
 class StepReply(ReplyForm):
-    """The fields of a `ChunkResult`, but its frames."""
+    """Reply with the fields of a `ChunkResult` except its frames."""
 
     observation: ObservationReply
     success: bool
@@ -44,14 +45,14 @@ class StepReply(ReplyForm):
 
 
 class TakenStep(ReplyForm):
-    """A step of a demonstration."""
+    """Reply with one step of a demonstration."""
 
     observation: ObservationReply
     action: Vector
 
 
 class ProgressReply(ReplyForm):
-    """The fields of a `GoalProgress`."""
+    """Reply with the fields of a `GoalProgress`."""
 
     holds: bool
     reach: float
@@ -60,7 +61,7 @@ class ProgressReply(ReplyForm):
 
 
 class OutcomeReply(ReplyForm):
-    """The fields of a `DemonstrationOutcome`."""
+    """Reply with the fields of a `DemonstrationOutcome`."""
 
     success: bool
     steps: NonNegativeInt
@@ -74,12 +75,12 @@ PROGRESS, TAKEN, OUTCOME = TypeAdapter(list[ProgressReply]), TypeAdapter(TakenSt
 
 @dataclass(frozen=True)
 class ChunkResult:
-    """What became of a chunk of actions.
+    """Result of executing a chunk of actions.
 
-    observation: After the last action that was carried out.
-    success: The goal holds; later actions of the chunk were left out.
-    steps: How many were carried out.
-    frames: The images before each of them, by camera, if they were asked for.
+    observation: after the last executed action.
+    success: the goal holds; the remaining actions of the chunk were not executed.
+    steps: number of executed actions.
+    frames: images by camera before each executed action, if requested.
     """
 
     observation: RobotObservation
@@ -90,28 +91,37 @@ class ChunkResult:
 
 @dataclass(frozen=True)
 class Demonstration:
-    """Steps of (what was seen, the action taken then), and how it ended."""
+    """Recorded demonstration: pairs of observation and action, and the outcome."""
 
     steps: list[tuple[RobotObservation, NDArray[np.float32]]]
     outcome: DemonstrationOutcome
 
 
 class SimulatorProcess:
-    """A worker with simulators by slot. They are gone when it was lost: then a slot is reset before it is stepped."""
+    """Client of a worker process that holds one simulator per slot.
+
+    When the process dies, its simulators are lost; a slot then needs a reset before its next step.
+
+    Example:
+        >>> def first_observation(settings: SimulatorSettings, task: LiberoTask) -> RobotObservation:
+        ...     with SimulatorProcess(settings, timeout=300.0) as process:
+        ...         return process.reset(task, initial_state=0, seed=0)
+    """
 
     def __init__(self, settings: SimulatorSettings, timeout: float) -> None:
         """
         Args:
-            timeout: Seconds for one reset, one step of a demonstration or one chunk's action.
+            timeout: maximum seconds of a reset, of a demonstration's step or of one action of a chunk.
         """
         self.worker = make_worker(WORKER, settings.model_dump(mode="json"), timeout=timeout)
 
     @property
     def alive(self) -> bool:
-        """Whether its simulators are there; a reset makes it so."""
+        """True if the process runs. A reset starts it if it does not."""
         return self.worker.alive
 
     def close(self) -> None:
+        """End the process."""
         self.worker.close()
 
     def __enter__(self) -> Self:
@@ -128,20 +138,20 @@ class SimulatorProcess:
         slot: int = 0,
         perturbation: Perturbation | None = None,
     ) -> RobotObservation:
-        """As `LiberoSimulator.reset`; builds the simulator where the slot has another task.
+        """Reset a slot, see `LiberoSimulator.reset`; a slot with another task gets a new simulator first.
 
         Raises:
-            WorkerError: it failed.
+            WorkerError: the process died or did not answer in time.
         """
         changed = None if perturbation is None else asdict(perturbation)
         reply = self.worker.call("reset", slot, task.suite, task.index, initial_state, seed, changed, reply=OBSERVATION)
         return reply.observation()
 
     def step(self, actions: NDArray[np.float32], slot: int = 0, film: bool = False) -> ChunkResult:
-        """Carry out actions (n, 7) until one succeeds; `film` keeps all images.
+        """Execute actions (n, 7) until one of them solves the task. film: return the images of every step.
 
         Raises:
-            WorkerError: it failed, or the slot has had no reset since its process started.
+            WorkerError: the process died, or the slot was not reset since the process started.
         """
         frames, reply = self.worker.stream(
             "step", slot, actions, film, part=IMAGES, most_parts=len(actions), reply=STEP
@@ -149,18 +159,18 @@ class SimulatorProcess:
         return ChunkResult(reply.observation.observation(), reply.success, reply.steps, frames if film else [])
 
     def progress(self, slot: int = 0) -> list[GoalProgress]:
-        """As `LiberoSimulator.progress`.
+        """Return the goal progress of a slot, see `LiberoSimulator.progress`.
 
         Raises:
-            WorkerError: it failed, or the slot has had no reset since its process started.
+            WorkerError: the process died, or the slot was not reset since the process started.
         """
         return [GoalProgress(**dict(goal)) for goal in self.worker.call("progress", slot, reply=PROGRESS)]
 
     def demonstrate(self, task: LiberoTask, initial_state: int, seed: int, noise: float, limit: int) -> Demonstration:
-        """As `demonstrate.demonstrate`, in slot 0.
+        """Play an episode with the scripted policy in slot 0, see `scripted.policy.demonstrate`.
 
         Raises:
-            WorkerError: it failed.
+            WorkerError: the process died or did not answer in time.
         """
         arguments = task.suite, task.index, initial_state, seed, noise, limit
         steps, outcome = self.worker.stream("demonstrate", *arguments, part=TAKEN, most_parts=limit, reply=OUTCOME)

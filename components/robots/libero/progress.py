@@ -1,4 +1,4 @@
-"""How far a task of LIBERO has come, by the simulator's own predicates, contacts and distances."""
+"""Progress of a LIBERO task, measured by the simulator's predicates, contacts and distances."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True)
 class GoalProgress:
-    """Of one predicate of the task's goal.
+    """Progress of one goal predicate.
 
-    holds: whether it is true. reach: meters from the gripper to what it is about. grasped: both fingers touch that.
-    place: meters from there to where it goes; None where it goes nowhere, as a drawer that is to be opened.
+    holds: the predicate is true.
+    reach: distance in meters from the gripper to the predicate's object.
+    grasped: both fingers touch the object.
+    place: distance in meters from the object to its target; None without a target, as for a drawer to be opened.
     """
 
     holds: bool
@@ -23,11 +25,13 @@ class GoalProgress:
 
 
 def goal_progress(environment: Any, goal: list[list[str]], hand: Any, reached: bool | None) -> list[GoalProgress]:
-    """Of LIBERO's environment.
+    """Return the progress of each goal predicate in LIBERO's `environment`.
 
     Args:
-        goal: predicates, as the task's file has them. hand: the gripper's position.
-        reached: of a task that is solved near the object of the first predicate, whether it is; None for any other.
+        goal: predicates as in the task's BDDL file.
+        hand: position of the gripper.
+        reached: for a task with `reach_distance`, True if the gripper is near the object of the first predicate; None
+            for other tasks.
     """
     if reached is not None:
         way = float(np.linalg.norm(environment.object_states_dict[goal[0][1]].get_geom_state()["pos"] - hand))

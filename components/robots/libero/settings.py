@@ -1,4 +1,4 @@
-"""How LIBERO is simulated, perturbed and demonstrated."""
+"""Settings of LIBERO's simulator, of perturbations and of demonstrations."""
 
 from __future__ import annotations
 
@@ -19,54 +19,55 @@ from pydantic import (
 from armature.components.contracts.settings import Settings
 from armature.components.robots.datasets.settings import LayoutSettings
 
-# How LIBERO is simulated and drawn.
+# --- Simulation and rendering ---
 
 Suite = Literal["libero_spatial", "libero_object", "libero_goal", "libero_10", "libero_90"]
 
 
 IMAGES = "observation.images."
-"""Before the name of a camera, in observations and datasets."""
+"""Prefix of a camera's name in observations and datasets."""
 
 
 class SimulatorSettings(Settings):
-    """One section for demonstrations and for evaluation: a policy must see what it was trained on."""
+    """Settings of the simulator, shared by demonstrations and evaluation: a policy must see what it was trained on."""
 
     camera_name_mapping: dict[str, str] = Field(
         {"agentview": "image", "robot0_eye_in_hand": "wrist_image"}, min_length=1
     )
-    """Camera of the simulator to its name in a dataset, after observation.images: agentview = image."""
+    """Names of cameras in datasets, after the prefix observation.images., by name in the simulator: agentview =
+    image."""
     resolution: PositiveInt = 256
-    """Pixels of a side of the square images."""
+    """Height and width of the square images, in pixels."""
     control_freq: PositiveInt = 20
-    """Actions per second, which LIBERO's data have 20 of."""
+    """Actions per second; LIBERO's datasets have 20."""
     num_steps_wait: NonNegativeInt = 50
-    """Steps without motion after a reset. Initial states were stored before their objects had come to rest; LeRobot
-    waits 10, published results of MolmoAct2 wait 50."""
+    """Steps without motion after a reset, because the objects of stored initial states have not come to rest yet.
+    LeRobot waits 10 steps; published results of MolmoAct2 wait 50."""
     reflections: bool = True
-    """Floors and tables mirror, as in LIBERO's data; most of the drawing time."""
+    """Render reflections on floors and tables, as in LIBERO's datasets. This takes most of the rendering time."""
     offscreen_samples: NonNegativeInt = 4
     """Samples per pixel (anti-aliasing)."""
     assets: Literal["compact"] | None = None
-    """compact: shapes of one color each instead of LIBERO's meshes and textures, for machines that cannot fetch those.
-    Motions are the same, images are not. For libero_spatial, libero_object, libero_goal."""
+    """compact: simple shapes of one color each instead of LIBERO's meshes and textures, for machines that cannot
+    download these. Motions are the same, images differ. Available for libero_spatial, libero_object and libero_goal."""
     reach_distance: PositiveFloat | None = None
-    """An easier task: solved as soon as the gripper is this near the object that the task is about, in meters from its
-    origin, for demonstrations, too; none: the task's own goal. Tasks that begin with a drawer, a door or a knob cannot
-    be made easier."""
+    """Simplifies tasks: a task is solved as soon as the gripper is within this distance in meters of the origin of the
+    task's object, in demonstrations too; none: the task's own goal. Tasks whose first goal is about a drawer, a door or
+    a knob cannot be simplified."""
     trusted_initial_states: tuple[str, ...] = ()
-    """SHA-256 of files of initial states that are loaded although the package never had them."""
+    """SHA-256 digests of further files of initial states that may be loaded, besides the files of the package."""
 
     @field_validator("camera_name_mapping")
     @classmethod
     def _plain_names(cls, mapping: dict[str, str]) -> dict[str, str]:
-        """LeRobot writes the cameras as the simulator's observations: agentview_image."""
+        """Also accept the names that LeRobot uses, with the suffix of the simulator's observations: agentview_image."""
         plain = {camera.removesuffix("_image"): name for camera, name in mapping.items()}
         if len(set(plain.values())) < len(mapping):
-            raise ValueError(f"two cameras have one name: {mapping}")
+            raise ValueError(f"two cameras have the same name: {mapping}")
         return plain
 
 
-# Which perturbations an evaluation adds, and how strong they are.
+# --- Perturbations of an evaluation and their strengths ---
 
 Strength = Annotated[float, Field(ge=0.0, le=1.0)]
 Strengths = tuple[Strength, ...]
@@ -74,78 +75,79 @@ Strengths = tuple[Strength, ...]
 
 @dataclass(frozen=True, slots=True)
 class Perturbation:
-    """One of `PerturbationSettings`, and its strength from 0, which changes nothing, to 1."""
+    """Kind of a perturbation, a field of `PerturbationSettings`, and its strength from 0 (no change) to 1."""
 
     name: str
     strength: float
 
     @property
     def label(self) -> str:
+        """Name in result tables, for example camera/0.5."""
         return f"{self.name}/{self.strength:g}"
 
 
 class PerturbationSettings(Settings):
-    """Each by its strengths, from 0, which changes nothing, to 1; every planned episode is played again with each."""
+    """Strengths of each kind of perturbation, from 0 (no change) to 1. Every planned episode is repeated with each."""
 
     camera: Strengths = ()
-    """Every camera turns around the point that it looks at, by up to 20° sideways and 10° up or down, moves nearer or
-    farther by up to 15 % and rolls by up to 5°; its field of view changes by up to 15 %."""
+    """Every camera is rotated around the point it looks at by up to 20° sideways and 10° up or down, moved closer or
+    farther by up to 15 % and rolled by up to 5°; its field of view changes by up to 15 %."""
     light: Strengths = ()
-    """Lights move by up to 1.5 m and turn by up to 30°, become up to 2.5 times brighter or darker, and change their
-    color by up to 30 %; ambient light is added."""
+    """Lights are moved by up to 1.5 m and rotated by up to 30°, become up to 2.5 times brighter or darker and change
+    their color by up to 30 %; ambient light is added."""
     texture: Strengths = ()
-    """Table, floor, walls and background fade to random patterns and colors; at 1 nothing of theirs is left."""
+    """Table, floor, walls and background are blended with random patterns and colors; at 1 only these are visible."""
     layout: Strengths = ()
-    """Every object that stands freely is moved by up to 5 cm and turned by up to 30°, with what stands on it. One that
-    finds no free place stays."""
+    """Every object that stands freely is moved by up to 5 cm and rotated by up to 30°, together with objects on top of
+    it. An object without a free place to move to stays."""
     distractors: Strengths = ()
-    """As layout, only objects that the task is not about; up to 10 cm."""
+    """Like layout, but only for objects that the task is not about, and up to 10 cm."""
     robot: Strengths = ()
-    """Each joint of the arm begins up to 0.15 rad elsewhere, touching nothing."""
+    """Each joint of the arm starts up to 0.15 rad away from its initial position, without touching anything."""
     language: Strengths = ()
-    """The instruction in other words. Up to 1/3: other verbs; up to 2/3: as a request, too; above: in two steps after a
-    sentence about the scene, too."""
+    """The instruction is paraphrased. Up to 1/3: other verbs. Up to 2/3: also phrased as a request. Above: also split
+    into steps and preceded by a sentence about the scene."""
 
     @model_validator(mode="after")
     def _each_once(self) -> Self:
         for name in type(self).model_fields:
             strengths = getattr(self, name)
             if len(set(strengths)) < len(strengths):
-                raise ValueError(f"{name}: {', '.join(map(str, strengths))}: name each strength once")
+                raise ValueError(f"{name}: {', '.join(map(str, strengths))}: list each strength once")
         return self
 
     def listed(self) -> list[Perturbation]:
-        """All, by name as above and by strength as given."""
+        """Return all perturbations, by kind in the order of the fields and by strength as listed."""
         return [Perturbation(name, float(one)) for name in type(self).model_fields for one in getattr(self, name)]
 
 
-# What is demonstrated, and how it is recorded.
+# --- Demonstrations and their recording ---
 
 
 class DemonstrationSettings(Settings):
-    """Episodes of every task begin at the suite's stored initial states, one after another."""
+    """Settings of demonstrations. The episodes of a task start from the suite's stored initial states, in order."""
 
     model_config = ConfigDict(title="Demonstrations")
 
     suite: Suite
-    """The suite whose tasks are demonstrated."""
+    """LIBERO suite whose tasks are demonstrated."""
     tasks: tuple[NonNegativeInt, ...] = ()
-    """Numbers of tasks in the suite; empty: all that the scripted policy can do."""
+    """Numbers of the tasks in the suite; empty: all tasks that the scripted policy supports."""
     episodes_per_task: PositiveInt = 50
-    """Episodes of each task; more than the 50 stored states begin again at the first."""
+    """Episodes of each task. After the 50 stored states, the first is used again."""
     first_initial_state: NonNegativeInt = 0
-    """Initial state of the first episode; keep others for evaluation."""
+    """Initial state of the first episode. Use other states for evaluation."""
     seed: NonNegativeInt = 0
-    """Seed of the furniture's places and of the noise."""
+    """Seed of the positions of fixtures and of the noise."""
     noise: NonNegativeFloat = 0.1
-    """Standard deviation of what disturbs its motions (of 1, the largest). What is recorded is what the scripted policy
-    wanted, so that a policy learns to recover; 0 disturbs nothing."""
+    """Standard deviation of the noise added to the scripted policy's motions, where 1 is the largest motion; 0: no
+    noise. The recorded actions are those without noise, so that a policy learns to recover."""
     storage: Literal["image", "video"] = "video"
-    """Images as PNG in the data files, or as videos."""
+    """Storage of images: as PNG in the data files (image), or as videos."""
 
 
 class DemonstrationsStageSettings(Settings):
-    """The sections that the dataset depends on."""
+    """Recipe sections of the stage demonstrations."""
 
     simulator: SimulatorSettings
     demonstrations: DemonstrationSettings

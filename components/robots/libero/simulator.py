@@ -1,4 +1,4 @@
-"""One LIBERO task, simulated: reset to a stored initial state, stepped by actions, seen through cameras."""
+"""Simulation of one LIBERO task: reset to a stored initial state, steps by actions, camera images."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from armature.components.robots.libero.progress import GoalProgress, goal_progre
 from armature.components.robots.libero.settings import IMAGES, Perturbation, SimulatorSettings
 from armature.components.robots.libero.tasks import ACTION_NAMES, LiberoTask, load_initial_states
 
-# What robosuite computes three times for each step of the physics, computed once, with the same bits.
+# --- One pass of forward dynamics per physics step, where robosuite computes three; results are bit-identical ---
 
 
 @contextmanager
 def one_pass(sim: Any) -> Iterator[None]:
-    """Inside, each step of the physics of robosuite's `sim` has one pass of forward dynamics.
+    """Context in which each physics step of robosuite's `sim` has one pass of forward dynamics.
 
-    Before a step, robosuite asks for all of the forward dynamics twice: for itself and for the controller, which reads
-    positions, velocities, Jacobians and masses. `mj_step` then begins with a third time, with the new controls.
-    `mj_step1` is the part that does not depend on controls, and `mj_step2` the rest: together they are `mj_step`, as
-    MuJoCo documents it, but for the integrator RK4, whose physics stays as it is.
+    Before a step, robosuite computes the full forward dynamics twice: for itself and for the controller, which reads
+    positions, velocities, Jacobians and masses. `mj_step` then starts with a third pass, with the new controls.
+    `mj_step1` is the part that does not depend on controls, and `mj_step2` is the rest; together they equal `mj_step`
+    according to MuJoCo's documentation. The exception is the integrator RK4, for which nothing is changed here.
 
-    Nothing but controls may be changed between `sim.forward` and `sim.step`.
+    Between `sim.forward` and `sim.step` only controls may be changed.
     """
     import mujoco
 
@@ -51,7 +51,7 @@ def one_pass(sim: Any) -> Iterator[None]:
         mujoco.mj_step2(model, data)
         ready = False
 
-    sim.forward, sim.step = forward, step  # in front of the methods of the class
+    sim.forward, sim.step = forward, step  # instance attributes that hide the methods of the class
     try:
         yield
     finally:
@@ -61,15 +61,15 @@ def one_pass(sim: Any) -> Iterator[None]:
 Vector = NDArray[np.float64]
 
 STANDSTILL = np.array([0, 0, 0, 0, 0, 0, -1], np.float64)
-"""The action that moves nothing and keeps the gripper open."""
+"""Action that does not move the arm and keeps the gripper open."""
 
 
 class LiberoSimulator:
-    """What LIBERO's own environment does, with two differences.
+    """LIBERO's environment with two differences.
 
-    Images are drawn when `observe` is called, from the moment that robosuite's sensors looked at (it is up to a
-    control step before the end of the last one). And a reset depends on its arguments alone: LIBERO's adds one more
-    draw per earlier reset in tasks with drawers and switches, so that furniture stands elsewhere each time.
+    Images are rendered only when `observe` is called. They show the time of robosuite's last sensor update, which is up
+    to one control step before the end of the last action. And a reset depends only on its arguments: LIBERO's own reset
+    also depends on the number of earlier resets in tasks with drawers and switches, which moves their furniture.
     """
 
     def __init__(self, task: LiberoTask, settings: SimulatorSettings) -> None:
@@ -100,14 +100,14 @@ class LiberoSimulator:
         self._moment: Any = None
         self._words = task.language
         self.observed: dict[str, Any] = {}
-        """Positions and poses of the robot and all objects, as robosuite's sensors saw them last."""
+        """Positions and poses of the robot and all objects at robosuite's last sensor update."""
         self._watch()
 
     def reset(self, initial_state: int, seed: int, perturbation: Perturbation | None = None) -> None:
-        """Stored state `initial_state` (modulo their number), after the steps without motion.
+        """Reset to stored state number `initial_state` (modulo their number) and wait `num_steps_wait` steps.
 
         Args:
-            seed: Where fixtures stand is drawn from it, which is not part of a stored state, and how it is perturbed.
+            seed: seed of the positions of fixtures, which a stored state does not contain, and of the perturbation.
         """
         from robosuite.utils.errors import RandomizationError
 
@@ -118,7 +118,7 @@ class LiberoSimulator:
         use_assets(self._assets)
         restore(environment)
         environment.seed(seed)
-        while True:  # LIBERO's wrapper tries again whatever is raised, also where no try can succeed
+        while True:  # unlike LIBERO's wrapper, which repeats after any error, even if no attempt can succeed
             environment.object_property_initializers.clear()
             try:
                 with kept_models() as compiled:
@@ -140,7 +140,7 @@ class LiberoSimulator:
             self._advance(STANDSTILL)
 
     def observe(self) -> RobotObservation:
-        """Two cameras at 256 pixels take a second of one core: ask for what is needed."""
+        """Return the current observation. Rendering two cameras at 256 pixels takes a second of one core."""
         model = self._environment.sim.model._model
         if self._shown is not model:
             self._cameras.show(model, self._looks)
@@ -151,10 +151,10 @@ class LiberoSimulator:
         return RobotObservation(images, robot_state(self.observed), self._words)
 
     def step(self, action: NDArray[np.floating[Any]]) -> bool:
-        """Carry out one action; whether the goal holds now, or `reach_distance` is undercut.
+        """Execute one action. Return True if the goal holds now, or the gripper is within `reach_distance`.
 
         Raises:
-            DataError: it is not seven finite numbers.
+            DataError: the action is not seven finite numbers.
         """
         if np.shape(action) != (len(ACTION_NAMES),) or not np.isfinite(action).all():
             raise DataError(
@@ -166,13 +166,13 @@ class LiberoSimulator:
         return self._reached() if self.reaching else success
 
     def _advance(self, action: Vector) -> bool:
-        """Whether the goal of the task's file holds afterwards."""
+        """Execute one action. Return True if the goal of the task's BDDL file holds now."""
         with one_pass(self._environment.sim):
             self.observed, _, success, _ = self._environment.step(action)
         return bool(success)
 
     def progress(self) -> list[GoalProgress]:
-        """Of each predicate of the goal, as the simulation is now."""
+        """Return the current progress of each goal predicate."""
         reached = self._reached() if self.reaching else None
         return goal_progress(self._environment, self.goal, self.observed["robot0_eef_pos"], reached)
 
@@ -183,41 +183,42 @@ class LiberoSimulator:
 
     @property
     def reaching(self) -> bool:
-        """Whether the episode ends when the gripper is near the object."""
+        """True if the episode ends when the gripper is near the object."""
         return self._settings.reach_distance is not None
 
     @property
     def goal(self) -> list[list[str]]:
-        """Predicates, as the task's file has them: [["on", "akita_black_bowl_1", "plate_1"]]."""
+        """Goal predicates as in the task's BDDL file: [["on", "akita_black_bowl_1", "plate_1"]]."""
         goal: list[list[str]] = self._environment.parsed_problem["goal_state"]
         return goal
 
     def site(self, name: str) -> Vector:
-        """Where a place marked on an object or a fixture is, in meters."""
+        """Return the position in meters of a site, a marked point on an object or a fixture."""
         return np.array(self._environment.sim.data.get_site_xpos(name))
 
     def body(self, name: str) -> tuple[Any, Any, int]:
-        """MuJoCo's model and data, and the number of an object's root body in them."""
+        """Return MuJoCo's model and data, and the number of an object's root body in them."""
         sim = self._environment.sim
         return sim.model._model, sim.data._data, int(self._environment.obj_body_id[name])
 
     def close(self) -> None:
+        """Free the cameras and the environment."""
         self._cameras.close()
         self._control.close()
 
     def _watch(self) -> None:
-        """Keep the moment that robosuite's sensors look at: one more sensor, that sees everything."""
+        """Add a sensor that copies the whole state when robosuite updates its sensors, for rendering later."""
         import mujoco
         from robosuite.utils.observables import Observable, sensor
 
-        kept: list[Any] = [None]
+        copied: list[Any] = [None]
 
         @sensor(modality="moment")
         def moment(_: Any) -> NDArray[np.float64]:
             sim = self._environment.sim
             model = sim.model._model
-            if kept[0] is not model:  # a reset compiles the model again
-                kept[0], self._moment = model, mujoco.MjData(model)
+            if copied[0] is not model:  # a reset creates a new model
+                copied[0], self._moment = model, mujoco.MjData(model)
             mujoco.mj_copyData(self._moment, model, sim.data._data)
             return np.zeros(1)
 
@@ -226,9 +227,9 @@ class LiberoSimulator:
 
 
 def robot_state(observed: dict[str, Any]) -> NDArray[np.float32]:
-    """(8,): position of the gripper, its rotation as axis times angle, positions of its two fingers.
+    """Return the robot's state, (8,): gripper position, its rotation as axis times angle, positions of both fingers.
 
-    The angle is 2 acos(w), up to a whole turn: quaternions q and -q are one rotation but two states, as in the
+    The angle is 2 acos(w), up to a full turn: the quaternions q and -q are the same rotation but two states, as in the
     datasets.
     """
     x, y, z, w = np.asarray(observed["robot0_eef_quat"], np.float64)

@@ -1,4 +1,4 @@
-"""Suites, their tasks in LIBERO's order, and the facts that every task shares."""
+"""LIBERO's suites and their tasks in LIBERO's order, their stored initial states, and names of actions and states."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ from armature.components.robots.libero.package import package_folder
 from armature.components.robots.libero.settings import SimulatorSettings
 
 ACTION_NAMES = ("x", "y", "z", "roll", "pitch", "yaw", "gripper")
-"""Of an action, each from -1 to 1: 0.05 m and 0.5 rad per step; gripper -1 opens and 1 closes."""
+"""Names of an action's numbers, each from -1 to 1: 0.05 m and 0.5 rad per step; gripper -1 opens and 1 closes."""
 
 STATE_NAMES = ("x", "y", "z", "axis_angle1", "axis_angle2", "axis_angle3", "gripper1", "gripper2")
 
 MAX_STEPS = {"libero_spatial": 280, "libero_object": 280, "libero_goal": 300, "libero_10": 520, "libero_90": 400}
-"""Actions after which an episode has failed, those of the wait not counted."""
+"""Number of actions after which an episode has failed, without the waiting steps."""
 
 KNOWN_STATES = Path(__file__).with_name("known_initial_states.json")
 
 
 @dataclass(frozen=True)
 class LiberoTask:
-    """Task `index` of a suite. `initial_states` is how many its file has, `digest` that file's SHA-256."""
+    """Task `index` of a suite. initial_states: number of stored states. digest: SHA-256 of the file of states."""
 
     suite: str
     index: int
@@ -49,32 +49,40 @@ class LiberoTask:
 
     @property
     def bddl_file(self) -> Path:
+        """File that defines the scene and the goal."""
         return package_folder() / "bddl_files" / self.suite / f"{self.name}.bddl"
 
     @property
     def states_file(self) -> Path:
+        """File of the stored initial states."""
         return package_folder() / "init_files" / self.suite / f"{self.name}.pruned_init"
 
 
 @cache
 def suite_tasks(suite: str) -> tuple[LiberoTask, ...]:
-    """
+    """Return the tasks of a suite, in LIBERO's order.
+
     Raises:
-        ConfigurationError: no such suite, or LIBERO is not installed.
+        ConfigurationError: the suite does not exist, or LIBERO is not installed.
     """
     names = _task_names()
     if suite not in MAX_STEPS:
         raise ConfigurationError(
-            f"no LIBERO suite is called {suite!r}", code="unknown_suite", remedy=suggestion(suite, MAX_STEPS)
+            f"there is no LIBERO suite {suite!r}", code="unknown_suite", remedy=suggestion(suite, MAX_STEPS)
         )
-    known = json.loads(KNOWN_STATES.read_text())
+    states = json.loads(KNOWN_STATES.read_text())
     return tuple(
-        LiberoTask(suite, i, name, words(name), *known[f"{suite}/{name}"]) for i, name in enumerate(names[suite])
+        LiberoTask(suite, i, name, words(name), *states[f"{suite}/{name}"]) for i, name in enumerate(names[suite])
     )
 
 
 def words(name: str) -> str:
-    """A task's name as an instruction; long suites put the scene in front of it."""
+    """Return a task's name as an instruction, without the name of the scene that some suites put first.
+
+    Example:
+        >>> words("KITCHEN_SCENE3_turn_on_the_stove")
+        'turn on the stove'
+    """
     if name[0].isupper():
         scene = next(part for part in name.split("_") if part.startswith("SCENE"))
         name = name.split(f"{scene}_", 1)[1]
@@ -83,7 +91,7 @@ def words(name: str) -> str:
 
 @cache
 def _task_names() -> dict[str, list[str]]:
-    """The package's own list. Its file is run alone: the package around it imports torch and asks on stdin."""
+    """Return the package's list of names. Only its file is run: importing the package loads torch and asks on stdin."""
     path = package_folder() / "benchmark" / "libero_suite_task_map.py"
     spec = spec_from_file_location("libero_suite_task_map", path)
     assert spec is not None and spec.loader is not None
@@ -93,13 +101,14 @@ def _task_names() -> dict[str, list[str]]:
     return names
 
 
-# Which tasks can be made easier: solved as soon as the gripper is near the object that they are about.
+# --- Tasks that can be simplified: solved as soon as the gripper is near the task's object ---
 
 
 def refuse_unreachable(tasks: Iterable[LiberoTask], simulator: SimulatorSettings) -> None:
-    """
+    """Check that `reach_distance`, if set, can be applied to all tasks.
+
     Raises:
-        ConfigurationError: `reach_distance` is set, and a task is about a drawer, a door or a knob and not an object.
+        ConfigurationError: a task is about a drawer, a door or a knob, which is not an object.
     """
     if simulator.reach_distance is None:
         return
@@ -107,7 +116,7 @@ def refuse_unreachable(tasks: Iterable[LiberoTask], simulator: SimulatorSettings
     if unable:
         first, thing = next(iter(unable.items()))
         raise ConfigurationError(
-            f"{first.language!r} is about {thing}, which is not an object that the gripper could be near to",
+            f"the task {first.language!r} is about {thing}, which is a part of furniture and has no position to reach",
             code="object_missing",
             where=f"simulator.reach_distance; {first.suite}, task {first.index}",
             remedy="leave reach_distance out, or these tasks: "
@@ -116,21 +125,21 @@ def refuse_unreachable(tasks: Iterable[LiberoTask], simulator: SimulatorSettings
 
 
 def _part_of_furniture(task: LiberoTask) -> str | None:
-    """What the first predicate of the task's goal is about, unless that is an object."""
+    """Return the argument of the goal's first predicate if it is a part of furniture; None if it is an object."""
     text = task.bddl_file.read_text()
     objects, goal = (text.split(f"(:{section}", 1)[1] for section in ("objects", "goal"))
     thing = re.findall(r"[^\s()]+", goal)[2]  # (And (Open thing) ...
     return None if thing in objects.split(")", 1)[0].split() else thing
 
 
-# Initial states: arrays that LIBERO stores as pickles, read without running what a pickle says.
+# --- Initial states, which LIBERO stores as pickled arrays; they are read without executing what a pickle contains ---
 
 LARGEST = 64 * 2**20
 _PICKLE = "archive/data.pkl"
 
 
 def _latin(text: str, encoding: str) -> bytes:
-    """How pickles of an old protocol hold bytes."""
+    """Decode bytes as pickles of old protocols store them."""
     if encoding != "latin1":
         raise pickle.UnpicklingError(f"bytes are written as {encoding!r}, not as latin1")
     return text.encode("latin1")
@@ -143,17 +152,17 @@ _NEEDED = {
     ("numpy", "dtype"): np.dtype,
     ("_codecs", "encode"): _latin,
 }
-"""All that a pickled array of numbers refers to."""
+"""All names that a pickled array of numbers refers to."""
 
 
 def load_initial_states(task: LiberoTask, trusted: Collection[str] = ()) -> NDArray[np.float64]:
-    """(states, values): time, positions and velocities as MuJoCo has them, flat.
+    """Return the stored initial states of a task, (states, values): MuJoCo's time, positions and velocities.
 
     Args:
-        trusted: SHA-256 of files that are read beside the one that the package came with.
+        trusted: SHA-256 digests of files that may be read besides the one the package came with.
 
     Raises:
-        DataError: the file is missing, unknown, or anything but one array of finite numbers.
+        DataError: the file is missing, has an unknown digest, or is not a single array of finite numbers.
     """
     path = task.states_file
     try:
@@ -165,33 +174,34 @@ def load_initial_states(task: LiberoTask, trusted: Collection[str] = ()) -> NDAr
     digest = hashlib.sha256(data).hexdigest()
     if digest not in (task.digest, *trusted):
         raise DataError(
-            f"initial states with the digest {digest} are not the package's, which have {task.digest}",
+            f"the initial states have the digest {digest}, the package's file has {task.digest}",
             code="unknown_initial_states",
             where=str(path),
-            remedy="install hf-libero again, or name the digest in simulator.trusted_initial_states",
+            remedy="reinstall hf-libero, or add the digest to simulator.trusted_initial_states",
         )
     return read_states(data, str(path))
 
 
 def read_states(data: bytes, where: str) -> NDArray[np.float64]:
-    """
+    """Return the initial states in the content of a file, (states, values) float64.
+
     Raises:
-        DataError: not a torch archive of one array of finite numbers.
+        DataError: the content is not a torch archive of a single array of finite numbers.
     """
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             if archive.getinfo(_PICKLE).file_size > LARGEST:
                 raise DataError(
-                    f"initial states of more than {LARGEST} bytes", code="invalid_initial_states", where=where
+                    f"the initial states have more than {LARGEST} bytes", code="invalid_initial_states", where=where
                 )
             states = _ArraysOnly(io.BytesIO(archive.read(_PICKLE))).load()
     except (zipfile.BadZipFile, KeyError, pickle.UnpicklingError, EOFError, ValueError, TypeError) as error:
         raise DataError(
-            f"not an array of initial states: {error}", code="invalid_initial_states", where=where
+            f"the file is not an array of initial states: {error}", code="invalid_initial_states", where=where
         ) from error
     if not isinstance(states, np.ndarray) or states.dtype != np.float64 or states.ndim != 2:
         raise DataError(
-            "initial states are not one array (states, values) of float64", code="invalid_initial_states", where=where
+            "the initial states are not one float64 array (states, values)", code="invalid_initial_states", where=where
         )
     if not np.isfinite(states).all():
         raise DataError(
@@ -203,12 +213,12 @@ def read_states(data: bytes, where: str) -> NDArray[np.float64]:
 
 
 class _ArraysOnly(pickle.Unpickler):
-    """Refuses every name but those of an array."""
+    """Unpickler that refuses every name that a pickled array does not need."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in _NEEDED:
-            raise pickle.UnpicklingError(f"it refers to {module}.{name}, which no array of numbers needs")
+            raise pickle.UnpicklingError(f"it refers to {module}.{name}, which an array of numbers does not need")
         return _NEEDED[module, name]
 
     def persistent_load(self, pid: object) -> Any:
-        raise pickle.UnpicklingError("it refers to tensors outside it")
+        raise pickle.UnpicklingError("it refers to tensors in other files")

@@ -1,4 +1,4 @@
-"""A process with simulators in it."""
+"""Worker process with simulators, started by `SimulatorProcess`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class SimulatorWorker:
-    """Simulators by slot. A slot is built again when it gets another task, which takes seconds."""
+    """One simulator per slot. A slot that gets another task needs a new simulator, which takes seconds to build."""
 
     def __init__(self, **settings: Any) -> None:
         self._settings = SimulatorSettings.model_validate(settings)
@@ -32,7 +32,7 @@ class SimulatorWorker:
     def reset(
         self, slot: int, suite: str, index: int, initial_state: int, seed: int, changed: dict[str, Any] | None
     ) -> dict[str, Any]:
-        """The first observation. changed: the fields of a `Perturbation`."""
+        """Reset a slot and return its first observation. changed: the fields of a `Perturbation`, or None."""
         simulator = self._simulator(slot, suite, index)
         simulator.reset(initial_state, seed, None if changed is None else Perturbation(**changed))
         return vars(simulator.observe())
@@ -40,7 +40,7 @@ class SimulatorWorker:
     def step(
         self, slot: int, actions: NDArray[np.float32], film: bool
     ) -> Generator[dict[str, NDArray[np.uint8]], None, dict[str, Any]]:
-        """Yields each action's images before it, none if they are not wanted; returns the fields of `StepReply`."""
+        """Yield the images before each action, empty dicts unless `film`; return the fields of `StepReply`."""
         simulator, success, steps = self._stepped(slot), False, 0
         for action in actions:
             yield dict(simulator.observe().images) if film else {}
@@ -50,13 +50,13 @@ class SimulatorWorker:
         return {"observation": vars(simulator.observe()), "success": success, "steps": steps}
 
     def progress(self, slot: int) -> list[dict[str, Any]]:
-        """The fields of each `GoalProgress`."""
+        """Return the fields of each `GoalProgress`."""
         return [asdict(goal) for goal in self._stepped(slot).progress()]
 
     def demonstrate(
         self, suite: str, index: int, initial_state: int, seed: int, noise: float, limit: int
     ) -> Generator[dict[str, Any], None, dict[str, Any]]:
-        """Yields the fields of a `TakenStep` before each step is taken, in slot 0; returns those of the outcome."""
+        """Yield the fields of a `TakenStep` before each step in slot 0; return the fields of the outcome."""
         from armature.components.robots.libero.scripted.policy import DemonstrationOutcome, demonstrate
 
         for each in demonstrate(self._simulator(0, suite, index), initial_state, seed, noise, limit):
@@ -69,10 +69,10 @@ class SimulatorWorker:
     def _stepped(self, slot: int) -> LiberoSimulator:
         if slot not in self._simulators:
             raise WorkerError(
-                "the process was started again and the slot's simulator is gone",
+                "the simulator of the slot is gone, because its process was restarted",
                 code="simulator_lost",
                 where=f"slot {slot}",
-                remedy="reset comes first",
+                remedy="reset the slot first",
             )
         return self._simulators[slot]
 
@@ -90,12 +90,13 @@ class SimulatorWorker:
         return current
 
     def close(self) -> None:
+        """Close all simulators."""
         for simulator in self._simulators.values():
             simulator.close()
 
 
 def _overlook_modules() -> None:
-    """Robosuite collects garbage at each reset, for which the collector would look through all modules."""
+    """Exempt imported modules from garbage collection: robosuite collects at each reset, which would scan them all."""
     import_libero()
     import_module("libero.libero.envs.env_wrapper")
     if not gc.get_freeze_count():

@@ -1,4 +1,4 @@
-"""Which episodes are demonstrated, and those that are done, kept where a crash does not reach them."""
+"""Episodes to demonstrate, a journal of finished episodes that survives a crash, and the report."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from armature.components.robots.libero.tasks import LiberoTask, suite_tasks
 
 @dataclass(frozen=True)
 class DemonstrationJob:
-    """Episode `number` of a task."""
+    """Episode `number` of a task, to be demonstrated."""
 
     task: LiberoTask
     number: int
@@ -38,27 +38,28 @@ class DemonstrationJob:
 
     @property
     def name(self) -> str:
+        """Name of the episode's files."""
         return f"{self.task.suite}-{self.task.index:02d}-{self.number:05d}"
 
 
 def jobs_of(settings: DemonstrationSettings) -> list[DemonstrationJob]:
-    """In the dataset's order.
+    """Return all episodes in the dataset's order.
 
     Raises:
-        ConfigurationError: the scripted policy cannot do one of the tasks.
+        ConfigurationError: the scripted policy does not support one of the tasks.
     """
     able = SCRIPTED_TASKS.get(settings.suite, ())
     chosen = settings.tasks or able
     if unable := sorted(set(chosen) - set(able)):
         raise ConfigurationError(
-            f"the scripted policy cannot do task {unable[0]} of {settings.suite}",
+            f"the scripted policy does not support task {unable[0]} of {settings.suite}",
             code="task_not_scripted",
             where="demonstrations.tasks",
             remedy=f"choose among {list(able)}" if able else f"choose a suite among {', '.join(SCRIPTED_TASKS)}",
         )
     if not chosen:
         raise ConfigurationError(
-            f"the scripted policy can do no task of {settings.suite}",
+            f"the scripted policy does not support any task of {settings.suite}",
             code="task_not_scripted",
             where="demonstrations.suite",
             remedy=f"choose among {', '.join(SCRIPTED_TASKS)}",
@@ -68,17 +69,18 @@ def jobs_of(settings: DemonstrationSettings) -> list[DemonstrationJob]:
 
 
 class DemonstrationJournal:
-    """A file per episode in a folder; a file is whole or not there."""
+    """Folder with one file per finished episode. Files are written atomically."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         folder.mkdir(parents=True, exist_ok=True)
 
     def has(self, job: DemonstrationJob) -> bool:
+        """Return True if the episode is finished."""
         return self._path(job).is_file()
 
     def write(self, job: DemonstrationJob, demonstration: Demonstration) -> DemonstrationOutcome:
-        """Keep it; of one that failed, only how it ended."""
+        """Write an episode; of a failed one only the outcome, without frames."""
         frames: dict[str, Any] = frames_of(demonstration) if demonstration.outcome.success else {}
         outcome = np.array(json.dumps(asdict(demonstration.outcome)))
         file = BytesIO()
@@ -87,19 +89,21 @@ class DemonstrationJournal:
         return demonstration.outcome
 
     def outcome(self, job: DemonstrationJob) -> DemonstrationOutcome:
-        with np.load(self._path(job), allow_pickle=False) as kept:
-            return DemonstrationOutcome(**json.loads(str(kept["outcome"])))
+        """Read the outcome of an episode."""
+        with np.load(self._path(job), allow_pickle=False) as arrays:
+            return DemonstrationOutcome(**json.loads(str(arrays["outcome"])))
 
     def frames(self, job: DemonstrationJob) -> dict[str, NDArray[Any]]:
-        with np.load(self._path(job), allow_pickle=False) as kept:
-            return {name: kept[name] for name in kept.files if name != "outcome"}
+        """Read the frames of a successful episode, see `frames_of`."""
+        with np.load(self._path(job), allow_pickle=False) as arrays:
+            return {name: arrays[name] for name in arrays.files if name != "outcome"}
 
     def _path(self, job: DemonstrationJob) -> Path:
         return self._folder / f"{job.name}.npz"
 
 
 def frames_of(demonstration: Demonstration) -> dict[str, NDArray[Any]]:
-    """Features of a dataset, each (frames, *shape)."""
+    """Return an episode's frames as features of a dataset, each (frames, *shape)."""
     seen = [observation for observation, _ in demonstration.steps]
     images: Mapping[str, Any] = {key: np.stack([each.images[key] for each in seen]) for key in seen[0].images}
     states = np.stack([each.state for each in seen])
@@ -107,7 +111,7 @@ def frames_of(demonstration: Demonstration) -> dict[str, NDArray[Any]]:
 
 
 def _job(task: LiberoTask, number: int, settings: DemonstrationSettings) -> DemonstrationJob:
-    """The seed depends on nothing but its episode: more episodes or other tasks leave it as it is."""
+    """Return an episode. Its seed depends on the episode only, not on the number of episodes or on other tasks."""
     text = f"{settings.seed} {task.suite} {task.index} {number}"
     seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big")
     return DemonstrationJob(task, number, (settings.first_initial_state + number) % task.initial_states, seed)
@@ -118,7 +122,7 @@ STILLS, SIDE = 6, 128
 
 @dataclass(frozen=True)
 class Preview:
-    """A task's first episode: images (frames, height, width, 3) by camera, and the address of a video, if any."""
+    """First episode of a task: images (frames, height, width, 3) of each camera, and the path of a video, if any."""
 
     title: str
     images: Sequence[NDArray[np.uint8]]
@@ -128,6 +132,7 @@ class Preview:
 def demonstrations_report(
     outcomes: Mapping[DemonstrationJob, DemonstrationOutcome], previews: Sequence[Preview], settings: dict[str, Any]
 ) -> HtmlReport:
+    """Return the report: figures, a table by task, and images and videos of each task's first episode."""
     reached = [outcome for outcome in outcomes.values() if outcome.success]
     figures = {
         "episodes": f"{len(reached):,}",
@@ -153,7 +158,7 @@ def _row(name: str, outcomes: Sequence[DemonstrationOutcome]) -> list[str]:
 
 
 def _stills(preview: Preview) -> str:
-    """A row of moments per camera."""
+    """Return a JPEG with one row per camera, each with `STILLS` frames from the first to the last."""
     moments = np.linspace(0, len(preview.images[0]) - 1, STILLS).round().astype(int)
     sheet = Image.new("RGB", (SIDE * STILLS, SIDE * len(preview.images)))
     for row, images in enumerate(preview.images):

@@ -1,4 +1,4 @@
-"""The stage that records demonstrations: the scripted policy in the simulator, episode by episode."""
+"""The stage demonstrations: it records episodes of the scripted policy in the simulator as a LeRobot dataset."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from armature.components.robots.libero.settings import DemonstrationsStageSettin
 from armature.components.robots.libero.tasks import ACTION_NAMES, MAX_STEPS, STATE_NAMES
 
 ATTEMPTS = 3
-"""Of an episode whose simulator crashed."""
+"""Number of attempts at an episode whose simulator crashes."""
 
 ROBOT = "panda"
 
@@ -37,11 +37,13 @@ ROBOT = "panda"
 def record(
     settings: DemonstrationsStageSettings, inputs: Mapping[str, Artifact], folder: Path, context: StageContext
 ) -> StageReport:
-    """`dataset/` (LeRobot v3.0) with the episodes that reached their goal, `failures.json` with the others,
-    `report.html`, and a video of each task's first episode under `videos/`.
+    """Record demonstrations and write `dataset/`, `failures.json`, `report.html` and `videos/`.
+
+    `dataset/` (LeRobot v3.0) has the episodes that reached their goal, `failures.json` lists the others, and `videos/`
+    has each task's first episode.
 
     Raises:
-        ConfigurationError: the scripted policy cannot do one of the tasks, or LIBERO or its assets are missing.
+        ConfigurationError: the scripted policy does not support one of the tasks, or LIBERO or its assets are missing.
         DataError: no episode reached its goal.
         WorkerError: an episode's simulator crashed `ATTEMPTS` times.
     """
@@ -54,7 +56,9 @@ def record(
     (folder / "failures.json").write_text(json.dumps(failures, indent=1) + "\n")
     if not reached:
         raise DataError(
-            f"none of {len(jobs)} episodes reached its goal", code="no_goal_reached", where=f"the first: {failures[0]}"
+            f"not one of {len(jobs)} episodes reached its goal",
+            code="no_goal_reached",
+            where=f"the first: {failures[0]}",
         )
     previews = _write(settings, reached, journal, folder)
     page = demonstrations_report(outcomes, previews, settings.model_dump(mode="json"))
@@ -72,7 +76,7 @@ def _play(
     journal: DemonstrationJournal,
     context: StageContext,
 ) -> None:
-    """Demonstrate what an earlier attempt has not."""
+    """Demonstrate the episodes that are not in the journal yet."""
     plan = settings.demonstrations
 
     def work(process: SimulatorProcess, job: DemonstrationJob) -> DemonstrationOutcome:
@@ -99,7 +103,7 @@ def _play(
 def _write(
     settings: DemonstrationsStageSettings, jobs: Sequence[DemonstrationJob], journal: DemonstrationJournal, folder: Path
 ) -> list[Preview]:
-    """The dataset, and each task's first episode to look at."""
+    """Write the dataset; return a preview of each task's first episode."""
     features = features_of(settings.simulator, settings.demonstrations.storage)
     previews: dict[int, Preview] = {}
     with create_dataset(
@@ -120,7 +124,7 @@ def _write(
 
 
 def _film(settings: DemonstrationsStageSettings, job: DemonstrationJob, images: Any, folder: Path) -> str | None:
-    """The first camera's video, if there are settings for one; its path from the report."""
+    """Write a video of the first camera, if the layout has video settings; return its path relative to the report."""
     if settings.layout.video is None:
         return None
     path = folder / f"{job.name}.mp4"
@@ -132,7 +136,7 @@ def _film(settings: DemonstrationsStageSettings, job: DemonstrationJob, images: 
 
 
 def features_of(simulator: SimulatorSettings, storage: str) -> dict[str, Feature]:
-    """The dataset's own columns; the first camera first."""
+    """Return the features of the dataset; cameras come first."""
     side = simulator.resolution
     camera = Feature(dtype=storage, shape=(side, side, 3), names=["height", "width", "channels"])
     cameras = {f"observation.images.{name}": camera for name in simulator.camera_name_mapping.values()}

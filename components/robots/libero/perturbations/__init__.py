@@ -1,1 +1,1 @@
-"""What an episode in LIBERO begins with, changed by name and strength."""
+"""Perturbations of LIBERO: changes of the scene, the robot's pose and the instruction, to test robustness."""

@@ -1,4 +1,5 @@
-"""Perturbations by name. What is drawn follows from name, task and seed alone, whatever the strength."""
+"""Applying perturbations. Random draws depend only on the perturbation's kind, the task and the seed, not on the
+strength."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ from armature.components.robots.libero.perturbations.scene import (
 from armature.components.robots.libero.settings import Perturbation
 from armature.components.robots.libero.tasks import LiberoTask
 
-# Instructions in other words, by templates: what is to be done stays the same.
+# --- Paraphrases of instructions from templates; the task stays the same ---
 
 SYNONYMS = {
     "pick up": ("grab", "take", "lift up", "grasp"),
@@ -49,14 +50,22 @@ _STEPS = re.compile(rf"^(.+) and ((?:{_VERBS})\b.+)$")
 
 
 def paraphrase(instruction: str, strength: float, rng: np.random.Generator) -> str:
-    """Up to a strength of 1/3 with other verbs, up to 2/3 as a request, too, above also in steps and after a sentence
-    about the scene. The same generator chooses the same words at every strength; 0 changes nothing."""
+    """Return the instruction in other words.
+
+    Up to strength 1/3 verbs are replaced; up to 2/3 it also becomes a request; above, it is also split into steps and
+    preceded by a sentence about the scene. The same generator chooses the same words at every strength. 0 changes
+    nothing.
+
+    Example:
+        >>> paraphrase("close the drawer", 0.2, np.random.default_rng(0))
+        'shut the drawer'
+    """
     if strength <= 0:
         return instruction
     chances = {name: options[rng.integers(len(options))] for name, options in SYNONYMS.items()}
     request, scene = REQUESTS[rng.integers(len(REQUESTS))], SCENES[rng.integers(len(SCENES))]
     in_steps = _STEPS.sub(r"first \1, then \2", instruction) if strength > 2 / 3 else instruction
-    words = _PHRASE.sub(lambda found: chances[found[0]], in_steps)
+    words = _PHRASE.sub(lambda match: chances[match[0]], in_steps)
     if strength > 1 / 3:
         words = request.format(words)
     return f"{scene}: {words}" if strength > 2 / 3 else words
@@ -74,7 +83,7 @@ LANGUAGE = "language"
 
 
 class Perturber:
-    """Changes one episode of LIBERO's environment; without a perturbation, or with a strength of 0, it does nothing."""
+    """Perturbs one episode of LIBERO's environment. Without a perturbation, or with strength 0, it does nothing."""
 
     def __init__(self, perturbation: Perturbation | None, task: LiberoTask, seed: int) -> None:
         self._name, self._strength = "", 0.0
@@ -84,22 +93,23 @@ class Perturber:
         self._rng = np.random.default_rng(int.from_bytes(sha256(json.dumps(parts).encode()).digest()))
 
     def change_sight(self, environment: Any) -> bool:
-        """Of a model that was just compiled, before its state is set; whether anything was to be changed."""
+        """Perturb what cameras see, in a new model before its state is set. Return True if something was changed."""
         if self._name not in SEEN:
             return False
         SEEN[self._name](PerturbedScene.of(environment), self._strength, self._rng)
         return True
 
     def change_places(self, environment: Any) -> bool:
-        """Of objects that are at rest; whether something was to be moved, and has to come to rest again."""
+        """Perturb positions, after objects have come to rest. Return True if they have to come to rest again."""
         if self._name not in PLACED:
             return False
         PLACED[self._name](PerturbedScene.of(environment), self._strength, self._rng)
         if self._name == "robot":
             controller = environment.robots[0].controller
             controller.update(force=True)
-            controller.reset_goal()  # else the hand would turn back
+            controller.reset_goal()  # otherwise the gripper would move back to its old pose
         return True
 
     def words(self, instruction: str) -> str:
+        """Return the instruction, paraphrased if that is the perturbation."""
         return paraphrase(instruction, self._strength, self._rng) if self._name == LANGUAGE else instruction

@@ -1,4 +1,4 @@
-"""A simulation as perturbations see it, and how far things in it are apart."""
+"""Perturbations of a MuJoCo scene: cameras, lights, textures, positions of objects and of the arm."""
 
 from __future__ import annotations
 
@@ -15,13 +15,17 @@ if TYPE_CHECKING:
 
 Numbers = NDArray[np.float64]
 ROBOT = ("robot0_", "gripper0_", "mount0_")
-"""How bodies of the robot are called."""
+"""Prefixes of the names of the robot's bodies."""
 
 
 @dataclass(frozen=True)
 class PerturbedScene:
-    """MuJoCo's model and data; objects that can be moved and fixtures by name, each with the number of its root body;
-    the objects that the task is about; addresses of the arm's joints in qpos."""
+    """A simulation with what perturbations need to know about it.
+
+    objects, fixtures: root body of each movable object and each fixture, by name.
+    targets: names of the objects that the task is about.
+    arm: addresses of the arm's joints in qpos.
+    """
 
     model: mujoco.MjModel
     data: mujoco.MjData
@@ -32,7 +36,7 @@ class PerturbedScene:
 
     @classmethod
     def of(cls, environment: Any) -> PerturbedScene:
-        """Of a LIBERO environment."""
+        """Return the scene of a LIBERO environment."""
         numbers, sim = environment.obj_body_id, environment.sim
         return cls(
             model=sim.model._model,
@@ -45,29 +49,32 @@ class PerturbedScene:
 
     @property
     def roots(self) -> NDArray[np.int32]:
-        """(geoms,): the root body of each; 0 of those that belong to the world itself."""
+        """Root body of each geom, (geoms,); 0 for geoms of the world body."""
         return np.asarray(self.model.body_rootid[self.model.geom_bodyid])
 
     @property
     def robot(self) -> set[int]:
-        """Root bodies of the robot."""
+        """Root bodies that belong to the robot."""
         bodies = range(self.model.nbody)
         return {int(self.model.body_rootid[body]) for body in bodies if self.model.body(body).name.startswith(ROBOT)}
 
     @property
     def scenery(self) -> NDArray[np.bool_]:
-        """(geoms,): those of tables, floors and walls."""
+        """Mask of the geoms of tables, floors and walls, (geoms,)."""
         things = {*self.objects.values(), *self.fixtures.values(), *self.robot} - {0}
         return ~np.isin(self.roots, list(things))
 
     @property
     def solid(self) -> NDArray[np.bool_]:
-        """(geoms,): those that collide, and are not only seen."""
+        """Mask of the geoms that collide, (geoms,); the others are only visible."""
         return (self.model.geom_contype != 0) | (self.model.geom_conaffinity != 0)
 
 
 def distance(model: mujoco.MjModel, data: mujoco.MjData, first: Collection[int], other: Collection[int]) -> float:
-    """Meters between two sets of geoms, negative where they penetrate; at most `FAR`. Poses must be current."""
+    """Return the distance in meters between two sets of geoms, at most `FAR`; negative if they penetrate each other.
+
+    Poses in `data` must be current.
+    """
     import mujoco
 
     nearest = FAR
@@ -82,7 +89,7 @@ FAR = 0.05
 def _near(
     model: mujoco.MjModel, data: mujoco.MjData, first: NDArray[np.int_], other: NDArray[np.int_]
 ) -> Iterator[tuple[int, int]]:
-    """Pairs whose bounding spheres are nearer than `FAR`."""
+    """Yield pairs of geoms whose bounding spheres are closer than `FAR`."""
     apart = np.linalg.norm(data.geom_xpos[first][:, None] - data.geom_xpos[other][None], axis=2)
     bounds = model.geom_rbound[first][:, None] + model.geom_rbound[other][None]
     for row, column in np.argwhere(apart - bounds < FAR):
@@ -90,7 +97,7 @@ def _near(
 
 
 def bounds(model: mujoco.MjModel, data: mujoco.MjData, geoms: Collection[int]) -> tuple[Numbers, Numbers]:
-    """(3,) each: the lowest and the highest coordinates of boxes around the geoms."""
+    """Return the lowest and highest coordinates, (3,) each, of boxes around the geoms."""
     chosen = np.array(list(geoms), int)
     turned = data.geom_xmat[chosen].reshape(-1, 3, 3)
     centers = data.geom_xpos[chosen] + np.einsum("nij,nj->ni", turned, model.geom_aabb[chosen, :3])
@@ -98,20 +105,20 @@ def bounds(model: mujoco.MjModel, data: mujoco.MjData, geoms: Collection[int]) -
     return (centers - halves).min(axis=0), (centers + halves).max(axis=0)
 
 
-# What is seen, changed: cameras, lights, textures. A reset has a new model, so nothing has to be undone.
+# --- Perturbations of what cameras see. A reset creates a new model, so nothing has to be undone ---
 
 ORBIT = np.radians([10.0, 20.0, 5.0])
-"""Around the camera's own axes: to the right, up, and backward."""
+"""Largest rotations around the camera's own axes: right, up and backward."""
 DISTANCE, FIELD = 0.15, 0.15
 AHEAD, AHEAD_ON_ROBOT = 1.0, 0.1
-"""Meters from a camera to what it looks at."""
+"""Assumed distance in meters from a camera to the point that it looks at."""
 COLLISION = 0
-"""The group of geoms that are not drawn."""
+"""Number of the group of geoms that are not rendered."""
 MOVE, TILT, BRIGHTNESS, TINT, AMBIENT = 1.5, np.radians(30.0), 2.5, 0.3, 0.3
 
 
 def perturb_camera(scene: PerturbedScene, strength: float, rng: np.random.Generator) -> None:
-    """Turned around the point that they look at, nearer or farther, with another field of view."""
+    """Rotate cameras around the point they look at, move them closer or farther and change their field of view."""
     import mujoco
 
     model = scene.model
@@ -130,7 +137,7 @@ def perturb_camera(scene: PerturbedScene, strength: float, rng: np.random.Genera
 
 
 def perturb_light(scene: PerturbedScene, strength: float, rng: np.random.Generator) -> None:
-    """Moved, turned, brighter or darker, of another color; the ambient light of the whole scene changes, too."""
+    """Move and rotate lights, change their brightness and color, and change the ambient light of the scene."""
     import mujoco
 
     model = scene.model
@@ -148,7 +155,10 @@ def perturb_light(scene: PerturbedScene, strength: float, rng: np.random.Generat
 
 
 def perturb_texture(scene: PerturbedScene, strength: float, rng: np.random.Generator) -> None:
-    """Scenery fades to random patterns; what has no texture, to random colors. What objects share with it stays."""
+    """Blend the textures of the scenery with random patterns, and colors of untextured parts with random colors.
+
+    Materials and textures that objects share with the scenery are not changed.
+    """
     import mujoco
 
     model = scene.model
@@ -164,8 +174,8 @@ def perturb_texture(scene: PerturbedScene, strength: float, rng: np.random.Gener
             _fade(model.mat_rgba[material], strength, rng)
     for geom in np.flatnonzero(scenery & (model.geom_matid == -1)):
         _fade(model.geom_rgba[geom], strength, rng)
-    kept = {int(one) for material in set(range(model.nmat)) - set(materials) for one in model.mat_texid[material]}
-    for texture in sorted(textures - kept):
+    shared = {int(one) for material in set(range(model.nmat)) - set(materials) for one in model.mat_texid[material]}
+    for texture in sorted(textures - shared):
         height, width, channels = (int(of[texture]) for of in (model.tex_height, model.tex_width, model.tex_nchannel))
         start = int(model.tex_adr[texture])
         image = model.tex_data[start : start + height * width * channels].reshape(height, width, channels)
@@ -179,7 +189,7 @@ def _fade(rgba: NDArray[np.float32], strength: float, rng: np.random.Generator) 
 
 
 def _pattern(height: int, width: int, rng: np.random.Generator) -> NDArray[np.float64]:
-    """(height, width, 3) from 0 to 255: two colors in checks, stripes or blots."""
+    """Return a pattern of two colors, (height, width, 3) from 0 to 255: a checkerboard, stripes or random squares."""
     colors = rng.uniform(0, 255, (2, 3))
     kind, size = rng.integers(3), max(1, width // int(rng.integers(2, 9)))
     blots = rng.integers(0, 2, (height // size + 1, width // size + 1))
@@ -188,31 +198,32 @@ def _pattern(height: int, width: int, rng: np.random.Generator) -> NDArray[np.fl
     return np.asarray(colors[chosen])
 
 
-# Where things are, changed when they have come to rest: objects and the robot's joints. Nothing then penetrates.
+# --- Perturbations of positions, after objects have come to rest. Afterwards nothing penetrates ---
 
 LAYOUT, DISTRACTORS, YAW = 0.05, 0.10, np.radians(30.0)
 JOINTS = 0.15
 CLEAR = 0.005
-"""Meters between a moved object and any other."""
+"""Minimum distance in meters between a moved object and any other."""
 STANDS, RIDES = 0.01, 0.02
-"""Meters above a surface on which an object stands; from an object on which it rides."""
+"""An object stands on a surface if it is at most this high above it, and on another object if at most this far from it,
+in meters."""
 EVEN = 0.001
 AWAY = 100.0
 TRIES = 100
 
 
 def perturb_layout(scene: PerturbedScene, strength: float, rng: np.random.Generator) -> None:
-    """Every object that stands freely, on another place."""
+    """Move and rotate every object that stands freely."""
     _move(scene, strength, rng, list(scene.objects), LAYOUT)
 
 
 def perturb_distractors(scene: PerturbedScene, strength: float, rng: np.random.Generator) -> None:
-    """The objects that the task is not about, on other places."""
+    """Move and rotate every object that stands freely and that the task is not about."""
     _move(scene, strength, rng, [name for name in scene.objects if name not in scene.targets], DISTRACTORS)
 
 
 def perturb_robot(scene: PerturbedScene, strength: float, rng: np.random.Generator) -> None:
-    """The arm's joints, within their limits; as before if in no try the robot touches nothing."""
+    """Change the arm's joints within their limits. If the robot touches something in every try, nothing changes."""
     import mujoco
 
     model, data = scene.model, scene.data
@@ -231,14 +242,14 @@ def perturb_robot(scene: PerturbedScene, strength: float, rng: np.random.Generat
 
 @dataclass(frozen=True)
 class _Surface:
-    """What an object stands on: the root body, and how high it is there."""
+    """Surface that an object stands on: its root body and its height there."""
 
     body: int
     height: float
 
 
 class _Ground:
-    """What lies below the objects of a scene, were all of them away."""
+    """The scene without its movable objects, to find the surfaces below them."""
 
     def __init__(self, scene: PerturbedScene) -> None:
         import mujoco
@@ -250,7 +261,7 @@ class _Ground:
         mujoco.mj_kinematics(scene.model, self._empty)
 
     def below(self, point: Numbers) -> _Surface | None:
-        """What a ray straight down meets first."""
+        """Return the first surface below the point, or None."""
         import mujoco
 
         down, geom = np.array([0.0, 0.0, -1.0]), np.array([-1], np.int32)
@@ -260,20 +271,20 @@ class _Ground:
         return _Surface(int(self._scene.roots[geom[0]]), float(point[2] - length))
 
     def carries(self, body: int, surface: _Surface) -> bool:
-        """Whether the whole of an object is above one even surface."""
+        """Return True if the whole object is above one flat part of the surface."""
         low, high = bounds(self._scene.model, self._scene.data, _geoms(self._scene, [body]))
         middle = (low + high) / 2
         corners = [np.array([x, y, middle[2]]) for x in (low[0], high[0]) for y in (low[1], high[1])]
-        found = [self.below(point) for point in (middle, *corners)]
+        surfaces = [self.below(point) for point in (middle, *corners)]
         return all(
             each is not None and each.body == surface.body and abs(each.height - surface.height) < EVEN
-            for each in found
+            for each in surfaces
         )
 
 
 @dataclass(frozen=True)
 class _Stack:
-    """An object that stands on a table or the floor, and those that it carries, by name."""
+    """Names of an object that stands on a table or the floor and of the objects on top of it."""
 
     names: list[str]
     surface: _Surface
@@ -304,7 +315,7 @@ def _move(
 
 
 def _stacks(scene: PerturbedScene, ground: _Ground) -> list[_Stack]:
-    """Objects in drawers, on fixtures and in the air are in none: they stay where they are."""
+    """Return the stacks of a scene. Objects in drawers, on fixtures or in the air belong to no stack and stay."""
     scenery = set(scene.roots[scene.scenery].tolist())
     stacks: list[_Stack] = []
     higher: list[str] = []
@@ -328,12 +339,12 @@ def _stacks(scene: PerturbedScene, ground: _Ground) -> list[_Stack]:
 
 
 def _address(scene: PerturbedScene, body: int) -> int:
-    """Where in qpos the seven numbers of a free body begin."""
+    """Return where in qpos the seven numbers of a free body start."""
     return int(scene.model.jnt_qposadr[scene.model.body_jntadr[body]])
 
 
 def _shift(scene: PerturbedScene, bodies: list[int], shift: Numbers, yaw: float) -> None:
-    """Move free bodies by `shift` and turn them around the first one's vertical axis."""
+    """Move free bodies by `shift` and rotate them by `yaw` around the vertical axis of the first one."""
     import mujoco
 
     qpos = scene.data.qpos
@@ -352,6 +363,6 @@ def _geoms(scene: PerturbedScene, bodies: Collection[int]) -> list[int]:
 
 
 def _free(scene: PerturbedScene, bodies: list[int]) -> bool:
-    """Whether nothing but tables, floors and walls is near."""
+    """Return True if nothing but tables, floors and walls is within `CLEAR` of the bodies."""
     others = np.flatnonzero(scene.solid & ~scene.scenery & ~np.isin(scene.roots, bodies))
     return distance(scene.model, scene.data, _geoms(scene, bodies), others.tolist()) >= CLEAR

@@ -1,4 +1,4 @@
-"""What the scripted policy does in a task: which object, how it is taken, and where it goes."""
+"""Plans of the scripted policy: for each task the object, how to grasp it, and where to put it."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from armature.components.robots.libero.simulator import LiberoSimulator
 
 
-# Where a two-finger gripper takes an object from above. Meters and radians, in the world's frame.
+# --- Grasps from above with a two-finger gripper, in meters and radians in the world's frame ---
 
 Vector = NDArray[np.float64]
 
 CLEARANCE = 0.008
-"""Of the fingertips over what the object stands on."""
+"""Minimum distance in meters of the fingertips from the surface that the object stands on."""
 
 _ROUND = 24
 _CORNERS = np.array([[x, y, z] for x in (-1, 1) for y in (-1, 1) for z in (-1, 1)], np.float64)
@@ -29,17 +29,17 @@ _POLES = np.concatenate([np.eye(3), -np.eye(3)])
 
 
 def rim_grasp(angle: float, radius: float, height: float) -> tuple[Vector, float]:
-    """Of a bowl by its rim: one finger inside and one outside, at `angle` as seen from the bowl's origin.
+    """Return a grasp of a bowl's rim, one finger inside and one outside, at `angle` around the bowl's origin.
 
     Returns:
-        The fingertips' place from the object's origin, and the gripper's yaw.
+        Position of the fingertips relative to the object's origin, and yaw of the gripper.
     """
     place = np.array([radius * math.cos(angle), radius * math.sin(angle), height])
     return place, half_turn(angle + math.pi / 2)
 
 
 def body_grasp(points: Vector, origin: Vector, depth: float) -> Vector:
-    """Of the middle of an object's collision hull, `depth` below its top: the place from the object's origin."""
+    """Return a grasp of the middle of an object's collision hull, `depth` below its top, relative to its origin."""
     low, high = points.min(0), points.max(0)
     middle = (low + high) / 2
     z = max(high[2] - depth, low[2] + CLEARANCE)
@@ -47,23 +47,29 @@ def body_grasp(points: Vector, origin: Vector, depth: float) -> Vector:
 
 
 def upwards(meters: float) -> Vector:
+    """Return a vector that points up, of this length."""
     return np.array([0.0, 0.0, meters])
 
 
 def half_turn(yaw: float) -> float:
-    """The same grasp within a quarter turn of 0: the fingers are alike."""
+    """Return the equivalent yaw in [-90°, 90°): the two fingers are interchangeable.
+
+    Example:
+        >>> half_turn(math.pi)
+        0.0
+    """
     return (yaw + math.pi / 2) % math.pi - math.pi / 2
 
 
 def collision_points(model: Any, data: Any, root: int) -> Vector:
-    """World points (n, 3) that span the collision geometry of body `root` and all that is attached to it."""
-    found = []
+    """Return world points (n, 3) that span the collision geometry of body `root` and of everything attached to it."""
+    points = []
     for geometry in range(model.ngeom):
         collides = model.geom_contype[geometry] or model.geom_conaffinity[geometry]
         if collides and _within(model, model.geom_bodyid[geometry], root):
             rotation = data.geom_xmat[geometry].reshape(3, 3)
-            found.append(_local_points(model, geometry) @ rotation.T + data.geom_xpos[geometry])
-    return np.concatenate(found)
+            points.append(_local_points(model, geometry) @ rotation.T + data.geom_xpos[geometry])
+    return np.concatenate(points)
 
 
 def _within(model: Any, body: int, root: int) -> bool:
@@ -102,20 +108,20 @@ SCRIPTED_TASKS = {
     "libero_object": tuple(range(10)),
     "libero_goal": (1, 2, 4, 6, 8),
 }
-"""Tasks that are one object taken and put somewhere."""
+"""Numbers of the tasks that pick up one object and put it somewhere."""
 
 _BOWL, _PLATE, _RIM_ANGLE, _RIM_RADIUS, _RIM_HEIGHT = "akita_black_bowl", "plate_1", math.radians(135), 0.048, 0.034
 
 
 @dataclass(frozen=True)
 class PickPlacePlan:
-    """Lengths in meters; speeds as parts of the largest action.
+    """Plan of picking up an object and putting it down. Lengths in meters, speeds as parts of the largest action.
 
-    grasp: Where the fingertips go from the object's origin, and the gripper's yaw.
-    target: Where the object's origin goes.
-    hover: Over the grasp, before going down. cruise: Least height on the way there.
-    carry: Least height before the object is moved sideways. drop: Over the target, before it is lowered.
-    reach: The object is lost when it is farther from the gripper.
+    grasp: returns the fingertips' position relative to the object's origin, and the gripper's yaw.
+    target: returns the target position of the object's origin.
+    hover: height above the grasp before descending. cruise: minimum height on the way there.
+    carry: minimum height before the object is moved sideways. drop: height above the target before lowering.
+    reach: the object counts as lost if it is farther than this from the gripper. lowering: speed while lowering.
     """
 
     item: str
@@ -130,19 +136,19 @@ class PickPlacePlan:
 
 
 def plan_for(simulator: LiberoSimulator) -> PickPlacePlan:
-    """For the episode that was reset last.
+    """Return the plan for the simulator's current episode.
 
     Raises:
-        ConfigurationError: the task is not a plain pick and place.
+        ConfigurationError: the task is not a simple pick and place.
     """
     task, goal = simulator.task, simulator.goal[0]
     if task.index not in SCRIPTED_TASKS.get(task.suite, ()):
-        known = "; ".join(f"{suite}: {', '.join(map(str, tasks))}" for suite, tasks in SCRIPTED_TASKS.items())
+        supported = "; ".join(f"{suite}: {', '.join(map(str, tasks))}" for suite, tasks in SCRIPTED_TASKS.items())
         raise ConfigurationError(
-            f"the scripted policy cannot do {task.language!r}",
+            f"the scripted policy does not support the task {task.language!r}",
             code="task_not_scripted",
             where=f"{task.suite}, task {task.index}",
-            remedy=f"choose among {known}",
+            remedy=f"choose among {supported}",
         )
     _, item, place = goal
     if task.suite == "libero_object":

@@ -1,4 +1,4 @@
-"""A scripted policy that sees the simulator's state: it takes one object and puts it somewhere."""
+"""Scripted policy that reads the simulator's state: it picks up one object and puts it somewhere."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 Vector = NDArray[np.float64]
 
 METERS, RADIANS = 0.05, 0.5
-"""What an action of 1 asks for in a step."""
+"""Motion per step that an action of 1 requests."""
 
 OPEN, CLOSE = -1.0, 1.0
 MOST_RETRIES = 2
@@ -33,9 +33,9 @@ _OPENING = 5  # steps
 
 
 class ScriptedPolicy:
-    """Phases, one after another: above, descend, close, lift, move, lower, open, retreat, and done or failed.
+    """State machine with the phases above, descend, close, lift, move, lower, open, retreat, then done or failed.
 
-    When the object did not rise, or is lost on the way, it begins again, `MOST_RETRIES` times.
+    If the object does not rise, or is lost on the way, the policy starts again, at most `MOST_RETRIES` times.
     """
 
     def __init__(self, plan: PickPlacePlan) -> None:
@@ -58,10 +58,11 @@ class ScriptedPolicy:
 
     @property
     def over(self) -> bool:
+        """True if the episode has ended."""
         return self.phase in ("done", "failed")
 
     def act(self, seen: Observed) -> Vector:
-        """The action (7,) for what robosuite's sensors saw."""
+        """Return the action (7,) for the values of robosuite's sensors."""
         hand, item = seen["robot0_eef_pos"], seen[f"{self.plan.item}_pos"]
         if self._new:
             self._offset, self._yaw = self.plan.grasp(seen)
@@ -72,7 +73,7 @@ class ScriptedPolicy:
         return self._phases[self.phase](seen, hand, item)
 
     def _above(self, seen: Observed, hand: Vector, item: Vector) -> Vector:
-        """Over the grasp with the gripper open, turning on the way; high while it is far."""
+        """Move over the grasp with the gripper open and turn on the way; stay high while far away."""
         grasp = item + self._offset
         goal = grasp + upwards(self.plan.hover)
         way = goal - hand
@@ -86,7 +87,7 @@ class ScriptedPolicy:
         return action
 
     def _descend(self, seen: Observed, hand: Vector, item: Vector) -> Vector:
-        """Straight down, until in place or on something."""
+        """Move straight down until in place or blocked."""
         goal = self._grasp.copy()
         way = goal - hand
         sideways = _length(way[:2])
@@ -97,7 +98,7 @@ class ScriptedPolicy:
         return self._command(seen, goal, OPEN, upright=_DESCENT)
 
     def _close(self, seen: Observed, hand: Vector, item: Vector) -> Vector:
-        """Eight steps are the fingers' whole way; a light object needs some more to sit."""
+        """Close the gripper. The fingers need eight steps to close fully; a light object needs a few more to settle."""
         if self._steps == 1:
             self._start, self._rest = hand.copy(), float(item[2])
         fingers = seen["robot0_gripper_qpos"]
@@ -106,7 +107,7 @@ class ScriptedPolicy:
         return self._command(seen, self._start, CLOSE)
 
     def _lift(self, seen: Observed, hand: Vector, item: Vector) -> Vector:
-        """Softly at both ends: a jerk lets a bowl's rim slip."""
+        """Lift with a slow start and end, because a jerk would let a bowl's rim slip."""
         if self._steps == 1:
             self._start = hand.copy()
         height = max(self._start[2] + _LIFT, self.plan.carry)
@@ -118,7 +119,7 @@ class ScriptedPolicy:
         return self._command(seen, np.array([self._start[0], self._start[1], height]), CLOSE, upright=speed)
 
     def _move(self, seen: Observed, hand: Vector, item: Vector) -> Vector:
-        """The object, not the hand, is brought over the target: it may hang askew."""
+        """Bring the object, not the hand, over the target: it may be tilted in the gripper."""
         target = self.plan.target(seen)
         way = target[:2] - item[:2]
         if self._steps == 1:
@@ -174,7 +175,7 @@ class ScriptedPolicy:
         self._passed: list[float] = []
 
     def _stalled(self, value: float, least: int, span: int) -> bool:
-        """More than `least` steps of this phase have passed and the value is what it was `span` values ago."""
+        """Return True after more than `least` steps in this phase if `value` is the same as `span` calls ago."""
         self._passed.append(float(value))
         return len(self._passed) > least and abs(self._passed[-1] - self._passed[-span]) < _STILL
 
@@ -182,7 +183,7 @@ class ScriptedPolicy:
         return _length(item - hand) > self.plan.reach
 
     def _command(self, seen: Observed, goal: Vector, gripper: float, upright: float = _MOST) -> Vector:
-        """Toward `goal`, pointing down at the plan's yaw; up and down at most `upright`."""
+        """Return the action toward `goal`, with the gripper pointing down; `upright` limits the vertical speed."""
         move = _GAIN * (goal - seen["robot0_eef_pos"]) / METERS
         most = np.array([_MOST, _MOST, upright])
         self._turn = rotation_vector(pointing_down(self._yaw) @ rotation_matrix(seen["robot0_eef_quat"]).T)
@@ -191,13 +192,13 @@ class ScriptedPolicy:
 
 
 def pointing_down(yaw: float) -> Vector:
-    """Rotation of a gripper whose fingers point down and open along the direction yaw - 90 degrees."""
+    """Return the rotation of a gripper whose fingers point down and open along the direction yaw - 90 degrees."""
     cosine, sine = math.cos(yaw), math.sin(yaw)
     return np.array([[cosine, sine, 0.0], [sine, -cosine, 0.0], [0.0, 0.0, -1.0]])
 
 
 def rotation_matrix(quaternion: Vector) -> Vector:
-    """Of a unit quaternion (x, y, z, w)."""
+    """Return the rotation matrix of a unit quaternion (x, y, z, w)."""
     x, y, z, w = quaternion
     return np.array(
         [
@@ -209,7 +210,7 @@ def rotation_matrix(quaternion: Vector) -> Vector:
 
 
 def rotation_vector(rotation: Vector) -> Vector:
-    """Axis times angle, the angle below half a turn."""
+    """Return axis times angle of a rotation matrix, with the angle below 180°."""
     angle = math.acos(min(1.0, max(-1.0, (float(np.trace(rotation)) - 1) / 2)))
     axis = np.array([rotation[2, 1] - rotation[1, 2], rotation[0, 2] - rotation[2, 0], rotation[1, 0] - rotation[0, 1]])
     length = _length(axis)
@@ -220,12 +221,12 @@ def _length(vector: Vector) -> float:
     return float(np.linalg.norm(vector))
 
 
-# Episodes of the scripted policy.
+# --- Episodes of the scripted policy ---
 
 
 @dataclass(frozen=True)
 class DemonstrationOutcome:
-    """How an episode ended. `phase` is the policy's last one, `retries` how often it took the object again."""
+    """Result of an episode. phase: the policy's last phase. retries: how often it grasped the object again."""
 
     success: bool
     steps: int
@@ -236,17 +237,17 @@ class DemonstrationOutcome:
 def demonstrate(
     simulator: LiberoSimulator, initial_state: int, seed: int, noise: float, limit: int, watch: bool = True
 ) -> Iterator[tuple[RobotObservation, NDArray[np.float32]] | DemonstrationOutcome]:
-    """Each step's (observation, action), then how it ended: success if the goal holds at the end.
+    """Yield each step's observation and action, then the outcome: success if the goal holds at the end.
 
     Args:
-        seed: Of the fixtures' places and of the noise.
-        noise: Standard deviation of what is added to the three motions before they are carried out. The action that
-            is given back is the scripted policy's own, so that who learns from it sees how one comes back to the way.
-        limit: Most steps.
-        watch: Without it, nothing is drawn and no step is given back.
+        seed: seed of the positions of fixtures and of the noise.
+        noise: standard deviation of the noise added to the three translations before execution. The yielded action is
+            without noise, so that a policy trained on it learns to return to the path.
+        limit: maximum number of steps.
+        watch: False: nothing is rendered and no step is yielded.
 
     Raises:
-        ConfigurationError: the scripted policy cannot do the task.
+        ConfigurationError: the scripted policy does not support the task.
     """
     simulator.reset(initial_state, seed)
     controller, rng = ScriptedPolicy(plan_for(simulator)), np.random.default_rng(seed)
