@@ -1,4 +1,4 @@
-"""The statistics of a dataset: measured in units of some episodes, on threads or on workers, and merged."""
+"""Measuring a dataset's statistics: units of a few episodes on threads or worker processes, then merged."""
 
 from __future__ import annotations
 
@@ -25,14 +25,15 @@ from armature.components.robots.datasets.quantiles import Array, FeatureStatisti
 from armature.components.robots.datasets.settings import QuantileStatsSettings
 from armature.components.robots.datasets.source import selection
 
-# What was measured of some episodes: it merges, and travels between processes.
+# --- Measurements of some episodes, which can be merged and sent between processes ---
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Statistics of each episode, in order, and what those of all merge from.
+    """Statistics of each episode in order, and the data that statistics of all episodes are merged from.
 
-    `episodes` has a row for each, with columns named as in a dataset's meta/episodes: `stats/<feature>/<statistic>`.
+    `episodes` has one row per episode, with columns named as in a dataset's meta/episodes:
+    `stats/<feature>/<statistic>`.
     """
 
     episodes: pa.Table
@@ -40,22 +41,22 @@ class Measured:
     histograms: dict[str, Histogram]
 
 
-def episodes_table(found: Mapping[str, Mapping[str, Array]]) -> pa.Table:
-    """`found` are each feature's statistics by name, (episodes, *shape)."""
-    return pa.table({f"stats/{name}/{key}": _lists(each[key]) for name, each in found.items() for key in each})
+def episodes_table(statistics: Mapping[str, Mapping[str, Array]]) -> pa.Table:
+    """Return the table of episodes from each feature's statistics by name, (episodes, *shape)."""
+    return pa.table({f"stats/{name}/{key}": _lists(each[key]) for name, each in statistics.items() for key in each})
 
 
 def merge(parts: Sequence[Measured]) -> Measured:
-    """All of what was measured, as one: the features that all parts have.
+    """Merge measurements, for the features that all parts have.
 
     Raises:
-        DataError: a feature has another width in another part, or they have none in common.
+        DataError: parts have different widths of a feature, or no feature in common.
     """
     values = [name for name in parts[0].values if all(name in part.values for part in parts)]
     images = [name for name in parts[0].histograms if all(name in part.histograms for part in parts)]
     if not values and not images:
         raise DataError(
-            "they have no feature in common",
+            "the datasets have no feature in common",
             code="no_common_feature",
             where="datasets of the same tag",
             remedy="give them different tags",
@@ -63,10 +64,10 @@ def merge(parts: Sequence[Measured]) -> Measured:
     for name in values:
         if len(widths := {len(part.values[name].mean) for part in parts}) > 1:
             raise DataError(
-                f"feature {name!r} has {sorted(widths)} values a frame",
+                f"feature {name!r} has {sorted(widths)} values per frame",
                 code="feature_widths_differ",
                 where="datasets of the same tag",
-                remedy="give datasets of different robots different tags",
+                remedy="use different tags for datasets of different robots",
             )
     episodes = pa.concat_tables([part.episodes for part in parts], promote_options="default")
     return Measured(
@@ -77,7 +78,7 @@ def merge(parts: Sequence[Measured]) -> Measured:
 
 
 def as_data(measured: Measured) -> dict[str, Any]:
-    """JSON and arrays."""
+    """Return the measurements as JSON values and arrays, to be sent to another process."""
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, measured.episodes.schema) as writer:
         writer.write_table(measured.episodes)
@@ -89,7 +90,7 @@ def as_data(measured: Measured) -> dict[str, Any]:
 
 
 class ValuesReply(ReplyForm):
-    """The fields of a `FeatureValues`."""
+    """Reply with the fields of a `FeatureValues`."""
 
     parts: list[np.ndarray]
     count: NonNegativeInt
@@ -98,14 +99,14 @@ class ValuesReply(ReplyForm):
 
 
 class HistogramReply(ReplyForm):
-    """The fields of a `Histogram`."""
+    """Reply with the fields of a `Histogram`."""
 
     counts: Annotated[Array, PlainValidator(array_of(np.int64, 2))]
     images: NonNegativeInt
 
 
 class MeasuredReply(ReplyForm):
-    """The form of the document that `as_data` returns."""
+    """Reply with the result of `as_data`."""
 
     episodes: Annotated[Array, PlainValidator(array_of(np.uint8, 1))]
     values: dict[str, ValuesReply]
@@ -113,7 +114,7 @@ class MeasuredReply(ReplyForm):
 
 
 def from_data(data: Any) -> Measured:
-    """What `as_data` was given. Raises ValueError if it is not what `as_data` gives."""
+    """Return the measurements from the result of `as_data`. Raises ValueError if `data` has another form."""
     reply = MeasuredReply.model_validate(data)
     return Measured(
         pa.ipc.open_stream(reply.episodes).read_all(),
@@ -129,7 +130,7 @@ MEASURED = TypeAdapter(Annotated[Measured, PlainValidator(from_data)])
 
 
 def _lists(values: Array) -> pa.Array:
-    """A cell per first index, nested as the other dimensions are."""
+    """Return an Arrow array with one cell per first index, nested like the other dimensions."""
     array = pa.array(values.reshape(-1))
     for length in reversed(values.shape[1:]):
         array = pa.ListArray.from_arrays(np.arange(len(array) // length + 1, dtype=np.int32) * length, array)
@@ -139,14 +140,14 @@ def _lists(values: Array) -> pa.Array:
 Finished = Callable[[tuple[int, Measured]], None]
 
 NUMBERS_AT_ONCE, IMAGES_AT_ONCE = 1024, 8
-"""Episodes of a unit, without and with images."""
+"""Episodes of a unit: without images, with images."""
 UNIT_SECONDS, ATTEMPTS = 3600.0, 3
-"""For a unit on a worker, and how many workers may be lost with it."""
+"""Time limit of a unit on a worker, and the number of workers that may die with the same unit."""
 
 
 @dataclass(frozen=True)
 class MeasurementUnit:
-    """Episodes `first` to `last`, in one data file."""
+    """Episodes `first` to `last` (inclusive) of one data file, and the features to measure."""
 
     first: int
     last: int
@@ -156,10 +157,10 @@ class MeasurementUnit:
 
 
 def plan(dataset: Dataset, settings: QuantileStatsSettings, episodes: Sequence[int]) -> list[MeasurementUnit]:
-    """The units of these episodes (ascending), the same on every machine.
+    """Return the units of these ascending episodes; they are the same on every machine.
 
     Raises:
-        ConfigurationError: a feature is unknown, or neither a number nor an image.
+        ConfigurationError: a feature is unknown, or neither numeric nor an image.
     """
     chosen = settings.features or tuple(
         name for name, feature in dataset.info.features.items() if feature.is_number or feature.is_visual
@@ -185,11 +186,12 @@ def plan(dataset: Dataset, settings: QuantileStatsSettings, episodes: Sequence[i
 
 
 def measure_unit(unit: MeasurementUnit, dataset: Dataset) -> Measured:
-    """
+    """Measure the statistics of a unit.
+
     Raises:
-        DataError: a file is not what it should be, or a value is not finite.
+        DataError: a file is damaged, or a value is not finite.
     """
-    found: dict[str, dict[str, Array]] = {}
+    statistics: dict[str, dict[str, Array]] = {}
     values, counted = {}, {}
     lengths = dataset.episodes.lengths(unit.first, unit.last)
     first, last = dataset.episodes[unit.first], dataset.episodes[unit.last]
@@ -200,7 +202,7 @@ def measure_unit(unit: MeasurementUnit, dataset: Dataset) -> Measured:
         rows = columns[name]
         each, values[name] = quantiles.measure_columns(rows, lengths, name, unit.first)
         shape = dataset.feature(name).shape
-        found[name] = {
+        statistics[name] = {
             key: value if key == "count" else value.reshape(len(lengths), *shape) for key, value in each.items()
         }
     for name in unit.images:
@@ -212,15 +214,19 @@ def measure_unit(unit: MeasurementUnit, dataset: Dataset) -> Measured:
                 histogram = histogram.add(image)
             parts.append(histogram)
         arrays = [part.statistics().arrays() for part in parts]
-        found[name] = {key: np.stack([each[key] for each in arrays]) for key in arrays[0]}
+        statistics[name] = {key: np.stack([each[key] for each in arrays]) for key in arrays[0]}
         counted[name] = histograms.merge(parts)
-    return Measured(episodes_table(found), values, counted)
+    return Measured(episodes_table(statistics), values, counted)
 
 
 def measure_dataset(
     dataset: Dataset, units: Sequence[MeasurementUnit], machine: Machine, progress: Callable[[int], None]
 ) -> Measured:
-    """All units, merged in their order: who computes them changes nothing. `progress` is told how many are done."""
+    """Measure all units and merge them in order, so that the result does not depend on who computes a unit.
+
+    Args:
+        progress: called with the number of finished units.
+    """
     measured: dict[int, Measured] = {}
 
     def finished(result: tuple[int, Measured]) -> None:
@@ -233,14 +239,15 @@ def measure_dataset(
 
 
 def overall(dataset: Dataset, measured: Measured, threads: int) -> dict[str, FeatureStatistics]:
-    """Statistics of all frames, in the order of the dataset's features."""
-    found = {name: each.statistics() for name, each in measured.histograms.items()}
+    """Return the statistics over all frames, in the order of the dataset's features."""
+    by_name = {name: each.statistics() for name, each in measured.histograms.items()}
     for name, values in measured.values.items():
-        found[name] = values.statistics(threads).reshape(dataset.feature(name).shape)
-    return {name: found[name] for name in dataset.info.features if name in found}
+        by_name[name] = values.statistics(threads).reshape(dataset.feature(name).shape)
+    return {name: by_name[name] for name in dataset.info.features if name in by_name}
 
 
 def cores(machine: Machine) -> int:
+    """Return the number of threads to compute with."""
     return machine.threads or available_cpus()
 
 
@@ -254,7 +261,7 @@ def _on_threads(dataset: Dataset, units: Sequence[MeasurementUnit], machine: Mac
 
 
 def _on_workers(dataset: Dataset, units: Sequence[MeasurementUnit], machine: Machine, finished: Finished) -> None:
-    """Workers open the dataset by its name; a unit travels as its numbers, and units of a data file stay together."""
+    """Measure on worker processes, which open the dataset by its path; units of one data file go to the same worker."""
     opened = {"files": str(dataset.files), "quick_digest": dataset.files.quick_digest()}
     files = dataset.episodes.numbers[["chunk", "file"]]
 

@@ -1,4 +1,4 @@
-"""Datasets mixed by weights: an endless, seeded order of samples in which any position can be read at once."""
+"""Weighted mixture of datasets: an endless, seeded order of samples with random access by position."""
 
 from __future__ import annotations
 
@@ -28,16 +28,17 @@ from armature.components.robots.datasets.quantiles import Array
 from armature.components.robots.datasets.settings import FileShuffleSettings
 from armature.components.robots.datasets.source import DatasetSource, selection
 
-# One sample that a robot policy learns from.
+# --- Samples of a mixture ---
 
 
 @dataclass(frozen=True)
 class RobotSample:
-    """A frame, and the actions from it on, in the dataset's units.
+    """Training sample of a robot policy: an observation and the actions from there on, in the dataset's units.
 
-    actions: float32 (T, action dimensions); after the episode's last frame its action stands again.
-    padding: bool (T,), True where it does.
-    tag: whose statistics scale it. `source` is the mixture's number of the dataset, `frame` counts in the episode.
+    actions: float32 (T, action dimensions); after the end of the episode its last action is repeated.
+    padding: bool (T,), True for repeated actions.
+    tag: names the statistics that normalize the sample. source: number of the dataset in the mixture. frame: number of
+        the frame in its episode.
     """
 
     observation: RobotObservation
@@ -50,20 +51,21 @@ class RobotSample:
 
 
 class FrameIndex(NamedTuple):
-    """A frame of a source, counted over the source's chosen episodes."""
+    """Frame number of a source, counted over the source's selected episodes."""
 
     source: int
     frame: int
 
 
 class Mixture:
-    """Samples of `sources`.
+    """Samples of several datasets, mixed by weight.
 
-    Each source gets its weight's share of the positions, and is gone through in an order of its own, without
-    repeats until all of its frames were there. The order is a function of seed and position: to resume is to go on
-    at a position, and to share it among ranks is to share positions. With `file_shuffle` the lanes of a source that
-    is not alone come to its next epoch one after another.
-    Pickles, for loader processes; threads may share it.
+    Each source gets a share of positions in proportion to its weight, and all of its frames are used once, in shuffled
+    order, before any is repeated. The order is a function of seed and position: a run resumes by continuing at a
+    position, and ranks divide the positions among them. With `file_shuffle` and several sources, the lanes of a source
+    may reach its next epoch at different times.
+
+    A mixture can be pickled for loader processes and shared by threads.
     """
 
     def __init__(
@@ -75,11 +77,11 @@ class Mixture:
     ) -> None:
         """
         Args:
-            horizon: Actions of a sample, where a source has no horizon of its own.
-            file_shuffle: Of the order with locality; None shuffles all frames of a source.
+            horizon: number of actions of a sample, for sources without their own horizon.
+            file_shuffle: settings of the order with locality; None: all frames of a source are shuffled.
 
         Raises:
-            ConfigurationError: no sources, or one without the feature that it calls its action.
+            ConfigurationError: there are no sources, or a source's action is not a numeric feature.
         """
         if not sources:
             raise ConfigurationError("a mixture needs at least one dataset", code="no_datasets")
@@ -105,16 +107,16 @@ class Mixture:
 
     @property
     def horizon(self) -> int:
-        """The longest of the sources'."""
+        """Longest horizon of the sources."""
         return max(self.horizons)
 
     @property
     def frames(self) -> int:
-        """Of all chosen episodes."""
+        """Number of frames in all selected episodes."""
         return sum(int(stops[-1]) for stops in self._stops)
 
     def place(self, position: int) -> FrameIndex:
-        """What is at `position`, 0 or more."""
+        """Return the frame at `position`, 0 or more."""
         if self.file_shuffle is not None:
             return FrameIndex(*self.file_shuffle.at(position))
         source, taken = self._schedule.at(position)
@@ -126,17 +128,18 @@ class Mixture:
         return self.sample(self.place(position))
 
     def every(self) -> Iterator[FrameIndex]:
-        """Each frame once, in the datasets' order."""
+        """Yield each frame once, in the order of the datasets."""
         return map(self.nth, range(self.frames))
 
     def nth(self, number: int) -> FrameIndex:
-        """What comes after `number` others in `every`."""
+        """Return the frame that `every` yields after `number` others."""
         ends = np.cumsum([int(stops[-1]) for stops in self._stops])
         source = int(np.searchsorted(ends, number, side="right"))
         return FrameIndex(source, number - int(ends[source - 1]) if source else number)
 
     def sample(self, place: FrameIndex) -> RobotSample:
-        """
+        """Read the sample at a frame.
+
         Raises:
             DataError: a data file, a video or an image is missing or damaged.
         """
@@ -150,14 +153,14 @@ class Mixture:
         return RobotSample(observation, *self.actions(place), source.tag, place.source, episode.index, frame)
 
     def actions(self, place: FrameIndex) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
-        """The sample's actions and padding alone; no image is read."""
+        """Return only actions and padding of the sample; no image is read."""
         episode, frame = self._episode(place)
         places, padding = window(frame, episode.length, range(self.horizons[place.source]))
         values = self._frames[place.source].numbers(self.sources[place.source].action, episode, places)
         return values.astype(np.float32), padding
 
     def files(self, source: int, first: int, stop: int) -> Iterator[PurePosixPath]:
-        """The files that samples of a source's frames `first` to `stop` (exclusive) read as a whole."""
+        """Yield the files that reading frames `first` to `stop` (exclusive) of a source needs completely."""
         used = self.sources[source]
         dataset, info = used.dataset, used.dataset.info
         ends = (self._episode(FrameIndex(source, frame))[0].index for frame in (first, stop - 1))
@@ -172,7 +175,7 @@ class Mixture:
                 yield info.video_file(name, chunk, file)
 
     def _episode(self, place: FrameIndex) -> tuple[EpisodeRange, int]:
-        """The episode, and the frame in it."""
+        """Return the episode of the frame, and the frame's number in it."""
         firsts, stops = self._firsts[place.source], self._stops[place.source]
         run = int(np.searchsorted(stops, place.frame, side="right"))
         frame = int(firsts[run]) + place.frame - (int(stops[run - 1]) if run else 0)
@@ -181,27 +184,28 @@ class Mixture:
 
 
 def _file_bounds(source: DatasetSource) -> Array:
-    """Of the chosen frames, the first in each file, and their number: (files + 1,)."""
+    """Return the first selected frame in each file, and the number of selected frames, (files + 1,)."""
     dataset, chosen = source.dataset, selection(source.episodes)
     videos = [name for name in source.cameras.values() if dataset.feature(name).dtype == VIDEO]
     starts = chosen.before(dataset.episodes.file_starts(videos), dataset.episodes)
     return np.unique(np.append(starts, chosen.frames(dataset.episodes)[1][-1]))
 
 
-# Files of datasets behind URLs, fetched before their samples are asked for.
+# --- Downloading files of remote datasets before their samples are read ---
 
 AT_ONCE = 4
-"""Files that are fetched at the same time."""
+"""Number of files downloaded at the same time."""
 STOP_WITHIN = 2.0
-"""Seconds that are waited for the next part of a file to arrive, when fetching is stopped."""
+"""Seconds to wait, when stopping, for the next part of a file that is being downloaded."""
 log = logging.getLogger(__name__)
 
 
 class FilePrefetch:
-    """While positions of a window are read, the files of the next are fetched, where `mixture` has an order of files.
+    """Downloads the files of the next window while samples of the current window are read.
 
-    Windows are fetched that are read to their end before position `stop`, so that no file is that nobody reads. A file
-    that cannot be fetched is left to who reads it; who comes to one that is being fetched waits for it.
+    This needs a mixture with `file_shuffle`. Only windows that end before position `stop` are downloaded, so that no
+    file is downloaded in vain. A file that cannot be downloaded is left to its reader; a reader that needs a file while
+    it is being downloaded waits for it.
     """
 
     def __init__(self, mixture: Mixture, stop: int) -> None:
@@ -223,7 +227,7 @@ class FilePrefetch:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        """Nothing more is fetched, and nothing stays of a file that is half here."""
+        """Stop downloading and leave no partial file behind."""
         self._stopped.set()
         for _ in self._threads:
             self._queue.put(None)
@@ -231,7 +235,7 @@ class FilePrefetch:
             thread.join(STOP_WITHIN)
 
     def reach(self, positions: Iterable[int]) -> None:
-        """These are read now."""
+        """Tell that these positions are being read now; queue the files of their windows and of the next ones."""
         if self._shuffle is None or not self._threads:
             return
         for shuffled in map(self._shuffle.window, positions):
@@ -253,11 +257,11 @@ class FilePrefetch:
             source, name = wanted
             try:
                 self._remote[source].fetch(name, fsspec.Callback(hooks={"stop": self._end_if_stopped}))
-            except Exception as error:  # who reads the file meets it again
+            except Exception as error:  # the reader of the file gets the same error
                 if not self._stopped.is_set():
-                    log.warning("not fetched ahead: %s", error)
+                    log.warning("prefetch failed: %s", error)
 
     def _end_if_stopped(self, size: int | None, value: int, **_: Any) -> None:
-        """Called by fsspec at each part of a file that arrives."""
+        """Raise InterruptedError if downloading was stopped. fsspec calls this for each part of a file."""
         if self._stopped.is_set():
-            raise InterruptedError("fetching was stopped")
+            raise InterruptedError("download was stopped")

@@ -1,4 +1,4 @@
-"""Orders of samples that need no memory: a shuffle and a weighted schedule, each a function of the position."""
+"""Orders of samples that need no memory: a shuffle and a weighted schedule, both functions of the position."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MASK = 2**64 - 1
 
 
 def mixed(*values: int) -> int:
-    """A number of 64 bits that depends on all of `values`: splitmix64's finalizer over each in turn."""
+    """Hash `values` to a 64-bit number, by splitmix64's finalizer over each value in turn."""
     state = 0
     for value in values:
         state = (state ^ (value & _MASK)) + 0x9E3779B97F4A7C15 & _MASK
@@ -30,9 +30,14 @@ def mixed(*values: int) -> int:
 
 
 def permuted(index: int, size: int, key: int) -> int:
-    """Where a shuffle of `size` things, one for each `key`, puts number `index`.
+    """Return the position of item `index` in the shuffle of `size` items that `key` determines.
 
-    A Feistel network on pairs of numbers below the root of `size`, walked until the pair names one of the things.
+    A Feistel network permutes pairs of numbers below the square root of `size`, rounded up, and is repeated until the
+    pair is one of the items.
+
+    Example:
+        >>> sorted(permuted(index, size=5, key=1) for index in range(5))
+        [0, 1, 2, 3, 4]
     """
     side = math.isqrt(size - 1) + 1
     while True:
@@ -45,10 +50,16 @@ def permuted(index: int, size: int, key: int) -> int:
 
 
 class MixtureSchedule:
-    """Which source each position takes, and how many it has taken before.
+    """Assignment of positions to sources by weight, without memory.
 
-    Of any `positions` first ones, source s gets its share to within the number of sources, plus what `BLOCK` holds:
-    within blocks of that many positions the order is shuffled, so that no period of the schedule meets a batch's.
+    Among the first n positions, the number of positions of a source differs from its share by at most the number of
+    sources plus `BLOCK`. Within blocks of that many positions the order is shuffled, so that the schedule has no period
+    that could coincide with the batch size.
+
+    Example:
+        >>> schedule = MixtureSchedule([1.0, 3.0], seed=0)
+        >>> sum(schedule.at(position)[0] == 1 for position in range(256))
+        192
     """
 
     def __init__(self, weights: Sequence[float], seed: int) -> None:
@@ -58,7 +69,7 @@ class MixtureSchedule:
         self._seed = seed
 
     def at(self, position: int) -> tuple[int, int]:
-        """The source, and the number of positions of this source before this one."""
+        """Return the source of a position, and the number of earlier positions of this source."""
         if len(self._weights) == 1:
             return 0, position
         block, offset = divmod(position, BLOCK)
@@ -72,8 +83,9 @@ class MixtureSchedule:
         raise AssertionError("the last source takes what is left")
 
     def passed(self, position: int, source: int) -> int:
-        """As many of the source's first things as are certain to be taken before this position: all, but for some of
-        its block.
+        """Return a number of the source's items that are certainly taken before this position.
+
+        It is all of them except for some items of the position's block.
         """
         if len(self._weights) == 1:
             return position
@@ -83,14 +95,15 @@ class MixtureSchedule:
         return rest * self._weights[source] // total
 
 
-# An order with locality: files are shuffled, and frames within a few files, so that ranks read files of their own.
+# --- Order with locality: files are shuffled, and frames within a few files, so that each rank reads its own files ---
 
 SCHEDULE, FILES = 0, 1
 
 
 class Window(NamedTuple):
-    """What a lane reads of a source's files before it comes to others: its frames `first` to `stop` (exclusive),
-    counted over all that the lane takes of the source.
+    """Files of a source that a lane reads together, before it continues with others.
+
+    They are frames `first` to `stop` (exclusive), counted over all frames that the lane takes of the source.
     """
 
     source: int
@@ -101,48 +114,53 @@ class Window(NamedTuple):
 
 @dataclass(frozen=True)
 class _Epoch:
-    """The frames of a source in a row: its files in their shuffled order, cut into lanes, and lanes into windows."""
+    """One epoch of a source: its files in shuffled order, split into lanes, and lanes into windows.
+
+    A place is a frame's number in this order. key: seed of the epoch.
+    """
 
     key: int
     files: Array
-    """Their numbers, in order: (files,)."""
+    """File numbers in shuffled order, (files,)."""
     file_stops: Array
-    """Where each ends in the row: (files,)."""
+    """Place after the last frame of each file, (files,)."""
     lane_starts: Array
-    """(lanes,)"""
+    """First place of each lane, (lanes,)."""
     begun: Array
-    """Positions that each lane had in the epochs before: (lanes,)."""
+    """Number of positions of each lane in earlier epochs, (lanes,)."""
     window_stops: Array
+    """Place after the last frame of each window, (windows,)."""
 
     def row(self, lane: int, taken: int) -> int:
-        """Where a lane is after `taken` positions of all epochs."""
+        """Return the place of a lane after it has taken `taken` positions in all epochs."""
         return int(self.lane_starts[lane]) + taken - int(self.begun[lane])
 
     def window(self, place: int) -> tuple[int, int, int]:
-        """The window's number, where it begins and where it ends."""
+        """Return the number of the window at a place, and the window's first place and the place after its last."""
         number = int(np.searchsorted(self.window_stops, place, side="right"))
         return number, int(self.window_stops[number - 1]) if number else 0, int(self.window_stops[number])
 
     def frame(self, place: int) -> tuple[int, int]:
-        """The file, and the frame in it."""
+        """Return the file at a place, and the frame in the file."""
         number = int(np.searchsorted(self.file_stops, place, side="right"))
         return int(self.files[number]), place - (int(self.file_stops[number - 1]) if number else 0)
 
     def shuffled(self, place: int) -> int:
+        """Return the place after shuffling within its window."""
         number, first, stop = self.window(place)
         return first + permuted(place - first, stop - first, mixed(self.key, number))
 
 
 class FileShuffle:
-    """Which frame of which source each position takes.
+    """Assignment of positions to frames of several sources, such that nearby positions need few files.
 
-    Position p is of lane p % lanes. In each epoch of a source its files are shuffled and put in a row, which is cut
-    into as many frames for each lane as the lane has positions: two lanes share a file at a cut, and no frame is left
-    over. A lane goes through its files by up to `window` at once, whose frames are shuffled. Where the positions of all
-    ranks are shared out in turn and their number divides that of the lanes, a rank has lanes of its own.
+    Position p belongs to lane p % lanes. In each epoch of a source its files are shuffled and concatenated, and the
+    result is cut into lanes; each lane gets as many frames as it has positions in the epoch. Two lanes may share the
+    file at a cut, and no frame is left over. A lane reads up to `window` files at once and shuffles their frames. If
+    ranks take positions in turn and their number divides the number of lanes, each rank has its own lanes.
 
-    Of several sources, each lane takes their shares by a schedule of its own.
-    Memory is by file; tables of an epoch are made when one of its positions is first asked for.
+    With several sources, each lane has its own schedule of the sources' shares. Memory grows with the number of files;
+    the tables of an epoch are computed when one of its positions is first needed.
     """
 
     def __init__(
@@ -150,7 +168,7 @@ class FileShuffle:
     ) -> None:
         """
         Args:
-            bounds: Of each source, the first frame of each file, from 0, and the number of all frames: (files + 1,).
+            bounds: for each source, the first frame of each file, from 0, and then the number of frames, (files + 1,).
         """
         self._bounds, self._seed = tuple(bounds), seed
         self._lanes, self._window = settings.lanes, settings.window
@@ -158,24 +176,24 @@ class FileShuffle:
         self._epochs: list[dict[int, _Epoch]] = [{} for _ in bounds]
 
     def at(self, position: int) -> tuple[int, int]:
-        """The source and its frame."""
+        """Return the source and its frame at a position."""
         source, lane, taken = self._taken(position)
         epoch = self._epoch_of(source, lane, taken)
         file, frame = epoch.frame(epoch.shuffled(epoch.row(lane, taken)))
         return source, int(self._bounds[source][file]) + frame
 
     def window(self, position: int) -> Window:
-        """The window that a position is in."""
+        """Return the window that contains a position."""
         return self._window_at(*self._taken(position))
 
     def windows(self, window: Window, stop: int) -> list[Window]:
-        """The window and the one after it, if all of their frames are certain to be at positions before `stop`."""
+        """Return the window and the next one, if all their frames are certainly at positions before `stop`."""
         taken = self._schedules[window.lane].passed(int(self._before(stop)[window.lane]), window.source)
         after = self._window_at(window.source, window.lane, window.stop)
         return [each for each in (window, after) if each.stop <= taken]
 
     def frames(self, window: Window) -> list[tuple[int, int]]:
-        """Of each file in the window the source's frames from the first to the last (exclusive)."""
+        """Return, for each file in the window, the range of the source's frames (the end is exclusive)."""
         source, lane, taken, end = window
         epoch, bounds = self._epoch_of(source, lane, taken), self._bounds[source]
         place, runs = epoch.row(lane, taken), list[tuple[int, int]]()
@@ -189,7 +207,7 @@ class FileShuffle:
         return runs
 
     def _taken(self, position: int) -> tuple[int, int, int]:
-        """The source, the lane, and how many positions of the source the lane had before."""
+        """Return the source, the lane, and the number of earlier positions of the lane with this source."""
         turn, lane = divmod(position, self._lanes)
         source, taken = self._schedules[lane].at(turn)
         return source, lane, taken
@@ -204,16 +222,16 @@ class FileShuffle:
         return self._epoch(source, (taken * self._lanes + lane) // int(self._bounds[source][-1]))
 
     def _epoch(self, source: int, number: int) -> _Epoch:
-        """Lanes come to the next epoch one after another, so two are kept."""
-        known = self._epochs[source]
-        if number not in known:
-            near = {other: table for other, table in known.items() if abs(other - number) == 1}
-            known = self._epochs[source] = {**near, number: self._built(source, number)}
-        return known[number]
+        """Return an epoch's tables. Lanes reach the next epoch at different times, so two epochs are cached."""
+        cached = self._epochs[source]
+        if number not in cached:
+            near = {other: table for other, table in cached.items() if abs(other - number) == 1}
+            cached = self._epochs[source] = {**near, number: self._built(source, number)}
+        return cached[number]
 
     def _built(self, source: int, number: int) -> _Epoch:
         bounds, key = self._bounds[source], mixed(self._seed, FILES, source, number)
-        # PCG64's numbers stay as they are with every NumPy, as those of a Generator's methods do not.
+        # Raw numbers of PCG64 are the same in every NumPy version; numbers of Generator methods are not.
         files = np.argsort(np.random.PCG64(key).random_raw(len(bounds) - 1), kind="stable")
         file_stops = np.cumsum(np.diff(bounds)[files])
         begun, ended = (self._before(epoch * int(bounds[-1])) for epoch in (number, number + 1))
@@ -224,11 +242,11 @@ class FileShuffle:
         return _Epoch(key, files, file_stops, lane_starts, begun, np.concatenate(windows))
 
     def _before(self, position: int) -> Array:
-        """How many of the positions before this one each lane has: (lanes,)."""
+        """Return how many positions before this one each lane has, (lanes,)."""
         return (position + self._lanes - 1 - np.arange(self._lanes)) // self._lanes
 
     def _windows(self, file_stops: Array, start: int, stop: int) -> Array:
-        """Where the windows of a lane end, with as many files in each as can be, to within one."""
+        """Return where the windows of a lane end. Windows have equally many files, or differ by one."""
         first = np.searchsorted(file_stops, start, side="right")
         stops = np.append(file_stops[first : np.searchsorted(file_stops, stop)], stop)
         windows = -(-len(stops) // self._window)

@@ -1,4 +1,4 @@
-"""Exact statistics of numbers: order statistics of all values, moments in float64, shards that merge."""
+"""Exact statistics of numbers: quantiles of all values, moments in float64, and merging of shards."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from armature.components.contracts.errors import DataError
 
-# What is known of one feature: the numbers that LeRobot's stats.json holds, and the order statistics behind them.
+# --- Statistics of one feature, as in LeRobot's stats.json, and the values they are computed from ---
 
 QUANTILES = {"q01": 0.01, "q10": 0.10, "q50": 0.50, "q90": 0.90, "q99": 0.99}
 LEVELS = np.array(list(QUANTILES.values()))
@@ -22,9 +22,10 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True)
 class FeatureStatistics:
-    """Of one feature over `count` frames. Arrays are float64 and of the feature's shape, (3, 1, 1) for images.
+    """Statistics of one feature over `count` frames. Arrays are float64 of the feature's shape, (3, 1, 1) for images.
 
-    `quantiles` has one more dimension in front, in the order of `QUANTILES`. `std` divides by the count.
+    `quantiles` has an additional first dimension, in the order of `QUANTILES`. `std` is the population standard
+    deviation: it divides by the count.
     """
 
     min: Array
@@ -35,16 +36,16 @@ class FeatureStatistics:
     quantiles: Array
 
     def arrays(self) -> dict[str, Array]:
-        """By their names in stats.json."""
+        """Return the statistics by their names in stats.json."""
         entry = {"min": self.min, "max": self.max, "mean": self.mean, "std": self.std}
         return entry | dict(zip(QUANTILES, self.quantiles, strict=True)) | {"count": np.array([self.count])}
 
     def document(self) -> dict[str, list[Any]]:
-        """The feature's entry of stats.json."""
+        """Return the feature's entry in stats.json."""
         return {name: value.tolist() for name, value in self.arrays().items()}
 
     def reshape(self, shape: tuple[int, ...]) -> FeatureStatistics:
-        """The same for a feature whose frames have `shape`."""
+        """Return the same statistics for frames of another shape."""
         return FeatureStatistics(
             self.min.reshape(shape),
             self.max.reshape(shape),
@@ -56,9 +57,9 @@ class FeatureStatistics:
 
 
 def ranks(count: int | Array) -> tuple[Array, Array, Array]:
-    """Where the quantiles of `count` sorted values lie: two ranks and the weight of the second.
+    """Return where the quantiles of `count` sorted values are: two ranks and the weight of the second.
 
-    Definition 7 of Hyndman and Fan (1996), numpy's "linear". A new first axis holds the levels.
+    Definition 7 of Hyndman and Fan (1996), numpy's method "linear". A new first axis is for the levels.
     """
     counts = np.asarray(count)
     place = (counts - 1) * LEVELS.reshape(-1, *(1,) * counts.ndim)
@@ -67,13 +68,13 @@ def ranks(count: int | Array) -> tuple[Array, Array, Array]:
 
 
 def between(low: Array, high: Array, weight: Array) -> Array:
-    """`low` + `weight` (`high` - `low`), from the nearer end, so that it is monotonic and rounds as numpy does."""
+    """Return `low` + `weight` (`high` - `low`), computed from the nearer end: monotonic, and rounded as in numpy."""
     step = high - low
     return np.where(weight >= 0.5, high - step * (1 - weight), low + step * weight)
 
 
 def document(statistics: Mapping[str, FeatureStatistics]) -> dict[str, dict[str, list[Any]]]:
-    """stats.json for several features."""
+    """Return the content of stats.json for several features."""
     return {name: each.document() for name, each in statistics.items()}
 
 
@@ -81,8 +82,9 @@ def document(statistics: Mapping[str, FeatureStatistics]) -> dict[str, dict[str,
 class FeatureValues:
     """All values of a feature in some frames, and their moments.
 
-    `parts` are (width, frames) each, in the type that they came in: a float32 takes 4 bytes, whatever its statistics
-    are computed in. `mean` and `squares` (the sum of squared distances from the mean) are float64 (width,).
+    parts: arrays (width, frames) in their original type, so that a float32 takes 4 bytes although statistics are
+        computed in float64.
+    mean, squares: mean and sum of squared distances from it, float64 (width,).
     """
 
     parts: tuple[Array, ...]
@@ -91,7 +93,7 @@ class FeatureValues:
     squares: Array
 
     def statistics(self, threads: int = 1) -> FeatureStatistics:
-        """Of all values, each array (width,)."""
+        """Return the statistics of all values, with arrays of shape (width,)."""
         with ThreadPoolExecutor(threads) as executor:
             columns = executor.map(self._ordered, range(len(self.mean)))
             ordered = np.stack(list(columns), axis=1)
@@ -103,9 +105,9 @@ class FeatureValues:
 
 
 def merge(shards: Sequence[FeatureValues]) -> FeatureValues:
-    """All frames of all shards; their order does not matter.
+    """Merge the values of all shards; their order does not matter.
 
-    Moments by Chan, Golub and LeVeque (1979): no sum of squares is ever subtracted from another.
+    Moments are merged as in Chan, Golub and LeVeque (1979), which never subtracts two sums of squares.
     """
     means, squares = (np.stack([getattr(shard, name) for shard in shards]) for name in ("mean", "squares"))
     count, mean, total = _merged(np.array([shard.count for shard in shards]), means, squares)
@@ -113,7 +115,7 @@ def merge(shards: Sequence[FeatureValues]) -> FeatureValues:
 
 
 def _merged(counts: Array, means: Array, squares: Array) -> tuple[int, Array, Array]:
-    """Count, mean and squares of all; means and squares are (shards, width)."""
+    """Return count, mean and squares of all shards; means and squares are (shards, width)."""
     weights = counts.astype(np.float64)[:, None]
     base = means[0]
     mean = base + ((means - base) * weights).sum(0) / weights.sum()
@@ -123,9 +125,15 @@ def _merged(counts: Array, means: Array, squares: Array) -> tuple[int, Array, Ar
 def measure(
     rows: Array, lengths: Sequence[int], feature: str, first_episode: int = 0
 ) -> tuple[list[FeatureStatistics], FeatureValues]:
-    """Statistics of each episode, and what all of them merge from: see `measure_columns`."""
-    found, values = measure_columns(rows, lengths, feature, first_episode)
-    low, high, mean, std, *quantiles, counts = found.values()
+    """Return the statistics of each episode, and the values to merge with others; see `measure_columns`.
+
+    Example:
+        >>> (episode,), _ = measure(np.array([[1.0], [3.0]]), lengths=[2], feature="action")
+        >>> episode.mean.tolist(), episode.std.tolist()
+        ([2.0], [1.0])
+    """
+    statistics, values = measure_columns(rows, lengths, feature, first_episode)
+    low, high, mean, std, *quantiles, counts = statistics.values()
     levels = np.stack(quantiles, axis=1)
     episodes = [
         FeatureStatistics(low[i], high[i], mean[i], std[i], int(counts[i, 0]), levels[i]) for i in range(len(counts))
@@ -136,15 +144,16 @@ def measure(
 def measure_columns(
     rows: Array, lengths: Sequence[int] | Array, feature: str, first_episode: int = 0
 ) -> tuple[dict[str, Array], FeatureValues]:
-    """Statistics of each episode by their names in stats.json, (episodes, width) each, and what all merge from.
+    """Return statistics of each episode by their names in stats.json, (episodes, width) each, and all values to merge.
 
     Args:
-        rows: (frames, width), the episodes' frames one after another.
-        lengths: Frames of each episode.
-        feature: Named in errors, as is the episode, counted from `first_episode`.
+        rows: frames of the episodes one after another, (frames, width).
+        lengths: number of frames of each episode.
+        feature: name in error messages.
+        first_episode: number of the first episode in error messages.
 
     Raises:
-        DataError: no frames, frames that do not add up, values that are not finite or not numeric.
+        DataError: there are no frames, their number does not match the lengths, or values are not finite or numeric.
     """
     _check(rows, lengths, feature, first_episode)
     columns = np.ascontiguousarray(rows.T if rows.dtype.kind == "f" else rows.T.astype(np.float64))
@@ -160,13 +169,13 @@ def measure_columns(
     ends = ordered[:, starts].astype(np.float64), ordered[:, starts + counts - 1].astype(np.float64)
     std = np.sqrt(squares / counts)
     moments = np.ascontiguousarray(mean.T), np.ascontiguousarray(squares.T)
-    found = {"min": ends[0].T, "max": ends[1].T, "mean": moments[0], "std": std.T}
-    found |= dict(zip(QUANTILES, quantiles.transpose(1, 2, 0), strict=True)) | {"count": counts[:, None]}
-    return found, FeatureValues((columns,), *_merged(counts, *moments))
+    statistics = {"min": ends[0].T, "max": ends[1].T, "mean": moments[0], "std": std.T}
+    statistics |= dict(zip(QUANTILES, quantiles.transpose(1, 2, 0), strict=True)) | {"count": counts[:, None]}
+    return statistics, FeatureValues((columns,), *_merged(counts, *moments))
 
 
 def _moments(columns: Array, starts: Array, counts: Array) -> tuple[Array, Array]:
-    """Mean and sum of squared distances, each (width, episodes), in two passes: the second mends the first."""
+    """Return means and sums of squared distances, (width, episodes) each. A second pass corrects rounding errors."""
     values = columns.astype(np.float64)
     mean = np.add.reduceat(values, starts, axis=1) / counts
     distances = values - np.repeat(mean, counts, axis=1)
@@ -176,7 +185,7 @@ def _moments(columns: Array, starts: Array, counts: Array) -> tuple[Array, Array
 
 
 def _order(values: Array) -> Array:
-    """Minimum, maximum and the quantiles of one column, float64."""
+    """Return minimum, maximum and quantiles of one column, float64."""
     values.sort()
     below, above, weight = ranks(len(values))
     low, high = values[below].astype(np.float64), values[above].astype(np.float64)
@@ -186,7 +195,7 @@ def _order(values: Array) -> Array:
 def _check(rows: Array, lengths: Sequence[int] | Array, feature: str, first_episode: int) -> None:
     if rows.ndim != 2 or rows.dtype.kind not in "fiub":
         raise DataError(
-            f"{rows.dtype} of shape {rows.shape} are not rows of numbers",
+            f"rows are {rows.dtype} of shape {rows.shape}, not rows of numbers",
             code="rows_not_numeric",
             where=f"feature {feature!r}",
         )
@@ -211,5 +220,5 @@ def _check(rows: Array, lengths: Sequence[int] | Array, feature: str, first_epis
             f"value {column} of feature {feature!r} is {rows[row, column]}",
             code="feature_not_finite",
             where=f"episode {first_episode + episode}, frame {row - sum(lengths[:episode])}",
-            remedy="fix or remove the episode; statistics of such values would make every normalized value NaN",
+            remedy="fix or remove the episode: with such statistics every normalized value would be NaN",
         )

@@ -1,4 +1,4 @@
-"""Datasets on a hub or behind an fsspec URL: a file is fetched when it is first asked for, and kept."""
+"""Datasets on a hub or behind an fsspec URL. A file is downloaded when it is first needed, and cached."""
 
 from __future__ import annotations
 
@@ -18,27 +18,28 @@ from armature.components.machine.hub import HUB, hub_commit
 from armature.components.robots.datasets.lerobot.layout import INFO, STATS, DatasetFiles, LocalFiles, belongs
 
 RECORDED = "dataset"
-"""The folder with the dataset itself in the artifact of a stage that records one."""
+"""Folder of the dataset within the artifact of a stage that records one."""
 
 
 class FetchedDataset(FetchedFiles):
-    """Files of a LeRobot dataset. Its meta/stats.json is fetched too, but is none of its content."""
+    """Files of a remote LeRobot dataset. meta/stats.json is downloaded too, but does not count as content."""
 
     def names(self, part: str = "") -> list[str]:
         return [name for name in super().names(part) if belongs(name)]
 
 
 def open_files(path: str, revision: str | None, cache: DownloadCache) -> DatasetFiles:
-    """The files of a dataset in a folder, on the hub, or behind an fsspec URL.
+    """Return the files of a dataset in a folder, on the hub, or behind an fsspec URL.
 
     Args:
-        path: A folder, also the artifact of a stage that recorded one; a hub name (owner/name); or a URL such as
-            s3://bucket/dataset.
-        revision: Commit, tag or branch of a hub name.
+        path: a folder, possibly the artifact of a stage that recorded the dataset; a hub name (owner/name); or a URL
+            such as s3://bucket/dataset.
+        revision: commit, tag or branch of a hub dataset.
+        cache: where downloaded files are kept.
 
     Raises:
-        ConfigurationError: a hub name without a revision, or a revision of something else.
-        DataError: there is nothing, or it cannot be reached.
+        ConfigurationError: a hub name has no revision, or something else has one.
+        DataError: there is no dataset, or it cannot be reached.
     """
     if "://" in path:
         _no_revision(path, revision)
@@ -46,7 +47,7 @@ def open_files(path: str, revision: str | None, cache: DownloadCache) -> Dataset
     if is_folder(path) or not HUB.fullmatch(path) or path.startswith("."):
         _no_revision(path, revision)
         if not is_folder(path):
-            raise DataError("there is no such folder", code="not_a_lerobot_dataset", where=path)
+            raise DataError("the folder does not exist", code="not_a_lerobot_dataset", where=path)
         folder, recorded = Path(path).absolute(), Path(path).absolute() / RECORDED
         return LocalFiles(folder if (folder / INFO).is_file() or not (recorded / INFO).is_file() else recorded)
     if revision is None:
@@ -58,21 +59,21 @@ def open_files(path: str, revision: str | None, cache: DownloadCache) -> Dataset
         )
     commit = hub_commit(path, revision, "dataset").commit
     url = f"hf://datasets/{path}@{commit}"
-    kept = fetched_home(url, cache) / "listing.json"  # a commit never changes, so it is listed once
-    make_once(kept, lambda path: _keep(_list(url), path))
-    return FetchedDataset.opened(url, FileListing.model_validate_json(kept.read_bytes()), cache)
+    listing = fetched_home(url, cache) / "listing.json"  # a commit never changes, so it is listed once
+    make_once(listing, lambda path: _write_listing(_list(url), path))
+    return FetchedDataset.opened(url, FileListing.model_validate_json(listing.read_bytes()), cache)
 
 
 def same_files(where: str, quick_digest: str, cache: DownloadCache) -> DatasetFiles:
-    """The files that another process has opened; `where` is what `str` gives of them.
+    """Return the files that another process has opened. where: the `str` of that process's files.
 
     Raises:
-        DataError: they cannot be reached from here, or are others.
+        DataError: the files cannot be reached from here, or differ.
     """
     files = FetchedDataset.opened(where, _list(where), cache) if "://" in where else LocalFiles(Path(where))
-    if (found := files.quick_digest()) != quick_digest:
+    if (actual := files.quick_digest()) != quick_digest:
         raise DataError(
-            f"the dataset's names, sizes or times differ here: {found}, not {quick_digest}",
+            f"the dataset's names, sizes or times differ here: the digest is {actual}, not {quick_digest}",
             code="node_files_differ",
             where=f"{where} on {platform.node()}",
             remedy="all nodes need the same files under the same path or URL",
@@ -83,16 +84,18 @@ def same_files(where: str, quick_digest: str, cache: DownloadCache) -> DatasetFi
 def _list(url: str) -> FileListing:
     listing = list_files(url, lambda name: belongs(name) or name == STATS)
     if INFO not in listing.files:
-        raise DataError("not a LeRobot dataset: it has no meta/info.json", code="not_a_lerobot_dataset", where=url)
+        raise DataError(
+            "there is no LeRobot dataset: meta/info.json is missing", code="not_a_lerobot_dataset", where=url
+        )
     return listing
 
 
-def _keep(listing: FileListing, path: Path) -> None:
+def _write_listing(listing: FileListing, path: Path) -> None:
     path.write_text(listing.model_dump_json())
 
 
 def _no_revision(path: str, revision: str | None) -> None:
     if revision is not None:
         raise ConfigurationError(
-            f"only a hub name has a revision, given {revision!r}", code="revision_unused", where=path
+            f"revision {revision!r} is set, but only a hub name has a revision", code="revision_unused", where=path
         )

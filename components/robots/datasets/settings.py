@@ -1,4 +1,4 @@
-"""Which dataset, and what is computed of it."""
+"""Settings of datasets: their location, statistics, order and encoding."""
 
 from __future__ import annotations
 
@@ -9,117 +9,119 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_va
 from armature.components.contracts.settings import Settings
 
 QUICK = "quick"
-"""Asks for a digest that reads no data and no video, and begins it."""
+"""Value, and prefix, of a digest that is computed without reading data or videos."""
 _DIGEST = (
-    "Digest that its content must have; leave out to take it as it is and be told the digest. quick: of names, sizes "
-    "and times or ETags, and of the content of meta/ alone."
+    "Expected digest of the content. If left out, the dataset is used as it is and its digest is logged. quick: a "
+    "digest of names, sizes and times or ETags, and of the content of meta/ only."
 )
 
 
 class SourceSettings(Settings):
-    """A dataset, and how a policy is to see it."""
+    """A dataset and how a policy uses it."""
 
     path: str = Field(min_length=1)
-    """A LeRobotDataset v3.0: its folder (that holds meta/info.json), its hub name (owner/name), or a URL
-    (s3://bucket/dataset). Of the last two only the files that are needed are fetched."""
+    """A LeRobotDataset v3.0: a folder (with meta/info.json), a hub name (owner/name), or a URL (s3://bucket/dataset).
+    From the hub and URLs only the files that are needed are downloaded."""
     revision: str | None = None
-    """Commit of a hub dataset; needed for hub names."""
+    """Commit of a hub dataset; required for hub names."""
     digest: str | None = Field(None, description=_DIGEST)
     tag: str = Field(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9_.-]*$")
-    """Names the robot: datasets of one tag share their statistics."""
+    """Name of the robot. Datasets with the same tag share their statistics."""
     weight: PositiveFloat = 1.0
-    """Its share of the samples, over the sum of all weights."""
+    """Share of the samples, relative to the sum of all weights."""
     horizon: PositiveInt | None = None
-    """Actions of a chunk at its own fps; none: the policy's."""
+    """Actions per chunk, at the dataset's fps; none: the policy's value."""
     state: str | None = None
-    """Feature with the state; none: observation.state, if there is one."""
+    """Feature with the state; none: observation.state, if it exists."""
     action: str | None = None
-    """Feature with the action; none: action."""
+    """Feature with the action; none: the feature called action."""
     cameras: dict[str, str] | None = None
-    """The policy's name of each camera and the dataset's feature; none: all, by their own names."""
+    """Features of cameras by the policy's name of the camera; none: all cameras, by their own names."""
     episodes: tuple[NonNegativeInt, ...] | None = None
-    """The episodes that are used; none: all."""
+    """Episodes to use; none: all."""
 
 
 ALONE = "default"
-"""The tag of a dataset that is given by its path alone."""
+"""Tag of a dataset that is specified by its path only."""
 
 
 class DatasetSettings(Settings):
-    """One dataset by its path, or several to be mixed."""
+    """One dataset by its path, or a mixture of several."""
 
     path: str | None = Field(None, min_length=1)
-    """Folder, hub name or URL of the only dataset."""
+    """Folder, hub name or URL of a single dataset."""
     revision: str | None = None
-    """Commit of a hub dataset; needed for hub names."""
+    """Commit of a hub dataset; required for hub names."""
     digest: str | None = Field(None, description=_DIGEST)
     sources: tuple[SourceSettings, ...] | None = None
-    """Several datasets, instead of path."""
+    """Several datasets to mix, instead of path."""
 
     @model_validator(mode="after")
     def _one_way(self) -> Self:
         if bool(self.path) == bool(self.sources):
-            raise ValueError("give either path or sources")
+            raise ValueError("set either path or sources")
         if self.sources and (self.revision or self.digest):
-            raise ValueError("each of the sources has its own revision and digest")
+            raise ValueError("sources have their own revision and digest: set them there")
         return self
 
     def listed(self) -> tuple[SourceSettings, ...]:
-        """All datasets; the only one has the tag `ALONE`."""
+        """Return all datasets. A single dataset has the tag `ALONE`."""
         if self.path is None:
             return self.sources or ()
         return (SourceSettings(path=self.path, revision=self.revision, digest=self.digest, tag=ALONE, weight=1.0),)
 
 
 class QuantileStatsSettings(Settings):
-    """What statistics are of."""
+    """Settings of the statistics of datasets."""
 
     features: tuple[str, ...] = ()
-    """Names of features; empty for all that are numbers or images."""
+    """Names of features; empty: all features that are numbers or images."""
     images: Literal["sampled", "all"] = "sampled"
-    """Frames whose images are counted: sampled (LeRobot's length**0.75 of each episode, 100 to 10,000) or all."""
+    """Frames whose images are counted: sampled (length**0.75 of each episode, 100 to 10,000, as in LeRobot) or all."""
 
 
 class AugmentStatsSettings(Settings):
-    """What becomes of the dataset."""
+    """Settings of the step that puts statistics into a dataset."""
 
     in_place: bool = False
-    """Put the statistics into the dataset's meta/stats.json, in one step."""
+    """Replace the dataset's meta/stats.json by the statistics, atomically."""
 
 
 class FileShuffleSettings(Settings):
-    """Shuffles files, and frames within a few files: a rank reads only the files of its lanes."""
+    """Settings of an order that shuffles files, and frames within a few files, so that a rank only reads its own
+    files."""
 
     lanes: PositiveInt = 8
-    """Lanes that each epoch's files are dealt to; sample p is of lane p % lanes. A multiple of the trainer's ranks."""
+    """Number of lanes that each epoch's files are divided into; sample p belongs to lane p % lanes. Use a multiple of
+    the number of the trainer's ranks."""
     window: PositiveInt = 8
-    """Files of a lane whose frames are shuffled together."""
+    """Number of files of a lane whose frames are shuffled together."""
 
 
-# How a new dataset is laid out and encoded.
+# --- Files and encoding of a new dataset ---
 
 
 class VideoSettings(Settings):
-    """How frames are encoded. The defaults are LeRobot's."""
+    """Settings of video encoding. The defaults are LeRobot's."""
 
     codec: str = "libsvtav1"
-    """A PyAV encoder: libsvtav1, libx264, ..."""
+    """Encoder of PyAV: libsvtav1, libx264, ..."""
     pixel_format: str = "yuv420p"
-    """Pixel format; yuv420p is what every player shows."""
+    """Pixel format; every player supports yuv420p."""
     quality: NonNegativeInt = 30
-    """The encoder's crf: lower is better and larger."""
+    """The encoder's crf: lower is better quality and larger files."""
     keyframe_every: PositiveInt = 2
-    """Frames from one keyframe to the next."""
+    """Number of frames from one keyframe to the next."""
 
 
 class LayoutSettings(Settings):
-    """How a new dataset is laid out. The defaults are LeRobot's."""
+    """Settings of a new dataset's files. The defaults are LeRobot's."""
 
     chunks_size: PositiveInt = 1000
-    """Most files of a folder."""
+    """Maximum number of files in a folder."""
     data_files_size_in_mb: PositiveFloat = 100.0
-    """A data file is closed at this size."""
+    """Size in MiB at which a data file is closed and the next is started."""
     video_files_size_in_mb: PositiveFloat = 200.0
-    """A video file is closed at this size."""
+    """Size in MiB at which a video file is closed and the next is started."""
     video: VideoSettings | None = VideoSettings()
-    """How videos are encoded; needed where a feature is one."""
+    """Video encoding; required if a feature is a video."""

@@ -1,4 +1,4 @@
-"""Datasets as an artifact: references to folders, hub names or URLs, by the digest of what is in them."""
+"""Dataset artifacts: references to datasets (folders, hub names or URLs) with the digest of their content."""
 
 from __future__ import annotations
 
@@ -26,16 +26,22 @@ from armature.components.robots.datasets.quantiles import Array
 from armature.components.robots.datasets.remote import RECORDED, open_files
 from armature.components.robots.datasets.settings import ALONE, QUICK, DatasetSettings, SourceSettings
 
-# Which episodes of a dataset are used.
+# --- Selection of a dataset's episodes ---
 
 
 class EpisodeSelection(Sequence[int]):
-    """Ascending numbers of episodes, kept as runs of consecutive ones: memory is by run, not by episode."""
+    """Ascending episode numbers, stored as runs of consecutive numbers: memory grows with runs, not with episodes.
+
+    Example:
+        >>> chosen = EpisodeSelection([0, 1, 2, 7])
+        >>> len(chosen), chosen[3], 5 in chosen
+        (4, 7, False)
+    """
 
     def __init__(self, numbers: Sequence[int] | Array) -> None:
         """
         Args:
-            numbers: Ascending, none twice.
+            numbers: ascending episode numbers without repetition.
         """
         if isinstance(numbers, range) and numbers.step == 1:
             self._firsts, self._ends = np.array([numbers.start]), np.array([len(numbers)])
@@ -71,27 +77,28 @@ class EpisodeSelection(Sequence[int]):
 
     @property
     def nbytes(self) -> int:
+        """Memory of the runs, in bytes."""
         return self._firsts.nbytes + self._ends.nbytes
 
     def numbers(self) -> Array:
-        """All of them: int64 (episodes,)."""
+        """Return all episode numbers, int64 (episodes,)."""
         return np.repeat(self._firsts - self._ends + self._counts, self._counts) + np.arange(len(self))
 
     def between(self, first: int, last: int) -> Array:
-        """Those from `first` to `last`, both included: int64 (episodes,)."""
+        """Return the selected episodes from `first` to `last` (inclusive), int64 (episodes,)."""
         ends = self._firsts + self._counts
         runs = range(int(np.searchsorted(ends, first, side="right")), int(np.searchsorted(self._firsts, last, "right")))
         spans = [np.arange(max(first, self._firsts[run]), min(last + 1, ends[run])) for run in runs]
         return np.concatenate([np.zeros(0, np.int64), *spans])
 
     def frames(self, index: EpisodeIndex) -> tuple[Array, Array]:
-        """Of each run the dataset's first frame, and the selection's frames until the run's end."""
+        """Return, for each run, its first frame in the dataset, and the number of selected frames up to its end."""
         stops = index.numbers["stop"]
         firsts = np.where(self._firsts > 0, stops[self._firsts - 1], 0)
         return firsts, np.cumsum(stops[self._firsts + self._counts - 1] - firsts)
 
     def before(self, frames: Array, index: EpisodeIndex) -> Array:
-        """How many frames of the selection come before each of these of the dataset: (frames,)."""
+        """Return, for each dataset frame in `frames`, the number of selected frames before it, (frames,)."""
         firsts, stops = self.frames(index)
         run = np.maximum(np.searchsorted(firsts, frames, side="right") - 1, 0)
         begins = np.concatenate([[0], stops])[run]
@@ -99,7 +106,7 @@ class EpisodeSelection(Sequence[int]):
 
 
 def selection(numbers: Sequence[int]) -> EpisodeSelection:
-    """The numbers, ascending, as runs."""
+    """Return the ascending episode numbers as an `EpisodeSelection`."""
     return numbers if isinstance(numbers, EpisodeSelection) else EpisodeSelection(numbers)
 
 
@@ -108,7 +115,7 @@ STATE, ACTION = "observation.state", "action"
 
 
 class DatasetReference(BaseModel):
-    """What a dataset artifact holds instead of gigabytes; every source has its digest."""
+    """Content of a dataset artifact: where the datasets are, each with its digest, instead of gigabytes of data."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -117,9 +124,9 @@ class DatasetReference(BaseModel):
 
 @dataclass(frozen=True)
 class DatasetSource:
-    """A dataset, and how a policy is to see it: see `SourceSettings`. `cameras` are in the policy's order.
+    """An opened dataset and how a policy uses it, see `SourceSettings`.
 
-    `episodes` are ascending.
+    `cameras` maps the policy's names to features, in the policy's order. `episodes` are ascending.
     """
 
     dataset: Dataset
@@ -133,7 +140,9 @@ class DatasetSource:
 
 
 def content_digest(files: DatasetFiles, cache: DownloadCache) -> str:
-    """The files' digest; that of a folder is kept for as long as names, sizes and times of its files stay.
+    """Return the digest of a dataset's content.
+
+    The digest of a local folder is cached until the name, size or time of one of its files changes.
 
     Raises:
         DataError: there is no dataset.
@@ -142,12 +151,14 @@ def content_digest(files: DatasetFiles, cache: DownloadCache) -> str:
         return files.digest()
     versions = "\n".join(files.version(name) for name in files.names())
     key = hashlib.sha256(f"{files}\n{versions}".encode()).hexdigest()
-    kept = make_once(cache.folder / "digests" / key, lambda path: _put(files.digest(), path))
-    return kept.read_text()
+    cached = make_once(cache.folder / "digests" / key, lambda path: _put(files.digest(), path))
+    return cached.read_text()
 
 
 def _digest(files: DatasetFiles, cache: DownloadCache, like: str | None) -> str:
-    """Of the same kind as `like`: of the content, or with the word `QUICK` before it, of what is listed.
+    """Return a digest of the same kind as `like`.
+
+    That is the digest of the content, or, if `like` starts with `QUICK`, the digest of the file listing.
 
     Raises:
         DataError: there is no dataset.
@@ -158,30 +169,30 @@ def _digest(files: DatasetFiles, cache: DownloadCache, like: str | None) -> str:
 
 
 def pinned(settings: DatasetSettings) -> DatasetSettings:
-    """With commits and digests of what is there now, so that a changed dataset is another artifact.
+    """Return the settings with the current commits and digests, so that a changed dataset gives another artifact.
 
     Raises:
-        ConfigurationError: the settings name another digest.
+        ConfigurationError: the settings have a digest, and the dataset has another one.
         DataError: there is no dataset.
     """
-    found = [_pinned(source) for source in settings.listed()]
+    sources = [_pinned(source) for source in settings.listed()]
     if settings.path is None:
-        return settings.model_copy(update={"sources": tuple(found)})
-    return settings.model_copy(update={"revision": found[0].revision, "digest": found[0].digest})
+        return settings.model_copy(update={"sources": tuple(sources)})
+    return settings.model_copy(update={"revision": sources[0].revision, "digest": sources[0].digest})
 
 
 def local_folder(settings: DatasetSettings) -> Path:
-    """Of the only dataset.
+    """Return the folder of the only dataset.
 
     Raises:
-        ConfigurationError: there are several, or it is not in a folder.
+        ConfigurationError: there are several datasets, or the dataset is not in a folder.
     """
     if settings.path is None or not (project_path(settings.path) / INFO).is_file():
         raise ConfigurationError(
-            "statistics can be put into one dataset in a folder alone",
+            "statistics can only be put into a single dataset that is in a folder",
             code="dataset_not_in_folder",
             where="augment.in_place",
-            remedy="set it to false, or give dataset.path a folder",
+            remedy="set it to false, or set dataset.path to a folder",
         )
     return project_path(settings.path)
 
@@ -189,10 +200,10 @@ def local_folder(settings: DatasetSettings) -> Path:
 def refer(
     settings: DatasetSettings, inputs: Mapping[str, Artifact], folder: Path, context: StageContext
 ) -> StageReport:
-    """`dataset.json`: where each dataset is, the digest of its content, and how it is to be seen."""
+    """Write `dataset.json` with the location and digest of each dataset and how it is used."""
     sources = [_pinned(source) for source in settings.listed()]
-    found = [_absolute(source) for source in sources]
-    _put(json.dumps(DatasetReference(sources=tuple(found)).model_dump(), indent=1, sort_keys=True), folder / REFERENCE)
+    absolute = tuple(_absolute(source) for source in sources)
+    _put(json.dumps(DatasetReference(sources=absolute).model_dump(), indent=1, sort_keys=True), folder / REFERENCE)
     opened = open_sources(folder)
     for source in sources:
         commit = f" at {source.revision}" if source.revision else ""
@@ -204,11 +215,11 @@ DATASET_STAGE = Stage("dataset", 2, DatasetSettings, (), refer, resolve=lambda s
 
 
 def open_sources(artifact: Path) -> tuple[DatasetSource, ...]:
-    """The datasets of an artifact: those that it refers to, or the one that was recorded into it.
+    """Open the datasets of an artifact: those it refers to, or the dataset recorded in it.
 
     Raises:
         ConfigurationError: a source names a feature or an episode that its dataset does not have.
-        DataError: no such artifact, or a dataset has changed since.
+        DataError: the artifact has no dataset, or a dataset has changed since the artifact was made.
     """
     if (artifact / RECORDED / INFO).is_file():
         path = str(artifact / RECORDED)
@@ -217,15 +228,13 @@ def open_sources(artifact: Path) -> tuple[DatasetSource, ...]:
     try:
         reference = DatasetReference.model_validate_json(read_bytes(Path(path)))
     except FileNotFoundError as error:
-        raise DataError(
-            "not an artifact of a stage that gives a dataset", code="not_a_dataset_artifact", where=path
-        ) from error
+        raise DataError("the artifact does not contain a dataset", code="not_a_dataset_artifact", where=path) from error
     cache = DownloadCache.standard()
     return tuple(_source(_opened(source, path, cache), source) for source in reference.sources)
 
 
 def counted(sources: Sequence[DatasetSource]) -> dict[str, int]:
-    """Episodes and frames that are used."""
+    """Return the number of episodes and frames that are used."""
     frames = [selection(source.episodes).frames(source.dataset.episodes)[1][-1] for source in sources]
     return {"episodes": sum(len(source.episodes) for source in sources), "frames": int(sum(frames))}
 
@@ -233,31 +242,33 @@ def counted(sources: Sequence[DatasetSource]) -> dict[str, int]:
 def split(
     sources: Sequence[DatasetSource], held_out: float, seed: int
 ) -> tuple[tuple[DatasetSource, ...], tuple[DatasetSource, ...]]:
-    """The sources with the episodes to train on, and with those that are held out.
+    """Split the episodes of each source. Return the sources for training and the sources for held-out episodes.
 
     Args:
-        held_out: Share of each dataset's episodes, rounded, at least one; 0 holds out none, and gives no sources.
+        held_out: share of each dataset's episodes to hold out, rounded, at least one episode. With 0 nothing is held
+            out
+            and the second tuple is empty.
 
     Raises:
         ConfigurationError: a dataset has too few episodes.
     """
     if held_out == 0:
         return tuple(sources), ()
-    training, kept = [], []
+    training, heldout = [], []
     for number, source in enumerate(sources):
         count = max(1, round(len(source.episodes) * held_out))
         if count >= len(source.episodes):
             raise ConfigurationError(
-                f"{count} of {len(source.episodes)} episodes would be held out",
+                f"{count} of {len(source.episodes)} episodes would be held out, which leaves none to train on",
                 code="heldout_too_large",
                 where=str(source.dataset.files),
-                remedy="record more episodes, or hold out a smaller share",
+                remedy="record more episodes, or hold out a smaller fraction",
             )
         chosen = np.sort(np.random.default_rng([seed, number]).permutation(len(source.episodes))[:count])
         numbers = selection(source.episodes).numbers()
         training.append(replace(source, episodes=EpisodeSelection(np.delete(numbers, chosen))))
-        kept.append(replace(source, episodes=EpisodeSelection(numbers[chosen])))
-    return tuple(training), tuple(kept)
+        heldout.append(replace(source, episodes=EpisodeSelection(numbers[chosen])))
+    return tuple(training), tuple(heldout)
 
 
 def _pinned(source: SourceSettings) -> SourceSettings:
@@ -266,10 +277,10 @@ def _pinned(source: SourceSettings) -> SourceSettings:
     digest = _digest(open_files(project_source(source.path), commit, cache), cache, source.digest)
     if source.digest not in (None, QUICK, digest):
         raise ConfigurationError(
-            f"the dataset has the digest {digest}, the settings say {source.digest!r}",
+            f"the dataset has the digest {digest}, the settings have {source.digest!r}",
             code="dataset_digest_mismatch",
             where=f"{source.path} at {commit}" if commit else source.path,
-            remedy="give the right one, or set digest to the actual value if this is the dataset that you mean",
+            remedy="use the right dataset, or set digest to the actual value if this is the intended one",
         )
     return source.model_copy(update={"revision": commit, "digest": digest})
 
@@ -278,7 +289,7 @@ def _absolute(source: SourceSettings) -> SourceSettings:
     if source.revision is not None or "://" in source.path:
         return source
     here, cache = project_path(source.path).resolve(), DownloadCache.standard()
-    lasting = original(here)  # DVC removes its copies
+    lasting = original(here)  # `here` may be a copy that DVC will remove
     if (
         lasting != here
         and lasting.is_dir()
@@ -296,7 +307,7 @@ def _opened(source: SourceSettings, reference: str, cache: DownloadCache) -> Dat
             f"the dataset has changed: its digest is {digest}, not {source.digest}",
             code="dataset_changed",
             where=f"{source.path}, referred to by {reference}",
-            remedy=f"put the old files back, or set dataset.digest to {digest} to take the new ones",
+            remedy=f"restore the old files, or set dataset.digest to {digest} to use the new ones",
         )
     return open_dataset(files)
 
@@ -314,9 +325,9 @@ def _source(dataset: Dataset, settings: SourceSettings) -> DatasetSource:
             )
     episodes: Sequence[int] = range(count) if settings.episodes is None else sorted(set(settings.episodes))
     if not episodes or episodes[-1] >= count:
-        chosen = episodes[-1] if episodes else "no episode"
+        chosen = f"episode {episodes[-1]}" if episodes else "no episode"
         raise ConfigurationError(
-            f"{chosen} is chosen of {count} episodes", code="unknown_episode", where=str(dataset.files)
+            f"{chosen} is selected of {count} episodes", code="unknown_episode", where=str(dataset.files)
         )
     for name in filter(None, (state, settings.action)):  # a dataset without the usual names can still be measured
         if not dataset.feature(name).is_number:

@@ -1,4 +1,4 @@
-"""The stage that computes the statistics of a dataset, and the way from its artifact into the dataset."""
+"""The stage quantile-stats: it computes statistics of datasets; and the step that puts them into a dataset."""
 
 from __future__ import annotations
 
@@ -26,16 +26,17 @@ from armature.components.robots.datasets.quantiles import QUANTILES, FeatureStat
 from armature.components.robots.datasets.settings import QuantileStatsSettings
 from armature.components.robots.datasets.source import DatasetSource, counted, open_sources, selection
 
-# Statistics of a dataset as a page: how each number is spread, and what will be scaled by.
+# --- Report: the distribution of each number, and the statistics it is normalized with ---
 
 CHANNELS, BINS = ("red", "green", "blue"), 60
 SHOWN = 32
-"""Most columns of a feature that are drawn."""
+"""Maximum number of columns of a feature in the report."""
 
 
 def statistics_report(
     datasets: Sequence[Dataset], measured: Measured, whole: dict[str, FeatureStatistics], settings: dict[str, object]
 ) -> HtmlReport:
+    """Return the report with a histogram of each number and a table of statistics."""
     figures = {
         "datasets": f"{len(datasets):,}",
         "episodes": f"{measured.episodes.num_rows:,}",
@@ -59,7 +60,7 @@ def _rows(name: str, statistics: FeatureStatistics) -> list[list[str]]:
 
 
 def _columns(name: str, values: FeatureValues) -> list[Curves]:
-    """Return one histogram for each column."""
+    """Return one histogram for each column of a feature."""
     curves = []
     for row in range(min(SHOWN, len(values.mean))):
         counts, edges = np.histogram(np.concatenate([part[row] for part in values.parts]).astype(np.float64), BINS)
@@ -71,7 +72,7 @@ def _columns(name: str, values: FeatureValues) -> list[Curves]:
 
 
 def _channels(name: str, histogram: Histogram) -> Curves:
-    """Return the histograms of the three channels in one chart."""
+    """Return the histograms of an image's three channels in one chart."""
     rows = [
         {"step": value, **dict(zip(CHANNELS, map(int, counts), strict=True))}
         for value, counts in enumerate(histogram.counts.T)
@@ -82,10 +83,10 @@ def _channels(name: str, histogram: Histogram) -> Curves:
 def write_statistics(
     settings: QuantileStatsSettings, inputs: Mapping[str, Artifact], folder: Path, context: StageContext
 ) -> StageReport:
-    """`stats.json` as LeRobot has it, `episodes.parquet` with each episode's, and `report.html`.
+    """Compute the statistics of the datasets; write `stats.json`, `episodes.parquet` and `report.html`.
 
-    Where the datasets have several tags, each tag has these files in `tags/<tag>/`, and `report.html` leads there;
-    datasets of one tag are merged.
+    `stats.json` has LeRobot's format, `episodes.parquet` the statistics of each episode. Datasets with the same tag are
+    merged. If there are several tags, each has these files in `tags/<tag>/`, and `report.html` links to them.
 
     Raises:
         DataError: a dataset has changed or is damaged, or a value is not finite.
@@ -113,29 +114,29 @@ QUANTILE_STATS_STAGE = Stage("quantile-stats", 5, QuantileStatsSettings, ("datas
 
 
 def read_statistics(artifact: Path, tags: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """stats.json of each of the datasets' tags.
+    """Return the content of stats.json for each tag of the datasets.
 
     Raises:
-        DataError: the artifact has none for a tag.
+        DataError: the artifact has no statistics for a tag.
     """
-    found = {}
+    by_tag = {}
     for tag, home in _homes(artifact, tags).items():
         try:
-            found[tag] = json.loads((home / "stats.json").read_bytes())
+            by_tag[tag] = json.loads((home / "stats.json").read_bytes())
         except FileNotFoundError as error:
             raise DataError(
                 f"there are no statistics for {tag!r}",
                 code="statistics_missing",
                 where=str(home),
-                remedy="compute them of the same dataset artifact that is trained on",
+                remedy="compute the statistics of the dataset artifact that is used for training",
             ) from error
-    return found
+    return by_tag
 
 
 def _measured(
     sources: Sequence[DatasetSource], settings: QuantileStatsSettings, context: StageContext
 ) -> list[Measured]:
-    """Of each source; one bar for all."""
+    """Return the measurements of each source, with one progress bar for all of them."""
     plans = [plan(source.dataset, settings, source.episodes) for source in sources]
     ends = list(accumulate(len(units) for units in plans))
 
@@ -149,7 +150,7 @@ def _measured(
 
 
 def _homes(artifact: Path, tags: Sequence[str]) -> dict[str, Path]:
-    """Where the statistics of each tag are."""
+    """Return the folder of each tag's statistics."""
     if len(set(tags)) == 1:
         return {tags[0]: artifact}
     return {tag: artifact / "tags" / tag for tag in dict.fromkeys(tags)}
@@ -158,11 +159,11 @@ def _homes(artifact: Path, tags: Sequence[str]) -> dict[str, Path]:
 def augment(root: Path, statistics: Path) -> None:
     """Put an artifact's statistics into the dataset at `root`.
 
-    Features that the artifact has none of keep theirs. The file is written beside and renamed: whoever reads it, and
-    however this ends, it is the old one or the new one.
+    Features without statistics in the artifact keep their old ones. The file is replaced atomically: readers see the
+    old or the new one, even if this process dies.
 
     Raises:
-        DataError: the dataset's own statistics are not a JSON object of finite numbers.
+        DataError: the dataset's statistics are not a JSON object of finite numbers.
     """
     path = root / STATS
     old = read_stats(path) if path.is_file() else {}
@@ -174,7 +175,10 @@ def _text(values: Mapping[str, Any]) -> str:
 
 
 def _episodes(chosen: Mapping[int, Sequence[int]], measured: Measured) -> pa.Table:
-    """One row per episode, columns named as in a dataset's meta/episodes; `chosen` are the episodes of each source."""
+    """Return a table with one row per episode and columns named as in a dataset's meta/episodes.
+
+    chosen: the episodes of each source, by the source's number.
+    """
     sources = np.repeat(list(chosen), [len(episodes) for episodes in chosen.values()])
     indices = np.concatenate([selection(episodes).numbers() for episodes in chosen.values()])
     table = measured.episodes.combine_chunks()

@@ -1,5 +1,5 @@
-"""The process that measures a dataset's episodes. It is
-started as `python -m armature.components.robots.datasets.worker`."""
+"""Worker process that measures a dataset's episodes, started as `python -m
+armature.components.robots.datasets.worker`."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from armature.components.robots.datasets.remote import same_files
 
 
 class MeasuringWorker:
-    """Opens the dataset in the folder or behind the URL `files`, which has to have the same digest here."""
+    """Measures episodes of a dataset, whose files must have the same digest here as in the calling process."""
 
     def __init__(self, files: str, quick_digest: str) -> None:
         self._dataset = open_dataset(same_files(files, quick_digest, DownloadCache.standard()))
 
     def measure(self, first: int, last: int, numbers: list[str], images: list[str], every: bool) -> dict[str, Any]:
+        """Return the measurements of a unit, see `as_data`."""
         return as_data(measure_unit(MeasurementUnit(first, last, tuple(numbers), tuple(images), every), self._dataset))
 
     def close(self) -> None:

@@ -1,1 +1,1 @@
-"""LeRobotDataset v3.0, the layout that robot datasets are shared in, read and written without lerobot."""
+"""Reader and writer of LeRobotDataset v3.0, the common format of robot datasets, independent of the lerobot package."""

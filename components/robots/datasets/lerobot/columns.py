@@ -1,4 +1,4 @@
-"""Between Arrow columns and arrays of a feature's shape."""
+"""Conversion between Arrow columns and arrays of a feature's shape, and checks of a data file's rows."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PNG = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
 
 
 def arrow_type(feature: Feature) -> pa.DataType:
-    """How a feature lies in a data file; videos do not."""
+    """Return the type of a feature's column in a data file; videos have no column."""
     if feature.dtype == IMAGE:
         return PNG
     value = pa.string() if feature.dtype == "string" else pa.from_numpy_dtype(np.dtype(feature.dtype))
@@ -29,13 +29,14 @@ def arrow_type(feature: Feature) -> pa.DataType:
 
 
 def nested(value: pa.DataType, shape: tuple[int, ...]) -> pa.DataType:
+    """Return the type of nested fixed-size lists of this shape."""
     for length in reversed(shape):
         value = pa.list_(value, length)
     return value
 
 
 def to_arrow(values: Array, feature: Feature) -> pa.Array:
-    """Of (frames, *shape)."""
+    """Return the column of a feature's values (frames, *shape)."""
     if feature.shape == (1,):
         return pa.array(values.reshape(-1))
     array = pa.array(np.ascontiguousarray(values).reshape(-1))
@@ -45,10 +46,10 @@ def to_arrow(values: Array, feature: Feature) -> pa.Array:
 
 
 def to_numpy(column: pa.ChunkedArray, name: str, feature: Feature, where: str) -> Array:
-    """(frames, width) of a numeric column, width being all that a frame has, flat or nested as the shape says.
+    """Return a numeric column as (frames, width). The width is the number of values per frame, flat or nested.
 
     Raises:
-        DataError: a frame is missing or of another size than the others, or the column is not of the feature's type.
+        DataError: a value is missing, frames differ in size, or the column does not have the feature's type.
     """
     array, sizes = column.combine_chunks(), list[int]()
     while _is_list(array.type) and not array.null_count:
@@ -70,7 +71,7 @@ def to_numpy(column: pa.ChunkedArray, name: str, feature: Feature, where: str) -
     if not shaped or not _holds(feature, array.type):
         raise DataError(
             f"feature {name!r} has frames of {sizes or [1]} values of {array.type}, "
-            f"meta/info.json says {list(feature.shape)} of {feature.dtype}",
+            f"meta/info.json has {list(feature.shape)} of {feature.dtype}",
             code="frame_shape_mismatch",
             where=where,
         )
@@ -83,7 +84,7 @@ def _is_list(kind: pa.DataType) -> bool:
 
 
 def _holds(feature: Feature, kind: pa.DataType) -> bool:
-    """Whether values of an Arrow type are values of the feature: none is cut off to become one."""
+    """Return True if every value of the Arrow type can be a value of the feature without being truncated."""
     if pa.types.is_boolean(kind):
         return feature.dtype == "bool"
     if pa.types.is_floating(kind):
@@ -92,7 +93,7 @@ def _holds(feature: Feature, kind: pa.DataType) -> bool:
 
 
 def described(features: dict[str, Feature]) -> bytes:
-    """The "huggingface" metadata of a data file's schema."""
+    """Return the "huggingface" metadata for the schema of a data file."""
     kinds: dict[str, Any] = {}
     for name, feature in features.items():
         kind: dict[str, Any] = {"dtype": feature.dtype, "_type": "Value"}
@@ -105,16 +106,16 @@ def described(features: dict[str, Feature]) -> bytes:
     return json.dumps({"info": {"features": kinds}}).encode()
 
 
-# The columns that say which frame a row of a data file is: episode, number, time.
+# --- Columns that identify the frame in a row of a data file: episode, number, time ---
 
 TOLERANCE = 1e-4
-"""Seconds that a time may be off: LeRobot's `tolerance_s`."""
+"""Tolerance of timestamps in seconds, LeRobot's `tolerance_s`."""
 PLACES = ("episode_index", "frame_index", "index", "timestamp")
 
 
 @dataclass(frozen=True)
 class ExpectedRows:
-    """The rows of consecutive episodes: `lengths` (episodes,) frames each, from frame `start` of the dataset on."""
+    """Expected rows of consecutive episodes. lengths: frames of each episode, (episodes,). start: first frame."""
 
     episode: int
     start: int
@@ -122,10 +123,10 @@ class ExpectedRows:
     fps: float
 
     def check(self, table: pa.Table, path: str, row: int) -> None:
-        """Check `PLACES` of `table`, which begins at row `row` of the data file at `path`.
+        """Check the columns `PLACES` of `table`, which starts at row `row` of the data file at `path`.
 
-        Rows of an episode follow one another: `frame_index` and `index` grow by 1, `timestamp` by 1 / fps. An episode
-        that was cut at its start may begin at a later time.
+        Within an episode, `frame_index` and `index` must grow by 1 and `timestamp` by 1 / fps. An episode whose
+        beginning was cut off may start at a later time.
 
         Raises:
             DataError: a row is not the expected one; the error names episode and row.
@@ -137,7 +138,7 @@ class ExpectedRows:
         if len(episodes) != len(numbers) or wrong.any():
             at = int(np.argmax(wrong)) if wrong.any() else len(episodes)
             raise DataError(
-                f"{len(episodes)} of {len(numbers)} frames are there, and this row is not the episode's",
+                f"{len(episodes)} of {len(numbers)} frames are present, and this row belongs to another episode",
                 code="episode_rows_mismatch",
                 where=f"{path}, episode {numbers[min(at, len(numbers) - 1)]}, row {row + at}",
                 remedy="meta/episodes and the data files do not belong together; fetch the dataset again",
@@ -161,11 +162,11 @@ class ExpectedRows:
             if wrong.any():
                 at = int(np.argmax(wrong))
                 raise DataError(
-                    f"{name} is {values[at]:.9g}, not {expected[at]:.9g}: rows follow one another, "
-                    f"{self.fps:g} a second",
+                    f"{name} is {values[at]:.9g}, not {expected[at]:.9g}: rows must be consecutive, "
+                    f"{self.fps:g} per second",
                     code="row_out_of_order",
                     where=f"{path}, episode {numbers[at]}, row {row + at}",
-                    remedy="rows are missing or out of order, or fps in meta/info.json is not the rows'; "
+                    remedy="rows are missing or out of order, or fps in meta/info.json is wrong; "
                     "split the episode there, or record it again",
                 )
 
@@ -184,10 +185,17 @@ class ExpectedRows:
         return values
 
 
-# Which frames of an episode stand for all of them where images are counted.
+# --- Sample of an episode's frames for image statistics ---
 
 
 def sampled(length: int) -> list[int]:
-    """LeRobot's choice: `length` ** 0.75 frames, at least 100 and at most 10,000, evenly spaced; all of fewer."""
+    """Return the frames that LeRobot samples for image statistics, evenly spaced.
+
+    There are `length` ** 0.75 of them, at least 100 and at most 10,000, or all if there are fewer.
+
+    Example:
+        >>> len(sampled(1000)), sampled(3)
+        (177, [0, 1, 2])
+    """
     count = min(length, max(100, min(int(length**0.75), 10_000)))
     return [int(place) for place in np.round(np.linspace(0, length - 1, count))]

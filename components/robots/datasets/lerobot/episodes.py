@@ -1,4 +1,4 @@
-"""The list of a dataset's episodes: numbers in one file that all processes of a machine map, an episode when asked."""
+"""Index of a dataset's episodes and tasks, in memory-mapped files that all processes of a machine share."""
 
 from __future__ import annotations
 
@@ -21,16 +21,17 @@ from armature.components.contracts.files import foreign
 from armature.components.robots.datasets.lerobot.layout import TASKS, VIDEO, DatasetFiles, DatasetInfo
 from armature.components.robots.datasets.quantiles import Array
 
-# What is written once under the cache and mapped from there: all processes of a machine share its pages.
+# --- Files that are written once into the cache and memory-mapped, so that all processes share their pages ---
 
 
 class MappedFile(ABC):
-    """Pickles as where the file is; it is written again if it is gone."""
+    """A memory-mapped cache file. It is pickled as its path, and written again if it was deleted."""
 
     def __init__(self, kind: str, key: str) -> None:
         """
         Args:
-            key: all that the file depends on.
+            kind: folder in the cache.
+            key: everything that the content depends on.
         """
         self._target = DownloadCache.standard().folder / kind / hashlib.sha256(key.encode()).hexdigest()[:24]
         self._open(make_once(self._target, self._write))
@@ -47,17 +48,17 @@ class MappedFile(ABC):
 
     @abstractmethod
     def _open(self, path: Path) -> None:
-        """Map it; what is mapped is left out by `__getstate__`."""
+        """Map the file. Subclasses leave the mapping out of `__getstate__`."""
 
 
-# The tasks of a dataset by their number, without an object for each.
+# --- Tasks of a dataset, without a Python object for each ---
 
 FORMAT = 2
-"""Raised when the same file gives another list, or is checked for more."""
+"""Version of the cache file. Raise it when the same dataset file gives another content, or is checked for more."""
 
 
 class TaskList(MappedFile, Mapping[int, str]):
-    """Texts of meta/tasks.parquet by task_index, ascending; numbers may be missing, as where a task was removed."""
+    """Texts of meta/tasks.parquet by ascending task_index. Numbers may be missing, if a task was removed."""
 
     def __init__(self, files: DatasetFiles) -> None:
         """
@@ -87,7 +88,7 @@ class TaskList(MappedFile, Mapping[int, str]):
         return str(self._texts[place].as_py())
 
     def _write(self, target: Path) -> None:
-        remedy = "give every task a number of its own and a text, or fetch the dataset again"
+        remedy = "give every task a unique number and a text, or fetch the dataset again"
         with foreign("the tasks cannot be read", where=str(self._path), remedy=remedy):
             frame = read_parquet(self._path).to_pandas()
             numbers = frame["task_index"].tolist() if "task_index" in frame.columns else None
@@ -100,7 +101,7 @@ class TaskList(MappedFile, Mapping[int, str]):
         for row, (number, text) in enumerate(zip(numbers, texts, strict=True)):
             problem = ""
             if type(number) is not int or not 0 <= number < 2**63:
-                problem = f"task_index is {number!r:.80}, not a whole number from 0 on"
+                problem = f"task_index is {number!r:.80}, not an integer from 0 on"
             elif number in listed:
                 problem = f"task_index {number} is listed twice"
             elif not isinstance(text, str):
@@ -119,13 +120,13 @@ class TaskList(MappedFile, Mapping[int, str]):
 
 
 AT_ONCE = 2**16
-"""Rows of meta/episodes in memory while the numbers are written."""
+"""Rows of meta/episodes that are in memory while the index is written."""
 _CLIP = np.dtype([("chunk", "<i8"), ("file", "<i8"), ("start", "<f8"), ("stop", "<f8")])
 
 
 @dataclass(frozen=True)
 class Clip:
-    """An episode's part of a video file, in seconds; `stop` is exclusive."""
+    """Part of a video file that shows an episode, in seconds; `stop` is exclusive."""
 
     chunk: int
     file: int
@@ -135,7 +136,7 @@ class Clip:
 
 @dataclass(frozen=True)
 class EpisodeRange:
-    """Frames `start` to `stop` (exclusive) of the dataset, rows `row` and on of a data file."""
+    """One episode: frames `start` to `stop` (exclusive) of the dataset, in a data file from row `row` on."""
 
     index: int
     start: int
@@ -148,25 +149,26 @@ class EpisodeRange:
 
     @property
     def length(self) -> int:
+        """Number of frames."""
         return self.stop - self.start
 
     @property
     def tasks(self) -> tuple[str, ...]:
-        """As meta/episodes has them; read when first asked for."""
+        """Task texts in meta/episodes, read when first used."""
         return self.tasks_of(self.index)
 
 
 class EpisodeIndex(MappedFile, Sequence[EpisodeRange]):
-    """Episodes in their order, with no object for those that nobody asks for.
+    """Sequence of a dataset's episodes that creates an object only for the episodes that are accessed.
 
-    `numbers` (episodes,) has `stop`, `row`, `chunk` and `file` of each, and its `clips` by video: 32 bytes and 32 more
-    for each video.
+    `numbers` (episodes,) has `stop`, `row`, `chunk` and `file` of each episode and `clips` for each video: 32 bytes
+    per episode, and 32 more for each video.
     """
 
     def __init__(self, files: DatasetFiles, info: DatasetInfo) -> None:
         """
         Raises:
-            DataError: episodes leave gaps, overlap or are empty, or the list cannot be read.
+            DataError: episodes have gaps, overlap or are empty, or the list cannot be read.
         """
         self._files = files
         self._videos = tuple(name for name, feature in info.features.items() if feature.dtype == VIDEO)
@@ -208,45 +210,45 @@ class EpisodeIndex(MappedFile, Sequence[EpisodeRange]):
         return EpisodeRange(number, self.start(number), stop, chunk, file, row, named, self._tasks_of)
 
     def start(self, number: int) -> int:
-        """The first frame of an episode."""
+        """Return the first frame of an episode."""
         return int(self.numbers["stop"][number - 1]) if number else 0
 
     def stop(self, number: int) -> int:
-        """The frame after its last."""
+        """Return the frame after the last frame of an episode."""
         return int(self.numbers["stop"][number])
 
     def at(self, frame: int) -> EpisodeRange:
-        """The episode that a frame of the dataset belongs to."""
+        """Return the episode that contains a frame of the dataset."""
         return self[int(np.searchsorted(self.numbers["stop"], frame, side="right"))]
 
     def lengths(self, first: int, last: int) -> Array:
-        """Frames of the episodes `first` to `last`: int64 (last - first + 1,)."""
+        """Return the numbers of frames of episodes `first` to `last` (inclusive), int64 (last - first + 1,)."""
         return np.diff(self.numbers["stop"][first : last + 1], prepend=self.start(first))
 
     def in_file(self, chunk: int, file: int) -> tuple[EpisodeRange, EpisodeRange]:
-        """The first and the last episode of a data file that has some."""
+        """Return the first and last episode of a data file, which must have some."""
         here = np.flatnonzero((self.numbers["chunk"] == chunk) & (self.numbers["file"] == file))
         return self[int(here[0])], self[int(here[-1])]
 
     def file_starts(self, videos: Sequence[str]) -> Array:
-        """The first frame of each file: int64 (files,).
+        """Return the first frame of each file, int64 (files,).
 
-        The files are those of the data or of one of these `videos`, whichever has the most: the others' hold more
-        episodes each, and may end within one.
+        The files are the data files or the files of one of these `videos`, whichever are more numerous. The others have
+        more episodes per file, and may end within one of these files.
         """
         changes: list[list[Array]] = [[] for _ in range(len(videos) + 1)]
         for first in range(0, len(self), AT_ONCE):
             begin = max(first - 1, 0)
             block = self.numbers[begin : first + AT_ONCE]
             clips = [block["clips"][:, self._videos.index(name)] for name in videos]
-            for found, files in zip(changes, [*clips, block], strict=True):
+            for places, files in zip(changes, [*clips, block], strict=True):
                 moved = (np.diff(files["chunk"]) != 0) | (np.diff(files["file"]) != 0)
-                found.append(np.flatnonzero(moved) + begin)
+                places.append(np.flatnonzero(moved) + begin)
         before = max(map(np.concatenate, changes), key=len)
         return np.concatenate([[0], self.numbers["stop"][before]])
 
     def files_of(self, episodes: Array, video: str | None) -> list[tuple[int, int]]:
-        """Chunks and numbers of the files with the data of these episodes, or with one of their videos."""
+        """Return chunk and number of the files with the data, or with one video, of these episodes."""
         block = self.numbers[episodes]
         files = block if video is None else block["clips"][:, self._videos.index(video)]
         return sorted(set(zip(files["chunk"].tolist(), files["file"].tolist(), strict=True)))
@@ -279,14 +281,14 @@ class EpisodeIndex(MappedFile, Sequence[EpisodeRange]):
             file.write(_header(self._record, 0))
             for path in self._lists:
                 for table in self._tables(path, columns):
-                    found = _checked(table, count, stop, str(self._files.path(path)))
+                    values = _checked(table, count, stop, str(self._files.path(path)))
                     block = np.zeros(len(table), self._record)
-                    start, block["stop"] = found["dataset_from_index"], found["dataset_to_index"]
-                    block["chunk"], block["file"] = found["data/chunk_index"], found["data/file_index"]
+                    start, block["stop"] = values["dataset_from_index"], values["dataset_to_index"]
+                    block["chunk"], block["file"] = values["data/chunk_index"], values["data/file_index"]
                     block["row"] = start - _begins(block, start, begins)
                     for place, key in enumerate(self._videos):
                         for name, column in zip(_CLIP.names or (), _COLUMNS_OF_CLIP, strict=True):
-                            block["clips"][name][:, place] = found[f"videos/{key}/{column}"]
+                            block["clips"][name][:, place] = values[f"videos/{key}/{column}"]
                     file.write(block.tobytes())
                     count, stop = count + len(block), int(block["stop"][-1]) if len(block) else stop
             file.seek(0)
@@ -297,7 +299,7 @@ _COLUMNS_OF_CLIP = ("chunk_index", "file_index", "from_timestamp", "to_timestamp
 
 
 def _header(record: np.dtype[Any], count: int) -> bytes:
-    """Of a .npy file; as long for any count."""
+    """Return the header of a .npy file; its length does not depend on `count`."""
     out = io.BytesIO()
     description = np.lib.format.dtype_to_descr(record)
     np.lib.format.write_array_header_1_0(out, {"descr": description, "fortran_order": False, "shape": (count,)})
@@ -305,31 +307,31 @@ def _header(record: np.dtype[Any], count: int) -> bytes:
 
 
 def _begins(block: Array, start: Array, begins: dict[tuple[int, int], int]) -> Array:
-    """Where the data file of each episode begins; `begins` remembers those of the files before."""
+    """Return the first frame of each episode's data file. `begins` collects them, for files that span blocks."""
     changes = np.flatnonzero((np.diff(block["chunk"]) != 0) | (np.diff(block["file"]) != 0)) + 1
     firsts = np.concatenate([[0], changes]) if len(block) else np.zeros(0, np.int64)
     places = ((int(block["chunk"][first]), int(block["file"][first]), int(start[first])) for first in firsts)
-    known = [begins.setdefault((chunk, file), begin) for chunk, file, begin in places]
-    return np.repeat(np.array(known, np.int64), np.diff(firsts, append=len(block)))
+    firsts_of_files = [begins.setdefault((chunk, file), begin) for chunk, file, begin in places]
+    return np.repeat(np.array(firsts_of_files, np.int64), np.diff(firsts, append=len(block)))
 
 
 def _checked(table: pa.Table, count: int, stop: int, where: str) -> dict[str, Array]:
-    """The table's columns as numbers.
+    """Return the table's columns as numbers.
 
     Raises:
-        DataError: one is none, or the episodes do not follow the `count` before, which have `stop` frames.
+        DataError: a value is not a number, or the episodes do not continue the `count` earlier ones with `stop` frames.
     """
-    found, invalid = {}, np.zeros(len(table), bool)
+    values, invalid = {}, np.zeros(len(table), bool)
     by_column = {}
     for name in table.column_names:
-        found[name], by_column[name] = _numbers(table[name], name.endswith("timestamp"))
+        values[name], by_column[name] = _numbers(table[name], name.endswith("timestamp"))
         invalid |= by_column[name]
-    begin, end = found["dataset_from_index"], found["dataset_to_index"]
+    begin, end = values["dataset_from_index"], values["dataset_to_index"]
     before = np.concatenate([[stop], end[:-1]])
     expected = count + np.arange(len(table))
-    broken = (found["episode_index"] != expected) | (begin != before) | (end <= begin)
+    broken = (values["episode_index"] != expected) | (begin != before) | (end <= begin)
     if not (invalid | broken).any():
-        return found
+        return values
     row = int(np.argmax(invalid | broken))
     (cells,) = table.slice(row, 1).to_pylist()
     if wrong := [name for name in table.column_names if by_column[name][row]]:
@@ -337,11 +339,11 @@ def _checked(table: pa.Table, count: int, stop: int, where: str) -> dict[str, Ar
             f"{wrong[0]} of episode {cells['episode_index']!r:.80} is {cells[wrong[0]]!r:.80}",
             code="invalid_episode_number",
             where=where,
-            remedy="it should be a number from 0 on; fetch the dataset again",
+            remedy="it must be a number from 0 on; fetch the dataset again",
         )
     raise DataError(
         f"episode {cells['episode_index']} has the frames {begin[row]} to {end[row]}; "
-        f"episode {expected[row]} should come here and begin at {before[row]}",
+        f"episode {expected[row]} is expected here, starting at {before[row]}",
         code="episodes_not_contiguous",
         where=where,
         remedy="an episode is empty, missing or listed twice; remove or record it again with lerobot",
@@ -349,15 +351,18 @@ def _checked(table: pa.Table, count: int, stop: int, where: str) -> dict[str, Ar
 
 
 def _numbers(column: pa.ChunkedArray, fractions: bool) -> tuple[Array, Array]:
-    """A column, and where it is no finite number from 0 on; fractions are refused where there should be none."""
+    """Return the column as numbers, and a mask of invalid entries (missing, negative, NaN or infinite).
+
+    All entries are invalid if the column has another type, such as fractions where `fractions` is False.
+    """
     kind = np.float64 if fractions else np.int64
     if not pa.types.is_integer(column.type) and not (fractions and pa.types.is_floating(column.type)):
         return np.zeros(len(column), kind), np.ones(len(column), bool)
     missing = column.is_null().to_numpy()
-    values = column.fill_null(0).to_numpy().astype(kind)  # what int64 cannot hold becomes negative
+    values = column.fill_null(0).to_numpy().astype(kind)  # numbers too large for int64 become negative
     return values, missing | ~((values >= 0) & (values < np.inf))
 
 
 def _number(path: PurePosixPath) -> tuple[int, str, int, str]:
-    """Sorts chunk-1000 after chunk-999."""
+    """Return a sort key that puts chunk-1000 after chunk-999."""
     return len(path.parent.name), path.parent.name, len(path.name), path.name

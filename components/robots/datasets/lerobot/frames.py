@@ -1,4 +1,4 @@
-"""Any frame of a dataset at once: columns in memory-mapped files, videos that stay open."""
+"""Random access to the frames of a dataset: memory-mapped columns and videos that stay open."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from armature.components.robots.datasets.lerobot.video import VideoReaders
 from armature.components.robots.datasets.quantiles import Array
 
 SMALL = 1 << 30
-"""Bytes of all frames of a dataset up to which its videos are decoded once."""
+"""Maximum size in bytes of a dataset's decoded frames for which its videos are decoded only once, into the cache."""
 FORMAT = 2
-"""Raised when the same files give other columns or frames, or are checked for more."""
+"""Version of the cache files. Raise it when the same dataset files give other content, or are checked for more."""
 PAGE = 4096
-"""A frame counts as so many bytes at least."""
+"""Minimum size in bytes that is assumed for a frame."""
 
 
 class FrameReader:
-    """Reads single frames of `dataset`.
+    """Reads single frames of a dataset.
 
-    A column of a data file is written out once, uncompressed, under `cache`, and mapped from there: every process
-    shares the pages, and memory does not grow with the dataset. So are the videos of a small dataset, by episode: to
-    seek, decode and convert a frame takes most of the time of a sample. Pickles without what it has open.
+    Each column of a data file is written once, uncompressed, into the cache and memory-mapped: processes share its
+    pages, and memory does not grow with the dataset. The decoded videos of a small dataset are cached in the same way,
+    because seeking, decoding and converting a frame takes most of a sample's time. Open files are not pickled.
     """
 
     def __init__(self, dataset: Dataset, cache: DownloadCache) -> None:
@@ -56,19 +56,19 @@ class FrameReader:
         self._clips: dict[tuple[str, int], Array | None] = {}
 
     def numbers(self, name: str, episode: EpisodeRange, places: Array) -> Array:
-        """A numeric feature at frames `places` of the episode: (places, width).
+        """Return a numeric feature at the frames `places` of the episode, (places, width).
 
         Raises:
-            DataError: the data file is not what it should be.
+            DataError: the data file is damaged or inconsistent.
         """
         rows: Array = self._column(name, episode)[episode.row + places]
         return rows
 
     def image(self, name: str, episode: EpisodeRange, frame: int) -> Array:
-        """uint8 RGB (height, width, 3).
+        """Return a camera's image, uint8 RGB (height, width, 3).
 
         Raises:
-            DataError: it is missing or damaged.
+            DataError: the image is missing or damaged.
         """
         dataset = self.dataset
         if dataset.feature(name).dtype == VIDEO:
@@ -82,14 +82,14 @@ class FrameReader:
         return np.asarray(dataset.decoded(name, episode, frame, stored))
 
     def item(self, index: int, windows: Mapping[str, Sequence[float]]) -> dict[str, Any]:
-        """Frame `index` of the dataset as LeRobot gives it: features, images, and its task.
+        """Return frame `index` of the dataset as LeRobot does: features, images and the task.
 
         Args:
-            windows: Feature to times in seconds from the frame. Such a feature gets one more dimension in front, and
-                `<feature>_is_pad` says where the episode has no such frame.
+            windows: times in seconds relative to the frame, by feature. Such a feature has an additional first
+                dimension, and `<feature>_is_pad` marks times outside of the episode.
 
         Raises:
-            IndexError: there is no such frame.
+            IndexError: the dataset has no such frame.
         """
         dataset = self.dataset
         if not 0 <= index < dataset.info.total_frames:
@@ -112,7 +112,7 @@ class FrameReader:
         return {**item, "task": self.task(episode, frame)}
 
     def task(self, episode: EpisodeRange, frame: int) -> str:
-        """What is to be done at that frame.
+        """Return the text of the task at a frame.
 
         Raises:
             DataError: the frame's task_index is not in meta/tasks.parquet.
@@ -128,14 +128,17 @@ class FrameReader:
         return self.dataset.tasks[number]
 
     def _column(self, name: str, episode: EpisodeRange) -> Any:
-        """Of the whole data file: an array (rows, width) of numbers, or Arrow's cells with images."""
+        """Return a column of the whole data file: an array (rows, width) of numbers, or Arrow cells with images."""
         key = (episode.chunk, episode.file, name)
         if key not in self._columns:
             self._columns[key] = self._mapped(name, episode)
         return self._columns[key]
 
     def _decoded(self, name: str, episode: EpisodeRange) -> Array | None:
-        """An episode's clip (frames, height, width, 3); None where a frame is damaged: who asks for it hears that."""
+        """Return an episode's decoded clip (frames, height, width, 3).
+
+        None if a frame is damaged: then only the reader of that frame gets an error.
+        """
         key = (name, episode.index)
         if key not in self._clips:
             clip, info = episode.clips[name], self.dataset.info
@@ -143,7 +146,7 @@ class FrameReader:
             try:
                 rows = self.numbers("timestamp", episode, np.arange(episode.length))[:, 0]
                 times, _ = self.dataset.video_times(name, episode, range(episode.length), rows)
-                target = self._kept(source, info.features[name].shape, times.tobytes())
+                target = self._cached(source, info.features[name].shape, times.tobytes())
                 made = make_once(target, partial(self._decode, name, episode, rows))
                 self._clips[key] = np.load(made, mmap_mode="r")
             except DataError:
@@ -154,36 +157,37 @@ class FrameReader:
         shape = tuple(self.dataset.feature(name).shape)
         frames = np.empty((episode.length, *shape), np.uint8)
         for number, image in enumerate(self.dataset.images(name, episode, range(episode.length), timestamps)):
-            if (found := np.asarray(image)).shape != shape:
+            pixels = np.asarray(image)
+            if pixels.shape != shape:
                 raise DataError(
-                    f"an image {found.shape} where {shape} is described",
+                    f"an image has the shape {pixels.shape}, meta/info.json has {shape}",
                     code="frame_shape_mismatch",
                     where=f"{name}, frame {number}",
                 )
-            frames[number] = found
+            frames[number] = pixels
         with target.open("wb") as file:
             np.save(file, frames)
 
-    def _kept(self, source: PurePosixPath, *facts: object) -> Path:
-        """The file for what is made of one file of the dataset, as it is now, and of these facts."""
+    def _cached(self, source: PurePosixPath, *facts: object) -> Path:
+        """Return the cache file for something made from the current version of a dataset file and from `facts`."""
         made_of = repr((FORMAT, self.dataset.files.version(source), *facts))
         return self._cache.folder / "columns" / hashlib.sha256(made_of.encode()).hexdigest()
 
     def _mapped(self, name: str, episode: EpisodeRange) -> Any:
-        """Depends on what its rows are checked against, too: a hit is not checked again."""
+        """Return the mapped column. Its cache key includes what rows are checked against, so hits need no check."""
         dataset, feature = self.dataset, self.dataset.feature(name)
         first, last = dataset.episodes.in_file(episode.chunk, episode.file)
         lengths = dataset.episodes.lengths(first.index, last.index).tobytes()
         rows = (first.index, first.start, first.row, lengths, dataset.info.fps)
         source = dataset.info.data_file(episode.chunk, episode.file)
-        target = self._kept(source, name, feature.dtype, feature.shape, *rows)
+        target = self._cached(source, name, feature.dtype, feature.shape, *rows)
         make_once(target, partial(self._write, name, first, last, feature.is_number))
         if feature.is_number:
             return np.load(target, mmap_mode="r")
         return pa.ipc.open_file(pa.memory_map(str(target))).read_all()[name]
 
     def _write(self, name: str, first: EpisodeRange, last: EpisodeRange, number: bool, target: Path) -> None:
-        """The column of all episodes in the data file."""
+        """Write the column of all episodes in the data file."""
         with target.open("wb") as file:
             if number:
                 np.save(file, self.dataset.columns([name], first, last)[name])

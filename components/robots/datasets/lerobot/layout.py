@@ -1,4 +1,4 @@
-"""The files of a LeRobotDataset v3.0 and what `meta/info.json` says of them."""
+"""Files of a LeRobotDataset v3.0 and the content of `meta/info.json`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _PLACE = re.compile(r"\{(chunk_index|file_index|video_key)(?::0?(\d)d)?\}")
 
 
 class Feature(BaseModel):
-    """One column, or one camera; `shape` is of a frame."""
+    """A column or a camera. `shape` is the shape of one frame."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
 
@@ -40,10 +40,12 @@ class Feature(BaseModel):
 
     @property
     def is_visual(self) -> bool:
+        """True for a camera."""
         return self.dtype in (IMAGE, VIDEO)
 
     @property
     def is_number(self) -> bool:
+        """True for numbers and booleans."""
         return re.fullmatch(r"bool|u?int(8|16|32|64)|float(16|32|64)", self.dtype) is not None
 
 
@@ -51,11 +53,11 @@ OWN_FEATURES = {
     "timestamp": Feature(dtype="float32", shape=(1,)),
     **{name: Feature(dtype="int64", shape=(1,)) for name in ("frame_index", "episode_index", "index", "task_index")},
 }
-"""Columns that every dataset has besides its own."""
+"""Columns that every dataset has in addition to its features."""
 
 
 class DatasetInfo(BaseModel):
-    """`meta/info.json`; what this version does not know is kept."""
+    """Content of `meta/info.json`. Unknown fields are preserved."""
 
     model_config = ConfigDict(extra="allow", frozen=True, allow_inf_nan=False)
 
@@ -71,38 +73,41 @@ class DatasetInfo(BaseModel):
     features: dict[str, Feature] = Field(min_length=1)
 
     def data_file(self, chunk: int, file: int) -> PurePosixPath:
+        """Return the path of a data file in the dataset."""
         return place(self.data_path, chunk_index=chunk, file_index=file)
 
     def video_file(self, key: str, chunk: int, file: int) -> PurePosixPath:
+        """Return the path of a video file in the dataset."""
         if self.video_path is None:
             raise DataError(
-                f"feature {key!r} is a video and there is no video_path", code="video_path_missing", where=INFO
+                f"feature {key!r} is a video, but video_path is not set", code="video_path_missing", where=INFO
             )
         return place(self.video_path, video_key=key, chunk_index=chunk, file_index=file)
 
 
 def read_info(path: Path) -> DatasetInfo:
-    """
+    """Read meta/info.json.
+
     Raises:
-        DataError: no such file, another version of the layout, or values that cannot be.
+        DataError: the file is missing, has another version of the format, or has invalid values.
     """
     try:
         document = read_finite(read_bytes(path))
         version = document.get("codebase_version")
     except FileNotFoundError as error:
         raise DataError(
-            "not a LeRobot dataset: it has no meta/info.json",
+            "there is no LeRobot dataset: meta/info.json is missing",
             code="not_a_lerobot_dataset",
             where=str(path.parents[1]),
-            remedy="give the dataset's own folder",
+            remedy="give the folder of the dataset itself",
         ) from error
     except (ValueError, AttributeError, RecursionError) as error:
         raise DataError(
-            f"not a JSON object of finite numbers: {error}", code="invalid_json", where=str(path)
+            f"the file is not a JSON object of finite numbers: {error}", code="invalid_json", where=str(path)
         ) from error
     if version != VERSION:
         raise DataError(
-            f"the dataset is of version {version!r}, not {VERSION!r}",
+            f"the dataset has version {version!r}, not {VERSION!r}",
             code="dataset_version_unsupported",
             where=str(path),
             remedy="convert it with lerobot's convert_dataset_v21_to_v30",
@@ -113,7 +118,7 @@ def read_info(path: Path) -> DatasetInfo:
         problem = error.errors()[0]
         key = ".".join(str(part) for part in problem["loc"])
         raise DataError(
-            f"{key}: {problem['msg']} (given {problem['input']!r:.80})", code="invalid_dataset_info", where=str(path)
+            f"{key}: {problem['msg']} (value {problem['input']!r:.80})", code="invalid_dataset_info", where=str(path)
         ) from error
     for name in OWN_FEATURES:
         if name not in info.features or not info.features[name].is_number:
@@ -121,7 +126,7 @@ def read_info(path: Path) -> DatasetInfo:
                 f"features.{name} is missing, or is not a number",
                 code="feature_missing",
                 where=str(path),
-                remedy="every LeRobot dataset has this column; describe it, or record or convert the dataset again",
+                remedy="every LeRobot dataset has this column: add it, or record or convert the dataset again",
             )
     return info
 
@@ -130,13 +135,13 @@ def read_stats(path: Path) -> dict[str, Any]:
     """Read meta/stats.json.
 
     Raises:
-        DataError: it is not a JSON object of finite numbers.
+        DataError: the file is not a JSON object of finite numbers.
     """
     try:
         document: dict[str, Any] = dict(read_finite(read_bytes(path)))
     except (OSError, ValueError, TypeError, RecursionError) as error:
         raise DataError(
-            f"not a JSON object of finite numbers: {error}",
+            f"the file is not a JSON object of finite numbers: {error}",
             code="invalid_json",
             where=str(path),
             remedy="remove the file, or compute it again with quantile-stats",
@@ -145,84 +150,97 @@ def read_stats(path: Path) -> dict[str, Any]:
 
 
 def place(template: str, **values: str | int) -> PurePosixPath:
-    """`template` of info.json with its places filled in: a path inside the dataset.
+    """Return a path `template` of info.json with its placeholders filled in: a path inside the dataset.
 
-    Only the three known places are filled, so a template cannot reach into objects. Symbolic links are followed
-    when the file is opened, since a hub's cache consists of them.
+    Only the three known placeholders are replaced, so a template cannot access attributes of objects. Symbolic links
+    are followed when the file is opened, because a hub's cache consists of them.
 
     Raises:
-        DataError: an unknown place, or the path leaves the dataset.
+        DataError: the template has an unknown placeholder, or the path leaves the dataset.
+
+    Example:
+        >>> place("data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet", chunk_index=0, file_index=7)
+        PurePosixPath('data/chunk-000/file-007.parquet')
     """
 
     def fill(match: re.Match[str]) -> str:
         name, width = match.groups()
         if name not in values:
-            raise DataError(f"{template!r} has a place for {name}", code="unknown_path_place", where=INFO)
+            raise DataError(f"{template!r} has a placeholder {name}", code="unknown_path_place", where=INFO)
         return str(values[name]).zfill(int(width or 0))
 
     text = _PLACE.sub(fill, template)
     where = f"{INFO}: {template!r}"
     if "{" in text:
         raise DataError(
-            f"the path {text!r} does not stay in the dataset: it has another place",
+            f"the path {text!r} has an unknown placeholder",
             code="unsafe_file_name",
             where=where,
         )
     return confined(text, where)
 
 
-# Where the files of a dataset are: in a folder, or wherever they can be fetched from.
+# --- Access to the files of a dataset, in a folder or remote ---
 
 
 class DatasetFiles(Protocol):
-    """The files of one dataset, named by their paths in it. Pickles: other processes open the same files."""
+    """Files of one dataset, by their paths within it. Can be pickled, so that other processes open the same files.
+
+    Example:
+        >>> def read_tasks(files: DatasetFiles) -> bytes:
+        ...     return files.path("meta/tasks.parquet").read_bytes()
+    """
 
     @property
     def root(self) -> Path:
-        """The folder that holds them, or those that were fetched."""
+        """Folder of the files, or of those that were downloaded."""
 
     def names(self, part: str = "") -> list[str]:
-        """All files that a dataset consists of, or those below `part`, sorted; meta/stats.json is not among them."""
+        """Return all files of the dataset, or those below `part`, sorted, without meta/stats.json."""
 
-    def has(self, name: str | PurePosixPath) -> bool: ...
+    def has(self, name: str | PurePosixPath) -> bool:
+        """Return True if the file exists."""
 
     def path(self, name: str | PurePosixPath) -> Path:
-        """The file on this machine, fetched where it is not yet; it need not exist in a folder.
+        """Return the file's path on this machine, after downloading it if needed. In a folder it may not exist.
 
         Raises:
-            DataError: it cannot be fetched.
+            DataError: the file cannot be downloaded.
         """
 
     def view(self, name: str | PurePosixPath, whole: bool) -> AbstractContextManager[Path | IO[bytes]]:
-        """The file for reading. What is not on this machine is fetched as far as it is read, or if it is going to be
-        read as a `whole`, by anyone and in time, completely.
+        """Open the file for reading.
+
+        Of a remote file only the parts that are read are downloaded, or all of it if `whole` is True, which is right
+        if sooner or later all of it will be read.
 
         Raises:
-            DataError: it cannot be reached, or is not what it was.
+            DataError: the file cannot be reached, or has changed.
         """
 
     def version(self, name: str | PurePosixPath) -> str:
-        """Names the file and its content; needs no fetching."""
+        """Return a string that identifies the file and its content, without downloading it."""
 
     def digest(self) -> str:
-        """SHA-256 of what is in the dataset, without meta/stats.json, which is computed from the rest."""
+        """Return the SHA-256 of the dataset's content, without meta/stats.json, which is computed from the rest."""
 
     def quick_digest(self) -> str:
-        """SHA-256 of what is listed: of files in meta/ the content, of others name, size, and time or ETag.
+        """Return a SHA-256 that reads no data and no video.
 
-        Reads no data and no video. Who changes a file and keeps its size and time is not seen.
+        It covers the content of files in meta/, and of other files the name, size, and time or ETag. A change that
+        keeps a file's size and time is not detected.
         """
 
 
 def belongs(name: str) -> bool:
-    """Whether a file of that name is part of a dataset's content."""
+    """Return True if a file of that name is part of a dataset's content."""
     tables = name.startswith(("meta/episodes/", "data/")) and name.endswith(".parquet")
     return name in (INFO, TASKS) or tables or (name.startswith("videos/") and name.endswith(".mp4"))
 
 
 @dataclass(frozen=True)
 class LocalFiles:
-    """Files in a folder of this machine."""
+    """Files of a dataset in a local folder."""
 
     root: Path
 
@@ -231,7 +249,7 @@ class LocalFiles:
 
     def names(self, part: str = "") -> list[str]:
         folders = [self.root / each for each in ([part] if part else ["meta", "data", "videos"])]
-        walked = (found for folder in folders for found in os.walk(folder))
+        walked = (entry for folder in folders for entry in os.walk(folder))
         paths = (f"{folder}/{name}" for folder, _, names in walked for name in names)
         names = (path[len(str(self.root)) + 1 :] for path in paths)
         return sorted(name for name in names if belongs(name))
@@ -246,10 +264,10 @@ class LocalFiles:
         return nullcontext(regular(self.root / name))
 
     def version(self, name: str | PurePosixPath) -> str:
-        """By the times that the file was changed, which costs no reading.
+        """Identify the file by its change times, without reading it.
 
         Raises:
-            DataError: there is no such file.
+            DataError: the file does not exist.
         """
         path = (self.root / name).resolve()
         try:
@@ -263,14 +281,16 @@ class LocalFiles:
             ) from error
 
     def digest(self) -> str:
-        """
+        """Return the SHA-256 of the content.
+
         Raises:
             DataError: there is no dataset.
         """
         return self._digest(lambda name: _sha256(self.root / name))
 
     def quick_digest(self) -> str:
-        """
+        """Return the SHA-256 of the listing, see `DatasetFiles.quick_digest`.
+
         Raises:
             DataError: there is no dataset.
         """
@@ -286,7 +306,9 @@ class LocalFiles:
         names = self.names()
         if INFO not in names:
             raise DataError(
-                "not a LeRobot dataset: it has no meta/info.json", code="not_a_lerobot_dataset", where=str(self.root)
+                "there is no LeRobot dataset: meta/info.json is missing",
+                code="not_a_lerobot_dataset",
+                where=str(self.root),
             )
         with ThreadPoolExecutor() as executor:
             digests = executor.map(of, names)

@@ -1,4 +1,4 @@
-"""A LeRobotDataset v3.0: its episodes, columns, images, and windows over time."""
+"""Reader of a LeRobotDataset v3.0: episodes, columns, images, and windows over time."""
 
 from __future__ import annotations
 
@@ -37,7 +37,13 @@ from armature.components.robots.datasets.quantiles import Array
 
 @dataclass(frozen=True)
 class Dataset:
-    """Opened by `open_dataset`, which has checked that the episodes follow one another."""
+    """A dataset opened by `open_dataset`, which has checked that its episodes are contiguous.
+
+    Example:
+        >>> def first_actions(folder: Path) -> Array:
+        ...     dataset = open_dataset(folder)
+        ...     return dataset.columns(["action"], dataset.episodes[0])["action"]
+    """
 
     files: DatasetFiles
     info: DatasetInfo
@@ -46,55 +52,55 @@ class Dataset:
 
     @property
     def root(self) -> Path:
-        """The folder that the files are in, or are fetched to."""
+        """Folder that the files are in, or are downloaded to."""
         return self.files.root
 
     @cached_property
     def stats(self) -> dict[str, Any]:
-        """meta/stats.json, empty where there is none.
+        """Content of meta/stats.json; empty if the file does not exist.
 
         Raises:
-            DataError: it is not a JSON object of finite numbers.
+            DataError: the file is not a JSON object of finite numbers.
         """
         return read_stats(self.files.path(STATS)) if self.files.has(STATS) else {}
 
     def video(self, name: str, episode: EpisodeRange) -> VideoFile:
-        """A camera's video file with the episode."""
+        """Return the video file of a camera that contains the episode."""
         clip = episode.clips[name]
         file = self.info.video_file(name, clip.chunk, clip.file)
         return VideoFile(f"{self.files}/{file}", partial(self.files.view, file, whole=True))
 
     def episode_at(self, index: int) -> EpisodeRange:
-        """The episode that frame `index` of the dataset belongs to."""
+        """Return the episode that contains frame `index` of the dataset."""
         return self.episodes.at(index)
 
     def feature(self, name: str) -> Feature:
-        """
+        """Return a feature by name.
+
         Raises:
-            ConfigurationError: there is none of that name.
+            ConfigurationError: there is no feature of that name.
         """
         if name not in self.info.features:
-            known = ", ".join(self.info.features)
             raise ConfigurationError(
-                f"no feature is called {name!r}",
+                f"the dataset has no feature {name!r}",
                 code="unknown_feature",
                 where=str(self.files),
-                remedy=f"known: {known}",
+                remedy=f"choose among {', '.join(self.info.features)}",
             )
         return self.info.features[name]
 
     def table(self, episode: EpisodeRange, names: Sequence[str], last: EpisodeRange | None = None) -> pa.Table:
-        """These columns of `episode`, or of all episodes to `last`, which is in the same file.
+        """Return columns of `episode`, or of all episodes from there to `last`, which must be in the same file.
 
         Raises:
-            DataError: the file or a column is missing, or the rows are not the episodes', one after another.
+            DataError: the file or a column is missing, or the rows are not the expected ones.
         """
         last = last or episode
         name = self.info.data_file(episode.chunk, episode.file)
         path = f"{self.files}/{name}"
         stored = {key for key, feature in self.info.features.items() if feature.dtype == IMAGE}
         try:
-            # numbers beside images are a small part of the file
+            # Numbers that are stored beside images are a small part of the file, so it is not downloaded as a whole.
             with self.files.view(name, whole=not stored or bool(stored & set(names))) as file:
                 columns = sorted({*PLACES, *names})
                 skipped, whole = _rows(file, columns, episode.row, last.stop - episode.start)
@@ -114,7 +120,7 @@ class Dataset:
     def columns(
         self, names: Sequence[str], episode: EpisodeRange, last: EpisodeRange | None = None
     ) -> dict[str, Array]:
-        """Numeric features as (frames, width)."""
+        """Return numeric features as (frames, width)."""
         table = self.table(episode, names, last)
         where = f"{self.files}/{self.info.data_file(episode.chunk, episode.file)}, from episode {episode.index}"
         return {name: to_numpy(table[name], name, self.feature(name), where) for name in names}
@@ -122,12 +128,15 @@ class Dataset:
     def video_times(
         self, name: str, episode: EpisodeRange, frames: Sequence[int], timestamps: Array
     ) -> tuple[Array, float]:
-        """Seconds of `frames` in a camera's video by their `timestamps` (frames,), and how far off they may be.
+        """Return the times in seconds of `frames` in a camera's video, and their tolerance.
 
-        As LeRobot has it: a row shows the frame at the clip's beginning plus the row's time.
+        As in LeRobot, a row shows the video frame at the start of the episode's clip plus the row's time.
+
+        Args:
+            timestamps: the rows' times in the episode, (frames,).
 
         Raises:
-            DataError: one lies behind the clip's end, where the frames of another episode are.
+            DataError: a time is after the end of the clip, where frames of another episode are.
         """
         clip = episode.clips[name]
         times = clip.start + timestamps.astype(np.float64)
@@ -135,7 +144,7 @@ class Dataset:
         if (late := times >= clip.stop - tolerance).any():
             at = int(np.argmax(late))
             raise DataError(
-                f"the row has the time {timestamps[at]:.9g} s, and its video only {clip.stop - clip.start:.9g} s",
+                f"the row has the time {timestamps[at]:.9g} s, but its video only has {clip.stop - clip.start:.9g} s",
                 code="row_after_video",
                 where=f"{self.video(name, episode).name}, episode {episode.index}, row {episode.row + frames[at]}",
                 remedy="correct from_timestamp and to_timestamp in meta/episodes, or the rows' timestamp",
@@ -145,13 +154,13 @@ class Dataset:
     def images(
         self, name: str, episode: EpisodeRange, frames: Sequence[int], timestamps: Array | None = None
     ) -> Iterator[Image.Image]:
-        """RGB images of a camera at these frames of the episode, ascending.
+        """Yield RGB images of a camera at these ascending frames of the episode.
 
         Args:
-            timestamps: Of all rows of the episode, where they were read before; (frames,).
+            timestamps: times of all rows of the episode, (frames,), if they have been read before.
 
         Raises:
-            DataError: one is missing or damaged.
+            DataError: an image is missing or damaged.
         """
         if self.feature(name).dtype == VIDEO:
             if timestamps is None:
@@ -164,32 +173,32 @@ class Dataset:
             yield self.decoded(name, episode, frame, stored.as_py())
 
     def decoded(self, name: str, episode: EpisodeRange, frame: int, stored: Any) -> Image.Image:
-        """The RGB image of a data file's cell.
+        """Return the RGB image in a data file's cell.
 
         Raises:
-            DataError: it is not an image.
+            DataError: the cell is not an image.
         """
         try:
             data = stored["bytes"] or b""
             return decode(EncodedImage(data, media_type(data)))
         except (DataError, KeyError, TypeError) as error:
             where = f"{self.files}, episode {episode.index}, frame {frame}, {name!r}"
-            raise DataError(f"not a readable image: {error}", code="image_unreadable", where=where) from error
+            raise DataError(f"the image cannot be read: {error}", code="image_unreadable", where=where) from error
 
     def windows(self, name: str, episode: EpisodeRange, offsets: Sequence[int]) -> tuple[Array, Array]:
-        """For each frame the feature at `offsets` frames from it: (frames, offsets, width), and which are padding.
+        """Return, for each frame, the feature at `offsets` frames from it, (frames, offsets, width), and the padding.
 
-        Beyond the episode's ends its first or last frame stands, marked True.
+        Beyond the ends of the episode its first or last frame is repeated, and marked True in the padding.
         """
         values = self.columns([name], episode)[name]
         places, padding = window(np.arange(episode.length)[:, None], episode.length, offsets)
         return values[places], padding
 
     def offsets(self, times: Sequence[float]) -> list[int]:
-        """Times in seconds as frames.
+        """Return times in seconds as numbers of frames.
 
         Raises:
-            ConfigurationError: one is not a multiple of a frame.
+            ConfigurationError: a time is not a multiple of the frame duration.
         """
         frames = [round(time * self.info.fps) for time in times]
         for time, number in zip(times, frames, strict=True):
@@ -202,19 +211,27 @@ class Dataset:
 
 
 def window(frame: int | Array, length: int, offsets: Sequence[int]) -> tuple[Array, Array]:
-    """Frames at `offsets` from `frame`, kept within an episode of `length`, and which had to be."""
+    """Return the frames at `offsets` from `frame`, clamped to an episode of `length`, and which were clamped.
+
+    Example:
+        >>> places, padding = window(3, length=5, offsets=[0, 1, 2])
+        >>> places.tolist(), padding.tolist()
+        ([3, 4, 4], [False, False, True])
+    """
     places = np.asarray(frame) + np.asarray(offsets, np.int64)
-    kept = np.clip(places, 0, length - 1)
-    return kept, places != kept
+    clamped = np.clip(places, 0, length - 1)
+    return clamped, places != clamped
 
 
 def open_dataset(files: DatasetFiles | Path) -> Dataset:
-    """
+    """Open a dataset and check its index of episodes.
+
     Args:
-        files: Where its files are; a path is a folder.
+        files: the dataset's files, or the path of its folder.
 
     Raises:
-        DataError: not such a dataset, or its episodes leave gaps, overlap, are empty or are not as many as it says.
+        DataError: this is not a LeRobot dataset of the supported version, or its episodes have gaps, overlap, are empty
+            or differ in number from meta/info.json.
     """
     files = LocalFiles(files.absolute()) if isinstance(files, Path) else files
     info = read_info(files.path(INFO))
@@ -223,7 +240,7 @@ def open_dataset(files: DatasetFiles | Path) -> Dataset:
     if (len(episodes), frames) != (info.total_episodes, info.total_frames) or not episodes:
         raise DataError(
             f"{len(episodes)} episodes of {frames} frames are listed, "
-            f"meta/info.json says {info.total_episodes} of {info.total_frames}",
+            f"meta/info.json has {info.total_episodes} of {info.total_frames}",
             code="episode_count_mismatch",
             where=f"{files}/meta/episodes",
         )
@@ -231,7 +248,7 @@ def open_dataset(files: DatasetFiles | Path) -> Dataset:
 
 
 def media_type(data: bytes) -> str:
-    """By the file's first bytes."""
+    """Return the media type of an image file, from its first bytes."""
     if data.startswith(b"\x89PNG"):
         return "image/png"
     if data.startswith(b"\xff\xd8"):
@@ -240,7 +257,7 @@ def media_type(data: bytes) -> str:
 
 
 def _rows(source: Path | IO[bytes], names: Sequence[str], first: int, count: int) -> tuple[int, pa.Table]:
-    """The row groups that hold `count` rows from row `first` on, and how many rows lie before them."""
+    """Return the row groups that hold `count` rows from row `first` on, and the number of rows before them."""
     with pq.ParquetFile(source, pre_buffer=True) as file:
         sizes = [file.metadata.row_group(group).num_rows for group in range(file.metadata.num_row_groups)]
         ends = np.cumsum(sizes)

@@ -1,4 +1,4 @@
-"""Videos of a dataset: frames by their times, and episodes one after another in a file."""
+"""Videos of a dataset: reading frames by time, and appending episodes to a file."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
 
 def pyav() -> ModuleType:
-    """
+    """Import and return PyAV.
+
     Raises:
         ConfigurationError: PyAV is not installed.
     """
@@ -33,13 +34,13 @@ def pyav() -> ModuleType:
         import av
     except ImportError as error:
         raise ConfigurationError(
-            "videos need PyAV", code="package_missing", remedy=install_command("datasets")
+            "videos need the package PyAV", code="package_missing", remedy=install_command("datasets")
         ) from error
     return av
 
 
 def codec_name(encoder: str) -> str:
-    """What an encoder writes: h264 for libx264.
+    """Return the name of the codec that an encoder writes, such as h264 for libx264.
 
     Raises:
         ConfigurationError: PyAV has no such encoder.
@@ -52,14 +53,14 @@ def codec_name(encoder: str) -> str:
 
 
 class VideoFile(NamedTuple):
-    """Named in errors, and opened by `view`: a path, or a stream that can be read anywhere."""
+    """A video file: its name in error messages, and a function that opens it as a path or a seekable stream."""
 
     name: str
     view: Callable[[], AbstractContextManager[Path | IO[bytes]]]
 
 
 def read_frames(file: VideoFile, times: Sequence[float], tolerance: float, where: str) -> Iterator[Image.Image]:
-    """The RGB frames nearest to `times` (seconds, ascending).
+    """Yield the RGB frames nearest to `times` (seconds, ascending).
 
     Raises:
         DataError: the file cannot be decoded, or has no frame within `tolerance` seconds of a time.
@@ -70,7 +71,10 @@ def read_frames(file: VideoFile, times: Sequence[float], tolerance: float, where
 
 
 class VideoReader:
-    """One file, opened when the first frame is asked for; `threads` decode, 0 being as many as there are cores."""
+    """Reader of one video file, which is opened when the first frame is read.
+
+    threads: number of decoding threads; 0: as many as there are cores.
+    """
 
     def __init__(self, file: VideoFile, threads: int) -> None:
         self._file, self._threads = file, threads
@@ -84,16 +88,17 @@ class VideoReader:
         self.close()
 
     def frame(self, time: float, tolerance: float, where: str) -> Array:
-        """uint8 RGB (height, width, 3); see `frames`."""
-        (found,) = self.frames([time], tolerance, where)
-        array: Array = found.to_ndarray(format="rgb24")
+        """Return the frame nearest to `time`, uint8 RGB (height, width, 3); see `frames`."""
+        (nearest,) = self.frames([time], tolerance, where)
+        array: Array = nearest.to_ndarray(format="rgb24")
         return array
 
     def frames(self, times: Sequence[float], tolerance: float, where: str) -> Iterator[Any]:
-        """PyAV's frames nearest to `times` (seconds, ascending).
+        """Yield PyAV's frames nearest to `times` (seconds, ascending).
 
         Raises:
-            DataError: the file cannot be decoded, is turned, or has no frame within `tolerance` seconds of a time.
+            DataError: the file cannot be decoded, is marked as rotated, or has no frame within `tolerance` seconds of a
+                time.
         """
         wanted = list(times)
         with foreign(
@@ -103,7 +108,7 @@ class VideoReader:
             for frame in self._decoded(stream, times[0], tolerance):
                 if frame.rotation:
                     raise DataError(
-                        f"the video is to be shown turned by {frame.rotation} degrees, which is not supported",
+                        f"the video is marked as rotated by {frame.rotation} degrees, which is not supported",
                         code="video_rotated",
                         where=f"{self._file.name}, {where}",
                         remedy="encode its frames upright",
@@ -118,19 +123,20 @@ class VideoReader:
         raise DataError(
             f"the video has no frame at {wanted[0]:.4f} s",
             code="video_frame_missing",
-            where=f"{self._file.name}, {where}, frame {len(times) - len(wanted)} of the {len(times)} asked for",
-            remedy="the video is cut short, its frames are not at the rows' times, or from_timestamp is wrong",
+            where=f"{self._file.name}, {where}, frame {len(times) - len(wanted)} of the {len(times)} requested",
+            remedy="the video is truncated, its frames are not at the rows' times, or from_timestamp is wrong",
         )
 
     def close(self) -> None:
+        """Close the file."""
         self._opened.close()
         self._container = None
 
     def _decoded(self, stream: Any, time: float, tolerance: float) -> Iterator[Any]:
-        """Frames from one at `time`, or before it, on.
+        """Yield frames from the one at `time`, or an earlier one, on.
 
-        A container finds the keyframe by the time at which it is decoded, which comes before the time at which it is
-        shown where frames refer to later ones: where that is too late, an earlier keyframe is looked for.
+        A container finds a keyframe by decoding time. If frames refer to later ones, that is before the time at which a
+        frame is shown, and the keyframe may be too late: then an earlier keyframe is searched.
         """
         back = tolerance
         while True:
@@ -157,7 +163,7 @@ class VideoReader:
 
 
 class VideoReaders(threading.local):
-    """The files that were read last stay open, `OPEN` of them; each thread and each forked process opens its own."""
+    """Cache of the `OPEN` last used video readers. Each thread and each forked process has its own."""
 
     OPEN = 16
 
@@ -166,7 +172,8 @@ class VideoReaders(threading.local):
         self._process = os.getpid()
 
     def at(self, file: VideoFile) -> VideoReader:
-        if self._process != os.getpid():  # two processes would move each other's place in a file
+        """Return the reader of a file."""
+        if self._process != os.getpid():  # forked processes share the position in an open file
             self._readers, self._process = OrderedDict(), os.getpid()
         reader = self._readers.pop(file.name, None) or VideoReader(file, threads=1)
         self._readers[file.name] = reader
@@ -176,13 +183,12 @@ class VideoReaders(threading.local):
 
 
 _REPEATABLE = {"libx264": {"mbtree": "0"}}
-"""What a codec must be told to give the same bytes for the same frames: x264's macroblock tree in AVX-512 does not on
-a busy machine.
-"""
+"""Options that make a codec reproducible. With AVX-512, x264's macroblock tree gives different bytes for the same
+frames on a busy machine."""
 
 
 class VideoWriter:
-    """One file that episodes are appended to; each begins with a frame that stands alone."""
+    """Video file that episodes are appended to. Each episode starts with a keyframe."""
 
     def __init__(self, path: Path, fps: float, width: int, height: int, settings: VideoSettings) -> None:
         av = pyav()
@@ -193,18 +199,18 @@ class VideoWriter:
         self._stream: Any = self._container.add_stream(settings.codec, rate=rate)
         self._stream.width, self._stream.height = width, height
         self._stream.pix_fmt = settings.pixel_format
-        self._tick = 1 / rate  # the container has a time base of its own once it is begun
+        self._tick = 1 / rate  # the container changes its time base when writing starts
         self._stream.codec_context.time_base = self._tick
         self._stream.codec_context.gop_size = settings.keyframe_every
         self._stream.options = {"crf": str(settings.quality), **_REPEATABLE.get(settings.codec, {})}
 
     @property
     def seconds(self) -> float:
-        """Where the next episode begins."""
+        """Time in the file at which the next episode starts."""
         return float(self.frames * self._tick)
 
     def append(self, frames: Iterable[np.ndarray[Any, Any]]) -> None:
-        """Frames are uint8 (height, width, 3)."""
+        """Append an episode's frames, uint8 (height, width, 3)."""
         av = pyav()
         for number, array in enumerate(frames):
             frame = av.VideoFrame.from_ndarray(np.ascontiguousarray(array), format="rgb24")
@@ -215,6 +221,7 @@ class VideoWriter:
             self.frames += 1
 
     def close(self) -> None:
+        """Write the remaining frames and close the file."""
         self._mux(self._stream.encode(None))
         self._container.close()
 

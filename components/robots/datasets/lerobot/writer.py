@@ -1,4 +1,4 @@
-"""Writing a LeRobotDataset v3.0, episode by episode; the folder appears when the dataset is whole."""
+"""Writer of a LeRobotDataset v3.0, episode by episode. The folder appears when the dataset is complete."""
 
 from __future__ import annotations
 
@@ -42,25 +42,28 @@ MIB = 2**20
 
 
 class FilePosition:
-    """The file that is appended to: the chunk and the number in it."""
+    """Chunk and number of the file that is being written."""
 
     def __init__(self, chunks_size: int) -> None:
         self._size, self._number = chunks_size, 0
 
     @property
     def chunk(self) -> int:
+        """Number of the chunk (folder)."""
         return self._number // self._size
 
     @property
     def file(self) -> int:
+        """Number of the file in its chunk."""
         return self._number % self._size
 
     def next(self) -> None:
+        """Move on to the next file."""
         self._number += 1
 
 
 class DatasetWriter:
-    """Made by `create_dataset`. Images are PNG in the data files, or videos, by their feature's dtype."""
+    """Writer returned by `create_dataset`. A camera's dtype decides if it is stored as PNG or as video."""
 
     def __init__(
         self, root: Path, fps: float, robot_type: str | None, features: Mapping[str, Feature], layout: LayoutSettings
@@ -76,7 +79,7 @@ class DatasetWriter:
                 )
             if feature.dtype == VIDEO and layout.video is None:
                 raise ConfigurationError(
-                    f"feature {name!r} is a video and layout.video is not set", code="video_layout_missing"
+                    f"feature {name!r} is a video, but layout.video is not set", code="video_layout_missing"
                 )
         self.features = {**features, **OWN_FEATURES}
         self._root, self._fps, self._robot_type, self._layout = root, fps, robot_type, layout
@@ -99,8 +102,8 @@ class DatasetWriter:
         """Append an episode.
 
         Args:
-            frames: For each feature its frames: arrays (frames, *shape), images as uint8 (height, width, 3).
-            task: What was to be done.
+            frames: arrays (frames, *shape) by feature; images are uint8 (height, width, 3).
+            task: text of the task.
 
         Raises:
             DataError: a feature is missing, has another shape or another number of frames, or is not finite.
@@ -109,7 +112,7 @@ class DatasetWriter:
         arrays = self._checked(frames, index)
         length = len(next(iter(arrays.values())))
         number = self._tasks.setdefault(task, len(self._tasks))
-        arrays |= self._own(index, length, number)
+        arrays |= self._index_columns(index, length, number)
         statistics = self._measure(arrays, index, length)
         self._append(arrays)
         row: dict[str, Any] = {
@@ -130,10 +133,10 @@ class DatasetWriter:
         self._frames += length
 
     def finish(self) -> None:
-        """Write what describes the dataset.
+        """Write the index, tasks, statistics and meta/info.json.
 
         Raises:
-            DataError: there is no episode.
+            DataError: no episode was added.
         """
         if not self._episodes:
             raise DataError("a dataset needs at least one episode", code="no_episodes", where=str(self._root))
@@ -153,7 +156,7 @@ class DatasetWriter:
         (self._root / INFO).write_text(json.dumps(self._info(), indent=4) + "\n")
 
     def close(self) -> None:
-        """Close the files that are open."""
+        """Close all open files."""
         if self._parquet is not None:
             self._parquet.close()
             self._parquet = None
@@ -183,7 +186,7 @@ class DatasetWriter:
         }
 
     def _video_info(self, key: str) -> dict[str, Any]:
-        assert self._layout.video is not None, "checked when the writer was made"
+        assert self._layout.video is not None, "__init__ has checked this"
         height, width, channels = self.features[key].shape
         return {
             "video.height": height,
@@ -197,10 +200,10 @@ class DatasetWriter:
         }
 
     def _checked(self, frames: Mapping[str, Any], index: int) -> dict[str, Array]:
-        given = set(self.features) - set(OWN_FEATURES)
-        if set(frames) != given:
+        expected = set(self.features) - set(OWN_FEATURES)
+        if set(frames) != expected:
             raise DataError(
-                f"features {sorted(frames)} are given, not {sorted(given)}",
+                f"the episode has the features {sorted(frames)}, not {sorted(expected)}",
                 code="features_mismatch",
                 where=f"episode {index}",
             )
@@ -229,7 +232,8 @@ class DatasetWriter:
             )
         return arrays
 
-    def _own(self, index: int, length: int, task: int) -> dict[str, Array]:
+    def _index_columns(self, index: int, length: int, task: int) -> dict[str, Array]:
+        """Return the columns that identify each frame."""
         frame = np.arange(length)
         return {
             "timestamp": (frame / self._fps).astype(np.float32),
@@ -240,23 +244,23 @@ class DatasetWriter:
         }
 
     def _measure(self, arrays: Mapping[str, Array], index: int, length: int) -> dict[str, FeatureStatistics]:
-        """Of the episode; what all episodes merge from is kept."""
-        found = {}
+        """Return the episode's statistics, and keep the values to merge for the whole dataset."""
+        statistics = {}
         for name, feature in self.features.items():
             if feature.is_number:
                 (each,), values = quantiles.measure(arrays[name].reshape(length, -1), [length], name, index)
-                found[name] = each.reshape(feature.shape)
+                statistics[name] = each.reshape(feature.shape)
                 self._numbers.setdefault(name, []).append(values)
             elif feature.is_visual:
                 histogram = Histogram.empty()
                 for frame in sampled(length):
                     histogram = histogram.add(Image.fromarray(arrays[name][frame]))
-                found[name] = histogram.statistics()
+                statistics[name] = histogram.statistics()
                 self._images.setdefault(name, []).append(histogram)
-        return found
+        return statistics
 
     def _append(self, arrays: Mapping[str, Array]) -> None:
-        """One row group of the data file, or of the next one where this is full."""
+        """Write a row group to the data file, or to the next one if the file is full."""
         columns = []
         for name in self._schema.names:
             feature = self.features[name]
@@ -278,8 +282,8 @@ class DatasetWriter:
         return self._root / place(DATA, chunk_index=self._data.chunk, file_index=self._data.file)
 
     def _film(self, key: str, frames: Array) -> dict[str, Any]:
-        """Append the episode to the camera's video; returns where it lies."""
-        assert self._layout.video is not None, "checked when the writer was made"
+        """Append the episode to the camera's video; return its location as columns of meta/episodes."""
+        assert self._layout.video is not None, "__init__ has checked this"
         at = self._video_places[key]
         writer = self._videos.get(key)
         if writer is not None and writer.bytes >= self._layout.video_files_size_in_mb * MIB:
@@ -315,7 +319,7 @@ def create_dataset(
         layout: sizes of files and video settings.
 
     Raises:
-        DataError: there is something at `root`, no episode was added, or the disk is full.
+        DataError: `root` exists, no episode was added, or the disk is full.
 
     Example::
 
@@ -323,10 +327,10 @@ def create_dataset(
         with create_dataset(Path("my-dataset"), fps=10.0, robot_type="arm", features=features) as writer:
             writer.add_episode({"action": actions}, "move the arm to the block")
     """
-    root = root.absolute()  # Arrow and FFmpeg take a relative path that begins with "name:" for a URL
+    root = root.absolute()  # Arrow and FFmpeg read a relative path that starts with "name:" as a URL
     if root.exists():
         raise DataError(
-            "there is a folder already", code="dataset_exists", where=str(root), remedy="give a new one, or remove it"
+            "the folder already exists", code="dataset_exists", where=str(root), remedy="choose another, or remove it"
         )
     root.parent.mkdir(parents=True, exist_ok=True)
     with atomic_folder(root) as folder:
