@@ -1,4 +1,4 @@
-"""Episodes of robot policies that learn by trying, and videos of their evaluations before and after."""
+"""Pages of the viewer for robots: episodes of reinforcement learning, and videos of evaluations before and after."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ROLLOUTS_FILE, BATCH_FILE = "rollouts.parquet", "batch.parquet"
 
 
 class EpisodeQuery(BaseModel):
-    """Which episodes of a training."""
+    """Filter for the episodes of a training."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -44,12 +44,13 @@ class EpisodeQuery(BaseModel):
     limit: int = Field(100, ge=1, le=500)
 
     def fits(self, episode: dict[str, Any]) -> bool:
+        """Return True if the episode has the requested outcome, task and initial state."""
         wanted = {name: getattr(self, name) for name in ("outcome", "task", "initial_state")}
         return all(value in ("", None) or episode[name] == value for name, value in wanted.items())
 
 
 def episode_counts(run: Run) -> dict[str, Any]:
-    """As `RolloutIndex.counts` has them for other runs."""
+    """Return the numbers of episodes, in the form of `RolloutIndex.counts` for other runs."""
     steps = run.robot_steps()
     played = sum(len(_of_step(folder)) for folder in steps.values())
     tables = [folder / FAILURES_FILE for folder in steps.values()]
@@ -58,9 +59,13 @@ def episode_counts(run: Run) -> dict[str, Any]:
 
 
 def find_episodes(run: Run, query: EpisodeQuery) -> dict[str, Any]:
-    """`total` episodes fit the query, `rows` are some of them, the newest step first; `steps` has the outcomes of every
-    step between the first and the last, whatever else is asked, with Wilson's 95 % interval of success."""
-    steps, found = [], []
+    """Return the episodes that fit the query, and the outcomes by step.
+
+    `total` is the number of fitting episodes, `rows` one page of them, the newest step first. `steps` has the outcomes
+    of
+    all episodes of each step in the query's range, with Wilson's 95 % interval of the success rate.
+    """
+    steps, matches = [], []
     for step, folder in sorted(run.robot_steps().items(), reverse=True):
         if (query.first_step is not None and step < query.first_step) or (
             query.last_step is not None and step > query.last_step
@@ -73,32 +78,32 @@ def find_episodes(run: Run, query: EpisodeQuery) -> dict[str, Any]:
             {"step": step, "solved": solved, "truncated": len(episodes) - solved}
             | {"success": rate.estimate, "low": rate.low, "high": rate.high}
         )
-        found += [{"step": step, **each} for each in episodes if query.fits(each)]
+        matches += [{"step": step, **each} for each in episodes if query.fits(each)]
     return {
-        "total": len(found),
-        "rows": found[query.offset : query.offset + query.limit],
+        "total": len(matches),
+        "rows": matches[query.offset : query.offset + query.limit],
         "steps": steps[::-1],
     }
 
 
 def find_failures(run: Run, query: Query) -> dict[str, Any]:
-    """As `RolloutIndex.failures` has them for other runs: episodes that failed in every attempt."""
-    found = [
+    """Return episodes that failed in all attempts, in the form of `RolloutIndex.failures` for other runs."""
+    matches = [
         row
         for step, folder in sorted(run.robot_steps().items(), reverse=True)
         if (folder / FAILURES_FILE).is_file()
         for failure in read_failures(folder)
-        if _asked(query, row := {"source": "train", "step": step, **asdict(failure)})
+        if _matches(query, row := {"source": "train", "step": step, **asdict(failure)})
     ]
-    reasons = sorted(Counter(row["reason"] for row in found).items(), key=lambda each: (-each[1], each[0]))
+    reasons = sorted(Counter(row["reason"] for row in matches).items(), key=lambda each: (-each[1], each[0]))
     return {
-        "total": len(found),
+        "total": len(matches),
         "reasons": [{"reason": reason, "count": count} for reason, count in reasons],
-        "rows": found[query.offset : query.offset + query.limit],
+        "rows": matches[query.offset : query.offset + query.limit],
     }
 
 
-def _asked(query: Query, row: dict[str, Any]) -> bool:
+def _matches(query: Query, row: dict[str, Any]) -> bool:
     wanted = {"source": query.source, "task_id": query.task, "group_id": query.group}
     texts = (row[name].lower() for name in ("reason", "detail", "task_id", "trajectory_id"))
     return (
@@ -110,11 +115,12 @@ def _asked(query: Query, row: dict[str, Any]) -> bool:
 
 
 def episode_document(run: Run, step: int, episode: str) -> dict[str, Any]:
-    """One episode, answer by answer: what was seen, the value, the mean log-prob of what was drawn, the reward, and the
-    advantage, if the step's batch is made.
+    """Return one episode, chunk by chunk.
+
+    Each chunk has its images, value, mean log-prob and reward, and its advantage if the step's batch exists.
 
     Raises:
-        DataError: there is no such episode.
+        DataError: the episode does not exist.
     """
     folder = run.robot_steps().get(step)
     answers = [] if folder is None else _rows(folder / ROLLOUTS_FILE, _ANSWERS, episode)
@@ -145,8 +151,12 @@ def episode_document(run: Run, step: int, episode: str) -> dict[str, Any]:
 
 
 def find_videos(run: Run, runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """Episodes that were filmed: of a training those that begin alike before and after it, side by side; of an
-    evaluation its own. Each side has the address of its video, whether it was solved, and its steps."""
+    """Return the filmed episodes of a run, each with its video's address, success and number of steps.
+
+    For a training, these are pairs of episodes from the same initial state, before and after it. For an evaluation,
+    they
+    are its own episodes.
+    """
     if run.stage == ROBOT_EVALUATION:
         return [_pair(None, (run, result)) for result in _filmed(run)]
     kinds, pairs = evaluations_of(run, runs), []
@@ -158,19 +168,20 @@ def find_videos(run: Run, runs: Sequence[Run]) -> list[dict[str, Any]]:
         for before in sides["before training"]:
             if before.settings != after.settings:
                 continue
-            known = {_begin(result): result for result in _filmed(before)}
-            alike = ((known.get(_begin(result)), result) for result in _filmed(after))
+            earlier = {_begin(result): result for result in _filmed(before)}
+            alike = ((earlier.get(_begin(result)), result) for result in _filmed(after))
             pairs += [_pair((before, first), (after, second)) for first, second in alike if first is not None]
     return sorted(pairs, key=lambda pair: pair["before"]["solved"] == pair["after"]["solved"])
 
 
 def video_file(run: Run, path: str) -> Path:
-    """
+    """Return the file of a video.
+
     Raises:
         DataError: the run has no such video.
     """
     videos = (run.artifact / "videos").resolve()
-    with suppress(OSError, ValueError, RuntimeError):  # a name that no file has, or a link to itself
+    with suppress(OSError, ValueError, RuntimeError):  # an invalid file name, or a symbolic link to itself
         file = (videos / path).resolve()
         if file.is_relative_to(videos) and file.suffix == ".mp4" and file.is_file():
             return file
@@ -208,7 +219,7 @@ def _of_step(folder: Path) -> list[dict[str, Any]]:
 
 @lru_cache(maxsize=4096)
 def _episodes(file: Path, changed: int) -> list[dict[str, Any]]:
-    """The episodes of a step, in their order. changed: when the file was written, so that another one is read again."""
+    """Return the episodes of a step, in order. changed: modification time, so that a new file is read again."""
     by_episode: dict[str, list[dict[str, Any]]] = {}
     for row in _rows(file, _COLUMNS):
         by_episode.setdefault(row["episode_id"], []).append(row)
@@ -231,7 +242,8 @@ def _episode(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _rows(file: Path, columns: Sequence[str], episode: str | None = None) -> list[dict[str, Any]]:
-    """
+    """Read columns of a table, of one episode or of all.
+
     Raises:
         DataError: the table cannot be read.
     """

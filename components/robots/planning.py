@@ -1,4 +1,4 @@
-"""Memory of a robot policy, and seconds of a step in which it learns by trying in simulators."""
+"""Planning of robot recipes: memory of a policy's training, and duration of a step of reinforcement learning."""
 
 from __future__ import annotations
 
@@ -31,51 +31,52 @@ from armature.components.training.processes import TrainerProcesses
 from armature.components.vlm.memory import GIB
 
 SIZES = (1, 8)
-"""Numbers of GPUs that are planned if none is given."""
+"""Numbers of GPUs to plan for, if the user gives none."""
 POLICIES = "; docs/benchmarks.md, MolmoAct2 of the released sizes"
 TRYING = "; docs/benchmarks.md, Robot policies that learn by trying"
 TEXT_TOKENS, ACTION_TOKENS = 100, 40
-"""Tokens of a prompt besides its images (the task, the setup and the state), and of its discrete actions."""
+"""Tokens of a prompt besides its images (task, setup and state), and tokens of its discrete actions."""
 
 
 class RobotAssumptions(Settings):
-    """What is not on a data sheet. The descriptions say where each is from; measured is on H200s and 16 cores."""
+    """Assumptions that no data sheet has. Descriptions name their source; measurements are on H200s and 16 cores."""
 
     success: float = Field(0.5, ge=0, le=1)
-    """assumed: share of the episodes that solve their task"""
+    """assumed: share of episodes that solve their task"""
     solved_actions: float = Field(0.6, gt=0, le=1)
-    """assumed: mean actions of one that does, over max_steps"""
-    # 9.84 ms more for each row of an answer; 33 ms for one row, less its FLOPs, for 36 layers and 10 denoising steps.
-    policy_mfu: PositiveFloat = Field(0.412, description="measured: of the FLOPs, of a further answer" + POLICIES)
-    layer_seconds: NonNegativeFloat = Field(0.0231 / 360, description="measured: of a layer, besides" + POLICIES)
-    expert_mfu: PositiveFloat = Field(0.228, description="measured: the expert alone, by the VLM's FLOPs" + POLICIES)
-    full_mfu: PositiveFloat = Field(0.32, description="measured: 0.304 of LoRA and 0.337 of all weights" + POLICIES)
+    """assumed: mean number of actions of a solved episode, as a share of max_steps"""
+    # Each further row of a pass takes 9.84 ms. One row takes 33 ms, less its FLOPs, for 36 layers and 10 denoising
+    # steps.
+    policy_mfu: PositiveFloat = Field(0.412, description="measured: FLOPs utilization of each further row" + POLICIES)
+    layer_seconds: NonNegativeFloat = Field(0.0231 / 360, description="measured: overhead of one layer" + POLICIES)
+    expert_mfu: PositiveFloat = Field(0.228, description="measured: training the expert, by the VLM's FLOPs" + POLICIES)
+    full_mfu: PositiveFloat = Field(0.32, description="measured: 0.304 for LoRA and 0.337 for all weights" + POLICIES)
     fp8_time: PositiveFloat = Field(0.8, description="measured: time of a further row in fp8, over bf16" + TRYING)
-    micro_batch_seconds: NonNegativeFloat = Field(0.31 / 36, description="measured: of a layer, at least" + POLICIES)
-    action_seconds: NonNegativeFloat = Field(0.015, description="measured: of a core for an action" + TRYING)
+    micro_batch_seconds: NonNegativeFloat = Field(0.31 / 36, description="measured: minimum for a layer" + POLICIES)
+    action_seconds: NonNegativeFloat = Field(0.015, description="measured: core time of an action" + TRYING)
     waiting_seconds: NonNegativeFloat = 0.01
-    """assumed: of a core for a step of waiting after a reset"""
+    """assumed: core time of a waiting step after a reset"""
     reset_seconds: NonNegativeFloat = 0.2
-    """assumed: of a core for a reset, without its waiting"""
-    build_seconds: NonNegativeFloat = Field(2.5, description="measured: of a core to build a task's simulator" + TRYING)
+    """assumed: core time of a reset, without its waiting steps"""
+    build_seconds: NonNegativeFloat = Field(2.5, description="measured: core time to build a simulator" + TRYING)
     keep_seconds: NonNegativeFloat = 0.01
-    """assumed: to encode and store the images of an answer"""
+    """assumed: time to encode and store the images of an action chunk"""
     batch_answer_seconds: NonNegativeFloat = 1e-4
-    """assumed: for an answer in the batch of a step"""
+    """assumed: time per action chunk to make the batch of a step"""
     network_share: PositiveFloat = 0.7
-    """assumed: of NVLink and network, in collectives"""
+    """assumed: share of the bandwidth of NVLink and network that collectives reach"""
     memory_share: PositiveFloat = 0.7
-    """assumed: of the memory bandwidth, in the optimizer"""
+    """assumed: share of the memory bandwidth that the optimizer reaches"""
     write_bandwidth: PositiveFloat = 1e9
-    """assumed: bytes/s of weights to a folder, and from it"""
+    """assumed: bytes/s when writing weights to a folder, and when reading them"""
 
 
 @dataclass(frozen=True)
 class PolicySizes:
-    """Sizes of a MolmoAct2.
+    """Sizes of a MolmoAct2 policy.
 
-    `vlm`, `expert`: parameters; `met`: those that a token of a prompt is multiplied by, which embeddings are not.
-    `tokens`: of a prompt. `denoising`: steps of an answer. `width`: bytes of a weight.
+    vlm, expert: number of parameters. met: parameters that each token of a prompt is multiplied by, that is without
+    embeddings. tokens: tokens of a prompt. denoising: denoising steps of an action chunk. width: bytes per weight.
     """
 
     config: MolmoAct2Config
@@ -89,21 +90,22 @@ class PolicySizes:
 
     @property
     def parameters(self) -> int:
+        """Number of all parameters."""
         return self.vlm + self.expert
 
     @property
     def layers(self) -> int:
-        """Layers of the text model, and of the expert."""
+        """Number of layers of the text model, which is also the number of the expert's layers."""
         return self.config.text_config.num_hidden_layers
 
     @property
     def key_value_bytes(self) -> int:
-        """Bytes that all layers keep of a token, for the expert to read."""
+        """Bytes of a token's keys and values in all layers, which the expert reads."""
         text = self.config.text_config
         return 2 * self.layers * text.num_key_value_heads * text.head_dim * self.width
 
     def patches(self) -> int:
-        """Patches of an image."""
+        """Return the number of patches of an image."""
         vision = self.config.vit_config
         height, width = vision.image_default_input_size
         return (height // vision.image_patch_size) * (width // vision.image_patch_size)
@@ -119,14 +121,14 @@ def read_policy_config(settings: RobotPolicySettings) -> MolmoAct2Config:
         return tiny_config(settings.tiny)
     source = settings.checkpoint_path or settings.path
     assert source is not None
-    remedy = "give a folder that has the policy's config.json: --set policy.checkpoint_path=/a/folder"
+    remedy = "use a folder that has the policy's config.json: --set policy.checkpoint_path=/a/folder"
     with foreign("the policy's configuration cannot be read", where=source, remedy=remedy):
         file = locate(project_source(source), settings.revision, POLICY_WITHOUT_WEIGHTS) / CONFIG
     return MolmoAct2Config.from_dict(read_json(file), str(file))
 
 
 def policy_sizes(config: MolmoAct2Config, settings: RobotPolicySettings, cameras: int) -> PolicySizes:
-    """Count on the meta device."""
+    """Return the sizes of a policy, counted on the meta device."""
     with torch.device("meta"):
         model = MolmoAct2(config)
     vlm, expert = (sum(part.numel() for part in each.parameters()) for each in (model.vlm, model.action_expert))
@@ -149,11 +151,12 @@ def policy_sizes(config: MolmoAct2Config, settings: RobotPolicySettings, cameras
 def policy_trainer_parts(
     sizes: PolicySizes, policy: RobotPolicySettings, update: PolicyUpdateSettings, shards: int, flow_samples: int
 ) -> dict[str, int]:
-    """Bytes of a rank that trains a policy, counted on the meta device.
+    """Return the memory in bytes, by part, of a rank that trains a policy, counted on the meta device.
 
-    In one piece, a trained weight in bf16 has a gradient, two moments and its rounding residual in bf16, one in fp32 a
-    gradient and two moments in fp32. Split over `shards`, all of these are fp32; the expert, the embeddings and two
-    layers are gathered.
+    Without sharding, a trained bf16 weight has a gradient, two moments and its rounding residual in bf16; an fp32
+    weight
+    has a gradient and two moments in fp32. Split over `shards`, all of these are fp32, and the weights of the expert,
+    the embeddings and two layers are gathered at a time.
     """
     with torch.device("meta"):
         model = MolmoAct2(sizes.config, policy.dtype)
@@ -172,7 +175,7 @@ def policy_trainer_parts(
     if isinstance(update, VLATrainerSettings) and update.ema_decay is not None:
         optimizer += 4 * count // shards
     if isinstance(update, RobotRLTrainerSettings) and update.kl_coefficient:
-        weights += 4 * sizes.expert  # the start of the KL term
+        weights += 4 * sizes.expert  # the copy of the initial expert for the KL term
     recomputes = isinstance(update, VLATrainerSettings) and update.gradient_checkpointing
     discrete = policy.action_mode != "continuous" and update.mode != "expert"
     example = _example_bytes(sizes, policy.chunk_size * flow_samples, update.mode == "expert", recomputes)
@@ -187,21 +190,23 @@ def policy_trainer_parts(
 
 
 def _example_bytes(sizes: PolicySizes, actions: int, expert_alone: bool, recomputes: bool) -> int:
-    """Activations of an example: 17 numbers for each token and hidden unit of a layer (arXiv 2205.05198), of one layer
-    where they are recomputed, and then a layer's output for each. A frozen VLM keeps its keys and values alone.
+    """Return the bytes of an example's activations.
+
+    A layer keeps 17 numbers per token and hidden unit (arXiv 2205.05198). With gradient checkpointing only one layer
+    keeps them, and the others only their outputs. A frozen VLM only keeps its keys and values.
     """
     text, vision, expert = sizes.config.text_config, sizes.config.vit_config, sizes.config.action_expert_config
     widths = {"expert": (actions * expert.hidden_size, expert.num_layers)}
     if not expert_alone:
         widths["text"] = ((sizes.tokens + ACTION_TOKENS) * text.hidden_size, text.num_hidden_layers)
         widths["vision"] = (sizes.cameras * sizes.patches() * vision.hidden_size, vision.num_hidden_layers)
-    kept = sum(units * layers * (1 if recomputes else 17) for units, layers in widths.values())
+    stored = sum(units * layers * (1 if recomputes else 17) for units, layers in widths.values())
     once = 17 * max(units for units, _ in widths.values()) if recomputes else 0
-    return sizes.width * (kept + once) + sizes.tokens * sizes.key_value_bytes * expert_alone
+    return sizes.width * (stored + once) + sizes.tokens * sizes.key_value_bytes * expert_alone
 
 
 def recipe_memory(recipe: TrainVla | TrainVlaRl | EvaluateLibero) -> RecipeMemory:
-    """Memory of a recipe that trains or plays a policy, on its machine."""
+    """Return the memory of a recipe that trains or plays a policy, on its machine."""
     policy, machine = recipe.policy, recipe.machine
     cameras = len(recipe.simulator.camera_name_mapping) if recipe.simulator is not None else 0
     if isinstance(recipe, TrainVlaRl):
@@ -219,9 +224,13 @@ def robot_memory(
     rollouts: TrainVLARLSettings | None = None,
     rows: int = 0,
 ) -> RecipeMemory:
-    """Memory of the trainer (`update`), if there is one, and of the policy that answers `rows` at once; 0: none plays.
+    """Return the memory of the trainer and of the playing policy.
 
-    In reinforcement learning (`rollouts`) both are on the trainer's first GPU; an evaluation comes after it.
+    In reinforcement learning (`rollouts`) both share the trainer's first GPU; an evaluation comes after training.
+
+    Args:
+        update: settings of the training; None: no training.
+        rows: rows of one forward pass of the playing policy; 0: no policy plays.
     """
     sizes, processes = policy_sizes(read_policy_config(policy), policy, cameras), TrainerProcesses.of(machine)
     flow_samples, trainer = policy.num_flow_timesteps, dict[str, int]()
@@ -245,8 +254,13 @@ def robot_memory(
 
 @dataclass(frozen=True)
 class RobotCosts:
-    """Seconds of a simulator's process for a reset, one that builds a task's simulator, and an action; of a forward
-    pass of the policy; of a rank for an answer, a micro-batch and an optimizer step; of new weights."""
+    """Durations in seconds.
+
+    build, reset, action: of a simulator's process, to reset with building a simulator, to reset, and for one action.
+    policy_pass: of a forward pass of the policy.
+    answer, micro_batch, update: of a rank, for an action chunk, a micro-batch and an optimizer step.
+    sync: of publishing and loading new weights.
+    """
 
     build: float
     reset: float
@@ -261,10 +275,11 @@ class RobotCosts:
 def robot_costs(
     sizes: PolicySizes, gpu: Gpu, assumed: RobotAssumptions, settings: TrainVLARLSettings, ranks: int
 ) -> RobotCosts:
-    """A row takes 2 operations for each weight and token of its prompt, in 8 bits less time.
+    """Return the durations on this GPU.
 
-    With `trainer.mode` expert an answer takes that once; else backward and what is computed again as well, 8 in all. A
-    trainer of several ranks gathers all weights twice and scatters the gradients of those that are trained.
+    A row takes 2 operations for each weight and token of its prompt; in 8 bits it takes less time. With `trainer.mode`
+    expert, training on a chunk takes this once; otherwise the backward pass and recomputation are added, 8 operations
+    in all. A trainer of several ranks gathers all weights twice and scatters the gradients of trained weights.
     """
     rollouts, simulator = settings.rollouts, settings.simulator
     expert, row = settings.trainer.mode == "expert", 2 * sizes.met * sizes.tokens
@@ -295,10 +310,11 @@ def robot_step(
     processes: int,
     ranks: int,
 ) -> StepTime:
-    """Seconds of a step of train-vla-rl in which all answers are trained on, each of `chunk` actions.
+    """Return the duration of a step of train-vla-rl in which all chunks, of `chunk` actions each, are trained on.
 
-    A process does one thing at a time for its simulators, and the policy answers meanwhile: it counts where it needs
-    longer. With several tasks each slot is given another one once. Uneven episodes make a step longer.
+    A process runs its simulators one at a time while the policy computes for others, so the policy only counts for the
+    time it takes longer. With several tasks, each slot changes its task once per step. Episodes of different lengths
+    make a real step longer.
     """
     plan, trainer = settings.rollouts, settings.trainer
     episodes = plan.groups_per_step * plan.group_size

@@ -1,4 +1,4 @@
-"""Recipes of robots: statistics, demonstrations, training on data and on rewards, and evaluation in LIBERO."""
+"""Recipes for robots: statistics, demonstrations, training on demonstrations and on rewards, evaluation in LIBERO."""
 
 from __future__ import annotations
 
@@ -37,46 +37,46 @@ from armature.components.training.processes import TrainerProcesses
 
 PLANNING = "armature.components.robots.planning"
 
-SimulatorSection = Annotated[SimulatorSettings, Field(description="How LIBERO is simulated and drawn.")]
+SimulatorSection = Annotated[SimulatorSettings, Field(description="Simulation and rendering of LIBERO.")]
 LiberoEvaluationSection = Annotated[
-    LiberoEvaluationSettings, Field(description="Which tasks are played, how often, and by which seeds.")
+    LiberoEvaluationSettings, Field(description="Tasks and number of episodes of the evaluation, and their seeds.")
 ]
 StatisticsSection = Annotated[
-    QuantileStatsSettings, Field(description="Which features are measured, and which frames of images.")
+    QuantileStatsSettings, Field(description="Features to measure, and the frames whose images are counted.")
 ]
 
 
 class QuantileStats(Sections):
-    """Minimum, maximum, mean, std and quantiles of every feature, of each episode and of all."""
+    """Compute minimum, maximum, mean, standard deviation and quantiles of every feature, per episode and over all."""
 
     FLOW = "armature.flows.quantile_stats.quantile_stats"
 
     dataset: DatasetSettings
-    """The dataset, or several. What is there now is what is measured."""
+    """The dataset, or several. Their current content is measured."""
     statistics: StatisticsSection
     augment: AugmentStatsSettings
-    """Whether the dataset gets the statistics."""
+    """Option to put the statistics into the dataset."""
     machine: MachineSection = Machine()
 
 
 class Demonstrations(Sections):
-    """A LeRobot dataset of the episodes in which the scripted policy reached its goal, in LIBERO."""
+    """Record a LeRobot dataset of episodes in which the scripted policy reached its goal in LIBERO."""
 
     FLOW = "armature.flows.demonstrations.demonstrations"
 
     simulator: SimulatorSection
     demonstrations: DemonstrationSettings
-    """Which tasks are demonstrated, and how often."""
+    """Tasks to demonstrate and number of episodes."""
     layout: LayoutSettings
-    """How the dataset is stored."""
+    """Files and video encoding of the dataset."""
     machine: MachineSection = Machine()
 
 
 class TrainVla(Sections):
-    """A dataset, its statistics and a policy, training, and an evaluation of the result in the simulator.
+    """Train a policy on a dataset or on demonstrations, and evaluate it in the simulator.
 
-    The data are a dataset, or demonstrations that a scripted policy gives in the simulator: one of the two. A robot
-    that is not LIBERO's has no evaluation: the error of held-out actions is the measure then.
+    The data are either a dataset or demonstrations that a scripted policy gives in the simulator. A policy for another
+    robot than LIBERO's cannot be evaluated there: then the error of held-out actions measures it.
     """
 
     FLOW = "armature.flows.train_vla.train_vla"
@@ -85,76 +85,81 @@ class TrainVla(Sections):
     MEMORY = f"{PLANNING}:recipe_memory"
 
     policy: RobotPolicySettings
-    """Where the weights come from, and what the policy is told of the robot."""
+    """Source of the weights, and the description of the robot that the policy gets."""
     statistics: StatisticsSection
     training: VLATrainerSettings
-    """What of the policy is trained, and how."""
+    """Weights to train, optimizer and schedule."""
     machine: MachineSection = Machine()
     simulator: SimulatorSettings | None = None
-    """How LIBERO is simulated and drawn, for demonstrations and the evaluation."""
+    """Simulation and rendering of LIBERO, for demonstrations and the evaluation."""
     evaluation: LiberoEvaluationSettings | None = None
-    """Which tasks the result plays, how often, and by which seeds; leave it out for none."""
+    """Tasks and number of episodes of the evaluation of the trained policy, and their seeds; none: no evaluation."""
     dataset: DatasetSettings | None = None
-    """The dataset, or several to be mixed."""
+    """The dataset, or several to mix."""
     demonstrations: DemonstrationSettings | None = None
-    """What the scripted policy demonstrates, in place of a dataset."""
+    """Tasks that the scripted policy demonstrates, instead of a dataset."""
     layout: LayoutSettings | None = None
-    """How the demonstrations are stored; goes with them."""
+    """Files and video encoding of the demonstrations; required with them."""
     comparison: CompareLiberoSettings | None = None
-    """Evaluates the policy before training as well, and compares; it has to know the robot then."""
+    """Also evaluates the policy before training and compares. That policy must already know the robot."""
 
     @model_validator(mode="after")
-    def _fit_together(self) -> Self:
+    def _check_sections(self) -> Self:
         if (self.dataset is None) == (self.demonstrations is None):
-            given = "neither is" if self.dataset is None else "both are"
+            count = "neither" if self.dataset is None else "both"
             raise PydanticCustomError(
                 "one_kind_of_data",
-                f"a policy is trained on a dataset or on demonstrations, and {given} given: keep one of these sections",
+                f"a policy is trained on either a dataset or demonstrations, but {count} of these sections are there: "
+                "keep one of them",
             )
         if (self.demonstrations is None) != (self.layout is None):
             raise PydanticCustomError(
-                "sections_incomplete", "the sections demonstrations and layout go together: give both, or neither"
+                "sections_incomplete", "the sections demonstrations and layout belong together: use both, or neither"
             )
         if (self.simulator is None) != (self.evaluation is None and self.demonstrations is None):
             raise PydanticCustomError(
                 "sections_incomplete",
-                "the section simulator goes with demonstrations and evaluation: "
+                "the section simulator is for demonstrations and evaluation: "
                 + ("add it" if self.simulator is None else "leave it out, or add one of them"),
             )
         if self.comparison is not None and self.evaluation is None:
             raise PydanticCustomError(
                 "sections_incomplete",
-                "comparison is of two evaluations: add the section evaluation, or leave comparison out",
+                "comparison needs two evaluations: add the section evaluation, or leave comparison out",
             )
         _refuse_quantization("evaluation", self.evaluation, "policy", self.policy)
         if self.evaluation is None and self.training.heldout is None:
             raise PydanticCustomError(
                 "nothing_measured",
-                "nothing measures the result: add training.heldout = { fraction = 0.1 }, or, for LIBERO's robot, the "
-                "section evaluation",
+                "nothing would measure the trained policy: add training.heldout = { fraction = 0.1 }, or, for LIBERO's "
+                "robot, the section evaluation",
             )
         return self
 
     def refuse_sources(self) -> None:
+        """Check the name of the policy's source."""
         _refuse_unnamed(self.policy)
 
     def refuse_ahead(self) -> None:
+        """Check the evaluation's episodes before anything is computed."""
         from armature.components.robots.evaluation.schedule import refuse_episodes
 
         if self.evaluation is not None and self.simulator is not None:
             refuse_episodes(self.evaluation, self.simulator)
 
     def check_stages(self, inputs: Mapping[str, Artifact], say: Callable[[str], None]) -> None:
+        """Check that the dataset's robot is the simulator's."""
         from armature.components.configuration.stages import run_stage
 
         if self.evaluation is not None and self.dataset is not None:
             self.refuse_other_robot(run_stage("dataset", self.dataset, {}, self.machine))
-            say("dataset: its robot is the simulator's")
+            say("dataset: its robot is the simulator's robot")
 
     def refuse_other_robot(self, data: Artifact) -> None:
-        """
+        """Check that the dataset's robot is the robot of the evaluation's simulator.
+
         Raises:
-            ConfigurationError: the evaluation's simulator has another robot than the dataset.
+            ConfigurationError: the robots differ.
         """
         from armature.components.robots.datasets.source import open_sources
         from armature.components.robots.evaluation.robot import refuse_other_robot
@@ -164,9 +169,9 @@ class TrainVla(Sections):
 
 
 class TrainVlaRl(Sections):
-    """A policy that learns by trying in LIBERO, evaluated before and after on the same episodes.
+    """Train a policy by reinforcement learning in LIBERO, and evaluate it before and after on the same episodes.
 
-    With `training` it is first trained on demonstrations that a scripted policy gives in the same simulator.
+    With the section `training` it is first trained on demonstrations by a scripted policy in the same simulator.
     """
 
     FLOW = "armature.flows.train_vla_rl.train_vla_rl"
@@ -176,80 +181,83 @@ class TrainVlaRl(Sections):
     PLAN = f"{PLANNING}:plan_robots"
 
     policy: RobotPolicySettings
-    """Where the weights come from, and what the policy is told of the robot."""
+    """Source of the weights, and the description of the robot that the policy gets."""
     simulator: SimulatorSection
     rollouts: RobotRolloutSettings
-    """How much is played per step, and how actions are sampled."""
+    """Episodes per step, and the sampling of actions."""
     trainer: RobotRLTrainerSettings
     """Objective, optimizer and number of steps."""
     preflight: RobotPreflightSettings
-    """What sampler and trainer must agree on before the first step."""
+    """Check, before the first step, that sampler and trainer compute the same probabilities."""
     evaluation: TrainLiberoEvaluationSettings
-    """Which tasks are played, how often, and by which seeds: by the policies before and after, and during training."""
+    """Tasks and number of episodes of the evaluations before, during and after training, and their seeds."""
     comparison: CompareLiberoSettings
-    """How the policies before and after are compared."""
+    """Comparison of the policies before and after."""
     machine: MachineSection = Machine()
     demonstrations: DemonstrationSettings | None = None
-    """What the scripted policy demonstrates first."""
+    """Tasks that the scripted policy demonstrates first."""
     layout: LayoutSettings | None = None
-    """How the demonstrations are stored."""
+    """Files and video encoding of the demonstrations."""
     statistics: QuantileStatsSettings | None = None
-    """Which features of them are measured."""
+    """Features of the demonstrations to measure."""
     training: VLATrainerSettings | None = None
-    """The training on demonstrations."""
+    """Training on the demonstrations."""
 
     @model_validator(mode="after")
-    def _fit_together(self) -> Self:
+    def _check_training_sections(self) -> Self:
         first = {name: getattr(self, name) for name in ("demonstrations", "layout", "statistics", "training")}
         if len({section is None for section in first.values()}) > 1:
             missing = ", ".join(name for name, section in first.items() if section is None)
             raise PydanticCustomError(
                 "sections_incomplete",
-                f"training on demonstrations needs {', '.join(first)}: add {missing}, or leave all out",
+                f"training on demonstrations needs {', '.join(first)}: add {missing}, or leave all of them out",
             )
         return self
 
     @model_validator(mode="after")
-    def _quantized_products_are_there(self) -> Self:
+    def _check_quantization(self) -> Self:
         for name in ("rollouts", "evaluation"):
             _refuse_quantization(name, getattr(self, name), "policy", self.policy)
         split = TrainerProcesses.of(self.machine).sharding is not None
         if self.rollouts.quantization is not None and self.trainer.mode == "expert" and split:
             raise ValueError(
-                "rollouts.quantization: the trainer's GPUs share one policy, and no layer of it computes in 8 bits "
-                "then: train on one GPU, or leave rollouts.quantization out"
+                "rollouts.quantization: the trainer shards the policy over its GPUs, which does not support 8-bit "
+                "layers: train on one GPU, or leave rollouts.quantization out"
             )
         return self
 
     @model_validator(mode="after")
-    def _imitation_makes_what_acts(self) -> Self:
-        """Where the policy comes from somewhere else, its own settings say what it can do."""
+    def _check_policy(self) -> Self:
+        """Check that the policy supports the rollouts' sampling and is trained for the actions that are played.
+
+        Without the section `training` the policy comes from elsewhere, and its own settings define what it can do.
+        """
         trained = self.policy.action_mode
         drawn = self.rollouts.inference_action_mode == "continuous" and self.rollouts.likelihood == "flow_sde"
         if self.policy.num_inference_steps == 1 and drawn:
             raise ValueError(
-                "policy.num_inference_steps is 1, and Flow-SDE, which draws one denoising step at random, needs two at "
-                "least: set it to 4 or more"
+                "policy.num_inference_steps is 1, but Flow-SDE samples one of at least two denoising steps at random: "
+                "set it to 4 or more"
             )
         if self.training is None:
             return self
         chunk, carried = self.policy.chunk_size, self.policy.n_action_steps
         if isinstance(self.trainer.objective, RewardWeighted) and carried != chunk:
             raise ValueError(
-                f"policy.n_action_steps is {carried} and policy.chunk_size {chunk}, and trainer.objective "
-                "reward_weighted learns whole answers: set them alike"
+                f"policy.n_action_steps is {carried} and policy.chunk_size is {chunk}, but trainer.objective "
+                "reward_weighted learns whole chunks: set them to the same value"
             )
         for name in ("rollouts", "evaluation") if trained != "both" else ():
             if (asked := getattr(self, name).inference_action_mode) != trained:
                 raise ValueError(
-                    f"{name}.inference_action_mode is {asked}, and policy.action_mode {trained} trains other actions: "
-                    "set them alike, or policy.action_mode to both"
+                    f"{name}.inference_action_mode is {asked}, but policy.action_mode {trained} trains other actions: "
+                    "set both to the same value, or policy.action_mode to both"
                 )
         return self
 
     @model_validator(mode="after")
-    def _evaluation_is_held_out(self) -> Self:
-        """Of initial states that are named for it, and of all where it decides what is kept."""
+    def _check_heldout_states(self) -> Self:
+        """Check that an evaluation that has its own initial states, or chooses the best step, uses held-out states."""
         played, tried = self.evaluation, self.rollouts
         same_tasks = not (played.tasks and tried.tasks) or set(played.tasks) & set(tried.tasks)
         if tried.suite not in played.suites or not same_tasks or not (played.every or played.initial_states):
@@ -257,20 +265,22 @@ class TrainVlaRl(Sections):
         both = sorted(set(played.initial_states) & set(tried.initial_states))
         if not (played.initial_states and tried.initial_states):
             raise ValueError(
-                "evaluation.initial_states, rollouts.initial_states: an empty one means all, and an evaluation that is "
-                "held out begins in states that training never tries: name some in each"
+                "evaluation.initial_states, rollouts.initial_states: an empty list means all states, but a held-out "
+                "evaluation must use states that training does not use: list some in each"
             )
         if both:
             raise ValueError(
-                f"evaluation.initial_states: training tries {', '.join(map(str, both))} as well: leave them out here "
-                "or in rollouts.initial_states"
+                f"evaluation.initial_states: training also uses {', '.join(map(str, both))}: leave them out here or in "
+                "rollouts.initial_states"
             )
         return self
 
     def refuse_sources(self) -> None:
+        """Check the name of the policy's source."""
         _refuse_unnamed(self.policy)
 
     def refuse_ahead(self) -> None:
+        """Check the episodes of rollouts and evaluation before anything is computed."""
         from armature.components.robots.evaluation.schedule import refuse_episodes
         from armature.components.robots.rl.schedule import refuse_groups
 
@@ -279,29 +289,30 @@ class TrainVlaRl(Sections):
 
 
 class EvaluateLibero(Sections):
-    """Play every task of some suites in the simulator, and say how many were solved."""
+    """Play every task of some suites in the simulator and report the success rates."""
 
     FLOW = "armature.flows.evaluate_libero.evaluate_libero"
     JOINED = (EvaluateLiberoStageSettings,)
     MEMORY = f"{PLANNING}:recipe_memory"
 
     policy: RobotPolicySettings
-    """The policy."""
+    """The policy to evaluate."""
     simulator: SimulatorSection
     evaluation: LiberoEvaluationSection
     comparison: CompareLiberoSettings
-    """How the two are compared, where there is another."""
+    """Comparison with the other policy, if there is one."""
     machine: MachineSection = Machine()
     against: RobotPolicySettings | None = None
-    """Another policy, which plays the same episodes; leave it out for none."""
+    """Another policy that plays the same episodes; none: no comparison."""
 
     @model_validator(mode="after")
-    def _quantized_products_are_there(self) -> Self:
+    def _check_quantization(self) -> Self:
         for name in ("policy", "against"):
             _refuse_quantization("evaluation", self.evaluation, name, getattr(self, name))
         return self
 
     def refuse_ahead(self) -> None:
+        """Check the episodes before anything is computed."""
         from armature.components.robots.evaluation.schedule import refuse_episodes
 
         refuse_episodes(self.evaluation, self.simulator)
@@ -324,6 +335,6 @@ def _refuse_quantization(
 ) -> None:
     if played is not None and played.quantization is not None and policy is not None and policy.dtype != "bfloat16":
         raise ValueError(
-            f"{section}.quantization: 8-bit products take the place of those in bfloat16, and {name}.dtype is "
-            f"{policy.dtype}: set it to bfloat16, or leave {section}.quantization out"
+            f"{section}.quantization: 8-bit layers replace bfloat16 layers, but {name}.dtype is {policy.dtype}: set it "
+            f"to bfloat16, or leave {section}.quantization out"
         )
