@@ -41,12 +41,12 @@ def measure() -> list[Row]:
     ):
         policy, journals = tiny_policy(Path(scratch)), itertools.count()
 
-        def rate(batch: int, arenas: Sequence[SimulatorProcess]) -> float:
+        def rate(batch: int, simulators: Sequence[SimulatorProcess]) -> float:
             journal = EvaluationJournal(Path(scratch) / f"{next(journals)}.jsonl")
             settings = _settings(batch)
             planned = plan_episodes(settings, {SUITE: suite_tasks(SUITE)})
             began = time.perf_counter()
-            Evaluation(settings, planned, journal, lambda finished, latest: None).run(policy, arenas)
+            Evaluation(settings, planned, journal, lambda finished, latest: None).run(policy, simulators)
             return 60 * EPISODES / (time.perf_counter() - began)
 
         rate(BATCH, [first, second])  # every simulator is built from here on

@@ -137,8 +137,8 @@ def play(loaded: LoadedPolicy, folder: Path, small: bool) -> tuple[dict[str, Any
     policy = MolmoAct2Policy(loaded.model, loaded.processor(), loaded.settings, "continuous", settings.rows_per_pass)
     tasks, store = suite_tasks(settings.suite), ImageStore(folder)
     with ExitStack() as opened:
-        arenas = [opened.enter_context(SimulatorProcess(simulator, 300.0)) for _ in range(min(slots, processes))]
-        collector = Collector(settings, policy, arenas, store, lambda done, total: None)
+        simulators = [opened.enter_context(SimulatorProcess(simulator, 300.0)) for _ in range(min(slots, processes))]
+        collector = Collector(settings, policy, simulators, store, lambda done, total: None)
         collector.collect(plan_step(settings, tasks, 1)[:slots], 1, 0, bootstrap=False)
         collector.times.since()
         began = time.perf_counter()
@@ -148,7 +148,7 @@ def play(loaded: LoadedPolicy, folder: Path, small: bool) -> tuple[dict[str, Any
         "episodes_per_minute": 60 * settings.groups_per_step / seconds,
         "answers_per_second": len(result) / seconds,
     }
-    shape = {"simulators": len(arenas), "slots": slots, "episodes": settings.groups_per_step, "seconds": seconds}
+    shape = {"simulators": len(simulators), "slots": slots, "episodes": settings.groups_per_step, "seconds": seconds}
     samples = [with_advantage(each, (-1.0) ** row) for row, each in enumerate(result)]
     return shape | rates | collector.times.since(), samples
 

@@ -84,6 +84,6 @@ def test_own_robot_is_trained_measured_and_promoted(folder):
 def test_rejects_libero_evaluation_of_another_robot_before_training(folder):
     refused = run(folder, "--set=simulator={}", "--set=evaluation={}", "--set=training.seed=1")
     assert refused.returncode == 2
-    assert "the dataset's actions have the shape [6], those of LIBERO's robot [7]" in refused.stderr
+    assert "the dataset's actions have the shape [6], LIBERO's robot needs [7]" in refused.stderr
     assert "leave out the sections evaluation and simulator" in refused.stderr
     assert len(list((folder / ".armature/store/train-vla").glob("*/metrics.json"))) == 1

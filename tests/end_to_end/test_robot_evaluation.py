@@ -79,10 +79,10 @@ def test_results_do_not_depend_on_batch_workers_or_deaths(tmp_path):
     existing = {"libero_spatial": suite_tasks("libero_spatial")}
     policy = open_policy(tmp_path / "policy", "continuous", rows=1)
     with SimulatorProcess(SIMULATOR, 120) as one, SimulatorProcess(SIMULATOR, 120) as other:
-        for name, batch, arenas in (("four", 4, [one]), ("two", 2, [one, other])):
+        for name, batch, simulators in (("four", 4, [one]), ("two", 2, [one, other])):
             asked = policy if name == "four" else Saboteur(policy, other)
             out, where = tmp_path / name / "out", context(tmp_path / name, Events())
-            report = evaluate_policy(asked, existing, arenas, plan(batch), out, where)
+            report = evaluate_policy(asked, existing, simulators, plan(batch), out, where)
             assert (out / "results.parquet").read_bytes() == (alone / "results.parquet").read_bytes()
             assert ("attempts lost with their simulator" in report.drops) == (name == "two")
 
@@ -99,14 +99,14 @@ def test_perturbed_results_do_not_depend_on_batch_or_workers(tmp_path):
     )
     tables = []
     with SimulatorProcess(RESTED, 120) as one, SimulatorProcess(RESTED, 120) as other:
-        for batch, arenas in ((1, [one]), (3, [other, one])):
+        for batch, simulators in ((1, [one]), (3, [other, one])):
             folder = tmp_path / str(batch)
             (folder / "out").mkdir(parents=True)
             chosen = EvaluateLiberoStageSettings(
                 simulator=RESTED, evaluation=evaluation.model_copy(update={"batch": batch})
             )
             evaluate_policy(
-                policy, {"libero_spatial": existing}, arenas, chosen, folder / "out", context(folder, Events())
+                policy, {"libero_spatial": existing}, simulators, chosen, folder / "out", context(folder, Events())
             )
             tables.append((folder / "out/perturbed.parquet").read_bytes())
     assert tables[0] == tables[1]

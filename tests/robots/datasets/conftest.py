@@ -1,4 +1,4 @@
-"""A small dataset whose every value is known."""
+"""A small LeRobot dataset whose values are all known, and functions to edit a copy of it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def layout(**changes: Any) -> LayoutSettings:
 
 
 def frames_of(length: int, seed: int) -> dict[str, Any]:
-    """Images are smooth and brighten with time, so that a codec can keep them."""
+    """Return an episode's frames. Images are smooth and brighten with time, so that a codec preserves them."""
     rng = np.random.default_rng(seed)
     bright = 20 + 15 * np.arange(length)[:, None, None, None] + 5 * seed
     tint = np.array([0, 20, 40])
@@ -49,7 +49,7 @@ FEATURES = {
 
 
 def write(root: Path, **changes: Any) -> list[dict[str, Any]]:
-    """Returns the episodes that were written."""
+    """Write the dataset; return the episodes that were written."""
     episodes = [frames_of(length, seed) for seed, length in enumerate(LENGTHS)]
     with create_dataset(root, fps=10, robot_type="panda", features=FEATURES, layout=layout(**changes)) as writer:
         for number, episode in enumerate(episodes):
@@ -59,7 +59,7 @@ def write(root: Path, **changes: Any) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="session", autouse=True)
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """What is fetched and opened goes here."""
+    """Use a temporary folder as cache."""
     folder = tmp_path_factory.mktemp("cache")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ARMATURE_CACHE", str(folder))
@@ -74,12 +74,12 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[s
 
 @pytest.fixture
 def copied(written: tuple[Path, Any], tmp_path: Path) -> Path:
-    """A copy that a test may damage."""
+    """A copy of the dataset that a test may damage."""
     return shutil.copytree(written[0], tmp_path / "copy")
 
 
 def edit_table(path: Path, change: Callable[[pd.DataFrame], Any]) -> None:
-    """Write a table again after `change` of its rows."""
+    """Rewrite a table after `change` has edited its rows."""
     table = pd.read_parquet(path)
     change(table)
     table.to_parquet(path)

@@ -1,4 +1,4 @@
-"""The list of episodes: numbers of a few bytes each, and the episodes that a list of objects would have."""
+"""The index of episodes: a few bytes per episode, and the same episodes as a list of objects."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def source_of(dataset, **settings):
     return _source(dataset, SourceSettings(path=str(dataset.root), tag="robot", **settings))
 
 
-def test_an_episode_takes_32_bytes_and_as_many_for_each_video(large):
+def test_index_takes_32_bytes_per_episode_and_video(large):
     assert large.episodes.numbers.nbytes == EPISODES * (32 + 32 * len(CAMERAS))
     assert isinstance(large.episodes.numbers, np.memmap)
     assert source_of(large).episodes.nbytes == 16
 
 
-def test_a_process_is_sent_no_episodes(large):
+def test_pickled_index_contains_no_episodes(large):
     assert len(pickle.dumps(Mixture([source_of(large)], 5, 0))) < 4000
     copy = pickle.loads(pickle.dumps(large))
     assert large.tasks[7] == copy.tasks[7] == "put object 7 into the drawer" and len(copy.tasks) == 1000
@@ -44,7 +44,7 @@ def test_a_process_is_sent_no_episodes(large):
     assert copy == large and copy.episodes[EPISODES - 1] == large.episodes[-1]
 
 
-def test_each_episode_is_the_row_that_meta_has(large):
+def test_episodes_equal_rows_of_meta(large):
     rows = [row for path in sorted(large.root.glob("meta/episodes/*/*")) for row in pq.read_table(path).to_pylist()]
     begins: dict[tuple[int, int], int] = {}
     for row, episode in zip(rows, large.episodes, strict=True):
@@ -69,7 +69,7 @@ def test_each_episode_is_the_row_that_meta_has(large):
     assert (first.index, last.index) == (1000, 1999)
 
 
-def test_a_sample_of_a_split_is_of_its_episodes(large):
+def test_split_samples_come_from_their_own_episodes(large):
     (training,), (kept,) = split([source_of(large)], 0.1, seed=3)
     order = np.random.default_rng([3, 0]).permutation(EPISODES)
     assert list(kept.episodes) == sorted(order[: EPISODES // 10]) and kept.episodes.nbytes < 16 * len(kept.episodes) + 1
@@ -86,7 +86,7 @@ def test_a_sample_of_a_split_is_of_its_episodes(large):
 
 
 @given(st.sets(st.integers(0, 60), min_size=1))
-def test_runs_are_the_numbers(numbers):
+def test_episode_selection_equals_its_numbers(numbers):
     listed = sorted(numbers)
     runs = EpisodeSelection(listed)
     assert list(runs) == runs.numbers().tolist() == listed and len(runs) == len(listed)

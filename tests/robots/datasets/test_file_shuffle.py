@@ -1,4 +1,4 @@
-"""Orders of samples: the shuffle of files for each rank, and the shares of several sources."""
+"""Orders of samples: shuffling files for each rank, and shares of several sources."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ EPISODES, VIDEO_FILES = 300, 24
 
 
 def order(files, lanes, window, seed=0, weights=None):
-    """`files`: the frames of each, or lists of them for several sources."""
+    """Return the order of files with these numbers of frames, or of several sources with lists of them."""
     sources = files if isinstance(files[0], list) else [files]
     bounds = [np.cumsum([0, *each]) for each in sources]
     return FileShuffle(weights or [1.0] * len(sources), bounds, FileShuffleSettings(lanes=lanes, window=window), seed)
@@ -39,7 +39,7 @@ def file_of(files, frame):
     window=st.integers(1, 6),
     seed=st.integers(0, 2**63 - 1),
 )
-def test_every_frame_once_an_epoch_and_no_more_files_at_once_than_the_window(files, lanes, window, seed):
+def test_each_frame_once_per_epoch_with_at_most_window_open_files(files, lanes, window, seed):
     shuffle, size = order(files, lanes, window, seed), sum(files)
     for epoch in range(3):
         positions = range(epoch * size, (epoch + 1) * size)
@@ -58,8 +58,8 @@ def test_every_frame_once_an_epoch_and_no_more_files_at_once_than_the_window(fil
     ranks=st.sampled_from([1, 2, 4, 8]),
     window=st.integers(1, 6),
 )
-def test_only_files_at_the_cuts_between_lanes_are_read_by_two_ranks(files, ranks, window):
-    """Positions as the trainer shares them, in any batch that is a multiple of the ranks: rank, rank + ranks, ..."""
+def test_ranks_share_only_files_at_lane_cuts(files, ranks, window):
+    """Ranks take positions as in the trainer: rank, rank + ranks, ..."""
     shuffle = order(files, 8, window)
     own = [
         {file_of(files, shuffle.at(position)[1]) for position in range(rank, sum(files), ranks)}
@@ -69,7 +69,7 @@ def test_only_files_at_the_cuts_between_lanes_are_read_by_two_ranks(files, ranks
     assert sum(map(len, own)) <= len(files) + 7
 
 
-def test_a_rank_reads_its_share_of_many_files():
+def test_rank_reads_only_its_share_of_files():
     files = [20 + number % 7 for number in range(200)]
     size, shuffle = sum(files), order(files, 8, 4)
     for epoch in range(2):
@@ -77,7 +77,7 @@ def test_a_rank_reads_its_share_of_many_files():
         assert 20 <= len(touched) <= 31
 
 
-def test_epochs_seeds_and_windows_are_other_orders():
+def test_order_depends_on_epoch_seed_and_window():
     files = [12] * 40
     first = [order(files, 8, 4).at(position) for position in range(960)]
     assert first[:480] != first[480:]
@@ -85,7 +85,7 @@ def test_epochs_seeds_and_windows_are_other_orders():
     assert first != [order(files, 8, 2).at(position) for position in range(960)]
 
 
-def test_an_order_is_the_same_from_any_position_on_and_in_any_process():
+def test_order_is_the_same_from_any_start_and_in_any_process():
     files = [7, 3, 30, 11, 5, 9]
     shuffle = order(files, 4, 2, seed=5)
     forward = [shuffle.at(position) for position in range(200)]
@@ -96,8 +96,8 @@ def test_an_order_is_the_same_from_any_position_on_and_in_any_process():
     assert len({shuffle.at(far - far % 65 + offset) for offset in range(65)}) == 65  # an epoch
 
 
-def test_neighbors_are_as_far_from_each_other_as_in_a_shuffle():
-    """In a shuffle of all frames the mean distance of two is a third of their number, and hardly two are of a file."""
+def test_neighbor_distances_match_a_full_shuffle():
+    """In a full shuffle the mean distance of two frames is a third of their number, and few neighbors share a file."""
     files, window = [100] * 640, 8
     size, shuffle = sum(files), order(files, 8, window)
     frames = np.array([shuffle.at(position)[1] for position in range(size // 10)])
@@ -112,8 +112,8 @@ def test_neighbors_are_as_far_from_each_other_as_in_a_shuffle():
     assert abs(np.corrcoef(within[1:], within[:-1])[0, 1]) < 0.12
 
 
-def test_of_several_datasets_each_has_its_share_and_its_own_lanes():
-    """4 lanes of 1024 positions are whole blocks of their schedules, and here one epoch of each dataset."""
+def test_several_datasets_have_their_shares_and_own_lanes():
+    """4 lanes of 1024 positions are whole blocks of the schedules, and here one epoch of each dataset."""
     files, lanes = [[32] * 32, [64] * 48], 4
     shuffle = order(files, lanes, 3, weights=[1.0, 3.0])
     places = [shuffle.at(position) for position in range(4096)]
@@ -136,7 +136,7 @@ def test_of_several_datasets_each_has_its_share_and_its_own_lanes():
     window=st.integers(1, 3),
     stop=st.integers(0, 700),
 )
-def test_a_window_has_the_frames_that_its_positions_read(files, lanes, window, stop):
+def test_window_frames_equal_frames_read_by_its_positions(files, lanes, window, stop):
     shuffle = order(files, lanes, window, seed=3, weights=[1.0, 2.0][: len(files)])
     read: dict[Window, list[int]] = {}
     for position in range(900):
@@ -164,14 +164,14 @@ def source_of(dataset, **facts):
     return _source(dataset, SourceSettings(path=str(dataset.root), tag="robot", **facts))
 
 
-def test_the_files_are_those_of_the_videos_that_are_used(dataset):
+def test_file_bounds_follow_the_used_videos(dataset):
     episodes = EPISODES * len(CAMERAS) // VIDEO_FILES
     films = [number * episodes * LENGTH for number in range(VIDEO_FILES // len(CAMERAS))]
     assert dataset.episodes.file_starts(CAMERAS).tolist() == films
     assert dataset.episodes.file_starts(()).tolist() == [0]  # one file of data
 
 
-def test_the_files_of_the_camera_with_the_most_count(dataset):
+def test_file_bounds_follow_the_camera_with_most_files(dataset):
     finer, coarser = pickle.loads(pickle.dumps(dataset.episodes)), pickle.loads(pickle.dumps(dataset.episodes))
     for index, episodes in ((finer, 20), (coarser, 40)):
         index.numbers = np.array(index.numbers)
@@ -182,13 +182,13 @@ def test_the_files_of_the_camera_with_the_most_count(dataset):
 
 
 @pytest.mark.parametrize("at_once", [1, 7, 24, 25, 26])
-def test_a_block_of_the_list_may_end_anywhere(dataset, monkeypatch, at_once):
+def test_file_starts_do_not_depend_on_block_ends(dataset, monkeypatch, at_once):
     whole = dataset.episodes.file_starts(CAMERAS).tolist()
     monkeypatch.setattr("armature.components.robots.datasets.lerobot.episodes.AT_ONCE", at_once)
     assert dataset.episodes.file_starts(CAMERAS).tolist() == whole
 
 
-def test_a_rank_opens_the_videos_of_its_lanes(dataset):
+def test_rank_opens_only_videos_of_its_lanes(dataset):
     (training,), _ = split([source_of(dataset)], 0.2, seed=3)
     mixture = Mixture([training], 2, 0, FileShuffleSettings(lanes=4, window=2))
     size = mixture.frames
@@ -205,7 +205,7 @@ def test_a_rank_opens_the_videos_of_its_lanes(dataset):
 
 @settings(max_examples=40)
 @given(chosen=st.sets(st.integers(0, EPISODES - 1), min_size=1))
-def test_the_frames_before_one_are_counted(dataset, chosen):
+def test_selection_counts_frames_before_a_frame(dataset, chosen):
     runs = source_of(dataset, episodes=sorted(chosen)).episodes
     frames = np.arange(0, EPISODES * LENGTH + 1, 11)
     owned = np.repeat(np.isin(np.arange(EPISODES), sorted(chosen)), LENGTH)
@@ -214,11 +214,11 @@ def test_the_frames_before_one_are_counted(dataset, chosen):
 
 @settings(max_examples=60)
 @given(size=st.integers(1, 300), key=st.integers(0, 2**64 - 1))
-def test_a_shuffle_has_everything_once(size, key):
+def test_permuted_is_a_permutation(size, key):
     assert sorted(permuted(index, size, key) for index in range(size)) == list(range(size))
 
 
-def test_every_thing_comes_to_every_place_as_often():
+def test_permuted_is_uniform_over_places():
     size, keys = 7, 1400
     counts = np.zeros((size, size))
     for key in range(keys):
@@ -228,7 +228,7 @@ def test_every_thing_comes_to_every_place_as_often():
     assert ((counts - expected) ** 2 / expected).sum() < 75  # 36 degrees of freedom: one in 10,000 seeds above 75
 
 
-def test_a_large_shuffle_has_no_trend():
+def test_large_shuffle_has_no_trend():
     size = 1_000_003
     places = np.array([permuted(index, size, 5) for index in range(3000)]) / size
     assert abs(np.corrcoef(places[1:], places[:-1])[0, 1]) < 0.07
@@ -237,7 +237,7 @@ def test_a_large_shuffle_has_no_trend():
 
 @settings(max_examples=40)
 @given(weights=st.lists(st.floats(0.01, 100), min_size=1, max_size=5), blocks=st.integers(1, 4), seed=st.integers(0, 9))
-def test_every_source_gets_its_share_and_counts_without_gaps(weights, blocks, seed):
+def test_schedule_gives_shares_and_counts_without_gaps(weights, blocks, seed):
     schedule = MixtureSchedule(weights, seed)
     taken: list[list[int]] = [[] for _ in weights]
     for position in range(blocks * BLOCK):
@@ -254,7 +254,7 @@ def test_every_source_gets_its_share_and_counts_without_gaps(weights, blocks, se
     position=st.integers(0, 3 * BLOCK),
     seed=st.integers(0, 9),
 )
-def test_what_a_source_has_passed_is_taken(weights, position, seed):
+def test_passed_never_exceeds_taken_positions(weights, position, seed):
     schedule = MixtureSchedule(weights, seed)
     taken: list[set[int]] = [set() for _ in weights]
     for source, before in map(schedule.at, range(position)):
@@ -264,15 +264,15 @@ def test_what_a_source_has_passed_is_taken(weights, position, seed):
         assert numbers.issuperset(range(passed)) and passed >= len(numbers) - (BLOCK if len(weights) > 1 else 0)
 
 
-def test_a_far_position_costs_no_more_and_rounds_nothing():
+def test_far_positions_are_exact_and_cheap():
     schedule = MixtureSchedule([0.1, 0.2, 0.7], 3)
     start = 10**15 // BLOCK * BLOCK
     counts = Counter(schedule.at(start + offset)[0] for offset in range(10 * BLOCK))
     assert [counts[source] for source in range(3)] == pytest.approx([256, 512, 1792], abs=3)
 
 
-def test_no_rank_meets_one_source_alone():
-    """Two sources of the same weight would alternate, and each of two ranks see one of them."""
+def test_every_rank_gets_all_sources():
+    """Without shuffled blocks two sources of equal weight would alternate, and each of two ranks would get only one."""
     schedule = MixtureSchedule([1, 1], 0)
     even = [schedule.at(position)[0] for position in range(0, 4 * BLOCK, 2)]
     assert 0.4 < np.mean(even) < 0.6

@@ -1,4 +1,4 @@
-"""LeRobotDataset v3.0: what is written is read, episodes keep apart, hostile descriptions are refused."""
+"""LeRobotDataset v3.0: written data can be read again, episodes stay separate, invalid descriptions are refused."""
 
 from __future__ import annotations
 
@@ -56,11 +56,11 @@ def assert_same(root, episodes):
     return dataset
 
 
-def test_what_is_written_is_read(written):
+def test_dataset_roundtrip(written):
     assert_same(*written)
 
 
-def test_files_that_are_full_are_followed_by_the_next(tmp_path):
+def test_writer_starts_a_new_file_at_the_size_limit(tmp_path):
     tiny = {"data_files_size_in_mb": 1e-3, "video_files_size_in_mb": 1e-9, "chunks_size": 2}
     episodes = write(tmp_path / "split", **tiny)
     assert_same(tmp_path / "split", episodes)
@@ -68,7 +68,7 @@ def test_files_that_are_full_are_followed_by_the_next(tmp_path):
     assert data == [f"data/chunk-{c:03d}/file-{f:03d}.parquet" for c, f in ((0, 0), (0, 1), (1, 0))]
 
 
-def test_the_files_are_laid_out_as_lerobot_does(written):
+def test_files_have_lerobots_layout(written):
     root, _ = written
     info = json.loads((root / "meta/info.json").read_text())
     assert info["codebase_version"] == "v3.0" and info["fps"] == 10 and info["splits"] == {"train": "0:3"}
@@ -87,7 +87,7 @@ def test_the_files_are_laid_out_as_lerobot_does(written):
     assert len(row["stats/action/q99"]) == 7 and np.asarray(row["stats/action/count"]).item() == 1
 
 
-def test_the_statistics_of_a_new_dataset_are_those_of_its_values(written):
+def test_written_statistics_equal_the_values(written):
     root, episodes = written
     stats = open_dataset(root).stats
     actions = np.concatenate([frames["action"] for frames in episodes]).astype(np.float64)
@@ -98,7 +98,7 @@ def test_the_statistics_of_a_new_dataset_are_those_of_its_values(written):
     assert np.ravel(stats[FRONT]["q90"]).tolist() == np.quantile(pixels, 0.9, axis=0).tolist()
 
 
-def test_action_chunks_stop_at_the_episodes_end(written):
+def test_action_chunks_are_padded_at_the_episode_end(written):
     root, episodes = written
     dataset = open_dataset(root)
     for episode, frames in zip(dataset.episodes, episodes, strict=True):
@@ -111,7 +111,7 @@ def test_action_chunks_stop_at_the_episodes_end(written):
                 np.testing.assert_array_equal(chunks[frame, ahead], expected)
 
 
-def test_an_item_has_windows_both_ways_and_its_task(written):
+def test_item_has_past_and_future_windows_and_task(written):
     root, episodes = written
     windows = {"action": [0.0, 0.1, 0.2], "observation.state": [-0.1, 0.0], FRONT: [-0.1, 0.0]}
     frames = FrameReader(open_dataset(root), DownloadCache.standard())
@@ -131,7 +131,7 @@ def test_an_item_has_windows_both_ways_and_its_task(written):
 @pytest.mark.parametrize(
     ("length", "count"), [(1, 1), (99, 99), (100, 100), (161, 100), (10_000, 1000), (10**7, 10_000)]
 )
-def test_images_are_sampled_as_lerobot_does(length, count):
+def test_image_sampling_equals_lerobot(length, count):
     frames = sampled(length)
     assert len(frames) == count == len(set(frames)) and (frames[0], frames[-1]) == (0, length - 1)
 
@@ -146,7 +146,7 @@ OUTSIDE = [
 
 
 @pytest.mark.parametrize("template", [*OUTSIDE, "data/{chunk_index.__class__}", "data/{0}"])
-def test_path_that_leaves_the_dataset_is_refused(copied, template):
+def test_rejects_path_outside_the_dataset(copied, template):
     change(copied, "meta/info.json", lambda info: info.update(data_path=template))
     dataset = open_dataset(copied)
     with refused("unsafe_file_name"):
@@ -163,14 +163,14 @@ def test_path_that_leaves_the_dataset_is_refused(copied, template):
         (lambda info: info.update(total_frames=21), "episode_count_mismatch", 20),
     ],
 )
-def test_impossible_description_is_refused(copied, edit, code, value):
+def test_rejects_impossible_info(copied, edit, code, value):
     change(copied, "meta/info.json", edit)
     with refused(code, value):
         open_dataset(copied)
 
 
 def rewrite(root, edit):
-    """Open the dataset after `edit` of the columns of its only data file."""
+    """Edit the columns of the only data file; return the opened dataset."""
     table = pq.read_table(root / DATA)
     columns = {name: table[name].to_pylist() for name in table.column_names}
     edit(columns)
@@ -179,19 +179,19 @@ def rewrite(root, edit):
 
 
 def move_a_value(columns):
-    """Rows of 6 and 8 values: as many in all as rows of 7."""
+    """Make rows of 6 and 8 values, which have as many values in all as two rows of 7."""
     rows = columns["action"]
     rows[3], rows[4] = rows[3][:6], rows[3][6:] + rows[4]
 
 
-def test_ragged_rows_are_refused_not_shifted(copied):
+def test_rejects_ragged_rows(copied):
     dataset = rewrite(copied, move_a_value)
     with refused("feature_ragged", "row 3"):
         dataset.columns(["action"], dataset.episodes[0])
 
 
 @given(lengths=st.lists(st.integers(0, 4), min_size=1, max_size=6), inner=st.integers(1, 3))
-def test_a_column_is_read_as_its_lists_say_or_refused(lengths, inner):
+def test_nested_columns_are_read_by_shape_or_refused(lengths, inner):
     feature = Feature(dtype="float32", shape=(2, inner))
     rows = [[[float(100 * r + 10 * i + j) for j in range(inner)] for i in range(n)] for r, n in enumerate(lengths)]
     column = pa.chunked_array([pa.array(rows, pa.list_(pa.list_(pa.float32())))])
@@ -206,13 +206,13 @@ def test_a_column_is_read_as_its_lists_say_or_refused(lengths, inner):
     ("values", "dtype"),
     [([0.5, 1.0], "int64"), ([True, False], "int64"), ([1, 0], "bool"), (["1", "2"], "float32"), ([1, None], "int64")],
 )
-def test_values_of_another_kind_are_refused(values, dtype):
+def test_rejects_values_of_another_type(values, dtype):
     with pytest.raises(DataError):
         to_numpy(pa.chunked_array([pa.array(values)]), "x", Feature(dtype=dtype, shape=(1,)), "here")
 
 
 @pytest.mark.parametrize("number", [-1, 2, 10**6])
-def test_a_task_that_is_not_listed_is_refused(copied, number):
+def test_rejects_unlisted_task_index(copied, number):
     dataset = rewrite(copied, lambda columns: columns["task_index"].__setitem__(9, number))
     frames = FrameReader(dataset, DownloadCache.standard())
     assert frames.task(dataset.episodes[2], 0) == "task 0"
@@ -222,33 +222,33 @@ def test_a_task_that_is_not_listed_is_refused(copied, number):
 
 @pytest.mark.parametrize("value", [None, -1, 0.5, "0"])
 @pytest.mark.parametrize("column", ["data/chunk_index", "dataset_to_index", f"videos/{WRIST}/file_index"])
-def test_list_of_episodes_with_invalid_numbers_is_refused(copied, column, value):
+def test_rejects_episode_index_with_invalid_numbers(copied, column, value):
     edit_table(copied / META, lambda table: table.__setitem__(column, [value] * len(table)))
     with refused("invalid_episode_number", copied / META, column):
         open_dataset(copied)
 
 
-def test_a_shape_that_is_not_the_datas_is_named(copied):
+def test_shape_mismatch_error_names_the_shape(copied):
     change(copied, "meta/info.json", lambda info: info["features"]["action"].update(shape=[6]))
     dataset = open_dataset(copied)
     with refused("frame_shape_mismatch", "action", [7], [6]):
         dataset.columns(["action"], dataset.episodes[0])
 
 
-def test_empty_episode_is_refused(copied):
+def test_rejects_empty_episode(copied):
     edit_table(copied / META, lambda table: table.__setitem__("dataset_to_index", [7, 7, 20]))
     with refused("episodes_not_contiguous", "episode 1", 7):
         open_dataset(copied)
 
 
-def test_damaged_image_is_named_by_episode_and_frame(copied):
+def test_damaged_image_error_names_episode_and_frame(copied):
     edit_cell(copied / DATA, 10, FRONT, {"bytes": b"\x89PNG no", "path": None})
     dataset = open_dataset(copied)
     with refused("image_unreadable", "episode 2, frame 2"):
         list(dataset.images(FRONT, dataset.episodes[2], range(12)))
 
 
-def test_images_of_a_data_file_are_upright_and_on_white(copied):
+def test_stored_images_are_decoded_upright_on_white(copied):
     upright = Image.fromarray(scene()[..., :3])
     turned = encoded(upright.transpose(Image.Transpose.ROTATE_90), "PNG", exif=exif(6))
     clear = encoded(Image.new("RGBA", upright.size, (9, 9, 9, 0)), "PNG")
@@ -262,7 +262,7 @@ def test_images_of_a_data_file_are_upright_and_on_white(copied):
     assert np.array_equal(reader.image(FRONT, dataset.episodes[2], 0), upright)
 
 
-def test_video_that_is_cut_short_is_named(copied):
+def test_truncated_video_error_names_the_file(copied):
     (path,) = copied.glob("videos/*/*/*.mp4")
 
     def shift(table):
@@ -278,7 +278,7 @@ def test_video_that_is_cut_short_is_named(copied):
 
 
 def images_of(root, monkeypatch, small):
-    """Each frame's wrist image, or why it cannot be had, with videos decoded once or not."""
+    """Return each frame's wrist image, or the error of reading it, with videos decoded once or not."""
     monkeypatch.setattr(frames_module, "SMALL", small)
     dataset, found = open_dataset(root), []
     reader = FrameReader(dataset, DownloadCache.standard())
@@ -291,7 +291,7 @@ def images_of(root, monkeypatch, small):
     return found
 
 
-def test_videos_that_are_decoded_once_have_the_same_frames(written, monkeypatch, tmp_path):
+def test_cached_video_frames_equal_decoded_frames(written, monkeypatch, tmp_path):
     monkeypatch.setenv("ARMATURE_CACHE", str(tmp_path))
     made = []
     monkeypatch.setattr(FrameReader, "_decode", lambda *given, real=FrameReader._decode: made.append(real(*given)))
@@ -303,7 +303,7 @@ def test_videos_that_are_decoded_once_have_the_same_frames(written, monkeypatch,
     assert len(made) == len(LENGTHS)  # by another reader, from the same cache
 
 
-def test_frames_beside_a_damaged_one_are_read(copied, monkeypatch):
+def test_damaged_frame_does_not_affect_other_frames(copied, monkeypatch):
     (video,) = copied.glob("videos/observation.images.wrist/*/*.mp4")
     data = bytearray(video.read_bytes())
     data[len(data) // 2 : len(data) // 2 + 40] = bytes(40)
@@ -318,7 +318,7 @@ def creating(tmp_path):
     return create_dataset(tmp_path / "new", fps=10, robot_type=None, features=FEATURES, layout=layout())
 
 
-def test_a_dataset_appears_whole_or_not_at_all(creating, tmp_path):
+def test_dataset_appears_atomically(creating, tmp_path):
     bad = frames_of(5, 0)
     bad["action"][3, 2] = np.nan
     with refused("feature_not_finite", "action") as caught, creating as writer:
@@ -337,7 +337,7 @@ def test_a_dataset_appears_whole_or_not_at_all(creating, tmp_path):
         (lambda frames: frames.update({FRONT: np.zeros((5, 32, 32, 3))}), "image_not_uint8", FRONT),
     ],
 )
-def test_frames_that_do_not_fit_are_refused(creating, edit, code, value):
+def test_rejects_frames_that_do_not_fit(creating, edit, code, value):
     frames = frames_of(5, 0)
     edit(frames)
     with refused(code, value), creating as writer:

@@ -1,4 +1,4 @@
-"""Mixtures: samples are the datasets' frames, in shares by weight, from any position on, in any process."""
+"""Mixtures: samples equal the datasets' frames, in shares by weight, from any position and in any process."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ OTHER = {
 
 @pytest.fixture(scope="module")
 def other(tmp_path_factory):
-    """Another robot, another rate, other names; values tell episode and frame."""
+    """Write a dataset of another robot with another frame rate and other names; values identify episode and frame."""
     root = tmp_path_factory.mktemp("datasets") / "other"
     with create_dataset(root, fps=5, robot_type=None, features=OTHER, layout=layout()) as writer:
         for number, length in enumerate((4, 6)):
@@ -63,7 +63,7 @@ def mixed_sources(written, other, tmp_path_factory):
     return open_sources(found.path)
 
 
-def test_a_sample_is_what_the_dataset_has(mixed_sources, written):
+def test_sample_equals_dataset_content(mixed_sources, written):
     mixture = Mixture(mixed_sources, horizon=5, seed=0)
     assert mixture.horizons == (5, 2) and mixture.horizon == 5 and mixture.frames == sum(LENGTHS) + 10
     frames = written[1][2]
@@ -78,7 +78,7 @@ def test_a_sample_is_what_the_dataset_has(mixed_sources, written):
     assert sample.padding.tolist() == [False, False, False, True, True]
 
 
-def test_each_source_has_its_own_names_horizon_and_types(mixed_sources):
+def test_sources_have_their_own_names_horizons_and_types(mixed_sources):
     sample = Mixture(mixed_sources, horizon=5, seed=0).sample(FrameIndex(1, 4 + 5))
     assert (sample.episode, sample.frame, sample.tag, sample.observation.task) == (1, 5, "other", "other 1")
     assert sample.observation.state.tolist() == pytest.approx([35.0] * 3) and sample.observation.state.dtype == "f4"
@@ -86,7 +86,7 @@ def test_each_source_has_its_own_names_horizon_and_types(mixed_sources):
     assert sample.observation.images["front"].tolist() == np.full((8, 8, 3), 105).tolist()
 
 
-def test_shares_follow_the_weights_and_each_source_is_gone_through_before_it_repeats(mixed_sources):
+def test_shares_follow_weights_and_sources_repeat_only_after_all_frames(mixed_sources):
     mixture = Mixture(mixed_sources, horizon=1, seed=4)
     places = [mixture.place(position) for position in range(1024)]
     assert Counter(place.source for place in places) == {0: 768, 1: 256}
@@ -97,7 +97,7 @@ def test_shares_follow_the_weights_and_each_source_is_gone_through_before_it_rep
     assert max(counts.values()) - min(counts.values()) <= 1
 
 
-def test_the_order_is_of_the_seed_and_survives_pickling(mixed_sources):
+def test_order_depends_on_seed_and_survives_pickling(mixed_sources):
     mixture = Mixture(mixed_sources, horizon=3, seed=1)
     places = [mixture.place(position) for position in range(100)]
     assert places == [Mixture(mixed_sources, horizon=9, seed=1).place(position) for position in range(100)]
@@ -111,7 +111,7 @@ def test_the_order_is_of_the_seed_and_survives_pickling(mixed_sources):
         np.testing.assert_array_equal(again.observation.images[key], image)
 
 
-def test_held_out_episodes_are_never_trained_on(mixed_sources):
+def test_training_never_uses_heldout_episodes(mixed_sources):
     training, kept = split(mixed_sources, held_out=0.4, seed=0)
     assert [len(source.episodes) for source in training] == [2, 1]
     for source, left, right in zip(mixed_sources, training, kept, strict=True):
@@ -128,12 +128,12 @@ def test_held_out_episodes_are_never_trained_on(mixed_sources):
         split(mixed_sources, 0.9, seed=0)
 
 
-def test_every_frame_comes_once_in_order(mixed_sources):
+def test_every_yields_each_frame_once_in_order(mixed_sources):
     mixture = Mixture(mixed_sources[1:], horizon=1, seed=0)
     assert [mixture.actions(place)[0][0, 0] for place in mixture.every()] == [0, 1, 2, 3, *range(100, 106)]
 
 
-def test_statistics_are_by_tag_and_exact_over_datasets_of_one_tag(written, other, tmp_path):
+def test_statistics_are_exact_over_all_datasets_of_a_tag(written, other, tmp_path):
     found = artifact(
         tmp_path,
         named(written[0], "small", episodes=[2, 0]),
@@ -156,7 +156,7 @@ def test_statistics_are_by_tag_and_exact_over_datasets_of_one_tag(written, other
         read_statistics(measured.path, ["small", "third"])
 
 
-def test_robots_that_differ_cannot_share_a_tag(other, tmp_path):
+def test_rejects_different_robots_with_one_tag(other, tmp_path):
     copy = tmp_path / "copy"
     features = OTHER | {"joints": Feature(dtype="float32", shape=(4,))}
     with create_dataset(copy, fps=5, robot_type=None, features=features, layout=layout()) as writer:
@@ -168,7 +168,7 @@ def test_robots_that_differ_cannot_share_a_tag(other, tmp_path):
         run_stage("quantile-stats", settings, {"dataset": found}, make_machine(store=tmp_path / "store"))
 
 
-def test_a_recorded_dataset_is_a_source(written, tmp_path):
+def test_recorded_dataset_can_be_opened_as_source(written, tmp_path):
     shutil.copytree(written[0], tmp_path / "artifact/dataset")
     (source,) = open_sources(tmp_path / "artifact")
     assert (source.tag, source.state, source.action) == ("default", "observation.state", "action")
@@ -190,24 +190,24 @@ def test_a_recorded_dataset_is_a_source(written, tmp_path):
         ({"episodes": [3]}, "unknown_episode", 3),
     ],
 )
-def test_a_source_that_does_not_fit_its_dataset_is_refused(written, tmp_path, facts, code, value):
+def test_rejects_source_that_does_not_fit_its_dataset(written, tmp_path, facts, code, value):
     with refused(code, value):
         artifact(tmp_path, named(written[0], **facts))
 
 
-def test_a_dataset_without_actions_can_be_measured_and_not_trained_on(other, tmp_path):
+def test_dataset_without_actions_can_be_measured_but_not_trained_on(other, tmp_path):
     sources = open_sources(artifact(tmp_path, named(other)).path)
     with refused("unknown_feature", "action"):
         Mixture(sources, horizon=1, seed=0)
 
 
 @pytest.mark.parametrize("values", [{"path": None}, {"path": "a", "sources": [named("b")]}])
-def test_settings_name_one_dataset_or_several(values):
+def test_settings_require_either_path_or_sources(values):
     with refused("value_error"):
         DatasetSettings.model_validate(values)
 
 
-def test_a_changed_file_is_read_again(written, tmp_path):
+def test_changed_file_is_read_again(written, tmp_path):
     root = tmp_path / "copy"
     shutil.copytree(written[0], root)
     before = Mixture(open_sources(artifact(tmp_path, named(root)).path), 1, 0).actions(FrameIndex(0, 0))[0]

@@ -1,4 +1,4 @@
-"""Files that are fetched ahead: the same samples, no file twice, none that nobody reads, errors in their place."""
+"""Prefetching of files: the same samples, no file downloaded twice or in vain, and errors where a file is read."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ORDER = FileShuffleSettings(lanes=2, window=2)
 
 
 class Store(LocalFileSystem):
-    """A folder as a store that takes its time, and may fail."""
+    """A folder that acts as a slow remote store, which may fail."""
 
     protocol = "slow"
     fetched: ClassVar[list[str]] = []
@@ -86,7 +86,7 @@ def local(folder: Path) -> Mixture:
 
 
 def films(mixture: Mixture, positions: range) -> set[str]:
-    """Of the samples at these positions."""
+    """Return the videos that the samples at these positions need."""
     clips = [mixture._episode(mixture.place(position))[0].clips for position in positions]
     return {f"{key}/chunk-{each[key].chunk:03}/file-{each[key].file:03}.mp4" for each in clips for key in CAMERAS}
 
@@ -112,12 +112,12 @@ def arrived(mixture: Mixture) -> list[Path]:
 
 
 def first_window(mixture: Mixture) -> range:
-    """The positions that both lanes read before one comes to its second window."""
+    """Return the positions before any lane reaches its second window."""
     assert mixture.file_shuffle is not None
     return range(2 * min(mixture.file_shuffle.window(lane).stop for lane in range(2)))
 
 
-def test_samples_and_their_order_stay_and_nothing_is_fetched_twice(remote: Mixture, local: Mixture, store) -> None:
+def test_prefetch_keeps_samples_and_downloads_nothing_twice(remote: Mixture, local: Mixture, store) -> None:
     delays = np.random.default_rng(0)
     store.part = staticmethod(lambda name: time.sleep(delays.uniform(0, 0.01)))
     with FilePrefetch(remote, remote.frames) as files:
@@ -132,7 +132,7 @@ def test_samples_and_their_order_stay_and_nothing_is_fetched_twice(remote: Mixtu
     assert len(store.fetched) == len(set(store.fetched))
 
 
-def test_the_next_window_is_fetched_and_no_other(remote: Mixture, local: Mixture, store) -> None:
+def test_prefetch_downloads_only_the_next_window(remote: Mixture, local: Mixture, store) -> None:
     reading = first_window(local)
     with FilePrefetch(remote, remote.frames) as files:
         files.reach(reading[:2])
@@ -148,7 +148,7 @@ def test_the_next_window_is_fetched_and_no_other(remote: Mixture, local: Mixture
     assert here(remote) == expected and sorted(videos(store.fetched)) == sorted(expected)
 
 
-def test_a_run_that_ends_before_fetches_only_what_it_reads(remote: Mixture, local: Mixture, store) -> None:
+def test_prefetch_downloads_nothing_beyond_the_end_of_the_run(remote: Mixture, local: Mixture, store) -> None:
     short = first_window(local).stop // 2
     with FilePrefetch(remote, short) as files:
         files.reach(range(short))
@@ -161,7 +161,7 @@ def test_a_run_that_ends_before_fetches_only_what_it_reads(remote: Mixture, loca
     assert here(remote) <= films(local, range(whole))
 
 
-def test_a_file_of_the_next_window_that_fails_is_raised_where_it_is_read(
+def test_prefetch_error_is_raised_when_the_file_is_read(
     remote: Mixture, local: Mixture, store, caplog: pytest.LogCaptureFixture
 ) -> None:
     reading = first_window(local)
@@ -187,10 +187,10 @@ def test_a_file_of_the_next_window_that_fails_is_raised_where_it_is_read(
             remote[later]
         store.part = staticmethod(lambda name: None)
         np.testing.assert_array_equal(remote[later].actions, local[later].actions)
-    assert "not fetched ahead" in caplog.text
+    assert "prefetch failed" in caplog.text
 
 
-def test_closing_leaves_no_half_a_file_and_fetches_no_more(remote: Mixture, store) -> None:
+def test_closing_stops_downloads_and_leaves_no_partial_file(remote: Mixture, store) -> None:
     before, going = len(store.fetched), threading.Event()
     store.part = staticmethod(lambda name: going.wait(20))
     files = FilePrefetch(remote, remote.frames)
@@ -203,7 +203,7 @@ def test_closing_leaves_no_half_a_file_and_fetches_no_more(remote: Mixture, stor
     assert not arrived(remote) and not list(remote.sources[0].dataset.root.rglob(".new-*"))
 
 
-def test_a_store_that_answers_no_more_holds_nothing_up(remote: Mixture, store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hanging_store_does_not_block_closing(remote: Mixture, store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefetch, "STOP_WITHIN", 0.05)
     before, never = len(store.fetched), threading.Event()
     store.part = staticmethod(lambda name: never.wait(20))
@@ -215,7 +215,7 @@ def test_a_store_that_answers_no_more_holds_nothing_up(remote: Mixture, store, m
     never.set()
 
 
-def test_no_more_is_fetched_than_a_dataset_may(folder: Path, local: Mixture, tmp_path: Path, store, caplog) -> None:
+def test_prefetch_respects_the_download_limit(folder: Path, local: Mixture, tmp_path: Path, store, caplog) -> None:
     sizes = {name: (folder / name).stat().st_size for name in LocalFiles(folder).names()}
     film = max(size for name, size in sizes.items() if name.endswith(".mp4"))
     limit = sum(size for name, size in sizes.items() if not name.endswith(".mp4")) + 3 * film
@@ -223,12 +223,12 @@ def test_no_more_is_fetched_than_a_dataset_may(folder: Path, local: Mixture, tmp
     store.part = staticmethod(lambda name: time.sleep(0.02))
     with FilePrefetch(limited, limited.frames) as files:
         files.reach(range(2))
-        wait(lambda: caplog.text.count("not fetched ahead") + len(arrived(limited)) == len(files._asked) - 1)
+        wait(lambda: caplog.text.count("prefetch failed") + len(arrived(limited)) == len(files._asked) - 1)
     root = limited.sources[0].dataset.root
     assert limit - film < sum((root / name).stat().st_size for name in sizes if (root / name).is_file()) <= limit
 
 
-def test_a_folder_and_ranges_of_files_need_no_fetching(folder: Path, local: Mixture, tmp_path: Path) -> None:
+def test_prefetch_skips_folders_and_byte_ranges(folder: Path, local: Mixture, tmp_path: Path) -> None:
     ranges = mixture(open_files(f"slow://{folder}", None, DownloadCache(tmp_path, 10**9, ranges=True)))
     for each in (local, ranges):
         with FilePrefetch(each, each.frames) as files:

@@ -1,4 +1,4 @@
-"""Statistics against numpy on the whole data, to the last bit where they are exact."""
+"""Statistics compared with numpy on the whole data, bit for bit where they are exact."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ROWS = hnp.arrays(np.float32, st.tuples(st.integers(1, 60), st.integers(1, 3)), 
 
 
 def split(rows, cuts):
-    """Lengths of the episodes that begin at `cuts`."""
+    """Return the lengths of the episodes that start at `cuts`."""
     edges = sorted({0, len(rows), *(cut % len(rows) for cut in cuts)})
     return [b - a for a, b in pairwise(edges)]
 
@@ -44,7 +44,7 @@ def assert_exact(statistics, rows):
 
 @settings(max_examples=60)
 @given(ROWS, st.lists(st.integers(0, 1000), max_size=6))
-def test_quantiles_are_numpys_to_the_last_bit_for_each_episode_and_for_all(rows, cuts):
+def test_quantiles_are_bit_identical_to_numpy(rows, cuts):
     lengths = split(rows, cuts)
     episodes, values = measure(rows, lengths, "state")
     assert_exact(values.statistics(), rows)
@@ -54,7 +54,7 @@ def test_quantiles_are_numpys_to_the_last_bit_for_each_episode_and_for_all(rows,
 
 @settings(max_examples=40)
 @given(ROWS, st.lists(st.integers(0, 1000), max_size=6), st.randoms())
-def test_shards_in_any_order_merge_to_the_whole(rows, cuts, random):
+def test_merged_shards_equal_the_whole_in_any_order(rows, cuts, random):
     lengths = split(rows, cuts)
     shards = [measure(part, [len(part)], "state")[1] for part in np.split(rows, np.cumsum(lengths)[:-1])]
     random.shuffle(shards)
@@ -64,7 +64,7 @@ def test_shards_in_any_order_merge_to_the_whole(rows, cuts, random):
         assert_exact(merge([merge(shards[half:]), merge(shards[:half])]).statistics(), rows)
 
 
-def test_one_outlier_moves_nothing_else():
+def test_outlier_changes_only_extremes():
     rows = np.random.default_rng(0).normal(size=(20_000, 8)).astype(np.float32)
     before = measure(rows, [len(rows)], "action")[1].statistics()
     spoiled = rows.copy()
@@ -75,8 +75,8 @@ def test_one_outlier_moves_nothing_else():
     assert after.max[3] == 1e4 and np.array_equal(np.delete(after.max, 3), np.delete(before.max, 3))
 
 
-def test_a_small_spread_far_from_zero_keeps_its_std():
-    """float32 sums of squares would say 0 or 0.03 instead of 0.01."""
+def test_std_is_accurate_for_small_spread_far_from_zero():
+    """With float32 sums of squares the result would be 0 or 0.03 instead of 0.01."""
     rng = np.random.default_rng(0)
     rows = (100 + 0.01 * rng.normal(size=(50_000, 1))).astype(np.float32)
     shards = [measure(part, [len(part)], "state")[1] for part in np.array_split(rows, 7)]
@@ -85,21 +85,21 @@ def test_a_small_spread_far_from_zero_keeps_its_std():
 
 
 @pytest.mark.parametrize("value", [0.1, -1.0, 0.0, 7.25])
-def test_a_constant_has_no_spread(value):
+def test_constant_has_zero_std(value):
     rows = np.full((37, 1), value, np.float32)
     statistics = merge([measure(rows[:5], [5], "a")[1], measure(rows[5:], [32], "a")[1]]).statistics()
     assert statistics.std == 0.0
     assert {*statistics.quantiles[:, 0], statistics.min[0], statistics.max[0]} == {float(rows[0, 0])}
 
 
-def test_whole_numbers_and_flags_have_statistics_too():
+def test_statistics_of_integers_and_booleans():
     rows = np.arange(2**40, 2**40 + 9)[:, None]
     np.testing.assert_array_equal(measure(rows, [9], "index")[1].statistics().quantiles[2], [2**40 + 4])
     assert measure(np.array([[True], [False]]), [2], "done")[1].statistics().mean == 0.5
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_a_value_that_is_not_finite_is_named_by_episode_and_frame(bad):
+def test_non_finite_value_error_names_episode_and_frame(bad):
     rows = np.zeros((10, 2), np.float32)
     rows[7, 1] = bad
     with refused("feature_not_finite", "state", 1) as caught:
@@ -117,7 +117,7 @@ def test_a_value_that_is_not_finite_is_named_by_episode_and_frame(bad):
         (np.array([["a"]]), [1], "rows_not_numeric", ["state"]),
     ],
 )
-def test_what_is_no_data_is_refused(rows, lengths, code, values):
+def test_rejects_invalid_rows(rows, lengths, code, values):
     with refused(code, *values):
         measure(rows, lengths, "state")
 
@@ -127,7 +127,7 @@ PIXELS = hnp.arrays(np.uint8, st.tuples(st.integers(1, 5), st.just(4), st.just(6
 
 @settings(max_examples=40)
 @given(PIXELS, st.integers(0, 5))
-def test_statistics_of_images_are_numpys_of_all_pixels(images, cut):
+def test_image_statistics_equal_numpy_over_all_pixels(images, cut):
     def counted(some):
         histogram = Histogram.empty()
         for image in some:

@@ -1,4 +1,4 @@
-"""Datasets behind URLs and on a hub: the same items as in a folder, from the files alone that they need."""
+"""Datasets behind URLs and on a hub: the same items as from a folder, downloading only the files they need."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SPLIT = {"data_files_size_in_mb": 1e-3, "video_files_size_in_mb": 1e-9}
 
 @pytest.fixture(scope="module")
 def many(tmp_path_factory):
-    """A dataset whose episodes have a data file and a video file each."""
+    """Write a dataset with one data file and one video file per episode."""
     root = tmp_path_factory.mktemp("datasets") / "many"
     write(root, **SPLIT)
     return root
@@ -60,7 +60,7 @@ def fetched(root: Path) -> list[str]:
     return sorted(name for name in names if "/." not in f"/{name}")
 
 
-def test_only_the_files_that_are_needed_are_fetched(bucket, many, cache):
+def test_downloads_only_needed_files(bucket, many, cache):
     dataset = open_dataset(open_files(bucket, None, cache))
     assert fetched(dataset.root) == [
         "meta/episodes/chunk-000/file-000.parquet",
@@ -80,7 +80,7 @@ def test_only_the_files_that_are_needed_are_fetched(bucket, many, cache):
     assert dataset.stats == folder.stats
 
 
-def test_stages_take_a_url(bucket, many, tmp_path):
+def test_stages_accept_a_url(bucket, many, tmp_path):
     facts = make_machine(store=tmp_path)
     settings = QuantileStatsSettings(features=("next.reward",), images="sampled")
     source = run_stage("dataset", pinned(DatasetSettings(path=bucket)), {}, facts)
@@ -90,7 +90,7 @@ def test_stages_take_a_url(bucket, many, tmp_path):
     assert Mixture(open_sources(source.path), 3, 0).sample(FrameIndex(0, 9)).observation.task == "task 0"
 
 
-def test_a_bucket_that_changed_is_refused_and_taken_again(bucket, many, tmp_path):
+def test_changed_bucket_is_refused_until_its_digest_is_updated(bucket, many, tmp_path):
     facts = make_machine(store=tmp_path)
     source = run_stage("dataset", pinned(DatasetSettings(path=bucket)), {}, facts)
     info = json.loads((many / "meta/info.json").read_text()) | {"robot_type": "other"}
@@ -102,7 +102,7 @@ def test_a_bucket_that_changed_is_refused_and_taken_again(bucket, many, tmp_path
     assert open_sources(again.path)[0].dataset.info.robot_type == "other"
 
 
-def test_a_dataset_fetches_no_more_than_it_may(bucket, many, tmp_path):
+def test_download_limit_of_a_dataset(bucket, many, tmp_path):
     meta = sum((many / name).stat().st_size for name in LocalFiles(many).names() if name.startswith("meta/"))
     dataset = open_dataset(open_files(bucket, None, DownloadCache(tmp_path, meta + 1000)))
     with refused("fetch_limit_exceeded", "ARMATURE_FETCH_LIMIT_GB"):
@@ -110,7 +110,7 @@ def test_a_dataset_fetches_no_more_than_it_may(bucket, many, tmp_path):
     assert not list(dataset.root.rglob("data/*/*.parquet"))
 
 
-def test_files_are_read_where_they_lie(bucket, many, tmp_path):
+def test_byte_ranges_are_read_without_downloading_files(bucket, many, tmp_path):
     meta = sum((many / name).stat().st_size for name in LocalFiles(many).names("meta"))
     dataset = open_dataset(open_files(bucket, None, DownloadCache(tmp_path, meta, ranges=True)))
     folder = open_dataset(many)
@@ -124,7 +124,7 @@ def test_files_are_read_where_they_lie(bucket, many, tmp_path):
         list(dataset.images("observation.images.wrist", dataset.episodes[1], [0]))
 
 
-def test_samples_of_a_hub_are_read_where_they_lie(hub, many, tmp_path, monkeypatch):
+def test_hub_samples_are_read_by_byte_ranges(hub, many, tmp_path, monkeypatch):
     monkeypatch.setenv("ARMATURE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("ARMATURE_FETCH", "ranges")
     monkeypatch.setenv("ARMATURE_FETCH_LIMIT_GB", "0.0001")
@@ -145,7 +145,7 @@ def test_samples_of_a_hub_are_read_where_they_lie(hub, many, tmp_path, monkeypat
         DownloadCache.standard()
 
 
-def test_a_file_that_arrives_short_is_not_kept(bucket, cache):
+def test_truncated_download_is_not_cached(bucket, cache):
     dataset, name = open_dataset(open_files(bucket, None, cache)), "data/chunk-000/file-000.parquet"
     with fsspec.open(f"{bucket}/{name}", "wb") as file:
         file.write(b"short")
@@ -161,7 +161,7 @@ def test_a_file_that_arrives_short_is_not_kept(bucket, cache):
         dataset.columns(["action"], dataset.episodes[0])
 
 
-def test_a_file_that_grows_is_fetched_no_further_than_its_listed_size(bucket, cache):
+def test_download_stops_at_the_listed_size(bucket, cache):
     dataset = open_dataset(open_files(bucket, None, cache))
     name = "data/chunk-000/file-000.parquet"
     with fsspec.open(f"{bucket}/{name}", "wb") as file:
@@ -182,13 +182,13 @@ def test_a_file_that_grows_is_fetched_no_further_than_its_listed_size(bucket, ca
         ("someone/dataset", None, "revision_missing"),
     ],
 )
-def test_what_is_no_dataset_or_no_url_is_named(cache, path, revision, code):
+def test_error_names_invalid_dataset_or_url(cache, path, revision, code):
     with refused(code, path):
         open_files(path, revision, cache)
 
 
 class Hub(BaseHTTPRequestHandler):
-    """The four answers of a hub that a dataset needs, for one repository."""
+    """HTTP server with the four responses of a hub that a dataset needs, for one repository."""
 
     root: Path
     asked: list[str]
@@ -228,12 +228,12 @@ class Hub(BaseHTTPRequestHandler):
             self.wfile.write(data)
 
     def log_message(self, *_: object) -> None:
-        """Quiet."""
+        """Write no log."""
 
 
 @pytest.fixture
 def hub(many, monkeypatch) -> Iterator[list[str]]:
-    """What the hub was asked."""
+    """Start the hub; return the list of requests it gets."""
     import huggingface_hub
     from huggingface_hub import constants
 
@@ -250,7 +250,7 @@ def hub(many, monkeypatch) -> Iterator[list[str]]:
     server.server_close()
 
 
-def test_a_hub_name_is_read_at_its_commit(hub, many, tmp_path, monkeypatch):
+def test_hub_dataset_is_read_at_its_commit(hub, many, tmp_path, monkeypatch):
     monkeypatch.setenv("ARMATURE_CACHE", str(tmp_path / "cache"))
     settings = pinned(DatasetSettings(path="someone/small", revision="v1"))
     assert settings.revision == COMMIT and settings.digest
@@ -272,7 +272,7 @@ def test_a_hub_name_is_read_at_its_commit(hub, many, tmp_path, monkeypatch):
         pinned(DatasetSettings(path="someone/small", revision="v2"))
 
 
-def test_a_folder_of_two_names_is_a_folder(many, tmp_path, monkeypatch):
+def test_existing_folder_takes_precedence_over_hub_name(many, tmp_path, monkeypatch):
     shutil.copytree(many, tmp_path / "someone/small")
     monkeypatch.chdir(tmp_path)
     files = open_files("someone/small", None, DownloadCache(tmp_path / "cache", 0))

@@ -1,6 +1,6 @@
-"""Rows and images of a LeRobot dataset: every row shows the image of its own moment, or is refused by its place.
+"""Rows and images of a LeRobot dataset: every row gives the image of its own time, or an error that names its place.
 
-The truth is in the datasets themselves: each frame's state is a number, and its image is that number's brightness.
+The dataset itself has the expected values: each frame's state is a number, and its image's brightness is that number.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def copied(numbered, tmp_path, monkeypatch):
 
 
 def edit(root, name, change, same_types=True):
-    """Write a table again as `change` makes it."""
+    """Rewrite a table as `change` returns it."""
     table = pq.read_table(root / name)
     schema = table.schema if same_types else None
     pq.write_table(pa.Table.from_pandas(change(table.to_pandas()), schema=schema, preserve_index=False), root / name)
@@ -83,7 +83,7 @@ def number_of(image):
 
 
 def shown(root, small=1 << 30):
-    """(state, image, image read with its episode) of every frame, or the place of its refusal."""
+    """Return (state, image, image read with its episode) of every frame, or the place named in its error."""
     dataset, found = open_dataset(root), []
     reader = FrameReader(dataset, DownloadCache.standard())
     reader._small = small > 0
@@ -100,7 +100,7 @@ def shown(root, small=1 << 30):
 
 
 def cut(rows, dropped):
-    """The rows without some of the second episode's, numbered again as a tool does that edits rows alone."""
+    """Return the rows without some of the second episode's, renumbered as a tool does that only edits rows."""
     kept = rows[~rows.index.isin([LENGTH + each for each in dropped])].copy()
     kept["frame_index"] = kept.groupby("episode_index").cumcount()
     kept["index"] = range(len(kept))
@@ -118,7 +118,7 @@ def shorten(root, dropped):
 @pytest.mark.parametrize("small", [0, 1 << 30], ids=["seeking", "decoded_once"])
 @pytest.mark.parametrize("dropped", [(), (0, 1, 2), (6, 7), (0, 7)], ids=["whole", "start", "end", "both_ends"])
 @pytest.mark.parametrize("renumbered", [True, False])
-def test_episode_cut_at_its_ends_shows_its_own_moments(copied, dropped, renumbered, small):
+def test_cut_episode_reads_its_own_frames(copied, dropped, renumbered, small):
     shorten(copied, dropped)
     if not renumbered:
         begin = dropped.count(0) and min(set(range(LENGTH)) - set(dropped))
@@ -160,7 +160,7 @@ HOSTILE_ROWS = {
 
 
 @pytest.mark.parametrize("name", HOSTILE_ROWS)
-def test_row_that_is_not_the_expected_one_is_refused_by_its_place(copied, name):
+def test_rejects_unexpected_row_and_names_its_place(copied, name):
     change, row = HOSTILE_ROWS[name]
     edit(copied, DATA, change)
     dataset = open_dataset(copied)
@@ -174,7 +174,7 @@ def test_row_that_is_not_the_expected_one_is_refused_by_its_place(copied, name):
 
 @pytest.mark.parametrize("column", ["timestamp", "frame_index", "index", "episode_index"])
 @pytest.mark.parametrize("change", ["missing", "text", "lists"])
-def test_column_of_another_kind_is_refused(copied, column, change):
+def test_rejects_column_of_another_type(copied, column, change):
     def apply(rows):
         if change == "missing":
             return rows.drop(columns=column)
@@ -184,13 +184,13 @@ def test_column_of_another_kind_is_refused(copied, column, change):
     assert all(isinstance(each, str) for each in shown(copied))
 
 
-def test_gap_within_an_episode_is_refused_by_its_row(copied):
+def test_rejects_gap_within_an_episode_and_names_the_row(copied):
     shorten(copied, (3, 4))
     places = shown(copied)
     assert all(f"episode 1, row {LENGTH + 3}" in place for place in places)
 
 
-def test_clip_between_two_frames_is_refused(copied):
+def test_rejects_clip_start_between_frames(copied):
     before = pq.read_table(copied / META).to_pandas()[FROM]
     for frames in (0.3, 0.5, 0.9, -0.4):
         edit(copied, META, lambda t, frames=frames: t.assign(**{FROM: before + frames / FPS * (t.index == 1)}))
@@ -198,28 +198,28 @@ def test_clip_between_two_frames_is_refused(copied):
         assert all(isinstance(place, str) and "episode 1" in place for place in places)
 
 
-def test_row_behind_the_end_of_its_clip_is_refused(copied):
+def test_rejects_row_after_the_end_of_its_clip(copied):
     shorten(copied, (0, 1))
     edit(copied, META, lambda t: t.assign(**{FROM: t[FROM] + 2 / FPS * (t.index == 1)}))
     late = shown(copied)[LENGTH : 2 * LENGTH - 2]
     assert all(re.search(rf", episode 1, row {2 * LENGTH - 4}$", place) for place in late)
 
 
-def test_other_fps_than_the_rows_have_is_refused(copied):
+def test_rejects_fps_that_differs_from_the_rows(copied):
     for fps in (5, 9.9, 20):
         edit_info(copied, fps=fps)
         assert all(isinstance(each, str) for each in shown(copied))
 
 
 @pytest.mark.parametrize("fps", [float("inf"), float("nan"), 0, -1, None, "fast"])
-def test_fps_that_is_not_a_positive_number_is_refused(copied, fps):
+def test_rejects_invalid_fps(copied, fps):
     edit_info(copied, fps=fps)
     with refused("invalid_json" if isinstance(fps, float) else "invalid_dataset_info", "fps"):
         open_dataset(copied)
 
 
 @pytest.mark.parametrize("column", ["timestamp", "frame_index", "index", "episode_index", "task_index"])
-def test_description_without_a_column_of_every_dataset_is_refused(copied, column):
+def test_rejects_info_without_required_columns(copied, column):
     features = json.loads((copied / "meta/info.json").read_text())["features"]
     missing = {name: feature for name, feature in features.items() if name != column}
     for changed in (missing, {**features, column: {"dtype": "video", "shape": [1]}}):
@@ -229,7 +229,7 @@ def test_description_without_a_column_of_every_dataset_is_refused(copied, column
 
 
 @pytest.mark.parametrize("fps", [1, 7.3, 24, 29.97, 30000 / 1001, 30, 59.94, 120, 31.4159])
-def test_every_rate_shows_its_own_moments(tmp_path, monkeypatch, fps):
+def test_frames_match_rows_at_every_frame_rate(tmp_path, monkeypatch, fps):
     monkeypatch.setenv("ARMATURE_CACHE", str(tmp_path / "cache"))
     write_numbered(tmp_path / "new", fps=fps, keyframe_every=12)
     for small in (0, 1 << 30):
@@ -253,8 +253,8 @@ def write_video(path, times, numbers):
 @settings(max_examples=4, deadline=None)
 @given(st.lists(st.lists(st.floats(0.05, 0.95), max_size=3), min_size=24, max_size=24), st.integers(0, 2**32 - 1))
 @example([[0.5, 0.75], *[[]] * 22, [0.5, 0.75]], 0)  # the last keyframe is decoded before a frame that comes before it
-def test_irregular_video_shows_the_nearest_frame(numbered, tmp_path_factory, between, seed):
-    """Frames at the rows' times, off by less than the tolerance, and others between them."""
+def test_irregular_video_gives_the_nearest_frame(numbered, tmp_path_factory, between, seed):
+    """The video has frames near the rows' times, within the tolerance, and others in between."""
     root = tmp_path_factory.mktemp("irregular") / "copy"
     shutil.copytree(numbered, root)
     jitter = np.random.default_rng(seed).uniform(0, 6e-5, 24)
@@ -269,8 +269,8 @@ def test_irregular_video_shows_the_nearest_frame(numbered, tmp_path_factory, bet
 
 
 @pytest.mark.parametrize("small", [0, 1 << 30], ids=["seeking", "decoded_once"])
-def test_float32_times_of_a_day_show_the_nearest_frame(copied, small):
-    """At 10^5 s neighbors in float32 are 7.8 ms apart, and frames 10 ms."""
+def test_float32_times_of_a_day_give_the_nearest_frame(copied, small):
+    """At 10^5 s neighboring float32 numbers are 7.8 ms apart, and frames 10 ms."""
     times = 1e5 + np.arange(3 * LENGTH) / 100
     write_video(copied / VIDEO, times, np.arange(3 * LENGTH))
     edit(copied, DATA, lambda t: t.assign(timestamp=times.astype(np.float32)))
@@ -280,7 +280,7 @@ def test_float32_times_of_a_day_show_the_nearest_frame(copied, small):
 
 
 def replace_in_place(path, content):
-    """Other content under the same inode, size and time."""
+    """Write other content of the same size into a file, keeping its inode and time."""
     state = path.stat()
     with path.open("r+b") as file:
         file.write(content)
@@ -346,8 +346,8 @@ def everything(root):
 
 
 @pytest.mark.parametrize("name", REPAIRS)
-def test_what_is_kept_depends_on_everything_that_it_was_made_of(copied, monkeypatch, name):
-    """A reading with a cache of the old dataset is that with no cache."""
+def test_cache_key_covers_all_inputs(copied, monkeypatch, name):
+    """Reading with the old dataset's cache gives the same as reading with an empty cache."""
     (copied / VIDEO).write_bytes(padded((copied / VIDEO).read_bytes(), PADDED))
     write_numbered(copied.parent / "third", first=5)
     shutil.copy(copied.parent / "third" / VIDEO, (copied / VIDEO).with_name("file-001.mp4"))
@@ -359,7 +359,7 @@ def test_what_is_kept_depends_on_everything_that_it_was_made_of(copied, monkeypa
 
 
 @pytest.mark.parametrize("name", ["meta/tasks.parquet", DATA, VIDEO])
-def test_file_that_is_missing_is_refused_by_its_name(copied, name):
+def test_missing_file_error_names_the_file(copied, name):
     (copied / name).unlink()
     with pytest.raises(DataError) as caught:
         dataset = open_dataset(copied)
@@ -374,7 +374,7 @@ def tasks_of(root, table):
     return [reader.task(episode, 0) for episode in dataset.episodes]
 
 
-def test_tasks_with_numbers_left_out_are_read(copied):
+def test_task_numbers_may_have_gaps(copied):
     edit(copied, DATA, lambda t: t.assign(task_index=t.task_index * 3))
     texts = {6: "third", 0: "nan", 3: "second", 9: ""}
     table = pa.table({"task": list(texts.values()), "task_index": list(texts)})
@@ -395,7 +395,7 @@ HOSTILE_TASKS = {
 
 
 @pytest.mark.parametrize("name", HOSTILE_TASKS)
-def test_tasks_without_text_or_number_are_refused_by_their_row(copied, name):
+def test_rejects_invalid_tasks_and_names_the_row(copied, name):
     columns, row = HOSTILE_TASKS[name]
     with pytest.raises(DataError) as caught:
         tasks_of(copied, pa.table(columns))

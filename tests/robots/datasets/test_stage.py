@@ -1,4 +1,4 @@
-"""The statistics of a dataset: found again for the same content, right for each feature, put in place whole."""
+"""Statistics stage: results are reused for the same content, correct for each feature, and written atomically."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def run(root, store, settings=SETTINGS, **machine):
     return run_stage("quantile-stats", settings, {"dataset": source}, facts)
 
 
-def test_every_feature_has_the_statistics_of_its_values(written, tmp_path):
+def test_statistics_cover_every_feature(written, tmp_path):
     root, episodes = written
     artifact = run(root, tmp_path, EVERYTHING)
     stats = json.loads((artifact.path / "stats.json").read_text())
@@ -72,7 +72,7 @@ def test_every_feature_has_the_statistics_of_its_values(written, tmp_path):
     assert "observation.state[7]" in page and page.count('"axis":"value"') >= len(stats)
 
 
-def test_a_dataset_that_we_write_has_the_same_statistics_already(written, tmp_path):
+def test_written_dataset_already_has_the_same_statistics(written, tmp_path):
     measured = json.loads((run(written[0], tmp_path).path / "stats.json").read_text())
     stored = open_dataset(written[0]).stats
     for name, entry in measured.items():
@@ -80,7 +80,7 @@ def test_a_dataset_that_we_write_has_the_same_statistics_already(written, tmp_pa
             np.testing.assert_allclose(stored[name][key], value, rtol=1e-14, atol=1e-16)
 
 
-def test_some_features_alone_without_opening_the_images(copied, tmp_path):
+def test_selected_features_are_measured_without_opening_images(copied, tmp_path):
     for path in copied.glob("videos/*/*/*.mp4"):
         path.write_bytes(b"")
     artifact = run(copied, tmp_path, QuantileStatsSettings(features=("action",), images="sampled"))
@@ -89,7 +89,7 @@ def test_some_features_alone_without_opening_the_images(copied, tmp_path):
         run(copied, tmp_path, QuantileStatsSettings(features=("actions",), images="sampled"))
 
 
-def test_the_same_content_is_measured_once_and_other_content_again(copied, tmp_path):
+def test_statistics_are_cached_by_content(copied, tmp_path):
     first = run(copied, tmp_path)
     assert run(copied, tmp_path).path == first.path
     augment(copied, first.path)
@@ -100,7 +100,7 @@ def test_the_same_content_is_measured_once_and_other_content_again(copied, tmp_p
     assert json.loads((again.path / "stats.json").read_text())["action"]["max"] == [50.0] * 7
 
 
-def test_a_dataset_that_changed_since_it_was_named_is_refused(copied, tmp_path):
+def test_rejects_dataset_changed_after_it_was_referenced(copied, tmp_path):
     facts = make_machine(store=tmp_path)
     named = pinned(DatasetSettings(path=str(copied)))
     source = run_stage("dataset", named, {}, facts)
@@ -112,7 +112,7 @@ def test_a_dataset_that_changed_since_it_was_named_is_refused(copied, tmp_path):
         pinned(named)
 
 
-def test_a_quick_digest_reads_no_data_and_is_recorded(copied, tmp_path):
+def test_quick_digest_reads_no_data_and_is_recorded(copied, tmp_path):
     facts = make_machine(store=tmp_path / "store")
     settings = pinned(DatasetSettings(path=str(copied), digest="quick"))
     assert settings.digest == f"quick:{LocalFiles(copied).quick_digest()}" and pinned(settings) == settings
@@ -134,7 +134,7 @@ def test_a_quick_digest_reads_no_data_and_is_recorded(copied, tmp_path):
         open_sources(source.path)
 
 
-def test_the_name_of_a_dataset_does_not_count(written, copied):
+def test_dataset_name_does_not_change_the_digest(written, copied):
     assert LocalFiles(written[0]).digest() == LocalFiles(copied).digest()
     with refused("not_a_lerobot_dataset", copied / "meta"):
         LocalFiles(copied / "meta").digest()
@@ -147,7 +147,7 @@ def test_four_workers_give_the_same_bytes_as_threads(tmp_path):
     assert workers.digest == threads.digest
 
 
-def test_a_worker_s_finding_is_named_and_a_file_that_changed_is_refused(copied):
+def test_worker_errors_are_named_and_changed_files_refused(copied):
     dataset = open_dataset(copied)
     path = copied / DATA
     edit_cell(path, 9, "action", INFINITE)
@@ -160,7 +160,7 @@ def test_a_worker_s_finding_is_named_and_a_file_that_changed_is_refused(copied):
         same_files(str(copied), before, DownloadCache.standard())
 
 
-def test_a_unit_whose_worker_is_killed_is_measured_again(tmp_path):
+def test_unit_of_a_killed_worker_is_measured_again(tmp_path):
     write_dataset(tmp_path / "files", 12_000, video_files=12)
     dataset = open_dataset(tmp_path / "files")
     units = plan(dataset, QuantileStatsSettings(features=("action",)), range(12_000))
@@ -179,7 +179,7 @@ def test_a_unit_whose_worker_is_killed_is_measured_again(tmp_path):
     assert found.episodes.equals(measure_dataset(dataset, units, Machine(), lambda done: None).episodes)
 
 
-def test_a_unit_travels_as_its_numbers(written):
+def test_unit_is_sent_as_numbers(written):
     dataset = open_dataset(written[0])
     (unit,) = plan(dataset, QuantileStatsSettings(features=("action",)), range(3))
     assert len(encoded(["measure", astuple(unit)])) < 100
@@ -191,14 +191,14 @@ def test_a_unit_travels_as_its_numbers(written):
         assert again.values[name].mean.tolist() == values.mean.tolist()
 
 
-def test_a_value_that_is_not_finite_is_named(copied, tmp_path):
+def test_non_finite_value_error_names_the_feature(copied, tmp_path):
     edit_cell(copied / DATA, 9, "action", INFINITE)
     with refused("feature_not_finite", "action", 2) as caught:
         run(copied, tmp_path)
     assert caught.value.where == "episode 2, frame 1"
 
 
-def test_augmenting_keeps_what_was_not_measured(copied, tmp_path):
+def test_augment_keeps_unmeasured_statistics(copied, tmp_path):
     before = open_dataset(copied).stats
     artifact = run(copied, tmp_path, QuantileStatsSettings(features=("action",), images="sampled"))
     (copied / "meta/stats.json").write_text(json.dumps({**before, "action": {"mean": [0.0]}, "custom": {"max": [1]}}))
@@ -228,7 +228,7 @@ stage.augment(root, statistics)
 
 
 @pytest.mark.parametrize("step", ["write", "rename"])
-def test_a_kill_while_augmenting_leaves_the_old_statistics(copied, tmp_path, step):
+def test_crash_while_augmenting_keeps_old_statistics(copied, tmp_path, step):
     (tmp_path / "stats.json").write_text('{"action": {"mean": [1.0]}}')
     before = (copied / "meta/stats.json").read_bytes()
     command = [sys.executable, "-c", _KILLED, step, str(copied), str(tmp_path)]
@@ -238,7 +238,7 @@ def test_a_kill_while_augmenting_leaves_the_old_statistics(copied, tmp_path, ste
     assert open_dataset(copied).stats["action"] == {"mean": [1.0]}
 
 
-def test_a_dataset_in_a_copy_that_dvc_made_is_referred_to_where_it_lasts(copied, tmp_path, monkeypatch):
+def test_reference_uses_the_original_of_a_dvc_copy(copied, tmp_path, monkeypatch):
     copy = tmp_path / ".dvc/tmp/exps/standalone/tmp1"
     shutil.copytree(copied, copy / "copy")
     for root in (tmp_path, copy):

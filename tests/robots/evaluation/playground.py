@@ -1,4 +1,4 @@
-"""What stands at the outer edge of these tests: a game that needs no simulator, and a policy that needs no model."""
+"""Stand-ins for simulator and policy: a point that moves in a plane, and a policy without a model."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ def settings(**changes: Any) -> LiberoEvaluationSettings:
 
 
 class Plane:
-    """A point that is to reach the origin: the actions' first two numbers push it, noise decides how well.
+    """Simulator of a point that must reach the origin: the first two numbers of an action push it.
 
-    `deaths`: numbers of the steps (counted over all slots) at which the process dies with all its slots.
-    Threads that share it wait for one another, as they do for a simulator's process.
+    deaths: numbers of steps, counted over all slots, at which the process dies with all its slots. Calls of threads
+    that share it run one after the other, as in a simulator's process.
     """
 
     def __init__(self, deaths: Sequence[int] = ()) -> None:
@@ -53,7 +53,7 @@ class Plane:
         slot: int = 0,
         perturbation: Perturbation | None = None,
     ) -> RobotObservation:
-        """A perturbation puts the point farther away."""
+        """Put the point at its start; a perturbation puts it farther away."""
         with self._lock:
             self.resets += 1
             angle = 1 + 7 * task.index + initial_state + seed / 1000
@@ -92,7 +92,7 @@ class Plane:
 
 
 class Homing:
-    """Pushes toward the origin, with noise of the row's seed."""
+    """Policy that pushes the point toward the origin, with noise from the row's seed."""
 
     n_action_steps = 4
     action_dimensions = 7

@@ -1,4 +1,4 @@
-"""Results of LIBERO: rates, pages, and two policies compared by episode."""
+"""Results of evaluations: success rates, reports, and paired comparison of two policies."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ RESULTS = [
 ]
 
 
-def test_rates_per_task_suite_and_over_all() -> None:
-    """Wilson's limits for 3 of 5 by hand: (p + z^2/2n -+ z sqrt(p(1-p)/n + z^2/4n^2)) / (1 + z^2/n)."""
+def test_success_rates_per_task_suite_and_overall() -> None:
+    """Wilson's limits for 3 of 5: (p + z^2/2n -+ z sqrt(p(1-p)/n + z^2/4n^2)) / (1 + z^2/n)."""
     numbers = metrics(RESULTS)
     z, p, n = 1.959963984540054, 3 / 5, 5
     center, half = p + z * z / (2 * n), z * (p * (1 - p) / n + z * z / (4 * n * n)) ** 0.5
@@ -60,7 +60,7 @@ def test_rates_per_task_suite_and_over_all() -> None:
     assert "steps_when_solved" not in numbers["tasks"]["libero_spatial/3"]
 
 
-def test_eval_info_has_the_layout_of_lerobot() -> None:
+def test_eval_info_has_lerobots_layout() -> None:
     videos = {RESULTS[0].key: video_path(RESULTS[0].key), RESULTS[4].key: video_path(RESULTS[4].key)}
     info = json.loads(json.dumps(eval_info(RESULTS, videos, seconds=30.0)))
     tasks = [(each["task_group"], each["task_id"]) for each in info["per_task"]]
@@ -83,7 +83,7 @@ def test_eval_info_has_the_layout_of_lerobot() -> None:
     assert len(info["overall"]["video_paths"]) == 2
 
 
-def test_results_are_read_as_they_were_written(tmp_path: Path) -> None:
+def test_results_roundtrip(tmp_path: Path) -> None:
     write_results(tmp_path, RESULTS)
     assert read_results(tmp_path) == RESULTS
     (tmp_path / "results.parquet").write_bytes(b"PAR1 no")
@@ -92,7 +92,7 @@ def test_results_are_read_as_they_were_written(tmp_path: Path) -> None:
     assert error.value.where == str(tmp_path / "results.parquet")
 
 
-def test_the_page_escapes_what_comes_from_outside(tmp_path: Path) -> None:
+def test_report_escapes_external_text(tmp_path: Path) -> None:
     write_report(tmp_path / "report.html", evaluation_report(RESULTS, [], {"seed": 1}, {"JSON": "eval_info.json"}))
     page = (tmp_path / "report.html").read_text()
     assert "put &lt;3&gt; on the plate" in page
@@ -103,7 +103,7 @@ def test_the_page_escapes_what_comes_from_outside(tmp_path: Path) -> None:
 
 
 def results(ends: str, task: int = 0) -> list[LiberoResult]:
-    """One episode a letter, + is solved."""
+    """Return results with one episode per letter; + is solved."""
     return [
         LiberoResult("libero_goal", task, "open", k, k, 1000 + k, end == "+", 3, (), None) for k, end in enumerate(ends)
     ]
@@ -113,12 +113,12 @@ def results(ends: str, task: int = 0) -> list[LiberoResult]:
     ("first", "second"),
     [(0, 0), (1, 0), (3, 9), (9, 3), (8, 8), (40, 61), (0, 12), (0, 200), (700, 640), (900, 50), (4000, 4100)],
 )
-def test_the_sign_test_is_scipys(first: int, second: int) -> None:
+def test_sign_test_equals_scipy(first: int, second: int) -> None:
     expected = binomtest(first, first + second).pvalue if first + second else 1.0
     assert sign_test(first, second) == pytest.approx(expected, rel=1e-9)
 
 
-def test_pairs_are_counted_by_episode() -> None:
+def test_paired_comparison_counts_by_episode() -> None:
     first, second = results("++++----++"), results("+++-+++++-")
     paired = compare_results(first, list(reversed(second)))
     assert (paired.both, paired.only_first, paired.only_second, paired.neither) == (4, 2, 4, 0)
@@ -127,14 +127,14 @@ def test_pairs_are_counted_by_episode() -> None:
     assert paired.unpaired == compare_proportions((6, 10), (8, 10))
 
 
-def test_pairing_finds_what_two_proportions_do_not() -> None:
-    """8 episodes of 100 turn from failure to success and none back."""
+def test_paired_test_is_more_sensitive_than_unpaired() -> None:
+    """8 of 100 episodes change from failure to success, and none back."""
     paired = compare_results(results("+" * 50 + "-" * 50), results("+" * 58 + "-" * 42))
     assert paired.p_value == pytest.approx(2 / 2**8)
     assert paired.unpaired.p_value > 0.25
 
 
-def test_parts_are_all_suites_and_tasks(tmp_path: Path) -> None:
+def test_comparison_has_parts_for_all_suites_and_tasks(tmp_path: Path) -> None:
     first, second = results("++--") + results("--", task=7), results("+-++") + results("+-", task=7)
     parts = compare_parts(first, second)
     assert list(parts) == ["all", "libero_goal", "libero_goal/0", "libero_goal/7"]
@@ -144,7 +144,7 @@ def test_parts_are_all_suites_and_tasks(tmp_path: Path) -> None:
     assert "new against old" in (tmp_path / "report.html").read_text()
 
 
-def test_the_page_shows_a_small_p_value_as_a_number_above_zero() -> None:
+def test_report_shows_small_p_values_above_zero() -> None:
     parts = compare_parts(results("-" * 40), results("+" * 40))
     page = comparison_report(parts, ("old", "new"), {})
     (table,) = page.tables
@@ -153,7 +153,7 @@ def test_the_page_shows_a_small_p_value_as_a_number_above_zero() -> None:
     assert list(map(float, shown)) == pytest.approx(expected, rel=1e-2)
 
 
-def test_other_episodes_are_no_pairs() -> None:
+def test_rejects_comparison_of_different_episodes() -> None:
     with refused("episodes_differ", "3 and 4", "suite libero_goal, task 0, episode 3"):
         compare_parts(results("+++"), results("++++"))
     moved = [replace(each, initial_state=9) for each in results("+")]

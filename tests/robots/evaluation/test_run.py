@@ -1,4 +1,4 @@
-"""An evaluation's plan, batches of observations, lost simulators and errors."""
+"""Playing an evaluation: its schedule, batches of observations, crashed simulators and errors."""
 
 from __future__ import annotations
 
@@ -46,26 +46,24 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[EpisodeKey, EpisodeO
     return play(tmp_path_factory.mktemp("alone"), [Plane()])
 
 
-def test_the_game_is_worth_playing(alone: dict[EpisodeKey, EpisodeOutcome]) -> None:
+def test_playground_has_successes_and_failures(alone: dict[EpisodeKey, EpisodeOutcome]) -> None:
     assert len(alone) == 21
     assert {outcome.success for outcome in alone.values()} == {True, False}
     assert all(outcome.steps == 23 for outcome in alone.values() if not outcome.success)
 
 
-@pytest.mark.parametrize(("batch", "arenas"), [(4, 1), (4, 2), (3, 2), (40, 2)])
-def test_results_depend_on_neither_batch_nor_processes(
-    tmp_path: Path, alone: dict[EpisodeKey, EpisodeOutcome], batch: int, arenas: int
+@pytest.mark.parametrize(("batch", "processes"), [(4, 1), (4, 2), (3, 2), (40, 2)])
+def test_results_do_not_depend_on_batch_or_processes(
+    tmp_path: Path, alone: dict[EpisodeKey, EpisodeOutcome], batch: int, processes: int
 ) -> None:
     policy = Homing()
-    outcomes = play(tmp_path, [Plane() for _ in range(arenas)], policy, batch=batch)
+    outcomes = play(tmp_path, [Plane() for _ in range(processes)], policy, batch=batch)
     assert ends(outcomes) == ends(alone)
     assert max(policy.rows) <= policy.rows_per_pass
     assert sum(policy.rows) == sum(-(-outcome.steps // 4) for outcome in alone.values())
 
 
-def test_a_lost_simulator_has_its_episodes_played_again(
-    tmp_path: Path, alone: dict[EpisodeKey, EpisodeOutcome]
-) -> None:
+def test_episodes_of_a_crashed_simulator_are_repeated(tmp_path: Path, alone: dict[EpisodeKey, EpisodeOutcome]) -> None:
     plane = Plane(deaths=(2, 9, 30))
     outcomes = play(tmp_path, [plane], batch=1)
     assert ends(outcomes) == ends(alone)
@@ -75,7 +73,7 @@ def test_a_lost_simulator_has_its_episodes_played_again(
     assert 1 <= sum(outcome.lost for outcome in shared.values()) <= 4
 
 
-def test_episodes_that_always_fail_are_counted_up_to_a_limit(tmp_path: Path) -> None:
+def test_failed_episodes_are_counted_up_to_the_limit(tmp_path: Path) -> None:
     outcomes = play(tmp_path, [Plane(deaths=(1, 2, 3))], failed_episodes=1)
     failed = [outcome for outcome in outcomes.values() if outcome.failure]
     assert [(each.success, each.steps, each.lost) for each in failed] == [(False, 0, 3)]
@@ -86,11 +84,9 @@ def test_episodes_that_always_fail_are_counted_up_to_a_limit(tmp_path: Path) -> 
     assert not any(outcome.failure for outcome in resumed.values())
 
 
-def test_a_state_that_is_not_finite_costs_its_episode_alone(
-    tmp_path: Path, alone: dict[EpisodeKey, EpisodeOutcome]
-) -> None:
+def test_non_finite_state_fails_only_its_episode(tmp_path: Path, alone: dict[EpisodeKey, EpisodeOutcome]) -> None:
     class Exploding(Plane):
-        """Its physics fails in the first three attempts."""
+        """Its state is not finite in the first three attempts."""
 
         def _observe(self, slot: int) -> RobotObservation:
             seen = super()._observe(slot)
@@ -117,7 +113,7 @@ class Counting(Homing):
         return super().predict(observations, seeds)
 
 
-def test_an_error_of_the_policy_ends_the_evaluation_and_the_rest_is_played_later(
+def test_policy_error_ends_evaluation_and_resume_plays_the_rest(
     tmp_path: Path, alone: dict[EpisodeKey, EpisodeOutcome]
 ) -> None:
     with pytest.raises(MemoryError):
@@ -143,7 +139,7 @@ def test_an_error_of_the_policy_ends_the_evaluation_and_the_rest_is_played_later
     ],
     ids=["nan", "six numbers", "no action"],
 )
-def test_what_is_no_action_is_refused_with_its_place(
+def test_rejects_invalid_actions_and_names_the_chunk(
     tmp_path: Path, answer: NDArray[np.float32], code: str, shape: object
 ) -> None:
     with refused(code, shape, "libero_spatial task 0 episode 0 (initial state 0), chunk 2"):
@@ -153,7 +149,7 @@ def test_what_is_no_action_is_refused_with_its_place(
 SEEN = RobotObservation({}, np.zeros(1, np.float32), "")
 
 
-def test_a_call_that_is_not_full_waits_for_players_that_play_and_for_no_others() -> None:
+def test_partial_batch_waits_only_for_players_that_play() -> None:
     calls: list[list[int]] = []
 
     def predict(observations: Sequence[RobotObservation], seeds: list[int]) -> list[int]:
@@ -179,7 +175,7 @@ def test_a_call_that_is_not_full_waits_for_players_that_play_and_for_no_others()
     assert sum(map(len, calls)) == 6 and max(map(len, calls)) == 2
 
 
-def test_observations_are_prepared_by_those_who_ask_while_others_are_answered() -> None:
+def test_observations_are_prepared_while_the_policy_computes() -> None:
     computing, prepared = threading.Event(), threading.Event()
 
     def prepare(observation: RobotObservation) -> RobotObservation:
@@ -200,7 +196,7 @@ def test_observations_are_prepared_by_those_who_ask_while_others_are_answered() 
     assert sorted(told) == ["later, prepared", "now, prepared"]
 
 
-def test_who_cannot_be_prepared_ends_it_for_all() -> None:
+def test_error_in_prepare_ends_the_evaluation() -> None:
     def prepare(observation: RobotObservation) -> RobotObservation:
         raise DataError("the observation has no camera", code="no_camera")
 
@@ -212,7 +208,7 @@ def test_who_cannot_be_prepared_ends_it_for_all() -> None:
 KNOWN = {"libero_spatial": TASKS}
 
 
-def test_every_initial_state_comes_once_before_any_comes_again() -> None:
+def test_planned_states_are_all_used_before_any_repeats() -> None:
     planned = plan_episodes(settings(episodes_per_task=12), KNOWN)
     for task in TASKS:
         states = [each.initial_state for each in planned if each.task == task]
@@ -220,13 +216,13 @@ def test_every_initial_state_comes_once_before_any_comes_again() -> None:
         assert states[10:] == [0, 1]
 
 
-def test_initial_states_are_those_that_are_named() -> None:
+def test_plan_uses_the_selected_initial_states() -> None:
     planned = plan_episodes(settings(tasks=(1,), initial_states=(4, 1), episodes_per_task=5), KNOWN)
     assert [each.initial_state for each in planned] == [4, 1, 4, 1, 4]
     assert [each.repetition for each in planned] == [0, 0, 1, 1, 2]
 
 
-def test_tasks_are_chosen_by_number() -> None:
+def test_plan_uses_the_selected_tasks() -> None:
     planned = plan_episodes(settings(tasks=(2, 0), episodes_per_task=1), KNOWN)
     assert [each.task.index for each in planned] == [0, 2]
 
@@ -242,12 +238,12 @@ def test_tasks_are_chosen_by_number() -> None:
     ],
     ids=["unknown task", "task twice", "unknown state", "state twice", "suite without a limit"],
 )
-def test_impossible_plan_is_refused(changes: dict[str, Any], code: str, values: tuple[object, ...]) -> None:
+def test_rejects_impossible_plans(changes: dict[str, Any], code: str, values: tuple[object, ...]) -> None:
     with refused(code, *values):
         plan_episodes(settings(**changes), KNOWN)
 
 
-def test_each_chunk_of_each_episode_has_noise_of_its_own() -> None:
+def test_each_chunk_has_its_own_noise_seed() -> None:
     chosen = settings(episodes_per_task=12)
     planned = plan_episodes(chosen, KNOWN)
     seeds = [noise_seed(chosen, each, chunk) for each in planned for chunk in range(30)]
@@ -256,8 +252,8 @@ def test_each_chunk_of_each_episode_has_noise_of_its_own() -> None:
     assert len({noise_seed(settings(eval_seed=seed), planned[0], 0) for seed in range(50)}) == 50
 
 
-def test_seeds_hang_on_the_episode_alone() -> None:
-    """Not on which others are played, nor on how many at once."""
+def test_seeds_depend_only_on_the_episode() -> None:
+    """Seeds do not depend on which other episodes are played, nor on the batch."""
     few = settings(tasks=(1,), episodes_per_task=2, batch=4)
     one = plan_episodes(few, KNOWN)[1]
     same = next(each for each in plan_episodes(settings(), KNOWN) if each.key == one.key)
@@ -265,14 +261,14 @@ def test_seeds_hang_on_the_episode_alone() -> None:
     assert noise_seed(settings(), plan_episodes(settings(), KNOWN)[0], 0) == 7657459768264447920
 
 
-def test_without_per_episode_seeds_the_noise_hangs_on_the_chunk_alone() -> None:
+def test_shared_noise_depends_only_on_the_chunk_number() -> None:
     shared = settings(per_episode_seed=False)
     planned = plan_episodes(shared, KNOWN)
     assert len({noise_seed(shared, each, 2) for each in planned}) == 1
     assert noise_seed(shared, planned[0], 2) != noise_seed(shared, planned[0], 3)
 
 
-def test_a_player_keeps_its_task_and_each_episode_is_played_once() -> None:
+def test_players_keep_their_task_and_play_each_episode_once() -> None:
     planned = plan_episodes(settings(), KNOWN)
     schedule = StickyQueue(planned, lambda episode: episode.key[:2])
     held: list[tuple[str, int] | None] = [None, None]

@@ -1,4 +1,4 @@
-"""The stage of an evaluation in a simulator: its files, videos and perturbations, and comparisons."""
+"""The stage evaluate-libero: its files, videos and perturbations; and the stage compare-libero."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def evaluate(folder: Path, policy: Homing, plane: Plane, **changes: Any) -> tupl
     return out, events, report
 
 
-def test_an_evaluation_leaves_results_numbers_videos_and_a_page(tmp_path: Path) -> None:
+def test_evaluation_writes_results_metrics_videos_and_report(tmp_path: Path) -> None:
     out, events, report = evaluate(tmp_path, Homing(), Plane(deaths=(7,)), batch=3)
     results = read_results(out)
     numbers = json.loads((out / "metrics.json").read_text())
@@ -82,7 +82,7 @@ def test_an_evaluation_leaves_results_numbers_videos_and_a_page(tmp_path: Path) 
 
 
 def evaluated_twice(folder: Path, **changes: Any) -> dict[str, Artifact]:
-    """Evaluations of two policies, of which the second has less noise."""
+    """Return evaluations of two policies, of which the second has less noise."""
     paths = {}
     for name, noise in (("first", 1.4), ("second", 0.5)):
         out, _, _ = evaluate(folder / name, Homing(noise), Plane(), **changes)
@@ -91,7 +91,7 @@ def evaluated_twice(folder: Path, **changes: Any) -> dict[str, Artifact]:
     return paths
 
 
-def test_two_policies_are_compared_on_the_same_episodes(tmp_path: Path) -> None:
+def test_comparison_of_two_policies_on_the_same_episodes(tmp_path: Path) -> None:
     paths, events = evaluated_twice(tmp_path, videos_per_task=0), Events()
     settings = CompareLiberoSettings(confidence=0.95)
     report = compare_libero(settings, paths, tmp_path / "compared", context(tmp_path, events))
@@ -105,7 +105,7 @@ def test_two_policies_are_compared_on_the_same_episodes(tmp_path: Path) -> None:
     assert "second, secondse against first, firstfir" in (tmp_path / "compared/report.html").read_text()
 
 
-def test_what_both_filmed_is_shown_side_by_side(tmp_path: Path) -> None:
+def test_episodes_filmed_by_both_are_shown_side_by_side(tmp_path: Path) -> None:
     paths, out = evaluated_twice(tmp_path), tmp_path / "compared"
     report = compare_libero(CompareLiberoSettings(), paths, out, context(tmp_path, Events()))
     filmed = [{str(path.relative_to(each.path)) for path in each.path.rglob("*.mp4")} for each in paths.values()]
@@ -127,7 +127,7 @@ def frames(path: Path) -> list[np.ndarray]:
         return [frame.to_ndarray(format="rgb24") for frame in video.decode(video=0)]
 
 
-def test_cameras_that_the_simulator_does_not_give_are_refused() -> None:
+def test_rejects_cameras_that_the_simulator_lacks() -> None:
     refuse_cameras(("observation.images.wrist_image",), SIMULATOR)
     with refused("simulator_camera_missing", "observation.images.image2", "simulator.camera_name_mapping"):
         refuse_cameras(("observation.images.image", "observation.images.image2"), SIMULATOR)
@@ -137,7 +137,7 @@ PERTURBATIONS = PerturbationSettings(camera=(0.5, 1.0), language=(0.0,))
 LABELS = ["camera/0.5", "camera/1", "language/0"]
 
 
-def test_every_episode_is_planned_again_with_each_perturbation() -> None:
+def test_each_perturbation_repeats_every_planned_episode() -> None:
     chosen = settings(perturbations=PERTURBATIONS)
     planned = plan_episodes(chosen, {"libero_spatial": TASKS})
     plain = plan_episodes(settings(), {"libero_spatial": TASKS})
@@ -149,8 +149,8 @@ def test_every_episode_is_planned_again_with_each_perturbation() -> None:
         assert noise_seed(chosen, each, 3) == noise_seed(chosen, alike, 3)
 
 
-def test_success_by_perturbation_beside_the_same_episodes_without(tmp_path: Path) -> None:
-    """Wilson's limits by hand: (p + z^2/2n -+ z sqrt(p(1-p)/n + z^2/4n^2)) / (1 + z^2/n)."""
+def test_perturbed_success_is_compared_with_unperturbed_episodes(tmp_path: Path) -> None:
+    """Wilson's lower limit: (p + z^2/2n - z sqrt(p(1-p)/n + z^2/4n^2)) / (1 + z^2/n)."""
     chosen = settings(perturbations=PERTURBATIONS)
     out, events, report = evaluate(tmp_path, Homing(), Plane(), perturbations=chosen.perturbations, batch=3)
     plain, perturbed = read_results(out), read_perturbed(out)
@@ -181,7 +181,7 @@ def test_success_by_perturbation_beside_the_same_episodes_without(tmp_path: Path
     assert info["overall"]["n_episodes"] == 21 and not any("camera" in path for path in info["overall"]["video_paths"])
 
 
-def test_without_perturbations_nothing_is_added(tmp_path: Path) -> None:
+def test_without_perturbations_no_files_or_metrics_are_added(tmp_path: Path) -> None:
     with_them, _, _ = evaluate(tmp_path / "with", Homing(), Plane(), perturbations=PERTURBATIONS)
     without, _, report = evaluate(tmp_path / "without", Homing(), Plane())
     assert (with_them / "results.parquet").read_bytes() == (without / "results.parquet").read_bytes()
@@ -191,7 +191,7 @@ def test_without_perturbations_nothing_is_added(tmp_path: Path) -> None:
     assert "With perturbations" not in page and "By perturbation" not in page
 
 
-def test_processes_batches_and_deaths_change_no_byte(tmp_path: Path) -> None:
+def test_results_are_identical_across_processes_batches_and_crashes(tmp_path: Path) -> None:
     files = []
     for name, batch, planes in (("one", 1, [Plane()]), ("two", 5, [Plane(deaths=(9,)), Plane()])):
         folder = tmp_path / name
@@ -204,7 +204,7 @@ def test_processes_batches_and_deaths_change_no_byte(tmp_path: Path) -> None:
     assert files[0] == files[1]
 
 
-def test_two_policies_are_compared_with_the_perturbations_that_both_had(tmp_path: Path) -> None:
+def test_comparison_uses_perturbations_that_both_evaluations_have(tmp_path: Path) -> None:
     paths = {}
     for name, noise, perturbations in (
         ("first", 1.4, PerturbationSettings(camera=(0.5,), light=(1.0,))),
@@ -221,7 +221,7 @@ def test_two_policies_are_compared_with_the_perturbations_that_both_had(tmp_path
     assert compared["camera/0.5"]["only_second"] == sum(b.success and not a.success for a, b in pairs) > 0
 
 
-def test_settings_are_checked() -> None:
+def test_rejects_invalid_perturbation_settings() -> None:
     with refused("value_error", "robot"):
         PerturbationSettings(robot=(0.5, 0.5))
     layout = settings(perturbations=PerturbationSettings(layout=(0.5,)))
@@ -229,7 +229,7 @@ def test_settings_are_checked() -> None:
         EvaluateLiberoStageSettings(simulator=simulator(), evaluation=layout)
 
 
-def test_first_successes_and_failures_are_filmed_as_they_were_played(tmp_path: Path) -> None:
+def test_films_first_successes_and_failures_exactly_as_played(tmp_path: Path) -> None:
     plan = settings()
     planned = plan_episodes(plan, {"libero_spatial": TASKS})
     journal = EvaluationJournal(tmp_path / "episodes.jsonl")
@@ -246,7 +246,7 @@ def test_first_successes_and_failures_are_filmed_as_they_were_played(tmp_path: P
     assert chosen(planned, outcomes, 0) == []
 
 
-def test_another_ending_is_said() -> None:
+def test_differing_repetition_is_described() -> None:
     actions = np.zeros((4, 7), np.float32)
     last = RobotObservation({}, np.zeros(8, np.float32), "")
     assert differs(PlayedEpisode(False, actions, last), EpisodeOutcome(True, actions, None, 0, 0.0)) == (
@@ -254,7 +254,7 @@ def test_another_ending_is_said() -> None:
     )
 
 
-def test_videos_hold_every_moment_with_all_cameras(tmp_path: Path) -> None:
+def test_videos_show_every_frame_of_all_cameras(tmp_path: Path) -> None:
     episode = plan_episodes(settings(), {"libero_spatial": TASKS})[8]
     moments = [
         {"a": np.full((33, 32, 3), 8 * k, np.uint8), "b": np.full((33, 32, 3), 255 - 8 * k, np.uint8)}

@@ -1,4 +1,4 @@
-"""A simulator that several files of tests reset."""
+"""A simulator that several test files share and reset."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Where LIBERO's own meshes end after ten random actions: what our simple shapes are held to, recorded once.
+"""Records the state of LIBERO's own meshes after ten random actions, which compact shapes must reproduce.
 
-With the original assets: ARMATURE_LIBERO_ASSETS=/path/to/assets python -m tests.robots.libero.mesh_physics
+It needs the original assets: ARMATURE_LIBERO_ASSETS=/path/to/assets python -m tests.robots.libero.mesh_physics
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ TASKS = [("libero_goal", 4), ("libero_object", 0), ("libero_spatial", 4)]
 
 
 def end_state(suite: str, index: int, assets: Literal["compact"] | None) -> list[float]:
-    """Time, positions and velocities of everything; `assets` None: those of LIBERO."""
+    """Return time, positions and velocities after the actions. assets: None for LIBERO's own."""
     made = LiberoSimulator(suite_tasks(suite)[index], simulator(assets=assets))
     made.reset(1, 5)
     rng = np.random.default_rng(0)

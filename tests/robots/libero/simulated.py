@@ -1,4 +1,4 @@
-"""The simulator in tests: its settings, with which nothing is fetched and little is drawn, and its state."""
+"""Simulator settings for tests, which download nothing and render little, and access to its state."""
 
 from __future__ import annotations
 

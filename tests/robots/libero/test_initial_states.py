@@ -1,4 +1,4 @@
-"""Initial states are arrays; whatever else a file holds is refused and not run."""
+"""Files of initial states: arrays are read, anything else is refused without executing it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def pickled(value: Any) -> bytes:
 
 
 class Touch:
-    """A pickle that makes a file where it is read."""
+    """Object whose unpickling creates a file."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -44,14 +44,14 @@ class Touch:
 
 
 @pytest.mark.parametrize("suite", sorted(MAX_STEPS))
-def test_states_are_those_that_torch_reads(suite: str) -> None:
+def test_initial_states_equal_torch_load(suite: str) -> None:
     task = suite_tasks(suite)[3]
     states = load_initial_states(task)
     assert states.shape[0] == task.initial_states == 50
     assert np.array_equal(states, torch.load(task.states_file, weights_only=False))
 
 
-def test_every_state_file_of_every_suite_is_known() -> None:
+def test_all_state_files_have_a_known_digest() -> None:
     tasks = [task for suite in MAX_STEPS for task in suite_tasks(suite)]
     assert len(tasks) == 130
     for task in tasks:
@@ -59,7 +59,7 @@ def test_every_state_file_of_every_suite_is_known() -> None:
         assert task.bddl_file.is_file()
 
 
-def test_an_unknown_file_is_refused_until_it_is_named() -> None:
+def test_rejects_unknown_state_file_unless_trusted() -> None:
     task = suite_tasks("libero_goal")[0]
     other = replace(task, digest="0" * 64)
     with refused("unknown_initial_states", task.digest):
@@ -67,7 +67,7 @@ def test_an_unknown_file_is_refused_until_it_is_named() -> None:
     assert len(load_initial_states(other, trusted=(task.digest,))) == 50
 
 
-def test_a_pickle_that_does_something_is_refused_and_does_nothing(tmp_path: Path) -> None:
+def test_rejects_malicious_pickle_without_executing_it(tmp_path: Path) -> None:
     with refused("invalid_initial_states", "mkdir"):
         read_states(pickled(Touch(tmp_path / "made")), "here")
     assert not (tmp_path / "made").exists()
@@ -85,15 +85,15 @@ def test_a_pickle_that_does_something_is_refused_and_does_nothing(tmp_path: Path
         pytest.param(pickled(np.array([[1.0, np.nan]])), id="nan"),
     ],
 )
-def test_anything_but_an_array_of_numbers_is_refused(data: bytes) -> None:
+def test_rejects_state_files_without_one_array_of_numbers(data: bytes) -> None:
     with refused("invalid_initial_states", "here"):
         read_states(data, "here")
 
 
-def test_an_unknown_suite_gets_the_nearest_known_one() -> None:
+def test_unknown_suite_error_suggests_the_nearest_name() -> None:
     with refused("unknown_suite", "libero_spatial"):
         suite_tasks("libero_spacial")
 
 
-def test_scenes_are_no_part_of_an_instruction() -> None:
+def test_instruction_omits_the_scene_name() -> None:
     assert suite_tasks("libero_10")[2].language == "turn on the stove and put the moka pot on it"

@@ -1,4 +1,4 @@
-"""Simulators in processes: equal to one another, and no crash goes further than its process."""
+"""Simulators in processes: slots are equal, and a crash only affects its own process."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def process() -> Iterator[SimulatorProcess]:
         yield made
 
 
-def test_slots_are_alike_and_apart(process: SimulatorProcess) -> None:
+def test_slots_are_equal_and_independent(process: SimulatorProcess) -> None:
     task = suite_tasks("libero_spatial")[0]
     first = process.reset(task, 0, 1)
     second = process.reset(task, 0, 1, slot=1)
@@ -41,7 +41,7 @@ def test_slots_are_alike_and_apart(process: SimulatorProcess) -> None:
     assert not np.array_equal(moved.observation.state, rested.observation.state)
 
 
-def test_what_is_refused_leaves_the_process_as_it_is(process: SimulatorProcess) -> None:
+def test_refused_call_keeps_the_process_alive(process: SimulatorProcess) -> None:
     process.reset(suite_tasks("libero_spatial")[0], 0, 1)
     pid = process.worker.pid
     with refused("invalid_action", "libero_spatial"):
@@ -53,7 +53,7 @@ def test_what_is_refused_leaves_the_process_as_it_is(process: SimulatorProcess) 
     assert process.worker.pid == pid and process.step(STILL).steps == 3
 
 
-def test_a_killed_process_is_noticed_and_started_again(process: SimulatorProcess) -> None:
+def test_killed_process_is_detected_and_restarted(process: SimulatorProcess) -> None:
     task = suite_tasks("libero_spatial")[0]
     before = process.reset(task, 3, 1)
     starts, pid = process.worker.starts, process.worker.pid
@@ -69,7 +69,7 @@ def test_a_killed_process_is_noticed_and_started_again(process: SimulatorProcess
     assert np.array_equal(before.state, after.state)
 
 
-def test_one_that_hangs_is_ended_in_time() -> None:
+def test_hanging_process_is_ended_at_the_timeout() -> None:
     others = set(psutil.Process().children())
     with SimulatorProcess(simulator(), timeout=0.5) as process:
         began = time.monotonic()

@@ -1,4 +1,4 @@
-"""Tasks that can be made easier, against LIBERO's own parser of tasks."""
+"""Tasks that `reach_distance` can simplify, compared with LIBERO's own parser of tasks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def is_refused(task: LiberoTask) -> bool:
 
 
 @pytest.mark.parametrize("suite", MAX_STEPS)
-def test_tasks_about_furniture_are_refused(suite: str) -> None:
+def test_rejects_reach_distance_for_furniture_tasks(suite: str) -> None:
     import_libero()
     from libero.libero.envs.bddl_utils import robosuite_parse_problem
 
@@ -44,7 +44,7 @@ def test_tasks_about_furniture_are_refused(suite: str) -> None:
     refuse_unreachable(suite_tasks(suite), simulator())
 
 
-def test_the_error_names_the_task_and_what_it_is_about() -> None:
+def test_reach_error_names_task_and_furniture() -> None:
     values = ("wooden_cabinet_1_middle_region", "libero_goal, task 0", "libero_goal 0, libero_goal 7")
     with refused("object_missing", *values):
         refuse_unreachable(suite_tasks("libero_goal"), NEAR)
@@ -63,6 +63,6 @@ GOAL = ["evaluation.suites=['libero_goal']", "evaluation.max_steps={libero_goal=
         ("train-vla/tiny", ["evaluation.tasks=[11]"], "unknown_task", 11),
     ],
 )
-def test_a_recipe_is_refused_before_anything_runs(recipe: str, overrides: list[str], code: str, value: object) -> None:
+def test_rejects_recipe_before_any_stage_runs(recipe: str, overrides: list[str], code: str, value: object) -> None:
     with refused(code, value):
         check_ahead(load_recipe(recipe, overrides))

@@ -1,4 +1,4 @@
-"""The simulator and its quicker physics against LIBERO's and robosuite's own."""
+"""The simulator and its faster physics, compared with LIBERO and robosuite."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def drawer() -> Iterator[LiberoSimulator]:
     made.close()
 
 
-def test_images_and_states_are_those_of_libero(drawer: LiberoSimulator) -> None:
+def test_images_and_states_equal_libero(drawer: LiberoSimulator) -> None:
     from libero.libero.envs.env_wrapper import OffScreenRenderEnv
 
     actions = np.random.default_rng(0).uniform(-1, 1, (3, 7))
@@ -65,7 +65,7 @@ def test_images_and_states_are_those_of_libero(drawer: LiberoSimulator) -> None:
         assert np.array_equal(image, seen[0].images[name])
 
 
-def test_a_reset_hangs_on_its_arguments_alone(drawer: LiberoSimulator) -> None:
+def test_reset_depends_only_on_its_arguments(drawer: LiberoSimulator) -> None:
     drawer.reset(1, 5)
     first, placed = physics(drawer), drawer.site("wooden_cabinet_1_top_side")
     drawer.reset(2, 6)
@@ -77,7 +77,7 @@ def test_a_reset_hangs_on_its_arguments_alone(drawer: LiberoSimulator) -> None:
     assert np.array_equal(drawer.site("wooden_cabinet_1_top_side"), placed)
 
 
-def test_what_is_compiled_and_loaded_once_shows_what_a_fresh_simulator_shows(drawer: LiberoSimulator) -> None:
+def test_cached_models_give_the_images_of_a_fresh_simulator(drawer: LiberoSimulator) -> None:
     def shown(made: LiberoSimulator, state: int, perturbation: Perturbation | None = None) -> bytes:
         made.reset(state, 7, perturbation)
         made.step(np.full(7, 0.3))
@@ -100,18 +100,18 @@ def test_what_is_compiled_and_loaded_once_shows_what_a_fresh_simulator_shows(dra
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("suite", "index"), TASKS)
-def test_simple_shapes_move_as_libero_s_meshes(suite: str, index: int) -> None:
+def test_compact_shapes_move_like_liberos_meshes(suite: str, index: int) -> None:
     recorded = json.loads(RECORDED.read_text())[f"{suite}/{index}"]
     np.testing.assert_allclose(end_state(suite, index, "compact"), recorded, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("action", [np.full(7, np.nan), np.zeros(6), np.zeros((1, 7))], ids=["nan", "6", "(1, 7)"])
-def test_an_action_that_is_none_is_refused(bowl: LiberoSimulator, action: NDArray[np.float64]) -> None:
+def test_rejects_invalid_action(bowl: LiberoSimulator, action: NDArray[np.float64]) -> None:
     with refused("invalid_action", bowl.task.suite):
         bowl.step(action)
 
 
-def test_an_unknown_camera_is_refused_with_the_known_ones() -> None:
+def test_unknown_camera_error_lists_cameras() -> None:
     made = LiberoSimulator(suite_tasks("libero_spatial")[0], simulator(camera_name_mapping={"front": "image"}))
     made.reset(0, 0)
     with refused("unknown_camera", "'front'", "robot0_eye_in_hand"):
@@ -119,7 +119,7 @@ def test_an_unknown_camera_is_refused_with_the_known_ones() -> None:
     made.close()
 
 
-def test_the_state_s_rotation_is_the_quaternion_s() -> None:
+def test_state_rotation_equals_quaternion() -> None:
     quaternions = Rotation.random(50, random_state=0).as_quat()
     quaternions *= np.where(np.arange(50) % 2, 1, -1)[:, None]
     for quaternion in [*quaternions, np.array([0, 0, 0, 1.0]), np.array([0, 0, 0, -1.0])]:
@@ -135,7 +135,7 @@ ALL = int(mujoco.mjtState.mjSTATE_INTEGRATION)
 
 
 def trajectory(made: LiberoSimulator, plain: bool) -> list[list[NDArray[np.float64]]]:
-    """After each action: what the integration depends on, where everything is and touches, and what robosuite saw."""
+    """Return the integration state, positions, contacts and sensor values after each action."""
     made.reset(1, 5)
     if plain:
         restore(made._environment)
@@ -159,7 +159,7 @@ def trajectory(made: LiberoSimulator, plain: bool) -> list[list[NDArray[np.float
 
 
 @pytest.mark.parametrize(("suite", "index"), TASKS)
-def test_quicker_steps_have_the_bits_of_robosuite(suite: str, index: int) -> None:
+def test_faster_steps_are_bit_identical_to_robosuite(suite: str, index: int) -> None:
     made = LiberoSimulator(suite_tasks(suite)[index], simulator())
     for ours, theirs in zip(trajectory(made, plain=False), trajectory(made, plain=True), strict=True):
         assert len(ours) == len(theirs)
@@ -167,7 +167,7 @@ def test_quicker_steps_have_the_bits_of_robosuite(suite: str, index: int) -> Non
     made.close()
 
 
-def test_what_was_put_in_front_of_robosuite_is_gone_afterwards() -> None:
+def test_patched_robosuite_methods_are_restored() -> None:
     made = LiberoSimulator(suite_tasks("libero_spatial")[0], simulator())
     made.reset(0, 0)
     sim = made._environment.sim
@@ -180,7 +180,7 @@ def test_what_was_put_in_front_of_robosuite_is_gone_afterwards() -> None:
     made.close()
 
 
-def test_the_first_steps_are_taken_once(tmp_path, monkeypatch):
+def test_first_steps_compile_only_once(tmp_path, monkeypatch):
     monkeypatch.setenv(FOLDER, str(tmp_path))
     taken = []
 

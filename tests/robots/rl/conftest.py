@@ -1,4 +1,4 @@
-"""The policy of most tests here, and a store for what it sees."""
+"""The tiny policy of most tests in this folder, and an image store."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A program whose ranks, forked from it, carry out commands of a trainer of policies by rewards."""
+"""Program that forks the ranks of a trainer of robot policies and lets them carry out commands."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A tiny MolmoAct2 in a game that needs no simulator."""
+"""A tiny MolmoAct2 that plays in the plane of the evaluation's tests, without a simulator."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ WAY = 0.4
 
 
 class Kitchen(Plane):
-    """The plane, as a policy of the tag "kitchen" sees it: solved once the point is `WAY` left of its start."""
+    """The plane with observations for a policy of the tag "kitchen". Solved when the point is `WAY` left of its
+    start."""
 
     def __init__(self, deaths: Sequence[int] = ()) -> None:
         super().__init__(deaths)
@@ -53,7 +54,8 @@ class Kitchen(Plane):
 
 
 def calm_policy(folder: Path, **changes: Any) -> LoadedPolicy:
-    """Written to `folder`/checkpoint: velocities of about 1, as a trained policy has. changes: of its settings."""
+    """Write a policy to `folder`/checkpoint whose velocities are about 1, like a trained one's. changes: of its
+    settings."""
     settings = released.SETTINGS.model_copy(update={"norm_tag": "kitchen", "num_inference_steps": 4})
     loaded = load_policy(released.write_released(folder / "released"), settings)
     with torch.no_grad():

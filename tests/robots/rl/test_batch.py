@@ -17,7 +17,7 @@ REF = ImageRef("a" * 64, "image/png", 4, 4)
 
 
 def answers(group: str, *episodes: tuple[int, float]) -> list[ActionChunk]:
-    """Of episodes with so many answers, the last of which earns the reward."""
+    """Return episodes with these numbers of chunks and rewards; the last chunk of an episode has the reward."""
     found = []
     for number, (count, reward) in enumerate(episodes):
         for chunk in range(count):
@@ -54,7 +54,7 @@ def answers(group: str, *episodes: tuple[int, float]) -> list[ActionChunk]:
     return found
 
 
-def test_advantages_are_those_of_a_hand_computation_and_agreeing_groups_are_counted() -> None:
+def test_group_advantages_equal_hand_computation_and_count_agreeing_groups() -> None:
     built = build_batch(
         [*answers("a", (2, 1.0), (3, 0.0), (3, 0.0), (3, 0.0)), *answers("b", (1, 1.0), (2, 1.0))], GRPO
     )
@@ -67,13 +67,13 @@ def test_advantages_are_those_of_a_hand_computation_and_agreeing_groups_are_coun
     assert (built.metrics["rollouts/planned"], built.metrics["answers/trained"]) == (6, 11)
 
 
-def test_the_deviation_of_a_group_can_be_the_population_s() -> None:
+def test_group_deviation_can_be_the_population_deviation() -> None:
     advantage = EpisodeGroupMean(name="group_mean", deviation="population")
     built = build_batch(answers("a", (1, 1.0), (1, 0.0), (1, 0.0), (1, 0.0)), advantage)
     assert built.samples[0].advantage == pytest.approx(0.75 / (np.std([1, 0, 0, 0]) + 1e-4), rel=1e-12)
 
 
-def test_the_first_groups_that_differ_are_trained_on_and_the_others_counted() -> None:
+def test_trains_on_the_first_differing_groups_and_counts_the_rest() -> None:
     played = [
         *answers("a", (2, 1.0), (1, 1.0)),
         *answers("b", (1, 1.0), (2, 0.0)),
@@ -90,7 +90,7 @@ def test_the_first_groups_that_differ_are_trained_on_and_the_others_counted() ->
     ]
 
 
-def test_a_batch_is_read_as_it_was_written(tmp_path: Path) -> None:
+def test_batch_roundtrip(tmp_path: Path) -> None:
     samples = build_batch(answers("a", (2, 1.0), (1, 0.0)), GRPO).samples
     write_batch(tmp_path, samples)
     for found, given in zip(read_batch(tmp_path), samples, strict=True):
@@ -103,7 +103,7 @@ def test_a_batch_is_read_as_it_was_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("score", [-7.0 + 2e-5, float("nan"), 1e4, -1e4, float("inf"), float("-inf")])
-def test_a_ratio_that_is_not_one_is_refused_wherever_it_stands(score: float) -> None:
+def test_rejects_ratio_mismatch_at_any_position(score: float) -> None:
     sampled = [3.0, -7.0, 5.0]
     with refused("ratios_mismatch", "preflight.max_ratio_error"):
         refuse_ratios([3.0, score, 5.0], sampled, 1e-5)

@@ -1,4 +1,4 @@
-"""Episodes that fail in every attempt: which they are, what becomes of their groups, and when a training ends."""
+"""Episodes that fail in all attempts: which ones fail, how their groups are used, and when the training ends."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests.robots.rl.test_run import rows, settings, train
 
 
 class Fragile(Kitchen):
-    """Its process dies, with all its slots, whenever a point is pushed farther right than `edge` from its start."""
+    """Its process dies, with all its slots, when a point is pushed farther than `edge` to the right of its start."""
 
     def __init__(self, edge: float) -> None:
         super().__init__()
@@ -54,18 +54,18 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
     return Artifact(kind="policy", path=folder, digest="0")
 
 
-def collect(folder: Path, start: Artifact, arenas: list[Kitchen], **changes: object) -> CollectedEpisodes:
+def collect(folder: Path, start: Artifact, processes: list[Kitchen], **changes: object) -> CollectedEpisodes:
     plan = rollout_settings(noise_level=1.0, failed_fraction=0.9, **changes)
     policy = open_policy(start.path, "continuous", rows=1)
-    collector = Collector(plan, policy, arenas, ImageStore(folder / "images"), lambda done, total: None)
+    collector = Collector(plan, policy, processes, ImageStore(folder / "images"), lambda done, total: None)
     return collector.collect(plan_step(plan, TASKS, 1), 1, 0, bootstrap=False)
 
 
 EDGE = 0.25
 
 
-def test_who_fails_depends_on_neither_batch_nor_processes(tmp_path: Path, start: Artifact) -> None:
-    """An episode whose neighbor takes the process along, again and again, is played to its end."""
+def test_failed_episodes_do_not_depend_on_batch_or_processes(tmp_path: Path, start: Artifact) -> None:
+    """An episode is played to its end even if its neighbor kills the shared process repeatedly."""
     safe = collect(tmp_path, start, [Kitchen()])
     tables = []
     for batch, processes in ((1, 1), (8, 1), (8, 3)):
@@ -85,7 +85,7 @@ def test_who_fails_depends_on_neither_batch_nor_processes(tmp_path: Path, start:
     ]
 
 
-def test_more_than_may_fail_end_the_step_with_their_reasons(tmp_path: Path, start: Artifact) -> None:
+def test_too_many_failed_episodes_end_the_step_and_name_reasons(tmp_path: Path, start: Artifact) -> None:
     plan = rollout_settings(failed_fraction=0.3)
     policy = open_policy(start.path, "continuous", rows=1)
     collector = Collector(plan, policy, [Fragile(-9.0)], ImageStore(tmp_path), lambda done, total: None)
@@ -94,8 +94,8 @@ def test_more_than_may_fail_end_the_step_with_their_reasons(tmp_path: Path, star
     assert collector.lost == 9
 
 
-def test_those_that_are_left_are_compared_with_each_other() -> None:
-    """Of group a two of four are left, of b one, of c none."""
+def test_remaining_episodes_of_a_group_are_compared() -> None:
+    """Two of four episodes remain in group a, one in b, none in c."""
     failures = [
         Failure(f"{group}-{member}", group, "libero_spatial/0", "environment_error", "")
         for group, members in (("a", (2, 3)), ("b", (1, 2, 3)), ("c", (0, 1, 2, 3)))
@@ -118,7 +118,7 @@ def test_those_that_are_left_are_compared_with_each_other() -> None:
     assert build_batch(played, GRPO, wanted=3, failures=failures).metrics["groups/rounds"] == 1.0
 
 
-def test_a_run_goes_on_without_the_episodes_that_fail(
+def test_run_continues_without_failed_episodes(
     tmp_path: Path, start: Artifact, capsys: pytest.CaptureFixture[str]
 ) -> None:
     plan = settings()
@@ -148,14 +148,14 @@ def test_a_run_goes_on_without_the_episodes_that_fail(
 
 
 class Blurred(Kitchen):
-    """Nobody knows how far a point is that was pushed too far right."""
+    """Its progress is NaN for a point that was pushed too far to the right."""
 
     def progress(self, slot: int = 0) -> list[GoalProgress]:
         (found,) = super().progress(slot)
         return [replace(found, reach=np.nan)] if self._points[slot][0] > self._starts[slot] + EDGE else [found]
 
 
-def test_a_reward_that_is_not_finite_costs_its_episode_alone(tmp_path: Path, start: Artifact) -> None:
+def test_non_finite_reward_fails_only_its_episode(tmp_path: Path, start: Artifact) -> None:
     reward = {"name": "potential"}
     safe = collect(tmp_path, start, [Kitchen()], reward=reward)
     blurred = collect(tmp_path, start, [Blurred()], reward=reward)
@@ -169,7 +169,7 @@ def test_a_reward_that_is_not_finite_costs_its_episode_alone(tmp_path: Path, sta
 
 
 class Dizzy(RolloutPolicy):
-    """Its log-probs or values are not finite in some answers."""
+    """Policy whose log-probs or values are not finite in some chunks."""
 
     rows_per_pass = 1
 
@@ -197,7 +197,7 @@ class Dizzy(RolloutPolicy):
     ("changes", "reason"),
     [({"logprobs": np.full((4, 7), -np.inf)}, "bad_logprobs"), ({"value": float("nan")}, "bad_value")],
 )
-def test_what_the_policy_says_of_an_answer_may_cost_its_episode(
+def test_non_finite_policy_output_fails_only_its_episode(
     changes: dict[str, object], reason: str, tmp_path: Path, start: Artifact
 ) -> None:
     plan = rollout_settings(failed_fraction=0.9)
@@ -208,7 +208,7 @@ def test_what_the_policy_says_of_an_answer_may_cost_its_episode(
 
 
 class Cursed(Kitchen):
-    """Its process dies in the first step of every episode that begins as the first one did."""
+    """Its process dies in the first step of every episode with the same start as the first episode."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -222,7 +222,7 @@ class Cursed(Kitchen):
         return super()._carry_out(actions, slot, film)
 
 
-def test_the_pre_flight_plays_another_group_where_none_of_the_first_can_be_played(
+def test_preflight_plays_another_group_if_the_first_fails(
     tmp_path: Path, start: Artifact, capsys: pytest.CaptureFixture[str]
 ) -> None:
     plan = settings(max_steps=1)

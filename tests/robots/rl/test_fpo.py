@@ -1,4 +1,4 @@
-"""FPO: flow-matching losses in place of log-probs."""
+"""FPO: flow-matching losses take the place of log-probs."""
 
 from __future__ import annotations
 
@@ -52,15 +52,15 @@ def learner(loaded: LoadedPolicy, images: ImageStore, width: int = 7, ratio: str
 
 
 def judged(answers: list[ActionChunk]) -> list[ActionChunkSample]:
-    """Every other answer was good."""
+    """Return the chunks with alternating advantages 1 and -1."""
     return [with_advantage(answer, 1.0 - 2.0 * (number % 2)) for number, answer in enumerate(answers)]
 
 
-def test_rollouts_depend_on_neither_batch_nor_deaths_and_are_read_as_written(
+def test_fpo_rollouts_do_not_depend_on_batch_or_crashes(
     loaded: LoadedPolicy, images: ImageStore, answers: list[ActionChunk], tmp_path: Path
 ) -> None:
-    arenas = [Kitchen(), Kitchen((5,)), Kitchen((3, 4))]
-    other = play(loaded, images, arenas, likelihood="fpo", flow_samples=SAMPLES, batch=4)
+    processes = [Kitchen(), Kitchen((5,)), Kitchen((3, 4))]
+    other = play(loaded, images, processes, likelihood="fpo", flow_samples=SAMPLES, batch=4)
     tables = []
     for name, played in (("one", answers), ("other", other)):
         (tmp_path / name).mkdir()
@@ -74,7 +74,7 @@ def test_rollouts_depend_on_neither_batch_nor_deaths_and_are_read_as_written(
 
 
 @pytest.mark.parametrize("ratio", ["chunk", "dimension"])
-def test_ratios_are_one_before_the_first_update_and_then_follow_the_advantages(
+def test_ratios_start_at_one_and_follow_advantages(
     ratio: str, loaded: LoadedPolicy, images: ImageStore, answers: list[ActionChunk]
 ) -> None:
     samples, trainer = judged(answers), learner(loaded, images, ratio=ratio)
@@ -88,10 +88,10 @@ def test_ratios_are_one_before_the_first_update_and_then_follow_the_advantages(
     assert float(advantages @ (np.array(trainer.score(samples)) - before)) > 0
 
 
-def test_the_gradient_is_that_of_flow_matching_weighed_by_advantages(
+def test_gradient_equals_advantage_weighted_flow_matching(
     loaded: LoadedPolicy, images: ImageStore, answers: list[ActionChunk]
 ) -> None:
-    """d/dθ -mean A exp(loss_old - loss) at the policy that played is mean A d loss, by plain operations."""
+    """At the rollout policy, d/dθ -mean A exp(loss_old - loss) is mean A d loss, here by plain operations."""
     samples = judged(answers)
     trainer = learner(loaded, images, width=100)
     loss, _ = trainer._losses(samples, trainer._load(samples), Update(1, 0, 1, samples, frozenset(), 1.0))
@@ -116,9 +116,7 @@ def test_the_gradient_is_that_of_flow_matching_weighed_by_advantages(
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-6)
 
 
-def test_an_answer_with_a_drawn_step_is_refused(
-    loaded: LoadedPolicy, images: ImageStore, answers: list[ActionChunk]
-) -> None:
+def test_fpo_rejects_flow_sde_chunks(loaded: LoadedPolicy, images: ImageStore, answers: list[ActionChunk]) -> None:
     loader(loaded, images).refuse(judged(answers), "here")
     with refused("answer_not_trainable", "here, row 0"):
         loader(loaded, images).refuse(judged(play(loaded, images, [Kitchen()])), "here")

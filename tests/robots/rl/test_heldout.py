@@ -1,4 +1,4 @@
-"""Evaluations during training: what they say, keep and end, and that training is the same with and without them."""
+"""Evaluations during training: their metrics and effects, and that training is the same with and without them."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
 
 
-def test_held_out_episodes_have_no_perturbations() -> None:
+def test_heldout_evaluation_has_no_perturbations() -> None:
     plan = {"suites": ["libero_spatial"], "every": 2, "perturbations": {"camera": [1.0]}}
     heldout = TrainLiberoEvaluationSettings.model_validate(plan).heldout_set
     assert heldout is not None and heldout.perturbations.listed() == []
 
 
-def test_training_is_the_same_with_evaluations_also_after_a_kill_in_one(tmp_path: Path, start: Artifact) -> None:
+def test_evaluations_do_not_change_training_even_after_a_crash(tmp_path: Path, start: Artifact) -> None:
     plain = train(tmp_path / "plain", start, [Kitchen()], settings())
     whole = train(tmp_path / "whole", start, [Kitchen()], settings(evaluation={"every": 2}))
     assert [row["step"] for row in rows(whole)] == [0, 1, 2, 3]
@@ -62,7 +62,7 @@ def test_training_is_the_same_with_evaluations_also_after_a_kill_in_one(tmp_path
     assert [row["rollouts"] for row in whole.lineage(3) if row["step"]] == [row["rollouts"] for row in plain.lineage(3)]
 
     class Doomed(Kitchen):
-        """Its process dies in the evaluation after step 2, and never comes back."""
+        """Its process dies in the evaluation after step 2 and cannot be restarted."""
 
         def step(self, actions: NDArray[np.float32], slot: int = 0, film: bool = False) -> ChunkResult:
             journal = tmp_path / "cut/work/robot-evaluations/000002.jsonl"
@@ -73,14 +73,14 @@ def test_training_is_the_same_with_evaluations_also_after_a_kill_in_one(tmp_path
     with refused("too_many_episodes_failed"):
         train(tmp_path / "cut", start, [Doomed()], settings(evaluation={"every": 2}))
     kept = (tmp_path / "cut/work/robot-evaluations/000002.jsonl").read_bytes().count(b"\n")
-    arena = Kitchen()
-    resumed = train(tmp_path / "cut", start, [arena], settings(evaluation={"every": 2}))
-    assert kept >= 3 and arena.resets == (12 - kept) + 8 + 12  # the rest of it, step 3, and the last evaluation
+    process = Kitchen()
+    resumed = train(tmp_path / "cut", start, [process], settings(evaluation={"every": 2}))
+    assert kept >= 3 and process.resets == (12 - kept) + 8 + 12  # the rest of it, step 3, and the last evaluation
     assert rows(resumed) == rows(whole) and resumed.lineage(3) == whole.lineage(3)
     assert equal(weights(tmp_path / "cut"), weights(tmp_path / "whole"))
 
 
-def test_numbers_are_those_of_the_tables_and_the_best_weights_are_kept(tmp_path: Path, start: Artifact) -> None:
+def test_evaluation_metrics_match_tables_and_best_weights_are_published(tmp_path: Path, start: Artifact) -> None:
     run = train(tmp_path, start, [Kitchen()], settings(evaluation={}))
     assert run.evaluations is not None
     results = {step: read_results(made.path) for step, made in run.evaluations.made.items()}
@@ -111,8 +111,8 @@ def test_numbers_are_those_of_the_tables_and_the_best_weights_are_kept(tmp_path:
     assert "best held-out success" in page and "Held-out success" in page
 
 
-def test_nothing_is_drawn_and_the_same_weights_play_the_same(tmp_path: Path, start: Artifact) -> None:
-    """Learning rates of almost nothing: every evaluation is the first one."""
+def test_evaluation_is_deterministic_and_draws_no_random_numbers(tmp_path: Path, start: Artifact) -> None:
+    """With negligible learning rates every evaluation equals the first one."""
     still = settings(evaluation={"patience": 2}, learning_rates={"action_expert": 1e-30}, max_steps=3)
     run = train(tmp_path, start, [Kitchen(), Kitchen()], still)
     assert run.evaluations is not None
@@ -125,9 +125,9 @@ def test_nothing_is_drawn_and_the_same_weights_play_the_same(tmp_path: Path, sta
 
 @pytest.mark.parametrize(
     ("gained", "lost", "said"),
-    [(9, 1, "p = 0.021: it is learning"), (1, 9, "become worse"), (3, 0, "p = 0.25: no difference can be told")],
+    [(9, 1, "p = 0.021: the policy is learning"), (1, 9, "become worse"), (3, 0, "p = 0.25: no significant")],
 )
-def test_the_early_judgement_is_that_of_the_sign_test(gained: int, lost: int, said: str) -> None:
+def test_judgement_follows_the_sign_test(gained: int, lost: int, said: str) -> None:
     assert said in judgement(gained, lost, binomtest(gained, gained + lost).pvalue)
 
 
@@ -137,7 +137,7 @@ def recipe_settings(*overrides: str) -> TrainVLARLSettings:
     return found
 
 
-def test_how_the_trained_policy_is_evaluated_does_not_train_it_again() -> None:
+def test_final_evaluation_settings_do_not_change_the_fingerprint() -> None:
     def printed(*overrides: str) -> str:
         return fingerprint(STAGES["train-vla-rl"], recipe_settings(*overrides), {"policy": START})
 
@@ -158,11 +158,11 @@ def test_how_the_trained_policy_is_evaluated_does_not_train_it_again() -> None:
         (("evaluation.every=2", "rollouts.torch_compile=true"), "evaluation.torch_compile, rollouts.torch_compile"),
     ],
 )
-def test_an_evaluation_that_is_not_held_out_is_refused(overrides: tuple[str, ...], place: str) -> None:
+def test_rejects_evaluation_on_training_states(overrides: tuple[str, ...], place: str) -> None:
     with refused("value_error", place):
         recipe_settings(*overrides)
 
 
-def test_other_tasks_or_suites_share_no_states() -> None:
+def test_accepts_same_states_of_other_tasks_or_suites() -> None:
     kept: Any = load_recipe("train-vla-rl/tiny", ["evaluation.initial_states=[10]", "evaluation.tasks=[1]"])
     assert kept.sections["evaluation"].initial_states == (10,)

@@ -1,4 +1,4 @@
-"""Rollouts of a policy and their training: the same bytes however they are played, ratios of 1, and better odds."""
+"""Rollouts and their training: identical bytes for any schedule of play, ratios of 1, and better odds afterwards."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ from tests.robots.rl.kitchen import Kitchen, calm_policy, rollout_settings
 
 
 def play(
-    loaded: LoadedPolicy, images: ImageStore, arenas: Sequence[Kitchen], step: int = 1, **changes: Any
+    loaded: LoadedPolicy, images: ImageStore, processes: Sequence[Kitchen], step: int = 1, **changes: Any
 ) -> list[ActionChunk]:
     settings = rollout_settings(**changes)
     policy = MolmoAct2Policy(loaded.model, loaded.processor(), loaded.settings, "continuous", rows=1)
-    collector = Collector(settings, policy, arenas, images, lambda done, total: None)
+    collector = Collector(settings, policy, processes, images, lambda done, total: None)
     return collector.collect(plan_step(settings, TASKS, step), step, step - 1, bootstrap=False).answers
 
 
@@ -58,16 +58,16 @@ def learner(loaded: LoadedPolicy, images: ImageStore, **changes: Any) -> RobotRL
 
 
 def judged(answers: Sequence[ActionChunk]) -> list[ActionChunkSample]:
-    """Every other answer was good."""
+    """Return the chunks with alternating advantages 1 and -1."""
     return [with_advantage(answer, 1.0 - 2.0 * (number % 2)) for number, answer in enumerate(answers)]
 
 
-def test_rollouts_depend_on_neither_batch_nor_processes_nor_deaths(
+def test_rollouts_do_not_depend_on_batch_processes_or_crashes(
     loaded: LoadedPolicy, images: ImageStore, answers: list[ActionChunk], tmp_path: Path
 ) -> None:
     others = [(8, [Kitchen()]), (4, [Kitchen(), Kitchen((5,)), Kitchen((3, 4)), Kitchen()])]
     tables = []
-    for number, played in enumerate([answers, *(play(loaded, images, arenas, batch=n) for n, arenas in others)]):
+    for number, played in enumerate([answers, *(play(loaded, images, processes, batch=n) for n, processes in others)]):
         (tmp_path / str(number)).mkdir()
         write_rollouts(tmp_path / str(number), played)
         tables.append((tmp_path / str(number) / "rollouts.parquet").read_bytes())
@@ -76,7 +76,7 @@ def test_rollouts_depend_on_neither_batch_nor_processes_nor_deaths(
         play(loaded, images, [Kitchen(range(1, 100))])
 
 
-def test_an_answer_says_what_was_carried_out_and_how_its_episode_ended(answers: list[ActionChunk]) -> None:
+def test_chunks_record_executed_actions_and_episode_end(answers: list[ActionChunk]) -> None:
     by_episode: dict[str, list[ActionChunk]] = {}
     for answer in answers:
         by_episode.setdefault(answer.episode_id, []).append(answer)
@@ -95,7 +95,7 @@ def test_an_answer_says_what_was_carried_out_and_how_its_episode_ended(answers: 
 
 
 @pytest.mark.parametrize("ratio", ["chunk", "dimension"])
-def test_ratios_are_one_before_the_first_update_and_then_follow_the_advantages(
+def test_ratios_start_at_one_and_follow_advantages(
     ratio: str, loaded: LoadedPolicy, images: ImageStore, answers: list[ActionChunk]
 ) -> None:
     samples = judged(answers)
@@ -114,7 +114,7 @@ def test_ratios_are_one_before_the_first_update_and_then_follow_the_advantages(
     assert float(advantages @ change) > 0
 
 
-def test_ratios_are_one_where_both_sides_compute_in_8_bits_and_only_there(tmp_path: Path, images: ImageStore) -> None:
+def test_ratios_are_one_only_if_both_sides_use_8_bits(tmp_path: Path, images: ImageStore) -> None:
     calm_policy(tmp_path, dtype="bfloat16")
     plain, fp8 = (load_policy(tmp_path / "checkpoint") for _ in range(2))
     fp8.model.quantize_text("here")
@@ -127,7 +127,7 @@ def test_ratios_are_one_where_both_sides_compute_in_8_bits_and_only_there(tmp_pa
     assert differences[0] < 1e-12 and differences[1] > 1e-3
 
 
-def test_scores_keep_the_graph_of_one_micro_batch(
+def test_score_keeps_only_one_micro_batch_graph(
     loaded: LoadedPolicy, images: ImageStore, answers: list[ActionChunk]
 ) -> None:
     sizes: list[int] = []
@@ -153,7 +153,7 @@ def test_scores_keep_the_graph_of_one_micro_batch(
     assert 0 < peaks[1] <= peaks[0] * 1.01
 
 
-def test_micro_batches_and_epochs_are_sums_of_the_same_answers(
+def test_micro_batches_and_epochs_sum_over_the_same_chunks(
     loaded: LoadedPolicy, images: ImageStore, answers: list[ActionChunk]
 ) -> None:
     samples = judged(answers)
@@ -167,7 +167,7 @@ def test_micro_batches_and_epochs_are_sums_of_the_same_answers(
     assert several.step([])["updates"] == 0 and several.steps_done == 2
 
 
-def test_a_step_ends_before_an_update_that_is_too_far_from_the_policy_that_played(
+def test_target_kl_ends_the_step_before_a_distant_update(
     loaded: LoadedPolicy, images: ImageStore, answers: list[ActionChunk]
 ) -> None:
     samples, plan = judged(answers), {"samples_per_update": 5, "epochs": 2}
@@ -189,9 +189,7 @@ def test_a_step_ends_before_an_update_that_is_too_far_from_the_policy_that_playe
     assert all(weight.grad is None for weight in near.model.parameters())  # nothing is left of what was not made
 
 
-def test_the_next_part_is_loaded_meanwhile_and_no_other(
-    loaded: LoadedPolicy, images: ImageStore, answers: list[ActionChunk]
-) -> None:
+def test_loads_exactly_one_part_ahead(loaded: LoadedPolicy, images: ImageStore, answers: list[ActionChunk]) -> None:
     load, samples = ActionChunkLoader(loaded.processor(), images), judged(answers)
     parts = [samples[start : start + 2] for start in range(0, 8, 2)]
     begun: SimpleQueue[int] = SimpleQueue()
@@ -213,9 +211,7 @@ def test_the_next_part_is_loaded_meanwhile_and_no_other(
             next(coming)
 
 
-def test_answers_that_are_loaded_again_are_not_decoded_again_while_there_is_room(
-    loaded: LoadedPolicy, tmp_path: Path
-) -> None:
+def test_loader_caches_encoded_chunks_up_to_its_limit(loaded: LoadedPolicy, tmp_path: Path) -> None:
     images = ImageStore(tmp_path / "images")
     samples, processor = judged(play(loaded, images, [Kitchen()])), loaded.processor()
     load, fresh = ActionChunkLoader(processor, images), ActionChunkLoader(processor, images)
@@ -241,9 +237,7 @@ def test_answers_that_are_loaded_again_are_not_decoded_again_while_there_is_room
         assert Path(error.value.where).stem in {ref.sha256 for each in asked for ref in each.images}
 
 
-def test_an_answer_of_another_policy_is_refused(
-    loaded: LoadedPolicy, images: ImageStore, answers: list[ActionChunk]
-) -> None:
+def test_rejects_chunks_of_another_policy(loaded: LoadedPolicy, images: ImageStore, answers: list[ActionChunk]) -> None:
     load = ActionChunkLoader(loaded.processor(), images)
     samples = judged(answers)
     load.refuse(samples, "here")
@@ -269,7 +263,7 @@ def test_an_answer_of_another_policy_is_refused(
 
 
 @pytest.mark.parametrize("ratio", ["chunk", "dimension"])
-def test_behavior_cloning_adds_the_log_probs_of_solved_episodes(
+def test_behavior_cloning_term_uses_logprobs_of_solved_episodes(
     ratio: str, loaded: LoadedPolicy, images: ImageStore, answers: list[ActionChunk]
 ) -> None:
     samples = judged(answers)
@@ -287,7 +281,7 @@ def test_behavior_cloning_adds_the_log_probs_of_solved_episodes(
     assert change[0] > change[1]
 
 
-def test_adapters_begin_as_the_policy_and_change_it(
+def test_adapters_start_at_the_policy_and_change_it(
     loaded: LoadedPolicy, images: ImageStore, answers: list[ActionChunk]
 ) -> None:
     samples, rates = judged(answers), dict.fromkeys(("vlm", "vit", "connector", "action_expert"), 1e-3)

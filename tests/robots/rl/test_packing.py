@@ -1,4 +1,4 @@
-"""Answers in packed rows are those in rows of their own: log-probs, values, losses and gradients."""
+"""Packed chunks equal chunks in rows of their own: log-probs, values, losses and gradients."""
 
 from __future__ import annotations
 
@@ -84,12 +84,12 @@ def judged(answers: Sequence[ActionChunk], valued: bool) -> list[ActionChunkSamp
 
 
 def far(one: Tensor, other: Tensor) -> float:
-    """|one - other| / |other|."""
+    """Return |one - other| / |other|."""
     return float((one - other).double().norm() / other.double().norm())
 
 
 def logprobs_and_values(trainer: RobotRLLearner, samples: Sequence[ActionChunkSample]) -> tuple[Tensor, Tensor | None]:
-    """Of all numbers that count, answer by answer; and (E,)."""
+    """Return the log-probs of all counted numbers, chunk by chunk, and the values (E,)."""
     with torch.no_grad():
         part = trainer._load(samples)
         (prediction,) = trainer.likelihood.predict(trainer.model, part)
@@ -100,7 +100,7 @@ def logprobs_and_values(trainer: RobotRLLearner, samples: Sequence[ActionChunkSa
 
 
 def gradients(trainer: RobotRLLearner, samples: Sequence[ActionChunkSample]) -> tuple[float, Tensor]:
-    """Of the loss of an update in two micro-batches, all in one vector."""
+    """Return the gradient of an update's loss in two micro-batches, as one vector."""
     total, solved = 0.0, frozenset(each.episode_id for each in samples if each.done and not each.truncated)
     for part in (samples[:5], samples[5:]):
         loss, _ = trainer._losses(part, trainer._load(part), Update(1, 0, 1, samples, solved, 1.0))

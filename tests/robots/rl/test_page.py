@@ -1,4 +1,4 @@
-"""What the report of a training by trying shows, against numbers by hand."""
+"""Report of a robot policy's reinforcement learning, compared with numbers computed by hand."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ HISTORY = [
 EPISODES = [replace(each, value=1.0 - each.chunk / 4) for each in answers("a", (1, 1.0), (2, 0.0), (2, 0.0))]
 
 
-def test_outcomes_of_steps() -> None:
+def test_outcome_table_counts_episodes_by_step() -> None:
     assert outcome_table(HISTORY).rows == [
         ["1", "2", "6", "0", wilson_interval(2, 8)],
         ["2", "6", "0", "2", wilson_interval(6, 6)],
@@ -31,7 +31,7 @@ def test_outcomes_of_steps() -> None:
     assert outcome_table([{"step": 1, "reward": 0.5}]).rows == []
 
 
-def test_the_course_of_episodes() -> None:
+def test_course_curves_by_outcome() -> None:
     values, logprobs = course_curves(EPISODES)
     assert values.rows == [{"step": 0, "solved": 1, "truncated": 1}, {"step": 1, "truncated": 0.75}]
     means = [sum(each.logprobs.mean() for each in EPISODES[1:] if each.chunk == chunk) / 2 for chunk in (0, 1)]
@@ -40,7 +40,7 @@ def test_the_course_of_episodes() -> None:
     assert only.panels[0].title.startswith("Mean log-prob")
 
 
-def test_the_report(tmp_path: Path) -> None:
+def test_report_shows_outcomes_and_curves(tmp_path: Path) -> None:
     sections = {
         "simulator": {},
         "rollouts": rollout_settings().model_dump(),
@@ -59,7 +59,7 @@ def test_the_report(tmp_path: Path) -> None:
     assert wilson_interval(2, 8).low == pytest.approx(0.0715, abs=1e-4)
 
 
-def test_optimizer_steps_that_were_skipped_are_counted(tmp_path: Path) -> None:
+def test_report_counts_skipped_optimizer_steps(tmp_path: Path) -> None:
     sections = {
         "simulator": {},
         "rollouts": rollout_settings().model_dump(),

@@ -1,4 +1,4 @@
-"""Generalized advantages, the value's loss and a step of PPO against their formulas written out in float64."""
+"""Generalized advantages, the value loss and a step of PPO, compared with their formulas in float64."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from tests.robots.rl.test_learner import learner
 
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedPolicy:
-    """With a value head that has learned something."""
+    """The policy with a value head that is not zero."""
     policy = calm_policy(tmp_path_factory.mktemp("policy"))
     torch.nn.init.normal_(policy.model.add_value_head(0).layers[-1].weight, generator=torch.Generator().manual_seed(1))
     return policy
@@ -55,10 +55,10 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> ImageStore:
     return ImageStore(tmp_path_factory.mktemp("images"))
 
 
-def play(loaded: LoadedPolicy, images: ImageStore, arenas: Sequence[Kitchen], **changes: Any) -> list[ActionChunk]:
+def play(loaded: LoadedPolicy, images: ImageStore, processes: Sequence[Kitchen], **changes: Any) -> list[ActionChunk]:
     settings = rollout_settings(**changes)
     policy = MolmoAct2Policy(loaded.model, loaded.processor(), loaded.settings, "continuous", rows=1)
-    collector = Collector(settings, policy, arenas, images, lambda done, total: None)
+    collector = Collector(settings, policy, processes, images, lambda done, total: None)
     return collector.collect(plan_step(settings, TASKS, 1), 1, 0, bootstrap=True).answers
 
 
@@ -68,7 +68,7 @@ def answers(loaded: LoadedPolicy, images: ImageStore) -> list[ActionChunk]:
 
 
 def ppo_learner(loaded: LoadedPolicy, images: ImageStore, gae: dict[str, Any] | None = None, **changes: Any) -> Any:
-    """Whose value head has the weights of `loaded`'s."""
+    """Return a learner whose value head has the weights of the one in `loaded`."""
     trainer = learner(loaded, images, advantage={"name": "gae"} | (gae or {}), **changes)
     assert trainer.model.value_head is not None and loaded.model.value_head is not None
     trainer.model.value_head.load_state_dict(loaded.model.value_head.state_dict())
@@ -76,7 +76,7 @@ def ppo_learner(loaded: LoadedPolicy, images: ImageStore, gae: dict[str, Any] | 
 
 
 def values_of(trainer: RobotRLLearner, samples: Sequence[ActionChunkSample]) -> np.ndarray:
-    """Of each answer alone, as rows are sampled on a CPU."""
+    """Return the value of each chunk computed alone, as rows are sampled on a CPU."""
     assert trainer.model.value_head is not None
     with torch.no_grad():
         states = [trainer.likelihood.predict(trainer.model, trainer._load([each]))[0].states for each in samples]
@@ -89,7 +89,7 @@ def valued(answers: Sequence[ActionChunk], values: Sequence[float], last_values:
     ]
 
 
-def test_advantages_are_those_of_a_hand_computation() -> None:
+def test_gae_equals_hand_computation() -> None:
     played = valued(made("a", (2, 1.0), (2, 0.0)), [0.5, 0.25, 0.2, 0.4], [0, 0, 0, 0.8])
     built = build_batch(played, GAE(name="gae", gamma=0.9, gae_lambda=0.8))
     solved = 1.0 - 0.25  # terminated: nothing follows
@@ -108,7 +108,7 @@ def test_advantages_are_those_of_a_hand_computation() -> None:
         build_batch(made("a", (1, 1.0)), GAE(name="gae"))
 
 
-def test_with_lambda_one_targets_are_discounted_returns_whatever_the_values() -> None:
+def test_gae_with_lambda_one_gives_discounted_returns() -> None:
     played = valued(made("a", (3, 1.0), (2, 0.0)), [0.3, 9.0, -4.0, 0.1, 0.2], [0, 0, 0, 0, 0.5])
     built = build_batch(played, GAE(name="gae", gamma=0.9, gae_lambda=1.0))
     expected = [0.81, 0.9, 1.0, 0.5 * 0.81, 0.5 * 0.9]
@@ -116,7 +116,7 @@ def test_with_lambda_one_targets_are_discounted_returns_whatever_the_values() ->
 
 
 @pytest.mark.parametrize("clip", [0.2, 0.0])
-def test_the_values_loss_is_that_of_a_hand_computation(clip: float) -> None:
+def test_value_loss_equals_hand_computation(clip: float) -> None:
     rng = np.random.default_rng(3)
     values, before, targets = rng.normal(0, 1, (3, 40))
     tensors = [torch.tensor(each) for each in (values, before, targets)]
@@ -133,12 +133,12 @@ def test_the_values_loss_is_that_of_a_hand_computation(clip: float) -> None:
     assert bool(clipped.any()) == (clip > 0) and not bool(clipped.all())
 
 
-def test_values_are_stored_by_the_policy_that_acts_and_depend_on_neither_batch_nor_processes(
+def test_stored_values_do_not_depend_on_batch_or_processes(
     loaded: LoadedPolicy, images: ImageStore, answers: list[ActionChunk], tmp_path: Path
 ) -> None:
     others = [(8, [Kitchen()]), (4, [Kitchen(), Kitchen((5,)), Kitchen((3, 4)), Kitchen()])]
     tables = []
-    for number, played in enumerate([answers, *(play(loaded, images, arenas, batch=n) for n, arenas in others)]):
+    for number, played in enumerate([answers, *(play(loaded, images, processes, batch=n) for n, processes in others)]):
         (tmp_path / str(number)).mkdir()
         write_rollouts(tmp_path / str(number), played)
         tables.append((tmp_path / str(number) / "rollouts.parquet").read_bytes())
@@ -152,7 +152,7 @@ def test_values_are_stored_by_the_policy_that_acts_and_depend_on_neither_batch_n
 
 
 @pytest.mark.parametrize("ratio", ["chunk", "dimension"])
-def test_a_step_of_ppo_is_that_of_a_hand_computation(
+def test_ppo_step_equals_hand_computation(
     ratio: str, loaded: LoadedPolicy, images: ImageStore, answers: list[ActionChunk], tmp_path: Path
 ) -> None:
     options = {"value_lr": 1e-2, "value_clip": 0.01, "value_loss_coef": 0.7, "huber_delta": 0.3}
@@ -188,7 +188,7 @@ def test_a_step_of_ppo_is_that_of_a_hand_computation(
     assert second["loss"] == pytest.approx(np.mean(policy) + 0.7 * of_values.mean(), rel=1e-4, abs=1e-5)
 
 
-def test_micro_batches_are_sums_of_the_same_answers_and_the_value_leaves_the_policy_alone(
+def test_micro_batch_size_does_not_change_ppo_and_value_loss_leaves_policy(
     loaded: LoadedPolicy, images: ImageStore, answers: list[ActionChunk]
 ) -> None:
     samples = build_batch(answers, GAE(name="gae")).samples
@@ -207,9 +207,7 @@ def test_micro_batches_are_sums_of_the_same_answers_and_the_value_leaves_the_pol
     assert all(torch.equal(value, experts[1][name]) for name, value in experts[0].items())
 
 
-def test_the_value_head_learns_the_returns(
-    loaded: LoadedPolicy, images: ImageStore, answers: list[ActionChunk]
-) -> None:
+def test_value_head_learns_the_returns(loaded: LoadedPolicy, images: ImageStore, answers: list[ActionChunk]) -> None:
     trainer = learner(
         loaded,
         images,
@@ -227,7 +225,7 @@ def test_the_value_head_learns_the_returns(
     assert losses[-1] < 0.25 * spread / 2 < losses[0]
 
 
-def test_settings_of_ppo_are_checked() -> None:
+def test_rejects_invalid_ppo_settings() -> None:
     values = {"max_steps": 3, "micro_batch_size": 7}
     dumped = RobotRLTrainerSettings.model_validate(values).model_dump()
     assert dumped["advantage"] == {"name": "group_mean", "deviation": "sample"}
@@ -247,7 +245,7 @@ def test_settings_of_ppo_are_checked() -> None:
 
 
 @pytest.mark.parametrize("ratio", ["chunk", "dimension"])
-def test_the_kl_term_is_that_of_torch_and_holds_the_policy_near_its_start(
+def test_kl_term_equals_torch_and_keeps_the_policy_near_its_start(
     ratio: str, loaded: LoadedPolicy, images: ImageStore, answers: list[ActionChunk]
 ) -> None:
     samples = build_batch(answers, GAE(name="gae")).samples
@@ -286,7 +284,7 @@ def test_the_kl_term_is_that_of_torch_and_holds_the_policy_near_its_start(
 
 
 @pytest.mark.parametrize("name", ["value", "value_target"])
-def test_a_value_that_is_not_finite_is_refused(
+def test_rejects_non_finite_values(
     name: str, loaded: LoadedPolicy, images: ImageStore, answers: list[ActionChunk]
 ) -> None:
     load, samples = ActionChunkLoader(loaded.processor(), images), build_batch(answers, GAE(name="gae")).samples
@@ -295,7 +293,7 @@ def test_a_value_that_is_not_finite_is_refused(
         load.refuse([samples[0], replace(samples[1], **{name: float("inf")})], "here")
 
 
-def test_a_checkpoint_without_its_value_head_is_not_loaded(loaded: LoadedPolicy, tmp_path: Path) -> None:
+def test_rejects_checkpoint_without_value_head(loaded: LoadedPolicy, tmp_path: Path) -> None:
     changed = copy.deepcopy(loaded.model)
     torch.nn.init.normal_(changed.value_head.layers[0].weight)  # type: ignore[union-attr]
     save_policy(tmp_path / "made", loaded.parts, changed.state_dict())
@@ -310,7 +308,7 @@ def test_a_checkpoint_without_its_value_head_is_not_loaded(loaded: LoadedPolicy,
     assert error.value.where == str(tmp_path / "made")
 
 
-def test_a_value_that_stays_near_is_not_counted_as_clipped() -> None:
+def test_small_value_change_does_not_count_as_clipped() -> None:
     random = torch.Generator().manual_seed(0)
     values, before, targets = torch.randn(3, 500, generator=random)
     loss, clipped = value_loss(values, before, targets, GAE(name="gae", value_clip=20.0, huber_delta=0.7))

@@ -1,5 +1,7 @@
-"""A trainer of two processes makes the steps of one, also where a step has fewer answers than there are processes, and
-where they pack rows and the one does not."""
+"""Two trainer processes make the same steps as one.
+
+This also holds if a step has fewer chunks than processes, and if they pack rows and the single process does not.
+"""
 
 from __future__ import annotations
 
@@ -63,12 +65,12 @@ Mode = Literal["continuous", "discrete"]
 
 @pytest.fixture(scope="module")
 def batches(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of continuous actions."""
+    """Batches of continuous actions."""
     return write_batches(tmp_path_factory.mktemp("batches"), "continuous")
 
 
 def write_batches(folder: Path, mode: Mode) -> Path:
-    """`policy`, `images` and the batches of two steps, 1 and 2, the second with one answer."""
+    """Write `policy`, `images` and the batches of steps 1 and 2, the second with one chunk."""
     if mode == "continuous":
         calm_policy(folder / "policy")
     else:
@@ -119,13 +121,13 @@ def weights_of(folder: Path) -> dict[str, torch.Tensor]:
 
 
 class Forked:
-    """The program of forked_ranks.py."""
+    """Client of the program forked_ranks.py."""
 
     def __init__(self, log: Path, program: subprocess.Popen[str]) -> None:
         self.log, self.program = log, program
 
     def two_ranks(self, service: ServiceSettings, commands: list[dict[str, Any]], folder: Path) -> list[Any]:
-        """What they answer to the commands; `folder` is made."""
+        """Return the ranks' replies to the commands; `folder` is created."""
         rendezvous, asked = private_folder(folder), folder / "asked.json"
         asked.write_text(json.dumps([service.model_dump(mode="json"), commands]))
         assert self.program.stdin is not None and self.program.stdout is not None
@@ -149,7 +151,7 @@ def forked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forked]:
 
 
 def train_on_two_ranks(batches: Path, folder: Path, job: RobotRLTraining, sharding: Any, forked: Forked) -> Trained:
-    """The second step is made by other ranks, which resume from a checkpoint."""
+    """Train two steps; other ranks make the second one, after resuming from a checkpoint."""
     service = service_settings(job, machine(trainer__processes=2, trainer__sharding=sharding), folder / "work")
     service.workspace.mkdir(parents=True)
     first, second = ({"name": "step", "step": step, "batch": str(batches / str(step))} for step in (1, 2))
@@ -174,7 +176,7 @@ def metrics_agree(alone: list[dict[str, float]], shared: list[dict[str, float]])
     [(PPO, None, None), (LORA, "full", PACKING)],
     ids=["copies", "sharded-lora-packed"],
 )
-def test_two_ranks_make_the_steps_of_one(
+def test_two_ranks_equal_one_rank(
     changes: dict[str, Any],
     sharding: Any,
     packing: Any,
@@ -199,7 +201,7 @@ def test_two_ranks_make_the_steps_of_one(
     assert expected["value_head.layers.4.bias"].any()
 
 
-def test_two_ranks_pack_action_tokens_and_split_the_policy(tmp_path: Path) -> None:
+def test_two_ranks_pack_action_tokens_and_shard_the_policy(tmp_path: Path) -> None:
     batches, plain = write_batches(tmp_path, "discrete"), {"mode": "full", "ratio": "token"}
     one_process = InProcessTrainer(training(batches, settings(**plain), "discrete"), machine(), tmp_path / "alone")
     job = training(batches, settings(packing=PACKING, **plain), "discrete")
@@ -212,7 +214,7 @@ def test_two_ranks_pack_action_tokens_and_split_the_policy(tmp_path: Path) -> No
     assert heard == pytest.approx(told, rel=1e-6)
 
 
-def test_what_a_split_policy_cannot_keep_is_refused(batches: Path, tmp_path: Path) -> None:
+def test_rejects_settings_that_sharding_does_not_support(batches: Path, tmp_path: Path) -> None:
     job = training(batches, settings(kl_coefficient=0.1))
     several = machine(trainer__processes=2, trainer__sharding="full")
     with refused("start_not_kept", "trainer.kl_coefficient"):

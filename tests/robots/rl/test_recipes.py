@@ -1,4 +1,4 @@
-"""Recipes for the released policy: the settings that were published for others, and a step of them on a tiny policy."""
+"""Recipes for the released policy: settings published for other policies, and one step of them with a tiny policy."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_the_published_settings(name: str):
+def test_recipes_have_the_published_settings(name: str):
     settings = load_recipe(f"train-vla-rl/{name}").settings_for(TrainVLARLSettings)
     assert isinstance(settings, TrainVLARLSettings)
     rollouts, trainer = settings.rollouts, settings.trainer
@@ -52,7 +52,7 @@ def test_the_published_settings(name: str):
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_a_tiny_policy_takes_a_step_of_them(name: str, tmp_path: Path):
+def test_tiny_policy_trains_a_step_with_published_settings(name: str, tmp_path: Path):
     recipe = load_recipe(f"train-vla-rl/{name}")
     small = {
         "rollouts": {"tasks": (0, 2), "initial_states": (0, 3), "max_steps": 8, "batch": 1, "rows_per_pass": 1},
@@ -93,7 +93,7 @@ def test_a_tiny_policy_takes_a_step_of_them(name: str, tmp_path: Path):
         ("evaluation.quantization=fp8", "evaluation.quantization: 8-bit"),
         (
             "rollouts.quantization=fp8 policy.dtype=bfloat16 machine.trainer.processes=2 machine.trainer.gpus=[0,1]",
-            "rollouts.quantization: the trainer's GPUs",
+            "rollouts.quantization: the trainer shards",
         ),
         ("rollouts.quantization=fp8 trainer.mode=full", "trainer.mode full"),
         ("evaluation.perturbations.layout=[1] simulator.num_steps_wait=1", "simulator.num_steps_wait is 1"),
@@ -113,7 +113,7 @@ def test_a_tiny_policy_takes_a_step_of_them(name: str, tmp_path: Path):
         ("policy.action_mode=discrete", "learning_rates.action_expert: policy.action_mode discrete"),
     ],
 )
-def test_what_would_fail_after_the_imitation_is_refused(overrides: str, place: str):
+def test_rejects_recipes_that_would_fail_after_imitation(overrides: str, place: str):
     with refused("value_error", place):
         load_recipe("train-vla-rl/tiny", overrides.split())
 
@@ -130,6 +130,6 @@ def test_what_would_fail_after_the_imitation_is_refused(overrides: str, place: s
         ("evaluation.seed=4294967296", "less_than"),
     ],
 )
-def test_values_out_of_range_are_refused(override: str, code: str):
+def test_rejects_values_out_of_range(override: str, code: str):
     with refused(code, override.partition("=")[0]):
         load_recipe("train-vla-rl/tiny", [override])

@@ -1,4 +1,4 @@
-"""Reward-weighted regression: which answers weigh how much, and that training on them is imitation."""
+"""Reward-weighted regression: the weights of chunks, and that training with them equals weighted imitation."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def learner(loaded: LoadedPolicy, images: ImageStore, **changes: Any) -> RewardW
     return RewardWeightedLearner(model, chosen, plan, FLOW_TIMESTEPS, load)
 
 
-def test_weights_are_those_of_a_hand_computation() -> None:
+def test_weights_equal_hand_computation() -> None:
     played = [*made("a", (2, 1.0), (3, 0.0)), *made("b", (1, 1.0)), *made("c", (2, 0.25))]
     built = build_batch(played, FILTER)
     assert [each.episode_id for each in built.samples] == ["a-0", "a-0", "b-0", "c-0", "c-0"]
@@ -81,8 +81,8 @@ def test_weights_are_those_of_a_hand_computation() -> None:
     assert again.metrics["success"] == 0.0 and again.metrics["answers/per_episode"] == 2
 
 
-def test_a_tiny_beta_imitates_the_best_episodes_of_a_step_without_success() -> None:
-    """exp((R - 1) / beta) is 0 for all of them; exp(-200), of the worst, is 0 in the float32 of the batch."""
+def test_tiny_beta_imitates_the_best_unsolved_episodes() -> None:
+    """exp((R - 1) / beta) would be 0 for all episodes; exp(-200), of the worst one, is 0 in the batch's float32."""
     played = [*made("a", (2, 0.0), (3, 0.002)), *made("b", (1, 0.0019))]
     sharp = build_batch(played, RewardWeighted(name="reward_weighted", beta=1e-5))
     assert [(each.episode_id, each.advantage) for each in sharp.samples] == [
@@ -94,7 +94,7 @@ def test_a_tiny_beta_imitates_the_best_episodes_of_a_step_without_success() -> N
     assert replayed.drops == {"weightless_episode": 2} and replayed.metrics["answers/replayed"] == 4
 
 
-def test_answers_are_those_of_an_evaluation(
+def test_rollouts_equal_evaluation_actions(
     loaded: LoadedPolicy, images: ImageStore, answers: list[ActionChunk]
 ) -> None:
     plan = rollout_settings(likelihood="none", group_size=1, groups_per_step=4)
@@ -113,10 +113,10 @@ def weighed(answers: list[ActionChunk]) -> list[ActionChunkSample]:
     return [with_advantage(each, 1.0 / (2 + number)) for number, each in enumerate(answers)]
 
 
-def test_the_gradient_is_that_of_plain_imitation_with_the_same_weights(
+def test_gradient_equals_weighted_imitation(
     loaded: LoadedPolicy, images: ImageStore, answers: list[ActionChunk]
 ) -> None:
-    """The model's own training loss of each answer alone, from actions in the dataset's units."""
+    """Compares with the model's training loss of each chunk alone, from actions in the dataset's units."""
     samples, trainer = weighed(answers), learner(loaded, images)
     update = Update(2, 5, 9, samples, frozenset(), mean_advantage=0.3)  # other updates have other weights
     parameters = [each for each in trainer.model.action_expert.parameters() if each.requires_grad]
@@ -158,7 +158,7 @@ def test_the_gradient_is_that_of_plain_imitation_with_the_same_weights(
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-6)
 
 
-def test_learning_rates_rise_in_each_step_and_fall_over_the_run(
+def test_learning_rates_warm_up_each_step_and_decay_over_the_run(
     loaded: LoadedPolicy, images: ImageStore, answers: list[ActionChunk]
 ) -> None:
     rates = {"action_expert": 2e-3}
@@ -194,7 +194,7 @@ def imitating(**objective: Any) -> TrainVLARLSettings:
     return TrainVLARLSettings.model_validate(dict(chosen) | {"rollouts": plan})
 
 
-def test_a_run_that_was_stopped_is_one_that_was_not_and_trains_on_earlier_steps(tmp_path: Path) -> None:
+def test_resumed_run_with_earlier_steps_equals_uninterrupted_run(tmp_path: Path) -> None:
     start, plan = whole_answers(tmp_path / "start"), imitating(earlier_steps=1)
     whole = train(tmp_path / "whole", start, [Kitchen()], plan)
     with refused("too_many_episodes_failed"):
@@ -212,7 +212,7 @@ def test_a_run_that_was_stopped_is_one_that_was_not_and_trains_on_earlier_steps(
         assert "importance_ratio" not in row and "kl" not in row and row["updates"] == -(-len(trained) // 8)
 
 
-def test_answers_that_are_carried_out_in_part_are_refused(tmp_path: Path) -> None:
+def test_rejects_partly_executed_chunks(tmp_path: Path) -> None:
     calm_policy(tmp_path / "start")
     start = Artifact(kind="policy", path=tmp_path / "start", digest="0")
     with refused("answers_in_part", "3 of the 4"):
@@ -235,7 +235,7 @@ def test_answers_that_are_carried_out_in_part_are_refused(tmp_path: Path) -> Non
         ({"rollouts": {"reward": {"name": "progress"}}}, "rollouts.reward progress"),
     ],
 )
-def test_settings_that_mean_nothing_are_refused(overrides: dict[str, dict[str, Any]], place: str) -> None:
+def test_rejects_settings_unused_by_reward_weighting(overrides: dict[str, dict[str, Any]], place: str) -> None:
     values = imitating().model_dump()
     for section, changes in overrides.items():
         values[section] = values[section] | changes
@@ -243,16 +243,14 @@ def test_settings_that_mean_nothing_are_refused(overrides: dict[str, dict[str, A
         TrainVLARLSettings.model_validate(values)
 
 
-def test_a_recipe_whose_policy_carries_out_parts_of_chunks_is_refused_before_anything_is_made() -> None:
+def test_rejects_recipe_with_partly_executed_chunks_early() -> None:
     with refused("value_error", "policy.n_action_steps", "policy.chunk_size", kind=ConfigurationError):
         load_recipe("train-vla-rl/spatial-successes", ["policy.n_action_steps=4"])
     load_recipe("train-vla-rl/spatial-successes", ["policy.num_inference_steps=1"])  # no step is drawn
 
 
-def test_updates_of_answers_that_weigh_little_stay_small(
-    loaded: LoadedPolicy, images: ImageStore, answers: list[ActionChunk]
-) -> None:
-    """One good answer among many bad ones: updates without it have gradients as small as their weights."""
+def test_small_weights_give_small_updates(loaded: LoadedPolicy, images: ImageStore, answers: list[ActionChunk]) -> None:
+    """One good chunk among many bad ones: updates without it have gradients as small as their weights."""
     samples = [with_advantage(each, 1e-6 if number else 1.0) for number, each in enumerate(answers)]
     trainer, norms = learner(loaded, images, samples_per_update=2, max_grad_norm=1e9), list[tuple[bool, float]]()
     apply = trainer._apply
@@ -268,7 +266,7 @@ def test_updates_of_answers_that_weigh_little_stay_small(
     assert len(norms) > 2 and all(norm < 1e-4 * good for has_it, norm in norms if not has_it), norms
 
 
-def test_the_recipe_plays_evaluations_answers_and_needs_no_pair() -> None:
+def test_reward_weighted_recipe_needs_no_logprobs_or_pairs() -> None:
     chosen = load_recipe("train-vla-rl/spatial-successes").settings_for(TrainVLARLSettings)
     assert isinstance(chosen, TrainVLARLSettings)
     assert chosen.rollouts.group_size == 1 and isinstance(chosen.trainer.objective, RewardWeighted)

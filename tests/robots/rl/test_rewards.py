@@ -1,4 +1,4 @@
-"""Rewards of an episode, by hand, and of an episode in the simulator."""
+"""Rewards of episodes, computed by hand and in the simulator."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ DONE = GoalProgress(holds=True, reach=0.4, grasped=False, place=0.0)
 DRAWER = GoalProgress(holds=False, reach=0.1, grasped=False, place=None)
 
 
-def test_the_potential_by_hand() -> None:
+def test_potential_equals_hand_computation() -> None:
     far = 0.3 * (1 - tanh(1.0)) + 0.3 * (1 - tanh(1.5))
     held = 0.3 + 0.2 + 0.3 * (1 - tanh(0.5))
     assert potential([FAR]) == pytest.approx(far, abs=1e-12)
@@ -53,7 +53,7 @@ def test_the_potential_by_hand() -> None:
     assert potential([DONE, FAR]) == pytest.approx((1 + far) / 2, abs=1e-12)
 
 
-def test_rewards_of_chunks_by_hand() -> None:
+def test_chunk_rewards_equal_hand_computation() -> None:
     way = [[FAR], [HELD], [DONE]]
     a, b, c = (potential(each) for each in way)
     assert chunk_rewards(SUCCESS, 2, [], True, 1.0, False) == [0.0, 1.0]
@@ -68,8 +68,8 @@ def test_rewards_of_chunks_by_hand() -> None:
     assert goes_on == pytest.approx([0.7 * (0.9 * b - a), 0.7 * (0.9 * c - b)], abs=1e-12)
 
 
-def test_shaping_moves_every_return_from_a_state_by_the_same() -> None:
-    """Ng, Harada, Russell (1999): so the best action in a state is the same, whatever the potential is."""
+def test_shaping_shifts_all_returns_of_a_state_equally() -> None:
+    """Ng, Harada, Russell (1999): so the best action in a state does not depend on the potential."""
     gamma, here = 0.9, HELD
     for middle, end, solved in product((FAR, HELD, DONE), (FAR, HELD, DONE), (True, False)):
         way = [[here], [middle], [end]]
@@ -78,8 +78,8 @@ def test_shaping_moves_every_return_from_a_state_by_the_same() -> None:
         assert difference == pytest.approx(-0.7 * potential([here]), abs=1e-12)
 
 
-def test_with_the_shifted_value_function_advantages_are_those_of_success_alone() -> None:
-    """V'(s) = V(s) - weight Phi(s) under shaping: GAE's differences then do not change."""
+def test_shaping_with_shifted_values_keeps_advantages() -> None:
+    """With shaping V'(s) = V(s) - weight Phi(s), so GAE's differences do not change."""
     gamma, lam, values, last = 0.9, 0.8, np.array([0.3, 0.6]), 0.5
     way = [[FAR], [HELD], [FAR]]
     phi = np.array([potential(each) for each in way])
@@ -91,12 +91,12 @@ def test_with_the_shifted_value_function_advantages_are_those_of_success_alone()
         np.testing.assert_allclose(gae(shaped, (values - 0.7 * phi[:2]).tolist(), shifted, gamma, lam), expected)
 
 
-def test_rollouts_have_the_rewards_of_what_the_simulator_measured(tmp_path: Path) -> None:
+def test_rollout_rewards_match_the_simulators_progress(tmp_path: Path) -> None:
     loaded = calm_policy(tmp_path)
     policy = MolmoAct2Policy(loaded.model, loaded.processor(), loaded.settings, "continuous", rows=1)
 
     class Watched(Kitchen):
-        """Keeps what it told of each slot's episode."""
+        """Records the potentials that it reports."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -108,10 +108,10 @@ def test_rollouts_have_the_rewards_of_what_the_simulator_measured(tmp_path: Path
             return goals
 
     def play(reward: dict[str, object], batch: int) -> tuple[list[ActionChunk], list[float]]:
-        settings, arena = rollout_settings(reward=reward, batch=batch), Watched()
+        settings, process = rollout_settings(reward=reward, batch=batch), Watched()
         images = ImageStore(tmp_path / "images")
-        collector = Collector(settings, policy, [arena], images, lambda done, total: None, gamma=0.9)
-        return collector.collect(plan_step(settings, TASKS, 1), 1, 0, bootstrap=False).answers, arena.told
+        collector = Collector(settings, policy, [process], images, lambda done, total: None, gamma=0.9)
+        return collector.collect(plan_step(settings, TASKS, 1), 1, 0, bootstrap=False).answers, process.told
 
     plain, nothing = play({"name": "success"}, 1)
     assert nothing == [] and {each.reward for each in plain} == {0.0, 1.0}
@@ -135,7 +135,7 @@ def test_rollouts_have_the_rewards_of_what_the_simulator_measured(tmp_path: Path
 
 
 @needs_libero
-def test_a_demonstration_makes_progress_in_the_simulator() -> None:
+def test_progress_grows_during_a_demonstration() -> None:
     made = LiberoSimulator(suite_tasks("libero_spatial")[2], simulator(num_steps_wait=10))
     made.reset(0, 3)
     controller, seen = ScriptedPolicy(plan_for(made)), [made.progress()]
@@ -156,14 +156,14 @@ def test_a_demonstration_makes_progress_in_the_simulator() -> None:
 
 
 @needs_libero
-def test_progress_with_a_drawer_in_a_process() -> None:
+def test_progress_of_a_drawer_task_in_a_process() -> None:
     with SimulatorProcess(simulator(), 300) as process:
         process.reset(suite_tasks("libero_goal")[0], 0, 1)
         (goal,) = process.progress()
     assert not goal.holds and goal.place is None and 0.1 < goal.reach < 1.0
 
 
-def test_settings_are_checked() -> None:
+def test_rejects_invalid_reward_settings() -> None:
     assert rollout_settings(reward={"name": "progress"}).model_dump()["reward"] == {"name": "progress", "weight": 0.5}
     with refused("less_than", "weight"):
         rollout_settings(reward={"name": "progress", "weight": 1.0})

@@ -1,4 +1,4 @@
-"""Runs of some steps with a trainer in this process: what they leave behind, and that a stop changes none of it."""
+"""Runs of a few steps with a trainer in this process: their outputs, and that interruption does not change them."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
     return Artifact(kind="policy", path=folder, digest="0")
 
 
-def train(folder: Path, start: Artifact, arenas: Sequence[Kitchen], settings: TrainVLARLSettings) -> RobotRLRun:
+def train(folder: Path, start: Artifact, processes: Sequence[Kitchen], settings: TrainVLARLSettings) -> RobotRLRun:
     machine = make_machine(store=folder / "store")
     store = open_store(machine)
     context = StageContext(machine, TerminalEvents(), ThreadUnits(), folder / "work", store.images, "f")
@@ -101,14 +101,14 @@ def train(folder: Path, start: Artifact, arenas: Sequence[Kitchen], settings: Tr
     )
     mode = settings.rollouts.inference_action_mode
     policy = open_policy(start.path, mode, rows=1, quantization=settings.rollouts.quantization)
-    collector = Collector(settings.rollouts, policy, arenas, ImageStore(store.images), lambda done, total: None)
+    collector = Collector(settings.rollouts, policy, processes, ImageStore(store.images), lambda done, total: None)
     trainer = InProcessTrainer(training, machine, context.workspace / "trainer")
     evaluations = None
     if settings.evaluation is not None:
         examined = policy.reconfigured(settings.evaluation.inference_action_mode, rows=1)
         known = {"libero_spatial": TASKS}
         last = settings.trainer.max_steps
-        evaluations = RobotEvaluations(settings.evaluation, known, examined, arenas, {}, context, store, last)
+        evaluations = RobotEvaluations(settings.evaluation, known, examined, processes, {}, context, store, last)
     run = RobotRLRun(settings, context, store, policy, TASKS, collector, trainer, start, evaluations)
     run.resume(done := trainer.resume())
     run.finish(folder / "checkpoint", run.train_from(done))
@@ -116,13 +116,13 @@ def train(folder: Path, start: Artifact, arenas: Sequence[Kitchen], settings: Tr
 
 
 def rows(run: RobotRLRun) -> list[dict[str, float]]:
-    """The history without what depends on the machine."""
+    """Return the history without metrics that depend on the machine."""
     timed = ("timing/", "memory/", "answers_per_second", "simulator/", "policy/", "machine/")
     return [{k: v for k, v in row.items() if not k.startswith(timed)} for row in run.history.read()]
 
 
 @pytest.mark.parametrize("plan", [GRPO, PPO, AHEAD], ids=["grpo", "ppo", "ahead"])
-def test_a_run_that_was_stopped_is_one_that_was_not(plan: TrainVLARLSettings, tmp_path: Path, start: Artifact) -> None:
+def test_resumed_run_equals_uninterrupted_run(plan: TrainVLARLSettings, tmp_path: Path, start: Artifact) -> None:
     whole = train(tmp_path / "whole", start, [Kitchen()], plan)
     history = whole.history.read()
     if plan is AHEAD:
@@ -134,7 +134,7 @@ def test_a_run_that_was_stopped_is_one_that_was_not(plan: TrainVLARLSettings, tm
     assert summary(history)["reward"] == history[-1]["reward"]
 
     class Doomed(Kitchen):
-        """Its process never comes back after so many chunks."""
+        """Its process dies after some chunks and cannot be restarted."""
 
         def __init__(self) -> None:
             super().__init__(range(35 if plan is AHEAD else 15, 10_000))
@@ -154,7 +154,7 @@ def test_a_run_that_was_stopped_is_one_that_was_not(plan: TrainVLARLSettings, tm
         assert all(torch.equal(value, heads[1][name]) and value.any() for name, value in heads[0].items())
 
 
-def test_an_expert_is_trained_on_text_layers_in_8_bits_and_published_without_them(tmp_path: Path) -> None:
+def test_expert_trains_on_8_bit_text_layers_and_publishes_16_bit_ones(tmp_path: Path) -> None:
     calm_policy(tmp_path / "start", dtype="bfloat16")
     start = Artifact(kind="policy", path=tmp_path / "start/checkpoint", digest="0")
     rollouts = rollout_settings(batch=4, max_steps=6, noise_level=1.0, quantization="fp8")
@@ -168,7 +168,7 @@ def test_an_expert_is_trained_on_text_layers_in_8_bits_and_published_without_the
     assert moved and all(name.startswith("action_expert.") for name in moved)
 
 
-def test_what_costs_nothing_or_changes_nothing_is_said(
+def test_reports_steps_without_updates_and_lost_attempts(
     tmp_path: Path, start: Artifact, capsys: pytest.CaptureFixture[str]
 ) -> None:
     alike = settings(max_steps=1).model_copy(update={"rollouts": rollout_settings(max_steps=1, batch=4)})
@@ -176,12 +176,12 @@ def test_what_costs_nothing_or_changes_nothing_is_said(
     said = " ".join(capsys.readouterr().out.split())
     (row,) = run.history.read()
     assert row["updates"] == 0 and row["groups/zero_advantage_fraction"] == 1.0
-    assert "step 1 changes no weight" in said and "0% of all were solved" in said
+    assert "step 1 changes no weight" in said and "0% of all episodes were solved" in said
     assert "attempts at episodes were lost with their simulator" in said
     assert len({each.episode_id for each in read_rollouts(run.rollouts(1).path)}) == 8
 
 
-def test_values_are_those_of_the_weights_that_played(tmp_path: Path, start: Artifact) -> None:
+def test_stored_values_come_from_the_rollout_weights(tmp_path: Path, start: Artifact) -> None:
     run = train(tmp_path, start, [Kitchen()], PPO)
     first, second = (read_rollouts(run.rollouts(step).path) for step in (1, 2))
     assert {each.value for each in first} == {0.0} and len({each.value for each in second}) == len(second)
@@ -195,7 +195,7 @@ def test_values_are_those_of_the_weights_that_played(tmp_path: Path, start: Arti
     assert all(row["answers/trained"] == row["rollouts/planned"] * row["answers/per_episode"] for row in rows)
 
 
-def test_groups_are_played_until_enough_of_them_differ(tmp_path: Path, start: Artifact) -> None:
+def test_plays_rounds_until_enough_groups_differ(tmp_path: Path, start: Artifact) -> None:
     run = train(tmp_path, start, [Kitchen()], settings(max_rounds=4, max_steps=2))
     for step, row in enumerate(run.history.read(), start=1):
         played = read_rollouts(run.rollouts(step).path)
@@ -212,6 +212,6 @@ def test_groups_are_played_until_enough_of_them_differ(tmp_path: Path, start: Ar
         assert len(trained) == min(2, sum(differs))
 
 
-def test_steps_that_change_no_weight_have_no_part_in_the_means_of_a_run() -> None:
+def test_summary_skips_metrics_that_a_step_lacks() -> None:
     history = [{"step": step, "reward": 0.5, "kl": 0.25} for step in range(1, 20)] + [{"step": 20, "reward": 0.0}]
     assert summary(history) == {"reward": 0.25, "kl": 0.25}

@@ -6,7 +6,7 @@ from tests.robots.evaluation.playground import TASKS
 from tests.robots.rl.kitchen import rollout_settings
 
 
-def test_every_initial_state_comes_once_before_any_repeats() -> None:
+def test_all_initial_states_are_used_before_any_repeats() -> None:
     settings = rollout_settings()
     groups = [group for step in (1, 2, 3, 4) for group in plan_step(settings, TASKS, step)]
     begins = [{(each.task.index, each.initial_state, each.simulator_seed) for each in group} for group in groups]
@@ -17,14 +17,14 @@ def test_every_initial_state_comes_once_before_any_repeats() -> None:
     assert len({next(iter(begin))[2] for begin in begins}) == 8
 
 
-def test_rounds_of_all_steps_are_different_groups() -> None:
+def test_rounds_of_different_steps_are_different_groups() -> None:
     settings = rollout_settings(max_rounds=3)
     groups = [group for step in (1, 2) for number in range(3) for group in plan_step(settings, TASKS, step, number)]
     assert [group[0].repetition for group in groups] == [*range(12)]
     assert plan_step(settings, TASKS, 0) == plan_step(rollout_settings(), TASKS, 0)
 
 
-def test_no_two_answers_of_a_run_have_one_seed() -> None:
+def test_all_chunks_of_a_run_have_different_seeds() -> None:
     settings = rollout_settings()
     seeds = [
         answer_seed(settings, step, planned, chunk)
@@ -37,7 +37,7 @@ def test_no_two_answers_of_a_run_have_one_seed() -> None:
     assert all(0 <= seed < 2**63 for seed in seeds)
 
 
-def test_what_the_suite_does_not_have_is_refused() -> None:
+def test_rejects_unknown_tasks_and_initial_states() -> None:
     with refused("unknown_task", "libero_spatial", 7):
         plan_step(rollout_settings(tasks=(7,)), TASKS, 1)
     with refused("unknown_initial_state", 5):

@@ -1,4 +1,4 @@
-"""What playing episodes is said to take: counts by hand, of simulators that need no time."""
+"""Reported times and counts of playing episodes, with simulators that take no time."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from tests.robots.evaluation.playground import TASKS
 from tests.robots.rl.kitchen import Kitchen, calm_policy, rollout_settings
 
 
-def test_a_step_says_what_its_rollouts_took(tmp_path: Path) -> None:
-    """Two groups of four episodes of two tasks in one slot: each task is built once, and on a CPU a pass is a row."""
+def test_rollout_times_and_counts_are_reported(tmp_path: Path) -> None:
+    """Two groups of four episodes of two tasks in one slot: each task is built once, and on a CPU a pass has one
+    row."""
     calm_policy(tmp_path)
     settings, images = rollout_settings(), ImageStore(tmp_path / "images")
     collector = Collector(settings, open_policy(tmp_path, "continuous", 8), [Kitchen()], images, lambda *_: None)
@@ -32,7 +33,7 @@ def test_a_step_says_what_its_rollouts_took(tmp_path: Path) -> None:
     assert collector.times.since() == {}
 
 
-def test_what_fails_is_not_counted_and_a_lost_process_builds_again() -> None:
+def test_failed_calls_are_not_counted_and_crashed_process_rebuilds() -> None:
     times = PlayTimes()
     simulators, still, task = TimedSimulators(Kitchen(deaths=[1]), times), np.zeros((3, 7), np.float32), TASKS[0]
     simulators.reset(task, 0, 0)

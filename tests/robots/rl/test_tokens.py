@@ -1,5 +1,4 @@
-"""Discrete actions: tokens drawn by their probabilities, rollouts of them, and updates by the objectives of language
-models."""
+"""Discrete actions: sampling of tokens, rollouts, and updates by the objectives of language models."""
 
 from __future__ import annotations
 
@@ -59,7 +58,7 @@ LEFT, RIGHT = (np.tile(np.array([end, *[0] * 6], np.float32), (CHUNK, 1)) for en
 
 
 def spoken(folder: Path) -> LoadedPolicy:
-    """A policy of action tokens with random weights: what it says is mostly no actions."""
+    """A policy of action tokens with random weights, whose answers mostly decode to no actions."""
     settings = released.SETTINGS.model_copy(update={"norm_tag": "kitchen"})
     loaded = load_policy(released.write_released(folder / "released"), settings)
     tokens = ActionTokens.fit([LEFT, RIGHT] * 4, vocabulary=released.ACTIONS, scale=10.0)
@@ -72,7 +71,8 @@ def spoken(folder: Path) -> LoadedPolicy:
 
 
 def of_two_minds(loaded: LoadedPolicy, left: float) -> LoadedPolicy:
-    """Says LEFT with the probability `left`, else RIGHT: layers add nothing, a token hangs on the one before it."""
+    """Make the policy answer LEFT with probability `left`, else RIGHT: layers add nothing, and a token depends only on
+    the previous one."""
     tokens, model = loaded.parts.action_tokens, copy.deepcopy(loaded.model)
     assert tokens is not None
     (to_left,), (to_right,) = tokens.encode(LEFT), tokens.encode(RIGHT)  # one token each
@@ -101,7 +101,7 @@ def of_two_minds(loaded: LoadedPolicy, left: float) -> LoadedPolicy:
 
 @pytest.fixture(scope="module", autouse=True)
 def _short_answers() -> Iterator[None]:
-    """Random weights hardly ever end their answers."""
+    """Limit the number of tokens, because random weights hardly ever end an answer."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(policy, "TOKENS_PER_ACTION", 3)
         yield
@@ -117,11 +117,11 @@ def policy_of(loaded: LoadedPolicy) -> MolmoAct2Policy:
 
 
 def play(
-    loaded: LoadedPolicy, images: ImageStore, arenas: Sequence[Kitchen], step: int = 1, **changes: Any
+    loaded: LoadedPolicy, images: ImageStore, processes: Sequence[Kitchen], step: int = 1, **changes: Any
 ) -> list[ActionChunk]:
     discrete = {"inference_action_mode": "discrete", "temperature": TEMPERATURE, "group_size": 3}
     settings = rollout_settings(**discrete | changes)
-    collector = Collector(settings, policy_of(loaded), arenas, images, lambda done, total: None)
+    collector = Collector(settings, policy_of(loaded), processes, images, lambda done, total: None)
     bootstrap = loaded.model.value_head is not None
     return collector.collect(plan_step(settings, TASKS, step), step, step - 1, bootstrap).answers
 
@@ -149,7 +149,7 @@ def judged(answers: Sequence[ActionChunk]) -> list[ActionChunkSample]:
 
 
 def plainly(loaded: LoadedPolicy, images: ImageStore, sample: ActionChunk, model: Any = None) -> np.ndarray:
-    """(K,) ln softmax(logits / temperature) of the sample's tokens, from a full pass in float64 for each of them."""
+    """Return ln softmax(logits / temperature) of the sample's tokens, (K,), with a full float64 pass for each token."""
     processor, model = loaded.processor(), copy.deepcopy(model or loaded.model).double()
     seen = {name: np.asarray(images.open(ref)) for name, ref in zip(sample.cameras, sample.images, strict=True)}
     example = processor.encode(RobotObservation(seen, sample.state, sample.language))
@@ -166,7 +166,7 @@ def plainly(loaded: LoadedPolicy, images: ImageStore, sample: ActionChunk, model
     return np.array(found)
 
 
-def test_tokens_are_drawn_by_their_probabilities_and_row_by_row() -> None:
+def test_tokens_are_sampled_by_probability_and_independent_of_the_batch() -> None:
     logits = torch.tensor([2.0, 0.0, -1.0, 1.0, -30.0])
     rows = 4000
     draws = TokenSampler(range(rows), 0.5, torch.device("cpu"))
@@ -181,7 +181,7 @@ def test_tokens_are_drawn_by_their_probabilities_and_row_by_row() -> None:
     assert np.exp(draws.logprobs.numpy()[:, 0]) == pytest.approx(expected[first], rel=1e-6)
 
 
-def test_log_probs_are_those_of_a_plain_recomputation(
+def test_logprobs_equal_a_plain_recomputation(
     loaded: LoadedPolicy, images: ImageStore, answers: list[ActionChunk]
 ) -> None:
     for each in answers[:3]:
@@ -192,12 +192,12 @@ def test_log_probs_are_those_of_a_plain_recomputation(
     assert all(each.flow_step is None and not len(each.before) for each in answers)
 
 
-def test_rollouts_depend_on_neither_batch_nor_processes_nor_deaths(
+def test_rollouts_do_not_depend_on_batch_processes_or_crashes(
     loaded: LoadedPolicy, images: ImageStore, answers: list[ActionChunk], tmp_path: Path
 ) -> None:
     others = [(8, [Kitchen()]), (4, [Kitchen(), Kitchen((5,)), Kitchen((3, 4)), Kitchen()])]
     tables = []
-    for number, played in enumerate([answers, *(play(loaded, images, arenas, batch=n) for n, arenas in others)]):
+    for number, played in enumerate([answers, *(play(loaded, images, processes, batch=n) for n, processes in others)]):
         (tmp_path / str(number)).mkdir()
         write_rollouts(tmp_path / str(number), played)
         tables.append((tmp_path / str(number) / "rollouts.parquet").read_bytes())
@@ -207,7 +207,7 @@ def test_rollouts_depend_on_neither_batch_nor_processes_nor_deaths(
 
 
 def hand_loss(objective: str, ratio: str, samples: Sequence[ActionChunkSample], now: Sequence[np.ndarray]) -> float:
-    """The mean over ratios of each objective's loss, from its paper's formula."""
+    """Return the mean over ratios of each objective's loss, from its paper's formula."""
     losses: list[float] = []
     for sample, logprobs in zip(samples, now, strict=True):
         a, change = sample.advantage, logprobs - sample.logprobs
@@ -225,7 +225,7 @@ def hand_loss(objective: str, ratio: str, samples: Sequence[ActionChunkSample], 
 
 @pytest.mark.parametrize("objective", ["ppo", "gspo", "cispo"])
 @pytest.mark.parametrize("ratio", ["token", "chunk"])
-def test_updates_are_those_of_the_objectives_formulas(
+def test_updates_follow_the_objectives_formulas(
     objective: str, ratio: str, loaded: LoadedPolicy, images: ImageStore, answers: list[ActionChunk], tmp_path: Path
 ) -> None:
     write_batch(tmp_path, judged(answers[:4]))
@@ -249,7 +249,7 @@ def test_updates_are_those_of_the_objectives_formulas(
         assert torch.equal(weights, loaded.model.action_expert.get_parameter(name))
 
 
-def test_micro_batches_are_sums_of_the_same_answers(
+def test_micro_batch_size_does_not_change_the_update(
     loaded: LoadedPolicy, images: ImageStore, answers: list[ActionChunk]
 ) -> None:
     samples = judged(answers[:4])
@@ -262,7 +262,7 @@ def test_micro_batches_are_sums_of_the_same_answers(
     assert [alone.score([each])[0] for each in reversed(samples)] == scores[::-1]  # to the last bit
 
 
-def test_values_are_the_prompts_and_those_that_the_trainer_computes(loaded: LoadedPolicy, images: ImageStore) -> None:
+def test_rollout_values_equal_the_trainers_values(loaded: LoadedPolicy, images: ImageStore) -> None:
     valued = replace(loaded, model=copy.deepcopy(loaded.model))
     policy_of(valued).add_value_head(0)
     head = valued.model.value_head
@@ -284,7 +284,7 @@ def test_values_are_the_prompts_and_those_that_the_trainer_computes(loaded: Load
     assert report["value/loss"] == pytest.approx(expected, rel=1e-4)
 
 
-def test_a_policy_of_two_minds_learns_which_one_is_rewarded(loaded: LoadedPolicy, images: ImageStore) -> None:
+def test_policy_learns_the_rewarded_action(loaded: LoadedPolicy, images: ImageStore) -> None:
     current, shares = of_two_minds(loaded, 0.3), []
     rates = dict.fromkeys(("vlm", "vit", "connector"), 0.05)
     trainer = learner(current, images, 1.0, learning_rates=rates, final_lr_fraction=1.0, epochs=4)
@@ -299,8 +299,8 @@ def test_a_policy_of_two_minds_learns_which_one_is_rewarded(loaded: LoadedPolicy
     assert shares[0] < 0.5 and shares[-1] > shares[0] + 0.3, shares
 
 
-def test_a_run_of_action_tokens_with_evaluations(loaded: LoadedPolicy, tmp_path: Path) -> None:
-    """Sampled with a temperature, and evaluated without one, in the same run."""
+def test_run_with_action_tokens_and_evaluations(loaded: LoadedPolicy, tmp_path: Path) -> None:
+    """The same run samples with a temperature and evaluates without one."""
     minded = of_two_minds(loaded, 0.3)
     save_policy(tmp_path / "start/checkpoint", minded.parts, minded.model.state_dict())
     rates = dict.fromkeys(("vlm", "vit", "connector"), 0.05)
@@ -319,7 +319,7 @@ def test_a_run_of_action_tokens_with_evaluations(loaded: LoadedPolicy, tmp_path:
     assert run.evaluations is not None and run.evaluations.metrics[0]["episodes"] == 12
 
 
-def test_samples_of_another_kind_are_refused(
+def test_rejects_samples_of_another_action_kind(
     loaded: LoadedPolicy, images: ImageStore, answers: list[ActionChunk]
 ) -> None:
     load, samples = ActionChunkLoader(loaded.processor(), images, "discrete"), judged(answers)
@@ -352,7 +352,7 @@ def test_samples_of_another_kind_are_refused(
         ({"likelihood": "fpo"}, {"kl_coefficient": 0.1}, ["trainer.kl_coefficient", "rollouts.likelihood fpo"]),
     ],
 )
-def test_settings_that_have_no_effect_are_refused(rollouts: Any, trainer: Any, places: list[str]) -> None:
+def test_rejects_settings_without_effect(rollouts: Any, trainer: Any, places: list[str]) -> None:
     with refused("value_error", *places):
         TrainVLARLSettings(
             simulator=SimulatorSettings(),

@@ -1,4 +1,4 @@
-"""Recorded demonstrations: what is in the dataset leads to the goal again, and a crash costs one episode."""
+"""Recorded demonstrations: replaying the dataset's actions reaches the goal, and a crash repeats only one episode."""
 
 from __future__ import annotations
 
@@ -69,12 +69,12 @@ def run(root: Path, chosen: DemonstrationsStageSettings, processes: int = 1) -> 
 
 
 def files(folder: Path) -> dict[str, str]:
-    """The digest of each file."""
+    """Return the digest of each file."""
     return {path.relative_to(folder).as_posix(): file_digest(path) for path in folder.rglob("*") if path.is_file()}
 
 
 @pytest.mark.slow
-def test_the_dataset_s_actions_reach_the_goal_and_a_crash_costs_one_episode(tmp_path: Path) -> None:
+def test_recorded_actions_reach_the_goal_and_crash_repeats_one_episode(tmp_path: Path) -> None:
     chosen = settings()
     report, out, done = run(tmp_path, chosen)
     dataset = open_sources(out)[0].dataset
@@ -108,7 +108,7 @@ def test_the_dataset_s_actions_reach_the_goal_and_a_crash_costs_one_episode(tmp_
     assert files(again) == files(out)
 
 
-def test_episodes_follow_the_stored_states_with_seeds_of_their_own() -> None:
+def test_episodes_use_stored_states_in_order_and_own_seeds() -> None:
     few, more = jobs_of(plan(tasks=[3, 0])), jobs_of(plan(tasks=[], episodes_per_task=60))
     expected = [(task, number, 48 + number) for task in (3, 0) for number in range(2)]
     assert [(job.task.index, job.number, job.initial_state) for job in few] == expected
@@ -119,12 +119,12 @@ def test_episodes_follow_the_stored_states_with_seeds_of_their_own() -> None:
 
 
 @pytest.mark.parametrize(("suite", "tasks"), [("libero_goal", [1, 5]), ("libero_10", [])])
-def test_tasks_that_the_expert_cannot_do_are_refused(suite: str, tasks: list[int]) -> None:
+def test_rejects_tasks_that_the_scripted_policy_cannot_do(suite: str, tasks: list[int]) -> None:
     with refused("task_not_scripted", suite):
         jobs_of(plan(suite=suite, tasks=tasks))
 
 
-def test_videos_need_their_settings() -> None:
+def test_rejects_video_storage_without_settings() -> None:
     values = settings(storage="video").model_dump()
     values["layout"]["video"] = None
     with refused("value_error", "layout.video"):
@@ -142,7 +142,7 @@ def shown(length: int, outcome: DemonstrationOutcome) -> Demonstration:
     return Demonstration([(each, each.state[:7]) for each in observations], outcome)
 
 
-def test_of_a_failure_only_how_it_ended_is_kept(tmp_path: Path) -> None:
+def test_journal_keeps_only_the_outcome_of_failures(tmp_path: Path) -> None:
     journal, (first, second) = DemonstrationJournal(tmp_path / "episodes"), jobs_of(plan())
     good, bad = DemonstrationOutcome(True, 5, "done", 0), DemonstrationOutcome(False, 7, "failed", 3)
     kept = shown(5, good)

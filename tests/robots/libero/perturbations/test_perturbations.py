@@ -1,4 +1,4 @@
-"""Each perturbation changes what it says, by name, strength and seed, and nothing else."""
+"""Each perturbation changes what it should, depending on kind, strength and seed, and nothing else."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ ACTIONS = np.random.default_rng(0).uniform(-1, 1, (2, 7))
 
 @dataclass(frozen=True)
 class Begin:
-    """What an episode begins with, and where it is after two actions."""
+    """State at the start of an episode and after two actions."""
 
     model: dict[str, NDArray[Any]]
     state: NDArray[np.float64]
@@ -64,7 +64,7 @@ class Begin:
 
 
 def where(scene: PerturbedScene) -> tuple[dict[str, NDArray[np.float64]], float]:
-    """The place of each thing, and how deep one is in another: as a negative distance."""
+    """Return the position of each object, and the penetration depths as negative distances."""
     places = {name: scene.data.xpos[body].copy() for name, body in (scene.objects | scene.fixtures).items()}
     return places, min(scene.data.contact.dist, default=0.0)
 
@@ -94,17 +94,17 @@ def plain(made: LiberoSimulator) -> Begin:
     return begin(made, None)
 
 
-def test_all_names_are_built() -> None:
+def test_every_perturbation_name_is_implemented() -> None:
     assert {*SEEN, *PLACED, LANGUAGE} == set(NAMES)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_strength_of_0_changes_no_bit(made: LiberoSimulator, plain: Begin, name: str) -> None:
+def test_strength_zero_changes_nothing(made: LiberoSimulator, plain: Begin, name: str) -> None:
     assert begin(made, Perturbation(name, 0.0)).same_bytes(plain)
 
 
 @pytest.mark.parametrize("name", SEEN)
-def test_what_is_seen_changes_and_no_state_does(made: LiberoSimulator, plain: Begin, name: str) -> None:
+def test_visual_perturbations_change_images_but_not_states(made: LiberoSimulator, plain: Begin, name: str) -> None:
     changed = begin(made, Perturbation(name, 1.0))
     assert {key for key, array in changed.model.items() if not np.array_equal(array, plain.model[key])} == MODEL[name]
     assert np.array_equal(changed.state, plain.state) and np.array_equal(changed.later, plain.later)
@@ -120,7 +120,7 @@ def test_what_is_seen_changes_and_no_state_does(made: LiberoSimulator, plain: Be
 
 
 @pytest.mark.parametrize(("name", "limit"), [("layout", LAYOUT), ("distractors", DISTRACTORS)])
-def test_objects_move_and_nothing_else_does(made: LiberoSimulator, plain: Begin, name: str, limit: float) -> None:
+def test_layout_perturbation_moves_only_objects(made: LiberoSimulator, plain: Begin, name: str, limit: float) -> None:
     scene = PerturbedScene.of(made._environment)
     targets = set(scene.targets)
     changed = begin(made, Perturbation(name, 1.0))
@@ -136,7 +136,7 @@ def test_objects_move_and_nothing_else_does(made: LiberoSimulator, plain: Begin,
     assert not np.array_equal(changed.images["observation.images.image"], plain.images["observation.images.image"])
 
 
-def test_the_robot_begins_elsewhere_and_nothing_else_does(made: LiberoSimulator, plain: Begin) -> None:
+def test_robot_perturbation_moves_only_the_robot(made: LiberoSimulator, plain: Begin) -> None:
     changed = begin(made, Perturbation("robot", 1.0))
     ways = np.abs(changed.joints - plain.joints)
     assert ways.max() > 0.02 and (ways < JOINTS + 0.03).all()
@@ -147,7 +147,7 @@ def test_the_robot_begins_elsewhere_and_nothing_else_does(made: LiberoSimulator,
     assert not np.array_equal(changed.images[wrist], plain.images[wrist])
 
 
-def test_other_words_and_nothing_else(made: LiberoSimulator, plain: Begin) -> None:
+def test_language_perturbation_changes_only_the_instruction(made: LiberoSimulator, plain: Begin) -> None:
     changed = begin(made, Perturbation("language", 0.5))
     assert changed.words != plain.words
     assert begin(made, Perturbation("language", 0.5)).words == changed.words
@@ -155,7 +155,7 @@ def test_other_words_and_nothing_else(made: LiberoSimulator, plain: Begin) -> No
     assert all(np.array_equal(image, plain.images[name]) for name, image in changed.images.items())
 
 
-def test_another_process_and_another_order_give_the_same_bytes(made: LiberoSimulator) -> None:
+def test_perturbations_do_not_depend_on_process_or_order(made: LiberoSimulator) -> None:
     task, asked = made.task, [Perturbation(name, 1.0) for name in ("layout", "texture", "robot")]
     here = {}
     for one in asked:
@@ -169,7 +169,7 @@ def test_another_process_and_another_order_give_the_same_bytes(made: LiberoSimul
 
 
 def check_placements(suite: str, index: int, states: range) -> dict[str, float]:
-    """Nothing penetrates, and everything stays as high as it was; how far each thing moved at most."""
+    """Check that nothing penetrates and heights are unchanged; return how far each object moved at most."""
     made, ways = LiberoSimulator(suite_tasks(suite)[index], SETTINGS), dict[str, float]()
 
     def places_after(state: int, perturbation: Perturbation | None) -> tuple[dict[str, NDArray[np.float64]], float]:
@@ -189,7 +189,7 @@ def check_placements(suite: str, index: int, states: range) -> dict[str, float]:
     return ways
 
 
-def test_what_stands_on_another_moves_with_it() -> None:
+def test_stacked_objects_move_together() -> None:
     ways = check_placements("libero_spatial", 5, range(2))  # a bowl on a ramekin
     assert ways["akita_black_bowl_1"] > LAYOUT / 2 - 0.005
     assert ways["wooden_cabinet_1"] == ways["flat_stove_1"] == 0.0
@@ -197,14 +197,14 @@ def test_what_stands_on_another_moves_with_it() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("suite", "index"), [("libero_spatial", 4), ("libero_object", 0), ("libero_goal", 1)])
-def test_placements_are_valid(suite: str, index: int) -> None:
+def test_perturbed_placements_are_valid(suite: str, index: int) -> None:
     ways = check_placements(suite, index, range(2))
     if (suite, index) == ("libero_spatial", 4):
         assert ways["akita_black_bowl_1"] < 1e-3  # in a drawer
     assert sum(way > 0.02 for way in ways.values()) >= 2
 
 
-def test_distances_and_bounds_by_hand() -> None:
+def test_distances_and_bounds_equal_hand_computation() -> None:
     spheres = mujoco.MjModel.from_xml_string(
         '<mujoco><worldbody><body pos="0 0 0"><geom size="0.02"/></body><body pos="0.07 0 0"><geom size="0.03"/></body>'
         '<body pos="0.03 0 0"><geom size="0.02"/></body><body pos="0 0 1" euler="0 0 45">'
@@ -221,7 +221,7 @@ def test_distances_and_bounds_by_hand() -> None:
 
 
 @pytest.mark.parametrize("suite", MAX_STEPS)
-def test_what_is_to_be_done_stays_in_the_words(suite: str) -> None:
+def test_paraphrase_keeps_the_task(suite: str) -> None:
     replaced = re.compile(rf"\b({'|'.join(sorted(SYNONYMS, key=len, reverse=True))})\b")
     for task in suite_tasks(suite):
         for seed in range(3):
@@ -235,9 +235,9 @@ def test_what_is_to_be_done_stays_in_the_words(suite: str) -> None:
             assert set(" ".join(kept).split()) - {"and"} <= set(re.findall(r"\w+", said[3]))
 
 
-def test_an_instruction_by_hand() -> None:
+def test_paraphrase_equals_hand_written_result() -> None:
     class First(np.random.Generator):
-        """Chooses the first of everything."""
+        """Generator that always chooses the first option."""
 
         def integers(self, *_: object, **__: object) -> int:  # type: ignore[override]
             return 0

@@ -1,4 +1,4 @@
-"""The scripted policy in the simulator."""
+"""The scripted policy in the simulator: it solves its tasks, with and without noise."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def last(values: Iterator[Any]) -> DemonstrationOutcome:
     return outcome
 
 
-def test_disturbed_the_expert_reaches_the_goal_another_way(bowl: LiberoSimulator) -> None:
+def test_scripted_policy_reaches_the_goal_despite_noise(bowl: LiberoSimulator) -> None:
     calm = last(demonstrate(bowl, 0, 1, noise=0.0, limit=280, watch=False))
     ends = physics(bowl)
     disturbed = last(demonstrate(bowl, 0, 1, noise=0.2, limit=280, watch=False))
@@ -36,19 +36,19 @@ def test_disturbed_the_expert_reaches_the_goal_another_way(bowl: LiberoSimulator
 @pytest.mark.parametrize(
     ("suite", "index"), [(suite, index) for suite, tasks in sorted(SCRIPTED_TASKS.items()) for index in tasks[:2]]
 )
-def test_the_expert_does_its_tasks(suite: str, index: int) -> None:
+def test_scripted_policy_solves_its_tasks(suite: str, index: int) -> None:
     made = LiberoSimulator(suite_tasks(suite)[index], simulator(num_steps_wait=10))
     outcome = last(demonstrate(made, 7, 7, noise=0.0, limit=280, watch=False))
     made.close()
     assert outcome.success
 
 
-def test_too_few_steps_are_a_failure(bowl: LiberoSimulator) -> None:
+def test_demonstration_fails_with_too_few_steps(bowl: LiberoSimulator) -> None:
     outcome = last(demonstrate(bowl, 0, 1, noise=0.0, limit=5, watch=False))
     assert (outcome.success, outcome.steps, outcome.phase) == (False, 5, "above")
 
 
-def test_reaching_is_solved_where_the_gripper_first_comes_near(
+def test_reach_task_is_solved_when_the_gripper_comes_near(
     bowl: LiberoSimulator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bowl, "_settings", bowl._settings.model_copy(update={"reach_distance": 0.065}))
@@ -59,7 +59,7 @@ def test_reaching_is_solved_where_the_gripper_first_comes_near(
     assert outcome.success and outcome.phase == "descend" and 0.06 < distance < 0.065
 
 
-def test_grasps() -> None:
+def test_grasps_equal_hand_computation() -> None:
     place, yaw = rim_grasp(np.pi / 2, 0.05, 0.03)
     assert np.allclose(place, [0, 0.05, 0.03]) and abs(yaw) < 1e-12  # half a turn is no turn for two fingers
     box = np.array([[0, 0, 0], [0.2, 0.1, 0.1]])
