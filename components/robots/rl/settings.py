@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 from typing import Any, Literal, Self
 
 from pydantic import (
@@ -26,9 +26,9 @@ from armature.components.vlm.settings import CISPO, GSPO, PPO
 NOISE_LEVEL, FLOW_SAMPLES = 0.5, 8
 
 
-def _raise_first(problems: Iterable[tuple[bool, str]]) -> None:
-    """Raise ValueError with the message of the first problem that applies, given (applies, message) pairs."""
-    for applies, message in problems:
+def _refuse(problems: Mapping[str, bool]) -> None:
+    """Raise ValueError with the first message whose condition is true."""
+    for message, applies in problems.items():
         if applies:
             raise ValueError(message)
 
@@ -106,30 +106,17 @@ class RobotRolloutSettings(PlayerSettings):
     def _check_sampling(self) -> Self:
         discrete, likelihood = self.inference_action_mode == "discrete", self.likelihood
         noisy = self.noise_level != NOISE_LEVEL
-        _raise_first(
-            [
-                (
-                    not discrete and self.temperature != 1.0,
-                    "temperature is for action tokens, but the actions are continuous: leave it out",
-                ),
-                (
-                    discrete and likelihood != "flow_sde",
-                    f"likelihood {likelihood} is for flow matching, but the actions are tokens: leave it out",
-                ),
-                (
-                    discrete and noisy,
-                    "noise_level is for random denoising steps, but the actions are tokens: leave it out",
-                ),
-                (
-                    likelihood != "flow_sde" and noisy,
-                    f"noise_level is for random denoising steps, not for likelihood {likelihood}: leave it out",
-                ),
-                (
-                    likelihood != "fpo" and self.flow_samples != FLOW_SAMPLES,
-                    "flow_samples is only used by likelihood fpo: leave it out",
-                ),
-            ]
-        )
+        problems = {
+            "temperature is for action tokens, but the actions are continuous": not discrete
+            and self.temperature != 1.0,
+            f"likelihood {likelihood} is for flow matching, but the actions are tokens": discrete
+            and likelihood != "flow_sde",
+            "noise_level is for random denoising steps, but the actions are tokens": discrete and noisy,
+            f"noise_level is for random denoising steps, not for likelihood {likelihood}": likelihood != "flow_sde"
+            and noisy,
+            "flow_samples is only used by likelihood fpo": likelihood != "fpo" and self.flow_samples != FLOW_SAMPLES,
+        }
+        _refuse({f"{message}: leave it out": applies for message, applies in problems.items()})
         return self
 
 
@@ -227,24 +214,19 @@ class RobotRLTrainerSettings(PolicyUpdateSettings):
     @model_validator(mode="after")
     def _check_objective(self) -> Self:
         unused = ("kl_coefficient", "bc_coefficient", "target_kl", "ratio", "advantage")
-        fields = type(self).model_fields
-        changed = [name for name in unused if getattr(self, name) != fields[name].default]
-        _raise_first(
-            [
-                (
-                    isinstance(self.objective, RewardWeighted) and bool(changed),
-                    f"{', '.join(changed)}: the objective reward_weighted has neither probability ratios nor "
-                    "advantages: leave this out",
+        changed = [name for name in unused if getattr(self, name) != type(self).model_fields[name].default]
+        _refuse(
+            {
+                f"{', '.join(changed)}: the objective reward_weighted has neither probability ratios nor advantages: "
+                "leave this out": isinstance(self.objective, RewardWeighted) and bool(changed),
+                "kl_coefficient needs mode expert: only the action expert of the initial policy is kept": bool(
+                    self.kl_coefficient
+                )
+                and self.mode != "expert",
+                "packing: micro_batch_size is 1, so there is nothing to pack: increase it, or leave packing out": (
+                    self.packing is not None and self.micro_batch_size < 2
                 ),
-                (
-                    bool(self.kl_coefficient) and self.mode != "expert",
-                    "kl_coefficient needs mode expert: only the action expert of the initial policy is kept",
-                ),
-                (
-                    self.packing is not None and self.micro_batch_size < 2,
-                    "packing: micro_batch_size is 1, so there is nothing to pack: increase it, or leave packing out",
-                ),
-            ]
+            }
         )
         return self
 
@@ -277,40 +259,31 @@ class TrainVLARLSettings(Settings):
     @model_validator(mode="after")
     def _check_policy(self) -> Self:
         rollouts, trainer, evaluation = self.rollouts, self.trainer, self.evaluation
-        discrete, objective = rollouts.inference_action_mode == "discrete", trainer.objective
+        discrete, weighted = rollouts.inference_action_mode == "discrete", isinstance(trainer.objective, RewardWeighted)
         kind, unit, other = ("discrete", "token", "dimension") if discrete else ("continuous", "dimension", "token")
-        _raise_first(
-            [
-                *(
-                    (
-                        evaluation is not None and getattr(evaluation, name) != getattr(rollouts, name),
-                        f"evaluation.{name}, rollouts.{name}: both use the same policy: set both or neither",
-                    )
-                    for name in ("torch_compile", "quantization")
+        trains_vlm = trainer.mode != "expert"
+        problems = {
+            f"evaluation.{name}, rollouts.{name}: both use the same policy: set both or neither": (
+                evaluation is not None and getattr(evaluation, name) != getattr(rollouts, name)
+            )
+            for name in ("torch_compile", "quantization")
+        }
+        _refuse(
+            problems
+            | {
+                f"rollouts.quantization: trainer.mode {trainer.mode} trains the VLM in 16 bits, so ratios differ from 1: "
+                "leave rollouts.quantization out" + ("" if discrete else ", or set trainer.mode to expert"): (
+                    rollouts.quantization is not None and not weighted and trains_vlm
                 ),
-                (
-                    rollouts.quantization is not None
-                    and not isinstance(objective, RewardWeighted)
-                    and trainer.mode != "expert",
-                    f"rollouts.quantization: trainer.mode {trainer.mode} trains the VLM in 16 bits, so no probability "
-                    "ratio would be 1: leave rollouts.quantization out"
-                    + ("" if discrete else ", or set trainer.mode to expert"),
+                "trainer.mode expert only trains the action expert, but discrete actions come from the VLM: set "
+                "trainer.mode to full or lora": discrete and not trains_vlm,
+                "trainer.objective gspo averages the log-ratios of a chunk, but with trainer.ratio chunk there is only "
+                f'one: set trainer.ratio to "{unit}", or use the objective ppo': (
+                    trainer.ratio == "chunk" and trainer.objective.name == "gspo"
                 ),
-                (
-                    discrete and trainer.mode == "expert",
-                    "trainer.mode expert only trains the action expert, but discrete actions come from the VLM: set "
-                    "trainer.mode to full or lora",
-                ),
-                (
-                    trainer.ratio == "chunk" and objective.name == "gspo",
-                    "trainer.objective gspo averages the log-ratios of a chunk, but with trainer.ratio chunk there is "
-                    f'only one: set trainer.ratio to "{unit}", or use the objective ppo',
-                ),
-                (
-                    trainer.ratio == other,
-                    f'trainer.ratio {trainer.ratio}: {kind} actions have no {other}: set it to "{unit}" or "chunk"',
-                ),
-            ]
+                f"trainer.ratio {trainer.ratio}: {kind} actions have no {other}: "
+                f'set it to "{unit}" or "chunk"': trainer.ratio == other,
+            }
         )
         if discrete:
             why = "rollouts.inference_action_mode discrete does not use the action expert"
@@ -321,57 +294,36 @@ class TrainVLARLSettings(Settings):
     def _check_objective(self) -> Self:
         rollouts, objective, advantage = self.rollouts, self.trainer.objective, self.trainer.advantage
         reward, weighted = rollouts.reward, isinstance(objective, RewardWeighted)
-        _raise_first(
-            [
-                (
-                    not weighted and rollouts.likelihood == "none",
-                    f"trainer.objective {objective.name} needs log-probs, which rollouts.likelihood none does not "
-                    "compute: use flow_sde or fpo, or the objective reward_weighted",
+        only_solved = isinstance(objective, RewardWeighted) and not objective.beta
+        fpo, searches = rollouts.likelihood == "fpo", rollouts.max_rounds > 1
+        instead = "use the reward progress" + ("" if weighted else ", or trainer.advantage gae")
+        _refuse(
+            {
+                f"trainer.objective {objective.name} needs log-probs, which rollouts.likelihood none does not compute: "
+                "use flow_sde or fpo, or the objective reward_weighted": not weighted and rollouts.likelihood == "none",
+                "trainer.objective reward_weighted is flow matching: "
+                "set rollouts.inference_action_mode to continuous": weighted
+                and rollouts.inference_action_mode == "discrete",
+                "rollouts.likelihood fpo computes losses for probability ratios, but trainer.objective reward_weighted "
+                "has no ratios: use none or flow_sde": weighted and fpo,
+                "rollouts.max_rounds searches for groups whose episodes differ, but trainer.objective reward_weighted "
+                "does not compare episodes: leave it out and play more groups": weighted and searches,
+                "preflight: trainer.objective reward_weighted has no probability ratios to check: "
+                "leave it out": weighted and self.preflight != RobotPreflightSettings(),
+                "trainer.kl_coefficient needs densities, but rollouts.likelihood fpo only has losses: leave it out, or "
+                "use the likelihood flow_sde": bool(self.trainer.kl_coefficient) and fpo,
+                f"rollouts.reward {reward.name} has no effect, because trainer.objective only imitates solved "
+                "episodes: set trainer.objective.beta, or use the reward success": only_solved
+                and reward.name != "success",
+                "rollouts.reward potential adds the same sum to all episodes of a group, so it does not change an "
+                f"advantage over the group's mean: {instead}": (
+                    isinstance(reward, PotentialShaping) and not isinstance(advantage, GAE)
                 ),
-                (
-                    weighted and rollouts.inference_action_mode == "discrete",
-                    "trainer.objective reward_weighted is flow matching: set rollouts.inference_action_mode to "
-                    "continuous",
+                "rollouts.max_rounds chooses groups whose episodes differ, but trainer.advantage gae uses all "
+                "episodes: leave it out": searches and not isinstance(advantage, EpisodeGroupMean),
+                "rollouts.group_size is 1: an episode has no advantage over itself: set it to 2 or more": (
+                    rollouts.group_size < 2 and isinstance(self.trainer.weighting, EpisodeGroupMean)
                 ),
-                (
-                    weighted and rollouts.likelihood == "fpo",
-                    "rollouts.likelihood fpo computes losses for probability ratios, but trainer.objective "
-                    "reward_weighted has no ratios: use none or flow_sde",
-                ),
-                (
-                    weighted and rollouts.max_rounds > 1,
-                    "rollouts.max_rounds searches for groups whose episodes differ, but trainer.objective "
-                    "reward_weighted does not compare episodes: leave it out and play more groups",
-                ),
-                (
-                    weighted and self.preflight != RobotPreflightSettings(),
-                    "preflight: trainer.objective reward_weighted has no probability ratios to check: leave it out",
-                ),
-                (
-                    bool(self.trainer.kl_coefficient) and rollouts.likelihood == "fpo",
-                    "trainer.kl_coefficient needs densities, but rollouts.likelihood fpo only has losses: leave it "
-                    "out, or use the likelihood flow_sde",
-                ),
-                (
-                    isinstance(objective, RewardWeighted) and not objective.beta and reward.name != "success",
-                    f"rollouts.reward {reward.name} has no effect, because trainer.objective only imitates solved "
-                    "episodes: set trainer.objective.beta, or use the reward success",
-                ),
-                (
-                    isinstance(reward, PotentialShaping) and not isinstance(advantage, GAE),
-                    "rollouts.reward potential adds the same sum to all episodes of a group, so it does not change an "
-                    "advantage over the group's mean: use the reward progress"
-                    + ("" if weighted else ", or trainer.advantage gae"),
-                ),
-                (
-                    rollouts.max_rounds > 1 and not isinstance(advantage, EpisodeGroupMean),
-                    "rollouts.max_rounds chooses groups whose episodes differ, but trainer.advantage gae uses all "
-                    "episodes: leave it out",
-                ),
-                (
-                    rollouts.group_size < 2 and isinstance(self.trainer.weighting, EpisodeGroupMean),
-                    "rollouts.group_size is 1: an episode has no advantage over itself: set it to 2 or more",
-                ),
-            ]
+            }
         )
         return self

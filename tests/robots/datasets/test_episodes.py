@@ -70,18 +70,21 @@ def test_episodes_equal_rows_of_meta(large):
 
 
 def test_split_samples_come_from_their_own_episodes(large):
-    (training,), (kept,) = split([source_of(large)], 0.1, seed=3)
+    (training,), (heldout,) = split([source_of(large)], 0.1, seed=3)
     order = np.random.default_rng([3, 0]).permutation(EPISODES)
-    assert list(kept.episodes) == sorted(order[: EPISODES // 10]) and kept.episodes.nbytes < 16 * len(kept.episodes) + 1
-    assert sorted([*training.episodes, *kept.episodes]) == list(range(EPISODES))
-    mixture = Mixture([training, kept], 2, seed=0)
+    assert (
+        list(heldout.episodes) == sorted(order[: EPISODES // 10])
+        and heldout.episodes.nbytes < 16 * len(heldout.episodes) + 1
+    )
+    assert sorted([*training.episodes, *heldout.episodes]) == list(range(EPISODES))
+    mixture = Mixture([training, heldout], 2, seed=0)
     frames = [
-        (source, episode, at) for source in (training, kept) for episode in source.episodes for at in range(LENGTH)
+        (source, episode, at) for source in (training, heldout) for episode in source.episodes for at in range(LENGTH)
     ]
     for number in (0, 7, 8, 9999, mixture.frames - 1):
         sample = mixture.sample(mixture.nth(number))
         source, episode, frame = frames[number]
-        assert ((training, kept)[sample.source] is source, sample.episode, sample.frame) == (True, episode, frame)
+        assert ((training, heldout)[sample.source] is source, sample.episode, sample.frame) == (True, episode, frame)
     assert mixture.frames == len(frames)
 
 

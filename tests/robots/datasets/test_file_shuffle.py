@@ -46,9 +46,13 @@ def test_each_frame_once_per_epoch_with_at_most_window_open_files(files, lanes, 
         places = [shuffle.at(position) for position in positions]
         assert sorted(places) == [(0, frame) for frame in range(size)]
         for lane in range(lanes):
-            own = [file_of(files, place[1]) for at, place in zip(positions, places, strict=True) if at % lanes == lane]
-            used = {file: (own.index(file), len(own) - own[::-1].index(file)) for file in own}
-            for turn in range(len(own)):
+            lane_files = [
+                file_of(files, place[1]) for at, place in zip(positions, places, strict=True) if at % lanes == lane
+            ]
+            used = {
+                file: (lane_files.index(file), len(lane_files) - lane_files[::-1].index(file)) for file in lane_files
+            }
+            for turn in range(len(lane_files)):
                 assert sum(first <= turn < stop for first, stop in used.values()) <= window
 
 
@@ -61,12 +65,12 @@ def test_each_frame_once_per_epoch_with_at_most_window_open_files(files, lanes, 
 def test_ranks_share_only_files_at_lane_cuts(files, ranks, window):
     """Ranks take positions as in the trainer: rank, rank + ranks, ..."""
     shuffle = order(files, 8, window)
-    own = [
+    rank_files = [
         {file_of(files, shuffle.at(position)[1]) for position in range(rank, sum(files), ranks)}
         for rank in range(ranks)
     ]
-    assert set().union(*own) == set(range(len(files)))
-    assert sum(map(len, own)) <= len(files) + 7
+    assert set().union(*rank_files) == set(range(len(files)))
+    assert sum(map(len, rank_files)) <= len(files) + 7
 
 
 def test_rank_reads_only_its_share_of_files():
@@ -119,10 +123,10 @@ def test_several_datasets_have_their_shares_and_own_lanes():
     places = [shuffle.at(position) for position in range(4096)]
     assert sorted(places) == [(source, frame) for source in (0, 1) for frame in range(sum(files[source]))]
     for source in (0, 1):
-        own = [
+        lane_files = [
             {file_of(files[source], frame) for each, frame in places[lane::4] if each == source} for lane in range(4)
         ]
-        assert sum(map(len, own)) <= len(files[source]) + lanes - 1
+        assert sum(map(len, lane_files)) <= len(files[source]) + lanes - 1
         taken = Counter(at // 512 for at, place in enumerate(places) if place[0] == source)
         assert list(taken.values()) == pytest.approx([[128, 384][source]] * 8, abs=40)  # 4 standard deviations
     same = np.mean([one[0] == other[0] for one, other in pairwise(places)])
@@ -149,8 +153,8 @@ def test_window_frames_equal_frames_read_by_its_positions(files, lanes, window, 
     for each in in_time:
         near = [other for other in read if other[:3] in (each[:3], (each.source, each.lane, each.stop))]
         expected = [other for other in near if in_time[other] == other.stop - other.first]
-        found = shuffle.windows(each, stop)
-        assert found == sorted(expected) if len(files) == 1 else set(found) <= set(expected)
+        windows = shuffle.windows(each, stop)
+        assert windows == sorted(expected) if len(files) == 1 else set(windows) <= set(expected)
 
 
 @pytest.fixture(scope="module")

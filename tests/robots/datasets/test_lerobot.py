@@ -280,21 +280,23 @@ def test_truncated_video_error_names_the_file(copied):
 def images_of(root, monkeypatch, small):
     """Return each frame's wrist image, or the error of reading it, with videos decoded once or not."""
     monkeypatch.setattr(frames_module, "SMALL", small)
-    dataset, found = open_dataset(root), []
+    dataset, images = open_dataset(root), []
     reader = FrameReader(dataset, DownloadCache.standard())
     for episode in dataset.episodes:
         for frame in range(episode.length):
             try:
-                found.append(reader.image(WRIST, episode, frame).tobytes())
+                images.append(reader.image(WRIST, episode, frame).tobytes())
             except DataError as error:
-                found.append(str(error))
-    return found
+                images.append(str(error))
+    return images
 
 
 def test_cached_video_frames_equal_decoded_frames(written, monkeypatch, tmp_path):
     monkeypatch.setenv("ARMATURE_CACHE", str(tmp_path))
     made = []
-    monkeypatch.setattr(FrameReader, "_decode", lambda *given, real=FrameReader._decode: made.append(real(*given)))
+    monkeypatch.setattr(
+        FrameReader, "_decode", lambda *arguments, real=FrameReader._decode: made.append(real(*arguments))
+    )
     expected = images_of(written[0], monkeypatch, small=0)
     assert not made
     assert images_of(written[0], monkeypatch, small=1 << 30) == expected

@@ -59,8 +59,8 @@ def artifact(store, *sources):
 @pytest.fixture(scope="module")
 def mixed_sources(written, other, tmp_path_factory):
     store = tmp_path_factory.mktemp("store")
-    found = artifact(store, named(written[0], weight=3, **SMALL), named(other, "other", 1, **NAMES))
-    return open_sources(found.path)
+    dataset = artifact(store, named(written[0], weight=3, **SMALL), named(other, "other", 1, **NAMES))
+    return open_sources(dataset.path)
 
 
 def test_sample_equals_dataset_content(mixed_sources, written):
@@ -112,12 +112,12 @@ def test_order_depends_on_seed_and_survives_pickling(mixed_sources):
 
 
 def test_training_never_uses_heldout_episodes(mixed_sources):
-    training, kept = split(mixed_sources, held_out=0.4, seed=0)
+    training, heldout = split(mixed_sources, held_out=0.4, seed=0)
     assert [len(source.episodes) for source in training] == [2, 1]
-    for source, left, right in zip(mixed_sources, training, kept, strict=True):
+    for source, left, right in zip(mixed_sources, training, heldout, strict=True):
         assert sorted([*left.episodes, *right.episodes]) == list(source.episodes)
-    held = Mixture(kept, horizon=1, seed=0)
-    assert {held.sample(place).episode for place in held.every() if place.source == 0} == set(kept[0].episodes)
+    held = Mixture(heldout, horizon=1, seed=0)
+    assert {held.sample(place).episode for place in held.every() if place.source == 0} == set(heldout[0].episodes)
     assert len(list(held.every())) == held.frames
     mixture = Mixture(training, horizon=1, seed=0)
     for position in range(40):
@@ -134,15 +134,15 @@ def test_every_yields_each_frame_once_in_order(mixed_sources):
 
 
 def test_statistics_are_exact_over_all_datasets_of_a_tag(written, other, tmp_path):
-    found = artifact(
+    dataset = artifact(
         tmp_path,
         named(written[0], "small", episodes=[2, 0]),
         named(other, "other"),
         named(written[0], "small", episodes=[1]),
     )
     settings = QuantileStatsSettings(features=("timestamp",), images="all")
-    measured = run_stage("quantile-stats", settings, {"dataset": found}, make_machine(store=tmp_path))
-    stats = read_statistics(measured.path, [source.tag for source in open_sources(found.path)])
+    measured = run_stage("quantile-stats", settings, {"dataset": dataset}, make_machine(store=tmp_path))
+    stats = read_statistics(measured.path, [source.tag for source in open_sources(dataset.path)])
     assert list(stats) == ["small", "other"]
     times = np.concatenate([np.arange(length) / 10 for length in LENGTHS]).astype(np.float32).astype(float)
     assert stats["small"]["timestamp"]["q90"] == [np.quantile(times, 0.9)]
@@ -162,10 +162,10 @@ def test_rejects_different_robots_with_one_tag(other, tmp_path):
     with create_dataset(copy, fps=5, robot_type=None, features=features, layout=layout()) as writer:
         frames = {"state": np.zeros((2, 3)), "joints": np.zeros((2, 4)), "top": np.zeros((2, 8, 8, 3), np.uint8)}
         writer.add_episode(frames, "task")
-    found = artifact(tmp_path / "store", named(other), named(copy))
+    dataset = artifact(tmp_path / "store", named(other), named(copy))
     settings = QuantileStatsSettings(features=("joints",), images="all")
     with refused("feature_widths_differ", "joints", [2, 4]):
-        run_stage("quantile-stats", settings, {"dataset": found}, make_machine(store=tmp_path / "store"))
+        run_stage("quantile-stats", settings, {"dataset": dataset}, make_machine(store=tmp_path / "store"))
 
 
 def test_recorded_dataset_can_be_opened_as_source(written, tmp_path):

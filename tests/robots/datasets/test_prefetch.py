@@ -123,11 +123,11 @@ def test_prefetch_keeps_samples_and_downloads_nothing_twice(remote: Mixture, loc
     with FilePrefetch(remote, remote.frames) as files:
         for position in range(remote.frames):
             files.reach([position])
-            found, expected = remote[position], local[position]
-            assert (found.episode, found.frame) == (expected.episode, expected.frame)
-            np.testing.assert_array_equal(found.actions, expected.actions)
+            actual, expected = remote[position], local[position]
+            assert (actual.episode, actual.frame) == (expected.episode, expected.frame)
+            np.testing.assert_array_equal(actual.actions, expected.actions)
             for camera in CAMERAS:
-                np.testing.assert_array_equal(found.observation.images[camera], expected.observation.images[camera])
+                np.testing.assert_array_equal(actual.observation.images[camera], expected.observation.images[camera])
     assert len(videos(store.fetched)) == VIDEO_FILES
     assert len(store.fetched) == len(set(store.fetched))
 

@@ -115,8 +115,8 @@ def test_byte_ranges_are_read_without_downloading_files(bucket, many, tmp_path):
     dataset = open_dataset(open_files(bucket, None, DownloadCache(tmp_path, meta, ranges=True)))
     folder = open_dataset(many)
     for camera in ("observation.images.front", "observation.images.wrist"):
-        found, expected = (list(each.images(camera, each.episodes[2], [0, 4, 11])) for each in (dataset, folder))
-        np.testing.assert_array_equal(np.stack(found), np.stack(expected))
+        actual, expected = (list(each.images(camera, each.episodes[2], [0, 4, 11])) for each in (dataset, folder))
+        np.testing.assert_array_equal(np.stack(actual), np.stack(expected))
     assert fetched(dataset.root) == LocalFiles(many).names("meta")
     with fsspec.open(f"{bucket}/videos/observation.images.wrist/chunk-000/file-001.mp4", "wb") as file:
         file.write(b"short")
@@ -200,8 +200,8 @@ class Hub(BaseHTTPRequestHandler):
         path = unquote(urlsplit(self.path).path)
         self.asked.append(path)
         if path.startswith("/api/datasets/someone/small/revision/"):
-            known = path.rpartition("/")[2] in ("v1", COMMIT)
-            return self.answer(200, {"id": "someone/small", "sha": COMMIT}) if known else self.answer(404, {})
+            exists = path.rpartition("/")[2] in ("v1", COMMIT)
+            return self.answer(200, {"id": "someone/small", "sha": COMMIT}) if exists else self.answer(404, {})
         if path.startswith(f"/api/datasets/someone/small/tree/{COMMIT}"):
             return self.answer(200, [self.entry(name) for name in fetched(self.root)])
         if path.startswith("/api/datasets/someone/small/paths-info/"):

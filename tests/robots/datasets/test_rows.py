@@ -84,7 +84,7 @@ def number_of(image):
 
 def shown(root, small=1 << 30):
     """Return (state, image, image read with its episode) of every frame, or the place named in its error."""
-    dataset, found = open_dataset(root), []
+    dataset, results = open_dataset(root), []
     reader = FrameReader(dataset, DownloadCache.standard())
     reader._small = small > 0
     for episode in dataset.episodes:
@@ -93,18 +93,18 @@ def shown(root, small=1 << 30):
             states = reader.numbers("observation.state", episode, every)[:, 0].astype(int).tolist()
             images = [number_of(reader.image(CAMERA, episode, frame)) for frame in every]
             direct = map(number_of, dataset.images(CAMERA, episode, every.tolist()))
-            found += zip(states, images, direct, strict=True)
+            results += zip(states, images, direct, strict=True)
         except DataError as error:
-            found += [error.where] * episode.length
-    return found
+            results += [error.where] * episode.length
+    return results
 
 
 def cut(rows, dropped):
     """Return the rows without some of the second episode's, renumbered as a tool does that only edits rows."""
-    kept = rows[~rows.index.isin([LENGTH + each for each in dropped])].copy()
-    kept["frame_index"] = kept.groupby("episode_index").cumcount()
-    kept["index"] = range(len(kept))
-    return kept
+    remaining = rows[~rows.index.isin([LENGTH + each for each in dropped])].copy()
+    remaining["frame_index"] = remaining.groupby("episode_index").cumcount()
+    remaining["index"] = range(len(remaining))
+    return remaining
 
 
 def shorten(root, dropped):

@@ -174,9 +174,9 @@ def test_unit_of_a_killed_worker_is_measured_again(tmp_path):
                     each.kill()
                     progress.append("killed")
 
-    found = measure_dataset(dataset, units, make_machine(workers__statistics=1), kill)
+    measured = measure_dataset(dataset, units, make_machine(workers__statistics=1), kill)
     assert "killed" in progress and [done for done in progress if done != "killed"] == list(range(1, 13))
-    assert found.episodes.equals(measure_dataset(dataset, units, Machine(), lambda done: None).episodes)
+    assert measured.episodes.equals(measure_dataset(dataset, units, Machine(), lambda done: None).episodes)
 
 
 def test_unit_is_sent_as_numbers(written):

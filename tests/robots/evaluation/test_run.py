@@ -118,13 +118,13 @@ def test_policy_error_ends_evaluation_and_resume_plays_the_rest(
 ) -> None:
     with pytest.raises(MemoryError):
         play(tmp_path, [Plane(), Plane()], Counting(40), batch=4)
-    kept = EvaluationJournal(tmp_path / "episodes.jsonl").read()
-    assert 0 < len(kept) < 21
+    journaled = EvaluationJournal(tmp_path / "episodes.jsonl").read()
+    assert 0 < len(journaled) < 21
     with (tmp_path / "episodes.jsonl").open("ab") as file:
         file.write(b'{"key": ["libero_spatial", 0')
     plane = Plane()
     assert ends(play(tmp_path, [plane])) == ends(alone)
-    assert plane.resets == 21 - len(kept)
+    assert plane.resets == 21 - len(journaled)
     untouched = Plane()
     assert ends(play(tmp_path, [untouched], batch=8)) == ends(alone)
     assert untouched.resets == 0
@@ -158,18 +158,18 @@ def test_partial_batch_waits_only_for_players_that_play() -> None:
         return [seed * 10 for seed in seeds]
 
     queue = InferenceQueue[int](predict, 2, lambda observation: observation)
-    told: list[int] = []
+    answers: list[int] = []
 
     def player(number: int) -> Callable[[], None]:
         def play() -> None:
             for turn in range(3):
                 time.sleep(0.05)  # its simulator
-                told.append(queue.ask(SEEN, 3 * number + turn).result())
+                answers.append(queue.ask(SEEN, 3 * number + turn).result())
 
         return play
 
     queue.serve([player(0), player(1)])
-    assert sorted(told) == [0, 10, 20, 30, 40, 50]
+    assert sorted(answers) == [0, 10, 20, 30, 40, 50]
     together = [seeds for seeds in calls if len(seeds) == 2]
     assert len(together) >= 2, calls  # without waiting, the two take turns
     assert sum(map(len, calls)) == 6 and max(map(len, calls)) == 2
@@ -190,10 +190,10 @@ def test_observations_are_prepared_while_the_policy_computes() -> None:
         return [observation.task for observation in observations]
 
     queue = InferenceQueue[str](predict, 1, prepare)
-    told: list[str] = []
+    answers: list[str] = []
     tasks = ("now", "later")
-    queue.serve([lambda task=task: told.append(queue.ask(replace(SEEN, task=task), 0).result()) for task in tasks])
-    assert sorted(told) == ["later, prepared", "now, prepared"]
+    queue.serve([lambda task=task: answers.append(queue.ask(replace(SEEN, task=task), 0).result()) for task in tasks])
+    assert sorted(answers) == ["later, prepared", "now, prepared"]
 
 
 def test_error_in_prepare_ends_the_evaluation() -> None:

@@ -18,12 +18,12 @@ REF = ImageRef("a" * 64, "image/png", 4, 4)
 
 def answers(group: str, *episodes: tuple[int, float]) -> list[ActionChunk]:
     """Return episodes with these numbers of chunks and rewards; the last chunk of an episode has the reward."""
-    found = []
+    chunks = []
     for number, (count, reward) in enumerate(episodes):
         for chunk in range(count):
             last = chunk == count - 1
             numbers = np.full(6, number + chunk / 8, np.float32)
-            found.append(
+            chunks.append(
                 ActionChunk(
                     group_id=group,
                     episode_id=f"{group}-{number}",
@@ -51,7 +51,7 @@ def answers(group: str, *episodes: tuple[int, float]) -> list[ActionChunk]:
                     last_value=0.0,
                 )
             )
-    return found
+    return chunks
 
 
 def test_group_advantages_equal_hand_computation_and_count_agreeing_groups() -> None:
@@ -93,9 +93,9 @@ def test_trains_on_the_first_differing_groups_and_counts_the_rest() -> None:
 def test_batch_roundtrip(tmp_path: Path) -> None:
     samples = build_batch(answers("a", (2, 1.0), (1, 0.0)), GRPO).samples
     write_batch(tmp_path, samples)
-    for found, given in zip(read_batch(tmp_path), samples, strict=True):
-        for name, value in vars(given).items():
-            read = getattr(found, name)
+    for loaded, written in zip(read_batch(tmp_path), samples, strict=True):
+        for name, value in vars(written).items():
+            read = getattr(loaded, name)
             if isinstance(value, np.ndarray):
                 assert read.dtype == value.dtype and read.tobytes() == value.tobytes()
             else:

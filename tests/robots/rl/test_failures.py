@@ -69,18 +69,18 @@ def test_failed_episodes_do_not_depend_on_batch_or_processes(tmp_path: Path, sta
     safe = collect(tmp_path, start, [Kitchen()])
     tables = []
     for batch, processes in ((1, 1), (8, 1), (8, 3)):
-        found = collect(tmp_path, start, [Fragile(EDGE) for _ in range(processes)], batch=batch)
+        played = collect(tmp_path, start, [Fragile(EDGE) for _ in range(processes)], batch=batch)
         folder = tmp_path / f"{batch}x{processes}"
         folder.mkdir()
-        write_rollouts(folder, found.answers)
-        write_failures(folder, found.failures)
+        write_rollouts(folder, played.answers)
+        write_failures(folder, played.failures)
         tables.append([(folder / name).read_bytes() for name in (ROLLOUTS_FILE, FAILURES_FILE)])
     assert tables[0] == tables[1] == tables[2]
-    lost = {failure.trajectory_id for failure in found.failures}
-    assert 2 <= len(lost) <= 6 and {failure.reason for failure in found.failures} == {"environment_error"}
-    assert all("took the process along" in failure.detail for failure in found.failures)
+    lost = {failure.trajectory_id for failure in played.failures}
+    assert 2 <= len(lost) <= 6 and {failure.reason for failure in played.failures} == {"environment_error"}
+    assert all("took the process along" in failure.detail for failure in played.failures)
     left = [each for each in safe.answers if each.episode_id not in lost]
-    assert [(each.episode_id, each.chunk, each.actions.tobytes()) for each in found.answers] == [
+    assert [(each.episode_id, each.chunk, each.actions.tobytes()) for each in played.answers] == [
         (each.episode_id, each.chunk, each.actions.tobytes()) for each in left
     ]
 
@@ -128,18 +128,19 @@ def test_run_continues_without_failed_episodes(
     assert [row["step"] for row in history] == [1, 2, 3]
     for step, row in enumerate(history, start=1):
         made = run.rollouts(step)
-        found = read_failures(made.path) if (made.path / FAILURES_FILE).exists() else ()
+        failures = read_failures(made.path) if (made.path / FAILURES_FILE).exists() else ()
         played = read_rollouts(made.path)
-        assert row["rollouts/failed"] == len(found) == row.get("failures/environment_error", 0)
-        assert row["rollouts/planned"] == 8 == len({each.episode_id for each in played}) + len(found)
-        assert read_manifest(made.path).drops == Counter(each.reason for each in found)
+        assert row["rollouts/failed"] == len(failures) == row.get("failures/environment_error", 0)
+        assert row["rollouts/planned"] == 8 == len({each.episode_id for each in played}) + len(failures)
+        assert read_manifest(made.path).drops == Counter(each.reason for each in failures)
         assert not {each.episode_id for each in read_batch(run.batch(step, made).path)} & {
-            each.trajectory_id for each in found
+            each.trajectory_id for each in failures
         }
     assert sum(row["rollouts/failed"] for row in history) >= 3 and sum(row["updates"] for row in history)
-    said = " ".join(capsys.readouterr().out.split())
+    output = " ".join(capsys.readouterr().out.split())
     assert all(
-        f"step {step}: {row['rollouts/failed']:.0f} of 8 rollouts failed: {row['rollouts/failed']:.0f} environ" in said
+        f"step {step}: {row['rollouts/failed']:.0f} of 8 rollouts failed: {row['rollouts/failed']:.0f} environ"
+        in output
         for step, row in enumerate(history, start=1)
         if row["rollouts/failed"]
     )
@@ -151,8 +152,8 @@ class Blurred(Kitchen):
     """Its progress is NaN for a point that was pushed too far to the right."""
 
     def progress(self, slot: int = 0) -> list[GoalProgress]:
-        (found,) = super().progress(slot)
-        return [replace(found, reach=np.nan)] if self._points[slot][0] > self._starts[slot] + EDGE else [found]
+        (progress,) = super().progress(slot)
+        return [replace(progress, reach=np.nan)] if self._points[slot][0] > self._starts[slot] + EDGE else [progress]
 
 
 def test_non_finite_reward_fails_only_its_episode(tmp_path: Path, start: Artifact) -> None:
@@ -182,9 +183,9 @@ class Dizzy(RolloutPolicy):
     def sample_flow_sde(
         self, observations: Sequence[RobotObservation], seeds: Sequence[int], noise_level: float
     ) -> list[FlowChunk]:
-        found = self._inner.sample_flow_sde(observations, seeds, noise_level)
+        chunks = self._inner.sample_flow_sde(observations, seeds, noise_level)
         return [
-            replace(each, **self._changes) if seed % 5 == 0 else each for each, seed in zip(found, seeds, strict=True)
+            replace(each, **self._changes) if seed % 5 == 0 else each for each, seed in zip(chunks, seeds, strict=True)
         ]
 
     def sample_action_tokens(
@@ -202,9 +203,9 @@ def test_non_finite_policy_output_fails_only_its_episode(
 ) -> None:
     plan = rollout_settings(failed_fraction=0.9)
     collector = Collector(plan, Dizzy(start, **changes), [Kitchen()], ImageStore(tmp_path), lambda *_: None)
-    found = collector.collect(plan_step(plan, TASKS, 1), 1, 0, bootstrap=False)
-    assert 0 < len(found.failures) < 8 and {failure.reason for failure in found.failures} == {reason}
-    assert collector.lost == 0 and all(np.isfinite(each.logprobs).all() for each in found.answers)
+    collected = collector.collect(plan_step(plan, TASKS, 1), 1, 0, bootstrap=False)
+    assert 0 < len(collected.failures) < 8 and {failure.reason for failure in collected.failures} == {reason}
+    assert collector.lost == 0 and all(np.isfinite(each.logprobs).all() for each in collected.answers)
 
 
 class Cursed(Kitchen):
@@ -228,5 +229,5 @@ def test_preflight_plays_another_group_if_the_first_fails(
     plan = settings(max_steps=1)
     plan = plan.model_copy(update={"rollouts": plan.rollouts.model_copy(update={"failed_fraction": 0.5})})
     assert train(tmp_path, start, [Cursed()], plan).history.read()[-1]["step"] == 1
-    said = " ".join(capsys.readouterr().out.split())
-    assert "pre-flight: 4 of 8 rollouts failed: 4 environment_error" in said and "ratios within" in said
+    output = " ".join(capsys.readouterr().out.split())
+    assert "pre-flight: 4 of 8 rollouts failed: 4 environment_error" in output and "ratios within" in output

@@ -96,10 +96,10 @@ def test_gradient_equals_advantage_weighted_flow_matching(
     trainer = learner(loaded, images, width=100)
     loss, _ = trainer._losses(samples, trainer._load(samples), Update(1, 0, 1, samples, frozenset(), 1.0))
     parameters = [each for each in trainer.model.action_expert.parameters() if each.requires_grad]
-    found = torch.autograd.grad(loss, parameters)
+    gradients = torch.autograd.grad(loss, parameters)
     part = trainer._load(samples)
     assert isinstance(part.drawn, FlowLossInputs)
-    plan, own, total = trainer.likelihood.plan, loaded.processor().action_dimensions, torch.zeros(())
+    plan, dimensions, total = trainer.likelihood.plan, loaded.processor().action_dimensions, torch.zeros(())
     for row, sample in enumerate(samples):
         alone = trainer._load([sample])
         noise, actions = part.drawn.noise[row], part.drawn.actions[row]
@@ -110,9 +110,9 @@ def test_gradient_equals_advantage_weighted_flow_matching(
             both, hides = plan.bidirectional_images, plan.hides_answers
             time = torch.tensor([[t]])
             velocity = trainer.model.velocities(alone.batch, point[None, None], time, both, hides)[0][0][0, 0]
-            errors = (velocity - actions + noise[number])[: sample.executed, :own].square().sum()
+            errors = (velocity - actions + noise[number])[: sample.executed, :dimensions].square().sum()
             total = total + sample.advantage * errors / SAMPLES / len(samples)
-    for one, other in zip(found, torch.autograd.grad(total, parameters), strict=True):
+    for one, other in zip(gradients, torch.autograd.grad(total, parameters), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-6)
 
 

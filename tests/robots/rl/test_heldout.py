@@ -72,10 +72,12 @@ def test_evaluations_do_not_change_training_even_after_a_crash(tmp_path: Path, s
 
     with refused("too_many_episodes_failed"):
         train(tmp_path / "cut", start, [Doomed()], settings(evaluation={"every": 2}))
-    kept = (tmp_path / "cut/work/robot-evaluations/000002.jsonl").read_bytes().count(b"\n")
+    journaled = (tmp_path / "cut/work/robot-evaluations/000002.jsonl").read_bytes().count(b"\n")
     process = Kitchen()
     resumed = train(tmp_path / "cut", start, [process], settings(evaluation={"every": 2}))
-    assert kept >= 3 and process.resets == (12 - kept) + 8 + 12  # the rest of it, step 3, and the last evaluation
+    assert (
+        journaled >= 3 and process.resets == (12 - journaled) + 8 + 12
+    )  # the rest of it, step 3, and the last evaluation
     assert rows(resumed) == rows(whole) and resumed.lineage(3) == whole.lineage(3)
     assert equal(weights(tmp_path / "cut"), weights(tmp_path / "whole"))
 
@@ -124,17 +126,17 @@ def test_evaluation_is_deterministic_and_draws_no_random_numbers(tmp_path: Path,
 
 
 @pytest.mark.parametrize(
-    ("gained", "lost", "said"),
+    ("gained", "lost", "sentence"),
     [(9, 1, "p = 0.021: the policy is learning"), (1, 9, "become worse"), (3, 0, "p = 0.25: no significant")],
 )
-def test_judgement_follows_the_sign_test(gained: int, lost: int, said: str) -> None:
-    assert said in judgement(gained, lost, binomtest(gained, gained + lost).pvalue)
+def test_judgement_follows_the_sign_test(gained: int, lost: int, sentence: str) -> None:
+    assert sentence in judgement(gained, lost, binomtest(gained, gained + lost).pvalue)
 
 
 def recipe_settings(*overrides: str) -> TrainVLARLSettings:
-    found = load_recipe("train-vla-rl/tiny", overrides).settings_for(TrainVLARLSettings)
-    assert isinstance(found, TrainVLARLSettings)
-    return found
+    settings = load_recipe("train-vla-rl/tiny", overrides).settings_for(TrainVLARLSettings)
+    assert isinstance(settings, TrainVLARLSettings)
+    return settings
 
 
 def test_final_evaluation_settings_do_not_change_the_fingerprint() -> None:
@@ -164,5 +166,5 @@ def test_rejects_evaluation_on_training_states(overrides: tuple[str, ...], place
 
 
 def test_accepts_same_states_of_other_tasks_or_suites() -> None:
-    kept: Any = load_recipe("train-vla-rl/tiny", ["evaluation.initial_states=[10]", "evaluation.tasks=[1]"])
-    assert kept.sections["evaluation"].initial_states == (10,)
+    recipe: Any = load_recipe("train-vla-rl/tiny", ["evaluation.initial_states=[10]", "evaluation.tasks=[1]"])
+    assert recipe.sections["evaluation"].initial_states == (10,)

@@ -194,17 +194,17 @@ def test_loads_exactly_one_part_ahead(loaded: LoadedPolicy, images: ImageStore, 
     parts = [samples[start : start + 2] for start in range(0, 8, 2)]
     begun: SimpleQueue[int] = SimpleQueue()
 
-    def told(part: Sequence[ActionChunkSample]) -> ActionChunkBatch:
+    def recorded_load(part: Sequence[ActionChunkSample]) -> ActionChunkBatch:
         begun.put(parts.index(part))
         if part is parts[3]:
             raise DataError("an image is lost", code="image_lost")
         return load(part)
 
-    with closing(loaded_ahead(told, parts)) as coming:
-        found = [next(coming)]
+    with closing(loaded_ahead(recorded_load, parts)) as coming:
+        first_batches = [next(coming)]
         assert [begun.get(timeout=10) for _ in range(2)] == [0, 1] and begun.empty()  # none of them is asked for
-        found += [next(coming), next(coming)]
-        for one, part in zip(found, parts, strict=False):
+        first_batches += [next(coming), next(coming)]
+        for one, part in zip(first_batches, parts, strict=False):
             assert torch.equal(one.batch.pixel_values, load(part).batch.pixel_values)
             assert torch.equal(one.advantages, load(part).advantages)
         with refused("image_lost"):

@@ -45,10 +45,10 @@ def case(
         answers = module.play(loaded, images, [Kitchen()], group_size=3)
     chosen = [replace(each, language=WORDS[number % 3]) for number, each in enumerate(answers[:9])]
     if module is tokens:  # answers of different lengths
-        kept = [1 + 3 * number % len(each.tokens) for number, each in enumerate(chosen)]
+        lengths = [1 + 3 * number % len(each.tokens) for number, each in enumerate(chosen)]
         chosen = [
             replace(each, tokens=each.tokens[:count], logprobs=each.logprobs[:count])
-            for each, count in zip(chosen, kept, strict=True)
+            for each, count in zip(chosen, lengths, strict=True)
         ]
     yield loaded, images, chosen, module
 
@@ -132,7 +132,7 @@ def test_packed_equals_unpacked(case: Case, advantage: dict[str, Any], mode: str
     assert far(own_gradient, gradient) < CLOSE
 
     plain, packed = (learner(case, packing, mode, advantage) for packing in (None, PACKED))
-    report, own = plain.step(samples), packed.step(samples)
-    assert own.keys() == report.keys() and own["padding_fraction"] < report["padding_fraction"]
+    report, packed_report = plain.step(samples), packed.step(samples)
+    assert packed_report.keys() == report.keys() and packed_report["padding_fraction"] < report["padding_fraction"]
     for name in ("loss", "importance_ratio", "grad_norm", "bc/loss", "value/loss"):
-        assert own.get(name) == (None if name not in report else pytest.approx(report[name], rel=CLOSE)), name
+        assert packed_report.get(name) == (None if name not in report else pytest.approx(report[name], rel=CLOSE)), name

@@ -120,12 +120,12 @@ def test_value_loss_equals_hand_computation(clip: float) -> None:
     rng = np.random.default_rng(3)
     values, before, targets = rng.normal(0, 1, (3, 40))
     tensors = [torch.tensor(each) for each in (values, before, targets)]
-    found, clipped = value_loss(*tensors, GAE(name="gae", value_clip=clip, huber_delta=0.7))
+    losses, clipped = value_loss(*tensors, GAE(name="gae", value_clip=clip, huber_delta=0.7))
 
     def huber(error: float) -> float:
         return 0.5 * error**2 if abs(error) <= 0.7 else 0.7 * (abs(error) - 0.35)
 
-    for v, old, target, loss, cut in zip(values, before, targets, found.tolist(), clipped.tolist(), strict=True):
+    for v, old, target, loss, cut in zip(values, before, targets, losses.tolist(), clipped.tolist(), strict=True):
         plain = huber(v - target)
         near = old + min(max(v - old, -0.2), 0.2) if clip else v
         assert loss == pytest.approx(max(plain, huber(near - target)), rel=1e-12)
@@ -261,13 +261,13 @@ def test_kl_term_equals_torch_and_keeps_the_policy_near_its_start(
         with torch.no_grad():
             velocities = [one.likelihood.predict(one.model, part)[0].values.double() for one in (now, start)]
         k, steps = each.flow_step, held.likelihood.plan.steps
-        t, x, own = k / steps, part.drawn.before.double(), held._load.processor.action_dimensions
+        t, x, dimensions = k / steps, part.drawn.before.double(), held._load.processor.action_dimensions
         sigma = 0.5 * np.sqrt((1 - max(k, 1) / steps) / (max(k, 1) / steps))
         normals = []
         for v in velocities:
             noise, action = x - t * v, x + (1 - t) * v
             mean = noise * (1 - t - 1 / steps - sigma**2 / (2 * steps * (1 - t))) + action * (t + 1 / steps)
-            normals.append(torch.distributions.Normal(mean[0, : each.executed, :own], sigma / np.sqrt(steps)))
+            normals.append(torch.distributions.Normal(mean[0, : each.executed, :dimensions], sigma / np.sqrt(steps)))
         numbers = torch.distributions.kl_divergence(*normals).flatten()
         expected += [float(numbers.sum())] if ratio == "chunk" else numbers.tolist()
     second, free = held.step(samples), plain.step(samples)

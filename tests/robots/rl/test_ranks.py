@@ -185,16 +185,16 @@ def test_two_ranks_equal_one_rank(
     forked: Forked,
 ) -> None:
     one_process = InProcessTrainer(training(batches, settings(**changes)), machine(), tmp_path / "1/work")
-    alone, told, expected = train(batches, tmp_path / "1", one_process)
+    alone, reports, expected = train(batches, tmp_path / "1", one_process)
     job = training(batches, settings(packing=packing, **changes))
-    shared, heard, found = train_on_two_ranks(batches, tmp_path / "2", job, sharding, forked)
+    shared, shared_reports, weights = train_on_two_ranks(batches, tmp_path / "2", job, sharding, forked)
     metrics_agree(alone, shared)
-    assert heard == pytest.approx(told, rel=1e-6) and len(told) > 8
-    assert expected.keys() == found.keys()
+    assert shared_reports == pytest.approx(reports, rel=1e-6) and len(reports) > 8
+    assert expected.keys() == weights.keys()
     before = load_file(batches / "policy/checkpoint/model.safetensors")
     changed = set()
     for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-3, atol=2e-5, msg=name)
+        torch.testing.assert_close(weights[name], value, rtol=1e-3, atol=2e-5, msg=name)
         if name in before and not torch.equal(before[name], value):
             changed.add("expert" if "action_expert" in name else "vlm")
     assert changed == ({"expert", "vlm"} if changes is LORA else {"expert"})
@@ -207,11 +207,11 @@ def test_two_ranks_pack_action_tokens_and_shard_the_policy(tmp_path: Path) -> No
     job = training(batches, settings(packing=PACKING, **plain), "discrete")
     ranks = machine(trainer__processes=2, trainer__sharding="full")
     with RobotRLTrainerClient(job, ranks, tmp_path / "work") as client:
-        (alone, told), (shared, heard) = (
+        (alone, reports), (shared, shared_reports) = (
             ([each.step(1, batches / "1")], each.score(batches / "1")) for each in (one_process, client)
         )
     metrics_agree(alone, shared)
-    assert heard == pytest.approx(told, rel=1e-6)
+    assert shared_reports == pytest.approx(reports, rel=1e-6)
 
 
 def test_rejects_settings_that_sharding_does_not_support(batches: Path, tmp_path: Path) -> None:

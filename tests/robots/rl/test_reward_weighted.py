@@ -120,11 +120,11 @@ def test_gradient_equals_weighted_imitation(
     samples, trainer = weighed(answers), learner(loaded, images)
     update = Update(2, 5, 9, samples, frozenset(), mean_advantage=0.3)  # other updates have other weights
     parameters = [each for each in trainer.model.action_expert.parameters() if each.requires_grad]
-    found = [torch.zeros_like(each) for each in parameters]
+    gradients = [torch.zeros_like(each) for each in parameters]
     for first in range(0, len(samples), 3):  # in micro-batches, which add up
         part = samples[first : first + 3]
         loss, _ = trainer._losses(part, trainer._load(part), update)
-        found = [a + b for a, b in zip(found, torch.autograd.grad(loss, parameters), strict=True)]
+        gradients = [a + b for a, b in zip(gradients, torch.autograd.grad(loss, parameters), strict=True)]
     plan, processor, total = LossPlan.of(loaded.settings), loaded.processor(), torch.zeros(())
     plan = replace(plan, action_mode="continuous", bidirectional_images=trainer._plan.bidirectional_images)
     for each in samples:
@@ -154,7 +154,7 @@ def test_gradient_equals_weighted_imitation(
             error = wrong.sum() / (FLOW_TIMESTEPS * processor.chunk * used.sum())
         total = total + each.advantage * error
     total = total / (0.3 * len(samples))
-    for one, other in zip(found, torch.autograd.grad(total, parameters), strict=True):
+    for one, other in zip(gradients, torch.autograd.grad(total, parameters), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-6)
 
 

@@ -100,33 +100,33 @@ def test_rollout_rewards_match_the_simulators_progress(tmp_path: Path) -> None:
 
         def __init__(self) -> None:
             super().__init__()
-            self.told: list[float] = []
+            self.potentials: list[float] = []
 
         def progress(self, slot: int = 0) -> list[GoalProgress]:
             goals = super().progress(slot)
-            self.told.append(potential(goals))
+            self.potentials.append(potential(goals))
             return goals
 
     def play(reward: dict[str, object], batch: int) -> tuple[list[ActionChunk], list[float]]:
         settings, process = rollout_settings(reward=reward, batch=batch), Watched()
         images = ImageStore(tmp_path / "images")
         collector = Collector(settings, policy, [process], images, lambda done, total: None, gamma=0.9)
-        return collector.collect(plan_step(settings, TASKS, 1), 1, 0, bootstrap=False).answers, process.told
+        return collector.collect(plan_step(settings, TASKS, 1), 1, 0, bootstrap=False).answers, process.potentials
 
     plain, nothing = play({"name": "success"}, 1)
     assert nothing == [] and {each.reward for each in plain} == {0.0, 1.0}
-    progressed, told = play({"name": "progress"}, 1)
+    progressed, potentials = play({"name": "progress"}, 1)
     shaped, _ = play({"name": "potential"}, 1)
     assert [each.reward for each in play({"name": "potential"}, 3)[0]] == [each.reward for each in shaped]
     at, solved = 0, set()
     for row, answer in enumerate(plain):
-        before, after = told[at], told[at + 1]
+        before, after = potentials[at], potentials[at + 1]
         assert shaped[row].reward == pytest.approx(answer.reward + (0.0 if answer.done else 0.9 * after) - before)
         partly = 0.5 * after if answer.truncated else 0.0
         assert progressed[row].reward == pytest.approx(answer.reward + partly)
         at += 2 if answer.done else 1
         solved |= {answer.episode_id} if answer.done and not answer.truncated else set()
-    assert at == len(told)
+    assert at == len(potentials)
 
     built = build_batch(progressed, EpisodeGroupMean(name="group_mean"))
     episodes = {answer.episode_id for answer in plain}

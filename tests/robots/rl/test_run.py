@@ -106,9 +106,9 @@ def train(folder: Path, start: Artifact, processes: Sequence[Kitchen], settings:
     evaluations = None
     if settings.evaluation is not None:
         examined = policy.reconfigured(settings.evaluation.inference_action_mode, rows=1)
-        known = {"libero_spatial": TASKS}
+        tasks = {"libero_spatial": TASKS}
         last = settings.trainer.max_steps
-        evaluations = RobotEvaluations(settings.evaluation, known, examined, processes, {}, context, store, last)
+        evaluations = RobotEvaluations(settings.evaluation, tasks, examined, processes, {}, context, store, last)
     run = RobotRLRun(settings, context, store, policy, TASKS, collector, trainer, start, evaluations)
     run.resume(done := trainer.resume())
     run.finish(folder / "checkpoint", run.train_from(done))
@@ -161,10 +161,10 @@ def test_expert_trains_on_8_bit_text_layers_and_publishes_16_bit_ones(tmp_path: 
     plan = settings(mode="expert", micro_batch_size=1).model_copy(update={"rollouts": rollouts})
     run = train(tmp_path / "run", start, [Kitchen()], plan)  # its pre-flight refuses ratios that are not 1
     assert all(row["importance_ratio"] == pytest.approx(1.0, abs=0.5) for row in run.history.read())
-    found = load_policy(tmp_path / "run/checkpoint").model.state_dict()
+    after = load_policy(tmp_path / "run/checkpoint").model.state_dict()
     before = load_policy(start.path).model.state_dict()
-    assert found.keys() == before.keys()
-    moved = {name for name, value in found.items() if not torch.equal(value, before[name])}
+    assert after.keys() == before.keys()
+    moved = {name for name, value in after.items() if not torch.equal(value, before[name])}
     assert moved and all(name.startswith("action_expert.") for name in moved)
 
 
@@ -173,11 +173,11 @@ def test_reports_steps_without_updates_and_lost_attempts(
 ) -> None:
     alike = settings(max_steps=1).model_copy(update={"rollouts": rollout_settings(max_steps=1, batch=4)})
     run = train(tmp_path, start, [Kitchen((6,))], alike)  # the pre-flight plays 4 episodes, step 1 plays 8
-    said = " ".join(capsys.readouterr().out.split())
+    output = " ".join(capsys.readouterr().out.split())
     (row,) = run.history.read()
     assert row["updates"] == 0 and row["groups/zero_advantage_fraction"] == 1.0
-    assert "step 1 changes no weight" in said and "0% of all episodes were solved" in said
-    assert "attempts at episodes were lost with their simulator" in said
+    assert "step 1 changes no weight" in output and "0% of all episodes were solved" in output
+    assert "attempts at episodes were lost with their simulator" in output
     assert len({each.episode_id for each in read_rollouts(run.rollouts(1).path)}) == 8
 
 

@@ -24,12 +24,12 @@ def test_rollout_times_and_counts_are_reported(tmp_path: Path) -> None:
     collector = Collector(settings, open_policy(tmp_path, "continuous", 8), [Kitchen()], images, lambda *_: None)
     groups = plan_step(settings, TASKS, 1)
     answers = collector.collect(groups, 1, 0, bootstrap=False).answers
-    found, tasks = collector.times.since(), len({group[0].task for group in groups})
-    assert found["simulator/builds"] == tasks and found["simulator/resets"] == 8 - tasks
-    assert found["simulator/actions"] == sum(answer.executed for answer in answers)
-    assert found["policy/passes"] == len(answers)
+    times, tasks = collector.times.since(), len({group[0].task for group in groups})
+    assert times["simulator/builds"] == tasks and times["simulator/resets"] == 8 - tasks
+    assert times["simulator/actions"] == sum(answer.executed for answer in answers)
+    assert times["policy/passes"] == len(answers)
     spent = {"simulator_build", "simulator_reset", "simulator_step", "policy", "prepare", "keep_answers"}
-    assert {name for name in found if name.startswith("timing/")} == {f"timing/{part}" for part in spent}
+    assert {name for name in times if name.startswith("timing/")} == {f"timing/{part}" for part in spent}
     assert collector.times.since() == {}
 
 
@@ -42,5 +42,5 @@ def test_failed_calls_are_not_counted_and_crashed_process_rebuilds() -> None:
     simulators.reset(task, 0, 0)
     simulators.reset(task, 0, 0)
     simulators.step(still)
-    found = times.since()
-    assert (found["simulator/builds"], found["simulator/resets"], found["simulator/actions"]) == (2, 1, 3)
+    counts = times.since()
+    assert (counts["simulator/builds"], counts["simulator/resets"], counts["simulator/actions"]) == (2, 1, 3)

@@ -153,17 +153,17 @@ def plainly(loaded: LoadedPolicy, images: ImageStore, sample: ActionChunk, model
     processor, model = loaded.processor(), copy.deepcopy(model or loaded.model).double()
     seen = {name: np.asarray(images.open(ref)) for name, ref in zip(sample.cameras, sample.images, strict=True)}
     example = processor.encode(RobotObservation(seen, sample.state, sample.language))
-    said = sample.tokens.tolist()
-    plan, found = InferencePlan.of(loaded.settings, loaded.config), []
-    for number, token in enumerate(said):
-        ids = np.concatenate([example.input_ids, np.array(said[:number], np.int64)])
+    tokens = sample.tokens.tolist()
+    plan, logprobs = InferencePlan.of(loaded.settings, loaded.config), []
+    for number, token in enumerate(tokens):
+        ids = np.concatenate([example.input_ids, np.array(tokens[:number], np.int64)])
         marks = np.concatenate([example.image_tokens, np.zeros(number, bool)])
         batch = collate([replace(example, input_ids=ids, image_tokens=marks)], "left", 1, processor.vocabulary.pad)
         with torch.no_grad():
             states = model.encode(batch, plan.bidirectional_images).states
             logits = model.vlm.lm_head(states[0, -1]).numpy() / TEMPERATURE
-        found.append(logits[token] - np.log(np.exp(logits - logits.max()).sum()) - logits.max())
-    return np.array(found)
+        logprobs.append(logits[token] - np.log(np.exp(logits - logits.max()).sum()) - logits.max())
+    return np.array(logprobs)
 
 
 def test_tokens_are_sampled_by_probability_and_independent_of_the_batch() -> None:
@@ -277,8 +277,8 @@ def test_rollout_values_equal_the_trainers_values(loaded: LoadedPolicy, images: 
     samples = build_batch(played, GAE(name="gae")).samples
     with torch.no_grad():
         part = trainer._load(samples)
-        found = trainer.model.value_head(trainer.likelihood.predict(trainer.model, part)[0].states)
-    assert found.tolist() == pytest.approx(values, abs=1e-5)
+        predicted = trainer.model.value_head(trainer.likelihood.predict(trainer.model, part)[0].states)
+    assert predicted.tolist() == pytest.approx(values, abs=1e-5)
     report = trainer.step(samples)
     expected = np.mean([0.5 * (each.value - each.value_target) ** 2 for each in samples])  # type: ignore[operator]
     assert report["value/loss"] == pytest.approx(expected, rel=1e-4)

@@ -145,9 +145,9 @@ def shown(length: int, outcome: DemonstrationOutcome) -> Demonstration:
 def test_journal_keeps_only_the_outcome_of_failures(tmp_path: Path) -> None:
     journal, (first, second) = DemonstrationJournal(tmp_path / "episodes"), jobs_of(plan())
     good, bad = DemonstrationOutcome(True, 5, "done", 0), DemonstrationOutcome(False, 7, "failed", 3)
-    kept = shown(5, good)
+    success = shown(5, good)
     assert not journal.has(first)
-    journal.write(first, kept)
+    journal.write(first, success)
     journal.write(second, shown(7, bad))
     assert journal.outcome(first) == good and journal.outcome(second) == bad
     frames = journal.frames(first)
@@ -156,7 +156,7 @@ def test_journal_keeps_only_the_outcome_of_failures(tmp_path: Path) -> None:
         "observation.state": (5, 8),
         "action": (5, 7),
     }
-    assert np.array_equal(frames["observation.images.image"][3], kept.steps[3][0].images["observation.images.image"])
+    assert np.array_equal(frames["observation.images.image"][3], success.steps[3][0].images["observation.images.image"])
     assert journal.frames(second) == {}
     preview = Preview(TASK, [frames["observation.images.image"]], "videos/first.mp4")
     page = demonstrations_report({first: good, second: bad}, [preview], settings().model_dump(mode="json"))

@@ -225,14 +225,16 @@ def test_paraphrase_keeps_the_task(suite: str) -> None:
     replaced = re.compile(rf"\b({'|'.join(sorted(SYNONYMS, key=len, reverse=True))})\b")
     for task in suite_tasks(suite):
         for seed in range(3):
-            said = [paraphrase(task.language, strength, np.random.default_rng(seed)) for strength in (0, 0.3, 0.6, 1)]
-            assert said[0] == task.language
-            assert len(set(said)) == 4, said
-            kept = [part.strip() for part in replaced.split(task.language)[::2]]
-            for words in said[1:3]:
-                for part in kept:
+            paraphrases = [
+                paraphrase(task.language, strength, np.random.default_rng(seed)) for strength in (0, 0.3, 0.6, 1)
+            ]
+            assert paraphrases[0] == task.language
+            assert len(set(paraphrases)) == 4, paraphrases
+            unchanged = [part.strip() for part in replaced.split(task.language)[::2]]
+            for words in paraphrases[1:3]:
+                for part in unchanged:
                     assert part in words, words
-            assert set(" ".join(kept).split()) - {"and"} <= set(re.findall(r"\w+", said[3]))
+            assert set(" ".join(unchanged).split()) - {"and"} <= set(re.findall(r"\w+", paraphrases[3]))
 
 
 def test_paraphrase_equals_hand_written_result() -> None:
