@@ -62,8 +62,7 @@ def find_episodes(run: Run, query: EpisodeQuery) -> dict[str, Any]:
     """Return the episodes that fit the query, and the outcomes by step.
 
     `total` is the number of fitting episodes, `rows` one page of them, the newest step first. `steps` has the outcomes
-    of
-    all episodes of each step in the query's range, with Wilson's 95 % interval of the success rate.
+    of all episodes of each step in the query's range, with Wilson's 95 % interval of the success rate.
     """
     steps, matches = [], []
     for step, folder in sorted(run.robot_steps().items(), reverse=True):
@@ -154,8 +153,7 @@ def find_videos(run: Run, runs: Sequence[Run]) -> list[dict[str, Any]]:
     """Return the filmed episodes of a run, each with its video's address, success and number of steps.
 
     For a training, these are pairs of episodes from the same initial state, before and after it. For an evaluation,
-    they
-    are its own episodes.
+    they are its own episodes.
     """
     if run.stage == ROBOT_EVALUATION:
         return [_pair(None, (run, result)) for result in _filmed(run)]

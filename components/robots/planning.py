@@ -154,9 +154,8 @@ def policy_trainer_parts(
     """Return the memory in bytes, by part, of a rank that trains a policy, counted on the meta device.
 
     Without sharding, a trained bf16 weight has a gradient, two moments and its rounding residual in bf16; an fp32
-    weight
-    has a gradient and two moments in fp32. Split over `shards`, all of these are fp32, and the weights of the expert,
-    the embeddings and two layers are gathered at a time.
+    weight has a gradient and two moments in fp32. Split over `shards`, all of these are fp32, and the weights of the
+    expert, the embeddings and two layers are gathered at a time.
     """
     with torch.device("meta"):
         model = MolmoAct2(sizes.config, policy.dtype)

@@ -246,8 +246,7 @@ def split(
 
     Args:
         held_out: share of each dataset's episodes to hold out, rounded, at least one episode. With 0 nothing is held
-            out
-            and the second tuple is empty.
+            out and the second tuple is empty.
 
     Raises:
         ConfigurationError: a dataset has too few episodes.

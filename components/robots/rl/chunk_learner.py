@@ -28,8 +28,7 @@ def update_rows(count: int, settings: RobotRLTrainerSettings, number: int) -> li
     """Return, for each update of step `number`, the row numbers of its chunks.
 
     All updates have nearly the same size: AdamW takes steps of one size, so that an update made of a small remainder
-    would
-    mostly be noise.
+    would mostly be noise.
 
     Example:
         >>> settings = RobotRLTrainerSettings(max_steps=1, micro_batch_size=1, samples_per_update=2)
@@ -72,8 +71,7 @@ class ActionChunkLearner(TrainingEngine[MolmoAct2]):
     Args:
         load: turns samples into tensors.
         shard: splits a model without weights over the ranks and loads each rank's shard; None: every rank holds the
-            whole
-            model. A value head has been added before.
+            whole model. A value head has been added before.
     """
 
     def __init__(

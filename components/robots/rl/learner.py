@@ -33,8 +33,8 @@ def value_loss(values: Tensor, before: Tensor, targets: Tensor, settings: GAE) -
     """Return the clipped value loss and, as bool, where the clipped term is the larger one; both of shape (E,).
 
     The loss is max(huber(V - R), huber(V_clip - R)) with V_clip = V_old + clip(V - V_old, -value_clip, value_clip).
-    huber(e) is e² / 2 where |e| <= d = huber_delta, else d (|e| - d / 2). With `value_clip` 0 the loss is
-    huber(V - R). Source of the clip: the PPO of OpenAI's baselines.
+    huber(e) is e² / 2 where |e| <= d = huber_delta, else d (|e| - d / 2). With `value_clip` 0 the loss is huber(V - R).
+    Source of the clip: the PPO of OpenAI's baselines.
 
     Args:
         values: V, the predicted values with their gradient, (E,).

@@ -24,7 +24,7 @@ class RewardWeightedLearner(ActionChunkLearner):
 
     The loss of an update is the mean of w_i e_i / W over its chunks. w_i is the chunk's weight (the batch's advantage
     column), W the mean weight of all chunks of the step, and e_i the flow-matching error of the executed actions at
-    times and noises sampled anew for each chunk and update.
+    times and noises that are sampled again for each chunk and update.
 
     Args:
         plan: how the model sees images and previous answers.

@@ -177,8 +177,8 @@ class RobotRLTrainerSettings(PolicyUpdateSettings):
     max_steps: PositiveInt
     """Steps of the run. Each step plays new rollouts. The learning rate decay ends at the last step."""
     mode: Mode = "expert"
-    """Weights to train. full: all. lora: adapters on the VLM and all of the action expert. lora_expert:
-    adapters on both. expert: only the action expert."""
+    """Weights to train. full: all. lora: adapters on the VLM and all of the action expert. lora_expert: adapters on
+    both. expert: only the action expert."""
     objective: PPO | GSPO | CISPO | RewardWeighted = Field(PPO(name="ppo"), discriminator="name")
     """Policy loss and its parameters."""
     advantage: EpisodeGroupMean | GAE = Field(EpisodeGroupMean(name="group_mean"), discriminator="name")
@@ -271,7 +271,7 @@ class TrainVLARLSettings(Settings):
         _refuse(
             problems
             | {
-                f"rollouts.quantization: trainer.mode {trainer.mode} trains the VLM in 16 bits, so ratios differ from 1: "
+                f"rollouts.quantization: trainer.mode {trainer.mode} trains the VLM in 16 bits: no ratio would be 1: "
                 "leave rollouts.quantization out" + ("" if discrete else ", or set trainer.mode to expert"): (
                     rollouts.quantization is not None and not weighted and trains_vlm
                 ),

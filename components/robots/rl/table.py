@@ -61,9 +61,9 @@ Floats = NDArray[np.float32]
 class ActionChunk:
     """One action chunk that a policy answered in an episode, and what happened next.
 
-    before, after: for Flow-SDE the points before and after the sampled denoising step `flow_step`, each
-        (T x max_action_dim,) float32. For FPO, which samples no step, the noises of the losses,
-        (F x T x max_action_dim,), and the normalized chunk. Empty for action tokens.
+    before, after: for Flow-SDE the points before and after the sampled denoising step `flow_step`, each (T x
+        max_action_dim,) float32. For FPO, which samples no step, the noises of the losses, (F x T x max_action_dim,),
+        and the normalized chunk. Empty for action tokens.
     tokens: the sampled action tokens including EOS, (K,) int32; empty for continuous actions.
     decoded: False if the tokens could not be decoded to actions.
     logprobs: float64. Continuous: of `after`, (executed x dimensions,); actions that were not executed and dimensions
