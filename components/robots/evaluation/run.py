@@ -166,11 +166,6 @@ class SimulatorSlot:
     slot: int
 
 
-def simulator_slots(processes: Sequence[SimulatorClient], count: int) -> list[SimulatorSlot]:
-    """Return `count` simulators, spread evenly over the processes."""
-    return [SimulatorSlot(processes[i % len(processes)], i // len(processes)) for i in range(count)]
-
-
 def task_of(planned: PlannedEpisode) -> TaskKey:
     """Return the suite and number of the episode's task."""
     return planned.key[:2]
@@ -222,7 +217,8 @@ class EpisodePlayer:
             attempt: plays an episode; raises WorkerError if the simulator died.
             finish: called after each episode, by one thread at a time. An error it raises ends the evaluation.
         """
-        slots = simulator_slots(self._processes, min(self._batch, len(planned)))
+        processes, count = self._processes, min(self._batch, len(planned))
+        slots = [SimulatorSlot(processes[i % len(processes)], i // len(processes)) for i in range(count)]
         before = [self._held[slot] for slot in slots if slot in self._held]
         schedule = StickyQueue(planned, task_of, before)
 

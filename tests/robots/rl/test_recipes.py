@@ -9,9 +9,9 @@ import pytest
 
 from armature.components.configuration import load_recipe
 from armature.components.contracts.stages import Artifact
-from armature.components.robots.rl.settings import TrainVLARLSettings
+from armature.components.robots.rl.settings import GAE, TrainVLARLSettings
 from tests.refusals import refused
-from tests.robots.rl.kitchen import Kitchen, calm_policy
+from tests.robots.rl.kitchen import Kitchen, calm_policy, rollout_settings
 from tests.robots.rl.test_run import train
 
 PUBLISHED: dict[str, dict[str, Any]] = {
@@ -133,3 +133,54 @@ def test_rejects_recipes_that_would_fail_after_imitation(overrides: str, place: 
 def test_rejects_values_out_of_range(override: str, code: str):
     with refused(code, override.partition("=")[0]):
         load_recipe("train-vla-rl/tiny", [override])
+
+
+def sections(rollouts: dict[str, Any], trainer: dict[str, Any]) -> dict[str, Any]:
+    played = rollout_settings().model_dump() | rollouts
+    return {
+        "simulator": {},
+        "rollouts": played,
+        "trainer": {"max_steps": 3, "micro_batch_size": 1} | trainer,
+        "preflight": {},
+    }
+
+
+DISCRETE = {"inference_action_mode": "discrete"}
+
+
+@pytest.mark.parametrize(
+    ("rollouts", "trainer", "code", "places"),
+    [
+        (DISCRETE, {}, "value_error", ["trainer.mode expert"]),
+        (DISCRETE, {"mode": "full", "ratio": "dimension"}, "value_error", ["ratio dimension", "token"]),
+        ({}, {"ratio": "token"}, "value_error", ["ratio token", "dimension"]),
+        ({"temperature": 0.5}, {}, "value_error", ["temperature"]),
+        (DISCRETE | {"noise_level": 0.7}, {"mode": "full"}, "value_error", ["noise_level"]),
+        ({"max_rounds": 2}, {"advantage": {"name": "gae"}}, "value_error", ["max_rounds", "trainer.advantage gae"]),
+        (DISCRETE | {"likelihood": "fpo"}, {"mode": "full"}, "value_error", ["likelihood fpo"]),
+        ({"likelihood": "fpo", "noise_level": 0.7}, {}, "value_error", ["noise_level", "likelihood fpo"]),
+        ({"flow_samples": 4}, {}, "value_error", ["flow_samples"]),
+        ({}, {"kl_coefficient": 0.1, "mode": "full"}, "value_error", ["kl_coefficient"]),
+        ({"likelihood": "fpo"}, {"kl_coefficient": 0.1}, "value_error", ["kl_coefficient", "likelihood fpo"]),
+        ({"group_size": 1}, {}, "value_error", ["rollouts.group_size is 1"]),
+        ({"reward": {"name": "potential"}}, {}, "value_error", ["rollouts.reward potential"]),
+        ({"reward": {"name": "progress", "weight": 1.0}}, {}, "less_than", ["weight"]),
+        ({"reward": {"name": "progres"}}, {}, "union_tag_invalid", ["'success', 'progress', 'potential'"]),
+        ({}, {"advantage": {"name": "group_mean", "gamma": 0.9}}, "extra_forbidden", ["gamma"]),
+    ],
+)
+def test_rejects_inconsistent_settings(rollouts: Any, trainer: Any, code: str, places: list[str]) -> None:
+    with refused(code, *places):
+        TrainVLARLSettings.model_validate(sections(rollouts, trainer))
+
+
+@pytest.mark.parametrize("rollouts", [{"group_size": 1}, {"reward": {"name": "potential"}}], ids=["group", "reward"])
+def test_gae_accepts_single_episodes_and_shaped_rewards(rollouts: dict[str, Any]) -> None:
+    settings = TrainVLARLSettings.model_validate(sections(rollouts, {"advantage": {"name": "gae"}}))
+    assert isinstance(settings.trainer.advantage, GAE) and settings.trainer.advantage.gae_lambda == 0.95
+
+
+def test_defaults_of_advantage_and_reward() -> None:
+    settings = TrainVLARLSettings.model_validate(sections({"reward": {"name": "progress"}}, {}))
+    assert settings.trainer.model_dump()["advantage"] == {"name": "group_mean", "deviation": "sample"}
+    assert settings.rollouts.model_dump()["reward"] == {"name": "progress", "weight": 0.5}

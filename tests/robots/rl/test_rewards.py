@@ -21,15 +21,12 @@ from armature.components.robots.rl.batch import build_batch, chunk_rewards, gae,
 from armature.components.robots.rl.collect import Collector
 from armature.components.robots.rl.schedule import plan_step
 from armature.components.robots.rl.settings import (
-    GAE,
     EpisodeGroupMean,
     PotentialShaping,
     ProgressReward,
     SuccessReward,
-    TrainVLARLSettings,
 )
 from armature.components.robots.rl.table import ActionChunk
-from tests.refusals import refused
 from tests.robots.evaluation.playground import TASKS
 from tests.robots.libero.simulated import needs_libero, simulator
 from tests.robots.rl.kitchen import Kitchen, calm_policy, rollout_settings
@@ -161,22 +158,3 @@ def test_progress_of_a_drawer_task_in_a_process() -> None:
         process.reset(suite_tasks("libero_goal")[0], 0, 1)
         (goal,) = process.progress()
     assert not goal.holds and goal.place is None and 0.1 < goal.reach < 1.0
-
-
-def test_rejects_invalid_reward_settings() -> None:
-    assert rollout_settings(reward={"name": "progress"}).model_dump()["reward"] == {"name": "progress", "weight": 0.5}
-    with refused("less_than", "weight"):
-        rollout_settings(reward={"name": "progress", "weight": 1.0})
-    with refused("union_tag_invalid", "'success', 'progress', 'potential'"):
-        rollout_settings(reward={"name": "progres"})
-    trainer = {"max_steps": 3, "micro_batch_size": 7}
-    sections = {
-        "simulator": {},
-        "rollouts": rollout_settings(reward={"name": "potential"}).model_dump(),
-        "trainer": trainer,
-        "preflight": {},
-    }
-    with refused("value_error", "rollouts.reward potential"):
-        TrainVLARLSettings.model_validate(sections)
-    shaped = TrainVLARLSettings.model_validate(sections | {"trainer": trainer | {"advantage": {"name": "gae"}}})
-    assert isinstance(shaped.trainer.advantage, GAE)

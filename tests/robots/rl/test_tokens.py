@@ -334,29 +334,3 @@ def test_rejects_samples_of_another_action_kind(
     ):
         with refused("answer_not_trainable", "here, row 0", samples[0].episode_id):
             load.refuse([wrong], "here")
-
-
-@pytest.mark.parametrize(
-    ("rollouts", "trainer", "places"),
-    [
-        ({"inference_action_mode": "discrete"}, {}, ["trainer.mode expert"]),
-        ({"inference_action_mode": "discrete"}, {"mode": "full", "ratio": "dimension"}, ["ratio dimension", "token"]),
-        ({}, {"ratio": "token"}, ["ratio token", "dimension"]),
-        ({"temperature": 0.5}, {}, ["temperature"]),
-        ({"inference_action_mode": "discrete", "noise_level": 0.7}, {"mode": "full"}, ["noise_level"]),
-        ({"max_rounds": 2}, {"advantage": {"name": "gae"}}, ["rollouts.max_rounds", "trainer.advantage gae"]),
-        ({"inference_action_mode": "discrete", "likelihood": "fpo"}, {"mode": "full"}, ["likelihood fpo"]),
-        ({"likelihood": "fpo", "noise_level": 0.7}, {}, ["noise_level", "likelihood fpo"]),
-        ({"flow_samples": 4}, {}, ["flow_samples"]),
-        ({}, {"kl_coefficient": 0.1, "mode": "full"}, ["kl_coefficient"]),
-        ({"likelihood": "fpo"}, {"kl_coefficient": 0.1}, ["trainer.kl_coefficient", "rollouts.likelihood fpo"]),
-    ],
-)
-def test_rejects_settings_without_effect(rollouts: Any, trainer: Any, places: list[str]) -> None:
-    with refused("value_error", *places):
-        TrainVLARLSettings(
-            simulator=SimulatorSettings(),
-            rollouts=rollout_settings(**rollouts),
-            trainer=RobotRLTrainerSettings.model_validate({"max_steps": 3, "micro_batch_size": 1} | trainer),
-            preflight=RobotPreflightSettings(),
-        )
