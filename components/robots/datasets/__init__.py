@@ -1,1 +1,1 @@
-"""Robot demonstrations: LeRobot datasets read and written, and the statistics that normalize them."""
+"""Datasets of robot demonstrations: reading and writing LeRobot datasets, mixtures and statistics."""

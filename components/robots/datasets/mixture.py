@@ -75,7 +75,8 @@ class Mixture:
         seed: int,
         file_shuffle: FileShuffleSettings | None = None,
     ) -> None:
-        """
+        """Mix the sources.
+
         Args:
             horizon: number of actions of a sample, for sources without their own horizon.
             file_shuffle: settings of the order with locality; None: all frames of a source are shuffled.

@@ -166,7 +166,8 @@ class FileShuffle:
     def __init__(
         self, weights: Sequence[float], bounds: Sequence[Array], settings: FileShuffleSettings, seed: int
     ) -> None:
-        """
+        """Prepare the order of several sources.
+
         Args:
             bounds: for each source, the first frame of each file, from 0, and then the number of frames, (files + 1,).
         """

@@ -39,7 +39,8 @@ class EpisodeSelection(Sequence[int]):
     """
 
     def __init__(self, numbers: Sequence[int] | Array) -> None:
-        """
+        """Store the numbers as runs.
+
         Args:
             numbers: ascending episode numbers without repetition.
         """

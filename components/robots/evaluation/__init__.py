@@ -1,1 +1,1 @@
-"""Robot policies evaluated in LIBERO."""
+"""Evaluation of robot policies in LIBERO: playing episodes, results, comparisons, videos and reports."""

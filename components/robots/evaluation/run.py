@@ -58,7 +58,8 @@ class InferenceQueue(Generic[AnswerT]):
         rows: int,
         prepare: Callable[[RobotObservation], RobotObservation],
     ) -> None:
-        """
+        """Create a queue for one policy.
+
         Args:
             predict: `predict` of a `RobotPolicy`, or another method of it whose rows are independent.
             rows: rows of one call. A call with fewer rows takes equally long, so it waits for more requests while

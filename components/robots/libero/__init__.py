@@ -1,1 +1,1 @@
-"""The LIBERO simulator, a scripted policy in it, and the demonstrations that it gives."""
+"""LIBERO: its simulator, perturbations of it, a scripted policy and the recording of demonstrations."""

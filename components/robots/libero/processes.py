@@ -109,7 +109,8 @@ class SimulatorProcess:
     """
 
     def __init__(self, settings: SimulatorSettings, timeout: float) -> None:
-        """
+        """Start the process.
+
         Args:
             timeout: maximum seconds of a reset, of a demonstration's step or of one action of a chunk.
         """

@@ -1,1 +1,1 @@
-"""Reinforcement learning of robot policies: rollouts in LIBERO, advantages, and updates on the engine."""
+"""Reinforcement learning of robot policies in LIBERO: rollouts, advantages and updates."""

@@ -145,7 +145,7 @@ def test_score_keeps_only_one_micro_batch_graph(
     trainer, samples = learner(loaded, images, micro_batch_size=2), judged(answers)[:6]
     peaks = []
     for scored in (samples[:2], samples):
-        with torch.autograd.graph.saved_tensors_hooks(Kept, lambda kept: kept.value):
+        with torch.autograd.graph.saved_tensors_hooks(Kept, lambda saved: saved.value):
             trainer.score(scored)
         peaks.append(max(sizes))
         sizes.clear()
@@ -176,7 +176,7 @@ def test_target_kl_ends_the_step_before_a_distant_update(
     count = len(whole._updates(len(samples), 1))
     assert [report["updates"] for report in reports] == [count, 1, count]
     assert [report["updates_dropped"] for report in reports] == [0, count - 1, 0]
-    assert reports[1]["kl"] > 1e-9  # that of the answers that were looked at
+    assert reports[1]["kl"] > 1e-9  # KL of the chunks computed before the step ended
     computed = [report["answers_per_second"] * report["timing/train_s"] for report in reports]
     first_two = sum(map(len, whole._updates(len(samples), 1)[:2]))
     assert computed == pytest.approx([2 * len(samples), first_two, 2 * len(samples)])

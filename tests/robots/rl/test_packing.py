@@ -24,7 +24,7 @@ from tests.robots.rl.kitchen import Kitchen, calm_policy
 
 Case = tuple[LoadedPolicy, ImageStore, Sequence[ActionChunk], Any]
 WORDS = ("put it down", "pick up the black bowl and place it on the plate", "go")
-"""Of as many tokens as are needed for rows of different lengths."""
+"""Instructions with different numbers of tokens, so that rows differ in length."""
 PACKED = {"max_row_tokens": 1600, "max_row_examples": 5}
 GAE = {"name": "gae", "value_clip": 0.1}
 LORA = {"rank": 2}

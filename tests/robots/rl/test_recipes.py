@@ -33,7 +33,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "advantage": {"name": "group_mean"},
     },
 }
-"""Of RLinf's configurations for pi0.5 (libero_spatial_ppo, libero_10_grpo), under our names."""
+"""Settings in RLinf's configurations for pi0.5 (libero_spatial_ppo, libero_10_grpo), under Armature's names."""
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

@@ -28,7 +28,8 @@ class MappedFile(ABC):
     """A memory-mapped cache file. It is pickled as its path, and written again if it was deleted."""
 
     def __init__(self, kind: str, key: str) -> None:
-        """
+        """Map the file, after writing it if it does not exist.
+
         Args:
             kind: folder in the cache.
             key: everything that the content depends on.
@@ -61,7 +62,8 @@ class TaskList(MappedFile, Mapping[int, str]):
     """Texts of meta/tasks.parquet by ascending task_index. Numbers may be missing, if a task was removed."""
 
     def __init__(self, files: DatasetFiles) -> None:
-        """
+        """Read the tasks of a dataset.
+
         Raises:
             DataError: the file cannot be read, or a number or a text is invalid.
         """
@@ -166,7 +168,8 @@ class EpisodeIndex(MappedFile, Sequence[EpisodeRange]):
     """
 
     def __init__(self, files: DatasetFiles, info: DatasetInfo) -> None:
-        """
+        """Read the index of a dataset.
+
         Raises:
             DataError: episodes have gaps, overlap or are empty, or the list cannot be read.
         """

@@ -1,1 +1,1 @@
-"""A program that solves tasks by what it knows of the scene: it shows a policy how."""
+"""A scripted policy that solves tasks with the simulator's state, to record demonstrations."""
