@@ -207,7 +207,7 @@ def _same(header: str, expected: str) -> bool:
 
 
 def _client(connection: ServerConnection) -> str:
-    address = connection.remote_address  # None if the client disconnected immediately
+    address = connection.remote_address  # it is None if the client disconnected immediately
     return f"{address[0]}:{address[1]}" if address else "unknown"
 
 

@@ -142,8 +142,7 @@ def gated() -> Iterator[GatedPolicy]:
 @pytest.fixture(scope="session")
 def policy(tmp_path_factory: pytest.TempPathFactory) -> MolmoAct2Policy:
     """A tiny MolmoAct2 with random weights."""
-    settings = released.SETTINGS.model_copy(update={"norm_tag": "kitchen"})
-    loaded = load_policy(released.write_released(tmp_path_factory.mktemp("served") / "released"), settings)
+    loaded = load_policy(released.write_released(tmp_path_factory.mktemp("served") / "released"), released.KITCHEN)
     return MolmoAct2Policy(loaded.model, loaded.processor(), loaded.settings, "continuous", rows=8)
 
 

@@ -238,3 +238,4 @@ SETTINGS = policy_settings(
     n_action_steps=HORIZON,
     normalize_gripper=True,
 )
+KITCHEN = SETTINGS.model_copy(update={"norm_tag": "kitchen"})

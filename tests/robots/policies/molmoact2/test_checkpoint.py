@@ -32,7 +32,6 @@ from armature.components.robots.policies.molmoact2.processing.norm_stats import 
 from tests.refusals import refused
 from tests.robots.policies.molmoact2 import released
 
-KITCHEN = released.SETTINGS.model_copy(update={"norm_tag": "kitchen"})
 OBSERVATION = RobotObservation(
     images={camera: np.full((30, 40, 3), 60 * n, np.uint8) for n, camera in enumerate(released.CAMERAS, start=1)},
     state=np.linspace(-1, 1, 8, dtype=np.float32),
@@ -226,7 +225,7 @@ def test_released_size_has_published_number_of_parameters() -> None:
 
 
 def test_norm_tag_sets_horizon_words_cameras_and_statistics(folder: Path) -> None:
-    loaded = load_policy(folder, KITCHEN)
+    loaded = load_policy(folder, released.KITCHEN)
     settings, processor = loaded.settings, loaded.processor()
     assert (settings.chunk_size, settings.n_action_steps) == (4, 3)
     assert settings.setup_type == "single arm in a kitchen"
@@ -236,7 +235,7 @@ def test_norm_tag_sets_horizon_words_cameras_and_statistics(folder: Path) -> Non
     np.testing.assert_allclose(answer, np.tile(low + 0.75 * (high - low), (4, 1)), rtol=1e-6)
     prompt = released.tokenizer().decode(processor.encode(OBSERVATION).input_ids.tolist(), skip_special_tokens=False)
     assert "The setup is <setup_start>single arm in a kitchen<setup_end>." in prompt
-    changed = KITCHEN.model_copy(update={"setup_type": "mine", "image_keys": released.CAMERAS[1:]})
+    changed = released.KITCHEN.model_copy(update={"setup_type": "mine", "image_keys": released.CAMERAS[1:]})
     assert load_parts(folder, changed).settings.setup_type == "mine"
     assert load_parts(folder, changed).processor().cameras == released.CAMERAS[1:]
 
@@ -264,7 +263,7 @@ def test_rejects_action_statistics_that_cannot_be_inverted(copy: Path, feature: 
     entry = stats["metadata_by_tag"]["kitchen"][feature]
     entry["q99"][3] = entry["q01"][3]
     released.write(copy / "norm_stats.json", stats)
-    parts = load_parts(copy, KITCHEN)
+    parts = load_parts(copy, released.KITCHEN)
     if feature == "state_stats":
         assert parts.processor().state.normalize(np.full(8, 9.0))[3] == 1
         return
@@ -291,7 +290,7 @@ def test_training_uses_statistics_of_tag_or_dataset_by_semantics(
 def test_saved_checkpoint_is_self_contained(folder: Path, tmp_path: Path) -> None:
     gone = shutil.copytree(folder, tmp_path / "gone")
     tokens = ActionTokens.fit([np.zeros((4, 7), np.float32)], vocabulary=released.ACTIONS, scale=10.0)
-    settings = KITCHEN.model_copy(update={"action_mode": "both", "action_normalization": "mean_std"})
+    settings = released.KITCHEN.model_copy(update={"action_mode": "both", "action_normalization": "mean_std"})
     loaded = load_policy(gone, settings)
     parts = dataclasses.replace(loaded.parts, action_tokens=tokens)
     saved = save_policy(tmp_path / "run" / "checkpoint", parts, loaded.model.state_dict())

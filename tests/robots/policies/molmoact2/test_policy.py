@@ -16,7 +16,6 @@ from armature.components.robots.policies.molmoact2.processing.action_tokens impo
 from tests.refusals import refused
 from tests.robots.policies.molmoact2 import released
 
-KITCHEN = released.SETTINGS.model_copy(update={"norm_tag": "kitchen"})
 SEEDS = [5, 2**62 + 11, 5, 0, 77]
 
 
@@ -25,7 +24,7 @@ OBSERVATIONS = [released.observe(number) for number in range(5)]
 
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedPolicy:
-    return load_policy(released.write_released(tmp_path_factory.mktemp("released") / "checkpoint"), KITCHEN)
+    return load_policy(released.write_released(tmp_path_factory.mktemp("released") / "checkpoint"), released.KITCHEN)
 
 
 @pytest.fixture(scope="module")
