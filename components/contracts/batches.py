@@ -1,4 +1,4 @@
-"""What a training step consumes: samples in a table, and the tensors of one micro-batch."""
+"""The inputs of a training step: samples, which are rows of a table, and the tensors of one micro-batch."""
 
 from __future__ import annotations
 
@@ -18,18 +18,19 @@ if TYPE_CHECKING:
 
 
 LogRatios = npt.NDArray[np.float32]
-"""(T,) log-prob under the trainer less that under the sampler, of tokens that were trained on."""
+"""Log-prob under the trainer minus log-prob under the sampler, for each trained token, shape (T,)."""
 TurnAdvantages = Mapping[tuple[str, int], float]
-"""How good each turn was, by trajectory id and the turn's index."""
+"""Advantage of each turn, keyed by (trajectory id, index of the turn)."""
 
 
 @dataclass(frozen=True, eq=False)
 class Sample:
     """One unpadded training sequence of L tokens: one or several turns of a trajectory.
 
-    All arrays are (L,). `loss_mask` is True exactly on sampled tokens. `behavior_logprobs[j]` is the log-prob
-    with which token j was sampled, 0.0 where `loss_mask` is False; `policy_versions[j]` the version of its turn, which
-    is that of the turn's oldest token, -1 elsewhere; `advantages[j]` its advantage, 0.0 elsewhere.
+    All arrays have shape (L,). `loss_mask` is True exactly on sampled tokens. For a sampled token j,
+    `behavior_logprobs[j]` is the log-prob with which token j was sampled, `policy_versions[j]` is the version of the
+    oldest weights that sampled its turn, and `advantages[j]` is its advantage. For all other tokens these three are
+    0.0, -1 and 0.0.
     """
 
     sample_id: str
@@ -48,11 +49,11 @@ class Sample:
 class MultimodalBatch:
     """The tensors of one (micro-)batch.
 
-    `input_ids`, `attention_mask`, `loss_mask`, `behavior_logprobs`: (B, L); `rewards`: (B,). Column j of each
-    (B, L) tensor describes token j, so column 0 is never trained on. `pixel_values` has the leading dimension
-    that the model family gives it (patches, images, tiles or crops), seldom B. `extra_model_kwargs` goes to the
-    model's forward unchanged. Nothing is validated at construction; adapters validate what they build.
-    `advantages` (B, L) is None where the trainer is to compute them from `rewards`.
+    `input_ids`, `attention_mask`, `loss_mask` and `behavior_logprobs` have shape (B, L), `rewards` has shape (B,).
+    Column j of each (B, L) tensor describes token j, so column 0 is never trained on. The leading dimension of
+    `pixel_values` depends on the model family (patches, images, tiles or crops) and is seldom B. `extra_model_kwargs`
+    is passed unchanged to the model's forward. The constructor validates nothing; adapters validate the batches that
+    they build. If `advantages` (B, L) is None, the trainer computes advantages from `rewards`.
     """
 
     input_ids: torch.Tensor
@@ -65,20 +66,21 @@ class MultimodalBatch:
     advantages: torch.Tensor | None = None
 
 
-# The one method between rollouts and a trainer.
+# --- The interface between rollouts and a trainer ---
 
 
 class MultimodalAdapter(ABC):
     """Turns rollouts into the inputs of one model family.
 
-    Subclass this to bring your own: `build_batch` is all that the trainer calls, and what it returns is checked
-    with `armature.components.models.adapters.validate_batch`. The families that Armature knows come from `get_adapter`.
+    Subclass this to support another model family. The trainer calls only `build_batch`, and
+    `armature.components.models.adapters.validate_batch` checks the batch that it returns. `get_adapter` returns the
+    adapter of a supported family.
     """
 
     def __init__(self, tokenizer: Any) -> None:
-        """`tokenizer` is the model's tokenizer, or its processor, which holds one."""
+        """Keep `tokenizer`, the model's tokenizer; of a processor, keep the tokenizer that it holds."""
         self.tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
 
     @abstractmethod
     def build_batch(self, outputs: GenerateOutputs) -> MultimodalBatch:
-        """One batch of B rows from the trajectories of `outputs`."""
+        """Return one batch with a row for each of the B trajectories of `outputs`."""

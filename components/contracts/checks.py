@@ -1,6 +1,7 @@
-"""What an environment gives, checked and copied into plain types: it is code that we did not write.
+"""Checks that copy an environment's observations, outcomes and attributes into plain types.
 
-Every check may run code of the environment, as that of a subclass of `str`, and so may raise or hang as that does.
+Environments are code that others wrote. Reading their values may run more of that code (a method of a subclass of
+`str`, for example), so any check may raise or hang.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from armature.components.contracts.errors import ConfigurationError, RolloutFail
 from armature.components.contracts.images import EncodedImage
 
 MOST_CHARACTERS = 2**22
-"""Of the texts, actions and anchor of one observation, all together: no model reads as much."""
+"""Limit on the characters of all texts, actions and the anchor of one observation; no model reads as many."""
 
 MOST_IMAGE_BYTES = 2**28
-"""Of the images of one observation, all together."""
+"""Limit on the bytes of all images of one observation."""
 
 MOST_PARTS, MOST_ACTIONS, MOST_REWARDS, MOST_TURNS = 2**12, 2**16, 2**8, 2**16
 
@@ -33,7 +34,7 @@ ItemT = TypeVar("ItemT")
 
 
 def checked_observation(value: object) -> Observation:
-    """A plain copy of `value`.
+    """Check an observation and return a copy of it in plain types.
 
     Raises:
         RolloutFailed: `environment_error`, `bad_text` or `bad_image`.
@@ -58,7 +59,7 @@ def checked_observation(value: object) -> Observation:
 
 
 def checked_outcome(value: object) -> Outcome:
-    """A plain copy of `value`, without its `info`.
+    """Check an outcome and return a copy of it in plain types, without its `info`.
 
     Raises:
         RolloutFailed: `environment_error`, `bad_text`, `bad_image` or `bad_reward`.
@@ -76,7 +77,7 @@ def checked_outcome(value: object) -> Outcome:
 
 
 def checked_numbers(what: str, value: object) -> dict[str, float]:
-    """Names and finite numbers.
+    """Check a mapping of names to finite numbers and return it as a dict of floats.
 
     Raises:
         RolloutFailed: `environment_error` for another type, `bad_reward` for a number that is not finite.
@@ -98,7 +99,8 @@ def checked_numbers(what: str, value: object) -> dict[str, float]:
 
 
 def plain_text(what: str, value: object) -> str:
-    """
+    """Check a text and return it as a plain `str`; `what` names the value in errors.
+
     Raises:
         RolloutFailed: `environment_error` if it is not text, `bad_text` if it is not valid Unicode.
     """
@@ -114,7 +116,7 @@ def plain_text(what: str, value: object) -> str:
 
 @dataclass(frozen=True)
 class EnvironmentInfo:
-    """What an environment says of itself."""
+    """The checked attributes of an environment."""
 
     name: str
     system_prompt: str | None
@@ -123,9 +125,10 @@ class EnvironmentInfo:
 
 
 def environment_info(environment: Environment) -> EnvironmentInfo:
-    """
+    """Read and check the attributes that every environment has.
+
     Raises:
-        ConfigurationError: what it says is of another type, or is unavailable.
+        ConfigurationError: an attribute is missing, or has the wrong type or value.
     """
     try:
         prompt, turns = environment.system_prompt, environment.max_turns
@@ -180,7 +183,7 @@ def _items(what: str, value: object, most: int) -> list[Any]:
 
 
 def _first(what: str, values: Iterable[ItemT], most: int) -> list[ItemT]:
-    """All of `values`, which may be endless."""
+    """Return `values` as a list. Raise RolloutFailed above `most` entries, since an iterable may be endless."""
     items = list(islice(values, most + 1))
     if len(items) > most:
         raise RolloutFailed("environment_error", f"{what} has more than {most} entries")

@@ -1,4 +1,4 @@
-"""Where workers, of environments and of statistics, model servers and the trainer are, if not on this machine."""
+"""Settings of a Ray cluster that runs workers, model servers or the trainer in place of this machine."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pydantic import AfterValidator, Field, NonNegativeFloat, NonNegativeInt, Po
 from armature.components.contracts.settings import Settings
 
 LEAST_AMOUNT = 1e-4
-"""In which Ray counts resources."""
+"""Smallest amount of a resource that Ray can count."""
 
 
 def _countable(amount: float) -> float:
@@ -38,28 +38,30 @@ Resources = Annotated[dict[str, Annotated[PositiveFloat, AfterValidator(_countab
 
 
 class Bundle(Settings):
-    """What each takes of its node, as a bundle of a placement group."""
+    """The resources that a model server, or the ranks on a node, take as a bundle of a Ray placement group."""
 
     WHAT: ClassVar[str]
-    """What it is, for messages."""
+    """Name of the process in messages, e.g. "a model server"."""
     SETTING: ClassVar[str]
+    """Dotted key of the setting, for errors."""
 
     num_cpus: PositiveInt = 4
-    """CPUs that each takes of its node."""
+    """CPUs of the node."""
     memory_gib: NonNegativeFloat = 0.0
-    """GiB of memory that each takes of its node; 0: it is not counted."""
+    """GiB of the node's memory; 0: memory is not reserved."""
     resources: Resources = Field({})
-    """What else each takes, by the names that `ray start --resources` gave: {fast = 1}."""
+    """Other resources, by the names that `ray start --resources` gave: {fast = 1}."""
     strategy: Literal["SPREAD", "PACK", "STRICT_SPREAD", "STRICT_PACK"] = "SPREAD"
-    """How Ray places them: SPREAD over the nodes, PACK on as few as there is room on; with STRICT_ in no other way."""
+    """Placement strategy of Ray: SPREAD over the nodes, or PACK on as few nodes as possible. STRICT_: fail if this is
+    not possible."""
 
     @property
     def gpus(self) -> int:
-        """Of one node."""
+        """GPUs of one node."""
         raise NotImplementedError
 
     def options(self) -> dict[str, Any]:
-        """What Ray is told of the actor in the bundle."""
+        """Return Ray's options for the actor in the bundle."""
         return {
             "num_cpus": self.num_cpus,
             "num_gpus": self.gpus,
@@ -68,13 +70,13 @@ class Bundle(Settings):
         }
 
     def resources_of_node(self) -> dict[str, float]:
-        """The same, as resources of Ray by name."""
+        """Return the amounts to reserve on a node, by the names of Ray's resources."""
         wanted = {"CPU": self.num_cpus, "GPU": self.gpus, "memory": int(self.memory_gib * 2**30)}
         return {name: amount for name, amount in {**wanted, **self.resources}.items() if amount}
 
 
 class ServerBundle(Bundle):
-    """What each model server takes of its node."""
+    """The resources that each model server takes of its node."""
 
     WHAT = "a model server"
     SETTING = "machine.cluster.servers"
@@ -88,7 +90,7 @@ class ServerBundle(Bundle):
 
 
 class TrainerBundle(Bundle):
-    """What the trainer's ranks on a node, `machine.trainer.processes`, take of it together."""
+    """The resources that all trainer ranks of a node (`machine.trainer.processes`) take together."""
 
     WHAT = "the trainer's ranks"
     SETTING = "machine.cluster.trainer"
@@ -102,27 +104,28 @@ class TrainerBundle(Bundle):
 
 
 class ClusterSettings(Settings):
-    """A Ray cluster that exists, and what each worker takes of it."""
+    """A running Ray cluster, and the resources that each worker, server or group of ranks takes."""
 
     address: str = Field(pattern=r"^(auto|(ray://)?(\[[0-9a-fA-F:]+\]|[^\s:/@\[\]]+):[0-9]{1,5})$")
     """HOST:PORT of the cluster's head, ray://HOST:PORT from outside of it, or auto on one of its nodes."""
     num_cpus: Annotated[NonNegativeFloat, AfterValidator(_countable)] = 1.0
     """CPUs that a worker takes of its node."""
     num_gpus: Annotated[NonNegativeFloat, AfterValidator(_countable), AfterValidator(_whole_or_shared)] = 0.0
-    """GPUs that a worker takes of its node, to draw with."""
+    """GPUs that a worker takes of its node, for rendering."""
     memory_gib: NonNegativeFloat = 0.0
-    """GiB of memory that a worker takes of its node; 0: it is not counted."""
+    """GiB of memory that a worker takes of its node; 0: memory is not reserved."""
     resources: Resources = Field({})
-    """What else a worker takes, by the names that `ray start --resources` gave: {simulator = 1}."""
+    """Other resources that a worker takes, by the names that `ray start --resources` gave: {simulator = 1}."""
     start_timeout: PositiveFloat = 600.0
-    """Seconds until nodes have room for a worker, a server or the trainer; it may have to grow first."""
+    """Seconds to wait until nodes have room for a worker, a server or the trainer; the cluster may have to grow
+    first."""
     servers: ServerBundle | None = None
-    """What each of machine.servers.count takes of its node. None: servers are on the run's machine."""
+    """Resources of each model server. None: servers run on the machine of the run."""
     trainer: TrainerBundle | None = None
-    """What the trainer's ranks take of each of machine.trainer.nodes. None: they are on the run's machine."""
+    """Resources of the trainer's ranks on each of machine.trainer.nodes. None: ranks run on the machine of the run."""
 
     def options(self) -> dict[str, Any]:
-        """What Ray is told of each worker."""
+        """Return Ray's options for a worker's actor."""
         return {
             "num_cpus": self.num_cpus,
             "num_gpus": self.num_gpus,
@@ -132,6 +135,6 @@ class ClusterSettings(Settings):
         }
 
     def resources_of_node(self) -> dict[str, float]:
-        """What a worker takes, as resources of Ray by name."""
+        """Return the amounts that a worker reserves, by the names of Ray's resources."""
         wanted = {"CPU": self.num_cpus, "GPU": self.num_gpus, "memory": int(self.memory_gib * 2**30)}
         return {name: amount for name, amount in {**wanted, **self.resources}.items() if amount}

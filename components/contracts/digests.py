@@ -1,4 +1,7 @@
-"""One digest everywhere: the one that DVC computes, so that `dvc.lock`, MLflow and a run page show the same."""
+"""Digests of files, folders and documents.
+
+Folders have the digest that DVC computes, so `dvc.lock`, MLflow and run pages all show the same one.
+"""
 
 from __future__ import annotations
 
@@ -13,26 +16,29 @@ from armature.components.contracts.errors import ConfigurationError
 
 
 def file_digest(path: Path) -> str:
-    """MD5 of a file's bytes, as DVC names files."""
+    """Return the MD5 of a file's bytes, which is also its name in DVC's cache."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
 
 
 def folder_digest(folder: Path) -> str:
-    """The digest that DVC writes to `dvc.lock` for `folder`. File times and permissions do not count."""
+    """Return the digest that DVC writes to `dvc.lock` for `folder`. File times and permissions do not change it."""
     files = (path for path in folder.rglob("*") if path.is_file())
     return listing_digest({path.relative_to(folder).as_posix(): file_digest(path) for path in files})
 
 
 def listing_digest(files: Mapping[str, str]) -> str:
-    """MD5 over the (md5, relpath) list of a folder's files, sorted by relpath; `files` maps relpath to md5."""
+    """Return the MD5 of a folder's list of (md5, relpath), sorted by relpath; `files` maps relpath to md5."""
     entries = [{"md5": files[name], "relpath": name} for name in sorted(files)]
     listing = json.dumps(entries, sort_keys=True).encode()
     return hashlib.md5(listing, usedforsecurity=False).hexdigest() + ".dir"
 
 
 def document_digest(document: Any) -> str:
-    """SHA-256 of a JSON document in canonical form.
+    """Return the SHA-256 of a JSON document in canonical form: sorted keys, no spaces.
+
+    >>> document_digest({"b": 1, "a": 2}) == document_digest({"a": 2, "b": 1})
+    True
 
     Raises:
         ConfigurationError: a number in it is not finite, or a value is not JSON.
@@ -48,7 +54,8 @@ def document_digest(document: Any) -> str:
 
 
 def refuse_non_finite(value: Any, where: str = "") -> None:
-    """
+    """Check that all numbers in a nested document are finite.
+
     Raises:
         ConfigurationError: a number in `value`, however deep, is NaN or infinite; `where` is its dotted key.
     """

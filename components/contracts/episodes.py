@@ -1,4 +1,4 @@
-"""What an environment is: it lists tasks and plays one episode of a task."""
+"""The protocols of environments, which list tasks, and of episodes, which play one task."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from armature.components.contracts.images import EncodedImage
 Split = Literal["train", "heldout"]
 Role = Literal["system", "user", "assistant"]
 ActionDefect = Literal["format", "inadmissible"]
-"""Why an answer was not an action: it could not be read, or it was read and is not possible here."""
+"""The reason why an answer is not a valid action: it cannot be parsed, or the parsed action is not possible now."""
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One thing to do. `payload` is JSON; with the environment's settings it determines the episode's start."""
+    """One task. `payload` is JSON; together with the environment's settings it determines how an episode starts."""
 
     task_id: str
     split: Split
@@ -26,7 +26,7 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class EarlierMessage:
-    """A message that stands before an observation and that the policy did not write; only a user shows images."""
+    """A message before an observation that the policy did not write. Only messages of the user may hold images."""
 
     role: Role
     content: tuple[str | EncodedImage, ...]
@@ -34,12 +34,16 @@ class EarlierMessage:
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """What the policy is shown: text and images in reading order.
+    """The text and images, in reading order, that the policy sees before it acts.
 
-    `admissible_actions` is None where any text is an action. `anchor_key` names the environment's state for
-    step-level groups (GiGPO); None where the environment defines no such state. `earlier`: messages before it, such
-    as the beginning of a conversation that the policy continues. A system message is the first of an episode, of an
-    environment without a system prompt.
+    `admissible_actions` is None if any text is an action. `anchor_key` names the environment's state for
+    step-level groups (GiGPO); None if the environment does not define one. `earlier` holds messages before the
+    observation, such as the beginning of a conversation that the policy continues. Only the first of them in an
+    episode may be a system message, and only if the environment has no system prompt.
+
+    Example:
+        >>> Observation(("What color is it?",), admissible_actions=("red", "blue")).admissible_actions
+        ('red', 'blue')
     """
 
     content: tuple[str | EncodedImage, ...]
@@ -49,7 +53,7 @@ class Observation:
 
     @property
     def admissible_key(self) -> str | None:
-        """Equal exactly where the same actions are admissible, in whatever order; None where any text is one."""
+        """A digest of the set of admissible actions, independent of their order; None if any text is an action."""
         if self.admissible_actions is None:
             return None
         return sha256("\n".join(sorted(set(self.admissible_actions))).encode(errors="replace")).hexdigest()
@@ -57,7 +61,7 @@ class Observation:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What an action led to. `observation` is None exactly when the episode is done."""
+    """The result of an action. `observation` is None exactly when the episode is done."""
 
     observation: Observation | None
     reward_parts: Mapping[str, float] = field(default_factory=dict)
@@ -66,27 +70,28 @@ class Outcome:
 
     @property
     def done(self) -> bool:
+        """True if the episode has ended."""
         return self.observation is None
 
 
 class Episode(Protocol):
-    """One episode of one task, played once: reset, then step until done or out of turns, then close."""
+    """One episode of one task, played once: call reset, then step until done or out of turns, then close."""
 
     async def reset(self) -> Observation:
-        """The first observation."""
+        """Return the first observation."""
 
     async def step(self, action: str) -> Outcome:
-        """What `action` led to: the text that the policy answered with, whatever it is."""
+        """Apply `action` and return its outcome. `action` is the policy's answer and may be any text."""
 
     async def close(self) -> None:
-        """Free what the episode holds; called once, also after an error."""
+        """Free the episode's resources. It is called once, also after an error."""
 
 
 class Environment(Protocol):
     """A family of tasks. The reward of a turn is the sum of `reward_weights[part] * reward_parts[part]`.
 
-    `dialogue`: whether a turn's prompt is the whole conversation so far. If not, it is the system prompt and the
-    observation alone, which then holds all of the history that the policy is to see.
+    If `dialogue` is True, the prompt of a turn is the whole conversation so far. Otherwise it is the system prompt and
+    the observation, which then has to contain all of the history that the policy needs.
     """
 
     name: str
@@ -96,17 +101,17 @@ class Environment(Protocol):
     reward_weights: Mapping[str, float]
 
     def tasks(self, split: Split) -> Iterable[Task]:
-        """The tasks of `split`, the same every time."""
+        """Return the tasks of `split`, the same ones in every call."""
 
     def episode(self, task: Task) -> Episode:
-        """A new episode of `task`."""
+        """Return a new episode of `task`."""
 
     def close(self) -> None:
-        """End whatever the environment has started, such as processes that play."""
+        """Stop everything that the environment has started, such as simulator processes."""
 
 
 class DemonstrationEnvironment(Environment, Protocol):
-    """An environment that knows how its tasks are solved."""
+    """An environment that can also solve its tasks."""
 
     def demonstration(self, task: Task) -> Sequence[str]:
-        """The answers, turn by turn, that solve `task` from its start; empty if it knows none."""
+        """Return the answers, one per turn, that solve `task` from its start; empty if no solution is known."""

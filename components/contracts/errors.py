@@ -7,16 +7,17 @@ from html import escape
 from json import dumps
 from urllib.parse import quote, quote_plus
 
-# The secrets that this process has read: no error shows them, whatever text from outside holds them.
+# --- Secrets that this process has read. Error messages replace them by ***, also in text that others wrote. ---
 
 SHORTEST = 4
-"""Characters of a secret; a shorter value is in too many texts by chance."""
+"""Minimum number of characters of a secret; shorter values occur in too many texts by chance."""
 
 _forms: set[str] = set()
 
 
 def keep_secret(value: str) -> None:
-    """Blank the value from now on, also as JSON, HTML, URLs, base64 and Python write it."""
+    """Replace this value by *** in all later errors, also where it is escaped for JSON, HTML, URLs, base64 or
+    Python."""
     for secret in {value, value.strip()}:  # a header is sent without the spaces around it
         if len(secret) >= SHORTEST:
             text = dumps(secret)[1:-1]
@@ -30,11 +31,12 @@ def keep_secret(value: str) -> None:
 
 
 _JSON = (r"\u%04x", r"\u%04X")
-"""Some writers of JSON escape + and &."""
+"""Escapes of non-alphanumeric characters, such as + and &, that some JSON writers use."""
 
 
 def _base64(secret: bytes, before: int) -> str:
-    """Return the characters that depend on the secret alone, after a multiple of three and `before` other bytes."""
+    """Return the base64 characters that depend only on the secret, if it begins `before` bytes after a multiple
+    of 3."""
     content = b"\0" * before + secret
     return b64encode(content).decode()[(8 * before + 5) // 6 : 8 * len(content) // 6]
 
@@ -42,7 +44,7 @@ def _base64(secret: bytes, before: int) -> str:
 def blanked(text: str) -> str:
     """Return the text with *** in place of each secret.
 
-    Errors do that by themselves. Call it before a text is cut or quoted: half of a secret is not found any more.
+    Errors do this by themselves. Call it before a text is cut or quoted, because a part of a secret is not recognized.
     """
     for form in sorted(_forms, key=len, reverse=True):
         text = text.replace(form, "***")
@@ -52,9 +54,10 @@ def blanked(text: str) -> str:
 class ArmatureError(Exception):
     """The base of every error that a user can act on.
 
-    `code` is the stable name of the problem, the same in every version; `docs/errors.md` lists all. A raise that gives
-    none has the code of its class. Programs and tests compare it, sentences may change. `what` is the problem in one
-    sentence, `where` the file, row, field or server that has it, `remedy` what to do about it.
+    `code` is the stable name of the problem, the same in every version; `docs/errors.md` lists all codes. An error that
+    is raised without a code has the code of its class. Programs and tests compare codes, because sentences may change.
+    `what` is the problem in one sentence, `where` is the file, row, field or server that has it, and `remedy` says what
+    to do about it.
 
     Example:
         >>> error = DataError("the file is empty", code="empty_file", where="prompts.jsonl")
@@ -92,13 +95,13 @@ class DataError(ArmatureError):
 
 
 class StoreError(DataError):
-    """The artifact store, or its remote copy, could not be read or written; what was finished is kept."""
+    """The artifact store or its remote copy could not be read or written; finished artifacts are kept."""
 
     code = "store_failed"
 
 
 class ServerError(ArmatureError):
-    """A model server did not start, died, or answered wrongly."""
+    """A model server did not start, died, or sent an invalid answer."""
 
     code = "server_failed"
 
@@ -116,30 +119,30 @@ class TrainerError(ArmatureError):
 
 
 class TrackingError(ArmatureError):
-    """MLflow could not be reached or written; what a run made is kept."""
+    """MLflow could not be reached or written to; the artifacts of the run are kept."""
 
     code = "tracking_failed"
 
 
 class DivergedError(ArmatureError):
-    """The training went wrong in a way that starting again does not heal."""
+    """The training diverged, and starting the run again would not help."""
 
     code = "diverged"
 
 
 class MismatchError(ArmatureError):
-    """Trainer and server disagree, on log-probs or on texts; training would go wrong without knowing it."""
+    """Trainer and server compute different log-probs or texts; the training would fail silently."""
 
     code = "mismatch"
 
 
-# Why a rollout can fail. One that does is counted and left out; the others of its group go on.
+# --- Failed rollouts are counted and left out; the other rollouts of the group continue. ---
 
 LONGEST_DETAIL = 2000
 
 
 class RolloutFailed(Exception):
-    """Ends one rollout. `reason` is a short slug that is counted.
+    """The error that ends one rollout. `reason` is a short slug under which failures are counted.
 
     environment_error     the environment raised, or returned what an environment may not return
     environment_timeout   a reset, step or close took longer than `environment_timeout`
@@ -147,20 +150,20 @@ class RolloutFailed(Exception):
                           its media type
     bad_text              a text of the environment or of the server is not valid Unicode
     bad_reward            a reward part has no weight, or the reward is not a finite number
-    bad_answer            a reward cannot compare anything with the answer of the task
+    bad_answer            a reward cannot compare a completion with the answer of the task
     reward_timeout        a reward took longer than its time limit
     reward_died           the process of a reward ended
     reward_error          the code of a reward raised
     reward_invalid        a reward is not a finite number
     judge_timeout         a judge did not answer in time
-    judge_unavailable     a judge could not be reached, or answered 429, 5xx, or what is no chat completion
+    judge_unavailable     a judge could not be reached, or answered 429, 5xx, or anything but a chat completion
     judge_refused         a judge refused the question
     judge_unreadable      there is no grade in a judge's reply
     bad_logprobs          log-probs are missing or not finite
-    bad_value             of a robot policy: what its value head says is not finite
+    bad_value             the value head of a robot policy returned a number that is not finite
     ...                   and the reasons of `armature.components.inference.client.GenerationFailure`
 
-    `detail` is kept readable and free of secrets: at most `LONGEST_DETAIL` characters, all of them valid Unicode.
+    `detail` is the readable message: valid Unicode, at most `LONGEST_DETAIL` characters, secrets replaced by ***.
     """
 
     def __init__(self, reason: str, detail: str) -> None:
@@ -170,7 +173,7 @@ class RolloutFailed(Exception):
 
 
 def said(error: BaseException) -> str:
-    """The kind and the message of an error that is not ours, whose own methods may fail too."""
+    """Return the class and message of a foreign error. Its methods may raise, so this catches everything."""
     try:
         return f"{type(error).__name__}: {str(error)[:LONGEST_DETAIL]}"
     except BaseException:

@@ -1,4 +1,4 @@
-"""Files that others made: a path may lead to a pipe, a device or a folder, and to more bytes than anybody expects."""
+"""Safe reading of files that others made: a path may name a pipe, a device or a folder, and a file may be too large."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 from armature.components.contracts.errors import ArmatureError, DataError
 
 LARGEST_DOCUMENT = 2**26
-"""Bytes of a document that people or programs write, such as JSON."""
+"""Largest size in bytes of a document, such as a JSON file."""
 
 
 class UnreadableFile(DataError, OSError):
-    """It is also an OSError, for code that has its own words for a file that cannot be read."""
+    """A file that cannot be read. It is also an OSError, for callers that handle unreadable files themselves."""
 
     code = "unreadable_file"
 
 
 def is_folder(path: str | Path) -> bool:
-    """Check for a folder. No path is an error: one that is too long, or may not be looked at, is not a folder."""
+    """Check that `path` is a folder. Never raises: a path that is too long or not accessible is not a folder."""
     return os.path.isdir(path)  # noqa: PTH112 (Path.is_dir raises for those)
 
 
 def regular(path: Path) -> Path:
-    """The path of a regular file, or of a link to one, which can be opened without waiting for anybody.
+    """Return `path` if it is a regular file or a link to one, so that opening it cannot block.
 
-    To open a pipe waits until someone writes into it, and a device may never end.
+    Opening a pipe blocks until someone writes to it, and a device may never end.
 
     Raises:
         FileNotFoundError: there is no such file.
-        UnreadableFile: it is a folder, a pipe, a socket or a device, or may not be read.
+        UnreadableFile: it is a folder, a pipe, a socket or a device, or reading is not permitted.
     """
     try:
         mode = path.stat().st_mode
@@ -51,8 +51,8 @@ def read_bytes(path: Path, limit: int = LARGEST_DOCUMENT, remedy: str = "give a 
     """Return the content of a regular file of at most `limit` bytes.
 
     Raises:
-        OSError: it cannot be read.
-        DataError: it has more.
+        OSError: the file cannot be read.
+        DataError: the file has more bytes.
     """
     with regular(path).open("rb") as file:
         content = file.read(limit + 1)
@@ -67,12 +67,15 @@ def _unreadable(what: str, path: Path) -> UnreadableFile:
     return error
 
 
-# Files that somebody else wrote, read by libraries that somebody else wrote.
+# --- Errors of libraries that read damaged files ---
 
 
 @contextmanager
 def foreign(what: str, *, where: str, remedy: str = "") -> Iterator[None]:
-    """Within, whatever a library raises of a damaged file is a DataError; errors of ours pass as they are."""
+    """Turn any error that a library raises in this block, such as for a damaged file, into a DataError.
+
+    An ArmatureError and MemoryError are raised unchanged.
+    """
     try:
         yield
     except (ArmatureError, MemoryError):
@@ -84,14 +87,19 @@ def foreign(what: str, *, where: str, remedy: str = "") -> Iterator[None]:
         ) from error
 
 
-# File names that come from foreign files: they stay in the folder that they are meant for.
+# --- File names in files that others wrote must not lead out of their folder ---
 
 
 def confined(name: object, where: str) -> PurePosixPath:
-    """`name` as a path below a folder, whatever machine wrote it. Symbolic links are not looked at.
+    """Return `name` as a relative path that stays in its folder, also if it was written on Windows.
+
+    Symbolic links are not checked.
+
+    >>> confined("data\\\\episode.parquet", where="info.json")
+    PurePosixPath('data/episode.parquet')
 
     Raises:
-        DataError: it is not a name, is absolute, or climbs out of the folder.
+        DataError: it is not a name, is absolute, or leads out of the folder.
     """
     text = name if isinstance(name, str) else ""
     path = PurePosixPath(text.replace("\\", "/"))
@@ -107,10 +115,10 @@ def confined(name: object, where: str) -> PurePosixPath:
 
 
 def bare_name(name: object, where: str) -> str:
-    """`name` if it is that of a file in the folder itself.
+    """Return `name` if it is the name of a file directly in the folder.
 
     Raises:
-        DataError: it is not one, or has folders in it.
+        DataError: it is not a file name, or it contains folders.
     """
     path = confined(name, where)
     if len(path.parts) != 1:

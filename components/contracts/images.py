@@ -1,4 +1,4 @@
-"""Images as they travel: encoded bytes at the border, references by content everywhere else."""
+"""Images as encoded bytes, and references to stored images by the hash of their content."""
 
 from __future__ import annotations
 
@@ -15,7 +15,11 @@ _DATA_URL = re.compile(r"data:(image/[a-z]+);base64,(.*)", re.DOTALL)
 
 @dataclass(frozen=True, slots=True)
 class EncodedImage:
-    """An image file's bytes, as an environment gives them or as the image store keeps them."""
+    """The bytes of an image file, as an environment returns them or the image store keeps them.
+
+    >>> EncodedImage.from_url("data:image/png;base64,iVBORw==").media_type
+    'image/png'
+    """
 
     data: bytes
     media_type: str  # "image/png", "image/jpeg" or "image/webp"
@@ -31,10 +35,10 @@ class EncodedImage:
 
     @classmethod
     def from_url(cls, url: str) -> EncodedImage:
-        """The image in a data URL.
+        """Return the image in a data URL.
 
         Raises:
-            DataError: it is another URL, of which none is fetched, or its base64 is damaged.
+            DataError: it is another kind of URL, which is never fetched, or its base64 is damaged.
         """
         match = _DATA_URL.fullmatch(url)
         if match is None:
@@ -50,18 +54,20 @@ class EncodedImage:
 
     @property
     def url(self) -> str:
+        """The image as a data URL."""
         return data_url(self.data, self.media_type)
 
     @property
     def sha256(self) -> str:
+        """SHA-256 of the bytes, which names the image in the store."""
         return sha256(self.data).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
 class ImageRef:
-    """Names an image in the image store, which holds the bytes that the model server receives.
+    """A reference to an image in the image store, which holds the bytes that the model server receives.
 
-    `width` and `height` are pixels of the image as it is seen: upright.
+    `width` and `height` are in pixels of the upright image, after its EXIF rotation.
     """
 
     sha256: str
@@ -71,4 +77,5 @@ class ImageRef:
 
 
 def data_url(data: bytes, media_type: str) -> str:
+    """Return the bytes of an image as a data URL."""
     return f"data:{media_type};base64,{b64encode(data).decode()}"

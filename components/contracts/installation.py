@@ -1,4 +1,4 @@
-"""What is installed, and the folder in which runs keep what outlives them. Standard library only."""
+"""The installed package and its folders, and the home folder of runs. Standard library only."""
 
 from __future__ import annotations
 
@@ -7,22 +7,26 @@ import subprocess
 from contextlib import suppress
 from pathlib import Path
 
-# The folder in which runs keep what outlives them: `.armature` and `.venv-vllm` lie there. Standard library only.
+# --- The home folder of runs, which holds `.armature` and `.venv-vllm` ---
 #
-# It is the working folder, except in the temporary copy of a repository that DVC makes for `dvc exp run --temp` or
-# `--queue` and removes afterwards: there it is the folder of the repository that the working folder is a copy of.
+# It is the working folder, with one exception: `dvc exp run --temp` and `--queue` run in a temporary copy of the
+# repository, which DVC removes afterwards. There the home folder is the same folder of the original repository.
 
 REPOSITORY = "DVC_ROOT"
-"""DVC's name for the repository, which a stage's command has; in a copy it is not that of the copy."""
+"""The variable in which DVC passes the repository to a stage's command; in a copy it names the original."""
 COPIES = Path(".dvc/tmp/exps")
 
 
 def home_folder() -> Path:
+    """Return the folder in which runs keep files that outlive them."""
     return original(Path())
 
 
 def original(path: Path) -> Path:
-    """Where the repository has what is at `path` in a copy that DVC made; outside of one, `path`."""
+    """Return the path in the original repository that corresponds to `path` in a copy made by DVC.
+
+    Outside of such a copy, return `path` itself.
+    """
     repository, here = Path(os.environ.get(REPOSITORY) or os.devnull).resolve(), Path.cwd()
     if not here.is_relative_to(repository / COPIES):
         return path
@@ -34,40 +38,41 @@ def original(path: Path) -> Path:
 
 
 def _checkout(folder: Path) -> Path:
+    """Return the root of the git repository that contains `folder`."""
     return next(each for each in (folder, *folder.parents) if (each / ".git").exists())
 
 
-# What is installed: its name, its version, and its files that are not code. Standard library only.
+# --- The installed package: its name, version, and files other than code ---
 #
-# The links in this folder lead to folders of the repository; a wheel carries what they lead to. So one path holds in a
-# checkout and in a wheel.
+# The links in this folder lead to folders of the repository, and a wheel contains the targets of these links. So the
+# same paths are valid in a checkout and in a wheel.
 
 DISTRIBUTION = "armature-vla"
-"""What pip installs. `armature`, the name of the package and the command, is another project on PyPI."""
+"""Name of the distribution for pip. On PyPI `armature`, our package and command, is the name of another project."""
 
 _ROOT = Path(__file__).resolve().parents[2]
-"""The repository; in a wheel the package `armature`, which carries the same folders."""
+"""The repository; in a wheel the package `armature`, which contains the same folders."""
 CONFIGS = _ROOT / "configs"
 REQUIREMENTS = _ROOT / "requirements"
 SERVED = _ROOT / "components/inference/served"
-"""The package that runs inside vLLM's servers."""
+"""Source of the plug-in package that runs inside vLLM servers."""
 CHECKOUT = _ROOT if (_ROOT / "pyproject.toml").is_file() else None
 """The repository; None in an installed wheel."""
 MADE = ".made"
-"""The file that marks an environment as complete."""
+"""Name of the file that marks an environment as complete."""
 
 
 def installed_version() -> str:
+    """Return the version of the installed distribution."""
     from importlib.metadata import version
 
     return version(DISTRIBUTION)
 
 
 def installed_commit() -> str:
-    """The checked-out commit, with "+changed" when files differ from it; else what ARMATURE_COMMIT says, as in images.
+    """Return the checked-out commit, with "+changed" if files differ from it; "" if it is unknown.
 
-    Returns:
-        "" if it is unknown.
+    Outside of a checkout, as in container images, it is the value of ARMATURE_COMMIT.
     """
     if CHECKOUT is not None:
         command = ["git", "describe", "--always", "--abbrev=40", "--dirty=+changed", "--exclude=*"]
@@ -79,14 +84,14 @@ def installed_commit() -> str:
 
 
 def install_command(extra: str) -> str:
-    """How a user gets the packages of an optional part."""
+    """Return the pip command that installs the packages of the extra `extra`."""
     return f"pip install '{DISTRIBUTION}[{extra}]'"
 
 
 def server_environment() -> Path:
-    """Where `armature setup` makes the environment of the model servers.
+    """Return the folder in which `armature setup` creates the environment of the model servers.
 
-    In a checkout `.venv-vllm`, as `make` does; else a folder of the user's data, one for each release.
+    In a checkout it is `.venv-vllm`, as for `make`; otherwise a folder of the user's data, one for each release.
     """
     if CHECKOUT is not None:
         return CHECKOUT / ".venv-vllm"
@@ -95,16 +100,13 @@ def server_environment() -> Path:
 
 
 def server_python() -> Path:
-    """The interpreter that has vLLM: of `.venv-vllm` in this folder, else of what `armature setup` has made."""
+    """Return the Python interpreter with vLLM: from `.venv-vllm` here, else from what `armature setup` has created."""
     here, made = home_folder() / ".venv-vllm/bin/python", server_environment()
     return made / "bin/python" if not here.exists() and (made / MADE).exists() else here
 
 
-# Which version of this code runs.
-
-
 def package_version() -> str:
-    """`<version>+<commit>`, or the version alone where the commit is unknown."""
+    """Return `<version>+<commit>`, or only the version if the commit is unknown."""
     commit, _, changed = installed_commit().partition("+")
     local = f"{commit[:9]}.{changed}".strip(".")
     return f"{installed_version()}+{local}" if local else installed_version()

@@ -1,4 +1,4 @@
-"""Facts of the machine a run is on. None of them changes results, so none of them is hashed."""
+"""Settings of the machine on which a run takes place. They do not change results, so they are not hashed."""
 
 from __future__ import annotations
 
@@ -14,26 +14,27 @@ from armature.components.contracts.installation import server_python
 from armature.components.contracts.secrets import Environment, refuse_plain_arguments, refuse_plain_url, resolve
 from armature.components.contracts.settings import Settings
 
-# The CPUs that this process may use.
-
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
 def available_cpus(quota: Path = _QUOTA) -> int:
-    """At least one; fewer than the machine has under SLURM, in a container with a limit (cgroup v2), or by taskset."""
-    own = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Return the number of CPUs that this process may use, at least 1.
+
+    SLURM, taskset, or a container's limit (cgroup v2) may leave fewer than the machine has.
+    """
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
         limit, period = quota.read_text().split()
     except (OSError, ValueError):
-        return own
-    return own if limit == "max" else max(1, min(own, int(limit) // int(period)))
+        return allowed
+    return allowed if limit == "max" else max(1, min(allowed, int(limit) // int(period)))
 
 
 Scalar = bool | int | float | str
 ADDRESS = r"^(\[[0-9a-fA-F:]+\]|[^\s:/\[\]]+):[0-9]{1,5}$"
-"""host:port"""
+"""Pattern of an address HOST:PORT."""
 BASE_URL = r"https?://[^\s/?#@]+(/[^\s?#]*)?"
-"""Of a server's API, as a whole."""
+"""Pattern of the base URL of a server's API, to be matched as a whole."""
 
 
 class MachineServers(Settings):
@@ -154,7 +155,13 @@ class MachineLimits(Settings):
 
 
 class Machine(Settings):
-    """Folders, servers, trainer processes, workers and limits of the machine that a run uses."""
+    """Folders, servers, trainer processes, workers and limits of the machine that a run uses.
+
+    Example:
+        >>> machine = Machine(servers=MachineServers(count=2), trainer=MachineTrainer(processes=2, gpus=(0, 1)))
+        >>> machine.servers.count, machine.gpus_of_trainer
+        (2, (0, 1))
+    """
 
     model_config = ConfigDict(title="Machine")
     store: str = ".armature/store"
@@ -196,7 +203,7 @@ class Machine(Settings):
         return self
 
     def _refuse_cluster(self) -> None:
-        """Raises ValueError where `cluster` has nothing, or has what cannot be together."""
+        """Raise ValueError if `cluster` is set without anything to run on it, or contradicts other settings."""
         if self.cluster is None:
             return
         bundle, trainer, transfer = self.server_bundle, self.trainer_bundle, self.servers.weight_transfer
@@ -235,54 +242,54 @@ class Machine(Settings):
 
     @property
     def server_interpreter(self) -> Path:
-        """`servers.python`, or the interpreter that is found."""
+        """The interpreter that runs vLLM: `servers.python`, or the default one."""
         return self.servers.python or server_python()
 
     def server_variables(self) -> dict[str, str]:
-        """`servers.environment` with its secrets. Raises ConfigurationError if one is not set."""
+        """Return `servers.environment` with resolved secrets. Raises ConfigurationError if a secret is not set."""
         return resolve(self.servers.environment, "machine.servers.environment")
 
     def trainer_variables(self) -> dict[str, str]:
-        """`trainer.environment` with its secrets. Raises ConfigurationError if one is not set."""
+        """Return `trainer.environment` with resolved secrets. Raises ConfigurationError if a secret is not set."""
         return resolve(self.trainer.environment, "machine.trainer.environment")
 
     @property
     def sends_folders(self) -> bool:
-        """Whether new weights reach the servers through a disk, each server for itself."""
+        """True if each server reads new weights from a folder on disk."""
         return self.servers.weight_transfer in ("file", "delta")
 
     @property
     def joins_servers(self) -> bool:
-        """Whether a run asks servers that run already, and starts none."""
+        """True if the run uses servers that are already running and starts none."""
         return bool(self.servers.endpoints)
 
     @property
     def server_bundle(self) -> ServerBundle | None:
-        """What a server takes of its node of the cluster; None: servers that a run starts are on this machine."""
+        """Resources that a server takes of its cluster node. None: servers are started on this machine."""
         return self.cluster.servers if self.cluster else None
 
     @property
     def trainer_bundle(self) -> TrainerBundle | None:
-        """What the trainer takes of each node of the cluster; None: it is on this machine."""
+        """Resources that the trainer takes of each cluster node. None: the trainer runs on this machine."""
         return self.cluster.trainer if self.cluster else None
 
     @property
     def gpus_of_trainer(self) -> tuple[int, ...]:
-        """The CUDA devices of the trainer on each node; on a cluster, those of its bundle, counted from 0."""
+        """CUDA devices of the trainer on each node; on a cluster, the GPUs of its bundle, counted from 0."""
         return tuple(range(self.trainer_bundle.num_gpus)) if self.trainer_bundle else self.trainer.gpus
 
     def gpus_of_server(self, index: int) -> tuple[int, ...]:
-        """The CUDA devices of a server that the run starts; on a cluster, those of its bundle, counted from 0."""
+        """Return the CUDA devices of server `index`; on a cluster, the GPUs of its bundle, counted from 0."""
         if self.server_bundle is not None:
             return tuple(range(self.server_bundle.tensor_parallel_size))
         return self.servers.gpus[index] if index < len(self.servers.gpus) else ()
 
     @property
     def started_server_gpus(self) -> frozenset[int]:
-        """CUDA devices of the servers that a run starts; none of those that it joins."""
+        """CUDA devices of all servers that the run starts; empty if it joins running servers."""
         return frozenset() if self.joins_servers else frozenset(device for each in self.servers.gpus for device in each)
 
     @property
     def playing_processes(self) -> int:
-        """`workers.environments`, or half of the CPUs that this process may use."""
+        """Number of environment processes: `workers.environments`, or half of the CPUs that this process may use."""
         return self.workers.environments or max(1, available_cpus() // 2)

@@ -1,4 +1,4 @@
-"""Names of metrics, and numbers that JSON has no word for."""
+"""Names of metrics, and JSON with NaN and infinite numbers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pydantic_core import to_json, to_jsonable_python
 
 from armature.components.contracts.settings import not_json
 
-# Names of metrics: each has one writer, and a name that somebody chose is one part of a metric's name.
+# --- Names of metrics: each metric has one writer; a name that users choose is one part of a metric's name ---
 
 _LONGEST = 100
 _PLAIN = re.compile(r"[\w-](?:[\w. -]*[\w.-])?")
@@ -28,7 +28,7 @@ def merged(**writers: Mapping[str, float]) -> dict[str, float]:
     {'loss': 0.5, 'reward': 1.0}
 
     Raises:
-        ValueError: two writers have the same metric; names it and both.
+        ValueError: two writers have the same metric; the message names the metric and both writers.
     """
     metrics: dict[str, float] = {}
     owners: dict[str, str] = {}
@@ -41,7 +41,7 @@ def merged(**writers: Mapping[str, float]) -> dict[str, float]:
 
 
 def metrics_below(namespace: str, values: Mapping[str, float]) -> dict[str, float]:
-    """Metrics with names that users and environments choose, such as reward parts, below a name of ours.
+    """Return metrics with names that users or environments choose, such as reward parts, below a fixed namespace.
 
     >>> metrics_below("reward_parts", {"mean": 1, "a/b": 2})
     {'reward_parts/mean': 1.0, 'reward_parts/a_b-c14cddc0': 2.0}
@@ -50,7 +50,7 @@ def metrics_below(namespace: str, values: Mapping[str, float]) -> dict[str, floa
 
 
 def counted_reasons(history: Iterable[Mapping[str, float]]) -> dict[str, int]:
-    """How often each reason was counted over the steps of a run, of failed rollouts and of dropped samples together."""
+    """Return how often each reason occurred in a run's history, for failed rollouts and dropped samples together."""
     counts: Counter[str] = Counter()
     for step in history:
         for name, count in step.items():
@@ -60,10 +60,10 @@ def counted_reasons(history: Iterable[Mapping[str, float]]) -> dict[str, int]:
 
 
 def metric_part(name: str) -> str:
-    """Return `name` if it can be one part of a metric's name wherever metrics are kept, else a readable one.
+    """Return `name` if every metrics store accepts it as one part of a metric's name, else a readable substitute.
 
-    MLflow takes letters, digits, spaces and `_-.`, in paths that are normal. Other characters become `_`, and a digest
-    of the name keeps two apart that would become the same.
+    MLflow accepts letters, digits, spaces and `_-.`, and only normalized paths. Other characters become `_`, and a
+    digest of the original name keeps names different that would otherwise become equal.
     """
     if _PLAIN.fullmatch(name) and len(name) <= _LONGEST:
         return name
@@ -71,27 +71,27 @@ def metric_part(name: str) -> str:
     return f"{readable}-{sha256(name.encode()).hexdigest()[:8]}".lstrip("-")
 
 
-# Numbers that JSON has no word for, between processes and in files.
+# --- JSON with NaN and infinite numbers, between processes and in files ---
 
 _FLOATS = TypeAdapter(dict[str, float])
 
 
 def dump_json(value: Any, indent: int | None = None) -> bytes:
-    """Strict JSON of `value`; NaN and the infinities are the strings "NaN", "Infinity" and "-Infinity"."""
+    """Return strict JSON, in which NaN and infinities are the strings "NaN", "Infinity" and "-Infinity"."""
     return to_json(value, indent=indent, inf_nan_mode="strings")
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write `value` for people and programs: its keys in order, numbers as in `dump_json`."""
+    """Write indented JSON with sorted keys; NaN and infinities are strings as in `dump_json`."""
     plain = to_jsonable_python(value, inf_nan_mode="strings")
     path.write_text(json.dumps(plain, indent=1, sort_keys=True, allow_nan=False) + "\n")
 
 
 def read_finite(content: bytes | str) -> Any:
-    """Read JSON whose numbers are finite: Python's reader takes NaN, Infinity and 1e999 as well.
+    """Read JSON and check that all numbers are finite. (Python's reader also accepts NaN, Infinity and 1e999.)
 
     Raises:
-        ValueError: not JSON, or a number is not finite; the message has its path.
+        ValueError: it is not JSON, or a number is not finite; the message has the path of the number.
     """
     document = json.loads(content)
     if problem := not_json(document, "value"):
@@ -100,9 +100,9 @@ def read_finite(content: bytes | str) -> Any:
 
 
 def read_floats(values: Mapping[str, Any]) -> dict[str, float]:
-    """Metrics as `dump_json` wrote them.
+    """Return metrics as floats, from values that `dump_json` wrote.
 
     Raises:
-        ValueError: a value is neither a number nor one of those strings.
+        ValueError: a value is neither a number nor "NaN", "Infinity" or "-Infinity".
     """
     return _FLOATS.validate_python(values)

@@ -1,4 +1,4 @@
-"""What a robot sees, and what a policy answers."""
+"""Observations of a robot, and the protocol of policies that answer with chunks of actions."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True)
 class PreviousActions:
-    """What is left of the chunk that the robot carries out while it waits for the next.
+    """The rest of the chunk that the robot executes while it waits for the next chunk.
 
-    actions: float32 (steps, action dimensions) in the dataset's units, the first one that of the observation's moment.
-    delay: of them, how many will have been carried out when the answer comes.
+    actions: float32 (steps, action dimensions) in the dataset's units; the first one belongs to the time step of the
+        observation.
+    delay: number of these actions that the robot will have executed when the answer arrives.
     """
 
     actions: NDArray[np.float32]
@@ -24,12 +25,16 @@ class PreviousActions:
 
 @dataclass(frozen=True)
 class RobotObservation:
-    """One moment, as a dataset records it.
+    """The observation of one time step, in the form of a row of a dataset.
 
-    images: camera key, as the dataset names it, to uint8 RGB (height, width, 3), upright.
+    images: maps the dataset's camera keys to upright uint8 RGB images (height, width, 3).
     state: float32 (state dimensions,), in the dataset's units.
-    task: what is to be done, in words.
-    previous: actions that the answer is to continue, where the policy can; None: it continues nothing.
+    task: the instruction in words.
+    previous: actions that the new chunk should continue, if the policy supports this; None: start a new chunk.
+
+    Example:
+        >>> RobotObservation({}, np.zeros(7, np.float32), "pick up the bowl").previous is None
+        True
     """
 
     images: Mapping[str, NDArray[np.uint8]]
@@ -39,9 +44,10 @@ class RobotObservation:
 
 
 class RobotPolicy(Protocol):
-    """Answers observations with chunks of actions.
+    """A policy that answers observations with chunks of actions.
 
-    Row i depends on observation i and seed i alone, to the last bit: not on the other rows, their number or order.
+    Row i of a prediction depends only on observation i and seed i, to the last bit: not on the number, order or content
+    of the other rows.
     """
 
     n_action_steps: int
@@ -49,21 +55,21 @@ class RobotPolicy(Protocol):
 
     @property
     def rows_per_pass(self) -> int:
-        """Of one forward pass, which takes as long for fewer."""
+        """Number of rows of one forward pass; a pass with fewer rows takes as long."""
 
     def prepared(self, observation: RobotObservation) -> RobotObservation:
-        """The same, with all that the policy computes of it alone done already; any thread may call this.
+        """Return the observation with all preprocessing that needs no other observation done. Any thread may call this.
 
         Raises:
             DataError: the policy cannot read the observation.
         """
 
     def predict(self, observations: Sequence[RobotObservation], seeds: Sequence[int]) -> NDArray[np.float32]:
-        """Actions in the dataset's units: float32 (rows, n_action_steps, action_dimensions).
+        """Return actions in the dataset's units, float32 (rows, n_action_steps, action_dimensions).
 
         Args:
-            seeds: One per row; the noise that the row's sampling begins with is drawn from it.
+            seeds: one seed per row, from which the row's initial noise is drawn.
         """
 
     def facts(self) -> dict[str, Any]:
-        """What a report says of the policy."""
+        """Return facts about the policy for reports."""

@@ -1,4 +1,4 @@
-"""What rollouts produce: trajectories of assistant turns with the exact tokens that the server sampled."""
+"""Results of rollouts: trajectories of assistant turns, with the exact tokens that the server sampled."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LogProbs = npt.NDArray[np.float32]
 
 
 def all_equal(rewards: Collection[float]) -> bool:
-    """Whether they are one number; sums of float parts may differ by an ulp."""
+    """Check that all rewards are equal. The tolerance is there because sums of float parts may differ by an ulp."""
     return isclose(min(rewards), max(rewards), rel_tol=1e-9, abs_tol=1e-12)
 
 
@@ -26,11 +26,11 @@ def all_equal(rewards: Collection[float]) -> bool:
 class Turn:
     """One assistant turn.
 
-    `prompt_token_ids` (P,) int32: the whole prompt as the server expanded it, image placeholders included.
-    `completion_token_ids` (C,) int32 and `completion_logprobs` (C,) float32: what was sampled, the stop token
-    included, with log-probs of the distribution that was sampled from (temperature applied).
-    `policy_version`: of the oldest weights that sampled any of it.
-    `images`: every image of the prompt in order of appearance, those of earlier turns included.
+    `prompt_token_ids` (P,) int32: the whole prompt as the server expanded it, including image placeholders.
+    `completion_token_ids` (C,) int32 and `completion_logprobs` (C,) float32: the sampled tokens, including the stop
+    token, with their log-probs under the distribution that was sampled from (temperature applied).
+    `policy_version`: version of the oldest weights that sampled any of these tokens.
+    `images`: all images of the prompt in order of appearance, including images of earlier turns.
     """
 
     index: int
@@ -53,7 +53,7 @@ class Turn:
 
 @dataclass(frozen=True, eq=False)
 class Trajectory:
-    """One episode of one task. `reward` is the sum over turns; `truncated`: out of turns or of context, not done."""
+    """One episode of one task. `reward` is the sum over turns. `truncated`: it ran out of turns or context."""
 
     trajectory_id: str
     group_id: str
@@ -65,14 +65,17 @@ class Trajectory:
 
     @property
     def reward(self) -> float:
+        """Sum of the rewards of all turns."""
         return float(sum(turn.reward for turn in self.turns))
 
     def earns(self, reward: float) -> bool:
-        """Whether the reward is at least `reward`; sums of float parts may fall an ulp short of it."""
+        """Check that the trajectory's reward is at least `reward`, up to rounding: sums of floats may be an ulp
+        less."""
         return self.reward >= reward or isclose(self.reward, reward, rel_tol=1e-9)
 
     @property
     def reward_parts(self) -> dict[str, float]:
+        """Sum of each reward part over all turns."""
         total: Counter[str] = Counter()
         for turn in self.turns:
             total.update(turn.reward_parts)
@@ -81,7 +84,7 @@ class Trajectory:
 
 @dataclass(frozen=True)
 class Failure:
-    """A trajectory that could not be finished. `reason` is a short slug that can be counted."""
+    """A trajectory that could not be finished. Failures are counted by `reason`, a short slug."""
 
     trajectory_id: str
     group_id: str
@@ -92,11 +95,12 @@ class Failure:
 
 @dataclass(frozen=True, eq=False)
 class GenerateOutputs:
-    """Everything one call for rollouts produced: nothing planned is missing, it is a trajectory or a failure."""
+    """The result of one call for rollouts. Each planned rollout is in it, as a trajectory or as a failure."""
 
     trajectories: Sequence[Trajectory]
     failures: Sequence[Failure] = field(default_factory=tuple)
 
     @property
     def drops(self) -> dict[str, int]:
+        """Number of failures by reason."""
         return dict(Counter(failure.reason for failure in self.failures))

@@ -1,4 +1,7 @@
-"""Secrets by reference: settings, which are recorded, name a variable; the process that needs its value reads it."""
+"""Secrets by reference.
+
+Settings are recorded, so they contain only the names of variables. The process that needs a secret reads its value.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +17,14 @@ from armature.components.contracts.errors import ConfigurationError, keep_secret
 from armature.components.contracts.settings import Settings
 
 PLAIN_SECRET = "plain_secret"
-"""Type of the validation error; its input is not to be shown."""
+"""Type of the validation error for a secret in plain text, whose input must not be shown."""
 
 SECRET_NAME = r"(API_?KEY|KEY|TOKEN(?![IS])|SECRET|PASSW|_PWD$)(?!.*(FILE|PATH|DIR)$)"
 SECRET_VALUE = r"://[^/@\s]*:[^/@\s]+@|^(hf_|sk-|gh[pousr]_|github_pat_|glpat-|xox[a-z]-|AKIA)[\w-]{8,}"
 
 
 class EnvironmentReference(Settings):
-    """The value that a variable of the environment has where the flow runs."""
+    """A reference to an environment variable of the machine where the flow runs."""
 
     model_config = ConfigDict(title="Environment variable")
 
@@ -30,7 +33,7 @@ class EnvironmentReference(Settings):
 
 
 class BlockReference(Settings):
-    """The value of a Secret block of Prefect's, which a flow reads when it starts."""
+    """A reference to a Secret block of Prefect, which a flow reads when it starts."""
 
     model_config = ConfigDict(title="Secret block")
 
@@ -39,13 +42,13 @@ class BlockReference(Settings):
 
 
 BLOCKS: dict[str, str] = {}
-"""Values of the blocks that the flow of this process has read; they are nowhere else."""
+"""Values of the blocks that the flow of this process has read. They are kept only in memory."""
 
 Variables = Mapping[str, EnvironmentReference | BlockReference | str]
 
 
 def is_secret(name: str, value: object) -> bool:
-    """Whether this looks like a secret in plain text, by its name or by itself."""
+    """Check whether a name or the form of its value looks like a secret in plain text."""
     if not isinstance(value, str):
         return False
     return bool(value and re.search(SECRET_NAME, name.upper().replace("-", "_"))) or bool(
@@ -54,12 +57,16 @@ def is_secret(name: str, value: object) -> bool:
 
 
 def without_passwords(text: str) -> str:
-    """The text with its URLs as they may be shown."""
+    """Return the text with user names and passwords removed from its URLs.
+
+    >>> without_passwords("http://me:secret@host:80/x")
+    'http://host:80/x'
+    """
     return re.sub(r"://[^/@\s]*@", "://", text)
 
 
 def refuse_plain_variables(values: Any) -> Any:
-    """For a table of variables, before its values are looked at: errors about those would show them."""
+    """Refuse plain secrets in a table of variables. It runs before other validators, whose errors would show values."""
     remedy = (
         'name the variable that holds it, {name} = { env = "NAME" }, or leave it out: children inherit our environment'
     )
@@ -67,7 +74,7 @@ def refuse_plain_variables(values: Any) -> Any:
 
 
 def refuse_plain_arguments(values: Any) -> Any:
-    """For a table of a program's arguments, which `ps` shows as well."""
+    """Refuse plain secrets in a table of a program's arguments, which `ps` would show as well."""
     return _refuse(values, "name the variable that holds it in machine.servers.environment")
 
 
@@ -80,7 +87,7 @@ def _refuse(values: Any, remedy: str) -> Any:
 
 
 def refuse_plain_key(value: Any) -> Any:
-    """For a field that names where a key is."""
+    """Refuse a plain text in a field that has to refer to a key."""
     if isinstance(value, str):
         raise PydanticCustomError(
             PLAIN_SECRET, 'a key is not written here, settings are recorded in plain text: { env = "NAME" } names it'
@@ -89,7 +96,7 @@ def refuse_plain_key(value: Any) -> Any:
 
 
 def refuse_plain_url(value: Any) -> Any:
-    """For a URL, or several."""
+    """Refuse passwords in a URL or a list of URLs."""
     for url in value if isinstance(value, list | tuple) else (value,):
         if is_secret("", url):
             raise PydanticCustomError(
@@ -100,7 +107,7 @@ def refuse_plain_url(value: Any) -> Any:
 
 
 _SCHEMA = {"patternProperties": {SECRET_NAME: {"type": "object"}}}
-"""Prefect's server refuses a run by it, before the run's parameters are in its database."""
+"""JSON schema by which Prefect's server refuses plain secrets before a run's parameters are in its database."""
 
 PlainText = Annotated[str, Field(json_schema_extra={"not": {"pattern": SECRET_VALUE}})]
 Environment = Annotated[
@@ -108,14 +115,14 @@ Environment = Annotated[
     BeforeValidator(refuse_plain_variables),
     Field(json_schema_extra=_SCHEMA),
 ]
-"""Variables for a child process, each a value or a reference."""
+"""Environment variables of a child process; each is a value or a reference to a secret."""
 
 
 def resolve(environment: Variables, where: str) -> dict[str, str]:
-    """The variables with the values that references stand for, which no error shows from now on.
+    """Return the variables with references replaced by secret values, which no later error shows.
 
     Raises:
-        ConfigurationError: a variable that is named is not set, or nobody has read the block.
+        ConfigurationError: a named variable is not set, or a block was not read.
     """
     values = {}
     for name, value in environment.items():

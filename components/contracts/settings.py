@@ -1,7 +1,8 @@
-"""The base of every settings section: validated, frozen, and strict.
+"""The base class of all settings sections: validated, frozen and strict.
 
-Defaults live in the settings classes, with what each setting means in its description. A recipe says what is its own,
-and `armature show` prints all of it. A default that changes gives other fingerprints: what it affects is made again.
+Settings classes hold the default and the description of each setting. A recipe contains only values that differ from
+defaults, and `armature show` prints all values. Changing a default changes fingerprints, so affected artifacts are made
+again.
 """
 
 from __future__ import annotations
@@ -16,12 +17,13 @@ from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, ValidationErro
 from pydantic_core import CoreSchema
 
 EXACT = frozenset({"int", "float", "bool"})
-"""Types that take nothing else for theirs: true is not 1, "3" is not 3, 1 is not true. An int is a float, though."""
+"""Types that are not converted: true is not 1, "3" is not 3, and 1 is not true. But an int is accepted as a float."""
 NO_SCHEMAS = frozenset({"default", "expected", "metadata", "serialization"})
-"""Keys of a schema below which there are values."""
+"""Keys of a core schema whose contents are values, not schemas."""
 
 
 def _make_exact(schema: Any) -> None:
+    """Set `strict` in all schemas of exact types below `schema`."""
     if isinstance(schema, dict):
         if schema.get("type") in EXACT:
             schema["strict"] = True
@@ -34,7 +36,7 @@ def _make_exact(schema: Any) -> None:
 
 
 def not_json(value: Any, where: str) -> str:
-    """Say what is wrong with the first value that JSON has no word for, however deep in `value`; "" if all is well."""
+    """Return a message about the first value in a nested `value` that JSON cannot express; "" if there is none."""
     if isinstance(value, float) and not math.isfinite(value):
         return f"{where} is not a finite number"
     if isinstance(value, date | time):
@@ -47,7 +49,7 @@ def not_json(value: Any, where: str) -> str:
 
 
 def _lone_surrogate(value: Any) -> str:
-    """A text anywhere in `value`, however deep, that UTF-8 cannot say, as ASCII; "" if there is none."""
+    """Return the first text in a nested `value` that cannot be encoded as UTF-8, escaped; "" if there is none."""
     left = [value]
     while left:
         part = left.pop()
@@ -67,7 +69,7 @@ def _sorted_tables(value: Any) -> Any:
 
 
 class InvalidTable(ValueError):
-    """A table does not fit `model`, the settings class that a value beside it names."""
+    """A table is not valid for `model`, the settings class that another value of the same section names."""
 
     def __init__(self, error: ValidationError, model: type[BaseModel]) -> None:
         super().__init__(str(error))
@@ -75,14 +77,14 @@ class InvalidTable(ValueError):
 
 
 class Settings(BaseModel):
-    """Values that change results; unknown keys are errors, numbers are finite."""
+    """A section of settings. Unknown keys are errors, numbers are finite, and instances cannot be changed."""
 
     model_config = ConfigDict(
         extra="forbid",
         frozen=True,
         allow_inf_nan=False,
-        use_attribute_docstrings=True,  # the sentence below a field is its description
-        hide_input_in_errors=True,  # a traceback would show a key that was written in plain text
+        use_attribute_docstrings=True,  # the docstring below a field is its description
+        hide_input_in_errors=True,  # otherwise a traceback would show a secret that was written in plain text
         field_title_generator=lambda name, _: name.replace("_", " ").capitalize(),  # sections have one as well
     )
 
@@ -96,7 +98,8 @@ class Settings(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _tables_without_a_tag_are_of_the_default_variant(cls, values: Any) -> Any:
+    def _add_the_default_tag(cls, values: Any) -> Any:
+        """A table without the discriminator of its union belongs to the default variant."""
         if not isinstance(values, Mapping):
             return values
         complete = dict(values)
@@ -108,20 +111,20 @@ class Settings(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _tables_have_no_order(cls, values: Any) -> Any:
-        """By key: fingerprints do not see the order of keys, PostgreSQL does not keep it for Prefect's parameters."""
+    def _sort_tables(cls, values: Any) -> Any:
+        """Sort tables by key: fingerprints ignore the order, and PostgreSQL loses it in Prefect's parameters."""
         return _sorted_tables(values)
 
     @model_validator(mode="before")
     @classmethod
-    def _text_is_unicode(cls, values: Any) -> Any:
-        if said := _lone_surrogate(values):
-            raise ValueError(f"half a character, which no file can hold: {said:.200}")
+    def _check_text_is_unicode(cls, values: Any) -> Any:
+        if text := _lone_surrogate(values):
+            raise ValueError(f"the value contains an unpaired surrogate, which cannot be encoded as UTF-8: {text:.200}")
         return values
 
     @model_validator(mode="after")
-    def _values_of_any_type_are_json(self) -> Self:
+    def _check_values_are_json(self) -> Self:
         for name in type(self).model_fields:
-            if said := not_json(getattr(self, name), name):
-                raise ValueError(said)
+            if message := not_json(getattr(self, name), name):
+                raise ValueError(message)
         return self

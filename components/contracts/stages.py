@@ -1,4 +1,4 @@
-"""The contract that every stage keeps, whoever calls it: a flow, DVC or a shell."""
+"""The contract of stages, which flows, DVC and the command line can call: artifacts, events, context."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from armature.components.contracts.machine import Machine
 
 
 class Artifact(BaseModel):
-    """A finished folder: what kind it is, where it is, and the digest of its content.
+    """A finished folder, with its kind, its path and the digest of its content.
 
-    `digest` is the one that DVC writes to `dvc.lock` for the same folder.
+    `digest` is equal to the digest that DVC writes to `dvc.lock` for the same folder.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -27,24 +27,25 @@ class Artifact(BaseModel):
 
 
 class Events(Protocol):
-    """Where a stage reports while it runs. None of it changes what the stage writes."""
+    """Receiver of a stage's reports while it runs. Reports never change what the stage writes."""
 
     def progress(self, name: str, done: int, total: int, **postfix: float) -> None:
-        """`done` of `total` units of the bar `name`; `postfix` is shown beside it."""
+        """Report that `done` of `total` units of the progress bar `name` are done; `postfix` is shown beside the
+        bar."""
 
     def metrics(self, values: Mapping[str, float], step: int) -> None:
-        """Numbers of one step."""
+        """Report the metrics of one step."""
 
     def artifact(self, artifact: Artifact, role: str, step: int | None = None) -> None:
-        """A finished artifact, as "input" or "output"."""
+        """Report a finished artifact, in the role "input" or "output"."""
 
     def message(self, text: str) -> None:
-        """A line for the log."""
+        """Write a line to the log."""
 
 
 @dataclass(frozen=True)
 class StageReport:
-    """What a stage says about its output: rows per table, and how many were dropped for which reason."""
+    """Facts about a stage's output: rows per table, and dropped rows by reason."""
 
     rows: Mapping[str, int] = field(default_factory=dict)
     drops: Mapping[str, int] = field(default_factory=dict)
@@ -55,30 +56,33 @@ ResultT = TypeVar("ResultT")
 
 
 class Units(Protocol):
-    """Runs the units of a long stage (collect, build, train ...), each under a name, perhaps at the same time.
+    """An executor for the named units of a long stage (collect, build, train, ...), which may run in parallel.
 
-    Plain threads by default; a flow runs each unit as a task of its own, so that it shows on the run's page.
+    By default units run on plain threads. A flow runs each unit as a task, so that units appear on the run's page.
     """
 
-    def submit(self, name: str, unit: Callable[..., ResultT], *arguments: Any) -> Future[ResultT]: ...
+    def submit(self, name: str, unit: Callable[..., ResultT], *arguments: Any) -> Future[ResultT]:
+        """Start `unit(*arguments)` under a name and return its future."""
 
 
 class Saved(Protocol):
+    """A callback for each checkpoint that a trainer saves; `best` is the folder of the best weights, if any."""
+
     def __call__(self, checkpoint: Path, best: Path | None = None) -> None: ...
 
 
 def not_sent(checkpoint: Path, best: Path | None = None) -> None:
-    """Checkpoints stay on this machine."""
+    """Do nothing: checkpoints stay on this machine."""
 
 
 @dataclass(frozen=True)
 class StageContext:
-    """What a stage may use besides its settings and inputs; nothing in it changes results.
+    """Resources that a stage may use besides its settings and inputs; they do not change results.
 
-    `workspace` is a folder that outlives a crash, the same for every attempt at the same stage with the same
-    settings and inputs: state to resume from lives there. `images` is the root of the shared image store.
-    `fingerprint` names the output in the artifact store. `saved` is told of each checkpoint that a trainer begins to
-    write in the workspace, and of the folder of the best weights, if any: another machine may resume from it.
+    `workspace` is a folder that outlives a crash. Every attempt at the same stage with the same settings and inputs has
+    the same one, so it holds the state to resume from. `images` is the root of the shared image store. `fingerprint`
+    names the output in the artifact store. `saved` is called with each checkpoint that a trainer begins to write in the
+    workspace, and with the folder of the best weights, if any, so that another machine can resume from it.
     """
 
     machine: Machine
@@ -91,12 +95,12 @@ class StageContext:
 
 
 def nothing_more(settings: Any, inputs: Mapping[str, Artifact]) -> Mapping[str, str]:
-    """What most stages depend on besides their version, settings and inputs."""
+    """Return no further sources: most stages depend only on their version, settings and inputs."""
     return {}
 
 
 def as_they_are(settings: SettingsT, inputs: Mapping[str, Artifact], say: Callable[[str], None]) -> SettingsT:
-    """The settings of most stages: nothing in them stands for something that moves."""
+    """Return the settings unchanged: those of most stages contain no branch or tag that can move."""
     return settings
 
 
@@ -104,9 +108,9 @@ def as_they_are(settings: SettingsT, inputs: Mapping[str, Artifact], say: Callab
 class Stage(Generic[SettingsT]):
     """A function of validated settings and input artifacts that fills one output folder.
 
-    `version` is raised whenever the same settings and inputs would give another output. `sources` gives the digests,
-    by name, of what else the output depends on, such as the code of an environment. `resolve` gives the settings with
-    commits in place of branches and tags of a hub, of which it says what they stand for.
+    `version` is raised whenever the same settings and inputs would give another output. `sources` returns the digests,
+    by name, of everything else that the output depends on, such as the code of an environment. `resolve` returns the
+    settings with the branches and tags of a hub replaced by commits, and reports each replacement.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""The one way in which a value of a table becomes text: in prompts, answers, rewards, splits, filters and reports."""
+"""Conversion of table values to text, the same in prompts, answers, rewards, splits, filters and reports."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from typing import Any
 import numpy as np
 
 EXACT = 2**53
-"""From here on float64 leaves out whole numbers."""
+"""Above this number float64 cannot represent every whole number."""
 
 
 def value_text(value: Any) -> str:
-    """The shortest text that reads back to the same value in its own type; whole numbers have no ".0".
+    """Return the shortest text that parses to the same value in its type; whole numbers have no ".0".
 
-    Numbers are written as RFC 8785 and JavaScript write them: -0.0 is 0, and exponents begin at 1e21 and at 1e-7
-    (1e+21, 1e-7). Integers and decimals never have one. True is true, dates and times are ISO 8601.
+    Numbers have the form of RFC 8785 and JavaScript: -0.0 is 0, and exponents begin at 1e21 and at 1e-7 (1e+21, 1e-7).
+    Integers and decimals never have an exponent. True is true, and dates and times are ISO 8601.
 
     >>> [value_text(value) for value in (22.0, np.float32(0.1), 1e20, 1e-7, True, Decimal("1.50"))]
     ['22', '0.1', '100000000000000000000', '1e-7', 'true', '1.5']
 
     Raises:
-        ValueError: the value is missing (None, NaN), infinite, or of a type without text.
+        ValueError: the value is missing (None, NaN), infinite, or of an unsupported type.
     """
     if isinstance(value, str):
         return str(value)
@@ -47,9 +47,9 @@ def value_text(value: Any) -> str:
 
 
 def plain_number(value: float | Decimal) -> int | float | str | None:
-    """A number of a table as JSON has it: a whole number is an int, and NaN and the infinities are missing (None).
+    """Return a table's number for JSON: whole numbers as int, and None (missing) for NaN and infinities.
 
-    A decimal with more digits than float64 has stays text.
+    A decimal with more digits than float64 can hold is returned as text.
     """
     if not math.isfinite(value):
         return None
@@ -60,12 +60,12 @@ def plain_number(value: float | Decimal) -> int | float | str | None:
 
 
 def _is_exact(value: float | np.floating[Any] | Decimal) -> bool:
-    """Check for a whole number that is written as it is."""
+    """Check for a whole number whose digits are all exact."""
     return int(value) == value and (isinstance(value, Decimal) or abs(int(value)) < EXACT)
 
 
 def _number(value: Decimal, most: float, least: float) -> str:
-    """Digits without an exponent while the decimal point stands in (least, most] places after the first digit."""
+    """Return the digits, without an exponent if the decimal point is in (least, most] places after the first digit."""
     sign, digits, exponent = value.as_tuple()
     assert isinstance(exponent, int)  # the value is finite
     text = "".join(map(str, digits)).lstrip("0")
