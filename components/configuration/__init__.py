@@ -1,8 +1,8 @@
-"""Recipes: `configs/<flow>/<deployment>.toml`, or any file that says its `flow`; validated section by section.
+"""Loading and validation of recipes: `configs/<flow>/<deployment>.toml`, or any TOML file that names its `flow`.
 
-A file may extend another (`extends = "base.toml"`, relative to itself; without the suffix, the installed recipe of that
-name); its tables are merged over the base's.
-`extends = {file = "base.toml", sections = ["model"]}` takes only these of its sections.
+A file may extend another one, and its tables are merged over those of the base: `extends = "base.toml"` is a path
+relative to the file, `extends = "train-vlm/colors"` names an installed recipe, and
+`extends = {file = "base.toml", sections = ["model"]}` inherits only the listed sections.
 """
 
 from __future__ import annotations
@@ -50,30 +50,38 @@ SectionsT = TypeVar("SectionsT", bound=Sections)
 
 @dataclass(frozen=True)
 class Recipe:
-    """A flow with every value that it needs."""
+    """A flow with all values of its sections.
+
+    Example:
+        >>> recipe = load_recipe("train-vlm/colors", ["trainer.max_steps=20"])
+        >>> recipe.flow, recipe.sections["trainer"].max_steps
+        ('train-vlm', 20)
+    """
 
     name: str  # "<flow>/<deployment>"
     description: str
     values: Sections
     kind: str  # key of RECIPES
     folder: Path | None = None
-    """Where the relative paths of its values begin; None: in the working folder."""
+    """Folder to which relative paths in the values refer; None: the working folder."""
 
     @property
     def flow(self) -> str:
+        """Name of the flow, such as "train-vlm"."""
         return self.kind.partition("/")[0]
 
     @property
     def machine(self) -> Machine:
+        """The section `machine`."""
         return self.values.machine
 
     @cached_property
     def sections(self) -> Mapping[str, BaseModel]:
-        """The sections by name, without optional ones that are left out."""
+        """The sections by name, without the optional sections that the recipe omits."""
         return self.values.given()
 
     def dump(self) -> dict[str, Any]:
-        """The resolved values, as JSON."""
+        """Return all values, including defaults, as JSON types."""
         return {name: section.model_dump(mode="json") for name, section in self.sections.items()}
 
     def settings_for(self, settings: type[SettingsT]) -> SettingsT:
@@ -82,7 +90,7 @@ class Recipe:
 
 
 def recipe_kind(name: str, where: str = "") -> str:
-    """The key in RECIPES of the recipe called `name`.
+    """Return the key in RECIPES of the recipe called `name`.
 
     Raises:
         ConfigurationError: there is no such flow.
@@ -95,7 +103,7 @@ def recipe_kind(name: str, where: str = "") -> str:
 
 
 def recipe_path(name: str) -> Path:
-    """The file of an installed recipe, or the file that is named.
+    """Return the file of an installed recipe, or `name` itself if it is a TOML file.
 
     Raises:
         ConfigurationError: there is no such recipe; the nearest one is suggested.
@@ -109,10 +117,12 @@ def recipe_path(name: str) -> Path:
 
 
 def recipe_names() -> list[str]:
-    """Every `<flow>/<deployment>`; folders and files that begin with an underscore are only there to be extended.
+    """Return the names `<flow>/<deployment>` of all installed recipes.
+
+    Folders and files that begin with an underscore are bases for other recipes and are not listed.
 
     Raises:
-        ConfigurationError: there are none, so the installation is not complete.
+        ConfigurationError: there are no recipes, so the installation is incomplete.
     """
     names = [f"{path.parent.name}/{path.stem}" for path in sorted(CONFIGS.glob("*/*.toml"))]
     if not names:
@@ -126,9 +136,9 @@ def recipe_names() -> list[str]:
 
 
 def load_recipe(name: str | Path, overrides: Iterable[str] = ()) -> Recipe:
-    """The installed recipe called `name`, or that in a file, with `--set` overrides on top.
+    """Load an installed recipe by name, or a recipe file, and apply KEY=VALUE overrides as of `--set`.
 
-    Relative paths in a file begin at its folder. It says its `flow`, or its folder is called so.
+    Relative paths in a recipe file refer to its folder. The file names its `flow`, or lies in a folder of that name.
     """
     path = recipe_path(str(name))
     resolved = Path(os.path.realpath(path))  # no error for a link to itself
@@ -138,9 +148,10 @@ def load_recipe(name: str | Path, overrides: Iterable[str] = ()) -> Recipe:
 
 
 def recipe_from_file(path: Path, name: str, overrides: Iterable[str] = (), *, folder: Path | None = None) -> Recipe:
-    """
+    """Load a recipe from a file and apply KEY=VALUE overrides.
+
     Args:
-        name: `<flow>/<deployment>`; what the file says of its flow comes first.
+        name: `<flow>/<deployment>`; a `flow` in the file takes precedence.
         folder: see `Recipe`.
     """
     values = read_toml(path)
@@ -150,7 +161,8 @@ def recipe_from_file(path: Path, name: str, overrides: Iterable[str] = (), *, fo
 
 
 def build_recipe(name: str, values: Mapping[str, Any], where: str, folder: Path | None = None) -> Recipe:
-    """
+    """Validate the values of a recipe; `where` names their source in errors.
+
     Raises:
         ConfigurationError: an unknown or missing section or key, or a value out of bounds.
     """
@@ -174,7 +186,7 @@ def build_recipe(name: str, values: Mapping[str, Any], where: str, folder: Path 
 
 
 def sections_of(kind: type[SectionsT], values: Mapping[str, Any], where: str = "") -> SectionsT:
-    """Validate sections, each of them and all together. Sections that are valid already stay as they are.
+    """Validate sections, each one and all together. Values that are settings objects already are not changed.
 
     Raises:
         ConfigurationError: an unknown or missing section or key, or a value out of bounds, or sections that do not fit
@@ -195,7 +207,7 @@ def sections_of(kind: type[SectionsT], values: Mapping[str, Any], where: str = "
 
 
 def _validate(model: type[SettingsT], values: Mapping[str, Any]) -> SettingsT:
-    """The settings, in which the numbers of overrides stand as they were written where a string or path is asked for.
+    """Validate `values`. Where a string or path is required, a number of an override is used as it was written.
 
     Raises:
         ValidationError: an unknown key, or a value out of bounds.
@@ -218,7 +230,7 @@ def _validate(model: type[SettingsT], values: Mapping[str, Any]) -> SettingsT:
 def section_of(
     model: type[SettingsT], values: Mapping[str, Any], where: str, overrides: Iterable[str] = ()
 ) -> SettingsT:
-    """One section from `values` and KEY=VALUE overrides of it.
+    """Return one section, validated from `values` and KEY=VALUE overrides.
 
     Raises:
         ConfigurationError: an unknown key, or a value out of bounds.

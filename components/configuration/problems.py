@@ -1,4 +1,4 @@
-"""What is wrong with a section of a recipe, in the words of whoever wrote it."""
+"""Error messages for invalid sections of a recipe, with the keys as they are written in the TOML file."""
 
 from __future__ import annotations
 
@@ -39,17 +39,17 @@ NEW_NAMES = {
 
 
 def code_of(error: ValidationError) -> str:
-    """Return the type of the first problem, which is the code: pydantic's, or ours from a PydanticCustomError."""
+    """Return the type of the first problem as the error's code: one of pydantic, or of a PydanticCustomError."""
     first = error.errors()[0]
     cause = first.get("ctx", {}).get("error")
     return code_of(cause.error) if isinstance(cause, InvalidTable) else first["type"]
 
 
 def explain(error: ValidationError, section: str, model: type[BaseModel]) -> str:
-    """Each problem on a line of its own, with the dotted key, the value given, and the nearest known key.
+    """Return a message with one line per problem: its dotted key, the invalid value, and the nearest known key.
 
     Args:
-        section: name of the table; "" for a whole recipe, whose keys begin with the names of its sections.
+        section: name of the section; "" for a whole recipe, whose keys begin with a section.
     """
     lines, begin = [], [section] if section else []
     for problem in error.errors():
@@ -76,7 +76,7 @@ def explain(error: ValidationError, section: str, model: type[BaseModel]) -> str
 
 
 def place(model: type[BaseModel], location: Sequence[str | int]) -> tuple[list[str], str, Iterable[str]]:
-    """The keys to what a validation error is about, the variant of a union that it is in, and the keys known there."""
+    """Return the path of keys to the value of a validation error, the union variant around it, and its valid keys."""
     *parents, last = location or ("",)
     path, variant, classes = [], "", [model]
     for part in parents:
@@ -91,13 +91,13 @@ def place(model: type[BaseModel], location: Sequence[str | int]) -> tuple[list[s
 
 
 def _tags(model: type[BaseModel]) -> set[Any]:
-    """What the fields of a variant that are literals may be, one of which names it."""
+    """Return all values of the variant's literal fields; one of these values is its tag."""
     literals = [field.annotation for field in model.model_fields.values() if get_origin(field.annotation) is Literal]
     return {value for each in literals for value in get_args(each)}
 
 
 def settings_in(annotation: Any) -> Iterator[type[BaseModel]]:
-    """The settings classes in a type: of a union, of a list, of a mapping's values."""
+    """Yield the settings classes in a type, such as the members of a union, list or mapping."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
     for part in get_args(annotation):

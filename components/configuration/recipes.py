@@ -1,8 +1,9 @@
-"""Recipes: for each flow a class whose fields are the sections of its TOML files, and the flow's parameters.
+"""The base class of recipes, and the registry of all recipe classes.
 
-The class is declared beside its stages and registered here by name: a process imports the settings of its recipe alone.
-A section that may be None can be left out, which means: without it. Every other one is made of defaults where a recipe
-leaves it out, if it has them all.
+Each flow has a class whose fields are the sections of its TOML files and the parameters of the flow. The class is
+declared beside its stages and registered here by name, so a process imports only the settings of its own recipe.
+Optional sections may be omitted, which disables that part of the run. A required section may be omitted too if every
+field in it has a default.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ class Sections(BaseModel):
     model_config = Settings.model_config
 
     FLOW: ClassVar[str]
-    """Dotted path of the Prefect flow: a worker finds it in a checkout and in an installed wheel alike."""
+    """Dotted path of the Prefect flow, valid in a checkout and in an installed wheel."""
     JOINED: ClassVar[tuple[type[BaseModel], ...]] = ()
-    """Settings of stages that join sections, and refuse some that are valid by themselves."""
+    """Settings of stages that combine several sections and may refuse combinations of valid sections."""
     FIRST_STAGES: ClassVar[tuple[str, ...]] = ()
-    """Stages that need no inputs: `armature check` runs them, because they fail early where a model is missing."""
+    """Stages without inputs. `armature check` runs them, because they fail early if a model is missing."""
     MEMORY: ClassVar[str] = ""
     """"module:function" that returns the RecipeMemory of these sections; "" for recipes without a trainer or policy."""
     PLAN: ClassVar[str] = ""
@@ -43,50 +44,50 @@ class Sections(BaseModel):
     _joined: dict[type[BaseModel], BaseModel] = PrivateAttr(default_factory=dict)
 
     @model_validator(mode="after")
-    def _stages_take_them_together(self) -> Self:
-        """Before the first stage is run, not when the last one begins."""
+    def _validate_joined_sections(self) -> Self:
+        """Validate combined sections when the recipe is loaded, not hours later when the last stage begins."""
         given = self.given()
         for stage in self.JOINED:
             if stage.model_fields.keys() <= given.keys():
                 try:
                     self._joined[stage] = _join(stage, given)
                 except ValidationError as error:
-                    said = [problem["msg"].removeprefix("Value error, ") for problem in error.errors()]
-                    raise PydanticCustomError(error.errors()[0]["type"], "\n".join(said)) from error
+                    messages = [problem["msg"].removeprefix("Value error, ") for problem in error.errors()]
+                    raise PydanticCustomError(error.errors()[0]["type"], "\n".join(messages)) from error
         return self
 
     @classmethod
     def optional(cls) -> frozenset[str]:
-        """Those that a recipe may leave out, which means: without it."""
+        """Return the names of the sections that a recipe may omit to disable them."""
         return frozenset(name for name, field in cls.model_fields.items() if field.default is None)
 
     def given(self) -> dict[str, BaseModel]:
-        """Those that are there, by name."""
+        """Return all sections that are present, by name."""
         return {name: section for name in type(self).model_fields if (section := getattr(self, name)) is not None}
 
     def settings_for(self, settings: type[SettingsT]) -> SettingsT:
-        """Return the settings of a stage: the section of that type, or sections joined under its field names."""
-        given = self.given()
-        found: Any = next((each for each in given.values() if type(each) is settings), self._joined.get(settings))
-        return _join(settings, given) if found is None else found
+        """Return the settings of a stage: the section of this class, or sections combined under its field names."""
+        sections = self.given()
+        section: Any = next((each for each in sections.values() if type(each) is settings), self._joined.get(settings))
+        return _join(settings, sections) if section is None else section
 
     def refuse_sources(self) -> None:
-        """Refuse names of models that the first stages cannot fetch. Nothing is fetched.
+        """Check that the first stages can fetch the named models, without fetching them.
 
         Raises:
             ConfigurationError: a hub name has no revision.
-            DataError: there is no such folder.
+            DataError: a named folder does not exist.
         """
 
     def refuse_ahead(self) -> None:
-        """Refuse what would fail minutes later, without starting anything.
+        """Check for errors that would otherwise occur minutes later, without starting anything.
 
         Raises:
-            ConfigurationError: the recipe names something that is not there.
+            ConfigurationError: the recipe names something that does not exist.
         """
 
     def check_stages(self, inputs: Mapping[str, Artifact], say: Callable[[str], None]) -> None:
-        """Check what needs the artifacts of the first stages.
+        """Run the checks that need the artifacts of the first stages.
 
         Raises:
             ArmatureError: the recipe cannot run here.
@@ -115,4 +116,4 @@ RECIPES = Registry(
         "evaluate/libero-perturbed": f"{_ROBOTS}:EvaluateLibero",
     },
 )
-"""By a recipe's whole name, else by that of its flow."""
+"""Recipe classes by the recipe's whole name, or else by the name of its flow."""

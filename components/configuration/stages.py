@@ -1,4 +1,4 @@
-"""Every stage, and the one way to run it: from a flow, from DVC or from a shell."""
+"""The registry of stages, and `run_stage`, with which flows, DVC and the command line run them."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ STAGES = Registry(
 )
 
 STARTED = "stage.json"
-"""In the workspace of a stage: its settings and the folders of its inputs, for who looks on while it runs."""
+"""File in a stage's workspace with its settings and input folders, for viewers that watch a running stage."""
 
 
 class TerminalEvents:
-    """Progress bars and lines on the terminal."""
+    """Events that appear as progress bars and lines on the terminal."""
 
     def __init__(self) -> None:
         self._bars: dict[str, tqdm[Any]] = {}
@@ -67,23 +67,23 @@ class TerminalEvents:
             del self._bars[name]
 
     def metrics(self, values: Mapping[str, float], step: int) -> None:
-        """The bars show what matters; the history keeps the rest."""
+        """Do nothing: progress bars show the important numbers, and the history file has all of them."""
 
     def artifact(self, artifact: Artifact, role: str, step: int | None = None) -> None:
-        """Artifacts are listed when the stage ends."""
+        """Do nothing: artifacts are listed when the stage ends."""
 
     def message(self, text: str) -> None:
         tqdm.write(text)
 
     def close(self) -> None:
-        """End all bars, so that what is printed next has a line of its own."""
+        """Close all bars, so that the next output starts on a new line."""
         for bar in self._bars.values():
             bar.close()
         self._bars.clear()
 
 
 class ThreadUnits:
-    """Units of a stage on plain threads of this process."""
+    """An executor that runs the units of a stage on threads of this process."""
 
     def __init__(self) -> None:
         self._executor = ThreadPoolExecutor(8, thread_name_prefix="unit")
@@ -93,10 +93,10 @@ class ThreadUnits:
 
 
 def fingerprint(stage: Stage[Any], settings: BaseModel, inputs: Mapping[str, Artifact]) -> str:
-    """What names the output: the stage, its version, its settings, the digests of its inputs and of its sources.
+    """Return the name of a stage's output: a digest of the stage, its version, settings, inputs and sources.
 
     Raises:
-        ConfigurationError: an input is missing or too many, or a setting is not finite.
+        ConfigurationError: an input is missing or unexpected, or a setting is not finite.
     """
     return _fingerprint_and_sources(stage, settings, inputs)[0]
 
@@ -110,7 +110,7 @@ def _fingerprint_and_sources(
             code="stage_inputs_mismatch",
             remedy="name each input once: --input NAME=FOLDER",
         )
-    refuse_non_finite(settings.model_dump())  # JSON would have null in its place
+    refuse_non_finite(settings.model_dump())  # JSON would silently contain null instead
     document = {
         "stage": stage.name,
         "version": stage.version,
@@ -123,11 +123,13 @@ def _fingerprint_and_sources(
 
 
 def open_store(machine: Machine, say: Callable[[str], None] = tqdm.write) -> ArtifactStore:
+    """Return the artifact store that the machine settings name; it reports transfers to `say`."""
     return ArtifactStore(home_folder() / machine.store, machine.remote_store, say)
 
 
 def refuse_unknown(stages: Iterable[str]) -> None:
-    """
+    """Check that all names in `stages` are names of stages.
+
     Raises:
         ConfigurationError: there is no such stage; the nearest one is suggested.
     """
@@ -142,7 +144,7 @@ def refuse_unknown(stages: Iterable[str]) -> None:
 
 
 def find_made(name: str, settings: BaseModel, inputs: Mapping[str, Artifact], machine: Machine) -> Artifact | None:
-    """The stage's artifact if it was made before."""
+    """Return the stage's artifact if it was made before, else None."""
     stage: Stage[Any] = STAGES[name]
     return open_store(machine).find(name, fingerprint(stage, settings, inputs))
 
@@ -157,13 +159,13 @@ def run_stage(
     again: bool = False,
     begins: Callable[[str], None] = lambda fingerprint: None,
 ) -> Artifact:
-    """Run stage `name`, or find its artifact already made.
+    """Run stage `name`, or return its artifact if it was made before.
 
-    An attempt that was stopped left its workspace; this attempt resumes from it.
+    If an earlier attempt was stopped, this attempt resumes from its workspace.
 
     Args:
-        again: what was made before is set aside, and it is made again from its beginning.
-        begins: called with the fingerprint when nobody else makes it on this machine, and this attempt is going to.
+        again: set an existing artifact aside and make it again from the beginning.
+        begins: called with the fingerprint when this attempt holds the lock and is about to make the artifact.
     """
     if events is None:
         with closing(TerminalEvents()) as terminal:

@@ -1,4 +1,4 @@
-"""TOML files that extend one another, and the KEY=VALUE overrides on top of them, as nested tables."""
+"""Reading of TOML files that extend one another, and of KEY=VALUE overrides, as nested tables."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from armature.components.contracts.installation import CONFIGS
 from armature.components.contracts.settings import Settings
 
 LARGEST_FILE, DEEPEST = 2**22, 32
-"""Bytes of a TOML file, and parts of an override's dotted key."""
+"""Limits on the bytes of a TOML file and on the parts of an override's dotted key."""
 SUFFIX = ".toml"
 INSTALLED = re.compile(r"[\w-]+/[\w-]+")
 TAKEN_AWAY = object()
-"""In place of a value in overrides: the setting, or the section, is left out."""
+"""Value of an override that removes a setting or a section."""
 
 
 class Written:
-    """A number of an override, and how it was written: a setting that is a string takes that (a digest like 12e456)."""
+    """A number of an override and its original text, which string settings use (for a digest like 12e456)."""
 
     text: str
 
@@ -39,7 +39,13 @@ class _Float(Written, float): ...
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """`over` on top of `base`, table by table; lists and scalars are replaced whole, and what is `TAKEN_AWAY` goes."""
+    """Return `base` updated by `over`, table by table.
+
+    Lists and scalars are replaced as a whole, and keys whose value is `TAKEN_AWAY` are removed.
+
+    >>> merge({"trainer": {"max_steps": 40, "seed": 1}}, {"trainer": {"max_steps": 2}})
+    {'trainer': {'max_steps': 2, 'seed': 1}}
+    """
     merged = dict(base)
     for key, value in over.items():
         if value is TAKEN_AWAY:
@@ -51,10 +57,10 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_toml(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """The file's values over those of the files that it extends.
+    """Return the values of a TOML file, merged over those of the files that it extends.
 
     Raises:
-        ConfigurationError: missing, not TOML, or extending itself.
+        ConfigurationError: a file is missing, is not TOML, or extends itself.
     """
     path = Path(os.path.abspath(path))  # noqa: PTH100 (resolve would fail at a link to itself)
     if path in seen:
@@ -73,8 +79,8 @@ def read_toml(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
         ) from error
     extended = CONFIGS / f"{base.file}{SUFFIX}" if INSTALLED.fullmatch(base.file) else path.parent / base.file
     inherited = read_toml(extended, (*seen, path))
-    kept = {key: value for key, value in inherited.items() if base.sections is None or key in base.sections}
-    return merge(kept, values)
+    chosen = {key: value for key, value in inherited.items() if base.sections is None or key in base.sections}
+    return merge(chosen, values)
 
 
 class Extends(Settings):
@@ -119,10 +125,14 @@ def _parse(path: Path) -> dict[str, Any]:
 
 
 def parse_override(text: str) -> dict[str, Any]:
-    """`a.b=value` as nested tables; the value is TOML, a bare word is a string, and none takes away what is there.
+    """Parse `a.b=value` to nested tables. The value is TOML, or a bare word for a string; an empty one removes the key.
+
+    >>> parse_override("trainer.max_steps=20")
+    {'trainer': {'max_steps': 20}}
+
 
     Raises:
-        ConfigurationError: it is of another form.
+        ConfigurationError: the text has another form.
     """
     key, separator, value = text.partition("=")
     parts = [part.strip() for part in key.split(".")]
@@ -145,7 +155,7 @@ def parse_override(text: str) -> dict[str, Any]:
             raise ConfigurationError(
                 f"invalid override: {SHORT.repr(text)}: {error}", code="invalid_override", where=key
             ) from error
-    if isinstance(parsed, date | time):  # a folder is called 2024-05-01 more often than a setting is a date
+    if isinstance(parsed, date | time):  # 2024-05-01 is more often the name of a folder than a date
         parsed = value.strip()
     if type(parsed) in (int, float):
         parsed = _Int(parsed) if isinstance(parsed, int) else _Float(parsed)

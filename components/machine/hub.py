@@ -1,4 +1,4 @@
-"""Repositories of the Hugging Face hub: which commit a branch or a tag stands for."""
+"""Resolution of branches and tags of Hugging Face hub repositories to commits."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RepositoryKind = Literal["model", "dataset"]
 
 @dataclass(frozen=True)
 class HubCommit:
-    """What `revision` of a repository stands for now; `answered`: the hub said so, not this machine's cache of it."""
+    """The commit of a repository's `revision`. `answered` is True if the hub reported it, not this machine's cache."""
 
     name: str
     revision: str
@@ -29,9 +29,9 @@ class HubCommit:
 
 
 def hub_commit(name: str, revision: str, kind: RepositoryKind) -> HubCommit:
-    """The commit that a branch or a tag stands for, asked of the hub once; a commit stands for itself.
+    """Return the commit of a branch or tag, with one request to the hub. A commit is returned unchanged.
 
-    Where the hub cannot be reached, its local cache (refs) says what it was when it last could.
+    If the hub cannot be reached, the local cache (refs) provides the commit of the last successful request.
 
     Raises:
         DataError: there is no such repository or revision, or neither hub nor cache knows it.
@@ -51,7 +51,7 @@ def hub_commit(name: str, revision: str, kind: RepositoryKind) -> HubCommit:
     hub = Hub()
     try:
         found = hub.resolve_revision(name, repo_type=kind, revision=revision)
-    except Exception as error:  # the network's, the hub's, or those of a name that cannot be
+    except Exception as error:  # errors of the network, the hub, or an invalid name
         raise DataError(
             f"the {kind} cannot be reached: {str(error).splitlines()[0] if str(error) else repr(error)}",
             code="repository_unavailable",
@@ -63,7 +63,7 @@ def hub_commit(name: str, revision: str, kind: RepositoryKind) -> HubCommit:
 
 
 def commit_of(name: str, revision: str, kind: RepositoryKind, say: Callable[[str], None]) -> str:
-    """As `hub_commit`; `say` is told what a branch or a tag stands for."""
+    """Return the commit as `hub_commit` does, and report the commit of a branch or tag to `say`."""
     found = hub_commit(name, revision, kind)
     if found.commit != revision:
         say(str(found))

@@ -1,4 +1,4 @@
-"""Ports, broken connections, and numbers at an address for Prometheus."""
+"""Network helpers: used ports, interfaces, detection of broken connections, and a server of Prometheus metrics."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from armature.components.contracts.errors import ConfigurationError
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
 
-# Programs that listen on a port, and the network interfaces on which ours do.
+# --- Listening programs and network interfaces ---
 
 
 def listener(port: int) -> str:
-    """Name and process id of the program that listens on TCP port `port`; empty if none can be seen."""
+    """Return name and PID of the program that listens on TCP port `port`; "" if no such program is visible."""
     with suppress(psutil.Error):
         for connection in psutil.net_connections("tcp"):
             listens = connection.status == psutil.CONN_LISTEN and connection.laddr and connection.laddr.port == port
@@ -30,7 +30,7 @@ def listener(port: int) -> str:
 
 
 def loopback() -> str:
-    """The name of the loopback interface, which libraries of collectives want instead of its address."""
+    """Return the name of the loopback interface. Collective libraries need the name, not the address."""
     found = psutil.net_if_addrs().items()
     return next((name for name, addresses in found if any(one.address == "127.0.0.1" for one in addresses)), "lo")
 
@@ -57,18 +57,18 @@ def network(interface: str) -> str:
     )
 
 
-# When a connection counts as broken whose other end says nothing: its network may be gone, and nobody is told.
+# --- Detection of broken connections: when a network fails, neither end receives an error ---
 
 SILENCE = 60.0
-"""Seconds without an answer of the other end's kernel, however long the work takes that was asked for."""
+"""Seconds without an answer from the kernel of the other end; the length of the requested work does not matter."""
 PROBES = 3
 
 
 def socket_options(silence: float = SILENCE) -> list[tuple[int, int, int]]:
-    """Options of a TCP socket that break its connection `silence` seconds, 4 or more, after the last answer.
+    """Return TCP socket options that close a connection `silence` seconds (at least 4) after the last answer.
 
-    The kernel sends keepalive probes (RFC 9293, section 3.8.4) while nothing else is sent, and gives up what is sent
-    and not acknowledged (RFC 5482). What a system does not have is left out.
+    The kernel sends keepalive probes on an idle connection (RFC 9293, section 3.8.4), and gives up if sent data is not
+    acknowledged (RFC 5482). Options that the operating system does not have are omitted.
     """
     pause = max(1, round(silence / (PROBES + 1)))
     wanted = {
@@ -81,18 +81,18 @@ def socket_options(silence: float = SILENCE) -> list[tuple[int, int, int]]:
     return [(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1), *((socket.IPPROTO_TCP, *each) for each in known)]
 
 
-# Numbers at an address, as Prometheus reads them.
+# --- Metrics for Prometheus ---
 
 
 @contextmanager
 def metrics_server(address: str, registry: CollectorRegistry, where: str) -> Iterator[str]:
-    """Answer GET /metrics at `address` ("host:port", port 0 for a free one) within the block; gives the URL.
+    """Serve GET /metrics at `address` ("host:port"; port 0 takes a free port) within the block; yields the URL.
 
     Args:
-        where: The setting that has the address.
+        where: the setting that holds the address, for errors.
 
     Raises:
-        ConfigurationError: nothing can listen there.
+        ConfigurationError: the address is not available.
     """
     from prometheus_client import start_http_server
 

@@ -1,4 +1,4 @@
-"""Files for their owner's eyes alone, mode 0600, that are whole or not there."""
+"""Files that only their owner can read (mode 0600), written atomically."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from armature.components.contracts.errors import DataError
 
 MODE, FOLDER_MODE = 0o600, 0o700
 LONGEST_WRITE = 600.0
-"""Seconds after which a file that is still being written is nobody's."""
+"""Seconds after which an unfinished temporary file counts as abandoned."""
 
 
 @contextmanager
@@ -30,7 +30,7 @@ def _writing(path: Path) -> Iterator[None]:
 
 
 def private_folder(folder: Path) -> Path:
-    """`folder` with mode 0700, made if it is not there. Raises DataError if it cannot be."""
+    """Create `folder` if needed, set its mode to 0700 and return it. Raises DataError if this fails."""
     with _writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         folder.chmod(FOLDER_MODE)
@@ -38,12 +38,13 @@ def private_folder(folder: Path) -> Path:
 
 
 def private_database(path: Path) -> Path:
-    """The file of an SQLite database with mode 0600, made empty if it is not there.
+    """Return the file of an SQLite database with mode 0600; it is created empty if it does not exist.
 
-    SQLite gives the files beside a database (-wal, -shm, -journal) the mode of the database; older ones are changed.
+    SQLite gives the files beside a database (-wal, -shm, -journal) the mode of the database. The mode of existing ones
+    is changed.
 
     Raises:
-        DataError: it cannot be written.
+        DataError: the file cannot be written.
     """
     with _writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -55,13 +56,13 @@ def private_database(path: Path) -> Path:
 
 
 def sqlite_url(path: Path, driver: str) -> str:
-    """The address of an SQLite database, which is made as `private_database` makes it, for SQLAlchemy.
+    """Return SQLAlchemy's URL of an SQLite database, and create the database with `private_database`.
 
-    It names the driver, pysqlite or aiosqlite: of an address that begins with sqlite:/// MLflow takes the rest for a
-    path as it is, and makes the folder of that name.
+    The URL names the driver, pysqlite or aiosqlite. For a URL that begins with sqlite:/// MLflow would use the rest
+    unparsed as a path, and create a folder of that name.
 
     Raises:
-        DataError: it cannot be written.
+        DataError: the file cannot be written.
     """
     from sqlalchemy import URL
 
@@ -70,10 +71,10 @@ def sqlite_url(path: Path, driver: str) -> str:
 
 
 def write_private(path: Path, text: str, *, replace: bool = True) -> None:
-    """Write the file by one rename. Raises DataError if it cannot be.
+    """Write the file atomically, by renaming a temporary file. Raises DataError if this fails.
 
     Args:
-        replace: False leaves a file that is there as it is, also one that another process makes meanwhile.
+        replace: False keeps an existing file, also one that another process creates at the same time.
     """
     with _writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,9 +1,9 @@
-"""Child programs that never outlive us, however we end.
+"""Child programs that end when this process ends, even if it is killed.
 
-Between us and the program sits a guard process. It holds the read end of a pipe whose write end only we hold,
-so even when we are killed with SIGKILL the pipe closes and the guard stops the program with all its
-descendants, those in sessions of their own and double-forked daemons included: on Linux the guard is a
-sub-reaper, so that orphans become its children instead of init's.
+A guard process stands between this process and the program. It holds the read end of a pipe whose write end only this
+process holds. Even when this process is killed with SIGKILL, the pipe closes, and the guard stops the program with all
+its descendants, including those in other sessions and double-forked daemons: on Linux the guard is a sub-reaper, so
+orphans become its children instead of init's.
 """
 
 from __future__ import annotations
@@ -34,14 +34,18 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 class Program:
-    """A guarded child program, started at construction.
+    """A guarded child program, started by the constructor.
+
+    Example:
+        >>> Program(["true"]).wait()
+        0
 
     Args:
-        command: the program and its arguments; a bare name is looked up on PATH.
-        log: its stdout and stderr are appended here; None: they go where ours go.
-        env: variables to add to ours; a value of None takes the variable away.
-        grace: seconds between SIGTERM and SIGKILL when it is stopped.
-        pass_fds: open files that it inherits, under the same numbers.
+        command: the program and its arguments; a name without a folder is looked up on PATH.
+        log: file to which stdout and stderr are appended; None: they go to those of this process.
+        env: environment variables in addition to those of this process; None removes a variable.
+        grace: seconds between SIGTERM and SIGKILL when the program is stopped.
+        pass_fds: open file descriptors that the program inherits, with the same numbers.
 
     Raises:
         FileNotFoundError: there is no such program.
@@ -59,8 +63,8 @@ class Program:
     ) -> None:
         self.command = [str(part) for part in command]
         self.log, self._grace = log, grace
-        # The base folder of a relative program is ours, not the child's; and an interpreter of a virtual
-        # environment is a link that must not be resolved.
+        # A relative path to the program refers to the folder of this process, not of the child. Links are not resolved,
+        # because the interpreter of a virtual environment is a link and works only under its own name.
         found = shutil.which(self.command[0])
         if found is None:
             raise FileNotFoundError(f"no program {self.command[0]!r}")
@@ -96,22 +100,22 @@ class Program:
 
     @property
     def returncode(self) -> int | None:
-        """The program's exit code, -N if signal N ended it (SIGTERM if we stopped it), None while it runs."""
+        """The program's exit code; -N if signal N ended it (SIGTERM if it was stopped); None while it runs."""
         return self._guard.poll()
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for the end; the exit code as in `returncode`. Raises subprocess.TimeoutExpired."""
+        """Wait for the end and return the exit code, see `returncode`. Raises subprocess.TimeoutExpired."""
         return self._guard.wait(timeout)
 
     def family(self) -> list[psutil.Process]:
-        """The program, first, and all its descendants."""
+        """Return the program, as the first one, and all its descendants."""
         try:
             return psutil.Process(self._guard.pid).children(recursive=True)
         except psutil.NoSuchProcess:
             return []
 
     def tail(self, lines: int = 30) -> str:
-        """The last lines of the log."""
+        """Return the last lines of the log."""
         if self.log is None:
             return ""
         with self.log.open("rb") as file:
@@ -121,10 +125,10 @@ class Program:
         return "\n".join(text.splitlines()[-lines:])
 
     def stop(self) -> int:
-        """End the program and its descendants, if they still run. The exit code as in `returncode`."""
+        """Stop the program and its descendants if they still run, and return the exit code, see `returncode`."""
         if self._open:
             self._open = False
-            # A byte and not only the closed pipe: a child that we forked meanwhile holds a copy of our end.
+            # Closing the pipe is not enough: a child forked in the meantime may hold a copy of the write end.
             try:
                 os.write(self._lifeline, b"x")
             except BrokenPipeError:
@@ -148,7 +152,7 @@ def program(
     cwd: Path | None = None,
     grace: float = GRACE,
 ) -> Iterator[Program]:
-    """The running program (see `Program`); on the way out, for any reason, its whole tree is stopped."""
+    """Start a `Program` for the block, and stop its whole process tree when the block ends for any reason."""
     running = Program(command, log=log, env=env, cwd=cwd, grace=grace)
     try:
         yield running
@@ -157,7 +161,7 @@ def program(
 
 
 class ForkGuard:
-    """A block for code that may fork: a child that would leave it, by a return or by an error, ends there."""
+    """A context for code that may fork: a forked child exits at the end of the block instead of running on."""
 
     def __init__(self) -> None:
         self._process = os.getpid()
@@ -170,20 +174,21 @@ class ForkGuard:
 
 
 class Scratch(tempfile.TemporaryDirectory[str]):
-    """A folder for temporary files, also of programs that are started, which goes when it is closed.
+    """A folder for temporary files, also of child programs, which is removed when it is closed.
 
-    It is locked as long as its process lives: the next one removes what a process that was killed has left.
+    The folder is locked while its process lives. The next `Scratch` removes unlocked folders of processes that were
+    killed.
     """
 
     def __init__(self) -> None:
         for left in Path(tempfile.gettempdir()).glob(f"{_SCRATCH}*"):
-            with suppress(OSError):  # of another user, or another process removes it as well
+            with suppress(OSError):  # it belongs to another user, or another process is removing it
                 _remove_if_abandoned(left)
         while True:
             super().__init__(prefix=_SCRATCH, ignore_cleanup_errors=True)
             self._lock = Path(self.name, _LOCK).open("w")  # noqa: SIM115 (it is locked until the cleanup)
             fcntl.flock(self._lock, fcntl.LOCK_EX)
-            if Path(self.name, _LOCK).exists():  # else it was taken for abandoned in the moment before it was locked
+            if Path(self.name, _LOCK).exists():  # else another process removed it just before it was locked
                 return
             self._lock.close()
             self.cleanup()
@@ -198,11 +203,11 @@ def _signal(process: psutil.Process, number: int) -> None:
         process.send_signal(number)
 
 
-# The guard: one thread, woken by the lifeline or by signals.
+# --- The guard process: one thread, woken by the pipe (lifeline) or by signals ---
 
 
 def _guard(lifeline: int, parent: int, grace: float, inherited: list[int], command: list[str]) -> int:
-    """Run `command` until it ends or the lifeline does. The exit code; negative for a signal."""
+    """Run `command` until it ends or the lifeline closes. Return the exit code, negative for a signal."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     wake, woken = os.pipe()
@@ -221,13 +226,13 @@ def _guard(lifeline: int, parent: int, grace: float, inherited: list[int], comma
         child = subprocess.Popen(
             command, preexec_fn=_die_with_guard, env=os.environ | {"TMPDIR": folder}, pass_fds=inherited
         )
-        for descriptor in inherited:  # so that whoever holds the other end sees the program's end
+        for descriptor in inherited:  # so that the process at the other end notices when the program ends
             os.close(descriptor)
         return _until_the_end(child.pid, lifeline, parent, grace, wake, asked)
 
 
 def _until_the_end(child: int, lifeline: int, parent: int, grace: float, wake: int, asked: list[int]) -> int:
-    waiting = select.poll()  # select.select knows no descriptor above 1023
+    waiting = select.poll()  # select.select does not support descriptors above 1023
     for descriptor in (lifeline, wake):
         waiting.register(descriptor, select.POLLIN)
     while True:
@@ -238,7 +243,7 @@ def _until_the_end(child: int, lifeline: int, parent: int, grace: float, wake: i
         if code is not None:
             _stop_children(grace)
             return code
-        # The parent's number as well as the pipe: a process that it forked may keep the pipe open.
+        # Also check the parent's PID, because a process forked by the parent may keep the pipe open.
         if lifeline in ready or asked or os.getppid() != parent:
             _stop_children(grace)
             return -signal.SIGTERM
@@ -256,7 +261,7 @@ def _die_with_guard() -> None:
 
 
 def _reap(wanted: int) -> int | None:
-    """Collect every ended child; the exit code of `wanted` if it is among them."""
+    """Collect all ended children. Return the exit code of `wanted` if it is among them, else None."""
     found = None
     while True:
         try:
@@ -270,7 +275,8 @@ def _reap(wanted: int) -> int | None:
 
 
 def _stop_children(grace: float) -> None:
-    """SIGTERM to all descendants, SIGKILL to those left after `grace` seconds, until none is left."""
+    """Send SIGTERM to all descendants, and SIGKILL to those that are left after `grace` seconds, until all have
+    ended."""
     me = psutil.Process()
     for process in me.children(recursive=True):
         _signal(process, signal.SIGTERM)
@@ -293,7 +299,7 @@ def _main() -> None:
     )
     if code >= 0:
         os._exit(code)
-    # Die by the same signal, so that our parent sees what ended the program.
+    # End by the same signal, so that the parent process sees which signal ended the program.
     if -code not in (signal.SIGKILL, signal.SIGSTOP):
         signal.signal(-code, signal.SIG_DFL)
     os.kill(os.getpid(), -code)

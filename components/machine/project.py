@@ -1,7 +1,7 @@
-"""The folder of the recipe that this process works for: its relative paths begin there, and its own modules lie there.
+"""The project folder: the folder of the current recipe, with its relative paths and its own Python modules.
 
-A process has one, and its child processes have the same, by a variable of the environment. Without that, it is the
-working folder: a recipe that is installed has nothing beside it.
+A process has one project folder, and its child processes inherit it through an environment variable. Without this
+variable it is the working folder, as for installed recipes, which have no files of their own.
 """
 
 from __future__ import annotations
@@ -25,32 +25,33 @@ VARIABLE = "ARMATURE_PROJECT"
 
 
 def project_folder() -> Path:
+    """Return the folder of the current recipe."""
     return Path(os.environ.get(VARIABLE, ""))
 
 
 def project_path(path: str | Path) -> Path:
-    """A path of a recipe: a relative one begins at the recipe's folder.
+    """Resolve a path of a recipe; relative paths refer to the recipe's folder.
 
-    In a copy that DVC made, what git and DVC did not put there is where the repository has it.
+    In a temporary copy made by DVC, a file that is not in the copy is taken from the original repository.
     """
     found = project_folder() / path
     return found if os.path.exists(found) else original(found)  # noqa: PTH110 (any text may be asked about)
 
 
 def project_source(name: str) -> str:
-    """A folder or a hub name: the path of the folder, if the recipe's folder has it."""
+    """Return the path of the folder `name` if the recipe's folder has it; otherwise `name`, a name on the hub."""
     path = project_path(name)
     return str(path) if os.path.isdir(path) else name  # noqa: PTH112 (any text may be asked about)
 
 
 def use_project(folder: str) -> None:
-    """Make `folder` the one of this process and its children. A step of a deployment, before its flow is loaded."""
+    """Set the project folder of this process and its children. Deployments do this before the flow is loaded."""
     os.environ[VARIABLE] = str(Path(folder).resolve())
 
 
 @contextmanager
 def project(folder: Path | None) -> Iterator[None]:
-    """Work for a recipe in `folder`; None: for one that is installed."""
+    """Set the project folder within the block; None: an installed recipe."""
     before = os.environ.pop(VARIABLE, None)
     try:
         if folder is not None:
@@ -62,14 +63,18 @@ def project(folder: Path | None) -> Iterator[None]:
             os.environ[VARIABLE] = before
 
 
-# Python that a recipe names as "module:attribute": in a file beside the recipe, or installed.
+# --- Loading of "module:attribute" from a file beside the recipe, or from an installed package ---
 #
-# What lies beside the recipe is found without being installed, and is not on the import path: only the modules that
-# are named, and those beside them that they import, can be imported. None of them may have the name of another module.
+# Modules beside the recipe need not be installed, and their folder is not on the import path: only the named modules
+# and the modules beside them that they import can be imported. Their names must differ from all other modules.
 
 
 def load_object(name: str, noun: str) -> Any:
-    """What "module:attribute" stands for; `noun` says in errors what it is.
+    """Load the object named by "module:attribute"; `noun` describes the object in errors.
+
+    >>> load_object("math:pi", "the constant")
+    3.141592653589793
+
 
     Raises:
         ConfigurationError: there is no such module or attribute, it cannot be imported, or a module beside the recipe
@@ -107,18 +112,18 @@ def load_object(name: str, noun: str) -> Any:
 
 
 def load_module(name: str) -> ModuleType:
-    """The module, from beside the recipe if it is there.
+    """Import a module; a module beside the recipe takes precedence.
 
     Raises:
         ConfigurationError: another module has the name of one beside the recipe.
-        Exception: whatever importing it raises.
+        Exception: any error that the import raises.
     """
     find_module(name)
     return importlib.import_module(name)
 
 
 def find_module(name: str) -> None:
-    """From now on the module can be imported and its code found, if it is beside the recipe; nothing is imported.
+    """Make a module beside the recipe importable, without importing it.
 
     Raises:
         ConfigurationError: another module has the name of one beside the recipe.
@@ -127,23 +132,23 @@ def find_module(name: str) -> None:
 
 
 class _Source(SourceFileLoader):
-    """Reads the source itself: bytecode is told from its source by size and whole seconds, which an edit may keep."""
+    """A loader without bytecode files, because they compare size and whole seconds, which an edit may not change."""
 
     def path_stats(self, path: Any) -> NoReturn:
         raise OSError("no bytecode is kept")
 
 
 class _BesideTheRecipe(MetaPathFinder):
-    """Finds `names` in `folder`, and what is in packages there."""
+    """A finder of the modules `names` in `folder`, including the contents of packages."""
 
     def __init__(self) -> None:
         self.folder, self.names = Path(), set[str]()
         self._versions: dict[Path, object] = {}
 
     def enter(self, folder: Path, name: str) -> None:
-        """From now on find `name` in `folder`, if it is there, with all that it imports there.
+        """Find `name` in `folder` from now on, if it exists, and the modules in `folder` that it imports.
 
-        What was found before is imported again if the folder is another, or if a file has changed.
+        Modules that were found before are imported again if the folder is another one or a file has changed.
         """
         if folder != self.folder or any(_version(file) != known for file, known in self._versions.items()):
             for module in [each for each in sys.modules if each.partition(".")[0] in self.names]:
@@ -183,13 +188,14 @@ _FINDER = _BesideTheRecipe()
 
 
 def _beside(folder: Path, name: str) -> Path | None:
-    """The file of the top-level module; a folder is one if it has `__init__.py`."""
+    """Return the file of the top-level module `name`, or None. A folder with `__init__.py` is a module too."""
     places = (folder / name / "__init__.py", folder / f"{name}.py")
     return next((path for path in places if path.is_file()), None)
 
 
 def _refuse_collision(name: str, path: Path) -> None:
-    """
+    """Check that the module at `path` does not have the name of another module.
+
     Raises:
         ConfigurationError: Python has another module of that name.
     """
@@ -204,7 +210,7 @@ def _refuse_collision(name: str, path: Path) -> None:
 
 
 def _elsewhere(name: str, path: Path) -> str:
-    """Where Python has a module `name` that is not at `path`; "" if it has none."""
+    """Return the place of another module called `name` that is not at `path`; "" if there is none."""
     if name in sys.stdlib_module_names:
         return "Python's own"
     loaded = sys.modules.get(name)
@@ -212,14 +218,14 @@ def _elsewhere(name: str, path: Path) -> str:
     for spec in filter(None, specs):
         places = [spec.origin] if spec.has_location else list(spec.submodule_search_locations or [])
         for place in places:
-            # A folder `name` beside the recipe, on the import path, is none where `name.py` is.
+            # If `name.py` exists beside the recipe, a folder `name` there is not another module.
             if place and Path(place).resolve() not in (path.resolve(), path.resolve().with_suffix("")):
                 return f"in {place}"
     return ""
 
 
 def _version(file: Path) -> object:
-    """What changes with the file."""
+    """Return a value that changes whenever the file changes; None if it cannot be read."""
     try:
         state = file.stat()
     except OSError:
@@ -228,10 +234,10 @@ def _version(file: Path) -> object:
 
 
 def _imported(file: Path) -> Iterator[str]:
-    """The top-level modules that a file imports, wherever in it."""
+    """Yield the top-level modules that a file imports, also inside of functions."""
     try:
         tree = ast.parse(file.read_bytes())
-    except (SyntaxError, ValueError, RecursionError):  # importing it says so
+    except (SyntaxError, ValueError, RecursionError):  # importing the file reports this error
         return
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -241,7 +247,7 @@ def _imported(file: Path) -> Iterator[str]:
 
 
 def _place(error: BaseException) -> str:
-    """File and line where importing failed, if that is beside the recipe."""
+    """Return file and line where the import failed, if the file is beside the recipe; "" otherwise."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}, line {error.lineno}"
     found, trace = "", error.__traceback__

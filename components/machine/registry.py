@@ -1,4 +1,4 @@
-"""Names that stand for classes, imported when they are first asked for."""
+"""Registries of classes and functions by name, which are imported when they are first used."""
 
 from __future__ import annotations
 
@@ -16,7 +16,11 @@ from armature.components.machine.project import load_object
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:
-    """What to do about an unknown name: the nearest known one, and all of them."""
+    """Return the remedy for an unknown name: the nearest known name, and the list of all.
+
+    >>> suggestion("colours", ["colors", "recall"])
+    "did you mean 'colors'? known: colors, recall"
+    """
     known = sorted(known)
     alike = [each for each in known if unicodedata.normalize("NFKC", name) == unicodedata.normalize("NFKC", each)]
     for near in (alike or get_close_matches(name, known, n=1))[:1]:
@@ -30,14 +34,20 @@ def suggestion(name: str, known: Iterable[str]) -> str:
 
 @cache
 def _entry_points(group: str, path: tuple[str, ...]) -> dict[str, str]:
-    """Entry points of the packages on the import path. Reading them takes milliseconds, and every recipe asks."""
+    """Return the entry points of packages on the import path. Cached, because reading them takes milliseconds."""
     return {point.name: point.value for point in entry_points(group=group)}
 
 
 class Registry:
-    """Maps a name to "module:attribute"; other packages add names under the entry-point group `group`.
+    """A mapping of names to objects given as "module:attribute".
 
-    With `modules`, "module:attribute" is itself a name, of what lies beside a recipe or is installed.
+    Other packages add names under the entry-point group `group`. With `modules`, "module:attribute" itself is also a
+    valid name, for an object in a module beside the recipe or in an installed one.
+
+    Example:
+        >>> shapes = Registry("shape", "example.shapes", {"ordered": "collections:OrderedDict"})
+        >>> shapes["ordered"].__name__, "round" in shapes
+        ('OrderedDict', False)
     """
 
     def __init__(self, noun: str, group: str, entries: dict[str, str], *, modules: bool = False) -> None:
@@ -53,24 +63,24 @@ class Registry:
         return name in self._entries or name in self._all()
 
     def __getitem__(self, name: str) -> Any:
-        """The class or function called `name`.
+        """Return the class or function called `name`.
 
         Raises:
-            ConfigurationError: the name is unknown (the nearest known one is suggested), or what it stands for is not
-                there.
+            ConfigurationError: the name is unknown (the nearest known one is suggested), or its object cannot be
+                loaded.
         """
         if self._modules and ":" in name:
             return load_object(name, self.noun)
         entries = self._entries if name in self._entries else self._all()
         if name not in entries:
-            own = "; or MODULE:NAME of a module beside the recipe" if self._modules else ""
+            other = "; or MODULE:NAME of a module beside the recipe" if self._modules else ""
             raise ConfigurationError(
-                f"no {self.noun} is called {name!r}", code="unknown_name", remedy=suggestion(name, entries) + own
+                f"no {self.noun} is called {name!r}", code="unknown_name", remedy=suggestion(name, entries) + other
             )
         module, _, attribute = entries[name].partition(":")
         try:
             return getattr(import_module(module), attribute)
-        except (Exception, SystemExit) as error:  # whatever a package raises that adds a name
+        except (Exception, SystemExit) as error:  # the package that adds the name may raise anything
             raise ConfigurationError(
                 f"{self.noun} {name!r} cannot be loaded: {type(error).__name__}: {error}",
                 code="name_not_loadable",

@@ -11,13 +11,13 @@ from itertools import takewhile
 
 from armature.components.contracts.errors import ConfigurationError
 
-# The GPUs that this process may use, numbered from 0 as torch numbers them: those that CUDA_VISIBLE_DEVICES leaves.
+# --- GPUs that CUDA_VISIBLE_DEVICES leaves to this process, numbered from 0 as in torch ---
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 def gpu_count() -> int:
-    """How many there are, of those that the driver lists."""
+    """Return the number of GPUs that the driver lists and CUDA_VISIBLE_DEVICES leaves."""
     if shutil.which("nvidia-smi") is None:
         return 0
     listed = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True, check=False)
@@ -27,7 +27,7 @@ def gpu_count() -> int:
 
 
 def visible_devices(gpus: Sequence[int]) -> str:
-    """CUDA_VISIBLE_DEVICES for a program that gets `gpus` of these alone.
+    """Return CUDA_VISIBLE_DEVICES for a child program that may use only `gpus`.
 
     Raises:
         ConfigurationError: CUDA_VISIBLE_DEVICES leaves fewer.
