@@ -18,8 +18,8 @@ from armature.components.machine.project import load_object
 def suggestion(name: str, known: Iterable[str]) -> str:
     """Return the remedy for an unknown name: the nearest known name, and the list of all.
 
-    >>> suggestion("colours", ["colors", "recall"])
-    "did you mean 'colors'? known: colors, recall"
+    >>> suggestion("recal", ["colors", "recall"])
+    "did you mean 'recall'? known: colors, recall"
     """
     known = sorted(known)
     alike = [each for each in known if unicodedata.normalize("NFKC", name) == unicodedata.normalize("NFKC", each)]

@@ -46,21 +46,21 @@ def visible_devices(gpus: Sequence[int]) -> str:
 
 
 def _left() -> list[str] | None:
-    """CUDA's names of those that the variable leaves, all before the first that names none; None: it is not set."""
-    given = os.environ.get(VISIBLE)
-    if given is None:
+    """Return the device names in CUDA_VISIBLE_DEVICES before the first invalid one; None if the variable is not set."""
+    devices = os.environ.get(VISIBLE)
+    if devices is None:
         return None
-    return list(takewhile(lambda name: name not in ("", "-1"), map(str.strip, given.split(","))))
+    return list(takewhile(lambda name: name not in ("", "-1"), map(str.strip, devices.split(","))))
 
 
-# What Python's garbage collector looks at.
+# --- The garbage collector ---
 
 
 def exempt_from_collection() -> None:
-    """Exclude every object that exists now.
+    """Exclude all existing objects from garbage collection.
 
-    After a training step with compiled layers there are 7e5 of them: a full collection takes 0.3 s, and meanwhile a GPU
-    runs out of queued work.
+    After a training step with compiled layers 7e5 objects exist. A full collection takes 0.3 s, in which a GPU runs out
+    of queued work.
     """
     gc.collect()
     gc.freeze()

@@ -1,4 +1,4 @@
-"""Rollouts as the pages draw them: JSON with every token, its log-prob, ratio and advantage."""
+"""JSON records of rollouts for the pages, with each token, its log-prob, importance ratio and advantage."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ _NONE: LogRatios = np.empty(0, np.float32)
 
 @dataclass(frozen=True, eq=False)
 class TurnScores:
-    """What the trainer knows of one turn of C sampled tokens; None where it was not computed or not trained on."""
+    """The trainer's values for one turn of C sampled tokens; None if not computed, or if the token was not
+    trained on."""
 
     log_ratios: LogRatios | None = None  # (C,) log-prob under the trainer less that under the sampler
     advantages: npt.NDArray[np.float32] | None = None  # (C,)
@@ -34,7 +35,7 @@ class TurnScores:
 def turn_scores(
     trajectories: Sequence[Trajectory], samples: Sequence[Sample], log_ratios: Mapping[str, LogRatios]
 ) -> dict[str, list[TurnScores]]:
-    """Advantages of the sampled tokens and, where they are known by sample id, their `log_ratios`, turn by turn.
+    """Return the advantages of the sampled tokens per turn, and their `log_ratios` where these are given by sample id.
 
     Nothing for trajectories of which some turns were dropped: their tokens and turns do not line up.
     """
@@ -59,7 +60,7 @@ def turn_scores(
 def rollout_record(
     trajectory: Trajectory, step: int | None, scores: Sequence[TurnScores], image_key: ImageKey, piece: Decode
 ) -> dict[str, Any]:
-    """As the pages draw it. `scores` has one entry per turn, or none; numbers that JSON cannot hold are None."""
+    """Return a rollout's record. `scores` has one entry per turn or is empty; NaN and infinities become None."""
     padded = [*scores, *[TurnScores()] * (len(trajectory.turns) - len(scores))]
     return {
         "id": trajectory.trajectory_id,
@@ -108,12 +109,12 @@ def _turn(turn: Turn, scores: TurnScores, image_key: ImageKey, piece: Decode) ->
 
 
 def _number(value: float) -> float | None:
-    """Five significant digits; None for what JSON cannot hold."""
+    """Round to five significant digits; NaN and infinities become None."""
     return float(f"{value:.5g}") if np.isfinite(value) else None
 
 
 def token_decoder(checkpoint: Path) -> Callable[[int], str]:
-    """Decodes one id, special tokens included, with the `tokenizer.json` of a checkpoint folder.
+    """Return a function that decodes one token id, also a special one, with the `tokenizer.json` of a checkpoint.
 
     A token that is only part of a character gives U+FFFD.
 

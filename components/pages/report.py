@@ -1,9 +1,9 @@
-"""A page for people: figures, curves, images, tables, rollouts and the configuration, in one HTML file.
+"""An HTML report in one file: key figures, curves, images, tables, rollouts and the configuration.
 
-The page is the viewer itself with its data, style and script inside, so it works offline and can be passed on. Its
-content comes from models and environments, so it is hostile until escaped: text goes into the page through Jinja's
-autoescaping or as JSON that the script writes with `textContent`. A content security policy names the hashes of the
-page's own script and style; nothing else is executed, and no address is ever contacted.
+The page contains the viewer with its data, style and script, so it works offline and can be sent to others. Its content
+comes from models and environments and is not trusted: text is inserted by Jinja with autoescaping, or as JSON that the
+script writes with `textContent`. A content security policy lists the hashes of the page's own script and style, so
+nothing else is executed, and no address is ever contacted.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from armature.components.contracts.metrics import dump_json
 from armature.components.contracts.rollouts import Failure, Trajectory
 from armature.components.pages.records import Decode, TurnScores, rollout_record
 
-# Learning curves from a run's history: one dict of numbers per step. The page's script draws them.
+# --- Learning curves of a run's history, which has one dict of numbers per step; the page's script draws them ---
 
 History = Sequence[Mapping[str, float]]
 MOST_POINTS = 1500
@@ -38,10 +38,10 @@ MOST_POINTS = 1500
 
 @dataclass(frozen=True)
 class Panel:
-    """One chart. `series` are history keys, or a regular expression where one begins with ^.
+    """One chart. `series` are keys of the history; a series that begins with ^ is a regular expression of keys.
 
-    `band` is the key of a half-width, drawn around the first series, or a pair of keys (low, high). `axis` is
-    what the key "step" counts.
+    `band` is drawn around the first series: the key of a half-width, or a pair of keys (low, high). `axis` names the
+    unit that the key "step" counts.
     """
 
     title: str
@@ -54,7 +54,7 @@ class Panel:
 
 @dataclass(frozen=True)
 class Curves:
-    """Charts and the rows that all of them draw; each row has the key "step"."""
+    """Charts and the rows of numbers that they draw; each row has the key "step"."""
 
     panels: Sequence[Panel]
     rows: History
@@ -126,13 +126,13 @@ PANELS = (
 
 
 def training_curves(history: History) -> Curves:
-    """Charts of a training's history, thinned out where it is long."""
+    """Return the charts of a training's history, with at most about 1500 of its rows."""
     numbered = [{"step": float(place), **row} for place, row in enumerate(history)]
     return Curves(panels_of(numbered), thinned(numbered, MOST_POINTS))
 
 
 def panels_of(history: History) -> list[Panel]:
-    """Return the panels that this history has numbers for, their `series` being its keys."""
+    """Return the panels for which this history has numbers, with regular expressions replaced by its keys."""
     keys = sorted({key for row in history for key in row})
     panels = []
     for panel in PANELS:
@@ -146,7 +146,7 @@ def panels_of(history: History) -> list[Panel]:
 
 
 def thinned(history: History, most: int) -> list[Mapping[str, float]]:
-    """Return about `most` of the rows, evenly spread, the last and those of evaluations among them."""
+    """Return about `most` rows, evenly spread, and always the last row and the rows of evaluations."""
     every = -(-len(history) // most)
     if every <= 1:
         return list(history)
@@ -162,14 +162,14 @@ _SCRIPTS = ("rollout.js", "chart.js", "export.js", "view.js")
 
 
 class ImageReader(Protocol):
-    """Read the bytes of an image; the image store is one."""
+    """A reader of an image's bytes, such as the image store."""
 
     def read(self, ref: ImageRef, /) -> bytes: ...
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Upper bounds for one page. The page counts what they leave out."""
+    """Upper bounds for one page. The page shows how much was left out."""
 
     trajectories: int = 2000
     tokens: int = 400_000
@@ -179,9 +179,9 @@ class Limits:
 
 @dataclass(frozen=True, eq=False)
 class Rollouts:
-    """Rollouts for a page. `steps` and `scores` are by trajectory id, `scores` one entry per turn.
+    """Rollouts for a page. `steps` and `scores` are keyed by trajectory id; `scores` has one entry per turn.
 
-    `images` is the image store; each image is read and embedded once. `decode` turns one token id into its text.
+    `images` reads from the image store, and each image is embedded once. `decode` returns the text of one token id.
     """
 
     trajectories: Sequence[Trajectory]
@@ -195,7 +195,7 @@ class Rollouts:
 
 @dataclass(frozen=True)
 class ReportImage:
-    """`uri` is a data URI; `description` says in words what it shows."""
+    """An image of the report. `uri` is a data URI, `description` is its alternative text."""
 
     title: str
     uri: str
@@ -204,7 +204,7 @@ class ReportImage:
 
 @dataclass(frozen=True)
 class Table:
-    """Cells are text, with numbers formatted, or rates with `estimate`, `low` and `high`, which are drawn as bars."""
+    """A table whose cells are text, formatted numbers, or rates with `estimate`, `low` and `high` (drawn as bars)."""
 
     title: str
     columns: Sequence[str]
@@ -213,7 +213,7 @@ class Table:
 
 @dataclass(frozen=True)
 class HtmlReport:
-    """Content of the page, from top to bottom. `links` maps labels to relative or web addresses."""
+    """The content of the page, from top to bottom. `links` maps labels to relative or web addresses."""
 
     title: str
     figures: Mapping[str, str] = field(default_factory=dict)
@@ -226,7 +226,7 @@ class HtmlReport:
 
 
 def write_report(path: Path, report: HtmlReport) -> None:
-    """Write the page; the same report gives the same bytes.
+    """Write the page. Equal reports give equal bytes.
 
     Raises:
         DataError: a link is neither relative nor a web address, or an image of the rollouts cannot be read.
@@ -248,17 +248,21 @@ def write_report(path: Path, report: HtmlReport) -> None:
         data=_inline_json(_data(report)),
     )
     path.parent.mkdir(parents=True, exist_ok=True)
-    # A lone surrogate is possible in decoded completions and has no UTF-8.
+    # Decoded completions may contain unpaired surrogates, which cannot be encoded as UTF-8.
     path.write_text(page, "utf-8", errors="replace")
 
 
 def live_page() -> str:
-    """Return the page of the viewer that asks a server for its data."""
+    """Return the page of the viewer that loads its data from a server."""
     return _template().render(report=None)
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
-    """Nested settings as (dotted name, JSON value) in their order."""
+    """Return nested settings as pairs (dotted name, JSON value), in their order.
+
+    >>> flatten({"trainer": {"seed": 1}})
+    [('trainer.seed', '1')]
+    """
     rows: list[tuple[str, str]] = []
     for name, value in values.items():
         if isinstance(value, Mapping) and value:
@@ -331,7 +335,7 @@ def _rollout_data(rollouts: Rollouts | None) -> dict[str, Any]:
 
 
 def _select(trajectories: Sequence[Trajectory], limits: Limits) -> list[Trajectory]:
-    """Return everything or, past the limits, whole groups evenly spread over the run."""
+    """Return all trajectories or, beyond the limits, whole groups evenly spread over the run."""
     groups: dict[str, list[Trajectory]] = {}
     for trajectory in trajectories:
         groups.setdefault(trajectory.group_id, []).append(trajectory)
@@ -340,15 +344,16 @@ def _select(trajectories: Sequence[Trajectory], limits: Limits) -> list[Trajecto
     if share == 1.0:
         return list(trajectories)
     names = list(groups)
-    kept = max(1, int(len(names) * share))
-    spread = [names[i * len(names) // kept] for i in range(kept)]
+    count = max(1, int(len(names) * share))
+    spread = [names[i * len(names) // count] for i in range(count)]
     return [trajectory for name in spread for trajectory in groups[name]]
 
 
 class _EmbeddedImages:
-    """Embed each image once, scaled down where large. `images` maps its SHA-256 to data URI and original size.
+    """The embedded images of a page: each one once, large ones scaled down.
 
-    After the budget of bytes is spent, further images are only counted: `left_out`.
+    `images` maps an image's SHA-256 to its data URI and original size. When the budget of bytes is spent, further
+    images are only counted in `left_out`.
     """
 
     def __init__(self, reader: ImageReader, limits: Limits) -> None:

@@ -1,4 +1,4 @@
-"""The report of a training run: curves, last numbers, what was dropped, and the configuration."""
+"""The report of a training run: curves, final figures, dropped samples by reason, and the configuration."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def write_training_report(
     curves: Sequence[Curves] = (),
     rollouts: Rollouts | None = None,
 ) -> None:
-    """Write `report.html` into `folder`; the same run gives the same bytes.
+    """Write `report.html` into `folder`. Equal runs give equal bytes.
 
     Args:
-        figures: more numbers for the head of the page, such as held-out accuracy with its interval.
-        tables: further counts; those without rows are left out.
-        curves: charts after those of the history.
+        figures: additional key figures, such as held-out accuracy with its interval.
+        tables: additional tables; empty ones are omitted.
+        curves: charts to show after those of the history.
         rollouts: rollouts to browse on the page.
     """
     drops = [[name, f"{count:,}"] for name, count in drops_by_reason(history).items()]
@@ -44,7 +44,8 @@ def write_training_report(
 
 
 def last_figures(history: History) -> dict[str, str]:
-    """Means over the last tenth of the steps, the largest mismatch KL, and how many rollouts were made."""
+    """Return key figures: means over the last tenth of the steps, the largest mismatch KL, and the number of
+    rollouts."""
     if not history:
         return {}
     tail = history[-max(1, len(history) // 10) :]
@@ -63,7 +64,7 @@ def last_figures(history: History) -> dict[str, str]:
 
 
 def drops_by_reason(history: History) -> dict[str, int]:
-    """Failed rollouts and dropped samples over the whole run, largest first."""
+    """Return the numbers of failed rollouts and dropped samples of the whole run by reason, largest first."""
     names = {name for row in history for name in row if name.startswith(("failures/", "drops/"))}
     totals = {name: _total(history, name) for name in names}
     return dict(sorted(totals.items(), key=lambda item: (-item[1], item[0])))

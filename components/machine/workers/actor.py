@@ -1,7 +1,7 @@
-"""The caller's side of a worker on a node of a Ray cluster: an actor guards the process there.
+"""The caller's side of a worker on a node of a Ray cluster, where an actor guards the worker's process.
 
-What travels is what travels to a process, as bytes; Ray itself unpickles what its cluster sends, so a cluster is as
-trusted as this machine.
+Requests and answers are the same bytes as for a local worker process. But Ray itself unpickles the messages of its
+cluster, so a cluster must be as trusted as this machine.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ from armature.components.machine.workers.process import GRACE, WorkerProcess
 from armature.components.machine.workers.requests import ANYTHING, PartT, ReplyForm, ReplyT, checked
 
 PING_SECONDS = 30.0
-"""For an actor to say that it is there, while a call takes its time."""
+"""Seconds for an actor to answer a ping during a long call."""
 
 ENDING_SECONDS = 60.0
-"""For an actor to end a worker's process after the time limit of a call."""
+"""Seconds for an actor to end a worker's process after the time limit of a call."""
 
 REACH_SECONDS = 10.0
-"""For the head of a cluster to take a connection."""
+"""Seconds for the head of a cluster to accept a connection."""
 
 _JOINING = threading.Lock()
 _joined: list[str] = []
-"""The address of the cluster that was joined here; none where who uses us did that."""
+"""The address of the cluster that `joined` has joined; empty if the calling program joined one itself."""
 
 
 class WorkerActor:
-    """A `Worker` on the node that Ray chooses; after the loss of a node, on another one."""
+    """A `Worker` on a node that Ray chooses. If the node is lost, it starts again on another one."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class WorkerActor:
         self._actor: Any = None
         self._before = 0  # processes of actors that are gone
         self.node = ""
-        """The address of the node where it was last."""
+        """Address of the node on which the worker ran last."""
         self.pid: int | None = None
         self.starts = 0
 
@@ -90,7 +90,7 @@ class WorkerActor:
         """See `Worker.stream`.
 
         Raises:
-            ConfigurationError: besides, that the cluster does not answer, has no room, or has another code.
+            ConfigurationError: the cluster does not answer, has no room, or its nodes have other code.
         """
         timeout = self._timeout if timeout is None else timeout
         request = encoded([method, arguments])
@@ -127,7 +127,7 @@ class WorkerActor:
                 self._end(GRACE)
             finally:
                 self._lock.release()
-        elif actor := self._actor:  # who waits for room or for its answer sees the end
+        elif actor := self._actor:  # a thread that waits for room or for an answer then gets an error
             import ray
 
             ray.kill(actor)
@@ -139,11 +139,12 @@ class WorkerActor:
         self.close()
 
     def _start(self, ray: Any) -> Any:
-        """
+        """Start the actor and check its node.
+
         Raises:
-            ConfigurationError: no node has room for it, or the one that has does not have the same code.
+            ConfigurationError: no node has room for the actor, or the node does not have the same code.
         """
-        # Calls of one actor wait for none of each other: one that asks whether it is there, one that ends it.
+        # Concurrent calls, so that a ping or `close` need not wait for a running call.
         remote = ray.remote(_Host).options(**self._cluster.options(), max_restarts=0, max_concurrency=4)
         self._actor = actor = remote.remote(*self._arguments)
         try:
@@ -167,15 +168,16 @@ class WorkerActor:
         return actor
 
     def _answer(self, ray: Any, actor: Any, request: bytes, timeout: float, most_parts: int) -> bytes:
-        """Waits as long as the actor does; its own time limits end the process, here only the node can be silent."""
+        """Wait for the actor's answer. The actor enforces the time limits of the worker; this only detects a lost
+        node."""
         answer = actor.call.remote(request, timeout, most_parts)
         end = time.monotonic() + timeout * (most_parts + 1) + ENDING_SECONDS
         while not ray.wait([answer], timeout=max(timeout, PING_SECONDS))[0]:
             ray.get(actor.ping.remote(), timeout=PING_SECONDS)
             if time.monotonic() > end:
                 raise ray.exceptions.GetTimeoutError("the actor has not ended its worker in time")
-        found: bytes = ray.get(answer)
-        return found
+        content: bytes = ray.get(answer)
+        return content
 
     def _end(self, patience: float = 0.0) -> None:
         actor, self._actor, self.pid = self._actor, None, None
@@ -193,7 +195,7 @@ class WorkerActor:
 
 
 class HostAnswer(ReplyForm):
-    """What a `_Host` answers: parts and value, or an error and whether it came in time."""
+    """The answer of a `_Host`: parts and a value, or an error and whether it occurred within the time limit."""
 
     parts: list[Any] | None = None
     value: Any = None
@@ -204,7 +206,7 @@ class HostAnswer(ReplyForm):
 
 
 class _Host:
-    """On the node: a worker's process, which ends with the actor that has it."""
+    """The Ray actor on the node. It owns a worker's process, which ends together with the actor."""
 
     def __init__(self, module: str, settings: bytes, timeout: float, env: bytes, most_bytes: int) -> None:
         self._worker = WorkerProcess(
@@ -235,7 +237,7 @@ class _Host:
 
 
 def joined(address: str) -> Any:
-    """The module `ray`, as a driver of the cluster, which wants a token unless `RAY_AUTH_MODE` says otherwise.
+    """Join the cluster as a driver and return the module `ray`. A token is required unless `RAY_AUTH_MODE` is set.
 
     Raises:
         ConfigurationError: Ray is not installed, or the cluster does not answer.
@@ -251,7 +253,7 @@ def joined(address: str) -> Any:
             ) from error
         finally:
             if threading.current_thread() is threading.main_thread():
-                signal.signal(signal.SIGTERM, before)  # importing Ray takes it
+                signal.signal(signal.SIGTERM, before)  # importing Ray replaces the handler
         if not ray.is_initialized():
             _joined.clear()
             try:
@@ -276,7 +278,7 @@ def joined(address: str) -> Any:
 
 
 def not_started(what: str, address: str, error: Exception) -> ConfigurationError:
-    """Return the error for an actor whose node failed to make it."""
+    """Return the error for an actor that its node could not create."""
     return ConfigurationError(
         f"the cluster cannot start {what}: {error}",
         code="cluster_start_failed",
@@ -286,17 +288,17 @@ def not_started(what: str, address: str, error: Exception) -> ConfigurationError
 
 
 def _reach(address: str) -> None:
-    """Raises OSError where nothing listens: Ray itself takes minutes to say so."""
+    """Raise OSError if nothing listens at the address. Ray itself would take minutes to report this."""
     if address != "auto":
         host, _, port = address.removeprefix("ray://").rpartition(":")
         socket.create_connection((host.strip("[]"), int(port)), REACH_SECONDS).close()
 
 
 def room(address: str, wanted: Mapping[str, float]) -> dict[str, int]:
-    """How many of what takes `wanted`, resources of Ray by name, each node has room for when nothing else is on it.
+    """Return how often the resources `wanted` fit on each idle node of the cluster, by node.
 
     Raises:
-        ConfigurationError: as `joined`.
+        ConfigurationError: the cluster cannot be joined, see `joined`.
     """
     nodes = [node for node in joined(address).nodes() if node["Alive"]]
     return {
@@ -308,22 +310,23 @@ def room(address: str, wanted: Mapping[str, float]) -> dict[str, int]:
 
 
 def _times(amount: float, whole: float) -> int:
-    """How often `amount` is in `whole`, both counted as Ray does: 0.2 is five times in 1."""
+    """Return how often `amount` fits in `whole`, in Ray's units of 1e-4: 0.2 fits five times in 1."""
     return round(whole / LEAST_AMOUNT) // round(amount / LEAST_AMOUNT)
 
 
 @cache
 def installed() -> dict[str, Any]:
-    """What results depend on: the digest of our code, and the version of every package."""
+    """Return what results depend on: the digest of this project's code and the version of every package."""
     components = Path(__file__).parents[2]
     code = {path.relative_to(components).as_posix(): file_digest(path) for path in components.rglob("*.py")}
     return {"code": listing_digest(code), "packages": {each.name.lower(): each.version for each in distributions()}}
 
 
 def refuse_other(about: Mapping[str, Any], where: str) -> None:
-    """
+    """Check that a node has the same code and packages as this machine.
+
     Raises:
-        ConfigurationError: the node's results might be others than this machine's.
+        ConfigurationError: they differ, so the node's results might differ too.
     """
     here, there = installed(), about
     different = [
@@ -332,7 +335,7 @@ def refuse_other(about: Mapping[str, Any], where: str) -> None:
         if there["packages"].get(name, version) != version
     ]
     if here["code"] != there["code"]:
-        different.insert(0, "another code of Armature")
+        different.insert(0, "other code of Armature")
     if different:
         raise ConfigurationError(
             f"the node has {'; '.join(different[:3])}",

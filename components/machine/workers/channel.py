@@ -1,4 +1,4 @@
-"""Values over a socket: JSON, and arrays as their bytes."""
+"""Transfer of values over a socket, as JSON with the bytes of arrays appended."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from armature.components.machine.process import ForkGuard
 
 
 class WorkerError(ArmatureError):
-    """A worker ended, hung, failed or answered nonsense, and its state is gone. Or it is gone since an earlier call."""
+    """A worker ended, hung, failed or sent an invalid answer, in this call or before it. Its state is lost."""
 
     code = "worker_failed"
 
 
 class IdleWorkerLost(WorkerError):
-    """A worker was lost between two calls. The latter was not sent, and can be made again."""
+    """A worker was lost between two calls. The second call was not sent and can be repeated."""
 
     code = "idle_worker_lost"
 
@@ -41,13 +41,13 @@ _KNOWN = {kind.__name__: kind for kind in (ConfigurationError, DataError, Worker
 
 
 def described(error: ArmatureError) -> list[str]:
-    """The nearest kind that the other side knows, the code, and the three parts."""
+    """Return an error as data: the nearest error class that the caller knows, the code, and the three parts."""
     kind = next((each.__name__ for each in type(error).__mro__ if each.__name__ in _KNOWN), WorkerError.__name__)
     return [kind, error.code, error.what, error.where, error.remedy]
 
 
 def restored(description: Any) -> ArmatureError:
-    """Raises ValueError if it is not what `described` gives."""
+    """Return the error from the data of `described`. Raises ValueError for other data."""
     match description:
         case [str() as kind, str() as code, str() as what, str() as where, str() as remedy]:
             return _KNOWN.get(kind, WorkerError)(what, code=code, where=where, remedy=remedy)
@@ -55,10 +55,10 @@ def restored(description: Any) -> ArmatureError:
 
 
 MOST_BYTES = 2**30
-"""Of all that answers one request, where a worker has no smaller limit."""
+"""Largest size in bytes of all answers to one request; workers may have a smaller limit."""
 
 MOST_TEXT = 2**24
-"""Bytes of JSON in an answer, beside its arrays: in memory JSON may take 30 times as much."""
+"""Largest size in bytes of an answer's JSON, without arrays. Parsed JSON may take 30 times as much memory."""
 
 _AHEAD, _AT_ONCE = 2**12, 2**20
 ReceivedT = TypeVar("ReceivedT", bytes, int)
@@ -68,7 +68,7 @@ _NUMBERS = re.compile(r"[<>|][biuf][1248]")
 
 
 def encoded(value: Any) -> bytes:
-    """The length of a JSON document, the document, and the bytes of the arrays in it; tuples become lists.
+    """Return the length of a JSON document, the document, and the bytes of its arrays. Tuples become lists.
 
     Raises:
         TypeError: something is neither of JSON nor an array.
@@ -86,7 +86,7 @@ def encoded(value: Any) -> bytes:
 
 
 def decoded(data: bytes) -> Any:
-    """What `encoded` was given.
+    """Return the value that `encoded` has encoded.
 
     Raises:
         EOFError: it is cut off.
@@ -105,32 +105,32 @@ def decoded(data: bytes) -> Any:
 
 
 class CallLimits:
-    """The seconds and bytes that are left for one call. Sending, and each part of an answer, uses up the same ones."""
+    """The seconds and bytes that are left for one call, shared by sending and by all parts of the answer."""
 
     def __init__(self, seconds: float, most_bytes: int) -> None:
         self._seconds, self._most_bytes, self._bytes = seconds, most_bytes, most_bytes
         self.restart()
 
     def restart(self) -> None:
-        """Allow all of the seconds from now on. The bytes are not restored."""
+        """Restart the time limit. The limit of bytes is not restored."""
         self._until = time.monotonic() + self._seconds
 
     def seconds(self) -> float:
-        """Raises TimeoutError if none are left."""
+        """Return the seconds that are left. Raises TimeoutError if there are none."""
         left = self._until - time.monotonic()
         if left <= 0:
             raise TimeoutError
         return left
 
     def take(self, count: int) -> None:
-        """Raises ValueError if fewer than `count` bytes are left."""
+        """Subtract `count` bytes from the limit. Raises ValueError if fewer are left."""
         if count > self._bytes:
             raise ValueError(f"more than {self._most_bytes} bytes")
         self._bytes -= count
 
 
 class Channel:
-    """Sends and receives what `encoded` gives. Without limits, the other side is trusted."""
+    """A socket for values in the form of `encoded`. Without limits, the other side is trusted."""
 
     def __init__(self, stream: socket.socket) -> None:
         self._stream = stream
@@ -139,7 +139,7 @@ class Channel:
         self._poll.register(stream, select.POLLIN)
 
     def send(self, value: bytes, limits: CallLimits | None = None) -> None:
-        """Raises TimeoutError if the other side does not take it, OSError if it has gone."""
+        """Send encoded bytes. Raises TimeoutError if the other side does not read them, OSError if it has ended."""
         if limits is not None:
             self._stream.settimeout(limits.seconds())
         self._stream.sendall(value)
@@ -160,7 +160,7 @@ class Channel:
         return _value(exactly, None if limits is None else MOST_TEXT)
 
     def unread(self) -> bytes | None:
-        """The next byte, which stays where it is; empty if the other side has gone; None if nothing has come."""
+        """Return the next byte without consuming it; empty if the other side has ended; None if nothing has arrived."""
         if not self._buffer and self._poll.poll(0):
             try:
                 self._buffer += (byte := self._stream.recv(1))
@@ -173,7 +173,7 @@ class Channel:
         self._stream.close()
 
     def _exactly(self, count: int, limits: CallLimits | None) -> bytearray:
-        """The next `count` bytes."""
+        """Return the next `count` bytes."""
         buffer = self._buffer
         if count <= _AHEAD:
             while len(buffer) < count:
@@ -201,10 +201,10 @@ class Channel:
 
 
 def _value(exactly: Callable[[int], bytearray], most_text: int | None) -> Any:
-    """Read by `exactly`, which gives so many of the next bytes."""
+    """Decode a value; `exactly(n)` returns the next n bytes."""
 
     def filled(document: dict[str, Any]) -> Any:
-        """Called in the order of the document, which is that of the arrays behind it."""
+        """Read the next array. JSON objects are visited in document order, which is the order of the arrays' bytes."""
         if _ARRAY not in document:
             return document
         name, shape = document[_ARRAY]
@@ -228,14 +228,14 @@ def _value(exactly: Callable[[int], bytearray], most_text: int | None) -> Any:
 
 
 class Handler(Protocol):
-    """Its other methods answer requests."""
+    """The object in a worker's process whose other methods answer requests."""
 
     def close(self) -> None:
-        """The other side has gone; not called where the process is ended from outside."""
+        """Clean up after the caller has ended. It is not called if the process is killed from outside."""
 
 
 def serve(make: Callable[..., Handler]) -> None:
-    """Answer requests by the methods of a handler, which the first one makes, until the other side goes.
+    """Create a handler at the first request, and answer requests with its methods until the caller ends.
 
     What a generator yields is sent at once, as a part; what it returns is the reply. An ArmatureError is the caller's
     affair; after any other error the process is ended from outside, since nobody knows what it left behind.
@@ -259,7 +259,7 @@ def serve(make: Callable[..., Handler]) -> None:
 def _answers(
     handler: Callable[[], Handler], method: str, arguments: list[Any], guard: ForkGuard
 ) -> Iterator[tuple[str, Any]]:
-    """("part", value) of whatever is yielded, then ("done", value); or at any time "refused" or "failed"."""
+    """Yield ("part", value) for each yielded value, then ("done", value); "refused" or "failed" end it at any time."""
     try:
         with guard:
             answer = getattr(handler(), method)(*arguments)

@@ -1,4 +1,4 @@
-"""Programs on nodes of a Ray cluster: bundles of a placement group, and an actor in each that guards a program."""
+"""Programs on nodes of a Ray cluster. Each runs in a bundle of a placement group, where an actor guards it."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from armature.components.machine.process import GRACE, Program
 from armature.components.machine.workers.actor import installed, joined, not_started, refuse_other
 
 ANSWER_SECONDS = 30.0
-"""For an actor that is there to do what takes no time."""
+"""Seconds for a running actor to answer a call that does no work."""
 
 
 class PlacementBundles:
-    """A placement group with `count` bundles. When a node is lost, Ray looks for room for its bundles on the others."""
+    """A placement group with `count` bundles. If a node is lost, Ray moves its bundles to other nodes with room."""
 
     def __init__(self, cluster: ClusterSettings, bundle: Bundle, count: int) -> None:
         self.cluster, self.bundle, self._count = cluster, bundle, count
@@ -28,7 +28,7 @@ class PlacementBundles:
         self._group: Any = None
 
     def take(self) -> Any:
-        """The group; made by the first call."""
+        """Return the placement group, which the first call creates."""
         from ray.util.placement_group import placement_group
 
         with self._lock:
@@ -38,7 +38,7 @@ class PlacementBundles:
             return self._group
 
     def wanted(self) -> str:
-        """The resources that the group waits for, and on how many nodes."""
+        """Describe the resources that the group waits for, and the number of nodes."""
         each, strategy = self.bundle.resources_of_node(), self.bundle.strategy
         if self._count == 1:
             return f"{each} of a node"
@@ -58,7 +58,7 @@ class PlacementBundles:
 
 
 class PlacedProgram:
-    """A program on the node that has a bundle. Each `place` makes an actor there, `stop` ends it.
+    """A program on the node of a bundle. Each call of `place` creates an actor there, and `stop` ends it.
 
     Args:
         actor: its class, which says how the program is started.
@@ -73,7 +73,7 @@ class PlacedProgram:
         self._ends: Any = None
         self._stopped = threading.Event()
         self.node = ""
-        """The address of the node where it was last."""
+        """Address of the node on which the program ran last."""
 
     @property
     def alive(self) -> bool:
@@ -81,13 +81,13 @@ class PlacedProgram:
 
     @property
     def returncode(self) -> int | None:
-        """The exit code of a program that has ended; None if it runs, was stopped, or went with its node."""
+        """The exit code of a program that has ended; None if it runs, was stopped, or was lost with its node."""
         code = self._ending
         return code if isinstance(code, int) else None
 
     @property
     def lost(self) -> bool:
-        """Whether the node is gone, and the program with it."""
+        """True if the node is lost, and the program with it."""
         return self._ending == "lost"
 
     @property
@@ -106,7 +106,10 @@ class PlacedProgram:
 
     @contextmanager
     def starting(self) -> Iterator[threading.Event]:
-        """What fails within stops it; the event is set by whoever else does. Raises `failed` if the node is lost."""
+        """Stop the program if the block raises. The yielded event is set when another thread stops the program.
+
+        If the node is lost, the error of `failed` is raised.
+        """
         stopped = self._stopped
         ray = joined(self._places.cluster.address)
         try:
@@ -119,7 +122,7 @@ class PlacedProgram:
             raise
 
     def place(self, stopped: threading.Event) -> None:
-        """Make the actor, once there is room; `stopped` is what `starting` gave.
+        """Create the actor as soon as there is room; `stopped` is the event that `starting` yields.
 
         Raises:
             ConfigurationError: there is none, or the nodes cannot make the actor, or have another code.
@@ -131,12 +134,12 @@ class PlacedProgram:
         refuse_other(about, self._places.bundle.SETTING)
 
     def run(self, method: str, *arguments: Any) -> None:
-        """Call the actor's `method`, which starts the program. Raises what `ask` does."""
+        """Call the actor's `method`, which starts the program. Raises the errors of `ask`."""
         self.ask(method, *arguments)
         self._ends = self._actor.wait.remote()
 
     def ask(self, method: str, *arguments: Any) -> Any:
-        """Raises the error of ours that the node raised, or a RayError."""
+        """Call a method of the actor. Raises the ArmatureError that the node raised, or a RayError."""
         ray = _ray()
         try:
             return ray.get(getattr(self._actor, method).remote(*arguments), timeout=ANSWER_SECONDS)
@@ -163,7 +166,7 @@ class PlacedProgram:
             return f"(its log is on node {self.node}, which is gone)"
 
     def _about(self, ray: Any, stopped: threading.Event) -> dict[str, Any]:
-        """What the actor says of its node."""
+        """The facts that the actor reports about its node."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         self._refuse_stopped(stopped)
@@ -212,13 +215,13 @@ class PlacedProgram:
 
 
 def large_enough(nodes: Sequence[Mapping[str, Any]], bundle: Bundle) -> int:
-    """The number of `nodes`, as Ray lists them, that have what one bundle takes if nothing else runs on them."""
+    """Return how many of `nodes`, in Ray's listing, have enough resources for a bundle when they are idle."""
     each = bundle.resources_of_node()
     return sum(all(node["Resources"].get(name, 0) >= amount for name, amount in each.items()) for node in nodes)
 
 
 class NodeActor:
-    """In the bundle: a program, which ends with the actor that has it."""
+    """The Ray actor in a bundle. It owns a program, which ends together with the actor."""
 
     def __init__(self) -> None:
         from ray.util import get_node_ip_address
@@ -248,7 +251,7 @@ class NodeActor:
 
 
 def absolute(program: str) -> str:
-    """A path that means the same in another folder; a bare name is looked up on PATH, on the node."""
+    """Return a path that is valid in any folder. A name without a folder is looked up on PATH, on the node."""
     return os.path.abspath(program) if os.sep in program else program  # noqa: PTH100 (a link must not be resolved)
 
 

@@ -1,4 +1,5 @@
-"""Several workers, and who works at what: what was at a worker before stays there, because state is costly."""
+"""A pool of workers and the assignment of jobs. Jobs with the same key stay at one worker, since its state is
+costly."""
 
 from __future__ import annotations
 
@@ -24,14 +25,14 @@ WorkerT = TypeVar("WorkerT", bound=Closable)
 
 
 class WorkerPool(Generic[WorkerT]):
-    """Workers that are kept until `close`."""
+    """A pool of workers that live until `close`."""
 
     def __init__(self, make: Callable[[], WorkerT], count: int) -> None:
         self.workers = tuple(make() for _ in range(count))
         self._homes: dict[Hashable, int] = {}
 
     def of(self, key: Hashable) -> WorkerT:
-        """The same worker for the same key; new keys take turns through the workers."""
+        """Return the same worker for the same key. New keys are assigned to the workers in turn."""
         return self.workers[self._homes.setdefault(key, len(self._homes) % len(self.workers))]
 
     def run(
@@ -42,7 +43,8 @@ class WorkerPool(Generic[WorkerT]):
         finished: Callable[[ResultT], None],
         attempts: int = 1,
     ) -> None:
-        """`work` of every job, in threads, within a key in the order of `jobs`; `finished` of each result, in this one.
+        """Run `work` for every job in threads, in the order of `jobs` within a key; call `finished` here for each
+        result.
 
         A worker keeps to the jobs of one key while there are any. A job whose worker was lost is tried again,
         `attempts` times in all.
@@ -87,7 +89,8 @@ class WorkerPool(Generic[WorkerT]):
 
 
 class StickyQueue(Generic[JobT]):
-    """Jobs by key. Who takes keeps to its key while that has any jobs, then goes where most wait for each taker.
+    """A queue of jobs by key. A thread stays at its key while it has jobs, then takes the key with most jobs per
+    thread.
 
     Thread safe.
 
@@ -103,7 +106,7 @@ class StickyQueue(Generic[JobT]):
         self._lock = threading.Lock()
 
     def take(self, held: Hashable) -> JobT | None:
-        """The next job for one that has the key `held`, None if it has none. None: nothing is left."""
+        """Return the next job for a thread at key `held` (None: no key yet). None: no job is left."""
         with self._lock:
             if held is not None and self._waiting.get(held):
                 return self._waiting[held].popleft()
@@ -117,7 +120,7 @@ class StickyQueue(Generic[JobT]):
             return self._waiting[chosen].popleft()
 
     def clear(self) -> None:
-        """Nothing is left for anyone."""
+        """Remove all jobs, so that every thread stops."""
         with self._lock:
             self._waiting.clear()
 

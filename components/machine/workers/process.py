@@ -1,4 +1,4 @@
-"""The caller's side: a worker in a process that is watched, ended and started again."""
+"""The caller's side of a worker in a local process, which is watched, ended and restarted."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from armature.components.machine.workers.channel import MOST_BYTES, CallLimits, 
 from armature.components.machine.workers.requests import ANYTHING, HandlerFailed, PartT, ReplyT, Requests, new_number
 
 GRACE = 3.0
-"""Seconds that an idle worker has to leave by itself."""
+"""Seconds for an idle worker to exit by itself."""
 
 _ROOT = Path(__file__).parents[4]
 _PID: TypeAdapter[int] = TypeAdapter(Annotated[int, Field(strict=True, gt=0)])
 
 
 def importable() -> dict[str, str]:
-    """The variable with which a child process finds our code, wherever it starts."""
+    """Return the PYTHONPATH with which a child process finds this code in any working folder."""
     return {"PYTHONPATH": os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])}
 
 
 class WorkerProcess:
-    """A `Worker` in a child process, which starts with the first call, and again with the first after an end.
+    """A `Worker` in a child process. The process starts with the first call, and with the first call after it ended.
 
-    Safe to share between threads, which wait for one another.
+    Threads may share a worker; their calls run one after the other.
     """
 
     def __init__(
@@ -58,9 +58,9 @@ class WorkerProcess:
         self._program: Program | None = None
         self._requests: Requests
         self.pid: int | None = None
-        """Of the process, while there is one."""
+        """PID of the process while it runs, else None."""
         self.starts = 0
-        """How many processes there have been."""
+        """Number of processes that were started."""
 
     @property
     def alive(self) -> bool:
@@ -108,7 +108,7 @@ class WorkerProcess:
                 self._end(GRACE)
             finally:
                 self._lock.release()
-        elif program := self._program:  # who waits for its answer sees the end
+        elif program := self._program:  # a thread that waits for an answer then gets an error
             program.stop()
 
     def __enter__(self) -> Self:
@@ -131,9 +131,10 @@ class WorkerProcess:
             raise ValueError(f"it refused to start: {error}") from error
 
     def _refuse_lost(self) -> None:
-        """
+        """Check that an idle process still runs and has sent nothing.
+
         Raises:
-            IdleWorkerLost: the process has ended, or has sent what nobody asked for.
+            IdleWorkerLost: the process has ended, or has sent data without a request.
         """
         byte = self._requests.unread()
         if byte is None:
@@ -143,7 +144,7 @@ class WorkerProcess:
         raise IdleWorkerLost(what, where=where)
 
     def _lost(self, error: BaseException, timeout: float, where: str) -> WorkerError | None:
-        """End the process after `error`. Return what became of it; None if `error` is not the worker's."""
+        """End the process after `error`. Return the error of the worker; None if the worker did not cause `error`."""
         running = self._program is not None
         code = self._end(GRACE if isinstance(error, EOFError | ConnectionError) else 0.0)
         match error:
@@ -160,7 +161,7 @@ class WorkerProcess:
         return None
 
     def _end(self, patience: float = 0.0) -> int | None:
-        """The exit code of the process, which may leave by itself for `patience` seconds."""
+        """End the process, after `patience` seconds in which it may exit by itself. Return its exit code."""
         program, self._program, self.pid = self._program, None, None
         if program is None:
             return None

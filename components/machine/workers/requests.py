@@ -1,4 +1,4 @@
-"""The caller's side of a channel: what answers a request has its number, and the form that the caller expects."""
+"""The caller's side of a channel. Answers have the number of their request and the form that the caller expects."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _counter, _random = itertools.count(1), random.Random()
 
 
 class ReplyForm(BaseModel):
-    """Fields of an answer. Nothing is converted: true is not a number, and a number is not a text."""
+    """Base class of answers. Values are not converted: true is not a number, and a number is not a text."""
 
     model_config = ConfigDict(
         strict=True, extra="forbid", frozen=True, allow_inf_nan=False, arbitrary_types_allowed=True
@@ -33,7 +33,7 @@ class ReplyForm(BaseModel):
 
 
 def array_of(dtype: DTypeLike, dimensions: int) -> Callable[[Any], NDArray[Any]]:
-    """A validator of arrays with this dtype and number of dimensions, whose values are finite."""
+    """Return a validator of arrays with this dtype, this number of dimensions and only finite values."""
 
     def check(value: Any) -> NDArray[Any]:
         if not isinstance(value, np.ndarray) or value.dtype != dtype or value.ndim != dimensions:
@@ -50,12 +50,12 @@ class HandlerFailed(Exception):
 
 
 def new_number() -> int:
-    """The number of a request. It rises, and its lower bits are random: nothing can answer it before it has come."""
+    """Return a new request number. Numbers rise, and random lower bits prevent an answer before the request arrives."""
     return next(_counter) << _RANDOM_BITS | _random.getrandbits(_RANDOM_BITS)
 
 
 class Requests:
-    """Requests to a worker, one at a time."""
+    """The requests to one worker, one at a time."""
 
     def __init__(self, stream: socket.socket) -> None:
         self._channel = Channel(stream)
@@ -72,14 +72,14 @@ class Requests:
     ) -> tuple[list[PartT], ReplyT]:
         """Send `request`, which has the `number`, and return the parts and the reply.
 
-        The seconds of `limits` are for all of it; each of at most `most_parts` parts restarts them.
+        The time limit covers the whole request; each part, at most `most_parts`, restarts it.
 
         Raises:
-            ArmatureError: the handler's.
+            ArmatureError: the handler raised it.
             HandlerFailed: the handler raised another error.
-            TimeoutError: it took longer.
-            EOFError, OSError: the worker has gone.
-            ValueError: what came is not an answer to this request.
+            TimeoutError: the time limit has passed.
+            EOFError, OSError: the worker has ended.
+            ValueError: the data received is not an answer to this request.
         """
         self._channel.send(request, limits)
         parts: list[PartT] = []
@@ -99,7 +99,7 @@ class Requests:
                     raise ValueError(f"an answer of the kind {kind!r:.40}")
 
     def _answer(self, number: int, limits: CallLimits) -> tuple[Any, Any]:
-        """The next answer to the request `number`; late ones to earlier requests are dropped."""
+        """Return the next answer to the request `number`. Late answers to earlier requests are dropped."""
         while True:
             match self._channel.receive(limits):
                 case [int() as other, kind, value] if other == number:
@@ -111,7 +111,7 @@ class Requests:
 
 
 def checked(form: TypeAdapter[ReplyT], value: Any) -> ReplyT:
-    """Return the value that `form` makes of it. Raises ValueError if it has another form."""
+    """Return the value after validation by `form`. Raises ValueError if it is not valid."""
     try:
         return form.validate_python(value)
     except ValidationError as error:

@@ -1,4 +1,4 @@
-"""What answers requests elsewhere, and where that is: in a process of this machine, or on a node of a cluster."""
+"""The protocol of workers, and `make_worker`, which places them on this machine or on a Ray cluster."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ _CLUSTER: ContextVar[ClusterSettings | None] = ContextVar("cluster", default=Non
 
 
 class Worker(Protocol):
-    """A program that keeps a state between calls. It may be lost at any time; the next call then starts it again.
+    """A program that keeps state between calls. If it is lost, the next call starts it again, with new state.
 
-    Safe to share between threads, which wait for one another.
+    Threads may share a worker; their calls run one after the other.
     """
 
     pid: int | None
-    """Of its process on its machine, while there is one."""
+    """PID of its process on its machine while it runs, else None."""
     starts: int
-    """How many processes there have been."""
+    """Number of processes that were started."""
 
     @property
     def alive(self) -> bool:
-        """Whether it has begun and was not lost since; a call makes it so."""
+        """True if the worker runs: it was started by a call and not lost since."""
 
     def call(self, method: str, *arguments: Any, reply: TypeAdapter[ReplyT], timeout: float | None = None) -> ReplyT:
-        """What the handler's method returns, if it has the form of `reply`. Arguments and reply are data.
+        """Call a method of the handler and return its result, validated by `reply`. Arguments and result are data.
 
-        `timeout`: another one for this call.
+        `timeout`: time limit of this call in seconds, in place of the worker's.
 
         Raises:
-            WorkerError: the worker was lost. One that answers in another form is ended.
-            ArmatureError: what the handler raised; the worker stays as it is.
+            WorkerError: the worker was lost, or ended because its answer was not valid.
+            ArmatureError: the handler raised it; the worker keeps its state.
         """
 
     def stream(
@@ -51,13 +51,14 @@ class Worker(Protocol):
         reply: TypeAdapter[ReplyT],
         timeout: float | None = None,
     ) -> tuple[list[PartT], ReplyT]:
-        """The values that the handler's method yields, at most `most_parts`, and what it returns; else as `call`.
+        """Return the values that a generator method yields, at most `most_parts`, and its result; otherwise like
+        `call`.
 
-        Each of them has `timeout` seconds, so the whole call has `timeout * (most_parts + 1)`.
+        Each value has a time limit of `timeout` seconds, so the whole call has `timeout * (most_parts + 1)`.
         """
 
     def close(self) -> None:
-        """End it and its state; a call in flight fails, the next one starts it again."""
+        """End the worker and discard its state. A call in flight fails, and the next call starts the worker again."""
 
     def __enter__(self) -> Self: ...
 
@@ -66,7 +67,7 @@ class Worker(Protocol):
 
 @contextmanager
 def workers_on(cluster: ClusterSettings | None) -> Iterator[None]:
-    """What `make_worker` makes inside is on that cluster; on this machine without one."""
+    """Place the workers that `make_worker` creates in the block on `cluster`; None: on this machine."""
     token = _CLUSTER.set(cluster)
     try:
         yield
@@ -75,6 +76,7 @@ def workers_on(cluster: ClusterSettings | None) -> Iterator[None]:
 
 
 def current_cluster() -> ClusterSettings | None:
+    """Return the cluster that `workers_on` has set, or None."""
     return _CLUSTER.get()
 
 
@@ -86,14 +88,14 @@ def make_worker(
     env: Mapping[str, str | None] | None = None,
     most_bytes: int = MOST_BYTES,
 ) -> Worker:
-    """A worker that starts with its first call, where `workers_on` says.
+    """Return a worker that starts with its first call, at the place that `workers_on` has set.
 
     Args:
-        module: the program; it calls `serve`.
+        module: the module to run as the program; it calls `serve`.
         settings: keyword arguments of its handler, as data.
-        timeout: seconds of a whole call: its start if it has not begun, the request, and the reply.
-        env: more variables of the process; a value of None takes the variable away.
-        most_bytes: of all that it may answer to one request.
+        timeout: seconds for a whole call: the start of the process if needed, the request and the reply.
+        env: additional environment variables; None removes a variable.
+        most_bytes: largest size of all answers to one request.
     """
     cluster = current_cluster()
     if cluster is None:
