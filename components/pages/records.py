@@ -25,10 +25,9 @@ _NONE: LogRatios = np.empty(0, np.float32)
 
 @dataclass(frozen=True, eq=False)
 class TurnScores:
-    """The trainer's values for one turn of C sampled tokens; None if not computed, or if the token was not
-    trained on."""
+    """The trainer's values for one turn of C sampled tokens; None if they were not computed or not trained on."""
 
-    log_ratios: LogRatios | None = None  # (C,) log-prob under the trainer less that under the sampler
+    log_ratios: LogRatios | None = None  # (C,) log-prob under the trainer minus log-prob under the sampler
     advantages: npt.NDArray[np.float32] | None = None  # (C,)
 
 
@@ -37,7 +36,7 @@ def turn_scores(
 ) -> dict[str, list[TurnScores]]:
     """Return the advantages of the sampled tokens per turn, and their `log_ratios` where these are given by sample id.
 
-    Nothing for trajectories of which some turns were dropped: their tokens and turns do not line up.
+    Trajectories with dropped turns are omitted, because their tokens cannot be assigned to turns.
     """
     places: dict[str, list[int]] = defaultdict(list)
     for place, sample in enumerate(samples):

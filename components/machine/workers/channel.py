@@ -145,11 +145,12 @@ class Channel:
         self._stream.sendall(value)
 
     def receive(self, limits: CallLimits | None = None) -> Any:
-        """
+        """Receive one value.
+
         Raises:
-            TimeoutError: the whole of it was not there in time.
-            EOFError, OSError: the other side has gone.
-            ValueError: it is not what `encoded` gives, or takes more bytes than are left.
+            TimeoutError: the value did not arrive completely in time.
+            EOFError, OSError: the other side has ended.
+            ValueError: the data does not have the form of `encoded`, or is larger than the limit.
         """
 
         def exactly(count: int) -> bytearray:
@@ -185,7 +186,7 @@ class Channel:
         received[:size] = buffer
         buffer.clear()
         while size < count:
-            if size == len(received):  # It grows with what has come: the count may be a lie.
+            if size == len(received):  # grow with the received data only, because the announced count may be wrong
                 received += bytes(min(count - size, size))
             with memoryview(received) as view, view[size:] as rest:
                 size += self._received(lambda: self._stream.recv_into(rest), limits)
@@ -237,10 +238,11 @@ class Handler(Protocol):
 def serve(make: Callable[..., Handler]) -> None:
     """Create a handler at the first request, and answer requests with its methods until the caller ends.
 
-    What a generator yields is sent at once, as a part; what it returns is the reply. An ArmatureError is the caller's
-    affair; after any other error the process is ended from outside, since nobody knows what it left behind.
+    Each value that a generator yields is sent immediately as a part, and its return value is the reply. An
+    ArmatureError is passed to the caller. After any other error the caller ends the process, because its state is
+    unknown.
 
-    A handler's code may fork. A child does not have the channel, and ends where it would come back to here.
+    The handler's code may fork. A forked child does not have the channel, and exits when it would return to this loop.
     """
     os.dup2(2, 1)  # simulators print
     with socket.socket(fileno=int(sys.argv[1])) as stream, ExitStack() as stack, suppress(EOFError, OSError):

@@ -125,8 +125,8 @@ class PlacedProgram:
         """Create the actor as soon as there is room; `stopped` is the event that `starting` yields.
 
         Raises:
-            ConfigurationError: there is none, or the nodes cannot make the actor, or have another code.
-            ArmatureError: `failed`, as it was stopped meanwhile.
+            ConfigurationError: there is no room, or the nodes cannot create the actor or have other code.
+            ArmatureError: the error of `failed`, because the program was stopped in the meantime.
         """
         about = self._about(_ray(), stopped)
         self._refuse_stopped(stopped)

@@ -43,15 +43,15 @@ class WorkerPool(Generic[WorkerT]):
         finished: Callable[[ResultT], None],
         attempts: int = 1,
     ) -> None:
-        """Run `work` for every job in threads, in the order of `jobs` within a key; call `finished` here for each
-        result.
+        """Run `work` for every job in threads, and call `finished` in this thread for each result.
 
-        A worker keeps to the jobs of one key while there are any. A job whose worker was lost is tried again,
-        `attempts` times in all.
+        Jobs of one key are run in the order of `jobs`. A worker keeps to the jobs of one key while there are any. A job
+        whose worker was lost is tried again, `attempts` times in all.
 
         Raises:
-            WorkerError: the last attempt failed. Other errors of `work` and `finished` are raised as they are. In any
-                case no job is begun any more, and those in progress have ended.
+            WorkerError: the last attempt failed. Other errors of `work` and `finished` are raised unchanged. In any
+                case
+                no further job is started, and the jobs in progress have ended.
         """
         queue = StickyQueue(jobs, key)
         done: SimpleQueue[Callable[[], None] | Future[None]] = SimpleQueue()
@@ -89,13 +89,12 @@ class WorkerPool(Generic[WorkerT]):
 
 
 class StickyQueue(Generic[JobT]):
-    """A queue of jobs by key. A thread stays at its key while it has jobs, then takes the key with most jobs per
-    thread.
+    """A thread-safe queue of jobs by key. A thread stays at a key while the key has jobs.
 
-    Thread safe.
+    Then the thread takes the key with the most waiting jobs per thread.
 
     Args:
-        held: keys of those who will take their first job with one.
+        held: keys of the threads that will begin with a key of their own.
     """
 
     def __init__(self, jobs: Iterable[JobT], key: Callable[[JobT], Hashable], held: Iterable[Hashable] = ()) -> None:
