@@ -45,7 +45,7 @@ class Gpu:
     network: float
     """Bytes per second of one GPU's share of its node's InfiniBand."""
     source: str
-    """Where the numbers are from."""
+    """The data sheets with these numbers."""
     per_node: int = 8
     """Number of GPUs of a node."""
 
@@ -87,7 +87,7 @@ class ModelSizes:
     tensors: int
     """Number of parameter tensors."""
     blocks: int
-    """Number of layers, including those of the vision tower."""
+    """Number of layers, vision tower included."""
     root: int
     """Number of parameters outside of blocks."""
     key_value_bytes: int

@@ -189,7 +189,7 @@ class TrainingEngine(Generic[Model]):
         return AppliedUpdate(norms, finite)
 
     def last_rates(self) -> dict[str, float]:
-        """Return the learning rate of each group in the last update made; before the first update, its rate."""
+        """Return the learning rate of each group in the last update, or before any update the rate of the first."""
         pairs = zip(self.groups, self.optimizer.param_groups, strict=True)
         return {group.name: options["lr"] for group, options in pairs}
 

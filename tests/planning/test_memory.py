@@ -102,7 +102,7 @@ def test_estimate_equals_fsdp_shards_of_7b_model(tmp_path: Path) -> None:
     finally:
         dist.destroy_process_group()
     assert sizes.parameters > 8e9 and local == pytest.approx(sizes.estimate.over(64).weights, rel=0.01)
-    # By hand: keys and values of 4 heads of 128 in 28 layers, 2 bytes each.
+    # Computed by hand: keys and values of 4 heads of 128 in 28 layers, 2 bytes each.
     assert sizes.key_value_bytes == 2 * 4 * 128 * 28 * 2
     assert server_parts(sizes, 2, 3, 1000)["KV cache of 3 x 1,000 tokens"] == 3 * 1000 * sizes.key_value_bytes // 2
 
