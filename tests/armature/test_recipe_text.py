@@ -9,7 +9,7 @@ import pytest
 
 from armature.components.configuration import CONFIGS, build_recipe, load_recipe, recipe_names
 from armature.show import recipe_text
-from tests.test_recipes import bases, leaves
+from tests.configuration.test_recipes import bases, leaves
 
 
 def marked(text: str, remark: str) -> set[str]:

@@ -17,7 +17,7 @@ import pytest
 from armature.components.contracts import errors
 from armature.components.machine.workers.process import importable
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 PRODUCT = ("armature", "examples")
 
 

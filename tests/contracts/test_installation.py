@@ -19,7 +19,7 @@ from tests.builders import make_machine
 from tests.refusals import refused
 
 HERE = Path(__file__)
-ROOT = HERE.resolve().parents[1]
+ROOT = HERE.resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
@@ -27,7 +27,9 @@ def tracked() -> dict[str, str]:
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
     texts = [name for name in listed if name.endswith((".py", ".md", ".toml", ".txt", ".yaml", "Makefile"))]
     return {
-        name: (ROOT / name).read_text() for name in texts if (ROOT / name).is_file() and name != f"tests/{HERE.name}"
+        name: (ROOT / name).read_text()
+        for name in texts
+        if (ROOT / name).is_file() and name != f"tests/contracts/{HERE.name}"
     }
 
 

@@ -15,7 +15,7 @@ from armature.components.artifacts.sources import code_digest
 from armature.components.machine.project import load_object, project, project_folder, project_path, project_source
 from tests.refusals import refused
 
-REPOSITORY = Path(__file__).resolve().parents[1]
+REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture

@@ -75,7 +75,7 @@ def test_a_stage_in_a_copied_project_finds_everything_and_leaves_nothing_there(r
         write_project(folder)
     (copy / "data/shapes.jsonl").unlink()
     command = [sys.executable, "-m", "armature", "stage", "tasks", "--config", "recipe.toml", "--out", "results/tasks"]
-    environment = {**os.environ, "DVC_ROOT": str(repository), "PYTHONPATH": str(Path(__file__).parents[1])}
+    environment = {**os.environ, "DVC_ROOT": str(repository), "PYTHONPATH": str(Path(__file__).parents[2])}
     done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert not (copy / ".armature").exists()

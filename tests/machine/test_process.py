@@ -96,7 +96,7 @@ def family(tmp_path: Path, end: str) -> list[str]:
     ],
 )
 def test_nothing_outlives_the_parent(tmp_path, ending, number):
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
     parent = subprocess.Popen(
         [sys.executable, "-c", PARENT, str(tmp_path / "pids"), ending],
         stderr=subprocess.DEVNULL,

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = Path(sys.executable).parent
 HOOKS = [
     hook for each in yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"] for hook in each["hooks"]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-KERNELS = sorted(Path(__file__).parent.rglob("interpreted_*.py"))
+KERNELS = sorted(Path(__file__).parents[1].rglob("interpreted_*.py"))
 
 
 def test_interpreted_kernels():
