@@ -16,6 +16,9 @@ from armature.components.contracts.images import ImageRef
 TokenIds = npt.NDArray[np.int32]
 LogProbs = npt.NDArray[np.float32]
 
+MAX_LOGPROB = 1e-4
+"""Largest valid log-prob of a sampled token: rounding of a float32 log-softmax may exceed 0 by less."""
+
 
 def all_equal(rewards: Collection[float]) -> bool:
     """Check that all rewards are equal. The tolerance is there because sums of float parts may differ by an ulp."""

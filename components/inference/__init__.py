@@ -1,1 +1,1 @@
-"""vLLM servers behind a pool: start, watch, ask, and give new weights to."""
+"""The pool of vLLM servers: start and monitor servers, route requests to them, and update their weights."""

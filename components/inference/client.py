@@ -1,4 +1,4 @@
-"""The one way we ask a server: exact token ids and the log-probs that they were sampled with."""
+"""Chat requests to a server that return the exact sampled token ids with the log-probs they were sampled with."""
 
 from __future__ import annotations
 
@@ -19,16 +19,18 @@ MODEL_NAME = "policy"
 Sampling = SamplingSettings | EvaluationSamplingSettings
 Message = Mapping[str, Any]
 
-# vLLM clamps smaller values to it; e^-100 of the mass is 0 in float32.
+# vLLM clamps smaller values to -100, and a probability multiplied by e^-100 is 0 in float32.
 _FORBIDDEN_BIAS = -100.0
 
 
 OTHER_WEIGHTS = "other_weights"
-"""Why an attempt failed whose answer is, or may be, of weights that we did not give the server."""
+"""Reason of an attempt that failed because its answer is, or may be, of weights that the pool did not give the
+server."""
 
 
 class GenerationFailure(ServerError):
-    """One request could not be answered; others are not affected. `reason` can be counted and is the code."""
+    """One request failed for good; other requests are not affected. `reason` is a short slug that is counted, and the
+    error's code."""
 
     def __init__(self, what: str, *, reason: str, where: str = "", remedy: str = "") -> None:
         super().__init__(what, code=reason, where=where, remedy=remedy)
@@ -43,10 +45,10 @@ def _rebuild(what: str, reason: str, where: str, remedy: str) -> GenerationFailu
 
 
 class ReservedToken(GenerationFailure):
-    """A text of the prompt has `token`, which the server would read as a place of an image that is not there."""
+    """A text of the prompt contains the placeholder `token`, at which the server would expect another image."""
 
     def __init__(self, token: str) -> None:
-        super().__init__(f"a text of the prompt has {token!r}, which stands for an image", reason="reserved_token")
+        super().__init__(f"a text of the prompt contains {token!r}, an image placeholder", reason="reserved_token")
         self.token = token
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -54,9 +56,17 @@ class ReservedToken(GenerationFailure):
 
 
 def refuse_placeholders(messages: Sequence[Message], placeholders: Sequence[str]) -> None:
-    """
+    """Check that no text of `messages` contains a placeholder token.
+
     Raises:
-        ReservedToken: a text has one of the `placeholders`.
+        ReservedToken: a text contains one of the `placeholders`.
+
+    Example:
+        >>> refuse_placeholders([{"role": "user", "content": "a cat"}], ["<image>"])
+        >>> refuse_placeholders([{"role": "user", "content": "<image>!"}], ["<image>"])
+        Traceback (most recent call last):
+        ...
+        armature.components.inference.client.ReservedToken: ...
     """
     for message in messages:
         content = message.get("content")
@@ -68,7 +78,8 @@ def refuse_placeholders(messages: Sequence[Message], placeholders: Sequence[str]
 
 
 class TransientError(Exception):
-    """This attempt failed but another may not: the server died, hung, or is overloaded. `reason` as above."""
+    """This attempt failed, but another may succeed: the server died, hung or is overloaded. `reason` is a short slug
+    that is counted."""
 
     def __init__(self, reason: str, detail: str) -> None:
         super().__init__(f"{reason}: {detail}")
@@ -77,13 +88,15 @@ class TransientError(Exception):
 
 @dataclass(frozen=True, eq=False)
 class Completion:
-    """What one sample of one request gave.
+    """One sampled completion of a request.
 
-    `prompt_token_ids` (P,) int32: the prompt as the server expanded it, image placeholders included.
-    `token_ids` (C,) int32, `logprobs` (C,) float32: what was sampled, the stop token included, and its log-prob
-    under the distribution that was sampled from: temperature applied, forbidden tokens taken out.
-    `policy_version`: of the weights that the server had when the request was sent: during all of it, unless weights
-    change in flight.
+    Attributes:
+        prompt_token_ids: (P,) int32, the prompt as the server expanded it, including image placeholders.
+        token_ids: (C,) int32, the sampled tokens including the stop token.
+        logprobs: (C,) float32, their log-probs under the distribution that was sampled from: with the temperature, and
+            without forbidden tokens.
+        policy_version: version of the weights that the server had when the request was sent. All tokens are of this
+            version, unless weights change in flight.
     """
 
     prompt_token_ids: TokenIds
@@ -99,10 +112,10 @@ class Completion:
 def request_body(
     messages: Sequence[Message], sampling: Sampling, seed: int, n: int, forbidden_token_ids: Sequence[int]
 ) -> dict[str, Any]:
-    """The chat request whose answer can be trained on exactly.
+    """Return the JSON body of a chat request whose answer has everything that training needs: ids and log-probs.
 
     Raises:
-        GenerationFailure: an image is not inline; a server is never told to fetch one.
+        GenerationFailure: an image is given by URL instead of inline. Servers must not download anything.
     """
     for message in messages:
         content = message.get("content")
@@ -135,12 +148,12 @@ def request_body(
 
 
 def open_session() -> aiohttp.ClientSession:
-    """For `ask`. It has no limit of its own: callers bound what is in flight. Proxies of the surroundings are not used.
+    """Return a session for `ask`, without a limit on connections and without the environment's proxies.
 
-    aiohttp and not httpx, which looks at each of its connections for each request: with 128 of them that took more
-    time than all else that we do for a turn (`make bench NAMES=pool`).
+    Callers limit the requests in flight. The session is of aiohttp because httpx visits all its connections for each
+    request: with 128 connections this took more time than everything else we do in a turn (`make bench NAMES=pool`).
     """
-    # Less than the 5 s after which a server of vLLM's closes what is idle.
+    # Close idle connections before a vLLM server does after 5 s: it could close one as we send a request on it.
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0, socket_factory=_watched_socket)
     jar = aiohttp.DummyCookieJar()
     return aiohttp.ClientSession(connector=connector, trust_env=False, cookie_jar=jar, auto_decompress=False)
@@ -156,12 +169,12 @@ def _watched_socket(address: aiohttp.AddrInfoType) -> socket.socket:
 async def ask(
     session: aiohttp.ClientSession, endpoint: Endpoint, body: Mapping[str, Any], timeout: float, limit: int
 ) -> Reply:
-    """Send one chat request; the answer, of at most `limit` bytes, which is JSON.
+    """Send one chat request and return the JSON answer of at most `limit` bytes.
 
     Raises:
-        Transient: no answer within `timeout` seconds, a broken connection, or a fault of the server.
-        GenerationFailure: the server refuses this request.
-        ServerError: the server refuses us: wrong key, or not one of ours.
+        TransientError: no answer within `timeout` seconds, a broken connection, or a fault of the server.
+        GenerationFailure: the server rejects this request.
+        ServerError: the server rejects every request: the key is wrong, or it is not a vLLM server for training.
     """
     url, headers = endpoint.url, {**endpoint.headers, **PLAIN}
     whole = aiohttp.ClientTimeout(total=timeout)
@@ -174,7 +187,7 @@ async def ask(
                 collector.add(part)
         reply = Reply(url, response.status, collector.content(), response.headers.get(WEIGHTS, ""))
         if reply.status == 200:
-            _ = reply.document  # is JSON, or another attempt is made
+            _ = reply.document  # parse it here: an answer that is not JSON is worth another attempt
             return reply
     except TimeoutError as error:
         raise TransientError("generation_timeout", f"no answer from {url} in {timeout:g} s") from error
@@ -184,24 +197,24 @@ async def ask(
         raise TransientError("broken_answer", f"{url}: {error.what}") from error
     status, text = reply.status, _error_text(reply)
     if status == 404 and body["model"] != MODEL_NAME:
-        raise TransientError(OTHER_WEIGHTS, f"{url}: it has no {body['model']} any more: {text}")
+        raise TransientError(OTHER_WEIGHTS, f"{url}: it does not have {body['model']} any more: {text}")
     if status in (401, 403, 404):
         raise ServerError(
             f"the server answers {status}: {text}",
             code="server_key_refused",
             where=url,
-            remedy="give its key in VLLM_API_KEY, and start it by `armature serve`",
+            remedy="set VLLM_API_KEY to the server's key, and start the server with `armature serve`",
         )
     if status == 423:
-        raise TransientError(OTHER_WEIGHTS, f"{url}: another run has it: {text}")
+        raise TransientError(OTHER_WEIGHTS, f"{url}: another run holds its lease: {text}")
     if status in (408, 425, 429) or status >= 500:
         raise TransientError("server_error", f"{url}: {status} {text}")
     too_long = "maximum context length" in text or "longer than the maximum model length" in text
     raise GenerationFailure(
-        f"the server refuses the request: {status} {text}",
+        f"the server rejects the request: {status} {text}",
         reason="prompt_too_long" if too_long else "request_refused",
         where=url,
-        remedy="raise max_model_len or send less" if too_long else "",
+        remedy="raise inference.max_model_len, or shorten the prompt" if too_long else "",
     )
 
 

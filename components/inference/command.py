@@ -1,4 +1,4 @@
-"""The command line and environment of one vLLM server, and what a pool reads from a checkpoint's folder."""
+"""The command line and environment of a vLLM server, and the facts that a pool reads from a checkpoint's folder."""
 
 from __future__ import annotations
 
@@ -29,13 +29,16 @@ _PREFIX_TYPES = frozenset({"bagel", "gemma3", "molmo2", "moondream3", "paligemma
 
 
 def read_config(folder: Path) -> dict[str, object]:
-    """`config.json` of a checkpoint. Raises DataError if there is none."""
+    """Read `config.json` of a checkpoint. Raises DataError if it is missing or invalid."""
     path = folder / "config.json"
     try:
         config = json.loads(read_bytes(path))
     except FileNotFoundError:
         raise DataError(
-            "not a checkpoint: no config.json", code="not_a_checkpoint", where=str(folder), remedy="give its folder"
+            "not a checkpoint: the folder has no config.json",
+            code="not_a_checkpoint",
+            where=str(folder),
+            remedy="pass the folder of a checkpoint",
         ) from None
     except (ValueError, RecursionError) as error:
         raise DataError(
@@ -49,23 +52,27 @@ def read_config(folder: Path) -> dict[str, object]:
 
 
 def longest_sequence(folder: Path) -> int:
-    """Tokens that the model has positions for; not more than int32 holds where the checkpoint does not say it."""
-    config = read_config(folder)
+    """Return the number of positions of the model; 2**31 if its configuration has none."""
+    return _first_integer(read_config(folder), "max_position_embeddings")
+
+
+def _first_integer(config: Mapping[str, object], key: str) -> int:
+    """Return the value of `key` in the text model's configuration or else in the whole one; _ANY if both lack it."""
     parts = (config.get("text_config"), config)
-    said = [part.get("max_position_embeddings") for part in parts if isinstance(part, dict)]
-    return next((value for value in said if isinstance(value, int)), _ANY)
+    values = [part.get(key) for part in parts if isinstance(part, Mapping)]
+    return next((value for value in values if isinstance(value, int)), _ANY)
 
 
 def placeholder_token_ids(folder: Path) -> tuple[int, ...]:
-    """Ids that stand for images, videos or their edges, sorted: a policy must never sample them."""
+    """Return the sorted ids of tokens for images, videos and their edges. A policy must never sample them."""
     config = read_config(folder)
     return tuple(sorted({value for key in _PLACEHOLDERS if isinstance(value := config.get(key), int)}))
 
 
 def sampled_token_ids(folder: Path, token_ids: Iterable[int]) -> tuple[int, ...]:
-    """Those of `token_ids`, sorted, that the output head has a row for: vLLM refuses to be told of others.
+    """Return the sorted ids in `token_ids` that have a row in the output head: vLLM rejects a bias for other ids.
 
-    Molmo2's image tokens are beyond the head, so nothing can sample them.
+    Molmo2's image tokens are beyond the head, so they cannot be sampled anyway.
     """
     config = read_config(folder)
     text = config.get("text_config")
@@ -74,56 +81,60 @@ def sampled_token_ids(folder: Path, token_ids: Iterable[int]) -> tuple[int, ...]
 
 
 def vocabulary(folder: Path) -> tuple[int, int]:
-    """How many ids can be sampled, and how many can be in a prompt: rows of the output head and of the embedding.
+    """Return the rows of the output head and of the embedding: the number of ids in samples and in prompts.
 
-    Not more than int32 holds where the checkpoint does not say it. Raises DataError as `read_tensors` does.
+    They are 2**31 if the checkpoint does not say. Raises DataError as `read_tensors` does.
     """
     config, tensors = read_config(folder), read_tensors(folder)
-    text = config.get("text_config")
-    said = [part.get("vocab_size") for part in (text, config) if isinstance(part, dict)]
-    rows = next((value for value in said if isinstance(value, int)), _ANY)
+    rows = _first_integer(config, "vocab_size")
     embedding = sum(_rows(tensors, name) for name in _EMBEDDINGS) or rows
     return _rows(tensors, "lm_head.weight") or min(rows, embedding), embedding
 
 
 def _rows(tensors: Tensors, name: str) -> int:
-    """Of the tensor whose name ends so; 0: there is none."""
+    """Return the rows of the tensor whose name ends in `name`; 0 if it is missing."""
     shapes = [shape for full, (_, shape) in tensors.items() if full == name or full.endswith(f".{name}")]
     return max((shape[0] for shape in shapes if shape), default=0)
 
 
 def attends_both_ways(config: Mapping[str, object]) -> bool:
-    """Whether tokens of one image attend to each other bidirectionally, as vLLM reads it out of a `config.json`."""
+    """Return True if the tokens of one image attend to each other bidirectionally, by the rules that vLLM applies to a
+    `config.json`."""
     return bool(config.get("is_mm_prefix_lm", config.get("model_type") in _PREFIX_TYPES))
 
 
-# Low-rank adapters that servers hold beside the weights that they were started with.
+# --- LoRA adapters, which servers hold beside the weights that they were started with ---
 
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""What vLLM (0.26 to 0.32) makes room for."""
+"""Values that vLLM (0.26 to 0.32) accepts for max-lora-rank."""
 
 
 @dataclass(frozen=True)
 class ServedAdapters:
-    """What the servers of a pool have to make room for.
+    """The LoRA adapters that servers must be able to load.
 
-    rank: the largest of an adapter.
-    vision: whether layers of the vision tower and the projector have adapters as well.
+    Attributes:
+        rank: largest rank.
+        vision: True if layers of the vision tower and the projector have adapters too.
+
+    Example:
+        >>> ServedAdapters(rank=20).arguments()
+        {'enable-lora': True, 'max-lora-rank': 32}
     """
 
     rank: int
     vision: bool = False
 
     def arguments(self) -> dict[str, Scalar]:
-        """Of vLLM's command line.
+        """Return the arguments for vLLM's command line.
 
         Raises:
-            ConfigurationError: vLLM takes no adapters of this rank.
+            ConfigurationError: vLLM does not accept adapters of this rank.
         """
         room = next((rank for rank in _RANKS if rank >= self.rank), None)
         if room is None:
             raise ConfigurationError(
-                f"vLLM takes adapters of rank {_RANKS[-1]} at most, not {self.rank}",
+                f"vLLM accepts adapters of rank {_RANKS[-1]} at most, not {self.rank}",
                 code="adapter_rank_too_large",
                 where="model.lora.rank",
                 remedy='lower it, or set model.lora.served_as = "merged"',
@@ -132,13 +143,14 @@ class ServedAdapters:
         return {"enable-lora": True, "max-lora-rank": room, **towers}
 
     def check(self, machine: Machine) -> None:
-        """
+        """Check that adapters can reach the servers of `machine`.
+
         Raises:
-            ConfigurationError: whole weights are to be sent between GPUs.
+            ConfigurationError: `machine.servers.weight_transfer` sends whole weights.
         """
         if machine.servers.weight_transfer != "file":
             raise ConfigurationError(
-                f"adapters reach the servers as files, and weight_transfer is {machine.servers.weight_transfer!r}",
+                f"adapters are sent to servers as files, but weight_transfer is {machine.servers.weight_transfer!r}",
                 code="adapters_need_files",
                 where="machine.servers.weight_transfer",
                 remedy='leave it out, or set model.lora.served_as = "merged"',
@@ -146,24 +158,25 @@ class ServedAdapters:
 
 
 def served_name(adapter: Path) -> str:
-    """What requests call the adapter in this folder, one of a series whose folders have different names.
+    """Return the model name of the adapter in this folder. Folders of different versions must have different names.
 
-    Each version has a name of its own: vLLM's prefix cache tells adapters apart by it, and a server that lost the
-    version refuses the request. Loading in place under one name would have every batch read the files again.
+    Each version needs its own name: vLLM's prefix cache distinguishes adapters by name, and a server that has lost the
+    version rejects the request. Under one name, loading in place would make every batch read the files again.
     """
     return f"{MODEL_NAME}-{adapter.name}"
 
 
 BOTH_WAYS = "TRITON_ATTN"
-"""The attention backend that lets the tokens of an image attend to each other bidirectionally, as trainers do.
+"""The attention backend in which the tokens of an image attend to each other bidirectionally, as in the trainer.
 
-vLLM says the same of FLEX_ATTENTION, whose log-probs were 0.1 nats away (0.26), and chooses others by itself (0.32).
+vLLM claims the same for FLEX_ATTENTION, whose log-probs differed by 0.1 nats (0.26); vLLM 0.32 selects other backends
+by default.
 """
 
 _NOT_TEXT = "re:.*(visual|vision|vit|projector|adapter|merger).*"
-"""Layers that stay as they are: those of vision towers, some of whose widths no product in 8 bits takes."""
+"""Layers that are not quantized: vision towers, because kernels in 8 bits do not support some of their widths."""
 
-_OURS = {
+_RESERVED_ARGUMENTS = {
     "model": "the pool's weights",
     "served_model_name": "the pool",
     "host": "the pool: servers listen on loopback, or on the address of their node",
@@ -192,12 +205,12 @@ def server_command(
     adapters: ServedAdapters | None = None,
     address: str = "127.0.0.1",
 ) -> list[str]:
-    """The command that serves `model` on `address`, an IP address, and `port`, with room for `adapters`.
+    """Return the command that serves `model` on the IP address `address` and `port`, with `adapters` if any.
 
     Raises:
         DataError: `model` is not a checkpoint.
-        ConfigurationError: `machine.servers.arguments` names something that is set elsewhere, or vLLM would attend
-            to images otherwise than the checkpoint, or takes no such adapters.
+        ConfigurationError: `machine.servers.arguments` has a reserved argument, vLLM would attend to images differently
+            from the checkpoint, or it cannot serve the adapters or the quantization.
     """
     arguments: dict[str, Scalar] = {
         "model": str(model),
@@ -222,11 +235,11 @@ def server_command(
     else:
         arguments |= {
             "enforce-eager": True,
-            # The engine computes in its own process: half the CPU time of handing every step to a worker that
-            # spins while it waits, and one interpreter less to start.
+            # Compute in the engine's process. This takes half the CPU time of handing every step to a worker process,
+            # which spins while it waits, and saves the start of one interpreter.
             "distributed-executor-backend": "vllm.v1.executor.uniproc_executor.UniProcExecutor",
-            # A seeded request whose prompt is prefilled in pieces ends the engine on CPU (vLLM 0.32, "CPU
-            # Generator does not use offset"), so prompts are prefilled whole.
+            # Prefill prompts in one piece: a seeded request whose prompt is prefilled in chunks ends the engine on CPU
+            # (vLLM 0.32, "CPU Generator does not use offset").
             "enable-chunked-prefill": False,
             "max-num-batched-tokens": max(8192, settings.max_model_len),
         }
@@ -244,12 +257,12 @@ def server_command(
         arguments["weight-transfer-config"] = json.dumps({"backend": machine.servers.weight_transfer})
     for key, value in machine.servers.arguments.items():
         name = key.replace("-", "_")
-        if name in _OURS:
+        if name in _RESERVED_ARGUMENTS:
             raise ConfigurationError(
-                f"servers.arguments may not set {key!r}: it comes from {_OURS[name]}",
+                f"servers.arguments cannot set {key!r}: it comes from {_RESERVED_ARGUMENTS[name]}",
                 code="server_argument_reserved",
                 where=f"machine.servers.arguments.{key}",
-                remedy="take it out",
+                remedy="remove it",
             )
         if name != "port":
             arguments[name.replace("_", "-")] = value
@@ -262,18 +275,22 @@ def server_command(
 def _refuse_quantization(machine: Machine, gpus: tuple[int, ...], adapters: ServedAdapters | None) -> None:
     why = ""
     if not gpus:
-        why, remedy = "vLLM has no products in 8 bits on CPU", "serve on GPUs (machine.servers.gpus)"
+        why, remedy = "vLLM cannot multiply in 8 bits on CPU", "serve on GPUs (machine.servers.gpus)"
     elif adapters is not None:
-        why, remedy = "adapters are trained beside weights of 16 bits", 'set model.lora.served_as to "merged"'
+        why, remedy = "adapters are trained with base weights in 16 bits", 'set model.lora.served_as to "merged"'
     elif machine.servers.weight_transfer == "delta":
-        why, remedy = "changes are of weights of 16 bits", "choose another machine.servers.weight_transfer"
+        why, remedy = "deltas are changes of weights in 16 bits", "choose another machine.servers.weight_transfer"
     if why:
         remedy += ", or leave it out"
         raise ConfigurationError(why, code="quantization_impossible", where="inference.quantization", remedy=remedy)
 
 
 def _prefix_backend(model: Path, machine: Machine, gpus: tuple[int, ...]) -> str:
-    """The backend for a checkpoint whose images are attended to both ways: another one is silently causal."""
+    """Return the attention backend for bidirectional attention within images: other backends are silently causal.
+
+    Raises:
+        ConfigurationError: the server runs on CPU, or `machine.servers.arguments` selects another backend.
+    """
     if not gpus:
         raise ConfigurationError(
             "the tokens of an image attend to each other bidirectionally in this checkpoint, but vLLM's attention on "
@@ -287,18 +304,18 @@ def _prefix_backend(model: Path, machine: Machine, gpus: tuple[int, ...]) -> str
     backend = chosen.get("attention_backend", BOTH_WAYS)
     if backend != BOTH_WAYS:
         raise ConfigurationError(
-            "the tokens of an image attend to each other bidirectionally in this checkpoint, but not, or not as in the "
-            f"trainer, with {backend}",
+            "the tokens of an image attend to each other bidirectionally in this checkpoint, but the backend "
+            f"{backend} computes this differently from the trainer or not at all",
             code="image_attention_backend",
             where="machine.servers.arguments.attention_backend",
-            remedy=f"leave it out: it is then {BOTH_WAYS}",
+            remedy=f"leave it out; the default is {BOTH_WAYS}",
         )
     return BOTH_WAYS
 
 
-_OUR_VARIABLES = {
-    "VLLM_API_KEY": "VLLM_API_KEY of the run itself, or is made for it",
-    "VLLM_SERVER_DEV_MODE": "the pool: without it, weights cannot be changed",
+_RESERVED_VARIABLES = {
+    "VLLM_API_KEY": "VLLM_API_KEY of the run itself, or is generated",
+    "VLLM_SERVER_DEV_MODE": "the pool, which needs it to change weights",
 }
 
 
@@ -310,74 +327,77 @@ def server_environment(
     deterministic: bool = False,
     adapters: ServedAdapters | None = None,
 ) -> dict[str, str | None]:
-    """The variables to add to ours; None takes one away. The key travels here, not where `ps` shows it.
+    """Return changes of this process's environment for the server; None removes a variable.
+
+    The API key is passed here because `ps` shows command lines.
 
     Raises:
-        ConfigurationError: `machine.servers.environment` sets one that the pool depends on.
+        ConfigurationError: `machine.servers.environment` sets a reserved variable.
     """
-    if taken := sorted(_OUR_VARIABLES.keys() & machine.servers.environment.keys()):
+    if reserved := sorted(_RESERVED_VARIABLES.keys() & machine.servers.environment.keys()):
         raise ConfigurationError(
-            f"servers.environment may not set {taken[0]}: it comes from {_OUR_VARIABLES[taken[0]]}",
+            f"servers.environment cannot set {reserved[0]}: it comes from {_RESERVED_VARIABLES[reserved[0]]}",
             code="server_variable_reserved",
-            where=f"machine.servers.environment.{taken[0]}",
-            remedy="take it out",
+            where=f"machine.servers.environment.{reserved[0]}",
+            remedy="remove it",
         )
     environment: dict[str, str | None] = {
         "VLLM_API_KEY": api_key,
-        "VLLM_SERVER_DEV_MODE": "1",  # the routes that reload weights and reset caches
-        "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "600",  # by default 5 s: a kept connection may close as we write on it
+        "VLLM_SERVER_DEV_MODE": "1",  # enables the routes that reload weights and reset caches
+        "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "600",  # the default of 5 s may close a connection just as we write on it
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
-        "OTEL_PYTHON_TRACER_PROVIDER": None,  # one of our environment, which theirs does not have
+        "OTEL_PYTHON_TRACER_PROVIDER": None,  # names a package of our environment that the server's lacks
         "HF_HUB_OFFLINE": "1",
         VISIBLE: ",".join(map(str, gpus)) if machine.server_bundle else visible_devices(gpus),
-        # Its engine and its workers meet over ports of their own: by default on the address of the host's name.
+        # The engine and its workers connect over further ports. By default they listen on the address of the hostname,
+        # which other machines can reach.
         "VLLM_HOST_IP": "127.0.0.1",
         "GLOO_SOCKET_IFNAME": loopback(),
         "NCCL_SOCKET_IFNAME": f"={loopback()}",
     }
     if not gpus:
-        # Half of the cores: the HTTP front, the environments and the trainer need theirs. With a tiny model on
-        # two cores, one thread answers ten times as much as two, which wait for each other.
+        # Use half of the cores: the HTTP front end, the environments and the trainer need the others. With a tiny model
+        # on two cores, one thread has ten times the throughput of two, which wait for each other.
         bundle = machine.server_bundle
         threads = machine.threads or (
             bundle.num_cpus if bundle else max(1, available_cpus() // (2 * machine.servers.count))
         )
         environment |= {
             "VLLM_CPU_KVCACHE_SPACE": "1",
-            # Pinned threads would share a core with the trainer's while another core is idle.
+            # Do not pin threads: they would share a core with the trainer's threads while another core is idle.
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "OMP_NUM_THREADS": str(threads),
-            # vLLM compiles a few functions of its sampler even when it runs eagerly: of the first request's time 12 s
-            # with a C++ compiler, 3 s with what that left in a cache, for the same bits at the same speed.
+            # vLLM compiles a few functions of its sampler even in eager mode. That adds 12 s to the first request with
+            # a C++ compiler, or 3 s with a warm cache, and changes neither bits nor speed.
             "TORCH_COMPILE_DISABLE": "1",
         }
         if deterministic:
-            environment["VLLM_CPU_ATTN_SPLIT_KV"] = "0"  # our plug-in then also encodes each image alone
+            environment["VLLM_CPU_ATTN_SPLIT_KV"] = "0"  # also makes our plug-in encode each image alone
     if adapters is not None:
-        environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"  # the routes that load adapters
+        environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"  # enables the routes that load adapters
     if machine.servers.weight_transfer == "ipc":
-        environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # the handles travel as pickles
+        environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # IPC handles are sent as pickles
     return environment | machine.server_variables()
 
 
 def is_deterministic(settings: ServerSettings, machine: Machine) -> bool:
-    """Whether the servers are run so that the same seed gives the same run.
+    """Return True if servers are started so that the same seed gives the same run.
 
     Raises:
-        ConfigurationError: `inference.deterministic` is true where it cannot be promised.
+        ConfigurationError: `inference.deterministic` is true where this is impossible.
     """
     obstacle = ""
     if machine.gpus_of_server(0):
-        obstacle = "kernels on GPUs are chosen by the size of the batch (machine.servers.gpus)"
+        obstacle = "on GPUs the choice of a kernel depends on the batch size (machine.servers.gpus)"
     elif settings.dtype != "float32":
-        obstacle = f"products in {settings.dtype} are chosen by the size of the batch (inference.dtype)"
+        obstacle = f"in {settings.dtype} the choice of a kernel depends on the batch size (inference.dtype)"
     if settings.deterministic and obstacle:
         raise ConfigurationError(
             f"the same seed would not give the same run: {obstacle}",
             code="determinism_impossible",
             where="inference.deterministic = true",
-            remedy="leave it out; it holds on CPU in float32",
+            remedy="leave it out, or serve on CPU in float32",
         )
     if settings.deterministic is None:
         return not obstacle and not machine.joins_servers

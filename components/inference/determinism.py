@@ -1,14 +1,14 @@
-"""Answers whose bits depend on their request and the weights alone, not on what else a server computes.
+"""Check that servers are deterministic: an answer's bits depend on its request and the weights, not on the batch.
 
-What a request shares a batch with depends on when requests arrive, and so on the load of the machine. On CPU, vLLM
-looks at it in three places:
+The batch of a request depends on when other requests arrive, and so on the load of the machine. On CPU, the batch
+influences vLLM's results in three places:
 
-- Attention, with more than one thread, splits the keys of a decoded token into parts where there are too few requests
-  to keep all threads busy, and adds up the parts. `VLLM_CPU_ATTN_SPLIT_KV=0` turns this off.
-- The images of all requests of a step are encoded as one batch, in which the products of MKL round otherwise. Our
+- Attention with several threads splits the keys of a decoded token into parts, and adds up the parts, if there are too
+  few requests to keep all threads busy. `VLLM_CPU_ATTN_SPLIT_KV=0` turns this off.
+- The images of all requests in a step are encoded as one batch, in which MKL's matrix products round differently. Our
   plug-in encodes each image alone (`armature_served.images`).
-- The products of oneDNN round otherwise for one row than for several where the inner dimension is wide, on some
-  processors. Nothing turns this off: such a server is refused.
+- On some processors, oneDNN's matrix products with a wide inner dimension round differently for one row than for
+  several. Nothing turns this off: such a server is refused.
 """
 
 from __future__ import annotations
@@ -34,22 +34,25 @@ from armature.components.inference.weights.pool import post
 log = logging.getLogger(__name__)
 
 _SAMPLED = (8, 5, 7, 4, 6)
-"""Tokens that are sampled after each prompt: different numbers, so that prompts are read while others are answered."""
+"""Tokens sampled after each prompt. The numbers differ, so that some prompts are prefilled while others are decoded."""
 
 _LENGTHS = (300, 7, 180, 31, 90)
-"""Tokens of the prompts without an image: some fill blocks of the prefix cache, and attention could be split."""
+"""Lengths of the prompts without an image. Some fill blocks of the prefix cache, and are long enough to split
+attention."""
 
 _SIDES = (28, 28, 28, 28, 64)
-"""Pixels of the images: the number of rows in a product matters while there are few, as of the smallest images."""
+"""Sides of the images in pixels. Rounding depends on the number of rows while there are few, so most images are
+tiny."""
 
 _AT_ONCE = 3
+"""Requests in flight in the test among a few others."""
 _ARRIVAL = 0.5
-"""Seconds in which all requests reach an engine that is paused, which then computes them in one step."""
+"""Seconds in which all requests reach a paused engine, which then computes them in one step."""
 
 Answer = tuple[float, ...]
-"""Log-probs, in float32, of the tokens that were sampled."""
+"""Float32 log-probs of the sampled tokens."""
 LoadAgain = Callable[[], Awaitable[bool]]
-"""Loads a server's weights once more, in place; False where that is impossible."""
+"""A function that loads a server's weights again, in place, and returns False if that is impossible."""
 
 
 @dataclass(frozen=True)
@@ -73,10 +76,10 @@ class _Request:
 
 
 class Repeatability:
-    """Check that the same request has the same bits alone, among others, and on every server of a pool.
+    """Check that a request gets the same bits alone, together with others, and on every server of a pool.
 
     Attributes:
-        promised: whether it is so, as far as it was asked.
+        promised: True if determinism is configured and no check has failed yet.
 
     Raises:
         ConfigurationError: as `is_deterministic` does.
@@ -90,13 +93,13 @@ class Repeatability:
         self._first: tuple[int, list[Answer], str] | None = None
 
     async def check(self, http: httpx.AsyncClient, replica: Replica, load_again: LoadAgain | None = None) -> None:
-        """Ask a server that holds the weights of its version; nothing is asked where nothing is promised.
+        """Check a server that holds the weights of its version. Do nothing unless determinism is promised.
 
-        What it had cached is forgotten, and it is paused for a moment. Where `inference.deterministic` is left out, a
-        processor whose products depend on the batch costs no more than the promise: a warning says so.
+        The check clears the server's caches and pauses it for a moment. If `inference.deterministic` is unset, a failed
+        check logs a warning and ends the promise.
 
         Raises:
-            ServerError: it answers otherwise in other company, or otherwise than another server.
+            ServerError: the answers depend on other requests, or differ from another server's.
         """
         if not self.promised:
             return
@@ -107,7 +110,7 @@ class Repeatability:
                 raise
             log.warning("%s", error)
             self.promised = False
-        replica.weights_id = await read_weights_id(http, replica.endpoint)  # a pause counts as a change
+        replica.weights_id = await read_weights_id(http, replica.endpoint)  # the pause has changed the id
 
     async def _compare(self, http: httpx.AsyncClient, replica: Replica, load_again: LoadAgain | None) -> None:
         await reset_caches(http, replica.endpoint)
@@ -129,7 +132,7 @@ class Repeatability:
             self._refuse_others(alone, self._first[1], f"from {self._first[2]}", replica)
 
     async def _in_one_step(self, http: httpx.AsyncClient, replica: Replica) -> list[Answer]:
-        """The answers to all requests at once, of which nothing is cached."""
+        """Send all requests to the paused server, so that it computes them in one step, without cached prefixes."""
         await pause(http, replica.endpoint)
         answers = asyncio.gather(*(request.ask(http, replica) for request in self._requests))
         try:
@@ -144,17 +147,17 @@ class Repeatability:
                 place = next((at for at, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), -1)
                 raise ServerError(
                     f"the same seed would not give the same run: after {request.name}, token {place} has the log-prob "
-                    f"{one[place]!r} if the server is asked alone, and {other[place]!r} {company}",
+                    f"{one[place]!r} if the request is alone, and {other[place]!r} {company}",
                     code="server_not_deterministic",
                     where=replica.name,
-                    remedy="a joined server: start it on this kind of processor, in float32, with "
-                    "VLLM_CPU_ATTN_SPLIT_KV=0 and with our plug-in of this version; else set "
-                    "inference.deterministic = false",
+                    remedy="start a joined server on the same kind of processor, in float32, with "
+                    "VLLM_CPU_ATTN_SPLIT_KV=0 and our plug-in of this version, or set inference.deterministic = false",
                 )
 
 
 def _requests(allowed: list[int], settings: ServerSettings) -> list[_Request]:
-    """Prompts of text, and messages with an image where servers take images; `allowed` tokens are sampled."""
+    """Return requests with text prompts, and with images if servers accept images. They sample `allowed` tokens
+    only."""
     common = {"temperature": 1.0, "seed": 0, "ignore_eos": True, "allowed_token_ids": allowed}
     made = []
     for start, (length, sampled) in enumerate(zip(_LENGTHS, _SAMPLED, strict=True)):

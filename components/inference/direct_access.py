@@ -1,4 +1,4 @@
-"""Servers of a pool that other processes ask directly, while the pool starts, watches and updates them."""
+"""Direct access of other processes to a pool's servers, while the pool starts, monitors and updates the servers."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from armature.components.inference.routing import PoolStatistics, Router
 
 @dataclass(frozen=True)
 class ServerAccess:
-    """How to ask a server that holds version `version`, which it calls `model` and its answers say by `weights_id`: see
-    `Replica`."""
+    """Everything that a process needs to send requests to a pool's server. The fields are those of `Replica`."""
 
     name: str
     url: str
@@ -30,7 +29,7 @@ class ServerAccess:
 
 @dataclass(frozen=True)
 class SuspectServer:
-    """A server that failed an attempt, for `reason`; `weights_id` is the one that it was lent with."""
+    """A server on which a direct request failed, and the `reason`. `weights_id` is the id from its `ServerAccess`."""
 
     name: str
     weights_id: str
@@ -38,13 +37,14 @@ class SuspectServer:
 
 
 def server_access(replica: Replica) -> ServerAccess:
-    """
+    """Return the access to a server.
+
     Raises:
-        ConfigurationError: nobody but its pool can know which weights it answers with.
+        ConfigurationError: the server's answers have no id of their weights, so only its pool can check them.
     """
     if not replica.says_weights:
         raise ConfigurationError(
-            "this server does not say which weights its answers are of, so no other process may ask it",
+            "this server's answers have no id of their weights, so other processes cannot check them",
             code="weights_mark_missing",
             where=f"machine.workers.rollouts, {replica.name}",
             remedy="start it by `armature serve`, or with --middleware armature_served.require_key.RequireKey",
@@ -55,14 +55,17 @@ def server_access(replica: Replica) -> ServerAccess:
 
 
 class DirectServers:
-    """What asks servers that were lent. It gives up one that is gone: when all are, requests raise ServerError.
+    """A client of another process's servers. It gives up a server that is gone; once all are, requests raise
+    ServerError.
 
     Attributes:
-        suspects: servers that their pool should look at, by name.
-        requests: asks them; see `PoolRequests`.
+        suspects: servers that their pool should check, by name.
+        requests: sends requests to the servers; see `PoolRequests`.
     """
 
-    def __init__(self, lent: Sequence[ServerAccess], limits: AnswerLimits, max_concurrent: int, timeout: float) -> None:
+    def __init__(
+        self, servers: Sequence[ServerAccess], limits: AnswerLimits, max_concurrent: int, timeout: float
+    ) -> None:
         self.suspects: dict[str, SuspectServer] = {}
         replicas = [
             Replica(
@@ -75,7 +78,7 @@ class DirectServers:
                 weights_id=each.weights_id,
                 lease=each.lease,
             )
-            for each in lent
+            for each in servers
         ]
         router = Router(replicas, max_concurrent, PoolStatistics(), Path())
         self.requests = PoolRequests(router, limits, timeout, _check_answer, self._failed)
@@ -91,4 +94,4 @@ class DirectServers:
 
 async def _check_answer(replica: Replica, weights_id: str, answered: str) -> None:
     if answered != weights_id:
-        raise TransientError(OTHER_WEIGHTS, f"{replica.name} was started again, or others changed its weights")
+        raise TransientError(OTHER_WEIGHTS, f"{replica.name} was restarted, or another run changed its weights")

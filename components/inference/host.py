@@ -1,4 +1,4 @@
-"""The machine that a model server runs on: this one, or one that is asked to run it."""
+"""Hosts of model servers: this machine, or a node of a Ray cluster."""
 
 from __future__ import annotations
 
@@ -22,9 +22,11 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class ServerNeeds:
-    """What a server wants of its machine before it is started.
+    """The requirements of a server, which its host checks before the start.
 
-    `cache_gib`: main memory for its KV cache; None where it is on GPUs. `port`: None: any that is free.
+    Attributes:
+        cache_gib: main memory of its KV cache in GiB; None if the cache is on GPUs.
+        port: port to listen on; None: any free port.
     """
 
     name: str
@@ -35,18 +37,18 @@ class ServerNeeds:
 
 
 class Host(Protocol):
-    """Runs one program at a time, which ends with whoever has the host."""
+    """A machine that runs one program at a time. The program ends when the process that holds this object ends."""
 
     @property
     def alive(self) -> bool:
-        """Whether the program runs. It does not wait."""
+        """True if the program runs. Does not block."""
 
     @property
     def ending(self) -> str:
-        """How the program ended: "with exit code 1"."""
+        """Description of how the program ended, such as "with exit code 1"."""
 
     def prepare(self, needs: ServerNeeds) -> tuple[str, int]:
-        """The address and the port where the server is to listen.
+        """Check the machine, and return the address and the port for the server to listen on.
 
         Raises:
             ServerError: the machine lacks something that the server needs.
@@ -54,23 +56,23 @@ class Host(Protocol):
         """
 
     def start(self, command: Sequence[str], log: Path, env: Mapping[str, str | None]) -> None:
-        """Start a program; see `Program`. `prepare` has returned. Raises OSError."""
+        """Start a program after `prepare`; see `Program`. Raises OSError."""
 
     def stop(self) -> None:
-        """End the program and all its processes, or a `prepare` that waits."""
+        """End the program and all its processes, or cancel a `prepare` that waits."""
 
     def tail(self, lines: int) -> str:
-        """The last lines of the log."""
+        """Return the last lines of the log."""
 
     def free_gib(self) -> float:
-        """Free main memory."""
+        """Return the free main memory in GiB."""
 
     def family(self) -> list[psutil.Process]:
-        """The program, first, and its processes, as far as they are on this machine."""
+        """Return the program's process, then its child processes; [] for another machine."""
 
 
 class LocalHost:
-    """This machine: a `Host`, and what other machines do when they are one."""
+    """This machine as a `Host`. Nodes of a cluster use it too, for their own checks."""
 
     def __init__(self) -> None:
         self._program: Program | None = None
@@ -87,21 +89,21 @@ class LocalHost:
         model = Path(needs.model)
         if shutil.which(needs.python) is None:
             raise ServerError(
-                "the environment that has vLLM is missing", code="vllm_missing", where=needs.python, remedy=_SETUP
+                "the environment with vLLM is missing", code="vllm_missing", where=needs.python, remedy=_SETUP
             )
         if not (model / "config.json").is_file():
             raise ServerError(
-                "no checkpoint to serve",
+                "the model folder is not a checkpoint: it has no config.json",
                 code="served_model_missing",
                 where=needs.model,
-                remedy="give a folder with config.json",
+                remedy="pass a folder with config.json",
             )
         if needs.cache_gib is not None:
             weights = sum(file.stat().st_size for file in model.glob("*.safetensors")) / GIB
             if needs.cache_gib + weights > (free := self.free_gib()):
                 raise ServerError(
-                    f"no free memory: {needs.cache_gib:g} GiB of KV cache and {weights:.1f} GiB of weights are "
-                    f"requested, {free:.1f} GiB are free",
+                    f"not enough memory: the server needs {needs.cache_gib:g} GiB of KV cache and {weights:.1f} GiB of "
+                    f"weights, {free:.1f} GiB are free",
                     code="server_memory_missing",
                     where=needs.name,
                     remedy="lower machine.servers.environment.VLLM_CPU_KVCACHE_SPACE, or free memory",
@@ -130,11 +132,11 @@ class LocalHost:
 
 _CONNECTIONS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _LOWEST, _TRIED = 20_000, 20
-_SETUP = "make it: armature setup"
+_SETUP = "create it with armature setup"
 
 
 def _outside_connections() -> list[int]:
-    """Some ports at random that the system gives to no connection."""
+    """Return random ports below the range that the kernel gives to outgoing connections; [] if that is unknown."""
     try:
         first = int(_CONNECTIONS.read_text().split()[0])
     except (OSError, ValueError, IndexError):
@@ -144,13 +146,13 @@ def _outside_connections() -> list[int]:
 
 
 def free_port(wanted: int | None, address: str) -> int:
-    """`wanted`, or any port that nobody listens on there.
+    """Return `wanted` if it is free on `address`, or any free port if `wanted` is None.
 
-    A server imports for 15 s before it listens, in which the system may give a port of its own range to a connection:
-    one below that range is chosen where there is any.
+    A port below the range of outgoing connections is preferred: a server imports for 15 s before it listens, and
+    meanwhile the kernel may give a port of that range to a connection.
 
     Raises:
-        ServerError: it is taken.
+        ServerError: `wanted` is in use.
     """
     for port in [*_outside_connections(), 0] if wanted is None else [wanted]:
         with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
@@ -170,11 +172,11 @@ def free_port(wanted: int | None, address: str) -> int:
     ) from failure
 
 
-# Model servers on nodes of a Ray cluster.
+# --- Model servers on nodes of a Ray cluster ---
 
 
 class PlacedHost:
-    """A `Host`: the node that has the server's bundle."""
+    """The node of a Ray cluster with the server's placement bundle, as a `Host`."""
 
     def __init__(self, places: PlacementBundles, index: int) -> None:
         self._gpus = places.bundle.gpus
@@ -197,14 +199,16 @@ class PlacedHost:
             try:
                 address, port = placed.ask("prepare", replace(needs, python=absolute(needs.python)))
             except ServerError as error:
-                remedy = f"{error.remedy}. Models, machine.store and machine.servers.python are read on the node"
+                remedy = (
+                    f"{error.remedy}. The node needs the model, machine.store and machine.servers.python at these paths"
+                )
                 raise ServerError(
                     error.what, code=error.code, where=f"{error.where}, {placed.where}", remedy=remedy
                 ) from error
         return str(address), int(port)
 
     def start(self, command: Sequence[str], log: Path, env: Mapping[str, str | None]) -> None:
-        if self._gpus:  # Ray has said to the actor which GPUs are its own
+        if self._gpus:  # Ray has set CUDA_VISIBLE_DEVICES of the actor
             env = {key: value for key, value in env.items() if key != "CUDA_VISIBLE_DEVICES"}
         program, *arguments = command
         with self._placed.starting():

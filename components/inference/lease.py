@@ -1,4 +1,5 @@
-"""The right of one run to a server; `armature_served.lease` is the server's side of it."""
+"""The client of leases: a lease gives one run the exclusive use of a server. `armature_served.lease` is the server's
+side."""
 
 from __future__ import annotations
 
@@ -20,21 +21,23 @@ from armature.components.inference.replies import Endpoint, Reply, exchange
 log = logging.getLogger(__name__)
 
 SECONDS = 30.0
-"""A lease that is not kept ends after so many seconds: as long does a run that resumes wait for its killed self."""
+"""Seconds after which a lease expires unless it is renewed. A run that resumes waits this long for its killed
+process."""
 
 KEEP_EVERY = 5.0
+"""Seconds between two renewals."""
 ASK_EVERY = 1.0
-"""Seconds between two tries to have a server that another run has."""
+"""Seconds between two attempts to take the lease of a server that another run holds."""
 _PATH = "/armature/lease"
 
 
 async def take(http: httpx.AsyncClient, endpoint: Endpoint, who: str, timeout: float) -> bool:
-    """Take or keep the server; False: it has no plug-in of ours, so nobody can.
+    """Take or renew the lease of a server. Return False if the server has no leases, because our plug-in is missing.
 
-    A holder that lives shows it every `KEEP_EVERY` seconds. One that does not is waited for, until its lease ends.
+    A live holder renews its lease every `KEEP_EVERY` seconds. The lease of a dead holder expires; wait for that.
 
     Raises:
-        ServerError: a run that lives has had it for more than `timeout` seconds of waiting; or no such answer.
+        ServerError: a live run has held the lease for `timeout` seconds of waiting, or the answer is invalid.
         httpx.TransportError: the server is gone.
     """
     began, seen = time.monotonic(), None
@@ -47,22 +50,23 @@ async def take(http: httpx.AsyncClient, endpoint: Endpoint, who: str, timeout: f
         held = reply.document
         sign = (held.get("since"), held.get("renewals"))
         if seen is None:
-            log.warning("waiting for the server at %s, which another run has: %s", endpoint.url, _holder(held))
+            log.warning("waiting for the server at %s, which another run uses: %s", endpoint.url, _holder(held))
         lives, seen = seen is not None and sign[1] != seen[1], sign
         if lives and time.monotonic() - began > timeout:
             raise ServerError(
-                f"another run has this server: {_holder(held)}",
+                f"another run uses this server: {_holder(held)}",
                 code="server_in_use",
                 where=endpoint.url,
-                remedy="let it end, take another server, or wait: machine.limits.lease_timeout",
+                remedy="end that run, use another server, or wait longer (machine.limits.lease_timeout)",
             )
         await asyncio.sleep(ASK_EVERY)
 
 
 async def keep(http: httpx.AsyncClient, endpoint: Endpoint, who: str) -> None:
-    """
+    """Renew the lease.
+
     Raises:
-        ServerError: another run has the server now.
+        ServerError: another run has taken it.
         httpx.TransportError: the server is gone.
     """
     reply = await _send(http, "POST", endpoint, {"who": who, "seconds": SECONDS})
@@ -71,15 +75,15 @@ async def keep(http: httpx.AsyncClient, endpoint: Endpoint, who: str) -> None:
 
 
 async def give_back(http: httpx.AsyncClient, endpoint: Endpoint) -> None:
-    """Let others have it at once. Raises httpx.TransportError or ServerError; it then ends by itself."""
+    """Release the lease at once. On httpx.TransportError or ServerError it expires by itself."""
     await _send(http, "DELETE", endpoint, {})
 
 
 async def read_weights_id(http: httpx.AsyncClient, endpoint: Endpoint) -> str:
-    """What the server's answers bear while its weights stay as they are now; "" without our plug-in.
+    """Return the id that the server's answers carry while its weights stay the same; "" without our plug-in.
 
     Raises:
-        ServerError: no such answer.
+        ServerError: the answer is invalid.
         httpx.TransportError: the server is gone.
     """
     reply = await exchange(http, "GET", f"{endpoint.url}{_PATH}", endpoint.headers)
@@ -88,14 +92,21 @@ async def read_weights_id(http: httpx.AsyncClient, endpoint: Endpoint) -> str:
     weights_id = reply.document.get("weights")
     if not isinstance(weights_id, str) or not weights_id:
         raise ServerError(
-            f"{_PATH} does not say which weights: {reply.text}", code="invalid_weights_mark", where=endpoint.url
+            f"{_PATH} gives no id of the weights: {reply.text}", code="invalid_weights_mark", where=endpoint.url
         )
     return weights_id
 
 
-def in_order(*marks: str) -> bool:
-    """Whether a server had these marks one after the other, or the same for longer, and was not started in between."""
-    starts, changes = zip(*(weights_id.rpartition("-")[::2] for weights_id in marks), strict=True)
+def in_order(*weights_ids: str) -> bool:
+    """Return True if a server can have had these ids in this order, without a restart in between.
+
+    An id is START-CHANGES: a random number for each start, and the number of requests that may have changed weights.
+
+    Example:
+        >>> in_order("a1-3", "a1-3", "a1-5"), in_order("a1-5", "a1-3"), in_order("a1-3", "b2-4")
+        (True, False, False)
+    """
+    starts, changes = zip(*(each.rpartition("-")[::2] for each in weights_ids), strict=True)
     if len(set(starts)) > 1 or not all(change.isdecimal() for change in changes):
         return False
     numbers = [int(change) for change in changes]
@@ -103,10 +114,10 @@ def in_order(*marks: str) -> bool:
 
 
 def describe_run(folder: Path) -> str:
-    """Who we are, for those who find a server taken."""
+    """Describe this run, for other runs that wait for its server."""
     try:
         user = getpass.getuser()
-    except (KeyError, OSError):  # a container's user may have no name
+    except (KeyError, OSError):  # the user of a container may have no name
         user = f"user {os.getuid()}"
     return f"{user}@{socket.gethostname()}, process {os.getpid()}, {folder.absolute()}"
 

@@ -1,4 +1,4 @@
-"""Watches the servers of a pool: takes one out when it is unhealthy, and brings it back with the current weights."""
+"""Monitor the servers of a pool: remove a server when it is unhealthy, and bring it back with the current weights."""
 
 from __future__ import annotations
 
@@ -22,25 +22,28 @@ from armature.components.inference.sync import ServedWeights
 log = logging.getLogger(__name__)
 
 EJECT_AFTER = 3
-"""Attempts in a row that may fail on a server that still says it is healthy."""
+"""Failed attempts in a row after which a server is removed although its health route answers 200."""
 
 MAX_RESTARTS = 3
-"""Starts in a row without one answered request before a server is given up."""
+"""Starts in a row without an answered request after which a server is given up."""
 
 _WATCH = 1.0
+"""Seconds between two looks at a server's process."""
 SAY_AFTER = 3.0
-"""Seconds without an answer of a server that is joined until it is said what is waited for."""
+"""Seconds without an answer of a joined server after which a warning says what the pool waits for."""
 
 _PAUSE = 2.0
-"""Seconds, times the attempts so far, after a start failed for want of something that time may bring."""
+"""Seconds per earlier attempt to wait after a start failed with OSError, such as too many open files."""
 
 
 @dataclass(frozen=True)
 class PoolContext:
-    """What all monitors of a pool share with it.
+    """The parts of a pool that its monitors share.
 
-    `lease` is the id under which the pool has its servers, `who` its run in words; `notify` wakes whatever waits for a
-    change of the servers.
+    Attributes:
+        lease: id of the pool's lease on its servers.
+        who: description of the run, shown to other runs that wait for a server.
+        notify: wakes all that wait for a change of the servers.
     """
 
     http: httpx.AsyncClient
@@ -54,9 +57,10 @@ class PoolContext:
 
 
 class ReplicaMonitor:
-    """The life of one replica: start, watch, take out, bring back, and so on until cancelled.
+    """Run the life cycle of one replica until cancelled: start, watch, remove, bring back.
 
-    `leased` is set once the pool has had its server for itself.
+    Attributes:
+        leased: set once the pool holds the server's lease, or has found that the server has no leases.
     """
 
     def __init__(self, pool: PoolContext, replica: Replica) -> None:
@@ -66,34 +70,37 @@ class ReplicaMonitor:
         self._keeping: asyncio.Task[None] | None = None
 
     async def start(self, after: ReplicaMonitor | None = None) -> None:
-        """Start or join the server for the first time, or take one that is alive; `after` takes its own before.
+        """Start or join the server for the first time, or reuse one that is still running.
+
+        Args:
+            after: a monitor that must take its lease first; see `PoolMonitors.start`.
 
         Raises:
-            ServerError: it does not come up, or another run has it.
+            ServerError: the server does not come up, or another run holds its lease.
         """
         self._after = after
-        kept = self.replica.server is not None and self.replica.server.alive
+        reused = self.replica.server is not None and self.replica.server.alive
         try:
             await self._come_up()
         except ServerError as error:
-            if not kept:
+            if not reused:
                 raise
-            log.warning("%s cannot be used again, and is started: %s", self.replica.name, error)
+            log.warning("%s cannot be reused and is started again: %s", self.replica.name, error)
             await self._start_again()
 
     async def run(self) -> None:
-        """Watch the server that `start` has brought up, until it is given up."""
+        """Watch the server that `start` has brought up, and bring it back when it fails, until it is given up."""
         try:
             while not self.replica.given_up:
                 await self._trouble()
                 await self._take_out()
                 await self._bring_back()
         except Exception as error:
-            # Whatever it is: those who wait for this server would wait for ever.
+            # Give the server up on any error: without a monitor, requests would wait for it forever.
             await self._give_up(ServerError(f"the monitor of {self.replica.name} failed: {error!r}"), error)
 
     async def close(self) -> None:
-        """Let others have the server."""
+        """Release the server's lease."""
         if self._keeping is None:
             return
         self._keeping.cancel()
@@ -102,14 +109,14 @@ class ReplicaMonitor:
             async with asyncio.timeout(_WATCH):
                 await lease.give_back(self.pool.http, self.replica.endpoint)
         except (httpx.TransportError, ServerError, TimeoutError, OSError) as error:
-            log.info("%s: its lease ends by itself: %r", self.replica.name, error)
+            log.info("%s: its lease was not released and will expire: %r", self.replica.name, error)
 
     async def _trouble(self) -> None:
-        """Return when the server is dead, unhealthy, or has failed too often, or no longer waits for a sync."""
+        """Wait until the server is dead or unhealthy, has failed too often, or no longer waits for a sync."""
         replica = self.replica
         while replica.ready or replica.waits:
             try:
-                # Not wait_for: in Python 3.11 it may swallow a cancellation that comes with the event.
+                # asyncio.wait_for of Python 3.11 may swallow a cancellation that arrives together with the event.
                 async with asyncio.timeout(_WATCH):
                     await replica.suspect.wait()
             except TimeoutError:
@@ -136,7 +143,7 @@ class ReplicaMonitor:
         await self.pool.notify()
 
     async def _bring_back(self) -> None:
-        """Return when the server is back, or given up."""
+        """Restart or rejoin the server until it is ready or given up."""
         replica = self.replica
         while not replica.ready and replica.given_up is None:
             try:
@@ -148,7 +155,7 @@ class ReplicaMonitor:
                 if replica.server is None or replica.restarts > MAX_RESTARTS:
                     await self._give_up(ServerError(f"{replica.name} cannot be started: {error!r}"), error)
                 elif isinstance(error, OSError):
-                    await asyncio.sleep(_PAUSE * replica.restarts)  # out of file handles, or the like
+                    await asyncio.sleep(_PAUSE * replica.restarts)  # such as too many open files: it may pass
             else:
                 if replica.ready:
                     log.warning("%s is back with version %d", replica.name, replica.version)
@@ -159,8 +166,8 @@ class ReplicaMonitor:
         replica.restarts += 1
         if replica.restarts > MAX_RESTARTS:
             raise ServerError(
-                f"{replica.name} was started {MAX_RESTARTS} times and never answered a request; its "
-                f"last lines:\n{replica.server.tail()}",
+                f"{replica.name} was started {MAX_RESTARTS} times and never answered a request; the last lines of its "
+                f"log:\n{replica.server.tail()}",
                 code="server_never_answered",
                 where=str(replica.server.log),
             )
@@ -174,7 +181,7 @@ class ReplicaMonitor:
         await self.pool.notify()
 
     async def _come_up(self) -> None:
-        """Start or join the server, and let requests through. Raises ServerError, OSError."""
+        """Start or join the server, check its weights, and let requests through. Raises ServerError or OSError."""
         if self.replica.server is not None:
             await self._start_local()
         else:
@@ -192,7 +199,7 @@ class ReplicaMonitor:
             ) from error
 
     async def _wait_for_sync(self) -> None:
-        """Let requests through once the server was given weights. Return as well if it is lost before."""
+        """Wait until a sync has loaded weights into the server, then let requests through. Return if it is lost."""
         await self._trouble()
         self.replica.waits = False
         if self.replica.version == self.pool.weights.version:
@@ -208,18 +215,18 @@ class ReplicaMonitor:
         assert replica.server is not None
         folder, version = pool.weights.folder, pool.weights.folder_version
         if replica.server.alive:
-            version = UNKNOWN  # kept from another pool, with the weights of that
+            version = UNKNOWN  # it still has the weights of the pool that it was kept from
         else:
             await replica.server.start(folder)
         replica.url, replica.version = replica.server.url, version
 
     async def _wait_remote(self, timeout: float) -> None:
         clock = asyncio.get_running_loop()
-        began, said = clock.time(), False
+        began, warned = clock.time(), False
         while reason := await fault(self.pool.http, self.replica.endpoint):
             waited = clock.time() - began
-            if waited > SAY_AFTER and not said:
-                said = True
+            if waited > SAY_AFTER and not warned:
+                warned = True
                 log.warning(
                     "waiting for the server at %s, at most %g s (%s); `armature serve MODEL` starts one",
                     self.replica.url,
@@ -234,10 +241,10 @@ class ReplicaMonitor:
                     remedy="start it (`armature serve MODEL`), or correct machine.servers.endpoints",
                 )
             await asyncio.sleep(1.0)
-        self.replica.version = UNKNOWN  # it may have been started again with whatever weights it was given then
+        self.replica.version = UNKNOWN  # its user may have restarted it with other weights
 
     async def _take_lease(self) -> None:
-        """Have the server for this pool alone. Raises ServerError if another run has it."""
+        """Take the server's lease. Raises ServerError if another run holds it."""
         replica, pool = self.replica, self.pool
         if self._after is not None:
             await self._after.leased.wait()
@@ -246,8 +253,8 @@ class ReplicaMonitor:
             replica.lease = ""
             if replica.server is None:
                 log.warning(
-                    "%s runs without armature_served.require_key: no run can have it for itself. Weights of another "
-                    "run are found if a prompt's log-probs tell them apart",
+                    "%s runs without armature_served.require_key and so has no lease: another run may change its "
+                    "weights, which is noticed only if the log-probs of a fixed prompt differ",
                     replica.name,
                 )
         elif self._keeping is None:
@@ -262,13 +269,14 @@ class ReplicaMonitor:
                 async with asyncio.timeout(lease.SECONDS):
                     await lease.keep(pool.http, replica.endpoint, pool.who)
             except (httpx.TransportError, TimeoutError, OSError) as error:
-                log.info("%s: its lease could not be kept: %r", replica.name, error)  # requests find out what is wrong
+                # Requests will show whether the server is gone.
+                log.info("%s: its lease could not be renewed: %r", replica.name, error)
             except ServerError as error:
                 log.warning("%s: %s", replica.name, error)
                 replica.mark_suspect()
 
     async def _admit(self) -> None:
-        """Let requests through, once the server holds the current weights. Not while weights are changing."""
+        """Bring the server to the current weights and let requests through. Wait while weights are changing."""
         replica, pool = self.replica, self.pool
         async with pool.weights.changing:
             replica.failures = 0
@@ -290,17 +298,16 @@ class ReplicaMonitor:
 
 
 class PoolMonitors:
-    """The monitors of all servers of a pool."""
+    """The monitors of a pool's servers."""
 
     def __init__(self, pool: PoolContext, replicas: Sequence[Replica]) -> None:
         self._monitors = [ReplicaMonitor(pool, replica) for replica in replicas]
         self._watching: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
-        """Start or join every server. Raises ServerError if one of them does not come up, or another run has it.
+        """Start or join every server. Raises ServerError if one does not come up or another run holds its lease.
 
-        All runs take leases in the order of the servers' URLs. So no run has a server that another one waits for while
-        it waits for a server of the other.
+        All runs take leases in the order of the servers' URLs, so that two runs cannot wait for each other's servers.
         """
         ordered = sorted(self._monitors, key=lambda monitor: monitor.replica.url)
         try:
@@ -312,7 +319,7 @@ class PoolMonitors:
         self._watching = [asyncio.create_task(monitor.run()) for monitor in self._monitors]
 
     async def close(self) -> None:
-        """End the monitors, and let others have the servers."""
+        """End the monitors and release the leases."""
         for task in self._watching:
             task.cancel()
         await asyncio.gather(*self._watching, return_exceptions=True)

@@ -1,4 +1,4 @@
-"""The servers that a pool starts itself, on this machine or on a cluster: made, taken from the pool before, ended."""
+"""The servers that a pool starts itself, on this machine or on a cluster, and their reuse by the next pool."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from armature.components.inference.server import VllmServer
 from armature.components.inference.settings import ServerSettings
 from armature.components.machine.workers.placed import PlacementBundles
 
-# Servers that stay up between the stages of a flow, for the next stage that asks for the same.
+# --- Servers that stay up between the stages of a flow, for the next stage that needs the same servers ---
 
 _NOT_SERVED = frozenset({"manifest.json", "generation_config.json"})
 _PADDING = frozenset(
     {"padding", "truncation", "max_length", "pad_to_multiple_of", "pad_token_type_id", "is_local", "local_files_only"}
 )
-"""Of a tokenizer's files: what calls of the tokenizer leave in them when it is saved. No server reads it."""
+"""Keys that calls of a tokenizer leave in its files when it is saved. Servers do not read them."""
 
 
 @dataclass(frozen=True)
@@ -35,19 +35,19 @@ class _Kept:
 
 
 class KeptServers:
-    """Local servers that no pool has, each with what it has read besides weights."""
+    """Local servers without a pool, each with the checkpoint files other than weights that it has read."""
 
     def __init__(self) -> None:
         self._kept: list[_Kept] = []
 
     def take(self, model: Path, settings: ServerSettings, machine: Machine) -> list[VllmServer]:
-        """All servers that a pool needs, alive, with weights of the pool before; [] where they were started otherwise.
+        """Return running servers for all of a pool, which still have the previous pool's weights.
 
-        Those that nobody will ask for are ended.
+        If the kept servers were started with other settings or files, end them and return [].
         """
         wanted = (settings, machine, served_files(model))
-        alike = [(each.server.settings, each.server.machine, each.files) == wanted for each in self._kept]
-        if len(alike) == machine.servers.count and all(alike) and all(each.server.alive for each in self._kept):
+        equal = [(each.server.settings, each.server.machine, each.files) == wanted for each in self._kept]
+        if len(equal) == machine.servers.count and all(equal) and all(each.server.alive for each in self._kept):
             servers = [each.server for each in self._kept]
             self._kept.clear()
             return servers
@@ -55,11 +55,12 @@ class KeptServers:
         return []
 
     def keep(self, servers: Sequence[VllmServer], model: Path) -> None:
-        """Servers that were started with `model`, from a pool that has ended well."""
+        """Keep servers that were started with `model`, from a pool that ended without an error."""
         files = served_files(model)
         self._kept += [_Kept(server, files) for server in servers]
 
     def close(self) -> None:
+        """End the servers."""
         for each in self._kept:
             each.server.end()
         self._kept.clear()
@@ -70,28 +71,28 @@ _current: ContextVar[KeptServers | None] = ContextVar("kept servers", default=No
 
 @contextmanager
 def keep_servers() -> Iterator[None]:
-    """Within it, local servers on CPU outlive the pools that started them.
+    """Inside the block, local servers on CPU outlive the pools that started them.
 
-    Servers on GPUs do not: a flow holds the limit "gpu" no longer than a stage needs it.
+    Servers on GPUs end with their pool: a flow holds the concurrency limit "gpu" only as long as a stage needs it.
     """
-    kept = KeptServers()
-    token = _current.set(kept)
+    servers = KeptServers()
+    token = _current.set(servers)
     try:
         yield
     finally:
         _current.reset(token)
-        kept.close()
+        servers.close()
 
 
 def kept_servers(machine: Machine) -> KeptServers | None:
-    """Where a pool finds and leaves its servers; None: they begin and end with it."""
+    """Return the servers that a pool on `machine` may reuse; None if its servers start and end with the pool."""
     here = not machine.joins_servers and machine.server_bundle is None
     lasting = here and not machine.servers.gpus and machine.sends_folders
     return _current.get() if lasting else None
 
 
 def served_files(model: Path) -> dict[str, Any]:
-    """What a server reads of a checkpoint folder besides its weights, by the file's name."""
+    """Return the contents of a checkpoint's files that a server reads besides the weights, by file name."""
     read: dict[str, Any] = {}
     for file in sorted(model.iterdir()):
         if file.suffix in (".jinja", ".txt", ".model", ".py"):
@@ -105,9 +106,7 @@ def served_files(model: Path) -> dict[str, Any]:
 
 
 class OwnServers:
-    """
-    Args: see `ServerPool`.
-    """
+    """Make, reuse and end the servers of a pool. The arguments are those of `ServerPool`."""
 
     def __init__(
         self,
@@ -120,7 +119,8 @@ class OwnServers:
     ) -> None:
         self._weights, self._settings, self._machine = weights, settings, machine
         self._log_folder, self._api_key, self._adapters = log_folder, api_key, adapters
-        self._kept = kept_servers(machine) if adapters is None else None  # theirs keep the weights they began with
+        # Servers with adapters are not reused: they keep the base weights that they were started with.
+        self._kept = kept_servers(machine) if adapters is None else None
         self._places = (
             PlacementBundles(machine.cluster, machine.server_bundle, machine.servers.count)
             if machine.cluster is not None and machine.server_bundle is not None
@@ -128,7 +128,7 @@ class OwnServers:
         )
 
     def replica(self, index: int) -> Replica:
-        """One whose server is not started yet."""
+        """Return a replica whose server has not been started yet."""
         server = VllmServer(
             self._settings,
             self._machine,
@@ -141,7 +141,7 @@ class OwnServers:
         return Replica(server.name, self._api_key, server=server)
 
     async def take_kept(self, replicas: Sequence[Replica]) -> None:
-        """Give them servers that the pool before has kept, if it has."""
+        """Give the replicas the servers that the previous pool has kept, if there are any."""
         if self._kept is None:
             return
         servers = await asyncio.to_thread(self._kept.take, self._weights, self._settings, self._machine)
@@ -150,7 +150,7 @@ class OwnServers:
             replica.server, replica.api_key = server, server.api_key
 
     async def close(self, replicas: Sequence[Replica], keep: bool) -> None:
-        """End the servers, but those that the next pool may take if this one has ended well (`keep`)."""
+        """End the servers, or with `keep` leave them to the next pool if all of them are ready."""
         servers = [replica.server for replica in replicas if replica.server]
         if self._kept is not None and keep and all(replica.ready for replica in replicas):
             self._kept.keep(servers, self._weights)

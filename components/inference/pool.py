@@ -1,4 +1,4 @@
-"""A pool of vLLM servers that answers every request once, with weights of a known version."""
+"""`ServerPool`: vLLM servers that answer every request once, with weights of a known version."""
 
 from __future__ import annotations
 
@@ -48,30 +48,38 @@ OPEN: WeakSet[ServerPool] = WeakSet()
 
 
 class ServerPool:
-    """Starts `machine.servers.count` servers, here or on `machine.cluster`, or joins those of
-    `machine.servers.endpoints`; used as `async with`.
+    """A pool of vLLM servers, used with `async with`.
 
-    A request is answered exactly once or raises; what fails on one server is tried on another, up to
-    `MAX_ATTEMPTS` times. A server that dies or hangs is taken out, started again with the current weights, and
-    put back. `sync` waits until no request is in flight, so the `policy_version` of a completion is that of
-    every token in it; with `in_flight_updates` requests go on with the new weights, and it is that of the oldest token.
-    All calls have to come from the event loop that entered the pool.
+    It starts `machine.servers.count` servers, on this machine or on `machine.cluster`, or joins the servers at
+    `machine.servers.endpoints`. A request is answered exactly once or raises. If one server fails it, another tries, up to
+    `MAX_ATTEMPTS` times. A server that dies or hangs is removed, restarted with the current weights, and added again.
+
+    `sync` waits until no request is in flight, so every token of a completion has the same `policy_version`. With
+    `in_flight_updates`, requests continue with the new weights, and `policy_version` is the version of the oldest
+    token. All calls must come from the event loop that entered the pool.
 
     Args:
-        weights: the checkpoint folder that the servers start with, policy version 0.
-        log_folder: gets one log file for each server and start.
-        forbidden_token_ids: never sampled; None: the placeholder ids in the checkpoint's config.json. The
-            trainer has to take the same ids out of its softmax: the log-probs are of the rest.
-        load_on_join: give joined endpoints `weights` at once. False: take their weights as they are until the
-            first sync; the caller compares log-probs.
-        adapters: what `sync` brings is these, beside `weights`, which the servers keep. A server that is joined has to
-            have been started with `weights`.
-        in_flight_updates: `sync` pauses the requests that servers answer, rather than wait for them. Those of servers
-            that are lent, of adapters, and of servers without our plug-in are waited for nevertheless.
+        weights: checkpoint folder that the servers start with, as policy version 0.
+        log_folder: folder for one log file per server and start.
+        forbidden_token_ids: ids that are never sampled; None: the placeholder ids in the checkpoint's config.json. The
+            trainer must exclude the same ids from its softmax, because log-probs are normalized over the rest.
+        load_on_join: load `weights` into joined servers at once. False: keep their weights until the first sync; the
+            caller compares log-probs.
+        adapters: `sync` loads LoRA adapters of this kind on top of `weights`, which the servers keep. A joined server
+            must have been started with `weights`.
+        in_flight_updates: let `sync` pause requests instead of waiting for them. It still waits for requests sent by
+            direct access, for servers with adapters, and for servers without our plug-in.
 
     Raises:
-        ConfigurationError: the servers cannot be run as `settings` and `machine` say.
+        ConfigurationError: the servers cannot run with these `settings` on this `machine`.
         DataError: `weights` is not a checkpoint.
+
+    Example:
+        Start a pool, ask it, and load new weights into its servers::
+
+            async with ServerPool(checkpoint, settings, Machine(servers=2), logs) as pool:
+                completion = await pool.complete(messages, sampling, seed=0)
+                await pool.sync(new_checkpoint, version=1)
     """
 
     def __init__(
@@ -125,7 +133,7 @@ class ServerPool:
         """Start or join every server.
 
         Raises:
-            ServerError: one of them does not come up, or another run has it.
+            ServerError: a server does not come up, or another run holds its lease.
         """
         await self._own.take_kept(self.replicas)
         transport = httpx.AsyncHTTPTransport(socket_options=socket_options())
@@ -166,11 +174,11 @@ class ServerPool:
         await self._own.close(self.replicas, keep)
         log.info("the pool's counts: %s", self.statistics.snapshot())
 
-    # Requests
+    # --- Requests ---
 
     async def complete(self, messages: Sequence[Message], sampling: Sampling, seed: int) -> Completion:
-        """One sample. Calls that differ in their seeds alone, and whose seeds follow one another, share a request
-        when they come within milliseconds.
+        """Sample one completion. Calls within milliseconds of each other that differ only in consecutive seeds share
+        one request.
 
         Raises:
             GenerationFailure: this request failed for good; `reason` says why.
@@ -182,10 +190,10 @@ class ServerPool:
     async def sample(
         self, messages: Sequence[Message], sampling: Sampling, seed: int, n: int
     ) -> list[Completion | GenerationFailure]:
-        """`n` samples of one prompt in one request, in order; a failure stands where one cannot be trusted.
+        """Return `n` samples of one prompt in order, with a failure in place of each invalid sample.
 
-        Sample i has the seed `seed + i`. Prompt and images are processed once, so this is several times faster
-        than n requests. Raises as `complete` does when the request as a whole fails.
+        Sample i has the seed `seed + i`. The prompt and its images are processed once, which is several times faster
+        than n requests. Raises as `complete` does if the request as a whole fails.
         """
         return await self._requests.sample(messages, sampling, seed, n)
 
@@ -194,11 +202,12 @@ class ServerPool:
 
     @asynccontextmanager
     async def direct_access(self, requests: int) -> AsyncIterator[list[ServerAccess]]:
-        """The servers that may be asked now, to be asked directly from elsewhere, `requests` at once. Within, they keep
-        their weights: these requests count as in flight.
+        """Yield the access to the ready servers, for a process that sends them up to `requests` requests at once.
+
+        Inside the block the servers keep their weights, because these requests count as in flight.
 
         Raises:
-            ConfigurationError: one of them does not say in its answers which weights it has.
+            ConfigurationError: a server's answers have no id of their weights.
             ServerError: no server is left.
             WeightSyncError: an earlier sync failed.
         """
@@ -206,45 +215,46 @@ class ServerPool:
             yield [server_access(replica) for replica in await self._router.ready()]
 
     def report_suspects(self, suspects: Sequence[SuspectServer]) -> None:
-        """See to servers that did not answer those whom they were lent to."""
+        """Check servers that failed direct requests of other processes."""
         for each in suspects:
             for replica in self.replicas:
                 if (replica.name, replica.weights_id) == (each.name, each.weights_id):
                     replica.suspect.set()
-                    _suspect_other_weights(replica, TransientError(each.reason, "asked by others"))
+                    _suspect_other_weights(replica, TransientError(each.reason, "reported by another process"))
 
     @property
     def in_flight(self) -> int:
-        """Requests that servers answer now."""
+        """Number of requests that servers are answering."""
         return self._router.in_flight
 
     async def notify(self) -> None:
-        """Wake whatever waits for a change of the servers or of the requests in flight."""
+        """Wake all that wait for a change of the servers or of the requests in flight."""
         await self._router.notify()
 
-    # Weights
+    # --- Weights ---
 
     async def sync(
         self, weights: Path, version: int, publish: Publish | None = None, answer: ProbeAnswer | None = None
     ) -> None:
-        """Give every server new weights; returns when all of them have proved to hold them.
+        """Load new weights into every server, and return once each server has passed the check of its weights.
 
-        New requests wait; those in flight are finished first, or paused. What the old weights computed is forgotten. A
-        server that dies
-        meanwhile is not a failure: it is started again with the new weights. With weight_transfer "nccl" or "ipc" it
-        is one; a server that was gone before, or came back later, gets the next weights. The folder, a new one for each
-        version, has to stay until the next call has returned, because a server may be started from it.
+        New requests wait; requests in flight are finished first, or paused. Caches of the old weights are cleared.
+        If a server dies meanwhile, the sync succeeds and the server restarts with the new weights. With weight_transfer
+        "nccl" or "ipc" a server that dies during the transfer fails the sync; a server that was gone before, or that
+        comes back later, gets the next weights.
 
         Args:
-            publish: with weight_transfer "nccl" or "ipc": makes the trainer send to the given endpoints; the folder
-                is then not read.
-            answer: the trainer's to `weights.probe`: every server that holds this version has to answer alike.
-                Without it, servers are compared with each other only.
+            weights: a new folder for each version. It must exist until the next call has returned, because a server
+                may be started from it.
+            publish: makes the trainer send its weights to the given endpoints, with weight_transfer "nccl" or "ipc".
+                The folder is then not read.
+            answer: the trainer's answer to `weights.probe`, which every server with this version must match. Without
+                it, servers are compared with each other only.
 
         Raises:
-            WeightSyncError: the folder holds another model, a server refused it, a server does not answer as it
-                should, or `machine.limits.sync_timeout` passed since no request was waited for. From then on every
-                request raises it too.
+            WeightSyncError: the folder holds another model, a server rejected it, a server failed the check, or the
+                transfer took longer than `machine.limits.sync_timeout`, not counting the wait for requests. Every later
+                request raises this error too.
         """
         if self._router.broken is not None:
             raise self._router.broken
@@ -256,25 +266,27 @@ class ServerPool:
                 async with self.weights.changing, asyncio.timeout(self.machine.limits.sync_timeout):
                     first = self.weights.version == 0
                     await self.weights.give(self.http, self.replicas, weights, version, publish, answer)
-                    if first and self.adapters is not None:  # servers were tested without one
+                    if first and self.adapters is not None:  # so far servers were tested without an adapter
                         ready = [replica for replica in self.replicas if replica.ready]
                         await asyncio.gather(*(self.repeatability.check(self.http, replica) for replica in ready))
         except BaseException as error:
-            # Some servers may have the new weights and others not, whatever it was that came between.
+            # Whatever failed, some servers may now have the new weights and others the old ones.
             self._router.broken = sync_failure(error, weights, version, self.machine.limits.sync_timeout)
             raise (self._router.broken if isinstance(error, Exception) else error) from error.__cause__
         finally:
             await self.notify()
 
     def _requests_go_on(self) -> bool:
-        asked = (replica for replica in self.replicas if replica.ready or replica.outstanding)
-        return self.weights.in_flight_updates and all(replica.says_weights for replica in asked)
+        """Return True if requests continue during `sync`, which needs the id of the weights in every server's
+        answers."""
+        active = (replica for replica in self.replicas if replica.ready or replica.outstanding)
+        return self.weights.in_flight_updates and all(replica.says_weights for replica in active)
 
     async def reset_caches(self) -> None:
-        """Have every server forget the prompts and images that it has seen, once no request is in flight.
+        """Wait until no request is in flight, then clear the servers' caches of prompts and images.
 
         Raises:
-            WeightSyncError: a server did not.
+            WeightSyncError: a server could not clear them.
         """
         try:
             async with self._router.drained(), self.weights.changing:
@@ -286,7 +298,7 @@ class ServerPool:
         try:
             await reset_caches(self.http, replica.endpoint)
         except httpx.TransportError:
-            replica.mark_suspect()  # what brings it back resets them
+            replica.mark_suspect()  # a restart clears the caches too
 
 
 def _suspect_other_weights(replica: Replica, error: TransientError) -> None:

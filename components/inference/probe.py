@@ -1,4 +1,5 @@
-"""A fixed question. What a model answers to it shows which weights it has: a trainer and its servers answer alike."""
+"""The probe: a fixed prompt whose log-probs show which weights a model has. `SyncCheck` compares a server's log-probs
+of the probe with the trainer's."""
 
 from __future__ import annotations
 
@@ -23,41 +24,53 @@ from armature.components.inference.settings import ServerSettings
 from armature.components.inference.weights.pool import post
 
 TOKENS = 128
+"""Tokens of the probe's text."""
 LIKELIEST = 20
-"""Log-probs of one position that vLLM gives (its default max_logprobs)."""
+"""Number of log-probs that vLLM returns for one position (its default max_logprobs)."""
 WORDS = "Describe it."
+"""Text of the user's message with the probe's image."""
 
 
 @dataclass(frozen=True)
 class Probe:
-    """`tokens` (L,): a text of random tokens, each once. `image`: the PNG of a user's message that ends in `WORDS`, in
-    base64; "" where the servers take no images.
+    """A fixed text and a fixed message with an image.
 
-    The answer is (L-1,) log-probs of the text after its first token, then the `LIKELIEST` greatest, falling, of what
-    follows the message; all at temperature 1 and without forbidden tokens. Every row of the output head is in each,
-    and where the head chooses among few tokens after training, the text still has unlikely ones.
+    The answer to a probe is one array: the (L-1,) log-probs of the text after its first token, then the `LIKELIEST`
+    greatest log-probs, in descending order, of the token after the message. All are at temperature 1 and without
+    forbidden tokens. Every row of the output head contributes to every log-prob through the softmax, and random tokens
+    stay unlikely, and so informative, after training has made the model certain.
+
+    Attributes:
+        tokens: (L,) random token ids, each at most once.
+        image: a PNG in base64, shown in a user's message that ends in `WORDS`; "" if the servers take no images.
+
+    Example:
+        >>> probe = make_probe(vocabulary=1000, forbidden=[7], max_tokens=64, images=False)
+        >>> len(probe.tokens), 7 in probe.tokens, probe.image
+        (64, False, '')
     """
 
     tokens: tuple[int, ...]
     image: str
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "tokens", tuple(self.tokens))  # a list, where it came as JSON
+        object.__setattr__(self, "tokens", tuple(self.tokens))  # JSON brings a list
 
     def pil_image(self) -> Image.Image:
+        """Return the image as RGB."""
         return Image.open(io.BytesIO(base64.b64decode(self.image))).convert("RGB")
 
 
 @dataclass(frozen=True, eq=False)
 class ProbeAnswer:
-    """`logprobs` as `Probe` says; `dtype` is the least precise that the weights or the products had."""
+    """A model's answer to a probe. `dtype` is the least precise dtype of its weights and of its matrix products."""
 
     logprobs: LogProbs
     dtype: str
 
 
 def make_probe(vocabulary: int, forbidden: Sequence[int], max_tokens: int, images: bool) -> Probe:
-    """Of at most `max_tokens` tokens of text, each less than `vocabulary`; the same whoever makes it."""
+    """Return a probe with at most `max_tokens` tokens below `vocabulary`. Equal arguments give equal probes."""
     random = np.random.default_rng(0)
     drawn = random.choice(vocabulary, min(vocabulary, TOKENS + len(forbidden)), replace=False)
     tokens = [token for token in drawn.tolist() if token not in forbidden][: min(TOKENS, max_tokens)]
@@ -65,7 +78,7 @@ def make_probe(vocabulary: int, forbidden: Sequence[int], max_tokens: int, image
 
 
 def random_image(random: np.random.Generator, width: int, height: int) -> str:
-    """A PNG of random pixels, in base64."""
+    """Return a PNG of random pixels, in base64."""
     file = io.BytesIO()
     Image.fromarray(random.integers(0, 256, (height, width, 3), dtype=np.uint8)).save(file, "PNG")
     return base64.b64encode(file.getvalue()).decode()
@@ -101,23 +114,24 @@ async def ask_probe(http: httpx.AsyncClient, endpoint: Endpoint, probe: Probe, m
 
 
 def user_message(image: str) -> list[dict[str, Any]]:
-    """A message with a PNG in base64 and `WORDS`, as the chat route wants it."""
+    """Return a chat message with a PNG in base64 and `WORDS`."""
     shown = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{image}"}}
     return [{"role": "user", "content": [shown, {"type": "text", "text": WORDS}]}]
 
 
-# That a server holds the weights that it was given: it answers the probe as the trainer does.
+# --- Check that a server holds the weights that it was given ---
 
 CPU_FLOAT32, GPU_FLOAT32, SIXTEEN_BITS, EIGHT_BITS = 1e-4, 5e-3, 0.1, 0.5
-"""Tolerances in nats; GPUs multiply fp32 as tf32. Measured on tiny checkpoints: see docs/operations/servers.md.
-In 8 bits, 3.75 B random weights had a mismatch KL of 0.05, which is about 0.3 nats."""
-FIRST = "the first server that was asked"
+"""Tolerances in nats, by device and dtype; GPUs multiply fp32 as tf32. They were measured on tiny checkpoints, see
+docs/operations/servers.md. In 8 bits, 3.75 B random weights had a mismatch KL of 0.05, which is about 0.3 nats."""
+FIRST = "the first server"
 
 
 class SyncCheck:
-    """What the servers have to answer at the current version.
+    """Compare servers' answers to the probe with the expected answer of the current version.
 
-    That is the trainer's answer; of a version that no trainer sent, the answer of the first server that is asked.
+    The expected answer is the trainer's. For a version without a trainer's answer, it is the answer of the first server
+    that is checked.
     """
 
     def __init__(self, probe: Probe, settings: ServerSettings, machine: Machine) -> None:
@@ -127,15 +141,17 @@ class SyncCheck:
         self._before: tuple[int, LogProbs] | None = None
 
     def expect(self, version: int, answer: ProbeAnswer, whose: str = "the trainer") -> None:
+        """Set the expected answer of `version`."""
         if self._expected is not None and self._expected[0] != version:
             self._before = self._expected[0], self._expected[1].logprobs
         self._expected = version, answer, whose
 
     async def check(self, http: httpx.AsyncClient, replica: Replica, version: int) -> None:
-        """
+        """Check a server's log-probs of the probe.
+
         Raises:
-            WeightSyncError: the server does not answer as expected.
-            httpx.TransportError: it is gone.
+            WeightSyncError: they differ from the expected ones by more than the tolerance.
+            httpx.TransportError: the server is gone.
         """
         values = await ask_probe(http, replica.endpoint, self.probe, replica.model)
         if self._expected is None or self._expected[0] != version:
@@ -144,7 +160,7 @@ class SyncCheck:
         _, expected, whose = self._expected
         if len(values) != len(expected.logprobs):
             raise WeightSyncError(
-                f"{len(values)} log-probs, {whose} gave {len(expected.logprobs)}",
+                f"the server gave {len(values)} log-probs of the probe, {whose} gave {len(expected.logprobs)}",
                 code="probe_length_mismatch",
                 where=replica.name,
             )
@@ -153,9 +169,9 @@ class SyncCheck:
             return
         at = int(np.argmax(np.nan_to_num(np.abs(values - expected.logprobs), nan=np.inf)))
         what = (
-            f"at version {version} it does not hold the weights of {whose}: its log-probs of a probe differ by "
-            f"{difference:.3g} nats (root mean square; {tolerance:g} is allowed), most at number {at} of "
-            f"{len(values)}: {values[at]:.6g}, and {expected.logprobs[at]:.6g} of {whose}"
+            f"at version {version} the server does not hold the weights of {whose}: its log-probs of the probe differ "
+            f"by {difference:.3g} nats (root mean square; {tolerance:g} is allowed), most at index {at} of "
+            f"{len(values)}: {values[at]:.6g} instead of {expected.logprobs[at]:.6g}"
         )
         raise self._difference(what, values, expected.logprobs, tolerance, replica.name)
 
@@ -185,26 +201,27 @@ class SyncCheck:
                 what,
                 code="served_weights_old",
                 where=where,
-                remedy=f"it still holds version {self._before[0]}: read its log for why it loaded nothing",
+                remedy=f"the server still holds version {self._before[0]}: its log says why it loaded nothing",
             )
         if distance(values[:text], expected[:text]) <= tolerance:
             return WeightSyncError(
                 what,
                 code="served_vision_weights_differ",
                 where=where,
-                remedy="text alone agrees, an image does not: its vision weights were not loaded, or it processes or "
-                "attends to images otherwise than the trainer; read its log for weights that were not loaded",
+                remedy="log-probs agree on text and differ on an image: the server did not load the vision weights, or "
+                "it processes images or attends to them differently from the trainer; its log lists weights that were "
+                "not loaded",
             )
         return WeightSyncError(
             what,
             code="served_weights_differ",
             where=where,
-            remedy="some of its weights were not loaded: read its log. A joined server on CPU keeps an old output head "
-            f"where embeddings are tied unless it has our plug-in: pip install --no-deps {SERVED}. If it computes in "
-            "other types than the trainer, say so in inference.dtype or raise machine.servers.sync_tolerance",
+            remedy="the server did not load some weights: read its log. A joined server on CPU keeps an old output "
+            f"head if embeddings are tied and our plug-in is missing: pip install --no-deps {SERVED}. If it uses "
+            "another dtype than the trainer, set inference.dtype or raise machine.servers.sync_tolerance",
         )
 
 
 def distance(one: LogProbs, other: LogProbs) -> float:
-    """Root mean square difference; NaN if a value is."""
+    """Return the root mean square difference of two arrays; NaN if any value is NaN."""
     return float(np.sqrt(np.mean((one.astype(np.float64) - other) ** 2)))

@@ -1,4 +1,4 @@
-"""One server as the pool sees it: how to reach it, what it holds, its status."""
+"""One server of a pool: its address, its status and its weights."""
 
 from __future__ import annotations
 
@@ -14,68 +14,73 @@ from armature.components.inference.server import VllmServer
 from armature.components.inference.weights.pool import post
 
 UNKNOWN = -1
-"""The version of weights that no pool of ours gave."""
+"""The version of weights that this pool did not load."""
 
 
 @dataclass
 class Replica:
-    """A server of the pool; `server` is None for one that we joined."""
+    """A server of the pool. `server` is None for a joined server, which another program started."""
 
     name: str
     api_key: str
     url: str = ""
     server: VllmServer | None = None
     ready: bool = False
-    """Whether requests may be sent to it."""
+    """True if the pool may send requests to it."""
     version: int = UNKNOWN
-    """Of the weights that it holds."""
+    """Version of the weights that it holds."""
     waits: bool = False
-    """Whether it is up and gets weights with the next sync: until then only the trainer has those of now."""
+    """True if it is up but has to wait for the next sync, because only the trainer has the current weights."""
     joined: int = 0
-    """Times that it came up."""
+    """Number of times that it came up."""
     model: str = MODEL_NAME
-    """What it calls the weights of its version."""
+    """Model name of its current weights in requests."""
     weights_id: str = ""
-    """What its answers bear while it holds them; "": it has no plug-in of ours that could say so."""
+    """Id that its answers carry while its weights stay the same; "" if our plug-in does not run in it."""
     ours_since: str = ""
-    """The weights_id since which nobody but this pool has changed its weights."""
+    """The id since which only this pool has changed its weights."""
     lease: str = ""
-    """The id under which this pool has it; "": it is unavailable."""
+    """Id of this pool's lease on it; "" if it has no lease."""
     outstanding: int = 0
+    """Requests in flight."""
     failures: int = 0
     """Attempts in a row that failed."""
     restarts: int = 0
     """Starts since it last answered a request."""
     given_up: ArmatureError | None = None
+    """The reason why the pool does not use it any more."""
     answer_checks: int = 0
-    """Times that it was asked to prove its weights between two syncs; see `ServedWeights.check_answer`."""
+    """Number of checks of its weights between two syncs; see `ServedWeights.check_answer`."""
     passed_check: int = 0
-    """The last of them that it passed."""
+    """Number of the last check that it passed."""
     checking: asyncio.Lock = field(default_factory=asyncio.Lock)
     suspect: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def endpoint(self) -> Endpoint:
+        """Its address, key and lease."""
         return Endpoint(self.url, self.api_key, self.lease, self.joined)
 
     @property
     def says_weights(self) -> bool:
-        """Whether its answers bear a weights_id of the weights that they are of."""
+        """True if its answers carry the id of the weights that computed them."""
         return bool(self.weights_id) or self.server is not None
 
     def mark_suspect(self) -> None:
-        """Send no more requests to it; its monitor sees to it, and gives it the current weights."""
+        """Stop sending requests to it. Its monitor checks it, restarts it if needed, and loads the current weights."""
         self.version, self.ready, self.waits = UNKNOWN, False, False
         self.suspect.set()
 
 
 async def pause(http: httpx.AsyncClient, endpoint: Endpoint) -> None:
-    """Have requests in flight stand still, and forget what was computed for them: after `resume` they go on with what
-    the server then has, from the tokens that they have sampled. Images that were processed are kept.
+    """Pause a server's requests in flight and drop their KV cache and encoded images.
+
+    After `resume`, they continue from the tokens sampled so far, recomputed with the weights that the server then has.
+    Processed images (pixels) stay cached, because they do not depend on weights.
 
     Raises:
-        WeightSyncError: it refused.
-        httpx.TransportError: it is gone.
+        WeightSyncError: the server refused.
+        httpx.TransportError: the server is gone.
     """
     await post(http, endpoint, "/pause?mode=keep&clear_cache=false")
     await post(http, endpoint, "/reset_prefix_cache?reset_running_requests=true")
@@ -83,7 +88,7 @@ async def pause(http: httpx.AsyncClient, endpoint: Endpoint) -> None:
 
 
 async def resume(http: httpx.AsyncClient, endpoint: Endpoint) -> None:
-    """End `pause`, if it is paused; a server without the route never is. Raises as `pause`."""
+    """Resume a paused server. A server without the route was never paused. Raises as `pause` does."""
     reply = await exchange(http, "POST", f"{endpoint.url}/resume", endpoint.headers)
     if reply.status not in (200, 404, 405):
         raise WeightSyncError(
@@ -92,19 +97,22 @@ async def resume(http: httpx.AsyncClient, endpoint: Endpoint) -> None:
 
 
 async def reset_caches(http: httpx.AsyncClient, endpoint: Endpoint) -> None:
-    """Forget everything computed with the old weights: prefixes, processed images, encoded images.
+    """Clear the server's caches: prefixes, processed images and encoded images.
 
     Raises:
-        WeightSyncError: the prefix cache is still in use after some seconds.
+        WeightSyncError: the prefix cache is still in use after 5 seconds.
     """
     for _ in range(20):
         if (await post(http, endpoint, "/reset_prefix_cache")).document.get("success") is True:
             break
-        # Blocks of an aborted request are given back by the engine's next step.
+        # The engine frees the blocks of an aborted request in its next step.
         await asyncio.sleep(0.25)
     else:
         raise WeightSyncError(
-            "its prefix cache could not be reset", code="cache_not_reset", where=endpoint.url, remedy="read its log"
+            "the server could not reset its prefix cache",
+            code="cache_not_reset",
+            where=endpoint.url,
+            remedy="read the server's log",
         )
     await post(http, endpoint, "/reset_mm_cache")
     await post(http, endpoint, "/reset_encoder_cache")

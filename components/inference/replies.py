@@ -1,4 +1,4 @@
-"""What a server may send back: so many bytes, not compressed, JSON where JSON is promised."""
+"""HTTP exchanges with servers that limit a response's size, refuse compression, and parse JSON safely."""
 
 from __future__ import annotations
 
@@ -14,14 +14,17 @@ import httpx
 
 from armature.components.contracts.errors import ServerError, blanked
 
-# Where a server is.
-
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where a server listens, the key that it wants, and the id of the lease under which it is asked ("": none).
+    """A server's URL, its API key, and the id of the lease that requests name ("": no lease).
 
-    `joined` is another number once the server may be another process: connections of before are of no more use.
+    `joined` counts how often the server came up: with a new number it may be a new process, and a transfer group made
+    with the old one is invalid.
+
+    Example:
+        >>> Endpoint("http://127.0.0.1:8000", "sekrit", lease="f00d").headers
+        {'Authorization': 'Bearer sekrit', 'X-Armature-Lease': 'f00d'}
     """
 
     url: str
@@ -31,22 +34,24 @@ class Endpoint:
 
     @property
     def headers(self) -> dict[str, str]:
+        """HTTP headers with the key and the lease."""
         key = {"Authorization": f"Bearer {self.api_key}"}
         return key | {"X-Armature-Lease": self.lease} if self.lease else key
 
 
 PLAIN = {"Accept-Encoding": "identity"}
-"""For every request: vLLM compresses nothing, and what is not compressed cannot be a bomb."""
+"""Header of every request that forbids compression: vLLM never compresses, and a compressed response could be a
+bomb."""
 
 WEIGHTS = "X-Armature-Weights"
-"""Set on every answer by `armature_served.lease`."""
+"""Response header with the id of the server's weights, set by `armature_served.lease`."""
 
 SMALL = 2**20
-"""Bytes of the longest answer of any route but the chat route; those seen have less than 20 KB."""
+"""Most bytes of a response from any route except the chat route; responses of vLLM have less than 20 KB."""
 
 
 CONNECT = 10.0
-"""Seconds for a connection."""
+"""Seconds to establish a connection."""
 
 
 class BadReply(ServerError):
@@ -57,22 +62,22 @@ class BadReply(ServerError):
 
 @dataclass(frozen=True)
 class Reply:
-    """An answer that was read whole."""
+    """A complete response of a server."""
 
     url: str
     status: int
     content: bytes
     weights: str = ""
-    """Says which weights the server had, if our plug-in runs in it."""
+    """Id of the weights that the server had; "" if our plug-in does not run in it."""
 
     @property
     def text(self) -> str:
-        """The beginning, to be shown."""
+        """The first 300 characters without secrets, for messages."""
         return blanked(self.content.decode(errors="replace"))[:300]
 
     @cached_property
     def document(self) -> dict[str, Any]:
-        """The JSON object that it is. Raises BadReply."""
+        """The content as a JSON object. Raises BadReply."""
         try:
             document = json.loads(self.content)
         except (ValueError, RecursionError) as error:
@@ -84,37 +89,41 @@ class Reply:
 
 
 class ReplyReader:
-    """Puts the parts of one answer together. Raises BadReply when it is compressed or has more than `limit` bytes."""
+    """Collect the chunks of one response. Raises BadReply if it is compressed or has more than `limit` bytes."""
 
     def __init__(self, url: str, headers: Mapping[str, str], limit: int) -> None:
         encoding = headers.get("Content-Encoding", "identity")
         if encoding != "identity":
-            raise BadReply(f"the answer is compressed ({encoding[:40]!r}), which was not asked for", where=url)
+            raise BadReply(f"the answer is compressed ({encoding[:40]!r}), which the request forbids", where=url)
         self._url, self._limit, self._content = url, limit, bytearray()
 
     def add(self, part: bytes) -> None:
+        """Append a chunk."""
         if len(self._content) + len(part) > self._limit:
             raise BadReply(f"the answer has more than {self._limit} bytes, which no valid answer has", where=self._url)
         self._content += part
 
     def content(self) -> bytes:
+        """Return all chunks so far as one."""
         return bytes(self._content)
 
 
 async def exchange(
     http: httpx.AsyncClient, method: str, url: str, headers: Mapping[str, str], body: Any = None
 ) -> Reply:
-    """One request to a route other than the chat route; all of it has the client's timeout. Follows no redirects.
+    """Send one request to a route other than the chat route and return the response. Redirects are not followed.
+
+    The client's read timeout applies to the whole exchange.
 
     Raises:
-        BadReply: too long, or compressed.
-        httpx.TransportError: no answer, or not all of it.
+        BadReply: the response is too long or compressed.
+        httpx.TransportError: there is no complete response.
     """
-    given = {**headers, **PLAIN}
+    sent = {**headers, **PLAIN}
     try:
         async with (
             asyncio.timeout(http.timeout.read),
-            http.stream(method, url, json=body, headers=given, follow_redirects=False) as response,
+            http.stream(method, url, json=body, headers=sent, follow_redirects=False) as response,
         ):
             collector = ReplyReader(url, response.headers, SMALL)
             parts: AsyncIterator[bytes] = response.aiter_raw()
@@ -134,11 +143,11 @@ def exchange_blocking(
     body: Any = None,
     limit: int = SMALL,
 ) -> Reply:
-    """`exchange` for threads; the whole answer has `timeout` seconds and at most `limit` bytes."""
+    """Do the same as `exchange` in a thread. The response may take `timeout` seconds and `limit` bytes."""
     deadline = time.monotonic() + timeout
-    given = {**headers, **PLAIN}
+    sent = {**headers, **PLAIN}
     each = httpx.Timeout(timeout, connect=min(timeout, CONNECT))
-    with http.stream(method, url, json=body, headers=given, timeout=each, follow_redirects=False) as response:
+    with http.stream(method, url, json=body, headers=sent, timeout=each, follow_redirects=False) as response:
         collector = ReplyReader(url, response.headers, limit)
         parts: Iterator[bytes] = response.iter_raw()
         for part in parts:

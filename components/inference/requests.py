@@ -1,4 +1,4 @@
-"""Asks servers whose weights somebody keeps current: a pool in its own process, or workers that it lends them to."""
+"""Send requests to servers and validate their answers. Used by the pool, and by workers with direct access."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from armature.components.contracts.rollouts import TokenIds
+from armature.components.contracts.rollouts import MAX_LOGPROB, TokenIds
 from armature.components.inference.client import (
     Completion,
     GenerationFailure,
@@ -28,24 +28,24 @@ from armature.components.inference.client import (
 from armature.components.inference.replica import Replica
 from armature.components.inference.routing import Router
 
-# The door of the pool: nothing that a server answers is believed before it was checked here.
+# --- Validation of answers: the rest of the code relies on these checks ---
 
 FINISHED = frozenset({"stop", "length"})
-"""The finish reasons of a sample that is whole."""
+"""Finish reasons of a complete sample."""
 
 _PER_TOKEN, _PER_PROMPT_TOKEN, _BASE = 1024, 16, 2**16
 
 
 @dataclass(frozen=True)
 class AnswerLimits:
-    """What a well-behaved server can answer with.
+    """The limits of a valid answer.
 
     Attributes:
-        sampled: ids below it have a row in the output head.
-        prompt: ids below it have an embedding.
+        sampled: number of rows of the output head; sampled ids are below it.
+        prompt: number of rows of the embedding; ids of a prompt are below it.
         forbidden: ids that are never sampled.
-        max_model_len: tokens of the longest prompt with its completion.
-        placeholders: Texts of tokens that stand for images, which no text of a prompt may have.
+        max_model_len: longest prompt and completion together, in tokens.
+        placeholders: texts of image placeholder tokens, which no text of a prompt may contain.
     """
 
     sampled: int
@@ -55,10 +55,10 @@ class AnswerLimits:
     placeholders: tuple[str, ...] = ()
 
     def answer_bytes(self, n: int, max_tokens: int) -> int:
-        """Bytes of the longest answer to a request for `n` samples.
+        """Return the size of the longest valid answer to a request for `n` samples, in bytes.
 
-        A sampled token takes about 110 (its id, text, bytes, log-prob), the longest tokens of published
-        vocabularies 800; a token of the prompt takes its id.
+        A sampled token takes about 110 bytes (its id, text, bytes and log-prob), and up to 800 for the longest tokens
+        of published vocabularies; a token of the prompt takes its id only.
         """
         return _BASE + self.max_model_len * _PER_PROMPT_TOKEN + n * min(max_tokens, self.max_model_len) * _PER_TOKEN
 
@@ -73,10 +73,10 @@ def read_completions(
     server: str,
     seconds: float,
 ) -> list[Completion | GenerationFailure]:
-    """The n samples of an answer in order; a failure stands where one cannot be trusted.
+    """Return the n samples of an answer in order, with a failure in place of each invalid sample.
 
     Raises:
-        GenerationFailure: the answer as a whole is not what was asked for.
+        GenerationFailure: the answer as a whole is malformed.
     """
     try:
         prompt = _token_ids(answer.get("prompt_token_ids"), bounds.prompt)
@@ -89,7 +89,7 @@ def read_completions(
             f"prompt_token_ids or choices are malformed: {wrong.what}",
             reason="malformed_answer",
             where=server,
-            remedy="the server must be vLLM >= 0.26 and serve the run's model",
+            remedy="use a server of vLLM >= 0.26 that serves the run's model",
         ) from None
     results: list[Completion | GenerationFailure] = []
     for index, choice in enumerate(choices):
@@ -107,13 +107,13 @@ class _InvalidAnswer(Exception):
 
 
 def _in_order(choices: Any, n: int) -> list[dict[str, Any]]:
-    """The choices by index, which are 0 to n - 1, each once."""
+    """Return the choices sorted by index; the indices must be 0 to n - 1, each once."""
     if not isinstance(choices, list) or not all(isinstance(choice, dict) for choice in choices):
         raise _InvalidAnswer("malformed_answer", f"choices are not a list of objects: {_show(choices)}")
-    found = [choice.get("index") for choice in choices]
-    if not all(type(index) is int for index in found) or sorted(found) != list(range(n)):
+    indices = [choice.get("index") for choice in choices]
+    if not all(type(index) is int for index in indices) or sorted(indices) != list(range(n)):
         raise _InvalidAnswer(
-            "malformed_answer", f"{len(choices)} choices with the indices {_show(found)} instead of {n}"
+            "malformed_answer", f"{len(choices)} choices with the indices {_show(indices)} instead of {n}"
         )
     return sorted(choices, key=lambda choice: int(choice["index"]))
 
@@ -143,16 +143,16 @@ def _completion(
         raise _InvalidAnswer("placeholder_sampled", f"placeholder tokens {sorted(sampled)} were sampled")
     finish_reason = choice.get("finish_reason")
     if not isinstance(finish_reason, str) or finish_reason not in FINISHED:
-        raise _InvalidAnswer("not_finished", f"the sample is not whole: its finish reason is {_show(finish_reason)}")
-    # -9999 is how vLLM writes minus infinity. The comparison is false for NaN.
-    if bad := [value for value in values if not -9000 < value <= 1e-4]:
+        raise _InvalidAnswer("not_finished", f"the sample is incomplete: its finish reason is {_show(finish_reason)}")
+    # vLLM writes -9999 for minus infinity. The comparison is false for NaN.
+    if bad := [value for value in values if not -9000 < value <= MAX_LOGPROB]:
         raise _InvalidAnswer("bad_logprobs", f"invalid log-probs: {_show(bad)}")
     logprobs = np.minimum(np.asarray(values, dtype=np.float32), np.float32(0.0))
     return Completion(prompt, tokens, logprobs, _text(choice), finish_reason, version, server, seconds)
 
 
 def _token_ids(values: Any, rows: int) -> TokenIds:
-    """(T,) int32 of a list of integers in [0, rows). Nothing is rounded, wrapped or read as a number."""
+    """Return a list of integers in [0, rows) as (T,) int32; floats, bools and texts are errors."""
     if not isinstance(values, list) or any(type(value) is not int for value in values):
         raise _InvalidAnswer("malformed_tokens", f"token ids are not a list of integers: {_show(values)}")
     if bad := [value for value in values if not 0 <= value < rows]:
@@ -163,7 +163,7 @@ def _token_ids(values: Any, rows: int) -> TokenIds:
 def _logprobs(logprobs: Any) -> list[int | float]:
     content = logprobs.get("content") if isinstance(logprobs, dict) else None
     if not isinstance(content, list) or not all(isinstance(entry, dict) for entry in content):
-        raise _InvalidAnswer("missing_logprobs", f"there are no log-probs: {_show(logprobs)}")
+        raise _InvalidAnswer("missing_logprobs", f"the answer has no list of log-probs: {_show(logprobs)}")
     values = [entry.get("logprob") for entry in content]
     if any(type(value) not in (int, float) for value in values):
         raise _InvalidAnswer("bad_logprobs", f"invalid log-probs: {_show(values)}")
@@ -171,13 +171,13 @@ def _logprobs(logprobs: Any) -> list[int | float]:
 
 
 def _text(choice: dict[str, Any]) -> str:
-    """What the tokens say; a sample of end tokens alone says nothing, which vLLM writes as null."""
+    """Return the text of a sample. vLLM writes null for a sample of end tokens alone; its text is empty."""
     message = choice.get("message")
     text = message.get("content", 0) if isinstance(message, dict) else 0
     if text is None:
         return ""
     if not isinstance(text, str):
-        raise _InvalidAnswer("malformed_text", f"there is no text: {_show(message)}")
+        raise _InvalidAnswer("malformed_text", f"the message has no text: {_show(message)}")
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -186,11 +186,11 @@ def _text(choice: dict[str, Any]) -> str:
 
 
 def _show(value: Any) -> str:
-    """A few characters of whatever it is, so that a hostile answer fills no log."""
+    """Return the first characters of any value, so that a huge or hostile answer cannot flood a log."""
     return reprlib.repr(value)
 
 
-# Makes one request of several that differ in their seeds alone, such as the first turns of a group.
+# --- Merging requests that differ only in their seeds, such as the first turns of a group ---
 
 WINDOW = 0.02
 """Seconds that a request waits for others with the same prompt."""
@@ -201,7 +201,7 @@ Sample = Callable[[Sequence[Message], Sampling, int, int], Awaitable[Results]]
 
 @dataclass
 class _Prompt:
-    """Requests for one prompt that wait to be sent."""
+    """Requests with the same prompt that wait to be sent together."""
 
     messages: list[Message]
     sampling: Sampling
@@ -209,10 +209,10 @@ class _Prompt:
 
 
 class RequestMerger:
-    """Answers single requests through `sample(messages, sampling, seed, n)`.
+    """Merge single requests into calls of `sample(messages, sampling, seed, n)`.
 
-    vLLM gives sample i of a request the seed `seed + i`, so requests whose seeds follow one another are answered
-    by one request exactly as they would be one by one, while prompt and image are processed once.
+    vLLM gives sample i of a request the seed `seed + i`. So requests with consecutive seeds get the same answers from
+    one merged request, while the prompt and its images are processed once.
     """
 
     def __init__(self, sample: Sample) -> None:
@@ -221,11 +221,11 @@ class RequestMerger:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def complete(self, messages: Sequence[Message], sampling: Sampling, seed: int) -> Completion:
-        """One sample; raises what `sample` raises or gives in its place."""
+        """Return one sample. Raises the failure that `sample` raises or returns for it."""
         loop = asyncio.get_running_loop()
         key = (json.dumps(list(messages)), sampling)
         if key not in self._prompts:
-            # A copy: a conversation may grow as soon as one of its members is answered.
+            # Copy the messages: an episode appends to its conversation as soon as it has an answer.
             self._prompts[key] = _Prompt(json.loads(key[0]), sampling)
             loop.call_later(WINDOW, self._send, key)
         future: asyncio.Future[Completion] = loop.create_future()
@@ -257,7 +257,7 @@ class RequestMerger:
                 future.cancel()
             raise
         except Exception as error:
-            # Whatever it is belongs to those who asked.
+            # Every caller of the merged request gets the error, whatever it is.
             for _, future in run:
                 if not future.done():
                     future.set_exception(error)
@@ -286,13 +286,14 @@ the answer's header."""
 
 
 class PoolRequests:
-    """A `Generator` between `open` and `aclose`; all calls have to come from one event loop.
+    """A `Generator` that sends requests to a pool's servers. Call `open` first and `aclose` last, all from one event
+    loop.
 
     Args:
-        limits: what servers can answer with; its `forbidden` tokens are never sampled.
+        limits: limits of valid answers; its `forbidden` tokens are never sampled.
         timeout: seconds for one request.
-        check_answer: raises TransientError where an answer is not of the weights that the server should have.
-        failed: is told of an attempt that failed, unless the replica has been given other weights since.
+        check_answer: raises TransientError if an answer was computed with other weights than the server should have.
+        failed: called with each failed attempt, unless the replica has new weights since.
     """
 
     def __init__(
@@ -308,9 +309,11 @@ class PoolRequests:
         self._merger = RequestMerger(self.sample)
 
     def open(self) -> None:
+        """Open the HTTP session, inside the event loop that will use it."""
         self._session = open_session()
 
     async def aclose(self) -> None:
+        """Close the HTTP session."""
         await self._session.close()
 
     async def complete(self, messages: Sequence[Message], sampling: Sampling, seed: int) -> Completion:
@@ -338,7 +341,10 @@ class PoolRequests:
     async def _attempt(
         self, replica: Replica, body: dict[str, object], n: int, max_tokens: int
     ) -> Callable[[], list[Completion | GenerationFailure]]:
-        """What reads the answer, for which the server is not kept."""
+        """Send the request once and return a function that validates the answer.
+
+        The caller runs it after it has released the server, because validation takes CPU time.
+        """
         began, version, weights_id = time.monotonic(), replica.version, replica.weights_id
         try:
             limit = self._limits.answer_bytes(n, max_tokens)

@@ -1,4 +1,4 @@
-"""Which server of a pool answers a request, how often it is tried, and when none may begin."""
+"""Route requests to the servers of a pool: load balancing, retries, and draining before weights change."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from armature.components.contracts.errors import ServerError, WeightSyncError
 from armature.components.inference.client import Completion, GenerationFailure, TransientError
 from armature.components.inference.replica import Replica
 
-# What a pool counts.
-
 
 @dataclass
 class PoolStatistics:
-    """Counts since the pool was made. `failures` is by reason; every sample asked for is in exactly one count."""
+    """Counts since the pool was made.
+
+    Every requested sample is counted once, in `completions` or, by reason, in `failures`.
+    """
 
     began: float = field(default_factory=time.monotonic)
     requests: int = 0
@@ -32,15 +33,16 @@ class PoolStatistics:
     ejections: int = 0
     restarts: int = 0
     stragglers: int = 0
-    """Shards of rollouts that were taken from workers because they were late."""
+    """Shards of rollouts that another worker collected again because their worker was late."""
     continued: int = 0
-    """Samples whose server got new weights between their request and their answer."""
+    """Samples whose server got new weights between request and answer."""
     prompt_tokens: int = 0
     completion_tokens: int = 0
     request_seconds: float = 0.0
     """Sum over requests of the time from admission to answer."""
 
     def answered(self, results: Sequence[Completion | GenerationFailure], seconds: float) -> None:
+        """Count a request that returned `results`."""
         self.requests += 1
         self.request_seconds += seconds
         for result in results:
@@ -52,15 +54,17 @@ class PoolStatistics:
                 self.completion_tokens += result.token_ids.size
 
     def failed(self, reason: str, samples: int) -> None:
+        """Count a request that failed as a whole."""
         self.requests += 1
         self.failures[reason] += samples
 
     def counts(self) -> dict[str, int]:
-        """All but the failures, by name."""
+        """Return all counts by name, without the failures."""
         return {name: value for name, value in vars(self).items() if isinstance(value, int)}
 
     def snapshot(self) -> dict[str, float]:
-        """Flat numbers for a log: counts, failures by reason, completion tokens per second of the pool's life."""
+        """Return flat numbers for a log: counts, failures by reason, and completion tokens per second of the pool's
+        lifetime."""
         numbers: dict[str, float] = dict(self.counts())
         numbers |= {f"failures/{reason}": count for reason, count in self.failures.items()}
         numbers["tokens_per_second"] = self.completion_tokens / max(time.monotonic() - self.began, 1e-9)
@@ -71,21 +75,21 @@ class PoolStatistics:
 log = logging.getLogger(__name__)
 
 MAX_ATTEMPTS = 4
-"""Times that one request is tried before it is a failure."""
+"""Attempts of one request before it fails."""
 
 T = TypeVar("T")
 
 
 class Router:
-    """Sends each request to the least loaded of `replicas`, at most `max_concurrent` at once, none during `drained`.
+    """Send each request to the least loaded of `replicas`: at most `max_concurrent` at once, and none during `drained`.
 
-    It reads no clock but the event loop's. What an attempt is, its caller says.
+    The caller passes what an attempt does. The event loop's clock is the only one used, so tests can control it.
 
     Attributes:
-        in_flight: requests that were admitted and have no answer yet.
-        direct: those of them that others send.
-        broken: what every request raises from now on.
-        closed: nobody waits for answers any more.
+        in_flight: admitted requests without an answer.
+        direct: the number of them that other processes send.
+        broken: the error that every request raises from now on, after a failed sync.
+        closed: True once the pool is closed.
     """
 
     def __init__(
@@ -101,7 +105,7 @@ class Router:
 
     @asynccontextmanager
     async def admitted(self, requests: int = 1, *, direct: bool = False) -> AsyncIterator[None]:
-        """Counts as so many requests in flight; waits for a slot, and while weights are being changed.
+        """Wait for a slot and until weights do not change, then count `requests` in flight inside the block.
 
         Raises:
             WeightSyncError: an earlier sync failed.
@@ -121,7 +125,7 @@ class Router:
                 await self.notify()
 
     async def answered(self, attempt: Callable[[Replica], Awaitable[T]]) -> T:
-        """What `attempt` gives for a replica; another is tried where it raises `TransientError`.
+        """Return the result of `attempt(replica)`. After a `TransientError`, try another replica.
 
         Raises:
             GenerationFailure: `MAX_ATTEMPTS` failed.
@@ -162,10 +166,11 @@ class Router:
         ) from last
 
     async def ready(self) -> list[Replica]:
-        """Those that may be asked; waits for any.
+        """Wait until a server is ready, and return all that are.
 
         Raises:
-            ServerError: no server is left, or those that are wait for the next sync, which waits for this request.
+            ServerError: every server is given up or waits for the next sync. Waiting would not help: the sync itself
+                waits for this request.
         """
         async with self._changed:
             while not (ready := [replica for replica in self.replicas if replica.ready]):
@@ -173,7 +178,7 @@ class Router:
                 waiting = [replica.name for replica in self.replicas if replica.waits or replica.given_up]
                 if waiting and len(waiting) == len(self.replicas):
                     raise ServerError(
-                        "no server is left that has the current weights: those that came up later get the next ones",
+                        "no remaining server has the current weights: the servers that came up later get the next ones",
                         code="no_current_server",
                         where=", ".join(waiting),
                         remedy="run the same command again: it resumes from the last checkpoint",
@@ -182,7 +187,7 @@ class Router:
             return ready
 
     async def reachable(self) -> None:
-        """Return once a server is up that can be given weights.
+        """Wait until a server is up that can receive weights.
 
         Raises:
             ServerError: no server is left.
@@ -200,13 +205,13 @@ class Router:
             ) from reasons[-1]
 
     async def _take(self, tried: set[str]) -> Replica:
-        """The ready server with the fewest requests, one not yet tried if there is one; waits for any."""
+        """Wait for the ready server with the fewest requests, preferring servers that this request has not tried."""
         best = min(await self.ready(), key=lambda replica: (replica.name in tried, replica.outstanding))
         best.outstanding += 1
         return best
 
     async def notify(self) -> None:
-        """Wake whatever waits for a change of the servers or of the requests in flight."""
+        """Wake all that wait for a change of the servers or of the requests in flight."""
         async with self._changed:
             self._changed.notify_all()
 

@@ -1,4 +1,4 @@
-"""One vLLM server of a run's own: start it, know when it is ready, say why it is not."""
+"""One vLLM server that the run starts itself: its start, its readiness, and the reason when it fails."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _HEALTH_TIMEOUT = 10.0
 
 
 class VllmServer:
-    """A vLLM server under the process guard; each start is an attempt with a log file of its own.
+    """A vLLM server whose processes end with this process. Each start writes a log file of its own.
 
     Args:
-        index: its place among the local servers; chooses GPUs, port and the name of the log files.
-        log_folder: gets `vllm-<index>-<attempt>.log`.
-        api_key: without it the server answers nothing but liveness.
-        adapters: that it has room for.
-        host: the machine that it runs on; None: this one.
+        index: position among the pool's servers; it selects GPUs, port and the name of the log files.
+        log_folder: folder for `vllm-<index>-<attempt>.log`.
+        api_key: key of all routes except liveness.
+        adapters: the LoRA adapters that the server can load, if any.
+        host: machine that it runs on; None: this one.
     """
 
     def __init__(
@@ -51,11 +51,12 @@ class VllmServer:
         self.gpus = machine.gpus_of_server(index)
         self.url = ""
         self.log: Path | None = None
-        """Of the latest attempt, on its machine."""
+        """Log file of the latest start, on the server's machine."""
         self._host = host or LocalHost()
 
     @property
     def name(self) -> str:
+        """Name in logs and messages."""
         return f"vllm-{self.index}"
 
     @property
@@ -65,21 +66,23 @@ class VllmServer:
 
     @property
     def alive(self) -> bool:
+        """True if the server's process runs."""
         return self._host.alive
 
     def family(self) -> list[psutil.Process]:
-        """The server's process, first, and those that it started, where they are on this machine."""
+        """The server's process, then its child processes, if they are on this machine."""
         return self._host.family()
 
     def tail(self, lines: int = 30) -> str:
+        """Return the last lines of the log."""
         return self._host.tail(lines)
 
     async def start(self, model: Path) -> None:
-        """Start serving the checkpoint folder `model` and return when it answers.
+        """Start serving the checkpoint folder `model`, and return when the server answers.
 
         Raises:
-            ServerError: it cannot start, dies, or is not ready after `machine.limits.ready_timeout` seconds; with the
-                last lines of its log and, for known causes, what to do.
+            ServerError: it cannot start, dies, or is not ready after `machine.limits.ready_timeout` seconds. The message has
+                the last lines of its log and, for known causes, what to do.
             ConfigurationError: no node of the cluster has room for it, or its settings are impossible.
         """
         await self.stop()
@@ -115,7 +118,7 @@ class VllmServer:
         await asyncio.to_thread(self.end)
 
     def end(self) -> None:
-        """`stop`, where no event loop runs."""
+        """Do the same as `stop`, without an event loop."""
         self._host.stop()
 
     async def _wait_ready(self, model: Path) -> None:
@@ -157,13 +160,15 @@ class VllmServer:
 
 
 async def fault(http: httpx.AsyncClient, endpoint: Endpoint, model: Path | None = None) -> str:
-    """Why the server cannot be asked, "" if it is healthy and serves `policy` (from the folder `model`, if given).
+    """Return why the server cannot answer requests; "" if it is healthy and serves the model name `policy`.
 
-    Both routes are asked: /health alone stays 200 on an engine that cannot answer, and is open to anyone.
+    Two routes are asked: /health stays 200 if the engine cannot answer, and does not check the key.
+
+    Args:
+        model: the folder that it must serve; None: any.
 
     Raises:
-        ServerError: it refuses our key, or, a server that is joined, serves something else; it will not do otherwise
-            later.
+        ServerError: the server rejects the key, or a joined server serves another model. Waiting would not help.
     """
     try:
         async with asyncio.timeout(_HEALTH_TIMEOUT):
@@ -177,10 +182,10 @@ async def fault(http: httpx.AsyncClient, endpoint: Endpoint, model: Path | None 
         return f"{type(error).__name__}: {error}"
     if models.status in (401, 403):
         raise ServerError(
-            f"the server refuses the key: /v1/models answers {models.status}",
+            f"the server rejects the key: /v1/models answers {models.status}",
             code="server_key_refused",
             where=endpoint.url,
-            remedy="put its key into VLLM_API_KEY of the run; on one machine: another program may have its port",
+            remedy="set VLLM_API_KEY of the run to the server's key, or check that no other program has its port",
         )
     if models.status != 200:
         return f"/v1/models answers {models.status}: {models.text}"
@@ -190,7 +195,7 @@ async def fault(http: httpx.AsyncClient, endpoint: Endpoint, model: Path | None 
         return f"/v1/models answers with no list of models: {models.text}"
     if MODEL_NAME not in served and model is None:
         raise ServerError(
-            f"it serves {', '.join(sorted(served)[:5])}, not {MODEL_NAME!r}: it was not started for a training",
+            f"the server serves {', '.join(sorted(served)[:5])}, not {MODEL_NAME!r}: it was not started for training",
             code="server_not_for_training",
             where=endpoint.url,
             remedy=f"`armature serve {next(iter(served.values()), None) or 'MODEL'}`, or {_PLAIN}",
@@ -209,8 +214,7 @@ _PLAIN = (
 _HINTS: tuple[tuple[str, str], ...] = (
     (
         r"No module named '?ray",
-        "vLLM's CUDA IPC imports ray: install it beside vLLM, or set machine.servers.weight_transfer = "
-        '"nccl" or "file"',
+        'vLLM\'s CUDA IPC imports ray: install it beside vLLM, or set machine.servers.weight_transfer = "nccl" or "file"',
     ),
     (
         r"No module named '?armature_served",
@@ -223,7 +227,7 @@ _HINTS: tuple[tuple[str, str], ...] = (
     ),
     (
         r"does not support LoRA",
-        'this vLLM serves no adapters of this family: set model.lora.served_as = "merged"',
+        'this vLLM cannot serve adapters of this family: set model.lora.served_as = "merged"',
     ),
     (
         r"No module named '?vllm",
@@ -243,7 +247,7 @@ _HINTS: tuple[tuple[str, str], ...] = (
         r"greater than the derived max_model_len",
         "the model has no positions for so many tokens: lower inference.max_model_len",
     ),
-    (r"[Aa]ddress already in use", "another program took the port; start again"),
+    (r"[Aa]ddress already in use", "another program took the port: start the run again"),
     (
         r"are not supported for now|does not recognize this architecture|is not supported by vLLM|No model class",
         "this vLLM cannot serve this model type; choose another family or another vLLM",

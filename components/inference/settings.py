@@ -1,4 +1,4 @@
-"""What is sampled, and what the servers are told that changes it."""
+"""Settings of sampling, and of servers as far as they change what is sampled."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from armature.components.contracts.settings import Settings
 class SamplingSettings(Settings):
     """How completions are sampled for training.
 
-    Only temperature and length are free: importance ratios compare the trainer's softmax(logits / temperature)
-    with the distribution that was sampled from, and every other knob changes the latter alone (top_p = 0.5
-    gives a mean ratio of 0.50 where 1 is right).
+    Only temperature and length can be set. Importance ratios divide the trainer's softmax(logits / temperature) by the
+    distribution that was sampled from; any other option would change the second one alone (top_p = 0.5 gives a mean
+    ratio of 0.50 instead of 1).
     """
 
     top_p: ClassVar[float] = 1.0
     top_k: ClassVar[int] = 0
 
     temperature: float = Field(1.0, gt=0, le=2)
-    """Softmax temperature; the trainer divides by the same."""
+    """Softmax temperature; the trainer divides its logits by the same number."""
     max_tokens: int = Field(gt=0)
     """Longest completion of one turn, in tokens."""
 
 
 class EvaluationSamplingSettings(Settings):
-    """How completions are sampled for evaluation, where no ratio is computed and any distribution will do."""
+    """How completions are sampled for evaluation, which computes no importance ratios and allows any distribution."""
 
     temperature: float = Field(1.0, ge=0, le=2)
     """Softmax temperature; 0 is greedy: the likeliest token at every step."""
@@ -39,7 +39,7 @@ class EvaluationSamplingSettings(Settings):
     """Sample from this many of the likeliest tokens; 0 keeps all."""
 
     @model_validator(mode="after")
-    def _greedy_is_greedy(self) -> Self:
+    def _check_greedy(self) -> Self:
         if self.temperature == 0 and (self.top_p, self.top_k) != (1.0, 0):
             raise ValueError(
                 "temperature = 0 takes the likeliest token: top_p and top_k have no effect, leave them out"
@@ -48,7 +48,7 @@ class EvaluationSamplingSettings(Settings):
 
 
 class ServerSettings(Settings):
-    """What a vLLM server is told that changes what it samples."""
+    """Settings of a vLLM server that change what it samples."""
 
     max_model_len: int = Field(ge=16)
     """Longest prompt and completion together, in tokens."""
@@ -57,10 +57,10 @@ class ServerSettings(Settings):
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     """Data type of the served weights; log-probs agree best with the trainer's own."""
     quantization: Literal["fp8"] | None = None
-    """fp8: the products of the text layers are computed in 8 bits, weights scaled by output channel and activations by
-    token. Needs servers on GPUs; training needs trainer.correction, for these servers sample from another distribution
-    than the trainer's."""
+    """fp8: compute the matrix products of text layers in 8 bits, with scales per output channel of weights and per
+    token of activations. Needs servers on GPUs, and trainer.correction for training, because these servers sample from
+    a different distribution than the trainer's."""
     deterministic: bool | None = None
-    """Whether an answer's bits depend on its request and the weights alone, so that the same seed gives the same run,
-    whatever else the machine does. Left out: on CPU in float32, for servers of the pool's own, with a warning where the
-    processor does not keep it. True is refused where it cannot be promised."""
+    """True: every answer depends, bit for bit, on its request and the weights alone, so that the same seed gives the
+    same run on a busy machine too; an error where that is impossible. Unset: the same for the pool's own servers on CPU
+    in float32, with a warning if the processor does not comply."""

@@ -1,4 +1,4 @@
-"""Which weights the servers of a pool hold, and how all of them get new ones."""
+"""The weights that the servers of a pool hold, and their update on all servers."""
 
 from __future__ import annotations
 
@@ -23,20 +23,22 @@ from armature.components.inference.weights import WEIGHT_TRANSFERS, Publish, Wei
 log = logging.getLogger(__name__)
 
 _RESUME = 10.0
-"""Seconds in which servers are to take requests again after a sync that failed."""
+"""Seconds that paused servers get to resume after a failed sync."""
 
 
 class ServedWeights:
-    """The current weights of a pool: the folder to start a server from, its version, and the proof of holding them.
+    """The current weights of a pool: their version, the folder to start a server from, and the check of each server.
 
-    Every server that is given the version, or is started from its folder later, has to pass the proof.
+    A server passes `sync_check` after every update, and again when it joins or restarts: its log-probs of a fixed
+    prompt must equal the trainer's.
 
     Attributes:
-        changing: held while a server joins or weights change, so that neither sees the other half done.
-        in_flight_updates: requests are paused while weights change, and go on with the new ones.
-        folder, folder_version: what a server is started with. Not the current weights, once the trainer has sent
-            newer ones from its GPUs, or an adapter that belongs to them.
-        latest: the folder with the current version, unless the trainer sent it. It may need `folder`, as an adapter.
+        changing: lock held while a server joins or weights change, so that neither happens in the middle of the other.
+        in_flight_updates: requests are paused while weights change, and continue with the new weights.
+        folder, folder_version: checkpoint folder that a server is started with, and its version. It is older than the
+            current weights if the trainer has since sent weights from its GPUs, or an adapter.
+        latest: folder with the current version, unless the trainer sent it from its GPUs. If it holds an adapter, a
+            server needs `folder` as well.
     """
 
     def __init__(
@@ -59,11 +61,12 @@ class ServedWeights:
 
     @property
     def single(self) -> bool:
-        """Whether each server is given weights for itself, and not all of them together."""
+        """True if one server can be updated alone; False if the trainer sends weights to all servers together."""
         return self._transfer.single
 
     @property
     def probe(self) -> Probe:
+        """The fixed prompt that servers and trainer score after each update."""
         return self.sync_check.probe
 
     async def give(
@@ -75,18 +78,19 @@ class ServedWeights:
         publish: Publish | None,
         answer: ProbeAnswer | None,
     ) -> None:
-        """Give every ready replica the new weights and verify. The caller holds `changing`.
+        """Load the new weights into every ready replica, and check each one. The caller holds `changing`.
 
         Raises:
             DataError: the folder cannot be read.
-            WeightSyncError: it holds another model, a server refused it, or a server does not answer as the trainer.
+            WeightSyncError: the folder holds another model, a server rejected it, or a server's log-probs differ from
+                the trainer's.
         """
         if version <= self.version:
             raise WeightSyncError(
                 f"version {version} is not newer than {self.version}",
                 code="weights_version_not_newer",
                 where=str(weights),
-                remedy="count upwards",
+                remedy="pass a larger version with every sync",
             )
         if self.single:
             self.latest = weights.absolute()
@@ -99,13 +103,13 @@ class ServedWeights:
         if self.single:
             await asyncio.gather(*(self._bring_up_to_date(http, replica) for replica in replicas if replica.ready))
             return
-        if not (given := _up(replicas)):
+        if not (receivers := _up(replicas)):
             raise WeightSyncError(
                 "no server is up", code="no_server_up", where=str(weights), remedy="resume from the last checkpoint"
             )
         try:
-            await self._load(http, given, weights, publish)
-            await asyncio.gather(*(self._verify(http, replica) for replica in given))
+            await self._load(http, receivers, weights, publish)
+            await asyncio.gather(*(self._verify(http, replica) for replica in receivers))
         except httpx.TransportError as error:
             raise WeightSyncError(
                 f"a server disconnected: {error!r}",
@@ -113,13 +117,14 @@ class ServedWeights:
                 where=str(weights),
                 remedy="resume from the last checkpoint",
             ) from error
-        for replica in given:
+        for replica in receivers:
             if replica.waits:
                 replica.waits = False
                 replica.suspect.set()  # its monitor lets requests through
 
     async def mark_lost_suspect(self, http: httpx.AsyncClient, replicas: Sequence[Replica]) -> None:
-        """Take out those that are gone or were started again since they came up: others would wait for them."""
+        """Exclude servers that are gone or have restarted since they joined: a collective transfer would hang on
+        them."""
         up = _up(replicas)
         for replica, lost in zip(up, await asyncio.gather(*(_lost(http, each) for each in up)), strict=True):
             if lost:
@@ -127,15 +132,17 @@ class ServedWeights:
                 replica.mark_suspect()
 
     async def make_current(self, http: httpx.AsyncClient, replica: Replica) -> bool:
-        """See that a server that joins holds the current weights; whether it may be used now. One that cannot be given
-        them alone `waits`.
+        """Bring a joining server to the current weights and check it. Return True if it may be used now.
+
+        A server that can only get weights together with all others is marked as waiting for the next sync
+        (`Replica.waits`).
 
         Raises:
-            WeightSyncError: it does not.
-            httpx.TransportError: it is gone.
+            WeightSyncError: the server does not hold the current weights.
+            httpx.TransportError: the server is gone.
         """
         if replica.server is None:
-            await resume(http, replica.endpoint)  # a run that was killed may have paused it
+            await resume(http, replica.endpoint)  # an earlier run may have been killed while the server was paused
         replica.ours_since = await read_weights_id(http, replica.endpoint)
         if replica.version == self.version:
             await self._check(http, replica)
@@ -144,7 +151,8 @@ class ServedWeights:
         if self.single and (not never_synced or (self._load_on_join and self._transfer.whole(self.folder))):
             return await self._bring_up_to_date(http, replica)
         if never_synced:
-            # Not ours: it should have been started with this folder; those that join after the first have to agree.
+            # A joined server was started by its user, who should have used this folder. There is no trainer's answer
+            # yet: the first server's answer is the reference for the others.
             await self._check(http, replica)
             replica.version = self.version
             return True
@@ -154,12 +162,13 @@ class ServedWeights:
         return False
 
     async def load_again(self, http: httpx.AsyncClient, replica: Replica) -> bool:
-        """Load the weights that the server has into it once more, in place, as a sync does. False where no folder has
-        them all, or where the server has weights that are not ours.
+        """Load the server's weights into it again, in place, as a sync does.
+
+        Return False without loading if no folder holds all of them, or if the server's weights are not the pool's.
 
         Raises:
-            WeightSyncError: it refused, or does not answer as before.
-            httpx.TransportError: it is gone.
+            WeightSyncError: the server rejected them, or its log-probs have changed.
+            httpx.TransportError: the server is gone.
         """
         ours = self.version > 0 or self._load_on_join or replica.server is not None
         if not self.single or self._adapters or not ours or not self._transfer.whole(self.latest):
@@ -183,7 +192,8 @@ class ServedWeights:
         )
 
     async def _bring_up_to_date(self, http: httpx.AsyncClient, replica: Replica) -> bool:
-        """Load the current weights into one server and verify. False: it is gone, its monitor will see to it."""
+        """Load the current weights into one server and check it. Return False if it is gone; its monitor restarts
+        it."""
         try:
             await self._load(http, [replica], self.latest, None)
             await self._verify(http, replica)
@@ -197,7 +207,7 @@ class ServedWeights:
     async def _load(
         self, http: httpx.AsyncClient, replicas: Sequence[Replica], weights: Path, publish: Publish | None
     ) -> None:
-        """Bring the weights to all of `replicas`, which then know nothing that was computed with those before."""
+        """Load the weights into all `replicas` and clear everything that they cached with the old weights."""
         endpoints = [replica.endpoint for replica in replicas]
         if not self.in_flight_updates:
             await self._transfer.transfer(http, endpoints, weights, publish)
@@ -207,7 +217,7 @@ class ServedWeights:
             await _all(self._pause(http, replica) for replica in replicas)
             await self._transfer.transfer(http, endpoints, weights, publish)
         except BaseException:
-            # Whoever has the servers next must not find them paused.
+            # The next run that uses these servers must not find them paused.
             with suppress(TimeoutError):
                 async with asyncio.timeout(_RESUME):
                     await asyncio.gather(*(resume(http, endpoint) for endpoint in endpoints), return_exceptions=True)
@@ -216,7 +226,8 @@ class ServedWeights:
 
     async def _pause(self, http: httpx.AsyncClient, replica: Replica) -> None:
         if (weights_id := await read_weights_id(http, replica.endpoint)) != replica.weights_id:
-            replica.ours_since = weights_id  # others had it: what was sent before is not answered by our weights alone
+            # Another run has had the server since: an answer that was begun before this moment may mix its weights in.
+            replica.ours_since = weights_id
         await pause(http, replica.endpoint)
 
     async def _verify(self, http: httpx.AsyncClient, replica: Replica) -> None:
@@ -224,25 +235,26 @@ class ServedWeights:
         replica.version = self.version
 
     async def _check(self, http: httpx.AsyncClient, replica: Replica) -> None:
-        """See that it holds the current weights, under the name that requests are to use."""
+        """Check that the server holds the current weights under the model name that requests use."""
         replica.model = served_name(self.latest) if self._adapters and self.version else MODEL_NAME
         replica.weights_id = await read_weights_id(http, replica.endpoint)
         await self.sync_check.check(http, replica, self.version)
 
     async def check_answer(self, http: httpx.AsyncClient, replica: Replica, weights_id: str, answered: str) -> None:
-        """See that an answer is of the weights that we gave the server.
+        """Check that an answer was computed with the weights that this pool gave the server.
 
-        A server with our plug-in says it itself. Another one that we joined is asked for a fixed prompt once more;
-        answers that come while it is asked share the next time.
+        A server with our plug-in sends the id of its weights with every answer. A joined server without it scores the
+        fixed prompt again after the answer; answers that arrive during one check share the next one.
 
         Args:
-            weights_id, answered: `replica.weights_id` before the request was sent, and that of the answer.
+            weights_id: `replica.weights_id` when the request was sent.
+            answered: the id in the answer.
 
         Raises:
-            Transient: it is not, or the server is gone.
+            TransientError: the answer is of other weights, or the server is gone.
         """
         if answered != weights_id and not await self._updated(replica, weights_id, answered):
-            raise TransientError(OTHER_WEIGHTS, f"{replica.name} was started again, or others changed its weights")
+            raise TransientError(OTHER_WEIGHTS, f"{replica.name} was restarted, or another run changed its weights")
         if weights_id or replica.server is not None:
             return
         before = replica.answer_checks
@@ -258,12 +270,12 @@ class ServedWeights:
             except ServerError as error:
                 replica.given_up = replica.given_up or error
                 raise TransientError(
-                    OTHER_WEIGHTS, f"{replica.name} does not have the weights that we gave it"
+                    OTHER_WEIGHTS, f"{replica.name} does not have the weights that this pool gave it"
                 ) from error
             replica.passed_check = number
 
     async def _updated(self, replica: Replica, weights_id: str, answered: str) -> bool:
-        """Whether an answer bears another weights_id because we gave the server weights since its request was sent."""
+        """Return True if the id changed during a request only because this pool updated the weights meanwhile."""
         if not self.in_flight_updates:
             return False
         async with self.changing:
@@ -271,7 +283,7 @@ class ServedWeights:
 
 
 async def _all(works: Iterable[Awaitable[None]]) -> None:
-    """Wait for all, then raise what the first of them raised that failed."""
+    """Wait for all, then raise the error of the first one that failed."""
     for result in await asyncio.gather(*works, return_exceptions=True):
         if isinstance(result, BaseException):
             raise result
@@ -282,20 +294,21 @@ def _up(replicas: Sequence[Replica]) -> list[Replica]:
 
 
 async def _lost(http: httpx.AsyncClient, replica: Replica) -> str:
-    """Why it can no longer be given weights, "" if it can."""
+    """Return the reason why the server cannot receive weights any more, or ""."""
     try:
         if reason := await fault(http, replica.endpoint):
             return reason
         same = await read_weights_id(http, replica.endpoint) == replica.weights_id
     except (ServerError, httpx.TransportError) as error:
         return repr(error)
-    return "" if same else "it was started again, or others changed its weights"
+    return "" if same else "it was restarted, or another run changed its weights"
 
 
 def _loaded_shapes(weights: Path) -> dict[str, tuple[int, ...]]:
-    """What servers load of a checkpoint, in whatever type they compute in.
+    """Return the shapes of the tensors that servers load from a checkpoint, by name.
 
-    Some checkpoints have a copy of the embedding as a tied head's, some leave it out.
+    Dtypes do not count: servers convert. Nor does a tied output head, which some checkpoints store as a copy of the
+    embedding and others leave out.
     """
     tied = bool(read_config(weights).get("tie_word_embeddings"))
     shapes = {name: shape for name, (_, shape) in read_tensors(weights).items()}
@@ -303,7 +316,7 @@ def _loaded_shapes(weights: Path) -> dict[str, tuple[int, ...]]:
 
 
 def sync_failure(error: BaseException, weights: Path, version: int, timeout: float) -> WeightSyncError:
-    """What every request is told after a sync that ended so."""
+    """Return the error that every request raises after a sync failed with `error`."""
     if isinstance(error, WeightSyncError):
         return error
     if isinstance(error, ArmatureError):

@@ -1,6 +1,6 @@
-"""Rewards by name: what a completion is worth, given the answer of its task.
+"""The registry of rewards. A reward maps a completion and the answer of its task to a number.
 
-A new one is a class in one file and a line here, or an entry point of the same group.
+To add a reward, write a class in one file and add a line here, or register an entry point in the same group.
 """
 
 from __future__ import annotations

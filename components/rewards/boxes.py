@@ -1,4 +1,4 @@
-"""Grounding: boxes and points in an image."""
+"""Rewards for grounding: boxes and points in an image."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ _UNITS = {"fraction": 1.0, "percent": 100.0, "thousandths": 1000.0}
 
 
 class BoxSettings(ExtractingSettings):
-    """How coordinates are written."""
+    """The formats of the coordinates in answers and completions."""
 
     answer_form: Literal["xyxy", "xywh"] = "xyxy"
-    """A box in the answer: left, top, right, bottom; or left, top, width, height."""
+    """Format of a box in the answer: left, top, right, bottom; or left, top, width, height."""
     units: Literal["answer", "fraction", "percent", "thousandths"] = "answer"
-    """Of the completion's coordinates: those of the answer, or parts of the image's width and height (Molmo: percent;
-    Qwen2-VL: thousandths)."""
+    """Units of the completion's coordinates: the units of the answer, or parts of the image's width and height (Molmo:
+    percent; Qwen2-VL: thousandths)."""
     width: str = "width"
-    """Column with the image's width in the answer's units, if units needs it."""
+    """Column with the image's width in the answer's units; needed unless units is answer."""
     height: str = "height"
-    """Column with the image's height."""
+    """Column with the image's height in the answer's units; needed unless units is answer."""
 
 
 BoxSettingsT = TypeVar("BoxSettingsT", bound=BoxSettings)
@@ -51,77 +51,80 @@ class BoxReward(Reward[BoxSettingsT]):
 
     @staticmethod
     def columns(settings: BoxSettings) -> tuple[str, ...]:
-        return _size_columns(settings)
+        return () if settings.units == "answer" else (settings.width, settings.height)
 
     def check(self, answer: Any) -> None:
         _boxes(answer, self._settings.answer_form)
 
 
-def _size_columns(settings: BoxSettings) -> tuple[str, ...]:
-    return () if settings.units == "answer" else (settings.width, settings.height)
-
-
 class BoxIoUSettings(BoxSettings):
-    """The intersection of two boxes over their union, or whether that reaches a threshold."""
+    """The reward is the intersection over union (IoU) of two boxes, or 1 if the IoU reaches a threshold."""
 
     threshold: float | None = Field(None, gt=0, le=1)
-    """Worth 1 from this value on, else 0; unset: the value itself is the reward."""
+    """The reward is 1 if the IoU is at least this value, else 0; unset: the reward is the IoU itself."""
 
 
 class BoxIoU(BoxReward[BoxIoUSettings]):
-    """Reads [x1, y1, x2, y2], also within JSON such as {"bbox_2d": [...]}, and (x1,y1),(x2,y2): the last one counts.
+    """Grade the last box in the completion: [x1, y1, x2, y2], also in JSON such as {"bbox_2d": [...]}, or
+    (x1,y1),(x2,y2).
 
-    The answer is a box, or a list of boxes: the nearest one counts.
+    The answer is a box or a list of boxes, of which the one with the largest IoU counts.
     """
 
     Settings: ClassVar = BoxIoUSettings
 
-    def grade(self, given: RewardInput) -> float:
-        boxes = _boxes(given.answer, self._settings.answer_form)
-        said = _said(given, self._settings, read_box)
-        if said is None:
+    def grade(self, inputs: RewardInput) -> float:
+        boxes = _boxes(inputs.answer, self._settings.answer_form)
+        coordinates = _read_coordinates(inputs, self._settings, read_box)
+        if coordinates is None:
             return 0.0
-        left, top, right, bottom = said
+        left, top, right, bottom = coordinates
         best = max(intersection_over_union((left, top, right, bottom), box) for box in boxes)
         return best if self._settings.threshold is None else float(best >= self._settings.threshold)
 
 
 class PointInBoxSettings(BoxSettings):
-    """1 if the point lies in the box, its edges included, else 0."""
+    """The reward is 1 if the point lies in the box or on its edges, else 0."""
 
 
 class PointInBox(BoxReward[PointInBoxSettings]):
-    """Reads (x, y), [x, y], also within JSON such as {"point_2d": [x, y]}, and <point x="..." y="...">: the last one.
+    """Grade the last point in the completion: (x, y), [x, y], also in JSON such as {"point_2d": [x, y]}, or
+    <point x="..." y="...">.
 
-    The answer is a box, or a list of boxes: any of them.
+    The answer is a box or a list of boxes, any of which may contain the point.
     """
 
     Settings: ClassVar = PointInBoxSettings
 
-    def grade(self, given: RewardInput) -> float:
-        boxes = _boxes(given.answer, self._settings.answer_form)
-        said = _said(given, self._settings, read_point)
-        if said is None:
+    def grade(self, inputs: RewardInput) -> float:
+        boxes = _boxes(inputs.answer, self._settings.answer_form)
+        point = _read_coordinates(inputs, self._settings, read_point)
+        if point is None:
             return 0.0
-        x, y = said
+        x, y = point
         return float(any(left <= x <= right and top <= y <= bottom for left, top, right, bottom in boxes))
 
 
 def read_box(text: str) -> Sequence[float] | None:
-    """The last box in `text`. Takes linear time."""
-    found = last_match(_BOXES, folded(text))
-    return None if found is None else [float(each) for each in found.groups()]
+    """Return the four numbers of the last box in `text`, or None. Takes linear time.
+
+    Example:
+        >>> read_box('{"bbox_2d": [10, 20, 30.5, 40]}')
+        [10.0, 20.0, 30.5, 40.0]
+    """
+    match = last_match(_BOXES, folded(text))
+    return None if match is None else [float(each) for each in match.groups()]
 
 
 def read_point(text: str) -> Sequence[float] | None:
-    """The last point in `text`. Takes linear time."""
+    """Return x and y of the last point in `text`, or None. Takes linear time."""
     text = folded(text)
     matches = [match for pattern in (_PAIRS, _MOLMO) if (match := last_match(pattern, text))]
     return [float(each) for each in max(matches, key=re.Match.end).groups()] if matches else None
 
 
 def intersection_over_union(one: Box, other: Box) -> float:
-    """0 for a box without an area."""
+    """Return the IoU of two boxes, from 0 to 1; 0 if a box has no area."""
     width = min(one[2], other[2]) - max(one[0], other[0])
     height = min(one[3], other[3]) - max(one[1], other[1])
     areas = [max(0.0, box[2] - box[0]) * max(0.0, box[3] - box[1]) for box in (one, other)]
@@ -129,14 +132,14 @@ def intersection_over_union(one: Box, other: Box) -> float:
     return common / (sum(areas) - common) if min(areas) > 0 else 0.0
 
 
-def _said(
-    given: RewardInput, settings: BoxSettings, read: Callable[[str], Sequence[float] | None]
+def _read_coordinates(
+    inputs: RewardInput, settings: BoxSettings, read: Callable[[str], Sequence[float] | None]
 ) -> Sequence[float] | None:
-    """The coordinates that the completion says, in the answer's units."""
-    scale = _scale(given.row, settings)
-    text = extracted(given.completion, settings.extract)
-    said = None if text is None else read(text)
-    return None if said is None else [value * scale[index % 2] for index, value in enumerate(said)]
+    """Return the coordinates in the completion, converted to the answer's units; None if there are none."""
+    scale = _scale(inputs.row, settings)
+    text = extracted(inputs.completion, settings.extract)
+    coordinates = None if text is None else read(text)
+    return None if coordinates is None else [value * scale[index % 2] for index, value in enumerate(coordinates)]
 
 
 def _scale(row: Mapping[str, Any], settings: BoxSettings) -> tuple[float, float]:

@@ -1,14 +1,14 @@
-r"""Multiple choice: which letter a completion chooses.
+r"""A reward for multiple choice: find the letter that a completion chooses.
 
-A letter that stands alone is a label. Labels joined by "or", "and", a comma and the like are one list, which is
+A letter that stands alone is a label. Labels joined by "or", "and", a comma and the like form one list. A list is
 
 - declared: "the answer is B", "B is correct", "I choose B", \boxed{B}, "B." at the start, "So B." at the end, or a line
   that holds nothing else;
 - rejected: "not B", "B is wrong";
-- or else only mentioned: "option C shows a dog".
+- or mentioned, in all other cases: "option C shows a dog".
 
-The last declared list is the choice. If nothing is declared, the only label that is mentioned is the choice. A list of
-two letters is not a choice.
+The last declared list is the choice. If none is declared and exactly one label is mentioned, that label is the choice.
+A list of two different letters is not a choice.
 """
 
 from __future__ import annotations
@@ -25,16 +25,22 @@ from armature.components.rewards.reward import BadAnswer, ExtractingSettings, Re
 
 
 def _words(spaced: str, unspaced: str = "") -> str:
-    """Return a pattern for one of the words, in which `_` is a space; `unspaced` are of languages without spaces."""
+    """Return a pattern that matches any of the words; `_` in a word stands for a space.
+
+    Args:
+        spaced: words that must stand alone.
+        unspaced: words of languages without spaces, which match anywhere.
+    """
     whole = "|".join(spaced.split()).replace("_", r"\s")
     return rf"(?:\b(?:{whole})\b{''.join(f'|{word}' for word in unspaced.split())})"
 
 
-# Words in English, German and Chinese. They are looked for in what `_with_labels` returns: labels are the only
-# upper-case letters there: ASCII for a capital, full-width for a lower-case letter, _SEVERAL for a list of two.
+# Words in English, German and Chinese. The patterns run on the output of `_with_labels`, where labels are the only
+# upper-case letters: ASCII if the completion has a capital, full-width if it has a lower-case letter, and _SEVERAL for
+# a list of two letters.
 _SEVERAL = "Ω"
 FULL_WIDTH = 0xFEE0
-"""From a character of ASCII to its full-width form."""
+"""Offset from an ASCII character to its full-width form."""
 _LABEL = f"[A-Z\uff21-\uff3a{_SEVERAL}]"
 _ANSWER = _words("answers? ans corrections? solution conclusion guess vote antwort lösung", "答案 结论 結論")
 _OPTION = _words("option choice selection pick wahl letter", "选项 選項")
@@ -96,16 +102,16 @@ _VERB = (
     r"(?:\s(?:(?!(?:as|plus|this|thus|perhaps|always|besides)\b)[a-z]+s(?:n't)?|would|could|might|did|that|which|who)\b"
     r"|\s?[错錯不是有显顯])"
 )
-"""The label before it is a subject: a new clause begins with it."""
+"""A verb after a label: the label is the subject of a new clause."""
 _OR = _words(
     "or nor and/or or_else vs versus through thru oder noch bis ou o", "或者 或 还是 還是 和 与 與 及 以及 到 至"
 )
 _AND = _words("and plus but_also also as_well_as (?:along|together)_with und als_auch sondern_auch et y")
 _MAYBE = rf"(?:{_words('maybe perhaps possibly even also the')}\s|{_OPTION}\s?|[选選]\s?)"
 
-# Of the completion, upper and lower case as it is.
+# Patterns that run on the completion itself, in its own case.
 _MARKS = re.compile(r"(\*{1,3}|_{1,3}|`|\$|\")([A-Za-z])\1|(?<!\w)(')([A-Za-z])'(?!\w)|[\[{<]\s?([A-Za-z])\s?[\]}>]")
-"""Around a single letter they count as parentheses."""
+"""Markup around a single letter; it is read as parentheses."""
 _TEXT_COMMANDS = re.compile(r"\\(?:(?:text|math)(?:bf|it|rm|sf|tt|cal)?|operatorname|bf|rm|emph)\b\s?|\\(?=[()\[\]])")
 _BOXES = re.compile(r"(?:\\|\x08|\b)(?:boxed|fbox)(?![a-z])")
 _STRUCK = re.compile(r"~~[^~\n]{1,200}~~|<del>[^<>]{0,200}</del>")
@@ -124,7 +130,7 @@ _WORD = re.compile(
     r"|denn|zeigt|ou|et|hoặc|veya|atau|lub|eller|est|es|no es)\b)[A-Za-zÀ-ɏ]{2}",
     re.IGNORECASE | re.MULTILINE,
 )
-"""Words before which "a" is the article and "I" the pronoun."""
+"""A word after the letters "a" and "I" that shows them to be the article and the pronoun."""
 _PRONOUN = re.compile(_VERB_OF_I, re.IGNORECASE)
 _SENTENCE_START = re.compile(r"[.!?:;\n\f\"()-][^\w\n]*\Z")
 
@@ -157,7 +163,7 @@ _VERDICT = re.compile(
     r"|(?:not |in)(?:correct|right|true)|wrong|false|no|falsch|[错錯][误誤]?|不[对對]|不正[确確])"
     r"(?=\s?(?:[-.,;:!|)]|\n|\Z|because|since|as|weil|da|因))|\s?(?:([✓✔✅☑])|[✗✘❌✖☐]))"
 )
-"""As in "A: wrong, B: right"; `B: Right` alone may be the text of the option."""
+"""A verdict on a label, as in "A: wrong, B: right". `B: Right` alone may be the text of the option."""
 _MARKED = re.compile(rf"^[^\w\n]{{0,3}}(?:([✓✔✅☑])|[✗✘❌✖☐])\s?(?:{_OPTION}\s)?({_LABEL})", re.MULTILINE)
 _ALL_BUT = re.compile(
     rf"\b(?:all|every\w*|any\w*)\b[^.!?\n]{{0,30}}?\b(?:but|except(?: for)?|other than)\s(?:{_OPTION}\s)?"
@@ -173,7 +179,7 @@ _OPTION_TEXT = re.compile(
     rf"|(\)?[.:]?\s\(?)({_LABEL}(?:,\s{_LABEL})*,?\sand\s{_LABEL})(?=\)?(?:\sonly)?\W{{0,4}}$))",
     re.MULTILINE,
 )
-"""As in "D. Both A and B", "D. A and B"."""
+"""An option whose text names other labels, as in "D. Both A and B" and "D. A and B"."""
 _REJECTED = re.compile(
     rf"{_NOT}(?:\s(?!(?:but|sondern|so|therefore|hence|because|since|answer|antwort)\b)[^\W\d_]{{2,}}(?:'s)?){{0,3}}"
     rf"[^\w.,;!?\n]{{0,4}}{_LABEL}|{_LABEL}{_WRONG}"
@@ -193,16 +199,16 @@ _ITEMS = re.compile(rf"(?:^[^\w\n]{{0,8}}|[,;]\s)({_LABEL})[)}}.:]", re.MULTILIN
 
 
 class ChoiceSettings(ExtractingSettings):
-    """1 if the letter that is chosen is the answer's, else 0."""
+    """The reward is 1 if the completion chooses the letter of the answer, else 0."""
 
     choices: int = Field(4, ge=2, le=26)
-    """How many letters there are: 4 for A to D."""
+    """Number of options: 4 for A to D."""
 
 
 class Choice(Reward[ChoiceSettings]):
-    r"""Reads B, (B), B. because ..., the answer is B, \boxed{B}; an answer of two letters is not a choice.
+    r"""Grade the chosen letter: B, (B), "B. because ...", "the answer is B", \boxed{B}. Two letters are not a choice.
 
-    The answer is a letter, or a whole number that counts from 0.
+    The answer is a letter, or the option's index counted from 0.
     """
 
     Settings: ClassVar = ChoiceSettings
@@ -214,10 +220,10 @@ class Choice(Reward[ChoiceSettings]):
     def check(self, answer: Any) -> None:
         self._right(answer)
 
-    def grade(self, given: RewardInput) -> float:
-        right = self._right(given.answer)
-        said = extracted(given.completion, self._settings.extract)
-        return float(said is not None and chosen_letter(said, self._letters) == right)
+    def grade(self, inputs: RewardInput) -> float:
+        right = self._right(inputs.answer)
+        text = extracted(inputs.completion, self._settings.extract)
+        return float(text is not None and chosen_letter(text, self._letters) == right)
 
     def _right(self, answer: Any) -> str:
         if isinstance(answer, float):
@@ -226,12 +232,21 @@ class Choice(Reward[ChoiceSettings]):
             return self._letters[answer]
         letter = chosen_letter(answer, self._letters) if isinstance(answer, str) else None
         if letter is None:
-            raise BadAnswer(f"{answer!r:.200} is none of {self._letters}, nor a number below {len(self._letters)}")
+            raise BadAnswer(
+                f"{answer!r:.200} is not one of the letters {self._letters} or an index below {len(self._letters)}"
+            )
         return letter
 
 
 def chosen_letter(text: str, letters: str) -> str | None:
-    """Return the upper-case letter that `text` chooses, None if it chooses none or several. Takes linear time."""
+    """Return the upper-case letter that `text` chooses, or None if it chooses no letter or several. Takes linear time.
+
+    Example:
+        >>> chosen_letter("A is tempting, but the answer is (b).", "ABCD")
+        'B'
+        >>> chosen_letter("A or B", "ABCD") is None
+        True
+    """
     text = _judged(_with_labels(text))
     text = _LIST.sub(_joined, _OPTION_TEXT.sub(_without_text, text))
     text = _ASKED.sub(lambda match: folded(match.group()).lower(), text)
@@ -254,7 +269,7 @@ def chosen_letter(text: str, letters: str) -> str | None:
 
 
 def _with_labels(text: str) -> str:
-    """Return the text in lower case but for its labels, without markup."""
+    """Return the text without markup and in lower case, except for its labels."""
     text = _BOXES.sub(_BOX, _TAGS.sub(_TAG, "\n" + _STRUCK.sub(" ", folded(text).translate(_PUNCTUATION))))
     text = _MARKS.sub(lambda match: f"({match[2] or match[4] or match[5]})", _TEXT_COMMANDS.sub("", text))
     text = _EMPHASIS.sub("", text)
@@ -270,7 +285,7 @@ def _with_labels(text: str) -> str:
 
 
 def _is_word(match: re.Match[str], announced: bool) -> bool:
-    """Return whether the letter is the article or the pronoun."""
+    """Return True if the letter is the article "a" or the pronoun "I" instead of a label."""
     letter, text, start, end = match.group(), match.string, match.start(), match.end()
     if letter not in "AaIi" or not _WORD.match(text, end):
         return False
@@ -280,12 +295,13 @@ def _is_word(match: re.Match[str], announced: bool) -> bool:
 
 
 def _without_text(match: re.Match[str]) -> str:
+    """Lower-case the labels in an option's text, so that "D. Both A and B" has the label D alone."""
     label, between, named = (group for group in match.groups() if group is not None)
     return match.group() if label in named else f"{label}{between}{named.lower()}"
 
 
 def _judged(text: str) -> str:
-    """Return the text with "A is wrong. B is correct." for "A: wrong, B: right", if two letters are judged."""
+    """Rewrite verdicts on two or more letters: "A: wrong, B: right" becomes "A is wrong, B is correct"."""
     text = _MARKED.sub(lambda match: f"{match[2]} is {'correct' if match[1] else 'wrong'}", text)
     verdicts = list(_VERDICT.finditer(text))
     if len({match[1] for match in verdicts}) > 1 or any(match[0][-1] in "✓✔✅☑✗✘❌✖☐" for match in verdicts):
@@ -294,6 +310,7 @@ def _judged(text: str) -> str:
 
 
 def _joined(match: re.Match[str]) -> str:
+    """Replace a list of labels with its label, or with _SEVERAL if it has different ones."""
     last = _LAST_OF_LIST.search(match.group())
     if last and _IS_RIGHT.match(match.string, match.end()):  # "of A, B and C, B is correct"
         return f"{_SEVERAL}, {last[1]}"

@@ -1,4 +1,4 @@
-"""Rewards of the user's: a Python function, or a program."""
+"""Rewards that a user writes: a Python function, or a program in any language."""
 
 from __future__ import annotations
 
@@ -21,22 +21,23 @@ from armature.components.contracts.errors import ConfigurationError, RolloutFail
 from armature.components.machine.project import find_module, load_object
 from armature.components.rewards.reward import IsolatedSettings, Reward, RewardInput
 
-# A function of the user's, in a file beside the recipe or in an installed package.
+# --- A Python function, in a file beside the recipe or in an installed package ---
 
-GIVEN = ("completion", "answer", "row")
+ARGUMENTS = ("completion", "answer", "row")
+"""Keyword arguments that a reward function can ask for."""
 
 
 class FunctionSettings(IsolatedSettings):
-    """The number that a Python function returns."""
+    """The reward is the number that a Python function returns."""
 
     function: str = Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")
-    """MODULE:FUNCTION, of a file beside the recipe or of an installed package."""
+    """MODULE:FUNCTION. The module is a file beside the recipe or in an installed package."""
 
 
 class Function(Reward[FunctionSettings]):
-    """Calls it by keyword with what it names of `completion`, `answer` and `row`; it may be async.
+    """Call the function with the arguments `completion`, `answer` and `row` that its signature names. It may be async.
 
-    It returns a number, or true or false. Whatever else it does costs its rollout.
+    The function returns a number or a bool. Any other result or an exception fails the rollout.
     """
 
     Settings: ClassVar = FunctionSettings
@@ -45,7 +46,7 @@ class Function(Reward[FunctionSettings]):
     def __init__(self, settings: FunctionSettings, folder: Path) -> None:
         super().__init__(settings, folder)
         self._function = load_object(settings.function, "function")
-        self._taken = taken(self._function, settings.function)
+        self._arguments = accepted_arguments(self._function, settings.function)
 
     @staticmethod
     def sources(settings: FunctionSettings) -> dict[str, str]:
@@ -53,8 +54,8 @@ class Function(Reward[FunctionSettings]):
         find_module(module)
         return {"function": code_digest(module)}
 
-    def grade(self, given: RewardInput) -> Any:
-        value = self._function(**{name: getattr(given, name) for name in self._taken})
+    def grade(self, inputs: RewardInput) -> Any:
+        value = self._function(**{name: getattr(inputs, name) for name in self._arguments})
         return asyncio.run(_awaited(value)) if inspect.isawaitable(value) else value
 
 
@@ -62,13 +63,17 @@ async def _awaited(value: Any) -> Any:
     return await value
 
 
-def taken(function: Callable[..., Any], name: str) -> tuple[str, ...]:
-    """What of `GIVEN` the function takes by keyword.
+def accepted_arguments(function: Callable[..., Any], name: str) -> tuple[str, ...]:
+    """Return the names in `ARGUMENTS` that the function accepts as keywords.
 
     Raises:
-        ConfigurationError: it is not a function, or takes other arguments.
+        ConfigurationError: `function` is not a function, requires other arguments, or does not accept the completion.
+
+    Example:
+        >>> accepted_arguments(lambda completion, answer: float(answer in completion), "rewards:contains")
+        ('completion', 'answer')
     """
-    remedy = "def reward(completion: str, answer, row: dict) -> float, of which it may leave out what it does not use"
+    remedy = "write def reward(completion: str, answer, row: dict) -> float; answer and row may be left out"
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError) as error:
@@ -82,38 +87,43 @@ def taken(function: Callable[..., Any], name: str) -> tuple[str, ...]:
         if each.default is each.empty and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
     ]
     everything = any(each.kind is each.VAR_KEYWORD for each in parameters)
-    found = tuple(each for each in GIVEN if each in names or everything)
-    if unknown := [each for each in required if each not in found]:
+    accepted = tuple(each for each in ARGUMENTS if each in names or everything)
+    if unknown := [each for each in required if each not in accepted]:
         raise ConfigurationError(
-            f"{name!r} takes {unknown[0]!r}, which a reward is not given", code="unknown_reward_argument", remedy=remedy
+            f"{name!r} requires the argument {unknown[0]!r}, but a reward is called with {', '.join(ARGUMENTS)} only",
+            code="unknown_reward_argument",
+            remedy=remedy,
         )
-    if "completion" not in found:
-        raise ConfigurationError(f"{name!r} does not take the completion", code="completion_not_taken", remedy=remedy)
-    return found
+    if "completion" not in accepted:
+        raise ConfigurationError(
+            f"{name!r} has no argument named completion", code="completion_not_taken", remedy=remedy
+        )
+    return accepted
 
 
-# A program that grades: JSON on its standard input, a number on its standard output.
+# --- A program that reads JSON from its standard input and writes a number to its standard output ---
 
 LONGEST_OUTPUT = 2**16
-"""Bytes that a grade may take; more is not a number."""
-LONGEST_COMPLAINT = 1000
-"""Bytes of the error output that are shown, the last ones."""
-COMPLAINT_SECONDS = 1.0
-"""For the rest of the error output, once the program has ended: a child of it may hold it open."""
+"""Most bytes that the program may print; longer output is not a number."""
+LONGEST_ERROR_OUTPUT = 1000
+"""Bytes from the end of the program's standard error that an error message shows."""
+ERROR_OUTPUT_SECONDS = 1.0
+"""Seconds to wait for the rest of standard error after the program has ended: one of its children may hold it open."""
 
 
 class CommandSettings(IsolatedSettings):
-    """The number that a program prints."""
+    """The reward is the number that a program prints."""
 
     command: tuple[str, ...] = Field(min_length=1)
-    """The program and its arguments, without a shell. A program with a slash in its name is beside the recipe, another
-    one on PATH."""
+    """The program and its arguments, run without a shell. A program name with a slash is relative to the recipe's
+    folder; other names are looked up on PATH."""
     timeout: PositiveFloat = Field(30.0, le=3600)
-    """Seconds that one grade may take. The rollout of one that takes longer fails."""
+    """Seconds that one grade may take. A grade that takes longer fails its rollout."""
 
 
 class Command(Reward[CommandSettings]):
-    """Runs in the recipe's folder, once for each grade; reads {"completion": ..., "answer": ..., "row": {...}}."""
+    """Run the program once per grade, in the recipe's folder, with {"completion": ..., "answer": ..., "row": {...}} on
+    its standard input."""
 
     Settings: ClassVar = CommandSettings
     runs = "process"
@@ -128,14 +138,14 @@ class Command(Reward[CommandSettings]):
     def sources(settings: CommandSettings) -> dict[str, str]:
         return named_files({"command": settings.command})
 
-    def grade(self, given: RewardInput) -> float:
-        document = {"completion": given.completion, "answer": given.answer, "row": given.row}
-        with TemporaryFile() as asked:
-            asked.write(json.dumps(document).encode())
-            asked.seek(0)
-            complaints, write = _last_bytes()
+    def grade(self, inputs: RewardInput) -> float:
+        document = {"completion": inputs.completion, "answer": inputs.answer, "row": inputs.row}
+        with TemporaryFile() as stdin:
+            stdin.write(json.dumps(document).encode())
+            stdin.seek(0)
+            error_output, write = _last_bytes()
             try:
-                running = Popen(self._command, cwd=self._folder, stdin=asked, stdout=PIPE, stderr=write)
+                running = Popen(self._command, cwd=self._folder, stdin=stdin, stdout=PIPE, stderr=write)
             finally:
                 os.close(write)
             with running:
@@ -144,10 +154,10 @@ class Command(Reward[CommandSettings]):
                 if len(output) > LONGEST_OUTPUT:
                     running.kill()
                     raise RolloutFailed(
-                        "reward_invalid", f"a number was expected, not more than {LONGEST_OUTPUT} bytes"
+                        "reward_invalid", f"the program printed more than {LONGEST_OUTPUT} bytes instead of a number"
                     )
             if running.returncode:
-                detail = complaints().decode(errors="replace").strip()
+                detail = error_output().decode(errors="replace").strip()
                 raise RolloutFailed(
                     "reward_error", f"{self._command[0]} ended with code {running.returncode}: {detail}"
                 )
@@ -159,38 +169,42 @@ class Command(Reward[CommandSettings]):
 
 
 def _last_bytes() -> tuple[Callable[[], bytes], int]:
-    """The writing end of a pipe that is always read, and a function that returns the last bytes of what came."""
+    """Return the writing end of a pipe that a thread drains, and a function that returns the last bytes written to it.
+
+    The thread keeps reading so that a program with much error output never blocks.
+    """
     read, write = os.pipe()
     last = [b""]
 
     def work() -> None:
         with open(read, "rb", buffering=0) as stream:  # noqa: PTH123 (a descriptor)
             while part := stream.read(2**16):
-                last[0] = (last[0] + part)[-LONGEST_COMPLAINT:]
+                last[0] = (last[0] + part)[-LONGEST_ERROR_OUTPUT:]
 
     thread = Thread(target=work, daemon=True)
     thread.start()
 
     def result() -> bytes:
-        thread.join(COMPLAINT_SECONDS)
+        thread.join(ERROR_OUTPUT_SECONDS)
         return last[0]
 
     return result, write
 
 
 def program_path(program: str, folder: Path) -> Path:
-    """
+    """Return the path of a program: relative to `folder` if its name has a slash, else on PATH.
+
     Raises:
         ConfigurationError: there is no such program, or it is not executable.
     """
     beside = "/" in program
-    # Not resolved itself: an interpreter of a virtual environment is a link.
-    found = shutil.which(folder.resolve() / program if beside else program)
-    if found is None:
+    # Links are not followed: the interpreter of a virtual environment is a link, and its path selects the environment.
+    path = shutil.which(folder.resolve() / program if beside else program)
+    if path is None:
         raise ConfigurationError(
-            f"there is no program {program!r} that can be run",
+            f"the program {program!r} does not exist or is not executable",
             code="program_missing",
             where=str(folder.resolve()) if beside else "PATH",
             remedy=f"chmod +x {folder / program}" if (folder / program).is_file() else "write it, or correct its name",
         )
-    return Path(found)
+    return Path(path)

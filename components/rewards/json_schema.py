@@ -1,4 +1,4 @@
-"""The completion is JSON, and valid by a schema."""
+"""A reward for completions that are JSON documents valid under a JSON schema."""
 
 from __future__ import annotations
 
@@ -23,22 +23,25 @@ from armature.components.rewards.reward import CpuBoundSettings, ExtractingSetti
 
 
 class JsonSchemaSettings(ExtractingSettings, CpuBoundSettings):
-    """1 if the completion is JSON that the schema allows, else 0."""
+    """The reward is 1 if the completion is JSON that the schema allows, else 0."""
 
     json_schema: dict[str, Any] | None = None
-    """The schema; of the draft that its $schema names."""
+    """The schema, of the draft that its $schema names (default: 2020-12)."""
     file: str | None = None
-    """A JSON file beside the recipe that holds the schema."""
+    """A JSON file with the schema, relative to the recipe's folder; give either this or json_schema."""
 
     @model_validator(mode="after")
-    def _one_of_both(self) -> Self:
+    def _require_one_source(self) -> Self:
         if (self.json_schema is None) == (self.file is None):
             raise ValueError("give either json_schema or file")
         return self
 
 
 class JsonSchema(Reward[JsonSchemaSettings]):
-    """Does not look at the answer. A fence of ``` around the JSON is allowed; nothing is fetched for the schema."""
+    """Validate the completion; the task's answer is not used.
+
+    A fence of ``` around the JSON is allowed. The schema may refer to itself only: no other schema is downloaded.
+    """
 
     Settings: ClassVar = JsonSchemaSettings
     runs = "process"
@@ -62,8 +65,8 @@ class JsonSchema(Reward[JsonSchemaSettings]):
     def sources(settings: JsonSchemaSettings) -> dict[str, str]:
         return {**named_files({"file": settings.file}), **versions("jsonschema")}
 
-    def grade(self, given: RewardInput) -> float:
-        text = extracted(given.completion, self._settings.extract)
+    def grade(self, inputs: RewardInput) -> float:
+        text = extracted(inputs.completion, self._settings.extract)
         if text is None:
             return 0.0
         try:
@@ -74,9 +77,10 @@ class JsonSchema(Reward[JsonSchemaSettings]):
 
 
 def _check_references(schema: Any) -> None:
-    """
+    """Check that every reference of the schema resolves within the schema.
+
     Raises:
-        ConfigurationError: a $ref leads out of the schema, or nowhere.
+        ConfigurationError: a $ref points outside of the schema or to nothing.
     """
     root = Resource.from_contents(schema, default_specification=DRAFT202012)
     waiting = [(root, Registry().resolver_with_root(root))]
@@ -89,9 +93,9 @@ def _check_references(schema: Any) -> None:
                 resolver.lookup(reference)
             except Unresolvable as error:
                 raise ConfigurationError(
-                    f"the schema's reference {reference!r:.200} leads nowhere",
+                    f"the schema's reference {reference!r:.200} does not resolve within the schema",
                     code="unknown_schema_reference",
-                    remedy="define it in $defs of the same schema; nothing is fetched",
+                    remedy="define it in $defs of the same schema; other schemas are not downloaded",
                 ) from error
 
 
@@ -105,7 +109,7 @@ def _read(folder: Path, name: str) -> Any:
 
 
 def _unfenced(text: str) -> str:
-    """Return what is between lines of ```, if that is the first and the last line."""
+    """Return the text without a fence of ``` in its first and last line."""
     first, _, rest = text.strip().partition("\n")
     inside, _, last = rest.rpartition("\n")
     fenced = first.rstrip().lower() in ("```", "```json") and last.strip() == "```"

@@ -1,4 +1,4 @@
-"""From settings to rewards."""
+"""Make the rewards of a recipe, and run those in processes that may hang or crash."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ from armature.components.rewards.reward import (
     sources_of,
 )
 
-# Rewards in processes of their own, which may hang or die: that costs a rollout, and the next one finds another.
+# --- Rewards in their own processes. A process that hangs or dies fails one rollout; a new one grades the next. ---
 
 WORKER = "armature.components.rewards.worker"
 START_SECONDS = 120.0
-"""For a process to start and import what it needs, before its first grade."""
+"""Seconds that a process may take to start and import its modules, before its first grade."""
 MOST_BYTES = 2**20
-"""Of the answer to one request."""
+"""Largest reply of a reward's process to one request, in bytes."""
 
 Reason = Annotated[str, Field(strict=True, pattern="^[a-z][a-z0-9_]{0,63}$")]
 GRADE: TypeAdapter[float | tuple[str, str]] = TypeAdapter(
     Annotated[float, Field(strict=True, allow_inf_nan=False)] | tuple[Reason, StrictStr]
 )
-"""A finite number, or why there is none: a reason and the details."""
+"""A finite reward, or the reason and the details of a failure."""
 SOURCES = TypeAdapter(dict[StrictStr, StrictStr])
 
 ResultT = TypeVar("ResultT")
@@ -49,19 +49,19 @@ Job = tuple[Future[Any], Callable[[Worker], Any]]
 
 
 class IsolatedReward:
-    """The reward that `settings` describe, in up to `processes` processes, which end with it.
+    """A reward that runs in up to `processes` processes, which end when this object is closed or garbage-collected.
 
-    Safe to share between threads and event loops. Grades wait for a process in the order in which they were asked for;
-    that time does not count.
+    Safe to share between threads and event loops. Requests wait for a free process in their order of arrival; the
+    waiting time does not count towards `timeout`.
     """
 
     def __init__(self, settings: IsolatedSettings, folder: Path, processes: int) -> None:
         self._timeout, self._part = settings.patience, settings.part
         self.weights = {settings.part: settings.weight}
         place = str(folder.resolve())
-        described, env = {"settings": settings.model_dump(mode="json"), "folder": place}, {PROJECT: place}
+        arguments, env = {"settings": settings.model_dump(mode="json"), "folder": place}, {PROJECT: place}
         workers = [
-            make_worker(WORKER, described, timeout=settings.patience, env=env, most_bytes=MOST_BYTES)
+            make_worker(WORKER, arguments, timeout=settings.patience, env=env, most_bytes=MOST_BYTES)
             for _ in range(processes)
         ]
         self._beginning = Lock()
@@ -72,29 +72,31 @@ class IsolatedReward:
             Thread(target=_work, args=(worker, self._jobs), name=f"reward {settings.part}", daemon=True).start()
 
     def begin(self) -> Future[None]:
-        """Starts a process; the future raises ConfigurationError if the reward cannot be made."""
+        """Start a process. The future raises ConfigurationError if the reward cannot be made."""
         return self._submit(self._begin)
 
     def check(self, answer: Any) -> None:
+        """See `Reward.check`."""
         self._submit(lambda worker: self._ask(worker, "check", answer)).result()
 
-    async def grade(self, given: RewardInput) -> dict[str, float]:
-        """
+    async def grade(self, inputs: RewardInput) -> dict[str, float]:
+        """Return the reward by its label.
+
         Raises:
             RolloutFailed: `bad_answer`, `reward_error`, `reward_invalid`, `reward_timeout` or `reward_died`.
         """
-        asked = (given.completion, given.answer, dict(given.row))
-        return {self._part: await asyncio.wrap_future(self._submit(lambda each: self._ask(each, "grade", *asked)))}
+        arguments = (inputs.completion, inputs.answer, dict(inputs.row))
+        return {self._part: await asyncio.wrap_future(self._submit(lambda each: self._ask(each, "grade", *arguments)))}
 
     def _ask(self, worker: Worker, method: str, *arguments: Any) -> float:
         try:
             try:
                 self._begin(worker)
                 grade = worker.call(method, *arguments, reply=GRADE)
-            except IdleWorkerLost:  # An earlier completion did that, and this one does not pay for it.
+            except IdleWorkerLost:  # an earlier completion killed the process: this one gets a new one
                 self._begin(worker)
                 grade = worker.call(method, *arguments, reply=GRADE)
-        except ConfigurationError as error:  # what it is made of has changed since it was first made
+        except ConfigurationError as error:  # the reward's code or files have changed since the run began
             raise RolloutFailed("reward_error", str(error)) from error
         except WorkerError as error:
             if isinstance(error.__cause__, TimeoutError):
@@ -105,9 +107,10 @@ class IsolatedReward:
         return grade
 
     def _begin(self, worker: Worker) -> None:
-        """
+        """Start the worker's process if it is not running.
+
         Raises:
-            ConfigurationError: the reward cannot be made, or not any more as it was first.
+            ConfigurationError: the reward cannot be made, or its code has changed since the first process started.
         """
         if worker.alive:
             return
@@ -149,7 +152,7 @@ def _end(workers: list[Worker], jobs: SimpleQueue[Job | None]) -> None:
                 job[0].set_exception(_closed())
     for _ in workers:
         jobs.put(None)
-    for worker in workers:  # whoever waits for a busy one sees its end
+    for worker in workers:  # calls in flight fail as their process ends
         worker.close()
 
 
@@ -158,20 +161,24 @@ def _closed() -> RolloutFailed:
 
 
 class Grader(Protocol):
-    """A reward, wherever it runs. Safe to share between threads and event loops."""
+    """A reward as `Rewards` calls it: in this process, in another, or a judge. Safe to share between threads and event
+    loops."""
 
     weights: dict[str, float]
-    """Of the parts that `grade` gives."""
+    """Weights by the labels that `grade` returns."""
 
-    def check(self, answer: Any) -> None: ...
+    def check(self, answer: Any) -> None:
+        """See `Reward.check`."""
 
-    async def grade(self, given: RewardInput) -> Mapping[str, float]: ...
+    async def grade(self, inputs: RewardInput) -> Mapping[str, float]:
+        """Return rewards by label. Raises RolloutFailed."""
 
-    def close(self) -> object: ...
+    def close(self) -> object:
+        """End processes and connections."""
 
 
 class ImmediateReward:
-    """One that runs here."""
+    """A reward that grades in the caller's process."""
 
     def __init__(self, reward: Reward[NamedReward], settings: NamedReward) -> None:
         self._reward, self._part = reward, settings.part
@@ -180,17 +187,18 @@ class ImmediateReward:
     def check(self, answer: Any) -> None:
         self._reward.check(answer)
 
-    async def grade(self, given: RewardInput) -> dict[str, float]:
-        return {self._part: self._reward.grade(given)}
+    async def grade(self, inputs: RewardInput) -> dict[str, float]:
+        return {self._part: self._reward.grade(inputs)}
 
     def close(self) -> None:
         pass
 
 
 class Rewards:
-    """Several rewards of one completion. Safe to share between threads and event loops.
+    """All rewards of a recipe. Safe to share between threads and event loops.
 
-    `weights`: by the names that `grade` gives.
+    Attributes:
+        weights: factors of the weighted sum, by the labels that `grade` returns.
     """
 
     def __init__(self, rewards: Mapping[str, Grader]) -> None:
@@ -198,7 +206,8 @@ class Rewards:
         self.weights = {part: weight for reward in rewards.values() for part, weight in reward.weights.items()}
 
     def check(self, answer: Any) -> None:
-        """
+        """Check that every reward can compare completions with `answer`.
+
         Raises:
             RolloutFailed: `bad_answer`: a reward cannot compare any completion with `answer`.
         """
@@ -208,13 +217,13 @@ class Rewards:
             except RolloutFailed as failed:
                 raise RolloutFailed(failed.reason, f"{name}: {failed.detail}") from failed
 
-    async def grade(self, given: RewardInput) -> dict[str, float]:
-        """By name, finite numbers.
+    async def grade(self, inputs: RewardInput) -> dict[str, float]:
+        """Return the finite rewards of a completion by label.
 
         Raises:
-            RolloutFailed: see there for the reasons. Of several rewards that failed the first one says why.
+            RolloutFailed: a reward failed; if several did, the first one in the recipe gives the reason.
         """
-        grading = [self._graded(name, reward, given) for name, reward in self._rewards.items()]
+        grading = [self._graded(name, reward, inputs) for name, reward in self._rewards.items()]
         values: dict[str, float] = {}
         for graded in await asyncio.gather(*grading, return_exceptions=True):
             if isinstance(graded, BaseException):
@@ -223,24 +232,30 @@ class Rewards:
         return values
 
     def close(self) -> None:
-        """End what grades elsewhere; grades in flight fail."""
+        """End processes and connections of the rewards; grades in flight fail."""
         for reward in self._rewards.values():
             reward.close()
 
-    async def _graded(self, name: str, reward: Grader, given: RewardInput) -> Mapping[str, float]:
+    async def _graded(self, name: str, reward: Grader, inputs: RewardInput) -> Mapping[str, float]:
         try:
-            return await reward.grade(given)
+            return await reward.grade(inputs)
         except RolloutFailed as failed:
             raise RolloutFailed(failed.reason, f"{name}: {failed.detail}") from failed
 
 
 def make_rewards(settings: Sequence[RewardSettings], *, folder: Path, processes: int = 1) -> Rewards:
-    """The rewards that `settings` describe; paths and modules that they name are below `folder`.
+    """Make the rewards of a recipe. Paths and modules in `settings` are relative to `folder`, the recipe's folder.
 
-    Each that needs a process begins one now, and may have `processes` of them.
+    A reward that runs in a process starts one process now, and uses up to `processes` of them.
 
     Raises:
-        ConfigurationError: there is none, two have the same label, or one cannot be made.
+        ConfigurationError: `settings` is empty, two rewards have the same label, or a reward cannot be made.
+
+    Example:
+        >>> rewards = make_rewards([RewardSettings(name="exact_match", label="right")], folder=Path())
+        >>> asyncio.run(rewards.grade(RewardInput("RED.", answer="red", row={})))
+        {'right': 1.0}
+        >>> rewards.close()
     """
     if not settings:
         raise ConfigurationError(
@@ -255,14 +270,14 @@ def make_rewards(settings: Sequence[RewardSettings], *, folder: Path, processes:
     begun: list[Future[None]] = []
     try:
         for each in settings:
-            kind, own = REWARDS[each.name], each.own()
+            kind, validated = REWARDS[each.name], each.own()
             if kind.runs == "here":
-                rewards[each.part] = ImmediateReward(kind(own, folder), own)
+                rewards[each.part] = ImmediateReward(kind(validated, folder), validated)
             elif kind.runs == "process":
-                rewards[each.part] = isolated = IsolatedReward(own, folder, processes)
+                rewards[each.part] = isolated = IsolatedReward(validated, folder, processes)
                 begun.append(isolated.begin())
             else:
-                rewards[each.part] = kind(own, folder)
+                rewards[each.part] = kind(validated, folder)
         for future in begun:
             future.result()
     except BaseException:
@@ -273,18 +288,19 @@ def make_rewards(settings: Sequence[RewardSettings], *, folder: Path, processes:
 
 
 def reward_sources(settings: Sequence[RewardSettings]) -> dict[str, str]:
-    """Digests and versions, by name, of what grades depend on besides the settings.
+    """Digests and versions, by name, of the code and files that grades depend on besides the settings.
 
-    They are the same on every machine that has the same code, and the same files beside the recipe.
+    They are equal on all machines with the same code and the same files beside the recipe.
 
     Raises:
-        ConfigurationError: something that a reward names is not there.
+        ConfigurationError: a file or package that a reward names is missing.
     """
-    found = {each.part: sources_of(each.own()) for each in settings}
-    return {f"reward {part} {name}": digest for part, sources in found.items() for name, digest in sources.items()}
+    return {
+        f"reward {each.part} {name}": digest for each in settings for name, digest in sources_of(each.own()).items()
+    }
 
 
 def reward_columns(settings: Sequence[RewardSettings]) -> list[str]:
-    """Columns of a row that the rewards need, besides the answer."""
+    """Names of the row's columns that the rewards need, besides the answer."""
     named = [REWARDS[each.name].columns(each.own()) for each in settings]
     return [column for columns in named for column in columns]

@@ -1,4 +1,4 @@
-"""Mathematical equivalence, as the package math-verify decides it."""
+"""A reward for mathematically equivalent expressions, compared by the package math-verify."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ from armature.components.rewards.reward import (
 from armature.components.rewards.text import accepted_texts
 
 MEMORY = 4 * 2**30
-"""Bytes of address space: towers of powers are evaluated for as long as there is memory."""
+"""Limit on the process's address space in bytes: math-verify would evaluate towers of powers until memory ends."""
 
 _WORD = re.compile(r"(?<![A-Za-z\\])[A-Za-z]{2,}")
-"""Which an expression alone does not contain, but for LaTeX's commands."""
+"""A word of prose. An expression alone has none: the commands of LaTeX begin with a backslash."""
 
 
 class MathSettings(ExtractingSettings, CpuBoundSettings):
-    """1 if the completion's last expression equals the answer mathematically, else 0."""
+    """The reward is 1 if the completion's last expression equals the answer mathematically, else 0."""
 
     longest: PositiveInt = 20_000
-    """Characters of a completion that are looked at: the last ones, where the answer is."""
+    """Number of characters, from the end of the completion, that are searched for the expression."""
 
 
 class Math(Reward[MathSettings]):
-    """Reads LaTeX and plain expressions. The answer is either, or a number, or a list of those: any of them is right.
+    """Compare LaTeX or plain expressions. The answer is an expression, a number, or a list of accepted ones.
 
-    A completion on which the library fails is worth 0, as one that takes too long is.
+    A completion gets 0 if math-verify fails on it or takes too long.
     """
 
     Settings: ClassVar = MathSettings
@@ -55,16 +55,17 @@ class Math(Reward[MathSettings]):
                 code="math_verify_missing",
                 remedy=f"pip install '{DISTRIBUTION}[math]'",
             ) from error
-        logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own limits are off: ours hold
+        # math-verify warns that its own time limits are off. `cpu_limit` and MEMORY replace them.
+        logging.getLogger("math_verify").setLevel(logging.ERROR)
         _, most = resource.getrlimit(resource.RLIMIT_AS)
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY, most))
         super().__init__(settings, folder)
         self._library = math_verify
         if not self._verified(self._parsed("1"), self._parsed("1")):
             raise ConfigurationError(
-                "math-verify does not find that 1 equals 1",
+                "math-verify does not verify that 1 equals 1",
                 code="math_verify_broken",
-                remedy="install another release of it",
+                remedy="install another release of math-verify",
             )
 
     @staticmethod
@@ -74,34 +75,37 @@ class Math(Reward[MathSettings]):
     def check(self, answer: Any) -> None:
         self._accepted(answer)
 
-    def grade(self, given: RewardInput) -> float:
-        accepted = self._accepted(given.answer)
-        text = extracted(given.completion, self._settings.extract)
+    def grade(self, inputs: RewardInput) -> float:
+        accepted = self._accepted(inputs.answer)
+        text = extracted(inputs.completion, self._settings.extract)
         if text is None:
             return 0.0
         text = text[-self._settings.longest :]
         whole = self._settings.extract != "all" or not _WORD.search(text)
         try:
-            said = self._expression(text) if whole else self._parsed(text)
-            return float(any(self._verified(right, said) for right in accepted))
-        except Exception:  # a library that fails on all completions is refused at the start
+            expression = self._expression(text) if whole else self._parsed(text)
+            return float(any(self._verified(right, expression) for right in accepted))
+        except Exception:  # __init__ has checked that math-verify works at all
             return 0.0
 
     def _accepted(self, answer: Any) -> list[list[Any]]:
-        found = [self._expression(text) for text in accepted_texts(answer)]
-        if not all(any(not isinstance(each, str) for each in parsed) for parsed in found):
+        expressions = [self._expression(text) for text in accepted_texts(answer)]
+        if not all(any(not isinstance(each, str) for each in parsed) for parsed in expressions):
             raise BadAnswer(f"{answer!r:.200} is not a mathematical expression")
-        return found
+        return expressions
 
-    def _verified(self, right: list[Any], said: list[Any]) -> bool:
-        return bool(self._library.verify(right, said, timeout_seconds=None))
+    def _verified(self, right: list[Any], expression: list[Any]) -> bool:
+        return bool(self._library.verify(right, expression, timeout_seconds=None))
 
     def _expression(self, text: str) -> list[Any]:
-        """Of a text that is an expression as a whole; in a sentence, without dollar signs, only numbers are found."""
-        marked = any(sign in text for sign in ("$", "\\boxed", "\\(", "\\["))
-        return ([] if marked else self._parsed(f"${text}$")) or self._parsed(text)
+        """Parse a text that is one expression as a whole.
+
+        Add dollar signs where it has no math delimiters: without them, math-verify recognizes numbers only.
+        """
+        delimited = any(sign in text for sign in ("$", "\\boxed", "\\(", "\\["))
+        return ([] if delimited else self._parsed(f"${text}$")) or self._parsed(text)
 
     def _parsed(self, text: str) -> list[Any]:
-        """Expressions, and the text of the last one."""
-        found: list[Any] = self._library.parse(text, parsing_timeout=None)
-        return found
+        """Return math-verify's list: the expressions in the text, then the text of the last one."""
+        expressions: list[Any] = self._library.parse(text, parsing_timeout=None)
+        return expressions

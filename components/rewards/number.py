@@ -1,4 +1,4 @@
-"""Numbers, and how near they are."""
+"""A reward for numbers, within a tolerance of the answer."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from armature.components.rewards.reward import (
     last_match,
 )
 
-# From a text to one with one form of each number: its minus is "-", its digits are not grouped, a fraction is 1/2, a
-# power 2^3.
+# Patterns that rewrite a text so that each number has one form: its minus sign is "-", its digits are not grouped, a
+# fraction is written 1/2 and a power 2^3.
 _SUPERSCRIPT = re.compile("[\u00b9\u00b2\u00b3\u2070\u2074-\u2079\u207a\u207b]+")
 _AFTER_WHOLE = re.compile("(?<=[0-9])(?=[\u00bc-\u00be\u2150-\u215e])")
-"""Between a whole number and a fraction that is one character."""
+"""The place between a whole number and a fraction that is one character, as in 1½."""
 _CHARACTERS = str.maketrans(
     {
         **dict.fromkeys("\u2010\u2012\u2013\u2212\u02d7\u2796", "-"),
@@ -69,22 +69,22 @@ _NUMBER = re.compile(
 
 
 class NumberSettings(ExtractingSettings):
-    """1 if the number is at most max(absolute, relative * |answer|) from the answer, else 0."""
+    """The reward is 1 if the number differs from the answer by at most max(absolute, relative * |answer|), else 0."""
 
     absolute: NonNegativeFloat = 0.0
-    """Largest difference that is right."""
+    """Largest accepted difference."""
     relative: NonNegativeFloat = 1e-9
-    """Largest difference that is right, as a share of the answer."""
+    """Largest accepted difference as a fraction of the answer."""
     take: Literal["last", "first", "only"] = "last"
-    """Which number of the completion counts; only: there is nothing beside it."""
+    """Number of the completion that counts; only: the completion must be a number and nothing else."""
     percent: Literal["hundredths", "ignored"] = "hundredths"
-    """Whether 12% is 0.12 or 12."""
+    """Meaning of a percent sign. hundredths: 12% is 0.12; ignored: 12% is 12."""
 
 
 class Number(Reward[NumberSettings]):
-    r"""Reads 1,234.5, -3, .5, 12%, 3/4, 1 1/2, \frac{3}{4}, 6.02e23 and 6.02 x 10^23; docs/rewards.md has the rules.
+    r"""Grade one number of the completion: 1,234.5, -3, .5, 12%, 3/4, 1 1/2, \frac{3}{4}, 6.02e23, 6.02 x 10^23.
 
-    The answer is a number, a text that is one, or a list of those: any of them is right.
+    The answer is a number, a text with a number, or a list of accepted ones. docs/rewards.md has the rules.
     """
 
     Settings: ClassVar = NumberSettings
@@ -92,14 +92,14 @@ class Number(Reward[NumberSettings]):
     def check(self, answer: Any) -> None:
         self._accepted(answer)
 
-    def grade(self, given: RewardInput) -> float:
-        accepted = self._accepted(given.answer)
-        text = extracted(given.completion, self._settings.extract)
-        said = None if text is None else self._read(text, self._settings.take)
-        return float(said is not None and any(self._near(said, right) for right in accepted))
+    def grade(self, inputs: RewardInput) -> float:
+        accepted = self._accepted(inputs.answer)
+        text = extracted(inputs.completion, self._settings.extract)
+        number = None if text is None else self._read(text, self._settings.take)
+        return float(number is not None and any(self._near(number, right) for right in accepted))
 
-    def _near(self, said: float, right: float) -> bool:
-        return abs(said - right) <= max(self._settings.absolute, self._settings.relative * abs(right))
+    def _near(self, number: float, right: float) -> bool:
+        return abs(number - right) <= max(self._settings.absolute, self._settings.relative * abs(right))
 
     def _read(self, text: str, take: Literal["last", "first", "only"]) -> float | None:
         return read_number(text, take, 0.01 if self._settings.percent == "hundredths" else 1.0)
@@ -107,16 +107,23 @@ class Number(Reward[NumberSettings]):
     def _accepted(self, answer: Any) -> list[float]:
         answers = answer if isinstance(answer, list | tuple) else [answer]
         numbers = [self._read(each, "only") if isinstance(each, str) else _finite(each) for each in answers]
-        found = [number for number in numbers if number is not None]
-        if not found or len(found) != len(numbers):
+        accepted = [number for number in numbers if number is not None]
+        if not accepted or len(accepted) != len(numbers):
             raise BadAnswer(f"{answer!r:.200} is not a number")
-        return found
+        return accepted
 
 
 def read_number(text: str, take: Literal["last", "first", "only"], percent: float) -> float | None:
-    """Return the number that `text` says, None if there is none or it is not finite. Takes linear time.
+    r"""Return the last, first or only number in `text`, or None if no finite number is found. Takes linear time.
 
-    `percent`: what one percent is worth.
+    Args:
+        percent: the value of 1%: 0.01, or 1.0 to ignore percent signs.
+
+    Example:
+        >>> read_number(r"so $\frac{3}{4}$ of 1,200 is 900.", "last", percent=0.01)
+        900.0
+        >>> read_number("12%", "only", percent=0.01)
+        0.12
     """
     text = _normalized(text)
     if take == "only":

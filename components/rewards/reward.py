@@ -1,4 +1,4 @@
-"""What a reward is, and what it is given."""
+"""The `Reward` base class, its settings and inputs, and the helpers that pick the graded part of a completion."""
 
 from __future__ import annotations
 
@@ -18,48 +18,55 @@ from armature.components.contracts.errors import RolloutFailed
 from armature.components.contracts.settings import InvalidTable, Settings
 from armature.components.rewards import REWARDS
 
-# Which rewards, with which weights and arguments.
+# --- Settings of a reward: name, weight and arguments ---
 
 
 class NamedReward(Settings):
-    """What every reward is told."""
+    """The settings that all rewards have."""
 
     name: str
     """Registered name: exact_match, choice, number, function, ..."""
     weight: float = 1.0
-    """What the reward is multiplied by in the sum; 0: it is only recorded."""
+    """Factor of this reward in the weighted sum; 0 records the reward without training on it."""
     label: str = Field("", max_length=100)
-    """Its name in tables and curves, for two rewards of one name; empty: the name."""
+    """Name in tables and curves, to tell two rewards with the same `name` apart; empty: use `name`."""
 
     @property
     def part(self) -> str:
-        """The key of its values among a turn's reward parts."""
+        """The key of this reward in a turn's `reward_parts`."""
         return self.label or self.name
 
 
 class RewardSettings(NamedReward):
-    """A reward, and beside its name the arguments of its own settings class: complete, and none that it lacks."""
+    """A reward's name with all arguments of its settings class. Missing and unknown arguments are errors.
+
+    Example:
+        >>> settings = RewardSettings(name="choice", choices=3)
+        >>> settings.model_dump()["extract"]  # a default of `ChoiceSettings`
+        'all'
+    """
 
     model_config = ConfigDict(extra="allow")
 
     @model_validator(mode="before")
     @classmethod
-    def _with_the_reward_s_own_settings(cls, values: Any) -> Any:
+    def _add_defaults_of_the_reward(cls, values: Any) -> Any:
         name = values.get("name") if isinstance(values, Mapping) else None
         if not isinstance(name, str):
             return values
         return own_settings(name, values).model_dump(mode="json")
 
     def own(self) -> Any:
-        """As the reward's own settings class."""
+        """Return these values as an instance of the reward's own settings class, such as `ChoiceSettings`."""
         return own_settings(self.name, self.model_dump())
 
 
 def own_settings(name: str, values: Mapping[str, Any]) -> NamedReward:
-    """
+    """Validate `values` with the settings class of the reward `name`.
+
     Raises:
-        ConfigurationError: no reward has that name, or an extra that it needs is not installed.
-        InvalidTable: the values are not what its settings class takes.
+        ConfigurationError: no reward has that name, or an optional dependency of the reward is not installed.
+        InvalidTable: the settings class rejects the values.
     """
     model: type[NamedReward] = REWARDS[name].Settings
     try:
@@ -70,7 +77,10 @@ def own_settings(name: str, values: Mapping[str, Any]) -> NamedReward:
 
 @dataclass(frozen=True)
 class RewardInput:
-    """A completion, and the task that it is for. `answer` and `row` are JSON; images are not among them."""
+    """The inputs of one grade: a completion, the task's answer and the task's row of the dataset.
+
+    `answer` and `row` are JSON values; `row` has no images.
+    """
 
     completion: str
     answer: Any
@@ -78,23 +88,23 @@ class RewardInput:
 
 
 class IsolatedSettings(NamedReward):
-    """Of a reward in a process of its own."""
+    """The settings of a reward that runs in its own process."""
 
     timeout: PositiveFloat = Field(10.0, le=3600)
-    """Seconds that one grade may take. The rollout of one that takes longer fails."""
+    """Seconds that one grade may take. A grade that takes longer fails its rollout."""
 
     @property
     def patience(self) -> float:
-        """Seconds by the clock after which the process is ended."""
+        """Seconds of wall-clock time after which the reward's process is ended."""
         return self.timeout
 
 
 class CpuBoundSettings(IsolatedSettings):
-    """Of a reward whose code is ours: only the completion decides how long it takes."""
+    """The settings of a reward with code of this project, whose time depends on the completion alone."""
 
     timeout: PositiveFloat = Field(10.0, le=3600)
-    """Seconds of CPU time that one grade may take. A completion that takes more is worth 0; a process that gives no
-    grade for four times as long by the clock is ended, and the rollout fails."""
+    """Seconds of CPU time that one grade may take. A completion that needs more gets reward 0. A process that returns
+    no grade within four times as many seconds of wall-clock time is ended, and the rollout fails."""
 
     @property
     def patience(self) -> float:
@@ -102,7 +112,7 @@ class CpuBoundSettings(IsolatedSettings):
 
 
 class BadAnswer(RolloutFailed):
-    """The row's answer is not what this reward can compare with: an affair of the data, whatever the completion."""
+    """The reward cannot compare any completion with the row's answer: a problem in the dataset."""
 
     def __init__(self, detail: str) -> None:
         super().__init__("bad_answer", detail)
@@ -112,68 +122,77 @@ SettingsT = TypeVar("SettingsT", bound=NamedReward)
 
 
 class Reward(ABC, Generic[SettingsT]):
-    """One way to grade. A completion that cannot be read is worth nothing: that is for the policy to learn.
+    """A way to grade completions. A completion that cannot be parsed gets 0, so that the policy learns the format.
 
-    `runs` says where: `here`, which is for what is quick whatever it is given, or in a `process`, which may hang or
-    die; its settings are `IsolatedSettings`.
+    `runs` says where `grade` is called: "here" (in the caller's process) is for rewards that are quick on every input.
+    A reward that may hang or crash runs in a "process" of its own, and its settings derive from `IsolatedSettings`.
+
+    Example:
+        >>> class Short(Reward[NamedReward]):
+        ...     def grade(self, inputs: RewardInput) -> float:
+        ...         return float(len(inputs.completion) <= 10)
+        >>> Short(NamedReward(name="short"), Path()).grade(RewardInput("red", answer="red", row={}))
+        1.0
     """
 
     Settings: ClassVar[type[NamedReward]]
     runs: ClassVar[Literal["here", "process"]] = "here"
 
     def __init__(self, settings: SettingsT, folder: Path) -> None:
-        """`folder` is the recipe's: paths and modules of the settings are below it."""
+        """`folder` is the folder of the recipe: paths and modules that the settings name are relative to it."""
         self._settings = settings
 
     @staticmethod
     def sources(settings: Any) -> dict[str, str]:
-        """Digests and versions, by name, of what grades depend on besides the settings and the class's own code.
+        """Digests and versions, by name, of everything grades depend on besides the settings and this class's module.
 
         Raises:
-            ConfigurationError: some of it is not there.
+            ConfigurationError: a file or package is missing.
         """
         return {}
 
     @staticmethod
     def columns(settings: Any) -> tuple[str, ...]:
-        """Columns of a row that grades need, besides the answer."""
+        """Names of the row's columns that `grade` needs, besides the answer."""
         return ()
 
     def check(self, answer: Any) -> None:
-        """
+        """Check that completions can be compared with `answer`.
+
         Raises:
-            BadAnswer: no completion can be compared with `answer`.
+            BadAnswer: no completion can be compared with it.
         """
         return
 
     @abstractmethod
-    def grade(self, given: RewardInput) -> float:
-        """
+    def grade(self, inputs: RewardInput) -> float:
+        """Return the reward of a completion.
+
         Raises:
-            RolloutFailed: `bad_answer`, see `check`; in a process also `reward_error`, which is what every other
-                exception becomes there.
+            RolloutFailed: with the reason `bad_answer` as from `check`. In a process, every other exception becomes
+                `reward_error`.
         """
 
 
-# What the grades of a reward depend on besides its settings.
+# --- Code and files that grades depend on ---
 
 
-def sources_of(own: NamedReward) -> dict[str, str]:
-    """Digests and versions by name, of a reward with its own settings.
+def sources_of(settings: NamedReward) -> dict[str, str]:
+    """Digests and versions, by name, of the code and files that grades with these `settings` depend on.
 
     Raises:
-        ConfigurationError: something that it names is not there.
+        ConfigurationError: a file or package that the settings name is missing.
     """
-    kind: type[Reward[NamedReward]] = REWARDS[own.name]
-    return {"code": code_digest(kind.__module__), **kind.sources(own)}
+    kind: type[Reward[NamedReward]] = REWARDS[settings.name]
+    return {"code": code_digest(kind.__module__), **kind.sources(settings)}
 
 
-# The part of a completion that is graded.
+# --- The graded part of a completion ---
 
 EXTRACT = r"^(all|boxed|</?[A-Za-z_][\w.-]{0,63}>)$"
-"""What `extracted` takes."""
+"""Pattern of the names of a part that `extracted` accepts."""
 UNSPACED = "\u3040-\u30ff\u3400-\u9fff\uac00-\ud7a3"
-"""Japanese, Chinese and Korean, which put no space before a letter or a number."""
+"""Ranges of Japanese, Chinese and Korean characters: these scripts put no space before a letter or a number."""
 _SCRIPT_CHANGE = re.compile(rf"(?<=[{UNSPACED}])(?=[A-Za-z0-9])|(?<=[A-Za-z0-9])(?=[{UNSPACED}])")
 _APOSTROPHES = str.maketrans("\u2018\u2019\u02bc", "'''")
 _INVISIBLE = re.compile("[\u00ad\u200b-\u200f\u202a-\u202e\u2060-\u2064\ufeff]")
@@ -181,51 +200,65 @@ _BRACES = re.compile(r"\\(?:boxed|fbox)\s{0,8}\{|\\.|[{}]", re.DOTALL)
 
 
 class ExtractingSettings(NamedReward):
-    """Of rewards that may look at a part of the completion alone."""
+    """The settings of rewards that can grade a part of the completion."""
 
     extract: str = Field("all", pattern=EXTRACT)
-    """What of the completion is graded: all; boxed: the last \\boxed{...}; <answer>: what is between the last such tag
-    and its end; </think>: what follows the last of it. Where that is missing, the reward is 0."""
+    """Part of the completion that is graded. all: everything; boxed: the content of the last \\boxed{...}; <answer>:
+    the text between the last such tag and its end tag; </think>: the text after the last such end tag. If the part
+    is missing, the reward is 0."""
 
 
 def extracted(completion: str, extract: str) -> str | None:
-    """The part that `extract` names, see `ExtractingSettings`; None if it is missing. Takes linear time."""
+    r"""Return the part of `completion` that `extract` names (see `ExtractingSettings`), or None if it is missing.
+
+    Takes linear time.
+
+    Example:
+        >>> extracted("<think>2 + 2</think> It is <answer>4</answer>.", "<answer>")
+        '4'
+        >>> extracted("no box here", "boxed") is None
+        True
+    """
     if extract == "all":
         return completion
     if extract == "boxed":
         return last_boxed(completion)
     if extract.startswith("</"):
-        _, found, rest = completion.rpartition(extract)
-        return rest.strip() if found else None
-    before, found, _ = completion.rpartition(f"</{extract[1:]}")
-    _, opened, inside = before.rpartition(extract)
-    return inside.strip() if found and opened else None
+        _, end_tag, rest = completion.rpartition(extract)
+        return rest.strip() if end_tag else None
+    before, end_tag, _ = completion.rpartition(f"</{extract[1:]}")
+    _, start_tag, inside = before.rpartition(extract)
+    return inside.strip() if end_tag and start_tag else None
 
 
 def folded(text: str) -> str:
-    """Return the text in one form (NFKC), without invisible characters, with spaces where its script changes."""
+    """Normalize a text: Unicode NFKC, no invisible characters, plain apostrophes, and a space between a CJK character
+    and a Latin letter or digit."""
     text = _INVISIBLE.sub("", unicodedata.normalize("NFKC", text)).translate(_APOSTROPHES)
     return _SCRIPT_CHANGE.sub(" ", text)
 
 
 def last_boxed(completion: str) -> str | None:
-    r"""What is in the \boxed{...}, or \fbox{...}, that is closed last; escaped braces are text, others are counted."""
+    r"""Return the content of the \boxed{...} or \fbox{...} that closes last, or None.
+
+    Escaped braces are text; other braces are counted.
+    """
     opened: list[int | None] = []
-    found = None
+    span = None
     for match in _BRACES.finditer(completion):
         token = match.group()
         if token == "}" and opened:
             start = opened.pop()
             if start is not None:
-                found = start, match.start()
+                span = start, match.start()
         elif token.startswith(("\\boxed", "\\fbox")):
             opened.append(match.end())
         elif token == "{":
             opened.append(None)
-    return completion[slice(*found)].strip() if found else None
+    return completion[slice(*span)].strip() if span else None
 
 
 def last_match(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
-    """The last match of `pattern`, None if there is none."""
+    """Return the last match of `pattern` in `text`, or None."""
     last = deque(pattern.finditer(text), maxlen=1)
     return last[0] if last else None

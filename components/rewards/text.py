@@ -1,4 +1,4 @@
-"""Rewards for the text of a completion: the exact answer, a regular expression, the form."""
+"""Rewards for the text of a completion: an exact match, a regular expression, its length and its tags."""
 
 from __future__ import annotations
 
@@ -22,43 +22,44 @@ from armature.components.rewards.reward import (
     last_match,
 )
 
-# The completion is the answer, word for word.
+# --- Exact match ---
 
-KEPT = "%$€£¥+-#@&_"
-"""Punctuation and signs at the ends of a text that mean something there."""
+MEANINGFUL_PUNCTUATION = "%$€£¥+-#@&_"
+"""Characters that are not stripped from the ends of a text because they change its meaning."""
 
 
 class ExactMatchSettings(ExtractingSettings):
-    """1 if the completion is one of the accepted answers, else 0. Unicode is normalized (NFKC), and whitespace."""
+    """The reward is 1 if the completion equals an accepted answer after normalization of Unicode (NFKC) and whitespace,
+    else 0."""
 
     ignore_case: bool = True
-    """RED is red."""
+    """Compare without case: RED equals red."""
     ignore_punctuation: bool = True
-    """"Red." is Red: at both ends, not within."""
+    """Ignore punctuation at both ends of a text: "Red." equals Red. Punctuation within the text counts."""
     relative: NonNegativeFloat = 0.0
-    """Where answer and completion are both nothing but a number: largest difference that is right, as a share of the
-    answer. 0.05 gives the relaxed accuracy of ChartQA."""
+    """Largest accepted difference as a fraction of the answer, if answer and completion are both just a number. 0.05
+    gives the relaxed accuracy of ChartQA."""
 
 
 class ExactMatch(Reward[ExactMatchSettings]):
-    """The answer is a text, a number, true or false, or a list of those: any of them is right."""
+    """Compare the completion with the answer: a text, a number, true or false, or a list of accepted ones."""
 
     Settings: ClassVar = ExactMatchSettings
 
     def check(self, answer: Any) -> None:
         self._accepted(answer)
 
-    def grade(self, given: RewardInput) -> float:
-        accepted = self._accepted(given.answer)
-        said = extracted(given.completion, self._settings.extract)
-        return float(said is not None and (self._normalized(said) in accepted or self._near(said, given.answer)))
+    def grade(self, inputs: RewardInput) -> float:
+        accepted = self._accepted(inputs.answer)
+        text = extracted(inputs.completion, self._settings.extract)
+        return float(text is not None and (self._normalized(text) in accepted or self._near(text, inputs.answer)))
 
-    def _near(self, said: str, answer: Any) -> bool:
+    def _near(self, text: str, answer: Any) -> bool:
         share = self._settings.relative
-        number = read_number(said, "only", 0.01) if share else None
+        number = read_number(text, "only", 0.01) if share else None
         if number is None:
             return False
-        rights = [read_number(text, "only", 0.01) for text in accepted_texts(answer)]
+        rights = [read_number(accepted, "only", 0.01) for accepted in accepted_texts(answer)]
         return any(abs(number - right) <= share * abs(right) for right in rights if right is not None)
 
     def _accepted(self, answer: Any) -> set[str]:
@@ -71,10 +72,10 @@ class ExactMatch(Reward[ExactMatchSettings]):
 
 
 def accepted_texts(answer: Any) -> list[str]:
-    """The answers of a row, one or several, as texts.
+    """Return the accepted answers of a row, one or several, as texts.
 
     Raises:
-        BadAnswer: there is none, or it is neither text nor a number.
+        BadAnswer: there is no answer, or an answer is empty or neither a text nor a number.
     """
     answers = answer if isinstance(answer, list | tuple) else [answer]
     try:
@@ -82,14 +83,19 @@ def accepted_texts(answer: Any) -> list[str]:
     except ValueError:
         texts = []
     if not texts:
-        raise BadAnswer(f"{answer!r:.200} is neither a text, nor a number, nor a list of those")
+        raise BadAnswer(f"{answer!r:.200} is not a text, a number, or a list of texts and numbers")
     if not all(text.strip() for text in texts):
         raise BadAnswer("the answer is empty")
     return texts
 
 
 def normalized(text: str, *, ignore_case: bool = True, ignore_punctuation: bool = True) -> str:
-    """What two texts that say the same have in common."""
+    """Return a normalized text, so that equivalent texts compare equal.
+
+    Example:
+        >>> normalized(" The  Red House. ")
+        'the red house'
+    """
     text = " ".join(unicodedata.normalize("NFKC", text).split())
     if ignore_punctuation:
         text = _without_ends(text) or text
@@ -102,30 +108,31 @@ def _without_ends(text: str) -> str:
         start += 1
     while end > start and _is_punctuation(text[end - 1]):
         end -= 1
-    if start and text[start - 1] == "." and text[start : start + 1].isdigit():  # .5 is a number
+    if start and text[start - 1] == "." and text[start : start + 1].isdigit():  # keep the point of .5
         start -= 1
     return text[start:end].strip()
 
 
 def _is_punctuation(character: str) -> bool:
-    return character.isspace() or (unicodedata.category(character)[0] == "P" and character not in KEPT)
+    category = unicodedata.category(character)
+    return character.isspace() or (category[0] == "P" and character not in MEANINGFUL_PUNCTUATION)
 
 
-# A regular expression that the completion matches, or that finds the answer in it.
+# --- A regular expression ---
 
 
 class RegexSettings(ExtractingSettings, CpuBoundSettings):
-    """1 if the pattern is found, or if what a group of it found last is the answer; else 0."""
+    """Without `group`, the reward is 1 if the pattern matches. With `group`, it is 1 if the group's text in the last
+    match equals the answer. Else it is 0."""
 
     pattern: str = Field(max_length=10_000)
-    """A regular expression of Python's, searched anywhere."""
+    """Python regular expression, searched anywhere in the text."""
     group: int | str | None = None
-    """Number or name of the group that is compared with the answer, as exact_match does; unset: the pattern alone
-    counts."""
+    """Number or name of the group that is compared with the answer as by exact_match; unset: the answer is not used."""
 
     @field_validator("pattern")
     @classmethod
-    def _compiles(cls, pattern: str) -> str:
+    def _check_pattern(cls, pattern: str) -> str:
         try:
             re.compile(pattern)
         except (re.error, RecursionError, OverflowError) as error:
@@ -134,16 +141,16 @@ class RegexSettings(ExtractingSettings, CpuBoundSettings):
 
     @field_validator("group")
     @classmethod
-    def _is_in_the_pattern(cls, group: int | str | None, info: Any) -> int | str | None:
+    def _check_group(cls, group: int | str | None, info: Any) -> int | str | None:
         if "pattern" in info.data and group is not None:
-            found = re.compile(info.data["pattern"])
-            if group not in (found.groupindex if isinstance(group, str) else range(found.groups + 1)):
+            pattern = re.compile(info.data["pattern"])
+            if group not in (pattern.groupindex if isinstance(group, str) else range(pattern.groups + 1)):
                 raise ValueError("the pattern has no such group")
         return group
 
 
 class Regex(Reward[RegexSettings]):
-    """Without a group the answer is not looked at."""
+    """Search the completion with a regular expression; see `RegexSettings`."""
 
     Settings: ClassVar = RegexSettings
     runs = "process"
@@ -156,50 +163,51 @@ class Regex(Reward[RegexSettings]):
         if self._settings.group is not None:
             accepted_texts(answer)
 
-    def grade(self, given: RewardInput) -> float:
+    def grade(self, inputs: RewardInput) -> float:
         group = self._settings.group
-        accepted = [] if group is None else accepted_texts(given.answer)
-        text = extracted(given.completion, self._settings.extract)
+        accepted = [] if group is None else accepted_texts(inputs.answer)
+        text = extracted(inputs.completion, self._settings.extract)
         if text is None:
             return 0.0
         if group is None:
             return float(self._pattern.search(text) is not None)
-        found = last_match(self._pattern, text)
-        said = None if found is None else found.group(group)
-        return float(said is not None and normalized(said) in map(normalized, accepted))
+        match = last_match(self._pattern, text)
+        captured = None if match is None else match.group(group)
+        return float(captured is not None and normalized(captured) in map(normalized, accepted))
 
 
-# The form of a completion: its length, and its tags.
+# --- The form of a completion: its length and its tags ---
 
 
 class LengthSettings(ExtractingSettings):
-    """1 between the bounds; outside, 0, or falling linearly to 0."""
+    """The reward is 1 for lengths between the bounds. Outside, it is 0 or falls linearly to 0."""
 
     unit: Literal["characters", "words"] = "characters"
-    """What is counted. The bound on tokens is rollouts.sampling.max_tokens."""
+    """Unit of lengths. The limit on tokens is rollouts.sampling.max_tokens."""
     at_least: NonNegativeInt = 0
-    """Shortest length that is worth 1."""
+    """Shortest length with reward 1."""
     at_most: NonNegativeInt | None = None
-    """Longest length that is worth 1; unset: no bound."""
+    """Longest length with reward 1; unset: no limit."""
     slope: NonNegativeInt = 0
-    """Over how many more, or fewer, the reward falls to 0; 0: at once, a hard bound."""
+    """Number of units beyond a bound over which the reward falls from 1 to 0; 0: the reward is 0 beyond the bound."""
 
     @model_validator(mode="after")
-    def _a_bound_that_can_be_met(self) -> Self:
+    def _check_bounds(self) -> Self:
         if self.at_most is None and not self.at_least:
-            raise ValueError("neither at_least nor at_most is set: every length would be worth 1")
+            raise ValueError("neither at_least nor at_most is set: every length would get reward 1")
         if self.at_most is not None and self.at_most < self.at_least:
             raise ValueError(f"at_most = {self.at_most} is below at_least = {self.at_least}")
         return self
 
 
 class Length(Reward[LengthSettings]):
-    """Does not look at the answer. What `extract` does not find has length 0."""
+    """Grade the length of the completion; the task's answer is not used. A part that `extract` does not find has length
+    0."""
 
     Settings: ClassVar = LengthSettings
 
-    def grade(self, given: RewardInput) -> float:
-        text = extracted(given.completion, self._settings.extract) or ""
+    def grade(self, inputs: RewardInput) -> float:
+        text = extracted(inputs.completion, self._settings.extract) or ""
         length = len(text.split()) if self._settings.unit == "words" else len(text)
         beyond = max(self._settings.at_least - length, 0)
         if self._settings.at_most is not None:
@@ -208,15 +216,15 @@ class Length(Reward[LengthSettings]):
 
 
 class FormatTagsSettings(NamedReward):
-    """1 if the completion is these tags, in this order, each once and with something in it, and nothing else."""
+    """The reward is 1 if the completion consists of these tags in this order, each once and not empty, else 0."""
 
     tags: tuple[str, ...] = Field(("think", "answer"), min_length=1, max_length=20)
     """Names of the tags."""
     first_is_open: bool = False
-    """The prompt ends with the first tag already, as templates of some thinking models do."""
+    """Set if the prompt already ends with the first start tag, as chat templates of some thinking models do."""
 
     @model_validator(mode="after")
-    def _names(self) -> Self:
+    def _check_names(self) -> Self:
         for tag in self.tags:
             if not tag or not tag.replace("_", "").replace("-", "").isalnum():
                 raise ValueError(f"{tag!r:.100} is not the name of a tag; write answer for <answer>")
@@ -226,12 +234,12 @@ class FormatTagsSettings(NamedReward):
 
 
 class FormatTags(Reward[FormatTagsSettings]):
-    """Does not look at the answer."""
+    """Grade the tags of the completion; the task's answer is not used."""
 
     Settings: ClassVar = FormatTagsSettings
 
-    def grade(self, given: RewardInput) -> float:
-        text = f"<{self._settings.tags[0]}>" * self._settings.first_is_open + given.completion
+    def grade(self, inputs: RewardInput) -> float:
+        text = f"<{self._settings.tags[0]}>" * self._settings.first_is_open + inputs.completion
         for tag in self._settings.tags:
             start, end = f"<{tag}>", f"</{tag}>"
             if text.count(start) != 1 or text.count(end) != 1:

@@ -1,4 +1,4 @@
-"""The process in which one reward grades. It is started as `python -m armature.components.rewards.worker`."""
+"""The process in which one reward grades, started as `python -m armature.components.rewards.worker`."""
 
 from __future__ import annotations
 
@@ -25,28 +25,29 @@ from armature.components.rewards.reward import (
 )
 
 Answer = float | tuple[str, str]
-"""What the reward gave, or reason and detail of its failure."""
+"""The reward of a completion, or the reason and the detail of a failure."""
 
 
 class CpuTimeSpent(BaseException):
-    """The grade has taken its CPU time. Not an Exception: libraries catch those."""
+    """A grade has used up its CPU time. It derives from BaseException because libraries catch Exception."""
 
 
 class RewardHandler:
-    """Makes the reward with the first request."""
+    """Answers the requests of `IsolatedReward`. The reward is made when the process starts."""
 
     def __init__(self, settings: Mapping[str, Any], folder: str) -> None:
         name = settings["name"]
-        own = own_settings(name, settings)
-        self._reward: Reward[NamedReward] = REWARDS[name](own, Path(folder))
-        self._cpu_seconds = own.timeout if isinstance(own, CpuBoundSettings) else 0.0  # 0: no limit
-        self._sources = sources_of(own)
+        validated = own_settings(name, settings)
+        self._reward: Reward[NamedReward] = REWARDS[name](validated, Path(folder))
+        self._cpu_seconds = validated.timeout if isinstance(validated, CpuBoundSettings) else 0.0  # 0: no limit
+        self._sources = sources_of(validated)
 
     def begin(self) -> dict[str, str]:
-        """What the grades depend on. Raises ConfigurationError if the reward cannot be made."""
+        """Return `sources_of` the reward, so that the caller notices when its code changes."""
         return self._sources
 
     def check(self, answer: Any) -> Answer:
+        """Return 0.0 if the answer is valid for the reward; see `Reward.check`."""
         try:
             self._reward.check(answer)
         except RolloutFailed as failed:
@@ -54,6 +55,7 @@ class RewardHandler:
         return 0.0
 
     def grade(self, completion: str, answer: Any, row: Mapping[str, Any]) -> Answer:
+        """Grade a completion; one that uses up its CPU time gets 0."""
         try:
             with cpu_limit(self._cpu_seconds):
                 return _finite(self._reward.grade(RewardInput(completion, answer, row)))
@@ -73,9 +75,9 @@ class RewardHandler:
 
 @contextmanager
 def cpu_limit(seconds: float) -> Iterator[None]:
-    """Raise `CpuTimeSpent` inside after so many seconds of CPU time, and again each second. 0 is no limit.
+    """Raise `CpuTimeSpent` inside the block after `seconds` of CPU time, and again each second. 0 sets no limit.
 
-    The clock is no measure of a completion: a machine that is busy would make a right one worth 0.
+    CPU time and not wall-clock time is limited: on a busy machine a correct completion would get 0.
     """
 
     def stop(*_: object) -> None:
@@ -93,7 +95,11 @@ def cpu_limit(seconds: float) -> Iterator[None]:
 
 
 def _finite(value: object) -> float:
-    """True is 1. Numbers of numpy's are numbers, a text that says one is not."""
+    """Return the value as a finite float. NumPy numbers and bools count as numbers; a text with a number does not.
+
+    Raises:
+        RolloutFailed: `reward_invalid`.
+    """
     if not isinstance(value, Real | np.bool_):
         shown = f" {value!r:.80}" if isinstance(value, str) else ""
         raise RolloutFailed("reward_invalid", f"a number was expected, not {type(value).__name__}{shown}")

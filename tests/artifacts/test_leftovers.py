@@ -135,8 +135,8 @@ kill()
 """,
     "reply of a judge": """
 import armature.components.artifacts.disk as disk
-from armature.components.rewards.judge.asking import KeptReplies
-replies = KeptReplies("http://127.0.0.1")
+from armature.components.rewards.judge.asking import ReplyCache
+replies = ReplyCache("http://127.0.0.1")
 disk._sync_all = lambda paths: kill()
 replies.keep("0" * 64, "paid for")
 """,

@@ -120,7 +120,7 @@ def full_width(text: str) -> str:
 
 
 @pytest.mark.parametrize("wording", DECLARED)
-def test_every_letter_is_read_in_every_wording(wording: str) -> None:
+def test_reads_every_letter_in_every_wording(wording: str) -> None:
     wide = not any(markup in wording for markup in ("\\", "<", "```"))
     for letter in ascii_uppercase:
         text = filled(wording, letter, other_letter(letter))
@@ -133,7 +133,7 @@ def test_every_letter_is_read_in_every_wording(wording: str) -> None:
 
 
 @pytest.mark.parametrize("wording", LOWER_CASE)
-def test_lower_case_letters_are_read_where_they_are_announced(wording: str) -> None:
+def test_reads_announced_lower_case_letters(wording: str) -> None:
     for letter in ascii_uppercase:
         text = wording if wording.startswith("\\") else wording.replace("x", letter.lower())
         text = text.replace("{x}", f"{{{letter.lower()}}}")
@@ -141,7 +141,7 @@ def test_lower_case_letters_are_read_where_they_are_announced(wording: str) -> N
 
 
 @pytest.mark.parametrize("wording", SEVERAL)
-def test_two_letters_are_no_choice(wording: str) -> None:
+def test_rejects_two_letters_as_a_choice(wording: str) -> None:
     for letter in ascii_uppercase:
         text = filled(wording, letter, other_letter(letter))
         assert chosen_letter(text, ascii_uppercase) is None, text
@@ -150,18 +150,18 @@ def test_two_letters_are_no_choice(wording: str) -> None:
 
 
 @pytest.mark.parametrize("wording", SEVERAL)
-def test_one_letter_twice_is_one_choice(wording: str) -> None:
+def test_reads_a_repeated_letter_as_one_choice(wording: str) -> None:
     if wording not in ("XY", "Not only X but also Y"):
         assert chosen_letter(filled(wording, "C", "C"), "ABCD") == "C"
 
 
 @pytest.mark.parametrize("text", NOTHING)
-def test_what_chooses_no_letter(text: str) -> None:
+def test_rejects_texts_without_a_choice(text: str) -> None:
     for letter in "XABCDI":
         assert chosen_letter(filled(text, letter, "D"), ascii_uppercase) is None, (letter, text)
 
 
-def test_a_letter_beyond_the_choices_is_not_replaced_by_a_mention() -> None:
+def test_letter_beyond_the_options_is_not_replaced_by_a_mentioned_one() -> None:
     assert graded("choice", "The answer is E. Option B shows a dog.", "B") == 0.0
     assert graded("choice", "The answer is E. Option B shows a dog.", "E", choices=5) == 1.0
 
@@ -205,13 +205,13 @@ LONGER = {
 
 
 @pytest.mark.parametrize("text", LONGER)
-def test_longer_completions(text: str) -> None:
+def test_reads_choice_in_long_completions(text: str) -> None:
     assert chosen_letter(text, "ABCD") == LONGER[text]
 
 
 @pytest.mark.parametrize("piece", ["A ", "answer is ", "B or ", "\n(", "选", ", "])
 @pytest.mark.timeout(60)
-def test_long_completions_take_a_moment(piece: str) -> None:
+def test_long_completions_are_graded_in_seconds(piece: str) -> None:
     start = time.process_time()
     chosen_letter(piece * (100_000 // len(piece)), "ABCD")
     assert time.process_time() - start < 2

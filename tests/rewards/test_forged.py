@@ -88,7 +88,7 @@ def test_forked_child_grades_nothing(hostile: Rewards, how: str, child: str) -> 
 
 
 @pytest.mark.parametrize("text", ['[NUMBER, "part", 0]', '[4294967297, "done", 0]'])
-def test_answers_without_an_end_fail_in_time(hostile: Rewards, text: str) -> None:
+def test_endless_process_output_fails_within_timeout(hostile: Rewards, text: str) -> None:
     asked(hostile, "number", 0)
     began = time.monotonic()
     with pytest.raises(RolloutFailed):
@@ -107,7 +107,7 @@ def test_answers_without_an_end_fail_in_time(hostile: Rewards, text: str) -> Non
     ],
     ids=["again", "next", "without a number", "end"],
 )
-def test_next_completion_does_not_pay_for_what_comes_later(hostile: Rewards, what: tuple[Any, ...]) -> None:
+def test_late_output_or_exit_does_not_affect_next_completion(hostile: Rewards, what: tuple[Any, ...]) -> None:
     assert asked(hostile, *what) == 0.5
     time.sleep(0.15)
     assert grades_follow(hostile)

@@ -107,7 +107,7 @@ def function(folder: Path) -> Iterator[Rewards]:
         yield rewards
 
 
-def test_a_function_beside_the_recipe_grades(function: Rewards) -> None:
+def test_function_beside_recipe_grades_completions(function: Rewards) -> None:
     row = {"kind": "test"}
     assert grade(function, "right", "yes", row) == 1.0
     assert grade(function, "right", "no", row) == 0.25
@@ -116,7 +116,7 @@ def test_a_function_beside_the_recipe_grades(function: Rewards) -> None:
 
 
 @pytest.mark.parametrize("completion", FAILURES)
-def test_what_it_does_wrong_costs_its_own_rollout(function: Rewards, completion: str) -> None:
+def test_failing_function_costs_only_its_own_rollout(function: Rewards, completion: str) -> None:
     start = time.monotonic()
     reason, value = FAILURES[completion]
     with refused(reason, "function: ", value):
@@ -126,7 +126,7 @@ def test_what_it_does_wrong_costs_its_own_rollout(function: Rewards, completion:
 
 
 @pytest.mark.parametrize("name", ["awaited", "keywords", "optional"])
-def test_it_may_be_async_and_take_what_it_uses(folder: Path, name: str) -> None:
+def test_function_may_be_async_and_omit_arguments(folder: Path, name: str) -> None:
     with closing(made("function", folder, function=f"my_rewards:{name}")) as rewards:
         assert grade(rewards, "anything", "yes") == 1.0
 
@@ -143,14 +143,14 @@ def test_it_may_be_async_and_take_what_it_uses(folder: Path, name: str) -> None:
         ("my_leaving:reward", "name_not_loadable", "SystemExit: 3"),
     ],
 )
-def test_unusable_function_is_refused_at_the_start(folder: Path, function: str, code: str, value: str) -> None:
+def test_rejects_unusable_function_at_start(folder: Path, function: str, code: str, value: str) -> None:
     (folder / "my_broken.py").write_text("def reward(")
     (folder / "my_leaving.py").write_text("raise SystemExit(3)")
     with refused(code, function, value):
         made("function", folder, function=function)
 
 
-def test_its_code_and_what_it_imports_are_in_the_fingerprint(tmp_path: Path) -> None:
+def test_fingerprint_includes_function_and_its_imports(tmp_path: Path) -> None:
     settings = [RewardSettings.model_validate({"name": "function", "function": "my_rewards:reward"})]
 
     def sources() -> dict[str, str]:
@@ -170,7 +170,7 @@ def test_its_code_and_what_it_imports_are_in_the_fingerprint(tmp_path: Path) -> 
     assert sources() not in (first, second)
 
 
-def test_code_that_changes_during_a_run_grades_nothing(tmp_path: Path) -> None:
+def test_rejects_reward_code_changed_during_run(tmp_path: Path) -> None:
     file = tmp_path / "my_rewards.py"
     file.write_text("import os\ndef reward(completion):\n    return 1.0 if completion else os._exit(1)\n")
     with closing(made("function", tmp_path, function="my_rewards:reward")) as rewards:

@@ -85,7 +85,9 @@ async def graded(rewards: list[Rewards], given: RewardInput) -> list[dict[str, f
 
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(completion=COMPLETIONS, answer=ANSWERS, row=ROWS)
-def test_a_number_or_a_reason(rewards: list[Rewards], completion: str, answer: Any, row: dict[str, Any]) -> None:
+def test_every_input_gives_a_number_or_a_failure_reason(
+    rewards: list[Rewards], completion: str, answer: Any, row: dict[str, Any]
+) -> None:
     for each, value in zip(rewards, asyncio.run(graded(rewards, RewardInput(completion, answer, row))), strict=True):
         refused = ""
         try:
@@ -106,7 +108,7 @@ REPEATED = ("\\boxed{", "{", "<answer>", "(1,", "1", "1,234", "(B)", "answer is 
 
 @pytest.mark.parametrize("piece", REPEATED)
 @pytest.mark.timeout(60)
-def test_a_million_characters_take_a_moment(piece: str) -> None:
+def test_million_characters_are_graded_in_seconds(piece: str) -> None:
     """Linear time: every place where a pattern may begin is passed once."""
     completion = piece * (10**6 // len(piece))
     answers = {"choice": "B", "number": 3, "box_iou": [0, 0, 10, 10], "point_in_box": [0, 0, 10, 10]}
@@ -120,7 +122,7 @@ def test_a_million_characters_take_a_moment(piece: str) -> None:
         assert time.process_time() - start < 5, values
 
 
-def test_the_processes_take_a_million_characters_too() -> None:
+def test_reward_processes_accept_a_million_characters() -> None:
     with closing(make_rewards([RewardSettings.model_validate(values) for values in EVERY[-2:]], folder=Path())) as made:
         for piece in ("{", "[", '{"a":', "9", "a ", "\0", "\U0001f600"):
             (value,) = asyncio.run(graded([made], RewardInput(piece * (10**6 // len(piece)), "red", {})))

@@ -59,7 +59,7 @@ def test_mathematical_equivalence(math: Rewards, completion: str, answer: Any, e
     assert grade(math, completion, answer) == expected
 
 
-def test_an_answer_without_mathematics_is_a_fault_of_the_data(math: Rewards) -> None:
+def test_answer_without_mathematics_raises_bad_answer(math: Rewards) -> None:
     math.check("3")
     for answer in ("...", None, ["3", "??"]):
         with refused("bad_answer", "math: "):
@@ -68,7 +68,7 @@ def test_an_answer_without_mathematics_is_a_fault_of_the_data(math: Rewards) -> 
             grade(math, "3", answer)
 
 
-def test_mathematics_that_never_ends_is_worth_nothing() -> None:
+def test_endless_mathematics_gets_zero() -> None:
     pytest.importorskip("math_verify")
     with closing(made("math", timeout=0.5)) as rewards:
         for endless in (r"\boxed{" + "9^{" * 6 + "9" + "}" * 7, "9!!!!!!", "$10^{1000000000}$", "$9999999999999999!$"):
@@ -76,7 +76,7 @@ def test_mathematics_that_never_ends_is_worth_nothing() -> None:
         assert grade(rewards, "3", "3") == 1.0
 
 
-def test_regular_expressions() -> None:
+def test_regex_matches_pattern_or_group() -> None:
     found = {"it is red": 1.0, "it is reddish": 0.0, "": 0.0}
     grouped = {"color=blue color=Red": 1.0, "color=red color=blue": 0.0, "red": 0.0, "color=": 0.0}
     for arguments, grades in [
@@ -92,7 +92,7 @@ def test_regular_expressions() -> None:
 @pytest.mark.parametrize(
     "arguments", [{"pattern": "("}, {"pattern": "a", "group": 1}, {"pattern": "(?P<a>b)", "group": "b"}]
 )
-def test_invalid_pattern_is_refused(arguments: dict[str, Any]) -> None:
+def test_rejects_invalid_pattern(arguments: dict[str, Any]) -> None:
     with refused("value_error"):
         made("regex", **arguments)
 
@@ -105,7 +105,7 @@ def test_invalid_pattern_is_refused(arguments: dict[str, Any]) -> None:
     ],
     ids=["regex", "json_schema"],
 )
-def test_catastrophic_backtracking_is_worth_nothing(arguments: dict[str, Any]) -> None:
+def test_catastrophic_backtracking_gets_zero(arguments: dict[str, Any]) -> None:
     form = "{}" if arguments["name"] == "regex" else '<answer>"{}"</answer>'
     with closing(made(**arguments, timeout=0.5)) as rewards:
         assert grade(rewards, form.format("aaa"), None) == 1.0
@@ -115,7 +115,7 @@ def test_catastrophic_backtracking_is_worth_nothing(arguments: dict[str, Any]) -
         assert children() == processes
 
 
-def test_process_that_stands_still_fails_its_rollout() -> None:
+def test_hanging_process_fails_its_rollout() -> None:
     """Without CPU time spent, the completion is not to blame."""
     with closing(made("regex", pattern="^a+$", timeout=0.25)) as rewards:
         assert grade(rewards, "aaa", None) == 1.0
@@ -141,7 +141,7 @@ SCHEMA = {
 
 
 @pytest.mark.parametrize("arguments", [{"json_schema": SCHEMA}, {"file": "schema.json"}], ids=["inline", "file"])
-def test_json_by_a_schema(arguments: dict[str, Any], tmp_path: Path) -> None:
+def test_json_is_validated_by_schema(arguments: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "schema.json").write_text(json.dumps(SCHEMA))
     red = '{"color": "red"}'
     wrong = ['{"color": "green"}', "{}", '"red"', f"It is {red}", '{"color": NaN}', ""]
@@ -162,7 +162,7 @@ WRONG_NUMBERS = [
 ]
 
 
-def test_json_that_a_float_cannot_hold_is_worth_nothing() -> None:
+def test_json_numbers_beyond_float_get_zero() -> None:
     right = ['{"c": 0.5}', '{"i": 1' + "0" * 400 + "}", '```\n{"c": 0.5}\n```', '  ```JSON \n\n{"c": 0.5}\n\n ``` ']
     with closing(made("json_schema", json_schema=NUMBERS)) as rewards:
         for completion in (*right, *WRONG_NUMBERS):
@@ -184,7 +184,7 @@ def test_json_that_a_float_cannot_hold_is_worth_nothing() -> None:
         ({"file": "../schema.json"}, "schema_unreadable"),
     ],
 )
-def test_invalid_schema_is_refused_at_the_start(arguments: dict[str, Any], code: str, tmp_path: Path) -> None:
+def test_rejects_invalid_schema_at_start(arguments: dict[str, Any], code: str, tmp_path: Path) -> None:
     with refused(code):
         JsonSchema(JsonSchemaSettings(name="json_schema", **arguments), tmp_path)
 
@@ -210,7 +210,7 @@ match given["completion"]:
 """
 
 
-def test_a_program_grades(tmp_path: Path) -> None:
+def test_program_grades_completions(tmp_path: Path) -> None:
     program = tmp_path / "verify"
     program.write_text(VERIFIER.format(python=sys.executable))
     with refused("program_missing", f"chmod +x {program}"):
@@ -237,12 +237,12 @@ def test_a_program_grades(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("command", [["./absent"], ["no-such-program-anywhere"]])
-def test_a_program_that_is_not_there_is_refused_at_the_start(command: list[str], tmp_path: Path) -> None:
+def test_rejects_missing_program_at_start(command: list[str], tmp_path: Path) -> None:
     with refused("program_missing", command[0]):
         Command(CommandSettings(name="command", command=command), tmp_path)
 
 
-def test_many_threads_share_the_processes_and_none_is_left() -> None:
+def test_threads_share_processes_which_end_on_close() -> None:
     before = children()
     with closing(made("regex", pattern="x")) as rewards, ThreadPoolExecutor(16) as threads:
         values = threads.map(lambda index: grade(rewards, "x" * (index % 2), None), range(64))
@@ -251,7 +251,7 @@ def test_many_threads_share_the_processes_and_none_is_left() -> None:
     assert children() <= before
 
 
-def test_closing_ends_a_grade_in_flight_and_those_that_wait() -> None:
+def test_close_fails_grades_in_flight_and_waiting() -> None:
     rewards = made("regex", pattern="^(a+)+$", timeout=600.0)
     with ThreadPoolExecutor(2) as threads:
         waiting = [threads.submit(grade, rewards, "a" * 40 + "b", None) for _ in range(2)]
@@ -264,7 +264,7 @@ def test_closing_ends_a_grade_in_flight_and_those_that_wait() -> None:
         grade(rewards, "a", None)
 
 
-def test_a_grade_that_nobody_waits_for_is_not_begun() -> None:
+def test_cancelled_grade_is_not_started() -> None:
     with closing(made("regex", pattern="^(a+)+$", timeout=1.0)) as rewards:
 
         async def given_up() -> None:

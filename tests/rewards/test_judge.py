@@ -60,7 +60,7 @@ def asked(rewards: Rewards, mood: str, completion: str = "red", answer: Any = "R
     return asyncio.run(rewards.grade(RewardInput(completion, answer, {"mood": mood})))
 
 
-def test_a_completion_is_graded_with_its_cost(server: JudgeServer) -> None:
+def test_judge_returns_grade_and_token_count(server: JudgeServer) -> None:
     with closing(judge(server, weight=2.0, system="You grade.", extra_body={"top_p": 0.5})) as rewards:
         assert rewards.weights == {"judge": 2.0, "judge tokens": 0.0}
         assert asked(rewards, "right") == {"judge": 1.0, "judge tokens": 12.0}
@@ -87,7 +87,7 @@ FAILURES = {
 RECOVERS = ("busy-once", "dated-once", "broken-once", "gone-once", "garbage-once")
 
 
-def test_each_is_right_or_failed_by_reason_and_a_second_run_asks_only_what_failed(server: JudgeServer) -> None:
+def test_faulty_server_gives_grades_or_reasons_and_second_run_asks_only_failures(server: JudgeServer) -> None:
     """All at the same time, as the rollouts of a step are."""
     moods = [*FAILURES, *RECOVERS, "right", "half", "late"]
 
@@ -115,7 +115,7 @@ def test_each_is_right_or_failed_by_reason_and_a_second_run_asks_only_what_faile
     assert {text.rpartition(" ")[2] for text in server.asked} == set(FAILURES)
 
 
-def test_who_does_not_answer_in_time_is_asked_again(server: JudgeServer) -> None:
+def test_retries_after_timeout(server: JudgeServer) -> None:
     with closing(judge(server, timeout=2.0)) as rewards:
         assert asked(rewards, "hung-once")["judge"] == 1.0
     with (
@@ -125,7 +125,7 @@ def test_who_does_not_answer_in_time_is_asked_again(server: JudgeServer) -> None
         asked(rewards, "hung")
 
 
-def test_who_is_told_to_wait_waits(server: JudgeServer) -> None:
+def test_waits_as_long_as_retry_after_says(server: JudgeServer) -> None:
     for mood in ("busy-once", "dated-once"):
         server.times.clear()
         with closing(judge(server)) as rewards:
@@ -134,7 +134,7 @@ def test_who_is_told_to_wait_waits(server: JudgeServer) -> None:
         assert 0.9 - (mood == "dated-once") <= second - first < 10  # a date has whole seconds
 
 
-def test_equal_questions_at_the_same_time_are_one(server: JudgeServer) -> None:
+def test_equal_questions_in_flight_share_one_request(server: JudgeServer) -> None:
     with closing(judge(server)) as rewards, ThreadPoolExecutor(8) as threads:
         graded = list(threads.map(lambda _: asked(rewards, "late"), range(8)))
     assert all(each["judge"] == 1.0 for each in graded)
@@ -142,7 +142,7 @@ def test_equal_questions_at_the_same_time_are_one(server: JudgeServer) -> None:
     assert sum(server.asked.values()) == 1
 
 
-def test_a_server_that_has_too_much_to_do_is_asked_less(server: JudgeServer) -> None:
+def test_status_429_reduces_requests_in_flight(server: JudgeServer) -> None:
     """It takes three requests at a time, and refuses what is more."""
     with closing(judge(server, attempts=6)) as rewards, ThreadPoolExecutor(24) as threads:
         graded = threads.map(lambda index: asked(rewards, "narrow", completion=str(index)), range(24))
@@ -151,7 +151,7 @@ def test_a_server_that_has_too_much_to_do_is_asked_less(server: JudgeServer) -> 
     assert len(server.bodies) < 4 * 24
 
 
-def test_who_gives_up_does_not_take_back_the_question(server: JudgeServer) -> None:
+def test_cancelled_caller_does_not_cancel_the_request(server: JudgeServer) -> None:
     async def give_up() -> None:
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(rewards.grade(RewardInput("red", "RED", {"mood": "late"})), 0.05)
@@ -163,21 +163,21 @@ def test_who_gives_up_does_not_take_back_the_question(server: JudgeServer) -> No
     assert sum(server.asked.values()) == 1
 
 
-def test_another_model_template_or_address_is_asked_again(server: JudgeServer) -> None:
+def test_cache_distinguishes_model_template_and_address(server: JudgeServer) -> None:
     for settings in ({}, {"model": "judge-2"}, {"temperature": 0.5}, {"template": "{completion}? mood: {mood}"}, {}):
         with closing(judge(server, **settings)) as rewards:
             asked(rewards, "right")
     assert len(server.bodies) == 4
 
 
-def test_a_reply_that_is_read_in_another_way_is_not_asked_for_again(server: JudgeServer) -> None:
+def test_cached_reply_is_reused_with_other_parsing_settings(server: JudgeServer) -> None:
     for settings, expected in (({}, 0.5), ({"best": 2.0}, 0.25), ({"after": "", "verdicts": {"grade": 1.0}}, 1.0)):
         with closing(judge(server, **settings)) as rewards:
             assert asked(rewards, "half")["judge"] == expected
     assert len(server.bodies) == 1
 
 
-def test_a_kept_reply_that_is_damaged_is_asked_for_again(server: JudgeServer, tmp_path: Path) -> None:
+def test_damaged_cached_reply_is_requested_again(server: JudgeServer, tmp_path: Path) -> None:
     with closing(judge(server)) as rewards:
         asked(rewards, "right")
         (kept,) = (tmp_path / "cache/judge").rglob("*.json")
@@ -187,7 +187,7 @@ def test_a_kept_reply_that_is_damaged_is_asked_for_again(server: JudgeServer, tm
     assert len(server.bodies) == 5
 
 
-def test_keys_and_addresses_are_named_and_never_shown(server: JudgeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keys_and_addresses_are_never_shown(server: JudgeServer, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = {"api_key": {"env": "JUDGE_KEY"}, "base_url": {"env": "JUDGE_URL"}}
     with pytest.raises(ConfigurationError) as error:
         judge(server, **settings)
@@ -213,9 +213,7 @@ def test_keys_and_addresses_are_named_and_never_shown(server: JudgeServer, monke
     assert "section.api_key: " in explained and "sekrit" not in explained
 
 
-def test_proxies_of_the_surroundings_are_not_asked_for_loopback(
-    server: JudgeServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_loopback_requests_bypass_proxies(server: JudgeServer, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:1")
     monkeypatch.delitem(os.environ, "no_proxy", raising=False)
@@ -223,7 +221,7 @@ def test_proxies_of_the_surroundings_are_not_asked_for_loopback(
         assert asked(rewards, "right")["judge"] == 1.0
 
 
-def test_closing_ends_what_is_in_flight(server: JudgeServer) -> None:
+def test_close_fails_requests_in_flight(server: JudgeServer) -> None:
     rewards = judge(server)
     with ThreadPoolExecutor(1) as threads:
         waiting = threads.submit(asked, rewards, "hung")
@@ -237,7 +235,7 @@ def test_closing_ends_what_is_in_flight(server: JudgeServer) -> None:
         asked(rewards, "right")
 
 
-def test_a_server_that_is_not_there_costs_rollouts() -> None:
+def test_unreachable_judge_fails_rollouts() -> None:
     with (
         closing(made("judge", **SETTINGS, base_url="http://127.0.0.1:1/v1")) as rewards,
         refused("judge_unavailable", "judge: ", "ClientConnectorError"),
@@ -257,7 +255,7 @@ def test_a_server_that_is_not_there_costs_rollouts() -> None:
         {"extra_body": {"api_key": "sekrit-key"}},
     ],
 )
-def test_settings_that_cannot_work_are_refused(settings: dict[str, Any]) -> None:
+def test_rejects_impossible_judge_settings(settings: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
         settings_of(**settings)
 
@@ -283,7 +281,7 @@ def settings_of(**changes: Any) -> JudgeSettings:
         ("Grade: 2", {"worst": 10.0, "best": 0.0}, 0.8),
     ],
 )
-def test_grades_are_read(reply: str, settings: dict[str, Any], expected: float) -> None:
+def test_parses_grades_from_replies(reply: str, settings: dict[str, Any], expected: float) -> None:
     assert grade_in(reply, settings_of(**settings)) == pytest.approx(expected)
 
 
@@ -299,14 +297,14 @@ NO_JSON_GRADE = ("{" * 100_000, '{"grade": null}', '{"grade": 1e400}', '{"grade"
     ],
     ids=lambda value: str(value)[:16],
 )
-def test_a_reply_without_a_grade_is_unreadable(reply: str, settings: dict[str, Any]) -> None:
+def test_reply_without_grade_is_unreadable(reply: str, settings: dict[str, Any]) -> None:
     with refused("judge_unreadable"):
         grade_in(reply, settings_of(**settings))
 
 
 @pytest.mark.parametrize("key", ["case-key-0123456789", "a/b+c==/d", 'with "quotes" \\ and %'])
 @pytest.mark.parametrize("mood", ["echo-status", "echo-other", "echo-late", "echo-escaped", "echo-chat", "echo-grade"])
-def test_key_that_comes_back_is_blanked(
+def test_key_in_a_reply_is_blanked(
     server: JudgeServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, key: str, mood: str
 ) -> None:
     monkeypatch.setattr("armature.components.contracts.errors._forms", set())
@@ -323,7 +321,7 @@ def test_key_that_comes_back_is_blanked(
     assert not any(key.encode() in path.read_bytes() for path in stored)
 
 
-def test_places_of_a_template_are_filled_once() -> None:
+def test_template_placeholders_are_filled_once() -> None:
     given = RewardInput("ignored", ["a", "b"], {"kind": "{answer}", "size": 3})
     text = question(given, "{answer} {kind}", '{completion}, {answer}, {kind}, {size}: reply {"grade": 1}')
     assert text == '{answer} {kind}, ["a", "b"], {answer}, 3: reply {"grade": 1}'

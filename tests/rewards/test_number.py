@@ -191,21 +191,21 @@ UNREAD = [
 
 
 @pytest.mark.parametrize("text", READ, ids=ascii)
-def test_the_last_number(text: str) -> None:
+def test_reads_last_number(text: str) -> None:
     assert last(text) == pytest.approx(READ[text], rel=1e-12)
 
 
 @pytest.mark.parametrize("text", UNREAD, ids=lambda text: ascii(text)[:20])
-def test_what_is_not_a_number(text: str) -> None:
+def test_rejects_texts_that_are_not_numbers(text: str) -> None:
     assert last(text) is None
 
 
 @pytest.mark.parametrize("text", ["- 5", "5 cm", "5 and 6", "5-7", "3,14", "(5)"])
-def test_only_a_number(text: str) -> None:
+def test_take_only_rejects_surrounding_text(text: str) -> None:
     assert read_number(text, "only", 0.01) is None
 
 
-def test_the_page_names_every_notation() -> None:
+def test_documentation_names_every_notation() -> None:
     section = PAGE.partition("### What `number` reads")[2].partition("\n## ")[0]
     examples = [
         each for row in section.splitlines() if row.startswith("| ") for each in row.split("|")[2].split("`")[1::2]
@@ -220,5 +220,5 @@ def test_the_page_names_every_notation() -> None:
 
 @pytest.mark.parametrize("piece", ["1,", "-", "1 234 ", "\\frac", "x^{", "²", "1.234 567 ", "_{", "1/"])
 @pytest.mark.timeout(20)
-def test_long_completions_take_a_moment(piece: str) -> None:
+def test_long_completions_are_graded_in_seconds(piece: str) -> None:
     last(piece * (300_000 // len(piece)))

@@ -94,13 +94,13 @@ def test_number_within_its_tolerance_counts(completion: str, arguments: dict[str
         ("somewhere", 0.0),
     ],
 )
-def test_boxes_by_their_overlap(completion: str, expected: float) -> None:
+def test_box_iou_equals_value_by_hand(completion: str, expected: float) -> None:
     assert graded("box_iou", completion, [0, 0, 10, 10]) == pytest.approx(expected)
     assert graded("box_iou", completion, [[90, 90, 91, 91], [0, 0, 10, 10]]) == pytest.approx(expected)
     assert graded("box_iou", completion, [0, 0, 10, 10], threshold=0.5) == float(expected >= 0.5)
 
 
-def test_units_and_the_form_of_the_answer() -> None:
+def test_box_units_and_answer_form() -> None:
     row = {"width": 200, "height": 100}
     arguments: dict[str, Any] = {"answer_form": "xywh"}
     for units, completion in [
@@ -129,7 +129,7 @@ def test_units_and_the_form_of_the_answer() -> None:
         ("there", "answer", 0.0),
     ],
 )
-def test_points_in_boxes(completion: str, units: str, expected: float) -> None:
+def test_point_in_box_includes_edges(completion: str, units: str, expected: float) -> None:
     row = {"width": 200, "height": 100}
     assert graded("point_in_box", completion, [40, 10, 60, 30], row, units=units) == expected
     assert graded("point_in_box", completion, [[0, 90, 1, 91], [40, 10, 60, 30]], row, units=units) == expected
@@ -150,7 +150,7 @@ def test_points_in_boxes(completion: str, units: str, expected: float) -> None:
         ("ab", {"at_least": 1, "extract": "<answer>"}, 0.0),
     ],
 )
-def test_length(completion: str, arguments: dict[str, Any], expected: float) -> None:
+def test_length_bounds_and_slope(completion: str, arguments: dict[str, Any], expected: float) -> None:
     assert graded("length", completion, None, **arguments) == expected
 
 
@@ -169,11 +169,11 @@ WRONG_TAGS = [
 
 
 @pytest.mark.parametrize("completion", [*RIGHT_TAGS, *WRONG_TAGS])
-def test_tags_in_their_order_are_rewarded(completion: str) -> None:
+def test_rewards_only_tags_in_order(completion: str) -> None:
     assert graded("format_tags", completion, None) == float(completion in RIGHT_TAGS)
 
 
-def test_first_tag_may_stand_in_the_prompt() -> None:
+def test_first_tag_may_be_in_the_prompt() -> None:
     assert graded("format_tags", "so</think><answer>red</answer>", None, first_is_open=True) == 1.0
 
 
@@ -209,12 +209,12 @@ def test_words_are_compared_normalized(completion: str, answer: Any) -> None:
         ("14", ["Germany", "14.5"], 1.0),
     ],
 )
-def test_numbers_may_be_near(completion: str, answer: Any, expected: float) -> None:
+def test_relative_tolerance_accepts_near_numbers(completion: str, answer: Any, expected: float) -> None:
     """The relaxed accuracy of ChartQA, by hand."""
     assert graded("exact_match", completion, answer, relative=0.05) == expected
 
 
-def test_case_and_punctuation_may_count() -> None:
+def test_case_and_punctuation_count_if_set() -> None:
     assert graded("exact_match", "RED", "red", ignore_case=False) == 0.0
     assert graded("exact_match", "red.", "red", ignore_punctuation=False) == 0.0
 
@@ -239,12 +239,12 @@ def test_case_and_punctuation_may_count() -> None:
         ("boxed", "red", 0.0),
     ],
 )
-def test_a_part_of_the_completion_is_graded(extract: str, completion: str, expected: float) -> None:
+def test_extract_selects_graded_part(extract: str, completion: str, expected: float) -> None:
     assert graded("exact_match", completion, "red", extract=extract) == expected
 
 
 @pytest.mark.parametrize("text", ["\\boxed{" * 140_000, "{" * 10**6, "<answer>" * 125_000, "\\" * 10**6])
 @pytest.mark.parametrize("extract", ["boxed", "<answer>", "</answer>"])
 @pytest.mark.timeout(10)
-def test_a_million_characters_take_a_moment(text: str, extract: str) -> None:
+def test_million_characters_are_graded_in_seconds(text: str, extract: str) -> None:
     assert graded("exact_match", text, "red", extract=extract) == 0.0

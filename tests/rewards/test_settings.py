@@ -39,19 +39,19 @@ def test_settings_are_complete_and_survive_json() -> None:
         ({"extract": "(a+)+"}, "string_pattern_mismatch", ["rewards.0.extract: "]),
     ],
 )
-def test_what_is_wrong_is_shown_with_its_key(values: dict[str, Any], code: str, shown: list[str]) -> None:
+def test_rejects_invalid_settings_with_their_key(values: dict[str, Any], code: str, shown: list[str]) -> None:
     with pytest.raises(ValidationError) as error:
         Holder.model_validate({"rewards": [{"name": "exact_match", **values}]})
     explained = explain(error.value, "section", Holder)
     assert code_of(error.value) == code and all(value in explained for value in shown)
 
 
-def test_unknown_reward_is_refused_with_the_nearest_one() -> None:
+def test_rejects_unknown_reward_and_suggests_nearest() -> None:
     with refused("unknown_name", "'exact_match'"):
         RewardSettings.model_validate({"name": "exact_mach"})
 
 
-def test_labels_tell_rewards_of_one_name_apart() -> None:
+def test_labels_distinguish_rewards_with_equal_names() -> None:
     one = RewardSettings(name="exact_match", weight=0.5)
     with refused("duplicate_reward", 2, "'exact_match'"):
         make_rewards([one, one], folder=Path())
@@ -59,7 +59,7 @@ def test_labels_tell_rewards_of_one_name_apart() -> None:
     assert make_rewards([one, other], folder=Path()).weights == {"exact_match": 0.5, "strict": 1.0}
 
 
-def test_recipe_without_rewards_is_refused() -> None:
+def test_rejects_recipe_without_rewards() -> None:
     with refused("reward_missing"):
         make_rewards([], folder=Path())
 
@@ -67,7 +67,7 @@ def test_recipe_without_rewards_is_refused() -> None:
 PAGE = (Path(__file__).resolve().parents[2] / "docs/rewards.md").read_text()
 
 
-def test_every_reward_and_argument_has_its_row() -> None:
+def test_documentation_lists_every_reward_and_argument() -> None:
     included = PAGE.partition("## Included")[2].partition("\n## ")[0]
     rows = {row.split("`")[1]: row for row in included.splitlines() if row.startswith("| `")}
     rows["judge"] += PAGE.partition("## A judge")[2]
@@ -77,7 +77,7 @@ def test_every_reward_and_argument_has_its_row() -> None:
         assert own <= set(re.findall(r"`(\w+)`", row)), name
 
 
-def test_every_reason_is_explained() -> None:
+def test_documentation_explains_every_failure_reason() -> None:
     reasons = set(re.findall(r"\b(?:reward|judge)_\w+", str(RolloutFailed.__doc__)))
     assert len(reasons) == 8
     assert {reason for reason in reasons if f"`{reason}`" not in PAGE} == set()

@@ -1,1 +1,1 @@
-"""Another model grades: it is asked over HTTP, and what it says is kept, so that nothing is asked twice."""
+"""The reward `judge`: another model grades over HTTP. Its replies are cached on disk, so no question is sent twice."""

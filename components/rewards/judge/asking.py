@@ -1,4 +1,4 @@
-"""One question to an OpenAI-compatible server, asked until it is answered."""
+"""Send questions to an OpenAI-compatible server with retries, and cache the replies on disk."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from armature.components.contracts.errors import ConfigurationError, RolloutFail
 from armature.components.rewards.judge.settings import JudgeSettings
 
 LARGEST_REPLY = 2**22
-"""Bytes of an answer."""
+"""Largest accepted response, in bytes."""
 FIRST_WAIT = 0.5
-"""Seconds after a first attempt that failed; doubled after each."""
+"""Seconds to wait after the first failed attempt; doubled after each further one."""
 MOST_AT_ONCE = 32
-"""Requests at the same time, if the server does not say that it is too many."""
+"""Most requests in flight; fewer after the server has answered 429."""
 TOO_MANY = 429
 AGAIN = frozenset({408, 409, 425, TOO_MANY})
 """Statuses below 500 after which another attempt may succeed."""
@@ -37,62 +37,65 @@ AGAIN = frozenset({408, 409, 425, TOO_MANY})
 
 @dataclass(frozen=True, slots=True)
 class JudgeReply:
-    """What it said, and the tokens that it counted for question and reply."""
+    """A judge's reply, and the tokens of question and reply together as the server counted them."""
 
     text: str
     tokens: int
 
 
-class _NotNow(Exception):
-    """This attempt failed; another may not. `wait`: seconds that the server asks for."""
+class _RetryableError(Exception):
+    """This attempt failed, but another may succeed. `wait`: seconds that the server asks to wait."""
 
     def __init__(self, reason: str, detail: str, wait: float = 0.0) -> None:
         super().__init__(detail)
         self.reason, self.wait = reason, wait
 
 
-class Places:
-    """For requests in flight: half as many after each that was too many, and more again with each answer."""
+class AdaptiveLimit:
+    """A limit on requests in flight that halves after each 429 and grows slowly with each success, as in TCP."""
 
     def __init__(self, most: int) -> None:
-        self._most, self._limit, self._taken = most, float(most), 0
-        self._left = asyncio.Condition()
+        self._most, self._limit, self._in_flight = most, float(most), 0
+        self._changed = asyncio.Condition()
 
     async def __aenter__(self) -> None:
-        async with self._left:
-            await self._left.wait_for(lambda: self._taken < int(self._limit))
-            self._taken += 1
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._in_flight < int(self._limit))
+            self._in_flight += 1
 
     async def __aexit__(self, *_: object) -> None:
-        async with self._left:
-            self._taken -= 1
-            self._left.notify_all()
+        async with self._changed:
+            self._in_flight -= 1
+            self._changed.notify_all()
 
     def narrow(self) -> None:
+        """Halve the limit."""
         self._limit = max(1.0, self._limit / 2)
 
     def widen(self) -> None:
+        """Raise the limit by about one per `limit` successes."""
         self._limit = min(self._most, self._limit + 1 / self._limit)
 
 
 class JudgeClient:
-    """Belongs to the event loop in which it is made. Who is told to wait makes the others wait as well."""
+    """A client of one judge, for the event loop that made it. A Retry-After of the server delays all requests."""
 
     def __init__(self, settings: JudgeSettings, base_url: str, key: str) -> None:
         self._settings = settings
         self._url = f"{base_url.rstrip('/')}/chat/completions"
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._proxy = _proxy(self._url)
-        self._places = Places(MOST_AT_ONCE)
+        self._limit = AdaptiveLimit(MOST_AT_ONCE)
         self._not_before = 0.0
-        # Redirects, cookies and proxies of aiohttp's own choice are not used.
+        # aiohttp must not follow redirects, keep cookies or choose proxies: a key would reach another host.
         connector = aiohttp.TCPConnector(limit=MOST_AT_ONCE)
         self._session = aiohttp.ClientSession(
             connector=connector, trust_env=False, cookie_jar=aiohttp.DummyCookieJar(), headers=self._headers
         )
 
     async def ask(self, body: Mapping[str, Any]) -> JudgeReply:
-        """
+        """Send a chat request, and retry failed attempts as the settings say.
+
         Raises:
             RolloutFailed: `judge_timeout`, `judge_unavailable` or `judge_refused`.
         """
@@ -100,9 +103,9 @@ class JudgeClient:
         while True:
             await asyncio.sleep(max(0.0, self._not_before - time.monotonic()))
             try:
-                async with self._places:
+                async with self._limit:
                     return await self._once(body)
-            except _NotNow as failed:
+            except _RetryableError as failed:
                 wait = failed.wait or FIRST_WAIT * 2 ** (attempt - 1) * random.uniform(0.75, 1.25)
                 if attempt == self._settings.attempts or failed.wait > self._settings.longest_wait:
                     raise RolloutFailed(failed.reason, f"{failed}; attempt {attempt}") from failed
@@ -123,32 +126,32 @@ class JudgeClient:
                 content = await _content(response)
                 status, wait = response.status, _asked_to_wait(response.headers.get("Retry-After", ""))
         except TimeoutError as error:
-            raise _NotNow("judge_timeout", f"no answer within {self._settings.timeout:g} s") from error
+            raise _RetryableError("judge_timeout", f"no answer within {self._settings.timeout:g} s") from error
         except (aiohttp.ClientError, OSError, ValueError) as error:
-            raise _NotNow("judge_unavailable", f"{type(error).__name__} {error}".strip()) from error
+            raise _RetryableError("judge_unavailable", f"{type(error).__name__} {error}".strip()) from error
         if status == 200:
-            self._places.widen()
+            self._limit.widen()
             return _reply(content)
-        said = f"status {status}: {blanked(content.decode(errors='replace'))}"[:500]
+        detail = f"status {status}: {blanked(content.decode(errors='replace'))}"[:500]
         if status == TOO_MANY:
-            self._places.narrow()
+            self._limit.narrow()
         if status in AGAIN or status >= 500:
-            raise _NotNow("judge_unavailable", said, wait)
-        raise RolloutFailed("judge_refused", said)
+            raise _RetryableError("judge_unavailable", detail, wait)
+        raise RolloutFailed("judge_refused", detail)
 
 
 async def _content(response: aiohttp.ClientResponse) -> bytes:
-    """Raises ValueError if there is more than `LARGEST_REPLY`."""
+    """Read a response. Raises ValueError if it has more than `LARGEST_REPLY` bytes."""
     content = bytearray()
     async for part in response.content.iter_any():
         content += part
         if len(content) > LARGEST_REPLY:
-            raise ValueError(f"an answer of more than {LARGEST_REPLY} bytes")
+            raise ValueError(f"the response has more than {LARGEST_REPLY} bytes")
     return bytes(content)
 
 
 def _reply(content: bytes) -> JudgeReply:
-    """Raises `_NotNow` if it is not a chat completion: something else than the model has answered."""
+    """Parse a response. Raises `_RetryableError` if it is not a chat completion, as from a proxy in between."""
     try:
         document = json.loads(content)
         text = document["choices"][0]["message"]["content"]
@@ -156,20 +159,20 @@ def _reply(content: bytes) -> JudgeReply:
         tokens = usage.get("total_tokens", 0)
     except (ValueError, RecursionError, LookupError, TypeError, AttributeError) as error:
         raise _other_answer(content) from error
-    if text is None:  # as a model that reasons does when its tokens end before it speaks
+    if text is None:  # a reasoning model used up its tokens before the reply
         text = ""
     if not isinstance(text, str) or type(tokens) is not int:
         raise _other_answer(content)
     return JudgeReply(text, tokens)
 
 
-def _other_answer(content: bytes) -> _NotNow:
+def _other_answer(content: bytes) -> _RetryableError:
     shown = blanked(content.decode(errors="replace"))[:200]
-    return _NotNow("judge_unavailable", f"the answer is not a chat completion: {shown!r}")
+    return _RetryableError("judge_unavailable", f"the answer is not a chat completion: {shown!r}")
 
 
 def _asked_to_wait(header: str) -> float:
-    """Seconds, of a number or a date; 0 where it is neither."""
+    """Return the seconds of a Retry-After header, which has a number or a date; 0 if it has neither."""
     try:
         return max(0.0, float(header)) if header.strip().isdigit() else _until(header)
     except (ValueError, TypeError, OverflowError):
@@ -183,7 +186,7 @@ def _until(date: str) -> float:
 
 
 def _proxy(url: str) -> str | None:
-    """What the environment says, but never for loopback."""
+    """Return the proxy that the environment variables name for `url`; None for loopback addresses."""
     host = urlsplit(url).hostname or ""
     if host == "localhost" or host.startswith("127.") or host == "::1" or proxy_bypass(host):
         return None
@@ -193,11 +196,13 @@ def _proxy(url: str) -> str | None:
     return proxy
 
 
-# Replies of judges on disk, by what was asked of whom.
+# --- The cache of replies ---
 
 
-class KeptReplies:
-    """Of one address. All runs of this machine share them; they can be deleted at any time.
+class ReplyCache:
+    """A cache on disk of the replies of one address, which all runs of this machine share.
+
+    Its files can be deleted at any time.
 
     Raises:
         ConfigurationError: the folder cannot be written.
@@ -218,10 +223,11 @@ class KeptReplies:
             ) from error
 
     def key(self, body: Mapping[str, Any]) -> str:
+        """Return the digest of the address and a request."""
         return document_digest({"address": self._address, "body": dict(body)})
 
     def get(self, key: str) -> str | None:
-        """The reply, None if it is not there or damaged."""
+        """Return the cached reply, or None if it is missing or damaged."""
         try:
             text = json.loads(self._path(key).read_bytes())["reply"]
         except (OSError, ValueError, LookupError, TypeError):
@@ -229,7 +235,7 @@ class KeptReplies:
         return text if isinstance(text, str) else None
 
     def keep(self, key: str, reply: str) -> None:
-        """Atomically; a disk that is full loses the reply, which has been paid for, and nothing else."""
+        """Write a reply atomically. On a full disk the reply is not cached; the run continues."""
         path = self._path(key)
         with suppress(OSError):
             path.parent.mkdir(exist_ok=True)

@@ -1,4 +1,4 @@
-"""The reward `judge`."""
+"""The reward `judge`: ask another model for a grade, and parse the grade from its reply."""
 
 from __future__ import annotations
 
@@ -15,45 +15,49 @@ from weakref import finalize
 from armature.components.contracts.errors import ConfigurationError, RolloutFailed, blanked
 from armature.components.contracts.secrets import EnvironmentReference, resolve
 from armature.components.contracts.value_text import value_text
-from armature.components.rewards.judge.asking import JudgeClient, KeptReplies
+from armature.components.rewards.judge.asking import JudgeClient, ReplyCache
 from armature.components.rewards.judge.settings import PLACE, JudgeSettings, check_url
 from armature.components.rewards.number import read_number
 from armature.components.rewards.reward import BadAnswer, RewardInput, extracted
 
-# What a judge is asked, and the grade in what it replies.
+# --- The question to a judge, and the grade in its reply ---
 
 _OF = re.compile(r"(?<=\d)\W{0,4}/\W{0,4}\d+(?:\.\d+)?")
-"""In 7/10, what the grade is out of."""
+"""The "/10" of a grade such as 7/10."""
 _WORD = re.compile(r"[^\w]{0,20}(\w[\w-]{0,63})")
 
 
-def question(given: RewardInput, completion: str, template: str) -> str:
-    """The template with its places filled; places in what is filled in are text.
+def question(inputs: RewardInput, completion: str, template: str) -> str:
+    """Fill in the template's placeholders. Placeholders within inserted values are left as text.
 
     Raises:
         BadAnswer: the row lacks a column that the template names.
+
+    Example:
+        >>> question(RewardInput("blue", answer="navy", row={}), "blue", "Is {completion} right? Truth: {answer}")
+        'Is blue right? Truth: navy'
     """
 
     def value(place: re.Match[str]) -> str:
         name = place.group(1)
         if name == "completion":
             return completion
-        found = given.answer if name == "answer" else given.row.get(name)
-        if found is None:
-            raise BadAnswer(f"the template names {name!r}, which the row lacks")
-        return json.dumps(found, ensure_ascii=False) if isinstance(found, list | dict) else value_text(found)
+        inserted = inputs.answer if name == "answer" else inputs.row.get(name)
+        if inserted is None:
+            raise BadAnswer(f"the template names {name!r}, but the row has no such column")
+        return json.dumps(inserted, ensure_ascii=False) if isinstance(inserted, list | dict) else value_text(inserted)
 
     return PLACE.sub(value, template)
 
 
 def grade_in(reply: str, settings: JudgeSettings) -> float:
-    """From 0 for the worst grade to 1 for the best.
+    """Return the grade in a judge's reply, from 0 for the worst to 1 for the best.
 
     Raises:
-        RolloutFailed: `judge_unreadable`: there is none.
+        RolloutFailed: `judge_unreadable`: the reply has no valid grade.
     """
-    said: Any = _value_of(reply, settings.json_key) if settings.json_key else _following(reply, settings.after)
-    number = _number(said, settings)
+    value: Any = _value_of(reply, settings.json_key) if settings.json_key else _following(reply, settings.after)
+    number = _number(value, settings)
     if number is None or not settings.is_grade(number):
         raise RolloutFailed(
             "judge_unreadable", f"no grade from {settings.worst:g} to {settings.best:g} in {blanked(reply)!r:.1000}"
@@ -61,32 +65,34 @@ def grade_in(reply: str, settings: JudgeSettings) -> float:
     return (number - settings.worst) / (settings.best - settings.worst)
 
 
-def _number(said: Any, settings: JudgeSettings) -> float | None:
-    if isinstance(said, bool):
-        said = str(said)
-    if settings.verdicts and isinstance(said, str):
-        word = _WORD.match(said)
+def _number(value: Any, settings: JudgeSettings) -> float | None:
+    if isinstance(value, bool):
+        value = str(value)
+    if settings.verdicts and isinstance(value, str):
+        word = _WORD.match(value)
         verdicts = {name.casefold(): grade for name, grade in settings.verdicts.items()}
         return verdicts.get(word.group(1).casefold()) if word else None
-    if isinstance(said, int | float):
-        return float(said) if abs(said) < 1e15 else None
-    return read_number(_OF.sub("", said[:1000]), "first", 0.01) if isinstance(said, str) else None
+    if isinstance(value, int | float):
+        return float(value) if abs(value) < 1e15 else None
+    return read_number(_OF.sub("", value[:1000]), "first", 0.01) if isinstance(value, str) else None
 
 
 def _following(reply: str, marker: str) -> str | None:
-    _, found, rest = reply.rpartition(marker) if marker else ("", "all", reply)
-    return rest if found else None
+    """Return the text after the last `marker`, or None. An empty marker selects the whole reply."""
+    _, separator, rest = reply.rpartition(marker) if marker else ("", "all", reply)
+    return rest if separator else None
 
 
 def _value_of(reply: str, key: str) -> Any:
-    found = None
+    """Return the value of `key` in the last JSON object of the reply that has it."""
+    value = None
     for document in _objects(reply):
-        found = document.get(key, found)
-    return found
+        value = document.get(key, value)
+    return value
 
 
 def _objects(text: str) -> Iterator[dict[str, Any]]:
-    """The JSON objects in a text, outermost ones. At most 100 places are tried."""
+    """Yield the outermost JSON objects in a text. At most 100 opening braces are tried, which bounds the time."""
     decoder, start = json.JSONDecoder(), text.find("{")
     for _ in range(100):
         if start < 0:
@@ -100,13 +106,14 @@ def _objects(text: str) -> Iterator[dict[str, Any]]:
 
 
 CLOSING_SECONDS = 5.0
+"""Seconds that requests in flight may take to end when the judge is closed."""
 
 
 class Judge:
-    """Asks from an event loop of its own, so that any thread and any loop may wait.
+    """A reward that asks another model. It runs its own event loop, so any thread and any event loop may wait for it.
 
-    What was asked once is not asked again, here or in a later run: readable replies are kept on disk, and equal
-    questions in flight are one. The part "... tokens", of weight 0, is what was spent: 0 for a reply that was kept.
+    No question is sent twice: valid replies are cached on disk for later runs, and equal questions in flight share
+    one request. The reward "<label> tokens", of weight 0, counts the tokens spent: 0 for a cached reply.
     """
 
     Settings: ClassVar = JudgeSettings
@@ -117,8 +124,8 @@ class Judge:
         self.weights = {settings.part: settings.weight, self._tokens: 0.0}
         where = f"reward {settings.part}"
         key = "" if settings.api_key is None else resolve({"api_key": settings.api_key}, where)["api_key"]
-        self._kept = KeptReplies(str(settings.base_url))
-        self._asking: dict[str, asyncio.Task[tuple[float, int]]] = {}
+        self._cache = ReplyCache(str(settings.base_url))
+        self._in_flight: dict[str, asyncio.Task[tuple[float, int]]] = {}
         self._loop = asyncio.new_event_loop()
         Thread(target=self._loop.run_forever, name=where, daemon=True).start()
         self._client = asyncio.run_coroutine_threadsafe(
@@ -128,7 +135,7 @@ class Judge:
 
     @staticmethod
     def sources(settings: JudgeSettings) -> dict[str, str]:
-        """The model, the template and the address are settings."""
+        """Return nothing: model, template and address are settings already."""
         return {}
 
     @staticmethod
@@ -139,15 +146,16 @@ class Judge:
         if answer is None and "answer" in PLACE.findall(self._settings.template):
             raise BadAnswer("the template names the answer, which the row lacks")
 
-    async def grade(self, given: RewardInput) -> dict[str, float]:
-        """
+    async def grade(self, inputs: RewardInput) -> dict[str, float]:
+        """Return the judge's grade and the tokens that it took, by label.
+
         Raises:
             RolloutFailed: `bad_answer`, `judge_timeout`, `judge_unavailable`, `judge_refused` or `judge_unreadable`.
         """
-        completion = extracted(given.completion, self._settings.extract)
+        completion = extracted(inputs.completion, self._settings.extract)
         if completion is None:
             return {self._settings.part: 0.0, self._tokens: 0.0}
-        body = self._body(question(given, completion, self._settings.template))
+        body = self._body(question(inputs, completion, self._settings.template))
         if not self.close.alive:
             raise _closed()
         future = asyncio.run_coroutine_threadsafe(self._graded(body), self._loop)
@@ -161,30 +169,33 @@ class Judge:
         return {self._settings.part: grade, self._tokens: float(tokens)}
 
     async def _graded(self, body: dict[str, Any]) -> tuple[float, int]:
-        """Whoever gives up waiting does not take back the question, whose reply is kept for the next one."""
-        key = self._kept.key(body)
-        reply = self._kept.get(key)
+        """Return the grade and the tokens spent, from the cache, from an equal question in flight, or from the server.
+
+        A caller that stops waiting does not cancel the request: its reply is cached for the next caller.
+        """
+        key = self._cache.key(body)
+        reply = self._cache.get(key)
         if reply is not None:
-            with suppress(RolloutFailed):  # it was read in another way then
+            with suppress(RolloutFailed):  # an earlier run parsed this reply with other settings
                 return grade_in(reply, self._settings), 0
-        if key in self._asking:
-            grade, _ = await asyncio.shield(self._asking[key])
+        if key in self._in_flight:
+            grade, _ = await asyncio.shield(self._in_flight[key])
             return grade, 0
-        task = self._asking[key] = asyncio.ensure_future(self._asked(key, body))
+        task = self._in_flight[key] = asyncio.ensure_future(self._asked(key, body))
         task.add_done_callback(lambda done: self._forget(key, done))
         return await asyncio.shield(task)
 
     async def _asked(self, key: str, body: dict[str, Any]) -> tuple[float, int]:
         reply = await self._client.ask(body)
         grade = grade_in(reply.text, self._settings)
-        if blanked(reply.text) == reply.text:  # no secret is written to disk
-            self._kept.keep(key, reply.text)
+        if blanked(reply.text) == reply.text:  # never write a secret to disk
+            self._cache.keep(key, reply.text)
         return grade, reply.tokens
 
     def _forget(self, key: str, done: asyncio.Task[tuple[float, int]]) -> None:
-        del self._asking[key]
+        del self._in_flight[key]
         if not done.cancelled():
-            done.exception()  # that nobody waited for it any more is no warning
+            done.exception()  # mark the exception as retrieved: asyncio would warn if no caller waited for it
 
     def _body(self, text: str) -> dict[str, Any]:
         system = [{"role": "system", "content": self._settings.system}] if self._settings.system else []
@@ -198,9 +209,10 @@ class Judge:
 
 
 def _address(settings: JudgeSettings, where: str) -> str:
-    """
+    """Return the judge's base URL, from the settings or an environment variable.
+
     Raises:
-        ConfigurationError: the variable that should hold it is not set, or holds something else.
+        ConfigurationError: the variable is not set, or does not hold a URL.
     """
     if not isinstance(settings.base_url, EnvironmentReference):
         return settings.base_url
@@ -209,7 +221,7 @@ def _address(settings: JudgeSettings, where: str) -> str:
         check_url(url)
     except ValueError:
         raise ConfigurationError(
-            "the variable does not hold an address such as https://api.example.org/v1",
+            "the variable does not hold a URL such as https://api.example.org/v1",
             code="invalid_judge_address",
             where=f"{where}, variable {settings.base_url.env}",
         ) from None

@@ -1,4 +1,4 @@
-"""Who is asked, what, and how the grade is read."""
+"""Settings of the reward `judge`: the model, its address, the question, and the format of the grade."""
 
 from __future__ import annotations
 
@@ -28,47 +28,47 @@ from armature.components.contracts.secrets import (
 from armature.components.rewards.reward import ExtractingSettings
 
 PLACE = re.compile(r"\{([^\W\d]\w*)\}")
-"""A place in a template; other braces are text."""
+"""A placeholder in a template, such as {answer}; other braces are text."""
 
 
 class JudgeSettings(ExtractingSettings):
-    """The grade of a model behind an OpenAI-compatible address, from 0 for the worst grade to 1 for the best."""
+    """The reward is the grade of a model behind an OpenAI-compatible API, scaled to 0 (worst) to 1 (best)."""
 
     model: str = Field(min_length=1)
-    """Name of the model there."""
+    """Name of the model at that server."""
     base_url: Annotated[str | EnvironmentReference, BeforeValidator(refuse_plain_url)]
-    """Address up to and with /v1, or { env = "NAME" }: the variable that holds it."""
+    """URL of the API including /v1, or { env = "NAME" } for a URL in an environment variable."""
     api_key: Annotated[EnvironmentReference | BlockReference | None, BeforeValidator(refuse_plain_key)] = None
-    """Where its key is: { env = "NAME" }; unset: it needs none."""
+    """API key, as a reference: { env = "NAME" }; unset: the server needs no key."""
     template: Annotated[str, AfterValidator(partial(normalize, "NFC"))] = Field(min_length=1)
-    """What it is asked. {completion}, {answer} and {COLUMN} are replaced; it is shown no images."""
+    """The question. {completion}, {answer} and {COLUMN} are replaced; the judge sees no images."""
     system: str = ""
-    """The system message; empty: none."""
+    """System message; empty: no system message."""
     after: str = "Grade:"
-    """The grade follows the last of these in the reply; empty: the reply is the grade."""
+    """The grade follows the last occurrence of this text in the reply; empty: the reply is the grade."""
     json_key: str | None = None
-    """Instead: the grade is under this key of the last JSON object in the reply."""
+    """Read the grade from this key of the last JSON object in the reply, instead of the text after `after`."""
     verdicts: dict[str, float] = Field({})
-    """Grades by the word that is said: {yes = 1, no = 0}; empty: numbers are said."""
+    """Grades of words in the reply, such as {yes = 1, no = 0}; empty: the reply has a number."""
     worst: float = 0.0
-    """The grade that is worth 0; one beyond it is no grade."""
+    """The grade that gives reward 0; a grade beyond it is invalid."""
     best: float = 1.0
-    """The grade that is worth 1."""
+    """The grade that gives reward 1; a grade beyond it is invalid."""
     temperature: NonNegativeFloat = 0.0
-    """Of its sampling."""
+    """Sampling temperature of the judge."""
     max_tokens: PositiveInt = 512
-    """Longest reply."""
+    """Longest reply, in tokens."""
     extra_body: Annotated[dict[str, Any], BeforeValidator(refuse_plain_variables)] = Field({})
-    """More fields of the request, as the server knows them."""
+    """Further fields of the request, for server-specific options."""
     timeout: PositiveFloat = Field(60.0, le=3600)
     """Seconds for one request."""
     attempts: PositiveInt = Field(5, le=100)
-    """Requests for one grade, when it answers too late, with 429 or 5xx, or not at all."""
+    """Most requests for one grade: a request is repeated after a timeout, status 429 or 5xx, or a lost connection."""
     longest_wait: PositiveFloat = 30.0
-    """Most seconds between two of them; who is told to wait longer gives up."""
+    """Most seconds between two attempts. If the server asks to wait longer, the rollout fails."""
 
     @model_validator(mode="after")
-    def _can_be_asked(self) -> Self:
+    def _check_question_and_grades(self) -> Self:
         if isinstance(self.base_url, str):
             check_url(self.base_url)
         if "completion" not in PLACE.findall(self.template):
@@ -81,11 +81,12 @@ class JudgeSettings(ExtractingSettings):
         return self
 
     def is_grade(self, number: float) -> bool:
+        """Return True if the number lies between `worst` and `best`."""
         return min(self.worst, self.best) <= number <= max(self.worst, self.best)
 
 
 def check_url(url: str) -> None:
-    """Raises ValueError if it is not the address of an API."""
+    """Check that `url` can be the base URL of an API. Raises ValueError."""
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
-        raise ValueError(f"{url!r:.200} is not an address such as https://api.example.org/v1")
+        raise ValueError(f"{url!r:.200} is not a URL such as https://api.example.org/v1")
