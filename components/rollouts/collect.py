@@ -1,4 +1,4 @@
-"""Groups of rollouts, played at the same time."""
+"""Collect groups of rollouts concurrently."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ from armature.components.environments.guarded import HANDLES
 from armature.components.inference.client import Sampling
 from armature.components.rollouts.play import EpisodeRunner, Generator, RolloutId, SharedImages
 
-# How many files this process may have open at once: episodes and requests take some each.
+# --- The limit on open files: episodes and requests need some each ---
 
 OTHER_FILES = 512
-"""For what is neither an episode nor its request."""
+"""Open files to allow besides those of episodes and their requests."""
 
 
 def allow_episodes(at_once: int) -> None:
-    """`allow_open_files` for as many episodes, each with a request in flight."""
+    """Allow the open files that `at_once` concurrent episodes need, each with a request in flight."""
     allow_open_files(OTHER_FILES + (HANDLES + 1) * at_once)
 
 
 def allow_open_files(count: int) -> None:
-    """Raise the soft limit to `count` where it is below.
+    """Raise this process's soft limit on open files to at least `count`.
 
     Raises:
-        ConfigurationError: the hard limit is below it.
+        ConfigurationError: the hard limit is below `count`.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= count:
         return
     if hard != resource.RLIM_INFINITY and hard < count:
         raise ConfigurationError(
-            f"a process of this user may open {hard} files, and {count} are needed",
+            f"a process of this user may open {hard} files, but {count} are needed",
             code="too_few_open_files",
             where="machine.limits.max_concurrent",
             remedy="lower machine.limits.max_concurrent, or raise the limit (ulimit -n)",
@@ -66,14 +66,17 @@ async def collect(
 ) -> GenerateOutputs:
     """Play `group_size` rollouts of each task; `tasks[g]` becomes group `first_group + g` of step `step`.
 
-    At most `machine.limits.max_concurrent` episodes are in flight, or as many as there is `room` for. A rollout that
-    fails becomes a `Failure` and leaves the others alone. The result is in the order of the plan, whatever finished
-    first. `name` is what is counted.
+    A rollout that fails becomes a `Failure` and does not affect the others. Results are in the order of tasks and
+    members, whichever finished first.
+
+    Args:
+        name: label of the progress bar and of messages.
+        room: limits the episodes in flight; None: `machine.limits.max_concurrent` of this call.
 
     Raises:
-        ConfigurationError: this user may not open as many files as `machine.limits.max_concurrent` episodes take.
-        ServerError: no request can be answered any more, so no rollout can be played.
-        StoreError: an image cannot be stored, as the disk is full.
+        ConfigurationError: this user may not open as many files as `machine.limits.max_concurrent` episodes need.
+        ServerError: no server can answer requests any more.
+        StoreError: an image cannot be stored because the disk is full.
     """
     allow_episodes(machine.limits.max_concurrent)
     player = EpisodeRunner(environment, pool, SharedImages(images), sampling, seed, machine.limits.environment_timeout)
@@ -104,7 +107,7 @@ async def play_groups(
     step: int,
     first_group: int = 0,
 ) -> GenerateOutputs:
-    """`play` for every member of every group, as many at once as there is `room` for; see `collect`."""
+    """Call `play` for every member of every group, limited by the semaphore `room`; see `collect`."""
 
     async def one(task: Task, place: RolloutId) -> Trajectory | Failure:
         async with room:
@@ -117,7 +120,7 @@ async def play_groups(
                 for group, task in enumerate(tasks, first_group)
                 for member in range(group_size)
             ]
-    except BaseExceptionGroup as errors:  # what concerns the whole run, such as a full disk
+    except BaseExceptionGroup as errors:  # an error of the whole run, such as a full disk
         raise errors.exceptions[0] from None
     results = [episode.result() for episode in running]
     return GenerateOutputs(
@@ -127,13 +130,14 @@ async def play_groups(
 
 
 class CollectionProgress:
-    """Counts what is finished and shows it with the mean reward so far."""
+    """Count finished rollouts, and report them with the mean reward so far."""
 
     def __init__(self, name: str, planned: int, events: Events) -> None:
         self._name, self._planned, self._events = name, planned, events
         self._done, self._failed, self._reward = 0, 0, 0.0
 
     def add(self, result: Trajectory | Failure) -> None:
+        """Count one rollout."""
         self._done += 1
         if isinstance(result, Failure):
             self._failed += 1
@@ -146,7 +150,7 @@ class CollectionProgress:
 
 
 def failures_said(failures: Sequence[Failure], planned: int, what: str) -> str:
-    """How many of the `planned` rollouts of `what` failed, by reason, with the first of each."""
+    """Return a message with the number of failed rollouts among `planned`, by reason, each with its first example."""
     first = {failure.reason: failure for failure in reversed(failures)}
     lines = [f"{what}: {len(failures)} of {planned} rollouts failed:"]
     for reason, count in sorted(Counter(failure.reason for failure in failures).items()):

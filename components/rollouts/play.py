@@ -1,4 +1,4 @@
-"""One episode, played by the policy."""
+"""Play one episode with the policy: show observations, sample answers, step the environment, record turns."""
 
 from __future__ import annotations
 
@@ -24,35 +24,33 @@ from armature.components.contracts.rollouts import Trajectory, Turn
 from armature.components.environments.guarded import GuardedEpisode
 from armature.components.inference.client import Completion, GenerationFailure, Message, ReservedToken, Sampling
 
-# What rollouts need of a model server.
-
 
 class Generator(Protocol):
-    """Anything that continues chat messages: the server pool, or a scripted policy."""
+    """A source of answers to chat messages: the server pool, or a scripted policy."""
 
     async def complete(self, messages: Sequence[Message], sampling: Sampling, seed: int) -> Completion:
-        """One assistant message after `messages`.
+        """Sample one assistant message after `messages`.
 
-        The members of a group ask at the same time with seeds that follow one another, so that where they are
-        shown the same, one request to a server can sample for all of them.
+        The members of a group call this at the same time with consecutive seeds. If their messages are equal, one
+        request to a server can sample for all of them.
 
         Raises:
-            GenerationFailure: this request cannot be answered, others can.
+            GenerationFailure: this request cannot be answered; others can.
         """
 
 
-# What the model server is sent: chat messages whose images are the bytes in the image store.
+# --- The chat that a server receives; its images are the bytes in the image store ---
 
 
 class SharedImages:
-    """Stores every distinct image once and keeps its data URL, for all episodes that show it."""
+    """Store each distinct image once, and cache its data URL for all episodes that show it."""
 
     def __init__(self, store: ImageStore) -> None:
         self._store = store
         self._known: dict[tuple[str, str], asyncio.Task[tuple[ImageRef, str]]] = {}
 
     async def add(self, image: EncodedImage) -> tuple[ImageRef, str]:
-        """The image's reference and its data URL.
+        """Store an image and return its reference and its data URL.
 
         Raises:
             RolloutFailed: `bad_image`.
@@ -71,9 +69,13 @@ class SharedImages:
 
 
 class Conversation:
-    """The chat of one episode. `messages` is for the server, `images` are its images in order.
+    """The chat of one episode.
 
-    Without `dialogue` every observation begins it again.
+    Attributes:
+        messages: chat messages for the server.
+        images: the images in `messages`, in order of appearance.
+
+    With `dialogue`, the chat grows with every turn; without it, each observation replaces the earlier turns.
     """
 
     def __init__(self, system_prompt: str | None, shared: SharedImages, dialogue: bool) -> None:
@@ -90,7 +92,7 @@ class Conversation:
         self._unread.append(message)
 
     async def observe(self, observation: Observation) -> None:
-        """`observation` is one that was checked.
+        """Append an observation that `GuardedEpisode` has validated.
 
         Raises:
             RolloutFailed: `bad_image`, or `environment_error` for a system message that is not the first.
@@ -102,7 +104,7 @@ class Conversation:
             if message.role == "user":
                 await self._show(message.content)
             elif message.role == "system" and self.messages:
-                raise RolloutFailed("environment_error", "a system message that is not the first message")
+                raise RolloutFailed("environment_error", "a system message is not the first message")
             else:
                 self._append({"role": message.role, "content": "".join(map(str, message.content))})
         await self._show(observation.content)
@@ -123,17 +125,23 @@ class Conversation:
         self._unread.append({"role": "user", "content": shown})
 
     def answer(self, text: str) -> None:
+        """Append the policy's answer."""
         self.messages.append({"role": "assistant", "content": text})
 
     def unread(self) -> str:
-        """The messages since the last call, as JSON for people: images by their SHA-256."""
+        """Return the messages since the last call as JSON for display, with images replaced by their SHA-256."""
         unread, self._unread = self._unread, []
         return json.dumps(unread, ensure_ascii=False)
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutId:
-    """Which rollout of the run this is: member `member` of group `group` in step `step`."""
+    """The identity of a rollout within its run: member `member` of group `group` in step `step`.
+
+    Example:
+        >>> RolloutId(step=3, group=1, member=0).trajectory_id
+        '000003-0001-00'
+    """
 
     step: int
     group: int
@@ -141,16 +149,18 @@ class RolloutId:
 
     @property
     def group_id(self) -> str:
+        """Id of the rollout's group."""
         return f"{self.step:06d}-{self.group:04d}"
 
     @property
     def trajectory_id(self) -> str:
+        """Id of the rollout."""
         return f"{self.group_id}-{self.member:02d}"
 
     def request_seed(self, seed: int, turn: int) -> int:
-        """62 bits that depend on the run's `seed`, on the group and on the turn, plus the member.
+        """Return the seed of a request: a hash (62 bits) of the run's `seed`, the group and the turn, plus the member.
 
-        Seeds of a group follow one another, so that the pool may ask for its members in one request.
+        A group's members have consecutive seeds, so that the pool can merge their requests into one.
         """
         text = f"{seed}/{self.step}/{self.group}/{turn}"
         return (int.from_bytes(sha256(text.encode()).digest()[:8]) >> 2) + self.member
@@ -158,7 +168,7 @@ class RolloutId:
 
 @dataclass(frozen=True)
 class EpisodeRunner:
-    """Plays episodes of `environment` with `pool` as the policy; `seed` is the run's."""
+    """Play episodes of `environment` with `pool` as the policy. `seed` is the seed of the run."""
 
     environment: Environment
     pool: Generator
@@ -168,9 +178,10 @@ class EpisodeRunner:
     environment_timeout: float
 
     async def play(self, task: Task, place: RolloutId) -> Trajectory:
-        """
+        """Play one episode and return its trajectory.
+
         Raises:
-            RolloutFailed: whatever concerns this rollout alone.
+            RolloutFailed: this rollout failed; others are not affected.
         """
         episode = GuardedEpisode(self.environment, task, self.environment_timeout)
         try:
@@ -192,7 +203,7 @@ class EpisodeRunner:
 
     @cached_property
     def facts(self) -> EnvironmentInfo:
-        """Raises ConfigurationError where the environment lacks a required attribute."""
+        """Attributes of the environment. Raises ConfigurationError if a required one is missing."""
         return environment_info(self.environment)
 
     async def _turns(self, episode: GuardedEpisode, place: RolloutId) -> tuple[list[Turn], bool]:
@@ -208,7 +219,9 @@ class EpisodeRunner:
                 generated = await self._generate(conversation, place.request_seed(self.seed, index))
             except RolloutFailed as failed:
                 if turns and (failed.reason == "prompt_too_long" or _policy_wrote(failed, turns)):
-                    break  # the policy has spoiled its own context: it keeps what it has earned, as when out of turns
+                    # The policy itself has filled or spoiled its context. End the episode and keep its rewards, as if
+                    # it were out of turns.
+                    break
                 raise
             generate_seconds = time.perf_counter() - clock
             conversation.answer(generated.text)
@@ -254,7 +267,7 @@ class EpisodeRunner:
 
 
 def _policy_wrote(failed: RolloutFailed, turns: list[Turn]) -> bool:
-    """Check for a reserved token in the prompt that an answer of the policy has spelled."""
+    """Return True if the request failed because an earlier answer of the policy contains a reserved token."""
     cause = failed.__cause__
     return isinstance(cause, ReservedToken) and any(cause.token in turn.completion for turn in turns)
 

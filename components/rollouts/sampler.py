@@ -1,4 +1,4 @@
-"""Which tasks a step plays, where tasks that lately gave no signal are played less often."""
+"""Choose the tasks of a step. Tasks whose last group gave no training signal can be played less often."""
 
 from __future__ import annotations
 
@@ -18,16 +18,15 @@ from armature.components.rollouts.batches.advantages import groups_that_differ
 from armature.components.rollouts.settings import RolloutSettings
 from armature.components.rollouts.table import ROLLOUTS
 
-# Which tasks a step plays.
+# --- The order of tasks ---
 
 
 def tasks_of_step(tasks: Sequence[Task], groups_per_step: int, step: int, seed: int, round: int = 0) -> list[Task]:
-    """The tasks of round `round` of step `step` (both from 0), one per group.
+    """Return the tasks of round `round` of step `step` (both counted from 0), one per group.
 
-    All steps together walk through one endless list: the tasks in an order drawn for epoch 0, then in one drawn
-    for epoch 1, and so on. So no task comes again before all others have come, and a resumed run needs to
-    know nothing but its step. Further rounds walk through lists of their own, so that what a step plays does not
-    depend on how many rounds the steps before it needed.
+    All steps together walk through one endless list: the tasks in a random order for epoch 0, then in another for epoch
+    1, and so on. So no task repeats before all others have been played, and a resumed run needs only its step. Each
+    further round has a list of its own, so that a step's tasks do not depend on the rounds that earlier steps needed.
     """
     positions = np.arange(step * groups_per_step, (step + 1) * groups_per_step)
     orders = {
@@ -37,11 +36,11 @@ def tasks_of_step(tasks: Sequence[Task], groups_per_step: int, step: int, seed: 
 
 
 def task_order(count: int, seed: int, epoch: int, round: int) -> npt.NDArray[np.int64]:
-    """(count,) int64: the order of the tasks in an epoch of a round's list."""
+    """Return a permutation of `count` tasks, (count,) int64, for an epoch of a round's list."""
     return np.random.default_rng((seed, epoch, round)).permutation(count)
 
 
-# Which tasks tell a group's rollouts apart: where all of them earn the same, there is nothing to learn from.
+# --- Difficulty of tasks: a group whose rollouts all get the same reward has nothing to learn from ---
 
 DIFFICULTY = TableSchema(
     "task-difficulty",
@@ -62,7 +61,7 @@ DIFFICULTY = TableSchema(
 
 @dataclass(frozen=True)
 class PlayedGroup:
-    """The finished rollouts of one group in short."""
+    """Summary of a group's finished rollouts: their lowest and highest reward."""
 
     step: int
     task_id: str
@@ -71,14 +70,15 @@ class PlayedGroup:
 
     @property
     def differs(self) -> bool:
+        """True if the group's rewards are not all equal."""
         return not all_equal((self.lowest, self.highest))
 
 
 def played_groups(step: int, folder: Path) -> list[PlayedGroup]:
-    """The groups in the rollouts of a step, in the order of the plan; those without a finished rollout are not there.
+    """Read the groups with at least one finished rollout from a step's rollouts, ordered by group id.
 
     Raises:
-        DataError: the table is missing, or is one of another version.
+        DataError: the table is missing or has another version.
     """
     names = ("group_id", "trajectory_id", "task_id", "reward")
     columns = read_table(folder / "rollouts.parquet", ROLLOUTS, columns=names).to_pydict()
@@ -92,7 +92,7 @@ def played_groups(step: int, folder: Path) -> list[PlayedGroup]:
 
 @dataclass(frozen=True)
 class TaskDifficulty:
-    """How the groups of a task ended; see `DIFFICULTY`."""
+    """Counts of how a task's groups ended. The fields are explained in `DIFFICULTY`."""
 
     task_id: str
     groups: int
@@ -104,12 +104,12 @@ class TaskDifficulty:
 
 
 def difficulty(groups: Iterable[PlayedGroup]) -> list[TaskDifficulty]:
-    """By task, in the order of their names."""
+    """Return the difficulty of each task, sorted by task id."""
     by_task: dict[str, list[PlayedGroup]] = defaultdict(list)
     for group in groups:
         by_task[group.task_id].append(group)
-    highest = max((group.highest for own in by_task.values() for group in own), default=0.0)
-    return [_of_task(task_id, own, highest) for task_id, own in sorted(by_task.items())]
+    highest = max((group.highest for played in by_task.values() for group in played), default=0.0)
+    return [_of_task(task_id, played, highest) for task_id, played in sorted(by_task.items())]
 
 
 def _of_task(task_id: str, groups: Sequence[PlayedGroup], highest: float) -> TaskDifficulty:
@@ -122,7 +122,7 @@ def _of_task(task_id: str, groups: Sequence[PlayedGroup], highest: float) -> Tas
 
 
 def difficulty_counts(tasks: Sequence[TaskDifficulty]) -> dict[str, int]:
-    """How many tasks were played, and of how many no group ever told its rollouts apart."""
+    """Count the played tasks, and those without any group whose rewards differed."""
     silent = [task for task in tasks if not task.differing]
     return {
         "tasks/played": len(tasks),
@@ -134,15 +134,15 @@ def difficulty_counts(tasks: Sequence[TaskDifficulty]) -> dict[str, int]:
 
 
 Groups = Callable[[int], Iterable[PlayedGroup]]
-"""The groups that a step has played."""
+"""A function from a step to the groups that it has played."""
 
 
 class SignalSampler:
-    """Walks through the lists of `tasks_of_step`, from step 1, and leaves tasks out.
+    """Walk through the lists of `tasks_of_step` from step 1, and skip some tasks without a signal.
 
-    A task whose last group had equal rewards is taken with the probability `plan.repeat_no_signal`, drawn for each
-    epoch. What step k plays follows from the seed and from the groups of the steps before it, so a sampler that
-    starts with those of a stored run continues as the one of that run would have.
+    A task whose last group had equal rewards is played with the probability `plan.repeat_no_signal`, drawn once per
+    epoch. The tasks of step k depend only on the seed and the groups of earlier steps, so a sampler that reads the
+    groups of a stored run continues exactly like that run.
     """
 
     def __init__(self, tasks: Sequence[Task], plan: RolloutSettings) -> None:
@@ -152,10 +152,10 @@ class SignalSampler:
         self._step, self._chosen = 0, list[list[Task]]()
 
     def tasks_of_step(self, step: int, played: Groups) -> list[list[Task]]:
-        """The tasks of each round of `step`; steps are asked for in their order.
+        """Return the tasks of each round of `step`. Call it with increasing steps.
 
         Args:
-            played: gives the groups of the steps from that of the last call to the one before `step`.
+            played: returns the groups of a step; called for every step from the last call's step to `step - 1`.
         """
         while self._step < step:
             if self._step:
@@ -169,7 +169,7 @@ class SignalSampler:
             (self._no_signal.discard if group.differs else self._no_signal.add)(group.task_id)
 
     def _walk(self, number: int) -> list[Task]:
-        """The next tasks of the list of round `number`."""
+        """Return the next tasks from the list of round `number`."""
         plan, count = self._plan, len(self._tasks)
         chosen: list[Task] = []
         while len(chosen) < plan.groups_per_step:
@@ -186,14 +186,14 @@ class SignalSampler:
         return chosen
 
 
-# Dynamic sampling: further tasks are played until enough groups tell good from bad (DAPO, arXiv 2503.14476).
+# --- Dynamic sampling: play further tasks until enough groups have different rewards (DAPO, arXiv 2503.14476) ---
 
 
 async def play_rounds(play: Callable[[int], Awaitable[GenerateOutputs]], plan: RolloutSettings) -> GenerateOutputs:
-    """Everything that was played, round after round, `play(number)` being round `number` from 0.
+    """Play rounds until enough groups differ, and return all rollouts. `play(number)` plays round `number`, from 0.
 
-    A round is played whole, and whether another follows depends on the rewards alone: however fast each rollout
-    was, the same rewards lead to the same tasks.
+    Rounds are always completed, and only rewards decide if another follows. So the speed of rollouts has no influence:
+    equal rewards lead to equal tasks.
     """
     outputs = await play(0)
     for number in range(1, plan.max_rounds):
@@ -208,7 +208,7 @@ async def play_rounds(play: Callable[[int], Awaitable[GenerateOutputs]], plan: R
 
 @dataclass(frozen=True)
 class SelectedGroups:
-    """The rollouts that a step trains on. `drops` counts the other rollouts by reason; `metrics` counts groups."""
+    """The rollouts that a step trains on. `drops` counts the unused rollouts by reason; `metrics` counts groups."""
 
     outputs: GenerateOutputs
     drops: dict[str, int] = field(default_factory=dict)
@@ -216,23 +216,24 @@ class SelectedGroups:
 
 
 def choose_groups(outputs: GenerateOutputs, plan: RolloutSettings) -> SelectedGroups:
-    """The first `groups_per_step` groups whose rewards differ; all groups where only one round may be played."""
+    """Return the first `groups_per_step` groups whose rewards differ, or all groups if `plan.max_rounds` is 1."""
     if plan.max_rounds == 1:
         return SelectedGroups(outputs)
     differing = _differing(outputs)
     chosen, surplus = set(differing[: plan.groups_per_step]), set(differing[plan.groups_per_step :])
     groups = {one.group_id for one in outputs.trajectories} | {one.group_id for one in outputs.failures}
-    kept = tuple(one for one in outputs.trajectories if one.group_id in chosen)
+    selected = tuple(one for one in outputs.trajectories if one.group_id in chosen)
     n_surplus = sum(one.group_id in surplus for one in outputs.trajectories)
-    drops = {"surplus_group": n_surplus, "equal_rewards_group": len(outputs.trajectories) - len(kept) - n_surplus}
+    drops = {"surplus_group": n_surplus, "equal_rewards_group": len(outputs.trajectories) - len(selected) - n_surplus}
     metrics = {
         "groups/rounds": len(groups) / plan.groups_per_step,
         "groups/played": float(len(groups)),
         "groups/equal_rewards": float(len(groups) - len(differing)),
         "groups/surplus": float(len(surplus)),
     }
-    found = {reason: count for reason, count in drops.items() if count}
-    return SelectedGroups(replace(outputs, trajectories=kept), found, metrics)
+    return SelectedGroups(
+        replace(outputs, trajectories=selected), {reason: count for reason, count in drops.items() if count}, metrics
+    )
 
 
 def _differing(outputs: GenerateOutputs) -> list[str]:

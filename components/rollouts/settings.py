@@ -1,4 +1,4 @@
-"""How many rollouts a step takes, how they are sampled, and how they become training samples. Torch-free."""
+"""Settings of rollouts, of advantages and of training batches. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from pydantic import ConfigDict, Field, NonNegativeFloat, NonNegativeInt, Positi
 
 from armature.components.contracts.settings import Settings
 from armature.components.inference.settings import SamplingSettings
-
-# How many rollouts a step takes, and how they are sampled.
 
 
 class RolloutSettings(Settings):
@@ -22,36 +20,36 @@ class RolloutSettings(Settings):
     sampling: SamplingSettings
     """How tokens are sampled."""
     max_rounds: PositiveInt = 1
-    """1: every group counts as it is. More: further tasks are played, groups_per_step in each round, until as many
-    groups have rewards that differ, or after so many rounds (dynamic sampling)."""
+    """1: train on all groups of one round. More: play rounds of groups_per_step further tasks until groups_per_step
+    groups have different rewards, or this many rounds were played (dynamic sampling)."""
     repeat_no_signal: float = Field(1.0, ge=0.01, le=1)
-    """Probability that an epoch has a task whose last group had equal rewards, which teach nothing; others come in its
-    place. 1: every epoch has every task."""
+    """Probability that an epoch repeats a task whose last group had equal rewards, which give no gradient; another task
+    replaces a skipped one. 1: every epoch has every task."""
     max_staleness: int = Field(0, ge=0, le=4)
-    """0: generate and train in turn; 1: generate the next step while training this one; more, with in_flight_updates:
-    the next steps."""
+    """0: generate and train in turn; 1: generate the next step while training on this one; more: generate that many
+    next steps (needs in_flight_updates)."""
     in_flight_updates: bool = False
-    """Weights change while episodes are being played, within an answer too, and episodes of the next max_staleness
-    steps begin as soon as there is room. Faster where episodes are uneven; which weights sample a token depends on the
-    time that everything takes, so a seed no longer gives one run."""
+    """Update weights while episodes are played, even within an answer, and begin episodes of the next max_staleness
+    steps as soon as earlier ones end. This is faster if episodes have uneven lengths. The weights that sample a token
+    then depend on timing, so a seed does not give the same run."""
     seed: NonNegativeInt = 0
-    """Seed of the tasks' order and of every request."""
+    """Seed of the order of tasks and of every request."""
 
     @model_validator(mode="after")
-    def _how_far_rollouts_run_ahead(self) -> Self:
+    def _check_staleness(self) -> Self:
         if self.in_flight_updates and self.max_staleness < 1:
             raise ValueError("in_flight_updates needs max_staleness = 1 or more: how old a step's weights may be")
         if self.max_staleness > 1 and not self.in_flight_updates:
             raise ValueError("max_staleness above 1 needs in_flight_updates = true")
         if self.in_flight_updates and self.repeat_no_signal < 1:
             raise ValueError(
-                "repeat_no_signal chooses a step's tasks by the groups of the step before, and with in_flight_updates "
-                "they are not there yet: leave one of the two out"
+                "repeat_no_signal needs the previous step's groups to choose tasks, and with in_flight_updates they "
+                "are not finished yet: set only one of the two"
             )
         return self
 
 
-# How rollouts become training samples. Torch-free.
+# --- Advantages ---
 
 Deviation = Literal["sample", "population"]
 DEVIATION = (
@@ -60,109 +58,109 @@ DEVIATION = (
 
 
 class GroupMean(Settings):
-    """A trajectory is as good as it is better than the mean of its group: GRPO, Dr. GRPO, DAPO, GSPO."""
+    """The advantage is a trajectory's reward minus the mean of its group: GRPO, Dr. GRPO, DAPO, GSPO."""
 
     name: Literal["group_mean"]
-    """Which advantage: group_mean."""
+    """Name of the advantage: group_mean."""
     scale: Literal["group_std", "batch_std", "none"] = "group_std"
-    """What centered rewards are divided by; none is Dr. GRPO's choice."""
+    """Divisor of the centered rewards: the group's or the batch's standard deviation, or none as in Dr. GRPO."""
     deviation: Deviation = Field("sample", description=DEVIATION)
 
     @model_validator(mode="after")
     def _deviation_has_an_effect(self) -> GroupMean:
         if self.scale == "none" and self.deviation != "sample":
-            raise ValueError("scale none divides by no deviation: leave deviation out")
+            raise ValueError("deviation has no effect with scale none: leave it out")
         return self
 
 
 class RLOO(Settings):
-    """A trajectory is as good as it is better than the mean of the others in its group."""
+    """The advantage is a trajectory's reward minus the mean of the other trajectories in its group."""
 
     name: Literal["rloo"]
-    """Which advantage: rloo."""
+    """Name of the advantage: rloo."""
 
 
 class MeanNorm(Settings):
-    """Scores less their mean."""
+    """Subtract the mean of the scores."""
 
     name: Literal["mean_norm"]
-    """Which normalization: mean_norm."""
+    """Name of the normalization: mean_norm."""
 
 
 class MeanStdNorm(Settings):
-    """Scores less their mean, over their standard deviation."""
+    """Subtract the mean of the scores and divide by their standard deviation."""
 
     name: Literal["mean_std_norm"]
-    """Which normalization: mean_std_norm."""
+    """Name of the normalization: mean_std_norm."""
     deviation: Deviation = Field("sample", description=DEVIATION)
     std_floor: NonNegativeFloat = 0.0
-    """Standard deviations below this count as this, in units of reward: without a floor the small penalty of one
-    unreadable answer becomes the largest advantage where all have failed."""
+    """Smallest divisor, in units of reward. Without it, if all trajectories of a group have failed, the small penalty
+    of one unreadable answer becomes the largest advantage."""
 
 
 class ExactAnchors(Settings):
-    """Two turns are at the same state where their observations are equal."""
+    """Two turns began at the same state if their observations are equal."""
 
     name: Literal["exact"]
-    """Which states are the same: exact."""
+    """Name of the comparison: exact."""
 
 
 class AdmissibleAnchors(Settings):
-    """Two turns are at the same state where their observations and their admissible actions are equal."""
+    """Two turns began at the same state if their observations and their admissible actions are equal."""
 
     name: Literal["admissible"]
-    """Which states are the same: admissible."""
+    """Name of the comparison: admissible."""
 
 
 class SimilarAnchors(Settings):
-    """Two turns are at the same state where their observations are nearly the same text."""
+    """Two turns began at the same state if the texts of their observations are similar."""
 
     name: Literal["similar"]
-    """Which states are the same: similar."""
+    """Name of the comparison: similar."""
     threshold: float = Field(0.95, gt=0, lt=1)
-    """Least ratio of equal characters, as difflib counts them."""
+    """Smallest similarity ratio of two texts, as computed by difflib."""
 
 
 class GiGPO(Settings):
-    """The trajectory against its group, and each turn against the turns that began at the same state."""
+    """Compare each trajectory with its group, and each turn with the turns that began at the same state."""
 
     name: Literal["gigpo"]
-    """Which advantage: gigpo."""
+    """Name of the advantage: gigpo."""
     gamma: float = Field(0.95, ge=0, le=1)
-    """Discount per turn of the return that turns are compared by."""
+    """Discount per turn of the returns that turns are compared by."""
     step_weight: NonNegativeFloat = 1.0
-    """Weight of the turn's advantage beside the trajectory's."""
+    """Weight of the turn's advantage, which is added to the trajectory's."""
     statistics: Literal["trajectories", "rows"] = "trajectories"
-    """What counts once in a group's mean and deviation: a trajectory (the paper) or a turn (its code), where long
-    trajectories weigh more."""
+    """Unit of a group's mean and deviation. trajectories: each trajectory counts once (the paper); rows: each turn
+    counts once, so long trajectories have more weight (the paper's code)."""
     norm: MeanNorm | MeanStdNorm = Field(MeanStdNorm(name="mean_std_norm"), discriminator="name")
-    """What advantages are measured in."""
+    """Normalization of the scores."""
     anchor: ExactAnchors | AdmissibleAnchors | SimilarAnchors = Field(ExactAnchors(name="exact"), discriminator="name")
-    """When two turns of a group are at the same state."""
+    """Rule for which turns of a group began at the same state."""
 
 
 Advantage = Annotated[GroupMean | RLOO | GiGPO, Field(discriminator="name")]
 
 
 class PenaltySettings(Settings):
-    """What an answer that was not an action costs its own turn. Rewards as they are reported stay as they are."""
+    """Penalties for answers that are not valid actions. They change advantages; reported rewards stay the same."""
 
     format: NonNegativeFloat = 0.0
-    """Subtracted from a turn whose answer could not be read."""
+    """Penalty of a turn whose answer could not be parsed."""
     inadmissible: NonNegativeFloat = 0.0
-    """Subtracted from a turn whose action was not possible."""
+    """Penalty of a turn whose action was not possible."""
 
 
 class BatchSettings(Settings):
-    """Advantages and what a training sequence may be."""
+    """Advantages, penalties and the limits of training sequences."""
 
     model_config = ConfigDict(title="Batches")
 
     advantage: Advantage = GroupMean(name="group_mean")
-    """How the advantage of a turn is estimated, and its parameters."""
+    """Estimator of a turn's advantage, with its parameters."""
     penalty: PenaltySettings = PenaltySettings()
-    """What answers that were not actions cost."""
+    """Penalties for answers that are not valid actions."""
     skip_zero_advantage: bool = True
-    """Leave out groups all of whose turns have advantage 0; they carry no gradient."""
+    """Leave out groups in which every turn has advantage 0, because they have no gradient."""
     max_sequence_tokens: PositiveInt
-    """Turns that would end beyond this are dropped and counted."""
+    """Longest training sequence. Turns that would exceed it are dropped and counted."""

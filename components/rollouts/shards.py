@@ -1,4 +1,7 @@
-"""Rollouts by workers, on this machine or on nodes of a cluster: what passes through here are references to shards."""
+"""Collect rollouts with worker processes, on this machine or on nodes of a cluster.
+
+Workers write shards to the artifact store; this process receives only references to them.
+"""
 
 from __future__ import annotations
 
@@ -36,17 +39,15 @@ from armature.components.rollouts.settings import RolloutSettings
 from armature.components.rollouts.table import read_rollouts
 from armature.components.rollouts.worker import ALIVE_EVERY, SHARDS, WorkerPlan
 
-# Shards of a step: which wait for a worker, which are played since when, and which are late.
-
 ShardT = TypeVar("ShardT")
 WorkerT = TypeVar("WorkerT")
 
 
 class ShardQueue(Generic[ShardT, WorkerT]):
-    """All calls have to come from one event loop.
+    """The shards of a step: waiting for a worker, being played, or late. All calls must come from one event loop.
 
     Attributes:
-        late: shards that were taken from a worker; each is taken once, for it may just be long.
+        late: shards that were taken from their worker. A shard is taken at most once, because it may just be long.
     """
 
     def __init__(self, shards: Sequence[ShardT]) -> None:
@@ -57,7 +58,7 @@ class ShardQueue(Generic[ShardT, WorkerT]):
         self.late = list[ShardT]()
 
     async def take(self) -> tuple[ShardT, int] | None:
-        """A shard and how often it was begun with this time; waits for one. None: all are made."""
+        """Wait for a shard. Return it with the number of this attempt, or None once all shards are done."""
         async with self._changed:
             self._idle += 1
             try:
@@ -67,20 +68,20 @@ class ShardQueue(Generic[ShardT, WorkerT]):
             return self._waiting.popleft() if self._waiting else None
 
     async def put_back(self, shard: ShardT, attempt: int) -> None:
-        """To be begun once more, as attempt number `attempt`."""
+        """Return a failed shard to the queue for attempt number `attempt`."""
         async with self._changed:
             self._waiting.append((shard, attempt))
             self._changed.notify_all()
 
     async def made(self) -> None:
-        """One of the shards is there."""
+        """Count one shard as done."""
         async with self._changed:
             self._left -= 1
             self._changed.notify_all()
 
     @contextmanager
     def played(self, shard: ShardT, worker: WorkerT, now: float) -> Iterator[None]:
-        """Within it, `worker` plays `shard`."""
+        """Record that `worker` plays `shard` inside the block, since the time `now`."""
         self._played[worker] = shard, now
         try:
             yield
@@ -88,8 +89,11 @@ class ShardQueue(Generic[ShardT, WorkerT]):
             del self._played[worker]
 
     def overdue(self, now: float, awaited: float, timeout: float) -> Iterator[tuple[ShardT, WorkerT]]:
-        """What was played, and waited for since `awaited`, for `timeout` seconds, the longest first; no more than there
-        are workers without work. What it gives is `late` from then on."""
+        """Yield late shards with their workers, longest first, and at most as many as there are idle workers.
+
+        A shard is late if it has been played, and training has waited for its step since `awaited`, for `timeout`
+        seconds. A yielded shard is added to `late`.
+        """
         overdue = [
             (begun, worker, shard)
             for worker, (shard, begun) in self._played.items()
@@ -102,22 +106,22 @@ class ShardQueue(Generic[ShardT, WorkerT]):
 
 WORKER = "armature.components.rollouts.worker"
 SILENCE = 120.0
-"""Seconds without a sign of life after which a worker is lost; it gives one every 5 s, once it has started."""
+"""Seconds without a message after which a worker is lost. A running worker sends one every 5 s."""
 
 MOST_SIGNS = round(7 * 86400 / ALIVE_EVERY)
-"""Signs of life while a shard is played: a week's."""
+"""Most messages of a worker while it plays one shard: enough for a week."""
 
 MOST_BYTES = 2**24
-"""Of what a worker answers; rollouts are not part of it."""
+"""Largest reply of a worker, in bytes; rollouts are not part of it."""
 
 PAUSE = 1.0
-"""Seconds that the pool has to see to its servers before a shard is begun again for want of them."""
+"""Seconds to wait before a failed shard is tried again, so that the pool can restart its servers."""
 
 ATTEMPTS = 4
-"""Times that a shard is begun before its error is the run's."""
+"""Attempts of a shard before its error ends the run."""
 
 LOOK_EVERY = 1.0
-"""Seconds between two looks for shards that are late."""
+"""Seconds between two searches for late shards."""
 
 
 class SuspectReply(ReplyForm):
@@ -129,7 +133,7 @@ class SuspectReply(ReplyForm):
 
 
 class ShardReply(ReplyForm):
-    """Whether a shard was made, and which servers failed."""
+    """A worker's reply: `made` is False if all servers were gone; `suspects` are the servers that failed."""
 
     made: bool
     suspects: list[SuspectReply]
@@ -140,7 +144,7 @@ SHARD_REPLY = TypeAdapter(ShardReply)
 
 @dataclass(frozen=True)
 class RolloutShard:
-    """Groups `first_group` and following of a step, one for each task."""
+    """Consecutive groups of a step, starting with number `first_group`, one per task."""
 
     step: int
     first_group: int
@@ -156,10 +160,10 @@ class RolloutShard:
 
 
 class RolloutWorkers:
-    """`machine.workers.rollouts` workers, each with an environment, requests and an image store of its own.
+    """A pool of `machine.workers.rollouts` worker processes, each with its own environment, HTTP client and image store.
 
     Args:
-        run: the fingerprint of the run, under which its shards are found.
+        run: fingerprint of the run, which begins the keys of its shards.
     """
 
     def __init__(
@@ -173,9 +177,10 @@ class RolloutWorkers:
     ) -> None:
         self._plan, self._pool, self._store, self._run = plan, pool, store, run
         count = machine.workers.rollouts
-        own = Machine(
+        machine_of_worker = Machine(
             store=str(store.root),
-            remote_store=machine.remote_store if machine.cluster else None,  # here, only rollouts of them are sent
+            # On this machine, only the step's rollouts are sent to the remote store; shards stay local.
+            remote_store=machine.remote_store if machine.cluster else None,
             workers=MachineWorkers(environments=max(1, machine.playing_processes // count)),
             limits=MachineLimits(
                 max_concurrent=max(1, machine.limits.max_concurrent // count),
@@ -183,14 +188,14 @@ class RolloutWorkers:
                 generation_timeout=machine.limits.generation_timeout,
             ),
         )
-        self._groups = max(1, own.limits.max_concurrent // plan.group_size)
+        self._groups = max(1, machine_of_worker.limits.max_concurrent // plan.group_size)
         limits = pool.limits
         settings = WorkerPlan(
             environment=environment,
             group_size=plan.group_size,
             sampling=plan.sampling,
             seed=plan.seed,
-            machine=own,
+            machine=machine_of_worker,
             sampled=limits.sampled,
             prompt=limits.prompt,
             forbidden=tuple(sorted(limits.forbidden)),
@@ -208,21 +213,22 @@ class RolloutWorkers:
         self._awaited = dict[int, float]()
 
     def training_waits(self, step: int) -> None:
-        """The training can do nothing more without the rollouts of `step`; from any thread."""
+        """Record that training now waits for the rollouts of `step`. May be called from any thread."""
         self._awaited[step] = time.monotonic()
 
     async def collect(
         self, tasks: Sequence[Task], events: Events, *, step: int, first_group: int, name: str
     ) -> GenerateOutputs:
-        """As `armature.components.rollouts.collect.collect`, and with its results. Each worker has one shard at a time.
+        """Collect rollouts as `armature.components.rollouts.collect.collect` does, with equal results.
 
-        A shard whose worker or node is lost is collected again by the next worker that is free. One that is late (see
-        `machine.limits.rollout_straggler_timeout`) is taken from its worker, which is ended, and so are its rollouts.
+        Each worker plays one shard at a time. A shard whose worker or node is lost is collected again by the next free
+        worker. The worker of a late shard (see `machine.limits.rollout_straggler_timeout`) is ended, its rollouts are dropped,
+        and another worker collects the shard.
 
         Raises:
-            ConfigurationError: a worker cannot be started, or what it writes is not seen here.
+            ConfigurationError: a worker cannot be started, or this machine does not see the store that it writes to.
             ServerError: no server is left.
-            WorkerError, StoreError: a shard was begun `ATTEMPTS` times, and never finished.
+            WorkerError, StoreError: a shard failed `ATTEMPTS` times.
         """
         size = min(self._groups, -(-len(tasks) // len(self._workers.workers)))
         starts = range(0, len(tasks), size)
@@ -280,10 +286,10 @@ class RolloutWorkers:
         tasks = [{**asdict(task), "payload": task.payload} for task in shard.tasks]
         requests = len(shard.tasks) * self._plan.group_size
         async with self._free[worker], self._pool.direct_access(requests) as servers:
-            lent = [asdict(server) for server in servers]
+            access = [asdict(server) for server in servers]
             play = partial(
                 worker.stream,
-                *("play", key, shard.step, shard.first_group, tasks, lent),
+                *("play", key, shard.step, shard.first_group, tasks, access),
                 part=NOTHING,
                 most_parts=MOST_SIGNS,
                 reply=SHARD_REPLY,
@@ -298,24 +304,25 @@ class RolloutWorkers:
         if not reply.made:
             await asyncio.sleep(PAUSE)
             suspects = ", ".join(each.name for each in reply.suspects)
-            raise WorkerError("no server that it had answers any more", code="lent_servers_lost", where=suspects)
+            raise WorkerError("all servers of the worker are gone", code="lent_servers_lost", where=suspects)
         artifact = await asyncio.to_thread(self._store.find, SHARDS, key)
         if artifact is None:
             raise ConfigurationError(
-                "a worker has written its rollouts to a store that this machine does not see",
+                "a worker wrote its rollouts to a store that this machine does not see",
                 code="store_not_shared",
                 where=f"machine.store = {str(self._store.root)!r} there",
-                remedy="set machine.remote_store, or give all nodes one store under the same path",
+                remedy="set machine.remote_store, or mount one store under the same path on all nodes",
             )
         self._made_of[shard.step].append(key)
         return await asyncio.to_thread(read_rollouts, artifact.path)
 
     def forget(self, step: int) -> None:
-        """Delete the shards of `step`, which an artifact of all of them has replaced. Their images stay."""
+        """Delete the shards of `step` once one artifact holds all its rollouts. Their images stay."""
         self._awaited.pop(step, None)
         for key in self._made_of.pop(step, ()):
             self._store.discard(SHARDS, key)
 
     def close(self) -> None:
+        """End the workers."""
         self._workers.close()
         self._threads.shutdown()

@@ -1,4 +1,4 @@
-"""The rollout table: `rollouts.parquet`, one row per assistant turn, and `failures.parquet`."""
+"""The files of rollouts: `rollouts.parquet` with one row per assistant turn, and `failures.parquet`."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ FAILURES = TableSchema(
 
 
 def write_rollouts(folder: Path, outputs: GenerateOutputs) -> None:
-    """Write both tables into `folder`, which exists. Trajectories keep their order, turns theirs."""
+    """Write trajectories and failures, in their order, as two tables into the existing `folder`."""
     turns = [(trajectory, turn) for trajectory in outputs.trajectories for turn in trajectory.turns]
     columns: dict[str, Iterable[Any]] = {
         "turn": [turn.index for _, turn in turns],
@@ -73,10 +73,10 @@ def write_rollouts(folder: Path, outputs: GenerateOutputs) -> None:
 
 
 def read_rollouts(folder: Path, group_id: str | None = None) -> GenerateOutputs:
-    """What `write_rollouts` was given, or one group of it.
+    """Read the rollouts that `write_rollouts` has written, or one group of them.
 
     Raises:
-        DataError: a table is missing, or is one of another version.
+        DataError: a table is missing or has another version.
     """
     where = None if group_id is None else {"group_id": group_id}
     table = read_table(folder / "rollouts.parquet", ROLLOUTS, where)
@@ -89,19 +89,21 @@ def read_rollouts(folder: Path, group_id: str | None = None) -> GenerateOutputs:
 
 
 def write_failures(folder: Path, failures: Sequence[Failure]) -> None:
+    """Write `failures.parquet`."""
     write_table(folder / FAILURES_FILE, [asdict(failure) for failure in failures], FAILURES)
 
 
 def read_failures(folder: Path, where: dict[str, str] | None = None) -> tuple[Failure, ...]:
-    """
+    """Read `failures.parquet`, or its rows that match `where`.
+
     Raises:
-        DataError: the table is missing, or is one of another version.
+        DataError: the table is missing or has another version.
     """
     return tuple(Failure(**row) for row in read_table(folder / FAILURES_FILE, FAILURES, where).to_pylist())
 
 
 def _views(column: pa.ChunkedArray) -> list[np.ndarray[Any, Any]]:
-    """Each row of a list column as an array, without going through Python numbers."""
+    """Return each row of a list column as an array, without converting values to Python numbers."""
     return [
         np.array(chunk.values[start:stop])
         for chunk in column.chunks

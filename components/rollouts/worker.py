@@ -1,4 +1,4 @@
-"""A process that collects shards: whole groups of a step, asked directly of the servers, kept in an artifact."""
+"""The worker process that collects shards of rollouts. A shard is some groups of a step, stored as an artifact."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from armature.components.rollouts.table import write_rollouts
 
 SHARDS = "rollout-shards"
 ALIVE_EVERY = 5.0
-"""Seconds between two signs of life of a worker that plays."""
+"""Seconds between two messages of a busy worker that show that it is alive."""
 
 
 class WorkerPlan(Settings):
-    """What a worker plays, and what it has of its machine."""
+    """The settings of a worker: its environment, sampling, share of the machine, and the limits of valid answers."""
 
     environment: EnvironmentSettings
     group_size: int
@@ -50,11 +50,12 @@ class WorkerPlan(Settings):
 
     @property
     def limits(self) -> AnswerLimits:
+        """Limits of valid answers."""
         return AnswerLimits(self.sampled, self.prompt, frozenset(self.forbidden), self.max_model_len, self.placeholders)
 
 
 class RolloutWorker:
-    """Keeps an environment from shard to shard."""
+    """Collect shards one after the other, with one environment for all of them."""
 
     def __init__(self, **plan: Any) -> None:
         self._plan = WorkerPlan.model_validate(plan)
@@ -68,10 +69,10 @@ class RolloutWorker:
     def play(
         self, key: str, step: int, first_group: int, tasks: list[dict[str, Any]], servers: list[dict[str, Any]]
     ) -> Generator[None, None, dict[str, Any]]:
-        """Collect a group for each task, and keep them as the artifact `key`, unless that was done. Yields None while
-        it plays; returns whether it is `made`, which it is not where all servers were gone, and which are `suspects`.
+        """Collect a group for each task and store them as the artifact `key`, unless it exists already.
 
-        Where there is a remote store the artifact is there when this ends, with the images that it shows.
+        Yield None every `ALIVE_EVERY` seconds. Return `made`, which is False if all servers were gone, and `suspects`,
+        the servers that failed. If there is a remote store, it has the artifact and its images when this returns.
         """
         with ThreadPoolExecutor(1) as thread:
             playing = thread.submit(self._made, key, step, first_group, tasks, servers)
@@ -137,7 +138,7 @@ class RolloutWorker:
 
 
 class _Silent:
-    """Who asked for the shard tells of it."""
+    """Events that are ignored: the process that asked for the shard reports on it."""
 
     def progress(self, name: str, done: int, total: int, **postfix: float) -> None: ...
 

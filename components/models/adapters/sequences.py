@@ -9,10 +9,7 @@ import numpy as np
 
 from armature.components.contracts.batches import Sample, TurnAdvantages
 from armature.components.contracts.images import ImageRef
-from armature.components.contracts.rollouts import TokenIds, Trajectory, Turn
-
-POSITIVE_LOGPROB = 1e-5
-"""Largest log-prob accepted; rounding of a float32 log-softmax may exceed 0 by this much."""
+from armature.components.contracts.rollouts import MAX_LOGPROB, TokenIds, Trajectory, Turn
 
 
 def turn_defect(turn: Turn, forbidden: Collection[int], max_tokens: int | None) -> str | None:
@@ -28,7 +25,7 @@ def turn_defect(turn: Turn, forbidden: Collection[int], max_tokens: int | None) 
         return "logprobs_length"
     if not np.isfinite(logprobs).all():
         return "logprobs_not_finite"
-    if (np.asarray(logprobs) > POSITIVE_LOGPROB).any():
+    if (np.asarray(logprobs) > MAX_LOGPROB).any():
         return "logprobs_positive"
     if not set(np.asarray(tokens).tolist()).isdisjoint(forbidden):
         return "placeholder_sampled"

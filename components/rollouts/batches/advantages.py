@@ -1,4 +1,4 @@
-"""How good each turn was, against its siblings."""
+"""Advantages of turns, by comparison with the other rollouts of the same task."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from armature.components.rollouts.settings import (
     SimilarAnchors,
 )
 
-# The turns of one task's rollouts, laid side by side with what each of them scored.
+# --- Groups of rollouts as arrays ---
 
 Values = npt.NDArray[np.float64]
 
@@ -38,8 +38,11 @@ Values = npt.NDArray[np.float64]
 class Group:
     """The N turns of the M trajectories of one group, trajectory by trajectory.
 
-    `member` (N,) int64: which trajectory a turn belongs to. `penalties` (N,): what its defect costs. `scores` (N,):
-    the reward of its whole trajectory less that. `rewards` (M,): those of the trajectories, nothing subtracted.
+    Attributes:
+        member: (N,) int64, index of each turn's trajectory.
+        penalties: (N,), penalty of each turn for an invalid action.
+        rewards: (M,), reward of each trajectory, without penalties.
+        scores: (N,), reward of each turn's whole trajectory minus the turn's penalty.
     """
 
     group_id: str
@@ -79,20 +82,20 @@ def groups_that_differ(rewards: Iterable[tuple[str, float]]) -> list[str]:
 
 
 def groups_of(trajectories: Sequence[Trajectory], penalty: PenaltySettings) -> list[Group]:
-    """Groups in the order in which they come. One whose reward is not finite is in none: it cannot be compared.
+    """Return the groups in order of appearance. Trajectories with a reward that is not finite are left out.
 
     Raises:
-        DataError: a trajectory comes twice, which would count it twice in its group's mean.
+        DataError: a trajectory id occurs twice; it would count twice in its group's mean.
     """
     members: dict[str, list[Trajectory]] = defaultdict(list)
     seen: set[str] = set()
     for trajectory in trajectories:
         if trajectory.trajectory_id in seen:
             raise DataError(
-                "a trajectory comes twice: it would weigh double in its group",
+                "a trajectory occurs twice and would count double in its group",
                 code="trajectory_repeated",
                 where=trajectory.trajectory_id,
-                remedy="give every rollout once",
+                remedy="pass every rollout once",
             )
         seen.add(trajectory.trajectory_id)
         if np.isfinite(trajectory.reward):
@@ -109,13 +112,14 @@ def _group(group_id: str, trajectories: tuple[Trajectory, ...], penalty: Penalty
     return Group(group_id, trajectories, turns, member, penalties, rewards, rewards[member] - penalties)
 
 
-# Which turns of a task's rollouts began at the same state.
+# --- Turns that began at the same state ---
 
 Labels = npt.NDArray[np.int64]
 
 
 def anchor_labels(turns: Sequence[Turn], anchor: ExactAnchors | AdmissibleAnchors | SimilarAnchors) -> Labels:
-    """(N,) turns at the same state have the same number. A turn whose state has no name is at one of its own."""
+    """Return a number per turn, (N,), equal for turns at the same state. A turn without a state key is alone at its
+    state."""
     if isinstance(anchor, SimilarAnchors):
         keys: list[Hashable] = list(similar([turn.anchor_key for turn in turns], anchor.threshold))
     elif isinstance(anchor, AdmissibleAnchors):
@@ -128,10 +132,11 @@ def anchor_labels(turns: Sequence[Turn], anchor: ExactAnchors | AdmissibleAnchor
 
 
 def similar(texts: Sequence[str | None], threshold: float) -> list[str | None]:
-    """For each text the first one of its cluster: the earliest cluster whose first text it resembles takes it.
+    """Return, for each text, the first text of its cluster. A text joins the earliest cluster with a similar first
+    text.
 
-    Characters are compared without difflib's heuristic that takes frequent ones for junk: from 200 characters on
-    it can make nearly equal texts look like nothing of each other.
+    difflib's heuristic that ignores frequent characters is off: from 200 characters on, it can make nearly equal texts
+    look entirely different.
     """
     firsts: list[str] = []
     found: dict[str, str] = {}
@@ -249,7 +254,8 @@ EPSILON = 1e-4
 
 @dataclass(frozen=True)
 class Advantages:
-    """`by_turn`: the advantage of every turn. `without_gradient`: ids of groups all of whose turns have 0."""
+    """The advantages of a step. `by_turn`: advantage of every turn; `without_gradient`: ids of groups in which every
+    turn has advantage 0."""
 
     by_turn: TurnAdvantages
     without_gradient: frozenset[str]
@@ -257,13 +263,14 @@ class Advantages:
 
 
 def turn_advantages(trajectories: Sequence[Trajectory], settings: BatchSettings) -> Advantages:
-    """Advantages of all turns, before any is dropped: what cannot be trained on still tells how good the others were.
+    """Return the advantages of all turns, including turns that cannot be trained on, whose rewards still count in
+    means.
 
-    Failed members are not part of a group; a group with one trajectory left has nothing to compare it with.
+    Failed rollouts are not part of a group. A group with a single trajectory has no baseline, and its advantage is 0.
 
     Raises:
-        DataError: a trajectory comes twice.
-        ConfigurationError: GiGPO without any state to compare turns at.
+        DataError: a trajectory occurs twice.
+        ConfigurationError: the advantage is GiGPO and no turn has a state key.
     """
     groups = groups_of(trajectories, settings.penalty)
     values, metrics = ESTIMATORS[settings.advantage.name](groups, settings.advantage)

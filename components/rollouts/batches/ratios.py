@@ -1,4 +1,4 @@
-"""What the trainer computed of the tokens of one step, beside what the sampler did: one row per training sample."""
+"""The table of log-ratios of a step: per trained token, the trainer's log-prob minus the sampler's."""
 
 from __future__ import annotations
 
@@ -32,18 +32,19 @@ LOG_RATIOS = TableSchema(
 
 
 def ratios_file(workspace: Path, step: int) -> Path:
-    """Where the run in folder `workspace` keeps those of `step`."""
+    """Return the path of the log-ratios of `step` in a run's folder."""
     return workspace / RATIOS_FOLDER / f"{step:05d}.parquet"
 
 
 def write_log_ratios(path: Path, samples: Sequence[Sample], log_ratios: Mapping[int, LogRatios]) -> None:
-    """
+    """Write the log-ratios of a step atomically.
+
     Args:
-        log_ratios: by the samples' position, (T,) log-prob under the trainer less that under the sampler of the T
-            tokens that were trained on; samples without any are left out.
+        log_ratios: by index in `samples`, (T,) log-probs under the trainer minus log-probs under the sampler, for the T
+            trained tokens; samples without trained tokens are left out.
 
     Raises:
-        OSError: what is at `path` is as it was then.
+        OSError: the file cannot be written; an earlier file at `path` is unchanged.
     """
     rows = sorted(log_ratios)
     columns: dict[str, pa.Array] = {
@@ -55,16 +56,16 @@ def write_log_ratios(path: Path, samples: Sequence[Sample], log_ratios: Mapping[
     flat = np.concatenate(values) if values else np.empty(0, np.float32)
     columns["log_ratios"] = pa.ListArray.from_arrays(offsets, pa.array(flat, pa.float32()))
     path.parent.mkdir(exist_ok=True)
-    part = path.with_suffix(".part")  # what a killed trainer leaves is written over when the step is made again
+    part = path.with_suffix(".part")  # a killed trainer may leave this file; the repeated step overwrites it
     write_table(part, pa.table(columns, LOG_RATIOS.schema), LOG_RATIOS)
     part.replace(path)
 
 
 def read_log_ratios(path: Path, group_id: str | None = None) -> dict[str, LogRatios]:
-    """By sample id, of all samples or of those of one group; see `write_log_ratios`.
+    """Read log-ratios by sample id, of all samples or of one group; see `write_log_ratios`.
 
     Raises:
-        DataError: no readable table of this version.
+        DataError: the table is missing, damaged or has another version.
     """
     table = read_table(path, LOG_RATIOS, None if group_id is None else {"group_id": group_id})
     names, lists = table["sample_id"].to_pylist(), table["log_ratios"].combine_chunks()
@@ -73,18 +74,17 @@ def read_log_ratios(path: Path, group_id: str | None = None) -> dict[str, LogRat
     return dict(zip(names, np.split(flat, ends[:-1]), strict=True)) if names else {}
 
 
-# What the trainer knows of the tokens of a step, for the pages that show its rollouts.
-
-
 def read_scores(
     trajectories: Sequence[Trajectory], batch: Path, log_ratios: Path, group_id: str | None = None
 ) -> dict[str, list[TurnScores]]:
-    """Those of the batch in a folder, or of one group of it; without ratios where their file is absent or damaged.
+    """Return per-token scores of trajectories, for the pages that show rollouts, of a whole batch or one group.
+
+    The scores lack log-ratios if their file is missing or damaged.
 
     Raises:
         DataError: the batch cannot be read.
     """
-    known: Mapping[str, LogRatios] = {}
+    ratios: Mapping[str, LogRatios] = {}
     with suppress(DataError):
-        known = read_log_ratios(log_ratios, group_id)
-    return turn_scores(trajectories, read_batch(batch, group_id), known)
+        ratios = read_log_ratios(log_ratios, group_id)
+    return turn_scores(trajectories, read_batch(batch, group_id), ratios)

@@ -1,4 +1,4 @@
-"""From rollouts to the samples of one training step, and the table that holds them."""
+"""Build the samples of one training step from rollouts, check them, and store them as a table."""
 
 from __future__ import annotations
 
@@ -17,19 +17,18 @@ from armature.components.contracts.batches import Sample, TurnAdvantages
 from armature.components.contracts.errors import DataError
 from armature.components.contracts.images import ImageRef
 from armature.components.contracts.metrics import merged
-from armature.components.contracts.rollouts import GenerateOutputs
+from armature.components.contracts.rollouts import MAX_LOGPROB, GenerateOutputs
 from armature.components.rollouts.batches.advantages import turn_advantages
 from armature.components.rollouts.settings import BatchSettings
 
 Vocabulary = tuple[int, int]
-"""How many token ids can be sampled, and how many can be in a sequence at all."""
+"""Number of token ids that can be sampled, and number of ids that a sequence can contain."""
 MOST_TOKENS = 2**31
-POSITIVE_LOGPROB = 1e-3
 _KINDS = {"input_ids": "iu", "loss_mask": "b", "behavior_logprobs": "f", "policy_versions": "iu", "advantages": "f"}
 
 
 def sample_defect(sample: Sample, vocabulary: Vocabulary = (MOST_TOKENS, MOST_TOKENS)) -> tuple[str, str] | None:
-    """The first field that cannot be trained on, and what is wrong with it; None for a sound sample."""
+    """Return the first invalid field of a sample and the reason; None if the sample can be trained on."""
     length = np.shape(sample.input_ids)
     for name, kinds in _KINDS.items():
         values = getattr(sample, name)
@@ -49,7 +48,7 @@ def sample_defect(sample: Sample, vocabulary: Vocabulary = (MOST_TOKENS, MOST_TO
         if lost:
             return name, f"of {lost} trained tokens are not finite"
     highest = sample.behavior_logprobs[mask].max(initial=-np.inf)
-    if highest > POSITIVE_LOGPROB:
+    if highest > MAX_LOGPROB:
         return "behavior_logprobs", f"{highest:.4g} is not a log-probability"
     return None if np.isfinite(sample.reward) else ("reward", f"is {sample.reward}")
 
@@ -57,9 +56,10 @@ def sample_defect(sample: Sample, vocabulary: Vocabulary = (MOST_TOKENS, MOST_TO
 def check_samples(
     samples: Sequence[Sample], vocabulary: Vocabulary = (MOST_TOKENS, MOST_TOKENS), where: str = "the batch"
 ) -> None:
-    """
+    """Check that all samples can be trained on; see `sample_defect`.
+
     Raises:
-        DataError: a sample that cannot be trained on; names batch, row and field.
+        DataError: a sample is invalid. The error names batch, row and field.
     """
     for row, sample in enumerate(samples):
         if defect := sample_defect(sample, vocabulary):
@@ -67,22 +67,23 @@ def check_samples(
 
 
 def refusal(what: str, where: str, row: int, sample: Sample) -> DataError:
-    """The error that a sample cannot be trained on."""
+    """Return the error for a sample that cannot be trained on."""
     return DataError(
         what,
         code="sample_not_trainable",
         where=f"{where}, row {row}, sample {sample.sample_id}",
-        remedy="find out who wrote it; a run continues without the batch of step N with machine.skip_batches = [N]",
+        remedy="correct the program that wrote it; machine.skip_batches = [N] continues a run without step N's batch",
     )
 
 
-# From rollouts to the samples of one training step.
+# --- Building a batch ---
 
 log = logging.getLogger(__name__)
 
 
 class SampleSource(Protocol):
-    """What an adapter does here: exact token sequences from trajectories, drops counted by reason."""
+    """A model family's adapter as far as batches need it: it turns trajectories into samples, and counts drops by
+    reason."""
 
     def samples(
         self, outputs: GenerateOutputs, advantages: TurnAdvantages | None = None
@@ -94,7 +95,7 @@ SampleT = TypeVar("SampleT")
 
 @dataclass(frozen=True)
 class BuiltBatch(Generic[SampleT]):
-    """`drops` counts samples that were lost by reason; `metrics` describe what is left."""
+    """The samples of a step. `drops` counts the samples left out by reason; `metrics` describe the others."""
 
     samples: Sequence[SampleT]
     drops: Counter[str]
@@ -113,7 +114,8 @@ def build_batch(
     settings: BatchSettings,
     vocabulary: Vocabulary = (MOST_TOKENS, MOST_TOKENS),
 ) -> BuiltBatch[Sample]:
-    """Samples with the advantage of each turn on the tokens that it sampled; one with a `sample_defect` is dropped."""
+    """Return samples in which all tokens sampled in a turn have the turn's advantage. Invalid samples are dropped; see
+    `sample_defect`."""
     advantages = turn_advantages(outputs.trajectories, settings)
     samples, drops = adapter.samples(outputs, advantages.by_turn)
     kept = []
@@ -172,10 +174,10 @@ def write_batch(folder: Path, samples: Sequence[Sample]) -> None:
 
 
 def read_batch(folder: Path, group_id: str | None = None) -> list[Sample]:
-    """The samples in `folder`, in their order, or those of one group.
+    """Read the samples in `folder` in their order, or the samples of one group.
 
     Raises:
-        DataError: no batch table of this version.
+        DataError: the table is missing, has another version or lacks values.
     """
     table = read_table(folder / BATCH_FILE, BATCH_SCHEMA, None if group_id is None else {"group_id": group_id})
     columns: dict[str, Any] = {}
