@@ -132,7 +132,7 @@ class LocalHost:
 
 _CONNECTIONS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _LOWEST, _TRIED = 20_000, 20
-_SETUP = "create it with armature setup"
+_SETUP = "make its environment: armature setup"
 
 
 def _outside_connections() -> list[int]:

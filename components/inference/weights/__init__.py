@@ -1,4 +1,4 @@
-"""How new weights reach the servers: through a folder, or from the trainer's GPUs."""
+"""Transfers of new weights to servers: through a folder, or from the trainer's GPUs."""
 
 from armature.components.inference.weights.pool import (
     WEIGHT_SENDERS,

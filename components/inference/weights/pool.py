@@ -1,4 +1,4 @@
-"""The pool's side of each way in which new weights reach the servers."""
+"""The pool's side of weight transfers: through files, deltas, adapters, NCCL or CUDA IPC."""
 
 from __future__ import annotations
 
@@ -19,35 +19,37 @@ if TYPE_CHECKING:
     from armature.components.inference.weights.trainer import Parameters
 
 
-# The contract between the pool and a way of moving weights.
+# --- The protocol between the pool, the trainer and a transfer ---
 
 Publish = Callable[[Sequence[Endpoint]], Awaitable[None]]
-"""Makes the trainer send its weights to these servers, all of them together."""
+"""A function that makes the trainer send its weights to all these servers together."""
 
 
 class WeightTransfer(Protocol):
-    """Brings new weights to servers that answer no requests meanwhile."""
+    """A way to load new weights into servers, which answer no requests meanwhile."""
 
     single: bool
-    """Whether one server can be brought up to date alone, at any time, from a folder."""
+    """True if one server can be updated alone, at any time, from a folder."""
 
     def whole(self, folder: Path) -> bool:
-        """Whether the weights in this folder are a checkpoint that a server can be started with."""
+        """Return True if the folder holds a checkpoint that a server can be started with."""
 
     async def transfer(
         self, http: httpx.AsyncClient, endpoints: Sequence[Endpoint], weights: Path, publish: Publish | None
     ) -> None:
-        """Bring the weights to all `endpoints`.
+        """Load the weights into all `endpoints`.
 
         Raises:
-            WeightSyncError: a server refused them.
+            WeightSyncError: a server rejected them.
             httpx.TransportError: a server is gone.
         """
 
 
 class WeightSender(Protocol):
-    """The trainer's side of a transfer between GPUs: made and used on all its ranks alike, for as many versions as
-    the same servers live.
+    """The trainer's side of a transfer between GPUs. Every rank of the trainer makes one and calls it in the same
+    order.
+
+    One sender sends any number of versions, until the servers change.
 
     Args:
         endpoints: the servers.
@@ -59,14 +61,14 @@ class WeightSender(Protocol):
     def __init__(self, endpoints: Sequence[Endpoint], timeout: float) -> None: ...
 
     def send(self, parameters: Parameters) -> None:
-        """Send to all servers.
+        """Send the parameters to all servers.
 
         Raises:
-            WeightSyncError: a server refused, or the transfer takes too long. This sender is then of no more use.
+            WeightSyncError: a server rejected them, or the transfer took too long. Make a new sender afterwards.
         """
 
     def close(self) -> None:
-        """End the connections, also those with servers that are gone."""
+        """Close the connections, including those to servers that are gone."""
 
 
 _REMEDY = (
@@ -80,9 +82,9 @@ async def post(
     """POST to one of vLLM's control routes.
 
     Raises:
-        WeightSyncError: it answered anything but 200.
-        BadReply: it answered with more than any well-behaved server does.
-        httpx.TransportError: it is gone.
+        WeightSyncError: the status is not 200.
+        BadReply: the response is too long or compressed.
+        httpx.TransportError: the server is gone.
     """
     reply = await exchange(http, "POST", f"{endpoint.url}{path}", endpoint.headers, body)
     if reply.status != 200:
@@ -95,11 +97,8 @@ async def post(
     return reply
 
 
-# Weights through a checkpoint folder that the servers can read.
-
-
 class FileTransfer:
-    """Each server loads the folder itself, in place, without starting again."""
+    """Let each server load a checkpoint folder in place, without a restart."""
 
     single = True
 
@@ -125,15 +124,12 @@ class FileTransfer:
             )
 
 
-# Weights from the trainer's GPUs: the pool's side of NCCL and CUDA IPC.
-
-
 class DeviceTransfer:
-    """The trainer sends; the pool only holds back requests meanwhile, resets caches and verifies.
+    """Let the trainer send weights from its GPUs, by NCCL or CUDA IPC. The pool holds back requests and clears caches.
 
-    The trainer uses the `WeightSender` of the same name on all its ranks, and connects again when the servers are
-    others. A server cannot be given the current weights alone: one that joins, or died and is back, gets the next ones.
-    One that dies while weights are sent fails the sync.
+    The trainer uses the `WeightSender` of the same name on all its ranks, and connects again when the servers change.
+    One server alone cannot get the current weights: a server that joins or restarts gets the next version. A server
+    that dies during the transfer fails the sync.
     """
 
     single = False
@@ -155,10 +151,8 @@ class DeviceTransfer:
         await publish(endpoints)
 
 
-# What changed since the version before, through a folder that the servers can read.
-
 DELTA = "delta.safetensors"
-"""Of `armature_served.deltas`, which cannot be imported without torch."""
+"""The constant of `armature_served.deltas`, which cannot be imported here because it needs torch."""
 
 _DELTA_REMEDY = (
     "read its log; a server that is joined has to be started for it: `armature serve MODEL --machine "
@@ -167,9 +161,10 @@ _DELTA_REMEDY = (
 
 
 class DeltaTransfer:
-    """Each server's workers hold the weights in main memory, change them there, and load them in place.
+    """Send only the changes since the previous version, through a folder.
 
-    A server that holds another version, or none, reads the last checkpoint and all changes since.
+    The workers of each server hold the weights in main memory, apply the changes there, and load the result in place. A
+    server with another version, or none, reads the last checkpoint and all changes since.
     """
 
     single = True
@@ -196,16 +191,14 @@ class DeltaTransfer:
             )
 
 
-# Adapters alone, through a folder that the servers can read.
-
 _ADAPTER_REMEDY = (
-    "read its log; a 404 means that it takes no adapters: own servers are started so, one that is joined needs "
+    "read the server's log; a 404 means that it was started without adapters: start a joined server with "
     "`armature serve MODEL --max-lora-rank RANK`"
 )
 
 
 class AdapterTransfer:
-    """Each server loads the adapter that PEFT wrote into the folder, and forgets those before it."""
+    """Let each server load the LoRA adapter that PEFT wrote into the folder, and unload earlier adapters."""
 
     single = True
 
@@ -226,11 +219,11 @@ class AdapterTransfer:
 
 
 async def _adapters(http: httpx.AsyncClient, endpoint: Endpoint) -> list[str]:
-    """The names of those that the server has.
+    """Return the names of the adapters that the server has loaded.
 
     Raises:
-        WeightSyncError: it does not say.
-        httpx.TransportError: it is gone.
+        WeightSyncError: the server's list of models is invalid.
+        httpx.TransportError: the server is gone.
     """
     reply = await exchange(http, "GET", f"{endpoint.url}/v1/models", endpoint.headers)
     try:
@@ -242,9 +235,9 @@ async def _adapters(http: httpx.AsyncClient, endpoint: Endpoint) -> list[str]:
     return [name for name in names if name != MODEL_NAME]
 
 
-# What a name in `machine.servers.weight_transfer` stands for: on the pool's side, and on the trainer's.
+# --- The values of `machine.servers.weight_transfer`, on the pool's side and on the trainer's ---
 #
-# `adapter` is not one of them: it is what moves where `model.lora.served_as` says so.
+# `adapter` is not a value of that setting: it is used if `model.lora.served_as` is "adapter".
 
 WEIGHT_TRANSFERS = Registry(
     "weight transfer",

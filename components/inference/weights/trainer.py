@@ -1,4 +1,4 @@
-"""The trainer's side of the ways in which new weights reach the servers: NCCL and CUDA IPC."""
+"""The trainer's side of weight transfers between GPUs: NCCL and CUDA IPC."""
 
 from __future__ import annotations
 
@@ -23,15 +23,16 @@ from torch.multiprocessing.reductions import reduce_tensor
 from armature.components.contracts.errors import WeightSyncError
 from armature.components.inference.replies import BadReply, Endpoint, Reply, exchange_blocking
 
-# vLLM's weight-transfer routes (0.26 and newer), called by the trainer on all servers at once.
+# --- vLLM's weight-transfer routes (0.26 and newer), called on all servers at once ---
 
 Packing = Literal["init", "update"] | None
+"""The route that is told to pack many tensors into one buffer; None: send one tensor after the other."""
 _PACKING: dict[str, Packing] = {"0.26.": "update", "0.32.": "init"}
-"""vLLM moved it from the one route to the other between these; servers of other versions get tensor after tensor."""
+"""The route by vLLM version. vLLM moved the option between these two; other versions get one tensor after the other."""
 
 
 class ServerControl:
-    """Posts to every endpoint in parallel; each call returns futures that raise WeightSyncError."""
+    """A client that posts to every endpoint in parallel. Calls return futures that raise WeightSyncError."""
 
     def __init__(self, endpoints: Sequence[Endpoint], timeout: float) -> None:
         self.endpoints, self._timeout = list(endpoints), timeout
@@ -47,12 +48,12 @@ class ServerControl:
         self.close(wait=error is None)
 
     def close(self, wait: bool = False) -> None:
-        """No more calls; `wait` for those that are posted."""
+        """Close the client, and `wait` for calls in flight if asked."""
         self._threads.shutdown(wait=wait, cancel_futures=True)
         self._http.close()
 
     def world_sizes(self) -> list[int]:
-        """GPUs of each server."""
+        """Return the number of GPUs of each server."""
         sizes = []
         for endpoint in self.endpoints:
             reply = self._exchange("GET", endpoint, "/get_world_size")
@@ -65,12 +66,12 @@ class ServerControl:
         return sizes
 
     def packing(self) -> Packing:
-        """Whether all servers take many tensors in one buffer, and where they want to be told so."""
-        found = set()
+        """Return the route that turns on packing; None unless all servers support it on the same route."""
+        routes = set()
         for endpoint in self.endpoints:
             version = str(self._exchange("GET", endpoint, "/version").document.get("version"))
-            found.add(next((way for known, way in _PACKING.items() if version.startswith(known)), None))
-        return found.pop() if len(found) == 1 else None
+            routes.add(next((route for prefix, route in _PACKING.items() if version.startswith(prefix)), None))
+        return routes.pop() if len(routes) == 1 else None
 
     def post(self, path: str, bodies: Sequence[Any]) -> list[Future[None]]:
         """Post `bodies[i]` to endpoint i, all at once."""
@@ -80,7 +81,7 @@ class ServerControl:
         ]
 
     def post_all(self, path: str, body: Any = None) -> None:
-        """Post the same to all and wait for all."""
+        """Post the same body to all endpoints and wait for all answers."""
         for future in self.post(path, [body] * len(self.endpoints)):
             future.result()
 
@@ -105,17 +106,17 @@ class ServerControl:
         return reply
 
 
-# The trainer's parameters as the servers expect them.
+# --- The trainer's parameters in the form that servers expect ---
 
 Parameters = Mapping[str, torch.Tensor]
-"""Checkpoint name -> tensor on this rank's GPU; sharded ones as DTensor, on all ranks in the same order."""
+"""Tensors on this rank's GPU by checkpoint name; sharded tensors are DTensors. All ranks have the same order."""
 
 BUCKET = 2**30
-"""Bytes that are sent at once; the tensor that goes beyond is among them."""
+"""Bytes after which a bucket is full; it includes the tensor that exceeds this size."""
 
 
 def describe(parameters: Parameters) -> dict[str, Any]:
-    """Names, types and whole shapes, as vLLM's update routes want them."""
+    """Return names, dtypes and unsharded shapes in the form of vLLM's update routes."""
     return {
         "names": list(parameters),
         "dtype_names": [str(tensor.dtype).removeprefix("torch.") for tensor in parameters.values()],
@@ -124,23 +125,24 @@ def describe(parameters: Parameters) -> dict[str, Any]:
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """The unsharded tensor, contiguous; a collective for a DTensor."""
+    """Return the unsharded tensor, contiguous. For a DTensor this is a collective operation."""
     tensor = tensor.detach()
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).contiguous()
 
 
 def aligned(parameters: Parameters) -> Parameters:
-    """In an order in which each lies at a multiple of its element's size when all lie behind one another."""
+    """Sort parameters by element size, largest first, so that each is aligned when they are concatenated as bytes."""
     return dict(sorted(parameters.items(), key=lambda item: -item[1].element_size()))
 
 
 def size(tensor: torch.Tensor) -> int:
-    """Bytes of the unsharded tensor."""
+    """Return the bytes of the unsharded tensor."""
     return tensor.numel() * tensor.element_size()
 
 
 def buckets(parameters: Parameters, most: int = BUCKET) -> Iterator[Parameters]:
-    """Those that are sent at once, in order: as many as `most` bytes hold and one more, as vLLM counts them."""
+    """Split parameters, in order, into buckets that are sent at once. As in vLLM, a bucket ends with the tensor that
+    exceeds `most` bytes."""
     bucket: dict[str, torch.Tensor] = {}
     held = 0
     for name, tensor in parameters.items():
@@ -154,22 +156,19 @@ def buckets(parameters: Parameters, most: int = BUCKET) -> Iterator[Parameters]:
 
 
 def pack(bucket: Parameters, buffer: torch.Tensor) -> torch.Tensor:
-    """The bytes of the whole tensors behind one another, in the first part of `buffer`, uint8. A collective for
-    DTensors."""
+    """Concatenate the bytes of the unsharded tensors at the start of `buffer`, uint8, and return that part. For
+    DTensors this is a collective operation."""
     flat = [whole(tensor).view(-1).view(torch.uint8) for tensor in bucket.values()]
     return torch.cat(flat, out=buffer[: sum(map(len, flat))])
 
 
 def largest(parameters: Parameters, most: int = BUCKET) -> int:
-    """Bytes of the largest bucket."""
+    """Return the bytes of the largest bucket."""
     return max(sum(map(size, bucket.values())) for bucket in buckets(parameters, most))
 
 
-# The trainer's side of CUDA IPC: servers on the same GPUs read its memory.
-
-
 class IpcSender:
-    """Hands handles of its own GPU memory to the servers; see `WeightSender`.
+    """Send handles of this rank's GPU memory to servers on the same GPUs, by CUDA IPC; see `WeightSender`.
 
     Each rank serves the server ranks on its own GPU, so it gathers every sharded tensor.
     """
@@ -185,9 +184,9 @@ class IpcSender:
                 packed = {"packed": True} if self._packing == "init" else {}
                 control.post_all("/init_weight_transfer_engine", {"init_info": packed})
         if self._ranks > 1:
-            said = [self._packing]
-            dist.broadcast_object_list(said)
-            self._packing = said[0]
+            packing = [self._packing]
+            dist.broadcast_object_list(packing)
+            self._packing = packing[0]
 
     def send(self, parameters: Parameters) -> None:
         """See `WeightSender.send`."""
@@ -202,13 +201,13 @@ class IpcSender:
         """See `WeightSender.close`; nothing is connected between two calls of `send`."""
 
     def _send_packed(self, parameters: Parameters, gpu: str) -> None:
-        """Bucket after bucket through one buffer, which servers copy before they answer."""
+        """Send bucket after bucket through one buffer, which servers copy before they answer."""
         buffer = torch.empty(largest(parameters), dtype=torch.uint8, device="cuda")
         with ServerControl(self.endpoints if self._first else (), self._timeout) as control:
             control.post_all("/start_weight_update")
             for bucket in buckets(parameters):
                 pack(bucket, buffer)
-                # Each bucket is an export of its own: servers release one each.
+                # Export the buffer again for each bucket: servers release one export per update.
                 (handle,) = self._handles_of_all_ranks([{gpu: reduce_tensor(buffer)[1]}])
                 torch.cuda.synchronize()
                 update = describe(bucket) | {
@@ -239,7 +238,7 @@ class IpcSender:
             dist.barrier()
 
     def _handles_of_all_ranks(self, handles: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """One dictionary for each tensor, from GPU to handle."""
+        """Gather the handles of all ranks: one dictionary per tensor, from GPU id to handle."""
         if self._ranks == 1:
             return handles
         gathered: list[Any] = [None] * self._ranks
@@ -253,11 +252,9 @@ def _pickled(handles: Any) -> str:
     return base64.b64encode(pickle.dumps(handles)).decode()
 
 
-# The trainer's side of NCCL: rank 0 broadcasts to the GPUs of all servers.
-#
-# vLLM need not be installed beside the trainer: the rendezvous and the few NCCL calls that its workers expect are made
-# here. Workers join a TCP store of ours, read a pickled `ncclUniqueId` under the key "broadcast_from/0/0", and begin
-# with an all-reduce of one float (vLLM 0.26 to 0.32).
+# --- NCCL: rank 0 broadcasts to the GPUs of all servers ---  The trainer does not need vLLM: the rendezvous and the few
+# NCCL calls that vLLM's workers expect are made here. Workers join the trainer's TCP store, read a pickled
+# `ncclUniqueId` under the key "broadcast_from/0/0", and begin with an all-reduce of one float (vLLM 0.26 to 0.32).
 
 _SUM = 0
 _GEOMETRY = {"packed_buffer_size_bytes": BUCKET, "packed_num_buffers": 2}
@@ -278,10 +275,10 @@ class _UniqueId(ctypes.Structure):
 
 
 class NcclSender:
-    """Connects rank 0 with every GPU of every server, and then sends as often as wanted; see `WeightSender`.
+    """Connect rank 0 with every GPU of every server, and broadcast weights by NCCL; see `WeightSender`.
 
-    The other ranks only take part in gathering sharded tensors. NCCL's groups never change: for other servers another
-    sender is made, and the workers of those that stay leave the old group for the new one.
+    The other ranks only help to gather sharded tensors. An NCCL group never changes: for other servers a new sender is
+    made, and the workers of remaining servers leave the old group for the new one.
 
     Raises:
         WeightSyncError: a server does not join.
@@ -308,10 +305,10 @@ class NcclSender:
                 whole(tensor)
             return
         self._control.post_all("/start_weight_update")
-        told = describe(parameters) | ({"packed": True, **_GEOMETRY} if self._packing == "update" else {})
-        updates = self._control.post("/update_weights", [{"update_info": told}] * len(self._control.endpoints))
+        info = describe(parameters) | ({"packed": True, **_GEOMETRY} if self._packing == "update" else {})
+        updates = self._control.post("/update_weights", [{"update_info": info}] * len(self._control.endpoints))
         deadline = time.monotonic() + self._timeout
-        for data in self._pieces(parameters):  # kept until the GPU is done with it
+        for data in self._pieces(parameters):  # `data` keeps the tensor alive until the GPU is done with it
             self._call("ncclBroadcast", data, 0)
             self._finish(updates, deadline)
         for update in updates:
@@ -328,7 +325,7 @@ class NcclSender:
             self._control.close()
 
     def _pieces(self, parameters: Parameters) -> Iterator[torch.Tensor]:
-        """What is broadcast, one after the other."""
+        """Yield the tensors to broadcast, in order."""
         if self._packing:
             buffer = torch.empty(largest(parameters), dtype=torch.uint8, device="cuda")
             yield from (pack(bucket, buffer) for bucket in buckets(parameters))
@@ -378,7 +375,8 @@ class NcclSender:
             join.result(max(0.0, deadline - time.monotonic()))
 
     def _meet(self, world: int, unique: _UniqueId, joining: Sequence[Future[None]], deadline: float) -> None:
-        """Make the communicator. NCCL waits for every rank without end: where one is gone, its thread stays behind."""
+        """Make the communicator in a thread: NCCL waits forever for a missing rank, and the thread is then
+        abandoned."""
         comm, codes, device = ctypes.c_void_p(), list[int](), torch.cuda.current_device()
 
         def meet() -> None:
@@ -394,7 +392,7 @@ class NcclSender:
         self._comm = comm
 
     def _call(self, name: str, data: torch.Tensor, argument: int) -> None:
-        """A collective in place on the current stream; `argument` is the root or the operation."""
+        """Run an in-place collective on the current stream; `argument` is the root or the reduction."""
         pointer = ctypes.c_void_p(data.data_ptr())
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
         function = getattr(self._nccl, name)
@@ -402,7 +400,7 @@ class NcclSender:
         self._check(function(pointer, pointer, count, kind, argument, self._comm, stream))
 
     def _finish(self, calls: Sequence[Future[None]], deadline: float) -> None:
-        """Wait for the GPU, but no longer than the servers take part: a lost peer hangs a collective until `close`."""
+        """Wait for the GPU while no server call has failed: with a lost peer, a collective would hang until `close`."""
         event = torch.cuda.Event()
         event.record()
         while not event.query():
@@ -410,9 +408,10 @@ class NcclSender:
             time.sleep(0.0005)
 
     def _refuse_lost(self, calls: Sequence[Future[None]], deadline: float) -> None:
-        """
+        """Check calls in flight.
+
         Raises:
-            WeightSyncError: one of the calls failed, or the deadline has passed.
+            WeightSyncError: a call failed, or the deadline has passed.
         """
         for call in calls:
             if call.done():
@@ -429,7 +428,7 @@ class NcclSender:
 
 
 def own_address(url: str) -> str:
-    """The address of this host on the way to `url`. Nothing is sent."""
+    """Return this host's address on the route to `url`. Nothing is sent."""
     target = httpx.URL(url)
     family, kind, _, _, where = socket.getaddrinfo(target.host, target.port or 80, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
@@ -438,7 +437,7 @@ def own_address(url: str) -> str:
 
 
 def _pickled_id(unique: _UniqueId) -> bytes:
-    """What `pickle` makes of the workers' own class of unique ids, which is not importable here."""
+    """Pickle a unique id as an object of vLLM's class `ncclUniqueId`, which cannot be imported here."""
     theirs = b"vllm.distributed.device_communicators.pynccl_wrapper\nncclUniqueId\n"
     make = pickle.GLOBAL + b"_ctypes\n_unpickle\n" + pickle.GLOBAL + theirs
     state = pickle.EMPTY_DICT + pickle.SHORT_BINBYTES + bytes([128]) + bytes(unique) + pickle.TUPLE2
