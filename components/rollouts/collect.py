@@ -40,7 +40,7 @@ def allow_open_files(count: int) -> None:
         return
     if hard != resource.RLIM_INFINITY and hard < count:
         raise ConfigurationError(
-            f"a process of this user may open {hard} files, but {count} are needed",
+            f"a process of this user may open {hard} files, and {count} are needed",
             code="too_few_open_files",
             where="machine.limits.max_concurrent",
             remedy="lower machine.limits.max_concurrent, or raise the limit (ulimit -n)",
