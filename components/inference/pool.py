@@ -51,8 +51,9 @@ class ServerPool:
     """A pool of vLLM servers, used with `async with`.
 
     It starts `machine.servers.count` servers, on this machine or on `machine.cluster`, or joins the servers at
-    `machine.servers.endpoints`. A request is answered exactly once or raises. If one server fails it, another tries, up to
-    `MAX_ATTEMPTS` times. A server that dies or hangs is removed, restarted with the current weights, and added again.
+    `machine.servers.endpoints`. A request is answered exactly once or raises. If one server fails it, another tries, up
+    to `MAX_ATTEMPTS` times. A server that dies or hangs is removed, restarted with the current weights, and added
+    again.
 
     `sync` waits until no request is in flight, so every token of a completion has the same `policy_version`. With
     `in_flight_updates`, requests continue with the new weights, and `policy_version` is the version of the oldest

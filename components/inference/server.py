@@ -81,7 +81,8 @@ class VllmServer:
         """Start serving the checkpoint folder `model`, and return when the server answers.
 
         Raises:
-            ServerError: it cannot start, dies, or is not ready after `machine.limits.ready_timeout` seconds. The message has
+            ServerError: it cannot start, dies, or is not ready after `machine.limits.ready_timeout` seconds. The
+                message has
                 the last lines of its log and, for known causes, what to do.
             ConfigurationError: no node of the cluster has room for it, or its settings are impossible.
         """
@@ -214,7 +215,8 @@ _PLAIN = (
 _HINTS: tuple[tuple[str, str], ...] = (
     (
         r"No module named '?ray",
-        'vLLM\'s CUDA IPC imports ray: install it beside vLLM, or set machine.servers.weight_transfer = "nccl" or "file"',
+        "vLLM's CUDA IPC imports ray: install it beside vLLM, or set machine.servers.weight_transfer to "
+        '"nccl" or "file"',
     ),
     (
         r"No module named '?armature_served",

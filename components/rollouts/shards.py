@@ -160,7 +160,8 @@ class RolloutShard:
 
 
 class RolloutWorkers:
-    """A pool of `machine.workers.rollouts` worker processes, each with its own environment, HTTP client and image store.
+    """A pool of `machine.workers.rollouts` worker processes, each with its own environment, HTTP client and image
+    store.
 
     Args:
         run: fingerprint of the run, which begins the keys of its shards.
@@ -222,8 +223,8 @@ class RolloutWorkers:
         """Collect rollouts as `armature.components.rollouts.collect.collect` does, with equal results.
 
         Each worker plays one shard at a time. A shard whose worker or node is lost is collected again by the next free
-        worker. The worker of a late shard (see `machine.limits.rollout_straggler_timeout`) is ended, its rollouts are dropped,
-        and another worker collects the shard.
+        worker. The worker of a late shard (see `machine.limits.rollout_straggler_timeout`) is ended, its rollouts are
+        dropped, and another worker collects the shard.
 
         Raises:
             ConfigurationError: a worker cannot be started, or this machine does not see the store that it writes to.
