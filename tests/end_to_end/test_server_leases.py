@@ -97,7 +97,7 @@ def test_killed_run_frees_its_servers_for_the_waiting_run(tmp_path, alone, joine
     runs = {name: begin(tmp_path / name, arguments) for name, arguments in (("one", servers), ("other", servers[::-1]))}
 
     def waiting() -> list[str]:
-        return [name for name, run in runs.items() if "which another run has" in run.tail(1000)]
+        return [name for name, run in runs.items() if "which another run uses" in run.tail(1000)]
 
     wait_for(waiting, *runs.values())
     (waits,) = waiting()

@@ -137,7 +137,7 @@ async def test_two_runs_that_wait_for_the_same_servers_take_turns(
     await lease(other, "DELETE", OTHER)
     first, second = await asyncio.gather(*running)
     assert texts(first) == {("a", 0)} and texts(second) == {("b", 0)}
-    assert f"waiting for the server at {one.url}, which another run has: someone" in caplog.text
+    assert f"waiting for the server at {one.url}, which another run uses: someone" in caplog.text
 
 
 async def test_the_server_of_a_run_that_was_killed_can_be_had_when_its_lease_ends(join):
