@@ -1,1 +1,1 @@
-"""The distribution that is installed beside vLLM; `armature_served` is its package."""
+"""Distribution that is installed into vLLM's environment. Its only package is `armature_served`."""

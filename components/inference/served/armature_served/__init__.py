@@ -1,10 +1,13 @@
-"""What runs inside a vLLM server of ours: a plug-in and a middleware. It needs vLLM 0.26 to 0.32, nothing of ours."""
+"""Code that runs inside the vLLM servers that Armature uses: a vLLM plug-in, a worker extension and an ASGI middleware.
+
+The package needs vLLM 0.26 to 0.32 and imports no other package of Armature.
+"""
 
 from __future__ import annotations
 
 
 def register() -> None:
-    """The plug-in. vLLM calls it in each of its processes, more than once."""
+    """Register Molmo2 and patch vLLM. This is the plug-in's entry point; vLLM calls it repeatedly in each process."""
     from vllm import ModelRegistry
 
     from .images import encode_one_by_one

@@ -1,11 +1,12 @@
-"""What changed in a model's weights from one version to the next, bit for bit, and the weights that it adds up to.
+"""Weight deltas: store the bit-exact changes from one version of a model's weights to the next, and apply them.
 
-A version is a folder: a checkpoint, or a file with the changes since the version in another folder beside it. For each
-tensor with changes the file has `NAME`, the (M,) new values, and `NAME gaps`, uint8: the distances between their
-places in the flattened tensor, where 255 stands for 255 places, to which the next byte adds more. So 2 bytes
-of value and one of distance say what became of a bf16 weight.
+A version is a folder. The folder has either a whole checkpoint or a delta file: the changes since the version in
+another folder beside it. For each changed tensor the delta file has two entries. `NAME` holds the (M,) new values.
+`NAME gaps`, uint8, holds the distances between the indices of these values in the flattened tensor; a byte of 255
+means 255 elements, and the next byte is added to it. A changed bf16 weight therefore usually takes 3 bytes: 2 for its
+value and 1 for its distance.
 
-It runs in the trainer and in vLLM's workers, and needs torch and safetensors alone.
+This module runs in the trainer and in vLLM's workers, and needs only torch and safetensors.
 """
 
 from __future__ import annotations
@@ -31,12 +32,15 @@ _MIX = -7046029254386353131  # 0x9E3779B97F4A7C15
 
 
 def words(tensor: Tensor) -> Tensor:
-    """The flattened tensor as integers, which NaN and -0.0 are as well; a view of one that is contiguous."""
+    """Return the flattened tensor's bits as integers, so that NaN and -0.0 compare by their bits.
+
+    The result is a view if the tensor is contiguous, and a copy otherwise.
+    """
     return tensor.contiguous().view(-1).view(_WORDS[tensor.element_size()])
 
 
 def encode(places: Tensor) -> Tensor:
-    """Rising (M,) int64 as uint8 distances; see above."""
+    """Encode ascending (M,) int64 indices as uint8 distances, in the format that the module's docstring describes."""
     gaps = torch.diff(places, prepend=places.new_zeros(1))
     ends = (gaps // _LONGEST + 1).cumsum(0) - 1
     count = int(ends[-1]) + 1 if len(ends) else 0
@@ -46,31 +50,39 @@ def encode(places: Tensor) -> Tensor:
 
 
 def decode(coded: Tensor) -> Tensor:
-    """The inverse of `encode`."""
+    """Return the (M,) int64 indices that `encode` turned into uint8 distances."""
     return coded.cumsum(0, dtype=torch.int64)[coded != _LONGEST]
 
 
 def weighed(values: Tensor, places: Tensor, first: int) -> int:
-    """What `values`, words at `places` of a tensor whose first word is number `first`, add to a digest."""
+    """Return the contribution of some words of a tensor to the digest of all weights (see `HostWeights`).
+
+    Args:
+        values: (M,) the words, as `words` returns them.
+        places: (M,) their indices in the flattened tensor.
+        first: the index of the tensor's first word among the words of all tensors.
+    """
     factors = (places + first) * _MIX
-    factors = (factors ^ (factors >> 29)) | 1  # odd: no change of one word is without effect
+    factors = (factors ^ (factors >> 29)) | 1  # odd, so that every change of a single word changes the digest
     return int((values.to(torch.int64) * factors).sum())
 
 
 def sum64(*parts: int) -> int:
-    """Modulo 2**64, as tensors add."""
+    """Return the sum of the parts modulo 2**64, as a signed 64-bit integer: int64 tensors overflow the same way."""
     return (sum(parts) + 2**63) % 2**64 - 2**63
 
 
 class HostWeights:
-    """All tensors of a version in main memory, in one piece that a GPU copies from directly, with their digest.
+    """All tensors of a version in one block of main memory, together with their digest.
 
-    The digest is the sum, modulo 2**64, of all words times a number that depends on the word's place. So it follows
-    from the digest before and what changed.
+    The memory is pinned (page-locked) if there is a GPU, so that the GPU can copy from it directly.
+
+    The digest is the sum, modulo 2**64, of each word times a factor that depends on the word's index. It can therefore
+    be updated from the changed words alone, without reading the other weights.
     """
 
     def __init__(self, layout: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> None:
-        """`layout`: dtype and shape by name."""
+        """Allocate memory for tensors whose dtype and shape `layout` gives by name. The values are uninitialized."""
         self.tensors: dict[str, Tensor] = {}
         self._first: dict[str, int] = {}
         places, size = {}, 0
@@ -92,23 +104,23 @@ class HostWeights:
         self.digest = 0
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Unpin and free the memory. The tensors cannot be used afterwards."""
         self._release()
         self.tensors.clear()
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     @classmethod
     def read(cls, folder: Path) -> HostWeights:
-        """Those of a checkpoint's safetensors files.
+        """Load all tensors from the safetensors files of the checkpoint in `folder`.
 
         Raises:
-            OSError, SafetensorError: they cannot be read.
+            OSError, SafetensorError: a file cannot be read.
         """
         index = folder / _INDEX
-        found = (
+        shards = (
             {folder / name for name in json.loads(index.read_text())["weight_map"].values()} if index.exists() else ()
         )
-        files = sorted(found or folder.glob("*.safetensors"))
+        files = sorted(shards or folder.glob("*.safetensors"))
         layout = {}
         for file in files:
             with safe_open(file, framework="pt") as opened:
@@ -133,7 +145,7 @@ class HostWeights:
         return sum64(*parts)
 
     def change(self, name: str, places: Tensor, values: Tensor) -> None:
-        """Put (M,) `values` at the `places` of a tensor, both on the CPU."""
+        """Write (M,) `values` to the flat indices `places` of a tensor and update the digest. Both are on the CPU."""
         flat, new, first = words(self.tensors[name]), words(values), self._first[name]
         lost, won = weighed(flat[places], places, first), weighed(new, places, first)
         flat[places] = new
@@ -141,24 +153,31 @@ class HostWeights:
 
 
 def write_delta(folder: Path, held: HostWeights, base: str, new: Iterable[tuple[str, Tensor]]) -> int:
-    """Bring `held`, the version in the folder `base` beside `folder`, to `new`, and write what changed into `folder`.
+    """Write the changes from `held` to `new` into `folder` as a delta, and update `held` to `new`.
 
-    `new` are the same tensors by name, on any device. The bytes that were written are returned.
+    Args:
+        folder: an existing folder, which gets the delta file.
+        held: the weights of the version in the folder `base`.
+        base: the name of a folder beside `folder`.
+        new: the names and new values of all tensors, on any device.
+
+    Returns:
+        The size of the delta file in bytes.
 
     Raises:
-        ValueError: other tensors than are held.
-        OSError, SafetensorError: it cannot be written; `held` is then of no more use.
+        ValueError: `new` differs from `held` in the names, shapes or dtypes of its tensors.
+        OSError, SafetensorError: the file cannot be written. `held` has then changed and must not be used any more.
     """
     parts: dict[str, Tensor] = {}
     before, names = held.digest, set(held.tensors)
     for name, tensor in new:
-        kept = held.tensors.get(name)
-        if kept is None or kept.shape != tensor.shape or kept.dtype != tensor.dtype:
+        previous = held.tensors.get(name)
+        if previous is None or previous.shape != tensor.shape or previous.dtype != tensor.dtype:
             raise ValueError(f"{name} is not a tensor of the version before")
         names.discard(name)
-        there = words(kept).to(tensor.device, non_blocking=True)
+        old = words(previous).to(tensor.device, non_blocking=True)
         flat = words(tensor)
-        places = (flat != there).nonzero()[:, 0]
+        places = (flat != old).nonzero()[:, 0]
         if not len(places):
             continue
         parts[name + _GAPS] = encode(places).cpu()
@@ -173,7 +192,11 @@ def write_delta(folder: Path, held: HostWeights, base: str, new: Iterable[tuple[
 
 
 def read_facts(folder: Path) -> dict[str, str] | None:
-    """`base`, and the digests `before` and `after`; None: the folder has a whole checkpoint."""
+    """Return the metadata of the folder's delta file, or None if the folder has a whole checkpoint.
+
+    The keys are `base`, the name of the folder that the delta builds on, and `before` and `after`, the digests of the
+    weights before and after the changes, as decimal numbers.
+    """
     if not (folder / DELTA).exists():
         return None
     with safe_open(folder / DELTA, framework="pt") as opened:
@@ -181,10 +204,10 @@ def read_facts(folder: Path) -> dict[str, str] | None:
 
 
 def apply_delta(folder: Path, held: HostWeights) -> None:
-    """Bring `held` to the version in `folder`.
+    """Apply the delta in `folder` to `held`.
 
     Raises:
-        ValueError: it is not the version before, or does not become what it should.
+        ValueError: `held` is not the version that the delta builds on, or its digest is wrong after the changes.
     """
     facts = read_facts(folder)
     if facts is None or str(held.digest) != facts["before"]:
@@ -198,8 +221,11 @@ def apply_delta(folder: Path, held: HostWeights) -> None:
 
 
 def folders_to(folder: Path, digest: int | None = None) -> Iterator[Path]:
-    """Those with changes that lead to `folder`, newest first; from the weights that have `digest`, or a checkpoint,
-    which is then the last."""
+    """Yield the folders of the versions that are needed to get to the version in `folder`, newest first.
+
+    The folders have deltas that build on each other. The sequence ends before the version whose digest is `digest`.
+    If no version has this digest, the sequence ends with a folder that has a whole checkpoint.
+    """
     while (facts := read_facts(folder)) is not None:
         if facts["after"] == str(digest):
             return
@@ -209,10 +235,14 @@ def folders_to(folder: Path, digest: int | None = None) -> Iterator[Path]:
 
 
 def bring_to(folder: Path, held: HostWeights | None) -> HostWeights:
-    """The version in `folder`; `held` itself, changed, where it is that or one of those before it.
+    """Return the weights of the version in `folder`.
+
+    If `held` is this version, or an earlier one that its deltas build on and that is itself stored as a delta, then
+    `held` is updated in place and returned. Otherwise `held` is closed, the checkpoint that the deltas start from is
+    read, and all deltas are applied to it.
 
     Raises:
-        ValueError: changes that do not add up.
+        ValueError: a delta does not fit the weights that it is applied to, or gives a wrong digest.
         OSError, SafetensorError: a version is missing or damaged.
     """
     folders = list(folders_to(folder, held.digest if held is not None else None))

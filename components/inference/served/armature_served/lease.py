@@ -1,11 +1,17 @@
-"""Runs inside a vLLM server: one run at a time has it, and every answer says which weights the server had.
+"""Lease of a vLLM server: one run at a time may use the server, and every response identifies the server's weights.
 
-/armature/lease: GET tells who has it; POST {"holder", "who", "seconds"} takes it, or keeps it, for so many seconds
-(409 with who has it, if another does); DELETE {"holder"} gives it back. While it is held, requests need the holder's
-id in the header `x-armature-lease`; only what is read (GET) is open to others.
+The middleware adds the route /armature/lease to the server:
 
-Every answer has the header `x-armature-weights`: another value than before means that the server was started again, or
-that a request was let in since that may have changed the weights.
+- GET returns the lease's state: who holds it and for how long.
+- POST {"holder", "who", "seconds"} takes or renews the lease for this number of seconds. If another run holds the
+  lease, the response is 409 and says who.
+- DELETE {"holder"} releases the lease.
+
+While a run holds the lease, all other requests need the holder's id in the header `x-armature-lease` and get 423
+without it. Read requests (GET, HEAD) are always allowed.
+
+Every response to a request that was let through has the header `x-armature-weights`. A changed value means that the
+server was restarted, or that since then the server accepted a request that may have changed the weights.
 """
 
 from __future__ import annotations
@@ -23,7 +29,7 @@ Send = Callable[[Message], Awaitable[None]]
 
 PATH = "/armature/lease"
 LONGEST = 600.0
-"""Seconds that a lease lasts at most without being kept."""
+"""Longest time in seconds for which a lease can be taken or renewed."""
 
 _HOLDER = re.compile("[0-9A-Za-z]{16,200}")
 _MAX_BODY = 4096
@@ -41,7 +47,10 @@ _KEEPS_WEIGHTS = frozenset(
 
 
 class Lease:
-    """ASGI middleware, inside of the check of the key. It lives in one process: serve with one API process."""
+    """ASGI middleware that enforces the lease. It runs behind `RequireKey`, which checks the API key.
+
+    The state is in this process's memory, so vLLM must run with a single API server process.
+    """
 
     def __init__(self, app: Callable[[Message, Receive, Send], Awaitable[None]]) -> None:
         self.app = app
@@ -60,7 +69,7 @@ class Lease:
             await self._refuse(scope, send)
         else:
             if not reads and scope["path"] not in _KEEPS_WEIGHTS:
-                self._changes += 1  # before it happens: what is answered from now on may be of either weights
+                self._changes += 1  # counted first: responses from now on may come from old or new weights
             await self.app(scope, receive, self._stamping(send))
 
     @property
@@ -71,9 +80,12 @@ class Lease:
     def _weights(self) -> str:
         return f"{self._start}-{self._changes}"
 
-    def _may(self, given: str) -> bool:
-        """Who names a lease has to have it, so that a holder whose lease ran out learns of it."""
-        return given == self._holder if self._held else not given
+    def _may(self, holder: str) -> bool:
+        """Return True if a request with this holder id, "" for none, is allowed.
+
+        A request that names a lease is refused if nobody holds one, so that a run whose lease expired notices.
+        """
+        return holder == self._holder if self._held else not holder
 
     def _stamping(self, send: Send) -> Send:
         async def stamped(message: Message) -> None:
@@ -116,7 +128,7 @@ class Lease:
         return True
 
     def _state(self) -> dict[str, Any]:
-        """What anyone with the key may know: not the holder's id."""
+        """Return the lease's state for anyone who has the API key. The holder's id is secret and not included."""
         if not self._held:
             return {"held": False, "weights": self._weights}
         now = time.monotonic()
@@ -142,7 +154,7 @@ class Lease:
 
 
 async def _read(receive: Receive) -> dict[str, Any]:
-    """The JSON object of a small request; empty if it is not one."""
+    """Return the request's body as a JSON object, or {} if it is not a JSON object or exceeds `_MAX_BODY` bytes."""
     body, more = b"", True
     while more and len(body) <= _MAX_BODY:
         message = await receive()

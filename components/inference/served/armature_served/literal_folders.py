@@ -1,7 +1,7 @@
-"""A checkpoint's folder may have brackets, a star or a question mark in its name.
+"""Let vLLM load checkpoints from folders with brackets, a star or a question mark in their names.
 
-vLLM 0.26 to 0.32 looks for the files of a checkpoint by a pattern that begins with the folder as it is, and finds none
-in a folder called "[v2]".
+vLLM 0.26 to 0.32 finds the files of a checkpoint with a glob pattern that starts with the unescaped path of the folder,
+so it finds no files in a folder called "[v2]".
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 
 def take_folders_literally() -> None:
-    """Have vLLM's loaders match the last part of a pattern alone."""
+    """Patch vLLM's weight loaders so that only the file name of a glob pattern is a pattern, not its folder."""
     from vllm.model_executor.model_loader import default_loader, weight_utils
 
     for module in (default_loader, weight_utils):

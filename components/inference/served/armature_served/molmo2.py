@@ -1,9 +1,12 @@
-"""Molmo2 in vLLM as transformers (5.20 and newer) has it: its configuration, its weights, its image processor.
+"""Molmo2 for vLLM, with the configuration, weight names and image processor of transformers (5.20 and newer).
 
-vLLM's own model (0.26 to 0.32) is written for the code that the published checkpoints bring along. That code names
-settings and weights otherwise than transformers does, and numbers the patches of each image from 0, where the
-processor of transformers numbers those of all images of a call in one row. And vLLM puts the features of a patch in
-the place of its token's embedding, where the model adds the two.
+vLLM's own Molmo2 (0.26 to 0.32) is written for the remote code in the published checkpoints. This module handles three
+differences:
+
+- The remote code and transformers use different names for settings and weights.
+- The remote code numbers the patches of each image from 0. The processor of transformers numbers the patches of all
+  images in a call consecutively.
+- vLLM replaces the embedding of an image token by the features of its patch. The model adds the two.
 """
 
 from __future__ import annotations
@@ -46,26 +49,29 @@ TRANSFORMERS_NAMES = WeightsMapper(
 
 
 class PatchesOfEachImage(Molmo2Processor):
-    """Numbers the patches of each image from 0, so that an image is the same alone and among others.
+    """Molmo2's processor, but it numbers the patches of each image from 0, whatever other images are in the call.
 
-    vLLM keeps processed images in a cache and adds the offset of each itself, when it joins them.
+    vLLM caches processed images one by one, and adds each image's offset itself when it joins several.
     """
 
     def __call__(self, images: Any = None, text: Any = None, videos: Any = None, **kwargs: Any) -> Any:
         if not images and not videos and text is not None:
-            # vLLM 0.26 lets the markers stand and puts images in their place later; transformers refuses them.
+            # vLLM 0.26 passes text that still has image markers and inserts the images later. The processor of
+            # transformers refuses markers without images, so only the tokenizer runs here.
             return BatchFeature(dict(self.tokenizer(text, **kwargs)))
-        found = super().__call__(images=images, text=text, videos=videos, **kwargs)
-        if "image_token_pooling" in found:
-            patches, grids = found["image_num_crops"] * found["pixel_values"].shape[1], found["image_grids"]
+        inputs = super().__call__(images=images, text=text, videos=videos, **kwargs)
+        if "image_token_pooling" in inputs:
+            patches, grids = inputs["image_num_crops"] * inputs["pixel_values"].shape[1], inputs["image_grids"]
             pooled = grids[:, :2].prod(1) + grids[:, 2:].prod(1)
             first = (patches.cumsum(0) - patches).repeat_interleave(pooled)[:, None]
-            index = found["image_token_pooling"]  # (pooled patches, patches in each), -1 where there is none
-            found["image_token_pooling"] = torch.where(index >= 0, index - first.to(index.dtype), index)
-        return found
+            index = inputs["image_token_pooling"]  # (pooled patches, patches per pooled patch), padded with -1
+            inputs["image_token_pooling"] = torch.where(index >= 0, index - first.to(index.dtype), index)
+        return inputs
 
 
 class ProcessingInfo(theirs.Molmo2ProcessingInfo):
+    """Access to Molmo2's configuration and processor for vLLM: adds the published names and the image token ids."""
+
     def get_hf_config(self) -> PretrainedConfig:
         config = add_published_names(super().get_hf_config())
         tokenizer = self.get_tokenizer()
@@ -81,10 +87,13 @@ class ProcessingInfo(theirs.Molmo2ProcessingInfo):
     theirs.Molmo2MultiModalProcessor, info=ProcessingInfo, dummy_inputs=theirs.Molmo2DummyInputsBuilder
 )
 class Molmo2(theirs.Molmo2ForConditionalGeneration):
-    """Loads weights under the names of transformers and under the published ones, whole or one tensor at a time.
+    """Molmo2 that loads weights under the names of transformers or of the published checkpoints.
+
+    A call may bring a whole checkpoint or single tensors.
 
     Raises:
-        ValueError: images are to be attended to both ways, but this is a CPU, where vLLM's attention is causal.
+        ValueError: the checkpoint needs bidirectional attention within images and this is a CPU, where vLLM's
+            attention is always causal.
     """
 
     hf_to_vllm_mapper = theirs.Molmo2ForConditionalGeneration.hf_to_vllm_mapper | TRANSFORMERS_NAMES
@@ -114,7 +123,14 @@ class Molmo2(theirs.Molmo2ForConditionalGeneration):
         )
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Raises ValueError if the first call, which brings a whole checkpoint, lacks half of the embeddings."""
+        """Load the weights and return the names of the parameters that were loaded.
+
+        The published checkpoints store the token embeddings in two tensors, `_HALVES`. Later calls may bring one of
+        them alone.
+
+        Raises:
+            ValueError: the first call, which must bring a whole checkpoint, has only one of the two tensors.
+        """
         halves: set[str] = set()
         loader = AutoWeightsLoader(self)
         loaded: set[str] = loader.load_weights(self._place_halves(weights, halves), mapper=self.hf_to_vllm_mapper)
@@ -134,10 +150,11 @@ class Molmo2(theirs.Molmo2ForConditionalGeneration):
 
 
 def load_rows(start: int, end: int) -> Callable[[Tensor, Tensor], None]:
-    """A loader of the rows [start, end) of a table, those of this rank, from a part that begins at its `first_row`.
+    """Return a vLLM weight loader for rows [start, end) of an embedding table, the rows that this rank holds.
 
-    A part is an argument of its own, and nothing is kept between two: the parts of a table may come in different
-    calls, and vLLM counts the elements that each has filled to know when the table is complete.
+    The loader copies the rows that overlap with the tensor it gets. The tensor's attribute `first_row`, 0 by default,
+    says which row of the table it begins with. The loader keeps no state between calls, because the parts of a table
+    may come in different calls. vLLM counts the elements that each call filled to know when the table is complete.
     """
 
     def load(param: Tensor, loaded_weight: Tensor) -> None:
@@ -151,12 +168,12 @@ def load_rows(start: int, end: int) -> Callable[[Tensor, Tensor], None]:
 
 
 def add_published_names(config: PretrainedConfig) -> PretrainedConfig:
-    """The same configuration, which then has the names of the published checkpoints' own code as well."""
+    """Add the setting names of the published checkpoints' remote code to `config`, in place, and return it."""
     if not hasattr(config, "vit_config"):
         vision, adapter, text = config.vision_config, config.adapter_config, config.text_config
-        kept = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+        sizes = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
         config.vit_config = PretrainedConfig(
-            **{name: getattr(vision, name) for name in (*kept, "head_dim", "hidden_act", "layer_norm_eps")},
+            **{name: getattr(vision, name) for name in (*sizes, "head_dim", "hidden_act", "layer_norm_eps")},
             image_default_input_size=list(vision.image_size),
             image_patch_size=vision.patch_size,
             image_num_pos=vision.num_position_embeddings,

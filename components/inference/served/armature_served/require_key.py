@@ -1,7 +1,7 @@
-"""Runs inside a vLLM server: every route needs the key, also those that vLLM's own check leaves open; and the lease.
+"""ASGI middleware for vLLM that requires the API key on every route and then enforces the lease.
 
-vLLM checks its API key only below /v1, /v2, /inference and /cohere. The routes that load weights or run methods
-in the workers are outside of these.
+vLLM itself checks its API key only below /v1, /v2, /inference and /cohere. The routes that load weights or run methods
+in the workers are not below these, so without this middleware anyone could call them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,11 @@ OPEN_PATHS = frozenset({"/health", "/ping"})
 
 
 class RequireKey:
-    """ASGI middleware: 401 without `Authorization: Bearer $VLLM_API_KEY`, except for liveness. `Lease` is inside."""
+    """ASGI middleware that answers 401 to requests without the header `Authorization: Bearer $VLLM_API_KEY`.
+
+    Liveness checks (`OPEN_PATHS`) need no key. Requests with the key go on to `Lease`, then to vLLM. Websockets
+    without the key are closed with code 1008.
+    """
 
     def __init__(self, app: Callable[[Message, Receive, Send], Awaitable[None]]) -> None:
         self.app = Lease(app)
@@ -31,8 +35,8 @@ class RequireKey:
         if scope["type"] == "lifespan" or (scope["type"] == "http" and scope["path"] in OPEN_PATHS):
             await self.app(scope, receive, send)
             return
-        given = dict(scope["headers"]).get(b"authorization", b"")
-        if secrets.compare_digest(given, self.expected):
+        authorization = dict(scope["headers"]).get(b"authorization", b"")
+        if secrets.compare_digest(authorization, self.expected):
             await self.app(scope, receive, send)
         elif scope["type"] == "http":
             await send({"type": "http.response.start", "status": 401, "headers": []})

@@ -1,8 +1,9 @@
-"""A tied output head that has the embedding's new weights after they were loaded in place, on CPU as well.
+"""Make a tied output head follow the embedding when vLLM on a CPU loads new weights in place.
 
-vLLM (0.26 to 0.32) lets a tied head share the embedding's parameter. On CPU it multiplies with a copy of it, packed
-for its kernels when weights were loaded, and packs again only those layers that a checkpoint has tensors for. A tied
-checkpoint has none for the head, so after `reload_weights` or a weight transfer the head is still the old one.
+vLLM (0.26 to 0.32) lets a tied head share the embedding's parameter. On a CPU, vLLM multiplies with a packed copy of
+the parameter, which it makes for its kernels when weights are loaded. It packs again only the layers that the
+checkpoint has tensors for. A tied checkpoint has no tensor for the head, so after `reload_weights` or a weight transfer
+the head still has the old weights.
 """
 
 from __future__ import annotations
@@ -12,7 +13,10 @@ from typing import Any
 
 
 def share_the_embedding() -> None:
-    """Make the embedding itself, which is packed again, the head of tied models on CPU. May be called repeatedly."""
+    """Patch vLLM to use the embedding layer itself as the head of tied models on CPU, since that layer is repacked.
+
+    Repeated calls have no further effect.
+    """
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
     from vllm.platforms import current_platform
 

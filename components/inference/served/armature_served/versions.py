@@ -1,4 +1,7 @@
-"""Runs inside each worker of a vLLM server (`--worker-extension-cls`): loads a version that is kept as a delta."""
+"""Worker extension for vLLM (`--worker-extension-cls`) that loads weight versions stored as deltas.
+
+The extension runs in each worker process of a server.
+"""
 
 from __future__ import annotations
 
@@ -9,18 +12,18 @@ from .deltas import HostWeights, bring_to
 
 
 class Versions:
-    """A method of vLLM's workers, called through /collective_rpc."""
+    """Mixin that adds `load_version` to vLLM's workers. Clients call it through the route /collective_rpc."""
 
     model_runner: Any
     _held: HostWeights | None = None
 
     def load_version(self, folder: str) -> None:
-        """Load the version in `folder`, a path of this machine's, in place.
+        """Load the version in `folder`, a path on this machine, into the model in place.
 
-        It is put together in main memory, where it stays for the next one.
+        The weights are assembled in main memory and stay there, so that the next version needs only its delta.
 
         Raises:
-            ValueError: changes that do not add up.
+            ValueError: a delta does not fit the weights that it is applied to, or gives a wrong digest.
             OSError, SafetensorError: a version is missing or damaged.
         """
         held, self._held = self._held, None
