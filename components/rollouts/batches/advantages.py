@@ -1,4 +1,4 @@
-"""Advantages of turns, by comparison with the other rollouts of the same task."""
+"""Advantage estimators: score each turn relative to the other rollouts of the same task."""
 
 from __future__ import annotations
 
@@ -55,17 +55,17 @@ class Group:
 
     @property
     def weights(self) -> Values:
-        """(N,) so that every trajectory counts once, however many turns it has."""
+        """Weights of the turns, shape (N,): 1 / the turns of the trajectory, so that trajectories count equally."""
         return 1.0 / np.bincount(self.member)[self.member]
 
     @property
     def trajectory_scores(self) -> Values:
-        """(M,) the mean score of each trajectory's turns."""
+        """Mean score of each trajectory's turns, shape (M,)."""
         return self.rewards - np.bincount(self.member, self.penalties * self.weights, len(self.rewards))
 
 
 def deviation(squares: float, count: float, kind: Deviation) -> float:
-    """The standard deviation of `count` numbers whose squared distances from their mean sum to `squares`."""
+    """Return the standard deviation of `count` numbers whose squared distances from their mean sum to `squares`."""
     return float(np.sqrt(squares / max(1.0, count - (kind == "sample"))))
 
 
@@ -139,10 +139,10 @@ def similar(texts: Sequence[str | None], threshold: float) -> list[str | None]:
     look entirely different.
     """
     firsts: list[str] = []
-    found: dict[str, str] = {}
+    first_of: dict[str, str] = {}
     matcher: SequenceMatcher[str] = SequenceMatcher(None, autojunk=False)
     for text in texts:
-        if text is None or text in found:
+        if text is None or text in first_of:
             continue
         matcher.set_seq2(text)
         for first in firsts:
@@ -152,24 +152,28 @@ def similar(texts: Sequence[str | None], threshold: float) -> list[str | None]:
                 and matcher.quick_ratio() >= threshold
                 and matcher.ratio() >= threshold
             ):
-                found[text] = first
+                first_of[text] = first
                 break
         else:
             firsts.append(text)
-            found[text] = text
-    return [None if text is None else found[text] for text in texts]
+            first_of[text] = text
+    return [None if text is None else first_of[text] for text in texts]
 
 
-# Group-in-group policy optimization (GiGPO, arXiv 2505.10978): trajectories in groups, and turns at one state.
+# --- GiGPO: group-in-group policy optimization (arXiv 2505.10978) ---
 
 GIGPO_EPSILON = 1e-6
 
 
 def gigpo(groups: Sequence[Group], settings: GiGPO) -> tuple[list[Values], dict[str, float]]:
-    """A = A^E + w A^S: the trajectory's reward and the turn's discounted return, each against its own group.
+    """Return GiGPO's advantages, one (N,) array per group, and the estimator's metrics.
+
+    A = A^E + w A^S, where w is `settings.step_weight`. A^E compares the trajectory's reward with the other
+    trajectories of the group (`episode_advantages`). A^S compares the turn's discounted return with the other turns
+    that began at the same state (`step_advantages`).
 
     Raises:
-        ConfigurationError: no turn names the state that it began at.
+        ConfigurationError: no turn has an anchor key, which names the state that the turn began at.
     """
     if groups and not any(turn.anchor_key for group in groups for turn in group.turns):
         raise ConfigurationError(
@@ -180,16 +184,17 @@ def gigpo(groups: Sequence[Group], settings: GiGPO) -> tuple[list[Values], dict[
         )
     episode = [episode_advantages(group, settings) for group in groups]
     labels = [anchor_labels(group.turns, settings.anchor) for group in groups]
-    step = [step_advantages(group, own, settings) for group, own in zip(groups, labels, strict=True)]
+    step = [step_advantages(group, states, settings) for group, states in zip(groups, labels, strict=True)]
     total = [first + settings.step_weight * second for first, second in zip(episode, step, strict=True)]
     return total, _metrics(episode, step, labels)
 
 
 def episode_advantages(group: Group, settings: GiGPO) -> Values:
-    """(N,) A^E = norm(S - mean S), S the trajectory's reward less the turn's penalty (eq. 3).
+    """Return the trajectory-level advantages A^E = norm(S - mean S) of the turns, shape (N,) (GiGPO eq. 3).
 
-    Statistics are over trajectories, each of which counts once however long it is, or over rows, that is turns. The
-    trajectory that is alone in its group has no baseline and gets 0; the authors' code gives it its plain score.
+    S is the trajectory's reward minus the turn's penalty. `settings.statistics` chooses whether each trajectory counts
+    once, however long it is, or each row, that is each turn. A trajectory that is alone in its group has no baseline
+    and gets 0; the authors' code gives it its unnormalized score.
     """
     if len(group.rewards) == 1:
         return np.zeros(len(group.turns))
@@ -198,20 +203,22 @@ def episode_advantages(group: Group, settings: GiGPO) -> Values:
 
 
 def step_advantages(group: Group, labels: Labels, settings: GiGPO) -> Values:
-    """(N,) A^S = norm(G - mean G) over the turns at the same state, 0 for a turn that is alone there (eq. 7).
+    """Return the turn-level advantages A^S = norm(G - mean G), shape (N,) (GiGPO eq. 7).
 
-    G_t = r_t + gamma G_{t+1} within the trajectory; a turn's penalty is then subtracted from its own G alone.
+    The statistics are over the turns that began at the same state. A turn that is alone at its state gets 0.
+    G_t = r_t + gamma G_{t+1} within the trajectory. A turn's penalty is subtracted afterwards, so it lowers only the G
+    of this turn, not the G of earlier turns.
     """
     returns = discounted_returns(group, settings.gamma) - group.penalties
     advantages = np.zeros(len(returns))
     for label in np.flatnonzero(np.bincount(labels) > 1):
-        there = labels == label
-        advantages[there] = normalized(returns[there], np.ones(int(there.sum())), settings.norm)
+        same_state = labels == label
+        advantages[same_state] = normalized(returns[same_state], np.ones(int(same_state.sum())), settings.norm)
     return advantages
 
 
 def discounted_returns(group: Group, gamma: float) -> Values:
-    """(N,) G_t = r_t + gamma G_{t+1}, from each turn to the end of its trajectory."""
+    """Return the discounted return G_t = r_t + gamma G_{t+1} of each turn, shape (N,), up to its trajectory's end."""
     returns = np.zeros(len(group.turns))
     later = 0.0
     for row in reversed(range(len(group.turns))):
@@ -222,10 +229,11 @@ def discounted_returns(group: Group, gamma: float) -> Values:
 
 
 def normalized(values: Values, weights: Values, norm: MeanNorm | MeanStdNorm) -> Values:
-    """(N,) `values` less their weighted mean, over max(std, floor) + 1e-6 if `norm` says so.
+    """Return `values` minus their weighted mean, shape (N,). `MeanStdNorm` also divides by max(std, floor) + 1e-6.
 
-    std^2 = sum w d^2 / (sum w - 1) of the sample, / sum w of the population: with weights of 1 over the rows, with
-    weights that sum to 1 per trajectory over the trajectories. Equal values give exactly 0.
+    With w the weights and d the distances from the mean, the variance is sum(w d^2) / (sum(w) - 1) for the sample
+    deviation and sum(w d^2) / sum(w) for the population deviation. With weights of 1 the statistics are over the rows;
+    with weights that sum to 1 per trajectory they are over the trajectories. Equal values give exactly 0.
     """
     if all_equal(values):
         return np.zeros(len(values))
@@ -237,7 +245,7 @@ def normalized(values: Values, weights: Values, norm: MeanNorm | MeanStdNorm) ->
 
 
 def _metrics(episode: Sequence[Values], step: Sequence[Values], labels: Sequence[Labels]) -> dict[str, float]:
-    sizes = np.concatenate([np.zeros(0, dtype=np.int64), *(np.bincount(own) for own in labels)])
+    sizes = np.concatenate([np.zeros(0, dtype=np.int64), *(np.bincount(states) for states in labels)])
     if not sizes.size:
         return {}
     return {
@@ -249,13 +257,20 @@ def _metrics(episode: Sequence[Values], step: Sequence[Values], labels: Sequence
     }
 
 
+# --- Advantages of a step, and the estimators that compare whole trajectories ---
+
 EPSILON = 1e-4
 
 
 @dataclass(frozen=True)
 class Advantages:
-    """The advantages of a step. `by_turn`: advantage of every turn; `without_gradient`: ids of groups in which every
-    turn has advantage 0."""
+    """The advantages of all turns of a step.
+
+    Attributes:
+        by_turn: advantage of each turn, by trajectory id and turn index.
+        without_gradient: ids of the groups in which every turn has advantage 0.
+        metrics: metrics of the step and of the estimator, by name.
+    """
 
     by_turn: TurnAdvantages
     without_gradient: frozenset[str]
@@ -274,7 +289,7 @@ def turn_advantages(trajectories: Sequence[Trajectory], settings: BatchSettings)
     """
     groups = groups_of(trajectories, settings.penalty)
     values, metrics = ESTIMATORS[settings.advantage.name](groups, settings.advantage)
-    without = frozenset(group.group_id for group, own in zip(groups, values, strict=True) if not own.any())
+    without = frozenset(group.group_id for group, row in zip(groups, values, strict=True) if not row.any())
     every = np.concatenate([np.zeros(0), *values])
     penalties = np.concatenate([np.zeros(0), *(group.penalties for group in groups)])
     turns = {
@@ -286,17 +301,21 @@ def turn_advantages(trajectories: Sequence[Trajectory], settings: BatchSettings)
     }
     by_turn = {
         (group.trajectories[member].trajectory_id, turn.index): float(value)
-        for group, own in zip(groups, values, strict=True)
-        for member, turn, value in zip(group.member, group.turns, own, strict=True)
+        for group, row in zip(groups, values, strict=True)
+        for member, turn, value in zip(group.member, group.turns, row, strict=True)
     }
     return Advantages(by_turn, without, merged(estimator=metrics, turns=turns))
 
 
 def group_mean(groups: Sequence[Group], settings: GroupMean) -> tuple[list[Values], dict[str, float]]:
-    """A = (S - mean_group S) / s, with s = std_group S + 1e-4 (GRPO, arXiv 2402.03300, eq. for outcome
-    supervision), std over the batch of all centered scores, or 1 (Dr. GRPO, arXiv 2503.20783).
+    """Return the advantages A = (S - mean_group S) / s, one (N,) array per group, and no metrics.
 
-    S is the trajectory's reward less the turn's penalty. Every trajectory counts once.
+    S is the trajectory's reward minus the turn's penalty. Every trajectory counts once. `settings.scale` chooses s:
+
+    - "group_std": the standard deviation of S in the group + 1e-4 (GRPO, arXiv 2402.03300, equation for outcome
+      supervision).
+    - "batch_std": the standard deviation of the centered scores of the whole batch + 1e-4.
+    - "none": 1 (Dr. GRPO, arXiv 2503.20783).
     """
     centered = [_centered(group) for group in groups]
     if settings.scale == "none":
@@ -304,44 +323,56 @@ def group_mean(groups: Sequence[Group], settings: GroupMean) -> tuple[list[Value
     if settings.scale == "group_std":
         pairs = zip(groups, centered, strict=True)
         kind = settings.deviation
-        return [standardized(own, group.weights, len(group.rewards), kind) for group, own in pairs], {}
+        return [standardized(row, group.weights, len(group.rewards), kind) for group, row in pairs], {}
     whole = _spread(groups, centered, settings.deviation)
-    return [own / (whole + EPSILON) for own in centered], {}
+    return [row / (whole + EPSILON) for row in centered], {}
 
 
 def standardized(centered: Values, weights: Values, members: int, kind: Deviation) -> Values:
-    """Return (N,) scores less the mean of their group over its standard deviation + 1e-4.
+    """Divide centered scores by their group's standard deviation + 1e-4. The result has shape (N,).
 
     Args:
-        centered: (N,) scores less the mean of their group.
-        weights: (N,), which add up to 1 for each member of the group.
+        centered: (N,) scores minus the mean of their group.
+        weights: (N,) weights of the scores, which sum to 1 for each member of the group.
+        members: the number of members of the group.
+        kind: the sample or the population standard deviation.
     """
     return centered / (deviation(float(weights @ centered**2), members, kind) + EPSILON)
 
 
 def rloo(groups: Sequence[Group], settings: RLOO) -> tuple[list[Values], dict[str, float]]:
-    """A = S - the mean score of the group's other trajectories (arXiv 2402.14740, eq. 8)."""
-    found = []
+    """Return RLOO's advantages, one (N,) array per group, and no metrics (arXiv 2402.14740, eq. 8).
+
+    A = S - the mean score of the group's other trajectories, where S is the trajectory's reward minus the turn's
+    penalty.
+    """
+    advantages = []
     for group in groups:
         others = len(group.rewards) - 1
         if others == 0 or all_equal(group.scores):
-            found.append(np.zeros(len(group.turns)))
+            advantages.append(np.zeros(len(group.turns)))
             continue
         scores = group.trajectory_scores
-        found.append(group.scores - ((scores.sum() - scores) / others)[group.member])
-    return found, {}
+        advantages.append(group.scores - ((scores.sum() - scores) / others)[group.member])
+    return advantages, {}
 
 
 def _centered(group: Group) -> Values:
-    """(N,) exactly 0 where all scored the same, which sums of floats would not give."""
+    """Return the scores minus the group's mean, shape (N,).
+
+    Equal scores give exactly 0; subtracting a mean computed in floating point could leave rounding errors.
+    """
     if len(group.rewards) == 1 or all_equal(group.scores):
         return np.zeros(len(group.turns))
     return group.scores - group.trajectory_scores.mean()
 
 
 def _spread(groups: Sequence[Group], centered: Sequence[Values], kind: Deviation) -> float:
-    """The standard deviation of `centered`, every trajectory counted once; 0 where there is nothing to compare."""
-    squares = sum(float(group.weights @ own**2) for group, own in zip(groups, centered, strict=True))
+    """Return the standard deviation of the centered scores of all groups, where every trajectory counts once.
+
+    The result is 0 if there are no groups.
+    """
+    squares = sum(float(group.weights @ row**2) for group, row in zip(groups, centered, strict=True))
     return deviation(squares, sum(len(group.rewards) for group in groups), kind)
 
 
@@ -354,4 +385,7 @@ ESTIMATORS: dict[str, Callable[[Sequence[Group], Any], tuple[list[Values], dict[
     "rloo": rloo,
     "gigpo": gigpo,
 }
-"""By the name of their settings: groups to the advantages of their turns, and metrics of the estimator's own."""
+"""Advantage estimators by the name of their settings.
+
+Each takes groups and settings, and returns one array of advantages per group, shape (N,), and the estimator's metrics.
+"""

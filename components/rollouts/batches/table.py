@@ -118,7 +118,7 @@ def build_batch(
     `sample_defect`."""
     advantages = turn_advantages(outputs.trajectories, settings)
     samples, drops = adapter.samples(outputs, advantages.by_turn)
-    kept = []
+    valid = []
     for sample in samples:
         if settings.skip_zero_advantage and sample.group_id in advantages.without_gradient:
             drops["zero_advantage_group"] += 1
@@ -126,9 +126,9 @@ def build_batch(
             drops[f"bad_{defect[0]}"] += 1
             log.warning("sample %s is left out: %s %s", sample.sample_id, *defect)
         else:
-            kept.append(sample)
-    counts = {"samples/count": float(len(kept)), "samples/dropped": float(drops.total())}
-    return BuiltBatch(kept, drops, merged(advantages=advantages.metrics, samples=counts))
+            valid.append(sample)
+    counts = {"samples/count": float(len(valid)), "samples/dropped": float(drops.total())}
+    return BuiltBatch(valid, drops, merged(advantages=advantages.metrics, samples=counts))
 
 
 BATCH_FILE = "batch.parquet"
