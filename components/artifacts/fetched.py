@@ -221,7 +221,7 @@ def _lock_name(name: str) -> str:
 
 
 def listing_digest(digests: Mapping[str, str]) -> str:
-    """SHA-256 over names and the digest or version of each."""
+    """Return the SHA-256 over the names of files and the digest or version of each file."""
     listing = "".join(f"{name}\0{digests[name]}\n" for name in sorted(digests))
     return hashlib.sha256(os.fsencode(listing)).hexdigest()
 

@@ -364,7 +364,7 @@ class RemoteFolder(RemoteFiles):
             return []
 
     def _create_file(self, target: str, content: bytes) -> bool:
-        """Write a file that must not exist. Return False if it does."""
+        """Create a file exclusively. Return False if it exists already."""
         try:
             self._filesystem.pipe_file(target, content, mode="create")
         except FileExistsError:

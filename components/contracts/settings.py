@@ -69,7 +69,7 @@ def _sorted_tables(value: Any) -> Any:
 
 
 class InvalidTable(ValueError):
-    """A table is not valid for `model`, the settings class that another value of the same section names."""
+    """Error: a table does not fit the settings class `model`, which another key of the same section selects."""
 
     def __init__(self, error: ValidationError, model: type[BaseModel]) -> None:
         super().__init__(str(error))

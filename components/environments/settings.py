@@ -41,8 +41,8 @@ class EnvironmentSettings(Settings):
     seed: NonNegativeInt = Field(0, lt=2**31)
     """Seed from which the tasks of both splits are made."""
     evaluation_args: dict[str, Any] = Field({})
-    """Entries of args to replace when an evaluation plays the tasks, so that success is measured in the published
-    setting even where training uses another: {max_invalid_actions = 0}."""
+    """Entries of args to replace when an evaluation plays the tasks, to measure success in the published setting, for
+    example {max_invalid_actions = 0}."""
 
     @field_validator("args")
     @classmethod

@@ -144,7 +144,8 @@ class Reward(ABC, Generic[SettingsT]):
 
     @staticmethod
     def sources(settings: Any) -> dict[str, str]:
-        """Digests and versions, by name, of everything grades depend on besides the settings and this class's module.
+        """Return a digest or version by name for everything that affects a grade, except settings and this module's
+        code.
 
         Raises:
             ConfigurationError: a file or package is missing.

@@ -121,7 +121,8 @@ class RLRun(TrainingRun):
         return made
 
     def wait_for_rollouts(self, step: int) -> None:
-        """Replace workers that are late with their rollouts, now that training waits for the rollouts of `step`."""
+        """Tell the rollout workers that training waits for the rollouts of `step`, so that late workers are
+        replaced."""
         if self.parts.workers is not None:
             self.parts.workers.training_waits(step)
 

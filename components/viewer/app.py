@@ -127,7 +127,8 @@ ROBOT_PAGES = "armature.components.robots.pages"
 
 
 class ViewServer:
-    """Answers the page's requests from the artifact store in a folder, which a thread reads as runs write to it."""
+    """Answers the page's requests from an artifact store. A thread keeps reading the store, so that the page follows
+    running runs."""
 
     def __init__(self, store: Path) -> None:
         self.store = store.resolve()

@@ -111,7 +111,8 @@ class Policy(nn.Module):
     def next_tokens(self, inputs: dict[str, Tensor], mask: Tensor) -> Tensor:
         """Return log-probs (N, V) of all possible next tokens at the N positions where `mask` (B, L) is True.
 
-        They are computed as servers compute the log-probs of a prompt: at temperature 1, without forbidden tokens.
+        They are computed as servers compute the log-probs of a prompt: at temperature 1, and no token
+        is masked.
         """
         with self.cast(mask.device):
             logits: Tensor = base_model(self.model).get_output_embeddings()(self._hidden(inputs)[mask])

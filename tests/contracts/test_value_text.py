@@ -94,7 +94,7 @@ def test_decimals_are_read_back_exactly(number):
 
 
 @given(st.one_of(st.floats(), st.decimals(allow_nan=False, allow_infinity=False, places=3)))
-def test_numbers_for_json_are_equal_and_whole_numbers_are_ints(number):
+def test_json_numbers_keep_values_and_whole_floats_become_ints(number):
     plain = plain_number(number)
     if plain is None:
         assert number != number or abs(number) == float("inf")

@@ -91,7 +91,7 @@ def test_accepts_text_of_same_tokenizer(completion: Completion) -> None:
     refuse_other_texts([completion], OWN)
 
 
-def test_ignores_leading_space_and_undefined_bytes() -> None:
+def test_text_of_tokens_ignores_leading_space_and_invalid_utf8() -> None:
     tokenizer = sentence_tokenizer()
     pieces = tokenizer.get_vocab()
     it, is_, red, letter, lead = (pieces[piece] for piece in ("▁it", "▁is", "▁red", "<0x41>", "<0xE2>"))

@@ -225,7 +225,7 @@ def test_one_micro_batch_is_divided_among_two_ranks(
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_bf16_shards_have_gradient_of_one_rank(one_rank: dict[str, Result], two_ranks: dict[str, Result]) -> None:
+def test_bf16_sharded_gradient_equals_one_rank(one_rank: dict[str, Result], two_ranks: dict[str, Result]) -> None:
     """Losses and norms agree up to the 8 bits of bf16."""
     one, two = (ran["even, packed, bfloat16"].metrics[0] for ran in (one_rank, two_ranks))
     assert two["loss"] == pytest.approx(one["loss"], rel=0.02)

@@ -268,7 +268,10 @@ class OpenEnvEnvironment(GeneratedEnvironment[OpenEnvSettings]):
 
     @staticmethod
     def sources(settings: OpenEnvSettings) -> dict[str, str]:
-        """Return digests of the files that `command` and `reset` name. Other servers' code is covered by `revision`."""
+        """Return digests of the local files in the settings `command` and `reset`.
+
+        The code of a server that runs elsewhere cannot be read; the setting `revision` identifies it.
+        """
         return named_files({"command": settings.command, "reset": settings.reset})
 
     def payload(self, seed: int, index: int) -> dict[str, Any]:

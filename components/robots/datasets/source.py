@@ -39,7 +39,7 @@ class EpisodeSelection(Sequence[int]):
     """
 
     def __init__(self, numbers: Sequence[int] | Array) -> None:
-        """Store the numbers as runs.
+        """Store the episode numbers as ranges of consecutive numbers, which saves memory.
 
         Args:
             numbers: ascending episode numbers without repetition.

@@ -114,7 +114,10 @@ class InferenceQueue(Generic[AnswerT]):
                     question.answer.set_exception(EvaluationAborted())
 
     def _waiting(self) -> tuple[list[Future[None]], list[_Question]]:
-        """Return players that have ended and requests for one call, at least one of both together."""
+        """Wait until a player ends or asks for actions. Return the ended players and the requests for one policy call.
+
+        After the first of them, it waits for more requests only for half the time of the last policy call.
+        """
         left, questions = list[Future[None]](), list[_Question]()
         latest = time.monotonic() + self._patience
         while len(questions) < min(self._rows, self._playing):

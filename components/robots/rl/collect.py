@@ -56,7 +56,7 @@ class PlayTimes:
                 self._sums[key] += value
 
     def since(self) -> dict[str, float]:
-        """Return the sums and start again from zero."""
+        """Return the measured times and counts since the last call, by metric, and reset them to zero."""
         with self._lock:
             sums, self._sums = self._sums, defaultdict(float)
         return dict(sums)

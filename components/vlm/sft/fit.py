@@ -71,7 +71,8 @@ def fit(
     events: Events,
     out: Path,
 ) -> None:
-    """Make the steps of `plan` that the newest checkpoint lacks, and publish the final weights to the folder `out`.
+    """Run the training steps of `plan` that the newest checkpoint lacks, and publish the final weights to the folder
+    `out`.
 
     Step 0 of the history is the held-out loss before any training. A step is recorded before it is saved, so the
     history never lacks a step that the weights contain.

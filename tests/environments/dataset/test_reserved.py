@@ -117,7 +117,7 @@ def test_tasks_fingerprint_depends_on_tokens_not_on_other_model_settings(tmp_pat
     assert key('model.source="tiny/llava"') != first
 
 
-def test_training_settings_hold_no_reserved_tokens(tmp_path: Path) -> None:
+def test_training_settings_have_no_reserved_tokens(tmp_path: Path) -> None:
     listed(tmp_path, [row(number, "", "q") for number in range(40)])
     changes = [f"environment.args.{key}={json.dumps(value)}" for key, value in PLAIN.items()]
     settings = load_recipe(tmp_path / "recipe.toml", changes).settings_for(TrainVLMSettings)

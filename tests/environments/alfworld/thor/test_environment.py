@@ -400,7 +400,7 @@ def test_close_ends_waiting_and_running_episodes(home: Path) -> None:
     assert {process.pid for process in players()} == before
 
 
-def test_release_2_1_wins_games(home: Path) -> None:
+def test_plans_win_games_with_thor_release_2_1(home: Path) -> None:
     with closing(environment(player="2.1", width=320, height=240)) as made:
         for task in (PLACE, HEAT):
             observations, outcomes = asyncio.run(play(made, task, made.demonstration(task)))
