@@ -24,7 +24,7 @@ _FORBIDDEN_BIAS = -100.0
 
 
 OTHER_WEIGHTS = "other_weights"
-"""Reason of an attempt that failed because its answer is, or may be, of weights that the pool did not give the
+"""Reason of a failed attempt whose answer comes, or may come, from weights that the pool did not load into the
 server."""
 
 

@@ -16,7 +16,7 @@ from armature.components.inference.routing import PoolStatistics, Router
 
 @dataclass(frozen=True)
 class ServerAccess:
-    """Everything that a process needs to send requests to a pool's server. The fields are those of `Replica`."""
+    """Everything that a process needs to send requests to a pool's server. The fields mean the same as in `Replica`."""
 
     name: str
     url: str

@@ -106,7 +106,7 @@ def served_files(model: Path) -> dict[str, Any]:
 
 
 class OwnServers:
-    """Make, reuse and end the servers of a pool. The arguments are those of `ServerPool`."""
+    """Make, reuse and end the servers of a pool. The arguments mean the same as in `ServerPool`."""
 
     def __init__(
         self,

@@ -85,11 +85,14 @@ def random_image(random: np.random.Generator, width: int, height: int) -> str:
 
 
 async def ask_probe(http: httpx.AsyncClient, endpoint: Endpoint, probe: Probe, model: str = MODEL_NAME) -> LogProbs:
-    """What a server answers, with the weights that it calls `model`.
+    """Send the probe to a server and return its log-probs, in the order that `Probe` describes.
+
+    Args:
+        model: name by which the server knows the weights to use.
 
     Raises:
-        WeightSyncError: it refuses, or answers with anything else.
-        httpx.TransportError: it is gone.
+        WeightSyncError: the server rejects the request, or its response has no log-probs.
+        httpx.TransportError: the server is gone.
     """
     common = {"model": model, "max_tokens": 1, "temperature": 0.0, "seed": 0}
     text = common | {"prompt": probe.tokens, "prompt_logprobs": 0}

@@ -1,4 +1,4 @@
-"""Settings of sampling, and of servers as far as they change what is sampled."""
+"""Settings of sampling, and the settings of servers that change which tokens are sampled."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from armature.components.contracts.settings import Settings
 
 
 class SamplingSettings(Settings):
-    """How completions are sampled for training.
+    """Sampling of completions for training.
 
     Only temperature and length can be set. Importance ratios divide the trainer's softmax(logits / temperature) by the
-    distribution that was sampled from; any other option would change the second one alone (top_p = 0.5 gives a mean
-    ratio of 0.50 instead of 1).
+    distribution that was sampled from. Any other option would change only the distribution that was sampled from
+    (top_p = 0.5 gives a mean ratio of 0.50 instead of 1).
     """
 
     top_p: ClassVar[float] = 1.0
@@ -27,7 +27,7 @@ class SamplingSettings(Settings):
 
 
 class EvaluationSamplingSettings(Settings):
-    """How completions are sampled for evaluation, which computes no importance ratios and allows any distribution."""
+    """Sampling of completions for evaluation, which computes no importance ratios and allows any distribution."""
 
     temperature: float = Field(1.0, ge=0, le=2)
     """Softmax temperature; 0 is greedy: the likeliest token at every step."""
@@ -53,7 +53,7 @@ class ServerSettings(Settings):
     max_model_len: int = Field(ge=16)
     """Longest prompt and completion together, in tokens."""
     max_images_per_prompt: int = Field(1, ge=0)
-    """Images in one prompt, those of earlier turns included."""
+    """Most images in one prompt, including the images of earlier turns."""
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     """Data type of the served weights; log-probs agree best with the trainer's own."""
     quantization: Literal["fp8"] | None = None
@@ -61,6 +61,6 @@ class ServerSettings(Settings):
     token of activations. Needs servers on GPUs, and trainer.correction for training, because these servers sample from
     a different distribution than the trainer's."""
     deterministic: bool | None = None
-    """True: every answer depends, bit for bit, on its request and the weights alone, so that the same seed gives the
-    same run on a busy machine too; an error where that is impossible. Unset: the same for the pool's own servers on CPU
-    in float32, with a warning if the processor does not comply."""
+    """True: the bits of every answer depend only on its request and the weights, so that the same seed gives the same
+    run on a busy machine too. It is an error if this is impossible. Unset: the same for servers that the run starts on
+    CPU in float32, but with a warning instead of an error if the processor's results depend on the batch."""

@@ -21,7 +21,7 @@ from armature.components.rollouts.play import EpisodeRunner, Generator, RolloutI
 # --- The limit on open files: episodes and requests need some each ---
 
 OTHER_FILES = 512
-"""Open files to allow besides those of episodes and their requests."""
+"""Open files to allow in addition to the files of episodes and their requests."""
 
 
 def allow_episodes(at_once: int) -> None:

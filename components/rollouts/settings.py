@@ -18,7 +18,7 @@ class RolloutSettings(Settings):
     group_size: int = Field(8, ge=2)
     """Rollouts of the same task, which are compared with each other."""
     sampling: SamplingSettings
-    """How tokens are sampled."""
+    """Sampling of the policy's tokens."""
     max_rounds: PositiveInt = 1
     """1: train on all groups of one round. More: play rounds of groups_per_step further tasks until groups_per_step
     groups have different rewards, or this many rounds were played (dynamic sampling)."""

@@ -221,8 +221,11 @@ class IpcSender:
             control.post_all("/finish_weight_update")
 
     def _send_single(self, parameters: Parameters, gpu: str) -> None:
-        kept = [whole(tensor) for tensor in parameters.values()]  # handles keep no memory alive, these do
-        handles = self._handles_of_all_ranks([{gpu: reduce_tensor(tensor)[1]} for tensor in kept])
+        # The IPC handles do not keep the memory alive; these tensors do.
+        tensors = [
+            whole(tensor) for tensor in parameters.values()
+        ]  # the handles do not keep the memory alive; these do
+        handles = self._handles_of_all_ranks([{gpu: reduce_tensor(tensor)[1]} for tensor in tensors])
         torch.cuda.synchronize()
         if self._first:
             update = {"update_info": describe(parameters) | {"ipc_handles_pickled": _pickled(handles)}}
@@ -231,7 +234,7 @@ class IpcSender:
                 control.post_all("/update_weights", update)
                 control.post_all("/finish_weight_update")
         self._wait_for_ranks()
-        del kept
+        del tensors
 
     def _wait_for_ranks(self) -> None:
         if self._ranks > 1:
