@@ -1,6 +1,6 @@
 """Loading and validation of recipes: `configs/<flow>/<deployment>.toml`, or any TOML file that names its `flow`.
 
-A file may extend another one, and its tables are merged over those of the base: `extends = "base.toml"` is a path
+A file may extend a base file, and its tables are merged over the tables of the base: `extends = "base.toml"` is a path
 relative to the file, `extends = "train-vlm/colors"` names an installed recipe, and
 `extends = {file = "base.toml", sections = ["model"]}` inherits only the listed sections.
 """

@@ -86,8 +86,8 @@ def place(model: type[BaseModel], location: Sequence[str | int]) -> tuple[list[s
         path.append(str(part))
         if len(classes) == 1 and part in classes[0].model_fields:
             variant, classes = "", list(settings_in(classes[0].model_fields[str(part)].annotation))
-    known = classes[0].model_fields if len(classes) == 1 else ()
-    return [*path, *([str(last)] if location else [])], variant, known
+    fields = classes[0].model_fields if len(classes) == 1 else ()
+    return [*path, *([str(last)] if location else [])], variant, fields
 
 
 def _tags(model: type[BaseModel]) -> set[Any]:

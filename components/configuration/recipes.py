@@ -46,11 +46,11 @@ class Sections(BaseModel):
     @model_validator(mode="after")
     def _validate_joined_sections(self) -> Self:
         """Validate combined sections when the recipe is loaded, not hours later when the last stage begins."""
-        given = self.given()
+        values = self.given()
         for stage in self.JOINED:
-            if stage.model_fields.keys() <= given.keys():
+            if stage.model_fields.keys() <= values.keys():
                 try:
-                    self._joined[stage] = _join(stage, given)
+                    self._joined[stage] = _join(stage, values)
                 except ValidationError as error:
                     messages = [problem["msg"].removeprefix("Value error, ") for problem in error.errors()]
                     raise PydanticCustomError(error.errors()[0]["type"], "\n".join(messages)) from error

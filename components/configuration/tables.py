@@ -57,7 +57,7 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_toml(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """Return the values of a TOML file, merged over those of the files that it extends.
+    """Return the values of a TOML file, merged over the values of the files that it extends.
 
     Raises:
         ConfigurationError: a file is missing, is not TOML, or extends itself.

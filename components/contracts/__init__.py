@@ -1,1 +1,1 @@
-"""The data that crosses a border between packages. Imports neither torch nor any other package of ours."""
+"""Data types and protocols that several packages share. Imports neither torch nor any other package of Armature."""

@@ -26,9 +26,9 @@ class EncodedImage:
 
     def __post_init__(self) -> None:
         if not isinstance(self.data, bytes) or not isinstance(self.media_type, str):
-            given = f"{type(self.data).__name__} and {self.media_type!r:.80}"
+            received = f"{type(self.data).__name__} and {self.media_type!r:.80}"
             raise DataError(
-                f"an encoded image is bytes and a media type, not {given}",
+                f"an encoded image is bytes and a media type, not {received}",
                 code="invalid_encoded_image",
                 remedy="encode pixels with armature.components.artifacts.images.encode_png",
             )

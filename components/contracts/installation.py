@@ -77,9 +77,11 @@ def installed_commit() -> str:
     if CHECKOUT is not None:
         command = ["git", "describe", "--always", "--abbrev=40", "--dirty=+changed", "--exclude=*"]
         with suppress(FileNotFoundError):
-            found = subprocess.run(command, capture_output=True, text=True, cwd=CHECKOUT, check=False).stdout.strip()
-            if found:
-                return found
+            description = subprocess.run(
+                command, capture_output=True, text=True, cwd=CHECKOUT, check=False
+            ).stdout.strip()
+            if description:
+                return description
     return os.environ.get("ARMATURE_COMMIT", "")
 
 

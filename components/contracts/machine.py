@@ -46,21 +46,22 @@ class MachineServers(Settings):
     endpoints: Annotated[tuple[str, ...], BeforeValidator(refuse_plain_url)] = ()
     """Base URLs of running vLLM servers to join instead."""
     gpus: tuple[tuple[NonNegativeInt, ...], ...] = ()
-    """CUDA devices of each local server, e.g. [[0, 1], [2, 3]], counted from 0 among those that CUDA_VISIBLE_DEVICES
-    leaves; empty on CPU."""
+    """CUDA devices of each local server, e.g. [[0, 1], [2, 3]], counted from 0 among the devices that
+    CUDA_VISIBLE_DEVICES lists; empty on CPU."""
     python: Path | None = None
-    """Interpreter that has vLLM. None: the one of .venv-vllm in this folder, else of `armature setup`."""
+    """Python interpreter of an environment with vLLM. None: the interpreter of .venv-vllm in this folder, or else of
+    the environment that `armature setup` created."""
     arguments: Annotated[dict[str, Scalar], BeforeValidator(refuse_plain_arguments)] = Field({})
     """More vLLM arguments, e.g. {gpu_memory_utilization = 0.8}."""
     environment: Environment = Field({})
     """More environment variables for vLLM, e.g. {NCCL_DEBUG = 'INFO', HF_TOKEN = {env = 'HF_TOKEN'}}."""
     weight_transfer: Literal["file", "delta", "nccl", "ipc"] = "file"
-    """How new weights reach the servers: as a checkpoint folder (file), as the changes since the last one, which
-    servers keep in main memory (delta), or between GPUs (nccl, ipc)."""
+    """Transport of new weights to the servers. file: a checkpoint folder. delta: a file with the changes since the
+    last version, whose weights servers keep in main memory. nccl and ipc: directly between GPUs."""
     sync_tolerance: PositiveFloat | None = None
-    """Largest root mean square difference, in nats, between the log-probs of a server and of the trainer on a probe
-    after a sync; by default 1e-4 where both compute in float32 on CPU, 5e-3 in float32 on a GPU or a joined server, 0.1
-    with 16 bits, 0.5 with servers in 8."""
+    """Largest root mean square difference, in nats, between a server's and the trainer's log-probs of a fixed prompt
+    after new weights were loaded. Default: 1e-4 if both compute in float32 on CPU, 5e-3 in float32 on a GPU or a joined
+    server, 0.1 in 16 bits, 0.5 if servers compute in 8 bits."""
 
     @model_validator(mode="after")
     def _endpoints_are_distinct_urls(self) -> Self:
@@ -85,15 +86,15 @@ class MachineTrainer(Settings):
     gpus: tuple[NonNegativeInt, ...] = ()
     """CUDA devices of the trainer on each node, counted as in servers.gpus; empty on CPU."""
     sharding: Literal["full", "hybrid", "none"] | None = None
-    """How the trainer's ranks split the model with FSDP2: full, over all of them; hybrid (HSDP), over those of a node,
-    with a copy on each node; none: each rank has the whole model. None: full on several GPUs, none on CPU."""
+    """Sharding of the model over the trainer's ranks with FSDP2. full: over all ranks. hybrid (HSDP): over the ranks of
+    a node, with a copy on each node. none: each rank has the whole model. Unset: full on several GPUs, none on CPU."""
     context_parallel: PositiveInt = 1
-    """Ranks that compute one sequence together, each a part of its tokens: for sequences that one GPU does not hold.
-    Needs trainer.packing, and a model whose attention heads it divides."""
+    """Number of ranks that compute one sequence together, each a part of its tokens, for sequences that do not fit on
+    one GPU. Needs trainer.packing, and has to divide the model's number of attention heads."""
     interface: str | None = Field(None, pattern=r"^[^\s=,^]+$")
-    """Network interface (eth1), or this machine's address on it, that ranks of several nodes, or trainer and distant
-    servers with nccl, use. Private: whoever reaches it can disturb a training. None: loopback only; with
-    cluster.trainer the network of Ray."""
+    """Network interface (eth1), or this machine's address on it. Ranks on several nodes use it, and so do the trainer
+    and servers on other machines with nccl. The network must be private: anyone who can reach it can disturb the
+    training. None: loopback only; with cluster.trainer, the network of Ray."""
     environment: Environment = Field({})
     """More environment variables for the trainer, as for the servers."""
     loader_workers: int = Field(1, ge=0)
@@ -119,10 +120,10 @@ class MachineWorkers(Settings):
 
     model_config = ConfigDict(title="Workers")
     environments: int = Field(0, ge=0)
-    """Processes that play episodes of environments that need some; 0: half of the cores."""
+    """Processes that play episodes, for environments that run in processes of their own; 0: half of the cores."""
     rollouts: int = Field(0, ge=0)
-    """Worker processes that collect the rollouts of train-vlm: each plays whole groups and asks the servers itself.
-    0: the run's own process does."""
+    """Worker processes that collect the rollouts of train-vlm. Each plays whole groups and sends requests to the
+    servers itself. 0: the run's own process collects the rollouts."""
     statistics: int = Field(0, ge=0)
     """Worker processes that compute statistics of datasets; 0: threads of this process."""
 
@@ -134,9 +135,9 @@ class MachineLimits(Settings):
     max_concurrent: PositiveInt = 128
     """Concurrent requests over the whole pool."""
     ready_timeout: PositiveFloat = 600.0
-    """Seconds for a server or the trainer to come up."""
+    """Seconds until a server or the trainer must be ready."""
     lease_timeout: float = Field(0.0, ge=0)
-    """Seconds to wait for a server that another run has; 0 refuses at once."""
+    """Seconds to wait for a server that another run holds; 0: fail at once."""
     generation_timeout: PositiveFloat = 600.0
     """Seconds for one generation request."""
     environment_timeout: PositiveFloat = 120.0
@@ -146,12 +147,12 @@ class MachineLimits(Settings):
     sync_timeout: PositiveFloat = 300.0
     """Seconds for new weights to reach every server."""
     node_timeout: float = Field(60.0, ge=4)
-    """Seconds without a sign of life from the node of the trainer's first rank until it is lost."""
+    """Seconds without a sign of life after which the node of the trainer's first rank counts as lost."""
     rank_timeout: float = Field(1800.0, ge=1)
     """Seconds that ranks of the trainer wait for each other in a collective, before one counts as hung."""
     rollout_straggler_timeout: PositiveFloat | None = None
-    """Seconds that training waits for a shard of a rollout worker, with nothing else to do, until a free worker plays
-    it instead. None: as long as the worker takes."""
+    """Seconds that training waits for the shard of a rollout worker, when it has nothing else to do, before a free
+    worker plays the shard instead. None: wait as long as the worker takes."""
 
 
 class Machine(Settings):
@@ -167,17 +168,18 @@ class Machine(Settings):
     store: str = ".armature/store"
     """Folder of the artifact store."""
     remote_store: Annotated[str | None, BeforeValidator(refuse_plain_url)] = None
-    """fsspec URL (s3://bucket/prefix) that artifacts, their images and checkpoints are copied to and found in."""
+    """fsspec URL (s3://bucket/prefix) of a remote store, to which artifacts, their images and checkpoints are copied
+    and from which a run fetches them."""
     force: tuple[str, ...] = ()
-    """Stages that are made again, with all that depends on them, though they were made before."""
+    """Stages to run again although their results exist, together with all stages that depend on them."""
     skip_batches: tuple[PositiveInt, ...] = ()
-    """Steps of an RL run to make without an update, for a batch that cannot be trained on; the run remembers them, and
-    history and lineage say so."""
+    """Steps of an RL run that skip the update, for a batch that cannot be trained on. The run remembers these steps and
+    records them in its history and lineage."""
     threads: int = Field(0, ge=0)
     """CPU threads of each trainer rank and server; 0 lets torch choose."""
     metrics: str | None = Field(None, pattern=ADDRESS)
-    """Address (127.0.0.1:9464) where a run shows its numbers to Prometheus; port 0 takes a free one. None: nothing
-    listens. It asks for no password: whoever reaches it can read them."""
+    """Address (127.0.0.1:9464) where a run serves its metrics to Prometheus; port 0 takes a free port. None: metrics
+    are not served. There is no password: anyone who can reach the address can read the metrics."""
     servers: MachineServers = MachineServers()
     """vLLM servers: how many, their devices and arguments, or the addresses of running ones."""
     trainer: MachineTrainer = MachineTrainer()
@@ -185,10 +187,10 @@ class Machine(Settings):
     workers: MachineWorkers = MachineWorkers()
     """Worker processes that play episodes, collect rollouts and compute statistics."""
     limits: MachineLimits = MachineLimits()
-    """How long to wait, and how much to do at once."""
+    """Time limits, and the limit on concurrent requests."""
     cluster: ClusterSettings | None = None
-    """The Ray cluster that has the workers, with its `servers` the vLLM servers and with its `trainer` the trainer's
-    ranks, in place of this machine."""
+    """The Ray cluster that runs the workers in place of this machine. It also runs the vLLM servers if `servers` is
+    set, and the trainer's ranks if `trainer` is set."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

@@ -36,7 +36,7 @@ def _make_exact(schema: Any) -> None:
 
 
 def not_json(value: Any, where: str) -> str:
-    """Return a message about the first value in a nested `value` that JSON cannot express; "" if there is none."""
+    """Return a message about the first value in a nested `value` that JSON cannot express; "" if it can express all."""
     if isinstance(value, float) and not math.isfinite(value):
         return f"{where} is not a finite number"
     if isinstance(value, date | time):
@@ -49,7 +49,7 @@ def not_json(value: Any, where: str) -> str:
 
 
 def _lone_surrogate(value: Any) -> str:
-    """Return the first text in a nested `value` that cannot be encoded as UTF-8, escaped; "" if there is none."""
+    """Return the first text in a nested `value` that cannot be encoded as UTF-8, escaped; "" if all can."""
     left = [value]
     while left:
         part = left.pop()

@@ -100,7 +100,7 @@ def nothing_more(settings: Any, inputs: Mapping[str, Artifact]) -> Mapping[str, 
 
 
 def as_they_are(settings: SettingsT, inputs: Mapping[str, Artifact], say: Callable[[str], None]) -> SettingsT:
-    """Return the settings unchanged: those of most stages contain no branch or tag that can move."""
+    """Return the settings unchanged, for stages whose settings contain no branch or tag that can move."""
     return settings
 
 

@@ -50,7 +50,7 @@ def hub_commit(name: str, revision: str, kind: RepositoryKind) -> HubCommit:
 
     hub = Hub()
     try:
-        found = hub.resolve_revision(name, repo_type=kind, revision=revision)
+        resolution = hub.resolve_revision(name, repo_type=kind, revision=revision)
     except Exception as error:  # errors of the network, the hub, or an invalid name
         raise DataError(
             f"the {kind} cannot be reached: {str(error).splitlines()[0] if str(error) else repr(error)}",
@@ -59,12 +59,12 @@ def hub_commit(name: str, revision: str, kind: RepositoryKind) -> HubCommit:
             remedy=f"check the name, the revision and the network, log in for a gated {kind}, or give a folder; "
             "without a network, give the commit of what was fetched before",
         ) from error
-    return HubCommit(name, revision, found.resolved, hub.answered)
+    return HubCommit(name, revision, resolution.resolved, hub.answered)
 
 
 def commit_of(name: str, revision: str, kind: RepositoryKind, say: Callable[[str], None]) -> str:
     """Return the commit as `hub_commit` does, and report the commit of a branch or tag to `say`."""
-    found = hub_commit(name, revision, kind)
-    if found.commit != revision:
-        say(str(found))
-    return found.commit
+    resolved = hub_commit(name, revision, kind)
+    if resolved.commit != revision:
+        say(str(resolved))
+    return resolved.commit

@@ -31,8 +31,8 @@ def listener(port: int) -> str:
 
 def loopback() -> str:
     """Return the name of the loopback interface. Collective libraries need the name, not the address."""
-    found = psutil.net_if_addrs().items()
-    return next((name for name, addresses in found if any(one.address == "127.0.0.1" for one in addresses)), "lo")
+    interfaces = psutil.net_if_addrs().items()
+    return next((name for name, addresses in interfaces if any(one.address == "127.0.0.1" for one in addresses)), "lo")
 
 
 def network(interface: str) -> str:
@@ -43,7 +43,8 @@ def network(interface: str) -> str:
     """
     families = (socket.AF_INET, socket.AF_INET6)
     addresses = {
-        name: [one.address for one in found if one.family in families] for name, found in psutil.net_if_addrs().items()
+        name: [one.address for one in assigned if one.family in families]
+        for name, assigned in psutil.net_if_addrs().items()
     }
     for name, each in addresses.items():
         if each and interface in (name, *each):
@@ -77,8 +78,8 @@ def socket_options(silence: float = SILENCE) -> list[tuple[int, int, int]]:
         "TCP_KEEPCNT": PROBES,
         "TCP_USER_TIMEOUT": round(1000 * silence),
     }
-    known = [(getattr(socket, name), value) for name, value in wanted.items() if hasattr(socket, name)]
-    return [(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1), *((socket.IPPROTO_TCP, *each) for each in known)]
+    options = [(getattr(socket, name), value) for name, value in wanted.items() if hasattr(socket, name)]
+    return [(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1), *((socket.IPPROTO_TCP, *each) for each in options)]
 
 
 # --- Metrics for Prometheus ---

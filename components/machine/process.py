@@ -42,8 +42,8 @@ class Program:
 
     Args:
         command: the program and its arguments; a name without a folder is looked up on PATH.
-        log: file to which stdout and stderr are appended; None: they go to those of this process.
-        env: environment variables in addition to those of this process; None removes a variable.
+        log: file to which stdout and stderr are appended; None: the program inherits this process's stdout and stderr.
+        env: changes to the environment variables that the program inherits; None removes a variable.
         grace: seconds between SIGTERM and SIGKILL when the program is stopped.
         pass_fds: open file descriptors that the program inherits, with the same numbers.
 
@@ -65,22 +65,22 @@ class Program:
         self.log, self._grace = log, grace
         # A relative path to the program refers to the folder of this process, not of the child. Links are not resolved,
         # because the interpreter of a virtual environment is a link and works only under its own name.
-        found = shutil.which(self.command[0])
-        if found is None:
+        program = shutil.which(self.command[0])
+        if program is None:
             raise FileNotFoundError(f"no program {self.command[0]!r}")
-        self.command[0] = os.path.abspath(found)  # noqa: PTH100 (Path.absolute would keep "..")
+        self.command[0] = os.path.abspath(program)  # noqa: PTH100 (Path.absolute would keep "..")
         changes = env or {}
-        kept = {key: value for key, value in os.environ.items() if key not in changes}
-        child_env = kept | {key: value for key, value in changes.items() if value is not None}
+        inherited = {key: value for key, value in os.environ.items() if key not in changes}
+        child_env = inherited | {key: value for key, value in changes.items() if value is not None}
         if log is not None:
             log.parent.mkdir(parents=True, exist_ok=True)
         output = log.open("ab") if log is not None else None
         read, self._lifeline = os.pipe()
         try:
             # -I: neither PYTHONPATH nor the working folder may change what the guard imports.
-            own = [str(read), str(os.getpid()), str(grace), ",".join(map(str, pass_fds))]
+            guard_arguments = [str(read), str(os.getpid()), str(grace), ",".join(map(str, pass_fds))]
             self._guard = subprocess.Popen(
-                [sys.executable, "-I", __file__, *own, *self.command],
+                [sys.executable, "-I", __file__, *guard_arguments, *self.command],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
@@ -262,16 +262,16 @@ def _die_with_guard() -> None:
 
 def _reap(wanted: int) -> int | None:
     """Collect all ended children. Return the exit code of `wanted` if it is among them, else None."""
-    found = None
+    exit_code = None
     while True:
         try:
             pid, status = os.waitpid(-1, os.WNOHANG)
         except ChildProcessError:
-            return found
+            return exit_code
         if pid == 0:
-            return found
+            return exit_code
         if pid == wanted:
-            found = os.waitstatus_to_exitcode(status)
+            exit_code = os.waitstatus_to_exitcode(status)
 
 
 def _stop_children(grace: float) -> None:

@@ -34,8 +34,8 @@ def project_path(path: str | Path) -> Path:
 
     In a temporary copy made by DVC, a file that is not in the copy is taken from the original repository.
     """
-    found = project_folder() / path
-    return found if os.path.exists(found) else original(found)  # noqa: PTH110 (any text may be asked about)
+    local = project_folder() / path
+    return local if os.path.exists(local) else original(local)  # noqa: PTH110 (any text may be asked about)
 
 
 def project_source(name: str) -> str:
@@ -82,7 +82,7 @@ def load_object(name: str, noun: str) -> Any:
     """
     module, _, attribute = name.partition(":")
     try:
-        found = load_module(module)
+        loaded = load_module(module)
     except ConfigurationError:
         raise
     except (Exception, SystemExit) as error:
@@ -101,14 +101,14 @@ def load_object(name: str, noun: str) -> Any:
             where=_place(error) or name,
             remedy="correct the module, or install what it imports",
         ) from error
-    if not attribute or not hasattr(found, attribute):
+    if not attribute or not hasattr(loaded, attribute):
         raise ConfigurationError(
             f"{noun} {name!r}: module {module!r} has no {attribute or 'name after the colon'!r}",
             code="name_not_in_module",
-            where=str(found.__file__),
+            where=str(loaded.__file__),
             remedy="write MODULE:NAME with a name that the module defines",
         )
-    return getattr(found, attribute)
+    return getattr(loaded, attribute)
 
 
 def load_module(name: str) -> ModuleType:
@@ -150,25 +150,25 @@ class _BesideTheRecipe(MetaPathFinder):
 
         Modules that were found before are imported again if the folder is another one or a file has changed.
         """
-        if folder != self.folder or any(_version(file) != known for file, known in self._versions.items()):
+        if folder != self.folder or any(_version(file) != version for file, version in self._versions.items()):
             for module in [each for each in sys.modules if each.partition(".")[0] in self.names]:
                 del sys.modules[module]
             self.folder, self.names, self._versions = folder, set(), {}
         if name in self.names or _beside(folder, name) is None:
             return
-        found, waiting = set[str](), [name]
+        modules, waiting = set[str](), [name]
         while waiting:
             each = waiting.pop()
-            if each in found or (path := _beside(folder, each)) is None:
+            if each in modules or (path := _beside(folder, each)) is None:
                 continue
             _refuse_collision(each, path)
-            found.add(each)
+            modules.add(each)
             inside = path.parent.rglob("*.py") if path.name == "__init__.py" else [path]
             files = [file for file in inside if file.is_file()]
             self._versions |= {file: _version(file) for file in files}
             waiting += [imported for file in files for imported in _imported(file)]
         importlib.invalidate_caches()
-        self.names |= found
+        self.names |= modules
         if self not in sys.meta_path:
             sys.meta_path.insert(0, self)
 
@@ -210,7 +210,7 @@ def _refuse_collision(name: str, path: Path) -> None:
 
 
 def _elsewhere(name: str, path: Path) -> str:
-    """Return the place of another module called `name` that is not at `path`; "" if there is none."""
+    """Return the place of another module called `name` that is not at `path`; "" if no other exists."""
     if name in sys.stdlib_module_names:
         return "Python's own"
     loaded = sys.modules.get(name)
@@ -250,9 +250,9 @@ def _place(error: BaseException) -> str:
     """Return file and line where the import failed, if the file is beside the recipe; "" otherwise."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}, line {error.lineno}"
-    found, trace = "", error.__traceback__
+    place, trace = "", error.__traceback__
     while trace is not None:
         if Path(trace.tb_frame.f_code.co_filename).is_relative_to(_FINDER.folder):
-            found = f"{trace.tb_frame.f_code.co_filename}, line {trace.tb_lineno}"
+            place = f"{trace.tb_frame.f_code.co_filename}, line {trace.tb_lineno}"
         trace = trace.tb_next
-    return found
+    return place

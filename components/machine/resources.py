@@ -21,9 +21,9 @@ def gpu_count() -> int:
     if shutil.which("nvidia-smi") is None:
         return 0
     listed = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True, check=False)
-    found = sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
+    count = sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
     left = _left()
-    return found if left is None else min(found, len(left))
+    return count if left is None else min(count, len(left))
 
 
 def visible_devices(gpus: Sequence[int]) -> str:

@@ -41,19 +41,19 @@ def turn_scores(
     places: dict[str, list[int]] = defaultdict(list)
     for place, sample in enumerate(samples):
         places[sample.trajectory_id].append(place)
-    found: dict[str, list[TurnScores]] = {}
+    scores_of: dict[str, list[TurnScores]] = {}
     for trajectory in trajectories:
         masks = [(place, samples[place].loss_mask) for place in places[trajectory.trajectory_id]]
         ends = np.cumsum([len(turn.completion_token_ids) for turn in trajectory.turns])
         if ends[-1] != sum(int(mask.sum()) for _, mask in masks):
             continue
         advantages = np.split(np.concatenate([samples[place].advantages[mask] for place, mask in masks]), ends[:-1])
-        known = [log_ratios.get(samples[place].sample_id, _NONE) for place, _ in masks]
+        ratios = [log_ratios.get(samples[place].sample_id, _NONE) for place, _ in masks]
         scored: Sequence[LogRatios | None] = [None] * len(advantages)
-        if sum(map(len, known)) == ends[-1]:
-            scored = np.split(np.concatenate(known), ends[:-1])
-        found[trajectory.trajectory_id] = [TurnScores(*scores) for scores in zip(scored, advantages, strict=True)]
-    return found
+        if sum(map(len, ratios)) == ends[-1]:
+            scored = np.split(np.concatenate(ratios), ends[:-1])
+        scores_of[trajectory.trajectory_id] = [TurnScores(*scores) for scores in zip(scored, advantages, strict=True)]
+    return scores_of
 
 
 def rollout_record(

@@ -28,7 +28,7 @@ def write_training_report(
     Args:
         figures: additional key figures, such as held-out accuracy with its interval.
         tables: additional tables; empty ones are omitted.
-        curves: charts to show after those of the history.
+        curves: charts to show after the charts of the history.
         rollouts: rollouts to browse on the page.
     """
     drops = [[name, f"{count:,}"] for name, count in drops_by_reason(history).items()]

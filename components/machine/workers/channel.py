@@ -22,7 +22,7 @@ import numpy as np
 from armature.components.contracts.errors import ArmatureError, ConfigurationError, DataError, said
 from armature.components.machine.process import ForkGuard
 
-# What goes wrong with a worker, and which errors of its handler come back as they are.
+# --- Errors of a worker, and the errors of its handler that are raised unchanged in the caller ---
 
 
 class WorkerError(ArmatureError):

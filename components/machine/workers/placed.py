@@ -182,8 +182,8 @@ class PlacedProgram:
             while not ray.wait([about], timeout=1.0)[0]:
                 self._refuse_waiting(ray, stopped, end)
             try:
-                found: dict[str, Any] = ray.get(about)
-                return found
+                facts: dict[str, Any] = ray.get(about)
+                return facts
             except ray.exceptions.RayActorError as error:
                 if error.actor_init_failed:
                     raise not_started(self._places.bundle.WHAT, self._places.cluster.address, error) from error
