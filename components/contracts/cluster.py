@@ -38,7 +38,7 @@ Resources = Annotated[dict[str, Annotated[PositiveFloat, AfterValidator(_countab
 
 
 class Bundle(Settings):
-    """The resources that a model server, or the ranks on a node, take as a bundle of a Ray placement group."""
+    """Resources of one bundle of a Ray placement group. A bundle runs one model server, or a node's trainer ranks."""
 
     WHAT: ClassVar[str]
     """Name of the process in messages, e.g. "a model server"."""
@@ -52,8 +52,8 @@ class Bundle(Settings):
     resources: Resources = Field({})
     """Other resources, by the names that `ray start --resources` gave: {fast = 1}."""
     strategy: Literal["SPREAD", "PACK", "STRICT_SPREAD", "STRICT_PACK"] = "SPREAD"
-    """Placement strategy of Ray: SPREAD over the nodes, or PACK on as few nodes as possible. STRICT_: fail if this is
-    not possible."""
+    """Placement strategy of Ray: SPREAD over the nodes, or PACK on as few nodes as possible. With the prefix STRICT_,
+    the run fails if this is not possible."""
 
     @property
     def gpus(self) -> int:
@@ -82,7 +82,7 @@ class ServerBundle(Bundle):
     SETTING = "machine.cluster.servers"
 
     tensor_parallel_size: NonNegativeInt = 0
-    """GPUs of its node that a server takes, over which vLLM splits the model; 0: it is on CPU."""
+    """GPUs that each server takes on its node; vLLM splits the model over these GPUs. 0: the server runs on CPU."""
 
     @property
     def gpus(self) -> int:
@@ -96,7 +96,7 @@ class TrainerBundle(Bundle):
     SETTING = "machine.cluster.trainer"
 
     num_gpus: NonNegativeInt = 0
-    """GPUs of each node that the ranks on it take, one each; 0: they are on CPU."""
+    """GPUs that the trainer takes on each node, one for each rank; 0: the ranks run on CPU."""
 
     @property
     def gpus(self) -> int:

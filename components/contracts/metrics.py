@@ -1,4 +1,4 @@
-"""Names of metrics, and JSON with NaN and infinite numbers."""
+"""Join the metrics of several writers, name metrics safely, and write NaN and infinite numbers to JSON."""
 
 from __future__ import annotations
 

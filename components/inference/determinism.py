@@ -45,9 +45,9 @@ _SIDES = (28, 28, 28, 28, 64)
 tiny."""
 
 _AT_ONCE = 3
-"""Requests in flight in the test among a few others."""
+"""Number of concurrent requests in the test that sends each request together with a few others."""
 _ARRIVAL = 0.5
-"""Seconds in which all requests reach a paused engine, which then computes them in one step."""
+"""Seconds to wait until all requests have reached a paused engine, which then computes all in one step."""
 
 Answer = tuple[float, ...]
 """Float32 log-probs of the sampled tokens."""

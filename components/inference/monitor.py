@@ -28,7 +28,7 @@ MAX_RESTARTS = 3
 """Starts in a row without an answered request after which a server is given up."""
 
 _WATCH = 1.0
-"""Seconds between two looks at a server's process."""
+"""Seconds between two checks that a server's process is alive."""
 SAY_AFTER = 3.0
 """Seconds without an answer of a joined server after which a warning says what the pool waits for."""
 

@@ -14,7 +14,7 @@ from armature.components.inference.server import VllmServer
 from armature.components.inference.weights.pool import post
 
 UNKNOWN = -1
-"""The version of weights that this pool did not load."""
+"""Version number that stands for weights that this pool did not load."""
 
 
 @dataclass
@@ -28,46 +28,49 @@ class Replica:
     ready: bool = False
     """True if the pool may send requests to it."""
     version: int = UNKNOWN
-    """Version of the weights that it holds."""
+    """Version of the weights that the server holds."""
     waits: bool = False
-    """True if it is up but has to wait for the next sync, because only the trainer has the current weights."""
+    """True if the server is up but has to wait for the next sync, because only the trainer has the current weights."""
     joined: int = 0
-    """Number of times that it came up."""
+    """Number of times that the server came up."""
     model: str = MODEL_NAME
-    """Model name of its current weights in requests."""
+    """Model name that requests use for the server's current weights."""
     weights_id: str = ""
-    """Id that its answers carry while its weights stay the same; "" if our plug-in does not run in it."""
+    """Id that the server's answers carry while its weights stay the same; "" if the server lacks our plug-in."""
     ours_since: str = ""
-    """The id since which only this pool has changed its weights."""
+    """The `weights_id` since which only this pool has changed the server's weights."""
     lease: str = ""
-    """Id of this pool's lease on it; "" if it has no lease."""
+    """Id of this pool's lease on the server; "" if the pool has no lease."""
     outstanding: int = 0
     """Requests in flight."""
     failures: int = 0
-    """Attempts in a row that failed."""
+    """Number of attempts in a row that failed."""
     restarts: int = 0
-    """Starts since it last answered a request."""
+    """Number of starts since the server last answered a request."""
     given_up: ArmatureError | None = None
-    """The reason why the pool does not use it any more."""
+    """The reason why the pool does not use the server any more; None while it does."""
     answer_checks: int = 0
-    """Number of checks of its weights between two syncs; see `ServedWeights.check_answer`."""
+    """Number of checks of the server's weights between two syncs; see `ServedWeights.check_answer`."""
     passed_check: int = 0
-    """Number of the last check that it passed."""
+    """Number of the last check that the server passed."""
     checking: asyncio.Lock = field(default_factory=asyncio.Lock)
     suspect: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def endpoint(self) -> Endpoint:
-        """Its address, key and lease."""
+        """The server's URL, API key, lease id and number of starts, which a request needs."""
         return Endpoint(self.url, self.api_key, self.lease, self.joined)
 
     @property
     def says_weights(self) -> bool:
-        """True if its answers carry the id of the weights that computed them."""
+        """True if the server's answers carry the id of the weights that computed them."""
         return bool(self.weights_id) or self.server is not None
 
     def mark_suspect(self) -> None:
-        """Stop sending requests to it. Its monitor checks it, restarts it if needed, and loads the current weights."""
+        """Stop sending requests to the server until its monitor has checked it.
+
+        The monitor restarts the server if needed, and loads the current weights.
+        """
         self.version, self.ready, self.waits = UNKNOWN, False, False
         self.suspect.set()
 
