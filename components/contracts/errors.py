@@ -125,7 +125,7 @@ class TrackingError(ArmatureError):
 
 
 class DivergedError(ArmatureError):
-    """The training diverged, and starting the run again would not help."""
+    """The training diverged, so restarting the run would not help."""
 
     code = "diverged"
 

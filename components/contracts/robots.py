@@ -58,7 +58,7 @@ class RobotPolicy(Protocol):
         """Number of rows of one forward pass; a pass with fewer rows takes as long."""
 
     def prepared(self, observation: RobotObservation) -> RobotObservation:
-        """Return the observation with all preprocessing that needs no other observation done. Any thread may call this.
+        """Return the observation after all preprocessing that needs no other observation. Any thread may call this.
 
         Raises:
             DataError: the policy cannot read the observation.

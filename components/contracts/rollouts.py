@@ -17,7 +17,7 @@ TokenIds = npt.NDArray[np.int32]
 LogProbs = npt.NDArray[np.float32]
 
 MAX_LOGPROB = 1e-4
-"""Largest valid log-prob of a sampled token: rounding of a float32 log-softmax may exceed 0 by less."""
+"""Largest valid log-prob of a sampled token. Rounding in a float32 log-softmax may exceed 0, but by less than this."""
 
 
 def all_equal(rewards: Collection[float]) -> bool:
@@ -56,7 +56,7 @@ class Turn:
 
 @dataclass(frozen=True, eq=False)
 class Trajectory:
-    """One episode of one task. `reward` is the sum over turns. `truncated`: it ran out of turns or context."""
+    """One episode of one task. `reward` is the sum over turns. `truncated`: the episode ran out of turns or context."""
 
     trajectory_id: str
     group_id: str

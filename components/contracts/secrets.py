@@ -42,7 +42,7 @@ class BlockReference(Settings):
 
 
 BLOCKS: dict[str, str] = {}
-"""Values of the blocks that the flow of this process has read. They are kept only in memory."""
+"""Values of the Secret blocks of Prefect that the flow of this process has read. They are kept only in memory."""
 
 Variables = Mapping[str, EnvironmentReference | BlockReference | str]
 

@@ -99,7 +99,7 @@ class Settings(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _add_the_default_tag(cls, values: Any) -> Any:
-        """A table without the discriminator of its union belongs to the default variant."""
+        """Give a table without the discriminator of its union the tag of the default variant."""
         if not isinstance(values, Mapping):
             return values
         complete = dict(values)

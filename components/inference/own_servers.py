@@ -35,7 +35,8 @@ class _Kept:
 
 
 class KeptServers:
-    """Local servers without a pool, each with the checkpoint files other than weights that it has read."""
+    """Running local servers that no pool uses. Each comes with the contents of the checkpoint files, other than
+    weights, that the server has read."""
 
     def __init__(self) -> None:
         self._kept: list[_Kept] = []
