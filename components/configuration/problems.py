@@ -57,7 +57,7 @@ def explain(error: ValidationError, section: str, model: type[BaseModel]) -> str
         if isinstance(cause, InvalidTable):
             lines.append(explain(cause.error, ".".join([*begin, *map(str, problem["loc"])]), cause.model))
             continue
-        path, variant, known = place(model, problem["loc"])
+        path, variant, fields = place(model, problem["loc"])
         key = ".".join([*begin, *path])
         message = problem["msg"].removeprefix("Value error, ")
         line = f"{key}: {message}" if key else message
@@ -65,7 +65,7 @@ def explain(error: ValidationError, section: str, model: type[BaseModel]) -> str
         if new and problem["type"] in ("extra_forbidden", "model_type"):
             line = f"{key} is now called {new!r}"
         elif problem["type"] == "extra_forbidden":
-            line = f"{key} is not a setting{f' of {variant!r}' if variant else ''}; {suggestion(path[-1], known)}"
+            line = f"{key} is not a setting{f' of {variant!r}' if variant else ''}; {suggestion(path[-1], fields)}"
         elif problem["type"] == "union_tag_not_found":
             discriminator = problem["ctx"]["discriminator"].strip("'")
             line = f"{key}.{discriminator}: Field required"
