@@ -59,9 +59,9 @@ def raised(tree: ast.AST) -> Iterator[Raised]:
             case ast.Call(func=ast.Name(id="PydanticCustomError"), args=[ast.Constant(value=str() as code), text, *_]):
                 yield Raised(code, "ValidationError", text_of(text), "")
             case ast.Call(func=ast.Name(id=kind), args=[what, *_], keywords=keywords):
-                given = {keyword.arg: keyword.value for keyword in keywords}
-                if isinstance(code := given.get("code"), ast.Constant) and isinstance(code.value, str):
-                    yield Raised(code.value, kind, text_of(what), text_of(given.get("remedy")))
+                arguments = {keyword.arg: keyword.value for keyword in keywords}
+                if isinstance(code := arguments.get("code"), ast.Constant) and isinstance(code.value, str):
+                    yield Raised(code.value, kind, text_of(what), text_of(arguments.get("remedy")))
             case ast.ClassDef(name=kind, body=[ast.Expr(value=ast.Constant(value=str() as about)), *body]):
                 for statement in body:
                     match statement:

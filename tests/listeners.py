@@ -11,11 +11,11 @@ import psutil
 
 def beyond_loopback(processes: Iterable[psutil.Process]) -> list[str]:
     """Listening TCP sockets of `processes` that other machines could connect to, with their command."""
-    found = []
+    result = []
     for process in processes:
         with suppress(psutil.NoSuchProcess):
             for socket in process.net_connections("tcp"):
                 listens = socket.status == psutil.CONN_LISTEN and socket.laddr
                 if listens and not ip_address(socket.laddr.ip).is_loopback:
-                    found.append(f"{socket.laddr.ip}:{socket.laddr.port} {' '.join(process.cmdline())[-80:]}")
-    return found
+                    result.append(f"{socket.laddr.ip}:{socket.laddr.port} {' '.join(process.cmdline())[-80:]}")
+    return result

@@ -18,14 +18,14 @@ from armature.deployments import deployment
 from tests.refusals import refused
 
 
-def test_files_extend_each_other_table_by_table(tmp_path):
+def test_recipe_files_extend_table_by_table(tmp_path):
     (tmp_path / "base.toml").write_text('a = 1\n[t]\nx = 1\ny = [1, 2]\n[t.deep]\nz = "old"\n')
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub/top.toml").write_text('extends = "../base.toml"\n[t]\ny = [3]\n[t.deep]\nz = "new"\n')
     assert read_toml(tmp_path / "sub/top.toml") == {"a": 1, "t": {"x": 1, "y": [3], "deep": {"z": "new"}}}
 
 
-def test_a_circle_a_missing_file_and_bad_toml_are_said(tmp_path):
+def test_rejects_circular_missing_and_invalid_files(tmp_path):
     (tmp_path / "a.toml").write_text('extends = "b.toml"')
     (tmp_path / "b.toml").write_text('extends = "a.toml"')
     with refused("circular_extends", "a.toml", "b.toml"):
@@ -52,13 +52,13 @@ def test_overrides_are_toml_values_or_bare_strings(text, expected):
 
 
 @pytest.mark.parametrize("digest", ["7e91234567", "0123456789", "1234567890", "12e45", "1_000", "-1", "inf"])
-def test_a_number_is_taken_as_it_is_written_where_a_string_is_asked_for(digest):
+def test_number_stays_text_for_string_settings(digest):
     recipe = load_recipe("evaluate/vlm", [f"subject.checkpoint={digest}", "inference.max_model_len=1_024"])
     assert recipe.sections["subject"].checkpoint == digest
     assert recipe.sections["inference"].max_model_len == 1024
 
 
-def test_the_order_of_keys_in_a_table_changes_no_settings():
+def test_key_order_does_not_change_settings():
     """A fingerprint does not see it, so no result may: here the order of a policy's images."""
     cameras = {"front": "a", "wrist": "b", "above": "c"}
     orders = [dict(each) for each in itertools.permutations(cameras.items())]
@@ -70,7 +70,7 @@ def test_the_order_of_keys_in_a_table_changes_no_settings():
     assert len({each.model_dump_json() for each in played}) == 1
 
 
-def test_an_override_without_a_value_takes_away_a_setting_or_a_section():
+def test_empty_override_removes_setting_or_section():
     changed = ["dataset.path=data/mine", "dataset.revision="]
     assert load_recipe("train-vla/molmoact2", changed).dump()["dataset"]["revision"] is None
     assert "evaluation" not in load_recipe("train-vla/tiny", ["evaluation="]).sections
@@ -123,20 +123,20 @@ def test_unknown_names_suggest_the_nearest():
         ("warm_start.epochs=", "missing", "warm_start.learning_rate"),
     ],
 )
-def test_what_has_no_effect_and_what_is_misspelled_is_refused_with_what_to_write(override, code, values):
+def test_rejects_ineffective_and_misspelled_settings(override, code, values):
     with refused(code, *values.split()):
         load_recipe("train-vlm/colors", [override])
 
 
 @pytest.mark.parametrize("corrected", ["trainer.correction={mode='truncate'}", "trainer.objective={name='mask_ratio'}"])
-def test_servers_in_8_bits_need_a_correction(corrected):
-    given = ["trainer.objective={name='ppo'}", "inference.quantization=fp8"]
+def test_fp8_servers_need_importance_correction(corrected):
+    arguments = ["trainer.objective={name='ppo'}", "inference.quantization=fp8"]
     with refused("value_error", "trainer.correction.mode", "truncate"):
-        load_recipe("train-vlm/colors", given)
-    assert load_recipe("train-vlm/colors", [*given, corrected]).dump()["inference"]["quantization"] == "fp8"
+        load_recipe("train-vlm/colors", arguments)
+    assert load_recipe("train-vlm/colors", [*arguments, corrected]).dump()["inference"]["quantization"] == "fp8"
 
 
-def test_a_key_of_a_variant_that_the_recipe_leaves_to_its_default_can_be_set():
+def test_override_reaches_keys_of_default_variants():
     key = "environment.args.games.most_receptacles"
     games = load_recipe("train-vlm/molmo2-text").dump()["environment"]["args"]["games"]
     changed = load_recipe("train-vlm/molmo2-text", [f"{key}=4"]).dump()["environment"]["args"]["games"]
@@ -159,7 +159,7 @@ def test_rejects_ranks_that_cannot_be_placed(recipe, machine, values):
         load_recipe(f"train-vla/{recipe}", [f"machine.trainer.{name}={value}" for name, value in machine.items()])
 
 
-def test_how_ranks_split_a_model():
+def test_valid_ways_to_shard_a_model():
     gpus = ["machine.trainer.processes=2", "machine.trainer.gpus=[0,1]"]
     for words, copies in ((gpus, 1), ([*gpus, "machine.trainer.sharding=none"], 2)):
         machine = load_recipe("train-vla/molmoact2", words).sections["machine"]
@@ -167,7 +167,7 @@ def test_how_ranks_split_a_model():
         assert (processes.copies, processes.shards, processes.sharding is None) == (copies, 2 // copies, copies == 2)
 
 
-def test_the_nodes_of_a_trainer_on_a_cluster():
+def test_trainer_nodes_on_a_cluster():
     place = 'machine.cluster={address="auto", trainer={num_cpus=8, num_gpus=4}}'
     here, there = ["machine.trainer.gpus=[]", place], ["machine.trainer.processes=4", "machine.trainer.nodes=2"]
     machine = load_recipe("train-vla/molmoact2", [*here, *there]).sections["machine"]
@@ -199,13 +199,13 @@ def test_the_nodes_of_a_trainer_on_a_cluster():
         ("trainer={resources={fast=0.00001}}", "0.0001"),
     ],
 )
-def test_what_ray_cannot_count_is_refused(wanted, value):
+def test_rejects_resources_that_ray_cannot_count(wanted, value):
     cluster = f'machine.cluster={{address="auto", {wanted}}}'
     with refused("value_error", "machine.cluster", value):
         load_recipe("train-vlm/colors", [cluster, "machine.workers.environments=2"])
 
 
-def test_rollout_workers_on_a_cluster_need_servers_that_they_reach():
+def test_cluster_rollout_workers_need_reachable_servers():
     workers = ["machine.workers.rollouts=2", 'machine.cluster={address="auto"}']
     with refused("value_error", "workers.rollouts", "servers.endpoints"):
         load_recipe("train-vlm/colors", workers)
@@ -226,7 +226,7 @@ assert not {{"torch", "transformers", "prefect", "mlflow", "dvc"}} & set(sys.mod
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_settings_of_a_stage_are_built_once():
+def test_stage_settings_are_built_once():
     recipe = load_recipe("train-vlm/colors", ["trainer.learning_rate=0.25"])
     settings = recipe.settings_for(TrainVLMSettings)
     assert settings.trainer is recipe.sections["trainer"] and settings.trainer.learning_rate == 0.25
@@ -269,7 +269,7 @@ class Count(Sections):
 """
 
 
-def test_an_optional_section_may_be_left_out_but_not_half_given():
+def test_optional_section_must_be_complete_or_absent():
     values = read_toml(recipe_path("train-vlm/colors"))
     assert "warm_start" not in build_recipe("train-vlm/colors", values, "here").sections
     with refused("missing", "warm_start.learning_rate"):
@@ -293,7 +293,7 @@ def test_an_optional_section_may_be_left_out_but_not_half_given():
         (b'extends = "' + b"a" * 5000 + b'"', "recipe_file_unreadable", "aaa"),
     ],
 )
-def test_hostile_toml_is_an_error_of_ours(tmp_path, content, code, value):
+def test_hostile_toml_is_a_configuration_error(tmp_path, content, code, value):
     (tmp_path / "b.toml").write_text("")
     (tmp_path / "bad.toml").write_bytes(content)
     with refused(code, value, kind=ConfigurationError):
@@ -308,7 +308,7 @@ def test_hostile_toml_is_an_error_of_ours(tmp_path, content, code, value):
     ],
     ids=lambda text: ascii(text)[:20],
 )
-def test_what_is_no_override_is_an_error_of_ours(text):
+def test_invalid_override_is_a_configuration_error(text):
     with refused("invalid_override"):
         parse_override(text)
 
@@ -318,7 +318,7 @@ NUMBERS = ("trainer.max_steps", "trainer.learning_rate", "machine.servers.count"
 
 @pytest.mark.parametrize("key", [*NUMBERS, "environment.args.noise", "machine.limits.ready_timeout"])
 @pytest.mark.parametrize("value", ["true", "false", "nan", "inf", "-inf", '"1"', "[1]", "{a = 1}", "2020-01-01", '""'])
-def test_what_is_no_finite_number_is_none(key, value):
+def test_rejects_nonfinite_numbers(key, value):
     codes = {"int_type", "float_type", "finite_number"}
     with pytest.raises(ConfigurationError) as caught:
         load_recipe("train-vlm/colors", [f"{key}={value}"])
@@ -328,14 +328,14 @@ def test_what_is_no_finite_number_is_none(key, value):
 @pytest.mark.parametrize(
     "value", ["nan", "inf", "-inf", "[1.0, nan]", "{deep = [{er = inf}]}", "2020-01-01", "12:00:00"]
 )
-def test_odd_values_in_free_tables_are_refused(value):
+def test_rejects_unsupported_values_in_free_tables(value):
     """The arguments of a verifiers environment are any JSON."""
     args = f"environment.args={{interface = 'legacy', id = 'x', args = {{a = {value}}}, max_turns = 1}}"
     with refused("value_error", "args"):
         load_recipe("train-vlm/colors", ["environment.name=verifiers", "environment.args=", args])
 
 
-def test_fingerprints_of_numbers_that_json_lacks_are_refused():
+def test_rejects_fingerprint_of_nonfinite_numbers():
     from pydantic import BaseModel
 
     from armature.components.configuration.stages import fingerprint
@@ -346,10 +346,10 @@ def test_fingerprints_of_numbers_that_json_lacks_are_refused():
         more: dict[str, object]
 
     stage = Stage("plain", 1, Plain, (), lambda *arguments: StageReport())
-    kept = fingerprint(stage, Plain(rate=None, more={}), {})
+    saved = fingerprint(stage, Plain(rate=None, more={}), {})
     for settings in (Plain(rate=float("nan"), more={}), Plain(rate=None, more={"a": [float("inf")]})):
         with pytest.raises(ConfigurationError):
-            assert fingerprint(stage, settings, {}) != kept
+            assert fingerprint(stage, settings, {}) != saved
 
 
 @pytest.mark.parametrize(
@@ -360,7 +360,7 @@ def test_fingerprints_of_numbers_that_json_lacks_are_refused():
         {"trainer": {"logprobs": "a\ud800b"}},
     ],
 )
-def test_half_a_character_is_refused_wherever_it_is(values):
+def test_rejects_unpaired_surrogates_everywhere(values):
     with refused("value_error", r"\ud800") as caught:
         build_recipe("train-vlm/colors", merge(load_recipe("train-vlm/colors").dump(), values), where="form")
     str(caught.value).encode()

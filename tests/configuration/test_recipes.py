@@ -62,9 +62,9 @@ def bases(file: Path) -> Iterator[Path]:
     extends = tomllib.loads((CONFIGS / file).read_text()).get("extends")
     if extends:
         base = extends["file"] if isinstance(extends, dict) else extends
-        found = (CONFIGS / file.parent / base).resolve().relative_to(CONFIGS)
-        yield found
-        yield from bases(found)
+        result = (CONFIGS / file.parent / base).resolve().relative_to(CONFIGS)
+        yield result
+        yield from bases(result)
 
 
 VARIANT_TAGS = {"name", "mode", "form", "source", "by"}
@@ -77,7 +77,7 @@ def at(values: Any, key: str) -> Any:
 
 
 @pytest.mark.parametrize("file", FILES, ids=str)
-def test_every_value_of_a_file_is_needed(file, tmp_path):
+def test_recipe_files_contain_no_redundant_values(file, tmp_path):
     """Without it a recipe is another, or none: it is neither the default nor what the extended file says.
 
     Which variant a table is may always be said: a reader should not have to know the default.
@@ -116,7 +116,7 @@ def settings_classes(annotation: Any) -> Iterator[type[BaseModel]]:
         yield from settings_classes(part)
 
 
-def test_every_setting_says_what_it_is():
+def test_every_setting_has_a_description():
     environments = [ENVIRONMENTS[name].Settings for name in ENVIRONMENTS]
     classes = {each for kind in (*map(RECIPES.__getitem__, RECIPES), *environments) for each in settings_classes(kind)}
     assert len(classes) > 40
@@ -126,15 +126,15 @@ def test_every_setting_says_what_it_is():
 
 
 @pytest.mark.parametrize("name", json.loads(FROZEN.read_text()))
-def test_resolved_values_are_as_they_were(name):
+def test_resolved_recipes_are_unchanged(name):
     resolved = load_recipe(name).dump()
     for key, expected in json.loads(FROZEN.read_text())[name].items():
-        found = at(resolved, key)
-        assert (found, type(found)) == (expected, type(expected)), key
+        result = at(resolved, key)
+        assert (result, type(result)) == (expected, type(expected)), key
 
 
 @pytest.mark.parametrize("name", ["evaluate/vlm", "evaluate/sweep"])
-def test_the_demo_s_checkpoint_is_evaluated_as_the_demo_does(name):
+def test_evaluation_recipe_matches_the_demo(name):
     trained, evaluated = load_recipe("train-vlm/colors"), load_recipe(name)
     for section in ("model", "environment", "inference", "machine"):
         assert evaluated.sections[section] == trained.sections[section]
@@ -143,7 +143,7 @@ def test_the_demo_s_checkpoint_is_evaluated_as_the_demo_does(name):
     )
 
 
-def test_an_environment_s_defaults_are_part_of_the_settings_that_are_hashed():
+def test_fingerprint_includes_environment_defaults():
     args = load_recipe("train-vlm/colors").dump()["environment"]["args"]
     assert args["noise"] == 16.0 and args["colors"]["white"] == [235, 235, 235]
     assert load_recipe("train-vlm/colors", ["environment.args.noise=16"]) == load_recipe("train-vlm/colors")

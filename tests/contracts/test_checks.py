@@ -13,7 +13,7 @@ from tests.refusals import refused
 IMAGE = EncodedImage(b"x", "image/png")
 
 
-def test_messages_that_are_in_order_are_copied():
+def test_valid_messages_are_copied():
     earlier = (
         EarlierMessage("system", ("a",)),
         EarlierMessage("user", (IMAGE, "b")),
@@ -35,6 +35,6 @@ def test_messages_that_are_in_order_are_copied():
         ([EarlierMessage("user", ("x" * 2**22,)), EarlierMessage("user", ("x",))], "environment_error"),
     ],
 )
-def test_other_messages_fail_the_rollout(earlier, reason):
+def test_invalid_messages_fail_the_rollout(earlier, reason):
     with refused(reason, kind=RolloutFailed):
         checked_observation(Observation(("a",), earlier=earlier))

@@ -85,7 +85,7 @@ DOCUMENTS: dict[str, tuple[Callable[[Path], Path], str, Callable[[Path], object]
 
 @pytest.mark.parametrize("number", HOSTILE)
 @pytest.mark.parametrize("name", DOCUMENTS)
-def test_document_with_a_number_that_is_not_finite_is_refused(tmp_path, name, number):
+def test_rejects_document_with_nonfinite_number(tmp_path, name, number):
     make, keys, read = DOCUMENTS[name]
     path = make(tmp_path)
     read(path)
@@ -107,7 +107,7 @@ CHECKPOINT_FILES = {
 
 @pytest.mark.parametrize("number", ["inf", "overflow"])
 @pytest.mark.parametrize("name", CHECKPOINT_FILES)
-def test_policy_with_a_number_that_is_not_finite_is_refused(checkpoint, tmp_path, name, number):
+def test_rejects_policy_with_nonfinite_number(checkpoint, tmp_path, name, number):
     file, keys = CHECKPOINT_FILES[name]
     copy = shutil.copytree(checkpoint, tmp_path / "copy")
     spoil(copy / file, keys, HOSTILE[number])
@@ -116,7 +116,7 @@ def test_policy_with_a_number_that_is_not_finite_is_refused(checkpoint, tmp_path
 
 
 @pytest.mark.parametrize("scale", ["Infinity", "NaN", "1e999", "0", "-10"])
-def test_action_tokenizer_with_a_scale_that_cannot_be_is_refused(tmp_path, scale):
+def test_rejects_action_tokenizer_with_invalid_scale(tmp_path, scale):
     import numpy as np
 
     ActionTokens.fit([np.zeros((2, 2), np.float32)], 300, 10.0).save(tmp_path)
@@ -142,7 +142,7 @@ def models() -> Iterator[type[BaseModel]]:
         ]
 
 
-def test_settings_and_foreign_documents_take_finite_numbers_only():
+def test_settings_and_foreign_documents_need_finite_numbers():
     checked = {model for model in models() if model is not NormStats}
     assert len(checked) > 60
     assert [model for model in checked if model.model_config.get("allow_inf_nan") is not False] == []
@@ -154,7 +154,7 @@ def test_settings_and_foreign_documents_take_finite_numbers_only():
         st.none() | st.booleans() | st.floats() | st.text(), lambda x: st.lists(x) | st.dictionaries(st.text(), x)
     )
 )
-def test_finite_documents_are_read_as_they_are(value):
+def test_finite_documents_are_read_unchanged(value):
     text = json.dumps(value)
     try:
         strict = json.dumps(value, allow_nan=False)

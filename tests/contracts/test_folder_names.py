@@ -73,7 +73,7 @@ def asked(environment: Environment, task: Task) -> str:
 
 
 @pytest.mark.parametrize("named", NAMES, indirect=True)
-def test_tables_of_a_recipe_in_the_folder(named, monkeypatch):
+def test_folder_name_may_contain_table_patterns(named, monkeypatch):
     (named / "rows.csv").write_text(rows("here"))
     sources = [("rows.csv", named), ("*.csv", named), (str(named / "rows.csv"), None), (str(named / "*.csv"), None)]
     sources += [(f"{named.name}/rows.csv", named.parent), (f"{named.name}/*.csv", named.parent), (".", named)]
@@ -86,7 +86,7 @@ def test_tables_of_a_recipe_in_the_folder(named, monkeypatch):
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if not name.startswith(".")])
-def test_table_and_images_of_the_name(tmp_path, name):
+def test_table_and_images_may_have_any_name(tmp_path, name):
     (tmp_path / "other.jsonl").write_text('{"q": "beside", "a": "y", "i": "x.png"}\n')
     Image.new("RGB", (32, 32)).save(tmp_path / f"{name}.png")
     written = [{"q": f"here {number}", "a": "y", "i": f"{name}.png"} for number in range(8)]
@@ -111,13 +111,13 @@ def test_existing_name_wins_over_a_pattern(names, data):
 
 
 @pytest.mark.parametrize("pattern", ["a**", "x/**y/z"])
-def test_pattern_that_is_none_is_refused(pattern):
+def test_rejects_invalid_pattern(pattern):
     with pytest.raises(ConfigurationError):
         matches(pattern, ["a"])
 
 
 @pytest.mark.parametrize("named", NAMES, indirect=True)
-def test_recipe_and_store_of_the_name(named, monkeypatch):
+def test_recipe_and_store_may_have_any_name(named, monkeypatch):
     file = named / f"{named.name}.toml"
     file.write_text('extends = "train-vlm/colors"\nflow = "train-vlm"\n')
     monkeypatch.chdir(named.parent)
@@ -129,13 +129,13 @@ def test_recipe_and_store_of_the_name(named, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["2024", "1e5", "0x10", "2024-05-01", "2024-05-01T10:00:00", "10:30:00", "1_000"])
-def test_folder_whose_name_is_a_value_of_toml(name):
+def test_folder_name_may_be_a_toml_value(name):
     machine = load_recipe("train-vlm/colors", [f"machine.store={name}"]).sections["machine"]
     assert isinstance(machine, Machine) and str(machine.store) == name
 
 
 @pytest.mark.parametrize("named", NAMES, indirect=True)
-def test_sqlite_address(named):
+def test_sqlite_address_of_any_folder_name(named):
     url = sqlite_url(named / "a.db", "pysqlite")
     assert make_url(url).database == str(named / "a.db")
     engine = create_engine(url)
@@ -148,7 +148,7 @@ def test_sqlite_address(named):
 
 
 @pytest.mark.parametrize("named", NAMES, indirect=True)
-def test_relative_tables(named, monkeypatch):
+def test_relative_table_names(named, monkeypatch):
     monkeypatch.chdir(named.parent)
     path = Path(named.name, "train.parquet")
     written: list[dict[str, object]] = [{"task_id": "here", "split": "train", "payload": "{}"}]
@@ -158,7 +158,7 @@ def test_relative_tables(named, monkeypatch):
 
 
 @pytest.mark.parametrize("named", ["[v]", "a:b", "file:", "~", EVERY_CHARACTER], indirect=True)
-def test_robot_dataset(named, monkeypatch):
+def test_robot_dataset_in_a_folder_of_any_name(named, monkeypatch):
     monkeypatch.chdir(named.parent)
     root, camera = Path(named.name, "dataset"), "observation.images.camera"
     features = {
@@ -175,7 +175,7 @@ def test_robot_dataset(named, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["a" * 300, f"a/{'b' * 300}", "/".join(["c" * 200] * 30)])
-def test_names_that_are_too_long_are_refused(name, tmp_path):
+def test_rejects_too_long_names(name, tmp_path):
     (tmp_path / "rows.csv").write_text(rows("here"))
     for source, changes in ((name, {}), (f"{name}.csv", {}), (f"{name}/*.csv", {}), ("rows.csv", {"root": name})):
         with pytest.raises(ArmatureError):
@@ -187,6 +187,6 @@ def test_names_that_are_too_long_are_refused(name, tmp_path):
         verify(Path(name))
 
 
-def test_address_that_no_file_system_opens():
+def test_rejects_unknown_url_schemes():
     with refused("url_not_supported"):
         open_files("zip://a::b", None, DownloadCache.standard())

@@ -31,13 +31,13 @@ def repository(tmp_path) -> Path:
 @pytest.fixture
 def copy(repository, monkeypatch) -> Path:
     """The folder of the stages in the copy, as the working folder of a stage's command."""
-    found = repository / ".dvc/tmp/exps/standalone/tmp1/demo"
+    result = repository / ".dvc/tmp/exps/standalone/tmp1/demo"
     monkeypatch.setenv("DVC_ROOT", str(repository))
-    monkeypatch.chdir(found)
-    return found
+    monkeypatch.chdir(result)
+    return result
 
 
-def test_in_a_copy_store_and_servers_are_those_of_the_repository(repository, copy):
+def test_dvc_copy_uses_store_and_servers_of_the_repository(repository, copy):
     assert home_folder() == repository / "demo"
     assert open_store(Machine()).root == repository / "demo/.armature/store"
     assert open_store(make_machine(store=copy / "own")).root == copy / "own"
@@ -47,7 +47,7 @@ def test_in_a_copy_store_and_servers_are_those_of_the_repository(repository, cop
     assert Machine().server_interpreter == python
 
 
-def test_in_a_copy_a_path_is_the_copy_s_and_else_the_repository_s(repository, copy):
+def test_dvc_copy_prefers_its_own_files(repository, copy):
     for folder, names in ((repository / "demo", ("both", "ignored")), (copy, ("both",))):
         for name in names:
             (folder / name).mkdir()
@@ -60,7 +60,7 @@ def test_in_a_copy_a_path_is_the_copy_s_and_else_the_repository_s(repository, co
 
 
 @pytest.mark.parametrize("root", [None, "", ".", "elsewhere"])
-def test_outside_of_a_copy_a_path_is_what_it_is(root, repository, monkeypatch):
+def test_paths_outside_a_dvc_copy_are_unchanged(root, repository, monkeypatch):
     monkeypatch.chdir(repository / "demo")
     monkeypatch.delenv("DVC_ROOT", raising=False)
     if root is not None:
@@ -68,7 +68,7 @@ def test_outside_of_a_copy_a_path_is_what_it_is(root, repository, monkeypatch):
     assert home_folder() == Path() and original(Path("/a")) == Path("/a") and original(Path("a")) == Path("a")
 
 
-def test_a_stage_in_a_copied_project_finds_everything_and_leaves_nothing_there(repository):
+def test_stage_in_a_dvc_copy_leaves_no_files(repository):
     """The command of `armature init`'s `dvc.yaml`; what git ignores is not in the copy."""
     copy = repository / ".dvc/tmp/exps/standalone/tmp1/demo"
     for folder in (repository / "demo", copy):

@@ -33,24 +33,24 @@ def tracked() -> dict[str, str]:
     }
 
 
-def test_the_constant_is_the_name_of_the_project():
+def test_distribution_constant_equals_pyproject():
     assert PROJECT["name"] == DISTRIBUTION == metadata(DISTRIBUTION)["Name"]
     assert installed_version() == PROJECT["version"]
     assert install_command("thor") == "pip install 'armature-vla[thor]'"
 
 
-def test_one_version_stands_everywhere():
+def test_version_is_equal_everywhere():
     served = tomllib.loads((ROOT / "components/inference/served/pyproject.toml").read_text())["project"]["version"]
     newest = re.findall(r"^## (\d[\w.]*)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)[0]
     assert PROJECT["version"] == served == newest
 
 
-def test_nobody_is_told_to_install_the_other_armature():
-    told = re.compile(r"pip install [\"']?armature\b(?!-)|[\"' ]armature\[[a-z]")
-    assert [name for name, text in tracked().items() if told.search(text)] == []
+def test_documentation_names_the_right_distribution():
+    reported = re.compile(r"pip install [\"']?armature\b(?!-)|[\"' ]armature\[[a-z]")
+    assert [name for name, text in tracked().items() if reported.search(text)] == []
 
 
-def test_every_extra_that_is_named_exists():
+def test_named_extras_exist():
     named = set()
     for text in tracked().values():
         named |= set(re.findall(r"install_command\([\"'](\w+)[\"']\)", text))
@@ -59,7 +59,7 @@ def test_every_extra_that_is_named_exists():
     assert named <= set(PROJECT["optional-dependencies"])
 
 
-def test_files_that_are_not_code_are_those_of_the_repository():
+def test_data_files_are_links_to_the_repository():
     assert installation.CHECKOUT == ROOT
     assert installation.CONFIGS == ROOT / "configs" and installation.REQUIREMENTS == ROOT / "requirements"
     assert (installation.SERVED / "pyproject.toml").is_file()
@@ -72,7 +72,7 @@ def environment(folder: Path) -> Path:
     return folder
 
 
-def test_the_servers_environment_is_the_folders_own_else_the_users(tmp_path, monkeypatch):
+def test_server_environment_of_the_folder_comes_first(tmp_path, monkeypatch):
     (tmp_path / "run").mkdir()
     monkeypatch.chdir(tmp_path / "run")
     monkeypatch.setattr(installation, "CHECKOUT", None)
@@ -92,14 +92,14 @@ def test_the_servers_environment_is_the_folders_own_else_the_users(tmp_path, mon
     assert installation.server_environment() == tmp_path / "home/.local/share/armature" / users.name
 
 
-def test_setup_needs_nothing_but_python():
+def test_setup_imports_only_the_standard_library():
     """The Makefile runs it before there is any environment."""
     script = f"import sys; sys.path.insert(0, {str(ROOT)!r}); import armature.setup, armature.setup.__main__"
     done = subprocess.run([sys.executable, "-I", "-S", "-c", script], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 
-def test_setup_leaves_a_folder_alone_that_is_not_an_environment(tmp_path):
+def test_setup_does_not_change_a_foreign_folder(tmp_path):
     from armature.setup.command import make_server_environment
 
     (tmp_path / "thesis.txt").write_text("ten years of work")
@@ -108,7 +108,7 @@ def test_setup_leaves_a_folder_alone_that_is_not_an_environment(tmp_path):
     assert [each.name for each in tmp_path.iterdir()] == ["thesis.txt"]
 
 
-def test_an_installation_without_recipes_is_an_error(tmp_path, monkeypatch):
+def test_installation_without_recipes_is_an_error(tmp_path, monkeypatch):
     from armature.components import configuration
 
     monkeypatch.setattr(configuration, "CONFIGS", tmp_path)
@@ -116,7 +116,7 @@ def test_an_installation_without_recipes_is_an_error(tmp_path, monkeypatch):
         configuration.recipe_names()
 
 
-def test_another_python_is_refused_before_anything_is_made(tmp_path, monkeypatch):
+def test_rejects_unsupported_python(tmp_path, monkeypatch):
     from packaging.specifiers import SpecifierSet
 
     needed = SpecifierSet(PROJECT["requires-python"])
@@ -128,7 +128,7 @@ def test_another_python_is_refused_before_anything_is_made(tmp_path, monkeypatch
     assert not (tmp_path / "made").exists()
 
 
-def test_the_commit_is_the_checkouts_else_the_images(tmp_path, monkeypatch):
+def test_commit_comes_from_checkout_or_image(tmp_path, monkeypatch):
     head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     monkeypatch.setenv("ARMATURE_COMMIT", "0123456789abcdef+changed")
     assert installation.installed_commit().partition("+")[0] == head.strip()
@@ -149,7 +149,7 @@ def test_the_commit_is_the_checkouts_else_the_images(tmp_path, monkeypatch):
         ("cuda", "torch-2.13.0+cpu-cp311-cp311-linux_x86_64.whl", None),
     ],
 )
-def test_a_local_wheel_of_torch_is_taken_for_its_own_backend(backend, wheel, arguments, tmp_path, monkeypatch):
+def test_local_torch_wheel_is_used_for_its_backend(backend, wheel, arguments, tmp_path, monkeypatch):
     (tmp_path / wheel).touch()
     monkeypatch.setattr(setup, "wheel_folders", lambda: [str(tmp_path)])
     monkeypatch.setenv("TORCH_BACKEND", backend)
@@ -157,7 +157,7 @@ def test_a_local_wheel_of_torch_is_taken_for_its_own_backend(backend, wheel, arg
     assert setup.for_cuda() == (backend.startswith("cu"))
 
 
-def test_the_cuda_of_an_environments_torch_is_asked_of_it():
+def test_cuda_release_is_read_from_torch():
     label = metadata("torch")["Version"].partition("+")[2]
     if not label:
         pytest.skip("torch does not say in its version what it is built for")

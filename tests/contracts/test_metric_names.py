@@ -20,21 +20,21 @@ HOSTILE = [
 names = st.one_of(st.sampled_from(HOSTILE), st.text(st.characters(exclude_categories=["Cs"]), max_size=12))
 
 
-def test_examples_of_the_docstrings():
+def test_metric_examples_of_docstrings():
     assert doctest.testmod(metrics).attempted >= 2 and doctest.testmod(metrics).failed == 0
 
 
-def test_two_writers_of_one_key_are_refused_and_both_are_named():
+def test_rejects_metric_written_twice():
     with pytest.raises(ValueError) as refused:
         merged(trainer={"loss": 1.0, "reward/std": 0.5}, rollouts={"reward": 1.0}, batch={"reward/std": 0.7})
     assert {"'reward/std'", "trainer", "batch"} <= set(re.findall(r"'[^']+'|\w+", str(refused.value)))
 
 
 @given(st.lists(names, unique=True, max_size=20))
-def test_every_name_has_a_metric_of_its_own_that_mlflow_takes(chosen):
-    found = metrics_below("reward_parts", {name: number for number, name in enumerate(chosen)})
-    assert sorted(found.values()) == list(range(len(chosen)))
-    for name in found:
+def test_every_name_gets_a_unique_valid_metric(chosen):
+    result = metrics_below("reward_parts", {name: number for number, name in enumerate(chosen)})
+    assert sorted(result.values()) == list(range(len(chosen)))
+    for name in result:
         _validate_metric_name(name)
         assert len(name) <= MAX_ENTITY_KEY_LENGTH and name.count("/") == 1
 
@@ -42,10 +42,10 @@ def test_every_name_has_a_metric_of_its_own_that_mlflow_takes(chosen):
 @pytest.mark.parametrize(
     "name", ["correct", "mean", "std", "reward", "total", "count", "box_iou", "a-b", "v1.2", "two words"]
 )
-def test_names_that_can_stay_stay(name):
+def test_valid_metric_names_stay(name):
     assert metric_part(name) == name
 
 
-def test_a_reason_that_fails_rollouts_and_drops_samples_is_counted_once_for_each():
+def test_shared_reason_is_counted_for_failures_and_drops():
     history = [{"failures/bad_reward": 2.0, "drops/bad_reward": 1.0, "reward": 1.0}, {"drops/group_agrees": 4.0}]
     assert counted_reasons(history) == {"bad_reward": 3, "group_agrees": 4}

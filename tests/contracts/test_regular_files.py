@@ -115,7 +115,7 @@ def no_waiting() -> Iterator[None]:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("door", DOORS)
-def test_what_is_not_a_regular_file_is_refused(tmp_path, door, kind):
+def test_rejects_irregular_files(tmp_path, door, kind):
     name, opened = DOORS[door]
     if (door, kind) == ("CSV by a pattern", "folder"):
         pytest.skip("a pattern means files")
@@ -128,7 +128,7 @@ def test_what_is_not_a_regular_file_is_refused(tmp_path, door, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_regular_tells_a_missing_file_from_another_kind(tmp_path, kind):
+def test_missing_and_irregular_files_have_different_errors(tmp_path, kind):
     KINDS[kind](tmp_path / "file")
     with pytest.raises(OSError) as raised:
         regular(tmp_path / "file")

@@ -46,7 +46,7 @@ def test_errors_blank_secrets(secret, before):
             assert form not in shown.removeprefix("reason: ").replace(before, "")
 
 
-def test_referenced_values_are_secrets_and_plain_ones_are_not(monkeypatch):
+def test_referenced_values_are_secrets(monkeypatch):
     monkeypatch.setenv("SOME_TOKEN", "token-of-the-environment")
     monkeypatch.setitem(BLOCKS, "block", "token-of-the-block")
     variables = {
@@ -60,7 +60,7 @@ def test_referenced_values_are_secrets_and_plain_ones_are_not(monkeypatch):
 
 
 @pytest.mark.parametrize("before", ["", "k", "user:", "Bearer "])
-def test_base64_shows_no_secret(before):
+def test_base64_of_a_secret_is_blanked(before):
     keep_secret("sekrit+key&more ")
     encoded = b64encode(f"{before}sekrit+key&more".encode()).decode()
     for shown in (blanked(encoded), str(RolloutFailed("reason", f"sent {encoded}"))):
@@ -73,18 +73,18 @@ def test_base64_shows_no_secret(before):
     ["sekrit+key&more", r"sekrit\u002bkey\u0026more", r"sekrit\u002Bkey\u0026more", "sekrit+key&amp;more",
      "sekrit%2Bkey%26more"],
 )  # fmt: skip
-def test_what_other_programs_write_shows_no_secret(form):
+def test_output_of_other_programs_is_blanked(form):
     keep_secret(" sekrit+key&more\n")
     assert blanked(f"sent {form}!") == "sent ***!"
 
 
 @pytest.mark.parametrize("secret", ["sekrit\udc80key", "sekrit\ud800key"], ids=ascii)
-def test_secrets_that_are_not_utf_8_are_blanked(secret):
+def test_non_utf8_secrets_are_blanked(secret):
     keep_secret(secret)
     assert blanked(f"sent {secret}!") == "sent ***!"
 
 
-def test_short_values_blank_nothing():
+def test_short_values_are_not_blanked():
     keep_secret("1")
     keep_secret("")
     assert blanked("status 401") == "status 401"

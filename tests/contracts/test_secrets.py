@@ -30,7 +30,7 @@ PLAIN = {
 
 
 @pytest.mark.parametrize("override", PLAIN.values(), ids=PLAIN)
-def test_a_secret_in_plain_text_is_refused_and_not_repeated(override):
+def test_rejects_plain_text_secret_without_repeating_it(override):
     with refused("plain_secret") as caught:
         load_recipe("train-vlm/colors", [override])
     assert VALUE not in "".join(traceback.format_exception(caught.value))
@@ -45,7 +45,7 @@ def test_a_secret_in_plain_text_is_refused_and_not_repeated(override):
         'machine.remote_store="s3://bucket/prefix"',
     ],
 )
-def test_what_only_sounds_like_one_is_taken(override):
+def test_accepts_values_that_only_resemble_secrets(override):
     load_recipe("train-vlm/colors", [override])
 
 
@@ -57,12 +57,12 @@ def test_what_only_sounds_like_one_is_taken(override):
         ('{ env = "A", default = "x" }', "extra_forbidden"),
     ],
 )
-def test_a_reference_that_is_none_is_refused(value, code):
+def test_rejects_invalid_secret_reference(value, code):
     with refused(code, "machine.servers.environment"):
         load_recipe("train-vlm/colors", [f"machine.servers.environment={{HF_TOKEN={value}}}"])
 
 
-def test_a_child_gets_the_value_and_what_is_recorded_the_name(monkeypatch):
+def test_child_gets_the_value_and_records_have_the_name(monkeypatch):
     from armature.components.inference.command import server_environment
 
     monkeypatch.setenv("MY_TOKEN", VALUE)
@@ -75,7 +75,7 @@ def test_a_child_gets_the_value_and_what_is_recorded_the_name(monkeypatch):
     assert Machine.model_validate_json(machine.model_dump_json()) == machine
 
 
-def test_a_variable_that_is_not_set_is_named(monkeypatch):
+def test_unset_variable_is_named(monkeypatch):
     from armature.check import check_machine
 
     monkeypatch.delenv("NOT_HERE", raising=False)
@@ -84,7 +84,7 @@ def test_a_variable_that_is_not_set_is_named(monkeypatch):
         check_machine(machine, with_servers=False)
 
 
-def test_a_trainers_settings_on_disk_have_the_name(tmp_path, monkeypatch):
+def test_trainer_settings_on_disk_have_the_reference(tmp_path, monkeypatch):
     from armature.components.contracts.secrets import resolve
     from armature.components.robots.imitation.settings import TrainVLASettings
     from armature.components.robots.imitation.train import PolicyTraining
@@ -111,7 +111,7 @@ def test_a_trainers_settings_on_disk_have_the_name(tmp_path, monkeypatch):
         ({"HF_TOKEN": {"env": "HF_TOKEN"}, "A": "1", "HTTP_PROXY": "http://proxy:3128"}, True),
     ],
 )
-def test_the_schema_by_which_prefect_checks_parameters_refuses_it_too(environment, fits):
+def test_prefect_schema_rejects_plain_secrets(environment, fits):
     """Prefect stores a run's parameters when the run is made, before any of our code sees them."""
     validator = jsonschema.Draft202012Validator(Machine.model_json_schema())
     assert validator.is_valid({"servers": {"environment": environment}}) == fits

@@ -37,7 +37,7 @@ RFC_8785 = {
 
 
 @pytest.mark.parametrize(("bits", "text"), RFC_8785.items())
-def test_numbers_are_written_as_in_the_appendix_of_rfc_8785(bits, text):
+def test_numbers_are_written_as_in_rfc_8785(bits, text):
     (number,) = struct.unpack(">d", bytes.fromhex(bits))
     assert value_text(number) == value_text(np.float64(number)) == text
 
@@ -79,7 +79,7 @@ def test_missing_values_and_other_types_have_no_text(value):
 
 
 @given(st.sampled_from([(64, np.float64), (32, np.float32), (16, np.float16)]), st.data())
-def test_numbers_are_read_back_in_their_own_type(of, data):
+def test_numbers_are_read_back_in_their_type(of, data):
     width, kind = of
     number = kind(data.draw(st.floats(width=width, allow_nan=False, allow_infinity=False)))
     text = value_text(number)

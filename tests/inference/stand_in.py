@@ -314,13 +314,13 @@ def main() -> None:
     parser.add_argument("--host")
     parser.add_argument("--port", type=int)
     parser.add_argument("--model", type=Path)
-    given, _ = parser.parse_known_args()
-    if (given.model.parent / "refuse").exists():
+    arguments, _ = parser.parse_known_args()
+    if (arguments.model.parent / "refuse").exists():
         sys.exit("it does not want to")
-    stand_in = StandIn(os.environ["VLLM_API_KEY"], root=str(given.model), version=given.model.name, delay=0.3)
+    stand_in = StandIn(os.environ["VLLM_API_KEY"], root=str(arguments.model), version=arguments.model.name, delay=0.3)
     stand_in.start_again()
-    stand_in.version = given.model.name
-    uvicorn.run(stand_in, host=given.host, port=given.port, log_level="critical")
+    stand_in.version = arguments.model.name
+    uvicorn.run(stand_in, host=arguments.host, port=arguments.port, log_level="critical")
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ def value_of(command: list[str], name: str) -> str:
     return command[command.index(f"--{name}") + 1]
 
 
-def test_a_server_makes_room_for_the_rank_and_opens_the_routes_only_where_adapters_come(checkpoint):
+def test_server_enables_lora_only_for_adapters(checkpoint):
     model, machine = checkpoint("w"), Machine()
     plain = server_command(model, SETTINGS, machine, port=1, gpus=())
     assert not any("lora" in word for word in plain)
@@ -39,7 +39,7 @@ def test_a_server_makes_room_for_the_rank_and_opens_the_routes_only_where_adapte
         ServedAdapters(513).arguments()
 
 
-def test_adapters_are_files(checkpoint, tmp_path):
+def test_adapters_are_written_as_files(checkpoint, tmp_path):
     with refused("adapters_need_files", "nccl"):
         ServerPool(
             checkpoint("w"), SETTINGS, make_machine(weight_transfer="nccl"), tmp_path, adapters=ServedAdapters(8)
@@ -57,9 +57,7 @@ def adapter_pool(tmp_path) -> Callable[..., ServerPool]:
     return make
 
 
-async def test_requests_name_the_adapter_of_their_version_and_older_ones_are_forgotten(
-    stand_ins, adapter_pool, checkpoint, tmp_path
-):
+async def test_requests_name_the_adapter_of_their_version(stand_ins, adapter_pool, checkpoint, tmp_path):
     servers = stand_ins(2)
     async with adapter_pool(servers, checkpoint("base")) as pool:
         assert [server.calls for server in servers] == 2 * [["/resume"]]  # they keep what they were started with
@@ -74,7 +72,7 @@ async def test_requests_name_the_adapter_of_their_version_and_older_ones_are_for
     assert not any("/collective_rpc" in server.calls for server in servers)
 
 
-async def test_a_server_that_was_started_again_gets_the_adapter_again(stand_ins, adapter_pool, checkpoint, tmp_path):
+async def test_restarted_server_gets_the_adapter(stand_ins, adapter_pool, checkpoint, tmp_path):
     (server,) = stand_ins(1)
     async with adapter_pool([server], checkpoint("base")) as pool:
         await pool.sync(tmp_path / "000001", 1)
@@ -84,9 +82,7 @@ async def test_a_server_that_was_started_again_gets_the_adapter_again(stand_ins,
         assert pool.statistics.retries and server.adapters == {"policy-000001": str(tmp_path / "000001")}
 
 
-async def test_a_server_that_takes_no_adapters_ends_the_sync_with_what_to_do(
-    stand_ins, adapter_pool, checkpoint, tmp_path
-):
+async def test_server_without_lora_fails_the_sync(stand_ins, adapter_pool, checkpoint, tmp_path):
     (server,) = stand_ins(1)
     server.adapters = None
     async with adapter_pool([server], checkpoint("base")) as pool:

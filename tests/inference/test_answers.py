@@ -92,7 +92,7 @@ BAD_IN_ONE = [(path, value, reason) for (reason, path), values in BAD.items() fo
 
 
 @pytest.mark.parametrize(("path", "value", "reason"), BAD_IN_ONE)
-def test_a_bad_sample_fails_alone_and_nothing_of_it_is_converted(path, value, reason, asked):
+def test_malformed_sample_fails_alone(path, value, reason, asked):
     good, bad, last = asked.sample(lambda answer: at(answer, ("choices", 1, *path), value))
     for sample in (good, last):
         assert isinstance(sample, Completion)
@@ -114,7 +114,7 @@ BAD_IN_ALL: dict[tuple[Any, ...], list[Any]] = {
 
 
 @pytest.mark.parametrize(("path", "value"), [(path, value) for path, bad in BAD_IN_ALL.items() for value in bad])
-def test_an_answer_whose_samples_cannot_be_told_apart_is_a_failure_of_all(path, value, asked):
+def test_reply_with_ambiguous_samples_fails_all(path, value, asked):
     failures = asked.sample(lambda answer: at(answer, path, value))
     assert {failure.reason for failure in failures if isinstance(failure, GenerationFailure)} == {"malformed_answer"}
     assert asked.pool.statistics.failures == {"malformed_answer": SAMPLES}
@@ -134,7 +134,7 @@ class Endless:
             await asyncio.sleep(0)  # here the server may notice that nobody listens
 
 
-def test_an_endless_answer_is_cut_off(asked):
+def test_endless_reply_is_cut_off(asked):
     endless: list[Endless] = []
 
     def rewrite(_: dict[str, Any]) -> Response:
@@ -156,7 +156,7 @@ def test_an_endless_answer_is_cut_off(asked):
     ],
     ids=["bomb", "nested", "no text", "a long number"],
 )
-def test_bytes_that_are_no_answer_are_a_failure(content, headers, asked):
+def test_non_json_reply_is_a_failure(content, headers, asked):
     failures = asked.sample(lambda _: Response(content, headers=headers))
     assert {failure.reason for failure in failures if isinstance(failure, GenerationFailure)} == {"broken_answer"}
     assert asked.pool.statistics.failures == {"broken_answer": SAMPLES}

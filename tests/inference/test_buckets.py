@@ -18,14 +18,14 @@ DTYPES = (torch.bfloat16, torch.float32, torch.uint8)
 
 
 @given(st.lists(st.tuples(st.sampled_from(DTYPES), st.integers(0, 40)), min_size=1, max_size=30), st.integers(1, 200))
-def test_servers_cut_the_same_buckets_and_find_the_same_bits(shapes, most):
+def test_servers_unpack_identical_buckets(shapes, most):
     parameters = {f"w{i}": torch.randint(0, 99, (3, n)).to(dtype).t() for i, (dtype, n) in enumerate(shapes)}
     ordered = aligned(parameters)
     assert ordered.keys() == parameters.keys()
-    told = describe(ordered)
+    reported = describe(ordered)
     buffer = torch.empty(largest(ordered, most), dtype=torch.uint8)
     sent = iter(buckets(ordered, most))
-    found: dict[str, torch.Tensor] = {}
+    result: dict[str, torch.Tensor] = {}
     waiting: list[tuple[str, torch.dtype, list[int], int]] = []
 
     def receive() -> None:
@@ -34,11 +34,11 @@ def test_servers_cut_the_same_buckets_and_find_the_same_bits(shapes, most):
         sizes = [bytes_ for *_, bytes_ in waiting]
         assert len(flat) == sum(sizes) and len(flat) <= len(buffer)
         for (name, dtype, shape, _), part in zip(waiting, flat.split(sizes), strict=True):
-            found[name] = part.clone().view(dtype).view(shape) if part.numel() else torch.empty(shape, dtype=dtype)
+            result[name] = part.clone().view(dtype).view(shape) if part.numel() else torch.empty(shape, dtype=dtype)
             assert part.storage_offset() % dtype.itemsize == 0
         waiting.clear()
 
-    for name, dtype_name, shape in zip(told["names"], told["dtype_names"], told["shapes"], strict=True):
+    for name, dtype_name, shape in zip(reported["names"], reported["dtype_names"], reported["shapes"], strict=True):
         dtype = getattr(torch, dtype_name)
         waiting.append((name, dtype, shape, torch.Size(shape).numel() * dtype.itemsize))
         if sum(bytes_ for *_, bytes_ in waiting) > most:
@@ -46,11 +46,11 @@ def test_servers_cut_the_same_buckets_and_find_the_same_bits(shapes, most):
     if waiting:
         receive()
     assert next(sent, None) is None
-    assert all(torch.equal(found[name], tensor) for name, tensor in parameters.items())
-    assert sum(map(size, parameters.values())) == sum(map(size, found.values()))
+    assert all(torch.equal(result[name], tensor) for name, tensor in parameters.items())
+    assert sum(map(size, parameters.values())) == sum(map(size, result.values()))
 
 
-def test_vllm_s_routes_are_those_of_the_version():
+def test_transfer_uses_the_routes_of_the_vllm_version():
     """Of the installed one: where it reads `packed`."""
     folder = next(VLLM.glob("python*/site-packages/vllm"), None)
     if folder is None:
@@ -64,7 +64,7 @@ def test_vllm_s_routes_are_those_of_the_version():
     assert "packed: bool" in init and "packed: bool" not in update and "tensor_sizes" in update
 
 
-def test_servers_of_other_versions_get_tensor_after_tensor(stand_ins):
+def test_other_vllm_versions_get_single_tensors(stand_ins):
     servers = stand_ins(2)
     with ServerControl([Endpoint(one.url, one.key) for one in servers], 5) as control:
         for versions, way in (

@@ -34,7 +34,7 @@ SPECIAL = (0x0000, 0x8000, 0x0001, 0x8001, 0x7F80, 0xFF80, 0x7FC0, 0x7F81, 0xFFF
 
 
 @given(st.lists(st.integers(0, 200_000), unique=True).map(sorted))
-def test_places_are_what_their_distances_say(places):
+def test_delta_positions_are_restored_from_distances(places):
     coded = encode(torch.tensor(places, dtype=torch.int64))
     assert coded.dtype == torch.uint8 and decode(coded).tolist() == places
     assert len(coded) <= len(places) + (places[-1] // 255 if places else 0)
@@ -79,7 +79,7 @@ def walked(tensors: dict[str, Tensor], random: np.random.Generator, share: float
 
 @settings(deadline=None, max_examples=40)
 @given(st.integers(0, 2**32 - 1), st.lists(st.sampled_from([0.0, 0.02, 0.5, 1.0]), min_size=1, max_size=4))
-def test_every_version_of_a_walk_is_restored_bit_for_bit(tmp_path_factory, seed, shares):
+def test_every_version_is_restored_bit_for_bit(tmp_path_factory, seed, shares):
     folder, random = tmp_path_factory.mktemp("walk"), np.random.default_rng(seed)
     (folder / "0").mkdir()
     versions = [random_tensors(random)]
@@ -124,7 +124,7 @@ def series(tmp_path) -> Callable[..., list[dict[str, Tensor]]]:
     return make
 
 
-def test_changes_of_other_weights_are_refused(series, tmp_path):
+def test_rejects_delta_of_other_weights(series, tmp_path):
     series(2)
     held = HostWeights.read(tmp_path / "0")
     with pytest.raises(ValueError):
@@ -135,7 +135,7 @@ def test_changes_of_other_weights_are_refused(series, tmp_path):
 
 
 @pytest.mark.parametrize("part", ["values", "distances", "the version before"])
-def test_a_damaged_bit_is_found(part, series, tmp_path):
+def test_damaged_bit_is_detected(part, series, tmp_path):
     series(1)
     file = tmp_path / ("0/model.safetensors" if part == "the version before" else f"1/{DELTA}")
     tensors = load_file(file)
@@ -147,7 +147,7 @@ def test_a_damaged_bit_is_found(part, series, tmp_path):
         bring_to(tmp_path / "1", None)
 
 
-def test_only_what_is_needed_is_read_again(series, tmp_path, monkeypatch):
+def test_reads_only_needed_deltas(series, tmp_path, monkeypatch):
     versions, applied = series(4), []
     apply = deltas.apply_delta
     monkeypatch.setattr(deltas, "apply_delta", lambda folder, held: (applied.append(folder.name), apply(folder, held)))
@@ -159,7 +159,7 @@ def test_only_what_is_needed_is_read_again(series, tmp_path, monkeypatch):
     assert torch.equal(back.tensors["w"], versions[1]["w"])
 
 
-def test_a_series_begins_again_with_a_checkpoint_when_changes_would_be_larger_and_keeps_what_servers_need(tmp_path):
+def test_delta_series_restarts_with_a_checkpoint(tmp_path):
     series, ranks, random = DeltaSeries(), Ranks(), np.random.default_rng(0)
     weights = {"w": torch.randn(200, 100).bfloat16()}
     kinds = ""
@@ -183,7 +183,7 @@ def test_a_series_begins_again_with_a_checkpoint_when_changes_would_be_larger_an
     assert not series.add(tmp_path / "000004", weights.items(), ranks)  # as after a resume
 
 
-def test_a_server_gets_the_plug_in_s_route(checkpoint):
+def test_server_has_the_route_of_the_plug_in(checkpoint):
     settings = ServerSettings(max_model_len=512, dtype="float32")
     command = server_command(checkpoint("w"), settings, make_machine(weight_transfer="delta"), port=1, gpus=())
     assert command[command.index("--worker-extension-cls") + 1] == "armature_served.versions.Versions"

@@ -22,14 +22,14 @@ def settings(**changes: Any) -> ServerSettings:
     ("changes", "machine"),
     [({}, {"servers__gpus": ((0,),)}), ({"dtype": "bfloat16"}, {}), ({"dtype": "float16"}, {"servers__gpus": ((0,),)})],
 )
-def test_it_is_refused_where_it_cannot_be_promised(checkpoint, tmp_path, changes, machine):
+def test_rejects_determinism_that_cannot_be_guaranteed(checkpoint, tmp_path, changes, machine):
     with refused("determinism_impossible", "inference.deterministic"):
         ServerPool(checkpoint("w"), settings(deterministic=True, **changes), make_machine(**machine), tmp_path)
     ServerPool(checkpoint("v"), settings(**changes), make_machine(**machine), tmp_path)
 
 
 @pytest.mark.parametrize("depends_on", ["", "others", "images", "reload", "server"])
-def test_a_joined_server_has_to_prove_it(checkpoint, stand_ins, tmp_path, depends_on):
+def test_joined_server_must_pass_the_determinism_check(checkpoint, stand_ins, tmp_path, depends_on):
     """Its bits may depend on requests beside, on images in the same step, on a reload, or on which server it is."""
     servers = stand_ins(2)
     servers[1].depends_on = depends_on
@@ -52,7 +52,7 @@ def test_a_joined_server_has_to_prove_it(checkpoint, stand_ins, tmp_path, depend
 
 
 @pytest.mark.parametrize(("images", "asked"), [(0, 0), (1, 5)])
-async def test_images_are_tried_where_servers_take_them(checkpoint, stand_ins, tmp_path, images, asked):
+async def test_determinism_check_includes_images(checkpoint, stand_ins, tmp_path, images, asked):
     (server,) = stand_ins(1)
     machine = make_machine(endpoints=(server.url,), ready_timeout=5.0)
     changes = {"deterministic": True, "max_images_per_prompt": images}
@@ -64,7 +64,7 @@ async def test_images_are_tried_where_servers_take_them(checkpoint, stand_ins, t
 @pytest.mark.parametrize(
     "name", ["top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"]
 )
-def test_training_has_no_setting_that_biases_ratios(name):
+def test_training_sampling_has_no_biasing_setting(name):
     with refused("extra_forbidden", name):
         make_sampling(**{name: 1})
 

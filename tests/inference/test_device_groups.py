@@ -40,7 +40,7 @@ class Trainer:
         return [{endpoint.url for endpoint in group} for group in self.groups]
 
 
-async def test_the_only_one_that_was_started_again_is_waited_for_and_connected_to_again(join):
+async def test_single_restarted_server_is_reconnected(join):
     """Nobody asked it since, so nobody knew."""
     (server,), pool = join(1, weight_transfer="nccl")
     trainer = Trainer(server)
@@ -54,7 +54,7 @@ async def test_the_only_one_that_was_started_again_is_waited_for_and_connected_t
     assert before.url == after.url and before != after
 
 
-async def test_one_that_is_unhealthy_is_left_out_of_a_sync_and_gets_the_next_weights(join):
+async def test_unhealthy_server_misses_a_sync_and_gets_the_next(join):
     (first, second), pool = join(2, weight_transfer="nccl")
     trainer = Trainer(first, second)
     async with pool:
@@ -79,7 +79,7 @@ async def test_one_that_is_unhealthy_is_left_out_of_a_sync_and_gets_the_next_wei
     assert trainer.groups[3] == trainer.groups[4], "a group lasts while its servers stay"
 
 
-async def test_a_request_that_no_server_has_the_weights_for_is_told_so(join):
+async def test_request_for_missing_weights_is_an_error(join):
     """The next sync waits for it, so it cannot wait for the next sync."""
     (server,), pool = join(1, weight_transfer="nccl")
     trainer = Trainer(server)
@@ -92,7 +92,7 @@ async def test_a_request_that_no_server_has_the_weights_for_is_told_so(join):
         assert (await pool.complete(MESSAGES, SAMPLING, 3)).text == "c"
 
 
-async def test_when_none_comes_back_the_sync_says_so(join):
+async def test_sync_fails_if_no_server_returns(join):
     (server,), pool = join(1, weight_transfer="nccl", ready_timeout=1.0)
     trainer = Trainer(server)
     async with pool:
@@ -103,7 +103,7 @@ async def test_when_none_comes_back_the_sync_says_so(join):
     assert len(trainer.groups) == 1
 
 
-async def test_weights_that_did_not_arrive_fail_the_sync_of_one_that_waited(join):
+async def test_missing_weights_fail_the_sync_of_a_waiting_server(join):
     (first, second), pool = join(2, weight_transfer="nccl")
     trainer = Trainer(first, second)
     async with pool:

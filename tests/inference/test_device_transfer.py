@@ -37,7 +37,7 @@ from tests.vlm.conftest import model_settings
 DTYPES = ("float32", "bfloat16")
 
 
-def test_the_unique_id_unpickles_as_the_workers_class(monkeypatch):
+def test_nccl_unique_id_unpickles_as_vllm_class(monkeypatch):
     from armature.components.inference.weights.trainer import _pickled_id, _UniqueId
 
     path = ["vllm", "distributed", "device_communicators", "pynccl_wrapper"]
@@ -53,7 +53,7 @@ def test_the_unique_id_unpickles_as_the_workers_class(monkeypatch):
     assert list(loaded.internal) == [*range(-64, 64)]
 
 
-async def test_without_the_trainer_there_is_nothing_to_send(stand_ins, make_pool, checkpoint):
+async def test_device_transfer_needs_a_trainer(stand_ins, make_pool, checkpoint):
     async with make_pool(stand_ins(1), checkpoint("a"), weight_transfer="nccl") as pool:
         with refused("trainer_needed", "machine.servers.weight_transfer"):
             await pool.sync(checkpoint("b"), 1)
@@ -97,9 +97,9 @@ except WeightSyncError as error:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("code", "said"), [(200, "the servers did not receive the weights in 8 s"), (500, "answered 500")]
+    ("code", "output"), [(200, "the servers did not receive the weights in 8 s"), (500, "answered 500")]
 )
-def test_a_server_that_does_not_come_holds_nobody_up(code, said):
+def test_missing_server_does_not_block_the_transfer(code, output):
     """Neither the sender nor the end of its process."""
     handler = type("Handler", (NeverJoins,), {"code": code})
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
@@ -111,7 +111,7 @@ def test_a_server_that_does_not_come_holds_nobody_up(code, said):
         )
         server.shutdown()
     print(done.stdout)
-    assert done.returncode == 0 and said in done.stdout, done.stderr[-3000:]
+    assert done.returncode == 0 and output in done.stdout, done.stderr[-3000:]
 
 
 WAYS = [(way, tied, dtype, None) for way in ("file", "ipc", "nccl") for tied in (True, False) for dtype in DTYPES]
@@ -122,9 +122,7 @@ WAYS += [(way, False, "bfloat16", "fp8") for way in ("file", "ipc")]
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("way", "tied", "dtype", "quantization"), WAYS)
-def test_the_server_answers_as_the_trainer_whose_weights_were_sent(
-    way, tied, dtype, quantization, checkpoints, tmp_path
-):
+def test_server_equals_trainer_after_device_transfer(way, tied, dtype, quantization, checkpoints, tmp_path):
     """Three versions; then a trainer that has other weights than it sent is found out.
 
     A server in 8 bits quantizes each version, and answers nearly as its trainer.
@@ -160,8 +158,8 @@ def test_the_server_answers_as_the_trainer_whose_weights_were_sent(
                 trainer = trainers[version % 3]
                 answer = trainer.answer(pool)
                 await pool.sync(folder_of(version), version, publish(trainer), answer)
-                found = await ask_probe(pool.http, pool.replicas[0].endpoint, pool.weights.probe)
-                distances.append(distance(found, answer.logprobs))
+                result = await ask_probe(pool.http, pool.replicas[0].endpoint, pool.weights.probe)
+                distances.append(distance(result, answer.logprobs))
             print(f"{way} {tied=} {dtype} {quantization}: {distances} nats")
             with refused("served_weights_differ"):
                 await pool.sync(folder_of(4), 4, publish(trainers[1]), trainers[2].answer(pool))

@@ -54,8 +54,8 @@ def host(request: pytest.FixtureRequest) -> Iterator[Host]:
 
 
 def needs(checkpoint: Path, **changes: Any) -> ServerNeeds:
-    given = {"name": "vllm-0", "python": sys.executable, "model": str(checkpoint), "cache_gib": 0.1, "port": None}
-    return ServerNeeds(**(given | changes))
+    arguments = {"name": "vllm-0", "python": sys.executable, "model": str(checkpoint), "cache_gib": 0.1, "port": None}
+    return ServerNeeds(**(arguments | changes))
 
 
 def until_gone(pid: int) -> None:
@@ -66,7 +66,7 @@ def until_gone(pid: int) -> None:
 
 
 @needs_ray
-def test_start_stopped_at_any_time_leaves_no_actor(request: pytest.FixtureRequest, checkpoint: Checkpoint) -> None:
+def test_interrupted_start_leaves_no_actor(request: pytest.FixtureRequest, checkpoint: Checkpoint) -> None:
     places = PlacementBundles(request.getfixturevalue("cluster"), BUNDLE, 1)
     for seconds in (None, 0.05, 0.4, 0.8, 1.2):
         placed = PlacedProgram(places, 0, NodeActor, ServerError)
@@ -87,7 +87,7 @@ def test_start_stopped_at_any_time_leaves_no_actor(request: pytest.FixtureReques
     places.close()
 
 
-def test_a_program_listens_where_it_was_told_to_and_ends_with_all_that_it_started(
+def test_program_listens_at_its_address_and_ends_with_its_children(
     host: Host, checkpoint: Checkpoint, tmp_path: Path
 ) -> None:
     address, port = host.prepare(needs(checkpoint("a")))
@@ -114,7 +114,7 @@ def test_a_program_listens_where_it_was_told_to_and_ends_with_all_that_it_starte
         until_gone(pid)
 
 
-def test_how_it_ended_is_said_and_another_can_be_started(host: Host, checkpoint: Checkpoint, tmp_path: Path) -> None:
+def test_program_reports_its_end_and_can_restart(host: Host, checkpoint: Checkpoint, tmp_path: Path) -> None:
     model = checkpoint("a")
     for number in (3, 5):
         host.prepare(needs(model))
@@ -135,7 +135,9 @@ def test_how_it_ended_is_said_and_another_can_be_started(host: Host, checkpoint:
         ({"cache_gib": 1e6}, "server_memory_missing"),
     ],
 )
-def test_what_its_machine_lacks_is_said(host: Host, checkpoint: Checkpoint, changes: dict[str, Any], code: str) -> None:
+def test_missing_requirements_of_the_node_are_an_error(
+    host: Host, checkpoint: Checkpoint, changes: dict[str, Any], code: str
+) -> None:
     with refused(code, *(f"{value:g}" if isinstance(value, float) else value for value in changes.values())):
         host.prepare(needs(checkpoint("a"), **changes))
     assert not host.alive
@@ -200,7 +202,7 @@ def serves(node: Any) -> bool:
 
 
 @needs_ray
-def test_a_lost_node_s_server_is_started_elsewhere_with_the_current_weights(
+def test_server_of_a_lost_node_restarts_elsewhere(
     ray_cluster: Any,
     cluster: ClusterSettings,
     placed_pool: Callable[..., ServerPool],
@@ -234,7 +236,7 @@ def test_a_lost_node_s_server_is_started_elsewhere_with_the_current_weights(
 
 
 @needs_ray
-def test_each_server_has_gpus_of_its_own(ray_cluster: Any, cluster: ClusterSettings, tmp_path: Path) -> None:
+def test_each_server_has_its_own_gpus(ray_cluster: Any, cluster: ClusterSettings, tmp_path: Path) -> None:
     """Ray counts GPUs that it is told of."""
     node = ray_cluster.add_node(num_cpus=2, num_gpus=4, resources={"serving cards": 2})
     bundle = ServerBundle(num_cpus=1, tensor_parallel_size=2, resources={"serving cards": 1})
@@ -256,7 +258,7 @@ def test_each_server_has_gpus_of_its_own(ray_cluster: Any, cluster: ClusterSetti
 
 
 @needs_ray
-def test_no_room_is_said_with_what_is_free(
+def test_missing_room_is_an_error_with_free_resources(
     cluster: ClusterSettings, placed_pool: Callable[..., ServerPool], checkpoint: Checkpoint
 ) -> None:
     place = cluster.model_copy(update={"start_timeout": 2.0})
@@ -270,7 +272,7 @@ def test_no_room_is_said_with_what_is_free(
         asyncio.run(work())
 
 
-def test_what_a_server_on_a_cluster_is_told(checkpoint: Checkpoint) -> None:
+def test_cluster_server_gets_the_right_command(checkpoint: Checkpoint) -> None:
     place = ClusterSettings(address="auto", servers=ServerBundle(num_cpus=3, tensor_parallel_size=2))
     machine = make_machine(cluster=place)
     gpus = machine.gpus_of_server(1)
@@ -287,7 +289,7 @@ def test_what_a_server_on_a_cluster_is_told(checkpoint: Checkpoint) -> None:
 @pytest.mark.parametrize(
     ("key", "value"), [("endpoints", ["http://10.0.0.7:8000"]), ("gpus", [[0]]), ("weight_transfer", "nccl")]
 )
-def test_what_it_cannot_be_set_with(key: str, value: Any) -> None:
+def test_rejects_settings_that_conflict_with_adapters(key: str, value: Any) -> None:
     place = {"address": "auto", "servers": {}}
     make_machine(cluster=place, workers__rollouts=2)
     with refused("value_error", f"servers.{key}"):

@@ -59,12 +59,12 @@ async def take_over(server: Any, weights: Path) -> None:
         (("a-1", "a-²"), False),
     ],
 )
-def test_marks_follow_one_another_while_a_server_lives(marks, expected):
+def test_weights_ids_increase_while_a_server_lives(marks, expected):
     assert in_order(*marks) == expected
 
 
 @pytest.mark.parametrize("then_synced", [False, True])
-def test_what_others_weights_answered_is_not_taken_for_an_update_in_flight(then_synced, join, checkpoint):
+def test_answers_of_other_weights_are_not_in_flight_updates(then_synced, join, checkpoint):
     (server,), pool = join(1, in_flight_updates=True)
     server.delay = 0.5
     foreign, newer = checkpoint("foreign"), checkpoint("b")
@@ -83,7 +83,7 @@ def test_what_others_weights_answered_is_not_taken_for_an_update_in_flight(then_
     assert pool.statistics.retries >= 4 and pool.statistics.continued == 0
 
 
-async def test_a_second_run_is_refused_and_hears_who_has_the_server(join, make_pool, checkpoint):
+async def test_second_run_is_refused_with_the_holder_of_the_server(join, make_pool, checkpoint):
     (server,), pool = join(1)
     first, second = pool, make_pool([server], checkpoint("b"))
     async with first:
@@ -95,7 +95,7 @@ async def test_a_second_run_is_refused_and_hears_who_has_the_server(join, make_p
         assert texts(await ask_many(second)) == {("b", 0)}
 
 
-async def test_a_second_run_may_wait_for_the_first(join, make_pool, checkpoint):
+async def test_second_run_can_wait_for_the_first(join, make_pool, checkpoint):
     (server,), pool = join(1)
     first, second = pool, make_pool([server], checkpoint("b"), lease_timeout=60)
 
@@ -110,9 +110,7 @@ async def test_a_second_run_may_wait_for_the_first(join, make_pool, checkpoint):
     assert texts(await waiting) == {("b", 0)}
 
 
-async def test_two_runs_that_wait_for_the_same_servers_take_turns(
-    stand_ins, make_pool, checkpoint, monkeypatch, caplog
-):
+async def test_waiting_runs_take_turns(stand_ins, make_pool, checkpoint, monkeypatch, caplog):
     """Servers that come free one after the other must not be shared out to runs that then wait for each other."""
     from armature.components.inference import lease as ours
 
@@ -120,7 +118,8 @@ async def test_two_runs_that_wait_for_the_same_servers_take_turns(
     servers = stand_ins(2)
     one, other = sorted(servers, key=lambda server: server.url)
     pools = [
-        make_pool(given, checkpoint(name), lease_timeout=4) for name, given in (("a", servers), ("b", servers[::-1]))
+        make_pool(arguments, checkpoint(name), lease_timeout=4)
+        for name, arguments in (("a", servers), ("b", servers[::-1]))
     ]
 
     async def work(pool: ServerPool, wait: float) -> list[Any]:
@@ -140,14 +139,14 @@ async def test_two_runs_that_wait_for_the_same_servers_take_turns(
     assert f"waiting for the server at {one.url}, which another run uses: someone" in caplog.text
 
 
-async def test_the_server_of_a_run_that_was_killed_can_be_had_when_its_lease_ends(join):
+async def test_server_of_a_killed_run_is_free_after_its_lease(join):
     (server,), pool = join(1)
     assert (await lease(server, "POST", OTHER, seconds=2.5)).status_code == 200
     async with pool:
         assert texts(await ask_many(pool)) == {("a", 0)}
 
 
-async def test_a_lease_is_kept_while_nothing_is_asked(join, monkeypatch):
+async def test_lease_is_renewed_without_requests(join, monkeypatch):
     from armature.components.inference import lease as ours
 
     monkeypatch.setattr(ours, "SECONDS", 1.0)
@@ -159,7 +158,7 @@ async def test_a_lease_is_kept_while_nothing_is_asked(join, monkeypatch):
     assert (await lease(server, "POST", OTHER)).status_code == 200
 
 
-async def test_nobody_else_changes_weights_or_asks_while_a_run_has_the_server(join, checkpoint):
+async def test_leased_server_refuses_other_runs(join, checkpoint):
     (server,), pool = join(1)
     async with pool:
         assert await load(server, checkpoint("foreign")) == 423
@@ -170,7 +169,7 @@ async def test_nobody_else_changes_weights_or_asks_while_a_run_has_the_server(jo
 
 
 @pytest.mark.parametrize("regained", [False, True])
-async def test_weights_of_another_run_are_never_ours_and_ours_come_back(regained, join, checkpoint):
+async def test_foreign_weights_are_replaced_by_ours(regained, join, checkpoint):
     (server,), pool = join(1)
     async with pool:
         await pool.sync(checkpoint("b"), 1)
@@ -182,7 +181,7 @@ async def test_weights_of_another_run_are_never_ours_and_ours_come_back(regained
         assert pool.statistics.ejections == 1
 
 
-async def test_an_answer_on_its_way_while_others_change_the_weights_is_thrown_away(join, checkpoint):
+async def test_answer_during_a_foreign_sync_is_discarded(join, checkpoint):
     (server,), pool = join(1)
     async with pool:
         server.delay = 2.0
@@ -195,7 +194,7 @@ async def test_an_answer_on_its_way_while_others_change_the_weights_is_thrown_aw
         assert pool.statistics.retries >= 4
 
 
-async def test_a_server_that_was_started_again_unnoticed_gets_the_current_weights(join, checkpoint):
+async def test_unnoticed_restart_gets_current_weights(join, checkpoint):
     (server,), pool = join(1)
     async with pool:
         await pool.sync(checkpoint("b"), 1)
@@ -203,7 +202,7 @@ async def test_a_server_that_was_started_again_unnoticed_gets_the_current_weight
         assert texts(await ask_many(pool)) == {("b", 1)}
 
 
-async def test_without_the_plug_in_weights_of_another_run_end_the_use_of_the_server(join, checkpoint):
+async def test_foreign_weights_without_plug_in_end_the_use_of_the_server(join, checkpoint):
     (server,), pool = join(1, plain=True)
     async with pool:
         assert texts(await ask_many(pool)) == {("a", 0)}
@@ -234,7 +233,7 @@ async def test_without_the_plug_in_weights_of_another_run_end_the_use_of_the_ser
         b'{"holder": "%s", "who": null, "seconds": 1}' % (b"a" * 32),
     ],
 )
-def test_a_lease_is_not_had_by_a_malformed_request(body, stand_ins):
+def test_malformed_request_gets_no_lease(body, stand_ins):
     (server,) = stand_ins(1)
     with httpx.Client(base_url=server.url, headers=KEY, trust_env=False) as http:
         assert http.post("/armature/lease", content=body).status_code == 400

@@ -24,7 +24,7 @@ print(loader._prepare_weights(sys.argv[1], None, None, False, None)[1])
 
 
 @pytest.mark.slow
-def test_weights_are_found_in_a_folder_of_any_name(tmp_path):
+def test_weight_folder_may_have_any_name(tmp_path):
     python = Machine().server_interpreter
     if not python.exists():
         pytest.skip("no environment of vLLM: armature setup")

@@ -64,31 +64,31 @@ def ask(*jobs: tuple[str, int], temperatures: tuple[float, ...] = (1.0,)) -> tup
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 12)), min_size=1, max_size=20))
-def test_each_gets_the_sample_of_its_seed_and_no_seed_is_asked_twice_in_vain(jobs):
+def test_each_request_gets_the_sample_of_its_seed(jobs):
     recorder, results = ask(*jobs)
     assert [(result.text, int(result.token_ids[0])) for result in results] == jobs
     asked = [(prompt, seed) for prompt, first, n in recorder.requests for seed in range(first, first + n)]
     assert sorted(asked) == sorted(jobs)
 
 
-def test_a_group_is_one_request():
+def test_group_is_one_request():
     recorder, _ = ask(*(("a", seed) for seed in (7, 5, 6, 8)), ("b", 9), ("a", 20))
     assert sorted(recorder.requests) == [("a", 5, 4), ("a", 20, 1), ("b", 9, 1)]
 
 
-def test_other_sampling_is_another_request():
+def test_different_sampling_is_a_separate_request():
     recorder, _ = ask(("a", 1), ("a", 2), temperatures=(1.0, 0.5))
     assert sorted(recorder.requests) == [("a", 1, 1), ("a", 2, 1)]
 
 
-def test_failures_reach_those_whom_they_concern():
+def test_failure_reaches_only_its_requests():
     _, results = ask(("odd", 0), ("odd", 1), ("odd", 2), ("refused", 0), ("refused", 1))
     reasons = [getattr(result, "reason", "") for result in results]
     assert reasons == ["", "bad_logprobs", "", "request_refused", "request_refused"]
 
 
 @pytest.mark.parametrize("keep", [0, 1])
-def test_a_request_is_given_up_when_nobody_waits_for_it(keep):
+def test_abandoned_request_is_cancelled(keep):
     recorder = Recorder()
 
     async def run() -> None:

@@ -65,7 +65,7 @@ def differences(folder: Path, answers: dict[str, Completion]) -> dict[str, float
     from armature.components.models.load import load_model, load_processor
 
     model, processor = load_model(folder, MODEL), load_processor(folder, MODEL)
-    found = {}
+    result = {}
     for name, answer in answers.items():
         messages, images = ASKED[name]
         prompt = processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
@@ -79,14 +79,14 @@ def differences(folder: Path, answers: dict[str, Completion]) -> dict[str, float
         with torch.no_grad():
             logits = model(**inputs).logits[0, -sampled.shape[1] - 1 : -1]
         logprobs = logits.log_softmax(-1).gather(1, sampled.T)[:, 0].numpy()
-        found[name] = float(np.abs(logprobs - answer.logprobs).max())
-    return found
+        result[name] = float(np.abs(logprobs - answer.logprobs).max())
+    return result
 
 
 @pytest.mark.gpu
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-async def test_trainer_and_server_attend_to_each_image_both_ways(checkpoints, tmp_path):
+async def test_trainer_and_server_use_bidirectional_image_attention(checkpoints, tmp_path):
     """Before and after weights are sent over CUDA IPC, under the names that the trainer's model has."""
     from armature.components.inference.weights import WEIGHT_SENDERS
     from armature.components.models.load import load_model

@@ -29,7 +29,7 @@ def run(pool: ServerPool, work: Callable[[ServerPool], Any]) -> Any:
     return asyncio.run(inside())
 
 
-async def test_every_sample_has_its_tokens_and_the_version(stand_ins, make_pool, checkpoint):
+async def test_completion_has_tokens_and_policy_version(stand_ins, make_pool, checkpoint):
     (server,) = stand_ins(1)
     pool = make_pool([server], checkpoint("v7"))
     async with pool:
@@ -49,7 +49,7 @@ async def test_every_sample_has_its_tokens_and_the_version(stand_ins, make_pool,
     assert pool.statistics.completions == 5
 
 
-async def test_requests_go_to_the_least_loaded_server_and_are_bounded(join):
+async def test_requests_go_to_the_least_loaded_server(join):
     servers, pool = join(2, max_concurrent=6)
     servers[0].delay, servers[1].delay = 0.05, 0.2
     async with pool:
@@ -60,7 +60,7 @@ async def test_requests_go_to_the_least_loaded_server_and_are_bounded(join):
     assert max(server.most_at_once for server in servers) <= 5
 
 
-async def test_a_request_in_flight_ends_with_the_pool_and_is_not_tried_again(join, caplog):
+async def test_closing_the_pool_ends_requests_without_retry(join, caplog):
     (server,), pool = join(1)
     server.delay = 60.0
     async with pool:
@@ -74,7 +74,7 @@ async def test_a_request_in_flight_ends_with_the_pool_and_is_not_tried_again(joi
 
 
 @pytest.mark.parametrize("fault", ["500", "die", "hang", "not json"])
-async def test_a_failed_attempt_is_tried_on_the_other_server(fault, join):
+async def test_failed_request_is_retried_on_another_server(fault, join):
     servers, pool = join(2)
     servers[0].misbehave(fault)
     async with pool:
@@ -88,7 +88,7 @@ async def test_a_failed_attempt_is_tried_on_the_other_server(fault, join):
     assert not pool.statistics.failures
 
 
-async def test_an_open_pool_is_counted_for_prometheus(join):
+async def test_open_pool_is_counted_for_prometheus(join):
     servers, pool = join(2)
     servers[0].misbehave("500", 1)
 
@@ -107,7 +107,7 @@ async def test_an_open_pool_is_counted_for_prometheus(join):
     assert seen()["armature_pool_servers",] == 0
 
 
-async def test_a_server_that_fails_for_ever_makes_typed_failures(join):
+async def test_permanently_failing_server_gives_typed_failures(join):
     (server,), pool = join(1)
     server.misbehave("500")
     async with pool:
@@ -117,7 +117,7 @@ async def test_a_server_that_fails_for_ever_makes_typed_failures(join):
     assert "EngineCore" in results[0].what  # the server's own words
 
 
-async def test_a_refused_prompt_fails_that_request_alone_at_once(join):
+async def test_refused_prompt_fails_only_its_request(join):
     (server,), pool = join(1)
     server.misbehave("400", count=1)
     async with pool:
@@ -130,7 +130,7 @@ async def test_a_refused_prompt_fails_that_request_alone_at_once(join):
 
 @pytest.mark.parametrize("role", ["system", "user", "assistant"])
 @pytest.mark.parametrize("parts", [True, False])
-def test_a_prompt_that_spells_a_placeholder_is_not_sent(role, parts, stand_ins, make_pool, checkpoint):
+def test_prompt_with_placeholder_text_is_not_sent(role, parts, stand_ins, make_pool, checkpoint):
     (server,) = stand_ins(1)
     folder = checkpoint("a")
     tokens = [{"id": number, "content": text} for number, text in ((7, "<pad>"), (9, "<end>"))]
@@ -150,7 +150,7 @@ def test_a_prompt_that_spells_a_placeholder_is_not_sent(role, parts, stand_ins, 
     assert server.seen == 1 and pool.statistics.failures == {"reserved_token": 1}
 
 
-async def test_an_ejected_server_comes_back_with_the_current_weights(join, checkpoint):
+async def test_ejected_server_returns_with_current_weights(join, checkpoint):
     servers, pool = join(2)
     newer = checkpoint("b")
     async with pool:
@@ -168,7 +168,7 @@ async def test_an_ejected_server_comes_back_with_the_current_weights(join, check
         assert texts(results) == {("b", 1)}
 
 
-async def test_joined_server_that_stays_away_is_given_up_and_the_other_answers(join, checkpoint):
+async def test_joined_server_that_stays_away_is_given_up(join, checkpoint):
     (first, second), pool = join(2, ready_timeout=1.0)
     async with pool:
         second.healthy = False
@@ -182,7 +182,7 @@ async def test_joined_server_that_stays_away_is_given_up_and_the_other_answers(j
     assert texts(results) == {("a", 0), ("b", 1)}
 
 
-async def test_a_wrong_key_is_said_at_once(stand_ins, make_pool, checkpoint, monkeypatch):
+async def test_wrong_key_is_an_immediate_error(stand_ins, make_pool, checkpoint, monkeypatch):
     servers = stand_ins(1)
     monkeypatch.setenv("VLLM_API_KEY", "another")  # a pool reads it when it is made
     with refused("server_key_refused", servers[0].url):
@@ -190,7 +190,7 @@ async def test_a_wrong_key_is_said_at_once(stand_ins, make_pool, checkpoint, mon
             await pool.notify()
 
 
-async def test_images_are_never_fetched_by_the_server(join):
+async def test_server_never_fetches_images(join):
     (server,), pool = join(1)
     part = {"type": "image_url", "image_url": {"url": "http://example.org/a.png"}}
     with refused("image_not_inline", "http://example.org/a.png"):
@@ -202,7 +202,7 @@ async def test_images_are_never_fetched_by_the_server(join):
 # Weights
 
 
-async def test_sync_waits_for_requests_and_stamps_the_version(join, checkpoint):
+async def test_sync_waits_for_requests_and_sets_the_version(join, checkpoint):
     servers, pool = join(2)
     for server in servers:
         server.delay = 0.3
@@ -222,7 +222,7 @@ async def test_sync_waits_for_requests_and_stamps_the_version(join, checkpoint):
         assert set(server.calls[-3:]) == {"/reset_prefix_cache", "/reset_mm_cache", "/reset_encoder_cache"}
 
 
-async def test_requests_in_flight_go_on_with_the_weights_of_a_sync(join, checkpoint):
+async def test_in_flight_requests_continue_with_new_weights(join, checkpoint):
     servers, pool = join(2, in_flight_updates=True)
     for server in servers:
         server.delay = 0.5
@@ -243,7 +243,7 @@ async def test_requests_in_flight_go_on_with_the_weights_of_a_sync(join, checkpo
         assert server.calls == ["/pause", *forgets, "/collective_rpc", "/resume"]
 
 
-async def test_requests_of_servers_that_are_lent_are_waited_for_by_a_sync_in_flight(join, checkpoint):
+async def test_in_flight_sync_waits_for_direct_access_requests(join, checkpoint):
     servers, pool = join(1, in_flight_updates=True)
     servers[0].delay = 0.2
     newer = checkpoint("b")
@@ -259,7 +259,7 @@ async def test_requests_of_servers_that_are_lent_are_waited_for_by_a_sync_in_fli
     assert servers[0].version == "b"
 
 
-async def test_servers_that_do_not_say_their_weights_finish_requests_before_a_sync_in_flight(join, checkpoint):
+async def test_in_flight_sync_waits_for_servers_without_weights_id(join, checkpoint):
     (server,), pool = join(1, plain=True, in_flight_updates=True)
     server.delay = 0.3
     newer = checkpoint("b")
@@ -273,7 +273,7 @@ async def test_servers_that_do_not_say_their_weights_finish_requests_before_a_sy
     assert (after[0].text, after[0].policy_version) == ("b", 1)
 
 
-async def test_a_sync_that_fails_leaves_no_server_paused_and_ends_requests_in_flight(join, checkpoint):
+async def test_failed_sync_leaves_no_server_paused(join, checkpoint):
     servers, pool = join(2, in_flight_updates=True)
     for server in servers:
         server.delay = 0.3
@@ -290,7 +290,7 @@ async def test_a_sync_that_fails_leaves_no_server_paused_and_ends_requests_in_fl
     assert [server.paused for server in servers] == [False, False]
 
 
-async def test_a_server_that_is_taken_out_during_a_sync_is_not_resumed_before_its_end(join, checkpoint):
+async def test_server_removed_during_a_sync_resumes_only_after_it(join, checkpoint):
     """Else it would compute with weights of which some are old, and keep that."""
     (server,), pool = join(1, in_flight_updates=True)
     newer = checkpoint("b")
@@ -311,7 +311,7 @@ async def test_a_server_that_is_taken_out_during_a_sync_is_not_resumed_before_it
         assert (await pool.complete(MESSAGES, SAMPLING, 0)).text == "b"
 
 
-async def test_a_server_that_a_killed_run_paused_answers_the_next_one(join):
+async def test_server_paused_by_a_killed_run_answers_the_next_run(join):
     (server,), pool = join(1)
     server.paused = True
     async with pool:
@@ -342,7 +342,7 @@ async def test_caches_are_reset_between_requests(join):
         ("sync cache busy", ["cache_not_reset"]),
     ],
 )
-async def test_a_failed_sync_stops_everything(fault, possible, join, checkpoint):
+async def test_failed_sync_stops_the_pool(fault, possible, join, checkpoint):
     servers, pool = join(2, sync_timeout=30 if "busy" in fault else 1)
     newer = checkpoint("b")
     async with pool:
@@ -357,7 +357,7 @@ async def test_a_failed_sync_stops_everything(fault, possible, join, checkpoint)
 
 
 @pytest.mark.parametrize("fault", ["sync html", "sync list", "sync empty", "sync null", "sync nested", "sync endless"])
-async def test_garbage_from_the_routes_of_weights_and_caches_is_a_failed_sync(fault, join, checkpoint):
+async def test_garbage_from_weight_routes_fails_the_sync(fault, join, checkpoint):
     (server,), pool = join(1, sync_timeout=10)
     async with pool:
         server.misbehave(fault)
@@ -369,7 +369,7 @@ async def test_garbage_from_the_routes_of_weights_and_caches_is_a_failed_sync(fa
         assert server.seen == 0
 
 
-async def test_a_sync_that_was_cancelled_half_way_leaves_no_weights_under_a_wrong_name(join, checkpoint):
+async def test_cancelled_sync_leaves_no_mislabeled_weights(join, checkpoint):
     servers, pool = join(2, sync_timeout=30)
     async with pool:
         servers[1].misbehave("sync hang")
@@ -384,7 +384,7 @@ async def test_a_sync_that_was_cancelled_half_way_leaves_no_weights_under_a_wron
 
 
 @pytest.mark.parametrize("answer", ["<html>", "[]", '{"data": 3}', '{"data": [null]}', "[" * 50_000])
-async def test_garbage_from_the_list_of_models_takes_the_server_out_and_ends_the_wait(answer, join):
+async def test_garbage_from_model_list_removes_the_server(answer, join):
     (server,), pool = join(1, ready_timeout=0.5)
     async with pool:
         server.misbehave("500")
@@ -396,21 +396,21 @@ async def test_garbage_from_the_list_of_models_takes_the_server_out_and_ends_the
         assert codes(caught.value.__cause__) == {"server_not_ready"}
 
 
-async def test_weights_may_come_in_another_type_than_the_first(join, checkpoint):
+async def test_later_weights_may_have_another_dtype(join, checkpoint):
     servers, pool = join(1)
     async with pool:
         await pool.sync(checkpoint("b", dtype="BF16"), 1)
     assert servers[0].version == "b"
 
 
-async def test_a_checkpoint_of_another_model_is_refused(stand_ins, make_pool, checkpoint):
+async def test_rejects_checkpoint_of_another_model(stand_ins, make_pool, checkpoint):
     pool = make_pool(stand_ins(1), checkpoint("a"))
     with refused("served_shapes_differ", "w", (2, 5), (2, 4)):
         async with pool:
             await pool.sync(checkpoint("b", width=5), 1)
 
 
-async def test_a_half_written_checkpoint_is_refused(stand_ins, make_pool, checkpoint):
+async def test_rejects_incomplete_checkpoint(stand_ins, make_pool, checkpoint):
     pool = make_pool(stand_ins(1), checkpoint("a"))
     file = checkpoint("b") / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-1])
@@ -420,7 +420,7 @@ async def test_a_half_written_checkpoint_is_refused(stand_ins, make_pool, checkp
     assert caught.value.where == str(file)
 
 
-async def test_a_server_that_dies_during_a_sync_comes_back_with_the_new_weights(join, checkpoint):
+async def test_server_that_dies_during_a_sync_returns_with_new_weights(join, checkpoint):
     servers, pool = join(2)
     newer = checkpoint("b")
     async with pool:
@@ -433,7 +433,7 @@ async def test_a_server_that_dies_during_a_sync_comes_back_with_the_new_weights(
         assert {result.text for result in await ask_many(pool, 8)} == {"b"}
 
 
-async def test_cancelled_requests_free_their_place(join):
+async def test_cancelled_requests_free_their_slots(join):
     (server,), pool = join(1, max_concurrent=1)
     server.delay = 0.2
     async with pool:
@@ -445,7 +445,7 @@ async def test_cancelled_requests_free_their_place(join):
         assert pool.replicas[0].outstanding == 0
 
 
-async def test_a_server_that_was_not_started_for_a_training_is_refused_at_once(join):
+async def test_rejects_server_without_training_routes(join):
     servers, pool = join(1, plain=True, ready_timeout=600.0)
     servers[0].list_of_models = json.dumps({"data": [{"id": "llama", "root": "/models/llama"}]})
     began = time.monotonic()
@@ -455,12 +455,12 @@ async def test_a_server_that_was_not_started_for_a_training_is_refused_at_once(j
     assert time.monotonic() - began < 10
 
 
-async def test_what_a_run_waits_for_is_said_long_before_it_gives_up(join, caplog, monkeypatch):
+async def test_waiting_for_a_server_is_logged_early(join, caplog, monkeypatch):
     monkeypatch.setattr("armature.components.inference.monitor.SAY_AFTER", 0.0)
     (server,), pool = join(1, ready_timeout=1.2)
     server.list_of_models = "[]"
     with refused("server_not_ready", 1.2, server.url, "armature serve MODEL"):
         async with pool:
             await pool.notify()
-    said = [record.getMessage() for record in caplog.records if "waiting for the server" in record.getMessage()]
-    assert len(said) == 1 and server.url in said[0] and "armature serve MODEL" in said[0]
+    output = [record.getMessage() for record in caplog.records if "waiting for the server" in record.getMessage()]
+    assert len(output) == 1 and server.url in output[0] and "armature serve MODEL" in output[0]

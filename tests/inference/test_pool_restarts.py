@@ -46,7 +46,7 @@ def kill(pool: ServerPool, index: int) -> None:
 
 
 @pytest.mark.parametrize("servers", [1, 2])
-async def test_a_killed_server_is_started_with_the_current_weights(servers, local_pool, checkpoint):
+async def test_killed_server_restarts_with_current_weights(servers, local_pool, checkpoint):
     async with local_pool(checkpoint("a"), servers) as pool:
         assert {result.text for result in await ask_many(pool, 4)} == {"a"}
         await pool.sync(checkpoint("b"), 1)
@@ -62,7 +62,7 @@ async def test_a_killed_server_is_started_with_the_current_weights(servers, loca
         assert not pool.statistics.failures
 
 
-async def test_weights_that_change_during_a_restart_reach_the_server(local_pool, checkpoint):
+async def test_weights_changed_during_a_restart_reach_the_server(local_pool, checkpoint):
     async with local_pool(checkpoint("a"), 2) as pool:
         kill(pool, 0)
         while pool.replicas[0].ready:
@@ -75,7 +75,7 @@ async def test_weights_that_change_during_a_restart_reach_the_server(local_pool,
         assert texts(results) == {("b", 1)}
 
 
-async def test_a_server_that_does_not_come_back_is_given_up_with_the_reason(local_pool, checkpoint):
+async def test_server_that_cannot_restart_is_given_up_with_the_reason(local_pool, checkpoint):
     weights = checkpoint("a")
     async with local_pool(weights, 1) as pool:
         (weights.parent / "refuse").touch()
@@ -87,7 +87,7 @@ async def test_a_server_that_does_not_come_back_is_given_up_with_the_reason(loca
             assert "it does not want to" in error.what  # the server's own words
 
 
-async def test_one_server_of_several_that_cannot_start_ends_the_others(local_pool, checkpoint):
+async def test_server_that_cannot_start_stops_the_others(local_pool, checkpoint):
     weights = checkpoint("a")
     (weights.parent / "refuse").touch()
     pool = local_pool(weights, 2)
@@ -97,7 +97,7 @@ async def test_one_server_of_several_that_cannot_start_ends_the_others(local_poo
     assert not any(replica.server and replica.server.alive for replica in pool.replicas)
 
 
-async def test_a_server_is_brought_back_once_there_are_file_handles_again(local_pool, checkpoint):
+async def test_server_restarts_once_file_handles_are_free(local_pool, checkpoint):
     async with local_pool(checkpoint("a"), 1) as pool:
         server = pool.replicas[0].server
         victim = server.family()[0].pid
@@ -119,7 +119,7 @@ async def test_a_server_is_brought_back_once_there_are_file_handles_again(local_
         assert {result.text for result in results} == {"a"}
 
 
-async def test_a_log_folder_that_cannot_be_written_gives_the_server_up_with_the_reason(local_pool, checkpoint):
+async def test_unwritable_log_folder_gives_the_server_up(local_pool, checkpoint):
     async with local_pool(checkpoint("a"), 1) as pool:
         shutil.rmtree(pool.log_folder)
         pool.log_folder.write_text("a file is in its place")

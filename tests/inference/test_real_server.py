@@ -117,7 +117,7 @@ def reference_logprobs(
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_logprobs_are_those_of_the_model(running, temperature):
+def test_server_logprobs_equal_the_model(running, temperature):
     pool, image = running.pool, noise(1)
     sampling = make_sampling(temperature=temperature, max_tokens=12)
     completion = running.complete(image, sampling, seed=5)
@@ -129,7 +129,7 @@ def test_logprobs_are_those_of_the_model(running, temperature):
     assert np.all(completion.logprobs > naive)
 
 
-def test_members_of_a_group_get_what_single_requests_get(running):
+def test_grouped_and_single_requests_get_equal_samples(running):
     sampling = make_sampling(max_tokens=6)
     messages = ask(noise(2))
 
@@ -155,14 +155,14 @@ def test_forbidden_tokens_are_never_sampled(running):
     assert not sampled & set(running.pool.forbidden_token_ids)
 
 
-def test_a_server_on_cpu_compiles_nothing(running):
+def test_cpu_server_compiles_nothing(running):
     """A request would wait 12 s for a C++ compiler."""
     running.complete(noise(4))
     running.complete(noise(4), SamplingSettings(max_tokens=4), 1)
     assert list((running.checkpoints[0].parent / COMPILED).rglob("*.so")) == []
 
 
-def test_no_route_is_open_without_the_key(running):
+def test_every_server_route_needs_the_key(running):
     url = running.pool.replicas[0].url
     assert httpx.get(f"{url}/health").status_code == 200
     for path in ("/v1/models", "/metrics", "/server_info", "/openapi.json"):
@@ -171,7 +171,7 @@ def test_no_route_is_open_without_the_key(running):
         assert httpx.post(url + path, json={}).status_code == 401, path
 
 
-def test_sync_changes_weights_and_forgets_what_the_old_ones_computed(running):
+def test_sync_changes_weights_and_clears_caches(running):
     pool, image = running.pool, noise(4)
     before = running.complete(image)
     assert running.complete(image).token_ids.tolist() == before.token_ids.tolist()  # now everything is cached
@@ -184,7 +184,7 @@ def test_sync_changes_weights_and_forgets_what_the_old_ones_computed(running):
     assert np.abs(old - expected).max() > 0.05
 
 
-def test_an_answer_in_flight_goes_on_with_the_weights_of_a_sync(running):
+def test_in_flight_answer_continues_with_synced_weights(running):
     """Each token has the log-prob of the weights that sampled it: those before up to one token, then the new ones."""
     pool, image, length = running.pool, noise(6), 256
     version = pool.weights.version + 1
@@ -220,7 +220,7 @@ def test_an_answer_in_flight_goes_on_with_the_weights_of_a_sync(running):
 
 
 @pytest.mark.parametrize("victim", ["front", "engine"])
-def test_a_killed_server_comes_back_with_the_current_weights_and_no_request_is_lost(running, victim):
+def test_killed_server_returns_and_no_request_is_lost(running, victim):
     pool = running.pool
     version = pool.weights.version + 1
     checkpoint = running.checkpoints[2 if victim == "front" else 1]
@@ -252,7 +252,7 @@ def test_a_killed_server_comes_back_with_the_current_weights_and_no_request_is_l
     np.testing.assert_allclose(after.logprobs, expected, atol=2e-3)
 
 
-def test_the_server_answers_a_probe_as_the_trainer_does(running):
+def test_server_and_trainer_agree_on_the_probe(running):
     pool = running.pool
     running.sync(running.checkpoints[1], pool.weights.version + 1)
     answer = running.call(ask_probe, pool.http, pool.replicas[0].endpoint, pool.weights.probe)
@@ -262,7 +262,7 @@ def test_the_server_answers_a_probe_as_the_trainer_does(running):
         running.sync(running.checkpoints[2], pool.weights.version + 1, answers_of=running.checkpoints[0])
 
 
-def test_a_kept_server_has_the_weights_of_the_next_pool_and_ends_with_a_failed_one(running, tmp_path):
+def test_reused_server_gets_the_weights_of_the_next_pool(running, tmp_path):
     image, seen = noise(3), []
 
     async def complete(checkpoint: Path, then: Exception | None = None) -> Completion:
@@ -286,7 +286,7 @@ def test_a_kept_server_has_the_weights_of_the_next_pool_and_ends_with_a_failed_o
     assert len(list((tmp_path / "logs").iterdir())) == 1
 
 
-def test_a_processor_that_was_used_and_saved_again_is_served_alike(running, tmp_path):
+def test_resaved_processor_is_served_alike(running, tmp_path):
     from transformers import AutoProcessor
 
     first = running.checkpoints[0]

@@ -58,7 +58,7 @@ LAST_WORDS = {
 }
 
 
-def test_a_server_that_dies_shows_its_last_lines_and_what_to_do(tmp_path, checkpoint):
+def test_dead_server_error_has_last_lines_and_remedy(tmp_path, checkpoint):
     folder, remedies = checkpoint("a"), set()
     for attempt, (output, name) in enumerate(LAST_WORDS.items()):
         python = script(tmp_path, f'for i in $(seq 100); do echo "line $i"; done\necho "{output}"\nexit 3')
@@ -70,7 +70,7 @@ def test_a_server_that_dies_shows_its_last_lines_and_what_to_do(tmp_path, checkp
     assert len(remedies) == len(LAST_WORDS)
 
 
-def test_a_server_that_never_gets_ready_is_ended(tmp_path, checkpoint, monkeypatch):
+def test_server_that_is_never_ready_is_stopped(tmp_path, checkpoint, monkeypatch):
     monkeypatch.chdir(tmp_path)
     python = script(tmp_path, "echo loading; echo $$ > pid; exec sleep 60")
     with refused("server_not_ready", "4 s", "loading", "ConnectError"):
@@ -79,7 +79,7 @@ def test_a_server_that_never_gets_ready_is_ended(tmp_path, checkpoint, monkeypat
     assert not Path(f"/proc/{pid}").exists()
 
 
-def test_a_port_in_use_names_its_owner(tmp_path, checkpoint):
+def test_used_port_names_its_owner(tmp_path, checkpoint):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -97,13 +97,13 @@ def test_a_port_in_use_names_its_owner(tmp_path, checkpoint):
     ],
     ids=["no environment", "too little memory"],
 )
-def test_a_machine_that_cannot_serve_is_refused_before_anything_starts(facts, code, shown, tmp_path, checkpoint):
+def test_rejects_unsuitable_machine_before_start(facts, code, shown, tmp_path, checkpoint):
     machine = make_machine(**({"servers__python": script(tmp_path, "exit 1")} | facts))
     with refused(code, *shown):
         start(tmp_path, checkpoint("a"), machine)
 
 
-def test_a_folder_without_a_checkpoint(tmp_path):
+def test_rejects_folder_without_checkpoint(tmp_path):
     with refused("served_model_missing", tmp_path):
         start(tmp_path, tmp_path, make_machine(servers__python=script(tmp_path, "exit 1")))
 
@@ -114,9 +114,7 @@ def with_images_both_ways(folder: Path, **more: object) -> Path:
 
 
 @pytest.mark.parametrize("model_type", ["molmo2", "gemma3"])
-def test_images_that_vllm_would_attend_to_otherwise_are_refused_before_anything_starts(
-    model_type, tmp_path, checkpoint
-):
+def test_rejects_image_attention_that_vllm_lacks(model_type, tmp_path, checkpoint):
     machine = make_machine(servers__python=script(tmp_path, f"touch {tmp_path}/started; sleep 9"), ready_timeout=4.0)
     folder = with_images_both_ways(checkpoint("a"), model_type=model_type)
     with refused("image_attention_on_cpu", folder / "config.json", 'model.image_attention = "causal"'):
@@ -127,13 +125,13 @@ def test_images_that_vllm_would_attend_to_otherwise_are_refused_before_anything_
     assert (tmp_path / "started").exists()
 
 
-def test_a_server_that_gets_no_images_may_be_causal(checkpoint):
+def test_text_only_server_may_be_causal(checkpoint):
     text_only = SETTINGS.model_copy(update={"max_images_per_prompt": 0})
     command = server_command(with_images_both_ways(checkpoint("a")), text_only, Machine(), port=1, gpus=())
     assert "--attention-backend" not in command
 
 
-def test_on_a_gpu_the_attention_backend_can_do_what_the_checkpoint_needs(checkpoint):
+def test_gpu_attention_backend_supports_the_checkpoint(checkpoint):
     def backend(folder: Path, **arguments: str) -> str | None:
         machine = make_machine(servers__gpus=((0,),), servers__arguments=arguments)
         return dict(pairwise(server_command(folder, SETTINGS, machine, port=1, gpus=(0,)))).get("--attention-backend")
@@ -152,14 +150,14 @@ def test_on_a_gpu_the_attention_backend_can_do_what_the_checkpoint_needs(checkpo
 @pytest.mark.parametrize(
     "name", ["logprobs_mode", "generation-config", "host", "api_key", "max-model-len", "dtype", "quantization"]
 )
-def test_arguments_that_change_results_come_from_settings_alone(name, checkpoint):
+def test_result_changing_arguments_come_only_from_settings(name, checkpoint):
     servers = MachineServers().model_copy(update={"arguments": {name: "x"}})  # a key is not even taken there
     machine = Machine(servers=servers)
     with refused("server_argument_reserved", f"machine.servers.arguments.{name}"):
         server_command(checkpoint("a"), SETTINGS, machine, port=1, gpus=())
 
 
-def test_servers_in_8_bits_are_told_so_and_leave_the_vision_tower_alone(checkpoint):
+def test_fp8_servers_exclude_the_vision_tower(checkpoint):
     settings = SETTINGS.model_copy(update={"dtype": "bfloat16", "quantization": "fp8"})
     machine = make_machine(servers__gpus=((0,),), weight_transfer="ipc", trainer__gpus=(0,))
     folder = checkpoint("a")
@@ -182,11 +180,11 @@ def test_servers_in_8_bits_are_told_so_and_leave_the_vision_tower_alone(checkpoi
         ((0,), {"weight_transfer": "delta"}, None, "machine.servers.weight_transfer"),
     ):
         with refused("quantization_impossible", "inference.quantization", name):
-            given = make_machine(machine, **changes)
-            server_command(folder, settings, given, port=1, gpus=gpus, adapters=adapters)
+            arguments = make_machine(machine, **changes)
+            server_command(folder, settings, arguments, port=1, gpus=gpus, adapters=adapters)
 
 
-def test_command_and_environment(checkpoint):
+def test_server_command_and_environment(checkpoint):
     machine = make_machine(
         servers__gpus=((2, 3),), servers__arguments={"gpu_memory_utilization": 0.8, "enable_prefix_caching": False}
     )
@@ -208,9 +206,7 @@ def test_command_and_environment(checkpoint):
 
 
 @pytest.mark.parametrize(("name", "value"), [("VLLM_API_KEY", {"env": "A_KEY"}), ("VLLM_SERVER_DEV_MODE", "0")])
-def test_variables_that_the_pool_depends_on_are_refused_before_anything_starts(
-    name, value, tmp_path, checkpoint, monkeypatch
-):
+def test_rejects_variables_that_the_pool_sets(name, value, tmp_path, checkpoint, monkeypatch):
     monkeypatch.setenv("A_KEY", "a key")
     python = script(tmp_path, f"touch {tmp_path}/started; sleep 9")
     machine = make_machine(servers__python=python, servers__environment={name: value}, ready_timeout=0.5)
@@ -220,7 +216,7 @@ def test_variables_that_the_pool_depends_on_are_refused_before_anything_starts(
 
 
 @pytest.mark.parametrize("variable", ["HTTP_PROXY", "http_proxy", "ALL_PROXY"])
-def test_the_key_of_a_local_server_goes_to_no_proxy(variable, tmp_path, checkpoint, monkeypatch):
+def test_key_of_a_local_server_bypasses_proxies(variable, tmp_path, checkpoint, monkeypatch):
     stand_in = Path(__file__).with_name("stand_in.py")
     python = script(tmp_path, f'shift 2\nexec {sys.executable} {stand_in} "$@"')
     with socket.socket() as proxy:
@@ -234,7 +230,7 @@ def test_the_key_of_a_local_server_goes_to_no_proxy(variable, tmp_path, checkpoi
             proxy.accept()
 
 
-def test_a_free_port_is_one_that_the_system_gives_to_no_connection(monkeypatch, tmp_path):
+def test_free_port_is_outside_the_ephemeral_range(monkeypatch, tmp_path):
     """A server takes it 15 s after it was chosen, in which other programs connect."""
     connections = tmp_path / "ip_local_port_range"
     monkeypatch.setattr(host, "_CONNECTIONS", connections)

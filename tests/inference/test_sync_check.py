@@ -36,7 +36,7 @@ def sync(pool: ServerPool, weights: Path, make_answer: Callable[[ServerPool], Pr
     asyncio.run(work())
 
 
-def test_servers_that_agree_with_each_other_but_not_with_the_trainer_are_refused(stand_ins, make_pool, checkpoint):
+def test_rejects_servers_that_differ_from_the_trainer(stand_ins, make_pool, checkpoint):
     pool = make_pool(stand_ins(2), checkpoint("a"))
     with refused("served_weights_differ", "1 nats", "-1,", -2, "components/inference/served"):
         sync(pool, checkpoint("b"), lambda pool: answer_of(pool, "c"))  # ord("b") - 97 is 1
@@ -54,7 +54,7 @@ def test_servers_that_agree_with_each_other_but_not_with_the_trainer_are_refused
         ({"sync_tolerance": 1e-3}, "bfloat16", 0.1, False),
     ],
 )
-def test_the_tolerance_follows_the_types(stand_ins, make_pool, checkpoint, changes, dtype, off, passes):
+def test_tolerance_depends_on_dtypes(stand_ins, make_pool, checkpoint, changes, dtype, off, passes):
     pool = make_pool(stand_ins(1), checkpoint("a"), **changes)
     if passes:
         sync(pool, checkpoint("b"), lambda pool: answer_of(pool, "b", dtype, off))
@@ -63,7 +63,7 @@ def test_the_tolerance_follows_the_types(stand_ins, make_pool, checkpoint, chang
         sync(pool, checkpoint("b"), lambda pool: answer_of(pool, "b", dtype, off))
 
 
-async def test_a_server_that_comes_back_has_to_answer_as_the_trainer_did(join, checkpoint):
+async def test_returning_server_must_match_the_trainer(join, checkpoint):
     servers, pool = join(2)
     async with pool:
         await pool.sync(checkpoint("b"), 1, answer=answer_of(pool, "b"))
@@ -79,7 +79,7 @@ async def test_a_server_that_comes_back_has_to_answer_as_the_trainer_did(join, c
         assert not replica.ready and pool.replicas[0].ready
 
 
-async def test_a_server_that_loaded_nothing_is_named_so(stand_ins, make_pool, checkpoint):
+async def test_server_that_loaded_nothing_is_named(stand_ins, make_pool, checkpoint):
     (server,) = servers = stand_ins(1)
     with refused("served_weights_old", "version 1"):
         async with make_pool(servers, checkpoint("a")) as pool:
@@ -88,7 +88,7 @@ async def test_a_server_that_loaded_nothing_is_named_so(stand_ins, make_pool, ch
             await pool.sync(checkpoint("c"), 2, answer=answer_of(pool, "c"))
 
 
-def test_an_answer_that_is_none_is_an_error_of_ours(stand_ins, make_pool, checkpoint):
+def test_invalid_probe_answer_is_an_error(stand_ins, make_pool, checkpoint):
     (server,) = servers = stand_ins(1)
     server.misbehave("sync no probe")
     with refused("probe_logprobs_missing", server.url):
@@ -96,7 +96,7 @@ def test_an_answer_that_is_none_is_an_error_of_ours(stand_ins, make_pool, checkp
 
 
 @pytest.mark.parametrize("vocabulary", [130, 200, 150_000, 2**31 - 1])
-def test_the_probe_is_many_tokens_that_may_be_sampled(vocabulary):
+def test_probe_has_many_sampleable_tokens(vocabulary):
     probe = make_probe(vocabulary, (3, 5), 511, images=True)
     assert probe == make_probe(vocabulary, (3, 5), 511, images=True)
     assert len(set(probe.tokens)) == len(probe.tokens) == 128 and not {3, 5} & set(probe.tokens)
@@ -107,7 +107,7 @@ def test_the_probe_is_many_tokens_that_may_be_sampled(vocabulary):
 
 
 @pytest.mark.parametrize("family", ["qwen2-vl", "gemma3", "molmo2"])
-def test_the_rows_are_those_of_the_model(family, tmp_path):
+def test_probe_rows_equal_the_model(family, tmp_path):
     folder = make_tiny_checkpoint(family, tmp_path / "model", seed=0)
     settings = model_settings()
     model = load_model(folder, settings)

@@ -36,7 +36,7 @@ def driver(tmp_path, monkeypatch) -> Driver:
 
 
 @pytest.mark.parametrize(
-    ("given", "gpus", "names"),
+    ("arguments", "gpus", "names"),
     [
         (None, (1, 0), "1,0"),
         ("2,3", (0, 1), "2,3"),
@@ -47,35 +47,35 @@ def driver(tmp_path, monkeypatch) -> Driver:
         (None, (), ""),
     ],
 )
-def test_programs_get_devices_of_those_that_are_left(given, gpus, names, monkeypatch):
+def test_programs_get_devices_within_cuda_visible_devices(arguments, gpus, names, monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    if given is not None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
+    if arguments is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", arguments)
     assert visible_devices(gpus) == names
     served = server_environment(Machine(), api_key="", gpus=gpus)
     assert served["CUDA_VISIBLE_DEVICES"] == names
 
 
 @pytest.mark.parametrize(
-    ("given", "gpu", "left"), [("2,3", 2, 2), ("", 0, 0), ("-1", 0, 0), ("0,-1,2", 1, 1), ("5,,6", 1, 1)]
+    ("arguments", "gpu", "left"), [("2,3", 2, 2), ("", 0, 0), ("-1", 0, 0), ("0,-1,2", 1, 1), ("5,,6", 1, 1)]
 )
-def test_a_device_that_is_not_left_is_refused(given, gpu, left, monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
+def test_rejects_device_outside_cuda_visible_devices(arguments, gpu, left, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", arguments)
     with refused("gpu_not_visible", gpu, left) as caught:
         visible_devices((gpu,))
-    assert not given or given not in caught.value.what
+    assert not arguments or arguments not in caught.value.what
 
 
-def test_the_driver_s_devices_are_counted_as_far_as_they_are_left(driver, monkeypatch):
+def test_counts_visible_devices(driver, monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     driver(LISTED)
     assert gpu_count() == 4
-    for given, count in (("2,3", 2), ("", 0), ("0,1,2,3,4,5", 4), ("GPU-11aa", 1)):
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
+    for arguments, count in (("2,3", 2), ("", 0), ("0,1,2,3,4,5", 4), ("GPU-11aa", 1)):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", arguments)
         assert gpu_count() == count
 
 
-def test_a_rank_has_the_trainer_s_devices(tmp_path, monkeypatch):
+def test_rank_has_the_devices_of_the_trainer(tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6,7")
     script = "import os; print(os.environ['CUDA_VISIBLE_DEVICES'])"
     processes = TrainerProcesses(gpus=(2,))
@@ -84,7 +84,7 @@ def test_a_rank_has_the_trainer_s_devices(tmp_path, monkeypatch):
     assert (tmp_path / "log").read_text().split() == ["7"]
 
 
-def test_a_cluster_s_servers_do_not_need_devices_here(monkeypatch):
+def test_cluster_servers_need_no_local_devices(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     bundle = {"num_cpus": 1, "tensor_parallel_size": 2}
     machine = make_machine(cluster=ClusterSettings.model_validate({"address": "127.0.0.1:6379", "servers": bundle}))
@@ -92,7 +92,7 @@ def test_a_cluster_s_servers_do_not_need_devices_here(monkeypatch):
     assert served["CUDA_VISIBLE_DEVICES"] == "0,1"  # what Ray says to its actor takes its place
 
 
-def test_a_file_s_server_comes_behind_its_trainer(driver, monkeypatch):
+def test_train_multimodal_server_gets_the_next_device(driver, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,2,3")
     driver(LISTED)
     tables = {"model": "m", "env": {"id": "e"}, "inference": {"gpus": 2}}
@@ -101,7 +101,7 @@ def test_a_file_s_server_comes_behind_its_trainer(driver, monkeypatch):
         divide_gpus(MultimodalFile.model_validate(tables | {"inference": {"gpus": 3}}))
 
 
-def test_of_all_that_it_is_bound_to(tmp_path):
+def test_cpu_count_respects_affinity(tmp_path):
     bound = f"import os; os.sched_setaffinity(0, [{min(os.sched_getaffinity(0))}])"
     code = f"{bound}; from armature.components.contracts.machine import available_cpus; print(available_cpus())"
     assert subprocess.check_output([sys.executable, "-c", code]) == b"1\n"
@@ -110,7 +110,7 @@ def test_of_all_that_it_is_bound_to(tmp_path):
 @pytest.mark.parametrize(
     ("quota", "share"), [("max 100000", 64), ("150000 100000", 1), ("250000 100000", 2), ("5 100", 1)]
 )
-def test_of_a_container_with_a_limit(tmp_path, monkeypatch, quota, share):
+def test_cpu_count_respects_container_limit(tmp_path, monkeypatch, quota, share):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)))
     (tmp_path / "cpu.max").write_text(f"{quota}\n")
     assert available_cpus(tmp_path / "cpu.max") == share

@@ -95,7 +95,7 @@ def family(tmp_path: Path, end: str) -> list[str]:
         ("forked", signal.SIGKILL),
     ],
 )
-def test_nothing_outlives_the_parent(tmp_path, ending, number):
+def test_no_program_outlives_its_parent(tmp_path, ending, number):
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
     parent = subprocess.Popen(
         [sys.executable, "-c", PARENT, str(tmp_path / "pids"), ending],
@@ -136,7 +136,7 @@ def test_stop_is_quick_and_can_be_repeated(tmp_path):
     assert time.monotonic() - began < 30
 
 
-def test_from_a_thread_that_ends_before_the_program(tmp_path):
+def test_program_outlives_the_thread_that_started_it(tmp_path):
     box: list[Program] = []
     thread = threading.Thread(target=lambda: box.append(Program(family(tmp_path, "stay"), grace=0.3)))
     thread.start()
@@ -148,7 +148,7 @@ def test_from_a_thread_that_ends_before_the_program(tmp_path):
     assert_gone(pids)
 
 
-def test_log_environment_and_folder(tmp_path):
+def test_program_has_log_environment_and_folder(tmp_path):
     script = "import os, sys; print(os.environ['A'], 'HOME' in os.environ, os.getcwd()); sys.stderr.write('x\\n'*100)"
     log = tmp_path / "deep" / "log.txt"
     with program([sys.executable, "-c", script], log=log, env={"A": "b", "HOME": None}, cwd=tmp_path) as running:
@@ -190,7 +190,7 @@ def gone(path: Path) -> bool:
 
 
 @pytest.mark.parametrize("end", ["stop", "kill the parent"])
-def test_temporary_files_go_with_the_program(tmp_path, monkeypatch, end):
+def test_temporary_files_end_with_the_program(tmp_path, monkeypatch, end):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     if end == "stop":
         running = Program([sys.executable, "-c", SCRATCH], log=tmp_path / "log", env={"TMPDIR": str(tmp_path)})
@@ -205,7 +205,7 @@ def test_temporary_files_go_with_the_program(tmp_path, monkeypatch, end):
     assert [path.name for path in tmp_path.iterdir()] == ["log"]
 
 
-def test_temporary_files_of_a_killed_guard_go_at_the_next_start_and_those_of_the_living_stay(tmp_path):
+def test_next_start_removes_temporary_files_of_killed_guards(tmp_path):
     env = {"TMPDIR": str(tmp_path)}
     with program([sys.executable, "-c", SCRATCH], log=tmp_path / "living.log", env=env):
         living = temporary_folder(tmp_path / "living.log")
@@ -221,7 +221,7 @@ def test_temporary_files_of_a_killed_guard_go_at_the_next_start_and_those_of_the
     assert gone(living)
 
 
-def test_a_program_of_a_process_with_more_open_files_than_select_knows():
+def test_program_starts_with_more_than_1024_open_files():
     code = (
         "import resource, sys\n"
         "from armature.components.machine.process import Program\n"
@@ -251,7 +251,7 @@ print(any(one is kept for one in found), any(one is later for one in found), gc.
 """
 
 
-def test_what_exists_is_left_out_and_later_objects_are_not():
+def test_gc_freeze_excludes_existing_objects():
     """In a process of its own, for all of it changes."""
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True, timeout=120)
     assert done.stdout.split() == ["False", "True", "True"]

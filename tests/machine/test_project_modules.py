@@ -37,7 +37,7 @@ def beside(tmp_path) -> Iterator[Path]:
         yield tmp_path
 
 
-def test_a_function_beside_the_recipe_is_found_with_what_it_imports_and_nothing_else_is(beside):
+def test_loads_function_beside_recipe_with_its_imports(beside):
     short = load_object("own_reward:short", "reward")
     assert (short("red"), short("purple")) == (1.0, 0.0)
     assert str(beside) not in sys.path
@@ -45,7 +45,7 @@ def test_a_function_beside_the_recipe_is_found_with_what_it_imports_and_nothing_
         importlib.import_module("own_other")
 
 
-def test_a_child_process_finds_it_too(beside):
+def test_child_process_loads_project_modules(beside):
     code = "from armature.components.machine import project as p; print(p.load_object('own_reward:short', '')('red'))"
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
     done = subprocess.run([sys.executable, "-c", code], env=environment, cwd="/", capture_output=True, text=True)
@@ -54,7 +54,7 @@ def test_a_child_process_finds_it_too(beside):
 
 
 @pytest.mark.parametrize("name", ["json", "tomllib", "yaml", "armature", "google"])
-def test_a_module_with_the_name_of_another_is_refused_and_the_other_one_stays(beside, name):
+def test_rejects_project_module_with_a_used_name(beside, name):
     before = sys.modules.get(name)
     (beside / f"{name}.py").write_text("raise AssertionError('imported')\n")
     with refused("module_name_taken", beside / f"{name}.py", f"my_{name}.py"):
@@ -65,18 +65,18 @@ def test_a_module_with_the_name_of_another_is_refused_and_the_other_one_stays(be
         load_object("own_reward:short", "reward")
 
 
-def test_each_recipe_has_its_own_module_of_a_name(tmp_path):
-    found = []
+def test_each_recipe_has_its_own_modules(tmp_path):
+    result = []
     for number in (1, 2, 1):
         folder = tmp_path / str(number)
         folder.mkdir(exist_ok=True)
         (folder / "own_scores.py").write_text(f"def score():\n    return {number}\n")
         with project(folder):
-            found.append(load_object("own_scores:score", "reward")())
-    assert found == [1, 2, 1]
+            result.append(load_object("own_scores:score", "reward")())
+    assert result == [1, 2, 1]
 
 
-def test_an_edit_that_keeps_size_and_time_of_a_file_is_seen(tmp_path):
+def test_edit_with_equal_size_and_time_is_detected(tmp_path):
     """Python itself takes the old bytecode then."""
     file = tmp_path / "mine/own_scores.py"
     for folder in ("mine", "other"):
@@ -92,7 +92,7 @@ def test_an_edit_that_keeps_size_and_time_of_a_file_is_seen(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["own_reward.py", "own_helper.py", "own_rules/number.py"])
-def test_an_edit_counts_from_the_next_time_that_the_recipe_is_loaded(beside, name):
+def test_edit_counts_from_the_next_recipe_load(beside, name):
     """As in a notebook: for what is run, and for the digest of the code."""
     before, digest = load_object("own_reward:short", "reward"), code_digest("own_reward")
     assert load_object("own_reward:short", "reward") is before and code_digest("own_reward") == digest
@@ -117,14 +117,14 @@ def test_an_edit_counts_from_the_next_time_that_the_recipe_is_loaded(beside, nam
         ("..:a", "", "name_not_loadable", []),
     ],
 )
-def test_what_cannot_be_loaded_is_said(beside, name, text, code, values):
+def test_unloadable_function_is_an_error(beside, name, text, code, values):
     (beside / "own_folder").mkdir()
     (beside / "own_bad.py").write_text(text)
     with refused(code, *values):
         load_object(name, "reward")
 
 
-def test_relative_paths_begin_at_the_recipe_s_folder(beside, tmp_path_factory, monkeypatch):
+def test_relative_paths_start_at_the_recipe_folder(beside, tmp_path_factory, monkeypatch):
     monkeypatch.chdir(tmp_path_factory.mktemp("elsewhere"))
     assert project_path("own_rules/words.py").is_file() and project_path("/etc") == Path("/etc")
     assert project_source("own_rules") == str(beside / "own_rules") and project_source("org/model") == "org/model"

@@ -33,7 +33,7 @@ HISTORY = [
 ]
 
 
-def test_only_panels_with_data_are_drawn():
+def test_only_charts_with_data_are_drawn():
     assert {panel.title: panel.series for panel in panels_of(HISTORY)} == {
         "Reward of the rollouts": ("reward",),
         "Held-out accuracy": ("heldout/accuracy",),
@@ -42,14 +42,14 @@ def test_only_panels_with_data_are_drawn():
     }
 
 
-def test_a_long_history_is_thinned_out_but_for_evaluations():
+def test_long_history_is_thinned_except_evaluations():
     history = [{"step": step} | ({"heldout/accuracy": 0.5} if step == 777 else {}) for step in range(1, 10_001)]
-    kept = thinned(history, 1500)
-    assert len(kept) <= 1502 and {"step": 777, "heldout/accuracy": 0.5} in kept and kept[-1] == history[-1]
+    saved = thinned(history, 1500)
+    assert len(saved) <= 1502 and {"step": 777, "heldout/accuracy": 0.5} in saved and saved[-1] == history[-1]
     assert thinned(history[:1500], 1500) == history[:1500]
 
 
-def test_report_escapes_and_repeats(page):
+def test_report_escapes_text_and_is_reproducible(page):
     hostile = "<script>alert(1)</script>"
     report = HtmlReport(
         hostile,
@@ -67,12 +67,12 @@ def test_report_escapes_and_repeats(page):
     assert page.read_text() == first
 
 
-def test_links_that_run_code_are_refused(page):
+def test_rejects_links_that_run_code(page):
     with refused("invalid_link", "link 'x'", page):
         write_report(page, HtmlReport("t", links={"x": "javascript:alert(1)"}))
 
 
-def test_flatten():
+def test_flattens_nested_metrics():
     assert flatten({"a": {"b": 1, "c": {"d": "x"}}, "e": [1], "f": {}}) == [
         ("a.b", "1"),
         ("a.c.d", '"x"'),

@@ -17,7 +17,7 @@ HISTORY = [
 ]
 
 
-def test_counts():
+def test_counts_are_shown_as_integers():
     assert drops_by_reason(HISTORY) == {"drops/too_long": 3, "failures/timeout": 1}
     assert last_figures(HISTORY) == {
         "steps": "2",
@@ -28,7 +28,7 @@ def test_counts():
     assert last_figures([]) == {} and drops_by_reason([]) == {}
 
 
-def test_files_repeat(tmp_path):
+def test_pages_are_reproducible(tmp_path):
     def write() -> list[bytes]:
         write_training_report(tmp_path, title="run", history=HISTORY, configuration={"trainer": {"seed": 1}})
         return [path.read_bytes() for path in sorted(tmp_path.iterdir())]

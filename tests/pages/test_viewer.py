@@ -92,7 +92,7 @@ def test_hostile_text_does_not_become_markup(page, text):
 
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.text(st.characters(codec="utf-8"), max_size=60))
-def test_any_text_survives_the_way_into_the_page(page, text):
+def test_any_text_survives_in_the_page(page, text):
     data = write(page, [make_trajectory("t", completion=text, prompt=text)]).data
     turn = data["trajectories"][0]["turns"][0]
     assert turn["completion"] == text
@@ -109,7 +109,7 @@ def test_every_trajectory_and_failure_appears_once(page):
     assert data["omitted"] == {"trajectories": 0, "images": 0}
 
 
-def test_an_image_is_read_and_embedded_once(page, images):
+def test_each_image_is_read_and_embedded_once(page, images):
     shared, other = images.put(20, 10, 0), images.put(8, 8, 1)
     trajectories = [make_trajectory(f"t{i}", (shared, other) if i else (shared,)) for i in range(10)]
     data = write(page, trajectories, images).data
@@ -125,7 +125,7 @@ def test_large_images_are_scaled_down(page, images):
     assert len(image["uri"]) < 900 * 300
 
 
-def test_images_past_the_budget_are_counted(page, images):
+def test_images_beyond_the_budget_are_counted(page, images):
     refs = [images.put(30, 30, seed) for seed in range(6)]
     trajectories = [make_trajectory(f"t{i}", (ref,)) for i, ref in enumerate(refs)]
     data = write(page, trajectories, images, limits=Limits(image_bytes=9000)).data
@@ -133,7 +133,7 @@ def test_images_past_the_budget_are_counted(page, images):
     assert len(data["images"]) + data["omitted"]["images"] == 6
 
 
-def test_past_the_limit_whole_groups_are_kept(page):
+def test_limit_keeps_whole_groups(page):
     trajectories = [make_trajectory(f"t{i}", group=f"g{i // 4}") for i in range(40)]
     data = write(page, trajectories, limits=Limits(trajectories=12)).data
     groups = [t["group"] for t in data["trajectories"]]
@@ -141,17 +141,17 @@ def test_past_the_limit_whole_groups_are_kept(page):
     assert data["omitted"]["trajectories"] == 28
 
 
-def test_the_file_is_self_contained(page, images):
-    found = write(page, [make_trajectory("t", (images.put(8, 8, 0),))], images)
+def test_page_is_self_contained(page, images):
+    result = write(page, [make_trajectory("t", (images.put(8, 8, 0),))], images)
     text = page.read_text()
     assert not re.search(r"https?:(?!//www.w3.org/2000/svg)|//cdn|@import|url\(", text)
-    assert not [tag for tag, attrs in found.tags if tag in {"link", "iframe", "object"} or "src" in attrs]
-    policy = next(attrs["content"] for _, attrs in found.tags if attrs.get("http-equiv"))
+    assert not [tag for tag, attrs in result.tags if tag in {"link", "iframe", "object"} or "src" in attrs]
+    policy = next(attrs["content"] for _, attrs in result.tags if attrs.get("http-equiv"))
     assert policy.startswith("default-src 'none'; img-src data:;")
     assert "unsafe" not in policy
 
 
-def test_ratios_and_advantages(page):
+def test_page_has_ratios_and_advantages(page):
     trajectory = make_trajectory("t", completion="ab")
     scores = TurnScores(np.array([0, np.nan], np.float32), np.array([0.25, 0.25], np.float32))
     data = write(page, [trajectory], scores={"t": [scores]}, steps={"t": 7}).data
@@ -164,7 +164,7 @@ def test_ratios_and_advantages(page):
     assert turn["ratios"] == pytest.approx([2.0, 1.0], abs=1e-4) and turn["advantages"] == [1.0, 2.0]
 
 
-def test_the_same_rollouts_give_the_same_file(page, images):
+def test_equal_rollouts_give_equal_pages(page, images):
     ref = images.put(600, 600, 0)
     write(page, [make_trajectory("t", (ref,))], images)
     first = page.read_bytes()
@@ -172,14 +172,14 @@ def test_the_same_rollouts_give_the_same_file(page, images):
     assert page.read_bytes() == first
 
 
-def test_an_image_that_is_too_large_to_draw_is_refused(page, images):
+def test_rejects_too_large_image(page, images):
     ref = images.keep(raw_png(8500, 8500, 8, 2, bytes(8500)).data, 8500, 8500)
     with pytest.raises(DataError):
         write(page, [make_trajectory("t", (ref,))], images)
 
 
 @pytest.mark.parametrize("side", [40, 512])
-def test_images_are_shown_as_they_were_stored(page, tmp_path, side):
+def test_images_are_embedded_as_stored(page, tmp_path, side):
     store = ImageStore(tmp_path / "images")
     refs = [store.put(image) for image in (turned_images()["JPEG RGB EXIF 6"], other_images()["PNG RGBA"])]
     data = write(page, [make_trajectory("t", refs)], store, limits=Limits(image_side=side)).data

@@ -50,7 +50,7 @@ def search(tab, field: str, text: str, count: str) -> list[str]:
     return rows(tab)
 
 
-def test_browsing(browser_page):
+def test_page_can_be_browsed(browser_page):
     tab = browser_page
     assert tab.inner_text("[data-series=reward] b") == "0.75"
     assert ATTACK in tab.inner_text("table") and tab.inner_text("dl.tiles dd") == ATTACK
@@ -79,7 +79,7 @@ def test_browsing(browser_page):
     assert {url.split(":")[0] for url in tab.requests} <= {"file", "data"}
 
 
-def test_a_report_without_rollouts_has_no_tabs(browser_page, page):
+def test_report_without_rollouts_has_no_tabs(browser_page, page):
     write_report(page, HtmlReport("Bare", {"episodes": "3"}))
     browser_page.reload()
     assert browser_page.inner_text("dl.tiles").split() == ["episodes", "3"]

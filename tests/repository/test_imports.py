@@ -45,7 +45,7 @@ def product() -> grimp.ImportGraph:
     return import_graph(*PRODUCT)
 
 
-def test_all_modules_of_the_product_are_read(product):
+def test_import_check_reads_all_modules(product):
     linked = (f"armature/{name}" for name in ("components", "flows", "tasks"))  # rglob enters no links
     files = (path.relative_to(ROOT) for name in (*PRODUCT, *linked) for path in (ROOT / name).rglob("*.py"))
     parts = [path.parent.parts if path.stem == "__init__" else path.with_suffix("").parts for path in files]
@@ -53,7 +53,7 @@ def test_all_modules_of_the_product_are_read(product):
 
 
 @pytest.mark.parametrize("name", ["components", "flows", "tasks"])
-def test_linked_folder_is_no_second_package(name):
+def test_linked_folder_is_not_a_second_package(name):
     done = subprocess.run([sys.executable, "-c", f"import {name}"], cwd=ROOT, capture_output=True, check=False)
     assert done.returncode == 1 and b"ImportError" in done.stderr
 
@@ -66,11 +66,11 @@ def test_child_process_imports_the_code_of_its_parent():
     assert done.stdout.split("\n") == [errors.__file__, "[]", ""]
 
 
-def test_modules_import_each_other_in_no_circle(product):
+def test_modules_have_no_circular_imports(product):
     assert circle_of_modules(product) == []
 
 
-def test_packages_import_their_siblings_in_no_circle(product):
+def test_packages_have_no_circular_imports(product):
     assert circles_of_siblings(product) == []
 
 
@@ -94,7 +94,7 @@ def write_package(root: Path, texts: dict[str, str]) -> None:
         "from .parts import first",
     ],
 )
-def test_any_kind_of_import_closes_a_circle(back, tmp_path, monkeypatch):
+def test_any_kind_of_import_counts_for_circles(back, tmp_path, monkeypatch):
     texts = {"parts/first": "from round_trip import second", "second": back}
     write_package(tmp_path / "round_trip", texts)
     monkeypatch.syspath_prepend(tmp_path)
@@ -103,7 +103,7 @@ def test_any_kind_of_import_closes_a_circle(back, tmp_path, monkeypatch):
     assert len(circles_of_siblings(graph)) == 1
 
 
-def test_two_packages_make_a_circle_without_any_of_modules(tmp_path, monkeypatch):
+def test_package_circle_without_module_circle_is_found(tmp_path, monkeypatch):
     texts = {"a/one": "from two_rooms.b import one", "b/one": "", "b/two": "from two_rooms.a import two", "a/two": ""}
     write_package(tmp_path / "two_rooms", texts)
     monkeypatch.syspath_prepend(tmp_path)

@@ -37,14 +37,14 @@ def checkout(tmp_path_factory) -> Path:
     return folder
 
 
-def test_every_hook_is_a_command_of_the_environment():
+def test_every_pre_commit_hook_is_an_installed_command():
     assert [hook["id"] for hook in HOOKS if hook["language"] != "system"] == []
     programs = [hook["entry"].split()[0] for hook in HOOKS]
     assert [program for program in programs if shutil.which(ROOT / program) is None and program != "sh"] == []
 
 
 @pytest.mark.slow
-def test_they_pass_on_the_checkout(checkout):
+def test_pre_commit_hooks_pass(checkout):
     done = run(checkout, PROGRAMS / "pre-commit", "run", "--all-files")
     assert done.returncode == 0, done.stdout + done.stderr
     passed = [line.partition("..")[0] for line in done.stdout.splitlines() if line.endswith("Passed")]
@@ -52,7 +52,7 @@ def test_they_pass_on_the_checkout(checkout):
 
 
 @pytest.mark.slow
-def test_a_file_that_is_not_formatted_is_put_right_and_refused(checkout):
+def test_unformatted_file_is_fixed_and_refused(checkout):
     path = checkout / "examples/unformatted.py"
     path.write_text("import sys\nimport os\nprint( sys.path,os.name )\n")
     run(checkout, "git", "add", path)
@@ -62,7 +62,7 @@ def test_a_file_that_is_not_formatted_is_put_right_and_refused(checkout):
 
 
 @pytest.mark.parametrize(("length", "code"), [(72, 0), (73, 1)])
-def test_a_long_subject_is_refused(length, code, checkout, tmp_path):
+def test_rejects_long_commit_subject(length, code, checkout, tmp_path):
     message = tmp_path / "message"
     message.write_text("s" * length + "\n\n" + "a body may be as wide as it likes " * 9 + "\n")
     words = ["run", "--hook-stage", "commit-msg", "--commit-msg-filename", str(message)]

@@ -77,10 +77,10 @@ def test_endless_mathematics_gets_zero() -> None:
 
 
 def test_regex_matches_pattern_or_group() -> None:
-    found = {"it is red": 1.0, "it is reddish": 0.0, "": 0.0}
+    result = {"it is red": 1.0, "it is reddish": 0.0, "": 0.0}
     grouped = {"color=blue color=Red": 1.0, "color=red color=blue": 0.0, "red": 0.0, "color=": 0.0}
     for arguments, grades in [
-        ({"pattern": r"\bred\b"}, found),
+        ({"pattern": r"\bred\b"}, result),
         ({"pattern": r"color=(\w+)?", "group": 1}, grouped),
         ({"pattern": r"color=(?P<color>\w+)", "group": "color"}, grouped),
     ]:

@@ -180,9 +180,9 @@ def test_cached_reply_is_reused_with_other_parsing_settings(server: JudgeServer)
 def test_damaged_cached_reply_is_requested_again(server: JudgeServer, tmp_path: Path) -> None:
     with closing(judge(server)) as rewards:
         asked(rewards, "right")
-        (kept,) = (tmp_path / "cache/judge").rglob("*.json")
+        (saved,) = (tmp_path / "cache/judge").rglob("*.json")
         for damage in (b"", b"[]", b'{"reply": 3}', b"\xff"):
-            kept.write_bytes(damage)
+            saved.write_bytes(damage)
             assert asked(rewards, "right") == {"judge": 1.0, "judge tokens": 12.0}
     assert len(server.bodies) == 5
 
@@ -322,8 +322,8 @@ def test_key_in_a_reply_is_blanked(
 
 
 def test_template_placeholders_are_filled_once() -> None:
-    given = RewardInput("ignored", ["a", "b"], {"kind": "{answer}", "size": 3})
-    text = question(given, "{answer} {kind}", '{completion}, {answer}, {kind}, {size}: reply {"grade": 1}')
+    arguments = RewardInput("ignored", ["a", "b"], {"kind": "{answer}", "size": 3})
+    text = question(arguments, "{answer} {kind}", '{completion}, {answer}, {kind}, {size}: reply {"grade": 1}')
     assert text == '{answer} {kind}, ["a", "b"], {answer}, 3: reply {"grade": 1}'
     with refused("bad_answer", "'colour'"):
-        question(given, "", "{completion} {colour}")
+        question(arguments, "", "{completion} {colour}")

@@ -73,8 +73,8 @@ def test_documentation_lists_every_reward_and_argument() -> None:
     rows["judge"] += PAGE.partition("## A judge")[2]
     assert set(rows) == set(REWARDS)
     for name, row in rows.items():
-        own = set(REWARDS[name].Settings.model_fields) - set(NamedReward.model_fields)
-        assert own <= set(re.findall(r"`(\w+)`", row)), name
+        ours = set(REWARDS[name].Settings.model_fields) - set(NamedReward.model_fields)
+        assert ours <= set(re.findall(r"`(\w+)`", row)), name
 
 
 def test_documentation_explains_every_failure_reason() -> None:

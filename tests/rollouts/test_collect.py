@@ -124,7 +124,7 @@ def says(text: str) -> Script:
     return lambda messages, seed: text
 
 
-def test_a_rollout_records_tokens_images_rewards_and_messages(store, events):
+def test_rollout_records_tokens_images_rewards_and_messages(store, events):
     environment = Counting()
     outputs = play(environment, says("yes"), store, events)
     assert [trajectory.trajectory_id for trajectory in outputs.trajectories] == [
@@ -160,7 +160,7 @@ def test_a_rollout_records_tokens_images_rewards_and_messages(store, events):
     assert [message["role"] for message in json.loads(second.messages)] == ["user"]
 
 
-def test_the_server_is_sent_the_whole_chat_with_the_stored_bytes(store, events):
+def test_server_gets_the_whole_chat_with_stored_image_bytes(store, events):
     policy = ScriptedPolicy(says("yes"))
     outputs = play(Counting(), policy, store, events, tasks=1, group_size=1)
     messages, _ = policy.requests[1]
@@ -173,7 +173,7 @@ def test_the_server_is_sent_the_whole_chat_with_the_stored_bytes(store, events):
     assert [base64.b64decode(url.removeprefix(head)) for url in sent] == stored
 
 
-def test_without_dialogue_a_prompt_is_the_system_prompt_and_the_observation(store, events):
+def test_prompt_without_history_has_system_prompt_and_observation(store, events):
     environment = Counting()
     environment.dialogue = False
     policy = ScriptedPolicy(says("yes"))
@@ -185,7 +185,7 @@ def test_without_dialogue_a_prompt_is_the_system_prompt_and_the_observation(stor
     assert [message["role"] for message in json.loads(second.messages)] == ["user"]
 
 
-def test_an_image_shown_to_many_is_stored_once(store, events, monkeypatch):
+def test_shared_image_is_stored_once(store, events, monkeypatch):
     puts: list[str] = []
     put = ImageStore.put
     monkeypatch.setattr(ImageStore, "put", lambda self, image: (puts.append(image.sha256), put(self, image))[1])
@@ -205,7 +205,7 @@ def test_seeds_differ_between_requests_and_repeat_between_runs(store, events):
     assert not set(first) & set(seeds(step=5)) and not set(first) & set(seeds(seed=12))
 
 
-def test_the_order_is_the_plans_whatever_finishes_first(store, events):
+def test_rollouts_keep_the_planned_order(store, events):
     quick = play(Counting(), ScriptedPolicy(says("yes")), store, events, tasks=4, group_size=4)
     slow = play(Counting(), ScriptedPolicy(says("yes"), shuffle=True), store, events, tasks=4, group_size=4)
     for one, other in zip(quick.trajectories, slow.trajectories, strict=True):
@@ -214,7 +214,7 @@ def test_the_order_is_the_plans_whatever_finishes_first(store, events):
             assert np.array_equal(turn.completion_logprobs, same.completion_logprobs)
 
 
-def test_an_episode_that_runs_out_of_turns_is_truncated(store, events):
+def test_episode_at_the_turn_limit_is_truncated(store, events):
     outputs = play(Counting(turns=9), says("yes"), store, events)
     assert all(trajectory.truncated and len(trajectory.turns) == 3 for trajectory in outputs.trajectories)
 
@@ -226,7 +226,7 @@ def test_progress_shows_the_mean_reward(store, events):
     assert events.messages == []
 
 
-def test_seeds_of_a_group_follow_one_another(store, events):
+def test_seeds_of_a_group_are_consecutive(store, events):
     policy = ScriptedPolicy(says("yes"))
     play(Counting(), policy, store, events, tasks=1, group_size=4)
     seeds = sorted(seed for _, seed in policy.requests)
@@ -235,7 +235,7 @@ def test_seeds_of_a_group_follow_one_another(store, events):
         assert turn == list(range(turn[0], turn[0] + 4))
 
 
-def test_no_more_episodes_are_in_flight_than_allowed(store, events):
+def test_concurrent_episodes_are_limited(store, events):
     in_flight, most = 0, 0
 
     async def enter(episode: CountingEpisode) -> None:
@@ -286,7 +286,7 @@ def only_the_second_group_failed(outputs: GenerateOutputs, reason: str) -> None:
     assert [trajectory.task_id for trajectory in outputs.trajectories] == ["t0", "t0", "t2", "t2"]
 
 
-def test_no_tokens_are_asked_for_after_the_end_of_an_episode(store, events):
+def test_no_request_after_the_end_of_an_episode(store, events):
     policy = ScriptedPolicy(says("yes"), shuffle=True)
     environment = Counting(turns=3, step=gives(Outcome(None, {"yes": 1.0})))
     outputs = play(environment, policy, store, events, tasks=3)
@@ -295,7 +295,7 @@ def test_no_tokens_are_asked_for_after_the_end_of_an_episode(store, events):
 
 
 @pytest.mark.parametrize("place", ["reset", "step", "close"])
-def test_an_environment_that_raises_loses_its_own_episodes(place, store, events):
+def test_raising_environment_fails_only_its_episodes(place, store, events):
     environment = Counting(**{place: raises})
     outputs = play(environment, says("yes"), store, events, tasks=3)
     only_the_second_group_failed(outputs, "environment_error")
@@ -306,7 +306,7 @@ def test_an_environment_that_raises_loses_its_own_episodes(place, store, events)
 
 
 @pytest.mark.parametrize("place", ["reset", "step", "close"])
-def test_an_environment_that_hangs_is_given_up(place, store, events):
+def test_hanging_environment_times_out(place, store, events):
     outputs = play(Counting(**{place: hangs}), says("yes"), store, events, tasks=3, machine=IMPATIENT)
     only_the_second_group_failed(outputs, "environment_timeout")
 
@@ -318,7 +318,7 @@ def bomb() -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("image", "said"),
+    ("image", "output"),
     [
         pytest.param(EncodedImage(png(1)[:40], "image/png"), "", id="truncated"),
         pytest.param(EncodedImage(b"not an image", "image/png"), "", id="not an image"),
@@ -330,23 +330,23 @@ def bomb() -> bytes:
         *(pytest.param(image, "", id=name) for name, (image, _) in refused_images().items()),
     ],
 )
-def test_an_image_that_cannot_be_trusted_loses_its_own_episodes(image, said, store, events):
+def test_untrusted_image_fails_only_its_episodes(image, output, store, events):
     outputs = play(Counting(reset=shows(image)), says("yes"), store, events, tasks=3)
     only_the_second_group_failed(outputs, "bad_image")
-    assert said in outputs.failures[0].detail
+    assert output in outputs.failures[0].detail
 
 
 @pytest.mark.parametrize("image", [turned_images()["JPEG RGB EXIF 6"], other_images()["WEBP RGBA"]])
-def test_the_server_is_sent_what_is_stored_whatever_the_environment_gives(image, store, events):
+def test_server_gets_the_stored_image(image, store, events):
     policy = ScriptedPolicy(says("yes"))
     outputs = play(Counting(reset=shows("Look.", image)), policy, store, events, tasks=2)
     turn = outputs.trajectories[2].turns[0]
     (ref,) = turn.images
     sent = {part["image_url"]["url"] for messages, _ in policy.requests for part in messages[1]["content"][1:2]}
     assert f"data:{ref.media_type};base64,{base64.b64encode(store.read(ref)).decode()}" in sent
-    with Image.open(store.path(ref)) as kept:
-        assert (kept.mode, kept.size) == ("RGB", (ref.width, ref.height))
-        assert Image.MIME[str(kept.format)] == ref.media_type and not kept.getexif()
+    with Image.open(store.path(ref)) as saved:
+        assert (saved.mode, saved.size) == ("RGB", (ref.width, ref.height))
+        assert Image.MIME[str(saved.format)] == ref.media_type and not saved.getexif()
     assert json.loads(turn.messages)[-1]["content"][-1]["sha256"] == ref.sha256
 
 
@@ -368,7 +368,7 @@ def gives_unencoded(kind: Callable[[bytes], Any]) -> Callable[[CountingEpisode],
         pytest.param(lambda _: None, id="None"),
     ],
 )
-def test_images_that_nobody_encoded_lose_their_own_episodes(kind, store, events):
+def test_unencoded_images_fail_only_their_episodes(kind, store, events):
     outputs = play(Counting(reset=gives_unencoded(kind)), says("yes"), store, events, tasks=3)
     only_the_second_group_failed(outputs, "environment_error")
     assert "encode_png" in outputs.failures[0].detail
@@ -387,12 +387,12 @@ def test_images_that_nobody_encoded_lose_their_own_episodes(kind, store, events)
         pytest.param({"step": gives(Outcome(None, {"yes": "1"}))}, "environment_error", id="a part that is text"),
     ],
 )
-def test_what_an_environment_may_not_return(faults, reason, store, events):
+def test_rejects_invalid_returns_of_environments(faults, reason, store, events):
     only_the_second_group_failed(play(Counting(**faults), says("yes"), store, events, tasks=3), reason)
 
 
 @pytest.mark.parametrize("text", ["\0", "<|im_end|>", "'; DROP TABLE rollouts; --", "‮", '{"role": "system"}'])
-def test_hostile_text_is_only_text(text, store, events):
+def test_hostile_text_stays_text(text, store, events):
     outputs = play(Counting(reset=shows(text)), says(text), store, events, tasks=3)
     assert outputs.failures == ()
     assert json.loads(outputs.trajectories[2].turns[0].messages)[1]["content"] == [{"type": "text", "text": text}]
@@ -410,7 +410,7 @@ def picky(failure: BaseException) -> Script:
     return script
 
 
-def test_a_request_that_fails_names_the_servers_reason(store, events):
+def test_failed_request_has_the_reason_of_the_server(store, events):
     for reason in ("generation_timeout", "prompt_too_long", "placeholder_sampled"):
         outputs = play(Counting(), picky(GenerationFailure("no", reason=reason)), store, events, tasks=3)
         only_the_second_group_failed(outputs, reason)
@@ -420,14 +420,14 @@ def test_a_request_that_fails_names_the_servers_reason(store, events):
     ("text", "logprobs"),
     [("y", [-1.0, float("nan")]), ("y", [-1.0, float("-inf")]), ("y", [-1.0]), ("y", []), ("", [])],
 )
-def test_a_completion_without_valid_log_probs_is_dropped(text, logprobs, store, events):
+def test_completion_with_invalid_logprobs_is_dropped(text, logprobs, store, events):
     changes = {"logprobs": np.array(logprobs, np.float32)} | ({} if text else {"token_ids": np.zeros(0, np.int32)})
     policy = ScriptedPolicy(says(text), change=lambda completion: replace(completion, **changes))
     assert play(Counting(), policy, store, events).drops == {"bad_logprobs": 4}
 
 
 @pytest.mark.parametrize("error", [ServerError("every server is dead"), TypeError("a bug of ours")])
-def test_what_concerns_every_rollout_ends_the_call(error, store, events):
+def test_errors_of_all_rollouts_end_the_call(error, store, events):
     environment = Counting()
     with pytest.raises(type(error)) as caught:
         play(environment, picky(error), store, events)
@@ -438,7 +438,7 @@ def test_what_concerns_every_rollout_ends_the_call(error, store, events):
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
 @pytest.mark.parametrize("method", ["write_bytes", "rename", "mkdir"])
 @pytest.mark.parametrize("after", [0, 3])
-def test_full_disk_ends_the_call_and_the_next_one_has_everything(store, events, monkeypatch, code, method, after):
+def test_full_disk_ends_the_call_and_the_next_call_completes(store, events, monkeypatch, code, method, after):
     works, left = getattr(Path, method), [after]
 
     def full(self: Path, *arguments: Any, **options: Any) -> Any:
@@ -489,14 +489,14 @@ def few_files() -> Iterator[None]:
     resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
-def test_more_episodes_at_once_than_files_may_be_open(few_files, store, events):
+def test_raises_the_open_file_limit_for_episodes(few_files, store, events):
     policy = ScriptedPolicy(says("yes"), shuffle=True)
     machine = make_machine(max_concurrent=200, environment_timeout=30.0)
     outputs = play(Counting(turns=1), policy, store, events, tasks=1, group_size=200, machine=machine)
     assert len(outputs.trajectories) == 200
 
 
-def test_a_hard_limit_that_is_too_low_is_said():
+def test_rejects_too_low_hard_file_limit():
     code = (
         "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (200, 200));"
         "from armature.components.rollouts.collect import allow_open_files; allow_open_files(201)"
@@ -505,6 +505,6 @@ def test_a_hard_limit_that_is_too_low_is_said():
     assert ended.returncode == 1 and "200 files, and 201 are needed" in ended.stderr
 
 
-def test_a_limit_that_is_high_enough_is_left_alone(few_files):
+def test_sufficient_file_limit_is_unchanged(few_files):
     allow_open_files(300)
     assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == 300

@@ -21,7 +21,7 @@ from armature.components.rollouts.table import write_rollouts
 from tests.pages.conftest import make_trajectory
 
 
-def test_groups_are_read_with_the_rewards_of_whole_episodes(tmp_path):
+def test_groups_have_the_rewards_of_whole_episodes(tmp_path):
     one = make_trajectory("a", reward=0.1, group="g0")
     two_turns = replace(one, trajectory_id="b", turns=(one.turns[0], replace(one.turns[0], index=1, reward=0.2)))
     alone = replace(make_trajectory("c", reward=0.3, group="g1"), task_id="colors/other")
@@ -36,7 +36,7 @@ def test_groups_are_read_with_the_rewards_of_whole_episodes(tmp_path):
     assert caught.value.where == str(tmp_path / "none/rollouts.parquet")
 
 
-def test_tasks_are_counted_by_how_their_groups_ended(tmp_path):
+def test_task_statistics_count_group_outcomes(tmp_path):
     groups = [
         PlayedGroup(1, "learned", 0.0, 0.0),
         PlayedGroup(5, "learned", 0.0, 2.0),

@@ -113,7 +113,7 @@ def only_its_own_rollouts(outputs: GenerateOutputs, reasons: set[str], folder: P
 
 
 @pytest.mark.parametrize("place", ["episode", "reset", "step", "close"])
-def test_whatever_an_environment_raises_costs_its_own_rollouts(place, store, events, tmp_path):
+def test_any_environment_error_fails_only_its_rollouts(place, store, events, tmp_path):
     for make in ERRORS:
         outputs = play(Hostile(place=place, act=raising(make)), says("yes"), store, events)
         assert outputs.drops == {"environment_error": 2}, make
@@ -212,7 +212,7 @@ PLACES: list[tuple[str, Callable[[Any], Any]]] = [
 
 @settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(place=st.integers(0, len(PLACES) - 1), odd=st.integers(0, len(ODD) - 1))
-def test_whatever_an_environment_gives_costs_its_own_rollouts(place, odd, tmp_path):
+def test_any_environment_return_fails_only_its_rollouts(place, odd, tmp_path):
     (where, form), value = PLACES[place], ODD[odd]  # by number: Hypothesis looks into what it draws
 
     def act() -> Any:
@@ -230,7 +230,7 @@ def test_whatever_an_environment_gives_costs_its_own_rollouts(place, odd, tmp_pa
 
 
 @pytest.mark.parametrize("place", ["episode", "reset", "step", "close"])
-def test_a_call_that_never_returns_costs_its_own_rollouts(place, store, events, tmp_path):
+def test_endless_environment_call_fails_only_its_rollouts(place, store, events, tmp_path):
     """It blocks its thread: a coroutine that waits is what `test_collect` has."""
     released = threading.Event()
     try:
@@ -243,7 +243,7 @@ def test_a_call_that_never_returns_costs_its_own_rollouts(place, store, events, 
         released.set()
 
 
-def test_a_call_that_ignores_its_cancellation_costs_its_own_rollouts(store, events, tmp_path):
+def test_uncancellable_call_fails_only_its_rollouts(store, events, tmp_path):
     over = threading.Event()
 
     async def stubborn(episode: CountingEpisode) -> None:
@@ -259,7 +259,7 @@ def test_a_call_that_ignores_its_cancellation_costs_its_own_rollouts(store, even
     assert outputs.drops == {"environment_timeout": 2}
 
 
-def test_what_blocked_is_closed_when_it_returns(store, events):
+def test_blocked_episode_is_closed_when_it_returns(store, events):
     released, closed = threading.Event(), threading.Event()
 
     class Late(HostileEpisode):
@@ -277,7 +277,7 @@ def test_what_blocked_is_closed_when_it_returns(store, events):
     assert closed.wait(10)
 
 
-async def test_a_run_that_is_cancelled_does_not_wait_for_what_is_stuck(store, events):
+async def test_cancelled_run_does_not_wait_for_stuck_calls(store, events):
     released, entered = threading.Event(), threading.Event()
 
     def block() -> None:
@@ -294,14 +294,14 @@ async def test_a_run_that_is_cancelled_does_not_wait_for_what_is_stuck(store, ev
     released.set()
 
 
-def test_a_background_task_that_ends_its_loop_ends_no_other(store, events):
-    kept: list[Any] = []
+def test_ended_event_loop_affects_no_other_episode(store, events):
+    saved: list[Any] = []
 
     async def leaves_one(episode: CountingEpisode) -> None:
         async def exits() -> None:
             raise SystemExit(4)
 
-        kept.append(asyncio.ensure_future(exits()))
+        saved.append(asyncio.ensure_future(exits()))
         await asyncio.sleep(0.01)
 
     outputs = play(Counting(reset=leaves_one), says("yes"), store, events)
@@ -309,7 +309,7 @@ def test_a_background_task_that_ends_its_loop_ends_no_other(store, events):
 
 
 @pytest.mark.parametrize("text", ["\ud800", "red \udfff", 7, None, b"red"])
-def test_a_completion_that_is_no_text_costs_its_own_rollout(text, store, events, tmp_path):
+def test_undecodable_completion_fails_only_its_rollout(text, store, events, tmp_path):
     def change(completion: Any) -> Any:
         return replace(completion, text=text) if completion.text == "no" else completion
 
@@ -321,7 +321,7 @@ def test_a_completion_that_is_no_text_costs_its_own_rollout(text, store, events,
     assert len(read_rollouts(tmp_path).trajectories) == 2
 
 
-def test_a_policy_that_fills_its_context_keeps_what_it_has_earned(store, events):
+def test_full_context_keeps_the_earned_reward(store, events):
     """To talk too much is what the policy did; a task that does not fit from the first is not."""
 
     def talks(messages: Any, seed: int) -> str:
@@ -336,7 +336,7 @@ def test_a_policy_that_fills_its_context_keeps_what_it_has_earned(store, events)
 
 
 @pytest.mark.parametrize("written", [True, False])
-def test_a_reserved_token_costs_its_rollout_unless_the_policy_wrote_it(written, store, events):
+def test_reserved_token_fails_the_rollout_unless_sampled(written, store, events):
     """In the second turn's prompt: the policy's own words end the episode, the environment's are a failure."""
 
     def talks(messages: Any, seed: int) -> str:
@@ -365,7 +365,7 @@ def test_a_reserved_token_costs_its_rollout_unless_the_policy_wrote_it(written, 
         ("dialogue", "yes"),
     ],
 )
-def test_an_environment_that_does_not_say_what_it_is_ends_the_call(name, value, store, events):
+def test_environment_without_properties_ends_the_call(name, value, store, events):
     environment = Counting()
     setattr(environment, name, value)
     with pytest.raises(ConfigurationError) as caught:
@@ -374,7 +374,7 @@ def test_an_environment_that_does_not_say_what_it_is_ends_the_call(name, value, 
 
 
 @pytest.mark.parametrize("weights", [None, 7, {"yes": "1"}, {"yes": float("nan")}, Endless(), {7: 1.0}, {}])
-def test_weights_that_are_none_cost_rollouts(weights, store, events):
+def test_invalid_reward_weights_fail_rollouts(weights, store, events):
     environment = Counting()
     environment.reward_weights = weights
     outputs = play(environment, says("yes"), store, events)

@@ -48,7 +48,7 @@ def play(rounds: Rounds, chosen: RolloutSettings) -> tuple[GenerateOutputs, list
 EQUAL, DIFFER = [1.0, 1.0], [0.0, 1.0]
 
 
-def test_rounds_follow_until_enough_groups_differ_and_the_rest_is_counted():
+def test_rounds_repeat_until_enough_groups_differ():
     rounds: Rounds = [[EQUAL, DIFFER, EQUAL], [DIFFER, EQUAL, [None, 1.0]], [DIFFER, DIFFER, EQUAL], [DIFFER] * 3]
     outputs, asked = play(rounds, plan(3, 10))
     assert asked == [0, 1, 2]
@@ -59,7 +59,7 @@ def test_rounds_follow_until_enough_groups_differ_and_the_rest_is_counted():
     assert chosen.metrics == {"groups/rounds": 3, "groups/played": 9, "groups/equal_rewards": 5, "groups/surplus": 1}
 
 
-def test_after_the_last_round_a_step_takes_what_there_is():
+def test_step_uses_available_groups_after_the_last_round():
     outputs, asked = play([[EQUAL, EQUAL], [DIFFER, EQUAL], [DIFFER, DIFFER]], plan(2, 2))
     assert asked == [0, 1]
     chosen = choose_groups(outputs, plan(2, 2))
@@ -68,7 +68,7 @@ def test_after_the_last_round_a_step_takes_what_there_is():
     assert choose_groups(nothing, plan(1, 2)).outputs.trajectories == ()
 
 
-def test_with_one_round_every_group_counts_as_it_is():
+def test_single_round_keeps_every_group():
     outputs, asked = play([[EQUAL, EQUAL]], plan(2, 1))
     assert asked == [0]
     chosen = choose_groups(outputs, plan(2, 1))

@@ -41,14 +41,14 @@ class Played:
 
 @given(count=st.integers(1, 20), groups=st.integers(1, 15), rounds=st.integers(1, 3), seed=st.integers(0, 2**31))
 @settings(max_examples=25)
-def test_where_every_task_is_repeated_it_is_the_plain_order(count, groups, rounds, seed):
+def test_sampler_with_only_useful_tasks_keeps_the_plain_order(count, groups, rounds, seed):
     tasks = some_tasks(count)
     played = Played(tasks, plan(groups_per_step=groups, max_rounds=rounds, seed=seed, repeat_no_signal=1.0)).until(6)
     for step, chosen in played.steps.items():
         assert chosen == [tasks_of_step(tasks, groups, step, seed, number) for number in range(rounds)]
 
 
-def test_tasks_with_signal_are_in_every_epoch_and_others_as_often_as_they_should():
+def test_useful_tasks_are_in_every_epoch():
     tasks = some_tasks(200)
     played = Played(tasks, plan(groups_per_step=40, repeat_no_signal=0.25)).until(200)
     times = Counter(task.task_id for step in range(1, 201) for task in played.steps[step][0])
@@ -59,7 +59,7 @@ def test_tasks_with_signal_are_in_every_epoch_and_others_as_often_as_they_should
     assert sum(silent) / 100 / (sum(telling) / 100) == pytest.approx(0.25, abs=0.025)
 
 
-def test_a_task_that_tells_again_is_played_as_often_as_others():
+def test_task_with_signal_again_is_played_normally():
     sampler, tasks = SignalSampler(some_tasks(4), plan(groups_per_step=4, repeat_no_signal=0.01)), ["0", "1", "2", "3"]
     (first,) = sampler.tasks_of_step(1, lambda step: [])
     assert sorted(task.task_id for task in first) == tasks
@@ -70,7 +70,7 @@ def test_a_task_that_tells_again_is_played_as_often_as_others():
     assert "2" in {task.task_id for task in (*third, *fourth)}
 
 
-def test_nothing_but_silent_tasks_is_still_a_step():
+def test_step_without_useful_tasks_is_filled():
     sampler = SignalSampler(some_tasks(3), plan(repeat_no_signal=0.01))
     sampler.tasks_of_step(1, lambda step: [])
     (chosen,) = sampler.tasks_of_step(2, lambda step: [PlayedGroup(1, str(number), 1, 1) for number in range(3)])
@@ -78,7 +78,7 @@ def test_nothing_but_silent_tasks_is_still_a_step():
 
 
 @pytest.mark.parametrize("stopped", [1, 4, 9])
-def test_a_sampler_that_starts_again_continues_as_it_would_have(stopped):
+def test_resumed_sampler_continues_identically(stopped):
     settings = plan(max_rounds=2, repeat_no_signal=0.2)
     whole = Played(some_tasks(12), settings).until(10)
     again = SignalSampler(some_tasks(12), settings)
@@ -87,7 +87,7 @@ def test_a_sampler_that_starts_again_continues_as_it_would_have(stopped):
 
 
 @given(count=st.integers(1, 30), groups=st.integers(1, 40), steps=st.integers(1, 12), seed=st.integers(0, 2**31))
-def test_no_task_comes_again_before_all_have_come(count, groups, steps, seed):
+def test_every_task_is_played_before_any_repeats(count, groups, steps, seed):
     tasks = some_tasks(count)
     walked = [task for step in range(steps) for task in tasks_of_step(tasks, groups, step, seed)]
     assert len(walked) == groups * steps
@@ -95,14 +95,14 @@ def test_no_task_comes_again_before_all_have_come(count, groups, steps, seed):
         assert max(Counter(task.task_id for task in walked[start : start + count]).values()) == 1
 
 
-def test_a_step_depends_on_nothing_but_its_number_and_the_seed():
+def test_tasks_of_a_step_depend_only_on_step_and_seed():
     tasks = some_tasks(50)
     assert tasks_of_step(tasks, 8, 17, 3) == tasks_of_step(list(tasks), 8, 17, 3)
     assert tasks_of_step(tasks, 8, 17, 3) != tasks_of_step(tasks, 8, 17, 4)
     assert tasks_of_step(tasks, 50, 0, 3) != tasks_of_step(tasks, 50, 1, 3)
 
 
-def test_rounds_walk_through_lists_of_their_own_and_the_first_is_the_steps():
+def test_each_round_has_its_own_task_order():
     tasks = some_tasks(50)
     first = tasks_of_step(tasks, 50, 0, 3)
     assert [task.task_id for task in first] == [str(n) for n in np.random.default_rng((3, 0)).permutation(50)]

@@ -117,7 +117,7 @@ def in_one_process(folder: Path, pool: ServerPool) -> GenerateOutputs:
     return asyncio.run(played())
 
 
-def test_the_tables_are_those_of_one_process(stand_ins, make_pool, weights, tmp_path):
+def test_rollout_workers_write_the_tables_of_one_process(stand_ins, make_pool, weights, tmp_path):
     servers = stand_ins(2)
     alone = in_one_process(tmp_path, make_pool(servers, weights))
     asked = [sorted(server.answered.elements()) for server in servers]
@@ -139,7 +139,7 @@ def test_the_tables_are_those_of_one_process(stand_ins, make_pool, weights, tmp_
     assert run.shards == []
 
 
-def test_shards_that_were_made_are_not_made_again(stand_ins, make_pool, weights, tmp_path):
+def test_finished_shards_are_reused(stand_ins, make_pool, weights, tmp_path):
     servers = stand_ins(1)
     first = Run(tmp_path, make_pool(servers, weights))
     before = first.play()
@@ -149,7 +149,7 @@ def test_shards_that_were_made_are_not_made_again(stand_ins, make_pool, weights,
     assert not servers[0].answered
 
 
-def test_a_worker_that_is_killed_costs_no_rollout(start):
+def test_killed_worker_loses_no_rollout(start):
     servers, run = start(1)
     servers[0].delay = 2.0
     killed: list[int] = []
@@ -167,19 +167,19 @@ def test_a_worker_that_is_killed_costs_no_rollout(start):
     assert [each.trajectory_id for each in outputs.trajectories] == [
         f"000003-{group:04d}-{member:02d}" for group in range(4, 10) for member in range(2)
     ]
-    (said,) = (message for message in run.events.messages if "collected again" in message)
-    assert f"process {killed[0]}" in said and "the shard of step 3, groups " in said
+    (output,) = (message for message in run.events.messages if "collected again" in message)
+    assert f"process {killed[0]}" in output and "the shard of step 3, groups " in output
 
 
 def playing_processes() -> set[int]:
     """The workers that this process has started, or the nodes of its cluster."""
-    found = set()
+    result = set()
     for each in psutil.Process().children(recursive=True):
         with suppress(psutil.NoSuchProcess):
             command = each.cmdline()
             if WORKER in command and not any(part.endswith("components/machine/process.py") for part in command):
-                found.add(each.pid)
-    return found
+                result.add(each.pid)
+    return result
 
 
 @pytest.fixture(params=["process", *(["actor"] if find_spec("ray") else [])])
@@ -190,7 +190,7 @@ def place(request) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("place")
-def test_a_worker_that_is_late_is_replaced_and_no_rollout_is_doubled(stand_ins, make_pool, weights, tmp_path):
+def test_late_worker_is_replaced_without_duplicates(stand_ins, make_pool, weights, tmp_path):
     servers = stand_ins(1)
     alone = in_one_process(tmp_path, make_pool(servers, weights))
     run = Run(tmp_path, make_pool(servers, weights), rollout_straggler_timeout=2.0)
@@ -216,7 +216,7 @@ def test_a_worker_that_is_late_is_replaced_and_no_rollout_is_doubled(stand_ins, 
     assert len(run.shards) == 2
 
 
-async def test_what_is_late():
+async def test_shard_is_late_after_the_straggler_timeout():
     queue = ShardQueue[str, str](["a", "b", "c"])
     assert [await queue.take() for _ in range(3)] == [("a", 1), ("b", 1), ("c", 1)]
     with queue.played("a", "one", 0.0), queue.played("b", "two", 5.0), queue.played("c", "three", 5.0):
@@ -234,12 +234,12 @@ async def test_what_is_late():
     assert await queue.take() is None
 
 
-def test_one_worker_cannot_be_replaced():
+def test_single_worker_is_never_late():
     with refused("value_error", "limits.rollout_straggler_timeout", "workers.rollouts"):
         make_machine(workers__rollouts=1, rollout_straggler_timeout=60.0)
 
 
-def test_a_server_that_dies_is_taken_out_and_its_requests_go_to_the_other(start):
+def test_requests_move_from_a_dead_server_to_another(start):
     servers, run = start(2)
     servers[0].misbehave("die")
 
@@ -258,7 +258,7 @@ def test_a_server_that_dies_is_taken_out_and_its_requests_go_to_the_other(start)
     assert servers[1].answered.total() == 12 / PLAN.group_size
 
 
-def test_a_shard_waits_for_a_server_that_comes_back(start):
+def test_shard_waits_for_a_returning_server(start):
     servers, run = start(1)
     servers[0].misbehave("die", 10)
     outputs = run.play()
@@ -266,7 +266,7 @@ def test_a_shard_waits_for_a_server_that_comes_back(start):
     assert any("no server that it had answers" in message for message in run.events.messages)
 
 
-def test_answers_of_other_weights_are_thrown_away(start):
+def test_answers_of_other_weights_are_discarded(start):
     _, run = start(1)
     real = run.pool.direct_access
 
@@ -288,7 +288,7 @@ def test_answers_of_other_weights_are_thrown_away(start):
     assert run.shards == [f"{'f' * 20}-00003-{first:04d}-0003" for first in (4, 7)]
 
 
-def test_new_weights_wait_for_shards_that_are_played(start, checkpoint):
+def test_sync_waits_for_running_shards(start, checkpoint):
     servers, run = start(2)
     for server in servers:
         server.delay = 0.5
@@ -305,13 +305,13 @@ def test_new_weights_wait_for_shards_that_are_played(start, checkpoint):
     assert versions == [{0}, {1}]
 
 
-def test_a_server_without_marks_is_refused(start):
+def test_rejects_server_without_weights_id(start):
     _, run = start(1, plain=True)
     with refused("weights_mark_missing", "machine.workers.rollouts"):
         run.play()
 
 
-def test_a_store_that_is_not_seen_here_is_said(start, tmp_path):
+def test_store_that_workers_cannot_see_is_an_error(start, tmp_path):
     _, run = start(1)
     run.store = run.workers._store = ArtifactStore(tmp_path / "elsewhere")
     with refused("store_not_shared", "machine.store", tmp_path / "elsewhere"):

@@ -86,7 +86,7 @@ def plain(value: Any) -> Any:
 
 @settings(max_examples=60)
 @given(written=outputs())
-def test_reading_gives_what_was_written(written, tmp_path_factory):
+def test_rollout_table_round_trip(written, tmp_path_factory):
     folder = tmp_path_factory.mktemp("table")
     write_rollouts(folder, written)
     assert plain(read_rollouts(folder)) == plain(written)
@@ -109,7 +109,7 @@ def folder(tmp_path) -> Path:
     return tmp_path
 
 
-def test_pandas_reads_it(folder):
+def test_pandas_reads_the_rollout_table(folder):
     frame = pd.read_parquet(folder / "rollouts.parquet")
     assert frame.shape == (4, len(ROLLOUTS.schema))
     assert frame["trajectory_id"].tolist() == ["1-0", "1-0", "1-1", "1-1"] and frame["turn"].tolist() == [0, 1, 0, 1]
@@ -130,7 +130,7 @@ REFUSED: dict[str, tuple[str, Callable[[Path], object]]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_other_and_damaged_files_are_refused(name, folder):
+def test_rejects_foreign_and_damaged_tables(name, folder):
     table, damage = REFUSED[name]
     path = folder / f"{table}.parquet"
     damage(path)

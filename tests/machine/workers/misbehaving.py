@@ -47,8 +47,8 @@ class Misbehaving:
             yield value
 
     def refuse_with(self, kind: str) -> None:
-        found: type[ArmatureError] = OwnError if kind == "OwnError" else getattr(errors, kind)
-        raise found("not this", where="here", remedy="that")
+        result: type[ArmatureError] = OwnError if kind == "OwnError" else getattr(errors, kind)
+        raise result("not this", where="here", remedy="that")
 
     def fail(self) -> None:
         raise LookupError("lost")

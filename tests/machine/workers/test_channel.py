@@ -55,18 +55,18 @@ def plain(value: Any) -> Any:
 
 
 @given(VALUES)
-def test_a_value_is_itself(value: Any) -> None:
+def test_codec_returns_the_same_value(value: Any) -> None:
     assert plain(received(encoded(value))) == plain(value)
 
 
 @given(st.binary(max_size=64))
-def test_any_bytes(data: bytes) -> None:
+def test_codec_survives_any_bytes(data: bytes) -> None:
     told(data)
     told(struct.pack("<Q", len(data)) + data)
 
 
 @given(VALUES, st.data())
-def test_a_damaged_value(value: Any, data: st.DataObject) -> None:
+def test_codec_detects_damaged_values(value: Any, data: st.DataObject) -> None:
     sent = bytearray(encoded(value))
     for _ in range(data.draw(st.integers(1, 4))):
         sent[data.draw(st.integers(8, len(sent) - 1))] = data.draw(st.integers(0, 255))
@@ -74,6 +74,6 @@ def test_a_damaged_value(value: Any, data: st.DataObject) -> None:
 
 
 @given(NAMES, SHAPES, st.binary(max_size=32))
-def test_an_array_of_any_kind_and_shape(name: Any, shape: Any, data: bytes) -> None:
+def test_codec_returns_arrays_of_any_dtype_and_shape(name: Any, shape: Any, data: bytes) -> None:
     document = json.dumps({"$array": [name, shape]}).encode()
     told(struct.pack("<Q", len(document)) + document + data)

@@ -25,7 +25,7 @@ def pool(count: int) -> WorkerPool[WorkerProcess]:
     return WorkerPool(lambda: WorkerProcess("tests.machine.workers.misbehaving", timeout=60.0), count)
 
 
-def test_jobs_of_a_key_stay_together_and_failed_ones_are_tried_again() -> None:
+def test_jobs_of_a_key_stay_together_and_failures_are_retried() -> None:
     tries: dict[Job, int] = {}
     worked: dict[int, list[Job]] = {}
     lock, both = threading.Lock(), threading.Barrier(2, timeout=20)
@@ -51,7 +51,7 @@ def test_jobs_of_a_key_stay_together_and_failed_ones_are_tried_again() -> None:
         assert sorted(worker.starts for worker in workers.workers) == [1, 3]
 
 
-def test_a_last_attempt_and_any_other_error_end_it_all() -> None:
+def test_failed_last_attempt_ends_all_jobs() -> None:
     tried: list[Job] = []
     heard: list[None] = []
 
@@ -69,7 +69,7 @@ def test_a_last_attempt_and_any_other_error_end_it_all() -> None:
     assert heard == []
 
 
-def test_an_error_over_a_result_stops_the_work_before_it_is_raised() -> None:
+def test_result_error_stops_the_work_first() -> None:
     begun: list[Job] = []
     ended: list[Job] = []
 
@@ -89,14 +89,14 @@ def test_an_error_over_a_result_stops_the_work_before_it_is_raised() -> None:
     assert len(begun) <= 2
 
 
-def test_a_key_has_its_worker_and_keys_take_turns() -> None:
+def test_key_has_its_worker_and_keys_take_turns() -> None:
     with pool(3) as workers:
         keys = ["a", "b", "a", "c", "d", "b", ("d", 1)]
         assert [workers.workers.index(workers.of(each)) for each in keys] == [0, 1, 0, 2, 0, 1, 1]
         assert not any(worker.alive for worker in workers.workers)
 
 
-def test_a_new_taker_goes_where_most_wait_for_each() -> None:
+def test_new_thread_takes_the_key_with_most_waiting() -> None:
     queue = StickyQueue([*JOBS, ("b", 4)], key)
     assert queue.take(None) == ("b", 0)
     assert queue.take(None) == ("a", 0)
@@ -107,7 +107,7 @@ def test_a_new_taker_goes_where_most_wait_for_each() -> None:
     assert queue.take("b") is None
 
 
-def test_who_comes_with_a_key_keeps_to_it_and_counts_there() -> None:
+def test_thread_with_a_key_stays_at_it() -> None:
     queue = StickyQueue(JOBS, key, held=["a", "a"])
     assert queue.take("a") == ("a", 0)
     assert queue.take(None) == ("b", 0)  # three wait for two at a, four for nobody at b

@@ -110,7 +110,7 @@ def test_late_answers_are_dropped() -> None:
 
 
 @given(st.integers() | st.sampled_from([None, True, 1.5, "1", [1]]))
-def test_only_the_number_itself_is_answered(other: Any) -> None:
+def test_reply_must_repeat_the_call_number(other: Any) -> None:
     def answer(number: int) -> bytes:
         return encoded([number + other if type(other) is int else other, "done", "forged"])
 
@@ -120,7 +120,7 @@ def test_only_the_number_itself_is_answered(other: Any) -> None:
 
 
 @given(st.lists(st.tuples(st.floats(0, 1), st.integers(0, 255)), min_size=1, max_size=3), st.floats(0, 1))
-def test_damaged_answer_is_the_same_or_refused(edits: list[tuple[float, int]], cut: float) -> None:
+def test_damaged_answer_is_equal_or_refused(edits: list[tuple[float, int]], cut: float) -> None:
     """The damage is before the value, or cuts it off: another value could not be told from the right one."""
     value = {"a": [1, None, "x"], "b": np.arange(3, dtype=np.int16)}
 
@@ -138,7 +138,7 @@ def test_damaged_answer_is_the_same_or_refused(edits: list[tuple[float, int]], c
     assert reply["a"] == value["a"] and np.array_equal(reply["b"], value["b"])
 
 
-def test_length_that_lies_takes_no_memory() -> None:
+def test_false_length_allocates_no_memory() -> None:
     def answer(number: int) -> bytes:
         text = json.dumps([number, "done", {"$array": ["|u1", [2**29]]}])
         return document(text) + bytes(100)
@@ -150,7 +150,7 @@ def test_length_that_lies_takes_no_memory() -> None:
     tracemalloc.stop()
 
 
-def test_late_answers_do_not_prolong_a_call() -> None:
+def test_late_answers_do_not_extend_a_call() -> None:
     ours, theirs = socket.socketpair()
     earlier, number = new_number(), new_number()
     stop = threading.Event()
@@ -206,7 +206,7 @@ WHOLE = {
         {"more": 1},
     ],
 )
-def test_form_converts_nothing(change: dict[str, Any]) -> None:
+def test_reply_form_converts_nothing(change: dict[str, Any]) -> None:
     adapter = TypeAdapter(Form)
     adapter.validate_python(WHOLE)
     with pytest.raises(ValidationError):

@@ -72,7 +72,7 @@ def same(one: Any, other: Any) -> bool:
     return bool(one == other) and type(one) is type(other)
 
 
-def test_data_arrives_as_it_was(worker: Worker) -> None:
+def test_worker_data_round_trip(worker: Worker) -> None:
     rng = np.random.default_rng(0)
     arrays = [
         rng.integers(0, 256, (2, 3, 3), dtype=np.uint8),
@@ -91,7 +91,7 @@ def test_data_arrives_as_it_was(worker: Worker) -> None:
     assert worker.starts == 1 and worker.alive
 
 
-def test_what_is_no_data_is_not_sent(worker: Worker) -> None:
+def test_unsupported_values_are_not_sent(worker: Worker) -> None:
     call(worker, "echo", 1)
     for value in (Path("a"), np.float32(1), {1, 2}, object()):
         with pytest.raises(TypeError):
@@ -101,7 +101,7 @@ def test_what_is_no_data_is_not_sent(worker: Worker) -> None:
     assert worker.starts == 1 and call(worker, "echo", 2) == 2
 
 
-def test_state_stays_until_the_end_and_settings_come_again(misbehaving: MakeWorker) -> None:
+def test_worker_state_stays_and_restart_gets_settings(misbehaving: MakeWorker) -> None:
     with misbehaving(start=10) as worker:
         assert not worker.alive and worker.starts == 0
         assert [call(worker, "add", 1) for _ in range(3)] == [11, 12, 13]
@@ -110,9 +110,7 @@ def test_state_stays_until_the_end_and_settings_come_again(misbehaving: MakeWork
         assert call(worker, "add", 1) == 11 and worker.starts == 2
 
 
-def test_one_that_is_closed_may_clean_up_and_one_that_is_killed_does_not(
-    misbehaving: MakeWorker, tmp_path: Path
-) -> None:
+def test_closed_worker_cleans_up_and_killed_one_does_not(misbehaving: MakeWorker, tmp_path: Path) -> None:
     for killed in (True, False):
         with misbehaving(5.0, farewell=str(tmp_path / "closed")) as worker:
             call(worker, "echo", 1)
@@ -122,7 +120,7 @@ def test_one_that_is_closed_may_clean_up_and_one_that_is_killed_does_not(
         assert (tmp_path / "closed").exists() is not killed
 
 
-def test_what_is_yielded_comes_as_a_list_and_each_part_in_time(misbehaving: MakeWorker) -> None:
+def test_yielded_parts_arrive_in_time(misbehaving: MakeWorker) -> None:
     with misbehaving(timeout=6.0) as worker:
         began = time.monotonic()
         assert parts(worker, "spread", [1, None, [2]], 2.5, most=3) == [1, None, [2]]
@@ -130,7 +128,7 @@ def test_what_is_yielded_comes_as_a_list_and_each_part_in_time(misbehaving: Make
         assert parts(worker, "spread", [], 0.0, most=0) == []
 
 
-def test_an_error_of_ours_is_the_caller_s_and_changes_nothing(worker: Worker) -> None:
+def test_armature_error_reaches_the_caller_and_keeps_the_worker(worker: Worker) -> None:
     before, pid = call(worker, "add", 5), worker.pid
     expected = {
         "ConfigurationError": ConfigurationError,
@@ -147,7 +145,7 @@ def test_an_error_of_ours_is_the_caller_s_and_changes_nothing(worker: Worker) ->
 
 
 @pytest.mark.parametrize("method", ["fail", "spread_and_fail"])
-def test_after_any_other_error_the_process_is_another(worker: Worker, method: str) -> None:
+def test_unexpected_error_restarts_the_worker(worker: Worker, method: str) -> None:
     call(worker, "add", 5)
     starts = worker.starts
     with refused("worker_failed", "LookupError: lost"):
@@ -156,7 +154,7 @@ def test_after_any_other_error_the_process_is_another(worker: Worker, method: st
     assert call(worker, "add", 1) == 1 and worker.starts == starts + 1
 
 
-def test_a_death_is_told_with_its_reason(worker: Worker) -> None:
+def test_worker_death_has_its_reason(worker: Worker) -> None:
     for request, code in [(("leave", 7), 7), (("leave", 0), 0), (("send_object",), 1)]:
         with refused("worker_ended", f"code {code}", request[0]):
             call(worker, *request)
@@ -170,7 +168,7 @@ def test_a_death_is_told_with_its_reason(worker: Worker) -> None:
     assert call(worker, "add", 1) == 1
 
 
-def test_a_death_in_a_call_is_noticed_at_once(worker: Worker) -> None:
+def test_worker_death_during_a_call_is_noticed_at_once(worker: Worker) -> None:
     call(worker, "echo", 1)
     assert worker.pid is not None
     threading.Timer(0.5, os.kill, (worker.pid, signal.SIGKILL)).start()
@@ -180,7 +178,7 @@ def test_a_death_in_a_call_is_noticed_at_once(worker: Worker) -> None:
     assert time.monotonic() - began < 20
 
 
-def test_one_that_hangs_is_ended_in_time_with_all_that_it_started(misbehaving: MakeWorker) -> None:
+def test_hanging_worker_is_killed_with_its_children(misbehaving: MakeWorker) -> None:
     with misbehaving(timeout=5.0) as worker:
         child, pid = call(worker, "start_a_child"), worker.pid
         assert pid is not None
@@ -192,7 +190,7 @@ def test_one_that_hangs_is_ended_in_time_with_all_that_it_started(misbehaving: M
         assert call(worker, "add", 1) == 1
 
 
-def test_one_that_never_comes_up_is_ended_in_time(misbehaving: MakeWorker) -> None:
+def test_worker_that_never_starts_is_killed_in_time(misbehaving: MakeWorker) -> None:
     with misbehaving(timeout=0.05) as worker, refused("worker_timeout", "0.05 s", MODULE):
         call(worker, "echo", 1)
     with misbehaving(module="no.such.module") as missing, refused("worker_ended", "code 1", "no.such.module"):
@@ -206,7 +204,7 @@ def document(text: bytes) -> bytes:
 @pytest.mark.parametrize(
     "data", [b"\xff" * 8, document(b"\xff{"), document(b"[" * 100_000)], ids=["length", "text", "deep"]
 )
-def test_garbage_ends_the_process(worker: Worker, data: bytes) -> None:
+def test_garbage_message_ends_the_worker(worker: Worker, data: bytes) -> None:
     with refused("worker_reply_invalid"):
         call(worker, "write", data.hex(), "stay")
     assert not worker.alive and call(worker, "add", 1) == 1
@@ -214,7 +212,7 @@ def test_garbage_ends_the_process(worker: Worker, data: bytes) -> None:
 
 @pytest.mark.parametrize("how", ["python", "c"])
 @pytest.mark.parametrize("child", ["return", "raise", "refuse", "exit", "fork"])
-def test_forked_child_that_comes_back_answers_nothing(worker: Worker, child: str, how: str) -> None:
+def test_returning_forked_child_sends_no_answer(worker: Worker, child: str, how: str) -> None:
     call(worker, "echo", 0)
     before = worker.pid
     for seconds in (0.0, 0.05):
@@ -225,7 +223,7 @@ def test_forked_child_that_comes_back_answers_nothing(worker: Worker, child: str
     assert worker.pid == before
 
 
-def test_forks_between_the_parts_of_an_answer_send_none(worker: Worker) -> None:
+def test_forks_between_answer_parts_send_nothing(worker: Worker) -> None:
     for _ in range(3):
         assert parts(worker, "fork_between", [1, 2, 3, 4], most=4) == [1, 2, 3, 4]
         assert [call(worker, "echo", number) for number in range(3)] == [0, 1, 2]
@@ -239,7 +237,7 @@ def test_child_that_outlives_the_worker_does_not_hide_its_end(worker: Worker, ho
     assert time.monotonic() - began < 20
 
 
-def test_answer_that_nobody_asked_for_is_not_the_next_one(worker: Worker) -> None:
+def test_unrequested_answer_is_not_used(worker: Worker) -> None:
     for text in ('[NUMBER, "done", 2]', '[1, "done", 2]', '["done", 2]'):
         assert call(worker, "write_later", text, 0.2) == 1
         time.sleep(0.6)
@@ -261,7 +259,7 @@ def test_whole_call_has_one_time_limit(misbehaving: MakeWorker) -> None:
         assert call(worker, "add", 1) == 1
 
 
-def test_worker_that_reads_nothing_blocks_no_caller(misbehaving: MakeWorker) -> None:
+def test_worker_that_reads_nothing_does_not_block(misbehaving: MakeWorker) -> None:
     with misbehaving() as worker:
         call(worker, "deafen")
         time.sleep(0.4)
@@ -283,20 +281,20 @@ def test_answer_has_a_size_limit(misbehaving: MakeWorker) -> None:
         assert call(worker, "add", 1) == 1
 
 
-def test_more_parts_than_expected_end_the_process(worker: Worker) -> None:
+def test_too_many_answer_parts_end_the_worker(worker: Worker) -> None:
     for most in (0, 2):
         with refused("worker_reply_invalid"):
             parts(worker, "spread", [1, 2, 3], 0.0, most=most)
 
 
-def test_answer_in_another_form_ends_the_process(worker: Worker) -> None:
+def test_malformed_answer_ends_the_worker(worker: Worker) -> None:
     call(worker, "echo", 1)
     with refused("worker_reply_invalid"):
         worker.call("echo", [1, None], reply=TypeAdapter(list[int]))
     assert not worker.alive
 
 
-def test_a_pickle_is_nonsense_and_is_not_run(misbehaving: MakeWorker, tmp_path: Path) -> None:
+def test_pickle_is_not_executed(misbehaving: MakeWorker, tmp_path: Path) -> None:
     canary = tmp_path / "canary"
 
     class Evil:
@@ -311,7 +309,7 @@ def test_a_pickle_is_nonsense_and_is_not_run(misbehaving: MakeWorker, tmp_path: 
 
 
 @pytest.mark.parametrize("data", [b"", b"\x05", document(b'[1, "done", 1]')[:-1]], ids=["nothing", "length", "end"])
-def test_an_answer_that_is_cut_off_is_a_death_or_a_hang(misbehaving: MakeWorker, data: bytes) -> None:
+def test_truncated_answer_is_a_death_or_a_timeout(misbehaving: MakeWorker, data: bytes) -> None:
     with misbehaving(timeout=5.0) as worker:
         call(worker, "echo", 1)
         with refused("worker_ended", "code 0"):
@@ -323,7 +321,7 @@ def test_an_answer_that_is_cut_off_is_a_death_or_a_hang(misbehaving: MakeWorker,
         assert time.monotonic() - began < 20
 
 
-def test_threads_that_share_it_each_get_their_answers(worker: Worker) -> None:
+def test_threads_sharing_a_worker_get_their_answers(worker: Worker) -> None:
     def ask(number: int) -> bool:
         return all(call(worker, "echo", [number, each]) == [number, each] for each in range(50))
 
@@ -331,7 +329,7 @@ def test_threads_that_share_it_each_get_their_answers(worker: Worker) -> None:
         assert all(threads.map(ask, range(8)))
 
 
-def test_closing_it_fails_the_call_in_flight(misbehaving: MakeWorker) -> None:
+def test_close_fails_the_call_in_flight(misbehaving: MakeWorker) -> None:
     with misbehaving() as worker:
         call(worker, "echo", 1)
         threading.Timer(0.5, worker.close).start()
@@ -350,7 +348,7 @@ def test_an_interrupted_call_leaves_no_answer_for_the_next(worker: Worker) -> No
     assert call(worker, "echo", "mine") == "mine"
 
 
-def test_it_and_all_that_it_started_end_with_their_parent() -> None:
+def test_worker_and_children_end_with_their_parent() -> None:
     code = (
         "import os, signal\n"
         "from armature.components.machine.workers.process import WorkerProcess\n"

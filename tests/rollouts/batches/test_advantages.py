@@ -31,17 +31,17 @@ def expect(**values: list[float]) -> Any:
     return {name: pytest.approx(value) for name, value in values.items()}
 
 
-def test_group_std_by_hand():
+def test_group_std_advantages_by_hand():
     std = 1.0  # rewards 1, 0, 2: mean 1, sample variance 2 / (3 - 1)
     high, low = 1 / (std + 1e-4), -1 / (std + 1e-4)
     assert of(GROUPS, group_mean("group_std")) == expect(a=[0], b=[low], c=[high, high], d=[0], e=[0], f=[0])
-    found = turn_advantages(GROUPS, batch_settings(group_mean("group_std")))
-    assert found.without_gradient == {"g2", "g3"}
-    assert found.metrics["groups/count"] == 3 and found.metrics["groups/zero_advantage_fraction"] == 2 / 3
-    assert found.metrics["advantage/turn_absmean"] == pytest.approx(3 * high / 7)
+    result = turn_advantages(GROUPS, batch_settings(group_mean("group_std")))
+    assert result.without_gradient == {"g2", "g3"}
+    assert result.metrics["groups/count"] == 3 and result.metrics["groups/zero_advantage_fraction"] == 2 / 3
+    assert result.metrics["advantage/turn_absmean"] == pytest.approx(3 * high / 7)
 
 
-def test_unscaled_and_batch_scaled_by_hand():
+def test_unscaled_and_batch_scaled_advantages_by_hand():
     assert of(GROUPS, group_mean("none")) == expect(a=[0], b=[-1], c=[1, 1], d=[0], e=[0], f=[0])
     std = math.sqrt(2 / 5)  # centered rewards 0, -1, 1, 0, 0, 0
     assert of(GROUPS, group_mean("batch_std"))["c"] == pytest.approx([1 / (std + 1e-4)] * 2)
@@ -52,7 +52,7 @@ def test_unscaled_and_batch_scaled_by_hand():
     st.sampled_from(["group_std", "batch_std"]),
     st.sampled_from(["sample", "population", None]),
 )
-def test_each_deviation_is_numpy_s(members, scale, deviation):
+def test_deviations_equal_numpy(members, scale, deviation):
     """The sample's where none is named: what torch.std, and so TRL and verl, divide by."""
     rows = [trajectory(str(number), f"g{group}", reward) for number, (group, reward) in enumerate(members)]
     ddof = 0 if deviation == "population" else 1
@@ -66,16 +66,16 @@ def test_each_deviation_is_numpy_s(members, scale, deviation):
         compared = every if scale == "batch_std" else [*group.values()]
         std = np.std(compared, ddof=ddof) if len(compared) > 1 else 0.0
         expected |= {str(number): [value / (std + 1e-4)] for number, value in group.items()}
-    found = of(rows, group_mean(scale, **({"deviation": deviation} if deviation else {})))
-    assert found == {name: pytest.approx(value, abs=1e-9) for name, value in expected.items()}
+    result = of(rows, group_mean(scale, **({"deviation": deviation} if deviation else {})))
+    assert result == {name: pytest.approx(value, abs=1e-9) for name, value in expected.items()}
 
 
-def test_a_deviation_that_nothing_is_divided_by_is_refused():
+def test_rejects_deviation_without_scaling():
     with refused("value_error", "deviation"):
         batch_settings(group_mean("none", deviation="population"))
 
 
-def test_a_penalty_lowers_its_own_turn_and_a_little_the_baseline():
+def test_penalty_lowers_its_turn_and_the_baseline():
     pair = [walk("a", "xyz", [0, 0, 1.0], " fi"), walk("b", "x", [0.0])]
     # Scores of a: 1, 0.7, 0.9, on average 13/15; of b: 0. The baseline is 13/30, without penalties 1/2.
     assert of(pair, group_mean("none"), format=0.3, inadmissible=0.1) == expect(
@@ -86,14 +86,14 @@ def test_a_penalty_lowers_its_own_turn_and_a_little_the_baseline():
     assert metrics["penalty/turns"] == 2 and metrics["penalty/mean"] == pytest.approx(0.1)
 
 
-def test_a_penalty_within_equal_trajectories_is_not_divided_by_next_to_nothing():
+def test_penalty_in_equal_trajectories_has_a_deviation_floor():
     pair = [walk("a", "xy", [0, 0], "f"), walk("b", "xy", [0, 0], "f")]
-    found = of(pair, group_mean("group_std", deviation="population"), format=0.1)  # scores -0.1, 0, -0.1, 0
-    assert found["a"] == found["b"] == pytest.approx([-1, 1], rel=3e-3)
+    result = of(pair, group_mean("group_std", deviation="population"), format=0.1)  # scores -0.1, 0, -0.1, 0
+    assert result["a"] == result["b"] == pytest.approx([-1, 1], rel=3e-3)
 
 
 @given(rewards=st.lists(st.floats(-5, 5), min_size=2, max_size=8))
-def test_leave_one_out_is_the_group_mean_stretched(rewards):
+def test_leave_one_out_equals_scaled_group_mean(rewards):
     """R - mean of the others = n / (n - 1) * (R - mean of all)."""
     rows = [trajectory(str(number), "g", reward) for number, reward in enumerate(rewards)]
     left_out, mean = of(rows, {"name": "rloo"}), of(rows, group_mean("none"))
@@ -103,12 +103,12 @@ def test_leave_one_out_is_the_group_mean_stretched(rewards):
     )
 
 
-def test_a_trajectory_that_comes_twice_is_refused():
+def test_rejects_duplicate_trajectory():
     with refused("trajectory_repeated", GROUPS[0].trajectory_id):
         turn_advantages([GROUPS[0], GROUPS[1], GROUPS[0]], batch_settings(group_mean("none")))
 
 
-def test_a_reward_that_is_no_number_leaves_its_siblings_alone():
+def test_invalid_reward_leaves_its_group_unchanged():
     broken = trajectory("z", "g1", math.nan)
     by_turn = turn_advantages([broken, *GROUPS], batch_settings(group_mean("group_std"))).by_turn
     assert by_turn == turn_advantages(GROUPS, batch_settings(group_mean("group_std"))).by_turn

@@ -19,7 +19,7 @@ def at(*states: tuple[str | None, tuple[str, ...] | None]) -> list[Turn]:
     return [make_turn(anchor_key=each.anchor_key, admissible_key=each.admissible_key) for each in seen]
 
 
-def test_exact_and_admissible_states():
+def test_groups_states_by_key_and_admissible_actions():
     turns = at(
         ("a desk", ("look", "go to desk 1")),
         ("a desk", ("go to desk 1", "look")),
@@ -31,7 +31,7 @@ def test_exact_and_admissible_states():
     assert anchor_labels(turns, AdmissibleAnchors(name="admissible")).tolist() == [0, 0, 1, 2, 3]
 
 
-def test_a_turn_without_a_named_state_is_alone():
+def test_turn_without_state_key_is_its_own_group():
     turns = at((None, ("look",)), ("a desk", ("look",)), (None, ("look",)), ("a desk", ("look",)))
     for anchor in (
         ExactAnchors(name="exact"),
@@ -41,7 +41,7 @@ def test_a_turn_without_a_named_state_is_alone():
         assert anchor_labels(turns, anchor).tolist() == [0, 1, 2, 1]
 
 
-def test_long_texts_that_differ_early_are_similar():
+def test_long_texts_with_early_difference_are_similar():
     rest = "a cabinet, a drawer, " * 14
     one, other = "a cabinet, a drawer, " + rest, "a drawer, a cabinet, " + rest
     assert SequenceMatcher(None, one, other).ratio() < 0.1  # frequent characters taken for junk
@@ -49,7 +49,7 @@ def test_long_texts_that_differ_early_are_similar():
 
 
 @given(texts=st.lists(st.text("ab", max_size=6), max_size=12), threshold=st.sampled_from([0.2, 0.5, 0.9]))
-def test_clusters_are_those_of_a_plain_loop(texts, threshold):
+def test_state_clusters_equal_a_plain_loop(texts, threshold):
     firsts: list[str] = []
     expected = []
     for text in texts:
@@ -61,7 +61,7 @@ def test_clusters_are_those_of_a_plain_loop(texts, threshold):
 
 
 @given(st.lists(st.text(max_size=4), max_size=6))
-def test_the_key_of_admissible_actions_is_that_of_their_set(actions):
+def test_admissible_action_key_ignores_order(actions):
     key = Observation((), admissible_actions=tuple(actions)).admissible_key
     assert key == Observation((), admissible_actions=tuple(reversed(actions + actions))).admissible_key
     assert key != Observation((), admissible_actions=(*actions, "another action")).admissible_key

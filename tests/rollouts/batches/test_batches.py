@@ -36,7 +36,7 @@ class OneSampleEach:
         return [sample(each, 3, last[each.trajectory_id]) for each in outputs.trajectories], Counter(odd=1)
 
 
-def test_build_counts_every_drop():
+def test_batch_counts_every_drop():
     settings = batch_settings({"name": "group_mean", "scale": "none"})
     built = build_batch(GenerateOutputs(GROUPS), OneSampleEach(), settings)
     assert [each.sample_id for each in built.samples] == ["a", "b", "c"]
@@ -45,13 +45,13 @@ def test_build_counts_every_drop():
     assert built.metrics["groups/zero_advantage_fraction"] == pytest.approx(2 / 3)
 
 
-def test_the_table_returns_the_samples(tmp_path):
+def test_batch_table_round_trip(tmp_path):
     write_batch(tmp_path, [])
     assert read_batch(tmp_path) == []
     samples = [sample(each, length) for each, length in zip(GROUPS, (3, 1, 7, 2, 4, 5), strict=True)]
     write_batch(tmp_path, samples)
-    found = read_batch(tmp_path)
-    for expected, actual in zip(samples, found, strict=True):
+    result = read_batch(tmp_path)
+    for expected, actual in zip(samples, result, strict=True):
         for name, value in vars(expected).items():
             if isinstance(value, np.ndarray):
                 assert np.array_equal(value, getattr(actual, name)) and value.dtype == getattr(actual, name).dtype
@@ -62,25 +62,25 @@ def test_the_table_returns_the_samples(tmp_path):
 SAMPLES = [make_sample("a"), make_sample("b"), make_sample("c", group_id="g1")]
 
 
-def test_ratios_are_found_by_sample_and_by_group(tmp_path):
+def test_log_ratios_are_read_by_sample_and_group(tmp_path):
     path = tmp_path / "log_ratios/00001.parquet"
-    kept = {2: np.array([0.5, np.nan], np.float32), 0: np.array([-0.25, 0.0], np.float32)}
-    write_log_ratios(path, SAMPLES, kept)
-    found = read_log_ratios(path)
-    assert list(found) == ["a", "c"]  # nothing of "b" was trained on
-    np.testing.assert_array_equal(found["a"], kept[0])
-    np.testing.assert_array_equal(found["c"], kept[2])
+    saved = {2: np.array([0.5, np.nan], np.float32), 0: np.array([-0.25, 0.0], np.float32)}
+    write_log_ratios(path, SAMPLES, saved)
+    result = read_log_ratios(path)
+    assert list(result) == ["a", "c"]  # nothing of "b" was trained on
+    np.testing.assert_array_equal(result["a"], saved[0])
+    np.testing.assert_array_equal(result["c"], saved[2])
     assert list(read_log_ratios(path, "g1")) == ["c"]
     assert [each.name for each in path.parent.iterdir()] == [path.name]
 
 
-def test_a_step_that_trained_on_nothing(tmp_path):
+def test_log_ratios_of_an_empty_step(tmp_path):
     path = tmp_path / "log_ratios/00001.parquet"
     write_log_ratios(path, SAMPLES, {})
     assert read_log_ratios(path) == {}
 
 
-def test_a_half_written_file_is_not_read_and_is_replaced(tmp_path):
+def test_incomplete_ratio_file_is_replaced(tmp_path):
     path = tmp_path / "log_ratios/00001.parquet"
     write_log_ratios(path, SAMPLES, {1: np.zeros(2, np.float32)})
     whole = path.read_bytes()

@@ -58,12 +58,12 @@ POISONED = {
 
 
 @pytest.mark.parametrize("name", SOUND)
-def test_sound_samples_pass(name):
+def test_valid_samples_pass(name):
     check_samples([sample(**SOUND[name])], VOCABULARY)
 
 
 @pytest.mark.parametrize("name", POISONED)
-def test_a_poisoned_sample_is_named(name):
+def test_invalid_sample_is_named(name):
     changes, *values = POISONED[name]
     with refused("sample_not_trainable", "batch 7, row 1, sample bad", *values):
         check_samples([sample(), replace(sample(**changes), sample_id="bad")], VOCABULARY, "batch 7")

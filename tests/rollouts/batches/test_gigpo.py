@@ -54,7 +54,7 @@ AT_STATE = [0.68, 0, 0, 0.28, 0, -0.32, 0, -0.32, -0.32]
 @pytest.mark.parametrize(
     ("count", "episode", "variance"), [("trajectories", BY_TRAJECTORY, 4.134583), ("rows", BY_ROW, 3.531111)]
 )
-def test_by_hand(count, episode, variance):
+def test_advantages_equal_values_by_hand(count, episode, variance):
     centered = [first + 3 * second for first, second in zip(episode, AT_STATE, strict=True)]
     assert of(GROUP, gigpo(MEAN, count)) == pytest.approx(centered, abs=2e-6)
     scales = math.sqrt(variance) + 1e-6, math.sqrt(0.212) + 1e-6
@@ -67,7 +67,7 @@ def test_by_hand(count, episode, variance):
     assert of(GROUP, gigpo(std(deviation="population"), count)) == pytest.approx(scaled, abs=2e-6)
 
 
-def test_what_a_batch_says_of_its_groups():
+def test_batch_metrics_describe_groups():
     metrics = turn_advantages(GROUP, batch_settings(gigpo(MEAN), FORMAT, INADMISSIBLE)).metrics
     assert metrics["advantage/episode_absmean"] == pytest.approx(sum(map(abs, BY_TRAJECTORY)) / 9, abs=2e-6)
     assert metrics["advantage/step_absmean"] == pytest.approx((0.68 + 0.28 + 3 * 0.32) / 9)
@@ -76,7 +76,7 @@ def test_what_a_batch_says_of_its_groups():
     assert metrics["penalty/turns"] == 2 and metrics["penalty/mean"] == pytest.approx(0.6 / 9)
 
 
-def test_a_format_error_where_all_failed_dominates_without_a_floor_and_not_with_one():
+def test_deviation_floor_limits_format_errors():
     failed = [walk(str(number), "x", [0], "f" if number == 0 else "") for number in range(8)]
     alone = gigpo(std(), step_weight=0.0)
     assert of(failed, alone, format=0.1) == pytest.approx([-2.475] + [0.354] * 7, abs=1e-3)
@@ -87,21 +87,21 @@ def test_a_format_error_where_all_failed_dominates_without_a_floor_and_not_with_
     assert of(mixed, gigpo(std(1.0)), format=0.1) == of(mixed, gigpo(std()), format=0.1)  # real differences stay
 
 
-def test_one_trajectory_has_no_baseline_and_equal_ones_no_gradient():
+def test_single_trajectory_has_no_baseline():
     assert of([walk("a", "xy", [0, 4])], gigpo(std())) == [0, 0]
     pair = [walk("d", "xy", [0.1, 0.2], group="h"), walk("e", "xyz", [0.3, 0.0, 0.0], group="h")]
     assert of(pair, gigpo(std(), gamma=1.0, step_weight=0.0)) == [0] * 5  # 0.1 + 0.2 is not quite 0.3
-    found = turn_advantages([*GROUP, *pair], batch_settings(gigpo(MEAN, step_weight=0.0)))
-    assert found.without_gradient == {"h"}
+    result = turn_advantages([*GROUP, *pair], batch_settings(gigpo(MEAN, step_weight=0.0)))
+    assert result.without_gradient == {"h"}
 
 
-def test_equal_rewards_still_have_a_gradient_where_one_was_faster():
+def test_gigpo_rewards_the_faster_of_equal_outcomes():
     pair = [walk("fast", "xy", [0, 8]), walk("slow", "xzy", [0, 0, 8])]
     assert of(pair, gigpo(MEAN, step_weight=1.0)) == pytest.approx([1, 0, -1, 0, 0])  # at x 4 against 2
     assert turn_advantages(pair, batch_settings(gigpo(MEAN))).without_gradient == frozenset()
 
 
-def test_an_environment_without_states_is_refused():
+def test_rejects_gigpo_without_state_keys():
     with refused("anchor_key_missing", "batches.advantage"):
         of([trajectory("a", "g", 1.0), trajectory("b", "g", 0.0)], gigpo(MEAN))
     assert of([], gigpo(MEAN)) == []
@@ -109,13 +109,13 @@ def test_an_environment_without_states_is_refused():
 
 @st.composite
 def rollouts(draw: st.DrawFn) -> list[Trajectory]:
-    found = []
+    result = []
     for number in range(draw(st.integers(1, 7))):
         states = draw(st.text("xyz", min_size=1, max_size=5))
         rewards = draw(st.lists(st.integers(-2, 2), min_size=len(states), max_size=len(states)))
         defects = draw(st.text(" fi", min_size=len(states), max_size=len(states)))
-        found.append(walk(str(number), states, rewards, defects, group=draw(st.sampled_from("gh"))))
-    return found
+        result.append(walk(str(number), states, rewards, defects, group=draw(st.sampled_from("gh"))))
+    return result
 
 
 def naive(
@@ -133,7 +133,7 @@ def naive(
         return difference / (max(math.sqrt(variance), floor) + 1e-6)
 
     cost = {None: 0.0, "format": FORMAT, "inadmissible": INADMISSIBLE}
-    found = {}
+    result = {}
     for one in trajectories:
         group = [other for other in trajectories if other.group_id == one.group_id]
         times = math.lcm(*(len(other.turns) for other in group))
@@ -159,10 +159,10 @@ def naive(
             if len(group) > 1:
                 degrees = len(group) if count == "trajectories" else len(scores)
                 episode = norm(one.reward - cost[turn.action_defect], scores, degrees)
-            found[one.trajectory_id, turn.index] = episode + weight * norm(
+            result[one.trajectory_id, turn.index] = episode + weight * norm(
                 step_return(one, turn.index), same, len(same)
             )
-    return found
+    return result
 
 
 @settings(max_examples=150)
@@ -173,7 +173,7 @@ def naive(
     gamma=st.sampled_from([0.0, 0.5, 0.95, 1.0]),
     weight=st.sampled_from([0.0, 1.0, 2.5]),
 )
-def test_the_definition_in_plain_loops(trajectories, count, floor, gamma, weight):
+def test_gigpo_equals_plain_loops(trajectories, count, floor, gamma, weight):
     norm = MEAN if floor is None else std(floor)
     chosen = batch_settings(gigpo(norm, count, gamma=gamma, step_weight=weight), FORMAT, INADMISSIBLE)
     expected = naive(trajectories, count, floor, gamma, weight)

@@ -75,17 +75,17 @@ def recipe(batches: str, objective: str, aggregation: str, max_rounds: int) -> R
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_a_recipe_of_each_algorithm_builds_its_batch(name):
+def test_recipe_of_each_algorithm_builds_its_batch(name):
     *values, expected = ALGORITHMS[name]
     sections = recipe(*values).sections
     rollouts, batches, trainer = (sections[key] for key in ("rollouts", "batches", "trainer"))
     assert isinstance(trainer, TrainerSettings) and trainer.objective.name in values[1]
     chosen = choose_groups(OUTPUTS, rollouts)
     built = build_batch(chosen.outputs, TurnsAsSamples(), batches)
-    found: dict[str, list[float]] = {}
+    result: dict[str, list[float]] = {}
     for sample in built.samples:
-        found.setdefault(sample.trajectory_id, []).append(float(sample.advantages[sample.loss_mask][0]))
-    assert found == {key: pytest.approx(turns) for key, turns in expected.items()}
+        result.setdefault(sample.trajectory_id, []).append(float(sample.advantages[sample.loss_mask][0]))
+    assert result == {key: pytest.approx(turns) for key, turns in expected.items()}
     if "d" in expected:  # group 2 has equal rewards, and only its turns tell who was faster
         assert not built.drops and not chosen.drops
     elif rollouts.max_rounds > 1:
