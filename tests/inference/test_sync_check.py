@@ -38,7 +38,7 @@ def sync(pool: ServerPool, weights: Path, make_answer: Callable[[ServerPool], Pr
 
 def test_rejects_servers_that_differ_from_the_trainer(stand_ins, make_pool, checkpoint):
     pool = make_pool(stand_ins(2), checkpoint("a"))
-    with refused("served_weights_differ", "1 nats", "-1,", -2, "components/inference/served"):
+    with refused("served_weights_differ", "1 nats", -1, -2, "components/inference/served"):
         sync(pool, checkpoint("b"), lambda pool: answer_of(pool, "c"))  # ord("b") - 97 is 1
 
 
