@@ -10,10 +10,10 @@ from typing import Any
 from armature.components.contracts.errors import ConfigurationError
 from armature.components.robots.datasets.source import open_sources
 from armature.components.robots.datasets.stage import read_statistics
-from armature.components.robots.imitation.assembly import assemble
 from armature.components.robots.imitation.data import PolicyMicroBatch, load
 from armature.components.robots.imitation.settings import VLATrainerSettings
 from armature.components.robots.imitation.train import PolicyTraining
+from armature.components.robots.imitation.trainer import assemble
 from armature.components.training.ranks import Ranks
 from armature.components.training.service_settings import ServiceSettings
 from armature.components.training.service_worker import Command, ServiceWorker
