@@ -58,7 +58,8 @@ class Export:
 
         Args:
             name: name of the model in its card.
-            copy: copies one file; `link` avoids the copy for an upload.
+            copy: function that copies one file into the export; `link` makes symbolic links instead, which suffice if
+                the export is uploaded and then deleted.
 
         Raises:
             ConfigurationError: the policy has no statistics or no cameras.

@@ -65,7 +65,7 @@ class TrainingRecord:
 
     @property
     def flow(self) -> str:
-        """Flow that makes such a checkpoint."""
+        """Name of the flow that makes checkpoints of this kind."""
         return self.manifest.kind if self.manifest.kind in ("train-vla", "train-vla-rl") else "train-vlm"
 
     @property

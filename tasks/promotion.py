@@ -35,10 +35,10 @@ def promote(model: LoggedModel, registered_name: str, checkpoint: Artifact) -> s
 
 
 def _give_files(model: LoggedModel, folder: Path) -> None:
-    """Put the checkpoint's files where MLflow keeps the files of the model.
+    """Copy the checkpoint's files to the place where MLflow keeps the files of the model.
 
-    MLflow chooses the place. In a folder of this machine they become hard links if it is on the store's disk, and
-    copies otherwise. To a bucket they are uploaded.
+    MLflow chooses the place. Files for a local folder are hard-linked if the folder is on the store's disk, and copied
+    otherwise. Files for a bucket are uploaded.
 
     Raises:
         TrackingError: the files cannot be written there.

@@ -122,7 +122,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
 @pytest.fixture(autouse=True)
 def environment_of_one_test() -> Iterator[None]:
-    """Undo what a test leaves in `os.environ`: MLflow writes its address there, `armature run` those of the platform.
+    """Undo what a test leaves in `os.environ`: MLflow and `armature run` write addresses there.
 
     Without this, a later test in the same process would ask the store of an earlier one.
     """

@@ -43,7 +43,7 @@ class Bundle(Settings):
     WHAT: ClassVar[str]
     """Name of the process in messages, e.g. "a model server"."""
     SETTING: ClassVar[str]
-    """Dotted key of the setting, for errors."""
+    """Dotted key of the recipe section with these settings, which error messages name."""
 
     num_cpus: PositiveInt = 4
     """CPUs of the node."""

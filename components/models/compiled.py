@@ -73,7 +73,7 @@ VARIANTS = 64
 few and many tokens. torch keeps 8 by default and then falls back to uncompiled layers, which are slower and round
 differently."""
 _OPTIONS: dict[str, Any] = {"emulate_precision_casts": True}
-"""Round intermediate results as without compilation, so that log-probs do not change."""
+"""torch.compile options with which intermediate results are rounded as in eager mode, so that log-probs stay equal."""
 _WHERE = "trainer.torch_compile"
 
 

@@ -169,7 +169,7 @@ class SignalSampler:
             (self._no_signal.discard if group.differs else self._no_signal.add)(group.task_id)
 
     def _walk(self, number: int) -> list[Task]:
-        """Return the next tasks from the list of round `number`."""
+        """Return the next `groups_per_step` tasks of round `number`, which continues its own endless list of tasks."""
         plan, count = self._plan, len(self._tasks)
         chosen: list[Task] = []
         while len(chosen) < plan.groups_per_step:

@@ -160,7 +160,7 @@ def error_file(rendezvous: Path, rank: int) -> Path:
 
 
 def new_attempt(workspace: Path) -> Path:
-    """Make the folder `attempt-N` in which the ranks of the next start meet, and remove those before the last one.
+    """Make the folder `attempt-N` for the rendezvous of the next start's ranks, and remove older ones but the previous.
 
     Its name was never used before, so ranks of an earlier start that still run on a lost node cannot join.
     """

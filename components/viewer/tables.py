@@ -248,7 +248,7 @@ def _remove_abandoned() -> None:
 
 
 TIMES, ANSWERS = 2000, 8
-"""Largest numbers of times that a task was played, and of different answers each time, that `changes` returns."""
+"""Limits of `changes`: at most `TIMES` plays of a task, and at most `ANSWERS` different answers per play."""
 _ORDERS = {
     "order": "step, group_id, trajectory_id",
     "newest": "step DESC, group_id, trajectory_id",

@@ -111,9 +111,10 @@ def _size(folder: Path) -> int:
 
 
 class Publisher:
-    """Writes complete checkpoints in the Hugging Face layout with adapters merged in, or returns the same tensors.
+    """Writes complete checkpoints in the Hugging Face layout, with adapters merged into the weights.
 
-    A checkpoint that is not a version of a series also has the adapters alone, in the folder `adapter`.
+    It can also return the tensors of such a checkpoint without writing it. The final checkpoint, unlike the versions
+    for the servers, also has the adapters alone, in the folder `adapter`.
 
     Args:
         model: the model before training. Weights are published in its current dtypes; the trainer may convert the model

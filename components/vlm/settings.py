@@ -98,7 +98,8 @@ class FunctionObjective(Settings):
 
 
 def _by_name(objective: Any) -> Any:
-    """Accept a text as short form of the objective with that name, or of the function "module:function"."""
+    """Convert a text to objective settings: the objective of that name, or "module:function" to a function
+    objective."""
     if not isinstance(objective, str):
         return objective
     return {"name": "function", "function": objective} if ":" in objective else {"name": objective}

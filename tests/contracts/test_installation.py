@@ -72,7 +72,7 @@ def environment(folder: Path) -> Path:
     return folder
 
 
-def test_server_environment_of_the_folder_comes_first(tmp_path, monkeypatch):
+def test_server_environment_in_the_run_folder_is_preferred(tmp_path, monkeypatch):
     (tmp_path / "run").mkdir()
     monkeypatch.chdir(tmp_path / "run")
     monkeypatch.setattr(installation, "CHECKOUT", None)

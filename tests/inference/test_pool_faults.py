@@ -290,7 +290,7 @@ async def test_failed_sync_leaves_no_server_paused(join, checkpoint):
     assert [server.paused for server in servers] == [False, False]
 
 
-async def test_server_removed_during_a_sync_resumes_only_after_it(join, checkpoint):
+async def test_server_removed_during_a_sync_stays_paused_until_its_end(join, checkpoint):
     """Else it would compute with weights of which some are old, and keep that."""
     (server,), pool = join(1, in_flight_updates=True)
     newer = checkpoint("b")

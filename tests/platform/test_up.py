@@ -119,7 +119,7 @@ def test_platform_ports_are_closed_to_other_machines(platform, second_machine):
 
 @pytest.mark.browser
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on PATH; on Debian: apt-get install chromium")
-def test_sweep_of_two_checkpoints_and_two_seeds_from_the_dashboard(platform):
+def test_dashboard_sweep_evaluates_each_checkpoint_with_each_seed(platform):
     dashboard = platform.record["prefect"]
     with chromium(dashboard, platform.auth_string) as browser:
         started = start_from_the_form(browser, platform.api, dashboard, CHECKPOINTS, ["3", "4"])

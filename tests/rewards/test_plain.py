@@ -150,7 +150,9 @@ def test_point_in_box_includes_edges(completion: str, units: str, expected: floa
         ("ab", {"at_least": 1, "extract": "<answer>"}, 0.0),
     ],
 )
-def test_length_bounds_and_slope(completion: str, arguments: dict[str, Any], expected: float) -> None:
+def test_length_reward_is_linear_between_its_bounds(
+    completion: str, arguments: dict[str, Any], expected: float
+) -> None:
     assert graded("length", completion, None, **arguments) == expected
 
 

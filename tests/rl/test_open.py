@@ -27,7 +27,7 @@ from tests.refusals import refused
         ("molmo2", {}, (), None),
     ],
 )
-def test_served_adapters_by_family_and_scope(
+def test_family_decides_which_adapter_scopes_are_served(
     family: str,
     lora: dict[str, object] | None,
     freeze: tuple[str, ...],

@@ -246,7 +246,7 @@ def _malformed(what: str) -> RolloutFailed:
 SEEDS = 2**31
 """Seeds are smaller than this number, because numpy's older generators accept no larger ones."""
 SPACING = 1_000_003
-"""Distance between the first tasks' numbers of two consecutive seeds."""
+"""Offset between task numbers of consecutive seeds: the tasks of seed s begin at s * SPACING."""
 
 
 class OpenEnvEnvironment(GeneratedEnvironment[OpenEnvSettings]):

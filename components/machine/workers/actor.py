@@ -40,7 +40,7 @@ REACH_SECONDS = 10.0
 
 _JOINING = threading.Lock()
 _joined: list[str] = []
-"""The address of the cluster that `joined` has joined; empty if the calling program joined one itself."""
+"""Address of the Ray cluster that `joined` connected this process to; empty if the program had connected by itself."""
 
 
 class WorkerActor:

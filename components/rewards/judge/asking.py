@@ -151,7 +151,8 @@ async def _content(response: aiohttp.ClientResponse) -> bytes:
 
 
 def _reply(content: bytes) -> JudgeReply:
-    """Parse a response. Raises `_RetryableError` if it is not a chat completion, as from a proxy in between."""
+    """Parse a response. Raises `_RetryableError` if it is not a chat completion, for example the error
+    page of a proxy."""
     try:
         document = json.loads(content)
         text = document["choices"][0]["message"]["content"]

@@ -185,7 +185,7 @@ class Mixture:
 
 
 def _file_bounds(source: DatasetSource) -> Array:
-    """Return the first selected frame in each file, and the number of selected frames, (files + 1,)."""
+    """Return an array (files + 1,): the index of the first selected frame of each file, then the number of frames."""
     dataset, chosen = source.dataset, selection(source.episodes)
     videos = [name for name in source.cameras.values() if dataset.feature(name).dtype == VIDEO]
     starts = chosen.before(dataset.episodes.file_starts(videos), dataset.episodes)

@@ -151,7 +151,9 @@ class LiberoSimulator:
         return RobotObservation(images, robot_state(self.observed), self._words)
 
     def step(self, action: NDArray[np.floating[Any]]) -> bool:
-        """Execute one action. Return True if the goal holds now, or the gripper is within `reach_distance`.
+        """Execute one action. Return True if the task's goal holds now.
+
+        With `reach_distance`, the goal is that the gripper is within that distance of the task's object.
 
         Raises:
             DataError: the action is not seven finite numbers.

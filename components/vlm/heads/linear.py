@@ -81,7 +81,7 @@ class HeadBlock(NamedTuple):
     forbidden: Tensor  # (width,) bool
 
     def part(self, start: int, width: int) -> HeadBlock:
-        """Return `width` rows from row `start` on."""
+        """Return the block of `width` vocabulary rows of weight, bias and mask that begins at row `start`."""
         rows = slice(start, start + width)
         return HeadBlock(self.weight[rows], None if self.bias is None else self.bias[rows], self.forbidden[rows])
 

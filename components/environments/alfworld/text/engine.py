@@ -192,13 +192,17 @@ class EpisodeState(logic.PddlState):
 
 
 class GameEngine(PddlEnv):
-    """An engine that plays one game after another from problem and goal sentence, like alfworld's wrappers."""
+    """Engine that plays text games one after another, each given by its PDDL problem and its goal sentence.
+
+    Its states have the keys and texts of alfworld's wrappers.
+    """
 
     def __init__(self) -> None:
         super().__init__(textworld.EnvInfos(won=True, admissible_commands=True))
 
     def play(self, problem: str, goal: str) -> GameState:
-        """Start a game and return its state with `feedback`, `admissible_commands` and `won`, like each `step`."""
+        """Start a game and return its state with `feedback`, `admissible_commands` and `won`, the keys that `step`
+        returns too."""
         self._logic = game_logic(goal)
         self._game_data = {"pddl_problem": problem}
         return self.reset()

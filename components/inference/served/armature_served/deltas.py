@@ -145,7 +145,10 @@ class HostWeights:
         return sum64(*parts)
 
     def change(self, name: str, places: Tensor, values: Tensor) -> None:
-        """Write (M,) `values` to the flat indices `places` of a tensor and update the digest. Both are on the CPU."""
+        """Write `values` (M,) to the flat indices `places` (M,) of a tensor and update the digest of all weights.
+
+        Both tensors must be on the CPU.
+        """
         flat, new, first = words(self.tensors[name]), words(values), self._first[name]
         lost, won = weighed(flat[places], places, first), weighed(new, places, first)
         flat[places] = new

@@ -229,10 +229,10 @@ def robot_metadata(
 def resolve(
     settings: RobotPolicySettings, robot: RobotMetadata, available: Sequence[str] | None = None
 ) -> RobotPolicySettings:
-    """Complete `settings` by a robot's metadata.
+    """Fill in `settings` from a robot's metadata.
 
-    Horizon and number of executed steps come from the metadata; prompt words and cameras do only if `settings` leaves
-    them empty.
+    The horizon and the number of executed steps are always taken from the metadata, prompt words and cameras only if
+    `settings` leaves them empty.
 
     Args:
         available: Cameras of the dataset. As in LeRobot, the metadata's cameras are used only if all are available.
