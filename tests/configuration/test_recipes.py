@@ -26,7 +26,7 @@ Keys = tuple[str | int, ...]
 
 
 def leaves(value: Any, at: Keys = ()) -> Iterator[Keys]:
-    """Where the values of a document are; an empty table is one."""
+    """Yield the key path of every value in a document. An empty table counts as a value."""
     if isinstance(value, dict) and value:
         for key, part in value.items():
             yield from leaves(part, (*at, key))

@@ -1,4 +1,4 @@
-"""What a run keeps lies in one folder, also when DVC has it run in a copy of the repository."""
+"""A run stores its files in one folder, also when DVC runs it in a copy of the repository."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is installed: the names that a user is told, and where files and environments are found."""
+"""The installed package: names shown to users, and the locations of data files and environments."""
 
 from __future__ import annotations
 

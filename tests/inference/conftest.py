@@ -60,7 +60,7 @@ def texts(results: list[Any]) -> set[tuple[str, int]]:
 
 
 def write_checkpoint(folder: Path, width: int = 4, dtype: str = "F32") -> Path:
-    """A folder that looks like a checkpoint to whoever does not load it."""
+    """Write a folder that passes for a checkpoint as long as its weights are not loaded."""
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps({"image_token_id": 7, "video_token_id": 8}))
     size = 2 * width * {"F32": 4, "BF16": 2}[dtype]

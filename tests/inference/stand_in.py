@@ -48,10 +48,10 @@ class StandIn:
     tokens: tuple[int, int, int] = (3, 4, 5)
     """Every completion."""
     depends_on: str = ""
-    """What moves a log-prob of a check of its bits: "others", "images" in the same step, "reload" or "server"."""
+    """The cause that changes a log-prob in the determinism check: "others", "images", "reload" or "server"."""
     healthy: bool = True
     list_of_models: str = ""
-    """In place of its own."""
+    """If set, the body that replaces the reply of the route that lists models."""
     answered: Counter[int] = field(default_factory=Counter)
     """Seeds of chat requests that got a whole answer."""
     seen: int = 0
@@ -60,12 +60,12 @@ class StandIn:
     rewrite: Callable[[dict[str, Any]], Any] | None = None
     """Makes another answer of an honest one to a chat request: JSON, or a whole response."""
     plain: bool = False
-    """Whether it runs without our plug-in: no lease, no mark on its answers."""
+    """If True, the server runs without the plug-in: it has no lease, and its answers carry no weights mark."""
     paused: bool = False
     loading: asyncio.Event | None = None
-    """What weights wait for, in the server's event loop."""
+    """An event in the server's loop that loading weights waits for."""
     adapters: dict[str, str] | None = field(default_factory=dict)
-    """Folders by name; None: it takes none."""
+    """Adapter folders by name. None means that the server does not support adapters."""
     calls: list[str] = field(default_factory=list)
     checked: Counter[bool] = field(default_factory=Counter)
     """Requests of a check of its bits that it answers now, by whether they have an image."""
@@ -227,7 +227,7 @@ class StandIn:
         return JSONResponse({"data": [{"id": name, "root": self.root} for name in names]})
 
     def start_again(self) -> None:
-        """As a server does that was killed and started by whoever looks after it."""
+        """Reset the state as if the server had been killed and restarted by its owner."""
         self.version, self.paused = "start", False
         if self.adapters is not None:
             self.adapters = {}

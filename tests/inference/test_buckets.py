@@ -29,7 +29,7 @@ def test_servers_unpack_identical_buckets(shapes, most):
     waiting: list[tuple[str, torch.dtype, list[int], int]] = []
 
     def receive() -> None:
-        """As vLLM's workers do with the next buffer."""
+        """Unpack the next buffer in the way vLLM's workers do."""
         flat = pack(next(sent), buffer)
         sizes = [bytes_ for *_, bytes_ in waiting]
         assert len(flat) == sum(sizes) and len(flat) <= len(buffer)
@@ -51,7 +51,7 @@ def test_servers_unpack_identical_buckets(shapes, most):
 
 
 def test_transfer_uses_the_routes_of_the_vllm_version():
-    """Of the installed one: where it reads `packed`."""
+    """Read the source of the installed vLLM to see which routes accept `packed`."""
     folder = next(VLLM.glob("python*/site-packages/vllm"), None)
     if folder is None:
         pytest.skip("needs .venv-vllm: make environments")

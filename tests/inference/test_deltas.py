@@ -30,7 +30,7 @@ from tests.builders import make_machine
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int64, torch.uint8, torch.bool)
 SPECIAL = (0x0000, 0x8000, 0x0001, 0x8001, 0x7F80, 0xFF80, 0x7FC0, 0x7F81, 0xFFFF, 0x3F80)
-"""Of bf16: zeros, the least denormals, infinities, NaN with three payloads, one."""
+"""Special bf16 bit patterns: zeros, the least denormals, infinities, NaN with three payloads, and one."""
 
 
 @given(st.lists(st.integers(0, 200_000), unique=True).map(sorted))
@@ -51,7 +51,7 @@ def of_bits(bits: Any, dtype: torch.dtype, shape: Any) -> Tensor:
 
 
 def random_tensors(random: np.random.Generator) -> dict[str, Tensor]:
-    """Of every dtype, any bits; a scalar, one without elements, one that is not contiguous."""
+    """Return tensors of every dtype with random bits; they include scalar, empty and non-contiguous ones."""
     made = {}
     for number, dtype in enumerate(DTYPES):
         shape = [(), (0, 3), (7,), (5, 3), (2, 300)][int(random.integers(5))]

@@ -30,7 +30,7 @@ def test_rejects_determinism_that_cannot_be_guaranteed(checkpoint, tmp_path, cha
 
 @pytest.mark.parametrize("depends_on", ["", "others", "images", "reload", "server"])
 def test_joined_server_must_pass_the_determinism_check(checkpoint, stand_ins, tmp_path, depends_on):
-    """Its bits may depend on requests beside, on images in the same step, on a reload, or on which server it is."""
+    """A server's bits may depend on concurrent requests, images in the same step, a reload, or the server itself."""
     servers = stand_ins(2)
     servers[1].depends_on = depends_on
     machine = make_machine(endpoints=tuple(server.url for server in servers), ready_timeout=5.0)

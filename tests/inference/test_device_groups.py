@@ -41,7 +41,7 @@ class Trainer:
 
 
 async def test_single_restarted_server_is_reconnected(join):
-    """Nobody asked it since, so nobody knew."""
+    """The pool sent no request after the restart, so it had not noticed it."""
     (server,), pool = join(1, weight_transfer="nccl")
     trainer = Trainer(server)
     async with pool:
@@ -80,7 +80,7 @@ async def test_unhealthy_server_misses_a_sync_and_gets_the_next(join):
 
 
 async def test_request_for_missing_weights_is_an_error(join):
-    """The next sync waits for it, so it cannot wait for the next sync."""
+    """The request cannot wait for the next sync, because the sync waits for running requests."""
     (server,), pool = join(1, weight_transfer="nccl")
     trainer = Trainer(server)
     async with pool:

@@ -100,7 +100,7 @@ except WeightSyncError as error:
     ("code", "output"), [(200, "the servers did not receive the weights in 8 s"), (500, "answered 500")]
 )
 def test_missing_server_does_not_block_the_transfer(code, output):
-    """Neither the sender nor the end of its process."""
+    """Neither the sender nor the exit of its process is blocked."""
     handler = type("Handler", (NeverJoins,), {"code": code})
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         Thread(target=server.serve_forever, daemon=True).start()
@@ -201,7 +201,7 @@ def machine(way: str) -> Machine:
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory) -> dict[bool, list[Path]]:
-    """Of three seeds, tied and untied."""
+    """Tiny checkpoints of three seeds, with tied (True) and untied (False) embeddings."""
     root = tmp_path_factory.mktemp("checkpoints")
     return {
         tied: [

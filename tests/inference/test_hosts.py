@@ -196,7 +196,7 @@ async def ask_many(pool: ServerPool, sampling: SamplingSettings, count: int) -> 
 
 
 def serves(node: Any) -> bool:
-    """Whether a server runs on this node of Ray."""
+    """Return True if a server runs on this Ray node."""
     raylet = psutil.Process(node.all_processes["raylet"][0].process.pid)
     return any(str(STAND_IN) in each.cmdline() for each in raylet.children(recursive=True) if each.is_running())
 

@@ -23,7 +23,7 @@ OTHER = "b" * 32
 
 
 async def load(server: Any, weights: Path, **headers: str) -> int:
-    """What a client does that has the key and no manners."""
+    """Load weights without holding the lease, as a careless client that has the key would."""
     body = {"method": "reload_weights", "kwargs": {"weights_path": str(weights)}}
     async with httpx.AsyncClient(trust_env=False) as http:
         return (await http.post(f"{server.url}/collective_rpc", json=body, headers=KEY | headers)).status_code

@@ -1,4 +1,4 @@
-"""What the pool does when servers hang, fail, die or answer wrongly; against stand-in servers."""
+"""The pool handles stand-in servers that hang, fail, die or answer wrongly."""
 
 from __future__ import annotations
 
@@ -285,7 +285,7 @@ async def test_failed_sync_leaves_no_server_paused(join, checkpoint):
             await pool.sync(checkpoint("b"), 1)
         answers = await asked
     failed = [answer for answer in answers if isinstance(answer, WeightSyncError)]
-    assert len(failed) == 3  # those of the server that has no new weights
+    assert len(failed) == 3  # the requests of the server that did not get the new weights
     assert {answer.text for answer in answers if answer not in failed} == {"b"}
     assert [server.paused for server in servers] == [False, False]
 

@@ -1,4 +1,4 @@
-"""What one hears of a server that cannot start. The program that stands in for vLLM is a shell script."""
+"""Errors of a server that cannot start. A shell script stands in for vLLM."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from tests.vlm.conftest import model_settings
 
 
 def answer_of(pool: ServerPool, version: str, dtype: str = "float32", off: float = 0.0) -> ProbeAnswer:
-    """What a stand-in answers that holds `version`, but for the greatest log-prob after the image."""
+    """The probe answer of a stand-in server with `version`; `off` shifts the greatest log-prob after the image."""
     value = -float(sum(version.encode()) % 97)
     text = np.full(len(pool.weights.probe.tokens) - 1, value)
     top = value - np.arange(LIKELIEST)

@@ -174,7 +174,7 @@ running.wait()
 
 
 def temporary_folder(log: Path) -> Path:
-    """What the program in SCRATCH made."""
+    """Return the temporary folder that the program SCRATCH created and printed to `log`."""
     deadline = time.monotonic() + 30
     while not log.exists() or not log.read_text().strip():
         assert time.monotonic() < deadline
@@ -252,6 +252,6 @@ print(any(one is kept for one in found), any(one is later for one in found), gc.
 
 
 def test_gc_freeze_excludes_existing_objects():
-    """In a process of its own, for all of it changes."""
+    """Run in a separate process, because the exemption changes the whole process."""
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True, timeout=120)
     assert done.stdout.split() == ["False", "True", "True"]

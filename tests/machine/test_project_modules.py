@@ -93,7 +93,7 @@ def test_edit_with_equal_size_and_time_is_detected(tmp_path):
 
 @pytest.mark.parametrize("name", ["own_reward.py", "own_helper.py", "own_rules/number.py"])
 def test_edit_counts_from_the_next_recipe_load(beside, name):
-    """As in a notebook: for what is run, and for the digest of the code."""
+    """An edit changes both the loaded function and the digest of the code, as in a notebook."""
     before, digest = load_object("own_reward:short", "reward"), code_digest("own_reward")
     assert load_object("own_reward:short", "reward") is before and code_digest("own_reward") == digest
     assert before("purple") == 0.0

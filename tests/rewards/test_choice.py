@@ -1,4 +1,4 @@
-"""Which letter is chosen: every wording with every letter, in several languages and in full-width characters."""
+"""The chosen letter is read from every wording with every letter, in several languages and full-width characters."""
 
 # ruff: noqa: RUF001
 

@@ -1,4 +1,4 @@
-"""Which tasks gave no signal, counted by hand."""
+"""Tasks without signal, counted by hand."""
 
 from __future__ import annotations
 

@@ -322,7 +322,7 @@ def test_undecodable_completion_fails_only_its_rollout(text, store, events, tmp_
 
 
 def test_full_context_keeps_the_earned_reward(store, events):
-    """To talk too much is what the policy did; a task that does not fit from the first is not."""
+    """A policy that writes too much is truncated; only a task that never fits is a failure."""
 
     def talks(messages: Any, seed: int) -> str:
         if len(messages) > 2:

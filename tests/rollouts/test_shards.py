@@ -184,7 +184,7 @@ def playing_processes() -> set[int]:
 
 @pytest.fixture(params=["process", *(["actor"] if find_spec("ray") else [])])
 def place(request) -> Iterator[None]:
-    """Where workers are: processes of this machine, or nodes of a cluster."""
+    """Run the workers as processes of this machine, or as actors on a cluster."""
     with workers_on(None if request.param == "process" else request.getfixturevalue("cluster")):
         yield
 

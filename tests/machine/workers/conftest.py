@@ -17,7 +17,7 @@ os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "token", "RAY_AU
 
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[Any]:
-    """A head without CPUs, to add nodes to; whoever joins it needs its token."""
+    """A Ray head node without CPUs. Tests add nodes to it; joining requires its token."""
     import ray
     from ray.cluster_utils import Cluster
 

@@ -22,7 +22,7 @@ from armature.components.machine.workers.channel import serve
 
 
 class OwnError(ArmatureError):
-    """Of a kind that the other side does not know."""
+    """An error class that the calling process does not know."""
 
 
 class Misbehaving:
@@ -77,7 +77,7 @@ class Misbehaving:
         time.sleep(600)
 
     def write_slowly(self, text: str, seconds: float) -> None:
-        """A JSON document into the socket, a byte at a time, in which NUMBER is that of this request."""
+        """Write a JSON document into the socket byte by byte; NUMBER in it becomes the number of this request."""
         document = text.replace("NUMBER", str(request_number())).encode()
         for byte in struct.pack("<Q", len(document)) + document:
             os.write(int(sys.argv[1]), bytes([byte]))

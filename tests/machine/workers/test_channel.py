@@ -1,4 +1,4 @@
-"""Whatever bytes come: a value, or one of the errors that are promised."""
+"""Any received bytes give either a value or one of the documented errors."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ NAMES = NUMBERS | st.text(max_size=6) | st.sampled_from(["|O", "<f1", "<b8", "<c
 
 
 def received(data: bytes) -> Any:
-    """What a channel makes of these bytes, after which the other side goes."""
+    """Send `data` to a channel, close the sending side, and return the value that the channel reads."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
         theirs.sendall(data)

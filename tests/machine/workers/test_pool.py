@@ -1,4 +1,4 @@
-"""Who works at what: jobs of a key stay together, failed ones are tried again, and an error ends it all."""
+"""Jobs of a key stay on one worker, failed jobs are retried, and other errors end the run."""
 
 from __future__ import annotations
 

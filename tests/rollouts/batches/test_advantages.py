@@ -53,7 +53,7 @@ def test_unscaled_and_batch_scaled_advantages_by_hand():
     st.sampled_from(["sample", "population", None]),
 )
 def test_deviations_equal_numpy(members, scale, deviation):
-    """The sample's where none is named: what torch.std, and so TRL and verl, divide by."""
+    """The default is the sample deviation, which torch.std, and so TRL and verl, divide by."""
     rows = [trajectory(str(number), f"g{group}", reward) for number, (group, reward) in enumerate(members)]
     ddof = 0 if deviation == "population" else 1
     centered = {}

@@ -1,4 +1,4 @@
-"""Which turns are at the same state."""
+"""Anchors group the turns that are at the same state."""
 
 from __future__ import annotations
 

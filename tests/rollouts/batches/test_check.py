@@ -1,4 +1,4 @@
-"""What cannot be trained on is named by row and field, and dropped where a batch is built."""
+"""Samples that cannot be trained on are named by row and field, and dropped when a batch is built."""
 
 from __future__ import annotations
 
