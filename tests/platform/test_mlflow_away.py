@@ -32,7 +32,7 @@ def show(folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
 def test_absent_mlflow_is_an_error_within_seconds(tmp_path):
     done = show(tmp_path, MLFLOW_TRACKING_URI=f"http://me:pass-word@127.0.0.1:{free_port()}")
     assert done.returncode == 1 and "MLflow does not answer" in done.stderr and "Traceback" not in done.stderr
-    assert "what to do: start it" in done.stderr and "pass-word" not in done.stderr
+    assert "code: tracking_failed" in done.stderr and "pass-word" not in done.stderr
 
 
 def test_silent_mlflow_times_out(tmp_path):
