@@ -108,7 +108,7 @@ def test_each_rank_has_its_own_gpu(ray_cluster, tmp_path, python_path):
     output.mkdir()
     (output / "sitecustomize.py").write_text(SAYS_ITS_DEVICE)
     bundle = {"num_gpus": 2, "resources": {"cards": 1}}
-    facts = {"trainer_nodes": 2, "trainer_processes": 2}
+    facts: dict[str, Any] = {"trainer__nodes": 2, "trainer__processes": 2}
     placed = machine(ray_cluster.address, bundle, f"{output}:{python_path}", **facts)
     with (
         pytest.raises(ArmatureError, match=r"(?i)cuda|nvidia"),
