@@ -23,7 +23,7 @@ def value_of(command: list[str], name: str) -> str:
     return command[command.index(f"--{name}") + 1]
 
 
-def test_server_enables_lora_only_for_adapters(checkpoint):
+def test_server_takes_adapters_only_if_configured(checkpoint):
     model, machine = checkpoint("w"), Machine()
     plain = server_command(model, SETTINGS, machine, port=1, gpus=())
     assert not any("lora" in word for word in plain)
