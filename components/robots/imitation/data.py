@@ -50,7 +50,10 @@ class PolicyMicroBatch:
 def arranged(
     examples: Sequence[Example], packing: PackingSettings | None, pad_side: PadSide, multiple: int, pad_id: int
 ) -> tuple[PolicyBatch, list[int]]:
-    """Make a batch of examples, packed or one per row; return also the index of each of the batch's examples.
+    """Make a batch of examples, with one example or several packed ones in each row.
+
+    Packing changes the order of the examples. The second result holds, for each example of the batch in order, its
+    index in `examples`.
 
     Args:
         packing: None puts one example into each row.
@@ -67,7 +70,7 @@ def arranged(
 
 
 def packed_rows(lengths: Sequence[int], settings: PackingSettings) -> list[list[int]]:
-    """Assign examples to rows by best fit: longest first, each into the fullest row that still has room.
+    """Assign examples to rows by best fit: the longest example first, each to the fullest row that has room for it.
 
     Args:
         lengths: Number of tokens of each example.
@@ -126,7 +129,7 @@ def augmented(pixels: Pixels, settings: ImageAugmentationSettings, random: np.ra
 
 
 def _moved(image: Image.Image, settings: ImageAugmentationSettings, random: np.random.Generator) -> Image.Image:
-    """Crop at a random place, resize the crop to the image's size, then rotate it about the center."""
+    """Return a random crop of the image, resized to the image's size and rotated about its center by a random angle."""
     width, height = image.size
     crop_width, crop_height = round(width * settings.crop_side), round(height * settings.crop_side)
     left = int(random.integers(width - crop_width + 1))
@@ -139,7 +142,10 @@ def _moved(image: Image.Image, settings: ImageAugmentationSettings, random: np.r
 
 
 def _hue_shifted(image: Image.Image, turn: float) -> Image.Image:
-    """Shift all hues by the fraction `turn` of a full circle, rounded to one of 256 steps."""
+    """Return the image with all hues shifted by `turn`, a fraction of the full color circle.
+
+    `turn` is rounded to a multiple of 1/256, because hues are stored in 8 bits.
+    """
     steps = round(turn * 256)
     if not steps:
         return image
@@ -151,7 +157,7 @@ def _hue_shifted(image: Image.Image, turn: float) -> Image.Image:
 # --- Samples to micro-batches ---
 
 ROW_MULTIPLE = 8
-"""Rows are padded to one more than a multiple of this number of tokens."""
+"""Rows are padded to a length of n * ROW_MULTIPLE + 1 tokens; for the extra token see `collate`."""
 _AUGMENTATION, _DRAWS = 0, 1  # keys that give augmentation and flow samples independent random streams
 
 
@@ -159,7 +165,7 @@ _AUGMENTATION, _DRAWS = 0, 1  # keys that give augmentation and flow samples ind
 class Encoder:
     """Encodes samples and puts them into micro-batches.
 
-    processors: one for each tag of the datasets, all with the same horizon.
+    processors: the processor of each dataset tag. All processors have the same horizon.
     """
 
     processors: Mapping[str, Processor]
@@ -168,7 +174,7 @@ class Encoder:
     settings: VLATrainerSettings
 
     def example(self, sample: RobotSample) -> Example:
-        """Encode a sample with the processor of its tag."""
+        """Encode a sample with the processor of the sample's dataset tag."""
         where = f"dataset {sample.source}, episode {sample.episode}, frame {sample.frame}"
         return self.processors[sample.tag].encode(sample.observation, sample.actions, sample.padding, where)
 
@@ -195,7 +201,10 @@ class UpdateDataset(Dataset[list[PolicyMicroBatch]]):
         self.mixture, self.encoder, self.rank, self.size = mixture, encoder, rank, size
 
     def positions(self, update: int) -> range:
-        """Return the positions of the mixture's order that this rank uses in `update`."""
+        """Return the positions of this rank's examples of `update` in the mixture's order.
+
+        The ranks take turns: rank r of n uses every n-th of the update's positions, from number r (counted from 0) on.
+        """
         count = self.encoder.settings.batch_size
         return range((update - 1) * count + self.rank, update * count, self.size)
 
@@ -227,9 +236,10 @@ def draw_seed(seed: int, position: int) -> int:
 
 
 def load(updates: UpdateDataset, first: int, last: int, workers: int) -> Iterator[list[PolicyMicroBatch]]:
-    """Yield the micro-batches of updates `first` to `last`, each built by one of `workers` processes.
+    """Yield one list of micro-batches for each update from `first` to `last`.
 
-    With 0 workers they are built in this process when needed.
+    Each list is built ahead of its use by one of `workers` processes. With 0 workers it is built in this process when
+    it is needed.
     """
     options: dict[str, Any] = {}
     if workers:

@@ -29,7 +29,8 @@ def evenly_spread(mixture: Mixture, frames: int) -> list[RobotSample]:
 class HeldoutEvaluator:
     """Measures a policy on held-out samples.
 
-    robots: metadata by tag, with statistics measured on the datasets. settings: the policy's settings by tag.
+    robots: metadata of the robot of each dataset tag, with statistics measured on the datasets.
+    settings: the policy's settings for each dataset tag.
     """
 
     samples: Sequence[RobotSample]
@@ -56,10 +57,11 @@ class HeldoutEvaluator:
         )
 
     def _action_errors(self, model: MolmoAct2) -> dict[str, float]:
-        """Return the mean |predicted - demonstrated| over executed steps, in standard deviations of the actions.
+        """Return the mean absolute error of predicted actions, and the error of a constant prediction for comparison.
 
-        Steps after an episode's end and dimensions that never change do not count. For comparison, the result also has
-        the error of always predicting the dataset's mean action.
+        The constant prediction is the dataset's mean action. Both errors are in standard deviations of the actions, and
+        are means over the steps that the robot executes. Steps after an episode's end and dimensions that never change
+        do not count.
         """
         model.eval()
         predicted, constant = [], []

@@ -20,7 +20,7 @@ from armature.components.training.engine import AppliedUpdate, TrainingEngine, p
 from armature.components.training.ranks import Ranks
 
 LOSSES = {"loss": "total", "loss/flow": "flow", "loss/cross_entropy": "cross_entropy", "loss/z": "z"}
-"""Name of a loss in the history, and its attribute of `PolicyLosses`."""
+"""Names of the losses in the history. Each value is the attribute of `PolicyLosses` that holds the loss."""
 
 
 class PolicyLearner(TrainingEngine[MolmoAct2]):
@@ -95,7 +95,10 @@ class PolicyLearner(TrainingEngine[MolmoAct2]):
 
     @torch.no_grad()
     def score(self, micro_batches: Iterable[PolicyMicroBatch]) -> dict[str, float]:
-        """Compute the losses of all these examples together, without dropout; all ranks call it with the same ones."""
+        """Return the losses of all examples of `micro_batches` together, computed without dropout.
+
+        All ranks must call this method with the same micro-batches.
+        """
         self.model.eval()
         sums = dict.fromkeys(LOSSES, 0.0)
         ready = [micro.to(self.ranks.device) for micro in micro_batches]
@@ -107,14 +110,17 @@ class PolicyLearner(TrainingEngine[MolmoAct2]):
         return sums
 
     def _denominators(self, micro_batches: Sequence[PolicyMicroBatch]) -> LossDenominators:
-        """Sum the denominators of this rank's micro-batches."""
+        """Return the denominators of the losses, summed over `micro_batches` of this rank only."""
         total = LossDenominators(0.0, 0.0)
         for micro in micro_batches:
             total = total + LossDenominators.of(micro.batch, self.plan)
         return total
 
     def _seed(self, update: int, number: int) -> int:
-        """Return the seed of the dropout in a micro-batch of this rank, so that no random state has to be saved."""
+        """Return the dropout seed of micro-batch `number` of this rank in an update.
+
+        Because the seed is computed from these numbers, a checkpoint need not save a random state.
+        """
         key = (self.settings.seed, update, number, self.ranks.rank)
         return int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0] >> np.uint64(1))
 

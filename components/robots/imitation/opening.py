@@ -66,7 +66,10 @@ def units(model: MolmoAct2, precision: str) -> Iterator[Unit]:
 
 @contextmanager
 def whole_expert(model: MolmoAct2) -> Iterator[None]:
-    """Gather a sharded action expert within the block: sampling calls its parts, which do not gather their weights."""
+    """Keep the weights of a sharded action expert gathered inside the `with` block.
+
+    Sampling needs this, because it calls parts of the expert, and FSDP only gathers weights when the whole is called.
+    """
     expert = model.action_expert
     if not isinstance(expert, FSDPModule):
         yield
@@ -83,8 +86,9 @@ class OpenedModel:
     """A model prepared for training.
 
     model: on the CPU, or on the meta device if it will be sharded.
-    named, weights: on the first rank of a sharded training, a copy of the model with its shapes, dtypes and gradient
-        flags, and the weights by name; everywhere else, `model` and None.
+    named: on the first rank of a sharded training, a copy of the model with its shapes, dtypes and gradient flags;
+        everywhere else, `model` itself.
+    weights: on the first rank of a sharded training, the weights by name; everywhere else, None.
     shard: function that shards `model` and loads each rank's shards; None: each rank has the whole model.
     dtypes: dtypes of the checkpoint's weights.
     """
@@ -96,7 +100,10 @@ class OpenedModel:
     dtypes: Mapping[str, torch.dtype]
 
     def publish(self, folder: Path, parts: PolicyParts, ranks: Ranks) -> None:
-        """Write the policy with merged adapters, in the dtypes it was loaded in; all ranks must call it."""
+        """Write the policy to `folder`; all ranks must call this method.
+
+        Adapters are merged, and each weight has the dtype that it had in the loaded checkpoint.
+        """
         merged = merged_weights(self.model)
         weights = {name: whole(value).to(self.dtypes.get(name, value.dtype)) for name, value in merged}
         if ranks.first:
@@ -149,9 +156,10 @@ def open_model(
 def add_adapters(
     model: nn.Module, chosen: Callable[[str], bool], settings: AdapterSettings, seed: int, dropout: float = 0.0
 ) -> list[str]:
-    """Add a low-rank adapter to each linear layer whose name `chosen` accepts, freeze all else; return the names.
+    """Add a low-rank adapter to each linear layer whose name `chosen` accepts, and freeze all other parameters.
 
-    A, (rank, in), starts as normal noise of standard deviation 1 / rank, B, (out, rank), as zeros; both are float32.
+    Returns the names of these layers. An adapter has two float32 matrices: A, (rank, in), starts as normal noise of
+    standard deviation 1 / rank; B, (out, rank), starts as zeros.
 
     Raises:
         ConfigurationError: `chosen` accepts no linear layer.
@@ -184,7 +192,9 @@ GROUPS = ("vlm", "vit", "connector", "action_expert")
 
 
 def prepare(model: nn.Module, settings: PolicyUpdateSettings, semantics: Semantics) -> None:
-    """Freeze parts of `model` and add adapters for `settings.mode`; parameters that then require gradients are trained.
+    """Freeze parts of `model` and add adapters to it, as `settings.mode` requires.
+
+    Afterwards, exactly the parameters to train require gradients.
 
     Args:
         semantics: In "head", the additional rows of a frozen embedding are still trained; in older versions they are
@@ -204,7 +214,10 @@ def prepare(model: nn.Module, settings: PolicyUpdateSettings, semantics: Semanti
 
 
 def parameter_groups(model: nn.Module, settings: PolicyUpdateSettings) -> list[ParameterGroup]:
-    """Return a parameter group for each of GROUPS, in this order; a value head's parameters are left out."""
+    """Return one group of trained parameters for each name in GROUPS, in this order.
+
+    Parameters of a value head are left out.
+    """
     members: dict[str, list[nn.Parameter]] = {name: [] for name in GROUPS}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and not name.startswith(VALUE_HEAD):
@@ -216,14 +229,14 @@ def parameter_groups(model: nn.Module, settings: PolicyUpdateSettings) -> list[P
 
 
 def scheduled(peak: float, settings: PolicyUpdateSettings) -> Callable[[float], float]:
-    """Return the learning rate as a function of the update's number."""
+    """Return a function from an update's number to its learning rate, with warmup to `peak` and cosine decay."""
     warmup, final = settings.warmup_steps, settings.final_lr_fraction
     decay = settings.decay_steps or settings.max_steps
     return lambda update: peak * warmup_cosine(update, warmup=warmup, decay=decay, final=final)
 
 
 def group_of(name: str) -> str:
-    """Return the parameter group of the parameter `name`."""
+    """Return the name, one of GROUPS, of the group that the parameter `name` belongs to."""
     if name.startswith(EXPERT):
         return "action_expert"
     if name.startswith(CONNECTOR) or name == f"{EMBEDDING}.new_embedding":

@@ -22,11 +22,11 @@ from armature.components.robots.policies.settings import RobotPolicySettings
 
 @dataclass(frozen=True)
 class RobotsByTag:
-    """Robots of a mixture, by the tags of the datasets.
+    """Robots of a mixture of datasets. Each dataset has a tag, which names its robot.
 
-    measured: metadata with statistics measured on the datasets.
-    parts: the checkpoint's parts with the settings and the normalization of each tag.
-    horizon: number of actions of an example, the longest chunk of all tags.
+    measured: metadata of each tag's robot, with statistics measured on the datasets.
+    parts: parts of the checkpoint, with settings and normalization for each tag's robot.
+    horizon: number of actions of an encoded example: the length of the longest chunk of all robots.
     """
 
     measured: Mapping[str, RobotMetadata]
@@ -38,9 +38,10 @@ class RobotsByTag:
         return {tag: parts.processor(self.horizon) for tag, parts in self.parts.items()}
 
     def saved(self) -> PolicyParts:
-        """Return the parts to save in a checkpoint.
+        """Return the parts to save in the trained checkpoint.
 
-        With several robots they hold the statistics of all, and a user of the checkpoint selects one by norm_tag.
+        With several robots, the parts hold the statistics of every robot, and a user of the checkpoint selects a robot
+        by its norm_tag.
         """
         first, *others = self.parts.values()
         if not others:
@@ -123,7 +124,7 @@ def _by_tag(sources: Sequence[DatasetSource], chunk: int) -> dict[str, DatasetSo
 
 
 def _measured(source: DatasetSource, statistics: Mapping[str, Any], settings: RobotPolicySettings) -> RobotMetadata:
-    """Return the dataset's metadata under the policy's names of state, action and cameras."""
+    """Return the metadata of a dataset's robot, with the dataset's columns renamed to the policy's feature names."""
     names = {ACTION: source.action} | ({STATE: source.state} if source.state else {})
     features = {name: source.dataset.feature(column) for name, column in names.items()}
     features |= {camera: source.dataset.feature(column) for camera, column in source.cameras.items()}

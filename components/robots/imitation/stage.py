@@ -98,7 +98,7 @@ def write_pages(folder: Path, settings: TrainVLASettings, history: History, numb
 
 
 def compared_errors(error: float, constant: float) -> str:
-    """Compare the error with `constant`, the error of always predicting the mean action, in words."""
+    """Describe in words how `error` compares with `constant`, the error of always predicting the mean action."""
     if error <= constant:
         relation = f"{constant / error:.3g} times smaller than" if error else "against"
     else:

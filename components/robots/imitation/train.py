@@ -32,12 +32,12 @@ class PolicyTraining(BaseModel):
 
     @property
     def seed(self) -> int:
-        """Seed of the training."""
+        """Seed of the training's random numbers, from the training settings."""
         return self.settings.training.seed
 
 
 class PolicyTrainerClient(ServiceClient):
-    """Client of a trainer service that trains a policy; its `training` is a `PolicyTraining`."""
+    """Client of a trainer service that trains a policy. The service's setting `training` is a `PolicyTraining`."""
 
     def step(self, step: int) -> dict[str, float]:
         """Make update `step` = 1, 2, ... on data that the service loads; return its metrics.

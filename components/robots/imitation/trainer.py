@@ -38,7 +38,7 @@ from armature.components.training.ranks import Ranks
 class AssembledTraining:
     """Parts of a training on one rank.
 
-    parts: what a saved checkpoint contains besides the weights.
+    parts: content of a saved checkpoint besides the weights.
     updates: this rank's micro-batches of each update.
     shapes: shapes of the trained parameters by name.
     evaluator: None if no episodes are held out.
@@ -52,12 +52,18 @@ class AssembledTraining:
     learner: PolicyLearner
 
     def measure(self) -> dict[str, float]:
-        """Return losses and action errors on held-out frames, with averaged weights if there are; {} without frames."""
+        """Return losses and action errors on held-out frames, or {} if no frames are held out.
+
+        If a moving average of the weights is kept, the averaged weights are measured.
+        """
         with self.learner.optimizer.averaged():
             return self.evaluator.measure(self.learner) if self.evaluator else {}
 
     def publish(self, folder: Path) -> None:
-        """Write the policy to `folder`, with averaged weights if there are; all ranks must call it."""
+        """Write the policy to `folder`; all ranks must call this method.
+
+        If a moving average of the weights is kept, the averaged weights are written.
+        """
         with self.learner.optimizer.averaged():  # publish must be inside: on a CPU the averages are not copied
             self.opened.publish(folder, self.parts, self.learner.ranks)
 

@@ -19,7 +19,7 @@ from armature.components.training.service_settings import ServiceSettings
 from armature.components.training.service_worker import Command, ServiceWorker
 
 REMEMBERED = 1000
-"""Number of last steps whose metrics a checkpoint keeps; the history file has the metrics of all steps."""
+"""A checkpoint keeps the metrics of this many of the latest steps; the history file has the metrics of all."""
 
 
 class PolicyWorker(ServiceWorker):

@@ -59,7 +59,10 @@ def run_policy(
 
 
 def policy_sources(settings: RobotPolicySettings, inputs: Mapping[str, Artifact]) -> dict[str, str]:
-    """Return the digests of the local folder that `settings` refers to, for the stage's fingerprint; {} otherwise."""
+    """Return the digests of the local checkpoint folder in `settings`, which enter the stage's fingerprint.
+
+    The result is {} if the policy does not come from a local folder.
+    """
     from armature.components.models.source import folder_sources
     from armature.components.robots.policies.source import POLICY
 

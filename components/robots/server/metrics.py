@@ -26,7 +26,7 @@ class EventFormatter(logging.Formatter):
     """
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the line of a record."""
+        """Return `record` as one line of JSON."""
         line = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
@@ -46,7 +46,10 @@ _ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
 
 
 class PolicyServerMetrics:
-    """Metrics of one server. They have their own registry, so that several servers of a process do not add up."""
+    """Metrics of one server.
+
+    They have their own registry, so that the counts of several servers in one process stay separate.
+    """
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -72,7 +75,7 @@ class PolicyServerMetrics:
         )
 
     def answered(self, seconds: float, rows: int) -> None:
-        """Count a request that was answered after `seconds`, computed together with `rows` requests."""
+        """Count a request that was answered after `seconds`, in a batch of `rows` requests that includes it."""
         self.requests.labels("answered").inc()
         self.seconds.observe(seconds)
         self.rows.observe(rows)

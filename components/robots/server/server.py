@@ -129,7 +129,10 @@ class PolicyServer:
             ) from error
 
     def _admit(self, connection: ServerConnection, request: Request) -> Response | None:
-        """Return a response to /healthz or to a request without the key; None lets the websocket handshake go on."""
+        """Answer a request to /healthz, and refuse a client without the right key.
+
+        For all other requests, return None, which lets the websocket handshake go on.
+        """
         if request.path == "/healthz":
             if self._queue.healthy:
                 return connection.respond(HTTPStatus.OK, "OK\n")
@@ -158,7 +161,7 @@ class PolicyServer:
             log_event("disconnected", _client(connection), code=connection.close_code, reason=connection.close_reason)
 
     async def _converse(self, connection: ServerConnection, closed: asyncio.Future[None]) -> None:
-        """Send the metadata, then answer one request after the other."""
+        """Send the policy's metadata to a client, then answer the client's requests one after the other."""
         await connection.send(self._metadata)
         answered, previous = 0, dict[str, float]()
         async for frame in connection:
@@ -180,7 +183,7 @@ class PolicyServer:
 
 
 async def _unless(closed: asyncio.Future[None], asking: Coroutine[Any, Any, ServedChunk]) -> ServedChunk | None:
-    """Await `asking`; if the connection is closed first, cancel it and return None."""
+    """Return the result of `asking`. If the connection is closed before, cancel `asking` and return None."""
     task = asyncio.ensure_future(asking)
     either: set[asyncio.Future[Any]] = {closed, task}
     try:
@@ -202,7 +205,10 @@ def _message(answer: ServedChunk, seed: int, previous: Mapping[str, float]) -> M
 
 
 def _same(header: str, expected: str) -> bool:
-    """Compare in constant time, so that timing reveals nothing about the key."""
+    """Return True if a client's header is the expected one.
+
+    The comparison takes constant time, so that its duration reveals nothing about the key.
+    """
     return secrets.compare_digest(header.encode(errors="replace"), expected.encode())
 
 

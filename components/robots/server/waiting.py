@@ -22,7 +22,7 @@ Chunk = NDArray[np.float32]
 
 
 class BusyError(ServerError):
-    """The queue is full."""
+    """A request is refused, because the queue of requests to the policy is full."""
 
     code = "busy"
 
@@ -33,7 +33,8 @@ class ServedChunk:
 
     actions: (n_action_steps, action dimensions) float32.
     rows: number of requests that were computed together.
-    waited: seconds in the queue. computed: seconds of the prediction.
+    waited: seconds that the request was in the queue.
+    computed: seconds that the prediction of all `rows` took.
     """
 
     actions: Chunk
@@ -122,7 +123,10 @@ class PolicyQueue:
             self._thread.shutdown()
 
     def _predict(self, taken: Sequence[_Waiting]) -> list[Chunk | ArmatureError]:
-        """Return for each request its chunk or its error; runs in the policy's thread."""
+        """Predict a chunk for each request; a request that fails gets an error in its place.
+
+        This method runs in the policy's thread.
+        """
         try:
             predicted = self._policy.predict([each.observation for each in taken], [each.seed for each in taken])
             chunks = np.asarray(predicted, np.float32)

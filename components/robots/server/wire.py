@@ -133,7 +133,7 @@ def _count(containers: int) -> None:
 
 
 def _map(pairs: list[tuple[str | bytes, Any]]) -> Message:
-    """Return a map with text keys; a key that occurs twice is an error."""
+    """Return the pairs of a MessagePack map as a dict with text keys; a key that occurs twice raises DataError."""
     message: Message = {}
     for key, value in pairs:
         name = key.decode() if isinstance(key, bytes) else key

@@ -29,13 +29,13 @@ if TYPE_CHECKING:
 
 
 Size = Annotated[int, Field(gt=0, le=2**20)]
-"""Size of a tensor's dimension, limited so that a product of three still fits into 64 bits."""
+"""Size of one dimension of a tensor, limited so that the product of three sizes still fits into 64 bits."""
 Depth = Annotated[int, Field(gt=0, le=1024)]
 """Number of layers."""
 
 
 class _Section(BaseModel):
-    """Part of config.json. Fields that no class declares are kept, and written again by `to_dict`."""
+    """Base class of a section of config.json. Fields that the class does not declare are kept, and written back."""
 
     model_config = ConfigDict(extra="allow", frozen=True, allow_inf_nan=False)
 
@@ -207,7 +207,7 @@ class MolmoAct2Config(_Section):
         return config
 
     def to_dict(self) -> dict[str, Any]:
-        """Return exactly the fields that `from_dict` was given, undeclared fields included."""
+        """Return the content of config.json: exactly the fields that `from_dict` received, undeclared ones included."""
         return self.model_dump(mode="json", exclude_unset=True)
 
     def molmo2(self) -> Molmo2Config:

@@ -28,7 +28,7 @@ TOKENS_PER_ACTION = 16
 
 
 class InferenceChanges(TypedDict, total=False):
-    """Settings of a policy to change for inference; None keeps the policy's own value."""
+    """Settings that replace the policy's own settings at inference; None keeps the policy's own value."""
 
     n_action_steps: int | None
     num_inference_steps: int | None
@@ -178,13 +178,13 @@ class MolmoAct2Policy:
         return self._processor.decode(chunks)[:, : self.n_action_steps]
 
     def answer(self, observations: Sequence[RobotObservation], seeds: Sequence[int]) -> list[PlainChunk]:
-        """Predict the same chunks as `predict`, as `PlainChunk`s."""
+        """Return the chunks that `predict` predicts, one `PlainChunk` per observation."""
         return [PlainChunk(actions) for actions in self.predict(observations, seeds)]
 
     def sample_flow_sde(
         self, observations: Sequence[RobotObservation], seeds: Sequence[int], noise_level: float
     ) -> list[FlowChunk]:
-        """Predict from the same noise as `predict`, with one random Flow-SDE step per row (see `Sampler`)."""
+        """Predict chunks with one random Flow-SDE step each; the initial noise is the same as in `predict`."""
         examples = in_threads(self._example, observations)
         return self._flow_chunks(self._sampler.sample_flow_sde(examples, seeds, noise_level))
 
@@ -257,7 +257,11 @@ class MolmoAct2Policy:
     def _sampled(
         self, examples: Sequence[Example], seeds: Sequence[int], previous: Sequence[PreviousActions | None]
     ) -> Floats:
-        """Sample normalized chunks, in two calls: rows with previous actions need guidance, and so other kernels."""
+        """Sample a normalized chunk for each example: (N, T, max_action_dim) float32.
+
+        Examples with and without previous actions are sampled in separate calls. Previous actions need guidance,
+        which runs other kernels.
+        """
         chunks: dict[int, Floats] = {}
         for guided in (False, True):
             rows = [row for row, left in enumerate(previous) if (left is not None) == guided]
@@ -275,7 +279,11 @@ class MolmoAct2Policy:
         return np.stack([chunks[row] for row in range(len(examples))])
 
     def _wanted(self, previous: PreviousActions) -> tuple[Tensor, Tensor]:
-        """Return the normalized previous actions, padded to (T, max_action_dim), and their weights (T,)."""
+        """Return the target of the guidance and its weights.
+
+        The target (T, max_action_dim) holds the normalized previous actions, padded with 0. The weights (T,) tell how
+        strongly each step is pulled to the target.
+        """
         sampler, left = self._sampler, len(previous.actions)
         wanted = torch.zeros(sampler.horizon, sampler.model.config.max_action_dim)
         normalized = self._processor.action.normalize(previous.actions, "previous actions")
@@ -283,7 +291,7 @@ class MolmoAct2Policy:
         return wanted, prefix_weights(previous.delay, left, sampler.horizon)
 
     def _flow_chunks(self, chunks: ScoredChunks) -> list[FlowChunk]:
-        """Return the rows of `chunks`, with actions in the dataset's units."""
+        """Convert each row of `chunks` to a `FlowChunk`, with actions in the dataset's units."""
         actions, executed = self._processor.decode(chunks.actions.numpy()), self.n_action_steps
         return [
             FlowChunk(
@@ -298,7 +306,9 @@ class MolmoAct2Policy:
         ]
 
     def _decoded(self, tokens: Sequence[Sequence[int]]) -> tuple[Floats, list[bool]]:
-        """Decode generated tokens to normalized actions; return for each row also if its tokens were valid.
+        """Decode the generated tokens of each row to normalized actions, (N, chunk_size, action dimensions).
+
+        The second result has True for each row with valid tokens. Other rows get 0 for all actions.
 
         Raises:
             ServerError: tokens are invalid and `refuse_undecoded` is set.

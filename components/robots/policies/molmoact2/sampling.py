@@ -49,7 +49,7 @@ def token_logprobs(logits: Tensor, tokens: Tensor, temperature: float) -> Tensor
 
 
 class TokenSampler:
-    """Samples one token per row and call, row i from seed i alone, and records their log-probs.
+    """Samples one token for each row in every call, and records the tokens' log-probs. Row i uses seed i alone.
 
     Uses the Gumbel-max trick: with e ~ Exponential(1) for each token, argmax(logits / temperature - ln e) is a token
     with its probability p. e is drawn in float64, whose tails reach far enough for rare tokens.
@@ -114,7 +114,8 @@ class ScoredChunks:
         the noise of the flow-matching losses, (N, F, T, max_action_dim), and the actions.
     steps: (N,) int64, numbers of the random steps; None if no step is random.
     logprobs: (N, T, max_action_dim) float64; see `step_logprobs` and `loss_logprobs`.
-    values: (N,) float32, the value head's at `before`, or at the first loss's point; None without a value head.
+    values: (N,) float32, output of the value head at the point `before`, or, if no step is random, at the noisy point
+        of the first loss; None without a value head.
     """
 
     actions: Tensor
@@ -144,7 +145,8 @@ class SharedConditions:
     used: (N, 1, D) float32, 1 for the robot's dimensions and 0 for padding.
     mask: (N, 1, 1, S) bool, True for context tokens that the expert attends to.
     contexts: keys and values of the expert for each text layer.
-    modulations: of each block and the final layer, for all K steps: (K, parts, 1, hidden).
+    modulations: shifts, scales and gates of each block and the final layer for all K denoising steps,
+        (K, parts, 1, hidden) each.
     """
 
     used: Tensor
@@ -154,7 +156,7 @@ class SharedConditions:
 
 
 TILE = 64
-"""Number of tokens that the width of a row on a GPU is a multiple of.
+"""On a GPU, the width of a row is a multiple of this number of tokens.
 
 Matrix products are fast at such widths, and all prompts of LIBERO get the same width.
 """
@@ -277,7 +279,10 @@ class Sampler:
     def _in_groups(
         self, examples: Sequence[Example], run: Callable[[list[int], PolicyBatch], list[Tensor]]
     ) -> list[Tensor]:
-        """Call `run` for each group of rows; return its tensors (rows, ...) joined to (N, ...) in order, on the CPU."""
+        """Divide examples into groups of rows, call `run` for each group, and join the results on the CPU.
+
+        `run` returns a list of tensors (rows, ...). They are joined to tensors (N, ...) in the order of `examples`.
+        """
         slots, parts = list[int](), list[list[Tensor]]()
         for rows, batch in self._groups(examples):
             slots += rows
@@ -286,7 +291,10 @@ class Sampler:
         return [torch.cat(part)[order] for part in zip(*parts, strict=True)]
 
     def _groups(self, examples: Sequence[Example]) -> Iterator[tuple[list[int], PolicyBatch]]:
-        """Yield for each group of rows of equal width their indices and their batch on the CPU."""
+        """Divide examples into groups of equal row width; yield the indices of a group's examples and their batch.
+
+        The batch is on the CPU.
+        """
         by_width: dict[int, list[int]] = {}
         for index, example in enumerate(examples):
             if example.length > self.width:
@@ -305,11 +313,14 @@ class Sampler:
                 yield rows, batch
 
     def _width(self, example: Example) -> int:
-        """Return the width of the example's row, which must not depend on its neighbors."""
+        """Return the number of tokens of the example's row with padding, which must not depend on other examples."""
         return min(self.width, TILE * ceil(example.length / TILE)) if self._padded else example.length
 
     def _euler(self, inputs: Sequence[Tensor]) -> Tensor:
-        """Integrate all Euler steps; `inputs` are the noise (N, T, D) and the batch's `observed` tensors."""
+        """Return actions (N, T, D), computed by all Euler steps.
+
+        `inputs` are the noise (N, T, D) and the batch's `observed` tensors.
+        """
         noise, *observed = (one.to(self.device) for one in inputs)
         with self.model.autocast(self.device):  # one region around all steps casts each weight only once
             return self._integrated(noise, self._conditions(observed))
@@ -323,8 +334,8 @@ class Sampler:
     def _scored(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         """Return actions (N, T, D), their log-probs (N, T, D), and with a value head the values (N,).
 
-        `inputs` are the noise (N, 1 + F, T, D), the first of the actions and F of the losses, and the batch's
-        `observed` tensors.
+        `inputs` are the noise (N, 1 + F, T, D) and the batch's `observed` tensors. The first noise of a row is for
+        sampling the actions, the other F are for the losses.
         """
         noise, *observed = (one.to(self.device) for one in inputs)
         expert, head = self.model.action_expert, self.model.value_head
@@ -343,7 +354,7 @@ class Sampler:
         return [actions, loss_logprobs(velocity, actions, draws.noise), *values]
 
     def _guided(self, inputs: Sequence[Tensor]) -> Tensor:
-        """Integrate guided Euler steps.
+        """Return actions (N, T, D), computed by Euler steps that are pulled towards wanted actions.
 
         `inputs` are noise and wanted actions (N, T, D), weights (N, T), and the batch's `observed` tensors.
         """
@@ -358,12 +369,13 @@ class Sampler:
         return x
 
     def _flow_sde(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        """Integrate Euler steps and one Flow-SDE step in each row.
+        """Integrate Euler steps and one random Flow-SDE step in each row.
 
-        Returns the actions, the points before and after the random step, and the velocity before it, (N, T, D) each;
-        with a value head also the values (N,) before the random step. `inputs` are the initial noise and the noise of
-        the random step (N, T, D), sigmas (N, steps), which are 0 except for the random step, and the batch's `observed`
-        tensors.
+        Returns the actions, the points before and after the random step, and the velocity at the point before it,
+        (N, T, D) each. With a value head, the values (N,) at the point before it follow.
+
+        `inputs` are the initial noise (N, T, D), the noise of the random step (N, T, D), the sigmas (N, steps), and the
+        batch's `observed` tensors. The sigmas of a row are 0 except for its random step.
         """
         noise, step_noise, sigmas, *observed = (one.to(self.device) for one in inputs)
         steps, head = self.plan.steps, self.model.value_head
@@ -386,7 +398,7 @@ class Sampler:
         return [x, *recorded, *([] if head is None else [values])]
 
     def _conditions(self, observed: Sequence[Tensor]) -> SharedConditions:
-        """Run the VLM and compute what the denoising steps need of it."""
+        """Run the VLM and return the inputs of the action expert that all denoising steps share."""
         batch = PolicyBatch.of_observed(observed)
         visible = context_mask(batch, self.plan.hides_answers, self.model.config)
         context = context_index(batch, visible, visible.shape[1] if self._padded else None)
@@ -413,13 +425,16 @@ class Sampler:
         return velocity.to(x.dtype), states
 
     def _used_velocity(self, x: Tensor, step: int, conditions: SharedConditions) -> Tensor:
-        """Return the velocity with 0 in padded dimensions, so that these have no part in the guidance."""
+        """Return the velocity, set to 0 in padded dimensions, so that these dimensions do not affect the guidance."""
         return self._velocity(x, step, conditions) * conditions.used
 
     def _continue(
         self, batch: PolicyBatch, hidden: BackboneOutput, max_steps: int, choose: Callable[[Tensor], Tensor]
     ) -> list[list[int]]:
-        """Generate tokens of each row after its prompt, chosen by `choose` from logits (B, V)."""
+        """Generate tokens that continue the prompt of each row, up to EOS (included) or `max_steps` tokens.
+
+        `hidden` is the VLM's output for the prompts. `choose` maps logits (B, V) to the next tokens (B,).
+        """
         text, eos = self.model.vlm.model.language_model, self.model.config.eos_token_id
         visible = batch.example_ids >= 0
         positions = visible.sum(-1)
@@ -438,7 +453,10 @@ class Sampler:
 
 
 def _draw(seed: int, shape: tuple[int, int], steps: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Draw for a row the initial noise (the same as `row_noise`), the number of the random step, and its noise."""
+    """Draw the random numbers of one Flow-SDE row from its seed.
+
+    Returns the initial noise (the same as in `row_noise`), the number of the random step, and the step's noise.
+    """
     generator = torch.Generator().manual_seed(seed)
     noise = torch.randn(shape, generator=generator)
     step = torch.randint(steps, (), generator=generator)
@@ -446,7 +464,10 @@ def _draw(seed: int, shape: tuple[int, int], steps: int) -> tuple[Tensor, Tensor
 
 
 def _draw_noises(seed: int, shape: tuple[int, int], count: int) -> Tensor:
-    """Draw for a row the initial noise (the same as `row_noise`) and `count` more noises, shape (1 + count, T, D)."""
+    """Draw 1 + `count` noises of one row from its seed, shape (1 + count, T, D).
+
+    The first is the initial noise, the same as in `row_noise`.
+    """
     generator = torch.Generator().manual_seed(seed)
     first = torch.randn(shape, generator=generator)
     return torch.cat([first[None], torch.randn(count, *shape, generator=generator)])

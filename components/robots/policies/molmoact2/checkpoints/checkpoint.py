@@ -97,7 +97,9 @@ def load_policy(
     robot: RobotMetadata | None = None,
     device: str | torch.device = "cpu",
 ) -> LoadedPolicy:
-    """Load a policy to `device`, in the dtypes of `MolmoAct2` for `settings.dtype`; for arguments see `load_parts`.
+    """Load a policy with its weights to `device`; for the other arguments see `load_parts`.
+
+    `settings.dtype` determines the dtypes of the weights; see `MolmoAct2`.
 
     Raises:
         ConfigurationError, DataError: see `load_parts`; or a weight is missing, unknown, or has another shape.
@@ -123,7 +125,9 @@ def empty_model(parts: PolicyParts) -> MolmoAct2:
 
 
 def load_model(source: str | Path, parts: PolicyParts, device: str | torch.device = "cpu") -> MolmoAct2:
-    """Return the model of `parts` with the weights of `source`; at most one tensor is in memory besides the model.
+    """Return the model of `parts` with the weights of the checkpoint `source`.
+
+    Weights are read one by one, so at most one tensor is in memory besides the model.
 
     Raises:
         DataError: a weight is missing, unknown, or has another shape.
@@ -134,7 +138,7 @@ def load_model(source: str | Path, parts: PolicyParts, device: str | torch.devic
 
 
 def read_model(source: str | Path, parts: PolicyParts) -> tuple[MolmoAct2, dict[str, Tensor]]:
-    """Return the model that `load_model` loads, but without storage, and its weights as stored in the files.
+    """Return the model of `parts` on the meta device, and separately the weights of `source` in their stored dtypes.
 
     The weights are views of memory-mapped files; only layers with merged LeRobot adapters take memory.
 
@@ -214,7 +218,7 @@ def export_lerobot(source: Path, out: Path, base: str) -> None:
 
 
 def write_parts(folder: Path, parts: PolicyParts) -> None:
-    """Write everything but the weights."""
+    """Write all files of a checkpoint in the released layout to `folder`, except the weights."""
     for name in UNCHANGED_FILES:
         if (parts.files / name).is_file():
             shutil.copyfile(parts.files / name, folder / name)

@@ -43,7 +43,8 @@ _LORA_A, _LORA_B = ".lora_A.default.weight", ".lora_B.default.weight"
 class LeRobotCheckpoint:
     """Content of a checkpoint in LeRobot's layout.
 
-    base: folder of the released checkpoint with the other files. settings: completed by the checkpoint's settings.
+    base: folder of the released checkpoint that has the tokenizer and the other files LeRobot does not save.
+    settings: the given settings of the policy, completed by the settings in the LeRobot checkpoint.
     robot: statistics, prompt words and cameras; None if the checkpoint has no preprocessor.
     """
 
@@ -157,7 +158,7 @@ class LeRobotTensors:
         return self._files.shape(self._stored[name])
 
     def __getitem__(self, name: str) -> Tensor:
-        """Read a weight; with an adapter, return W + alpha / rank B A in float32."""
+        """Read a weight W. If it has an adapter of matrices A and B, return W + (alpha / rank) B A in float32."""
         stored = self._stored[name]
         weight = self._files[stored]
         layer = stored.removesuffix(f"{_BASE_LAYER}weight")
@@ -168,7 +169,7 @@ class LeRobotTensors:
 
 
 def _base(folder: Path, raw: Mapping[str, Any], settings: RobotPolicySettings) -> Path:
-    """Return the folder of the released checkpoint.
+    """Return the folder of the released checkpoint that the LeRobot checkpoint in `folder` was trained from.
 
     It is `base/` if we wrote the checkpoint, else the checkpoint named in the settings, else the one in config.json.
     """
@@ -227,7 +228,7 @@ def _stats(tensors: Mapping[str, Tensor], key: str, names: Any, where: Path) -> 
 
 
 def _released(name: str, folder: Path) -> str:
-    """Return the released name of a weight in LeRobot's file."""
+    """Return the released name of a weight that LeRobot's weights file calls `name`."""
     if not name.startswith("model."):
         raise DataError(
             f"the weight {name} does not have LeRobot's prefix model.",
@@ -317,7 +318,7 @@ def write_processors(
 
 
 def _prompt(settings: RobotPolicySettings, base: str) -> dict[str, Any]:
-    """Return the fields that are in config.json and in the packing step."""
+    """Return the settings that LeRobot expects twice: in config.json and in the preprocessor's packing step."""
     names = ("setup_type", "control_mode", "normalize_language", "add_setup_tokens", "add_control_tokens")
     more = ("max_sequence_length", "chunk_size", "action_mode")
     fields = {name: getattr(settings, name) for name in (*names, *more)}
@@ -325,7 +326,10 @@ def _prompt(settings: RobotPolicySettings, base: str) -> dict[str, Any]:
 
 
 def _policy_fields(settings: RobotPolicySettings) -> dict[str, Any]:
-    """Return the other fields of config.json; the names of some differ between LeRobot's versions."""
+    """Return the settings that LeRobot expects only in config.json.
+
+    Names of some of these fields differ between LeRobot's versions.
+    """
     names = ("n_action_steps", "normalize_gripper", "num_flow_timesteps", "num_inference_steps")
     more = ("mask_action_dim_padding", "enable_knowledge_insulation")
     fields = {name: getattr(settings, name) for name in (*names, *more)}

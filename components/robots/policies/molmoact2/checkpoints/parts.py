@@ -123,7 +123,10 @@ def load_parts(
 
 
 def _saved_settings(source: str | Path, settings: RobotPolicySettings | None) -> RobotPolicySettings | None:
-    """Return the settings in an artifact, in its checkpoint, or in a LeRobot checkpoint's `base/`; None if missing."""
+    """Return the policy's settings saved in `source`; None if it has no file policy.json.
+
+    The file is looked for in `source` itself, in its `checkpoint/`, and in the `base/` of a LeRobot checkpoint.
+    """
     folder = Path(source)
     if not folder.is_dir():
         folder = locate(source, settings.revision if settings else None, POLICY_WITHOUT_WEIGHTS)

@@ -42,7 +42,7 @@ TOKEN_FIELDS = {field: token for token, field in SPECIAL_TOKENS.values()} | {
     "frame_end_token_id": "<frame_end>",
     "action_output_token_id": "<action_output>",
 }
-"""Token whose id each of these fields of config.json holds."""
+"""Token by field of config.json. The field holds the id of this token."""
 
 
 def make_tiny_policy(folder: Path, settings: RobotPolicySettings) -> Path:
@@ -111,7 +111,10 @@ def _tokenizer(sizes: TinyPolicySettings) -> PreTrainedTokenizerFast:
 
 
 def _texts(sizes: TinyPolicySettings) -> tuple[str, ...]:
-    """Return the texts that should need few tokens: the tasks, and the other words of the prompt."""
+    """Return the texts to train the tokenizer on: the corpus and the fixed words of the prompt.
+
+    The tokenizer then needs few tokens for them.
+    """
     prompt = "".join(instruction("", "", ""))
     for marker in (*MARKERS, "<action_output>"):
         prompt = prompt.replace(marker, "")
@@ -119,7 +122,7 @@ def _texts(sizes: TinyPolicySettings) -> tuple[str, ...]:
 
 
 def _config(sizes: TinyPolicySettings, tokenizer: PreTrainedTokenizerFast) -> MolmoAct2Config:
-    """Return a configuration with the fields of a released one."""
+    """Return a tiny policy's configuration, with the same fields as a released checkpoint's config.json."""
     vision = {
         "hidden_size": sizes.vision_hidden_size,
         "num_attention_heads": sizes.vision_heads,
@@ -197,7 +200,11 @@ def _config(sizes: TinyPolicySettings, tokenizer: PreTrainedTokenizerFast) -> Mo
 
 
 def _model(config: MolmoAct2Config, sizes: TinyPolicySettings) -> MolmoAct2:
-    """Return a model with norms 1, biases 0, and normal other weights of the VLM; see `ActionExpert.initialize`."""
+    """Return a model with random weights.
+
+    In the VLM, norm weights are 1, biases are 0, and other weights are normally distributed. For the action expert see
+    `ActionExpert.initialize`.
+    """
     generator = torch.Generator().manual_seed(sizes.seed)
     model = MolmoAct2(config)
     with torch.no_grad():

@@ -31,7 +31,10 @@ _EMBEDDINGS = {
     f"{VLM}model.language_model.embed_tokens.{part}": f"model.transformer.wte.{part}"
     for part in ("embedding", "new_embedding")
 }
-"""Released names of the two embedding tables. transformers' Molmo2 has one table, so `to_hub` does not know them."""
+"""Released name of each of the two embedding tables, by its name in `MolmoAct2`.
+
+`to_hub` cannot convert these names, because transformers' Molmo2 has a single embedding table.
+"""
 _RELEASED_EMBEDDINGS = {released: name for name, released in _EMBEDDINGS.items()}
 
 
@@ -70,7 +73,7 @@ def to_released(state: Mapping[str, Tensor], config: Molmo2Config) -> dict[str, 
 
 
 def from_released(tensors: Mapping[str, Tensor], config: Molmo2Config) -> dict[str, Tensor]:
-    """Invert `to_released`.
+    """Return tensors of a released checkpoint under their names in `MolmoAct2`; the inverse of `to_released`.
 
     Raises:
         DataError: a name does not exist in a released MolmoAct2.
@@ -213,7 +216,10 @@ def write_released(
 
 
 def _shards(tensors: Mapping[str, Tensor], most: int) -> list[list[str]]:
-    """Return the names in order, in groups of at most `most` bytes; a larger tensor has its own group."""
+    """Divide tensors into shards of at most `most` bytes, and return the tensor names of each shard.
+
+    The order of the tensors stays. A tensor larger than `most` bytes gets a shard of its own.
+    """
     shards: list[list[str]] = [[]]
     size = 0
     for name, tensor in tensors.items():
@@ -226,7 +232,10 @@ def _shards(tensors: Mapping[str, Tensor], most: int) -> list[list[str]]:
 
 
 def _released_tensor(name: str, planned: Tensor, state: Mapping[str, Tensor], config: Molmo2Config) -> Tensor:
-    """Return the tensor with the released `name`, made of its parts in `state`, contiguous and on the CPU."""
+    """Return the tensor with the released `name`, fused from its parts in `state`. It is contiguous and on the CPU.
+
+    planned: the same tensor without its values, for its shape; the rotary frequencies have their values.
+    """
     if name == FREQUENCIES:
         return planned
     parts = from_released({name: planned}, config)

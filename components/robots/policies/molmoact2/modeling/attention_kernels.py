@@ -22,7 +22,7 @@ def _normed(x, SIZE: tl.constexpr):
 
 @triton.jit
 def _rotated(place, inside, cos, sin, SIZE: tl.constexpr):
-    """Load heads, normalize and rotate them, and return both halves of their dimensions."""
+    """Load one head of each token, apply the RMS norm and the rotary rotation, and return its two halves separately."""
     dtype = place.dtype.element_ty
     first = tl.load(place, inside, 0.0).to(tl.float32)
     second = tl.load(place + SIZE // 2, inside, 0.0).to(tl.float32)
@@ -37,7 +37,10 @@ def _self_attention(
     SCALE: tl.constexpr, HEADS: tl.constexpr, SIZE: tl.constexpr, QUERIES: tl.constexpr, HALF: tl.constexpr,
     WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Compute one row and head: all steps fit into one block, so the softmax needs no running maximum."""
+    """Compute the self-attention of one head in one row of the batch.
+
+    All steps of a chunk fit into one block, so the softmax needs no running maximum.
+    """
     row, head = tl.program_id(0).to(tl.int64) // HEADS, tl.program_id(0) % HEADS
     steps, halves, columns = tl.arange(0, QUERIES), tl.arange(0, HALF), tl.arange(0, WIDTH)
     inside = steps < count
@@ -64,7 +67,10 @@ def _cross_attention(
     SCALE: tl.constexpr, BLOCKS: tl.constexpr, HEADS: tl.constexpr, SIZE: tl.constexpr, QUERIES: tl.constexpr,
     WIDTH: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Compute one row and head, reading keys and values in blocks with an online softmax (running maximum and sum)."""
+    """Compute the cross-attention of one head in one row of the batch.
+
+    Keys and values are read in blocks, with an online softmax (running maximum and sum).
+    """
     row, head = tl.program_id(0).to(tl.int64) // HEADS, tl.program_id(0) % HEADS
     steps, columns, tokens = tl.arange(0, QUERIES), tl.arange(0, WIDTH), tl.arange(0, KEYS)
     whole = (steps < count)[:, None] & (columns < SIZE)[None, :]
@@ -132,5 +138,5 @@ def cross_attention(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor)
 
 
 def _padded(size: int) -> int:
-    """Round up to a power of two of at least 16, as required for Triton's matrix products."""
+    """Round `size` up to a power of two, and to at least 16: Triton's matrix products require such sizes."""
     return max(16, 1 << (size - 1).bit_length())

@@ -74,7 +74,10 @@ class SelfAttention(nn.Module):
 
 
 class CrossAttention(nn.Module):
-    """Attention of chunks to keys and values of E contexts; x has F chunks of each context, ordered by context."""
+    """Attention of action chunks to the keys and values of E contexts.
+
+    The input x, (E x F, T, hidden), has F chunks for each context; the chunks of a context are adjacent.
+    """
 
     def __init__(self, hidden: int, heads: int) -> None:
         super().__init__()
@@ -160,7 +163,9 @@ class FinalLayer(nn.Module):
 class BlockInputs(NamedTuple):
     """Inputs that are the same for all blocks.
 
-    condition: (N, hidden), embedding of the flow times. rope: cosines and sines of the steps' rotary angles.
+    condition: (N, hidden), embedding of the flow times.
+    rope: cosines and sines of the rotary angles of the chunk's steps.
+    context: tokens of the batch that each example's actions attend to.
     valid: (N, T) bool, False for padded steps; None: all steps are valid.
     """
 
@@ -201,7 +206,7 @@ class ActionExpert(nn.Module):
         self._read_context = read_context
 
     def compile_context(self, *, dynamic: bool, options: dict[str, Any]) -> None:
-        """Compile the function `read_context`, which has no weights; see `torch.compile`."""
+        """Compile the function `read_context`, which has no weights; for the arguments see `torch.compile`."""
         self._read_context = torch.compile(read_context, dynamic=dynamic, options=options)
 
     def forward(
@@ -241,27 +246,29 @@ class ActionExpert(nn.Module):
     def begin(
         self, actions: Tensor, times: Tensor, context: ContextIndex, valid: Tensor | None
     ) -> tuple[Tensor, BlockInputs]:
-        """Return the input of the first block, (E x F, T, hidden), and the inputs of all blocks."""
+        """Return the first block's input x, (E x F, T, hidden), and the other inputs, which all blocks share."""
         steps = None if valid is None else valid.repeat_interleave(times.shape[1], dim=0)
         condition = self._condition(times.flatten())
         x, rope = self._embed(actions.flatten(0, 1), steps)
         return x, BlockInputs(condition, rope, context, steps)
 
     def read(self, block: ExpertBlock, x: Tensor, layer: KeyValue, inputs: BlockInputs) -> Tensor:
-        """Return the output of a block that attends to the keys and values of a text layer."""
+        """Return the output (E x F, T, hidden) of `block`, which attends to a text layer's keys and values `layer`."""
         keys, values = self._context(*joined_heads(layer), inputs.context)
         mask = inputs.context.valid[:, None, None, :]
         y: Tensor = block(x, block.modulation(inputs.condition), inputs.rope, keys, values, mask, inputs.valid)
         return y
 
     def end(self, x: Tensor, inputs: BlockInputs) -> Tensor:
-        """Return the velocity, (E x F, T, dimensions), for the output of the last block."""
+        """Return the velocity, (E x F, T, dimensions), computed from the last block's output x by the final layer."""
         return zero_padded(self.final_layer(x, self.final_layer.modulation(inputs.condition)), inputs.valid)
 
     def velocity(
         self, actions: Tensor, modulations: Sequence[Tensor], contexts: Sequence[KeyValue], mask: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return velocity and states like `velocity_and_states`, for one chunk per example and one time for all.
+        """Return the velocity, (N, T, dimensions), and the states before the final layer, (N, T, hidden).
+
+        This method is for sampling: each example has one chunk, and all chunks have the same flow time.
 
         Args:
             actions: (N, T, dimensions).
@@ -276,17 +283,26 @@ class ActionExpert(nn.Module):
         return self.final_layer(x, last), x
 
     def modulations(self, times: Tensor) -> list[Tensor]:
-        """Return the modulations (N, parts, 1, hidden) of each block and the final layer at times (N,)."""
+        """Return the shifts, scales and gates of each block and the final layer at flow times (N,).
+
+        They are one tensor (N, parts, 1, hidden) for each block, then one for the final layer.
+        """
         condition = self._condition(times)
         return [module.modulation(condition) for module in (*self.blocks, self.final_layer)]
 
     def contexts(self, cache: Sequence[KeyValue], context: ContextIndex) -> list[KeyValue]:
-        """Return the expert's keys and values for each text layer, (E, heads, S, head size), computed in one call."""
+        """Project the keys and values of all text layers for the expert's cross-attention, in one call.
+
+        Returns for each layer the keys and the values, (E, heads, S, head size) each.
+        """
         keys, values = (torch.stack(part) for part in zip(*map(joined_heads, cache), strict=True))
         return list(zip(*self._context(keys, values, context), strict=True))
 
     def _context(self, keys: Tensor, values: Tensor, context: ContextIndex) -> KeyValue:
-        """Project keys and values of text layers, (..., B, L, hidden), to (..., E, heads, S, head size)."""
+        """Project keys and values of text layers for the expert, and gather each example's context.
+
+        Inputs have the shape (..., B, L, hidden), results (..., E, heads, S, head size).
+        """
         return self._read_context(self.context_k_proj(keys), self.context_v_proj(values), context, self.heads)
 
     def _condition(self, times: Tensor) -> Tensor:
@@ -327,7 +343,12 @@ def has_kernel(x: Tensor, queries: int) -> bool:
 
 
 def read_context(keys: Tensor, values: Tensor, context: ContextIndex, heads: int) -> KeyValue:
-    """Normalize and gather projected keys and values (..., B, L, hidden) to (..., E, heads, S, head size)."""
+    """Normalize projected keys and values, gather each example's context, and split the heads.
+
+    Keys are normalized a second time within each head.
+
+    Inputs have the shape (..., B, L, hidden), results (..., E, heads, S, head size).
+    """
     keys, values = (split_heads(context.gather(rms(each)), heads) for each in (keys, values))
     return rms(keys), values
 

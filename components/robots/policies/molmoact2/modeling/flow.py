@@ -39,14 +39,17 @@ class FlowSamples:
     def draw(
         cls, examples: int, draws: int, horizon: int, config: MolmoAct2Config, generator: torch.Generator
     ) -> FlowSamples:
-        """Draw for a whole batch, first all times and then all noise, on the generator's device."""
+        """Draw times and noise for a whole batch, on the generator's device: first all times, then all noise."""
         times = flow_times((examples, draws), config, generator)
         shape = (examples, draws, horizon, config.max_action_dim)
         return cls(times, torch.randn(shape, generator=generator, device=generator.device))
 
     @classmethod
     def per_example(cls, seeds: Sequence[int], draws: int, horizon: int, config: MolmoAct2Config) -> FlowSamples:
-        """Draw for each example from its own seed, independent of its batch, row and rank; on the CPU."""
+        """Draw times and noise of each example from the example's own seed, on the CPU.
+
+        They do not depend on the example's batch, row or rank.
+        """
         each = [cls.draw(1, draws, horizon, config, torch.Generator().manual_seed(seed)) for seed in seeds]
         return cls(torch.cat([one.times for one in each]), torch.cat([one.noise for one in each]))
 
@@ -204,11 +207,11 @@ def step_divergences(velocity: Tensor, other: Tensor, step: Tensor, sigmas: Tens
 #     v + min(beta, (t^2 + (1 - t)^2) / (t (1 - t))) (Y - A1)^T diag(w) dA1/dx
 
 MOST_GUIDANCE = 5.0
-"""Limit of the guidance, beta in the formula above and in the paper."""
+"""Largest guidance weight in real-time chunking; called beta in the formula above and in the paper."""
 
 
 def prefix_weights(delay: int, left: int, horizon: int) -> Tensor:
-    """Return the weights w of the steps, shape (horizon,) float32.
+    """Return the weights w, shape (horizon,) float32: how strongly each step is pulled to the previous chunk.
 
     They are 1 for the first `delay` steps, which the robot executes during the computation, and fall to 0 at step
     `left`, where the previous chunk ends.

@@ -10,7 +10,7 @@ from torch import Tensor
 
 Output = TypeVar("Output")
 MAX_GRAPHS = 4
-"""Largest number of graphs of a function. They share their working memory, but each has its own outputs."""
+"""Largest number of graphs to keep for one function. They share working memory, but each has its own outputs."""
 
 
 class GraphedFunction(Generic[Output]):

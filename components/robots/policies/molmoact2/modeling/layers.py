@@ -114,7 +114,7 @@ def context_mask(batch: PolicyBatch, hides_answers: bool, config: MolmoAct2Confi
 
 
 def _count(batch: PolicyBatch, marked: Tensor) -> Tensor:
-    """Count for each token the marked tokens of its example up to and including itself, (B, L) int64."""
+    """Return (B, L) int64: for each token, the number of marked tokens in its example up to and including the token."""
     total = marked.long().cumsum(-1)
     ids = batch.example_ids
     first = torch.ones_like(marked)

@@ -85,7 +85,8 @@ class LossDenominators:
 class PolicyLosses(NamedTuple):
     """Losses of a batch: total = flow + cross_entropy + z, scalars with a gradient; a part that is not trained is 0.
 
-    The per-example losses (E,) have no gradient. With the batch's own denominators, their means are the scalars.
+    The per-example losses (E,) have no gradient. If the batch's own denominators are used, each scalar is the mean of
+    the corresponding per-example losses.
     The class is a tuple because FSDP finds tensors with gradients only in tuples, lists and dicts.
     """
 
@@ -100,9 +101,12 @@ class PolicyLosses(NamedTuple):
 
 @dataclass(frozen=True)
 class LabeledTokens:
-    """The K labeled tokens of a batch, at `rows` and `columns` of (B, L); each is predicted one column earlier.
+    """The K tokens of a batch that have a label. A token is predicted by the state one column before it.
 
-    labels, owners: (K,) int64, token ids and the tokens' examples. weights: (K,) float32.
+    rows, columns: (K,) int64, positions of the tokens in the batch (B, L).
+    labels: (K,) int64, ids of the tokens.
+    owners: (K,) int64, number of the example that each token belongs to.
+    weights: (K,) float32, weight of each token in the loss.
     """
 
     rows: Tensor
@@ -130,7 +134,7 @@ class LabeledTokens:
 
 @dataclass(frozen=True)
 class DiscreteLoss:
-    """Losses of action tokens: scalars with a gradient, and per-example losses (E,) without."""
+    """Losses of action tokens: scalars with a gradient, and per-example losses (E,) without a gradient."""
 
     cross_entropy: Tensor
     z: Tensor
@@ -141,7 +145,9 @@ class DiscreteLoss:
 def discrete_loss(
     logits: Tensor, tokens: LabeledTokens, z_scale: float, examples: int, token_weight: float
 ) -> DiscreteLoss:
-    """Return sum w (logsumexp - logit) / max(W, 1), and the z-loss z_scale sum w logsumexp^2 / max(W, 1).
+    """Return the cross-entropy and the z-loss of action tokens.
+
+    The cross-entropy is sum w (logsumexp - logit) / max(W, 1), the z-loss z_scale sum w logsumexp^2 / max(W, 1).
 
     Args:
         logits: (K, vocabulary).

@@ -133,7 +133,7 @@ class MolmoAct2(nn.Module):
 
     @property
     def quantization(self) -> Quantization | None:
-        """Format of the text layers' matrix products; None if it is the model's dtype."""
+        """Quantization of the text layers' matrix products; None if they are computed in the model's dtype."""
         return "fp8" if any(isinstance(module, FP8Linear) for module in self.vlm.modules()) else None
 
     def compile_layers(self, *, dynamic: bool, split: bool = False) -> None:
@@ -211,7 +211,10 @@ class MolmoAct2(nn.Module):
         )
 
     def encode(self, batch: PolicyBatch, bidirectional_images: bool, cache_only: bool = False) -> BackboneOutput:
-        """Run the VLM; with `cache_only` only the keys and values are computed, and the last states are empty."""
+        """Return the VLM's last states and its keys and values.
+
+        With `cache_only`, only the keys and values are computed, and the states are empty.
+        """
         mask = attention_mask(batch, bidirectional_images)
         hidden: BackboneOutput = self.vlm.model(
             batch.input_ids, batch.position_ids, mask, batch.pixel_values, batch.pooling, cache_only
@@ -261,7 +264,10 @@ class MolmoAct2(nn.Module):
             return self.vlm.lm_head(states[predicting]), last
 
     def _hidden(self, batch: PolicyBatch, bidirectional_images: bool) -> BackboneOutput:
-        """Run the VLM; a frozen VLM runs as a CUDA graph and returns empty states."""
+        """Return the VLM's last states and its keys and values.
+
+        A frozen VLM runs as a CUDA graph and only computes keys and values; its states are empty.
+        """
         if not self._frozen:
             return self.encode(batch, bidirectional_images)
         self.vlm.model.check_images(batch.input_ids, batch.pooling)
@@ -295,7 +301,7 @@ class MolmoAct2(nn.Module):
         return hidden.states, flow.errors(self.action_expert(flow.points, flow.times, cache, flow.context, flow.valid))
 
     def _joined(self, batch: PolicyBatch, flow: _Flow, plan: LossPlan) -> tuple[Tensor, Tensor]:
-        """Compute the same as `_apart`, but run each text layer together with its expert block."""
+        """Run each text layer together with its expert block; return the VLM's last states and the flow errors (E,)."""
         body, expert = self.vlm.model, self.action_expert
         text = body.language_model
         x = body.embedded(batch.input_ids, batch.pixel_values, batch.pooling)
@@ -323,7 +329,13 @@ class MolmoAct2(nn.Module):
 
 
 class _Flow(NamedTuple):
-    """Inputs and targets of a flow-matching loss; for the fields see `noisy_actions`, `ActionExpert`, `flow_errors`."""
+    """Inputs and targets of a batch's flow-matching loss.
+
+    times: (E, F) flow times. points: (E, F, T, dimensions), noisy actions at these times.
+    target: (E, F, T, dimensions), the velocities to predict.
+    context: tokens of the batch that each example's actions attend to.
+    valid: (E, T), False for padded steps. used: (E, dimensions), False for dimensions that the robot does not have.
+    """
 
     times: Tensor
     points: Tensor
@@ -342,7 +354,7 @@ class _Flow(NamedTuple):
         return cls(draws.times, *noisy_actions(batch.actions, draws, used), context, valid, used)
 
     def errors(self, velocity: Tensor) -> Tensor:
-        """Mean squared error of each example, shape (E,)."""
+        """Mean squared error of each example's predicted velocity, shape (E,)."""
         return flow_errors(velocity, self.target, self.valid, self.used)
 
 
@@ -358,7 +370,10 @@ def _pair(
     inputs: BlockInputs,
     insulated: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Run a text layer and the expert block that attends to its keys and values; return both outputs."""
+    """Run a text layer and the expert block that attends to the layer's keys and values.
+
+    Returns the text layer's output (B, L, hidden) and the expert block's output (E x F, T, hidden).
+    """
     x, keys, values = layer(x, rope, mask, None, False, gqa)
     cached = (keys.detach(), values.detach()) if insulated else (keys, values)
     return x, expert.read(block, y, cached, inputs)

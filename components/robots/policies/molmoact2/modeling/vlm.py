@@ -27,17 +27,17 @@ from armature.components.robots.policies.molmoact2.modeling.layers import RMSNor
 
 KeyValue = tuple[Tensor, Tensor]
 CUBLAS_GELU = "gelu_pytorch_tanh"
-"""Activation of `torch._addmm_activation` on a GPU; on a CPU this function uses another GELU."""
+"""transformers' name of the GELU that `torch._addmm_activation` computes on a GPU; on a CPU it computes another."""
 CUDNN_FIRST = (9, 10)
 """Major compute capabilities of GPUs on which PyTorch prefers cuDNN's attention."""
 
 
 class BackboneOutput(NamedTuple):
-    """Last states and keys and values of all layers.
+    """Output of the language model: its last states, and the keys and values of all layers.
 
     states: (B, L, hidden) after the last norm.
-    cache: for each layer, keys (normed and rotated) and values, (B, key-value heads, L, head size) each; with `past`,
-        L counts past and new tokens.
+    cache: keys (normed and rotated) and values of each layer, (B, key-value heads, L, head size) each. If the model
+        continued earlier tokens (argument `past`), L counts both earlier and new tokens.
 
     The class is a tuple because FSDP finds tensors with gradients only in tuples, lists and dicts.
     """
@@ -105,7 +105,7 @@ class TextLayer(Molmo2DecoderLayer):
         cache_only: bool = False,
         gqa: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the layer's output, and the keys and values of past and new tokens.
+        """Return the layer's output (B, L, hidden), and the keys and the values of past and new tokens.
 
         With `cache_only`, only keys and values of the new tokens are computed, and `x` is returned as the output.
         """
@@ -149,7 +149,10 @@ class VisionTower(Molmo2VisionModel):
         self.gradient_checkpointing, self.call = False, call
 
     def forward(self, pixels: Tensor) -> Tensor:
-        """Run the layers, checkpointed in pairs, and concatenate the outputs of `features`."""
+        """Run the layers and return the outputs of the layers `features`, concatenated.
+
+        If gradient checkpointing is on, the layers are checkpointed in pairs.
+        """
         x = self.patch_embedding(pixels.to(self.positional_embedding.dtype)) + self.positional_embedding
         outputs, active = {}, self.gradient_checkpointing and self.training
         for layers in self._in_groups(2 if active else 1):
@@ -159,7 +162,10 @@ class VisionTower(Molmo2VisionModel):
         return torch.cat([outputs[index] for index in self.features], dim=-1)
 
     def _in_groups(self, most: int) -> Iterator[list[int]]:
-        """Yield the indices of all layers in groups of at most `most`; a layer whose output is needed ends a group."""
+        """Yield the indices of consecutive layers in groups of at most `most`.
+
+        A layer in `features` is the last of its group, because only the output of a whole group is available.
+        """
         group: list[int] = []
         for index in range(len(self.layers)):
             group.append(index)
@@ -331,9 +337,9 @@ class Molmo2Backbone(nn.Module):
 
 
 def _with_images(x: Tensor, is_patch: Tensor, features: Tensor) -> Tensor:
-    """Add `features` in order to x (B, L, hidden) where `is_patch` (B, L) is True.
+    """Add image features (P, hidden) to x (B, L, hidden) at the P tokens where `is_patch` (B, L) is True, in order.
 
-    No shape depends on values, so that CUDA graphs can capture it.
+    No shape depends on a tensor's values, so that CUDA graphs can capture this function.
     """
     order = is_patch.flatten().cumsum(0).sub(1).clamp(min=0)
     added = features.to(x.dtype).index_select(0, order).view_as(x)
@@ -341,10 +347,10 @@ def _with_images(x: Tensor, is_patch: Tensor, features: Tensor) -> Tensor:
 
 
 def has_gqa_kernel(x: Tensor) -> bool:
-    """Return True if masked attention has a kernel for grouped heads for inputs like `x`.
+    """Return True if masked attention has a kernel for grouped heads on the device and in the dtype of `x`.
 
-    This is cuDNN's kernel, which PyTorch prefers in bfloat16 on these GPUs. Elsewhere PyTorch would fall back to plain
-    operations in float32.
+    This is cuDNN's kernel, which PyTorch prefers in bfloat16 on GPUs of CUDNN_FIRST. Elsewhere PyTorch would fall
+    back to plain operations in float32.
     """
     return x.is_cuda and x.dtype == torch.bfloat16 and torch.cuda.get_device_capability(x.device)[0] in CUDNN_FIRST
 
@@ -361,10 +367,13 @@ def _in_turn(layers: Sequence[nn.Module], x: Tensor) -> Tensor:
 
 
 def call(module: Callable[..., Any], *inputs: Any) -> Any:
-    """Call `module`; layers are called through this function, so that `MolmoAct2.compile_layers` can compile it."""
+    """Return `module(*inputs)`.
+
+    Layers are called through this function, so that `MolmoAct2.compile_layers` can replace it by a compiled copy.
+    """
     return module(*inputs)
 
 
 def checkpointed(module: Callable[..., Any], active: bool, *inputs: Any) -> Any:
-    """Call `module`; if `active`, with activation checkpointing: the backward pass recomputes its activations."""
+    """Return `module(*inputs)`. If `active`, activations are not kept, and the backward pass recomputes them."""
     return checkpoint(module, *inputs, use_reentrant=False) if active else module(*inputs)

@@ -39,7 +39,10 @@ SPECIAL_TOKENS = {
     "action_end": ("<action_end>", "action_end_token_id"),
     "action": ("<action_0>", "action_token_start_id"),
 }
-"""Text and field of the configuration of each token that `ActionVocabulary` takes from both."""
+"""Text of each special token, and the field of config.json that holds its id.
+
+`ActionVocabulary` checks that the tokenizer and config.json agree on the id.
+"""
 
 
 @dataclass(frozen=True)
@@ -234,7 +237,10 @@ class ActionTokens:
 
 
 def _integers(actions: Floats, scale: float) -> Numbers:
-    """Scaled and rounded DCT coefficients (T, D), computed in float32 so that they round as in the released code."""
+    """Return the DCT coefficients (T, D) of actions, multiplied by `scale` and rounded to integers.
+
+    They are computed in float32, so that they round as in the released code.
+    """
     return np.around(dct(np.asarray(actions, np.float32), axis=0, norm="ortho") * np.float32(scale)).astype(np.int64)
 
 
@@ -249,9 +255,9 @@ def _as_bytes(text: str) -> str:
 
 
 def _encodable_characters(tokenizer: Tokenizer) -> Numbers:
-    """Return the sorted code points whose bytes are all in the vocabulary.
+    """Return the sorted code points of characters whose UTF-8 bytes are all in the tokenizer's vocabulary.
 
-    The tokenizer would silently drop all other characters.
+    The tokenizer would silently drop any other character.
     """
     single_bytes = {token for token in tokenizer.get_vocab() if len(token) == 1}
     characters = [code for code in range(_CHARACTERS) if single_bytes.issuperset(_as_bytes(chr(code)))]

@@ -91,7 +91,7 @@ class PolicyBatch:
         return self.rows.shape[0]
 
     def observed(self) -> list[Tensor]:
-        """Return the tensors of the observations, without labels, actions and horizon_padding."""
+        """Return all tensors of the batch except labels, actions and horizon_padding, which only training needs."""
         return [getattr(self, name) for name in _OBSERVED]
 
     @classmethod
@@ -133,7 +133,7 @@ def pack(examples: Sequence[Example], rows: Sequence[Sequence[int]], multiple: i
 def _batch(
     examples: Sequence[Example], rows: Sequence[Sequence[int]], pad_side: PadSide, multiple: int, pad_id: int
 ) -> PolicyBatch:
-    """Make a batch of `rows`, lists of indices into `examples`; see `collate` and `pack`."""
+    """Make a batch whose row i holds the examples with the indices `rows[i]`; see `collate` and `pack`."""
     chosen = [examples[index] for row in rows for index in row]
     _check(chosen)
     longest = max(sum(examples[index].length for index in row) for row in rows)
@@ -169,7 +169,10 @@ def _batch(
 
 
 def _pooling(examples: Sequence[Example]) -> NDArray[np.int64]:
-    """Concatenate the examples' pooling indices, counted over all crops of the batch instead of each example's."""
+    """Concatenate the patch indices (P, 4) in the field `pooling` of all examples.
+
+    In an example they count over the example's own crops; in the result they count over all crops of the batch.
+    """
     crops = np.cumsum([0] + [len(each.pixel_values) for each in examples[:-1]])
     patches = examples[0].pixel_values.shape[1]
     return np.concatenate(

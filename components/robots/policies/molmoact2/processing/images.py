@@ -137,7 +137,10 @@ class ImageLayout:
 
 
 def _resize(image: Pixels, side: int) -> Tensor:
-    """Resize to (side, side, 3) bilinearly, without antialiasing; return the rounded levels as float32."""
+    """Resize an image to (side, side, 3) bilinearly, without antialiasing.
+
+    Returns float32 levels from 0 to 255, rounded to integers.
+    """
     levels = torch.from_numpy(image.astype(np.float32, order="C"))
     if image.shape[:2] == (side, side):
         return levels

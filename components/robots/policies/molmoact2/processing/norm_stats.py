@@ -39,7 +39,9 @@ NORM_MODES = {"quantiles": "q01_q99", "mean_std": "mean_std", "identity": "ident
 _ARRAYS = ("min", "max", "mean", "std", "q01", "q10", "q50", "q90", "q99")
 
 RARE, RARE_GRIPPER = 1e-5, 1e-2
-"""Limits of (q99 - q01) / (max - min) below which a dimension counts as moving rarely.
+"""Limits of the share (q99 - q01) / (max - min) for ordinary dimensions and grippers.
+
+A dimension with a smaller share counts as moving rarely.
 
 The limit of ordinary dimensions is small, because outliers also make this share small, and outliers should be clipped.
 A gripper has no outliers, but noise while it rests, so its limit is larger.
@@ -47,7 +49,7 @@ A gripper has no outliers, but noise while it rests, so its limit is larger.
 
 Numbers = tuple[FiniteFloat, ...]
 Words = Annotated[str, BeforeValidator(lambda value: "" if value is None else value)]
-"""Text of the prompt; null in the file is read as ""."""
+"""Words that norm_stats.json provides for the prompt; null in the file is read as ""."""
 
 
 class FeatureNormStats(BaseModel):
@@ -126,7 +128,7 @@ class FeatureNormStats(BaseModel):
         return rarely
 
     def widened(self) -> FeatureNormStats:
-        """Return statistics with min and max in place of q01 and q99 of dimensions that move rarely."""
+        """Return statistics in which min and max replace q01 and q99 of the dimensions that move rarely."""
         ends = {name: list(getattr(self, name) or ()) for name in ("q01", "q99", "min", "max")}
         for place in np.flatnonzero(self.rarely_moving()):
             ends["q01"][place], ends["q99"][place] = ends["min"][place], ends["max"][place]
@@ -195,7 +197,10 @@ class NormStats(BaseModel):
 
 
 def norm_stats(robots: Mapping[str, RobotMetadata], settings: RobotPolicySettings) -> NormStats:
-    """Return the file for these robots by tag; `norm_mode` is the normalization of actions."""
+    """Return the content of norm_stats.json for `robots`, which are given by tag.
+
+    Its field `norm_mode` is set to the normalization of actions in `settings`.
+    """
     mode = NORM_MODES[settings.action_normalization]
     return NormStats(format=FORMAT, norm_mode=mode, metadata_by_tag=dict(robots))
 
@@ -278,7 +283,10 @@ def training_robot(settings: RobotPolicySettings, tagged: RobotMetadata, dataset
 def _feature_stats(
     key: str, statistics: Mapping[str, Mapping[str, Any]], features: Mapping[str, Feature]
 ) -> FeatureNormStats:
-    """Return a feature's statistics with widened quantiles; log dimensions whose quantiles are narrow."""
+    """Return the statistics of the feature `key`, with quantiles widened by `FeatureNormStats.widened`.
+
+    Dimensions whose quantiles are widened, or are much closer together than min and max, are logged as warnings.
+    """
     if key not in statistics or key not in features:
         raise DataError(
             f"the dataset has no feature {key!r}, or no statistics for it",
@@ -435,7 +443,10 @@ class Normalizer:
         return np.where(span == 0, _TINY, span)
 
     def _check(self, stats: FeatureNormStats) -> None:
-        """Raise ConfigurationError if numbers of `stats` contradict each other, or the normalization loses actions."""
+        """Raise ConfigurationError if numbers of `stats` contradict each other.
+
+        The same error is raised if actions in the data cannot be restored from normalized values.
+        """
         low, high = np.zeros((2, self.dimensions))
         if stats.min is not None and stats.max is not None:
             low, high = np.array(stats.min), np.array(stats.max)
@@ -466,7 +477,7 @@ class Normalizer:
                 )
 
     def _passed_outside(self, values: Floats) -> str:
-        """Describe the first value outside [-1, 1] in a dimension that is not normalized, or return ""."""
+        """Describe the first value outside [-1, 1] in a dimension that is not normalized; return "" without one."""
         outside = np.argwhere((np.abs(values) > 1) & ~self.mask)
         if not len(outside):
             return ""
@@ -478,7 +489,8 @@ class Normalizer:
 def gripper_mask(feature: str, stats: FeatureNormStats, normalize_gripper: bool) -> Flags:
     """Return a mask (dimensions,) that is True for dimensions to normalize.
 
-    These are all dimensions with `normalize_gripper`; else the statistics' mask, or all that are not named a gripper.
+    With `normalize_gripper`, all dimensions are True. Otherwise the mask of the statistics is returned. If they have
+    no mask, dimensions with "gripper" in their name are False.
 
     Raises:
         ConfigurationError: the gripper should not be normalized, but not every dimension has a name.

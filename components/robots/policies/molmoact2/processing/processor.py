@@ -210,7 +210,10 @@ class Processor:
         return [observation.images[camera] for camera in cameras]
 
     def _prompt(self, observation: RobotObservation, images: int, where: str) -> Ints:
-        """Return the ids of BOS, the images, and the user's turn. Images and the state enter as ids, not as text."""
+        """Return the token ids of the prompt: BOS, the images, the user's turn, and the start of the model's turn.
+
+        Tokens of images and of the state are inserted as ids and are never written as text.
+        """
         tokens = self.vocabulary
         row = [tokens.image_patch] * self.layout.rows + [tokens.image_column] * self.layout.columns
         image = np.array([tokens.image_start, *row * self.layout.rows, tokens.image_end])
@@ -227,9 +230,10 @@ class Processor:
         return np.concatenate([[tokens.bos], *labeled, self._tokens(before), state_ids, self._tokens(after)])
 
     def _tokens(self, text: str) -> Ints:
-        """Return the ids of `text`, cached.
+        """Return the token ids of `text`, a part of the prompt; results are cached.
 
-        The text must have special tokens on both sides in the prompt: only then is it tokenized as it is by itself.
+        The text must stand between special tokens in the prompt. Only then do its tokens not depend on the text around
+        it.
         """
         ids = self._texts.get(text)
         if ids is None:
